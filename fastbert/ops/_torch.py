@@ -1,0 +1,233 @@
+"""The torch backend of every op: plain, traceable, differentiable PyTorch; correct everywhere, in train and in eval."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+_ACTIVATIONS = {
+    "gelu": F.gelu,  # exact, by erf (Hendrycks & Gimpel 2016)
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "tanh": torch.tanh,
+    "silu": F.silu,
+}
+
+
+def activation(x: torch.Tensor, name: str) -> torch.Tensor:
+    return _ACTIVATIONS[name](x)
+
+
+def dropout(x: torch.Tensor, p: float) -> torch.Tensor:
+    return F.dropout(x, p) if p > 0 else x
+
+
+def add_layer_norm(x, residual, weight, bias, x_bias, dropout_p, eps):
+    if x_bias is not None:
+        x = x + x_bias
+    x = dropout(x, dropout_p)
+    summed = x if residual is None else x + residual
+    return F.layer_norm(summed, summed.shape[-1:], weight, bias, eps), summed
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# attention
+#
+# SDPA wants equal lengths. Sequences are grouped into buckets of nearly equal length, so that a batch needs a handful of
+# SDPA calls and little padding, and a bucket of exactly equal lengths needs no mask. docs/attention.md has the
+# measurements against the alternatives (a loop, one padded call, one block mask, nested tensors).
+
+
+class _Bucket:
+    """Sequences of nearly one length: where their tokens are, and which slots of the padded rectangle are real."""
+
+    __slots__ = ("mask", "num_sequences", "real_slots", "span", "token_index", "tokens", "width")
+
+    def __init__(self, starts: list[int], lengths: list[int], device: torch.device):
+        self.num_sequences, self.width = len(starts), max(lengths)
+        starts_t, lengths_t = torch.tensor(starts), torch.tensor(lengths)
+        slot = torch.arange(self.width).expand(self.num_sequences, -1)
+        real = slot < lengths_t[:, None]
+        # A padding slot repeats its own sequence's last token: what is masked never comes from another sequence, so
+        # not even a NaN crosses from one to the next.
+        index = (starts_t[:, None] + torch.minimum(slot, lengths_t[:, None] - 1)).flatten()
+        first, tokens = starts[0], self.num_sequences * self.width
+        equal = bool(real.all())
+        contiguous = equal and starts == list(range(first, first + tokens, self.width))
+        self.span = (first, first + tokens) if contiguous else None  # a plain view serves, no gather
+        self.token_index = index.to(device)
+        self.mask = None if equal else real[:, None, None, :].to(device)
+        self.real_slots = None if equal else real.flatten().nonzero().flatten().to(device)
+        self.tokens = self.token_index if self.real_slots is None else self.token_index[self.real_slots]
+
+
+def make_buckets(lengths: list[int], device: torch.device) -> list[_Bucket]:
+    """Groups of sequences within 1/8 (at least 16 tokens) of their longest; zero-length ones are in no group."""
+    starts, total = [], 0
+    for length in lengths:
+        starts.append(total)
+        total += length
+    if len(set(lengths)) == 1 and total:
+        return [_Bucket(starts, lengths, device)]
+    groups: list[list[int]] = []
+    for i in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i)):
+        longest = lengths[groups[-1][0]] if groups else 0
+        if groups and lengths[i] > longest - max(16, longest // 8):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return [_Bucket([starts[i] for i in g], [lengths[i] for i in g], device) for g in groups]
+
+
+def _sdpa(q, k, v, mask, softmax_scale, dropout_p):
+    """q, k, v (num_sequences, width, num_heads, head_dim) -> the same shape."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, scale=softmax_scale)
+    return out.transpose(1, 2)
+
+
+def _attention_bucketed(q, k, v, buckets, softmax_scale, dropout_p):
+    total_tokens, num_heads, head_dim = q.shape
+    pieces, order = [], []
+    for b in buckets:
+        shape = (b.num_sequences, b.width, num_heads, head_dim)
+        if b.span is not None:
+            operands = [t[b.span[0] : b.span[1]].view(shape) for t in (q, k, v)]
+        else:
+            operands = [t.index_select(0, b.token_index).view(shape) for t in (q, k, v)]
+        out = _sdpa(*operands, b.mask, softmax_scale, dropout_p).reshape(-1, num_heads, head_dim)
+        pieces.append(out if b.real_slots is None else out.index_select(0, b.real_slots))
+        order.append(b.tokens)
+    if len(buckets) == 1 and buckets[0].span == (0, total_tokens):
+        return pieces[0]
+    # Tokens of no bucket (slack rows beyond cu_seqlens[-1]) stay zero.
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    if not pieces:
+        return out + (q + k + v)[:0].sum()  # keeps the graph: every gradient is defined, and zero
+    return out.index_copy(0, torch.cat(order), torch.cat(pieces))
+
+
+def _padded_slots(total_tokens, cu_seqlens, max_seqlen):
+    """(batch, max_seqlen) token index of each slot, and whether the slot is real; no host sync, traceable."""
+    starts, lengths = cu_seqlens[:-1].long(), (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+    slot = torch.arange(max_seqlen, device=cu_seqlens.device)
+    real = slot < lengths[:, None]
+    last = (lengths - 1).clamp(min=0)
+    index = (starts[:, None] + torch.minimum(slot, last[:, None])).clamp(max=max(total_tokens - 1, 0))
+    return index, real
+
+
+def _attention_padded(q, k, v, cu_seqlens, max_seqlen, softmax_scale, dropout_p):
+    """One SDPA call on the (batch, max_seqlen) rectangle: what torch.compile traces, with no data-dependent shape."""
+    total_tokens = q.shape[0]
+    index, real = _padded_slots(total_tokens, cu_seqlens, max_seqlen)
+    operands = [t.index_select(0, index.flatten()).view(*index.shape, *t.shape[1:]) for t in (q, k, v)]
+    # A sequence without tokens attends to slot 0, which is then dropped: no row is fully masked.
+    mask = real | (torch.arange(max_seqlen, device=q.device) == 0)
+    out = _sdpa(*operands, mask[:, None, None, :], softmax_scale, dropout_p)
+    # Back to tokens: token t of sequence s sits in slot (s, t - start(s)).
+    sequence, inside = token_sequences(cu_seqlens, total_tokens)
+    slot = (torch.arange(total_tokens, device=q.device) - cu_seqlens[sequence].long()).clamp(max=max_seqlen - 1)
+    flat = (sequence * max_seqlen + slot).clamp(min=0)
+    out = out.reshape(-1, *q.shape[1:]).index_select(0, flat)
+    return torch.where(inside[:, None, None], out, 0.0)
+
+
+def attention(q, k, v, cu_seqlens, max_seqlen, softmax_scale, dropout_p, cache):
+    if torch.compiler.is_compiling():
+        return _attention_padded(q, k, v, cu_seqlens, max_seqlen, softmax_scale, dropout_p)
+    buckets = None if cache is None else cache.get("torch_buckets")
+    if buckets is None:
+        buckets = make_buckets((cu_seqlens[1:] - cu_seqlens[:-1]).tolist(), q.device)
+        if cache is not None:
+            cache["torch_buckets"] = buckets
+    return _attention_bucketed(q, k, v, buckets, softmax_scale, dropout_p)
+
+
+def attention_probs(q, k, cu_seqlens, max_seqlen, softmax_scale):
+    """(batch, num_heads, max_seqlen, max_seqlen); zero where a query or key slot is padding."""
+    index, real = _padded_slots(q.shape[0], cu_seqlens, max_seqlen)
+    q, k = (t.index_select(0, index.flatten()).view(*index.shape, *t.shape[1:]).transpose(1, 2) for t in (q, k))
+    scores = (q @ k.transpose(-1, -2)).float() * softmax_scale
+    scores = scores.masked_fill(~real[:, None, None, :], -math.inf)
+    both = real[:, None, None, :] & real[:, None, :, None]
+    return torch.where(both, scores.softmax(-1), 0.0).to(q.dtype)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def embed_layer_norm(
+    input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, inputs_embeds,
+    padding_idx, position_padding_idx, dropout_p, eps,
+):  # fmt: skip
+    x = F.embedding(input_ids, word, padding_idx) if inputs_embeds is None else inputs_embeds
+    if token_type is not None:
+        # Types are few and mostly 0: one row when none were given, as transformers does with its zero buffer.
+        x = x + (token_type[0] if token_type_ids is None else F.embedding(token_type_ids, token_type))
+    x = x + F.embedding(position_ids, position, position_padding_idx)
+    if weight is not None:
+        x = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return dropout(x, dropout_p)
+
+
+def linear_gelu(x, weight, bias, activation_name):
+    return activation(F.linear(x, weight, bias), activation_name)
+
+
+def feed_forward(x, up_weight, up_bias, down_weight, activation_name):
+    return F.linear(linear_gelu(x, up_weight, up_bias, activation_name), down_weight)
+
+
+def cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoothing):
+    kept = (labels != ignore_index).nonzero().flatten()
+    logits = F.linear(hidden_states.index_select(0, kept), weight, bias)
+    total = F.cross_entropy(logits.float(), labels.index_select(0, kept), reduction="sum", label_smoothing=label_smoothing)
+    return total / max(kept.shape[0], 1)
+
+
+def token_sequences(cu_seqlens, total_tokens):
+    """The sequence each token belongs to (total_tokens,), and False for slack rows beyond cu_seqlens[-1]."""
+    token = torch.arange(total_tokens, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].long(), token, right=True)
+    batch_size = cu_seqlens.shape[0] - 1
+    return sequence.clamp(max=max(batch_size - 1, 0)), sequence < batch_size
+
+
+def pooling(hidden_states, cu_seqlens, mode):
+    total_tokens, hidden_size = hidden_states.shape
+    batch_size = cu_seqlens.shape[0] - 1
+    pooled = hidden_states.new_zeros(batch_size, hidden_size)
+    if total_tokens == 0:
+        return pooled + hidden_states.sum()  # keeps the graph: gradients are defined, and zero
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1])[:, None]
+    if mode == "cls":
+        first = cu_seqlens[:-1].long().clamp(max=total_tokens - 1)
+        return torch.where(lengths > 0, hidden_states.index_select(0, first), 0.0)
+    sequence, inside = token_sequences(cu_seqlens, total_tokens)
+    if mode == "mean":
+        real = torch.where(inside[:, None], hidden_states, 0.0).float()
+        return (pooled.float().index_add(0, sequence, real) / lengths.clamp(min=1)).to(hidden_states.dtype)
+    real = torch.where(inside[:, None], hidden_states, -math.inf)
+    index = sequence[:, None].expand_as(hidden_states)
+    pooled = pooled.scatter_reduce(0, index, real, "amax", include_self=False)
+    return torch.where(lengths > 0, pooled, 0.0)
+
+
+def sequence_cross_entropy(logits, cu_seqlens, targets):
+    total_tokens, batch_size = logits.shape[0], cu_seqlens.shape[0] - 1
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+    kept = (targets >= 0) & (targets < lengths)
+    if total_tokens == 0:
+        return logits.float().sum()
+    logits = logits.float()
+    sequence, inside = token_sequences(cu_seqlens, total_tokens)
+    logits = torch.where(inside, logits, -math.inf)
+    largest = logits.new_zeros(batch_size).scatter_reduce(0, sequence, logits.detach(), "amax", include_self=False)
+    total = logits.new_zeros(batch_size).index_add(0, sequence, (logits - largest[sequence]).exp())
+    chosen = (cu_seqlens[:-1].long() + targets).clamp(0, total_tokens - 1)
+    # The log of an empty sequence's zero total is never used: it is replaced before, so no gradient is NaN.
+    losses = torch.where(kept, total, 1.0).log() + largest - logits.index_select(0, chosen)
+    return torch.where(kept, losses, 0.0).sum() / kept.sum().clamp(min=1)

@@ -1,0 +1,138 @@
+"""Packing: a padded batch becomes 2-D tokens once, and is unpacked once. The only place that knows of padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+class InputError(ValueError):
+    """An input that no kernel may see; the message names the value and the limit."""
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Where the real tokens of a batch are.
+
+    indices: int64 (total_tokens,), flat positions of the real tokens in the (batch_size, seqlen) grid; None when there
+        is no padding, or when the caller's input was packed already.
+    cu_seqlens: int32 (batch_size + 1,), offsets of the sequences among the packed tokens.
+    max_seqlen: an upper bound of the sequence lengths, on the host.
+    seqlen: the width of the padded grid; None when the caller's input was packed already.
+    total_tokens: the number of packed tokens, on the host.
+    cache: what backends derive from cu_seqlens, kept for the layers of one forward pass.
+    """
+
+    indices: torch.Tensor | None
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    batch_size: int
+    seqlen: int | None
+    total_tokens: int
+    cache: dict = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def from_mask(
+        cls, attention_mask: torch.Tensor | None, batch_size: int, seqlen: int, device: torch.device
+    ) -> PackedBatch:
+        """From a (batch_size, seqlen) mask, nonzero = real, holes and any side allowed; None means no padding.
+
+        One host sync where the mask is on a GPU. Raises InputError for a mask of another shape or a strange dtype.
+        """
+        if attention_mask is not None:
+            if attention_mask.shape != (batch_size, seqlen):
+                raise InputError(
+                    f"attention_mask has shape {tuple(attention_mask.shape)}; it must be (batch, seqlen) ="
+                    f" {(batch_size, seqlen)}"
+                )
+            if attention_mask.dtype.is_complex:
+                raise InputError(f"attention_mask is {attention_mask.dtype}; it must be bool, integer or float")
+            mask = attention_mask.to(device)
+            real = mask != 0
+            lengths = real.sum(1, dtype=torch.int32)
+            # Everything that the host must know comes over in one copy.
+            strange = (real & (mask != 1)).sum()
+            total_tokens, max_seqlen, strange = torch.stack([lengths.sum(), lengths.max(), strange]).tolist()
+            if strange:
+                raise InputError(f"attention_mask has {strange} values that are neither 0 (padding) nor 1 (real)")
+            if total_tokens < batch_size * seqlen:
+                indices = real.flatten().nonzero().flatten()
+                cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+                return cls(indices, cu_seqlens, max_seqlen, batch_size, seqlen, total_tokens)
+        cu_seqlens = torch.arange(0, (batch_size + 1) * seqlen, seqlen, dtype=torch.int32, device=device)
+        return cls(None, cu_seqlens, seqlen, batch_size, seqlen, batch_size * seqlen)
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: torch.Tensor, max_seqlen: int | None, total_tokens: int) -> PackedBatch:
+        """From a caller's own packed batch. Raises InputError when the offsets do not describe `total_tokens` tokens."""
+        if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
+            raise InputError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (batch + 1,), batch >= 1")
+        if cu_seqlens.dtype not in (torch.int32, torch.int64):
+            raise InputError(f"cu_seqlens is {cu_seqlens.dtype}; it must be int32 (or int64)")
+        if not torch.compiler.is_compiling():
+            offsets = cu_seqlens.tolist()
+            if offsets[0] != 0:
+                raise InputError(f"cu_seqlens starts at {offsets[0]}, not at 0")
+            for i, (start, stop) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+                if stop < start:
+                    raise InputError(f"cu_seqlens falls from {start} to {stop} at sequence {i}; it must never fall")
+            if offsets[-1] != total_tokens:
+                raise InputError(f"cu_seqlens ends at {offsets[-1]}, but there are {total_tokens} tokens")
+            longest = max(stop - start for start, stop in zip(offsets[:-1], offsets[1:], strict=True))
+            if max_seqlen is not None and max_seqlen < longest:
+                raise InputError(f"max_seqlen is {max_seqlen}, but the longest sequence has {longest} tokens")
+            max_seqlen = longest if max_seqlen is None else max_seqlen
+        elif max_seqlen is None:
+            raise InputError("under torch.compile a packed batch needs max_seqlen, an int known on the host")
+        return cls(None, cu_seqlens.int(), max_seqlen, cu_seqlens.numel() - 1, None, total_tokens)
+
+    def pack(self, padded: torch.Tensor) -> torch.Tensor:
+        """(batch_size, seqlen, ...) -> (total_tokens, ...); a view where there is no padding."""
+        flat = padded.reshape(-1, *padded.shape[2:])
+        return flat if self.indices is None else flat.index_select(0, self.indices)
+
+    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        """(total_tokens, ...) -> (batch_size, seqlen, ...) with zeros at padding; packed input stays packed."""
+        if self.seqlen is None:
+            return packed
+        if self.indices is None:
+            return packed.view(self.batch_size, self.seqlen, *packed.shape[1:])
+        out = packed.new_zeros(self.batch_size * self.seqlen, *packed.shape[1:])
+        return out.index_copy(0, self.indices, packed).view(self.batch_size, self.seqlen, *packed.shape[1:])
+
+    def unpack_attentions(self, probs: torch.Tensor) -> torch.Tensor:
+        """(batch, heads, max_seqlen, max_seqlen) over a sequence's own tokens -> (batch, heads, seqlen, seqlen)."""
+        if self.seqlen is None or self.indices is None:
+            return probs
+        # Column of each slot in the padded grid; the slots beyond a sequence's length go to a spare column.
+        sequence, column = self.indices // self.seqlen, self.indices % self.seqlen
+        slot = torch.arange(self.indices.numel(), device=probs.device) - self.cu_seqlens[sequence]
+        columns = torch.full((self.batch_size, self.max_seqlen), self.seqlen, device=probs.device)
+        columns[sequence, slot] = column
+        size = self.seqlen + 1
+        out = probs.new_zeros(*probs.shape[:2], size, size)
+        rows = torch.arange(self.batch_size, device=probs.device)[:, None, None]
+        out[rows, :, columns[:, :, None], columns[:, None, :]] = probs.permute(0, 2, 3, 1)
+        return out[:, :, :-1, :-1]
+
+    def local_positions(self) -> torch.Tensor:
+        """int64 (total_tokens,): a token's column in the padded grid, or its place in its sequence if packed input."""
+        if self.indices is not None:
+            return self.indices % self.seqlen
+        if self.seqlen is not None:
+            return torch.arange(self.seqlen, device=self.cu_seqlens.device).repeat(self.batch_size)
+        token = torch.arange(self.total_tokens, device=self.cu_seqlens.device)
+        sequence = torch.searchsorted(self.cu_seqlens[1:].long(), token, right=True)
+        return token - self.cu_seqlens[sequence]
+
+    def local_targets(self, positions: torch.Tensor) -> torch.Tensor:
+        """Columns of the padded grid (batch,) -> places among a sequence's real tokens; -1 where there is no token."""
+        if self.indices is None:
+            return positions
+        place = torch.full((self.batch_size * self.seqlen,), -1, device=positions.device)
+        place[self.indices] = torch.arange(self.indices.numel(), device=positions.device)
+        inside = (positions >= 0) & (positions < self.seqlen)
+        rows = torch.arange(self.batch_size, device=positions.device) * self.seqlen
+        token = place[rows + positions.clamp(0, self.seqlen - 1)]
+        return torch.where(inside & (token >= 0), token - self.cu_seqlens[:-1], -1)

@@ -1,0 +1,93 @@
+"""One list of cases for tests and benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The sequence lengths of one packed batch."""
+
+    id: str
+    lengths: tuple[int, ...]
+    slack: int = 0  # rows beyond cu_seqlens[-1]
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor:
+        return torch.tensor([0, *torch.tensor(self.lengths).cumsum(0).tolist()], dtype=torch.int32)
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(self.lengths) + self.slack
+
+
+# Lengths 1, tile size and tile size +- 1 (16 and 32 are the smallest tiles), ragged, empty sequences, nothing at all.
+LENGTHS = (
+    Lengths("one-token", (1,)),
+    Lengths("equal", (16, 16, 16)),
+    Lengths("tile-edges", (15, 16, 17, 31, 32, 33)),
+    Lengths("ragged", (3, 41, 1, 7, 40, 12)),
+    Lengths("with-empty", (0, 5, 0, 0, 9, 0)),
+    Lengths("slack", (4, 0, 6), slack=3),
+    Lengths("all-empty", (0, 0)),
+)
+
+# The 32-sequence ragged batch of DESIGN 7: log-normal like sentences of mixed text, mean 55, max 167.
+RAGGED_32 = Lengths(
+    "32-ragged",
+    (
+        167, 8, 72, 31, 45, 118, 22, 61, 38, 90, 14, 53, 29, 76, 41, 139,
+        34, 19, 66, 48, 26, 103, 57, 12, 36, 81, 24, 50, 43, 64, 33, 60,
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A padded batch of DESIGN 7's table."""
+
+    id: str
+    lengths: tuple[int, ...]
+
+
+WORKLOADS = (
+    Workload("1x16", (16,)),
+    Workload("1x128", (128,)),
+    Workload("8x128", (128,) * 8),
+    Workload("4x512", (512,) * 4),
+    Workload("32-ragged", RAGGED_32.lengths),
+)
+
+# (rows, hidden_size) for row-wise kernels: one row, odd rows, sizes off and on a vector width, BERT's own.
+ROWS = ((0, 64), (1, 64), (3, 80), (17, 33), (33, 384), (5, 768), (2, 1024))
+
+MASKS = ("none", "right", "left", "holes", "heavy", "all")
+
+
+def attention_mask(pattern: str, batch_size: int, seqlen: int, seed: int = 0) -> torch.Tensor | None:
+    """An int64 (batch_size, seqlen) mask of one of the patterns of `MASKS`; "all" has one fully masked row."""
+    if pattern == "none":
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, seqlen + 1, (batch_size,), generator=generator)
+    lengths[0] = seqlen
+    column = torch.arange(seqlen).expand(batch_size, -1)
+    if pattern == "right" or pattern == "all":
+        mask = column < lengths[:, None]
+    elif pattern == "left":
+        mask = column >= seqlen - lengths[:, None]
+    elif pattern == "holes":
+        mask = (torch.rand(batch_size, seqlen, generator=generator) < 0.7) | (column == 0)
+    elif pattern == "heavy":
+        mask = column < torch.minimum(lengths, torch.tensor(2))[:, None]
+    else:
+        raise ValueError(f"unknown mask pattern {pattern!r}; valid patterns: {', '.join(MASKS)}")
+    if pattern == "all":
+        mask = mask.clone()
+        mask[-1] = False
+    return mask.long()

@@ -1,0 +1,113 @@
+"""The oracle: the literal formula of every op, in whatever dtype it is given, with no fused function.
+
+Run it in float64 for the truth, and in a kernel's dtype for the baseline that the kernel's error is compared with.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def activation(x, name):
+    if name == "gelu":
+        return 0.5 * x * (1.0 + torch.erf(x / math.sqrt(2.0)))
+    if name == "gelu_tanh":
+        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
+    if name == "relu":
+        return torch.where(x > 0, x, torch.zeros_like(x))
+    if name == "tanh":
+        return torch.tanh(x)
+    if name == "silu":
+        return x / (1.0 + torch.exp(-x))
+    raise ValueError(f"unknown activation {name!r}")
+
+
+def layer_norm(x, weight, bias, eps):
+    mean = x.mean(-1, keepdim=True)
+    centred = x - mean
+    variance = (centred * centred).mean(-1, keepdim=True)
+    out = centred / torch.sqrt(variance + eps) * weight
+    return out if bias is None else out + bias
+
+
+def add_layer_norm(x, residual, weight, bias, x_bias=None, eps=1e-12, keep=None, dropout_p=0.0):
+    """`keep` (bool, x's shape) is the dropout mask that was used; returns (out, summed)."""
+    if x_bias is not None:
+        x = x + x_bias
+    if keep is not None:
+        x = torch.where(keep, x / (1.0 - dropout_p), torch.zeros_like(x))
+    summed = x if residual is None else x + residual
+    return layer_norm(summed, weight, bias, eps), summed
+
+
+def softmax(scores):
+    e = torch.exp(scores - scores.amax(-1, keepdim=True))
+    return e / e.sum(-1, keepdim=True)
+
+
+def attention(q, k, v, cu_seqlens, softmax_scale=None):
+    """q, k, v (total_tokens, num_heads, head_dim), one sequence after the other."""
+    softmax_scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    offsets = cu_seqlens.tolist()
+    pieces = []
+    for start, stop in zip(offsets[:-1], offsets[1:], strict=True):
+        qs, ks, vs = (t[start:stop].transpose(0, 1) for t in (q, k, v))
+        if stop > start:
+            pieces.append((softmax(qs @ ks.transpose(1, 2) * softmax_scale) @ vs).transpose(0, 1))
+    slack = q[offsets[-1] :]
+    return torch.cat([*pieces, torch.zeros_like(slack)])
+
+
+def embed_layer_norm(
+    input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, eps=1e-12
+):
+    x = word[input_ids] + position[position_ids]
+    if token_type is not None:
+        types = torch.zeros_like(position_ids) if token_type_ids is None else token_type_ids
+        x = x + token_type[types]
+    return x if weight is None else layer_norm(x, weight, bias, eps)
+
+
+def linear_gelu(x, weight, bias, name):
+    y = x @ weight.T
+    return activation(y if bias is None else y + bias, name)
+
+
+def feed_forward(x, up_weight, up_bias, down_weight, name):
+    return linear_gelu(x, up_weight, up_bias, name) @ down_weight.T
+
+
+def cross_entropy(hidden_states, weight, bias, labels, ignore_index=-100):
+    losses = []
+    for h, label in zip(hidden_states, labels.tolist(), strict=True):
+        if label != ignore_index:
+            logits = weight @ h if bias is None else weight @ h + bias
+            losses.append(-torch.log(softmax(logits)[label]))
+    return torch.stack(losses).mean() if losses else hidden_states.sum() * 0.0
+
+
+def sequence_cross_entropy(logits, cu_seqlens, targets):
+    offsets = cu_seqlens.tolist()
+    losses = []
+    for start, stop, target in zip(offsets[:-1], offsets[1:], targets.tolist(), strict=True):
+        if 0 <= target < stop - start:
+            losses.append(-torch.log(softmax(logits[start:stop])[target]))
+    return torch.stack(losses).mean() if losses else logits.sum() * 0.0
+
+
+def pooling(hidden_states, cu_seqlens, mode):
+    offsets = cu_seqlens.tolist()
+    rows = []
+    for start, stop in zip(offsets[:-1], offsets[1:], strict=True):
+        tokens = hidden_states[start:stop]
+        if stop == start:
+            rows.append(hidden_states.new_zeros(hidden_states.shape[-1]))
+        elif mode == "mean":
+            rows.append(tokens.mean(0))
+        elif mode == "cls":
+            rows.append(tokens[0])
+        else:
+            rows.append(tokens.amax(0))
+    return torch.stack(rows)
