@@ -26,7 +26,8 @@ class BackendError(RuntimeError):
     """A backend was asked for by name and cannot serve the call; the message holds its reason."""
 
 
-ORDER = (Backend.CUDA, Backend.TRITON, Backend.CPU, Backend.TORCH)
+# What `auto` tries, by the tensors' device. Triton's interpreter serves CPU tensors too, but only when asked by name.
+ORDER = {"cuda": (Backend.CUDA, Backend.TRITON), "cpu": (Backend.CPU,)}
 
 Supports = Callable[..., "str | None"]
 _supports: dict[str, dict[Backend, Supports]] = {}  # op -> backend -> objection, or None when it can serve
@@ -73,36 +74,25 @@ def use_backend(name: str | Backend) -> Iterator[None]:
         _Choice.forced = previous
 
 
-def select(op: str, asked: str | Backend | None, *args, **options) -> Backend:
-    """The backend that will serve this call of `op`. `asked` is the caller's `backend=`; None follows use_backend()."""
+def select(op: str, asked: str | Backend | None, x: torch.Tensor, *args) -> Backend:
+    """The backend that will serve this call of `op`; `x` and `args` are what the op's `supports` functions take.
+
+    `asked` is the caller's `backend=`; None follows use_backend(). Raises BackendError.
+    """
     table = _supports[op]
     explicit = parse_backend(asked) if asked is not None else None
     backend = explicit or _Choice.forced
     if backend is None:
-        for backend in ORDER:
-            if backend in table and table[backend](*args, **options) is None:
+        for backend in ORDER.get(x.device.type, ()):
+            if backend in table and table[backend](x, *args) is None:
                 return backend
         return Backend.TORCH
     if backend is Backend.TORCH or (explicit is None and backend not in table):
         return Backend.TORCH
-    reason = table[backend](*args, **options) if backend in table else f"there is no {backend.value} kernel for {op}"
+    reason = table[backend](x, *args) if backend in table else f"there is no {backend.value} kernel for {op}"
     if reason is not None:
         raise BackendError(f"backend {backend.value!r} cannot serve {op}: {reason}")
     return backend
-
-
-def why_not(op: str, *args, **options) -> dict[str, str]:
-    """For each backend in order: "" when it would serve this call, else the reason why not."""
-    table = _supports[op]
-    reasons = {}
-    for backend in ORDER:
-        if backend is Backend.TORCH:
-            reasons[backend.value] = ""
-        elif backend not in table:
-            reasons[backend.value] = "no kernel for this op yet"
-        else:
-            reasons[backend.value] = table[backend](*args, **options) or ""
-    return reasons
 
 
 def backends(device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, dict[str, str]]:
@@ -114,9 +104,12 @@ def backends(device: str | torch.device = "cpu", dtype: torch.dtype = torch.floa
 
     x, vector = torch.empty(2, 64, device=device, dtype=dtype), torch.empty(64, device=device, dtype=dtype)
     report = {}
-    for op in sorted(_supports):
+    for op, table in sorted(_supports.items()):
         # Every `supports` takes x, residual, weight, bias or fewer: the same probe asks them all.
-        reasons = why_not(op, x, None, vector, vector)
-        selected = next(name for name, reason in reasons.items() if not reason)
-        report[op] = {"selected": selected, **{name: why for name, why in reasons.items() if name != selected}}
+        selected = select(op, None, x, None, vector, vector)
+        report[op] = {"selected": selected.value}
+        for backend in Backend:
+            if backend not in (selected, Backend.TORCH):
+                asked = table[backend](x, None, vector, vector) if backend in table else "no kernel for this op yet"
+                report[op][backend.value] = asked or "only when asked for by name"
     return report

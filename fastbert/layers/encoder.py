@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerNames:
-    """Where the leaves of one layer are, below the layer: the family's own names."""
+    """Where the leaves of one layer are, below the layer: the family's own names.
+
+    `order` is the order in which transformers registers them: an optimizer's saved state goes by it.
+    """
 
     query: str
     key: str
@@ -27,6 +30,9 @@ class LayerNames:
     up: str
     down: str
     feed_forward_norm: str
+    order: tuple[str, ...] = (
+        "query", "key", "value", "attention_output", "attention_norm", "up", "down", "feed_forward_norm",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -107,12 +113,13 @@ class EncoderLayer(nn.Module):
     def __init__(self, names: LayerNames, options: LayerOptions, hidden_size: int, intermediate_size: int, eps: float):
         super().__init__()
         self.names, self.options = names, options
-        for path in (names.query, names.key, names.value, names.attention_output):
-            place(self, path, nn.Linear(hidden_size, hidden_size))  # (H, H)
-        place(self, names.attention_norm, nn.LayerNorm(hidden_size, eps=eps))
-        place(self, names.up, nn.Linear(hidden_size, intermediate_size))  # (I, H)
-        place(self, names.down, nn.Linear(intermediate_size, hidden_size))  # (H, I)
-        place(self, names.feed_forward_norm, nn.LayerNorm(hidden_size, eps=eps))
+        widths = {"up": (hidden_size, intermediate_size), "down": (intermediate_size, hidden_size)}
+        for role in names.order:
+            if role in ("attention_norm", "feed_forward_norm"):
+                leaf: nn.Module = nn.LayerNorm(hidden_size, eps=eps)
+            else:
+                leaf = nn.Linear(*widths.get(role, (hidden_size, hidden_size)))
+            place(self, getattr(names, role), leaf)
 
     def forward(self, hidden_states: torch.Tensor, batch: PackedBatch, probs: list | None = None) -> torch.Tensor:
         return run_layer(self, self.names, self.options, hidden_states, batch, probs)

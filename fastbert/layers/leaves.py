@@ -21,8 +21,8 @@ def get_leaf(root: nn.Module, path: str) -> nn.Module:
 
 def place(root: nn.Module, path: str, module: nn.Module) -> None:
     """Register `module` at `path` below `root`, making bare containers (lists before a number) on the way."""
-    *parents, last = path.split(".")
-    for name, following in zip(parents, [*parents[1:], last], strict=True):
+    *parents, last = names = path.split(".")
+    for name, following in zip(parents, names[1:], strict=True):
         if name not in root._modules:
             root.add_module(name, nn.ModuleList() if following.isdigit() else nn.Module())
         root = root._modules[name]  # type: ignore[assignment]

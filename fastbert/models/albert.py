@@ -28,12 +28,19 @@ class AlbertModel(EncoderModel):
             up="ffn",
             down="ffn_output",
             feed_forward_norm="full_layer_layer_norm",
+            order=(
+                "feed_forward_norm", "query", "key", "value", "attention_output", "attention_norm", "up", "down",
+            ),  # fmt: skip
         ),
         layer_path=_layer_path,
         pooler="pooler",
         feed_forward_dropout=False,
         masked_lm=MaskedLMNames(
-            "predictions.dense", "predictions.LayerNorm", "predictions.decoder", "predictions.bias"
+            dense="predictions.dense",
+            norm="predictions.LayerNorm",
+            decoder="predictions.decoder",
+            bias="predictions.bias",
+            order=("norm", "dense"),
         ),
         pair="sop_classifier.classifier",
     )

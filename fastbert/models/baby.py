@@ -37,7 +37,14 @@ class MegatronBertModel(EncoderModel):
         model_type="megatron-bert",
         prefix="bert",
         embeddings=EmbeddingNames(norm=None),
-        layer=replace(BERT_LAYER, attention_norm="attention.ln", feed_forward_norm="ln"),
+        layer=replace(
+            BERT_LAYER,
+            attention_norm="attention.ln",
+            feed_forward_norm="ln",
+            order=(
+                "attention_norm", "query", "key", "value", "attention_output", "feed_forward_norm", "up", "down",
+            ),  # fmt: skip
+        ),
         final_norm="encoder.ln",
         norm_first=True,
         masked_lm=BERT_MASKED_LM,

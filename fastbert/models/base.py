@@ -130,15 +130,18 @@ class EncoderModel(PreTrainedModel):
         super().__init__(config)
         family, names = self.family, self.family.embedding_names(config)
         padding_idx, width, eps = config.pad_token_id, config.embedding_width, config.layer_norm_eps
-        place(self, names.word, nn.Embedding(config.vocab_size, width, padding_idx=padding_idx))
         position_padding = padding_idx if family.positions_from_ids else None
-        place(self, names.position, nn.Embedding(config.max_position_embeddings, width, padding_idx=position_padding))
-        if names.token_type is not None:
-            place(self, names.token_type, nn.Embedding(config.type_vocab_size, width))
-        if names.norm is not None:
-            place(self, names.norm, nn.LayerNorm(width, eps=eps))
-        if names.project is not None:
-            place(self, names.project, nn.Linear(width, config.hidden_size))
+        make = {
+            "word": lambda: nn.Embedding(config.vocab_size, width, padding_idx=padding_idx),
+            "position": lambda: nn.Embedding(config.max_position_embeddings, width, padding_idx=position_padding),
+            "token_type": lambda: nn.Embedding(config.type_vocab_size, width),
+            "norm": lambda: nn.LayerNorm(width, eps=eps),
+            "project": lambda: nn.Linear(width, config.hidden_size),
+        }
+        for role in names.order:
+            path = getattr(names, role)
+            if path is not None:
+                place(self, path, make[role]())
         options = family.layer_options(config)
         for i in range(config.num_unique_layers):
             layer = EncoderLayer(family.layer, options, config.hidden_size, config.intermediate_size, eps)

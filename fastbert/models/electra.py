@@ -22,7 +22,12 @@ class ElectraModel(EncoderModel):
         embeddings=EmbeddingNames(project="embeddings_project"),
         pooler=None,
         masked_lm=MaskedLMNames(
-            "generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head", None, "gelu"
+            dense="generator_predictions.dense",
+            norm="generator_predictions.LayerNorm",
+            decoder="generator_lm_head",
+            bias=None,
+            activation="gelu",
+            order=("norm", "dense"),
         ),
         sequence=SequenceHead(
             out="classifier.out_proj",
@@ -45,7 +50,10 @@ class ElectraForMaskedLM(heads.ForMaskedLM):
 
 
 class ElectraForPreTraining(heads.HeadModel):
-    """The discriminator: was each token replaced (1) or not (0)? The loss counts real tokens only (section 2)."""
+    """The discriminator: was each token replaced (1) or not (0)? The loss counts real tokens only (section 2).
+
+    Tokens labelled -100 do not count either.
+    """
 
     base_class = ElectraModel
 
@@ -58,9 +66,9 @@ class ElectraForPreTraining(heads.HeadModel):
         logits = linear(get_leaf(self, "discriminator_predictions.dense_prediction"), x).squeeze(-1)
         loss = None
         if given:
-            labels = self.pack_labels(given["labels"], batch, 2).to(logits.dtype)
-            total = F.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
-            loss = total / max(batch.total_tokens, 1)
+            labels = self.pack_labels(given["labels"], batch, 2)
+            losses = F.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="none")
+            loss = losses.where(labels != -100, 0.0).sum() / (labels != -100).sum().clamp(min=1)
         return {"loss": loss, "logits": batch.unpack(logits)}
 
 

@@ -30,6 +30,7 @@ class MaskedLMNames:
     decoder: str
     bias: str | None
     activation: str | None = None  # None: hidden_act
+    order: tuple[str, ...] = ("dense", "norm")  # in which transformers registers them, as in LayerNames
 
 
 @dataclass(frozen=True)

@@ -118,11 +118,11 @@ def sequence_loss(config: EncoderConfig, logits: torch.Tensor, labels: torch.Ten
         return F.cross_entropy(logits.float(), labels, reduction="sum") / (labels != -100).sum().clamp(min=1)
     if labels.numel() != logits.numel():
         raise InputError(f"labels has shape {tuple(labels.shape)}; the logits' is {tuple(logits.shape)}")
-    labels = labels.reshape(logits.shape)
+    logits, labels = logits.float(), labels.reshape(logits.shape).float()
     if kind == "regression":
-        return F.mse_loss(logits, labels.to(logits.dtype))
+        return F.mse_loss(logits, labels)
     if kind == "multi_label_classification":
-        return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
+        return F.binary_cross_entropy_with_logits(logits, labels)
     raise InputError(
         f"problem_type {kind!r} is none of regression, single_label_classification, multi_label_classification"
     )
@@ -134,8 +134,9 @@ class MaskedLMMixin:
     def build_masked_lm(self: HeadModel, config: EncoderConfig) -> None:
         names = self.family.masked_lm
         width = config.embedding_width
-        place(self, names.dense, nn.Linear(config.hidden_size, width))
-        place(self, names.norm, nn.LayerNorm(width, eps=config.layer_norm_eps))
+        leaves = {"dense": nn.Linear(config.hidden_size, width), "norm": nn.LayerNorm(width, eps=config.layer_norm_eps)}
+        for role in names.order:
+            place(self, getattr(names, role), leaves[role])
         if names.bias is not None:
             parent, _, leaf = names.bias.rpartition(".")
             get_leaf(self, parent).register_parameter(leaf, nn.Parameter(torch.zeros(config.vocab_size)))

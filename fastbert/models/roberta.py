@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fastbert.layers.embeddings import EmbeddingNames
 from fastbert.models import heads
 from fastbert.models.base import EncoderModel
 from fastbert.models.family import Family, MaskedLMNames, SequenceHead
@@ -11,6 +12,7 @@ from fastbert.models.family import Family, MaskedLMNames, SequenceHead
 ROBERTA = Family(
     model_type="roberta",
     prefix="roberta",
+    embeddings=EmbeddingNames(order=("word", "token_type", "norm", "position")),
     positions_from_ids=True,
     masked_lm=MaskedLMNames(
         dense="lm_head.dense",

@@ -44,6 +44,12 @@ def triton_error() -> str | None:
     return _triton_error
 
 
+# What torch.compiler.assume_constant_result does, without its import of torch._dynamo (0.7 s): a trace calls the two
+# functions instead of tracing their imports, also when it is the process's first call.
+extension_error._dynamo_marked_constant = True  # type: ignore[attr-defined]
+triton_error._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
     """Whether autograd must record this call."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -55,6 +61,7 @@ def needs_grad(*tensors: torch.Tensor | None) -> bool:
 #   summed = dropout(x + x_bias) + residual            (total_tokens, hidden_size)
 #   out    = (summed - mean) * rstd * weight + bias     mean, rstd: fp32 (total_tokens,)
 #
+# The sum is rounded to x's dtype before it is normalised: backward differentiates exactly what forward computed.
 # philox is int64 (2,) = [seed, offset] on x's device, read only when dropout_p > 0. `summed` has zero rows unless
 # return_sum; mean and rstd are empty unless return_stats. In backward dx has zero rows unless dropout_p > 0: without
 # dropout it equals dsummed. dx_bias is fp32-accumulated over tokens and empty unless has_x_bias.

@@ -1,0 +1,49 @@
+# Two commands need nothing but Python 3.10-3.13 and a C++ compiler: `make demo` and `make test`.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
+
+.PHONY: demo test lint type format unit sanitize bench clean help
+
+help:           ## list the targets
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 12
+
+# The build tools come first: the extension is compiled against the torch that runs it, without build isolation.
+$(VENV)/.installed: $(SOURCES)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch and the build tools into $(VENV) ..."
+	@$(PIP) torch numpy setuptools wheel ninja
+	@echo "building fastbert ..."
+	@$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --no-build-isolation --verbose -e ".[demo]" \
+		> $(VENV)/build.log 2>&1 || (tail -n 40 $(VENV)/build.log; false)
+	@grep -h "^ *fastbert: " $(VENV)/build.log | tail -n 1
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	@echo "installing the test tools ..."
+	@$(PIP) --no-build-isolation -e ".[test]" 
+	@touch $@
+
+demo: $(VENV)/.installed  ## set everything up, then embed and search real text with a real model
+	@$(BIN)/python examples/demo.py
+
+test: $(VENV)/.installed-test lint type unit  ## set everything up, then lint, type check and test
+
+lint: $(VENV)/.installed-test  ## ruff
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+type: $(VENV)/.installed-test  ## mypy
+	@$(BIN)/mypy
+
+format: $(VENV)/.installed-test  ## rewrite the sources in the house style
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+unit: $(VENV)/.installed-test  ## pytest
+	@$(BIN)/python -m pytest -n 2 --dist worksteal
+
+clean:  ## remove the virtual environment and build products
+	rm -rf $(VENV) build dist *.egg-info fastbert/_C*.so

@@ -1,0 +1,425 @@
+"""fastbert.accelerate(hf_model): a live transformers model, made faster in place, its parameters shared.
+
+The forward of each base model in the tree (BertModel inside BertForX, inside SentenceTransformer, inside PEFT's
+wrappers) is replaced on the instance by one that packs the batch, runs fastbert's encoder over the very leaves of that
+model, and unpacks. Nothing is registered in the module tree. Whatever our path would not honour is found before
+anything is launched, said once, and runs in transformers' own forward.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+import types
+import warnings
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from fastbert import ops
+from fastbert.config import ConfigError, EncoderConfig
+from fastbert.layers.encoder import run_layer
+from fastbert.layers.leaves import get_leaf
+from fastbert.models.auto import FAMILIES
+from fastbert.models.base import run_encoder, run_pooler
+from fastbert.models.family import Family
+from fastbert.models.inputs import prepare_inputs
+
+# model_type -> transformers' folder, its base model there, and what that model's forward returns.
+_BASES = {
+    "albert": ("albert", "AlbertModel", "BaseModelOutputWithPooling"),
+    "bert": ("bert", "BertModel", "BaseModelOutputWithPoolingAndCrossAttentions"),
+    "distilbert": ("distilbert", "DistilBertModel", "BaseModelOutput"),
+    "electra": ("electra", "ElectraModel", "BaseModelOutputWithPastAndCrossAttentions"),
+    "megatron-bert": ("megatron_bert", "MegatronBertModel", "BaseModelOutputWithPoolingAndCrossAttentions"),
+    "roberta": ("roberta", "RobertaModel", "BaseModelOutputWithPoolingAndCrossAttentions"),
+    "xlm-roberta": ("xlm_roberta", "XLMRobertaModel", "BaseModelOutputWithPoolingAndCrossAttentions"),
+}
+_MODEL_TYPES = {(f"transformers.models.{home}.modeling_{home}", name): key for key, (home, name, _) in _BASES.items()}
+_SUPPORTED = f"base models, alone or under a head, of {', '.join(_BASES)} (transformers' own classes)"
+
+_TENSORS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
+_OPTIONS = ("output_attentions", "output_hidden_states", "return_dict")
+# What an encoder's forward ignores: a cache is the decoder's, the Trainer's count of items the loss's.
+_ARGUMENTS = {*_TENSORS, *_OPTIONS, "use_cache", "num_items_in_batch"}
+
+# Those that compute softmax(q k^T / sqrt(d)) v and nothing else: which of them is asked for makes no difference.
+_ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+_ATTENTION_DROPOUT = ("attention.self.dropout", "attention.dropout", "attention.attention_dropout")
+
+# Heads that look at each token for itself: nothing at padding matters to them. Any other user of a base model may read
+# column 0, as poolers do, where a batch that is padded on the left has no token. Span heads read all of the padding.
+_TOKEN_HEADS = ("ForMaskedLM", "ForTokenClassification", "ElectraForPreTraining")
+_SPAN_HEADS = ("ForQuestionAnswering",)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What was learnt about a base model when it was accelerated."""
+
+    label: str
+    model_type: str
+    config: EncoderConfig
+    classes: dict[str, type]  # of the modules that our path does not call; keys as _modules_of yields them
+    reads: str  # what is made of last_hidden_state: "tokens", "first" (column 0, too) or "padding"
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.model_type].family
+
+
+def _live_config(module: nn.Module, plan: _Plan) -> EncoderConfig:
+    """The plan's config with the sizes of now: embeddings are resized, and layers dropped, behind a config's back."""
+    family, config, theirs = plan.family, plan.config, module.config
+    names, now = family.embedding_names(config), {}
+    for field, path in (
+        ("vocab_size", names.word),
+        ("max_position_embeddings", names.position),
+        ("type_vocab_size", names.token_type),
+    ):
+        if path is not None:
+            leaf = get_leaf(module, path)
+            now[field] = leaf.weight.shape[0] if isinstance(leaf, nn.Embedding) else getattr(theirs, field)
+    # transformers' encoders run the layers that are there; ALBERT counts them by its config.
+    layers = None if config.num_hidden_groups else get_leaf(module, family.layer_path(config, 0).rpartition(".")[0])
+    now["num_hidden_layers"] = theirs.num_hidden_layers if layers is None else len(layers._modules)
+    changes = {name: value for name, value in now.items() if getattr(config, name) != value}
+    return config.replace(**changes) if changes else config
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What our path does not call: containers, dropouts, activations. The leaves are called, or used as what they are.
+
+
+def _below(module: nn.Module, leaves: set[str], owner: nn.Module, key: str, at: str, prefix: str = "") -> Iterator:
+    for name, child in module._modules.items():
+        path = prefix + name
+        if path in leaves:
+            yield None, at + path, child, owner
+        elif child is not None:
+            yield key + path, at + path, child, owner
+            yield from _below(child, leaves, owner, key, at, path + ".")
+
+
+def _modules_of(root: nn.Module, family: Family, config: EncoderConfig) -> Iterator:
+    """(key in _Plan.classes, None for a leaf; path; module; the module whose `training` our path goes by)."""
+    names, layers = family.embedding_names(config), dict.fromkeys(family.layer_paths(config))
+    outer = {getattr(names, role) for role in names.order} | {family.final_norm, family.pooler, *layers}
+    inner = {getattr(family.layer, role) for role in family.layer.order}
+    yield from _below(root, outer, root, "", "")
+    for path in layers:
+        layer = get_leaf(root, path)
+        yield "*", path, layer, layer  # the layers of a model are alike: one key for all of them
+        yield from _below(layer, inner, layer, "*.", path + ".")
+
+
+def _is_patched(module: nn.Module) -> bool:
+    """Whether its class, or that class's forward, is anything but torch's or transformers' own."""
+    homes = (type(module).__module__, type(module).forward.__module__)
+    return not all(home.startswith(("torch.nn.modules.", "transformers.")) for home in homes)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Hooks other than those with which transformers records hidden states and attentions: we return them ourselves."""
+    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return True
+    return any(hook.__module__ != "transformers.utils.output_capturing" for hook in module._forward_hooks.values())
+
+
+def _tree_objection(root: nn.Module, plan: _Plan, config: EncoderConfig) -> str | None:
+    """Why our path would not do what calling every module of the tree does; None where it does."""
+    if torch_module._has_any_global_hook():
+        return "global module hooks are registered"
+    for key, path, module, owner in _modules_of(root, plan.family, config):
+        if key is None:
+            hooks = () if module is None else module._forward_pre_hooks.values()
+            if any(isinstance(hook, partial) and hook.func.__module__.startswith("peft.") for hook in hooks):
+                return "PEFT's adapter_names and alora_offsets choose by the row of a batch"
+            continue
+        kind = type(module)
+        if kind is not plan.classes.get(key):
+            return f"{path} is a {kind.__name__}, which was not there when the model was accelerated"
+        if "forward" in module.__dict__:
+            return f"{path} has a forward of its own on the instance"
+        if _has_hooks(module):
+            return f"{path} has hooks, and packed execution does not call that module"
+        if kind is nn.Dropout:
+            attention = path.endswith(_ATTENTION_DROPOUT)
+            p = config.attention_probs_dropout_prob if attention else config.hidden_dropout_prob
+            if (module.p if module.training else 0.0) != (p if owner.training else 0.0):
+                return f"{path} has p={module.p}, training={module.training}; by config and owner {p}, {owner.training}"
+    return None
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The forward
+
+
+@lru_cache(maxsize=32)
+def _signature(kind: type[nn.Module]) -> inspect.Signature:
+    signature = inspect.signature(kind.forward)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])  # without self
+
+
+class _Forward:
+    """The forward of one accelerated base model, an attribute of that instance.
+
+    It holds the model weakly, so that dropping the last reference still frees the weights at once; a copy of the model
+    (deepcopy, pickle, torch.save) gets a forward bound to the copy.
+    """
+
+    def __init__(self, module: nn.Module, plan: _Plan):
+        self._module, self.plan = weakref.ref(module), plan
+        self.said: set[str] = set()
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise ReferenceError(f"the accelerated model {self.plan.label} is gone; only its forward was kept")
+        return module
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """transformers' own: the Trainer, PEFT and sentence-transformers choose arguments by it."""
+        return _signature(type(self.module))
+
+    def __reduce__(self):
+        return _Forward, (self.module, self.plan)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        names = [name for name in _signature(type(module)).parameters if name != "kwargs"]
+        given = {**dict(zip(names, args)), **kwargs}  # noqa: B905  (transformers complains about too many)
+        if len(given) == len(args) + len(kwargs):
+            # Forwards that name such an argument (the older kind) take None for not given.
+            options = {
+                name: getattr(module.config, name)
+                if name not in given or (given[name] is None and name in names)
+                else given[name]
+                for name in _OPTIONS
+            }
+            config = _live_config(module, self.plan)
+            objection = self._objection(module, config, given, options) or _tree_objection(module, self.plan, config)
+            if objection is None:
+                return self._run(module, config, given, options, older="return_dict" in names)
+            self.say(objection)
+        return type(module).forward(module, *args, **kwargs)
+
+    def say(self, reason: str) -> None:
+        if reason not in self.said:
+            self.said.add(reason)
+            warnings.warn(f"fastbert: {self.plan.label} runs transformers' own forward: {reason}", stacklevel=4)
+
+    def _objection(self, module: nn.Module, config: EncoderConfig, given: dict, options: dict) -> str | None:
+        """Why this call must be transformers' own; what is wrong with an input is left to prepare_inputs to say."""
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+            return "torch.jit.trace and torch.export record transformers' own code"
+        for name, value in given.items():
+            if name not in _ARGUMENTS and value is not None and value is not False:
+                return f"the argument {name} is not one that fastbert reads"
+        live = vars(module.config)  # not every family's config has these
+        if live.get("is_decoder") or live.get("is_causal"):
+            return "its config has become a decoder's"
+        if live.get("_attn_implementation_internal") not in _ATTENTION:
+            return f"attention implementation {live['_attn_implementation_internal']!r} is not one that fastbert knows"
+        if not isinstance(options["output_hidden_states"], bool | None):
+            return "output_hidden_states selects some of them"
+        tensors = {name: given[name] for name in _TENSORS if given.get(name) is not None}
+        for name, t in tensors.items():
+            if type(t) not in (torch.Tensor, nn.Parameter) or t.device.type == "meta":
+                return f"{name} is no ordinary tensor"
+        grid = next((tensors[name].shape[:2] for name in ("input_ids", "inputs_embeds") if name in tensors), ())
+        if len(grid) != 2:
+            return None
+        if 0 in grid:
+            return "the batch is empty"
+        for name in ("attention_mask", "token_type_ids", "position_ids"):
+            alike = (grid, (1, grid[1])) if name == "position_ids" else (grid,)
+            if name in tensors and tensors[name].shape not in alike:
+                return f"{name} is not of shape (batch, seqlen)"
+        counted = self.plan.family.positions_from_ids and "position_ids" not in tensors
+        if counted and grid[1] > config.max_position_embeddings - config.pad_token_id - 1:
+            return "the batch is wider than the position table: transformers lets padding be out there"
+        mask = tensors.get("attention_mask")
+        if mask is None or self.plan.reads == "tokens":
+            return None
+        if self.plan.reads == "padding":
+            return None if mask.all() else "its head's softmax runs over padding, too; fastbert's own head leaves it out"
+        first = mask[:, 0] != 0
+        if first.all() or not mask[~first].any():
+            return None
+        return "padding on the left: column 0, which poolers and heads read, holds no token; pad on the right"
+
+    def _run(self, module: nn.Module, config: EncoderConfig, given: dict, options: dict, older: bool) -> Any:
+        family = self.plan.family
+        input_ids, mask, token_type_ids, position_ids, inputs_embeds = (given.get(name) for name in _TENSORS)
+        if family.embeddings.token_type is None:
+            token_type_ids = None  # as DistilBERT's forward, which swallows what a BERT tokenizer made
+        if mask is not None:
+            mask = mask != 0  # transformers takes every other value for "real"
+        inputs = prepare_inputs(
+            family, config, input_ids, mask, token_type_ids, position_ids, inputs_embeds, None, None
+        )
+        batch, layer_options = inputs.batch, family.layer_options(config)
+        hidden_states: list | None = [] if options["output_hidden_states"] else None
+        probs: list | None = [] if options["output_attentions"] else None
+
+        def run_one_layer(layer, x, batch):
+            def run(x):  # returns all that it makes, since backward may run it a second time
+                found = None if probs is None else []
+                return run_layer(layer, family.layer, layer_options, x, batch, found), *(found or ())
+
+            # What gradient_checkpointing_enable() sets on transformers' layers.
+            checkpointed = layer.training and layer.__dict__.get("gradient_checkpointing")
+            x, *found = layer._gradient_checkpointing_func(run, x) if checkpointed else run(x)
+            if probs is not None:
+                probs.extend(found)
+            return x
+
+        packed = run_encoder(module, family, config, inputs, run_one_layer, hidden_states)
+        fields: dict[str, Any] = {"last_hidden_state": batch.unpack(packed)}
+        if family.pooler is not None:
+            fields["pooler_output"] = None
+            if module.pooler is not None:
+                fields["pooler_output"] = run_pooler(module, family, ops.pooling(packed, batch.cu_seqlens, mode="cls"))
+        if hidden_states is not None:
+            fields["hidden_states"] = tuple(batch.unpack(x) for x in hidden_states)
+        if probs is not None:
+            fields["attentions"] = tuple(batch.unpack_attentions(p) for p in probs)
+
+        if older and not options["return_dict"]:
+            return tuple(fields.values())  # which keeps the place of a pooled output that there is not
+        if probs is not None and not older and "cross_attentions" in module._can_record_outputs:
+            fields["cross_attentions"] = ()  # transformers' recorder has found none
+        from transformers import modeling_outputs
+
+        output = getattr(modeling_outputs, _BASES[self.plan.model_type][2])(**fields)
+        return output.to_tuple() if options["return_dict"] is False else output
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Finding the base models
+
+
+def _make_plan(module: nn.Module, label: str, heads: list[str]) -> _Plan | str:
+    """The plan for a base model of transformers, or the reason why there is none."""
+    from transformers.activations import ACT2FN
+
+    model_type = _MODEL_TYPES[type(module).__module__, type(module).__name__]
+    if module.config.model_type != model_type:
+        return f"its config is of model_type {module.config.model_type!r}, not {model_type!r}"
+    if "forward" in module.__dict__ or _is_patched(module):
+        return "its forward has been replaced already"
+    family = FAMILIES[model_type].family
+    try:
+        config = EncoderConfig.from_dict(module.config.to_dict())
+        if family.positions_from_ids:  # transformers counts from what the embeddings were built with
+            config = config.replace(pad_token_id=get_leaf(module, "embeddings").padding_idx)
+    except ConfigError as error:
+        return str(error)
+    reads = "tokens" if heads and all(head.endswith(_TOKEN_HEADS) for head in heads) else "first"
+    reads = "padding" if any(head.endswith(_SPAN_HEADS) for head in heads) else reads
+    plan, activation = _Plan(label, model_type, config, {}, reads), type(ACT2FN[config.hidden_act])
+    expected = {"*.intermediate.intermediate_act_fn": activation, "*.ffn.activation": activation}
+    expected |= {"*.activation": activation, "pooler.activation": nn.Tanh, "pooler_activation": nn.Tanh}
+    for key, path, child, _ in _modules_of(module, family, _live_config(module, plan)):
+        if key is None:
+            continue
+        if _is_patched(child) or type(child) is not expected.get(key, type(child)):
+            return f"{path} is a {type(child).__module__}.{type(child).__name__}, which its config does not ask for"
+        plan.classes[key] = type(child)
+    return plan
+
+
+def _relation(module: nn.Module) -> str | None:
+    """"base" for a base model of ours, "derived" for a class made from one, "other" for transformers' other models."""
+    kinds = [(kind.__module__, kind.__name__) for kind in type(module).__mro__]
+    if not _MODEL_TYPES.keys().isdisjoint(kinds):
+        return "base" if kinds[0] in _MODEL_TYPES else "derived"
+    return "other" if ("transformers.modeling_utils", "PreTrainedModel") in kinds else None
+
+
+def accelerate(hf_model: Any) -> Any:
+    """Speed up a live transformers model in place: its base models run packed, on fastbert's ops.
+
+    `hf_model` is any module that holds base models of BERT, RoBERTa, XLM-RoBERTa, DistilBERT, ALBERT, ELECTRA or
+    Megatron-BERT: the base model itself, a model with a head, a SentenceTransformer, a PEFT model. Parameters, state
+    dict, config, saving and training stay transformers'. Modules in the place of a Linear, LayerNorm or Embedding
+    (LoRA, quantised ones) and hooks on those are called, with packed (total_tokens, hidden_size) tensors.
+
+    Outputs are transformers' at every real token and zeros at padding. Where a call needs more than that (masks of
+    another shape, a cache, hooks on an inner container, a head that reads padding, torch.export), transformers' own
+    forward runs, and a warning says why, once for each reason. Call `restore` to undo.
+
+    Returns:
+        `hf_model`. A second call changes nothing.
+
+    Raises:
+        ValueError: nothing in `hf_model` can be accelerated; the message says what is there, why not, and what can.
+        InputError: when the model is called, for an id out of range; nothing has been launched.
+    """
+    if not isinstance(hf_model, nn.Module):
+        raise ValueError(f"accelerate takes a torch module, not a {type(hf_model).__name__}; it speeds up {_SUPPORTED}")
+    heads: dict[int, list[str]] = {}
+    for parent in hf_model.modules():
+        for child in parent.children():
+            if _relation(parent) is not None and _relation(child) == "base":
+                heads.setdefault(id(child), []).append(type(parent).__name__)
+    found, reasons, others = 0, [], []
+    for path, module in hf_model.named_modules():
+        label = f"{path} ({type(module).__name__})" if path else type(module).__name__
+        relation = _relation(module)
+        if relation == "other":
+            inside = any(_relation(child) in ("base", "subclass") for child in module.modules())
+            if not inside and not any(path.startswith(f"{other}.") or not other for other in others):
+                others.append(path)
+                reasons.append(f"{label}: fastbert does not have this model")
+        elif relation == "subclass":
+            reasons.append(f"{label}: a class of its own, whose forward may differ from transformers'")
+        elif relation == "base":
+            found += 1
+            if isinstance(module.__dict__.get("forward"), _Forward):
+                continue
+            plan = _make_plan(module, label, heads.get(id(module), []))
+            if isinstance(plan, str):
+                found -= 1
+                reasons.append(f"{label}: {plan}")
+                continue
+            module.forward = _Forward(module, plan)
+            objection = _tree_objection(module, plan, _live_config(module, plan))
+            if objection is not None:
+                module.forward.say(objection)
+    if not found:
+        raise ValueError(
+            f"nothing in this {type(hf_model).__name__} can be accelerated"
+            f" ({'; '.join(reasons) or 'it holds no model of transformers'}). fastbert speeds up {_SUPPORTED}"
+        )
+    for reason in reasons:
+        warnings.warn(f"fastbert: not accelerated: {reason}", stacklevel=2)
+    return hf_model
+
+
+def restore(hf_model: Any) -> Any:
+    """Undo `accelerate`: every base model in `hf_model` runs its class's forward again. Returns `hf_model`."""
+    for module in hf_model.modules():
+        if isinstance(module.__dict__.get("forward"), _Forward):
+            del module.forward
+    return hf_model
+
+
+class _CallableModule(types.ModuleType):
+    def __call__(self, hf_model: Any) -> Any:
+        return accelerate(hf_model)
+
+
+# `import fastbert.accelerate`, wherever it is written, binds this module to the package's attribute of that name, over
+# the function that the package offers there. Callable, the module does what the function does: fastbert.accelerate(model).
+sys.modules[__name__].__class__ = _CallableModule

@@ -1,0 +1,159 @@
+"""Texts from a file, one at a time: txt, jsonl, csv, tsv and parquet, whose size does not matter."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class UsageError(ValueError):
+    """What was asked for on the command line cannot be done; the message says what to change."""
+
+
+MAX_LINE_BYTES = 16 << 20  # a longer line is taken for a binary file, and never read into memory
+_USUAL_COLUMNS = ("text", "sentence")
+
+
+def read_texts(path: Path, column: str | None = None) -> Iterator[str]:
+    """The texts of a file in its order, by its suffix.
+
+    txt: a line is a text, empty ones too. csv, tsv (unquoted), jsonl and parquet: the values of `column`, which is
+    found by itself where there is only one, or one called text or sentence; a jsonl line may be a bare string.
+
+    Raises UsageError, naming the file, the place in it and the value, for what is no text.
+    """
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        raise UsageError(f"{path}: unknown kind of file {path.suffix!r}; known are {', '.join(READERS)}")
+    for place, text in reader(path, column):
+        if not isinstance(text, str):
+            raise UsageError(f"{path}, {place}: the value is {_shown(text)}, not a text")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"{path}, {place}: {_shown(text)} is not valid Unicode") from None
+        yield text
+
+
+def _shown(value: Any, limit: int = 40) -> str:
+    shown = json.dumps(value)
+    return shown if len(shown) <= limit else shown[:limit] + "..."
+
+
+def _pick_column(path: Path, names: Sequence[str], column: str | None) -> str:
+    """`column`, or the one that can be meant. Raises UsageError, listing what there is."""
+    listed = ", ".join(names)
+    if column is not None and column not in names:
+        raise UsageError(f"{path} has no column {column!r}; it has: {listed}")
+    usual = [name for name in _USUAL_COLUMNS if name in names]
+    if column is None and len(names) > 1 and not usual:
+        raise UsageError(f"{path} has several columns; choose one with --column: {listed}")
+    return column if column is not None else names[0] if len(names) == 1 else usual[0]
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Lines with their ends. Raises UsageError, naming the line, for what is not UTF-8 text."""
+    with path.open("rb") as file:
+        number = 0
+        while raw := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if len(raw) > MAX_LINE_BYTES:
+                raise UsageError(f"{path}, line {number}: longer than {MAX_LINE_BYTES >> 20} MiB; is this a text file?")
+            try:
+                line = raw.decode()
+            except UnicodeDecodeError as error:
+                byte, place = raw[error.start], error.start + 1
+                raise UsageError(f"{path}, line {number}: byte {place} is 0x{byte:02x}, which is not UTF-8") from None
+            if "\0" in line:
+                raise UsageError(f"{path}, line {number}: holds a NUL byte; is this a text file?")
+            yield line.removeprefix("\ufeff") if number == 1 else line
+
+
+def _read_txt(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
+    if column is not None:
+        raise UsageError(f"{path} is a text file: it has no column {column!r}")
+    for number, line in enumerate(_lines(path), 1):
+        yield f"line {number}", line.removesuffix("\n").removesuffix("\r")
+
+
+def _read_jsonl(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(_lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UsageError(f"{path}, line {number}: not JSON: {error.msg} at place {error.pos + 1}") from None
+        except RecursionError:
+            raise UsageError(f"{path}, line {number}: nested too deeply") from None
+        if isinstance(entry, dict):
+            if column is None:
+                column = _pick_column(path, list(entry), None)
+            if column not in entry:
+                raise UsageError(f"{path}, line {number}: has no {column!r}; it has: {', '.join(entry)}")
+            entry = entry[column]
+        elif column is not None:
+            raise UsageError(f"{path}, line {number}: {_shown(entry)} is no object with a {column!r}")
+        yield f"line {number}", entry
+
+
+def _read_csv(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
+    # strict: a stray quote would otherwise swallow the lines up to the next one.
+    yield from _read_table(path, column, strict=True)
+
+
+def _read_tsv(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
+    yield from _read_table(path, column, delimiter="\t", quoting=csv.QUOTE_NONE)
+
+
+def _read_table(path: Path, column: str | None, **dialect: Any) -> Iterator[tuple[str, Any]]:
+    csv.field_size_limit(MAX_LINE_BYTES)
+    rows = csv.reader(_lines(path), **dialect)
+    header: list[str] | None = None
+    try:
+        for row in rows:
+            if not row:  # a blank line
+                continue
+            if header is None:
+                header = row
+                place = header.index(_pick_column(path, header, column))
+                continue
+            if len(row) != len(header):
+                raise UsageError(f"{path}, line {rows.line_num}: {len(row)} fields, but {len(header)} in the header")
+            yield f"line {rows.line_num}", row[place]
+    except csv.Error as error:
+        raise UsageError(f"{path}, line {rows.line_num}: {error}") from None
+
+
+def _read_parquet(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise UsageError(f"{path}: reading parquet needs pyarrow: pip install pyarrow") from None
+    row = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            name = _pick_column(path, file.schema_arrow.names, column)
+            kind = file.schema_arrow.field(name).type
+            kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+                raise UsageError(f"{path}: column {name!r} holds {kind}, not texts")
+            for batch in file.iter_batches(batch_size=1024, columns=[name]):
+                for text in batch.column(0).to_pylist():
+                    row += 1
+                    yield f"row {row}", text
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}, after row {row}: {str(error).splitlines()[0]}") from None
+
+
+READERS: dict[str, Callable[[Path, str | None], Iterator[tuple[str, Any]]]] = {
+    ".txt": _read_txt,
+    ".jsonl": _read_jsonl,
+    ".csv": _read_csv,
+    ".tsv": _read_tsv,
+    ".parquet": _read_parquet,
+}

@@ -1,0 +1,87 @@
+"""The one timer: contestants in turn over several rounds, medians and quantiles, and what machine it was."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds a call: the median and the 20 % and 80 % quantiles of one sample a round."""
+
+    median: float
+    low: float
+    high: float
+    rounds: int
+
+    @classmethod
+    def of(cls, seconds: list[float]) -> Timing:
+        ordered = sorted(seconds)
+        last = len(ordered) - 1
+        return cls(statistics.median(ordered), ordered[round(0.2 * last)], ordered[round(0.8 * last)], len(ordered))
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+
+def measure_once(call: Callable[[], object], min_seconds: float = 0.0) -> float:
+    """Seconds a call, over as many calls as fill `min_seconds` (at least one). Waits for the GPU where there is one."""
+    calls, start = 0, time.perf_counter()
+    while True:
+        call()
+        calls += 1
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        elapsed = time.perf_counter() - start
+        if elapsed >= min_seconds:
+            return elapsed / calls
+
+
+def interleave(
+    contestants: Mapping[str, Callable[[], object]], rounds: int = 9, min_seconds: float = 0.0, warmup: int = 2
+) -> dict[str, Timing]:
+    """Time contestants in turn, so that what disturbs the machine disturbs all of them. Check their outputs first."""
+    for call in contestants.values():
+        for _ in range(warmup):
+            call()
+    samples: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(rounds):
+        for name, call in contestants.items():
+            samples[name].append(measure_once(call, min_seconds))
+    return {name: Timing.of(seconds) for name, seconds in samples.items()}
+
+
+def describe_machine() -> dict:
+    """What a result must say about where it came from."""
+    import fastbert
+
+    cpu = platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        cpu = next((li.split(":", 1)[1].strip() for li in cpuinfo.read_text().splitlines() if "model name" in li), cpu)
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        capture_output=True,
+        text=True,
+        cwd=Path(fastbert.__file__).parent,
+        check=False,
+    ).stdout.strip()
+    return {
+        "cpu": cpu,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "fastbert": fastbert.__version__,
+        "commit": commit,
+        "date": time.strftime("%Y-%m-%d"),
+    }

@@ -1,0 +1,67 @@
+"""What every test starts from: a seed, NaN in uninitialised memory, the Triton interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+# Read by Triton when it is imported, which must therefore come after.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import fastbert
+
+_PACKAGE_FOLDERS = tuple(
+    f"{folder}{os.sep}" for folder in (Path(fastbert.__file__).parent, Path(__file__).resolve().parents[1] / "kernels")
+)
+
+
+def _mend_triton_interpreter() -> None:
+    """Triton 3.6 calls int() on arrays of shape (1,), in the bounds of a kernel's loop; NumPy 2.4 refuses that."""
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_and_mend(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_and_mend
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    _mend_triton_interpreter()
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def _poisoned(allocate):
+    """`allocate`, filled with NaN when the package calls it: what a kernel forgets to write is then seen."""
+
+    def wrapper(*args, **kwargs):
+        # A compiled graph must not hold the poison, and meta and fake tensors have no memory.
+        if torch.compiler.is_compiling():
+            return allocate(*args, **kwargs)
+        out = allocate(*args, **kwargs)
+        caller = sys._getframe(1).f_code.co_filename
+        if type(out) is torch.Tensor and out.is_floating_point() and caller.startswith(_PACKAGE_FOLDERS):
+            return out if out.is_meta else out.fill_(float("nan"))
+        return out
+
+    return wrapper
+
+
+@pytest.fixture(autouse=True)
+def poison_uninitialised_memory(monkeypatch):
+    monkeypatch.setattr(torch, "empty", _poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", _poisoned(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", _poisoned(torch.Tensor.new_empty))

@@ -1,0 +1,283 @@
+"""fastbert.accelerate against the same transformers model left alone: outputs, losses, gradients, fallbacks, undoing.
+
+The oracle is transformers' eager model in float64, the baseline the same model in the tested dtype. What is compared are
+real tokens and rows that have one.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import pickle
+import subprocess
+import sys
+import threading
+import warnings
+import weakref
+
+import pytest
+import torch
+import transformers
+from hf import MODELS, as_users_run, config_for, families_axis, hf_class, hf_config, make_batch, make_hf  # noqa: F401
+from torch import nn
+
+import fastbert
+from fastbert import ops
+from fastbert.testing.cases import DTYPES, MASKS
+from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
+
+dtype_axis = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+CHOICES = 2
+
+
+@pytest.fixture
+def packed_layers(monkeypatch):
+    """Counts the calls of fastbert's attention: one a layer that ran packed."""
+    calls = []
+    attention = ops.attention
+    monkeypatch.setattr(ops, "attention", lambda *args, **kwargs: calls.append(1) or attention(*args, **kwargs))
+    return calls
+
+
+@pytest.fixture
+def no_fallback():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="fastbert: ")
+        yield
+
+
+def make_labels(config, head: str, real: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Labels of one head; -100 at padding and for rows without a token."""
+    rows, empty = len(real), ~real.any(1)
+    per_row, per_token = torch.randint(2, (rows,)).where(~empty, -100), torch.randint(2, real.shape).where(real, -100)
+    if head == "Model":
+        return {}
+    if head == "QuestionAnswering":
+        return {"start_positions": torch.zeros(rows).long(), "end_positions": real.sum(1).sub(1).clamp(min=0)}
+    if head == "MultipleChoice":
+        return {"labels": per_row.view(-1, CHOICES)[:, 0].where(~empty.view(-1, CHOICES).any(1), -100)}
+    if head == "PreTraining" and config.model_type != "electra":
+        pair = "sentence_order_label" if config.model_type == "albert" else "next_sentence_label"
+        return {"labels": per_token, pair: per_row}
+    if head == "PreTraining":
+        return {"labels": per_token.clamp(min=0)}
+    return {"labels": per_row if head in ("SequenceClassification", "NextSentencePrediction") else per_token}
+
+
+def run(model, head: str, batch, labels, **options):
+    """({name: what can be compared of an output}, {name: gradient}) of one call and its backward."""
+    inputs = dict(batch.inputs)
+    if head == "MultipleChoice":
+        inputs = {name: t.view(-1, CHOICES, t.shape[-1]) for name, t in inputs.items()}
+    model.zero_grad()
+    out, real = model(**inputs, **labels, **options), batch.real
+    rows = real.any(1).view(-1, CHOICES).all(1) if head == "MultipleChoice" else real.any(1)
+    pick = lambda t: t if t.dim() == 0 else t[real] if t.shape[:2] == real.shape else t[rows]  # noqa: E731
+    found = {name: pick(t) for name, t in out.items() if isinstance(t, torch.Tensor)}
+    for name in ("hidden_states", "attentions"):
+        found |= {f"{name}.{i}": pick(t) for i, t in enumerate(out.get(name) or ())}
+    (found["loss"] if "loss" in found else found["last_hidden_state"].float().square().sum()).backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    for name in [n for n in grads if n.endswith(("key.bias", "k_lin.bias"))]:  # softmax cannot see it: alone it is noise
+        weight = f"{name.rpartition('.')[0]}.weight"
+        grads[weight] = torch.cat([grads[weight].flatten(), grads.pop(name)])
+    return out, found, grads
+
+
+def check(config, head: str, batch, dtype, **options):
+    """One call of the accelerated model by the error rule, and its backward."""
+    baseline = make_hf(config, head, dtype)
+    oracle, labels = copy.deepcopy(baseline).double(), make_labels(config, head, batch.real)
+    accelerated = fastbert.accelerate(copy.deepcopy(baseline))
+    theirs, expected, expected_grads = run(oracle, head, batch, labels, **options)
+    _, near, near_grads = run(baseline, head, batch, labels, **options)
+    ours, actual, grads = run(accelerated, head, batch, labels, **options)
+    assert type(ours) is type(theirs) and list(ours) == list(theirs) and actual.keys() == expected.keys()
+    for name in actual:
+        assert_close_to_reference(actual[name], expected[name].double(), near[name], GRADIENT_FACTOR, name)
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in grads.items():
+        assert (grad is None) == (expected_grads[name] is None), name
+        if grad is not None:
+            assert_close_to_reference(grad, expected_grads[name], near_grads[name], GRADIENT_FACTOR, name)
+
+
+@dtype_axis
+@pytest.mark.parametrize(("model_type", "head"), MODELS, ids=[f"{m}-{h}" for m, h in MODELS])
+def test_every_head(model_type, head, dtype, packed_layers, no_fallback):
+    config = config_for(model_type, head, 0)
+    # The softmax of transformers' span head runs over padding.
+    batch = make_batch(config, "none" if head == "QuestionAnswering" else "right")
+    check(config, head, batch, dtype)
+    assert len(packed_layers) == config.num_hidden_layers
+
+
+@dtype_axis
+@pytest.mark.parametrize("pattern", MASKS)
+@families_axis
+def test_every_mask(model_type, pattern, dtype, packed_layers, no_fallback):
+    config = config_for(model_type, "TokenClassification", 1)
+    check(config, "TokenClassification", make_batch(config, pattern), dtype, output_hidden_states=True)
+    assert packed_layers
+
+
+@families_axis
+def test_attentions(model_type, packed_layers, no_fallback):
+    config = config_for(model_type, "TokenClassification", 3)
+    batch = make_batch(config, "holes")
+    baseline = make_hf(config, "TokenClassification").eval()
+    accelerated = fastbert.accelerate(copy.deepcopy(baseline))
+    theirs = copy.deepcopy(baseline).double()(**batch.inputs, output_attentions=True)
+    near, ours = (model(**batch.inputs, output_attentions=True) for model in (baseline, accelerated))
+    assert list(ours) == list(theirs) and len(ours.attentions) == len(theirs.attentions) == len(packed_layers)
+    for actual, oracle, other in zip(ours.attentions, theirs.attentions, near.attentions, strict=True):
+        real = batch.real[:, None, :, None]
+        assert_close_to_reference(actual, oracle * real, other * real, OUTPUT_FACTOR)
+
+
+@pytest.mark.parametrize("options", ({}, {"output_hidden_states": True, "output_attentions": True}))
+@families_axis
+def test_tuples_and_config_defaults(model_type, options, no_fallback):
+    config = config_for(model_type, "Model", 3)
+    model = make_hf(config, "Model").eval()
+    ids = make_batch(config, "none").inputs["input_ids"]
+    expected = model(ids, return_dict=False, **options)
+    actual = fastbert.accelerate(model)(ids, return_dict=False, **options)
+    assert [type(a) for a in actual] == [type(e) for e in expected] and torch.allclose(actual[0], expected[0], atol=1e-4)
+    model.config.output_hidden_states = True
+    assert len(model(ids).hidden_states) == len(fastbert.restore(model)(ids).hidden_states)
+
+
+def test_inputs_embeds_positions_and_dropped_layers(packed_layers, no_fallback):
+    """Layers cut off, and embeddings resized, after the call: what transformers would run is what runs."""
+    for model_type in ("bert", "roberta"):
+        config = config_for(model_type, "Model", 0)
+        model = fastbert.accelerate(make_hf(config, "Model").eval())
+        model.resize_token_embeddings(config.vocab_size + 7)
+        model.encoder.layer = model.encoder.layer[:2]
+        plain = fastbert.restore(copy.deepcopy(model))
+        ids = torch.randint(config.vocab_size, config.vocab_size + 7, (2, 5))
+        positions = torch.arange(5, 10)[None]
+        embeds = model.get_input_embeddings()(ids)
+        for inputs in ({"input_ids": ids}, {"inputs_embeds": embeds}, {"input_ids": ids, "position_ids": positions}):
+            expected, actual = plain(**inputs), model(**inputs)
+            assert torch.allclose(actual[0], expected[0], atol=1e-4)
+        with pytest.raises(fastbert.InputError, match=f"valid values are 0 to {config.vocab_size + 6}"):
+            model(ids + 7)
+    assert len(packed_layers) == 2 * 3 * 2
+
+
+@pytest.mark.parametrize("reentrant", (False, True))
+@pytest.mark.parametrize("model_type", [m for m in ("bert", "roberta", "distilbert", "electra", "megatron-bert")])
+def test_gradient_checkpointing(model_type, reentrant, packed_layers, no_fallback):
+    config = config_for(model_type, "SequenceClassification", 0)
+    batch = make_batch(config, "right")
+    model = fastbert.accelerate(make_hf(config, "SequenceClassification"))
+    labels = make_labels(config, "SequenceClassification", batch.real)
+    _, expected, expected_grads = run(model, "SequenceClassification", batch, labels, output_attentions=True)
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    packed_layers.clear()
+    out, actual, grads = run(model, "SequenceClassification", batch, labels, output_attentions=True)
+    assert len(packed_layers) == 2 * config.num_hidden_layers and len(out.attentions) == config.num_hidden_layers
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert all(torch.equal(grads[name], expected_grads[name]) for name in grads if grads[name] is not None)
+
+
+def test_dropout_is_the_configs(no_fallback):
+    config = config_for("bert", "Model", 0, hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5)
+    model = fastbert.accelerate(make_hf(config, "Model"))
+    ids = torch.ones(1, 8).long()
+    embedded = model.train()(ids, output_hidden_states=True).hidden_states[0]
+    assert 0.3 < (embedded == 0).float().mean() < 0.7
+    assert not torch.equal(model(ids)[0], model(ids)[0]) and torch.equal(model.eval()(ids)[0], model(ids)[0])
+
+
+@families_axis
+def test_autocast(model_type, no_fallback):
+    config = config_for(model_type, "SequenceClassification", 0)
+    batch = make_batch(config, "right")
+    baseline = make_hf(config, "SequenceClassification")
+    oracle = copy.deepcopy(baseline).double()(**batch.inputs).logits
+    accelerated = fastbert.accelerate(copy.deepcopy(baseline))
+    with torch.autocast("cpu", torch.bfloat16):
+        near, actual = baseline(**batch.inputs).logits, accelerated(**batch.inputs).logits
+    assert_close_to_reference(actual, oracle, near, GRADIENT_FACTOR)
+    actual.sum().backward()
+
+
+def small(head: str = "Model", model_type: str = "bert") -> nn.Module:
+    return make_hf(config_for(model_type, head, 3), head).eval()
+
+
+IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]])
+MASK = (IDS != 0).long()
+
+
+def record(module, *_):
+    module.seen = True
+
+
+def hook_on_a_layer(model):
+    model.encoder.layer[1].register_forward_hook(record)
+
+
+def hook_before_attention(model):
+    model.encoder.layer[0].attention.register_forward_pre_hook(record)
+
+
+def forward_on_the_instance(model):
+    model.pooler.forward = lambda x: x[:, 0]
+
+
+def another_activation(model):
+    model.encoder.layer[0].intermediate.intermediate_act_fn = nn.GELU()
+
+
+def dropout_in_eval(model):
+    model.encoder.layer[0].output.dropout.p = 0.2
+    model.encoder.layer[0].output.dropout.train()
+
+
+FALLBACKS = {
+    "mask-4d": ({"attention_mask": torch.zeros(2, 1, 4, 4)}, None, "attention_mask is not of shape"),
+    "argument": ({"encoder_hidden_states": torch.zeros(2, 3, 64)}, None, "the argument encoder_hidden_states"),
+    "head_mask": ({"head_mask": torch.ones(3, 2)}, None, "the argument head_mask"),
+    "flash": ({"cu_seq_lens_q": torch.tensor([0, 4, 8])}, None, "the argument cu_seq_lens_q"),
+    "selection": ({"output_hidden_states": [-1]}, None, "output_hidden_states selects"),
+    "left": ({"attention_mask": MASK.flip(1)}, None, "padding on the left"),
+    "layer-hook": ({}, hook_on_a_layer, "encoder.layer.1 has hooks"),
+    "pre-hook": ({}, hook_before_attention, "encoder.layer.0.attention has hooks"),
+    "forward": ({}, forward_on_the_instance, "pooler has a forward of its own"),
+    "activation": ({}, another_activation, "encoder.layer.0.intermediate.intermediate_act_fn is a GELU"),
+    "dropout": ({}, dropout_in_eval, "encoder.layer.0.output.dropout has p=0.2"),
+}
+
+
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_fallback(name, packed_layers):
+    arguments, change, reason = FALLBACKS[name]
+    model = fastbert.accelerate(small())
+    model(IDS)
+    assert len(packed_layers) == 3
+    if change is not None:
+        change(model)
+    plain = fastbert.restore(copy.deepcopy(model))
+    torch.manual_seed(1)
+    expected = plain(IDS, **arguments)
+    with pytest.warns(UserWarning, match=f"BertModel runs transformers' own forward: {reason}"):
+        torch.manual_seed(1)
+        actual = model(IDS, **arguments)
+    assert torch.equal(actual[0], expected[0]) and len(packed_layers) == 3
+    assert change not in (hook_on_a_layer, hook_before_attention) or any(hasattr(m, "seen") for m in model.modules())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        model(IDS, **arguments)
+
+
+def test_span_heads_read_padding(packed_layers):
+    model = fastbert.accelerate(small("QuestionAnswering"))
+    with pytest.warns(UserWarning, match=r"bert \(BertModel\) .* softmax runs over padding"):
+        out = model(IDS, attention_mask=MASK)
+    assert torch.equal(out.start_logits, fastbert.restore(copy.deepcopy(model))(IDS, attention_mask=MASK).start_logits)
+    assert not packed_layers and model(IDS).start_logits.shape == (2, 4) and packed_layers

@@ -1,0 +1,297 @@
+"""add_layer_norm: every backend, forward and backward, against the float64 oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastbert.backend import Backend, BackendError, select, use_backend
+from fastbert.ops._library import extension_error
+from fastbert.ops.layer_norm import add_layer_norm
+from fastbert.testing import reference
+from fastbert.testing.cases import DTYPES, ROWS
+from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
+
+OPERANDS = ("x", "residual", "weight", "bias", "x_bias")
+# (residual, x_bias, bias, prenorm): every pair of these choices in every combination.
+VARIANTS = ((1, 1, 1, 1), (0, 0, 0, 0), (1, 0, 1, 0), (0, 1, 0, 1), (1, 1, 0, 0), (0, 0, 1, 1))
+# The CPU backend once for each instruction set it has code for.
+BACKENDS = ("torch", "cpu-generic", "cpu-avx2", "cpu-avx512", "triton")
+KERNELS = BACKENDS[1:]
+
+
+@pytest.fixture
+def backend(request):
+    """The backend's name, after its ISA is set; a visible skip where this machine cannot run it."""
+    name, _, isa = request.param.partition("-")
+    skip_unless_served(name)
+    if not isa:
+        yield name
+        return
+    from fastbert import _C
+
+    if isa not in _C.isas():
+        pytest.skip(f"this CPU cannot run {isa} (it can run {', '.join(_C.isas())})")
+    chosen = _C.isa()
+    _C.set_isa(isa)
+    yield name
+    _C.set_isa(chosen)
+
+
+each_backend = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+each_kernel = pytest.mark.parametrize("backend", KERNELS, indirect=True)
+each_isa = pytest.mark.parametrize("backend", KERNELS[:3], indirect=True)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+
+
+def skip_unless_served(name: str) -> None:
+    x = torch.empty(1, 8, device=device_of(name))
+    try:
+        select("add_layer_norm", name, x, None, x[0], x[0])
+    except BackendError as error:
+        pytest.skip(str(error))
+
+
+def device_of(name: str) -> str:
+    return "cuda" if name == "triton" and torch.cuda.is_available() else "cpu"
+
+
+def make(rows, hidden_size, dtype, backend="cpu", residual=True, x_bias=True, bias=True) -> dict:
+    """Operands by name, in `dtype`; those that are switched off are None."""
+    given = {"x": True, "residual": residual, "weight": True, "bias": bias, "x_bias": x_bias}
+    shape = {"x": (rows, hidden_size), "residual": (rows, hidden_size)}
+    return {
+        name: torch.randn(shape.get(name, (hidden_size,))).to(device_of(backend), dtype) if given[name] else None
+        for name in OPERANDS
+    }
+
+
+def differentiate(function, operands, cotangents):
+    """function(operands) -> (out, summed), and the gradients of the operands that are there; dsum may be None."""
+    leaves = {name: None if t is None else t.detach().clone().requires_grad_() for name, t in operands.items()}
+    results = function(leaves)
+    used = [(r, c) for r, c in zip(results, cotangents, strict=True) if c is not None]
+    inputs = {name: leaf for name, leaf in leaves.items() if leaf is not None}
+    gradients = torch.autograd.grad([r for r, _ in used], list(inputs.values()), [c for _, c in used])
+    return [*results, *gradients], ["out", "summed", *(f"d{name}" for name in inputs)]
+
+
+def check(backend, operands, prenorm=True, eps=1e-12, keep=None, dropout_p=0.0, seed=0):
+    """Outputs and gradients of `backend` against the oracle; `keep` is the mask that `seed` gives."""
+    x = operands["x"]
+    cotangents = [torch.randn_like(x), torch.randn_like(x) if prenorm else None]
+
+    def ours(o):
+        torch.manual_seed(seed)
+        options = {"x_bias": o["x_bias"], "dropout_p": dropout_p, "eps": eps, "backend": backend}
+        out = add_layer_norm(o["x"], o["residual"], o["weight"], o["bias"], prenorm=prenorm, **options)
+        return out if prenorm else (out, None)
+
+    def literal(o):
+        out, summed = reference.add_layer_norm(**o, eps=eps, keep=keep, dropout_p=dropout_p)
+        return out, summed if prenorm else None
+
+    def double(t):
+        return None if t is None else t.double()
+
+    actual, names = differentiate(ours, operands, cotangents)
+    baseline, _ = differentiate(literal, operands, cotangents)
+    oracle, _ = differentiate(literal, {n: double(t) for n, t in operands.items()}, [double(c) for c in cotangents])
+    for name, a, o, b in zip(names, actual, oracle, baseline, strict=True):
+        if a is not None:
+            factor = OUTPUT_FACTOR if name in ("out", "summed") else GRADIENT_FACTOR
+            assert_close_to_reference(a, o, b, factor, name)
+
+
+@pytest.mark.parametrize("rows,hidden_size", ROWS, ids=lambda n: str(n))
+@each_dtype
+@each_backend
+def test_against_oracle(backend, dtype, rows, hidden_size):
+    for residual, x_bias, bias, prenorm in VARIANTS:
+        check(backend, make(rows, hidden_size, dtype, backend, residual, x_bias, bias), prenorm=bool(prenorm))
+
+
+@pytest.mark.parametrize("backend", ("triton",), indirect=True)
+def test_float16(backend):
+    check(backend, make(5, 80, torch.float16, backend))
+
+
+ADVERSARIAL = {
+    "large": lambda x, residual, x_bias: (x * 30, residual, x_bias),
+    "large-mean": lambda x, residual, x_bias: (x + 1e4, residual, x_bias),
+    "constant-rows": lambda x, residual, x_bias: (x[:, :1] + 0 * x, residual[:, :1] + 0 * x, 0 * x_bias + 0.1),
+    "zero-rows": lambda x, residual, x_bias: (0 * x, 0 * residual, 0 * x_bias),
+}
+
+
+@pytest.mark.parametrize("kind", ADVERSARIAL)
+@each_dtype
+@each_backend
+def test_adversarial_inputs(backend, dtype, kind):
+    operands = make(4, 768, dtype, backend)
+    names = ("x", "residual", "x_bias")
+    spoiled = ADVERSARIAL[kind](*(operands[name] for name in names))
+    check(backend, operands | dict(zip(names, spoiled, strict=True)))
+
+
+@each_isa
+def test_bfloat16_rounds_to_nearest_even(backend):
+    x, residual, weight, _, _ = make(64, 96, torch.bfloat16).values()
+    x[0, :3] = torch.tensor([float("nan"), float("inf"), float("-inf")])
+    summed = add_layer_norm(x, residual, weight, None, prenorm=True, backend=backend)[1]
+    torch.testing.assert_close(summed, (x.float() + residual.float()).bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+@each_kernel
+def test_strided_and_sliced_operands(backend):
+    operands = make(6, 160, torch.float32, backend)
+    check(backend, {name: t[..., ::2] for name, t in operands.items()})
+
+
+def keep_mask(backend, rows, hidden_size, dropout_p, seed, dtype=torch.float32):
+    """The mask itself: the sum of dropped ones and nothing is not zero where they were kept."""
+    torch.manual_seed(seed)
+    ones = torch.ones(rows, hidden_size, dtype=dtype, device=device_of(backend))
+    return add_layer_norm(ones, None, ones[0], None, dropout_p=dropout_p, prenorm=True, backend=backend)[1] != 0
+
+
+@pytest.mark.parametrize("dropout_p", (0.1, 0.6))
+@each_backend
+def test_dropout_keeps_its_share(backend, dropout_p):
+    keep = keep_mask(backend, 64, 4096, dropout_p, seed=0).double()
+    assert abs(keep.mean().item() - (1 - dropout_p)) < 0.01
+    # Neither rows nor columns are favoured: six standard deviations of 4096 and of 64 draws.
+    spread = (dropout_p * (1 - dropout_p)) ** 0.5
+    for axis in (0, 1):
+        bound = 6 * spread / keep.shape[axis] ** 0.5
+        assert (keep.mean(axis) - (1 - dropout_p)).abs().max() < bound
+
+
+@each_backend
+def test_dropout_follows_the_seed(backend):
+    masks = [keep_mask(backend, 9, 80, 0.3, seed) for seed in (1, 1, 2)]
+    assert torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[0], masks[2])
+
+
+@pytest.mark.parametrize("rows,hidden_size", ((3, 80), (17, 33), (5, 768)), ids=lambda n: str(n))
+@each_dtype
+@each_backend
+def test_dropout_against_oracle(backend, dtype, rows, hidden_size):
+    keep = keep_mask(backend, rows, hidden_size, 0.25, seed=7, dtype=dtype)
+    for residual, x_bias, bias, prenorm in VARIANTS[:3]:
+        operands = make(rows, hidden_size, dtype, backend, residual, x_bias, bias)
+        check(backend, operands, prenorm=bool(prenorm), keep=keep, dropout_p=0.25, seed=7)
+
+
+@each_backend
+def test_dropping_everything_leaves_the_residual(backend):
+    x, residual, weight, bias, x_bias = make(3, 64, torch.float32, backend).values()
+    out, summed = add_layer_norm(x, residual, weight, bias, x_bias=x_bias, dropout_p=1.0, prenorm=True, backend=backend)
+    assert torch.equal(summed, residual)
+    assert torch.isfinite(out).all()
+
+
+def test_cpu_and_triton_drop_the_same_elements():
+    masks = []
+    for name in ("cpu", "triton"):
+        skip_unless_served(name)
+        philox = torch.tensor([2**61 + 5, 2**40 + 1], device=device_of(name))
+        x = torch.ones(7, 33, device=device_of(name))
+        forward = getattr(torch.ops.fastbert, f"add_layer_norm_fwd_{name}")
+        masks.append(forward(x, None, None, x[0], None, philox, 0.5, 1e-12, True, False)[1].cpu() != 0)
+    assert torch.equal(*masks)
+
+
+def everything(backend, rows=40, hidden_size=96, dtype=torch.float32):
+    torch.manual_seed(0)
+    operands = make(rows, hidden_size, dtype, backend)
+
+    def f(o):
+        torch.manual_seed(1)
+        x, residual, weight, bias, x_bias = o.values()
+        return add_layer_norm(x, residual, weight, bias, x_bias=x_bias, dropout_p=0.1, prenorm=True, backend=backend)
+
+    return differentiate(f, operands, [torch.randn_like(operands["x"]) for _ in range(2)])[0]
+
+
+@each_dtype
+@each_kernel
+def test_repeats_bit_for_bit(backend, dtype):
+    assert all(map(torch.equal, everything(backend, dtype=dtype), everything(backend, dtype=dtype)))
+
+
+@each_dtype
+@each_isa
+def test_threads_do_not_change_bits(backend, dtype):
+    before, results = torch.get_num_threads(), []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(everything(backend, rows=1000, dtype=dtype))
+    torch.set_num_threads(before)
+    assert all(map(torch.equal, results[0], results[1]))
+    assert all(map(torch.equal, results[0], results[2]))
+
+
+@each_isa
+def test_writes_all_that_it_allocates(backend):
+    torch.use_deterministic_algorithms(True)  # torch then fills what C++ allocates with NaN
+    try:
+        assert all(torch.isfinite(t).all() for t in everything(backend, rows=33, hidden_size=33))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dropout_p", (0.0, 0.1))
+@pytest.mark.parametrize("backend", ("cpu", "triton"), indirect=True)
+def test_opcheck(backend, dropout_p):
+    x, residual, weight, bias, x_bias = make(3, 64, torch.float32, backend).values()
+    philox = torch.tensor([2**61 + 5, 2**40 + 1], device=x.device)
+    forward = getattr(torch.ops.fastbert, f"add_layer_norm_fwd_{backend}").default
+    backward = getattr(torch.ops.fastbert, f"add_layer_norm_bwd_{backend}").default
+    torch.library.opcheck(forward, (x, x_bias, residual, weight, bias, philox, dropout_p, 1e-12, True, True))
+    torch.library.opcheck(forward, (x, None, None, weight, None, None, 0.0, 1e-12, False, False))
+    _, summed, mean, rstd = forward(x, x_bias, residual, weight, bias, philox, dropout_p, 1e-12, True, True)
+    torch.library.opcheck(backward, (x, residual, summed, mean, rstd, weight, philox, dropout_p, True))
+    torch.library.opcheck(backward, (x, None, summed, mean, rstd, weight, None, 0.0, False))
+
+
+@pytest.mark.parametrize("backend", ("torch", "cpu", "triton"), indirect=True)
+def test_the_backend_that_was_asked_for_runs(backend):
+    x, residual, weight, bias, _ = make(2, 64, torch.float32, backend).values()
+    assert select("add_layer_norm", backend, x, residual, weight, bias) is Backend(backend)
+    with use_backend(backend), torch.profiler.profile() as profile:
+        add_layer_norm(x, residual, weight, bias)
+    ours = [event.name for event in profile.events() if event.name.startswith("fastbert::")]
+    assert ours == ([] if backend == "torch" else [f"fastbert::add_layer_norm_fwd_{backend}"])
+
+
+def test_what_cannot_be_served_raises_with_the_reason():
+    x, residual, weight, bias, _ = make(2, 64, torch.float64).values()
+    with pytest.raises(BackendError, match=r"float64 \(has float32"):
+        add_layer_norm(x, residual, weight, bias, backend="cpu")
+    with pytest.raises(BackendError, match="cuda"):
+        add_layer_norm(x, residual, weight, bias, backend="cuda")
+    with use_backend("cpu"), pytest.raises(BackendError, match="float64"):
+        add_layer_norm(x, residual, weight, bias)
+
+
+@pytest.mark.skipif(extension_error() is not None, reason=str(extension_error()))
+def test_the_kernel_names_the_wrong_value():
+    x, weight = torch.ones(2, 64), torch.ones(63)
+    with pytest.raises(RuntimeError, match=r"weight has shape \[63\], expected \[64\]"):
+        torch.ops.fastbert.add_layer_norm_fwd_cpu(x, None, None, weight, None, None, 0.0, 1e-12, False, False)
+
+
+@pytest.mark.parametrize("backend", ("cpu",), indirect=True)
+def test_compiles_into_one_graph(backend):
+    operands = make(5, 64, torch.float32)
+    cotangents = [torch.randn(5, 64) for _ in range(2)]
+
+    def f(o):
+        x, residual, weight, bias, x_bias = o.values()
+        return add_layer_norm(x, residual, weight, bias, x_bias=x_bias, prenorm=True, backend=backend)
+
+    eager, _ = differentiate(f, operands, cotangents)
+    compiled, _ = differentiate(torch.compile(f, fullgraph=True), operands, cotangents)
+    assert all(map(torch.equal, eager, compiled))

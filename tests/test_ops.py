@@ -1,0 +1,233 @@
+"""Every op's torch backend against the oracle: outputs and gradients, in fp32 and bf16, on every edge of the contract."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastbert import ops
+from fastbert.ops import _torch
+from fastbert.testing import reference
+from fastbert.testing.cases import DTYPES, LENGTHS, Lengths
+from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
+
+lengths_axis = pytest.mark.parametrize("case", LENGTHS, ids=lambda c: c.id)
+dtype_axis = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+
+
+def check(op, formula, tensors: dict[str, torch.Tensor], dtype: torch.dtype, joint: bool = False) -> None:
+    """`op` in `dtype` against `formula` in float64, with `formula` in `dtype` as the baseline; all gradients too.
+
+    `joint` compares the gradients as one tensor, stacked.
+    """
+    results = []
+    for function, kind in ((op, dtype), (formula, torch.float64), (formula, dtype)):
+        leaves = {name: t.to(dtype).to(kind).detach().requires_grad_() for name, t in tensors.items()}
+        out = function(**leaves)
+        dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype).to(out.dtype)
+        if function is op or out.requires_grad:  # the formula of nothing at all has no graph; the op's must have one
+            out.backward(dout)
+        results.append((out, {n: t.grad if t.grad is not None else torch.zeros_like(t) for n, t in leaves.items()}))
+    (actual, grads), (oracle, oracle_grads), (baseline, baseline_grads) = results
+    # A loss comes out in fp32 whatever went in; the baseline's has the inputs' dtype.
+    assert_close_to_reference(actual.to(baseline.dtype), oracle, baseline, OUTPUT_FACTOR, "out")
+    if joint:
+        grads, oracle_grads, baseline_grads = (
+            {"qkv": torch.stack(list(g.values()))} for g in (grads, oracle_grads, baseline_grads)
+        )
+    for name in grads:
+        assert_close_to_reference(
+            grads[name], oracle_grads[name], baseline_grads[name], GRADIENT_FACTOR, f"d{name}"
+        )
+
+
+def check_attention(op, formula, tensors, dtype):
+    """dq and dk are differences that cancel (to exactly 0 in a one-token sequence): their scale is that of all of dqkv."""
+    check(op, formula, tensors, dtype, joint=True)
+
+
+def qkv(case: Lengths, num_heads: int = 3, head_dim: int = 32) -> dict[str, torch.Tensor]:
+    return {name: torch.randn(case.total_tokens, num_heads, head_dim) for name in "qkv"}
+
+
+@lengths_axis
+@dtype_axis
+@pytest.mark.parametrize("head_dim", (16, 32, 80))  # below, at and between the sizes kernels are tuned for
+def test_attention(case, dtype, head_dim):
+    cu_seqlens, longest = case.cu_seqlens, max(case.lengths)
+    check_attention(
+        lambda q, k, v: ops.attention(q, k, v, cu_seqlens, longest),
+        lambda q, k, v: reference.attention(q, k, v, cu_seqlens),
+        qkv(case, head_dim=head_dim),
+        dtype,
+    )
+
+
+@lengths_axis
+@dtype_axis
+def test_attention_as_it_is_traced(case, dtype):
+    """The form that torch.compile takes is another: one padded rectangle."""
+    cu_seqlens, longest = case.cu_seqlens, max(case.lengths)
+    check_attention(
+        lambda q, k, v: _torch._attention_padded(q, k, v, cu_seqlens, longest, 32**-0.5, 0.0),
+        lambda q, k, v: reference.attention(q, k, v, cu_seqlens),
+        qkv(case),
+        dtype,
+    )
+
+
+@dtype_axis
+@pytest.mark.parametrize("kind", ("large-logits", "dominant-key", "constant"))
+def test_attention_adversarial(dtype, kind):
+    case = LENGTHS[3]
+    tensors = qkv(case)
+    if kind == "large-logits":
+        tensors = {name: 30 * t if name != "v" else t for name, t in tensors.items()}
+    elif kind == "dominant-key":
+        tensors["k"][5] *= 50
+    else:
+        tensors["k"] = torch.ones_like(tensors["k"])
+    check_attention(
+        lambda q, k, v: ops.attention(q, k, v, case.cu_seqlens, max(case.lengths), softmax_scale=0.5),
+        lambda q, k, v: reference.attention(q, k, v, case.cu_seqlens, softmax_scale=0.5),
+        tensors,
+        dtype,
+    )
+
+
+def test_attention_dropout():
+    """Dropped after the softmax and scaled by 1 / (1 - p): extracted with v = identity and equal keys."""
+    n, heads, p = 64, 64, 0.25
+    q = torch.zeros(n, heads, n)
+    v = torch.eye(n)[:, None, :].expand(n, heads, n)
+    cu_seqlens = torch.tensor([0, n], dtype=torch.int32)
+    torch.manual_seed(3)
+    probs = ops.attention(q, q, v, cu_seqlens, n, dropout_p=p)  # (query, head, key)
+    kept = probs != 0
+    assert abs(kept.double().mean().item() - (1 - p)) < 0.01
+    torch.testing.assert_close(probs[kept], torch.full_like(probs[kept], 1 / n / (1 - p)))
+    torch.manual_seed(3)
+    assert torch.equal(ops.attention(q, q, v, cu_seqlens, n, dropout_p=p), probs)
+
+
+def test_attention_probs_are_those_of_the_output():
+    case = Lengths("", (5, 0, 9, 1))
+    t = qkv(case)
+    probs = ops.attention_probs(t["q"].double(), t["k"].double(), case.cu_seqlens, 9)
+    out = reference.attention(*(x.double() for x in t.values()), case.cu_seqlens)
+    for i, (start, n) in enumerate(((0, 5), (5, 0), (5, 9), (14, 1))):
+        v = t["v"].double()[start : start + n].transpose(0, 1)
+        torch.testing.assert_close((probs[i, :, :n, :n] @ v).transpose(0, 1), out[start : start + n], rtol=0, atol=1e-6)
+        assert probs[i].sum() == pytest.approx(3 * n)  # nothing outside the sequence
+
+
+def test_buckets_hold_every_sequence_once_and_waste_little():
+    lengths = [int(n) for n in torch.randint(0, 300, (200,))]
+    buckets = _torch.make_buckets(lengths, torch.device("cpu"))
+    tokens = torch.cat([b.tokens for b in buckets])
+    assert sorted(tokens.tolist()) == list(range(sum(lengths)))
+    assert sum(b.num_sequences * b.width for b in buckets) <= 1.15 * sum(lengths)
+    assert len(buckets) < 20
+
+
+@lengths_axis
+@dtype_axis
+@pytest.mark.parametrize("mode", ("mean", "cls", "max"))
+def test_pooling(case, dtype, mode):
+    cu_seqlens = case.cu_seqlens
+    check(
+        lambda x: ops.pooling(x, cu_seqlens, mode=mode),
+        lambda x: reference.pooling(x, cu_seqlens, mode),
+        {"x": torch.randn(case.total_tokens, 24)},
+        dtype,
+    )
+
+
+def test_pooling_refuses_an_unknown_mode():
+    with pytest.raises(ValueError, match=r"'median'; valid modes: mean, cls, max"):
+        ops.pooling(torch.zeros(1, 2), torch.tensor([0, 1], dtype=torch.int32), mode="median")
+
+
+@dtype_axis
+@pytest.mark.parametrize("rows", (0, 1, 17))
+@pytest.mark.parametrize("activation", ("gelu", "gelu_tanh", "relu", "tanh", "silu"))
+def test_feed_forward(dtype, rows, activation):
+    check(
+        lambda x, up, bias, down: ops.feed_forward(x, up, bias, down, activation=activation),
+        lambda x, up, bias, down: reference.feed_forward(x, up, bias, down, activation),
+        {
+            "x": torch.randn(rows, 32),
+            "up": torch.randn(48, 32) / 4,
+            "bias": torch.randn(48),
+            "down": torch.randn(32, 48) / 4,
+        },
+        dtype,
+    )
+
+
+def test_erf_and_tanh_gelu_are_not_swapped():
+    """They differ by 4.7e-4 at |x| = 2.7: the exact one must be 100 times closer to erf than that."""
+    x = torch.tensor([[2.7]], dtype=torch.float64)
+    one = torch.ones(1, 1, dtype=torch.float64)
+    exact = ops.linear_gelu(x, one, None, activation="gelu")
+    tanh = ops.linear_gelu(x, one, None, activation="gelu_tanh")
+    assert (exact - reference.activation(x, "gelu")).abs() < 1e-9
+    assert (tanh - reference.activation(x, "gelu_tanh")).abs() < 1e-9
+    assert 4e-4 < (exact - tanh).abs().item() < 5e-4
+
+
+@dtype_axis
+@pytest.mark.parametrize("types", (True, False))
+@pytest.mark.parametrize("norm", (True, False))
+def test_embed_layer_norm(dtype, types, norm):
+    ids, positions = torch.randint(0, 50, (19,)), torch.randint(0, 20, (19,))
+    token_types = torch.randint(0, 2, (19,))
+    tensors = {"word": torch.randn(50, 32), "position": torch.randn(20, 32)}
+    if types:
+        tensors["token_type"] = torch.randn(2, 32)
+    if norm:
+        tensors |= {"weight": torch.randn(32), "bias": torch.randn(32)}
+
+    def run(function, **options):
+        def call(word, position, token_type=None, weight=None, bias=None):
+            return function(ids, positions, token_types, word, position, token_type, weight, bias, **options)
+
+        return call
+
+    check(run(ops.embed_layer_norm), run(reference.embed_layer_norm), tensors, dtype)
+
+
+def test_padding_rows_take_no_gradient():
+    word = torch.randn(5, 8, requires_grad=True)
+    position = torch.randn(5, 8, requires_grad=True)
+    ids = torch.tensor([0, 1, 2])
+    options = {"padding_idx": 1, "position_padding_idx": 2}
+    out = ops.embed_layer_norm(ids, ids, None, word, position, None, None, None, **options)
+    out.sum().backward()
+    assert [row.any().item() for row in word.grad] == [True, False, True, False, False]
+    assert [row.any().item() for row in position.grad] == [True, True, False, False, False]
+
+
+@dtype_axis
+@pytest.mark.parametrize("labelled", (0, 1, 12))
+def test_cross_entropy(dtype, labelled):
+    labels = torch.full((12,), -100)
+    labels[torch.randperm(12)[:labelled]] = torch.randint(0, 30, (labelled,))
+    check(
+        lambda x, weight, bias: ops.cross_entropy(x, weight, bias, labels),
+        lambda x, weight, bias: reference.cross_entropy(x, weight, bias, labels),
+        {"x": torch.randn(12, 16), "weight": torch.randn(30, 16), "bias": torch.randn(30)},
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("case", [c for c in LENGTHS if not c.slack], ids=lambda c: c.id)
+@dtype_axis
+def test_sequence_cross_entropy(case, dtype):
+    targets = torch.tensor([min(3, n - 1) if i % 3 else n for i, n in enumerate(case.lengths)])  # some outside
+    check(
+        lambda x: ops.sequence_cross_entropy(x, case.cu_seqlens, targets),
+        lambda x: reference.sequence_cross_entropy(x, case.cu_seqlens, targets),
+        {"x": 4 * torch.randn(case.total_tokens)},
+        dtype,
+    )
