@@ -30,7 +30,7 @@ from fastbert.layers.leaves import get_leaf
 from fastbert.models.auto import FAMILIES
 from fastbert.models.base import run_encoder, run_pooler
 from fastbert.models.family import Family
-from fastbert.models.inputs import prepare_inputs
+from fastbert.models.inputs import PackedInputs, prepare_inputs
 
 # model_type -> transformers' folder, its base model there, and what that model's forward returns.
 _BASES = {
@@ -78,15 +78,13 @@ class _Plan:
 def _live_config(module: nn.Module, plan: _Plan) -> EncoderConfig:
     """The plan's config with the sizes of now: embeddings are resized, and layers dropped, behind a config's back."""
     family, config, theirs = plan.family, plan.config, module.config
-    names, now = family.embedding_names(config), {}
-    for field, path in (
-        ("vocab_size", names.word),
-        ("max_position_embeddings", names.position),
-        ("type_vocab_size", names.token_type),
-    ):
+    names = family.embedding_names(config)
+    tables = {"vocab_size": names.word, "max_position_embeddings": names.position, "type_vocab_size": names.token_type}
+    now = {}
+    for name, path in tables.items():
         if path is not None:
             leaf = get_leaf(module, path)
-            now[field] = leaf.weight.shape[0] if isinstance(leaf, nn.Embedding) else getattr(theirs, field)
+            now[name] = leaf.weight.shape[0] if isinstance(leaf, nn.Embedding) else getattr(theirs, name)
     # transformers' encoders run the layers that are there; ALBERT counts them by its config.
     layers = None if config.num_hidden_groups else get_leaf(module, family.layer_path(config, 0).rpartition(".")[0])
     now["num_hidden_layers"] = theirs.num_hidden_layers if layers is None else len(layers._modules)
@@ -94,18 +92,16 @@ def _live_config(module: nn.Module, plan: _Plan) -> EncoderConfig:
     return config.replace(**changes) if changes else config
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# What our path does not call: containers, dropouts, activations. The leaves are called, or used as what they are.
-
-
-def _below(module: nn.Module, leaves: set[str], owner: nn.Module, key: str, at: str, prefix: str = "") -> Iterator:
-    for name, child in module._modules.items():
-        path = prefix + name
-        if path in leaves:
-            yield None, at + path, child, owner
-        elif child is not None:
-            yield key + path, at + path, child, owner
-            yield from _below(child, leaves, owner, key, at, path + ".")
+# What our path does not call are containers, dropouts and activations. The leaves are called, or used as what they are.
+def _below(root: nn.Module, leaves: set[str], owner: nn.Module, key: str, at: str) -> Iterator:
+    pending = [("", root)]
+    for prefix, module in pending:  # which grows meanwhile
+        for name, child in module._modules.items():
+            path = prefix + name
+            if child is not None:
+                yield None if path in leaves else key + path, at + path, child, owner
+                if child._modules and path not in leaves:
+                    pending.append((path + ".", child))
 
 
 def _modules_of(root: nn.Module, family: Family, config: EncoderConfig) -> Iterator:
@@ -130,7 +126,8 @@ def _has_hooks(module: nn.Module) -> bool:
     """Hooks other than those with which transformers records hidden states and attentions: we return them ourselves."""
     if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
-    return any(hook.__module__ != "transformers.utils.output_capturing" for hook in module._forward_hooks.values())
+    hooks = module._forward_hooks
+    return bool(hooks) and any(hook.__module__ != "transformers.utils.output_capturing" for hook in hooks.values())
 
 
 def _tree_objection(root: nn.Module, plan: _Plan, config: EncoderConfig) -> str | None:
@@ -139,8 +136,8 @@ def _tree_objection(root: nn.Module, plan: _Plan, config: EncoderConfig) -> str 
         return "global module hooks are registered"
     for key, path, module, owner in _modules_of(root, plan.family, config):
         if key is None:
-            hooks = () if module is None else module._forward_pre_hooks.values()
-            if any(isinstance(hook, partial) and hook.func.__module__.startswith("peft.") for hook in hooks):
+            hooks = module._forward_pre_hooks
+            if hooks and any(isinstance(h, partial) and h.func.__module__.startswith("peft.") for h in hooks.values()):
                 return "PEFT's adapter_names and alora_offsets choose by the row of a batch"
             continue
         kind = type(module)
@@ -156,10 +153,6 @@ def _tree_objection(root: nn.Module, plan: _Plan, config: EncoderConfig) -> str 
             if (module.p if module.training else 0.0) != (p if owner.training else 0.0):
                 return f"{path} has p={module.p}, training={module.training}; by config and owner {p}, {owner.training}"
     return None
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The forward
 
 
 @lru_cache(maxsize=32)
@@ -178,6 +171,8 @@ class _Forward:
     def __init__(self, module: nn.Module, plan: _Plan):
         self._module, self.plan = weakref.ref(module), plan
         self.said: set[str] = set()
+        # Under torch.compile the checks still run, and run each time: a graph would keep the answers of its first call.
+        self._admit = torch.compiler.disable(self.admit, reason="fastbert checks and packs batches on the host")
 
     @property
     def module(self) -> nn.Module:
@@ -195,23 +190,36 @@ class _Forward:
         return _Forward, (self.module, self.plan)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.module
+        module, admitted = self.module, None
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+            self.say("torch.jit.trace and torch.export record transformers' own code")
+        else:
+            admitted = self._admit(module, args, kwargs)
+        return type(module).forward(module, *args, **kwargs) if admitted is None else self.run(module, *admitted)
+
+    def admit(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
+        """What `run` takes, or None where transformers' own forward must run. Raises InputError."""
         names = [name for name in _signature(type(module)).parameters if name != "kwargs"]
         given = {**dict(zip(names, args)), **kwargs}  # noqa: B905  (transformers complains about too many)
-        if len(given) == len(args) + len(kwargs):
-            # Forwards that name such an argument (the older kind) take None for not given.
-            options = {
-                name: getattr(module.config, name)
-                if name not in given or (given[name] is None and name in names)
-                else given[name]
-                for name in _OPTIONS
-            }
+        if len(given) < len(args) + len(kwargs):
+            return None
+        options, older = {}, "return_dict" in names  # the older kind of forward takes an option of None for not given
+        for name in _OPTIONS:
+            absent = name not in given or (older and given[name] is None)
+            options[name] = getattr(module.config, name) if absent else given[name]
+        try:
             config = _live_config(module, self.plan)
             objection = self._objection(module, config, given, options) or _tree_objection(module, self.plan, config)
-            if objection is None:
-                return self._run(module, config, given, options, older="return_dict" in names)
-            self.say(objection)
-        return type(module).forward(module, *args, **kwargs)
+        except KeyError as error:
+            objection = f"there is no {error} where transformers had it"
+        if objection is not None:
+            return self.say(objection)
+        tensors = {name: given.get(name) for name in _TENSORS}
+        if self.plan.family.embeddings.token_type is None:
+            tensors["token_type_ids"] = None  # as DistilBERT's forward, which swallows what a BERT tokenizer made
+        if tensors["attention_mask"] is not None:
+            tensors["attention_mask"] = tensors["attention_mask"] != 0  # every other value is "real" to transformers
+        return config, prepare_inputs(self.plan.family, config, *tensors.values(), None, None), options, older
 
     def say(self, reason: str) -> None:
         if reason not in self.said:
@@ -220,16 +228,15 @@ class _Forward:
 
     def _objection(self, module: nn.Module, config: EncoderConfig, given: dict, options: dict) -> str | None:
         """Why this call must be transformers' own; what is wrong with an input is left to prepare_inputs to say."""
-        if torch.jit.is_tracing() or torch.compiler.is_exporting():
-            return "torch.jit.trace and torch.export record transformers' own code"
         for name, value in given.items():
             if name not in _ARGUMENTS and value is not None and value is not False:
                 return f"the argument {name} is not one that fastbert reads"
         live = vars(module.config)  # not every family's config has these
-        if live.get("is_decoder") or live.get("is_causal"):
-            return "its config has become a decoder's"
-        if live.get("_attn_implementation_internal") not in _ATTENTION:
-            return f"attention implementation {live['_attn_implementation_internal']!r} is not one that fastbert knows"
+        attention = (
+            "causal" if live.get("is_decoder") or live.get("is_causal") else live.get("_attn_implementation_internal")
+        )
+        if attention not in _ATTENTION:
+            return f"its config asks for {attention} attention"
         if not isinstance(options["output_hidden_states"], bool | None):
             return "output_hidden_states selects some of them"
         tensors = {name: given[name] for name in _TENSORS if given.get(name) is not None}
@@ -237,10 +244,8 @@ class _Forward:
             if type(t) not in (torch.Tensor, nn.Parameter) or t.device.type == "meta":
                 return f"{name} is no ordinary tensor"
         grid = next((tensors[name].shape[:2] for name in ("input_ids", "inputs_embeds") if name in tensors), ())
-        if len(grid) != 2:
-            return None
-        if 0 in grid:
-            return "the batch is empty"
+        if len(grid) != 2 or 0 in grid:
+            return "the batch is empty" if 0 in grid else None
         for name in ("attention_mask", "token_type_ids", "position_ids"):
             alike = (grid, (1, grid[1])) if name == "position_ids" else (grid,)
             if name in tensors and tensors[name].shape not in alike:
@@ -252,23 +257,16 @@ class _Forward:
         if mask is None or self.plan.reads == "tokens":
             return None
         if self.plan.reads == "padding":
-            return None if mask.all() else "its head's softmax runs over padding, too; fastbert's own head leaves it out"
+            return None if mask.all() else "its head's softmax runs over the padding (that of fastbert's own does not)"
         first = mask[:, 0] != 0
         if first.all() or not mask[~first].any():
             return None
         return "padding on the left: column 0, which poolers and heads read, holds no token; pad on the right"
 
-    def _run(self, module: nn.Module, config: EncoderConfig, given: dict, options: dict, older: bool) -> Any:
-        family = self.plan.family
-        input_ids, mask, token_type_ids, position_ids, inputs_embeds = (given.get(name) for name in _TENSORS)
-        if family.embeddings.token_type is None:
-            token_type_ids = None  # as DistilBERT's forward, which swallows what a BERT tokenizer made
-        if mask is not None:
-            mask = mask != 0  # transformers takes every other value for "real"
-        inputs = prepare_inputs(
-            family, config, input_ids, mask, token_type_ids, position_ids, inputs_embeds, None, None
-        )
-        batch, layer_options = inputs.batch, family.layer_options(config)
+    def run(self, module: nn.Module, config: EncoderConfig, inputs: PackedInputs, options: dict, older: bool) -> Any:
+        """Encode, pool and unpack; transformers' own output, down to its habits."""
+        family, batch = self.plan.family, inputs.batch
+        layer_options = family.layer_options(config)
         hidden_states: list | None = [] if options["output_hidden_states"] else None
         probs: list | None = [] if options["output_attentions"] else None
 
@@ -305,10 +303,6 @@ class _Forward:
         return output.to_tuple() if options["return_dict"] is False else output
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Finding the base models
-
-
 def _make_plan(module: nn.Module, label: str, heads: list[str]) -> _Plan | str:
     """The plan for a base model of transformers, or the reason why there is none."""
     from transformers.activations import ACT2FN
@@ -340,11 +334,15 @@ def _make_plan(module: nn.Module, label: str, heads: list[str]) -> _Plan | str:
 
 
 def _relation(module: nn.Module) -> str | None:
-    """"base" for a base model of ours, "derived" for a class made from one, "other" for transformers' other models."""
+    """Base models of ours are "base", classes made from one "derived", transformers' other models "other"."""
     kinds = [(kind.__module__, kind.__name__) for kind in type(module).__mro__]
     if not _MODEL_TYPES.keys().isdisjoint(kinds):
         return "base" if kinds[0] in _MODEL_TYPES else "derived"
     return "other" if ("transformers.modeling_utils", "PreTrainedModel") in kinds else None
+
+
+def _is_accelerated(module: nn.Module) -> bool:
+    return isinstance(module.__dict__.get("forward"), _Forward)
 
 
 def accelerate(hf_model: Any) -> Any:
@@ -357,50 +355,40 @@ def accelerate(hf_model: Any) -> Any:
 
     Outputs are transformers' at every real token and zeros at padding. Where a call needs more than that (masks of
     another shape, a cache, hooks on an inner container, a head that reads padding, torch.export), transformers' own
-    forward runs, and a warning says why, once for each reason. Call `restore` to undo.
+    forward runs, and a warning says why, once for each reason. An id out of range raises InputError when the model is
+    called, before anything is launched. Returns `hf_model`; a second call changes nothing, `restore` undoes the first.
 
-    Returns:
-        `hf_model`. A second call changes nothing.
-
-    Raises:
-        ValueError: nothing in `hf_model` can be accelerated; the message says what is there, why not, and what can.
-        InputError: when the model is called, for an id out of range; nothing has been launched.
+    Raises ValueError where nothing in `hf_model` can be accelerated, with what is there, why not, and what can be.
     """
-    if not isinstance(hf_model, nn.Module):
-        raise ValueError(f"accelerate takes a torch module, not a {type(hf_model).__name__}; it speeds up {_SUPPORTED}")
+    modules = dict(hf_model.named_modules()) if isinstance(hf_model, nn.Module) else {}
     heads: dict[int, list[str]] = {}
-    for parent in hf_model.modules():
+    for parent in modules.values():
         for child in parent.children():
-            if _relation(parent) is not None and _relation(child) == "base":
+            if _relation(parent) == "other" and _relation(child) == "base":
                 heads.setdefault(id(child), []).append(type(parent).__name__)
-    found, reasons, others = 0, [], []
-    for path, module in hf_model.named_modules():
+    reasons, others = [], ()
+    for path, module in modules.items():
         label = f"{path} ({type(module).__name__})" if path else type(module).__name__
         relation = _relation(module)
-        if relation == "other":
-            inside = any(_relation(child) in ("base", "subclass") for child in module.modules())
-            if not inside and not any(path.startswith(f"{other}.") or not other for other in others):
-                others.append(path)
-                reasons.append(f"{label}: fastbert does not have this model")
-        elif relation == "subclass":
+        if relation == "derived":
             reasons.append(f"{label}: a class of its own, whose forward may differ from transformers'")
-        elif relation == "base":
-            found += 1
-            if isinstance(module.__dict__.get("forward"), _Forward):
-                continue
+        elif relation == "other" and not path.startswith(others):
+            if not any(_relation(child) in ("base", "derived") for child in module.modules()):
+                others += (f"{path}." if path else "",)
+                reasons.append(f"{label}: fastbert does not have this model")
+        elif relation == "base" and not _is_accelerated(module):
             plan = _make_plan(module, label, heads.get(id(module), []))
             if isinstance(plan, str):
-                found -= 1
                 reasons.append(f"{label}: {plan}")
                 continue
             module.forward = _Forward(module, plan)
             objection = _tree_objection(module, plan, _live_config(module, plan))
             if objection is not None:
                 module.forward.say(objection)
-    if not found:
+    if not any(map(_is_accelerated, modules.values())):
+        why = "; ".join(reasons) or "it holds no model of transformers"
         raise ValueError(
-            f"nothing in this {type(hf_model).__name__} can be accelerated"
-            f" ({'; '.join(reasons) or 'it holds no model of transformers'}). fastbert speeds up {_SUPPORTED}"
+            f"nothing in a {type(hf_model).__name__} to accelerate ({why}); fastbert speeds up {_SUPPORTED}"
         )
     for reason in reasons:
         warnings.warn(f"fastbert: not accelerated: {reason}", stacklevel=2)
@@ -410,7 +398,7 @@ def accelerate(hf_model: Any) -> Any:
 def restore(hf_model: Any) -> Any:
     """Undo `accelerate`: every base model in `hf_model` runs its class's forward again. Returns `hf_model`."""
     for module in hf_model.modules():
-        if isinstance(module.__dict__.get("forward"), _Forward):
+        if _is_accelerated(module):
             del module.forward
     return hf_model
 
@@ -420,6 +408,6 @@ class _CallableModule(types.ModuleType):
         return accelerate(hf_model)
 
 
-# `import fastbert.accelerate`, wherever it is written, binds this module to the package's attribute of that name, over
-# the function that the package offers there. Callable, the module does what the function does: fastbert.accelerate(model).
+# `import fastbert.accelerate`, wherever it is written, binds this module to the package's attribute of that name, where
+# the package offers the function. So the module can be called, and fastbert.accelerate(model) always works.
 sys.modules[__name__].__class__ = _CallableModule

@@ -57,10 +57,10 @@ def encode_file(job: Job, say: Callable[[str], None]) -> str:
 
     import torch
 
-    from fastbert.sentences import BATCH_TOKENS, SentenceEncoder
+    from fastbert.sentences import SentenceEncoder
 
     encoder = SentenceEncoder.from_pretrained(job.model, dtype=job.dtype, device=job.device)
-    batch_tokens = BATCH_TOKENS if job.batch_tokens is None else job.batch_tokens
+    batch_tokens = encoder.default_batch_tokens if job.batch_tokens is None else job.batch_tokens
     identity = _identity(job, encoder, total, batch_tokens)
     with GrowingArray.open(job.output, (total, encoder.dim), identity, job.force) as array:
         done_before, tokens, start = array.rows, 0, time.perf_counter()

@@ -145,12 +145,20 @@ class EncoderConfig:
             raise ConfigError(
                 f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
             )
-        if self.hidden_act not in ACTIVATIONS:
-            raise ConfigError(f"hidden_act {self.hidden_act!r} is not one of: {', '.join(ACTIVATIONS)}")
-        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "qa_dropout"):
+        for name, value in (("hidden_act", self.hidden_act), ("summary_activation", self.summary_activation or "gelu")):
+            if not isinstance(value, str) or value not in ACTIVATIONS:
+                raise ConfigError(f"{name} {value!r} is not one of: {', '.join(ACTIVATIONS)}")
+        for name in (
+            "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "qa_dropout",
+            "summary_last_dropout",
+        ):  # fmt: skip
             value = self.__dict__[name]
-            if value is not None and not 0.0 <= value < 1.0:
+            if value is not None and not (isinstance(value, (int, float)) and 0.0 <= value < 1.0):
                 raise ConfigError(f"{name} is {value!r}; it must be at least 0 and below 1")
+        for name in ("layer_norm_eps", "initializer_range"):
+            value = self.__dict__[name]
+            if not isinstance(value, (int, float)) or value < 0:
+                raise ConfigError(f"{name} is {value!r}; it must be a number of at least 0")
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
             raise ConfigError(f"pad_token_id {self.pad_token_id} is outside the vocabulary of {self.vocab_size}")
         for name, allowed in _ONLY_VALUES.items():
@@ -191,7 +199,7 @@ class EncoderConfig:
         """From the entries of a config.json. Raises ConfigError, naming the field, for what cannot be run."""
         entries = dict(entries)
         model_type = entries.pop("model_type", None)
-        if model_type is None:
+        if not isinstance(model_type, str):
             raise ConfigError("config.json has no model_type; fastbert has: " + ", ".join(sorted(_FAMILY_DEFAULTS)))
         names = _THEIR_NAMES.get(model_type, {})
         known = {f.name for f in dataclasses.fields(cls)} - {"model_type", "extra", "id2label", "num_labels"}

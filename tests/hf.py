@@ -16,6 +16,11 @@ from fastbert.models.auto import _CLASSES
 from fastbert.testing.cases import attention_mask
 
 transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+# `with torch.device("meta")` keeps a list of torch's constructors, made at its first use: that must come before
+# conftest.py's fixture replaces torch.empty, or models are built on the CPU instead.
+with torch.device("meta"):
+    assert torch.empty(0).is_meta
 
 FAMILIES = ("bert", "roberta", "xlm-roberta", "distilbert", "albert", "electra", "megatron-bert")
 MODELS = sorted(_CLASSES)  # (model_type, head)

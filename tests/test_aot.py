@@ -61,7 +61,8 @@ def layer_norm_cases():
         constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n}
         yield Case("layer_norm._add_layer_norm_bwd_kernel", dtype, types, constants, num_warps, wide_loads=4)
 
-        types = dict.fromkeys(("dweight_ptr", "dbias_ptr", "dx_bias_ptr"), pointer)
+    for dtype in ("bf16", "fp16", "fp32"):
+        types = dict.fromkeys(("dweight_ptr", "dbias_ptr", "dx_bias_ptr"), f"*{dtype}")
         types |= {"shares_ptr": "*fp32", "num_shares": "i32", "hidden_size": "i32"}
         constants = {"BLOCK_M": 32, "BLOCK_N": 32}
         yield Case("layer_norm._add_shares_kernel", dtype, types, constants, num_warps=4, wide_loads=1)

@@ -21,12 +21,14 @@ from fastbert.packing import PackedBatch
 
 
 class PreTrainedModel(CheckpointMixin, nn.Module):
-    """What base models and models with heads share. `config` is an EncoderConfig, or keyword fields of one."""
+    """What base models and models with heads share. `config` is an EncoderConfig, or transformers' config object."""
 
     family: ClassVar[Family]
 
     def __init__(self, config: EncoderConfig):
         super().__init__()
+        if not isinstance(config, EncoderConfig):
+            config = EncoderConfig.from_dict(config.to_dict())
         if config.model_type != self.family.model_type:
             raise ConfigError(f"{type(self).__name__} takes model_type {self.family.model_type!r}, not {config.model_type!r}")
         self.config = config
@@ -128,7 +130,8 @@ class EncoderModel(PreTrainedModel):
 
     def __init__(self, config: EncoderConfig, add_pooling_layer: bool = True):
         super().__init__(config)
-        family, names = self.family, self.family.embedding_names(config)
+        config, family = self.config, self.family
+        names = family.embedding_names(config)
         padding_idx, width, eps = config.pad_token_id, config.embedding_width, config.layer_norm_eps
         position_padding = padding_idx if family.positions_from_ids else None
         make = {
@@ -200,9 +203,9 @@ class EncoderModel(PreTrainedModel):
         token_type_ids: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        output_attentions: bool = False,
-        output_hidden_states: bool = False,
-        return_dict: bool = True,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
         *,
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
@@ -230,9 +233,9 @@ class EncoderModel(PreTrainedModel):
             pooler_output=self.pool(packed, batch) if self.has_pooler else None,
             **extras,
         )
-        return output if return_dict else output.to_tuple()
+        return output.to_tuple() if return_dict is False else output
 
-    def run(self, arguments, output_attentions: bool, output_hidden_states: bool):
+    def run(self, arguments, output_attentions: bool | None, output_hidden_states: bool | None):
         """Check, pack and encode; (packed hidden states, batch, the unpacked extras that were asked for)."""
         inputs = self.prepare(*arguments)
         hidden_states: list | None = [] if output_hidden_states else None

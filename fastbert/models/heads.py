@@ -32,8 +32,8 @@ class HeadModel(PreTrainedModel):
 
     def __init__(self, config: EncoderConfig):
         super().__init__(config)
-        self.add_module(self.family.prefix, self.base_class(config, add_pooling_layer=self.needs_pooler))
-        self.build_head(config)
+        self.add_module(self.family.prefix, self.base_class(self.config, add_pooling_layer=self.needs_pooler))
+        self.build_head(self.config)
         self.init_weights()
 
     def build_head(self, config: EncoderConfig) -> None:
@@ -61,9 +61,9 @@ class HeadModel(PreTrainedModel):
         position_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
-        output_attentions: bool = False,
-        output_hidden_states: bool = False,
-        return_dict: bool = True,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
         *,
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
@@ -83,7 +83,7 @@ class HeadModel(PreTrainedModel):
         arguments = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen)
         packed, batch, extras = self.base_model.run(arguments, output_attentions, output_hidden_states)
         output = ModelOutput(**self.compute(packed, batch, given), **extras)
-        return output if return_dict else output.to_tuple()
+        return output.to_tuple() if return_dict is False else output
 
     def pack_labels(self, labels: torch.Tensor, batch: PackedBatch, limit: int, name: str = "labels") -> torch.Tensor:
         """Token labels in packed order, checked: -100 or within [0, limit)."""
@@ -270,7 +270,7 @@ class SequenceHeadModel(HeadModel):
         if head.dense is not None:
             x = linear(get_leaf(self, head.dense), x)
             name = head.activation(self.config)
-            x = x if name is None else ops.activation(x, ACTIVATIONS[name])
+            x = ops.activation(x, ACTIVATIONS[name]) if name else x  # transformers takes "" for none, too
         return linear(get_leaf(self, head.out), self.drop(x, p))
 
 

@@ -1,0 +1,45 @@
+// The extension module: the CPU kernels of the schemas in fastbert/ops/_library.py, and the choice of ISA.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/library.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "include/isa.h"
+#include "ops/layer_norm.h"
+
+TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
+  m.impl("add_layer_norm_fwd_cpu", &fastbert::add_layer_norm_fwd_cpu);
+  m.impl("add_layer_norm_bwd_cpu", &fastbert::add_layer_norm_bwd_cpu);
+}
+
+namespace {
+
+// In the order of fastbert::Isa: each machine can run a prefix of it.
+const std::vector<std::string> kIsaNames = {"generic", "avx2", "avx512"};
+
+std::string isa() { return kIsaNames[static_cast<size_t>(fastbert::current_isa().load())]; }
+
+std::vector<std::string> isas() {
+  return {kIsaNames.begin(), kIsaNames.begin() + static_cast<int>(fastbert::best_isa()) + 1};
+}
+
+void set_isa(const std::string& name) {
+  std::string known;
+  for (size_t i = 0; i < isas().size(); ++i) {
+    if (kIsaNames[i] == name) return fastbert::current_isa().store(static_cast<fastbert::Isa>(i));
+    known += (i == 0 ? "" : ", ") + kIsaNames[i];
+  }
+  throw std::invalid_argument("this machine cannot run ISA '" + name + "'; it can run: " + known);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("isa", &isa, "The instruction set that the CPU kernels run with: cpuid's choice, unless set_isa changed it.");
+  m.def("isas", &isas, "The instruction sets that this machine can run, narrowest first.");
+  m.def("set_isa", &set_isa, pybind11::arg("name"), "Run the CPU kernels with another of isas(); for tests.");
+}

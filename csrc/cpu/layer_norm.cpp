@@ -1,0 +1,186 @@
+#include "layer_norm.h"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "../include/lanes.h"
+
+namespace fastbert {
+namespace {
+
+// An absent vector becomes `fill`, so that the row loops know only one case; bf16 is widened once, not once a row.
+template <typename T>
+std::vector<float> to_floats(const T* vector, int64_t n, float fill) {
+  std::vector<float> out(static_cast<size_t>(n), fill);
+  if (vector != nullptr) {
+    for (int64_t i = 0; i < n; ++i) out[static_cast<size_t>(i)] = to_float(vector[i]);
+  }
+  return out;
+}
+
+template <typename T, bool kHasResidual, bool kHasDropout>
+FASTBERT_INLINE void fwd_rows(const AddLayerNormFwd<T>& args, int64_t begin, int64_t end) {
+  const int64_t n = args.hidden_size;
+  const float inverse_n = 1.0f / static_cast<float>(n);
+  const std::vector<float> x_bias_floats = to_floats(args.x_bias, n, 0.0f);
+  const std::vector<float> weight_floats = to_floats(args.weight, n, 1.0f);
+  const std::vector<float> bias_floats = to_floats(args.bias, n, 0.0f);
+  const float* x_bias = x_bias_floats.data();
+  const float* weight = weight_floats.data();
+  const float* bias = bias_floats.data();
+  std::vector<float> row_floats(static_cast<size_t>(n));
+  std::vector<float> multiplier_floats(static_cast<size_t>(kHasDropout ? padded_to_philox(n) : 0));
+  float* row = row_floats.data();
+  float* multiplier = multiplier_floats.data();
+
+  for (int64_t r = begin; r < end; ++r) {
+    const T* x = args.x + r * n;
+    const T* residual = kHasResidual ? args.residual + r * n : nullptr;
+    if constexpr (kHasDropout) fill_dropout_multiplier(args.dropout, r, n, multiplier);
+
+    LaneSum sum;
+    for_each_in_lanes(n, [&](int64_t i, int64_t lane) FASTBERT_INLINE_LAMBDA {
+      float value = to_float(x[i]) + x_bias[i];
+      if constexpr (kHasDropout) value *= multiplier[i];
+      if constexpr (kHasResidual) value += to_float(residual[i]);
+      // Rounded as backward will read it: with the statistics of the unrounded sum, the difference times rstd, which
+      // is 1e6 for a constant row under eps 1e-12, would swamp the gradient.
+      value = to_float(from_float<T>(value));
+      row[i] = value;
+      sum.lane[lane] += value;
+    });
+    if (args.summed != nullptr) {
+      T* summed = args.summed + r * n;
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) summed[i] = from_float<T>(row[i]);
+    }
+
+    // The rounding error of a large mean is of the size of a small spread: what is left after centring is measured
+    // too, and taken off.
+    const float rough_mean = sum.total() * inverse_n;
+    LaneSum centred_sum, squares;
+    for_each_in_lanes(n, [&](int64_t i, int64_t lane) FASTBERT_INLINE_LAMBDA {
+      const float centred = row[i] - rough_mean;
+      centred_sum.lane[lane] += centred;
+      squares.lane[lane] += centred * centred;
+    });
+    const float left = centred_sum.total() * inverse_n;
+    const float variance = std::max(squares.total() * inverse_n - left * left, 0.0f);
+    const float rstd = 1.0f / std::sqrt(variance + args.eps);
+    if (args.mean != nullptr) {
+      args.mean[r] = rough_mean + left;
+      args.rstd[r] = rstd;
+    }
+
+    T* out = args.out + r * n;
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) {
+      out[i] = from_float<T>((row[i] - rough_mean - left) * rstd * weight[i] + bias[i]);
+    }
+  }
+}
+
+template <typename T>
+FASTBERT_INLINE void add_layer_norm_fwd_body(const AddLayerNormFwd<T>& args, int64_t begin, int64_t end) {
+  const bool has_residual = args.residual != nullptr, has_dropout = args.dropout.p > 0.0;
+  if (has_residual && has_dropout) return fwd_rows<T, true, true>(args, begin, end);
+  if (has_residual) return fwd_rows<T, true, false>(args, begin, end);
+  if (has_dropout) return fwd_rows<T, false, true>(args, begin, end);
+  fwd_rows<T, false, false>(args, begin, end);
+}
+
+template <typename T, bool kHasDsum, bool kHasDropout>
+FASTBERT_INLINE void bwd_chunks(const AddLayerNormBwd<T>& args, int64_t begin, int64_t end) {
+  const int64_t n = args.hidden_size;
+  const float inverse_n = 1.0f / static_cast<float>(n);
+  const std::vector<float> weight_floats = to_floats(args.weight, n, 1.0f);
+  const float* weight = weight_floats.data();
+  std::vector<float> multiplier_floats(static_cast<size_t>(kHasDropout ? padded_to_philox(n) : 0));
+  float* multiplier = multiplier_floats.data();
+
+  for (int64_t chunk = begin; chunk < end; ++chunk) {
+    float* dweight = args.partial + chunk * 3 * n;
+    float* dbias = dweight + n;
+    float* dx_bias = dbias + n;
+    for (int64_t i = 0; i < 3 * n; ++i) dweight[i] = 0.0f;
+
+    const int64_t first = chunk * args.rows_per_chunk;
+    const int64_t last = std::min(first + args.rows_per_chunk, args.rows);
+    for (int64_t r = first; r < last; ++r) {
+      const T* dout = args.dout + r * n;
+      const T* dsum = kHasDsum ? args.dsum + r * n : nullptr;
+      const T* summed = args.summed + r * n;
+      T* dx = kHasDropout ? args.dx + r * n : nullptr;
+      T* dsummed = args.dsummed + r * n;
+      const float mean = args.mean[r], rstd = args.rstd[r];
+      if constexpr (kHasDropout) fill_dropout_multiplier(args.dropout, r, n, multiplier);
+
+      LaneSum xhat_sum, ones_sum;
+      for_each_in_lanes(n, [&](int64_t i, int64_t lane) FASTBERT_INLINE_LAMBDA {
+        const float dy = to_float(dout[i]);
+        const float xhat = (to_float(summed[i]) - mean) * rstd;
+        const float dxhat = dy * weight[i];
+        xhat_sum.lane[lane] += dxhat * xhat;
+        ones_sum.lane[lane] += dxhat;
+        dweight[i] += dy * xhat;
+        dbias[i] += dy;
+      });
+      const float along_xhat = xhat_sum.total() * inverse_n, along_ones = ones_sum.total() * inverse_n;
+
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) {
+        const float xhat = (to_float(summed[i]) - mean) * rstd;
+        float gradient = (to_float(dout[i]) * weight[i] - along_ones - xhat * along_xhat) * rstd;
+        if constexpr (kHasDsum) gradient += to_float(dsum[i]);
+        dsummed[i] = from_float<T>(gradient);
+        if constexpr (kHasDropout) {
+          gradient *= multiplier[i];
+          dx[i] = from_float<T>(gradient);
+        }
+        dx_bias[i] += gradient;
+      }
+    }
+  }
+}
+
+template <typename T>
+FASTBERT_INLINE void add_layer_norm_bwd_body(const AddLayerNormBwd<T>& args, int64_t begin, int64_t end) {
+  const bool has_dsum = args.dsum != nullptr, has_dropout = args.dropout.p > 0.0;
+  if (has_dsum && has_dropout) return bwd_chunks<T, true, true>(args, begin, end);
+  if (has_dsum) return bwd_chunks<T, true, false>(args, begin, end);
+  if (has_dropout) return bwd_chunks<T, false, true>(args, begin, end);
+  bwd_chunks<T, false, false>(args, begin, end);
+}
+
+template <typename T>
+FASTBERT_INLINE void add_column_sums_body(const ColumnSums<T>& args, int64_t begin, int64_t end) {
+  std::vector<float> total_floats(static_cast<size_t>(end - begin));
+  float* total = total_floats.data();
+  for (int64_t which = 0; which < 3; ++which) {
+    T* out = args.out[which];
+    if (out == nullptr) continue;
+    for (int64_t i = 0; i < end - begin; ++i) total[i] = 0.0f;
+    for (int64_t chunk = 0; chunk < args.chunks; ++chunk) {
+      const float* share = args.partial + (chunk * 3 + which) * args.hidden_size + begin;
+#pragma omp simd
+      for (int64_t i = 0; i < end - begin; ++i) total[i] += share[i];
+    }
+    for (int64_t i = 0; i < end - begin; ++i) out[begin + i] = from_float<T>(total[i]);
+  }
+}
+
+}  // namespace
+
+FASTBERT_DISPATCH(add_layer_norm_fwd, (const AddLayerNormFwd<T>& args, int64_t begin, int64_t end), (args, begin, end))
+FASTBERT_DISPATCH(add_layer_norm_bwd, (const AddLayerNormBwd<T>& args, int64_t begin, int64_t end), (args, begin, end))
+FASTBERT_DISPATCH(add_column_sums, (const ColumnSums<T>& args, int64_t begin, int64_t end), (args, begin, end))
+
+template void add_layer_norm_fwd(const AddLayerNormFwd<float>&, int64_t, int64_t);
+template void add_layer_norm_fwd(const AddLayerNormFwd<BFloat16>&, int64_t, int64_t);
+template void add_layer_norm_bwd(const AddLayerNormBwd<float>&, int64_t, int64_t);
+template void add_layer_norm_bwd(const AddLayerNormBwd<BFloat16>&, int64_t, int64_t);
+template void add_column_sums(const ColumnSums<float>&, int64_t, int64_t);
+template void add_column_sums(const ColumnSums<BFloat16>&, int64_t, int64_t);
+
+}  // namespace fastbert

@@ -1,0 +1,37 @@
+// The dropout mask of one row. Every backend that uses Philox agrees on it: word j of counter (row * ceil(n / 4) + i)
+// decides column 4 i + j, the offset is the counter's high half, and a word below p 2^32 drops.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "philox.h"
+
+namespace fastbert {
+
+struct Dropout {
+  double p;  // 0 turns it off
+  uint64_t seed;
+  uint64_t offset;
+};
+
+inline int64_t padded_to_philox(int64_t n) { return (n + 3) / 4 * 4; }
+
+// multiplier[i] is 0 where column i is dropped and 1 / (1 - p) where it is kept; it has room for padded_to_philox(n).
+FASTBERT_INLINE void fill_dropout_multiplier(const Dropout& dropout, int64_t row, int64_t n, float* multiplier) {
+  const float keep = dropout.p < 1.0 ? static_cast<float>(1.0 / (1.0 - dropout.p)) : 0.0f;
+  const auto threshold = static_cast<uint32_t>(std::min(dropout.p * 4294967296.0, 4294967295.0));
+  const uint64_t seed = dropout.seed, offset = dropout.offset;
+  const int64_t counters = (n + 3) / 4;
+  const auto first = static_cast<uint64_t>(row) * static_cast<uint64_t>(counters);
+#pragma omp simd
+  for (int64_t i = 0; i < counters; ++i) {
+    const Philox4 random = philox4x32_10(first + static_cast<uint64_t>(i), offset, seed);
+    multiplier[4 * i + 0] = random.w0 < threshold ? 0.0f : keep;
+    multiplier[4 * i + 1] = random.w1 < threshold ? 0.0f : keep;
+    multiplier[4 * i + 2] = random.w2 < threshold ? 0.0f : keep;
+    multiplier[4 * i + 3] = random.w3 < threshold ? 0.0f : keep;
+  }
+}
+
+}  // namespace fastbert

@@ -1,0 +1,62 @@
+// Which instruction set the CPU kernels run with. cpuid decides, once; tests may ask for a lower one.
+#pragma once
+
+#include <atomic>
+
+// Kernel bodies and everything that they call are forced inline into functions that carry a target attribute. One
+// source serves every ISA, and no ordinary inline function is ever emitted with wide instructions, so the linker
+// cannot pick one for a caller that runs on an older CPU (which happens with a file compiled under -mavx512f).
+#define FASTBERT_INLINE [[gnu::always_inline]] inline
+#define FASTBERT_INLINE_LAMBDA __attribute__((always_inline))
+
+namespace fastbert {
+
+enum class Isa { kGeneric, kAvx2, kAvx512 };
+
+inline Isa best_isa() {
+#if defined(__x86_64__)
+  // These tests include the operating system's: registers that it does not save count as missing.
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (avx2 && avx512) return Isa::kAvx512;
+  if (avx2) return Isa::kAvx2;
+#endif
+  return Isa::kGeneric;
+}
+
+inline std::atomic<Isa>& current_isa() {
+  static std::atomic<Isa> isa{best_isa()};
+  return isa;
+}
+
+}  // namespace fastbert
+
+// FASTBERT_DISPATCH(f, (int a, int b), (a, b)) defines `template <typename T> void f(int a, int b)`, which runs
+// `f_body<T>(a, b)` compiled for the ISA in use.
+#if defined(__x86_64__)
+#define FASTBERT_DISPATCH(name, parameters, arguments)                                     \
+  template <typename T>                                                                    \
+  __attribute__((target("avx2,fma"))) void name##_avx2 parameters {                        \
+    name##_body<T> arguments;                                                              \
+  }                                                                                        \
+  template <typename T>                                                                    \
+  __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq"))) void name##_avx512 \
+      parameters {                                                                         \
+    name##_body<T> arguments;                                                              \
+  }                                                                                        \
+  template <typename T>                                                                    \
+  void name parameters {                                                                   \
+    const auto isa = ::fastbert::current_isa().load(std::memory_order_relaxed);            \
+    if (isa == ::fastbert::Isa::kAvx512) return name##_avx512<T> arguments;                \
+    if (isa == ::fastbert::Isa::kAvx2) return name##_avx2<T> arguments;                    \
+    name##_body<T> arguments;                                                              \
+  }
+#else
+#define FASTBERT_DISPATCH(name, parameters, arguments) \
+  template <typename T>                                \
+  void name parameters {                               \
+    name##_body<T> arguments;                          \
+  }
+#endif

@@ -1,0 +1,21 @@
+// The registered add_layer_norm operators of the CPU backend; fastbert/ops/_library.py has their schemas.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <tuple>
+
+namespace fastbert {
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer_norm_fwd_cpu(
+    const at::Tensor& x, const std::optional<at::Tensor>& x_bias, const std::optional<at::Tensor>& residual,
+    const at::Tensor& weight, const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& philox,
+    double dropout_p, double eps, bool return_sum, bool return_stats);
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer_norm_bwd_cpu(
+    const at::Tensor& dout, const std::optional<at::Tensor>& dsum, const at::Tensor& summed, const at::Tensor& mean,
+    const at::Tensor& rstd, const at::Tensor& weight, const std::optional<at::Tensor>& philox, double dropout_p,
+    bool has_x_bias);
+
+}  // namespace fastbert

@@ -1,0 +1,90 @@
+"""Choosing a backend: the order, forced choices, reasons, and which one really ran."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fastbert
+from fastbert import ops
+from fastbert.backend import Backend, BackendError, parse_backend, register, select, use_backend
+from fastbert.ops._library import extension_error
+
+
+@pytest.fixture
+def probe_op(monkeypatch):
+    """An op whose cpu backend objects to more than 2 rows and whose triton backend always objects."""
+    monkeypatch.setattr(fastbert.backend, "_supports", {})
+    register("probe", Backend.CPU, lambda x: f"{x.shape[0]} rows, the limit is 2" if x.shape[0] > 2 else None)
+    register("probe", Backend.TRITON, lambda x: "no GPU")
+
+
+def test_auto_takes_the_first_that_supports_the_call(probe_op):
+    assert select("probe", None, torch.zeros(2, 1)) is Backend.CPU
+    assert select("probe", None, torch.zeros(3, 1)) is Backend.TORCH
+    assert select("probe", "auto", torch.zeros(2, 1)) is Backend.CPU
+
+
+def test_a_named_backend_serves_or_raises_with_its_reason(probe_op):
+    assert select("probe", "torch", torch.zeros(2, 1)) is Backend.TORCH
+    with pytest.raises(BackendError, match="backend 'cpu' cannot serve probe: 3 rows, the limit is 2"):
+        select("probe", "cpu", torch.zeros(3, 1))
+    with pytest.raises(BackendError, match="there is no cuda kernel for probe"):
+        select("probe", "cuda", torch.zeros(2, 1))
+    with pytest.raises(ValueError, match="unknown backend 'gpu'; valid names: auto, torch, cpu, triton, cuda"):
+        parse_backend("gpu")
+
+
+def test_use_backend_is_strict_where_the_backend_has_kernels(probe_op):
+    fastbert.backend.declare("plain")
+    with use_backend("cpu"):
+        assert select("probe", None, torch.zeros(2, 1)) is Backend.CPU
+        assert select("plain", None, torch.zeros(2, 1)) is Backend.TORCH
+        assert select("probe", "torch", torch.zeros(2, 1)) is Backend.TORCH
+        with pytest.raises(BackendError), use_backend("triton"):
+            select("probe", None, torch.zeros(2, 1))
+        assert select("probe", None, torch.zeros(2, 1)) is Backend.CPU  # restored after the exception
+    with use_backend("torch"):
+        assert select("probe", None, torch.zeros(2, 1)) is Backend.TORCH
+
+
+def test_environment_variable_sets_the_start_value():
+    program = "from fastbert.backend import _Choice; print(_Choice.forced.value)"
+    run = [sys.executable, "-c", program]
+    out = subprocess.run(run, env={"FASTBERT_BACKEND": "torch", "PATH": ""}, capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "torch"
+    out = subprocess.run(run, env={"FASTBERT_BACKEND": "fast", "PATH": ""}, capture_output=True, text=True, check=False)
+    assert "unknown backend 'fast'" in out.stderr
+
+
+def test_report_names_every_op_and_every_other_backends_reason():
+    report = fastbert.backends("cpu", torch.float32)
+    assert set(report) == {
+        "add_layer_norm", "attention", "cross_entropy", "embed_layer_norm", "feed_forward", "linear_gelu", "pooling",
+    }  # fmt: skip
+    for op, row in report.items():
+        assert set(row) - {"selected"} == {b.value for b in Backend} - {row["selected"], "torch"}, op
+        assert all(row.values()), op
+    expected = "cpu" if extension_error() is None else "torch"
+    assert report["add_layer_norm"]["selected"] == expected
+    assert "float64" in fastbert.backends("cpu", torch.float64)["add_layer_norm"]["cpu"]
+
+
+def test_the_backend_that_was_chosen_is_the_one_that_ran():
+    """By the registered op's name in a profile."""
+    if extension_error() is not None:
+        pytest.skip(extension_error())
+    x, weight = torch.randn(4, 64), torch.ones(64)
+
+    def ran(backend):
+        with torch.profiler.profile() as profile, use_backend(backend):
+            ops.add_layer_norm(x, x, weight, weight)
+        return {event.key for event in profile.key_averages()}
+
+    assert "fastbert::add_layer_norm_fwd_cpu" in ran("auto")
+    assert "fastbert::add_layer_norm_fwd_cpu" in ran("cpu")
+    names = ran("torch")
+    assert "aten::layer_norm" in names and not any(name.startswith("fastbert::") for name in names)

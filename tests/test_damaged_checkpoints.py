@@ -1,0 +1,324 @@
+"""Checkpoints that are damaged, malicious, contradictory or absent: refused with the file or the keys named."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import pickle
+
+import pytest
+import torch
+from hf import as_users_run, config_for, make_config, make_hf  # noqa: F401
+from safetensors.torch import load_file, save_file
+
+from fastbert import hub
+from fastbert.config import ConfigError, EncoderConfig
+from fastbert.hub import CheckpointError, read_weights
+from fastbert.models.auto import (
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForNextSentencePrediction,
+    AutoModelForPreTraining,
+    AutoModelForTokenClassification,
+    model_class,
+)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder that fastbert saved, and the state dict that it holds."""
+    model = model_class("bert")(make_config("bert", 0, num_hidden_layers=1, intermediate_size=16))
+    model.save_pretrained(tmp_path / "model")
+    return tmp_path / "model", {key: t.clone() for key, t in model.state_dict().items()}
+
+
+def edit_config(folder, **changes) -> None:
+    entries = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**entries, **changes}))
+
+
+def resave(folder, change) -> None:
+    """Change the file's tensors, and write it as another program would, without checksums."""
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    (folder / "model.safetensors").unlink()
+    save_file(weights, folder / "model.safetensors")
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(CheckpointError, match=r"nowhere is not a folder"):
+        AutoModel.from_pretrained(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"config\.json does not exist"):
+        AutoModel.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(make_config("bert").to_dict()))
+    with pytest.raises(CheckpointError, match=r"has no weights: none of model\.safetensors"):
+        AutoModel.from_pretrained(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"file is not a folder"):
+        AutoModel.from_pretrained(tmp_path / "file")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("left", [0, 5, 200, -1, -5000])
+def test_truncated_weights(saved, name, left):
+    folder, state = saved
+    if name == "pytorch_model.bin":
+        (folder / "model.safetensors").unlink()
+        torch.save(state, folder / name)
+    whole = (folder / name).read_bytes()
+    (folder / name).write_bytes(whole[:left])
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        AutoModel.from_pretrained(folder)
+
+
+def test_every_damaged_byte_is_seen(saved):
+    """One flipped bit, all over the header and here and there in the payload: an error, or the same tensors."""
+    folder, state = saved
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    generator = torch.Generator().manual_seed(0)
+    places = [*range(0, header, 7), *torch.randint(header, len(whole), (60,), generator=generator).tolist()]
+    survived = 0
+    for place in places:
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << int(torch.randint(8, (1,), generator=generator))
+        file.write_bytes(damaged)
+        try:
+            weights = read_weights(folder)
+        except CheckpointError as error:
+            assert "model.safetensors" in str(error)
+            continue
+        assert place < header, "a flipped bit of the payload was not seen"
+        assert set(weights) == set(state) and all(torch.equal(weights[key], state[key]) for key in state)
+        survived += 1
+    assert survived < len(places) / 10
+
+
+def test_damaged_payload_is_named(saved):
+    folder, _ = saved
+    file = folder / "model.safetensors"
+    whole = bytearray(file.read_bytes())
+    whole[-1] ^= 64
+    file.write_bytes(whole)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged: tensor \S+ does not match the checksum"):
+        AutoModel.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_damaged_pickles(saved, zipped):
+    """Whatever torch.load makes of a flipped bit or a lost end, the caller sees a CheckpointError or tensors."""
+    folder, state = saved
+    (folder / "model.safetensors").unlink()
+    file = folder / "pytorch_model.bin"
+    torch.save({key: state[key] for key in list(state)[:3]}, file, _use_new_zipfile_serialization=zipped)
+    whole = file.read_bytes()
+    refused = 0
+    for place in [*range(0, min(len(whole), 1500), 11), *range(max(0, len(whole) - 1500), len(whole), 11)]:
+        flipped = bytearray(whole)
+        flipped[place] ^= 0x08
+        for content in (flipped, whole[:place]):
+            file.write_bytes(content)
+            try:
+                assert all(isinstance(t, torch.Tensor) for t in read_weights(folder).values())
+            except CheckpointError as error:
+                assert "pytorch_model.bin" in str(error)
+                refused += 1
+    assert refused > 100
+
+
+class Malicious:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return pathlib.Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("zipped", [True, False, None], ids=["zip", "legacy", "bare"])
+def test_malicious_pickle(saved, zipped, tmp_path):
+    folder, _ = saved
+    (folder / "model.safetensors").unlink()
+    content = {"embeddings.word_embeddings.weight": Malicious(tmp_path / "owned")}
+    if zipped is None:
+        (folder / "pytorch_model.bin").write_bytes(pickle.dumps(content))
+    else:
+        torch.save(content, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
+        AutoModel.from_pretrained(folder)
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize("content", [[1, 2], {"model": {"a": torch.ones(1)}}, {"step": 3}, torch.ones(2)])
+def test_pickles_that_are_no_state_dict(saved, content):
+    folder, _ = saved
+    (folder / "model.safetensors").unlink()
+    torch.save(content, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is no state dict"):
+        AutoModel.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite(saved, value):
+    folder, _ = saved
+    resave(folder, lambda weights: weights["pooler.dense.weight"][3].fill_(value))
+    with pytest.raises(CheckpointError, match=r"pooler\.dense\.weight holds values that are not finite"):
+        AutoModel.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"hidden_size": 128}, r"embeddings\.word_embeddings\.weight is \(43, 64\), the config asks for \(43, 128\)"),
+        ({"vocab_size": 44}, r"word_embeddings\.weight is \(43, 64\), the config asks for \(44, 64\)"),
+        ({"intermediate_size": 8}, r"intermediate\.dense\.weight is \(16, 64\), the config asks for \(8, 64\)"),
+    ],
+)
+def test_config_contradicts_weights(saved, change, key):
+    folder, _ = saved
+    edit_config(folder, **change)
+    with pytest.raises(CheckpointError, match="the config contradicts the weights: .*" + key):
+        AutoModel.from_pretrained(folder)
+
+
+def test_more_layers_than_weights(saved):
+    """As transformers: fresh weights, which the warning names."""
+    folder, _ = saved
+    edit_config(folder, num_hidden_layers=2)
+    with pytest.warns(UserWarning, match=r"not in the checkpoint, so initialised: encoder\.layer\.1\.attention.* and 8 more"):
+        model = AutoModel.from_pretrained(folder)
+    assert len(model.missing_keys) == 16 and not model.unexpected_keys
+
+
+def test_fewer_layers_than_weights(saved):
+    folder, _ = saved
+    edit_config(folder, num_hidden_layers=0)
+    with pytest.warns(UserWarning, match=r"in the checkpoint, but not used: encoder\.layer\.0\.attention"):
+        assert len(AutoModel.from_pretrained(folder).unexpected_keys) == 16
+
+
+def test_another_models_weights(saved):
+    folder, _ = saved
+    save_file({"transformer.h.0.attn": torch.ones(2)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"none of its keys is one of the model's; it has transformer\.h\.0\.attn"):
+        AutoModel.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, r"unknown model_type 'gpt2'; fastbert has: albert, bert"),
+        ({"model_type": None}, r"config\.json has no model_type"),
+        ({"hidden_size": 65}, r"hidden_size 65 is not a multiple of num_attention_heads 2"),
+        ({"hidden_size": "64"}, r"hidden_size is '64'; it must be a positive integer"),
+        ({"num_hidden_layers": -1}, r"num_hidden_layers is -1; it must be an integer of at least 0"),
+        ({"hidden_act": "mish"}, r"hidden_act 'mish' is not one of: gelu"),
+        ({"hidden_act": ["gelu"]}, r"hidden_act \['gelu'\] is not one of: gelu"),
+        ({"hidden_dropout_prob": 1.0}, r"hidden_dropout_prob is 1\.0; it must be at least 0 and below 1"),
+        ({"classifier_dropout": "a"}, r"classifier_dropout is 'a'; it must be at least 0 and below 1"),
+        ({"layer_norm_eps": None}, r"layer_norm_eps is None; it must be a number of at least 0"),
+        ({"pad_token_id": 43}, r"pad_token_id 43 is outside the vocabulary of 43"),
+        ({"position_embedding_type": "relative_key"}, r"position_embedding_type='relative_key' is not supported"),
+        ({"is_decoder": True}, r"is_decoder=True is not supported"),
+    ],
+)
+def test_configs_that_cannot_be_run(saved, change, message):
+    folder, _ = saved
+    edit_config(folder, **change)
+    with pytest.raises(ConfigError, match=message):
+        AutoModel.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\x00", '"bert"'])
+def test_config_files_that_are_damaged(saved, text):
+    (saved[0] / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json (is not valid JSON|holds a)"):
+        AutoModel.from_pretrained(saved[0])
+
+
+def test_config_changes_are_checked(saved):
+    with pytest.raises(ConfigError, match="hidden_act 'mish'"):
+        AutoModel.from_pretrained(saved[0], hidden_act="mish")
+    with pytest.raises(ConfigError, match="takes model_type 'bert', not 'albert'"):
+        model_class("bert")(make_config("albert"))
+
+
+def test_heads_that_a_family_does_not_have(tmp_path):
+    make_hf(config_for("roberta", "Model"), "Model").save_pretrained(tmp_path)
+    for auto in (AutoModelForPreTraining, AutoModelForNextSentencePrediction):
+        with pytest.raises(ConfigError, match=f"roberta has no head {auto.head}; it has: MaskedLM, MultipleChoice"):
+            auto.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "index",
+    ["", "{}", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "gone.safetensors"}}', '{"weight_map": {"a": "../model.bin"}}',
+     '{"weight_map": {"a": 7}}'],
+)  # fmt: skip
+def test_damaged_shard_indices(saved, index):
+    folder, _ = saved
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=r"index\.json"):
+        AutoModel.from_pretrained(folder)
+
+
+def test_a_shard_without_its_tensors(saved):
+    folder, state = saved
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    weight_map = {**dict.fromkeys(state, "part.safetensors"), "lost.weight": "part.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=r"names tensors that its shards do not hold: lost\.weight"):
+        AutoModel.from_pretrained(folder)
+
+
+def test_folder_that_cannot_be_written(saved, tmp_path):
+    model = AutoModel.from_pretrained(saved[0])
+    (tmp_path / "file").write_text("whole")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(OSError, match="file"):
+            model.save_pretrained(folder)
+    assert (tmp_path / "file").read_text() == "whole"
+
+
+@pytest.mark.parametrize("where", ["weights", "config", "first rename", "second rename"])
+def test_interrupted_save_leaves_whole_files(saved, where, monkeypatch):
+    """A save that dies at any point leaves each file either as it was or as it should be, and nothing beside them."""
+    folder, state = saved
+    other = model_class("bert")(make_config("bert", 0, num_hidden_layers=1, intermediate_size=16, initializer_range=0.5))
+    replaced = []
+
+    def die(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    def replace(source, target):
+        if len(replaced) == ("first rename", "second rename").index(where):
+            die()
+        replaced.append(target)
+        os.rename(source, target)
+
+    if where == "weights":
+        monkeypatch.setattr("safetensors.torch.save_file", die)
+    elif where == "config":
+        monkeypatch.setattr(pathlib.Path, "write_text", die)
+    else:
+        monkeypatch.setattr(hub.os, "replace", replace)
+    with pytest.raises(KeyboardInterrupt):
+        other.save_pretrained(folder)
+    monkeypatch.undo()
+    expected = other.state_dict() if where == "second rename" else state
+    loaded = AutoModel.from_pretrained(folder).state_dict()
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in expected.items())
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_labels_of_a_checkpoint_and_of_the_caller(tmp_path):
+    config = config_for("bert", "TokenClassification", 0, id2label={0: "x", 1: "y", 2: "z"})
+    make_hf(config, "TokenClassification").save_pretrained(tmp_path)
+    assert EncoderConfig.from_file(tmp_path / "config.json").id2label == {0: "x", 1: "y", 2: "z"}
+    assert AutoModelForTokenClassification.from_pretrained(tmp_path).config.num_labels == 3
+    with pytest.raises(CheckpointError, match=r"classifier\.weight is \(3, 64\), the config asks for \(5, 64\)"):
+        AutoModelForTokenClassification.from_pretrained(tmp_path, num_labels=5)
+    with pytest.warns(UserWarning, match="cls"):
+        AutoModelForMaskedLM.from_pretrained(tmp_path)
