@@ -22,7 +22,8 @@ from fastbert.hub import resolve
 MODEL = "all-MiniLM-L6-v2"
 WIDTH = 100
 QUERIES = ("a storm at sea", "detective work", "a cold winter day", "learning to read")
-BATCH, BATCHES, ROUNDS, SECONDS = 32, 4, 9, 20.0  # sentences, batches a round, rounds at most, and about how long
+BATCH, BATCHES = 32, 4  # sentences in a batch, batches in a round
+ROUNDS, SECONDS = (3, 9), 20.0  # at least and at most, and about how long in between
 
 Encode = Callable[[list[str]], np.ndarray]
 
@@ -65,7 +66,7 @@ def time_in_turn(contestants: dict[str, Encode], batches: list[list[str]]) -> di
     """Seconds a round of each contestant, batch by batch in turn, each first in every other round."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     started = time.perf_counter()
-    for i in range(ROUNDS):
+    for i in range(ROUNDS[1]):
         names = list(contestants)[:: 1 if i % 2 else -1]
         totals = dict.fromkeys(names, 0.0)
         for batch in batches:
@@ -75,7 +76,7 @@ def time_in_turn(contestants: dict[str, Encode], batches: list[list[str]]) -> di
                 totals[name] += time.perf_counter() - start
         for name in names:
             seconds[name].append(totals[name])
-        if (time.perf_counter() - started) / (i + 1) * (i + 2) > SECONDS:  # another round would take too long
+        if i + 1 >= ROUNDS[0] and time.perf_counter() - started > SECONDS:
             break
     return seconds
 

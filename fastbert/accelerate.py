@@ -1,14 +1,12 @@
 """fastbert.accelerate(hf_model): a live transformers model, made faster in place, its parameters shared.
 
-The forward of each base model in the tree (BertModel inside BertForX, inside SentenceTransformer, inside PEFT's
-wrappers) is replaced on the instance by one that packs the batch, runs fastbert's encoder over the very leaves of that
-model, and unpacks. Nothing is registered in the module tree. Whatever our path would not honour is found before
-anything is launched, said once, and runs in transformers' own forward.
+The forward of each base model in the tree is replaced on the instance by one that packs the batch, runs fastbert's
+encoder over the very leaves of that model, and unpacks. Nothing is registered in the module tree. What that would not
+honour is found before anything is launched, said once, and runs in transformers' own forward.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
 import types
@@ -75,16 +73,13 @@ class _Plan:
         return FAMILIES[self.model_type].family
 
 
-def _live_config(module: nn.Module, plan: _Plan) -> EncoderConfig:
+def _live_config(module: Any, plan: _Plan) -> EncoderConfig:
     """The plan's config with the sizes of now: embeddings are resized, and layers dropped, behind a config's back."""
     family, config, theirs = plan.family, plan.config, module.config
     names = family.embedding_names(config)
     tables = {"vocab_size": names.word, "max_position_embeddings": names.position, "type_vocab_size": names.token_type}
-    now = {}
-    for name, path in tables.items():
-        if path is not None:
-            leaf = get_leaf(module, path)
-            now[name] = leaf.weight.shape[0] if isinstance(leaf, nn.Embedding) else getattr(theirs, name)
+    leaves = {name: get_leaf(module, path) for name, path in tables.items() if path is not None}
+    now = {n: t.weight.shape[0] if isinstance(t, nn.Embedding) else getattr(theirs, n) for n, t in leaves.items()}
     # transformers' encoders run the layers that are there; ALBERT counts them by its config.
     layers = None if config.num_hidden_groups else get_leaf(module, family.layer_path(config, 0).rpartition(".")[0])
     now["num_hidden_layers"] = theirs.num_hidden_layers if layers is None else len(layers._modules)
@@ -92,28 +87,24 @@ def _live_config(module: nn.Module, plan: _Plan) -> EncoderConfig:
     return config.replace(**changes) if changes else config
 
 
-# What our path does not call are containers, dropouts and activations. The leaves are called, or used as what they are.
-def _below(root: nn.Module, leaves: set[str], owner: nn.Module, key: str, at: str) -> Iterator:
-    pending = [("", root)]
-    for prefix, module in pending:  # which grows meanwhile
-        for name, child in module._modules.items():
-            path = prefix + name
-            if child is not None:
-                yield None if path in leaves else key + path, at + path, child, owner
-                if child._modules and path not in leaves:
-                    pending.append((path + ".", child))
-
-
 def _modules_of(root: nn.Module, family: Family, config: EncoderConfig) -> Iterator:
-    """(key in _Plan.classes, None for a leaf; path; module; the module whose `training` our path goes by)."""
-    names, layers = family.embedding_names(config), dict.fromkeys(family.layer_paths(config))
-    outer = {getattr(names, role) for role in names.order} | {family.final_norm, family.pooler, *layers}
-    inner = {getattr(family.layer, role) for role in family.layer.order}
-    yield from _below(root, outer, root, "", "")
-    for path in layers:
-        layer = get_leaf(root, path)
-        yield "*", path, layer, layer  # the layers of a model are alike: one key for all of them
-        yield from _below(layer, inner, layer, "*.", path + ".")
+    """(key, path, module, the module whose `training` our path goes by) of every module below `root`, leaves included.
+
+    `key` is None for a leaf, which our path calls. The others (containers, dropouts, activations) it does not call;
+    they have a key in _Plan.classes, where all layers are one, "*", since they are alike.
+    """
+    names, layers = family.embedding_names(config), set(family.layer_paths(config))
+    leaves = {getattr(names, role) for role in names.order} | {family.final_norm, family.pooler}
+    leaves |= {f"*.{getattr(family.layer, role)}" for role in family.layer.order}
+    pending = [("", "", root, root)]
+    for at, key_at, parent, owner in pending:  # which grows meanwhile
+        for name, child in parent._modules.items():
+            if child is None:
+                continue
+            key, goes_by = ("*", child) if at + name in layers else (key_at + name, owner)
+            yield None if key in leaves else key, at + name, child, goes_by
+            if child._modules and key not in leaves:
+                pending.append((f"{at}{name}.", f"{key}.", child, goes_by))
 
 
 def _is_patched(module: nn.Module) -> bool:
@@ -156,7 +147,7 @@ def _tree_objection(root: nn.Module, plan: _Plan, config: EncoderConfig) -> str 
 
 
 @lru_cache(maxsize=32)
-def _signature(kind: type[nn.Module]) -> inspect.Signature:
+def _signature(kind: Any) -> inspect.Signature:
     signature = inspect.signature(kind.forward)
     return signature.replace(parameters=list(signature.parameters.values())[1:])  # without self
 
@@ -164,7 +155,7 @@ def _signature(kind: type[nn.Module]) -> inspect.Signature:
 class _Forward:
     """The forward of one accelerated base model, an attribute of that instance.
 
-    It holds the model weakly, so that dropping the last reference still frees the weights at once; a copy of the model
+    It holds the model weakly, so that dropping the last reference frees the weights at once, and a copy of the model
     (deepcopy, pickle, torch.save) gets a forward bound to the copy.
     """
 
@@ -175,7 +166,7 @@ class _Forward:
         self._admit = torch.compiler.disable(self.admit, reason="fastbert checks and packs batches on the host")
 
     @property
-    def module(self) -> nn.Module:
+    def module(self) -> Any:
         module = self._module()
         if module is None:
             raise ReferenceError(f"the accelerated model {self.plan.label} is gone; only its forward was kept")
@@ -184,7 +175,7 @@ class _Forward:
     @property
     def __signature__(self) -> inspect.Signature:
         """transformers' own: the Trainer, PEFT and sentence-transformers choose arguments by it."""
-        return _signature(type(self.module))
+        return _signature(self.module.__class__)
 
     def __reduce__(self):
         return _Forward, (self.module, self.plan)
@@ -197,73 +188,71 @@ class _Forward:
             admitted = self._admit(module, args, kwargs)
         return type(module).forward(module, *args, **kwargs) if admitted is None else self.run(module, *admitted)
 
-    def admit(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
+    def admit(self, module: Any, args: tuple, kwargs: dict) -> tuple | None:
         """What `run` takes, or None where transformers' own forward must run. Raises InputError."""
-        names = [name for name in _signature(type(module)).parameters if name != "kwargs"]
+        names = [name for name in _signature(module.__class__).parameters if name != "kwargs"]
         given = {**dict(zip(names, args)), **kwargs}  # noqa: B905  (transformers complains about too many)
         if len(given) < len(args) + len(kwargs):
             return None
-        options, older = {}, "return_dict" in names  # the older kind of forward takes an option of None for not given
-        for name in _OPTIONS:
-            absent = name not in given or (older and given[name] is None)
-            options[name] = getattr(module.config, name) if absent else given[name]
+        older = "return_dict" in names  # the older kind of forward takes an option of None for not given
+        absent = {name for name in _OPTIONS if name not in given or (older and given[name] is None)}
+        options = {name: getattr(module.config, name) if name in absent else given[name] for name in _OPTIONS}
         try:
             config = _live_config(module, self.plan)
             objection = self._objection(module, config, given, options) or _tree_objection(module, self.plan, config)
         except KeyError as error:
             objection = f"there is no {error} where transformers had it"
         if objection is not None:
-            return self.say(objection)
+            self.say(objection)
+            return None
         tensors = {name: given.get(name) for name in _TENSORS}
         if self.plan.family.embeddings.token_type is None:
             tensors["token_type_ids"] = None  # as DistilBERT's forward, which swallows what a BERT tokenizer made
         if tensors["attention_mask"] is not None:
             tensors["attention_mask"] = tensors["attention_mask"] != 0  # every other value is "real" to transformers
-        return config, prepare_inputs(self.plan.family, config, *tensors.values(), None, None), options, older
+        inputs = prepare_inputs(self.plan.family, config, **tensors, cu_seqlens=None, max_seqlen=None)
+        return config, inputs, options, older
 
     def say(self, reason: str) -> None:
         if reason not in self.said:
             self.said.add(reason)
             warnings.warn(f"fastbert: {self.plan.label} runs transformers' own forward: {reason}", stacklevel=4)
 
-    def _objection(self, module: nn.Module, config: EncoderConfig, given: dict, options: dict) -> str | None:
+    def _objection(self, module: Any, config: EncoderConfig, given: dict, options: dict) -> str | None:
         """Why this call must be transformers' own; what is wrong with an input is left to prepare_inputs to say."""
         for name, value in given.items():
             if name not in _ARGUMENTS and value is not None and value is not False:
                 return f"the argument {name} is not one that fastbert reads"
         live = vars(module.config)  # not every family's config has these
-        attention = (
-            "causal" if live.get("is_decoder") or live.get("is_causal") else live.get("_attn_implementation_internal")
-        )
-        if attention not in _ATTENTION:
-            return f"its config asks for {attention} attention"
+        causal = live.get("is_decoder") or live.get("is_causal")
+        if causal or live.get("_attn_implementation_internal") not in _ATTENTION:
+            return "its config asks for causal attention, or for an implementation that fastbert does not know"
         if not isinstance(options["output_hidden_states"], bool | None):
             return "output_hidden_states selects some of them"
         tensors = {name: given[name] for name in _TENSORS if given.get(name) is not None}
         for name, t in tensors.items():
             if type(t) not in (torch.Tensor, nn.Parameter) or t.device.type == "meta":
                 return f"{name} is no ordinary tensor"
-        grid = next((tensors[name].shape[:2] for name in ("input_ids", "inputs_embeds") if name in tensors), ())
+        grid: tuple[int, ...] = next((tensors[n].shape[:2] for n in ("input_ids", "inputs_embeds") if n in tensors), ())
         if len(grid) != 2 or 0 in grid:
             return "the batch is empty" if 0 in grid else None
         for name in ("attention_mask", "token_type_ids", "position_ids"):
-            alike = (grid, (1, grid[1])) if name == "position_ids" else (grid,)
-            if name in tensors and tensors[name].shape not in alike:
+            shape = tensors[name].shape if name in tensors else grid
+            if shape != grid and (name != "position_ids" or shape != (1, *grid[1:])):
                 return f"{name} is not of shape (batch, seqlen)"
         counted = self.plan.family.positions_from_ids and "position_ids" not in tensors
-        if counted and grid[1] > config.max_position_embeddings - config.pad_token_id - 1:
+        if counted and grid[-1] + (config.pad_token_id or 0) + 1 > config.max_position_embeddings:
             return "the batch is wider than the position table: transformers lets padding be out there"
         mask = tensors.get("attention_mask")
         if mask is None or self.plan.reads == "tokens":
             return None
-        if self.plan.reads == "padding":
-            return None if mask.all() else "its head's softmax runs over the padding (that of fastbert's own does not)"
-        first = mask[:, 0] != 0
-        if first.all() or not mask[~first].any():
-            return None
-        return "padding on the left: column 0, which poolers and heads read, holds no token; pad on the right"
+        if self.plan.reads == "padding" and not mask.all():
+            return "its head's softmax runs over the padding (that of fastbert's own head does not)"
+        if (late := mask[:, 0] == 0).any() and mask[late].any():
+            return "padding on the left: column 0, which poolers and heads read, holds no token; pad on the right"
+        return None
 
-    def run(self, module: nn.Module, config: EncoderConfig, inputs: PackedInputs, options: dict, older: bool) -> Any:
+    def run(self, module: Any, config: EncoderConfig, inputs: PackedInputs, options: dict, older: bool) -> Any:
         """Encode, pool and unpack; transformers' own output, down to its habits."""
         family, batch = self.plan.family, inputs.batch
         layer_options = family.layer_options(config)
@@ -285,9 +274,8 @@ class _Forward:
         packed = run_encoder(module, family, config, inputs, run_one_layer, hidden_states)
         fields: dict[str, Any] = {"last_hidden_state": batch.unpack(packed)}
         if family.pooler is not None:
-            fields["pooler_output"] = None
-            if module.pooler is not None:
-                fields["pooler_output"] = run_pooler(module, family, ops.pooling(packed, batch.cu_seqlens, mode="cls"))
+            first = None if module.pooler is None else ops.pooling(packed, batch.cu_seqlens, mode="cls")
+            fields["pooler_output"] = None if first is None else run_pooler(module, family, first)
         if hidden_states is not None:
             fields["hidden_states"] = tuple(batch.unpack(x) for x in hidden_states)
         if probs is not None:
@@ -303,7 +291,7 @@ class _Forward:
         return output.to_tuple() if options["return_dict"] is False else output
 
 
-def _make_plan(module: nn.Module, label: str, heads: list[str]) -> _Plan | str:
+def _make_plan(module: Any, label: str, heads: list[str]) -> _Plan | str:
     """The plan for a base model of transformers, or the reason why there is none."""
     from transformers.activations import ACT2FN
 
@@ -312,21 +300,21 @@ def _make_plan(module: nn.Module, label: str, heads: list[str]) -> _Plan | str:
         return f"its config is of model_type {module.config.model_type!r}, not {model_type!r}"
     if "forward" in module.__dict__ or _is_patched(module):
         return "its forward has been replaced already"
+    reads = "tokens" if heads and all(head.endswith(_TOKEN_HEADS) for head in heads) else "first"
+    reads = "padding" if any(head.endswith(_SPAN_HEADS) for head in heads) else reads
     family = FAMILIES[model_type].family
     try:
         config = EncoderConfig.from_dict(module.config.to_dict())
         if family.positions_from_ids:  # transformers counts from what the embeddings were built with
-            config = config.replace(pad_token_id=get_leaf(module, "embeddings").padding_idx)
-    except ConfigError as error:
-        return str(error)
-    reads = "tokens" if heads and all(head.endswith(_TOKEN_HEADS) for head in heads) else "first"
-    reads = "padding" if any(head.endswith(_SPAN_HEADS) for head in heads) else reads
-    plan, activation = _Plan(label, model_type, config, {}, reads), type(ACT2FN[config.hidden_act])
+            config = config.replace(pad_token_id=module.embeddings.padding_idx)
+        plan = _Plan(label, model_type, config, {}, reads)
+        found = [module for module in _modules_of(module, family, _live_config(module, plan)) if module[0] is not None]
+    except (ConfigError, KeyError) as error:  # of a field; of a module that is not there
+        return f"it is not what fastbert can run: {error}"
+    activation = type(ACT2FN[config.hidden_act])
     expected = {"*.intermediate.intermediate_act_fn": activation, "*.ffn.activation": activation}
     expected |= {"*.activation": activation, "pooler.activation": nn.Tanh, "pooler_activation": nn.Tanh}
-    for key, path, child, _ in _modules_of(module, family, _live_config(module, plan)):
-        if key is None:
-            continue
+    for key, path, child, _ in found:
         if _is_patched(child) or type(child) is not expected.get(key, type(child)):
             return f"{path} is a {type(child).__module__}.{type(child).__name__}, which its config does not ask for"
         plan.classes[key] = type(child)
@@ -350,15 +338,15 @@ def accelerate(hf_model: Any) -> Any:
 
     `hf_model` is any module that holds base models of BERT, RoBERTa, XLM-RoBERTa, DistilBERT, ALBERT, ELECTRA or
     Megatron-BERT: the base model itself, a model with a head, a SentenceTransformer, a PEFT model. Parameters, state
-    dict, config, saving and training stay transformers'. Modules in the place of a Linear, LayerNorm or Embedding
-    (LoRA, quantised ones) and hooks on those are called, with packed (total_tokens, hidden_size) tensors.
+    dict, config, saving and training stay transformers'. What stands in the place of a Linear, LayerNorm or Embedding
+    (LoRA, quantised ones), and hooks there, are called, with packed tensors (total_tokens, hidden_size).
 
     Outputs are transformers' at every real token and zeros at padding. Where a call needs more than that (masks of
     another shape, a cache, hooks on an inner container, a head that reads padding, torch.export), transformers' own
-    forward runs, and a warning says why, once for each reason. An id out of range raises InputError when the model is
-    called, before anything is launched. Returns `hf_model`; a second call changes nothing, `restore` undoes the first.
+    forward runs, and a warning says why, once for each reason. A call with an id out of range raises InputError before
+    anything is launched. Returns `hf_model`; a second call changes nothing, `restore` undoes the first.
 
-    Raises ValueError where nothing in `hf_model` can be accelerated, with what is there, why not, and what can be.
+    Raises ValueError where there is nothing to accelerate: with what is there, why not, and what could be.
     """
     modules = dict(hf_model.named_modules()) if isinstance(hf_model, nn.Module) else {}
     heads: dict[int, list[str]] = {}
@@ -366,7 +354,7 @@ def accelerate(hf_model: Any) -> Any:
         for child in parent.children():
             if _relation(parent) == "other" and _relation(child) == "base":
                 heads.setdefault(id(child), []).append(type(parent).__name__)
-    reasons, others = [], ()
+    reasons, others = list[str](), tuple[str, ...]()
     for path, module in modules.items():
         label = f"{path} ({type(module).__name__})" if path else type(module).__name__
         relation = _relation(module)
@@ -386,10 +374,8 @@ def accelerate(hf_model: Any) -> Any:
             if objection is not None:
                 module.forward.say(objection)
     if not any(map(_is_accelerated, modules.values())):
-        why = "; ".join(reasons) or "it holds no model of transformers"
-        raise ValueError(
-            f"nothing in a {type(hf_model).__name__} to accelerate ({why}); fastbert speeds up {_SUPPORTED}"
-        )
+        kind, why = type(hf_model).__name__, "; ".join(reasons) or "it holds no model of transformers"
+        raise ValueError(f"{kind} has nothing to accelerate ({why}); fastbert speeds up {_SUPPORTED}")
     for reason in reasons:
         warnings.warn(f"fastbert: not accelerated: {reason}", stacklevel=2)
     return hf_model

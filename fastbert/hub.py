@@ -58,7 +58,7 @@ def resolve(name_or_path: str | os.PathLike, *, config_only: bool = False) -> Pa
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise CheckpointError(f"{name} is not a folder")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     package = PACKAGED_MODELS.get(name.removeprefix("sentence-transformers/"))
     hub_id = f"sentence-transformers/{name}" if package and "/" not in name else name
@@ -156,7 +156,7 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
 
 def checksum(tensor: torch.Tensor) -> int:
     """CRC-32 of a tensor's bytes."""
-    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def rename_keys(weights: dict[str, torch.Tensor], model_keys: set[str], prefix: str) -> dict[str, torch.Tensor]:
@@ -196,7 +196,8 @@ def load_weights(model: PreTrainedModel, weights: dict[str, torch.Tensor], sourc
         if original not in weights and copy in weights:
             weights[original] = weights[copy]
     parts = []
-    if differing := [key for key, original in tied.items() if key in weights and not _same(weights[key], weights[original])]:
+    both = [(copy, original) for copy, original in tied.items() if copy in weights]
+    if differing := [copy for copy, original in both if not _same(weights[copy], weights[original])]:
         # As transformers: what the file holds wins over the config.
         parts.append(f"not tied, because the checkpoint holds two different tensors: {_some(differing)}")
         model.config = model.base_model.config = model.config.replace(tie_word_embeddings=False)
@@ -222,8 +223,8 @@ def load_weights(model: PreTrainedModel, weights: dict[str, torch.Tensor], sourc
     model.tie_weights()  # first, so that a copy is not made anew
     _materialise(model, next((t.dtype for t in weights.values() if t.is_floating_point()), None))
     model.tie_weights()
-    # A checkpoint's tensors may share storage, and safetensors' are unaligned maps of the file, which change when it does:
-    # every parameter gets memory of its own.
+    # A checkpoint's tensors may share storage, and safetensors' are unaligned maps of the file, which change when it
+    # does: every parameter gets memory of its own.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype or parameter.dtype, copy=True, memory_format=torch.contiguous_format)
         parameter.requires_grad_(True)
@@ -242,21 +243,17 @@ def load_weights(model: PreTrainedModel, weights: dict[str, torch.Tensor], sourc
 def _materialise(model: PreTrainedModel, dtype: torch.dtype | None) -> None:
     """Give memory and initial values, in the checkpoint's dtype, to what it did not hold."""
     for module in model.modules():
-        absent = [name for name, p in module._parameters.items() if p is not None and p.is_meta]
-        if absent:
-            fresh = {
-                name: nn.Parameter(torch.empty_like(module._parameters[name], device="cpu", dtype=dtype)) for name in absent
-            }
-            kept = {name: p for name, p in module._parameters.items() if name not in fresh}
-            module._parameters.update(fresh)
-            before = {name: None if p is None else p.detach().clone() for name, p in kept.items()}
+        parameters = {name: p for name, p in module._parameters.items() if p is not None}
+        loaded = {name: p.detach().clone() for name, p in parameters.items() if not p.is_meta}
+        if len(loaded) < len(parameters):
+            for name in parameters.keys() - loaded.keys():
+                module._parameters[name] = nn.Parameter(torch.empty_like(parameters[name], device="cpu", dtype=dtype))
             model._init_leaf(module)
-            for name, value in before.items():
-                if value is not None:
-                    kept[name].copy_(value)
+            for name, value in loaded.items():  # half of the leaf was there: what was loaded stays
+                parameters[name].copy_(value)
 
 
-class CheckpointMixin:
+class CheckpointMixin(nn.Module):
     """from_pretrained, save_pretrained and from_config for every model class."""
 
     config: EncoderConfig
@@ -299,7 +296,7 @@ class CheckpointMixin:
         weights = read_weights(folder)
         with torch.device("meta"):
             model = cls(config)
-        load_weights(model, weights, str(name_or_path), parse_dtype(dtype))
+        load_weights(model, weights, str(name_or_path), parse_dtype(dtype))  # type: ignore[arg-type]
         return model.to(device).eval() if device is not None else model.eval()
 
     @classmethod

@@ -118,17 +118,16 @@ class PackedBatch:
 
     def local_positions(self) -> torch.Tensor:
         """int64 (total_tokens,): a token's column in the padded grid, or its place in its sequence if packed input."""
-        if self.indices is not None:
-            return self.indices % self.seqlen
         if self.seqlen is not None:
-            return torch.arange(self.seqlen, device=self.cu_seqlens.device).repeat(self.batch_size)
+            column = torch.arange(self.seqlen, device=self.cu_seqlens.device).repeat(self.batch_size)
+            return column if self.indices is None else column.index_select(0, self.indices)
         token = torch.arange(self.total_tokens, device=self.cu_seqlens.device)
         sequence = torch.searchsorted(self.cu_seqlens[1:].long(), token, right=True)
         return token - self.cu_seqlens[sequence]
 
     def local_targets(self, positions: torch.Tensor) -> torch.Tensor:
         """Columns of the padded grid (batch,) -> places among a sequence's real tokens; -1 where there is no token."""
-        if self.indices is None:
+        if self.indices is None or self.seqlen is None:
             return positions
         place = torch.full((self.batch_size * self.seqlen,), -1, device=positions.device)
         place[self.indices] = torch.arange(self.indices.numel(), device=positions.device)

@@ -55,6 +55,7 @@ _OF_FAMILY = {
     "xlm-roberta": ({}, {"type_vocab_size": 1}, {}, {}),
 }
 NUM_CONFIGS = len(_SHAPES)
+CHOICES = 2
 
 
 def make_config(model_type: str, index: int = 0, **changes) -> EncoderConfig:
@@ -168,7 +169,9 @@ class Batch:
         return Batch(inputs, self.front(self.real), inputs["position_ids"])
 
 
-def make_batch(config: EncoderConfig, pattern: str = "right", batch_size: int = 6, seqlen: int = 11, seed: int = 0) -> Batch:
+def make_batch(
+    config: EncoderConfig, pattern: str = "right", batch_size: int = 6, seqlen: int = 11, seed: int = 0
+) -> Batch:
     """Random ids, pad ids among them; at padding the pad id, except among the holes."""
     generator = torch.Generator().manual_seed(seed + 1)
     mask = attention_mask(pattern, batch_size, seqlen, seed)
@@ -185,6 +188,46 @@ def make_batch(config: EncoderConfig, pattern: str = "right", batch_size: int = 
     if mask is not None:
         inputs["attention_mask"] = mask
     return Batch(inputs, real, positions)
+
+
+def token_level(model_type: str, head: str) -> bool:
+    """Whether the field `logits` holds one row a token."""
+    return head in ("MaskedLM", "TokenClassification") or (model_type, head) == ("electra", "PreTraining")
+
+
+def make_labels(config, head: str, batch: Batch, seed: int) -> dict[str, torch.Tensor]:
+    """Labels under transformers' names; -100 at padding, and for sequences without a token."""
+    generator = torch.Generator().manual_seed(seed)
+    (rows, columns), real, comparable = batch.real.shape, batch.real, batch.real.any(1)
+
+    def draw(limit: int, *shape: int) -> torch.Tensor:
+        return torch.randint(limit, shape, generator=generator)
+
+    if head == "Model":
+        return {}
+    few = real & (torch.rand(rows, columns, generator=generator) < 0.4)
+    few[0] |= real[0] & (real[0].cumsum(0) == 1)  # transformers' loss of no label at all is NaN
+    masked_lm = draw(config.vocab_size, rows, columns).where(few, -100)
+    if head == "MaskedLM":
+        return {"labels": masked_lm}
+    if head == "TokenClassification":
+        return {"labels": draw(config.num_labels, rows, columns).where(real, -100)}
+    if head == "NextSentencePrediction":
+        return {"labels": draw(2, rows).where(comparable, -100)}
+    if head == "SequenceClassification":
+        return {"labels": draw(config.num_labels, rows).where(comparable, -100)}
+    if head == "MultipleChoice":
+        return {"labels": draw(CHOICES, rows // CHOICES).where(comparable.view(-1, CHOICES).all(1), -100)}
+    if head == "QuestionAnswering":
+        # One answer beyond the input does not count; among the others some stand at padding, which does not either.
+        start, end = draw(columns, rows), draw(columns, rows)
+        start[0] = end[0] = real[0].long().argmax()
+        end[1] = columns + 7
+        return {"start_positions": start, "end_positions": end}
+    if config.model_type == "electra":
+        return {"labels": draw(2, rows, columns)}
+    pair = "sentence_order_label" if config.model_type == "albert" else "next_sentence_label"
+    return {"labels": masked_lm, pair: draw(2, rows).where(comparable, -100)}
 
 
 def random_like(shape: tuple[int, ...], seed: int) -> torch.Tensor:

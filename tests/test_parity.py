@@ -13,6 +13,7 @@ import re
 import pytest
 import torch
 from hf import (  # noqa: F401
+    CHOICES,
     FAMILIES,
     MODELS,
     NUM_CONFIGS,
@@ -23,9 +24,11 @@ from hf import (  # noqa: F401
     gradients,
     make_batch,
     make_config,
+    make_labels,
     make_trio,
     models_axis,
     random_like,
+    token_level,
 )
 
 from fastbert.models.baby import baby_config
@@ -34,50 +37,9 @@ from fastbert.testing.cases import DTYPES, MASKS
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 dtype_axis = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-CHOICES = 2
 POOLED = ("Model", "PreTraining", "NextSentencePrediction", "SequenceClassification", "MultipleChoice")
 TOKEN_FIELDS = ("last_hidden_state", "prediction_logits", "start_logits", "end_logits")
 SEQUENCE_FIELDS = ("pooler_output", "seq_relationship_logits", "sop_logits")
-
-
-def token_level(model_type: str, head: str) -> bool:
-    """Whether the field `logits` holds one row a token."""
-    return head in ("MaskedLM", "TokenClassification") or (model_type, head) == ("electra", "PreTraining")
-
-
-def make_labels(config, head: str, batch: Batch, seed: int) -> dict[str, torch.Tensor]:
-    """Labels under transformers' names; -100 at padding, and for sequences without a token."""
-    generator = torch.Generator().manual_seed(seed)
-    (rows, columns), real, comparable = batch.real.shape, batch.real, batch.real.any(1)
-
-    def draw(limit: int, *shape: int) -> torch.Tensor:
-        return torch.randint(limit, shape, generator=generator)
-
-    if head == "Model":
-        return {}
-    few = real & (torch.rand(rows, columns, generator=generator) < 0.4)
-    few[0, real[0].nonzero()[0]] = True  # transformers' loss of no label at all is NaN
-    masked_lm = draw(config.vocab_size, rows, columns).where(few, -100)
-    if head == "MaskedLM":
-        return {"labels": masked_lm}
-    if head == "TokenClassification":
-        return {"labels": draw(config.num_labels, rows, columns).where(real, -100)}
-    if head == "NextSentencePrediction":
-        return {"labels": draw(2, rows).where(comparable, -100)}
-    if head == "SequenceClassification":
-        return {"labels": draw(config.num_labels, rows).where(comparable, -100)}
-    if head == "MultipleChoice":
-        return {"labels": draw(CHOICES, rows // CHOICES).where(comparable.view(-1, CHOICES).all(1), -100)}
-    if head == "QuestionAnswering":
-        # One answer beyond the input does not count; among the others some stand at padding, which does not either.
-        start, end = draw(columns, rows), draw(columns, rows)
-        start[0], end[1] = real[0].nonzero()[0], columns + 7
-        end[0] = start[0]
-        return {"start_positions": start, "end_positions": end}
-    if config.model_type == "electra":
-        return {"labels": draw(2, rows, columns)}
-    pair = "sentence_order_label" if config.model_type == "albert" else "next_sentence_label"
-    return {"labels": masked_lm, pair: draw(2, rows).where(comparable, -100)}
 
 
 def call(model, head: str, batch: Batch, labels: dict[str, torch.Tensor]):
@@ -148,7 +110,9 @@ def check(config, head: str, batch: Batch, labels: dict[str, torch.Tensor], dtyp
     assert (loss is None) == (oracle_loss is None) == (not labels)
     if loss is not None:
         assert loss.dtype == torch.float32
-        assert_close_to_reference(loss.to(dtype), oracle_loss.double(), baseline_loss.to(dtype), GRADIENT_FACTOR, "loss")
+        assert_close_to_reference(
+            loss.to(dtype), oracle_loss.double(), baseline_loss.to(dtype), GRADIENT_FACTOR, "loss"
+        )
     for name, value in out.items():
         assert torch.isfinite(value).all(), f"{name} is not finite"
         token = name in TOKEN_FIELDS or (name == "logits" and token_level(config.model_type, head))
@@ -189,7 +153,9 @@ def test_the_baby_model(head, dtype):
 def test_sequence_losses(model_type, kind, dtype):
     """The kinds of labels beside classes; all rows take part, so their first columns are real."""
     num_labels = 1 if kind == "regression" else 3
-    config = config_for(model_type, "SequenceClassification", FAMILIES.index(model_type) % NUM_CONFIGS, num_labels=num_labels)
+    config = config_for(
+        model_type, "SequenceClassification", FAMILIES.index(model_type) % NUM_CONFIGS, num_labels=num_labels
+    )
     if kind == "several regressions":
         config = config.replace(problem_type="regression")
     batch = make_batch(config, "right")
@@ -199,8 +165,12 @@ def test_sequence_losses(model_type, kind, dtype):
     check(config, "SequenceClassification", batch, {"labels": labels}, dtype)
 
 
-@pytest.mark.parametrize("act", ["gelu", "gelu_new", "gelu_python", "gelu_pytorch_tanh", "gelu_fast", "relu", "silu", "tanh"])
-@pytest.mark.parametrize(("model_type", "head"), [("bert", "MaskedLM"), ("roberta", "MaskedLM"), ("electra", "PreTraining")])
+@pytest.mark.parametrize(
+    "act", ["gelu", "gelu_new", "gelu_python", "gelu_pytorch_tanh", "gelu_fast", "relu", "silu", "tanh"]
+)
+@pytest.mark.parametrize(
+    ("model_type", "head"), [("bert", "MaskedLM"), ("roberta", "MaskedLM"), ("electra", "PreTraining")]
+)
 def test_activations(model_type, head, act):
     """Each name means transformers' function, in the layers and in the heads that follow the config."""
     config = config_for(model_type, head, 0, hidden_act=act)

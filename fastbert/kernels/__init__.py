@@ -1,7 +1,6 @@
-"""In a checkout the Triton kernels lie in the top-level kernels/ folder; here it becomes fastbert.kernels.
+"""The Triton kernels: beside this file once installed, in the top-level kernels/ folder in a checkout.
 
-A wheel holds those files in this package's place and leaves this one out. The guard matters: installed, the path below
-would be the top-level `kernels` package of another project.
+The guard matters: installed, the path below would be the top-level `kernels` package of another project.
 """
 
 from pathlib import Path

@@ -39,33 +39,32 @@ def run_embeddings(
     word, position = get_leaf(root, names.word), get_leaf(root, names.position)
     token_type = None if names.token_type is None else get_leaf(root, names.token_type)
     norm = None if names.norm is None else get_leaf(root, names.norm)
-    tables = [table for table in (position, token_type) if table is not None]
-    if inputs_embeds is None and not is_plain(word, nn.Embedding):
-        inputs_embeds = word(input_ids)
-    if not all(is_plain(table, nn.Embedding) for table in tables):  # hooked, or LoRA's: called, as every leaf is
-        x = word(input_ids) if inputs_embeds is None else inputs_embeds
-        if token_type is not None:
-            x = x + token_type(torch.zeros_like(position_ids) if token_type_ids is None else token_type_ids)
-        x = x + position(position_ids)
-        fused = False
-    else:
-        fused = norm is None or is_plain(norm, nn.LayerNorm)
+    if (
+        is_plain(word, nn.Embedding)
+        and is_plain(position, nn.Embedding)
+        and (token_type is None or is_plain(token_type, nn.Embedding))
+        and (norm is None or is_plain(norm, nn.LayerNorm))
+    ):
         x = ops.embed_layer_norm(
             input_ids,
             position_ids,
             token_type_ids,
-            None if inputs_embeds is not None else word.weight,
+            word.weight,
             position.weight,
             None if token_type is None else token_type.weight,
-            norm.weight if fused and norm is not None else None,
-            norm.bias if fused and norm is not None else None,
+            None if norm is None else norm.weight,
+            None if norm is None else norm.bias,
             inputs_embeds=inputs_embeds,
-            padding_idx=None if inputs_embeds is not None else word.padding_idx,
+            padding_idx=word.padding_idx,
             position_padding_idx=position.padding_idx,
-            dropout_p=dropout_p if fused else 0.0,
-            eps=norm.eps if fused and norm is not None else 0.0,
+            dropout_p=dropout_p,
+            eps=0.0 if norm is None else norm.eps,
         )
-    if not fused:
+    else:  # a leaf is hooked, or LoRA's: called, as every leaf is
+        x = word(input_ids) if inputs_embeds is None else inputs_embeds
+        if token_type is not None:
+            x = x + token_type(torch.zeros_like(position_ids) if token_type_ids is None else token_type_ids)
+        x = x + position(position_ids)
         x = x if norm is None else norm(x)
         x = nn.functional.dropout(x, dropout_p) if dropout_p > 0 else x
     return x if names.project is None else linear(get_leaf(root, names.project), x)

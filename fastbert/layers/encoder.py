@@ -72,7 +72,7 @@ def run_attention(layer: nn.Module, names: LayerNames, options: LayerOptions, x,
     out = ops.attention(q, k, v, batch.cu_seqlens, batch.max_seqlen, dropout_p=dropout_p, cache=batch.cache)
     if probs is not None:
         probs.append(ops.attention_probs(q, k, batch.cu_seqlens, batch.max_seqlen))
-    return projection(get_leaf(layer, names.attention_output), out.reshape(x.shape[0], -1))
+    return projection(get_leaf(layer, names.attention_output), out.flatten(1))
 
 
 def run_feed_forward(layer: nn.Module, names: LayerNames, options: LayerOptions, x):

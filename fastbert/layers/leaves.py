@@ -7,9 +7,14 @@ layers know the leaves by role and look them up by path on every call: what anot
 
 from __future__ import annotations
 
+from typing import TypeGuard, TypeVar
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+
+Leaf = TypeVar("Leaf", bound=nn.Module)
 
 
 def get_leaf(root: nn.Module, path: str) -> nn.Module:
@@ -29,7 +34,7 @@ def place(root: nn.Module, path: str, module: nn.Module) -> None:
     root.add_module(last, module)
 
 
-def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+def is_plain(module: nn.Module, kind: type[Leaf]) -> TypeGuard[Leaf]:
     """Whether calling `module` does exactly what its weights say: nothing subclassed, patched or hooked."""
     return type(module) is kind and "forward" not in module.__dict__ and not has_hooks(module)
 

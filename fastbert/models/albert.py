@@ -6,7 +6,7 @@ from fastbert.layers.embeddings import EmbeddingNames
 from fastbert.layers.encoder import LayerNames
 from fastbert.models import heads
 from fastbert.models.base import EncoderModel
-from fastbert.models.family import Family, MaskedLMNames
+from fastbert.models.family import BERT_LAYER, Family, MaskedLMNames
 
 
 def _layer_path(config, i: int) -> str:
@@ -28,9 +28,7 @@ class AlbertModel(EncoderModel):
             up="ffn",
             down="ffn_output",
             feed_forward_norm="full_layer_layer_norm",
-            order=(
-                "feed_forward_norm", "query", "key", "value", "attention_output", "attention_norm", "up", "down",
-            ),  # fmt: skip
+            order=("feed_forward_norm", *BERT_LAYER.order[:-1]),
         ),
         layer_path=_layer_path,
         pooler="pooler",

@@ -41,9 +41,7 @@ class MegatronBertModel(EncoderModel):
             BERT_LAYER,
             attention_norm="attention.ln",
             feed_forward_norm="ln",
-            order=(
-                "attention_norm", "query", "key", "value", "attention_output", "feed_forward_norm", "up", "down",
-            ),  # fmt: skip
+            order=("attention_norm", *BERT_LAYER.order[:4], "feed_forward_norm", "up", "down"),
         ),
         final_norm="encoder.ln",
         norm_first=True,

@@ -20,7 +20,7 @@ from fastbert.models.outputs import ModelOutput
 from fastbert.packing import PackedBatch
 
 
-class PreTrainedModel(CheckpointMixin, nn.Module):
+class PreTrainedModel(CheckpointMixin):
     """What base models and models with heads share. `config` is an EncoderConfig, or transformers' config object."""
 
     family: ClassVar[Family]
@@ -152,7 +152,7 @@ class EncoderModel(PreTrainedModel):
         if family.final_norm is not None:
             place(self, family.final_norm, nn.LayerNorm(config.hidden_size, eps=eps))
         self.has_pooler = family.pooler is not None and add_pooling_layer
-        if self.has_pooler:
+        if family.pooler is not None and add_pooling_layer:
             place(self, family.pooler, nn.Linear(config.hidden_size, config.hidden_size))
         self.init_weights()
 
@@ -167,7 +167,7 @@ class EncoderModel(PreTrainedModel):
 
         def run_one_layer(layer, x, batch):
             if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-                return checkpoint(layer, x, batch, use_reentrant=False)
+                return checkpoint(layer, x, batch, probs, use_reentrant=False)
             return layer(x, batch, probs)
 
         return run_encoder(self, self.family, self.config, inputs, run_one_layer, hidden_states)

@@ -139,17 +139,16 @@ class ElectraForJointPreTraining(nn.Module):
         packed, batch, _ = self.generator.base_model.run(arguments, False, False)
         packed_labels = self.generator.pack_labels(labels, batch, self.generator.config.vocab_size)
         kept = (packed_labels != -100).nonzero().flatten()
-        decoder = self.generator.get_output_embeddings()
         hidden = self.generator.masked_lm_hidden(packed.index_select(0, kept))
         targets = packed_labels.index_select(0, kept)
-        generator_loss = ops.cross_entropy(hidden, decoder.weight, decoder.bias, targets)
+        generator_loss = self.generator.decoder_loss(hidden, targets)
 
         with torch.no_grad():  # the sampling step passes no gradient back (section 2)
-            probs = linear(decoder, hidden).float().softmax(-1)
+            probs = linear(self.generator.get_output_embeddings(), hidden).float().softmax(-1)
             sampled = torch.multinomial(probs, 1).flatten() if kept.numel() else targets
             flat_kept = kept if batch.indices is None else batch.indices[kept]
-            corrupted, replaced = input_ids.clone(), torch.zeros_like(input_ids)
-            corrupted.view(-1)[flat_kept] = sampled
-            replaced.view(-1)[flat_kept] = (sampled != targets).long()
+            ids, is_replaced = input_ids.long().flatten(), (sampled != targets).long()
+            corrupted = ids.index_copy(0, flat_kept, sampled).view(input_ids.shape)
+            replaced = torch.zeros_like(ids).index_copy(0, flat_kept, is_replaced).view(input_ids.shape)
         out = self.discriminator(corrupted, labels=replaced, **layout)
         return ModelOutput(loss=generator_loss + self.discriminator_weight * out.loss, logits=out.logits)

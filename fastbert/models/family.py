@@ -51,6 +51,7 @@ class Family:
 
     model_type: str
     prefix: str  # the attribute that holds the base model in a model with a head
+    masked_lm: MaskedLMNames
     embeddings: EmbeddingNames = EmbeddingNames()
     layer: LayerNames = BERT_LAYER
     layer_path: Callable[[EncoderConfig, int], str] = lambda config, i: f"encoder.layer.{i}"
@@ -60,7 +61,6 @@ class Family:
     attention_output_dropout: bool = True
     feed_forward_dropout: bool = True
     positions_from_ids: bool = False  # RoBERTa: cumsum(ids != pad) + pad
-    masked_lm: MaskedLMNames | None = None
     sequence: SequenceHead = SequenceHead()
     multiple_choice: SequenceHead = SequenceHead()
     pair: str = "cls.seq_relationship"  # next sentence, or sentence order

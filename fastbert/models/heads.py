@@ -11,7 +11,7 @@ from torch import nn
 from fastbert import ops
 from fastbert.config import ACTIVATIONS, EncoderConfig
 from fastbert.layers.encoder import add_norm
-from fastbert.layers.leaves import get_leaf, linear, place
+from fastbert.layers.leaves import get_leaf, is_plain, linear, place
 from fastbert.models.base import EncoderModel, PreTrainedModel
 from fastbert.models.family import SequenceHead
 from fastbert.models.outputs import Deferred, ModelOutput
@@ -128,10 +128,10 @@ def sequence_loss(config: EncoderConfig, logits: torch.Tensor, labels: torch.Ten
     )
 
 
-class MaskedLMMixin:
+class MaskedLMHeadModel(HeadModel):
     """The masked-LM head: dense, activation, norm and a decoder whose weight is the word embedding."""
 
-    def build_masked_lm(self: HeadModel, config: EncoderConfig) -> None:
+    def build_masked_lm(self, config: EncoderConfig) -> None:
         names = self.family.masked_lm
         width = config.embedding_width
         leaves = {"dense": nn.Linear(config.hidden_size, width), "norm": nn.LayerNorm(width, eps=config.layer_norm_eps)}
@@ -142,7 +142,7 @@ class MaskedLMMixin:
             get_leaf(self, parent).register_parameter(leaf, nn.Parameter(torch.zeros(config.vocab_size)))
         place(self, names.decoder, nn.Linear(width, config.vocab_size))
 
-    def tied_keys(self: HeadModel) -> dict[str, str]:
+    def tied_keys(self) -> dict[str, str]:
         """Second names of shared tensors -> the name that a file holds."""
         names = self.family.masked_lm
         if not self.config.tie_word_embeddings:
@@ -153,35 +153,42 @@ class MaskedLMMixin:
             tied[f"{names.decoder}.bias"] = names.bias
         return tied
 
-    def tie_weights(self: HeadModel) -> None:
+    def tie_weights(self) -> None:
         for copy, original in self.tied_keys().items():
             (copy_root, copy_leaf), (root, leaf) = (key.rsplit(".", 1) for key in (copy, original))
             get_leaf(self, copy_root)._parameters[copy_leaf] = get_leaf(self, root)._parameters[leaf]
 
-    def get_output_embeddings(self: HeadModel) -> nn.Module:
+    def get_output_embeddings(self) -> nn.Module:
         return get_leaf(self, self.family.masked_lm.decoder)
 
-    def masked_lm_hidden(self: HeadModel, packed: torch.Tensor) -> torch.Tensor:
+    def decoder_loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy of decoder(hidden) (tokens, vocab_size), every token labelled."""
+        decoder = self.get_output_embeddings()
+        if is_plain(decoder, nn.Linear):
+            return ops.cross_entropy(hidden, decoder.weight, decoder.bias, labels)
+        logits = decoder(hidden)  # hooked, or LoRA's: called, as every leaf is
+        return F.cross_entropy(logits.float(), labels, reduction="sum") / max(labels.shape[0], 1)
+
+    def masked_lm_hidden(self, packed: torch.Tensor) -> torch.Tensor:
         """The head before its decoder: (tokens, hidden_size) -> (tokens, embedding_size)."""
         names = self.family.masked_lm
         name = names.activation or self.config.activation
         x = ops.activation(linear(get_leaf(self, names.dense), packed), name)
         return add_norm(get_leaf(self, names.norm), x, None, None, 0.0)
 
-    def masked_lm_logits(self: HeadModel, packed: torch.Tensor, batch: PackedBatch):
+    def masked_lm_logits(self, packed: torch.Tensor, batch: PackedBatch):
         decoder = self.get_output_embeddings()
         return batch.unpack(linear(decoder, self.masked_lm_hidden(packed)))
 
-    def masked_lm_loss(self: HeadModel, packed: torch.Tensor, batch: PackedBatch, labels: torch.Tensor) -> torch.Tensor:
+    def masked_lm_loss(self, packed: torch.Tensor, batch: PackedBatch, labels: torch.Tensor) -> torch.Tensor:
         """The whole head runs for labelled tokens only."""
         labels = self.pack_labels(labels, batch, self.config.vocab_size)
         kept = (labels != -100).nonzero().flatten()
-        decoder = self.get_output_embeddings()
         hidden = self.masked_lm_hidden(packed.index_select(0, kept))
-        return ops.cross_entropy(hidden, decoder.weight, decoder.bias, labels.index_select(0, kept))
+        return self.decoder_loss(hidden, labels.index_select(0, kept))
 
 
-class ForMaskedLM(MaskedLMMixin, HeadModel):
+class ForMaskedLM(MaskedLMHeadModel):
     """Masked language modelling (Devlin et al. 2018, section 3.1).
 
     With labels, the decoder runs for labelled tokens only; `logits` of all tokens are computed if they are read.
@@ -191,7 +198,7 @@ class ForMaskedLM(MaskedLMMixin, HeadModel):
         self.build_masked_lm(config)
 
     def compute(self, packed, batch, given):
-        logits = Deferred(lambda: self.masked_lm_logits(packed, batch))
+        logits = Deferred(lambda: self.masked_lm_logits(packed, batch), packed.device.type)
         if not given:
             return {"logits": logits.compute()}
         return {"loss": self.masked_lm_loss(packed, batch, given["labels"]), "logits": logits}
@@ -215,10 +222,11 @@ def pair_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     labels = labels.reshape(-1)
     if labels.shape[0] != logits.shape[0]:
         raise InputError(f"{labels.shape[0]} labels for {logits.shape[0]} sequences")
-    return F.cross_entropy(logits.float(), check_labels(labels.long(), logits.shape[-1], "labels"))
+    labels = check_labels(labels.long(), logits.shape[-1], "labels")
+    return F.cross_entropy(logits.float(), labels, reduction="sum") / (labels != -100).sum().clamp(min=1)
 
 
-class ForPreTraining(MaskedLMMixin, HeadModel):
+class ForPreTraining(MaskedLMHeadModel):
     """Masked LM and a sentence-pair head together: next sentence (BERT) or sentence order (ALBERT)."""
 
     needs_pooler = True
@@ -235,7 +243,7 @@ class ForPreTraining(MaskedLMMixin, HeadModel):
 
     def compute(self, packed, batch, given):
         pair = linear(get_leaf(self, self.family.pair), self.pair_input(self.base_model.pool(packed, batch)))
-        logits = Deferred(lambda: self.masked_lm_logits(packed, batch))
+        logits = Deferred(lambda: self.masked_lm_logits(packed, batch), packed.device.type)
         fields = {"prediction_logits": logits, self.pair_logits: pair}
         if len(given) < 2:  # as transformers: the loss needs both kinds of labels
             fields["prediction_logits"] = logits.compute()
@@ -318,8 +326,8 @@ class ForMultipleChoice(SequenceHeadModel):
                 raise InputError(f"multiple choice takes inputs of shape (batch, num_choices, seqlen), not {shape}")
             num_choices = given.shape[1]
             inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-            inputs = (t if t is None or t.dim() < 3 else t.flatten(0, 1) for t in inputs)
-            return super().forward(*inputs, *args, num_choices=num_choices, **kwargs)
+            flat = (t if t is None or t.dim() < 3 else t.flatten(0, 1) for t in inputs)
+            return super().forward(*flat, *args, num_choices=num_choices, **kwargs)
         if num_choices is None:
             raise InputError("packed input of a multiple-choice model needs num_choices")
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)

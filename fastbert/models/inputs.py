@@ -52,7 +52,7 @@ def prepare_inputs(
         raise InputError(f"inputs_embeds has width {inputs_embeds.shape[-1]}; the model's is {config.embedding_width}")
     if not packed and 0 in grid:
         raise InputError(f"an empty batch: the input has shape {tuple(given.shape)}")
-    if packed:
+    if cu_seqlens is not None:
         if attention_mask is not None:
             raise InputError("attention_mask and cu_seqlens exclude each other: a packed batch has no padding")
         batch = PackedBatch.from_cu_seqlens(cu_seqlens, max_seqlen, grid[0])
@@ -61,6 +61,8 @@ def prepare_inputs(
 
     input_ids = None if input_ids is None else input_ids.long()
     token_type_ids = _like_grid("token_type_ids", token_type_ids, grid)
+    if token_type_ids is not None and family.embeddings.token_type is None:
+        raise InputError(f"token_type_ids were given, but {config.model_type} has no token types")
     limit = config.max_position_embeddings - (_first_position(config) if family.positions_from_ids else 0)
     if position_ids is not None:
         if position_ids.dim() == 2 and position_ids.shape[0] == 1 and not packed:

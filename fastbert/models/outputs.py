@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
+
+import torch
 
 
 class Deferred:
-    """A value that is computed when it is first read: logits that a training step never looks at cost nothing."""
+    """A value that is computed when it is first read: logits that a training step never looks at cost nothing.
 
-    __slots__ = ("compute",)
+    It is computed as it would have been at once: with the grad mode and the autocast of where it was made.
+    """
 
-    def __init__(self, compute: Callable[[], Any]):
-        self.compute = compute
+    __slots__ = ("autocast", "function", "grad_mode", "inference_mode")
+
+    def __init__(self, function: Callable[[], Any], device_type: str):
+        self.function, self.grad_mode = function, torch.is_grad_enabled()
+        self.inference_mode = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+        self.autocast: tuple | None = None
+        if torch.amp.is_autocast_available(device_type):
+            enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+            self.autocast = (device_type, dtype, enabled)
+
+    def compute(self) -> Any:
+        autocast = torch.autocast(*self.autocast) if self.autocast else nullcontext()
+        with torch.inference_mode(self.inference_mode), torch.set_grad_enabled(self.grad_mode), autocast:
+            return self.function()
 
 
 class ModelOutput(dict):
@@ -47,7 +63,11 @@ class ModelOutput(dict):
         return value
 
     def __getitem__(self, key):
-        return self._resolve(key) if isinstance(key, str) else self.to_tuple()[key]
+        names = key if isinstance(key, str) else list(self)[key]
+        return self._resolve(names) if isinstance(names, str) else tuple(self._resolve(name) for name in names)
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()  # defined here, so that dict(output) and f(**output) read through __getitem__
 
     def __getattr__(self, name: str):
         if name in self:
@@ -62,6 +82,11 @@ class ModelOutput(dict):
     def get(self, name, default=None):
         return self._resolve(name) if name in self else default
 
+    def pop(self, name, *default):
+        if name in self:
+            self._resolve(name)
+        return super().pop(name, *default)
+
     def values(self):
         return [self._resolve(name) for name in self]
 
@@ -73,3 +98,17 @@ class ModelOutput(dict):
 
     def __reduce__(self):
         return type(self), (dict(self.items()),)
+
+
+def _flatten(output: ModelOutput) -> tuple[list, tuple[str, ...]]:
+    return list(dict.values(output)), tuple(output)  # what is deferred stays deferred
+
+
+def _unflatten(values, names: tuple[str, ...]) -> ModelOutput:
+    return ModelOutput(zip(names, values, strict=True))
+
+
+# What FSDP and others that walk a module's outputs go by.
+torch.utils._pytree.register_pytree_node(
+    ModelOutput, _flatten, _unflatten, serialized_type_name="fastbert.models.outputs.ModelOutput"
+)

@@ -58,8 +58,8 @@ def needs_grad(*tensors: torch.Tensor | None) -> bool:
 # --------------------------------------------------------------------------------------------------------------------
 # add_layer_norm
 #
-#   summed = dropout(x + x_bias) + residual            (total_tokens, hidden_size)
-#   out    = (summed - mean) * rstd * weight + bias     mean, rstd: fp32 (total_tokens,)
+#   summed, (total_tokens, hidden_size): dropout(x + x_bias) + residual
+#   out, (total_tokens, hidden_size): (summed - mean) * rstd * weight + bias; mean, rstd: fp32 (total_tokens,)
 #
 # The sum is rounded to x's dtype before it is normalised: backward differentiates exactly what forward computed.
 # philox is int64 (2,) = [seed, offset] on x's device, read only when dropout_p > 0. `summed` has zero rows unless

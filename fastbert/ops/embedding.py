@@ -14,7 +14,7 @@ def embed_layer_norm(
     input_ids: torch.Tensor | None,
     position_ids: torch.Tensor,
     token_type_ids: torch.Tensor | None,
-    word: torch.Tensor | None,
+    word: torch.Tensor,
     position: torch.Tensor,
     token_type: torch.Tensor | None,
     weight: torch.Tensor | None,

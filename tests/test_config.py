@@ -1,0 +1,115 @@
+"""EncoderConfig: to and from transformers' configs of every family; configs that cannot be run are refused by field."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import transformers
+from hf import NUM_CONFIGS, as_users_run, families_axis, hf_config, make_config  # noqa: F401
+
+from fastbert.config import _OWN_FIELDS, _THEIR_NAMES, ConfigError, EncoderConfig
+from fastbert.models.auto import AutoModel, model_class
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder that fastbert saved."""
+    model_class("bert")(make_config("bert", 0, num_hidden_layers=1)).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def edit_config(folder, **changes) -> None:
+    entries = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**entries, **changes}))
+
+
+@pytest.mark.parametrize("index", range(NUM_CONFIGS))
+@families_axis
+def test_config_both_ways(model_type, index):
+    unusual = {
+        "hidden_dropout_prob": 0.21, "attention_probs_dropout_prob": 0.22, "classifier_dropout": 0.23,
+        "initializer_range": 0.03, "pad_token_id": 5, "bos_token_id": 6, "eos_token_id": 7, "num_labels": 4,
+        "problem_type": "regression", "id2label": {0: "a", 1: "b", 2: "c", 3: "d"},
+    }  # fmt: skip
+    for changes in ({}, unusual):
+        config = make_config(model_type, index, **changes)
+        entries = config.to_dict()
+        theirs = hf_config(config)
+        for name, value in entries.items():
+            expected = {int(i): label for i, label in value.items()} if name == "id2label" else value
+            assert getattr(theirs, name) == expected, name
+        # A field that is not written is one that the family does not have, at its default.
+        for field in dataclasses.fields(config):
+            name = _THEIR_NAMES.get(model_type, {}).get(field.name, field.name)
+            if name not in entries and field.name not in ("extra", "num_labels"):
+                default = getattr(EncoderConfig.of_family(model_type), field.name)
+                assert getattr(config, field.name) == default, name
+        for source in (entries, theirs.to_dict()):
+            again = EncoderConfig.from_dict(json.loads(json.dumps(source)))
+            same = {"extra": config.extra, "id2label": config.id2label}
+            assert again.replace(**same) == config
+            assert {name: again.to_dict()[name] for name in entries} == entries
+    assert theirs.num_labels == 4
+
+
+@families_axis
+def test_defaults_are_those_of_transformers(model_type):
+    """A config.json that holds nothing but the family's name means the same in both libraries."""
+    theirs = transformers.CONFIG_MAPPING[model_type]()
+    ours = EncoderConfig.from_dict({"model_type": model_type})
+    for name, value in ours.to_dict().items():
+        expected = {int(i): label for i, label in value.items()} if name == "id2label" else value
+        if hasattr(theirs, name):
+            assert getattr(theirs, name) == expected, name
+        else:
+            assert name in _OWN_FIELDS or value is None, name
+
+
+def test_entries_that_fastbert_does_not_read_survive(tmp_path):
+    config = EncoderConfig.from_dict(
+        {**make_config("bert").to_dict(), "mine": [1, {"two": 3}], "torch_dtype": "float16"}
+    )
+    model_class("bert")(config).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["mine"] == [1, {"two": 3}]
+    assert saved["dtype"] == "float32" and "torch_dtype" not in saved  # the old name would contradict the weights
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, r"unknown model_type 'gpt2'; fastbert has: albert, bert"),
+        ({"model_type": None}, r"config\.json has no model_type"),
+        ({"hidden_size": 65}, r"hidden_size 65 is not a multiple of num_attention_heads 2"),
+        ({"hidden_size": "64"}, r"hidden_size is '64'; it must be a positive integer"),
+        ({"num_hidden_layers": -1}, r"num_hidden_layers is -1; it must be an integer of at least 0"),
+        ({"hidden_act": "mish"}, r"hidden_act 'mish' is not one of: gelu"),
+        ({"hidden_act": ["gelu"]}, r"hidden_act \['gelu'\] is not one of: gelu"),
+        ({"hidden_dropout_prob": 1.0}, r"hidden_dropout_prob is 1\.0; it must be at least 0 and below 1"),
+        ({"classifier_dropout": "a"}, r"classifier_dropout is 'a'; it must be at least 0 and below 1"),
+        ({"layer_norm_eps": None}, r"layer_norm_eps is None; it must be a number of at least 0"),
+        ({"pad_token_id": 43}, r"pad_token_id 43 is outside the vocabulary of 43"),
+        ({"position_embedding_type": "relative_key"}, r"position_embedding_type='relative_key' is not supported"),
+        ({"is_decoder": True}, r"is_decoder=True is not supported"),
+    ],
+)
+def test_configs_that_cannot_be_run(saved, change, message):
+    edit_config(saved, **change)
+    with pytest.raises(ConfigError, match=message):
+        AutoModel.from_pretrained(saved)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\x00", '"bert"'])
+def test_config_files_that_are_damaged(saved, text):
+    (saved / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json (is not valid JSON|holds a)"):
+        AutoModel.from_pretrained(saved)
+
+
+def test_config_changes_are_checked(saved):
+    with pytest.raises(ConfigError, match="hidden_act 'mish'"):
+        AutoModel.from_pretrained(saved, hidden_act="mish")
+    with pytest.raises(ConfigError, match="takes model_type 'bert', not 'albert'"):
+        model_class("bert")(make_config("albert"))

@@ -1,0 +1,250 @@
+"""Packed input is the padded input: the same bits; and no sequence sees another, bit for bit, in either direction."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hf import (  # noqa: F401
+    CHOICES,
+    as_users_run,
+    config_for,
+    families_axis,
+    gradients,
+    make_batch,
+    make_config,
+    make_labels,
+    make_ours,
+    make_trio,
+    models_axis,
+    random_like,
+    randomise,
+    token_level,
+)
+
+from fastbert.models.auto import _CLASSES
+from fastbert.testing.cases import DTYPES, MASKS
+from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
+
+TOKEN_FIELDS = ("last_hidden_state", "prediction_logits", "start_logits", "end_logits")
+
+
+def make_model(config, head: str = "Model", dtype: torch.dtype = torch.float32):
+    return randomise(_CLASSES[config.model_type, head](config)).to(dtype).train()
+
+
+def assert_same_gradients(a, b) -> None:
+    first, second = gradients(a), gradients(b)
+    for name, grad in first.items():
+        assert (grad is None) == (second[name] is None), name
+        assert grad is None or torch.equal(grad, second[name]), name
+
+
+@pytest.mark.parametrize("pattern", MASKS)
+@models_axis
+def test_packed_equals_padded(model_type, head, pattern):
+    """Fields, loss and gradients of the same tokens at the same positions, in either layout: the same bits."""
+    config = config_for(model_type, head, 0)
+    padded, batch = make_model(config, head), make_batch(config, pattern)
+    packed, labels = copy.deepcopy(padded), make_labels(config, head, batch, seed=0)
+    inputs, packed_labels = batch.packed(), {name: t[batch.real] if t.dim() == 2 else t for name, t in labels.items()}
+    given = dict(batch.inputs)
+    if head == "MultipleChoice":
+        given = {name: t.view(-1, CHOICES, t.shape[-1]) for name, t in given.items()}
+        inputs["num_choices"] = CHOICES
+    if head == "QuestionAnswering":  # columns of the padded input become places in the sequence
+        inside = batch.real.gather(1, torch.stack(list(labels.values()), 1).clamp(max=batch.real.shape[1] - 1))
+        for i, (name, positions) in enumerate(labels.items()):
+            place = [int(row[:p].sum()) for row, p in zip(batch.real, positions.tolist(), strict=True)]
+            counts = inside[:, i] & (positions < batch.real.shape[1])
+            packed_labels[name] = torch.tensor(place).where(counts, -1)
+    one, other = padded(**given, **labels), packed(**inputs, **packed_labels)
+    assert list(one) == list(other)
+    for name in one:
+        token = name in TOKEN_FIELDS or (name == "logits" and token_level(model_type, head))
+        assert torch.equal(one[name][batch.real] if token else one[name], other[name]), name
+    for out in (one, other):
+        (out["loss"] if labels else out["last_hidden_state"].square().sum()).backward()
+    assert_same_gradients(padded, packed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@families_axis
+def test_default_positions_of_packed_input(model_type, dtype):
+    """Without position_ids, a packed token's position is its place in its sequence; RoBERTa counts from the ids."""
+    config = make_config(model_type, 3)
+    model = make_model(config, dtype=dtype)
+    for pattern in ("right", "left") if model_type in ("roberta", "xlm-roberta") else ("right",):
+        batch = make_batch(config, pattern)
+        assert (batch.inputs["input_ids"][batch.real] == config.pad_token_id).any()
+        packed = batch.packed()
+        del packed["position_ids"]
+        one, other = model(**batch.inputs), model(**packed)
+        assert torch.equal(one.last_hidden_state[batch.real], other.last_hidden_state)
+        bounded = model(**{**packed, "cu_seqlens": packed["cu_seqlens"].long(), "max_seqlen": 15})
+        assert torch.equal(bounded[0], other[0]), "max_seqlen is an upper bound"
+
+
+@pytest.mark.parametrize("pattern", MASKS)
+@families_axis
+def test_hidden_states_and_attentions(model_type, pattern):
+    """Every layer's input and output, and the probabilities that attention otherwise never writes down."""
+    config = make_config(model_type, MASKS.index(pattern) % 4)
+    trio, batch = make_trio(config, "Model", torch.float32), make_batch(config, pattern)
+    options = {"output_hidden_states": True, "output_attentions": True}
+    ours, oracle, baseline = (m(**batch.inputs, **options) for m in (trio.ours, trio.oracle, trio.baseline))
+    pairs = batch.real[:, None, :, None] & batch.real[:, None, None, :]
+    for name in ("hidden_states", "attentions"):
+        assert len(ours[name]) == len(oracle[name]) > 0
+        for i, values in enumerate(zip(ours[name], oracle[name], baseline[name], strict=True)):
+            real = batch.real if name == "hidden_states" else pairs.expand_as(values[1])
+            assert_close_to_reference(*(t[real] for t in values), GRADIENT_FACTOR, f"{name}[{i}]")
+            assert (values[0][~real] == 0).all()
+    packed = trio.ours(**batch.packed(), **options)
+    for one, other in zip(ours["hidden_states"], packed["hidden_states"], strict=True):
+        assert torch.equal(one[batch.real], other)
+    # Packed: each sequence's own tokens by its own tokens.
+    for one, other in zip(ours["attentions"], packed["attentions"], strict=True):
+        for row, real in enumerate(batch.real):
+            own, count = one[row][:, real][:, :, real], int(real.sum())
+            assert torch.equal(own, other[row, :, :count, :count])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@families_axis
+def test_inputs_embeds_and_position_ids(model_type, dtype):
+    config = make_config(model_type, 0)
+    trio, batch = make_trio(config, "Model", dtype), make_batch(config, "right")
+    embeds = random_like((6, 11, config.embedding_width), 3)
+    types = {name: t for name, t in batch.inputs.items() if name != "input_ids"}
+    positions = torch.randint(20, (6, 11))
+    for inputs in (
+        {**types, "inputs_embeds": embeds},
+        {**types, "inputs_embeds": embeds, "position_ids": positions},
+        {**batch.inputs, "position_ids": positions},
+        {**batch.inputs, "position_ids": positions[:1]},
+    ):
+        results = []
+        for model in (trio.ours, trio.oracle, trio.baseline):
+            given = {n: t.to(model.dtype) if t.is_floating_point() else t for n, t in inputs.items()}
+            results.append(model(**given)[0][batch.real])
+        assert_close_to_reference(*results, GRADIENT_FACTOR)
+
+
+@families_axis
+def test_own_embeddings_are_the_ids(model_type):
+    """Word embeddings passed as inputs_embeds: the same bits as the ids, where the positions are the same."""
+    config = make_config(model_type, 0)
+    model, batch = make_model(config), make_batch(config, "left")
+    inputs = {name: t for name, t in batch.inputs.items() if name != "input_ids"}
+    inputs["inputs_embeds"] = model.get_input_embeddings()(batch.inputs["input_ids"])
+    with_ids = model(**batch.inputs, position_ids=batch.positions)
+    assert torch.equal(model(**inputs, position_ids=batch.positions)[0], with_ids[0])
+
+
+def isolation(model, config, batch, change, head: str):
+    """(outputs, input gradients) of all sequences but number 2, whose embeddings went through `change`."""
+    real = batch.real
+    embeds = random_like((*real.shape, config.embedding_width), 7).to(model.dtype)
+    embeds[2] = change(embeds[2])
+    embeds.requires_grad_()
+    inputs = {name: t for name, t in batch.inputs.items() if name != "input_ids"}
+    out = model(inputs_embeds=embeds, **inputs, output_hidden_states=True)
+    others = torch.arange(len(real)) != 2
+    scalar = sum((t[others] * random_like(t[others].shape, 1).to(t.dtype)).sum() for t in out.to_tuple()[:-1])
+    scalar.backward()
+    fields = [t[others] for t in (*out.to_tuple()[:-1], *out.hidden_states)]
+    return fields, embeds.grad[others]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head", ["Model", "SequenceClassification", "TokenClassification"])
+@families_axis
+def test_no_sequence_sees_another(model_type, head, dtype):
+    """Other values, huge ones and NaN in one sequence: the others' outputs and input gradients keep their bits."""
+    config = config_for(model_type, head, 1)
+    model = make_model(config, head, dtype)
+    for pattern in ("right", "holes"):
+        batch = make_batch(config, pattern)
+        fields, grad = isolation(model, config, batch, lambda x: x, head)
+        for change in (torch.neg, lambda x: x * 1e4, lambda x: torch.full_like(x, float("nan"))):
+            changed, changed_grad = isolation(model, config, batch, change, head)
+            for one, other in zip(fields, changed, strict=True):
+                assert torch.equal(one, other)
+            assert torch.equal(grad, changed_grad) and torch.isfinite(grad).all() and (grad != 0).any()
+
+
+@families_axis
+def test_other_tokens_in_one_sequence(model_type):
+    """Other ids, with the same lengths: the other sequences' bits stay, padded and packed."""
+    config = make_config(model_type, 0)
+    model, batch = make_model(config), make_batch(config, "right")
+    before, before_packed = model(**batch.inputs)[0], model(**batch.packed())[0]
+    batch.inputs["input_ids"][3] = torch.where(batch.real[3], 42 - batch.inputs["input_ids"][3], config.pad_token_id)
+    after, after_packed = model(**batch.inputs)[0], model(**batch.packed())[0]
+    others = torch.arange(6) != 3
+    assert torch.equal(before[others], after[others]) and not torch.equal(before[3], after[3])
+    packed_others = others.repeat_interleave(batch.real.sum(1))
+    assert torch.equal(before_packed[packed_others], after_packed[packed_others])
+
+
+@pytest.mark.parametrize("mask", ["all rows", "one row", "one token each"])
+@models_axis
+def test_sequences_without_tokens(model_type, head, mask):
+    """Masked rows, all of them too, and one-token sequences: finite outputs, zeros at padding, no NaN gradient."""
+    config = config_for(model_type, head, 0)
+    model, batch = make_model(config, head), make_batch(config, "none")
+    if mask == "one token each":
+        batch.real = torch.nn.functional.one_hot(torch.arange(6), 11).bool()
+    else:
+        batch.real[slice(None) if mask == "all rows" else 1] = False
+    batch.inputs["attention_mask"] = batch.real.long()
+    labels, given = make_labels(config, head, batch, seed=0), dict(batch.inputs)
+    if head == "MultipleChoice":
+        given = {name: t.view(-1, CHOICES, t.shape[-1]) for name, t in given.items()}
+    out = model(**given, **labels, output_hidden_states=True, output_attentions=True)
+    for name in out:
+        values = out[name] if isinstance(out[name], tuple) else (out[name],)
+        for value in values:
+            assert torch.isfinite(value).all(), name
+            if name in (*TOKEN_FIELDS, "hidden_states") or (name == "logits" and token_level(model_type, head)):
+                assert (value[~batch.real] == 0).all(), name
+            if name == "attentions":
+                assert torch.equal(value.sum(-1) > 0, batch.real[:, None].expand(value.shape[:-1]))
+    if mask == "all rows" and head in ("MaskedLM", "TokenClassification", "QuestionAnswering"):
+        assert out.loss == 0
+    if mask == "all rows" and head == "Model" and "pooler_output" in out:
+        names = dict(model.named_parameters())
+        bias = names["pooler.bias" if model_type == "albert" else "pooler.dense.bias"]
+        assert torch.equal(out.pooler_output, bias.tanh().expand(6, -1))
+    (out["loss"] if labels else sum(t.sum() for t in (out[0], out.get("pooler_output")) if t is not None)).backward()
+    for name, grad in gradients(model).items():
+        assert grad is None or torch.isfinite(grad).all(), name
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@families_axis
+def test_gradient_checkpointing(model_type, dropout):
+    """The same loss, gradients and extras, bit for bit, with dropout too."""
+    changes = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), dropout)
+    config = config_for(model_type, "TokenClassification", 0, **changes)
+    plain, batch = make_model(config, "TokenClassification"), make_batch(config, "right")
+    kept = make_ours(config, "TokenClassification", plain)
+    kept.gradient_checkpointing_enable({"use_reentrant": False})
+    labels = make_labels(config, "TokenClassification", batch, seed=0)
+    outs = []
+    for model in (plain, kept):
+        torch.manual_seed(3)
+        out = model(**batch.inputs, **labels, output_attentions=True, output_hidden_states=True)
+        out.loss.backward()
+        outs.append(out)
+    assert_same_gradients(plain, kept)
+    for name in ("attentions", "hidden_states"):
+        assert len(outs[0][name]) == len(outs[1][name]) > 0
+        assert all(torch.equal(a, b) for a, b in zip(outs[0][name], outs[1][name], strict=True))
+    assert torch.equal(outs[0].loss, outs[1].loss)
+    with pytest.raises(ValueError, match="use_reentrant=True is not supported"):
+        kept.gradient_checkpointing_enable({"use_reentrant": True})
+    kept.gradient_checkpointing_disable()
+    assert not kept.base_model.gradient_checkpointing
