@@ -108,17 +108,16 @@ def _modules_of(root: nn.Module, family: Family, config: EncoderConfig) -> Itera
 
 
 def _is_patched(module: nn.Module) -> bool:
-    """Whether its class, or that class's forward, is anything but torch's or transformers' own."""
-    homes = (type(module).__module__, type(module).forward.__module__)
-    return not all(home.startswith(("torch.nn.modules.", "transformers.")) for home in homes)
+    """Whether its class, or that class's forward, is not transformers' own."""
+    kind = type(module)
+    return not (kind.__module__.startswith("transformers.") and kind.forward.__module__.startswith("transformers."))
 
 
 def _has_hooks(module: nn.Module) -> bool:
     """Hooks other than those with which transformers records hidden states and attentions: we return them ourselves."""
-    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        return True
-    hooks = module._forward_hooks
-    return bool(hooks) and any(hook.__module__ != "transformers.utils.output_capturing" for hook in hooks.values())
+    recorder, hooks = "transformers.utils.output_capturing", module._forward_hooks
+    others = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(others) or (bool(hooks) and any(hook.__module__ != recorder for hook in hooks.values()))
 
 
 def _tree_objection(root: nn.Module, plan: _Plan, config: EncoderConfig) -> str | None:
@@ -153,10 +152,9 @@ def _signature(kind: Any) -> inspect.Signature:
 
 
 class _Forward:
-    """The forward of one accelerated base model, an attribute of that instance.
+    """The forward of one accelerated base model, which it holds weakly: dropping the model frees its weights at once.
 
-    It holds the model weakly, so that dropping the last reference frees the weights at once, and a copy of the model
-    (deepcopy, pickle, torch.save) gets a forward bound to the copy.
+    A copy of the model (deepcopy, pickle, torch.save) gets a forward bound to the copy.
     """
 
     def __init__(self, module: nn.Module, plan: _Plan):
@@ -177,11 +175,14 @@ class _Forward:
         """transformers' own: the Trainer, PEFT and sentence-transformers choose arguments by it."""
         return _signature(self.module.__class__)
 
+    __code__ = property(lambda self: _Forward.__call__.__code__)  # torch.export names a base model's graph by it
+
     def __reduce__(self):
         return _Forward, (self.module, self.plan)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, admitted = self.module, None
+        args = args[1:] if args and args[0] is module else args  # HF accelerate rebinds what it unwraps as a method
         if torch.jit.is_tracing() or torch.compiler.is_exporting():
             self.say("torch.jit.trace and torch.export record transformers' own code")
         else:
@@ -254,8 +255,7 @@ class _Forward:
 
     def run(self, module: Any, config: EncoderConfig, inputs: PackedInputs, options: dict, older: bool) -> Any:
         """Encode, pool and unpack; transformers' own output, down to its habits."""
-        family, batch = self.plan.family, inputs.batch
-        layer_options = family.layer_options(config)
+        family, batch, layer_options = self.plan.family, inputs.batch, self.plan.family.layer_options(config)
         hidden_states: list | None = [] if options["output_hidden_states"] else None
         probs: list | None = [] if options["output_attentions"] else None
 
@@ -315,9 +315,10 @@ def _make_plan(module: Any, label: str, heads: list[str]) -> _Plan | str:
     expected = {"*.intermediate.intermediate_act_fn": activation, "*.ffn.activation": activation}
     expected |= {"*.activation": activation, "pooler.activation": nn.Tanh, "pooler_activation": nn.Tanh}
     for key, path, child, _ in found:
-        if _is_patched(child) or type(child) is not expected.get(key, type(child)):
-            return f"{path} is a {type(child).__module__}.{type(child).__name__}, which its config does not ask for"
-        plan.classes[key] = type(child)
+        kind = plan.classes[key] = type(child)
+        plain = (expected[key],) if key in expected else (nn.Dropout, nn.ModuleList)
+        if kind not in plain and (key in expected or _is_patched(child)):
+            return f"{path} is a {kind.__module__}.{kind.__name__}, which its config does not ask for"
     return plan
 
 
@@ -330,7 +331,8 @@ def _relation(module: nn.Module) -> str | None:
 
 
 def _is_accelerated(module: nn.Module) -> bool:
-    return isinstance(module.__dict__.get("forward"), _Forward)
+    forward = module.__dict__.get("forward")
+    return isinstance(getattr(forward, "__func__", forward), _Forward)
 
 
 def accelerate(hf_model: Any) -> Any:
@@ -370,8 +372,7 @@ def accelerate(hf_model: Any) -> Any:
                 reasons.append(f"{label}: {plan}")
                 continue
             module.forward = _Forward(module, plan)
-            objection = _tree_objection(module, plan, _live_config(module, plan))
-            if objection is not None:
+            if (objection := _tree_objection(module, plan, _live_config(module, plan))) is not None:
                 module.forward.say(objection)
     if not any(map(_is_accelerated, modules.values())):
         kind, why = type(hf_model).__name__, "; ".join(reasons) or "it holds no model of transformers"

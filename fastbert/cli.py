@@ -10,7 +10,7 @@ import sys
 import textwrap
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from fastbert import __version__
 from fastbert.cli_texts import UsageError
@@ -87,8 +87,15 @@ def _short(text: str, width: int) -> str:
 # Parser and errors
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+class Parser(argparse.ArgumentParser):
+    """One whose errors are one line, like every other."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (`{self.prog} --help` explains)")
+
+
+def make_parser() -> Parser:
+    parser = Parser(
         prog="fastbert",
         description="BERT-family encoders, packed and fused: text to vectors, masked words, what your machine can do.",
         epilog="`fastbert COMMAND --help` explains a command and gives an example. MODEL is a folder, a hub id, or"
@@ -143,7 +150,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(commands: Any, name: str, run: Any, summary: str, description: str, example: str) -> Any:
+def _command(commands: Any, name: str, run: Any, summary: str, description: str, example: str) -> Parser:
     width = min(100, shutil.get_terminal_size().columns) - 2
     parser = commands.add_parser(
         name,
@@ -156,7 +163,7 @@ def _command(commands: Any, name: str, run: Any, summary: str, description: str,
     return parser
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
+def _add_model(parser: Parser) -> None:
     parser.add_argument("--model", metavar="M", required=True, help="a folder, a hub id, or all-MiniLM-L6-v2")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
@@ -68,6 +69,9 @@ def encode_file(job: Job, say: Callable[[str], None]) -> str:
             say(f"{done_before:,} of {total:,} texts were encoded before: going on from there")
         try:
             tokens = _encode_into(array, encoder, job, batch_tokens)
+        except KeyboardInterrupt:
+            say(f"stopped; the same command goes on with what {array.partial} has")
+            raise
         except torch.OutOfMemoryError:
             raise UsageError(f"the GPU's memory is too small for --batch-tokens {batch_tokens}: choose fewer") from None
         seconds = time.perf_counter() - start
@@ -153,7 +157,7 @@ class GrowingArray:
         self.output, self.shape, self.identity, self.fd = output, shape, identity, fd
         self.partial, self.progress = _beside(output)
         self.rows = self.committed_rows = 0
-        self.committed_at = time.monotonic()
+        self.committed_at = -math.inf  # the first chunk is committed at once
         self.header = _npy_header(shape)
 
     @classmethod
@@ -170,7 +174,7 @@ class GrowingArray:
         missing = 4 * shape[0] * shape[1] - (partial.stat().st_size if partial.exists() else 0)
         free = shutil.disk_usage(output.parent).free
         if missing > free:
-            raise UsageError(f"{output} needs {missing / 1e6:,.0f} MB more; the disk has {free / 1e6:,.0f} MB")
+            raise UsageError(f"{output} needs {missing / 1e6:,.1f} MB more; the disk has {free / 1e6:,.1f} MB")
         fd = os.open(partial, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             try:

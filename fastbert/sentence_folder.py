@@ -157,8 +157,10 @@ def _read_dense(folder: Path, width: int) -> tuple[nn.Linear, nn.Module]:
     kind = activation.rpartition(".")[2]
     if not activation.startswith("torch.nn.") or kind not in _DENSE_ACTIVATIONS:
         raise ConfigError(f"{folder} has activation {activation!r}; fastbert has: {', '.join(_DENSE_ACTIVATIONS)}")
-    for name, only in (("use_residual", False), ("module_input_name", "sentence_embedding"), ("in_features", width)):
-        if entries.get(name, only) != only:
+    vector = "sentence_embedding"
+    plain = {"use_residual": False, "module_input_name": vector, "module_output_name": vector, "in_features": width}
+    for name, only in plain.items():
+        if entries.get(name) not in (only, None):
             raise ConfigError(f"{folder} is a Dense with {name} {entries[name]!r}; fastbert takes {only!r} here")
     weights = {key.removeprefix("linear."): tensor for key, tensor in read_weights(folder).items()}
     try:

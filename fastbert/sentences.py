@@ -22,7 +22,14 @@ from fastbert.config import ConfigError
 from fastbert.hub import parse_dtype, resolve
 from fastbert.models.base import EncoderModel
 from fastbert.packing import InputError
-from fastbert.sentence_folder import Recipe, load_encoder, read_recipe, transformer_folder, transformer_settings
+from fastbert.sentence_folder import (
+    Normalize,
+    Recipe,
+    load_encoder,
+    read_recipe,
+    transformer_folder,
+    transformer_settings,
+)
 from fastbert.tokenization import load_tokenizer
 
 # Tokens in one batch. CPU, measured (all-MiniLM-L6-v2, 430 texts of 5 to 180 tokens, processor seconds on one Zen 5
@@ -31,7 +38,7 @@ from fastbert.tokenization import load_tokenizer
 # one is not measured).
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 
-# What is tokenised at a time: enough to sort well; a token takes some 150 bytes here, those that are cut off too.
+# What is tokenised at a time: enough to sort well; a token takes some 70 bytes, those that are cut off too.
 CHUNK_TEXTS = 4096
 CHUNK_CHARS = 4 << 20
 PROGRESS_DELAY_S = 2.0  # shorter work shows no progress bar
@@ -48,7 +55,7 @@ class SentenceEncoder:
         tokenizer.enable_truncation(max_seq_length)
         self.model, self.tokenizer, self.recipe, self.max_seq_length = model.eval(), tokenizer, recipe, max_seq_length
         pooled = torch.zeros(1, model.config.hidden_size * len(recipe.pooling), device=model.device)
-        self.dim = self._finish(pooled).shape[1]
+        self.dim = self._finish(pooled, None).shape[1]
 
     @classmethod
     def from_pretrained(
@@ -111,7 +118,7 @@ class SentenceEncoder:
             texts: one string, or many.
             batch_tokens: tokens that the encoder takes at a time, by default as many as the device is fastest with; a
                 longer text is a batch of its own.
-            normalize: True gives vectors of length 1; None does what the model's folder says.
+            normalize: True gives vectors of length 1, False as they are pooled; None does what the model's folder says.
             prompt_name: which of the model's prompts to put before every text; None: its default, mostly none.
             show_progress: None shows a bar on a terminal when the work takes longer than 2 s.
             output: "numpy", or "torch" for a tensor on the model's device.
@@ -202,24 +209,27 @@ class SentenceEncoder:
             raise InputError(f"batch_tokens is {batch_tokens}; it must be at least 1")
         vectors = torch.empty(len(ids), self.dim, device=self.device)
         for batch in token_batches([len(sequence) for sequence in ids], batch_tokens):
-            rows = self._encode_batch([ids[i] for i in batch])
-            vectors[torch.tensor(batch, device=self.device)] = F.normalize(rows, dim=-1) if normalize else rows
+            rows = self._encode_batch([ids[i] for i in batch], normalize)
+            vectors[torch.tensor(batch, device=self.device)] = rows
             on_batch(len(batch))
         return vectors
 
-    def _encode_batch(self, ids: list[list[int]]) -> torch.Tensor:
+    def _encode_batch(self, ids: list[list[int]], normalize: bool | None) -> torch.Tensor:
         lengths = [len(sequence) for sequence in ids]
         flat = np.fromiter(chain.from_iterable(ids), np.int64, sum(lengths))
         cu_seqlens = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(self.device)
         hidden = self.model.encode_packed(torch.from_numpy(flat).to(self.device), cu_seqlens, max(lengths))
-        return self._finish(torch.cat([_pool(hidden, cu_seqlens, mode) for mode in self.recipe.pooling], dim=-1))
+        pooled = torch.cat([_pool(hidden, cu_seqlens, mode) for mode in self.recipe.pooling], dim=-1)
+        return self._finish(pooled, normalize)
 
     @torch.inference_mode()
-    def _finish(self, pooled: torch.Tensor) -> torch.Tensor:
-        pooled = pooled.float()
-        for module in self.recipe.modules:
+    def _finish(self, pooled: torch.Tensor, normalize: bool | None) -> torch.Tensor:
+        modules, pooled = self.recipe.modules, pooled.float()
+        if normalize is False and modules and isinstance(modules[-1], Normalize):
+            modules = modules[:-1]
+        for module in modules:
             pooled = module(pooled)
-        return pooled
+        return F.normalize(pooled, dim=-1) if normalize else pooled
 
 
 def _check_texts(texts: str | Iterable[str]) -> list[str]:

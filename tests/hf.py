@@ -211,7 +211,7 @@ def make_labels(config, head: str, batch: Batch, seed: int) -> dict[str, torch.T
     if head == "MaskedLM":
         return {"labels": masked_lm}
     if head == "TokenClassification":
-        return {"labels": draw(config.num_labels, rows, columns).where(real, -100)}
+        return {"labels": draw(config.num_labels, rows, columns).where(few, -100)}
     if head == "NextSentencePrediction":
         return {"labels": draw(2, rows).where(comparable, -100)}
     if head == "SequenceClassification":

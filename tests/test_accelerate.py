@@ -1,7 +1,6 @@
-"""fastbert.accelerate against the same transformers model left alone: outputs, losses, gradients, fallbacks, undoing.
+"""fastbert.accelerate against the same transformers model left alone: outputs, losses, gradients, fallbacks.
 
-The oracle is transformers' eager model in float64, the baseline the same model in the tested dtype. What is compared are
-real tokens and rows that have one.
+The oracle is transformers' eager model in float64, the baseline the same in the tested dtype; real tokens are compared.
 """
 
 from __future__ import annotations
@@ -47,6 +46,16 @@ def no_fallback():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="fastbert: ")
         yield
+
+
+def assert_as_transformers(model, **inputs) -> torch.Tensor:
+    """The first output of an accelerated model, compared with that of its own restored copy; returns it."""
+    plain, mask = fastbert.restore(copy.deepcopy(model)), inputs.get("attention_mask")
+    exact = {**inputs, "inputs_embeds": inputs["inputs_embeds"].double()} if "inputs_embeds" in inputs else inputs
+    near, actual, oracle = plain(**inputs)[0], model(**inputs)[0], copy.deepcopy(plain).double()(**exact)[0]
+    real = slice(None) if mask is None or actual.shape[:2] != mask.shape else mask.bool()
+    assert_close_to_reference(actual[real], oracle[real].double(), near[real], GRADIENT_FACTOR)
+    return actual
 
 
 def make_labels(config, head: str, real: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -154,10 +163,13 @@ def test_tuples_and_config_defaults(model_type, options, no_fallback):
     config = config_for(model_type, "Model", 3)
     model = make_hf(config, "Model").eval()
     ids = make_batch(config, "none").inputs["input_ids"]
+    if not options and hasattr(model, "pooler"):
+        model.pooler = None  # of which the older kind of forward keeps the place in its tuple
+    options = options | ({"token_type_ids": torch.ones_like(ids)} if model_type == "distilbert" else {})  # swallowed
     expected = model(ids, return_dict=False, **options)
     actual = fastbert.accelerate(model)(ids, return_dict=False, **options)
     assert [type(a) for a in actual] == [type(e) for e in expected]
-    assert torch.allclose(actual[0], expected[0], atol=1e-4)
+    assert_as_transformers(model, input_ids=ids, **options)
     model.config.output_hidden_states = True
     assert len(model(ids).hidden_states) == len(fastbert.restore(model)(ids).hidden_states)
 
@@ -166,23 +178,23 @@ def test_inputs_embeds_positions_and_dropped_layers(packed_layers, no_fallback):
     """Layers cut off, and embeddings resized, after the call: what transformers would run is what runs."""
     for model_type in ("bert", "roberta"):
         config = config_for(model_type, "Model", 0)
-        model = fastbert.accelerate(make_hf(config, "Model").eval())
+        model = make_hf(config, "Model").eval()
+        model.config.pad_token_id = 7  # the embeddings count positions from the one that they were built with
+        fastbert.accelerate(model)
         model.resize_token_embeddings(config.vocab_size + 7)
         model.encoder.layer = model.encoder.layer[:2]
-        plain = fastbert.restore(copy.deepcopy(model))
         ids = torch.randint(config.vocab_size, config.vocab_size + 7, (2, 5))
         positions = torch.arange(5, 10)[None]
-        embeds = model.get_input_embeddings()(ids)
-        for inputs in ({"input_ids": ids}, {"inputs_embeds": embeds}, {"input_ids": ids, "position_ids": positions}):
-            expected, actual = plain(**inputs), model(**inputs)
-            assert torch.allclose(actual[0], expected[0], atol=1e-4)
+        assert_as_transformers(model, input_ids=ids)
+        assert_as_transformers(model, input_ids=ids, position_ids=positions)
+        assert_as_transformers(model, inputs_embeds=model.get_input_embeddings()(ids))
         with pytest.raises(fastbert.InputError, match=f"valid values are 0 to {config.vocab_size + 6}"):
             model(ids + 7)
     assert len(packed_layers) == 2 * 3 * 2
 
 
 @pytest.mark.parametrize("reentrant", (False, True))
-@pytest.mark.parametrize("model_type", [m for m in ("bert", "roberta", "distilbert", "electra", "megatron-bert")])
+@pytest.mark.parametrize("model_type", ("bert", "roberta", "distilbert", "electra", "megatron-bert"))
 def test_gradient_checkpointing(model_type, reentrant, packed_layers, no_fallback):
     config = config_for(model_type, "SequenceClassification", 0)
     batch = make_batch(config, "right")
@@ -191,15 +203,15 @@ def test_gradient_checkpointing(model_type, reentrant, packed_layers, no_fallbac
     _, expected, expected_grads = run(model, "SequenceClassification", batch, labels, output_attentions=True)
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
     packed_layers.clear()
-    out, actual, grads = run(model, "SequenceClassification", batch, labels, output_attentions=True)
-    assert len(packed_layers) == 2 * config.num_hidden_layers and len(out.attentions) == config.num_hidden_layers
+    _, actual, grads = run(model, "SequenceClassification", batch, labels, output_attentions=True)
+    assert len(packed_layers) == 2 * config.num_hidden_layers and actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
     assert all(torch.equal(grads[name], expected_grads[name]) for name in grads if grads[name] is not None)
 
 
 def test_dropout_is_the_configs(no_fallback):
-    config = config_for("bert", "Model", 0, hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5)
-    model = fastbert.accelerate(make_hf(config, "Model"))
+    model = make_hf(config_for("bert", "Model", 0, hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5), "Model")
+    model = fastbert.accelerate(model)
     ids = torch.ones(1, 8).long()
     embedded = model.train()(ids, output_hidden_states=True).hidden_states[0]
     assert 0.3 < (embedded == 0).float().mean() < 0.7
@@ -231,14 +243,6 @@ def record(module, *_):
     module.seen = True
 
 
-def hook_on_a_layer(model):
-    model.encoder.layer[1].register_forward_hook(record)
-
-
-def hook_before_attention(model):
-    model.encoder.layer[0].attention.register_forward_pre_hook(record)
-
-
 def forward_on_the_instance(model):
     model.pooler.forward = lambda x: x[:, 0]
 
@@ -248,8 +252,7 @@ def another_activation(model):
 
 
 def dropout_in_eval(model):
-    model.encoder.layer[0].output.dropout.p = 0.2
-    model.encoder.layer[0].output.dropout.train()
+    model.encoder.layer[0].output.dropout = nn.Dropout(0.2)
 
 
 FALLBACKS = {
@@ -259,8 +262,9 @@ FALLBACKS = {
     "flash": ({"cu_seq_lens_q": torch.tensor([0, 4, 8])}, None, "the argument cu_seq_lens_q"),
     "selection": ({"output_hidden_states": [-1]}, None, "output_hidden_states selects"),
     "left": ({"attention_mask": MASK.flip(1)}, None, "padding on the left"),
-    "layer-hook": ({}, hook_on_a_layer, "encoder.layer.1 has hooks"),
-    "pre-hook": ({}, hook_before_attention, "encoder.layer.0.attention has hooks"),
+    "layer-hook": ({}, lambda m: m.encoder.layer[1].register_forward_hook(record), "encoder.layer.1 has hooks"),
+    "pre-hook": ({}, lambda m: m.encoder.register_forward_pre_hook(record), "encoder has hooks"),
+    "causal": ({}, lambda m: setattr(m.config, "is_decoder", True), "its config asks for causal attention"),
     "forward": ({}, forward_on_the_instance, "pooler has a forward of its own"),
     "activation": ({}, another_activation, "encoder.layer.0.intermediate.intermediate_act_fn is a GELU"),
     "dropout": ({}, dropout_in_eval, "encoder.layer.0.output.dropout has p=0.2"),
@@ -282,7 +286,7 @@ def test_fallback(name, packed_layers):
         torch.manual_seed(1)
         actual = model(IDS, **arguments)
     assert torch.equal(actual[0], expected[0]) and len(packed_layers) == 3
-    assert change not in (hook_on_a_layer, hook_before_attention) or any(hasattr(m, "seen") for m in model.modules())
+    assert "hook" not in name or any(hasattr(module, "seen") for module in model.modules())
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once
         model(IDS, **arguments)
@@ -291,6 +295,6 @@ def test_fallback(name, packed_layers):
 def test_span_heads_read_padding(packed_layers):
     model = fastbert.accelerate(small("QuestionAnswering"))
     with pytest.warns(UserWarning, match=r"bert \(BertModel\) .* softmax runs over the padding"):
-        out = model(IDS, attention_mask=MASK)
-    assert torch.equal(out.start_logits, fastbert.restore(copy.deepcopy(model))(IDS, attention_mask=MASK).start_logits)
-    assert not packed_layers and model(IDS).start_logits.shape == (2, 4) and packed_layers
+        assert_as_transformers(model, input_ids=IDS, attention_mask=MASK)
+    assert not packed_layers
+    assert assert_as_transformers(model, input_ids=IDS) is not None and packed_layers

@@ -106,6 +106,7 @@ def test_damaged_payload_is_named(saved):
         AutoModel.from_pretrained(folder)
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 def test_damaged_pickles(saved, zipped):
     """Whatever torch.load makes of a flipped bit or a lost end, the caller sees a CheckpointError or tensors."""
@@ -136,6 +137,7 @@ class Malicious:
         return pathlib.Path.touch, (self.path,)
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("zipped", [True, False, None], ids=["zip", "legacy", "bare"])
 def test_malicious_pickle(saved, zipped, tmp_path):
     folder, _ = saved

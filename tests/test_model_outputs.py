@@ -170,7 +170,8 @@ def test_deferred_logits_keep_the_mode_of_their_call(masked_lm, how):
         assert not torch.is_grad_enabled() and torch.is_autocast_enabled("cpu")
     for logits in (outside, inside):
         assert logits.dtype == expected.dtype and torch.equal(logits, expected)
-        assert logits.requires_grad == expected.requires_grad and logits.is_inference() == expected.is_inference()
+        assert logits.requires_grad == expected.requires_grad == (how in ("autocast", "grad"))
+        assert logits.is_inference() == expected.is_inference() == (how == "inference_mode")
 
 
 @pytest.mark.parametrize("model_type", ["bert", "albert", "megatron-bert"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -23,8 +24,8 @@ STSB = ROOT.parent / "shared" / "data" / "stsb" / "dev.tsv"
 
 ODD_TEXTS = [
     "", "a", " \t\n ", "Hello", "hello", "HELLO!", "don't", "Zoë's café, naïve", "自然言語処理は楽しい",
-    "مرحبا بالعالم", "emoji 👩‍👩‍👧‍👦 and e\u0301", "\x00\x01\ufffd", "a" * 300, "[MASK] [SEP] [CLS]", "word " * 5000, "x. " * 700,
-    "Hello", "supercalifragilisticexpialidocious", "1234567890" * 30, "\u202eright to left",
+    "مرحبا بالعالم", "emoji 👩‍👩‍👧‍👦 and e\u0301", "\x00\x01\ufffd", "a" * 300, "[MASK] [SEP] [CLS]",
+    "word " * 5000, "x. " * 700, "Hello", "supercalifragilisticexpialidocious", "1234567890" * 30, "\u202eleft",
 ]  # fmt: skip
 
 
@@ -67,7 +68,7 @@ def sts() -> tuple[np.ndarray, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def sts_vectors(encoder, theirs, sts) -> tuple[np.ndarray, np.ndarray]:
+def sts_vectors(encoder, theirs, sts):
     return encoder.encode(sts[1]), theirs.encode(sts[1])
 
 
@@ -110,32 +111,22 @@ def test_odd_texts(encoder, theirs):
 def test_vectors_do_not_depend_on_the_batch(encoder, minilm, theirs):
     """Alone, in any order, with duplicates, at any budget: the error rule holds against float64."""
     oracle = SentenceEncoder.from_pretrained(minilm, dtype="float64", device="cpu")
-    oracle.recipe.modules.clear()  # Normalize rounds to float32
     texts = [text for text in ODD_TEXTS + ODD_TEXTS[3:6] if len(text) <= 300]
-    encoder = SentenceEncoder.from_pretrained(minilm, dtype="float32", device="cpu")
-    encoder.recipe.modules.clear()
-    exact = torch.cat(
-        [oracle.model.encode_packed(*packed(ids)).mean(0, keepdim=True) for ids in oracle.tokenize(texts)]
-    )
+    exact = torch.stack([oracle.model.encode_packed(*packed(ids)).mean(0) for ids in oracle.tokenize(texts)])
     baseline = theirs.encode(texts, output_value=None, convert_to_numpy=False)
     baseline = torch.stack([row["token_embeddings"][row["attention_mask"].bool()].mean(0) for row in baseline])
-    shuffled = list(range(len(texts)))
-    random.Random(0).shuffle(shuffled)
     for budget in (1, 100, 100_000):
-        for order in (range(len(texts)), shuffled):
+        for order in (torch.arange(len(texts)), torch.randperm(len(texts))):
             vectors = torch.empty(len(texts), encoder.dim)
-            vectors[list(order)] = encoder.encode([texts[i] for i in order], batch_tokens=budget, output="torch")
+            mixed, options = [texts[i] for i in order], {"batch_tokens": budget, "normalize": False}
+            vectors[order] = encoder.encode(mixed, output="torch", **options)
             assert_close_to_reference(vectors, exact, baseline, GRADIENT_FACTOR, f"budget {budget}")
-    alone = torch.stack([encoder.encode(text, output="torch") for text in texts])
+    alone = torch.stack([encoder.encode(text, normalize=False, output="torch") for text in texts])
     assert_close_to_reference(alone, exact, baseline, GRADIENT_FACTOR, "alone")
 
 
 def packed(ids: list[int]):
     return torch.tensor(ids), torch.tensor([0, len(ids)], dtype=torch.int32), len(ids)
-
-
-def test_same_call_same_bits(encoder):
-    assert np.array_equal(encoder.encode(ODD_TEXTS), encoder.encode(ODD_TEXTS))
 
 
 def test_stream_gives_what_encode_gives(encoder):
@@ -145,11 +136,12 @@ def test_stream_gives_what_encode_gives(encoder):
     assert sum(tokens for _, tokens in chunks) == sum(map(len, encoder.tokenize(texts)))
     assert cosines(np.concatenate([vectors for vectors, _ in chunks]), encoder.encode(texts)).min() >= 0.99999
     again = next(iter(encoder.encode_stream(texts[7:], chunk_texts=7)))[0]
-    assert np.array_equal(again, chunks[1][0])
+    assert np.array_equal(again, chunks[1][0])  # to the bit: what resuming rests on
 
 
 def test_token_batches_cover_everything_once():
-    lengths = [random.Random(1).randint(0, 50) for _ in range(200)] + [500]
+    rng = random.Random(1)
+    lengths = [rng.randint(0, 50) for _ in range(200)] + [500]
     for budget in (1, 50, 64, 1000, 10**6):
         batches = list(token_batches(lengths, budget))
         assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
@@ -159,7 +151,6 @@ def test_token_batches_cover_everything_once():
 
 # --------------------------------------------------------------------------------------------------------------------
 # Folders of every kind, with tiny random models
-
 
 TEXTS = [
     "the cat sat on the mat.",
@@ -247,24 +238,19 @@ def test_vocab_txt_gives_the_same_tokens(minilm, tmp_path, encoder):
 
 
 BAD_FOLDERS = {
-    "weightedmean": ({"pooling_mode_weightedmean_tokens": True}, "Pooling", ConfigError, "pooling mode 'weightedmean'"),
-    "lasttoken": (
-        {"pooling_mode": "lasttoken"},
-        "Pooling",
-        ConfigError,
-        "1_Pooling/config.json: pooling mode 'lasttoken'",
-    ),
-    "LSTM": ({}, "Pooling LSTM", ConfigError, "2_LSTM is a LSTM"),
-    "no pooling": ({}, "Normalize", ConfigError, "needs Pooling in second place"),
+    "pooling mode 'weightedmean'": ({"pooling_mode_weightedmean_tokens": True}, "Pooling"),
+    "1_Pooling/config.json: pooling mode 'lasttoken'": ({"pooling_mode": "lasttoken"}, "Pooling"),
+    "2_LSTM is a LSTM": ({}, "Pooling LSTM"),
+    "needs Pooling in second place": ({}, "Normalize"),
 }
 
 
-@pytest.mark.parametrize("name", BAD_FOLDERS)
-def test_modules_that_cannot_be_had(tmp_path, name):
-    entries, modules, error, message = BAD_FOLDERS[name]
+@pytest.mark.parametrize("message", BAD_FOLDERS)
+def test_modules_that_cannot_be_had(tmp_path, message):
+    entries, modules = BAD_FOLDERS[message]
     tiny.write_modules(tiny.write_model(tmp_path), *modules.split())
     tiny.write_json(tmp_path / "1_Pooling/config.json", entries)
-    with pytest.raises(error, match=message):
+    with pytest.raises(ConfigError, match=message):
         SentenceEncoder.from_pretrained(tmp_path)
 
 
@@ -288,15 +274,12 @@ def test_arguments(tmp_path):
     assert encoder.encode("cat").shape == (32,) and encoder.encode(("cat", np.str_("dog"))).shape == (2, 32)
     unit = encoder.encode(TEXTS, normalize=True, output="torch")
     assert not unit.requires_grad and torch.allclose(unit.norm(dim=1), torch.ones(len(TEXTS)))
-    wrong = [
-        (["a", None], TypeError, r"texts\[1\] is a NoneType, not a string"),
-        (b"a", TypeError, "texts is a bytes"),
-        (3, TypeError, "texts is a int"),
-        (["a", "\ud800"], InputError, r"texts\[1\] is not valid Unicode"),
-    ]
-    for texts, error, message in wrong:
-        with pytest.raises(error, match=message):
+    not_texts = {"texts[1] is a NoneType": ["a", None], "texts is a bytes": b"a", "texts is a int": 3}
+    for message, texts in not_texts.items():
+        with pytest.raises(TypeError, match=re.escape(message)):
             encoder.encode(texts)
+    with pytest.raises(InputError, match=r"texts\[1\] is not valid Unicode"):
+        encoder.encode(["a", "\ud800"])
     for options in ({"output": "list"}, {"batch_tokens": 0}, {"prompt_name": "query"}):
         with pytest.raises(InputError):
             encoder.encode("a", **options)

@@ -198,9 +198,9 @@ class ForMaskedLM(MaskedLMHeadModel):
         self.build_masked_lm(config)
 
     def compute(self, packed, batch, given):
-        logits = Deferred(lambda: self.masked_lm_logits(packed, batch), packed.device.type)
         if not given:
-            return {"logits": logits.compute()}
+            return {"logits": self.masked_lm_logits(packed, batch)}
+        logits = Deferred(lambda: self.masked_lm_logits(packed, batch), packed.device.type)
         return {"loss": self.masked_lm_loss(packed, batch, given["labels"]), "logits": logits}
 
 
@@ -243,13 +243,11 @@ class ForPreTraining(MaskedLMHeadModel):
 
     def compute(self, packed, batch, given):
         pair = linear(get_leaf(self, self.family.pair), self.pair_input(self.base_model.pool(packed, batch)))
-        logits = Deferred(lambda: self.masked_lm_logits(packed, batch), packed.device.type)
-        fields = {"prediction_logits": logits, self.pair_logits: pair}
         if len(given) < 2:  # as transformers: the loss needs both kinds of labels
-            fields["prediction_logits"] = logits.compute()
-            return fields
+            return {"prediction_logits": self.masked_lm_logits(packed, batch), self.pair_logits: pair}
+        logits = Deferred(lambda: self.masked_lm_logits(packed, batch), packed.device.type)
         loss = self.masked_lm_loss(packed, batch, given["labels"]) + pair_loss(pair, given[self.pair_label])
-        return {"loss": loss, **fields}
+        return {"loss": loss, "prediction_logits": logits, self.pair_logits: pair}
 
     def pair_input(self, pooled: torch.Tensor) -> torch.Tensor:
         return pooled
