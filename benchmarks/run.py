@@ -1,8 +1,8 @@
 """Whole encoders side by side: `python benchmarks/run.py` prints a table and can write JSON and Markdown.
 
-Every contestant runs in a process of its own (idle thread pools spin, and sharing a process halves the others), in turn
-over several rounds, on the same weights and the same batch. Its output is checked against transformers in float64 before
-it gets any time. Rates are real tokens a second: padding does not count.
+Every contestant runs in a process of its own (idle thread pools spin, and sharing a process halves the others), in
+turn over several rounds, on the same weights and the same batch. Its output is checked against transformers in float64
+before it gets any time. Rates are real tokens a second: padding does not count.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ def write_reference(model: str, dtypes: list[torch.dtype], workload: Workload, p
     torch.save(results, path)
 
 
-def compete(model: str, dtype_name: str, workload: Workload, contestants: list[str], rounds: int, reference: str) -> dict:
+def compete(
+    model: str, dtype_name: str, workload: Workload, contestants: list[str], rounds: int, reference: str
+) -> dict:
     """{contestant: {tokens_per_second, ...} or {"error": ...}} of one workload in one dtype."""
     command = [sys.executable, __file__, "--model", model, "--dtypes", dtype_name, "--workloads", workload.id]
     processes, results = {}, {}
@@ -165,7 +167,9 @@ def main() -> None:
             for name in dtypes:
                 results = compete(args.model, name, workload, contestants, args.rounds, reference)
                 rows.append({"workload": workload.id, "dtype": name, "results": results})
-                print(workload.id, name, {n: r.get("error") or round(r["tokens_per_second"]) for n, r in results.items()})
+                print(
+                    workload.id, name, {n: r.get("error") or round(r["tokens_per_second"]) for n, r in results.items()}
+                )
     report = {"machine": describe_machine(), "model": args.model, "contestants": contestants, "rows": rows}
     print("\n" + to_markdown(report))
     if args.output:

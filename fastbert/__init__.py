@@ -7,7 +7,7 @@ Everything public is here. Names are imported when they are first used, so that 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 __version__ = "0.1.0"
 
@@ -68,12 +68,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-if TYPE_CHECKING:
-    from fastbert.accelerate import accelerate, restore
-    from fastbert.backend import Backend, BackendError, backends, use_backend
-    from fastbert.config import ConfigError, EncoderConfig
-    from fastbert.hub import CheckpointError
-    from fastbert.packing import InputError, PackedBatch
-    from fastbert.sentences import SentenceEncoder

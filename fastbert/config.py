@@ -133,7 +133,13 @@ class EncoderConfig:
         if self.model_type not in _FAMILY_DEFAULTS:
             known = ", ".join(sorted(_FAMILY_DEFAULTS))
             raise ConfigError(f"unknown model_type {self.model_type!r}; fastbert has: {known}")
-        for name in ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_attention_heads",
+            "intermediate_size",
+            "max_position_embeddings",
+        ):
             value = self.__dict__[name]
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} is {value!r}; it must be a positive integer")
@@ -237,7 +243,11 @@ class EncoderConfig:
             if f.name in ("model_type", "extra", "id2label", "num_labels"):
                 continue
             # A field that only other families have stands at its neutral default, and is not theirs to write.
-            if f.name in _OWN_FIELDS and value == defaults.__dict__[f.name] and f.name not in _FAMILY_DEFAULTS[self.model_type]:
+            if (
+                f.name in _OWN_FIELDS
+                and value == defaults.__dict__[f.name]
+                and f.name not in _FAMILY_DEFAULTS[self.model_type]
+            ):
                 continue
             entries[names.get(f.name, f.name)] = value
         if self.model_type == "distilbert":

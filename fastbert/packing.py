@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
@@ -65,7 +66,7 @@ class PackedBatch:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: torch.Tensor, max_seqlen: int | None, total_tokens: int) -> PackedBatch:
-        """From a caller's own packed batch. Raises InputError when the offsets do not describe `total_tokens` tokens."""
+        """From a caller's own packed batch. Raises InputError when the offsets do not fit `total_tokens` tokens."""
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
             raise InputError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (batch + 1,), batch >= 1")
         if cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -74,12 +75,12 @@ class PackedBatch:
             offsets = cu_seqlens.tolist()
             if offsets[0] != 0:
                 raise InputError(f"cu_seqlens starts at {offsets[0]}, not at 0")
-            for i, (start, stop) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+            for i, (start, stop) in enumerate(pairwise(offsets)):
                 if stop < start:
                     raise InputError(f"cu_seqlens falls from {start} to {stop} at sequence {i}; it must never fall")
             if offsets[-1] != total_tokens:
                 raise InputError(f"cu_seqlens ends at {offsets[-1]}, but there are {total_tokens} tokens")
-            longest = max(stop - start for start, stop in zip(offsets[:-1], offsets[1:], strict=True))
+            longest = max(stop - start for start, stop in pairwise(offsets))
             if max_seqlen is not None and max_seqlen < longest:
                 raise InputError(f"max_seqlen is {max_seqlen}, but the longest sequence has {longest} tokens")
             max_seqlen = longest if max_seqlen is None else max_seqlen

@@ -20,6 +20,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import fastbert
 
+# `with torch.device("meta")` keeps a list of torch's constructors, made at its first use: that must come before
+# they are patched below.
+with torch.device("meta"):
+    assert torch.empty(0).is_meta
+
 _PACKAGE_FOLDERS = tuple(
     f"{folder}{os.sep}" for folder in (Path(fastbert.__file__).parent, Path(__file__).resolve().parents[1] / "kernels")
 )

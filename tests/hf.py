@@ -17,10 +17,7 @@ from fastbert.testing.cases import attention_mask
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
-# `with torch.device("meta")` keeps a list of torch's constructors, made at its first use: that must come before
-# conftest.py's fixture replaces torch.empty, or models are built on the CPU instead.
-with torch.device("meta"):
-    assert torch.empty(0).is_meta
+
 
 FAMILIES = ("bert", "roberta", "xlm-roberta", "distilbert", "albert", "electra", "megatron-bert")
 MODELS = sorted(_CLASSES)  # (model_type, head)
@@ -238,9 +235,3 @@ def random_like(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     """Every parameter's gradient; shared parameters under both of their names."""
     return {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
-
-
-@pytest.fixture(autouse=True)
-def as_users_run(monkeypatch):
-    """conftest.py turns the Triton interpreter on, which then serves CPU tensors; a user's CPU model never sees it."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)

@@ -11,7 +11,7 @@ import warnings
 
 import pytest
 import torch
-from hf import MODELS, as_users_run, config_for, families_axis, make_batch, make_hf, random_like  # noqa: F401
+from hf import MODELS, config_for, families_axis, make_batch, make_hf, random_like
 from torch import nn
 
 import fastbert

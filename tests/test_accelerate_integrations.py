@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from hf import as_users_run, config_for, hf_class, make_hf  # noqa: F401
+from hf import config_for, hf_class, make_hf
 from test_accelerate import (  # noqa: F401
     IDS,
     MASK,

@@ -10,13 +10,10 @@ import warnings
 import pytest
 import torch
 import transformers
-from hf import (  # noqa: F401
-    NUM_CONFIGS,
-    as_users_run,
+from hf import (
     config_for,
     families_axis,
     hf_class,
-    hf_config,
     make_batch,
     make_config,
     make_hf,

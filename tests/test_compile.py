@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True) of the packed encoder, cold: the first thing that a fresh process does with fastbert."""
+"""torch.compile(fullgraph=True) of the packed encoder, cold: the first thing that a process does with fastbert."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 import transformers
-from hf import NUM_CONFIGS, as_users_run, families_axis, hf_config, make_config  # noqa: F401
+from hf import NUM_CONFIGS, families_axis, hf_config, make_config
 
 from fastbert.config import _OWN_FIELDS, _THEIR_NAMES, ConfigError, EncoderConfig
 from fastbert.models.auto import AutoModel, model_class

@@ -9,7 +9,7 @@ import pickle
 
 import pytest
 import torch
-from hf import as_users_run, config_for, make_config, make_hf  # noqa: F401
+from hf import config_for, make_config, make_hf
 from safetensors.torch import load_file, save_file
 
 from fastbert import hub

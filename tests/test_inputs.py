@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf import as_users_run, config_for, families_axis, make_batch, make_config  # noqa: F401
+from hf import config_for, families_axis, make_batch, make_config
 
 from fastbert.models.auto import _CLASSES
 from fastbert.packing import InputError

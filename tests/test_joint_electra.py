@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from hf import as_users_run, config_for, hf_class, make_batch, make_config, make_hf, make_ours  # noqa: F401
+from hf import config_for, hf_class, make_batch, make_config, make_hf, make_ours
 from torch import nn
 
 from fastbert import ElectraForJointPreTraining

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from hf import as_users_run, config_for, make_batch, make_config, make_trio  # noqa: F401
+from hf import config_for, make_batch, make_config, make_trio
 from torch.utils import _pytree as pytree
 
 from fastbert.models.auto import _CLASSES

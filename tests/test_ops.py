@@ -1,4 +1,4 @@
-"""Every op's torch backend against the oracle: outputs and gradients, in fp32 and bf16, on every edge of the contract."""
+"""Every op's torch backend against the oracle: outputs and gradients, fp32 and bf16, every edge of the contract."""
 
 from __future__ import annotations
 
@@ -36,13 +36,11 @@ def check(op, formula, tensors: dict[str, torch.Tensor], dtype: torch.dtype, joi
             {"qkv": torch.stack(list(g.values()))} for g in (grads, oracle_grads, baseline_grads)
         )
     for name in grads:
-        assert_close_to_reference(
-            grads[name], oracle_grads[name], baseline_grads[name], GRADIENT_FACTOR, f"d{name}"
-        )
+        assert_close_to_reference(grads[name], oracle_grads[name], baseline_grads[name], GRADIENT_FACTOR, f"d{name}")
 
 
 def check_attention(op, formula, tensors, dtype):
-    """dq and dk are differences that cancel (to exactly 0 in a one-token sequence): their scale is that of all of dqkv."""
+    """dq and dk are differences that cancel (to 0 in a one-token sequence): their scale is that of all of dqkv."""
     check(op, formula, tensors, dtype, joint=True)
 
 

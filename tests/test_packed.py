@@ -6,9 +6,8 @@ import copy
 
 import pytest
 import torch
-from hf import (  # noqa: F401
+from hf import (
     CHOICES,
-    as_users_run,
     config_for,
     families_axis,
     gradients,

@@ -12,13 +12,12 @@ import re
 
 import pytest
 import torch
-from hf import (  # noqa: F401
+from hf import (
     CHOICES,
     FAMILIES,
     MODELS,
     NUM_CONFIGS,
     Batch,
-    as_users_run,
     config_for,
     families_axis,
     gradients,

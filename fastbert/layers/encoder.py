@@ -64,8 +64,10 @@ def add(x, bias, residual, dropout_p: float):
     return x if residual is None else x + residual
 
 
-def run_attention(layer: nn.Module, names: LayerNames, options: LayerOptions, x, batch: PackedBatch, probs: list | None):
-    """Self-attention of x (total_tokens, hidden_size), up to the output projection: (out, the bias it still lacks)."""
+def run_attention(
+    layer: nn.Module, names: LayerNames, options: LayerOptions, x, batch: PackedBatch, probs: list | None
+):
+    """Self-attention of x (total_tokens, hidden_size), up to its output projection: (out, the bias it lacks)."""
     heads = (-1, options.num_attention_heads, x.shape[-1] // options.num_attention_heads)
     q, k, v = (linear(get_leaf(layer, path), x).view(heads) for path in (names.query, names.key, names.value))
     dropout_p = options.attention_dropout if layer.training else 0.0

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-
 Leaf = TypeVar("Leaf", bound=nn.Module)
 
 

@@ -1,8 +1,8 @@
 """A pre-norm BERT, and its smallest member: the "baby" BERT for teaching.
 
 Pre-norm (Xiong et al. 2020) normalises before each half of a layer and once at the end, so that even tiny models train
-without warm-up. The layout and the names are those of Megatron-BERT (Shoeybi et al. 2019, section 3), which transformers
-has as `megatron-bert`: what is saved here loads there.
+without warm-up. The layout and the names are those of Megatron-BERT (Shoeybi et al. 2019, section 3), which
+transformers has as `megatron-bert`: what is saved here loads there.
 """
 
 from __future__ import annotations

@@ -30,7 +30,9 @@ class PreTrainedModel(CheckpointMixin):
         if not isinstance(config, EncoderConfig):
             config = EncoderConfig.from_dict(config.to_dict())
         if config.model_type != self.family.model_type:
-            raise ConfigError(f"{type(self).__name__} takes model_type {self.family.model_type!r}, not {config.model_type!r}")
+            raise ConfigError(
+                f"{type(self).__name__} takes model_type {self.family.model_type!r}, not {config.model_type!r}"
+            )
         self.config = config
         self.gradient_checkpointing = False
 
@@ -185,9 +187,7 @@ class EncoderModel(PreTrainedModel):
         input_ids, token_type_ids, position_ids: int64 (total_tokens,); cu_seqlens: int32 (batch + 1,); max_seqlen: an
         upper bound of the lengths, on the host. Returns (total_tokens, hidden_size). Raises InputError.
         """
-        return self.encode(
-            self.prepare(input_ids, None, token_type_ids, position_ids, None, cu_seqlens, max_seqlen)
-        )
+        return self.encode(self.prepare(input_ids, None, token_type_ids, position_ids, None, cu_seqlens, max_seqlen))
 
     def prepare(self, *arguments) -> PackedInputs:
         return prepare_inputs(self.family, self.config, *arguments)

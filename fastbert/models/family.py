@@ -9,6 +9,7 @@ from fastbert.config import EncoderConfig
 from fastbert.layers.embeddings import EmbeddingNames
 from fastbert.layers.encoder import LayerNames, LayerOptions
 
+BERT_EMBEDDINGS = EmbeddingNames()
 BERT_LAYER = LayerNames(
     query="attention.self.query",
     key="attention.self.key",
@@ -52,7 +53,7 @@ class Family:
     model_type: str
     prefix: str  # the attribute that holds the base model in a model with a head
     masked_lm: MaskedLMNames
-    embeddings: EmbeddingNames = EmbeddingNames()
+    embeddings: EmbeddingNames = BERT_EMBEDDINGS
     layer: LayerNames = BERT_LAYER
     layer_path: Callable[[EncoderConfig, int], str] = lambda config, i: f"encoder.layer.{i}"
     pooler: str | None = "pooler.dense"
@@ -77,7 +78,7 @@ class Family:
         )
 
     def layer_paths(self, config: EncoderConfig) -> list[str]:
-        """The path of the layer that runs at each depth; ALBERT's groups repeat theirs (Lan et al. 2019, section 3.1)."""
+        """The path of the layer that runs at each depth; ALBERT's groups repeat theirs (Lan et al. 2019, 3.1)."""
         if not config.num_hidden_groups:
             return [self.layer_path(config, i) for i in range(config.num_hidden_layers)]
         paths = []

@@ -103,7 +103,7 @@ def check_labels(labels: torch.Tensor, limit: int, name: str) -> torch.Tensor:
 
 
 def sequence_loss(config: EncoderConfig, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Regression, single-label or multi-label loss of (batch, num_labels) logits; the kind as transformers infers it."""
+    """Regression, single- or multi-label loss of (batch, num_labels) logits; kinds as transformers infers them."""
     kind = config.problem_type
     if kind is None:
         if config.num_labels == 1:

@@ -96,9 +96,11 @@ def _positions_from_ids(config, input_ids, grid, batch: PackedBatch) -> torch.Te
     """fairseq's rule: real ids count up from padding_idx + 1, pad ids get padding_idx; taken from ids, not the mask."""
     first = _first_position(config)
     if input_ids is None:
-        return batch.local_positions() + first if len(grid) == 1 else (
-            torch.arange(grid[1], device=batch.cu_seqlens.device) + first
-        ).expand(grid)
+        return (
+            batch.local_positions() + first
+            if len(grid) == 1
+            else (torch.arange(grid[1], device=batch.cu_seqlens.device) + first).expand(grid)
+        )
     real = (input_ids != config.pad_token_id).long()
     count = real.cumsum(-1)
     if len(grid) == 1:  # packed: counting starts again with each sequence

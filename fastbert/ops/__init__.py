@@ -1,4 +1,4 @@
-"""The op level: functions over tensors, no nn.Module, no config. Each has one contract, one oracle, several backends."""
+"""The op level: functions over tensors, no nn.Module, no config. One contract, one oracle, several backends each."""
 
 from fastbert.ops.attention import attention, attention_probs
 from fastbert.ops.embedding import embed_layer_norm

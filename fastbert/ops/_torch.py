@@ -35,8 +35,8 @@ def add_layer_norm(x, residual, weight, bias, x_bias, dropout_p, eps):
 # --------------------------------------------------------------------------------------------------------------------
 # attention
 #
-# Batched products want equal lengths. Sequences are grouped into buckets of nearly equal length, so that a batch needs a
-# handful of calls and little padding, and a bucket of exactly equal lengths needs no mask. docs/attention.md has the
+# Batched products want equal lengths. Sequences are grouped into buckets of nearly equal length, so that a batch needs
+# a handful of calls and little padding, and a bucket of exactly equal lengths needs no mask. docs/attention.md has the
 # measurements against the alternatives (a loop, one padded call, nested tensors).
 
 
@@ -206,7 +206,9 @@ def feed_forward(x, up_weight, up_bias, down_weight, activation_name):
 def cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoothing):
     kept = (labels != ignore_index).nonzero().flatten()
     logits = F.linear(hidden_states.index_select(0, kept), weight, bias)
-    total = F.cross_entropy(logits.float(), labels.index_select(0, kept), reduction="sum", label_smoothing=label_smoothing)
+    total = F.cross_entropy(
+        logits.float(), labels.index_select(0, kept), reduction="sum", label_smoothing=label_smoothing
+    )
     return total / max(kept.shape[0], 1)
 
 

@@ -1,4 +1,4 @@
-"""The feed-forward half of a layer: GEMM + bias + activation, and the second GEMM (Vaswani et al. 2017, section 3.3)."""
+"""The feed-forward half of a layer: GEMM + bias + activation, then a GEMM (Vaswani et al. 2017, section 3.3)."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ Run it in float64 for the truth, and in a kernel's dtype for the baseline that t
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 
@@ -52,7 +53,7 @@ def attention(q, k, v, cu_seqlens, softmax_scale=None):
     softmax_scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     offsets = cu_seqlens.tolist()
     pieces = []
-    for start, stop in zip(offsets[:-1], offsets[1:], strict=True):
+    for start, stop in pairwise(offsets):
         qs, ks, vs = (t[start:stop].transpose(0, 1) for t in (q, k, v))
         if stop > start:
             pieces.append((softmax(qs @ ks.transpose(1, 2) * softmax_scale) @ vs).transpose(0, 1))
@@ -60,9 +61,7 @@ def attention(q, k, v, cu_seqlens, softmax_scale=None):
     return torch.cat([*pieces, torch.zeros_like(slack)])
 
 
-def embed_layer_norm(
-    input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, eps=1e-12
-):
+def embed_layer_norm(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, eps=1e-12):
     x = word[input_ids] + position[position_ids]
     if token_type is not None:
         types = torch.zeros_like(position_ids) if token_type_ids is None else token_type_ids
@@ -91,7 +90,7 @@ def cross_entropy(hidden_states, weight, bias, labels, ignore_index=-100):
 def sequence_cross_entropy(logits, cu_seqlens, targets):
     offsets = cu_seqlens.tolist()
     losses = []
-    for start, stop, target in zip(offsets[:-1], offsets[1:], targets.tolist(), strict=True):
+    for start, stop, target in zip(offsets, offsets[1:], targets.tolist(), strict=False):
         if 0 <= target < stop - start:
             losses.append(-torch.log(softmax(logits[start:stop])[target]))
     return torch.stack(losses).mean() if losses else logits.sum() * 0.0
@@ -100,7 +99,7 @@ def sequence_cross_entropy(logits, cu_seqlens, targets):
 def pooling(hidden_states, cu_seqlens, mode):
     offsets = cu_seqlens.tolist()
     rows = []
-    for start, stop in zip(offsets[:-1], offsets[1:], strict=True):
+    for start, stop in pairwise(offsets):
         tokens = hidden_states[start:stop]
         if stop == start:
             rows.append(hidden_states.new_zeros(hidden_states.shape[-1]))
