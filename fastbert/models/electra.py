@@ -67,7 +67,8 @@ class ElectraForPreTraining(heads.HeadModel):
         loss = None
         if given:
             labels = self.pack_labels(given["labels"], batch, 2)
-            losses = F.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="none")
+            scores = ops.at_least_fp32(logits)
+            losses = F.binary_cross_entropy_with_logits(scores, labels.to(scores.dtype), reduction="none")
             loss = losses.where(labels != -100, 0.0).sum() / (labels != -100).sum().clamp(min=1)
         return {"loss": loss, "logits": batch.unpack(logits)}
 

@@ -111,14 +111,11 @@ def sequence_loss(config: EncoderConfig, logits: torch.Tensor, labels: torch.Ten
         else:
             kind = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
     if kind == "single_label_classification":
-        labels = labels.reshape(-1)
-        if labels.shape[0] != logits.shape[0]:
-            raise InputError(f"labels has {labels.shape[0]} entries for {logits.shape[0]} sequences")
-        labels = check_labels(labels.long(), logits.shape[-1], "labels")
-        return F.cross_entropy(logits.float(), labels, reduction="sum") / (labels != -100).sum().clamp(min=1)
+        return class_loss(logits, labels)
     if labels.numel() != logits.numel():
         raise InputError(f"labels has shape {tuple(labels.shape)}; the logits' is {tuple(logits.shape)}")
-    logits, labels = logits.float(), labels.reshape(logits.shape).float()
+    logits = ops.at_least_fp32(logits)
+    labels = labels.reshape(logits.shape).to(logits.dtype)
     if kind == "regression":
         return F.mse_loss(logits, labels)
     if kind == "multi_label_classification":
@@ -167,7 +164,7 @@ class MaskedLMHeadModel(HeadModel):
         if is_plain(decoder, nn.Linear):
             return ops.cross_entropy(hidden, decoder.weight, decoder.bias, labels)
         logits = decoder(hidden)  # hooked, or LoRA's: called, as every leaf is
-        return F.cross_entropy(logits.float(), labels, reduction="sum") / max(labels.shape[0], 1)
+        return ops.logits_cross_entropy(logits, labels)
 
     def masked_lm_hidden(self, packed: torch.Tensor) -> torch.Tensor:
         """The head before its decoder: (tokens, hidden_size) -> (tokens, embedding_size)."""
@@ -214,16 +211,17 @@ class ForNextSentencePrediction(HeadModel):
 
     def compute(self, packed, batch, given):
         logits = linear(get_leaf(self, self.family.pair), self.base_model.pool(packed, batch))
-        loss = pair_loss(logits, given["labels"]) if given else None
+        loss = class_loss(logits, given["labels"]) if given else None
         return {"loss": loss, "logits": logits}
 
 
-def pair_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def class_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of (batch, num_classes) logits, a label a sequence."""
     labels = labels.reshape(-1)
     if labels.shape[0] != logits.shape[0]:
-        raise InputError(f"{labels.shape[0]} labels for {logits.shape[0]} sequences")
+        raise InputError(f"labels has {labels.shape[0]} entries for {logits.shape[0]} sequences")
     labels = check_labels(labels.long(), logits.shape[-1], "labels")
-    return F.cross_entropy(logits.float(), labels, reduction="sum") / (labels != -100).sum().clamp(min=1)
+    return ops.logits_cross_entropy(logits, labels)
 
 
 class ForPreTraining(MaskedLMHeadModel):
@@ -246,7 +244,7 @@ class ForPreTraining(MaskedLMHeadModel):
         if len(given) < 2:  # as transformers: the loss needs both kinds of labels
             return {"prediction_logits": self.masked_lm_logits(packed, batch), self.pair_logits: pair}
         logits = Deferred(lambda: self.masked_lm_logits(packed, batch), packed.device.type)
-        loss = self.masked_lm_loss(packed, batch, given["labels"]) + pair_loss(pair, given[self.pair_label])
+        loss = self.masked_lm_loss(packed, batch, given["labels"]) + class_loss(pair, given[self.pair_label])
         return {"loss": loss, "prediction_logits": logits, self.pair_logits: pair}
 
     def pair_input(self, pooled: torch.Tensor) -> torch.Tensor:
@@ -336,7 +334,7 @@ class ForMultipleChoice(SequenceHeadModel):
         if batch.batch_size % num_choices:
             raise InputError(f"{batch.batch_size} sequences are no multiple of num_choices {num_choices}")
         logits = self.sequence_logits(packed, batch).view(-1, num_choices)
-        return {"loss": pair_loss(logits, given["labels"]) if "labels" in given else None, "logits": logits}
+        return {"loss": class_loss(logits, given["labels"]) if "labels" in given else None, "logits": logits}
 
 
 class ForTokenClassification(HeadModel):
@@ -351,8 +349,7 @@ class ForTokenClassification(HeadModel):
         loss = None
         if given:
             packed_labels = self.pack_labels(given["labels"], batch, self.config.num_labels)
-            total = F.cross_entropy(logits.float(), packed_labels, reduction="sum")
-            loss = total / (packed_labels != -100).sum().clamp(min=1)
+            loss = ops.logits_cross_entropy(logits, packed_labels)
         return {"loss": loss, "logits": batch.unpack(logits)}
 
 

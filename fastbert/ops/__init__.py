@@ -4,18 +4,20 @@ from fastbert.ops.attention import attention, attention_probs
 from fastbert.ops.embedding import embed_layer_norm
 from fastbert.ops.feed_forward import activation, feed_forward, linear_gelu
 from fastbert.ops.layer_norm import add_layer_norm
-from fastbert.ops.loss import cross_entropy, sequence_cross_entropy
+from fastbert.ops.loss import at_least_fp32, cross_entropy, logits_cross_entropy, sequence_cross_entropy
 from fastbert.ops.pooling import pooling
 
 __all__ = [
     "activation",
     "add_layer_norm",
+    "at_least_fp32",
     "attention",
     "attention_probs",
     "cross_entropy",
     "embed_layer_norm",
     "feed_forward",
     "linear_gelu",
+    "logits_cross_entropy",
     "pooling",
     "sequence_cross_entropy",
 ]

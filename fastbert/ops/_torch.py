@@ -20,6 +20,11 @@ def activation(x: torch.Tensor, name: str) -> torch.Tensor:
     return _ACTIVATIONS[name](x)
 
 
+def at_least_fp32(x: torch.Tensor) -> torch.Tensor:
+    """Sums and losses run in fp32, or in fp64 where that is what came in."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def dropout(x: torch.Tensor, p: float) -> torch.Tensor:
     return F.dropout(x, p) if p > 0 else x
 
@@ -172,7 +177,7 @@ def attention_probs(q, k, cu_seqlens, max_seqlen, softmax_scale):
     """(batch, num_heads, max_seqlen, max_seqlen); zero where a query or key slot is padding."""
     index, real = _padded_slots(q.shape[0], cu_seqlens, max_seqlen)
     q, k = (t.index_select(0, index.flatten()).view(*index.shape, *t.shape[1:]).transpose(1, 2) for t in (q, k))
-    scores = (q @ k.transpose(-1, -2)).float() * softmax_scale
+    scores = at_least_fp32(q @ k.transpose(-1, -2)) * softmax_scale
     scores = scores.masked_fill(~real[:, None, None, :], -math.inf)
     both = real[:, None, None, :] & real[:, None, :, None]
     return torch.where(both, scores.softmax(-1), 0.0).to(q.dtype)
@@ -206,10 +211,13 @@ def feed_forward(x, up_weight, up_bias, down_weight, activation_name):
 def cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoothing):
     kept = (labels != ignore_index).nonzero().flatten()
     logits = F.linear(hidden_states.index_select(0, kept), weight, bias)
-    total = F.cross_entropy(
-        logits.float(), labels.index_select(0, kept), reduction="sum", label_smoothing=label_smoothing
-    )
-    return total / max(kept.shape[0], 1)
+    return logits_cross_entropy(logits, labels.index_select(0, kept), ignore_index, label_smoothing)
+
+
+def logits_cross_entropy(logits, labels, ignore_index, label_smoothing):
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    total = F.cross_entropy(at_least_fp32(logits), labels, reduction="sum", **options)
+    return total / (labels != ignore_index).sum().clamp(min=1)
 
 
 def token_sequences(cu_seqlens, total_tokens):
@@ -232,8 +240,8 @@ def pooling(hidden_states, cu_seqlens, mode):
         return torch.where(lengths > 0, hidden_states.index_select(0, first), 0.0)
     sequence, inside = token_sequences(cu_seqlens, total_tokens)
     if mode == "mean":
-        real = torch.where(inside[:, None], hidden_states, 0.0).float()
-        return (pooled.float().index_add(0, sequence, real) / lengths.clamp(min=1)).to(hidden_states.dtype)
+        real = torch.where(inside[:, None], at_least_fp32(hidden_states), 0.0)
+        return (at_least_fp32(pooled).index_add(0, sequence, real) / lengths.clamp(min=1)).to(hidden_states.dtype)
     real = torch.where(inside[:, None], hidden_states, -math.inf)
     index = sequence[:, None].expand_as(hidden_states)
     pooled = pooled.scatter_reduce(0, index, real, "amax", include_self=False)
@@ -245,8 +253,8 @@ def sequence_cross_entropy(logits, cu_seqlens, targets):
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
     kept = (targets >= 0) & (targets < lengths)
     if total_tokens == 0:
-        return logits.float().sum()
-    logits = logits.float()
+        return at_least_fp32(logits).sum()
+    logits = at_least_fp32(logits)
     sequence, inside = token_sequences(cu_seqlens, total_tokens)
     logits = torch.where(inside, logits, -math.inf)
     largest = logits.new_zeros(batch_size).scatter_reduce(0, sequence, logits.detach(), "amax", include_self=False)

@@ -9,6 +9,8 @@ from fastbert.ops import _torch
 
 declare("cross_entropy")
 
+at_least_fp32 = _torch.at_least_fp32
+
 
 def cross_entropy(
     hidden_states: torch.Tensor,
@@ -27,10 +29,17 @@ def cross_entropy(
         labels: int64 (total_tokens,).
 
     Returns:
-        fp32 scalar; 0, with zero gradients, when no token has a label (torch's own mean would be NaN).
+        fp32 scalar, fp64 where that came in; 0, with zero gradients, when no token has a label (torch: NaN).
     """
     select("cross_entropy", backend, hidden_states, weight, bias, labels)
     return _torch.cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoothing)
+
+
+def logits_cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> torch.Tensor:
+    """`cross_entropy` of logits that are wanted anyway: (n, num_classes), labels int64 (n,) -> fp32 scalar."""
+    return _torch.logits_cross_entropy(logits, labels, ignore_index, label_smoothing)
 
 
 def sequence_cross_entropy(logits: torch.Tensor, cu_seqlens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
