@@ -146,7 +146,7 @@ BAD_LABELS = {
         {"labels": IDS, "next_sentence_label": IDS[:, 2]},
         "labels holds 8; valid values are 0 to 1",
     ),
-    "pairs": ("NextSentencePrediction", {"labels": torch.tensor([0])}, "1 labels for 2 sequences"),
+    "pairs": ("NextSentencePrediction", {"labels": torch.tensor([0])}, "labels has 1 entries for 2 sequences"),
     "class": (
         "SequenceClassification",
         {"labels": torch.tensor([0, 3])},
@@ -163,7 +163,7 @@ BAD_LABELS = {
         {"input_ids": CHOICES, "labels": torch.tensor([2])},
         "labels holds 2; valid values are 0 to 1",
     ),
-    "choices": ("MultipleChoice", {"input_ids": CHOICES, "labels": torch.tensor([0, 1])}, "2 labels for 1 sequences"),
+    "choices": ("MultipleChoice", {"input_ids": CHOICES, "labels": torch.tensor([0, 1])}, "labels has 2 entries for 1 sequences"),
     "no choices": ("MultipleChoice", {}, r"inputs of shape \(batch, num_choices, seqlen\), not \(2, 6\)"),
     "no ids": ("MultipleChoice", {"input_ids": None}, r"inputs of shape \(batch, num_choices, seqlen\), not None"),
     "packed choices": (
