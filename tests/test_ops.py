@@ -93,6 +93,17 @@ def test_attention_adversarial(dtype, kind):
     )
 
 
+def test_attention_under_autocast():
+    """The products come out in bf16 whatever q, k and v are: so does the result, bucketed or in one rectangle."""
+    for case in (LENGTHS[1], LENGTHS[3]):
+        t = qkv(case)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = ops.attention(*t.values(), case.cu_seqlens, max(case.lengths))
+        low = {name: x.bfloat16() for name, x in t.items()}
+        expected = reference.attention(*(x.double() for x in low.values()), case.cu_seqlens)
+        assert_close_to_reference(out, expected, reference.attention(*low.values(), case.cu_seqlens), name=case.id)
+
+
 def test_attention_dropout():
     """Dropped after the softmax and scaled by 1 / (1 - p): extracted with v = identity and equal keys."""
     n, heads, p = 64, 64, 0.25

@@ -129,11 +129,10 @@ def _attention_bucketed(q, k, v, buckets, softmax_scale, dropout_p):
         order.append(b.tokens)
     if len(buckets) == 1 and buckets[0].span == (0, total_tokens):
         return pieces[0]
-    # Tokens of no bucket (slack rows beyond cu_seqlens[-1]) stay zero.
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     if not pieces:
-        return out + (q + k + v)[:0].sum()  # keeps the graph: every gradient is defined, and zero
-    return out.index_copy(0, torch.cat(order), torch.cat(pieces))
+        return torch.zeros_like(q) + (q + k + v)[:0].sum()  # keeps the graph: every gradient is defined, and zero
+    # Tokens of no bucket (slack rows beyond cu_seqlens[-1]) stay zero. The dtype is the products': autocast may lower it.
+    return pieces[0].new_zeros(q.shape).index_copy(0, torch.cat(order), torch.cat(pieces))
 
 
 def _padded_slots(total_tokens, cu_seqlens, max_seqlen):
