@@ -53,6 +53,11 @@ def test_support_tables_are_those_of_the_registries():
     assert support_tables() in README, "README.md must hold:\n" + support_tables()
 
 
+def test_the_speed_table_is_the_committed_result():
+    results = Path(__file__).parents[1] / "benchmarks" / "results" / "amd-epyc-2-cores" / "results.md"
+    assert results.read_text(encoding="utf-8").strip() in README
+
+
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
