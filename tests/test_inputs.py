@@ -163,7 +163,11 @@ BAD_LABELS = {
         {"input_ids": CHOICES, "labels": torch.tensor([2])},
         "labels holds 2; valid values are 0 to 1",
     ),
-    "choices": ("MultipleChoice", {"input_ids": CHOICES, "labels": torch.tensor([0, 1])}, "labels has 2 entries for 1 sequences"),
+    "choices": (
+        "MultipleChoice",
+        {"input_ids": CHOICES, "labels": torch.tensor([0, 1])},
+        "labels has 2 entries for 1 sequences",
+    ),
     "no choices": ("MultipleChoice", {}, r"inputs of shape \(batch, num_choices, seqlen\), not \(2, 6\)"),
     "no ids": ("MultipleChoice", {"input_ids": None}, r"inputs of shape \(batch, num_choices, seqlen\), not None"),
     "packed choices": (

@@ -131,7 +131,7 @@ def _attention_bucketed(q, k, v, buckets, softmax_scale, dropout_p):
         return pieces[0]
     if not pieces:
         return torch.zeros_like(q) + (q + k + v)[:0].sum()  # keeps the graph: every gradient is defined, and zero
-    # Tokens of no bucket (slack rows beyond cu_seqlens[-1]) stay zero. The dtype is the products': autocast may lower it.
+    # Tokens of no bucket (slack rows beyond cu_seqlens[-1]) stay zero. Autocast may lower the dtype.
     return pieces[0].new_zeros(q.shape).index_copy(0, torch.cat(order), torch.cat(pieces))
 
 
