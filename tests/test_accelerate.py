@@ -201,7 +201,7 @@ def test_gradient_checkpointing(model_type, reentrant, packed_layers, no_fallbac
     model = fastbert.accelerate(make_hf(config, "SequenceClassification"))
     labels = make_labels(config, "SequenceClassification", batch.real)
     _, expected, expected_grads = run(model, "SequenceClassification", batch, labels, output_attentions=True)
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     packed_layers.clear()
     _, actual, grads = run(model, "SequenceClassification", batch, labels, output_attentions=True)
     assert len(packed_layers) == 2 * config.num_hidden_layers and actual.keys() == expected.keys()

@@ -66,6 +66,10 @@ class PreTrainedModel(CheckpointMixin):
     def gradient_checkpointing_disable(self) -> None:
         self.base_model.gradient_checkpointing = False
 
+    # transformers calls it so from 5.23 on; both names are in use.
+    activation_checkpointing_enable = gradient_checkpointing_enable
+    activation_checkpointing_disable = gradient_checkpointing_disable
+
     def tie_weights(self) -> None:
         """Make weights that share one tensor share it again; a no-op where nothing is tied."""
 
