@@ -14,6 +14,19 @@ class ConfigError(ValueError):
     """A configuration that cannot be run; the message names the field, its value and what is allowed."""
 
 
+def read_json(path: Path, error: type[ValueError], expected: type = dict) -> Any:
+    """A JSON object, or list. Raises `error`, naming the file, where it is absent, damaged or not that."""
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise error(f"{path} does not exist") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as reason:
+        raise error(f"{path} is not valid JSON: {reason}") from None
+    if not isinstance(entries, expected):
+        raise error(f"{path} holds a {type(entries).__name__}, not a {expected.__name__}")
+    return entries
+
+
 # transformers' names of activations, and ours.
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -222,16 +235,7 @@ class EncoderConfig:
 
     @classmethod
     def from_file(cls, path: str | Path) -> EncoderConfig:
-        path = Path(path)
-        try:
-            entries = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ConfigError(f"{path} does not exist") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not valid JSON: {error}") from None
-        if not isinstance(entries, dict):
-            raise ConfigError(f"{path} holds a {type(entries).__name__}, not a JSON object")
-        return cls.from_dict(entries)
+        return cls.from_dict(read_json(Path(path), ConfigError))
 
     def to_dict(self) -> dict[str, Any]:
         """The entries of the family's config.json: what from_dict reads, under Hugging Face's names."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from fastbert.config import ConfigError, EncoderConfig
+from fastbert.config import ConfigError, EncoderConfig, read_json
 
 if TYPE_CHECKING:
     from fastbert.models.base import PreTrainedModel
@@ -88,19 +88,6 @@ def resolve(name_or_path: str | os.PathLike, *, config_only: bool = False) -> Pa
     raise CheckpointError(f"{name} is neither a local folder nor a model that the hub gave ({reason})")
 
 
-def read_json(path: Path, expected: type = dict) -> Any:
-    """A JSON object, or list. Raises CheckpointError, naming the file, where it is absent, damaged or not that."""
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(entries, expected):
-        raise CheckpointError(f"{path} holds a {type(entries).__name__}, not a {expected.__name__}")
-    return entries
-
-
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint folder: safetensors, sharded safetensors, or a pickle read with weights_only=True."""
     for name in (WEIGHTS, BIN):
@@ -114,7 +101,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def _read_shards(index: Path) -> dict[str, torch.Tensor]:
     try:
-        weight_map = read_json(index)["weight_map"]
+        weight_map = read_json(index, CheckpointError)["weight_map"]
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{index} is no shard index: {error!r}") from None
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):

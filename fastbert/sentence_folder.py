@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastbert.config import ConfigError, EncoderConfig
-from fastbert.hub import CheckpointError, load_weights, read_json, read_weights
+from fastbert.config import ConfigError, EncoderConfig, read_json
+from fastbert.hub import CheckpointError, load_weights, read_weights
 from fastbert.models.auto import FAMILIES
 from fastbert.models.base import EncoderModel
 
@@ -66,7 +66,9 @@ def _list_modules(root: Path) -> list[tuple[str, Path]]:
     if not path.is_file():
         return []
     try:
-        modules = [(entry["type"].rpartition(".")[2], entry["path"]) for entry in read_json(path, list)]
+        modules = [
+            (entry["type"].rpartition(".")[2], entry["path"]) for entry in read_json(path, CheckpointError, list)
+        ]
     except (TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} is no list of modules with a type and a path: {error!r}") from None
     for _, folder in modules:
@@ -97,7 +99,7 @@ def transformer_settings(folder: Path) -> dict[str, Any]:
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
+    return read_json(path, CheckpointError) if path.is_file() else {}
 
 
 def load_encoder(folder: Path, source: str, dtype: torch.dtype | None) -> EncoderModel:
@@ -120,7 +122,7 @@ def read_recipe(root: Path, hidden_size: int) -> Recipe:
         names = [name for name, _ in modules]
         if names[1:2] != ["Pooling"]:
             raise ConfigError(f"{root / 'modules.json'} has {', '.join(names)}; fastbert needs Pooling in second place")
-        entries = read_json(modules[1][1] / "config.json")
+        entries = read_json(modules[1][1] / "config.json", CheckpointError)
         recipe.pooling = _pooling_modes(modules[1][1], entries)
         recipe.prompt_is_pooled = entries.get("include_prompt", True)
     width = hidden_size * len(recipe.pooling)
@@ -152,7 +154,7 @@ def _pooling_modes(folder: Path, entries: dict[str, Any]) -> tuple[str, ...]:
 
 def _read_dense(folder: Path, width: int) -> tuple[nn.Linear, nn.Module]:
     """x -> activation(weight x + bias). Raises ConfigError, naming the module's folder, for anything more."""
-    entries = read_json(folder / "config.json")
+    entries = read_json(folder / "config.json", CheckpointError)
     activation = str(entries.get("activation_function", "torch.nn.modules.activation.Tanh"))
     kind = activation.rpartition(".")[2]
     if not activation.startswith("torch.nn.") or kind not in _DENSE_ACTIVATIONS:

@@ -7,7 +7,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from fastbert.hub import CheckpointError, read_json
+from fastbert.config import read_json
+from fastbert.hub import CheckpointError
 
 _SPECIAL_TOKENS = {
     "unk_token": "[UNK]",
@@ -43,7 +44,7 @@ def _from_json(path: Path, lowercase: bool) -> Tokenizer:
         tokenizer = Tokenizer.from_buffer(path.read_bytes())
     except ValueError as error:
         raise CheckpointError(f"{path} is no tokenizer: {error}") from None
-    if lowercase and not _lowers(read_json(path).get("normalizer")):
+    if lowercase and not _lowers(read_json(path, CheckpointError).get("normalizer")):
         then = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
         tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *then])
     return tokenizer
@@ -86,7 +87,7 @@ def _from_vocab(folder: Path, lowercase: bool) -> Tokenizer:
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json; empty where there is none."""
     path = folder / "tokenizer_config.json"
-    return read_json(path) if path.is_file() else {}
+    return read_json(path, CheckpointError) if path.is_file() else {}
 
 
 def mask_token(folder: Path, tokenizer: Tokenizer) -> str | None:

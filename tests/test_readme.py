@@ -10,7 +10,7 @@ import torch
 
 import fastbert
 from fastbert.backend import Backend, _supports
-from fastbert.models.auto import _CLASSES, HEADS
+from fastbert.models.auto import _CLASSES
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 FAMILIES = {
@@ -37,7 +37,7 @@ HEAD_NAMES = {
 def support_tables() -> str:
     """Head x family, and op x backend, from the registries."""
     lines = ["| head | " + " | ".join(FAMILIES.values()) + " |", "|---|" + ":-:|" * len(FAMILIES)]
-    for head in ("Model", *HEADS):
+    for head in HEAD_NAMES:
         cells = ["yes" if (family, head) in _CLASSES else "-" for family in FAMILIES]
         lines.append(f"| {HEAD_NAMES[head]} | " + " | ".join(cells) + " |")
     lines += ["", "| op | " + " | ".join(b.value for b in Backend) + " |", "|---|" + ":-:|" * len(Backend)]
@@ -50,6 +50,7 @@ def support_tables() -> str:
 def test_support_tables_are_those_of_the_registries():
     fastbert.backends()  # registers every op
     assert {model_type for model_type, _ in _CLASSES} == set(FAMILIES)
+    assert {head for _, head in _CLASSES} == set(HEAD_NAMES)
     assert support_tables() in README, "README.md must hold:\n" + support_tables()
 
 

@@ -11,16 +11,6 @@ from fastbert.models import albert, baby, bert, distilbert, electra, roberta
 from fastbert.models.base import EncoderModel, PreTrainedModel
 from fastbert.models.heads import HeadModel
 
-HEADS = (
-    "MaskedLM",
-    "PreTraining",
-    "NextSentencePrediction",
-    "SequenceClassification",
-    "TokenClassification",
-    "QuestionAnswering",
-    "MultipleChoice",
-)
-
 _CLASSES: dict[tuple[str, str], type[PreTrainedModel]] = {}
 FAMILIES: dict[str, type[EncoderModel]] = {}
 for _module in (albert, baby, bert, distilbert, electra, roberta):
