@@ -75,6 +75,33 @@ def test_attention_as_it_is_traced(case, dtype):
 
 
 @dtype_axis
+def test_attention_with_scores_in_several_pieces(dtype, monkeypatch):
+    """Scores are written down in pieces that fit the cache: here two heads at a time, and a remainder."""
+    case = LENGTHS[3]
+    monkeypatch.setattr(_torch, "_SCORE_BYTES", 2 * 41 * 41 * dtype.itemsize)
+    check_attention(
+        lambda q, k, v: ops.attention(q, k, v, case.cu_seqlens, max(case.lengths)),
+        lambda q, k, v: reference.attention(q, k, v, case.cu_seqlens),
+        qkv(case),
+        dtype,
+    )
+
+
+@dtype_axis
+def test_attention_of_long_sequences(dtype):
+    """SDPA runs beyond the lengths at which scores are written down: both sides of the limits, masked and not."""
+    case = Lengths("long", (257, 250, 513, 513, 520))
+    with torch.profiler.profile() as profile:
+        check_attention(
+            lambda q, k, v: ops.attention(q, k, v, case.cu_seqlens, max(case.lengths)),
+            lambda q, k, v: reference.attention(q, k, v, case.cu_seqlens),
+            qkv(case, num_heads=1, head_dim=16),
+            dtype,
+        )
+    assert "aten::scaled_dot_product_attention" in {event.key for event in profile.key_averages()}
+
+
+@dtype_axis
 @pytest.mark.parametrize("kind", ("large-logits", "dominant-key", "constant"))
 def test_attention_adversarial(dtype, kind):
     case = LENGTHS[3]
