@@ -89,29 +89,40 @@ def write_reference(model: str, dtypes: list[torch.dtype], workload: Workload, p
 
 
 def compete(
-    model: str, dtype_name: str, workload: Workload, contestants: list[str], rounds: int, reference: str
+    model: str, dtype_name: str, workload: Workload, contestants: list[str], rounds: int, restarts: int, reference: str
 ) -> dict:
-    """{contestant: {tokens_per_second, ...} or {"error": ...}} of one workload in one dtype."""
+    """{contestant: {tokens_per_second, ...} or {"error": ...}} of one workload in one dtype.
+
+    Where a process's memory happens to lie moves its rate by 5 %: every contestant is started `restarts` times, and the
+    medians are over the rounds of all starts.
+    """
     command = [sys.executable, __file__, "--model", model, "--dtypes", dtype_name, "--workloads", workload.id]
-    processes, results = {}, {}
+    samples: dict[str, list[float]] = {name: [] for name in contestants}
+    errors: dict[str, str] = {}
+    for _ in range(restarts):
+        processes = {}
+        for name in contestants:
+            processes[name] = subprocess.Popen(
+                [*command, "--worker", name, "--reference", reference],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            if processes[name].stdout.readline().strip() != "ready":
+                errors[name] = processes.pop(name).communicate()[1].strip().splitlines()[-1]
+        for _ in range(rounds):
+            for name, process in processes.items():
+                process.stdin.write("go\n")
+                process.stdin.flush()
+                samples[name].append(float(process.stdout.readline()))
+        for process in processes.values():
+            process.communicate()
+    results = {}
     for name in contestants:
-        processes[name] = subprocess.Popen(
-            [*command, "--worker", name, "--reference", reference],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        if processes[name].stdout.readline().strip() != "ready":
-            results[name] = {"error": processes.pop(name).communicate()[1].strip().splitlines()[-1]}
-    samples: dict[str, list[float]] = {name: [] for name in processes}
-    for _ in range(rounds):
-        for name, process in processes.items():
-            process.stdin.write("go\n")
-            process.stdin.flush()
-            samples[name].append(float(process.stdout.readline()))
-    for name, process in processes.items():
-        process.communicate()
-        timing = Timing.of(samples[name])
-        results[name] = {"tokens_per_second": sum(workload.lengths) / timing.median, "timing": timing.to_dict()}
-    return {name: results[name] for name in contestants}
+        if name in errors:
+            results[name] = {"error": errors[name]}
+        else:
+            timing = Timing.of(samples[name])
+            results[name] = {"tokens_per_second": sum(workload.lengths) / timing.median, "timing": timing.to_dict()}
+    return results
 
 
 def to_markdown(report: dict) -> str:
@@ -149,6 +160,7 @@ def main() -> None:
     parser.add_argument("--workloads", default="8x128,32-ragged", help=",".join(w.id for w in WORKLOADS))
     parser.add_argument("--contestants", default=",".join(CONTESTANTS))
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--restarts", type=int, default=1, help="processes per contestant, one after the other")
     parser.add_argument("--output", type=Path, help="folder for results.json and results.md")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--reference", help=argparse.SUPPRESS)
@@ -165,7 +177,7 @@ def main() -> None:
             reference = os.path.join(folder, f"{workload.id}.pt")
             write_reference(args.model, list(dtypes.values()), workload, reference)
             for name in dtypes:
-                results = compete(args.model, name, workload, contestants, args.rounds, reference)
+                results = compete(args.model, name, workload, contestants, args.rounds, args.restarts, reference)
                 rows.append({"workload": workload.id, "dtype": name, "results": results})
                 print(
                     workload.id, name, {n: r.get("error") or round(r["tokens_per_second"]) for n, r in results.items()}

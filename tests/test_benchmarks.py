@@ -61,7 +61,7 @@ def test_a_wrong_output_gets_no_time(tmp_path, monkeypatch):
     run.write_reference("tiny", [torch.float32], workload, str(reference))
     expected = torch.load(reference, weights_only=True)
     torch.save({key: value + 0.1 for key, value in expected.items()}, reference)  # as if the contestant were wrong
-    results = run.compete("tiny", "float32", workload, ["fastbert"], 1, str(reference))
+    results = run.compete("tiny", "float32", workload, ["fastbert"], 1, 1, str(reference))
     assert "max error" in results["fastbert"]["error"] and "timing" not in results["fastbert"]
 
 
