@@ -201,6 +201,16 @@ def test_feed_forward(dtype, rows, activation):
     )
 
 
+@pytest.mark.parametrize("activation", ("gelu", "gelu_tanh", "relu", "tanh", "silu"))
+def test_without_backward_the_activation_runs_in_place_with_the_same_bits(activation):
+    x, weight, bias = torch.randn(9, 32), torch.randn(48, 32), torch.randn(48)
+    kept = x.clone()
+    expected = ops.linear_gelu(x.requires_grad_(), weight, bias, activation=activation)
+    with torch.no_grad():
+        assert torch.equal(ops.linear_gelu(x, weight, bias, activation=activation), expected)
+    assert torch.equal(x, kept)
+
+
 def test_erf_and_tanh_gelu_are_not_swapped():
     """They differ by 4.7e-4 at |x| = 2.7: the exact one must be 100 times closer to erf than that."""
     x = torch.tensor([[2.7]], dtype=torch.float64)

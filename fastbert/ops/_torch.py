@@ -16,6 +16,15 @@ _ACTIVATIONS = {
 }
 
 
+_ACTIVATIONS_IN_PLACE = {
+    "gelu": torch.ops.aten.gelu_,
+    "gelu_tanh": lambda x: torch.ops.aten.gelu_(x, approximate="tanh"),
+    "relu": torch.relu_,
+    "tanh": torch.tanh_,
+    "silu": lambda x: F.silu(x, inplace=True),
+}
+
+
 def activation(x: torch.Tensor, name: str) -> torch.Tensor:
     return _ACTIVATIONS[name](x)
 
@@ -223,7 +232,9 @@ def embed_layer_norm(
 
 
 def linear_gelu(x, weight, bias, activation_name):
-    return activation(F.linear(x, weight, bias), activation_name)
+    y = F.linear(x, weight, bias)
+    # Where backward does not need what went in, no second buffer of the largest size is made (1 % of an fp32 forward).
+    return activation(y, activation_name) if y.requires_grad else _ACTIVATIONS_IN_PLACE[activation_name](y)
 
 
 def feed_forward(x, up_weight, up_bias, down_weight, activation_name):
