@@ -19,7 +19,7 @@ TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
 namespace {
 
 // In the order of fastbert::Isa: each machine can run a prefix of it.
-const std::vector<std::string> kIsaNames = {"generic", "avx2", "avx512"};
+const std::vector<std::string> kIsaNames = {"generic", "avx2", "avx512", "avx512_vnni", "avx512_bf16"};
 
 std::string isa() { return kIsaNames[static_cast<size_t>(fastbert::current_isa().load())]; }
 

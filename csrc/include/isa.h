@@ -11,7 +11,8 @@
 
 namespace fastbert {
 
-enum class Isa { kGeneric, kAvx2, kAvx512 };
+// In the order of what a machine can run: each runs a prefix.
+enum class Isa { kGeneric, kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16 };
 
 inline Isa best_isa() {
 #if defined(__x86_64__)
@@ -20,6 +21,9 @@ inline Isa best_isa() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+  if (avx2 && vnni && __builtin_cpu_supports("avx512bf16")) return Isa::kAvx512Bf16;
+  if (avx2 && vnni) return Isa::kAvx512Vnni;
   if (avx2 && avx512) return Isa::kAvx512;
   if (avx2) return Isa::kAvx2;
 #endif
@@ -49,7 +53,7 @@ inline std::atomic<Isa>& current_isa() {
   template <typename T>                                                                    \
   void name parameters {                                                                   \
     const auto isa = ::fastbert::current_isa().load(std::memory_order_relaxed);            \
-    if (isa == ::fastbert::Isa::kAvx512) return name##_avx512<T> arguments;                \
+    if (isa >= ::fastbert::Isa::kAvx512) return name##_avx512<T> arguments;                \
     if (isa == ::fastbert::Isa::kAvx2) return name##_avx2<T> arguments;                    \
     name##_body<T> arguments;                                                              \
   }

@@ -1,0 +1,21 @@
+#include "gemm.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <vector>
+
+#define FASTBERT_BODY "../cpu/gemm_body.h"
+#include "../include/foreach_isa.h"
+
+namespace fastbert {
+
+bool has_bf16_dot() { return current_isa().load(std::memory_order_relaxed) >= Isa::kAvx512Bf16; }
+
+void pack_panels(const PackArgs& args, int64_t begin, int64_t end) { FASTBERT_RUN(pack_panels, args, begin, end); }
+
+void gemm(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
+  FASTBERT_RUN(gemm, args, row_begin, row_end, panel_begin, panel_end);
+}
+
+}  // namespace fastbert

@@ -1,0 +1,80 @@
+// Includes the file that FASTBERT_BODY names once per instruction set, each time in a namespace of that set's name and
+// compiled for it. A kernel body is written once, against the vectors of simd_*.h; `FASTBERT_RUN` calls the copy for
+// the ISA in use.
+//
+// Everything inside is forced inline or internal to its namespace: no function that another file could share is ever
+// emitted with wide instructions (see isa.h). Standard headers must be included before this one.
+#include <cstdint>
+#include <cstring>
+
+#include "activation.h"
+#include "bf16.h"
+#include "isa.h"
+
+#define FASTBERT_SIMD __attribute__((always_inline)) inline
+
+namespace fastbert::generic {
+#include "simd_generic.h"
+#include "simd_math.h"
+#include FASTBERT_BODY
+}  // namespace fastbert::generic
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#if defined(__clang__)
+#define FASTBERT_TARGET(features) _Pragma(FASTBERT_STRING(clang attribute push(__attribute__((target(features))), apply_to = function)))
+#define FASTBERT_TARGET_END _Pragma("clang attribute pop")
+#else
+#define FASTBERT_TARGET(features) _Pragma("GCC push_options") _Pragma(FASTBERT_STRING(GCC target(features)))
+#define FASTBERT_TARGET_END _Pragma("GCC pop_options")
+#endif
+#define FASTBERT_STRING(...) #__VA_ARGS__
+
+FASTBERT_TARGET("avx2,fma")
+namespace fastbert::avx2 {
+#include "simd_avx2.h"
+#include "simd_math.h"
+#include FASTBERT_BODY
+}  // namespace fastbert::avx2
+FASTBERT_TARGET_END
+
+FASTBERT_TARGET("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")
+namespace fastbert::avx512 {
+#include "simd_avx512.h"
+#include "simd_math.h"
+#include FASTBERT_BODY
+}  // namespace fastbert::avx512
+FASTBERT_TARGET_END
+
+FASTBERT_TARGET("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
+#define FASTBERT_VNNI
+namespace fastbert::avx512_vnni {
+#include "simd_avx512.h"
+#include "simd_math.h"
+#include FASTBERT_BODY
+}  // namespace fastbert::avx512_vnni
+FASTBERT_TARGET_END
+
+FASTBERT_TARGET("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16")
+#define FASTBERT_BF16
+namespace fastbert::avx512_bf16 {
+#include "simd_avx512.h"
+#include "simd_math.h"
+#include FASTBERT_BODY
+}  // namespace fastbert::avx512_bf16
+FASTBERT_TARGET_END
+#undef FASTBERT_VNNI
+#undef FASTBERT_BF16
+
+#define FASTBERT_RUN(function, ...)                                                     \
+  switch (::fastbert::current_isa().load(std::memory_order_relaxed)) {                 \
+    case ::fastbert::Isa::kAvx512Bf16: return avx512_bf16::function(__VA_ARGS__);      \
+    case ::fastbert::Isa::kAvx512Vnni: return avx512_vnni::function(__VA_ARGS__);      \
+    case ::fastbert::Isa::kAvx512: return avx512::function(__VA_ARGS__);               \
+    case ::fastbert::Isa::kAvx2: return avx2::function(__VA_ARGS__);                   \
+    default: return generic::function(__VA_ARGS__);                                    \
+  }
+#else
+#define FASTBERT_RUN(function, ...) return generic::function(__VA_ARGS__)
+#endif

@@ -1,0 +1,74 @@
+// Vectors of eight: AVX2 with FMA. Included by foreach_isa.h.
+
+using Floats = __m256;
+using Ints = __m256i;
+constexpr int64_t kWidth = 8;
+constexpr int64_t kTileVectors = 2;  // of a tile's width: 6 x 2 sums, 2 operands and a broadcast fit 16 registers
+constexpr bool kHasBf16 = false;
+
+FASTBERT_SIMD Floats set1(float x) { return _mm256_set1_ps(x); }
+FASTBERT_SIMD Ints set1(int32_t x) { return _mm256_set1_epi32(x); }
+FASTBERT_SIMD Floats load(const float* p) { return _mm256_loadu_ps(p); }
+FASTBERT_SIMD Ints load(const int32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+FASTBERT_SIMD Floats load(const BFloat16* p) {
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+FASTBERT_SIMD void store(float* p, Floats x) { _mm256_storeu_ps(p, x); }
+FASTBERT_SIMD void store(int32_t* p, Ints x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
+FASTBERT_SIMD void store(BFloat16* p, Floats x) {
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), is_nan);
+  const __m256i packed = _mm256_packus_epi32(_mm256_srli_epi32(rounded, 16), _mm256_setzero_si256());
+  const __m256i ordered = _mm256_permute4x64_epi64(packed, 0xd8);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(ordered));
+}
+FASTBERT_SIMD Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+FASTBERT_SIMD Floats sub(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
+FASTBERT_SIMD Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+FASTBERT_SIMD Floats div(Floats a, Floats b) { return _mm256_div_ps(a, b); }
+FASTBERT_SIMD Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+FASTBERT_SIMD Ints add(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+FASTBERT_SIMD Ints sub(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
+FASTBERT_SIMD Ints mul(Ints a, Ints b) { return _mm256_mullo_epi32(a, b); }
+FASTBERT_SIMD Floats max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+FASTBERT_SIMD Floats min(Floats a, Floats b) { return _mm256_min_ps(a, b); }
+FASTBERT_SIMD Floats abs(Floats a) { return _mm256_and_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff))); }
+FASTBERT_SIMD Floats step_up_to_zero(Floats x) {
+  return _mm256_and_ps(_mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_LE_OQ), _mm256_set1_ps(1.0f));
+}
+FASTBERT_SIMD Floats to_floats(Ints x) { return _mm256_cvtepi32_ps(x); }
+FASTBERT_SIMD Floats round(Floats x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+FASTBERT_SIMD Ints to_ints(Floats x) { return _mm256_cvtps_epi32(x); }
+FASTBERT_SIMD Floats scale_by_power(Floats x, Floats n) {
+  const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+  return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
+}
+FASTBERT_SIMD float sum(Floats x) {
+  __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
+}
+FASTBERT_SIMD float largest(Floats x) {
+  __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+}
+FASTBERT_SIMD void store_bytes(uint8_t* p, Ints x) {
+  const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
+}
+// c + a * b with four unsigned bytes of `a` and four signed ones of each lane of b. Both are widened to 16 bits, where
+// no sum of two products can overflow.
+FASTBERT_SIMD Ints dot_bytes(Ints c, const void* a, Ints b) {
+  int32_t four;
+  __builtin_memcpy(&four, a, 4);
+  const __m256i x = _mm256_cvtepu8_epi16(_mm_set1_epi32(four));
+  const __m256i low = _mm256_madd_epi16(x, _mm256_cvtepi8_epi16(_mm256_castsi256_si128(b)));
+  const __m256i high = _mm256_madd_epi16(x, _mm256_cvtepi8_epi16(_mm256_extracti128_si256(b, 1)));
+  // Each lane's four products lie in two neighbours; hadd brings the lanes out in the order 0 1 4 5 | 2 3 6 7.
+  return _mm256_add_epi32(c, _mm256_permute4x64_epi64(_mm256_hadd_epi32(low, high), 0xd8));
+}

@@ -1,0 +1,79 @@
+// Vectors of four, in the compiler's own vector types: SSE2 on any x86-64, NEON on ARM. Included by foreach_isa.h.
+
+typedef float Floats __attribute__((vector_size(16)));
+typedef int32_t Ints __attribute__((vector_size(16)));
+constexpr int64_t kWidth = 4;
+constexpr int64_t kTileVectors = 2;  // of a tile's width: 6 x 2 sums, 2 operands and a broadcast fit 16 registers
+constexpr bool kHasBf16 = false;
+
+FASTBERT_SIMD Floats set1(float x) { return Floats{x, x, x, x}; }
+FASTBERT_SIMD Ints set1(int32_t x) { return Ints{x, x, x, x}; }
+FASTBERT_SIMD Floats load(const float* p) {
+  Floats x;
+  __builtin_memcpy(&x, p, sizeof(x));
+  return x;
+}
+FASTBERT_SIMD Ints load(const int32_t* p) {
+  Ints x;
+  __builtin_memcpy(&x, p, sizeof(x));
+  return x;
+}
+FASTBERT_SIMD Floats load(const BFloat16* p) {
+  return Floats{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])};
+}
+FASTBERT_SIMD void store(float* p, Floats x) { __builtin_memcpy(p, &x, sizeof(x)); }
+FASTBERT_SIMD void store(int32_t* p, Ints x) { __builtin_memcpy(p, &x, sizeof(x)); }
+FASTBERT_SIMD void store(BFloat16* p, Floats x) {
+  for (int i = 0; i < 4; ++i) p[i] = from_float<BFloat16>(x[i]);
+}
+FASTBERT_SIMD Floats add(Floats a, Floats b) { return a + b; }
+FASTBERT_SIMD Floats sub(Floats a, Floats b) { return a - b; }
+FASTBERT_SIMD Floats mul(Floats a, Floats b) { return a * b; }
+FASTBERT_SIMD Floats div(Floats a, Floats b) { return a / b; }
+FASTBERT_SIMD Floats fma(Floats a, Floats b, Floats c) { return a * b + c; }
+FASTBERT_SIMD Ints add(Ints a, Ints b) { return a + b; }
+FASTBERT_SIMD Ints sub(Ints a, Ints b) { return a - b; }
+FASTBERT_SIMD Ints mul(Ints a, Ints b) { return a * b; }
+FASTBERT_SIMD Floats select(Ints mask, Floats a, Floats b) { return (Floats)(((Ints)a & mask) | ((Ints)b & ~mask)); }
+// Like the x86 instructions: b where either is NaN.
+FASTBERT_SIMD Floats max(Floats a, Floats b) { return select(a > b, a, b); }
+FASTBERT_SIMD Floats min(Floats a, Floats b) { return select(a < b, a, b); }
+FASTBERT_SIMD Floats abs(Floats a) { return (Floats)((Ints)a & set1(0x7fffffff)); }
+// 1 where x <= 0, else 0.
+FASTBERT_SIMD Floats step_up_to_zero(Floats x) { return select(x <= set1(0.0f), set1(1.0f), set1(0.0f)); }
+FASTBERT_SIMD Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
+// To nearest, ties to even; |x| < 2^22, which is where the added constant pushes the fraction out.
+FASTBERT_SIMD Floats round(Floats x) {
+  volatile float pushed[4];  // volatile: the compiler must not cancel the two additions
+  Floats out;
+  for (int i = 0; i < 4; ++i) {
+    pushed[i] = x[i] + 12582912.0f;
+    out[i] = pushed[i] - 12582912.0f;
+  }
+  return out;
+}
+FASTBERT_SIMD Ints to_ints(Floats x) { return __builtin_convertvector(round(x), Ints); }
+// x * 2^n, n whole and in [-126, 127].
+FASTBERT_SIMD Floats scale_by_power(Floats x, Floats n) {
+  return x * (Floats)((__builtin_convertvector(n, Ints) + set1(127)) << 23);
+}
+FASTBERT_SIMD float sum(Floats x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+FASTBERT_SIMD float largest(Floats x) {
+  const float a = x[0] > x[1] ? x[0] : x[1], b = x[2] > x[3] ? x[2] : x[3];
+  return a > b ? a : b;
+}
+// The low bytes of four integers in [0, 255].
+FASTBERT_SIMD void store_bytes(uint8_t* p, Ints x) {
+  for (int i = 0; i < 4; ++i) p[i] = static_cast<uint8_t>(x[i]);
+}
+// c + a * b with four unsigned bytes of `a` and four signed ones of each lane of b.
+FASTBERT_SIMD Ints dot_bytes(Ints c, const void* a, Ints b) {
+  uint8_t x[4];
+  int8_t y[16];
+  __builtin_memcpy(x, a, 4);
+  __builtin_memcpy(y, &b, 16);
+  for (int i = 0; i < 4; ++i) {
+    for (int j = 0; j < 4; ++j) c[i] += static_cast<int32_t>(x[j]) * y[4 * i + j];
+  }
+  return c;
+}

@@ -1,0 +1,112 @@
+// 2^x, tanh, the activations and their derivatives over vectors. Included by foreach_isa.h. The coefficients are minimax
+// fits (least squares, reweighted until the largest errors are equal) made for this file; errors given are the fits'.
+// Where an operand may be NaN it is the second one of min and max, which return that one then.
+
+// 2^x, for x below 128; about 1e-38 instead of anything smaller. kFine: relative error 7.5e-8, else 7.5e-5, which is
+// plenty for a result that is rounded to bfloat16.
+template <bool kFine>
+FASTBERT_SIMD Floats exp2(Floats x) {
+  x = max(set1(-126.0f), x);
+  const Floats n = round(x);
+  const Floats f = sub(x, n);
+  Floats p;
+  if constexpr (kFine) {
+    p = fma(set1(1.327647944e-03f), f, set1(9.675543755e-03f));
+    p = fma(p, f, set1(5.550713092e-02f));
+    p = fma(p, f, set1(2.402212024e-01f));
+    p = fma(p, f, set1(6.931469440e-01f));
+    p = fma(p, f, set1(1.0f));
+  } else {
+    p = fma(set1(5.517134070e-02f), f, set1(2.426111698e-01f));
+    p = fma(p, f, set1(6.932610273e-01f));
+    p = fma(p, f, set1(9.999280572e-01f));
+  }
+  return scale_by_power(p, n);
+}
+
+constexpr float kLog2e = 1.44269504f;
+
+FASTBERT_SIMD Floats sigmoid(Floats x) {
+  const Floats e = exp2<true>(min(set1(126.0f), mul(x, set1(-kLog2e))));
+  return div(set1(1.0f), add(e, set1(1.0f)));
+}
+
+FASTBERT_SIMD Floats tanh(Floats x) { return sub(mul(set1(2.0f), sigmoid(add(x, x))), set1(1.0f)); }
+
+// erf(x / sqrt(2)). kFine: a quotient, such that x/2 of it is within 2.2e-8; else a polynomial, within 3.3e-5.
+template <bool kFine>
+FASTBERT_SIMD Floats erf_of_scaled(Floats x) {
+  if constexpr (kFine) {
+    const Floats c = max(set1(-5.5f), min(set1(5.5f), x));
+    const Floats t = mul(c, c);
+    Floats p = fma(set1(4.443196389e-08f), t, set1(1.306149534e-05f));
+    p = fma(p, t, set1(3.657164343e-04f));
+    p = fma(p, t, set1(9.523233399e-03f));
+    p = fma(p, t, set1(7.028464973e-02f));
+    p = fma(p, t, set1(7.978839874e-01f));
+    Floats q = fma(set1(1.195400046e-06f), t, set1(7.861032645e-05f));
+    q = fma(q, t, set1(1.962434500e-03f));
+    q = fma(q, t, set1(2.939869463e-02f));
+    q = fma(q, t, set1(2.547523379e-01f));
+    q = fma(q, t, set1(1.0f));
+    return div(mul(c, p), q);
+  } else {
+    const Floats c = max(set1(-4.5f), min(set1(4.5f), x));
+    const Floats t = mul(c, c);
+    Floats p = fma(set1(6.072860270e-11f), t, set1(-6.629341076e-09f));
+    p = fma(p, t, set1(3.182001649e-07f));
+    p = fma(p, t, set1(-8.903473827e-06f));
+    p = fma(p, t, set1(1.628504979e-04f));
+    p = fma(p, t, set1(-2.075183671e-03f));
+    p = fma(p, t, set1(1.917040907e-02f));
+    p = fma(p, t, set1(-1.319693178e-01f));
+    p = fma(p, t, set1(7.974252105e-01f));
+    return mul(c, p);
+  }
+}
+
+// The argument of gelu_tanh's tanh: sqrt(2/pi) (x + 0.044715 x^3).
+FASTBERT_SIMD Floats gelu_tanh_argument(Floats x) {
+  return mul(x, fma(set1(0.7978845608f * 0.044715f), mul(x, x), set1(0.7978845608f)));
+}
+
+template <bool kFine>
+FASTBERT_SIMD Floats activate(Activation activation, Floats x) {
+  switch (activation) {
+    case Activation::kGelu: {
+      const Floats half = mul(set1(0.5f), x);
+      return fma(half, erf_of_scaled<kFine>(x), half);
+    }
+    case Activation::kGeluTanh: return mul(x, sigmoid(mul(set1(2.0f), gelu_tanh_argument(x))));
+    case Activation::kRelu: return max(set1(0.0f), x);
+    case Activation::kTanh: return tanh(x);
+    case Activation::kSilu: return mul(x, sigmoid(x));
+    default: return x;
+  }
+}
+
+// d activate(x) / dx.
+FASTBERT_SIMD Floats activation_slope(Activation activation, Floats x) {
+  const Floats one = set1(1.0f);
+  switch (activation) {
+    case Activation::kGelu: {  // Phi(x) + x phi(x)
+      const Floats phi = mul(set1(0.3989422804f), exp2<true>(mul(mul(x, x), set1(-0.5f * kLog2e))));
+      return fma(x, phi, fma(set1(0.5f), erf_of_scaled<true>(x), set1(0.5f)));
+    }
+    case Activation::kGeluTanh: {  // s + x s (1 - s) 2 u'(x), s = sigmoid(2 u)
+      const Floats s = sigmoid(mul(set1(2.0f), gelu_tanh_argument(x)));
+      const Floats slope = fma(set1(6.0f * 0.7978845608f * 0.044715f), mul(x, x), set1(2.0f * 0.7978845608f));
+      return fma(mul(x, slope), mul(s, sub(one, s)), s);
+    }
+    case Activation::kRelu: return sub(one, step_up_to_zero(x));
+    case Activation::kTanh: {
+      const Floats y = tanh(x);
+      return sub(one, mul(y, y));
+    }
+    case Activation::kSilu: {
+      const Floats s = sigmoid(x);
+      return fma(mul(x, s), sub(one, s), s);
+    }
+    default: return one;
+  }
+}
