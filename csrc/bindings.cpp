@@ -10,10 +10,14 @@
 
 #include "include/isa.h"
 #include "ops/layer_norm.h"
+#include "ops/linear.h"
+#include "ops/packed_weights.h"
 
 TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
   m.impl("add_layer_norm_fwd_cpu", &fastbert::add_layer_norm_fwd_cpu);
   m.impl("add_layer_norm_bwd_cpu", &fastbert::add_layer_norm_bwd_cpu);
+  m.impl("linear_cpu", &fastbert::linear_cpu);
+  m.impl("feed_forward_cpu", &fastbert::feed_forward_cpu);
 }
 
 namespace {
@@ -41,5 +45,7 @@ void set_isa(const std::string& name) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("isa", &isa, "The instruction set that the CPU kernels run with: cpuid's choice, unless set_isa changed it.");
   m.def("isas", &isas, "The instruction sets that this machine can run, narrowest first.");
+  m.def("packed_bytes", &fastbert::packed_bytes, "Bytes of the packed copies of weights that are alive.");
+  m.def("has_bf16", &fastbert::has_bf16_dot, "Whether the ISA in use multiplies bfloat16; without, bf16 runs in fp32.");
   m.def("set_isa", &set_isa, pybind11::arg("name"), "Run the CPU kernels with another of isas(); for tests.");
 }

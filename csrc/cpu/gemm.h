@@ -33,7 +33,7 @@ struct PackArgs {
   int64_t out_features, in_features, out_stride, in_stride;
   DType format;          // of the packed panels: float32 or bfloat16 from either, int8 from int8
   char* packed;          // (panels, panel_bytes), zeros beyond the weight
-  int32_t* channel_sum;  // (panels * kPanel,), int8 only: sums over in_features
+  int32_t* channel_offset;  // (panels * kPanel,), int8 only: 128 times the sums over in_features
 };
 
 void pack_panels(const PackArgs& args, int64_t begin, int64_t end);
@@ -42,7 +42,7 @@ struct PackedWeight {
   const char* packed;
   DType format;
   int64_t out_features, in_features;
-  const int32_t* channel_sum;  // int8 only
+  const int32_t* channel_offset;  // int8 only: what the rows' offset of 128 adds to every sum
   const float* channel_scale;  // int8 only, (out_features,)
   float input_scale;           // int8 only; 0 = measured row by row
 };

@@ -42,7 +42,7 @@ void pack_typed(const PackArgs& args, int64_t begin, int64_t end) {
       for (int64_t c = 0; c < kPanel; ++c) {
         int32_t sum = 0;
         for (int64_t i = 0; i < steps * kPerStep; ++i) sum += out[(i / kPerStep * kPanel + c) * kPerStep + i % kPerStep];
-        args.channel_sum[first + c] = sum;
+        args.channel_offset[first + c] = 128 * sum;
       }
     }
   }
@@ -63,6 +63,12 @@ struct Rows {
   const char* data;
   int64_t stride;      // bytes
   const float* scale;  // int8: one a row
+};
+
+// What goes with each output column, padded to whole panels.
+struct Channels {
+  const float* bias;
+  const float* scale;  // int8
 };
 
 // A thread's scratch memory, kept from call to call: fresh pages cost more than what is done with them.
@@ -100,27 +106,31 @@ void quantize_rows(const T* x, int64_t x_stride, int64_t rows, int64_t k, int64_
     const T* row = x + r * x_stride;
     auto* to = reinterpret_cast<uint8_t*>(out + r * stride);
     // What is not finite makes the whole row NaN: no integer could stand for it.
-    Floats largest_v = set1(0.0f), poison_v = set1(0.0f);
+    // Four chains, or each addition would wait for the one before.
+    Floats largest_v[4] = {set1(0.0f), set1(0.0f), set1(0.0f), set1(0.0f)};
+    Floats poison_v[4] = {set1(0.0f), set1(0.0f), set1(0.0f), set1(0.0f)};
     float top = 0.0f, poison = 0.0f;
     int64_t i = 0;
-    for (; i + kWidth <= k; i += kWidth) {
-      const Floats v = load(row + i);
-      largest_v = max(largest_v, abs(v));
-      poison_v = fma(v, set1(0.0f), poison_v);
+    for (; i + 4 * kWidth <= k; i += 4 * kWidth) {
+      for (int64_t u = 0; u < 4; ++u) {
+        const Floats v = load(row + i + u * kWidth);
+        largest_v[u] = max(largest_v[u], abs(v));
+        poison_v[u] = fma(v, set1(0.0f), poison_v[u]);
+      }
     }
     for (; i < k; ++i) {
       top = std::max(top, std::fabs(to_float(row[i])));
       poison += to_float(row[i]) * 0.0f;
     }
-    top = std::max(top, largest(largest_v));
-    poison += sum(poison_v);
+    top = std::max(top, largest(max(max(largest_v[0], largest_v[1]), max(largest_v[2], largest_v[3]))));
+    poison += sum(add(add(poison_v[0], poison_v[1]), add(poison_v[2], poison_v[3])));
     const float scale = given_scale > 0.0f ? given_scale : top / 127.0f;
     const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
     scales[r] = scale + poison;
     std::memset(to + stride - 4, 128, 4);
     for (i = 0; i + kWidth <= k; i += kWidth) {
       const Floats v = mul(load(row + i), set1(inverse));
-      store_bytes(to + i, to_ints(add(min(set1(127.0f), max(set1(-127.0f), round(v))), set1(128.0f))));
+      store_bytes(to + i, add(to_ints(min(set1(127.0f), max(set1(-127.0f), v))), set1(128)));
     }
     for (; i < k; ++i) {
       const float v = std::nearbyint(to_float(row[i]) * inverse);
@@ -147,51 +157,53 @@ Rows prepare_typed(const T* x, DType x_dtype, int64_t x_stride, int64_t rows, co
   return {out, stride, nullptr};
 }
 
+// One vector of a tile on its way out; the last one of a narrow panel may be partly beyond the matrix.
+template <typename T>
+FASTBERT_SIMD void store_columns(T* out, Floats x, int64_t columns) {
+  if (columns >= kWidth) return store(out, x);
+  float lane[kWidth];
+  store(lane, x);
+  for (int64_t i = 0; i < columns; ++i) out[i] = from_float<T>(lane[i]);
+}
+
 // What a tile's sums still need: scales, bias, activation, and the way out.
 template <typename T>
-void finish_tile(const GemmTarget& target, const float* bias, const float* row_scale, int64_t row, int64_t rows,
+void finish_tile(const GemmTarget& target, const Channels& channels, const float* row_scale, int64_t row, int64_t rows,
                  int64_t column, const char* sums) {
-  const PackedWeight& weight = target.weight;
-  const int64_t columns = std::min(kPanel, weight.out_features - column);
-  const bool is_int8 = weight.format == DType::kInt8;
-  float line[kPanel], scale[kPanel] = {};
-  if (is_int8) std::memcpy(scale, weight.channel_scale + column, static_cast<size_t>(columns) * 4);
-  for (int64_t r = 0; r < rows; ++r) {
-    T* out = static_cast<T*>(target.out) + (row + r) * target.out_stride + column;
-    T* pre = target.pre == nullptr ? nullptr : static_cast<T*>(target.pre) + (row + r) * target.out_stride + column;
-    const char* sum = sums + r * kStepBytes;
-    for (int64_t c = 0; c < columns; c += kWidth) {
+  const int64_t columns = std::min(kPanel, target.weight.out_features - column);
+  const bool is_int8 = target.weight.format == DType::kInt8;
+  const Activation activation = target.activation;
+  for (int64_t c = 0; c < columns; c += kWidth) {
+    const Floats bias = load(channels.bias + column + c);
+    T* out = static_cast<T*>(target.out) + row * target.out_stride + column + c;
+    T* pre = target.pre == nullptr ? nullptr : static_cast<T*>(target.pre) + row * target.out_stride + column + c;
+    for (int64_t r = 0; r < rows; ++r) {
       Floats x;
       if (is_int8) {
-        const Ints exact = sub(load(reinterpret_cast<const int32_t*>(sum) + c),
-                               mul(load(weight.channel_sum + column + c), set1(128)));
-        x = mul(to_floats(exact), mul(load(scale + c), set1(row_scale[r])));
+        const Ints exact = sub(load(reinterpret_cast<const int32_t*>(sums + r * kStepBytes) + c),
+                               load(target.weight.channel_offset + column + c));
+        x = fma(to_floats(exact), mul(load(channels.scale + column + c), set1(row_scale[r])), bias);
       } else {
-        x = load(reinterpret_cast<const float*>(sum) + c);
+        x = add(load(reinterpret_cast<const float*>(sums + r * kStepBytes) + c), bias);
       }
-      x = add(x, load(bias + column + c));
-      if (pre != nullptr) {
-        if (c + kWidth <= columns) {
-          store(pre + c, x);
-        } else {
-          store(line, x);
-          for (int64_t i = c; i < columns; ++i) pre[i] = from_float<T>(line[i - c]);
-        }
-      }
-      if (target.activation != Activation::kNone) x = activate<sizeof(T) == 4>(target.activation, x);
-      if (c + kWidth <= columns) {
-        store(out + c, x);
-      } else {
-        store(line, x);
-        for (int64_t i = c; i < columns; ++i) out[i] = from_float<T>(line[i - c]);
-      }
+      if (pre != nullptr) store_columns(pre + r * target.out_stride, x, columns - c);
+      if (activation != Activation::kNone) x = activate<sizeof(T) == 4>(activation, x);
+      store_columns(out + r * target.out_stride, x, columns - c);
     }
   }
 }
 
+// Steps that are summed in one go: a chain of 3072 fp32 additions would lose two more bits than the blocked sums of
+// other libraries. The sums of bf16 pairs are half as many, and what they lose is far below the operands' own rounding;
+// int8 sums are exact.
+template <typename Dot>
+constexpr int64_t kChain = INT64_MAX;
+template <>
+constexpr int64_t kChain<Float32Dot> = 256;
+
 template <typename Dot>
 void gemm_panels(const GemmArgs& args, const GemmTarget& target, const Rows& x, int64_t row_begin, int64_t row_end,
-                 int64_t begin, int64_t end, const float* bias) {
+                 int64_t begin, int64_t end, const Channels& channels) {
   const int64_t bytes = panel_bytes(target.weight.format, target.weight.in_features), steps = bytes / kStepBytes;
   alignas(64) char sums[kTileRows * kStepBytes];
   for (int64_t p = begin; p < end; ++p) {
@@ -199,12 +211,17 @@ void gemm_panels(const GemmArgs& args, const GemmTarget& target, const Rows& x, 
     const int64_t columns = std::min(kPanel, target.weight.out_features - p * kPanel);
     for (int64_t row = row_begin; row < row_end; row += kTileRows) {
       const int64_t rows = std::min<int64_t>(kTileRows, row_end - row), local = row - row_begin;
-      tile_rows<Dot>(rows, x.data + local * x.stride, x.stride, panel, steps, columns, false, sums);
+      const char* a = x.data + local * x.stride;
+      tile_rows<Dot>(rows, a, x.stride, 4, panel, std::min(steps, kChain<Dot>), columns, false, sums);
+      for (int64_t step = kChain<Dot>; step < steps; step += kChain<Dot>) {
+        tile_rows<Dot>(rows, a + step * 4, x.stride, 4, panel + step * kStepBytes,
+                       std::min(steps - step, kChain<Dot>), columns, true, sums);
+      }
       const float* row_scale = x.scale == nullptr ? nullptr : x.scale + local;
       if (args.out_dtype == DType::kFloat32) {
-        finish_tile<float>(target, bias, row_scale, row, rows, p * kPanel, sums);
+        finish_tile<float>(target, channels, row_scale, row, rows, p * kPanel, sums);
       } else {
-        finish_tile<BFloat16>(target, bias, row_scale, row, rows, p * kPanel, sums);
+        finish_tile<BFloat16>(target, channels, row_scale, row, rows, p * kPanel, sums);
       }
     }
   }
@@ -212,7 +229,7 @@ void gemm_panels(const GemmArgs& args, const GemmTarget& target, const Rows& x, 
 
 void gemm(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
   static thread_local Scratch scratch;
-  static thread_local std::vector<float> scales, bias;
+  static thread_local std::vector<float> scales, channels;
   Rows x{nullptr, 0, nullptr};
   const PackedWeight* prepared = nullptr;  // the weight that x was prepared for
   int64_t first = 0;
@@ -231,25 +248,27 @@ void gemm(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t pane
                               args.x_stride, row_end - row_begin, weight, scratch, scales);
       prepared = &weight;
     }
-    bias.assign(static_cast<size_t>(panels * kPanel), 0.0f);
+    const int64_t columns = std::min(end * kPanel, weight.out_features);
+    channels.assign(static_cast<size_t>(2 * panels * kPanel), 0.0f);
+    float *bias = channels.data(), *scale = bias + panels * kPanel;
     if (target.bias != nullptr) {
-      for (int64_t i = begin * kPanel; i < std::min(end * kPanel, weight.out_features); ++i) {
-        bias[static_cast<size_t>(i)] = target.bias_dtype == DType::kFloat32
-                                           ? static_cast<const float*>(target.bias)[i]
-                                           : to_float(static_cast<const BFloat16*>(target.bias)[i]);
+      for (int64_t i = begin * kPanel; i < columns; ++i) {
+        bias[i] = target.bias_dtype == DType::kFloat32 ? static_cast<const float*>(target.bias)[i]
+                                                       : to_float(static_cast<const BFloat16*>(target.bias)[i]);
       }
     }
+    if (weight.format == DType::kInt8) std::copy_n(weight.channel_scale, columns, scale);
     switch (weight.format) {
       case DType::kFloat32:
-        gemm_panels<Float32Dot>(args, target, x, row_begin, row_end, begin, end, bias.data());
+        gemm_panels<Float32Dot>(args, target, x, row_begin, row_end, begin, end, {bias, scale});
         break;
       case DType::kBFloat16:
 #if defined(FASTBERT_BF16)
-        gemm_panels<BFloat16Dot>(args, target, x, row_begin, row_end, begin, end, bias.data());
+        gemm_panels<BFloat16Dot>(args, target, x, row_begin, row_end, begin, end, {bias, scale});
 #endif
         break;
       case DType::kInt8:
-        gemm_panels<Int8Dot>(args, target, x, row_begin, row_end, begin, end, bias.data());
+        gemm_panels<Int8Dot>(args, target, x, row_begin, row_end, begin, end, {bias, scale});
         break;
     }
   }

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fastbert import ops
-from fastbert.layers.leaves import get_leaf, is_plain, linear, place, projection
+from fastbert.layers.leaves import get_leaf, is_linear, is_plain, linear, linears, place, projection, weights_of
 
 if TYPE_CHECKING:
     from fastbert.packing import PackedBatch
@@ -69,7 +69,8 @@ def run_attention(
 ):
     """Self-attention of x (total_tokens, hidden_size), up to its output projection: (out, the bias it lacks)."""
     heads = (-1, options.num_attention_heads, x.shape[-1] // options.num_attention_heads)
-    q, k, v = (linear(get_leaf(layer, path), x).view(heads) for path in (names.query, names.key, names.value))
+    leaves = [get_leaf(layer, path) for path in (names.query, names.key, names.value)]
+    q, k, v = (t.view(heads) for t in linears(leaves, x))
     dropout_p = options.attention_dropout if layer.training else 0.0
     out = ops.attention(q, k, v, batch.cu_seqlens, batch.max_seqlen, dropout_p=dropout_p, cache=batch.cache)
     if probs is not None:
@@ -80,11 +81,21 @@ def run_attention(
 def run_feed_forward(layer: nn.Module, names: LayerNames, options: LayerOptions, x):
     """The feed-forward half, up to its second GEMM: (out, the bias it still lacks)."""
     up, down = get_leaf(layer, names.up), get_leaf(layer, names.down)
-    if is_plain(up, nn.Linear) and is_plain(down, nn.Linear):
-        return ops.feed_forward(x, up.weight, up.bias, down.weight, activation=options.activation), down.bias
-    if is_plain(up, nn.Linear):
-        return projection(down, ops.linear_gelu(x, up.weight, up.bias, activation=options.activation))
-    return projection(down, ops.activation(up(x), options.activation))
+    if is_linear(up) and is_linear(down):
+        up_weight, up_bias, up_scale, up_input = weights_of(up)
+        down_weight, down_bias, down_scale, down_input = weights_of(down)
+        scales, inputs = (up_scale, down_scale), (up_input, down_input)
+        out = ops.feed_forward(
+            x,
+            up_weight,
+            up_bias,
+            down_weight,
+            activation=options.activation,
+            weight_scales=scales,
+            input_scales=inputs,
+        )
+        return out, down_bias
+    return projection(down, linear(up, x, options.activation))
 
 
 def run_layer(

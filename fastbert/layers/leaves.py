@@ -10,8 +10,10 @@ from __future__ import annotations
 from typing import TypeGuard, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+
+from fastbert import ops
+from fastbert.layers.quantized import QuantizedLinear
 
 Leaf = TypeVar("Leaf", bound=nn.Module)
 
@@ -44,11 +46,38 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-def linear(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """x (total_tokens, in_features) -> (total_tokens, out_features), bias included."""
-    return F.linear(x, module.weight, module.bias) if is_plain(module, nn.Linear) else module(x)
+def is_linear(module: nn.Module) -> bool:
+    """Whether `weights_of` describes all that calling `module` does."""
+    return is_plain(module, nn.Linear) or is_plain(module, QuantizedLinear)
+
+
+def weights_of(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, float]:
+    """weight, bias, weight_scale and input_scale of a leaf that is_linear; the scales are those of int8 weights."""
+    parameters = module._parameters
+    if "weight" in parameters:
+        return parameters["weight"], parameters["bias"], None, 0.0  # type: ignore[return-value]
+    return module.weight, module.bias, module.weight_scale, module.input_scale_value  # type: ignore[return-value]
+
+
+def linear(module: nn.Module, x: torch.Tensor, activation: str = "none") -> torch.Tensor:
+    """x (total_tokens, in_features) -> (total_tokens, out_features), bias and activation included."""
+    if is_linear(module):
+        weight, bias, scale, input_scale = weights_of(module)
+        return ops.linear(x, weight, bias, weight_scale=scale, input_scale=input_scale, activation=activation)
+    return module(x) if activation == "none" else ops.activation(module(x), activation)
+
+
+def linears(modules: list[nn.Module], x: torch.Tensor) -> list[torch.Tensor]:
+    """`linear` of several leaves over the same x."""
+    if all(is_linear(module) for module in modules):
+        weights, biases, scales, input_scales = zip(*(weights_of(module) for module in modules), strict=True)
+        return ops.linears(x, weights, biases, weight_scales=scales, input_scales=input_scales)
+    return [linear(module, x) for module in modules]
 
 
 def projection(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Like `linear`, but a plain Linear leaves its bias to the op that comes next."""
-    return (F.linear(x, module.weight), module.bias) if is_plain(module, nn.Linear) else (module(x), None)
+    """Like `linear`, but a plain leaf leaves its bias to the op that comes next."""
+    if is_linear(module):
+        weight, bias, scale, input_scale = weights_of(module)
+        return ops.linear(x, weight, None, weight_scale=scale, input_scale=input_scale), bias
+    return module(x), None

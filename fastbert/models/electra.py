@@ -62,7 +62,7 @@ class ElectraForPreTraining(heads.HeadModel):
         place(self, "discriminator_predictions.dense_prediction", nn.Linear(config.hidden_size, 1))
 
     def compute(self, packed, batch, given):
-        x = ops.activation(linear(get_leaf(self, "discriminator_predictions.dense"), packed), self.config.activation)
+        x = linear(get_leaf(self, "discriminator_predictions.dense"), packed, self.config.activation)
         logits = linear(get_leaf(self, "discriminator_predictions.dense_prediction"), x).squeeze(-1)
         loss = None
         if given:

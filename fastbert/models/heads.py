@@ -170,7 +170,7 @@ class MaskedLMHeadModel(HeadModel):
         """The head before its decoder: (tokens, hidden_size) -> (tokens, embedding_size)."""
         names = self.family.masked_lm
         name = names.activation or self.config.activation
-        x = ops.activation(linear(get_leaf(self, names.dense), packed), name)
+        x = linear(get_leaf(self, names.dense), packed, name)
         return add_norm(get_leaf(self, names.norm), x, None, None, 0.0)
 
     def masked_lm_logits(self, packed: torch.Tensor, batch: PackedBatch):

@@ -112,3 +112,38 @@ for _name in ("cpu", "triton"):
 for _key in ("CUDA", "CPU"):
     torch.library.impl("fastbert::add_layer_norm_fwd_triton", _key, _add_layer_norm_fwd_triton)
     torch.library.impl("fastbert::add_layer_norm_bwd_triton", _key, _add_layer_norm_bwd_triton)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# linear and feed_forward on the CPU
+#
+#   out_i, (total_tokens, out_features_i) in `dtype`: activation(x weight_i^T + bias_i), for every weight of the list
+#
+# x is fp32 or bf16; weights are fp32, bf16, or int8 with weight_scales fp32 (out_features,). An input scale is read for
+# int8 weights only: 0 quantises each row of x by its own largest value. The kernels pack a weight on its first use and
+# keep the copy until the weight changes or dies. With return_pre each out is followed by its value before the
+# activation. feed_forward's input_scales are those of its two products.
+
+_LINEAR = (
+    "(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor?[] weight_scales, float[] input_scales, str activation,"
+    " ScalarType dtype, bool return_pre) -> Tensor[]"
+)
+_FEED_FORWARD = (
+    "(Tensor x, Tensor up_weight, Tensor? up_bias, Tensor down_weight, Tensor? up_scale, Tensor? down_scale,"
+    " float[] input_scales, str activation, ScalarType dtype) -> Tensor"
+)
+
+
+def _linear_fake(x, weights, biases, weight_scales, input_scales, activation, dtype, return_pre):
+    copies = 2 if return_pre else 1
+    return [x.new_empty(x.shape[0], w.shape[0], dtype=dtype) for w in weights for _ in range(copies)]
+
+
+def _feed_forward_fake(x, up_weight, up_bias, down_weight, up_scale, down_scale, input_scales, activation, dtype):
+    return x.new_empty(x.shape[0], down_weight.shape[0], dtype=dtype)
+
+
+torch.library.define("fastbert::linear_cpu", _LINEAR)
+torch.library.register_fake("fastbert::linear_cpu", _linear_fake)
+torch.library.define("fastbert::feed_forward_cpu", _FEED_FORWARD)
+torch.library.register_fake("fastbert::feed_forward_cpu", _feed_forward_fake)

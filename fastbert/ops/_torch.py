@@ -231,14 +231,23 @@ def embed_layer_norm(
     return dropout(x, dropout_p)
 
 
-def linear_gelu(x, weight, bias, activation_name):
-    y = F.linear(x, weight, bias)
+def linear(x, weight, bias, weight_scale, input_scale, activation_name):
+    if weight_scale is None:
+        y = F.linear(x, weight, bias)
+    else:
+        y = linear_int8(x, weight, bias, weight_scale, input_scale)
+    if activation_name == "none":
+        return y
     # Where backward does not need what went in, no second buffer of the largest size is made (1 % of an fp32 forward).
     return activation(y, activation_name) if y.requires_grad else _ACTIVATIONS_IN_PLACE[activation_name](y)
 
 
-def feed_forward(x, up_weight, up_bias, down_weight, activation_name):
-    return F.linear(linear_gelu(x, up_weight, up_bias, activation_name), down_weight)
+def linear_int8(x, weight, bias, weight_scale, input_scale):
+    rows = x.float()
+    scale = rows.abs().amax(-1, keepdim=True) / 127 if input_scale == 0 else rows.new_full((), input_scale)
+    quantized = torch.round(rows / torch.where(scale > 0, scale, 1.0)).clamp(-127, 127)
+    y = F.linear(quantized, weight.float()) * (scale * weight_scale)
+    return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
 def cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoothing):

@@ -4,32 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from fastbert.backend import declare, select
+from fastbert.backend import Backend, register, select
 from fastbert.ops import _torch
+from fastbert.ops._library import needs_grad
+from fastbert.ops.linear import check_gradient, compute_dtype, supports_gemm_cpu
 
-declare("linear_gelu")
-declare("feed_forward")
+register("feed_forward", Backend.CPU, supports_gemm_cpu)
 
 
 def activation(x: torch.Tensor, name: str) -> torch.Tensor:
     """Elementwise: "gelu" (exact, by erf), "gelu_tanh" (Hendrycks & Gimpel 2016, section 2), "relu", "tanh", "silu"."""
     return _torch.activation(x, name)
-
-
-def linear_gelu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    activation: str = "gelu",
-    backend: str | None = None,
-) -> torch.Tensor:
-    """activation(x weight^T + bias): x (total_tokens, in_features) -> (total_tokens, out_features).
-
-    `activation` is a name that the op `activation` knows.
-    """
-    select("linear_gelu", backend, x, weight, bias)
-    return _torch.linear_gelu(x, weight, bias, activation)
 
 
 def feed_forward(
@@ -39,12 +24,21 @@ def feed_forward(
     down_weight: torch.Tensor,
     *,
     activation: str = "gelu",
+    weight_scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    input_scales: tuple[float, float] = (0.0, 0.0),
     backend: str | None = None,
 ) -> torch.Tensor:
     """activation(x up_weight^T + up_bias) down_weight^T, without the second bias: add_layer_norm takes that one.
 
     x (total_tokens, hidden_size), up_weight (intermediate_size, hidden_size), down_weight (hidden_size,
-    intermediate_size) -> (total_tokens, hidden_size).
+    intermediate_size) -> (total_tokens, hidden_size). `weight_scales` and `input_scales` go with int8 weights, as in
+    `linears`. Raises as `linears` does.
     """
-    select("feed_forward", backend, x, up_weight, up_bias, down_weight)
-    return _torch.feed_forward(x, up_weight, up_bias, down_weight, activation)
+    chosen = select("feed_forward", backend, x, up_weight, up_bias, down_weight)
+    check_gradient(x, weight_scales)
+    if chosen is Backend.TORCH or needs_grad(x, up_weight, up_bias, down_weight):
+        inner = _torch.linear(x, up_weight, up_bias, weight_scales[0], input_scales[0], activation)
+        return _torch.linear(inner, down_weight, None, weight_scales[1], input_scales[1], "none")
+    return torch.ops.fastbert.feed_forward_cpu(
+        x, up_weight, up_bias, down_weight, *weight_scales, input_scales, activation, compute_dtype(x)
+    )

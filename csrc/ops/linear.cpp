@@ -1,0 +1,194 @@
+#include "linear.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "packed_weights.h"
+#include "tensors.h"
+
+namespace fastbert {
+namespace {
+
+// Rows that a thread takes through all panels before it goes on: their x stays in the second-level cache, while the
+// panels, which all threads read, stream from the third.
+constexpr int64_t kRowBlock = 192;
+// The same through both products of a feed-forward, with the wide activations between them.
+constexpr int64_t kFeedForwardRows = 96;
+
+Activation activation_of(c10::string_view name) {
+  if (name == "none") return Activation::kNone;
+  if (name == "gelu") return Activation::kGelu;
+  if (name == "gelu_tanh") return Activation::kGeluTanh;
+  if (name == "relu") return Activation::kRelu;
+  if (name == "tanh") return Activation::kTanh;
+  if (name == "silu") return Activation::kSilu;
+  TORCH_CHECK(false, "activation is '", name, "', expected none, gelu, gelu_tanh, relu, tanh or silu");
+}
+
+// Blocks of nearly equal size, at most `most` rows each; as many for every thread.
+int64_t num_blocks(int64_t rows, int64_t most, int64_t threads) {
+  const int64_t blocks = (rows + most - 1) / most;
+  return blocks < threads ? blocks : (blocks + threads - 1) / threads * threads;
+}
+
+// All of one GEMM, or of several that share x, over the threads.
+void run_gemm(const GemmArgs& args, int64_t rows) {
+  int64_t panels = 0;
+  for (int64_t t = 0; t < args.num_targets; ++t) panels += num_panels(args.targets[t].weight.out_features);
+  const int64_t threads = at::get_num_threads(), blocks = num_blocks(rows, kRowBlock, threads);
+  // With fewer row blocks than threads the panels are split as well, so that every thread gets equally many tasks.
+  const int64_t groups = blocks == 0 ? 0 : std::min(panels, threads / std::gcd(blocks, threads));
+  at::parallel_for(0, blocks * groups, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t block = task / groups, group = task % groups;
+      gemm(args, block * rows / blocks, (block + 1) * rows / blocks, group * panels / groups,
+           (group + 1) * panels / groups);
+    }
+  });
+}
+
+// A weight, packed, with what its product needs beside it.
+struct Operand {
+  PackedTensor packed;
+  at::Tensor bias, scale;
+  GemmTarget target;
+
+  Operand(const at::Tensor& weight, const std::optional<at::Tensor>& bias_, const std::optional<at::Tensor>& scale_,
+          double input_scale, int64_t in_features, at::ScalarType dtype) {
+    TORCH_CHECK(weight.device().is_cpu(), "weight is on ", weight.device(), ", expected cpu");
+    TORCH_CHECK(weight.dim() == 2 && weight.size(1) == in_features, "weight has shape ", weight.sizes(),
+                ", expected (out_features, ", in_features, ")");
+    const bool is_int8 = weight.scalar_type() == at::kChar;
+    TORCH_CHECK(is_int8 == scale_.has_value(), "weight is ", weight.scalar_type(), " but weight_scale is ",
+                scale_.has_value() ? "given" : "None", ": int8 weights have a scale, others have none");
+    const int64_t out_features = weight.size(0);
+    if (bias_.has_value()) {
+      TORCH_CHECK(bias_->scalar_type() == at::kFloat || bias_->scalar_type() == at::kBFloat16, "bias is ",
+                  bias_->scalar_type(), ", expected Float or BFloat16");
+      bias = checked("bias", *bias_, {out_features}, bias_->scalar_type());
+    }
+    if (is_int8) scale = checked("weight_scale", *scale_, {out_features}, at::kFloat);
+    const DType format = is_int8                                        ? DType::kInt8
+                         : dtype == at::kBFloat16 && has_bf16_dot() ? DType::kBFloat16
+                                                                        : DType::kFloat32;
+    packed = packed_weight(weight, format);
+    target.weight = {static_cast<const char*>(packed.panels.const_data_ptr()),
+                     format,
+                     out_features,
+                     in_features,
+                     data<const int32_t>(packed.channel_offsets),
+                     data<const float>(scale),
+                     static_cast<float>(input_scale)};
+    target.bias = data<const void>(bias);
+    target.bias_dtype = bias.defined() ? dtype_of(bias) : DType::kFloat32;
+    target.activation = Activation::kNone;
+    target.pre = nullptr;
+  }
+
+  void write_to(const at::Tensor& out, const at::Tensor& pre, Activation activation) {
+    target.out = out.mutable_data_ptr();
+    target.out_stride = out.size(1);
+    target.pre = data<void>(pre);
+    target.activation = activation;
+  }
+};
+
+// x with its rows whole; their stride is free, so that a slice of a wider matrix needs no copy.
+at::Tensor checked_x(const at::Tensor& x, at::ScalarType dtype) {
+  TORCH_CHECK(x.device().is_cpu(), "x is on ", x.device(), ", expected cpu");
+  TORCH_CHECK(x.dim() == 2, "x has shape ", x.sizes(), ", expected (total_tokens, in_features)");
+  for (const auto type : {x.scalar_type(), dtype}) {
+    TORCH_CHECK(type == at::kFloat || type == at::kBFloat16, "dtype is ", type, ", expected Float or BFloat16");
+  }
+  return x.stride(1) == 1 && x.stride(0) >= x.size(1) ? x : x.contiguous();
+}
+
+GemmArgs gemm_args(const at::Tensor& x, at::ScalarType dtype, const GemmTarget* targets, int64_t num_targets) {
+  return {x.const_data_ptr(), dtype_of(x), x.stride(0),
+          dtype == at::kFloat ? DType::kFloat32 : DType::kBFloat16, targets, num_targets};
+}
+
+}  // namespace
+
+std::vector<at::Tensor> linear_cpu(const at::Tensor& x_, at::TensorList weights,
+                                   const c10::List<std::optional<at::Tensor>>& biases,
+                                   const c10::List<std::optional<at::Tensor>>& weight_scales,
+                                   at::ArrayRef<double> input_scales, c10::string_view activation,
+                                   at::ScalarType dtype, bool return_pre) {
+  const at::Tensor x = checked_x(x_, dtype);
+  const size_t count = weights.size();
+  TORCH_CHECK(count > 0 && biases.size() == count && weight_scales.size() == count && input_scales.size() == count,
+              "weights, biases, weight_scales and input_scales have ", count, ", ", biases.size(), ", ",
+              weight_scales.size(), " and ", input_scales.size(), " elements, expected equally many");
+  const Activation act = activation_of(activation);
+  std::vector<at::Tensor> results;
+  std::vector<Operand> operands;
+  std::vector<GemmTarget> targets;
+  operands.reserve(count);
+  for (size_t i = 0; i < count; ++i) {
+    operands.emplace_back(weights[i], biases.get(i), weight_scales.get(i), input_scales[i], x.size(1), dtype);
+    const auto options = x.options().dtype(dtype);
+    results.push_back(at::empty({x.size(0), weights[i].size(0)}, options));
+    const at::Tensor out = results.back();
+    at::Tensor pre;
+    if (return_pre) {
+      results.push_back(at::empty_like(out));
+      pre = results.back();
+    }
+    operands.back().write_to(out, pre, act);
+    targets.push_back(operands.back().target);
+  }
+  run_gemm(gemm_args(x, dtype, targets.data(), static_cast<int64_t>(count)), x.size(0));
+  return results;
+}
+
+at::Tensor feed_forward_cpu(const at::Tensor& x_, const at::Tensor& up_weight, const std::optional<at::Tensor>& up_bias,
+                            const at::Tensor& down_weight, const std::optional<at::Tensor>& up_scale,
+                            const std::optional<at::Tensor>& down_scale, at::ArrayRef<double> input_scales,
+                            c10::string_view activation, at::ScalarType dtype) {
+  const at::Tensor x = checked_x(x_, dtype);
+  TORCH_CHECK(input_scales.size() == 2, "input_scales has ", input_scales.size(), " elements, expected 2");
+  const int64_t rows = x.size(0), intermediate_size = up_weight.size(0);
+  Operand up(up_weight, up_bias, up_scale, input_scales[0], x.size(1), dtype);
+  Operand down(down_weight, std::nullopt, down_scale, input_scales[1], intermediate_size, dtype);
+  const at::Tensor out = at::empty({rows, down_weight.size(0)}, x.options().dtype(dtype));
+  down.write_to(out, at::Tensor(), Activation::kNone);
+  const Activation act = activation_of(activation);
+
+  // A thread takes a block of rows through both products, so that the wide activations between them stay in its cache.
+  // With too few rows for that, the threads share each product instead.
+  const int64_t threads = at::get_num_threads(), blocks = num_blocks(rows, kFeedForwardRows, threads);
+  if (blocks < threads) {
+    const at::Tensor inner = at::empty({rows, intermediate_size}, x.options().dtype(dtype));
+    up.write_to(inner, at::Tensor(), act);
+    run_gemm(gemm_args(x, dtype, &up.target, 1), rows);
+    run_gemm(gemm_args(inner, dtype, &down.target, 1), rows);
+    return out;
+  }
+  const at::Tensor inner = at::empty({threads, kFeedForwardRows, intermediate_size}, x.options().dtype(dtype));
+  const int64_t out_bytes = out.size(1) * out.element_size();
+  at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
+    char* buffer = static_cast<char*>(inner.mutable_data_ptr()) +
+                   at::get_thread_num() * kFeedForwardRows * intermediate_size * inner.element_size();
+    GemmTarget first = up.target, second = down.target;
+    first.out = buffer;
+    first.out_stride = intermediate_size;
+    first.activation = act;
+    for (int64_t block = begin; block < end; ++block) {
+      const int64_t row = block * rows / blocks, count = (block + 1) * rows / blocks - row;
+      GemmArgs args = gemm_args(x, dtype, &first, 1);
+      args.x = static_cast<const char*>(args.x) + row * x.stride(0) * x.element_size();
+      gemm(args, 0, count, 0, num_panels(intermediate_size));
+      second.out = static_cast<char*>(out.mutable_data_ptr()) + row * out_bytes;
+      const GemmArgs down_args{buffer, args.out_dtype, intermediate_size, args.out_dtype, &second, 1};
+      gemm(down_args, 0, count, 0, num_panels(out.size(1)));
+    }
+  });
+  return out;
+}
+
+}  // namespace fastbert

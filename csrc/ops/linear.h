@@ -1,0 +1,24 @@
+// The registered GEMM operators of the CPU backend; fastbert/ops/_library.py has their schemas.
+#pragma once
+
+#include <ATen/core/List.h>
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+namespace fastbert {
+
+std::vector<at::Tensor> linear_cpu(const at::Tensor& x, at::TensorList weights,
+                                   const c10::List<std::optional<at::Tensor>>& biases,
+                                   const c10::List<std::optional<at::Tensor>>& weight_scales,
+                                   at::ArrayRef<double> input_scales, c10::string_view activation,
+                                   at::ScalarType dtype, bool return_pre);
+
+at::Tensor feed_forward_cpu(const at::Tensor& x, const at::Tensor& up_weight, const std::optional<at::Tensor>& up_bias,
+                            const at::Tensor& down_weight, const std::optional<at::Tensor>& up_scale,
+                            const std::optional<at::Tensor>& down_scale, at::ArrayRef<double> input_scales,
+                            c10::string_view activation, at::ScalarType dtype);
+
+}  // namespace fastbert

@@ -1,0 +1,119 @@
+"""Products with a weight: one or several over the same x, with bias and activation in the GEMM's epilogue.
+
+int8 weights (Dettmers et al. 2022, section 2.1) hold round(w / scale) with one scale an output channel; rows of x are
+quantised on the fly by their own largest value, or by a scale that calibration has found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fastbert.backend import Backend, register, select
+from fastbert.ops import _torch
+from fastbert.ops._library import extension_error, needs_grad
+
+
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype of a product of x: autocast's where it is on, as F.linear has it."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def supports_gemm_cpu(x, *weights) -> str | None:
+    """Whether the C++ GEMMs take x and these weights (None among them means: not there)."""
+    if x.device.type != "cpu":
+        return f"tensors are on {x.device.type}"
+    for t in (x, *weights):
+        if t is not None and t.dtype not in (torch.float32, torch.bfloat16) and (t is x or t.dtype is not torch.int8):
+            return f"dtype {t.dtype} (has float32, bfloat16 and int8 weights)"
+        if t is not None and t.device != x.device:
+            return f"a weight is on {t.device}, x on {x.device}"
+    if compute_dtype(x) not in (torch.float32, torch.bfloat16):
+        return f"autocast to {compute_dtype(x)}"
+    if x.dim() != 2:
+        return f"x has {x.dim()} dimensions, the kernels take (total_tokens, in_features)"
+    return extension_error()
+
+
+for _op in ("linear", "linears", "linear_gelu"):
+    register(_op, Backend.CPU, supports_gemm_cpu)
+
+
+def linears(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    *,
+    weight_scales: Sequence[torch.Tensor | None] | None = None,
+    input_scales: Sequence[float] | None = None,
+    activation: str = "none",
+    backend: str | None = None,
+) -> list[torch.Tensor]:
+    """[activation(x w^T + b) for w, b in zip(weights, biases)], in one call: x is read, or quantised, once for all.
+
+    Args:
+        x: (total_tokens, in_features).
+        weights: (out_features, in_features) each, in x's dtype, or int8.
+        biases: (out_features,) each, or None.
+        weight_scales: float32 (out_features,) for each int8 weight, None for others.
+        input_scales: for int8 weights; 0 quantises each row by its own largest value, another value all rows by it.
+        activation: "none", or a name that the op `activation` knows.
+        backend: None follows `use_backend`; a name forces that backend for this call.
+
+    Returns:
+        (total_tokens, out_features) each, in x's dtype, or autocast's.
+
+    Raises:
+        BackendError: the backend that was asked for cannot serve the call.
+        RuntimeError: a gradient is wanted through an int8 weight.
+    """
+    scales = [None] * len(weights) if weight_scales is None else list(weight_scales)
+    inputs = [0.0] * len(weights) if input_scales is None else list(input_scales)
+    chosen = select("linears", backend, x, *weights)
+    check_gradient(x, scales)
+    if chosen is Backend.TORCH or needs_grad(x, *weights, *biases):
+        return [
+            _torch.linear(x, w, b, s, i, activation) for w, b, s, i in zip(weights, biases, scales, inputs, strict=True)
+        ]
+    return torch.ops.fastbert.linear_cpu(x, weights, biases, scales, inputs, activation, compute_dtype(x), False)
+
+
+def check_gradient(x: torch.Tensor, weight_scales: Sequence[torch.Tensor | None]) -> None:
+    if any(s is not None for s in weight_scales) and needs_grad(x):
+        raise RuntimeError("int8 weights have no gradient: run the quantised model under torch.no_grad()")
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    weight_scale: torch.Tensor | None = None,
+    input_scale: float = 0.0,
+    activation: str = "none",
+    backend: str | None = None,
+) -> torch.Tensor:
+    """activation(x weight^T + bias): `linears` with one weight."""
+    return linears(
+        x,
+        [weight],
+        [bias],
+        weight_scales=[weight_scale],
+        input_scales=[input_scale],
+        activation=activation,
+        backend=backend,
+    )[0]
+
+
+def linear_gelu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    activation: str = "gelu",
+    backend: str | None = None,
+) -> torch.Tensor:
+    """activation(x weight^T + bias): x (total_tokens, in_features) -> (total_tokens, out_features)."""
+    return linears(x, [weight], [bias], activation=activation, backend=backend)[0]
