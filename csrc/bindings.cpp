@@ -17,6 +17,8 @@ TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
   m.impl("add_layer_norm_fwd_cpu", &fastbert::add_layer_norm_fwd_cpu);
   m.impl("add_layer_norm_bwd_cpu", &fastbert::add_layer_norm_bwd_cpu);
   m.impl("linear_cpu", &fastbert::linear_cpu);
+  m.impl("linear_bwd_cpu", &fastbert::linear_bwd_cpu);
+  m.impl("feed_forward_bwd_cpu", &fastbert::feed_forward_bwd_cpu);
   m.impl("feed_forward_cpu", &fastbert::feed_forward_cpu);
 }
 

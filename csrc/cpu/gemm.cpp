@@ -18,4 +18,16 @@ void gemm(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t pane
   FASTBERT_RUN(gemm, args, row_begin, row_end, panel_begin, panel_end);
 }
 
+void gemm_transposed(const GemmTransposedArgs& args, int64_t begin, int64_t end) {
+  FASTBERT_RUN(gemm_transposed, args, begin, end);
+}
+
+void column_sums(const RowsArg& x, int64_t rows, void* out, DType out_dtype, int64_t begin, int64_t end) {
+  FASTBERT_RUN(column_sums, x, rows, out, out_dtype, begin, end);
+}
+
+void activation_bwd(const ActivationBwd& args, int64_t begin, int64_t end) {
+  FASTBERT_RUN(activation_bwd, args, begin, end);
+}
+
 }  // namespace fastbert

@@ -28,7 +28,7 @@ inline int64_t panel_bytes(DType format, int64_t in_features) {
 }
 
 struct PackArgs {
-  const void* weight;  // (out_features, in_features) in `dtype`, with strides in elements
+  const void* weight;  // (out_features, in_features) in `dtype`; strides in elements, one of them 1
   DType dtype;
   int64_t out_features, in_features, out_stride, in_stride;
   DType format;          // of the packed panels: float32 or bfloat16 from either, int8 from int8
@@ -47,28 +47,71 @@ struct PackedWeight {
   float input_scale;           // int8 only; 0 = measured row by row
 };
 
-// One product's right side and result. Several that share x share its conversion.
+// Rows (total_tokens, features), row stride in elements.
+struct RowsArg {
+  const void* data;
+  DType dtype;
+  int64_t stride;
+};
+
+// Another product that is added to the first before anything else happens to the sum; not for int8.
+struct GemmAddend {
+  RowsArg x;
+  PackedWeight weight;
+};
+
+// One product's right side and result. Several that share x share its conversion. Pointers may be null; results are
+// (rows, out_features) with row stride out_stride, in elements.
 struct GemmTarget {
   PackedWeight weight;
-  const void* bias;  // (out_features,) in `bias_dtype`, or null
+  const GemmAddend* addends;
+  int64_t num_addends;
+  const void* bias;  // (out_features,)
   DType bias_dtype;
   Activation activation;
-  void* out;      // (rows, out_features), row stride in elements
-  void* pre;      // the same before the activation, or null
+  void* out;
+  void* pre;             // receives the sum before the activation
+  const void* slope_of;  // backward: out = sum * activation'(slope_of), where forward had activation(slope_of)
+  void* activated;       // backward: receives activation(slope_of)
   int64_t out_stride;
 };
 
 struct GemmArgs {
-  const void* x;  // (rows, in_features), row stride in elements
-  DType x_dtype;
-  int64_t x_stride;
-  DType out_dtype;
+  RowsArg x;
+  DType out_dtype;  // of everything that a target points to, but for its bias
   const GemmTarget* targets;
   int64_t num_targets;
 };
 
 // Rows [row_begin, row_end) of the panels [panel_begin, panel_end), counted through all targets.
 void gemm(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end);
+
+// out (a_features, b_features) = a^T b, summed over tokens: a weight's gradient. Both were packed by pack_panels with
+// tokens as in_features.
+struct GemmTransposedArgs {
+  const char* a;
+  const char* b;
+  DType format;
+  int64_t tokens, a_features, b_features;
+  void* out;  // contiguous
+  DType out_dtype;
+};
+
+// Blocks [begin, end) of kPanel x kPanel, row by row of blocks.
+void gemm_transposed(const GemmTransposedArgs& args, int64_t begin, int64_t end);
+
+// out (columns,) = the sums over all rows of x, for the columns [begin, end): a bias's gradient.
+void column_sums(const RowsArg& x, int64_t rows, void* out, DType out_dtype, int64_t begin, int64_t end);
+
+// dpre = dout * activation'(pre), elementwise over [begin, end).
+struct ActivationBwd {
+  const void* dout;
+  const void* pre;
+  void* dpre;
+  DType dtype;
+  Activation activation;
+};
+void activation_bwd(const ActivationBwd& args, int64_t begin, int64_t end);
 
 inline int64_t num_panels(int64_t out_features) { return (out_features + kPanel - 1) / kPanel; }
 

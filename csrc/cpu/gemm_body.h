@@ -1,62 +1,6 @@
-// Packing and GEMM for one ISA; included by gemm.cpp through foreach_isa.h.
+// GEMM for one ISA; included by gemm.cpp through foreach_isa.h.
 #include "../include/gemm_tile.h"
-
-// One element as four-byte steps want it.
-template <typename To, typename From>
-FASTBERT_SIMD To convert(From x) {
-  return from_float<To>(to_float(x));
-}
-template <>
-FASTBERT_SIMD int8_t convert<int8_t, int8_t>(int8_t x) {
-  return x;
-}
-
-template <typename To, typename From>
-void pack_typed(const PackArgs& args, int64_t begin, int64_t end) {
-  constexpr int64_t kPerStep = 4 / sizeof(To);
-  const auto* weight = static_cast<const From*>(args.weight);
-  const int64_t k = args.in_features, steps = (k + kPerStep - 1) / kPerStep;
-  for (int64_t p = begin; p < end; ++p) {
-    To* out = reinterpret_cast<To*>(args.packed + p * panel_bytes(args.format, k));
-    const int64_t first = p * kPanel, columns = std::min(kPanel, args.out_features - first);
-    if (columns < kPanel || k % kPerStep != 0) std::memset(out, 0, static_cast<size_t>(steps) * kPanel * 4);
-    // Blocks of 16 steps: the 64 rows that they read and the 4 KB that they write stay in the first-level cache.
-    for (int64_t block = 0; block < k; block += 16 * kPerStep) {
-      const int64_t block_end = std::min(k, block + 16 * kPerStep);
-      if (args.out_stride == 1) {
-        for (int64_t i = block; i < block_end; ++i) {
-          const From* row = weight + i * args.in_stride + first;
-          To* to = out + i / kPerStep * kPanel * kPerStep + i % kPerStep;
-          for (int64_t c = 0; c < columns; ++c) to[c * kPerStep] = convert<To>(row[c]);
-        }
-      } else {
-        for (int64_t c = 0; c < columns; ++c) {
-          const From* row = weight + (first + c) * args.out_stride;
-          for (int64_t i = block; i < block_end; ++i) {
-            out[(i / kPerStep * kPanel + c) * kPerStep + i % kPerStep] = convert<To>(row[i * args.in_stride]);
-          }
-        }
-      }
-    }
-    if constexpr (sizeof(To) == 1) {
-      for (int64_t c = 0; c < kPanel; ++c) {
-        int32_t sum = 0;
-        for (int64_t i = 0; i < steps * kPerStep; ++i) sum += out[(i / kPerStep * kPanel + c) * kPerStep + i % kPerStep];
-        args.channel_offset[first + c] = 128 * sum;
-      }
-    }
-  }
-}
-
-void pack_panels(const PackArgs& args, int64_t begin, int64_t end) {
-  if (args.format == DType::kInt8) return pack_typed<int8_t, int8_t>(args, begin, end);
-  const bool from_float32 = args.dtype == DType::kFloat32;
-  if (args.format == DType::kBFloat16) {
-    return from_float32 ? pack_typed<BFloat16, float>(args, begin, end)
-                        : pack_typed<BFloat16, BFloat16>(args, begin, end);
-  }
-  from_float32 ? pack_typed<float, float>(args, begin, end) : pack_typed<float, BFloat16>(args, begin, end);
-}
+#include "pack_body.h"
 
 // The rows of x as the tiles read them: in the weight's format, or where they lie if they are that already.
 struct Rows {
@@ -139,25 +83,43 @@ void quantize_rows(const T* x, int64_t x_stride, int64_t rows, int64_t k, int64_
   }
 }
 
-template <typename T>
-Rows prepare_typed(const T* x, DType x_dtype, int64_t x_stride, int64_t rows, const PackedWeight& weight,
-                   Scratch& scratch, std::vector<float>& scales) {
-  const int64_t k = weight.in_features, size = element_size(weight.format);
-  const int64_t stride = (k * size + 3) / 4 * 4;
-  if (weight.format == x_dtype && stride == k * size) {
-    return {reinterpret_cast<const char*>(x), x_stride * size, nullptr};
-  }
-  char* out = scratch.get(rows * stride);
-  if (weight.format == DType::kInt8) {
+// A product's left side in the weight's format. Its memory is the thread's own.
+struct Prepared {
+  Scratch scratch;
+  std::vector<float> scales;
+
+  template <typename T>
+  Rows convert(const T* x, int64_t x_stride, int64_t rows, const PackedWeight& weight, int64_t stride) {
+    char* out = scratch.get(rows * stride);
+    if (weight.format != DType::kInt8) {
+      convert_rows(x, x_stride, rows, weight.in_features, stride, weight.format, out);
+      return {out, stride, nullptr};
+    }
     scales.resize(static_cast<size_t>(rows));
-    quantize_rows(x, x_stride, rows, k, stride, weight.input_scale, out, scales.data());
+    quantize_rows(x, x_stride, rows, weight.in_features, stride, weight.input_scale, out, scales.data());
     return {out, stride, scales.data()};
   }
-  convert_rows(x, x_stride, rows, k, stride, weight.format, out);
-  return {out, stride, nullptr};
-}
+
+  Rows prepare(const RowsArg& x, int64_t row, int64_t rows, const PackedWeight& weight) {
+    const int64_t size = element_size(weight.format), stride = (weight.in_features * size + 3) / 4 * 4;
+    const char* first = static_cast<const char*>(x.data) + row * x.stride * element_size(x.dtype);
+    if (weight.format == x.dtype && stride == weight.in_features * size) return {first, x.stride * size, nullptr};
+    if (x.dtype == DType::kFloat32) {
+      return convert(reinterpret_cast<const float*>(first), x.stride, rows, weight, stride);
+    }
+    return convert(reinterpret_cast<const BFloat16*>(first), x.stride, rows, weight, stride);
+  }
+};
 
 // One vector of a tile on its way out; the last one of a narrow panel may be partly beyond the matrix.
+template <typename T>
+FASTBERT_SIMD Floats load_columns(const T* in, int64_t columns) {
+  if (columns >= kWidth) return load(in);
+  float lane[kWidth] = {};
+  for (int64_t i = 0; i < columns; ++i) lane[i] = to_float(in[i]);
+  return load(lane);
+}
+
 template <typename T>
 FASTBERT_SIMD void store_columns(T* out, Floats x, int64_t columns) {
   if (columns >= kWidth) return store(out, x);
@@ -175,9 +137,8 @@ void finish_tile(const GemmTarget& target, const Channels& channels, const float
   const Activation activation = target.activation;
   for (int64_t c = 0; c < columns; c += kWidth) {
     const Floats bias = load(channels.bias + column + c);
-    T* out = static_cast<T*>(target.out) + row * target.out_stride + column + c;
-    T* pre = target.pre == nullptr ? nullptr : static_cast<T*>(target.pre) + row * target.out_stride + column + c;
     for (int64_t r = 0; r < rows; ++r) {
+      const int64_t at = (row + r) * target.out_stride + column + c;
       Floats x;
       if (is_int8) {
         const Ints exact = sub(load(reinterpret_cast<const int32_t*>(sums + r * kStepBytes) + c),
@@ -186,9 +147,16 @@ void finish_tile(const GemmTarget& target, const Channels& channels, const float
       } else {
         x = add(load(reinterpret_cast<const float*>(sums + r * kStepBytes) + c), bias);
       }
-      if (pre != nullptr) store_columns(pre + r * target.out_stride, x, columns - c);
-      if (activation != Activation::kNone) x = activate<sizeof(T) == 4>(activation, x);
-      store_columns(out + r * target.out_stride, x, columns - c);
+      if (target.slope_of != nullptr) {
+        const Floats before = load_columns(static_cast<const T*>(target.slope_of) + at, columns - c);
+        const Floats after = activate<sizeof(T) == 4>(activation, before);
+        x = mul(x, activation_slope(activation, before));
+        store_columns(static_cast<T*>(target.activated) + at, after, columns - c);
+      } else if (activation != Activation::kNone) {
+        if (target.pre != nullptr) store_columns(static_cast<T*>(target.pre) + at, x, columns - c);
+        x = activate<sizeof(T) == 4>(activation, x);
+      }
+      store_columns(static_cast<T*>(target.out) + at, x, columns - c);
     }
   }
 }
@@ -201,21 +169,36 @@ constexpr int64_t kChain = INT64_MAX;
 template <>
 constexpr int64_t kChain<Float32Dot> = 256;
 
+// A whole product of one tile, added to `sums` if `accumulate`.
 template <typename Dot>
-void gemm_panels(const GemmArgs& args, const GemmTarget& target, const Rows& x, int64_t row_begin, int64_t row_end,
-                 int64_t begin, int64_t end, const Channels& channels) {
-  const int64_t bytes = panel_bytes(target.weight.format, target.weight.in_features), steps = bytes / kStepBytes;
+FASTBERT_SIMD void tile_product(int64_t rows, const char* x, int64_t row_stride, int64_t step_stride, const char* panel,
+                                int64_t steps, int64_t columns, bool accumulate, char* sums) {
+  int64_t step = 0;
+  do {
+    const int64_t count = std::min(steps - step, kChain<Dot>);
+    tile_rows<Dot>(rows, x + step * step_stride, row_stride, step_stride, panel + step * kStepBytes, count, columns,
+                   accumulate || step > 0, sums);
+    step += count;
+  } while (step < steps);
+}
+
+template <typename Dot>
+void gemm_panels(const GemmArgs& args, const GemmTarget& target, const Rows& x, const Rows* addends, int64_t row_begin,
+                 int64_t row_end, int64_t begin, int64_t end, const Channels& channels) {
+  const PackedWeight& weight = target.weight;
+  const int64_t bytes = panel_bytes(weight.format, weight.in_features);
   alignas(64) char sums[kTileRows * kStepBytes];
   for (int64_t p = begin; p < end; ++p) {
-    const char* panel = target.weight.packed + p * bytes;
-    const int64_t columns = std::min(kPanel, target.weight.out_features - p * kPanel);
+    const int64_t columns = std::min(kPanel, weight.out_features - p * kPanel);
     for (int64_t row = row_begin; row < row_end; row += kTileRows) {
       const int64_t rows = std::min<int64_t>(kTileRows, row_end - row), local = row - row_begin;
-      const char* a = x.data + local * x.stride;
-      tile_rows<Dot>(rows, a, x.stride, 4, panel, std::min(steps, kChain<Dot>), columns, false, sums);
-      for (int64_t step = kChain<Dot>; step < steps; step += kChain<Dot>) {
-        tile_rows<Dot>(rows, a + step * 4, x.stride, 4, panel + step * kStepBytes,
-                       std::min(steps - step, kChain<Dot>), columns, true, sums);
+      tile_product<Dot>(rows, x.data + local * x.stride, x.stride, 4, weight.packed + p * bytes, bytes / kStepBytes,
+                        columns, false, sums);
+      for (int64_t i = 0; i < target.num_addends; ++i) {
+        const PackedWeight& other = target.addends[i].weight;
+        const int64_t other_bytes = panel_bytes(other.format, other.in_features);
+        tile_product<Dot>(rows, addends[i].data + local * addends[i].stride, addends[i].stride, 4,
+                          other.packed + p * other_bytes, other_bytes / kStepBytes, columns, true, sums);
       }
       const float* row_scale = x.scale == nullptr ? nullptr : x.scale + local;
       if (args.out_dtype == DType::kFloat32) {
@@ -228,10 +211,11 @@ void gemm_panels(const GemmArgs& args, const GemmTarget& target, const Rows& x, 
 }
 
 void gemm(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
-  static thread_local Scratch scratch;
-  static thread_local std::vector<float> scales, channels;
+  static thread_local Prepared prepared;
+  static thread_local std::vector<Prepared> prepared_addends;
+  static thread_local std::vector<float> channels;
   Rows x{nullptr, 0, nullptr};
-  const PackedWeight* prepared = nullptr;  // the weight that x was prepared for
+  const PackedWeight* last = nullptr;  // the weight that x was prepared for
   int64_t first = 0;
   for (int64_t t = 0; t < args.num_targets; ++t) {
     const GemmTarget& target = args.targets[t];
@@ -240,13 +224,15 @@ void gemm(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t pane
     const int64_t begin = std::max<int64_t>(panel_begin - first, 0), end = std::min(panel_end - first, panels);
     first += panels;
     if (begin >= end) continue;
-    if (prepared == nullptr || prepared->format != weight.format || prepared->input_scale != weight.input_scale) {
-      x = args.x_dtype == DType::kFloat32
-              ? prepare_typed(static_cast<const float*>(args.x) + row_begin * args.x_stride, args.x_dtype,
-                              args.x_stride, row_end - row_begin, weight, scratch, scales)
-              : prepare_typed(static_cast<const BFloat16*>(args.x) + row_begin * args.x_stride, args.x_dtype,
-                              args.x_stride, row_end - row_begin, weight, scratch, scales);
-      prepared = &weight;
+    if (last == nullptr || last->format != weight.format || last->input_scale != weight.input_scale) {
+      x = prepared.prepare(args.x, row_begin, row_end - row_begin, weight);
+      last = &weight;
+    }
+    std::vector<Rows> addends;
+    if (static_cast<int64_t>(prepared_addends.size()) < target.num_addends) prepared_addends.resize(target.num_addends);
+    for (int64_t i = 0; i < target.num_addends; ++i) {
+      const GemmAddend& addend = target.addends[i];
+      addends.push_back(prepared_addends[i].prepare(addend.x, row_begin, row_end - row_begin, addend.weight));
     }
     const int64_t columns = std::min(end * kPanel, weight.out_features);
     channels.assign(static_cast<size_t>(2 * panels * kPanel), 0.0f);
@@ -258,18 +244,100 @@ void gemm(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t pane
       }
     }
     if (weight.format == DType::kInt8) std::copy_n(weight.channel_scale, columns, scale);
+    const Channels of{bias, scale};
     switch (weight.format) {
       case DType::kFloat32:
-        gemm_panels<Float32Dot>(args, target, x, row_begin, row_end, begin, end, {bias, scale});
+        gemm_panels<Float32Dot>(args, target, x, addends.data(), row_begin, row_end, begin, end, of);
         break;
       case DType::kBFloat16:
 #if defined(FASTBERT_BF16)
-        gemm_panels<BFloat16Dot>(args, target, x, row_begin, row_end, begin, end, {bias, scale});
+        gemm_panels<BFloat16Dot>(args, target, x, addends.data(), row_begin, row_end, begin, end, of);
 #endif
         break;
       case DType::kInt8:
-        gemm_panels<Int8Dot>(args, target, x, row_begin, row_end, begin, end, {bias, scale});
+        gemm_panels<Int8Dot>(args, target, x, addends.data(), row_begin, row_end, begin, end, of);
         break;
     }
   }
+}
+
+template <typename Dot>
+void gemm_transposed_blocks(const GemmTransposedArgs& args, int64_t begin, int64_t end) {
+  const int64_t bytes = panel_bytes(args.format, args.tokens), steps = bytes / kStepBytes;
+  const int64_t b_panels = num_panels(args.b_features);
+  alignas(64) char sums[kPanel * kStepBytes];
+  for (int64_t block = begin; block < end; ++block) {
+    const int64_t a_panel = block / b_panels, b_panel = block % b_panels;
+    const int64_t rows = std::min(kPanel, args.a_features - a_panel * kPanel);
+    const int64_t columns = std::min(kPanel, args.b_features - b_panel * kPanel);
+    const char *a = args.a + a_panel * bytes, *b = args.b + b_panel * bytes;
+    // A stretch of tokens at a time, so that b's stays in the cache for all rows.
+    for (int64_t step = 0; step == 0 || step < steps; step += 256) {
+      const int64_t count = std::min<int64_t>(steps - step, 256);
+      for (int64_t r = 0; r < rows; r += kTileRows) {
+        tile_rows<Dot>(std::min<int64_t>(kTileRows, rows - r), a + step * kStepBytes + r * 4, 4, kStepBytes,
+                       b + step * kStepBytes, count, columns, step > 0, sums + r * kStepBytes);
+      }
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t at = (a_panel * kPanel + r) * args.b_features + b_panel * kPanel;
+      for (int64_t c = 0; c < columns; c += kWidth) {
+        const Floats x = load(reinterpret_cast<const float*>(sums + r * kStepBytes) + c);
+        if (args.out_dtype == DType::kFloat32) {
+          store_columns(static_cast<float*>(args.out) + at + c, x, columns - c);
+        } else {
+          store_columns(static_cast<BFloat16*>(args.out) + at + c, x, columns - c);
+        }
+      }
+    }
+  }
+}
+
+void gemm_transposed(const GemmTransposedArgs& args, int64_t begin, int64_t end) {
+#if defined(FASTBERT_BF16)
+  if (args.format == DType::kBFloat16) return gemm_transposed_blocks<BFloat16Dot>(args, begin, end);
+#endif
+  gemm_transposed_blocks<Float32Dot>(args, begin, end);
+}
+
+template <typename T, typename Out>
+void column_sums_typed(const T* x, int64_t stride, int64_t rows, Out* out, int64_t begin, int64_t end) {
+  constexpr int64_t kRows = 128;  // in a chain, for the sums' sake
+  for (int64_t c = begin; c < end; c += kWidth) {
+    Floats total = set1(0.0f);
+    for (int64_t first = 0; first < rows; first += kRows) {
+      Floats part = set1(0.0f);
+      for (int64_t r = first; r < std::min(rows, first + kRows); ++r) {
+        part = add(part, load_columns(x + r * stride + c, end - c));
+      }
+      total = add(total, part);
+    }
+    store_columns(out + c, total, end - c);
+  }
+}
+
+void column_sums(const RowsArg& x, int64_t rows, void* out, DType out_dtype, int64_t begin, int64_t end) {
+  const bool to_float32 = out_dtype == DType::kFloat32;
+  if (x.dtype == DType::kFloat32) {
+    const auto* data = static_cast<const float*>(x.data);
+    return to_float32 ? column_sums_typed(data, x.stride, rows, static_cast<float*>(out), begin, end)
+                      : column_sums_typed(data, x.stride, rows, static_cast<BFloat16*>(out), begin, end);
+  }
+  const auto* data = static_cast<const BFloat16*>(x.data);
+  to_float32 ? column_sums_typed(data, x.stride, rows, static_cast<float*>(out), begin, end)
+             : column_sums_typed(data, x.stride, rows, static_cast<BFloat16*>(out), begin, end);
+}
+
+template <typename T>
+void activation_bwd_typed(const ActivationBwd& args, int64_t begin, int64_t end) {
+  const auto *dout = static_cast<const T*>(args.dout), *pre = static_cast<const T*>(args.pre);
+  for (int64_t i = begin; i < end; i += kWidth) {
+    const Floats slope = activation_slope(args.activation, load_columns(pre + i, end - i));
+    store_columns(static_cast<T*>(args.dpre) + i, mul(load_columns(dout + i, end - i), slope), end - i);
+  }
+}
+
+void activation_bwd(const ActivationBwd& args, int64_t begin, int64_t end) {
+  args.dtype == DType::kFloat32 ? activation_bwd_typed<float>(args, begin, end)
+                                : activation_bwd_typed<BFloat16>(args, begin, end);
 }

@@ -16,15 +16,22 @@ FASTBERT_SIMD Floats load(const BFloat16* p) {
 }
 FASTBERT_SIMD void store(float* p, Floats x) { _mm256_storeu_ps(p, x); }
 FASTBERT_SIMD void store(int32_t* p, Ints x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
-FASTBERT_SIMD void store(BFloat16* p, Floats x) {
+// Rounded to bfloat16 in the upper half of each lane; the lower half is rubbish.
+FASTBERT_SIMD __m256i round_bf16(Floats x) {
   const __m256i bits = _mm256_castps_si256(x);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
   const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-  rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), is_nan);
-  const __m256i packed = _mm256_packus_epi32(_mm256_srli_epi32(rounded, 16), _mm256_setzero_si256());
+  return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), is_nan);
+}
+FASTBERT_SIMD void store(BFloat16* p, Floats x) {
+  const __m256i packed = _mm256_packus_epi32(_mm256_srli_epi32(round_bf16(x), 16), _mm256_setzero_si256());
   const __m256i ordered = _mm256_permute4x64_epi64(packed, 0xd8);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(ordered));
+}
+// Two bfloat16 a lane, `low` in the low half.
+FASTBERT_SIMD Ints pair_bf16(Floats low, Floats high) {
+  return _mm256_blend_epi16(_mm256_srli_epi32(round_bf16(low), 16), round_bf16(high), 0xaa);
 }
 FASTBERT_SIMD Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
 FASTBERT_SIMD Floats sub(Floats a, Floats b) { return _mm256_sub_ps(a, b); }

@@ -20,18 +20,25 @@ FASTBERT_SIMD Floats load(const BFloat16* p) {
 }
 FASTBERT_SIMD void store(float* p, Floats x) { _mm512_storeu_ps(p, x); }
 FASTBERT_SIMD void store(int32_t* p, Ints x) { _mm512_storeu_si512(p, x); }
-FASTBERT_SIMD void store(BFloat16* p, Floats x) {
+// Rounded to bfloat16.
+FASTBERT_SIMD __m256i round_bf16(Floats x) {
 #if defined(FASTBERT_BF16)
-  const __m256bh rounded = _mm512_cvtneps_pbh(x);
-  __builtin_memcpy(p, &rounded, sizeof(rounded));
+  return (__m256i)_mm512_cvtneps_pbh(x);
 #else
   const __m512i bits = _mm512_castps_si512(x);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
   const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-  rounded = _mm512_mask_set1_epi32(rounded, is_nan, 0x7fc00000);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_set1_epi32(rounded, is_nan, 0x7fc00000), 16));
 #endif
+}
+FASTBERT_SIMD void store(BFloat16* p, Floats x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), round_bf16(x));
+}
+// Two bfloat16 a lane, `low` in the low half.
+FASTBERT_SIMD Ints pair_bf16(Floats low, Floats high) {
+  const __m512i upper = _mm512_slli_epi32(_mm512_cvtepu16_epi32(round_bf16(high)), 16);
+  return _mm512_or_si512(_mm512_cvtepu16_epi32(round_bf16(low)), upper);
 }
 FASTBERT_SIMD Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
 FASTBERT_SIMD Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }

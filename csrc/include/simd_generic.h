@@ -26,6 +26,15 @@ FASTBERT_SIMD void store(int32_t* p, Ints x) { __builtin_memcpy(p, &x, sizeof(x)
 FASTBERT_SIMD void store(BFloat16* p, Floats x) {
   for (int i = 0; i < 4; ++i) p[i] = from_float<BFloat16>(x[i]);
 }
+// Two bfloat16 a lane, `low` in the low half.
+FASTBERT_SIMD Ints pair_bf16(Floats low, Floats high) {
+  Ints pair;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t bits = from_float<BFloat16>(low[i]).bits | uint32_t{from_float<BFloat16>(high[i]).bits} << 16;
+    pair[i] = static_cast<int32_t>(bits);
+  }
+  return pair;
+}
 FASTBERT_SIMD Floats add(Floats a, Floats b) { return a + b; }
 FASTBERT_SIMD Floats sub(Floats a, Floats b) { return a - b; }
 FASTBERT_SIMD Floats mul(Floats a, Floats b) { return a * b; }

@@ -26,9 +26,17 @@ FASTBERT_SIMD Floats exp2(Floats x) {
 
 constexpr float kLog2e = 1.44269504f;
 
-FASTBERT_SIMD Floats sigmoid(Floats x) {
+// sigmoid(x), and `rest` = 1 - sigmoid(x) without the cancellation.
+FASTBERT_SIMD Floats sigmoid(Floats x, Floats& rest) {
   const Floats e = exp2<true>(min(set1(126.0f), mul(x, set1(-kLog2e))));
-  return div(set1(1.0f), add(e, set1(1.0f)));
+  const Floats s = div(set1(1.0f), add(e, set1(1.0f)));
+  rest = mul(e, s);
+  return s;
+}
+
+FASTBERT_SIMD Floats sigmoid(Floats x) {
+  Floats rest;
+  return sigmoid(x, rest);
 }
 
 FASTBERT_SIMD Floats tanh(Floats x) { return sub(mul(set1(2.0f), sigmoid(add(x, x))), set1(1.0f)); }
@@ -87,26 +95,26 @@ FASTBERT_SIMD Floats activate(Activation activation, Floats x) {
 
 // d activate(x) / dx.
 FASTBERT_SIMD Floats activation_slope(Activation activation, Floats x) {
-  const Floats one = set1(1.0f);
+  Floats rest;
   switch (activation) {
     case Activation::kGelu: {  // Phi(x) + x phi(x)
       const Floats phi = mul(set1(0.3989422804f), exp2<true>(mul(mul(x, x), set1(-0.5f * kLog2e))));
       return fma(x, phi, fma(set1(0.5f), erf_of_scaled<true>(x), set1(0.5f)));
     }
     case Activation::kGeluTanh: {  // s + x s (1 - s) 2 u'(x), s = sigmoid(2 u)
-      const Floats s = sigmoid(mul(set1(2.0f), gelu_tanh_argument(x)));
+      const Floats s = sigmoid(mul(set1(2.0f), gelu_tanh_argument(x)), rest);
       const Floats slope = fma(set1(6.0f * 0.7978845608f * 0.044715f), mul(x, x), set1(2.0f * 0.7978845608f));
-      return fma(mul(x, slope), mul(s, sub(one, s)), s);
+      return fma(mul(x, slope), mul(s, rest), s);
     }
-    case Activation::kRelu: return sub(one, step_up_to_zero(x));
+    case Activation::kRelu: return sub(set1(1.0f), step_up_to_zero(x));
     case Activation::kTanh: {
-      const Floats y = tanh(x);
-      return sub(one, mul(y, y));
+      const Floats s = sigmoid(add(x, x), rest);
+      return mul(set1(4.0f), mul(s, rest));
     }
     case Activation::kSilu: {
-      const Floats s = sigmoid(x);
-      return fma(mul(x, s), sub(one, s), s);
+      const Floats s = sigmoid(x, rest);
+      return fma(mul(x, s), rest, s);
     }
-    default: return one;
+    default: return set1(1.0f);
   }
 }

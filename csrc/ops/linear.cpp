@@ -51,11 +51,18 @@ void run_gemm(const GemmArgs& args, int64_t rows) {
   });
 }
 
+// What operands are multiplied in, for results in `dtype`.
+DType format_for(at::ScalarType dtype) {
+  return dtype == at::kBFloat16 && has_bf16_dot() ? DType::kBFloat16 : DType::kFloat32;
+}
+
+RowsArg rows_of(const at::Tensor& x) { return {x.const_data_ptr(), dtype_of(x), x.stride(0)}; }
+
 // A weight, packed, with what its product needs beside it.
 struct Operand {
   PackedTensor packed;
   at::Tensor bias, scale;
-  GemmTarget target;
+  GemmTarget target{};
 
   Operand(const at::Tensor& weight, const std::optional<at::Tensor>& bias_, const std::optional<at::Tensor>& scale_,
           double input_scale, int64_t in_features, at::ScalarType dtype) {
@@ -72,9 +79,7 @@ struct Operand {
       bias = checked("bias", *bias_, {out_features}, bias_->scalar_type());
     }
     if (is_int8) scale = checked("weight_scale", *scale_, {out_features}, at::kFloat);
-    const DType format = is_int8                                        ? DType::kInt8
-                         : dtype == at::kBFloat16 && has_bf16_dot() ? DType::kBFloat16
-                                                                        : DType::kFloat32;
+    const DType format = is_int8 ? DType::kInt8 : format_for(dtype);
     packed = packed_weight(weight, format);
     target.weight = {static_cast<const char*>(packed.panels.const_data_ptr()),
                      format,
@@ -85,8 +90,6 @@ struct Operand {
                      static_cast<float>(input_scale)};
     target.bias = data<const void>(bias);
     target.bias_dtype = bias.defined() ? dtype_of(bias) : DType::kFloat32;
-    target.activation = Activation::kNone;
-    target.pre = nullptr;
   }
 
   void write_to(const at::Tensor& out, const at::Tensor& pre, Activation activation) {
@@ -108,8 +111,44 @@ at::Tensor checked_x(const at::Tensor& x, at::ScalarType dtype) {
 }
 
 GemmArgs gemm_args(const at::Tensor& x, at::ScalarType dtype, const GemmTarget* targets, int64_t num_targets) {
-  return {x.const_data_ptr(), dtype_of(x), x.stride(0),
-          dtype == at::kFloat ? DType::kFloat32 : DType::kBFloat16, targets, num_targets};
+  return {rows_of(x), dtype == at::kFloat ? DType::kFloat32 : DType::kBFloat16, targets, num_targets};
+}
+
+// (tokens, features) packed along its tokens, for a weight's gradient.
+at::Tensor pack_tokens(const at::Tensor& x_, DType format) {
+  const at::Tensor x = x_.stride(1) == 1 ? x_ : x_.contiguous();
+  const int64_t panels = num_panels(x.size(1));
+  const at::Tensor packed = at::empty({panels * panel_bytes(format, x.size(0))}, at::TensorOptions().dtype(at::kByte));
+  const PackArgs args{x.const_data_ptr(), dtype_of(x), x.size(1), x.size(0), 1, x.stride(0), format,
+                      static_cast<char*>(packed.mutable_data_ptr()), nullptr};
+  at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) { pack_panels(args, begin, end); });
+  return packed;
+}
+
+// dout^T x in the weight's dtype, of operands that pack_tokens made.
+at::Tensor weight_gradient(const at::Tensor& dout, const at::Tensor& x, DType format, int64_t tokens,
+                           const at::Tensor& weight) {
+  const at::Tensor dweight = at::empty(weight.sizes(), weight.options());
+  const GemmTransposedArgs args{static_cast<const char*>(dout.const_data_ptr()),
+                                static_cast<const char*>(x.const_data_ptr()),
+                                format,
+                                tokens,
+                                weight.size(0),
+                                weight.size(1),
+                                dweight.mutable_data_ptr(),
+                                dtype_of(weight)};
+  at::parallel_for(0, num_panels(weight.size(0)) * num_panels(weight.size(1)), 1,
+                   [&](int64_t begin, int64_t end) { gemm_transposed(args, begin, end); });
+  return dweight;
+}
+
+at::Tensor bias_gradient(const at::Tensor& dout, at::ScalarType dtype) {
+  const at::Tensor dbias = at::empty({dout.size(1)}, dout.options().dtype(dtype));
+  at::parallel_for(0, num_panels(dout.size(1)), 1, [&](int64_t begin, int64_t end) {
+    column_sums(rows_of(dout), dout.size(0), dbias.mutable_data_ptr(), dtype_of(dbias), begin * kPanel,
+                std::min(end * kPanel, dout.size(1)));
+  });
+  return dbias;
 }
 
 }  // namespace
@@ -146,10 +185,61 @@ std::vector<at::Tensor> linear_cpu(const at::Tensor& x_, at::TensorList weights,
   return results;
 }
 
-at::Tensor feed_forward_cpu(const at::Tensor& x_, const at::Tensor& up_weight, const std::optional<at::Tensor>& up_bias,
-                            const at::Tensor& down_weight, const std::optional<at::Tensor>& up_scale,
-                            const std::optional<at::Tensor>& down_scale, at::ArrayRef<double> input_scales,
-                            c10::string_view activation, at::ScalarType dtype) {
+std::tuple<at::Tensor, std::vector<at::Tensor>, std::vector<at::Tensor>> linear_bwd_cpu(
+    at::TensorList douts_, const at::Tensor& x_, at::TensorList weights, at::TensorList pres,
+    c10::string_view activation, bool needs_dx, bool needs_dweight, bool needs_dbias) {
+  const size_t count = weights.size();
+  TORCH_CHECK(count > 0 && douts_.size() == count, "douts has ", douts_.size(), " elements, weights ", count);
+  const auto dtype = douts_[0].scalar_type();
+  const at::Tensor x = checked_x(x_, dtype);
+  const Activation act = activation_of(activation);
+  TORCH_CHECK(pres.size() == (act == Activation::kNone ? 0 : count), "pres has ", pres.size(), " elements");
+  const DType format = format_for(dtype);
+
+  std::vector<at::Tensor> douts;
+  for (size_t i = 0; i < count; ++i) {
+    at::Tensor dout = checked("dout", douts_[i], {x.size(0), weights[i].size(0)}, dtype);
+    if (act != Activation::kNone) {
+      const at::Tensor pre = checked("pre", pres[i], dout.sizes(), dtype), dpre = at::empty_like(dout);
+      const ActivationBwd args{dout.const_data_ptr(), pre.const_data_ptr(), dpre.mutable_data_ptr(), dtype_of(dout),
+                               act};
+      at::parallel_for(0, dout.numel(), 16384, [&](int64_t begin, int64_t end) { activation_bwd(args, begin, end); });
+      dout = dpre;
+    }
+    douts.push_back(dout);
+  }
+
+  const at::Tensor dx = at::empty({needs_dx ? x.size(0) : 0, x.size(1)}, x.options());
+  if (needs_dx) {
+    std::vector<Operand> operands;
+    std::vector<GemmAddend> addends;
+    operands.reserve(count);
+    for (size_t i = 0; i < count; ++i) {
+      operands.emplace_back(weights[i].t(), std::nullopt, std::nullopt, 0.0, weights[i].size(0), dtype);
+      if (i > 0) addends.push_back({rows_of(douts[i]), operands[i].target.weight});
+    }
+    GemmTarget& target = operands[0].target;
+    target.addends = addends.data();
+    target.num_addends = static_cast<int64_t>(addends.size());
+    operands[0].write_to(dx, at::Tensor(), Activation::kNone);
+    run_gemm(gemm_args(douts[0], x.scalar_type(), &target, 1), x.size(0));
+  }
+  std::vector<at::Tensor> dweights, dbiases;
+  if (needs_dweight) {
+    const at::Tensor x_packed = pack_tokens(x, format);
+    for (size_t i = 0; i < count; ++i) {
+      dweights.push_back(weight_gradient(pack_tokens(douts[i], format), x_packed, format, x.size(0), weights[i]));
+    }
+  }
+  for (size_t i = 0; needs_dbias && i < count; ++i) dbiases.push_back(bias_gradient(douts[i], weights[i].scalar_type()));
+  return {dx, dweights, dbiases};
+}
+
+std::tuple<at::Tensor, at::Tensor> feed_forward_cpu(
+    const at::Tensor& x_, const at::Tensor& up_weight, const std::optional<at::Tensor>& up_bias,
+    const at::Tensor& down_weight, const std::optional<at::Tensor>& up_scale,
+    const std::optional<at::Tensor>& down_scale, at::ArrayRef<double> input_scales, c10::string_view activation,
+    at::ScalarType dtype, bool return_pre) {
   const at::Tensor x = checked_x(x_, dtype);
   TORCH_CHECK(input_scales.size() == 2, "input_scales has ", input_scales.size(), " elements, expected 2");
   const int64_t rows = x.size(0), intermediate_size = up_weight.size(0);
@@ -158,37 +248,67 @@ at::Tensor feed_forward_cpu(const at::Tensor& x_, const at::Tensor& up_weight, c
   const at::Tensor out = at::empty({rows, down_weight.size(0)}, x.options().dtype(dtype));
   down.write_to(out, at::Tensor(), Activation::kNone);
   const Activation act = activation_of(activation);
+  const at::Tensor pre = at::empty({return_pre ? rows : 0, intermediate_size}, out.options());
 
   // A thread takes a block of rows through both products, so that the wide activations between them stay in its cache.
   // With too few rows for that, the threads share each product instead.
   const int64_t threads = at::get_num_threads(), blocks = num_blocks(rows, kFeedForwardRows, threads);
   if (blocks < threads) {
     const at::Tensor inner = at::empty({rows, intermediate_size}, x.options().dtype(dtype));
-    up.write_to(inner, at::Tensor(), act);
+    up.write_to(inner, return_pre ? pre : at::Tensor(), act);
     run_gemm(gemm_args(x, dtype, &up.target, 1), rows);
     run_gemm(gemm_args(inner, dtype, &down.target, 1), rows);
-    return out;
+    return {out, pre};
   }
   const at::Tensor inner = at::empty({threads, kFeedForwardRows, intermediate_size}, x.options().dtype(dtype));
-  const int64_t out_bytes = out.size(1) * out.element_size();
   at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
-    char* buffer = static_cast<char*>(inner.mutable_data_ptr()) +
-                   at::get_thread_num() * kFeedForwardRows * intermediate_size * inner.element_size();
-    GemmTarget first = up.target, second = down.target;
-    first.out = buffer;
-    first.out_stride = intermediate_size;
-    first.activation = act;
+    const at::Tensor buffer = inner.select(0, at::get_thread_num());
     for (int64_t block = begin; block < end; ++block) {
       const int64_t row = block * rows / blocks, count = (block + 1) * rows / blocks - row;
-      GemmArgs args = gemm_args(x, dtype, &first, 1);
-      args.x = static_cast<const char*>(args.x) + row * x.stride(0) * x.element_size();
-      gemm(args, 0, count, 0, num_panels(intermediate_size));
-      second.out = static_cast<char*>(out.mutable_data_ptr()) + row * out_bytes;
-      const GemmArgs down_args{buffer, args.out_dtype, intermediate_size, args.out_dtype, &second, 1};
-      gemm(down_args, 0, count, 0, num_panels(out.size(1)));
+      Operand first = up, second = down;
+      first.write_to(buffer, return_pre ? pre.narrow(0, row, count) : at::Tensor(), act);
+      second.write_to(out.narrow(0, row, count), at::Tensor(), Activation::kNone);
+      gemm(gemm_args(x.narrow(0, row, count), dtype, &first.target, 1), 0, count, 0, num_panels(intermediate_size));
+      gemm(gemm_args(buffer, dtype, &second.target, 1), 0, count, 0, num_panels(out.size(1)));
     }
   });
-  return out;
+  return {out, pre};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> feed_forward_bwd_cpu(
+    const at::Tensor& dout_, const at::Tensor& x_, const at::Tensor& pre_, const at::Tensor& up_weight,
+    const at::Tensor& down_weight, c10::string_view activation, bool needs_dx, bool needs_dweight, bool needs_dbias) {
+  const auto dtype = dout_.scalar_type();
+  const at::Tensor x = checked_x(x_, dtype);
+  const int64_t rows = x.size(0), intermediate_size = up_weight.size(0);
+  const at::Tensor dout = checked("dout", dout_, {rows, down_weight.size(0)}, dtype);
+  const at::Tensor pre = checked("pre", pre_, {rows, intermediate_size}, dtype);
+  const DType format = format_for(dtype);
+
+  // The first product's epilogue makes both what its gradient is and, again, what forward did not keep.
+  const at::Tensor dpre = at::empty_like(pre), inner = at::empty_like(pre);
+  Operand down(down_weight.t(), std::nullopt, std::nullopt, 0.0, down_weight.size(0), dtype);
+  down.write_to(dpre, at::Tensor(), activation_of(activation));
+  down.target.slope_of = pre.const_data_ptr();
+  down.target.activated = inner.mutable_data_ptr();
+  run_gemm(gemm_args(dout, dtype, &down.target, 1), rows);
+
+  at::Tensor dup, ddown, dbias = at::empty({0}, up_weight.options());
+  if (needs_dweight) {
+    ddown = weight_gradient(pack_tokens(dout, format), pack_tokens(inner, format), format, rows, down_weight);
+    dup = weight_gradient(pack_tokens(dpre, format), pack_tokens(x, format), format, rows, up_weight);
+  } else {
+    dup = at::empty({0, up_weight.size(1)}, up_weight.options());
+    ddown = at::empty({0, down_weight.size(1)}, down_weight.options());
+  }
+  if (needs_dbias) dbias = bias_gradient(dpre, up_weight.scalar_type());
+  const at::Tensor dx = at::empty({needs_dx ? rows : 0, x.size(1)}, x.options());
+  if (needs_dx) {
+    Operand up(up_weight.t(), std::nullopt, std::nullopt, 0.0, intermediate_size, dtype);
+    up.write_to(dx, at::Tensor(), Activation::kNone);
+    run_gemm(gemm_args(dpre, x.scalar_type(), &up.target, 1), rows);
+  }
+  return {dx, dup, dbias, ddown};
 }
 
 }  // namespace fastbert

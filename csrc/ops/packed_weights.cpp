@@ -73,7 +73,9 @@ DType dtype_of(const at::Tensor& t) {
   }
 }
 
-PackedTensor packed_weight(const at::Tensor& weight, DType format) {
+PackedTensor packed_weight(const at::Tensor& weight_, DType format) {
+  const bool is_matrix = weight_.stride(0) == 1 || weight_.stride(1) == 1;
+  const at::Tensor weight = is_matrix ? weight_ : weight_.contiguous();
   const Key key{weight.const_data_ptr(), weight.size(0), weight.size(1), weight.stride(0),
                 weight.stride(1),        weight.scalar_type(), format};
   // An inference tensor keeps no version: its samples alone tell.

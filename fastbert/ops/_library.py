@@ -122,15 +122,25 @@ for _key in ("CUDA", "CPU"):
 # x is fp32 or bf16; weights are fp32, bf16, or int8 with weight_scales fp32 (out_features,). An input scale is read for
 # int8 weights only: 0 quantises each row of x by its own largest value. The kernels pack a weight on its first use and
 # keep the copy until the weight changes or dies. With return_pre each out is followed by its value before the
-# activation. feed_forward's input_scales are those of its two products.
+# activation, which backward needs. feed_forward's input_scales are those of its two products, its `pre` has zero rows
+# unless return_pre. Gradients come in the dtypes of x and of the weights, a bias's in its weight's; those that are not
+# needed are empty.
 
 _LINEAR = (
     "(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor?[] weight_scales, float[] input_scales, str activation,"
     " ScalarType dtype, bool return_pre) -> Tensor[]"
 )
+_LINEAR_BWD = (
+    "(Tensor[] douts, Tensor x, Tensor[] weights, Tensor[] pres, str activation, bool needs_dx, bool needs_dweight,"
+    " bool needs_dbias) -> (Tensor dx, Tensor[] dweights, Tensor[] dbiases)"
+)
 _FEED_FORWARD = (
     "(Tensor x, Tensor up_weight, Tensor? up_bias, Tensor down_weight, Tensor? up_scale, Tensor? down_scale,"
-    " float[] input_scales, str activation, ScalarType dtype) -> Tensor"
+    " float[] input_scales, str activation, ScalarType dtype, bool return_pre) -> (Tensor out, Tensor pre)"
+)
+_FEED_FORWARD_BWD = (
+    "(Tensor dout, Tensor x, Tensor pre, Tensor up_weight, Tensor down_weight, str activation, bool needs_dx,"
+    " bool needs_dweight, bool needs_dbias) -> (Tensor dx, Tensor dup_weight, Tensor dup_bias, Tensor ddown_weight)"
 )
 
 
@@ -139,11 +149,28 @@ def _linear_fake(x, weights, biases, weight_scales, input_scales, activation, dt
     return [x.new_empty(x.shape[0], w.shape[0], dtype=dtype) for w in weights for _ in range(copies)]
 
 
-def _feed_forward_fake(x, up_weight, up_bias, down_weight, up_scale, down_scale, input_scales, activation, dtype):
-    return x.new_empty(x.shape[0], down_weight.shape[0], dtype=dtype)
+def _linear_bwd_fake(douts, x, weights, pres, activation, needs_dx, needs_dweight, needs_dbias):
+    dweights = [torch.empty_like(w) for w in weights] if needs_dweight else []
+    dbiases = [w.new_empty(w.shape[0]) for w in weights] if needs_dbias else []
+    return x.new_empty(x.shape[0] if needs_dx else 0, x.shape[1]), dweights, dbiases
 
 
-torch.library.define("fastbert::linear_cpu", _LINEAR)
-torch.library.register_fake("fastbert::linear_cpu", _linear_fake)
-torch.library.define("fastbert::feed_forward_cpu", _FEED_FORWARD)
-torch.library.register_fake("fastbert::feed_forward_cpu", _feed_forward_fake)
+def _feed_forward_fake(x, up_weight, up_bias, down_weight, up_scale, down_scale, scales, activation, dtype, return_pre):
+    pre = x.new_empty(x.shape[0] if return_pre else 0, up_weight.shape[0], dtype=dtype)
+    return x.new_empty(x.shape[0], down_weight.shape[0], dtype=dtype), pre
+
+
+def _feed_forward_bwd_fake(dout, x, pre, up_weight, down_weight, activation, needs_dx, needs_dweight, needs_dbias):
+    dup, ddown = (w.new_empty(w.shape[0] if needs_dweight else 0, w.shape[1]) for w in (up_weight, down_weight))
+    dup_bias = up_weight.new_empty(up_weight.shape[0] if needs_dbias else 0)
+    return x.new_empty(x.shape[0] if needs_dx else 0, x.shape[1]), dup, dup_bias, ddown
+
+
+for _op, _schema, _fake in (
+    ("linear_cpu", _LINEAR, _linear_fake),
+    ("linear_bwd_cpu", _LINEAR_BWD, _linear_bwd_fake),
+    ("feed_forward_cpu", _FEED_FORWARD, _feed_forward_fake),
+    ("feed_forward_bwd_cpu", _FEED_FORWARD_BWD, _feed_forward_bwd_fake),
+):
+    torch.library.define(f"fastbert::{_op}", _schema)
+    torch.library.register_fake(f"fastbert::{_op}", _fake)

@@ -17,6 +17,31 @@ def activation(x: torch.Tensor, name: str) -> torch.Tensor:
     return _torch.activation(x, name)
 
 
+class _FeedForward(torch.autograd.Function):
+    """Autograd around the registered forward and backward. What is kept between them is x and the first product: its
+    activation is computed again."""
+
+    @staticmethod
+    def forward(ctx, x, up_weight, up_bias, down_weight, activation, dtype):
+        out, pre = torch.ops.fastbert.feed_forward_cpu(
+            x, up_weight, up_bias, down_weight, None, None, (0.0, 0.0), activation, dtype, True
+        )
+        ctx.save_for_backward(x, pre, up_weight, down_weight)
+        ctx.activation = activation
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout):
+        x, pre, up_weight, down_weight = ctx.saved_tensors
+        needs_dx, needs_dup, needs_dbias, needs_ddown = ctx.needs_input_grad[:4]
+        dx, dup, dbias, ddown = torch.ops.fastbert.feed_forward_bwd_cpu(
+            dout, x, pre, up_weight, down_weight, ctx.activation, needs_dx, needs_dup or needs_ddown, needs_dbias
+        )
+        needed = zip((dx, dup, dbias, ddown), ctx.needs_input_grad, strict=False)
+        return *(gradient if wanted else None for gradient, wanted in needed), None, None
+
+
 def feed_forward(
     x: torch.Tensor,
     up_weight: torch.Tensor,
@@ -36,9 +61,11 @@ def feed_forward(
     """
     chosen = select("feed_forward", backend, x, up_weight, up_bias, down_weight)
     check_gradient(x, weight_scales)
-    if chosen is Backend.TORCH or needs_grad(x, up_weight, up_bias, down_weight):
+    if chosen is Backend.TORCH:
         inner = _torch.linear(x, up_weight, up_bias, weight_scales[0], input_scales[0], activation)
         return _torch.linear(inner, down_weight, None, weight_scales[1], input_scales[1], "none")
+    if needs_grad(x, up_weight, up_bias, down_weight):
+        return _FeedForward.apply(x, up_weight, up_bias, down_weight, activation, compute_dtype(x))
     return torch.ops.fastbert.feed_forward_cpu(
-        x, up_weight, up_bias, down_weight, *weight_scales, input_scales, activation, compute_dtype(x)
-    )
+        x, up_weight, up_bias, down_weight, *weight_scales, input_scales, activation, compute_dtype(x), False
+    )[0]

@@ -41,6 +41,41 @@ for _op in ("linear", "linears", "linear_gelu"):
     register(_op, Backend.CPU, supports_gemm_cpu)
 
 
+class _Linears(torch.autograd.Function):
+    """Autograd around the registered forward and backward."""
+
+    @staticmethod
+    def forward(ctx, x, activation, dtype, count, *weights_and_biases):
+        weights, biases = weights_and_biases[:count], weights_and_biases[count:]
+        has_pre = activation != "none"
+        out = torch.ops.fastbert.linear_cpu(
+            x, weights, biases, [None] * count, [0.0] * count, activation, dtype, has_pre
+        )
+        outs, pres = (out[::2], out[1::2]) if has_pre else (out, [])
+        ctx.save_for_backward(x, *weights, *pres)
+        ctx.activation, ctx.count = activation, count
+        return tuple(outs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *douts):
+        x, *rest = ctx.saved_tensors
+        weights, pres = rest[: ctx.count], rest[ctx.count :]
+        needs_dweight, needs_dbias = (any(ctx.needs_input_grad[4 + i * ctx.count :][: ctx.count]) for i in (0, 1))
+        dx, dweights, dbiases = torch.ops.fastbert.linear_bwd_cpu(
+            douts, x, weights, pres, ctx.activation, ctx.needs_input_grad[0], needs_dweight, needs_dbias
+        )
+        none = [None] * ctx.count
+        gradients = [*(dweights or none), *(dbiases or none)]
+        return (
+            dx if ctx.needs_input_grad[0] else None,
+            None,
+            None,
+            None,
+            *(g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad[4:], strict=True)),
+        )
+
+
 def linears(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
@@ -73,10 +108,12 @@ def linears(
     inputs = [0.0] * len(weights) if input_scales is None else list(input_scales)
     chosen = select("linears", backend, x, *weights)
     check_gradient(x, scales)
-    if chosen is Backend.TORCH or needs_grad(x, *weights, *biases):
+    if chosen is Backend.TORCH:
         return [
             _torch.linear(x, w, b, s, i, activation) for w, b, s, i in zip(weights, biases, scales, inputs, strict=True)
         ]
+    if needs_grad(x, *weights, *biases):
+        return list(_Linears.apply(x, activation, compute_dtype(x), len(weights), *weights, *biases))
     return torch.ops.fastbert.linear_cpu(x, weights, biases, scales, inputs, activation, compute_dtype(x), False)
 
 

@@ -1,0 +1,122 @@
+// Packing a GEMM's right side for one ISA; included by gemm_body.h.
+
+template <typename To, typename From>
+FASTBERT_SIMD To convert(From x) {
+  return from_float<To>(to_float(x));
+}
+template <>
+FASTBERT_SIMD int8_t convert<int8_t, int8_t>(int8_t x) {
+  return x;
+}
+
+// The four bytes of one step and column: kPerStep elements from `x` on, `stride` apart, zeros from the `count`th on.
+template <typename To, typename From>
+FASTBERT_SIMD uint32_t step_of(const From* x, int64_t stride, int64_t count) {
+  constexpr int64_t kPerStep = 4 / sizeof(To);
+  To elements[kPerStep] = {};
+  for (int64_t i = 0; i < kPerStep; ++i) {
+    if (i < count) elements[i] = convert<To>(x[i * stride]);
+  }
+  uint32_t bits;
+  __builtin_memcpy(&bits, elements, 4);
+  return bits;
+}
+
+// A row's next 16 steps, and 64 columns' one step, in vectors: packing a weight is to cost little beside the products of
+// a training step, which packs every weight twice.
+template <typename From>
+FASTBERT_SIMD void sixteen_steps(const From* row, float* out) {
+  for (int64_t i = 0; i < 16; i += kWidth) store(out + i, load(row + i));
+}
+template <typename From>
+FASTBERT_SIMD void sixteen_steps(const From* row, BFloat16* out) {
+  for (int64_t i = 0; i < 32; i += kWidth) store(out + i, load(row + i));
+}
+FASTBERT_SIMD void sixteen_steps(const int8_t* row, int8_t* out) { std::memcpy(out, row, 64); }
+
+template <typename From>
+FASTBERT_SIMD void one_step(const From* rows, int64_t, float* out) {
+  for (int64_t c = 0; c < kPanel; c += kWidth) store(out + c, load(rows + c));
+}
+template <typename From>
+FASTBERT_SIMD void one_step(const From* rows, int64_t stride, BFloat16* out) {
+  for (int64_t c = 0; c < kPanel; c += kWidth) {
+    store(reinterpret_cast<int32_t*>(out) + c, pair_bf16(load(rows + c), load(rows + stride + c)));
+  }
+}
+
+// Up to 16 steps of one panel, from a weight whose rows lie whole (kRowsWhole: a row is summed over) or whose columns do.
+template <typename To, typename From, bool kRowsWhole>
+FASTBERT_SIMD void pack_block(const From* weight, int64_t stride, int64_t columns, int64_t in_features, int64_t steps,
+                              uint32_t* out) {
+  constexpr int64_t kPerStep = 4 / sizeof(To), kSteps = 16;
+  const bool whole = in_features >= steps * kPerStep;
+  if constexpr (kRowsWhole) {
+    uint32_t block[kPanel][kSteps];
+    for (int64_t c = 0; c < columns; ++c) {
+      const From* row = weight + c * stride;
+      if (whole && steps == kSteps) {
+        sixteen_steps(row, reinterpret_cast<To*>(block[c]));
+      } else {
+        for (int64_t s = 0; s < steps; ++s) {
+          block[c][s] = step_of<To>(row + s * kPerStep, 1, in_features - s * kPerStep);
+        }
+      }
+    }
+    for (int64_t s = 0; s < steps; ++s) {
+      for (int64_t c = 0; c < columns; ++c) out[s * kPanel + c] = block[c][s];
+    }
+  } else {
+    for (int64_t s = 0; s < steps; ++s) {
+      const From* rows = weight + s * kPerStep * stride;
+      if constexpr (sizeof(To) > 1) {
+        if (whole && columns == kPanel) {
+          one_step(rows, stride, reinterpret_cast<To*>(out + s * kPanel));
+          continue;
+        }
+      }
+      for (int64_t c = 0; c < columns; ++c) {
+        out[s * kPanel + c] = step_of<To>(rows + c, stride, in_features - s * kPerStep);
+      }
+    }
+  }
+}
+
+template <typename To, typename From>
+void pack_typed(const PackArgs& args, int64_t begin, int64_t end) {
+  constexpr int64_t kPerStep = 4 / sizeof(To), kSteps = 16;
+  const auto* weight = static_cast<const From*>(args.weight);
+  const int64_t k = args.in_features, steps = (k + kPerStep - 1) / kPerStep;
+  for (int64_t p = begin; p < end; ++p) {
+    auto* out = reinterpret_cast<uint32_t*>(args.packed + p * panel_bytes(args.format, k));
+    const int64_t first = p * kPanel, columns = std::min(kPanel, args.out_features - first);
+    if (columns < kPanel) std::memset(out, 0, static_cast<size_t>(steps) * kPanel * 4);
+    for (int64_t step = 0; step < steps; step += kSteps) {
+      const int64_t count = std::min(kSteps, steps - step), left = k - step * kPerStep;
+      const From* from = weight + first * args.out_stride + step * kPerStep * args.in_stride;
+      if (args.in_stride == 1) {
+        pack_block<To, From, true>(from, args.out_stride, columns, left, count, out + step * kPanel);
+      } else {
+        pack_block<To, From, false>(from, args.in_stride, columns, left, count, out + step * kPanel);
+      }
+    }
+    if constexpr (sizeof(To) == 1) {
+      const auto* elements = reinterpret_cast<const int8_t*>(out);
+      for (int64_t c = 0; c < kPanel; ++c) {
+        int32_t sum = 0;
+        for (int64_t i = 0; i < steps * 4; ++i) sum += elements[(i / 4 * kPanel + c) * 4 + i % 4];
+        args.channel_offset[first + c] = 128 * sum;
+      }
+    }
+  }
+}
+
+void pack_panels(const PackArgs& args, int64_t begin, int64_t end) {
+  if (args.format == DType::kInt8) return pack_typed<int8_t, int8_t>(args, begin, end);
+  const bool from_float32 = args.dtype == DType::kFloat32;
+  if (args.format == DType::kBFloat16) {
+    return from_float32 ? pack_typed<BFloat16, float>(args, begin, end)
+                        : pack_typed<BFloat16, BFloat16>(args, begin, end);
+  }
+  from_float32 ? pack_typed<float, float>(args, begin, end) : pack_typed<float, BFloat16>(args, begin, end);
+}
