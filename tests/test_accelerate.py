@@ -117,8 +117,9 @@ def check(config, head: str, batch, dtype, **options):
     _, near, near_grads = run(baseline, head, batch, labels, **options)
     ours, actual, grads = run(accelerated, head, batch, labels, **options)
     assert type(ours) is type(theirs) and list(ours) == list(theirs) and actual.keys() == expected.keys()
-    for name in actual:
-        assert_close_to_reference(actual[name], expected[name].double(), near[name], GRADIENT_FACTOR, name)
+    for name in actual:  # a loss counts in the model's dtype, as in test_parity: its fp32 is made of those logits
+        tensors = actual[name].to(dtype), expected[name].double(), near[name].to(dtype)
+        assert_close_to_reference(*tensors, GRADIENT_FACTOR, name)
     assert grads.keys() == expected_grads.keys()
     all_grads, near, oracle = (in_units_of_the_largest(g, expected_grads) for g in (grads, near_grads, expected_grads))
     assert_close_to_reference(all_grads.to(dtype), oracle, near.to(dtype), GRADIENT_FACTOR, "gradients")

@@ -128,7 +128,7 @@ def run_encoder(
 def run_pooler(root: nn.Module, family: Family, first_tokens: torch.Tensor) -> torch.Tensor:
     """tanh(dense(first token)) (Devlin et al. 2018, appendix A.2): (batch, hidden_size)."""
     assert family.pooler is not None
-    return linear(get_leaf(root, family.pooler), first_tokens, "tanh")
+    return torch.tanh(linear(get_leaf(root, family.pooler), first_tokens))
 
 
 class EncoderModel(PreTrainedModel):
