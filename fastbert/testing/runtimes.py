@@ -168,7 +168,7 @@ def load_openvino(kind: str, job: Job, input_ids: torch.Tensor, attention_mask: 
         settings["INFERENCE_PRECISION_HINT"] = {"float32": "f32", "bfloat16": "bf16"}[job.precision]
     if kind == "weights":
         # Larger groups are faster and less precise. Of 32 (the default), 64, 128, 192, 256, 384 and 768 this is fastest
-        # on MiniLM and BERT-base, by 20 % over the default.
+        # with MiniLM, by 12 to 15 % over the default, and with BERT-base it has 25 % over it.
         settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 128
     core, feed = openvino.Core(), _feed(input_ids, attention_mask)
     model = core.read_model(_path(job, f"openvino-{kind}", ".xml"))
