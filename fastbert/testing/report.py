@@ -20,7 +20,7 @@ CHART_GROUPS = {  # what a contestant's name begins with: label and colour (Okab
 LEGEND = (
     "In brackets: times the best peer at that precision, and the share of the ceiling, which is the best GEMM of this",
     "machine, measured in turn with the contestants. Cosine: to float64, lowest over the batches. Start: from imports",
-    "to the first output, median. Peak: resident memory of the contestant's process, highest over the batches.",
+    "(torch's own apart) to the first output, median. Peak: resident memory of the process, highest over the batches.",
 )
 
 
@@ -83,8 +83,8 @@ def to_markdown(report: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     lines = [
         f"{report['model']}, real tokens/s. {machine['cpu']}, {machine['threads']} threads,"
-        f" {machine['cpu_capability']}, torch {machine['torch']}, {versions}; commit {machine['commit']},"
-        f" {machine['date']}.",
+        f" {machine['cpu_capability']}, torch {machine['torch']}, {versions}; fastbert"
+        f" {machine['commit'] or machine['fastbert']}, {machine['date']}.",
         "",
         f"| dtype | contestant | {' | '.join(workloads)} | cosine | start, s | peak, MiB |",
         "|---|---|" + "--:|" * (len(workloads) + 3),

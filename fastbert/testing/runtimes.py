@@ -12,7 +12,7 @@ from torch import nn
 from fastbert.testing.jobs import Call, Job
 
 EXAMPLE_SHAPE = (2, 16)  # (batch, sequence) of the example that is traced; both stay free
-CALIBRATION_BATCHES, CALIBRATION_LENGTH = 32, 128  # random tokens, like the benchmark's
+CALIBRATION_BATCHES, CALIBRATION_SHAPE = 16, (4, 128)  # random tokens
 
 
 class _LastHiddenState(nn.Module):
@@ -31,9 +31,23 @@ class _LastHiddenState(nn.Module):
         return out
 
 
-def _example(job: Job, shape: tuple[int, int] = EXAMPLE_SHAPE, seed: int = 2) -> dict[str, torch.Tensor]:
-    input_ids = torch.randint(1000, 30000, shape, generator=torch.Generator().manual_seed(seed))
+def _example(job: Job) -> dict[str, torch.Tensor]:
+    input_ids = torch.randint(1000, 30000, EXAMPLE_SHAPE, generator=torch.Generator().manual_seed(2))
     return {"input_ids": input_ids, **({"attention_mask": torch.ones_like(input_ids)} if job.masked else {})}
+
+
+def _calibration_set(job: Job) -> list[dict[str, Any]]:
+    """Batches like the benchmark's: padded where those are, since static scales must fit what a mask does to scores.
+
+    Without padding here, BERT-base's cosine to the oracle on the ragged batch was 0.989 instead of 0.9994.
+    """
+    generator, batches = torch.Generator().manual_seed(3), []
+    for _ in range(CALIBRATION_BATCHES):
+        input_ids = torch.randint(1000, 30000, CALIBRATION_SHAPE, generator=generator)
+        lengths = torch.randint(1, CALIBRATION_SHAPE[1] + 1, (CALIBRATION_SHAPE[0], 1), generator=generator)
+        mask = (torch.arange(CALIBRATION_SHAPE[1]) < lengths).long()
+        batches.append(_feed(input_ids * mask, mask) if job.masked else _feed(input_ids, None))
+    return batches
 
 
 def _path(job: Job, kind: str, suffix: str) -> Path:
@@ -146,11 +160,9 @@ def prepare_openvino(kind: str, job: Job) -> dict[str, Any]:
     if kind == "weights":
         model = nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_SYM)
     else:
-        shape = (1, CALIBRATION_LENGTH)
-        batches = [_example(job, shape, seed) for seed in range(CALIBRATION_BATCHES)]
         model = nncf.quantize(
             model,
-            nncf.Dataset([{name: tensor.numpy() for name, tensor in batch.items()} for batch in batches]),
+            nncf.Dataset(_calibration_set(job)),
             model_type=nncf.ModelType.TRANSFORMER,
             target_device=nncf.TargetDevice.CPU,
             subset_size=CALIBRATION_BATCHES,

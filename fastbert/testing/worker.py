@@ -25,7 +25,7 @@ from fastbert.testing.jobs import Job
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 CHECKED_SEQUENCES = 4  # float64 is slow: the outputs of the first few sequences are checked
-LOWEST_COSINE = 0.98  # what int8 must reach; ONNX Runtime's and OpenVINO's int8 have 0.9997 on BERT-base
+LOWEST_COSINE = 0.98  # what int8 must reach; ONNX Runtime's and OpenVINO's int8 have 0.9994 and more on BERT-base
 TURN_SECONDS = 0.2  # a turn is as many calls as fill this, at least one
 
 Answer = Callable[[dict[str, Any]], None]
