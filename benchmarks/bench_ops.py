@@ -61,6 +61,30 @@ def attention(workload: Workload) -> Case:
     )
 
 
+def linear(workload: Workload) -> Case:
+    rows = sum(workload.lengths)
+    return Case(
+        (torch.randn(rows, HIDDEN), torch.randn(HIDDEN, HIDDEN) * HIDDEN**-0.5, torch.randn(HIDDEN)),
+        ops.linear,
+        lambda x, weight, bias: x @ weight.T + bias,
+        flops=2 * rows * HIDDEN * HIDDEN,
+    )
+
+
+def linear_int8(workload: Workload) -> Case:
+    """x are whole numbers up to 127, so that quantising its rows loses nothing and the oracle is the plain product."""
+    rows = sum(workload.lengths)
+    x = torch.randint(-127, 128, (rows, HIDDEN)).float()
+    x[:, 0] = 127
+    weight, scale = torch.randint(-127, 128, (INNER, HIDDEN), dtype=torch.int8), torch.rand(INNER) / 127
+    return Case(
+        (x, weight, torch.randn(INNER)),
+        lambda x, weight, bias, backend: ops.linear(x, weight, bias, weight_scale=scale.to(x.device), backend=backend),
+        lambda x, weight, bias: x @ (weight.to(x.dtype) * scale.to(x.dtype)[:, None]).T + bias,
+        flops=2 * rows * HIDDEN * INNER,
+    )
+
+
 def linear_gelu(workload: Workload) -> Case:
     rows = sum(workload.lengths)
     return Case(
@@ -81,7 +105,7 @@ def feed_forward(workload: Workload) -> Case:
     )
 
 
-CASES = (add_layer_norm, attention, linear_gelu, feed_forward)
+CASES = (add_layer_norm, attention, linear, linear_int8, linear_gelu, feed_forward)
 
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: w.id)
@@ -93,7 +117,7 @@ def test_op(
 ) -> None:
     torch.manual_seed(0)
     case = make_case(workload)
-    tensors = [t.to(dtype) for t in case.tensors]
+    tensors = [t.to(dtype) if t.is_floating_point() else t for t in case.tensors]
     on_device = [t.to(DEVICE) for t in tensors]
 
     def call() -> torch.Tensor:
@@ -107,7 +131,8 @@ def test_op(
             out = call()
         except BackendError as error:
             pytest.skip(str(error))
-        oracle, baseline = case.oracle(*(t.double() for t in tensors)), case.oracle(*tensors)
+        in_float64 = [t.double() if t.is_floating_point() else t for t in tensors]
+        oracle, baseline = case.oracle(*in_float64), case.oracle(*tensors)
         assert_close_to_reference(out.cpu(), oracle, baseline, name=make_case.__name__)
         benchmark(call)
     seconds = benchmark.stats.stats.median
