@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
-.PHONY: demo test lint type format unit sanitize bench clean help
+.PHONY: demo test lint type format unit sanitize bench bench-ops clean help
 
 help:           ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 12
@@ -41,6 +41,18 @@ type: $(VENV)/.installed-test  ## mypy
 format: $(VENV)/.installed-test  ## rewrite the sources in the house style
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
+
+$(VENV)/.installed-bench: $(VENV)/.installed
+	@echo "installing the benchmark's peers ..."
+	@$(PIP) --no-build-isolation -e ".[bench]"
+	@touch $@
+
+bench: $(VENV)/.installed-bench  ## whole encoders against their peers, 25 minutes on 2 quiet cores
+	@$(BIN)/fastbert bench --output build/bench
+
+bench-ops: $(VENV)/.installed-bench  ## ops one by one, with pytest-benchmark
+	@mkdir -p build/bench
+	@$(BIN)/python -m pytest benchmarks/bench_ops.py --benchmark-json build/bench/ops.json
 
 unit: $(VENV)/.installed-test  ## pytest
 	@$(BIN)/python -m pytest -n 2 --dist worksteal

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fastbert import __version__
+from fastbert.cli_bench import add_options as add_bench_options
 from fastbert.cli_texts import UsageError
 
 USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141  # exit codes; the last two are the shell's own, 128 + signal
@@ -147,6 +148,18 @@ def make_parser() -> Parser:
         " would not. Exits with 1 when something needs mending.",
         "fastbert doctor",
     )  # fmt: skip
+
+    bench = _command(
+        commands, "bench", _run_bench, "speed of whole encoders on this machine, beside its peers",
+        """
+        Times BERT encoders with random weights against transformers, ONNX Runtime and OpenVINO on the CPU, each in a
+        process of its own and in turn, and prints real tokens/s, the ratio to the best peer and the share of the
+        machine's own GEMM ceiling. Outputs are checked against float64 first. All of it for bert-base takes about 25
+        minutes on 2 cores; the machine must be quiet. Peers: pip install 'fastbert-kernels[bench]'.
+        """,
+        "fastbert bench --dtypes bfloat16 --workloads 8x128,32-ragged --output results",
+    )  # fmt: skip
+    add_bench_options(bench, _positive)
     return parser
 
 
@@ -188,6 +201,13 @@ def _run_doctor(options: argparse.Namespace) -> int:
     return 0 if healthy else 1
 
 
+def _run_bench(options: argparse.Namespace) -> int:
+    from fastbert.cli_bench import run_bench
+
+    print(run_bench(options, say))
+    return 0
+
+
 def _check_backend_choice() -> None:
     try:
         import fastbert.backend  # noqa: F401  (reads the variable)
@@ -202,6 +222,7 @@ def say(line: str) -> None:
 def _user_errors() -> tuple[type[Exception], ...]:
     """The errors that a user can mend. Those of modules that were never imported cannot have been raised."""
     names = {"config": "ConfigError", "hub": "CheckpointError", "packing": "InputError", "backend": "BackendError"}
+    names["testing.compete"] = "BenchmarkError"
     loaded = ((sys.modules.get(f"fastbert.{module}"), name) for module, name in names.items())
     return (UsageError, OSError, *(vars(module)[name] for module, name in loaded if module is not None))
 

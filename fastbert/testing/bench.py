@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import resource
 import statistics
 import subprocess
 import time
@@ -57,6 +58,17 @@ def interleave(
         for name, call in contestants.items():
             samples[name].append(measure_once(call, min_seconds))
     return {name: Timing.of(seconds) for name, seconds in samples.items()}
+
+
+def peak_memory() -> int:
+    """Bytes of this process's resident memory at its highest: libraries, weights and whatever loading needed.
+
+    On Linux from /proc, since getrusage's ru_maxrss (KiB) begins at what the parent had when it started the process.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        return next(int(li.split()[1]) for li in status.read_text().splitlines() if li.startswith("VmHWM")) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def describe_machine() -> dict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -54,6 +55,18 @@ class Workload:
     id: str
     lengths: tuple[int, ...]
 
+    @property
+    def masked(self) -> bool:
+        """Whether there is padding; where there is none, everyone may take the path without a mask."""
+        return len(set(self.lengths)) > 1
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """input_ids and attention_mask (batch, longest), padded on the right; the same at every call."""
+        generator = torch.Generator().manual_seed(1)
+        lengths = torch.tensor(self.lengths)
+        mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+        return torch.randint(1000, 30000, mask.shape, generator=generator) * mask, mask
+
 
 WORKLOADS = (
     Workload("1x16", (16,)),
@@ -62,6 +75,13 @@ WORKLOADS = (
     Workload("4x512", (512,) * 4),
     Workload("32-ragged", RAGGED_32.lengths),
 )
+
+# Shapes of the benchmark's BERT encoders; the weights are random.
+MODELS: dict[str, dict[str, Any]] = {
+    "bert-base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
+    "minilm": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
+    "tiny": {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 512},
+}
 
 # (rows, hidden_size) for row-wise kernels: one row, odd rows, sizes off and on a vector width, BERT's own.
 ROWS = ((0, 64), (1, 64), (3, 80), (17, 33), (33, 384), (5, 768), (2, 1024))
