@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "include/isa.h"
+#include "ops/embedding.h"
 #include "ops/layer_norm.h"
 #include "ops/linear.h"
 #include "ops/packed_weights.h"
@@ -16,6 +17,8 @@
 TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
   m.impl("add_layer_norm_fwd_cpu", &fastbert::add_layer_norm_fwd_cpu);
   m.impl("add_layer_norm_bwd_cpu", &fastbert::add_layer_norm_bwd_cpu);
+  m.impl("embed_fwd_cpu", &fastbert::embed_fwd_cpu);
+  m.impl("embed_bwd_cpu", &fastbert::embed_bwd_cpu);
   m.impl("linear_cpu", &fastbert::linear_cpu);
   m.impl("linear_bwd_cpu", &fastbert::linear_bwd_cpu);
   m.impl("feed_forward_bwd_cpu", &fastbert::feed_forward_bwd_cpu);

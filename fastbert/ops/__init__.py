@@ -4,7 +4,7 @@ from fastbert.ops.attention import attention, attention_probs
 from fastbert.ops.embedding import embed_layer_norm
 from fastbert.ops.feed_forward import activation, feed_forward
 from fastbert.ops.layer_norm import add_layer_norm
-from fastbert.ops.linear import linear, linear_gelu, linears
+from fastbert.ops.linear import linear, linears
 from fastbert.ops.loss import at_least_fp32, cross_entropy, logits_cross_entropy, sequence_cross_entropy
 from fastbert.ops.pooling import pooling
 
@@ -18,7 +18,6 @@ __all__ = [
     "embed_layer_norm",
     "feed_forward",
     "linear",
-    "linear_gelu",
     "linears",
     "logits_cross_entropy",
     "pooling",

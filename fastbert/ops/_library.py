@@ -174,3 +174,32 @@ for _op, _schema, _fake in (
 ):
     torch.library.define(f"fastbert::{_op}", _schema)
     torch.library.register_fake(f"fastbert::{_op}", _fake)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# embed_layer_norm on the CPU: the sum of the lookups; LayerNorm is add_layer_norm's
+#
+#   out, (total_tokens, width): word[input_ids] + token_type[token_type_ids] + position[position_ids]
+#
+# rounded once. Without input_ids `word` holds the tokens' own rows; without token_type_ids every token is of type 0. Backward gives one
+# table's gradient, dense; row padding_idx takes none (-1: every row does).
+
+_EMBED_FWD = (
+    "(Tensor? input_ids, Tensor position_ids, Tensor? token_type_ids, Tensor word, Tensor position,"
+    " Tensor? token_type) -> Tensor"
+)
+_EMBED_BWD = "(Tensor dout, Tensor ids, Tensor table, int padding_idx) -> Tensor"
+
+
+def _embed_fwd_fake(input_ids, position_ids, token_type_ids, word, position, token_type):
+    return position.new_empty(position_ids.shape[0], position.shape[1])
+
+
+def _embed_bwd_fake(dout, ids, table, padding_idx):
+    return torch.empty_like(table)
+
+
+torch.library.define("fastbert::embed_fwd_cpu", _EMBED_FWD)
+torch.library.register_fake("fastbert::embed_fwd_cpu", _embed_fwd_fake)
+torch.library.define("fastbert::embed_bwd_cpu", _EMBED_BWD)
+torch.library.register_fake("fastbert::embed_bwd_cpu", _embed_bwd_fake)

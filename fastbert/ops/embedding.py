@@ -4,10 +4,53 @@ from __future__ import annotations
 
 import torch
 
-from fastbert.backend import declare, select
+from fastbert.backend import Backend, register, select
 from fastbert.ops import _torch
+from fastbert.ops._library import extension_error, needs_grad
+from fastbert.ops.layer_norm import add_layer_norm
 
-declare("embed_layer_norm")
+
+def _supports_cpu(x, *others) -> str | None:
+    if x.device.type != "cpu":
+        return f"tensors are on {x.device.type}"
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        return f"dtype {x.dtype} (has float32 and bfloat16)"
+    for t in others:
+        if t is not None and (t.dtype != x.dtype or t.device != x.device):
+            return f"tables are {x.dtype} on {x.device} and {t.dtype} on {t.device}"
+    return extension_error()
+
+
+register("embed_layer_norm", Backend.CPU, _supports_cpu)
+
+
+class _Embed(torch.autograd.Function):
+    """Autograd around the registered forward and backward: one sorted, deterministic sum a table."""
+
+    @staticmethod
+    def forward(
+        ctx, input_ids, position_ids, token_type_ids, word, position, token_type, padding_idx, position_padding
+    ):
+        ctx.save_for_backward(input_ids, position_ids, token_type_ids, word, position, token_type)
+        ctx.paddings = (padding_idx, position_padding)
+        return torch.ops.fastbert.embed_fwd_cpu(input_ids, position_ids, token_type_ids, word, position, token_type)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout):
+        input_ids, position_ids, token_type_ids, word, position, token_type = ctx.saved_tensors
+        padding_idx, position_padding = (-1 if p is None else p for p in ctx.paddings)
+        _, _, _, needs_word, needs_position, needs_type, _, _ = ctx.needs_input_grad
+        embed_bwd = torch.ops.fastbert.embed_bwd_cpu
+        dword = dposition = dtype = None
+        if needs_word:
+            dword = dout if input_ids is None else embed_bwd(dout, input_ids, word, padding_idx)
+        if needs_position:
+            dposition = embed_bwd(dout, position_ids, position, position_padding)
+        if needs_type:
+            types = torch.zeros_like(position_ids) if token_type_ids is None else token_type_ids
+            dtype = embed_bwd(dout, types, token_type, -1)
+        return None, None, None, dword, dposition, dtype, None, None
 
 
 def embed_layer_norm(
@@ -39,8 +82,18 @@ def embed_layer_norm(
     Returns:
         (total_tokens, embedding_size). Ids are not checked here: models check them at the API boundary.
     """
-    select("embed_layer_norm", backend, position)
-    return _torch.embed_layer_norm(
-        input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias,
-        inputs_embeds, padding_idx, position_padding_idx, dropout_p, eps,
-    )  # fmt: skip
+    table = word if inputs_embeds is None else inputs_embeds
+    if select("embed_layer_norm", backend, position, table, token_type) is Backend.TORCH:
+        return _torch.embed_layer_norm(
+            input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias,
+            inputs_embeds, padding_idx, position_padding_idx, dropout_p, eps,
+        )  # fmt: skip
+    ids = input_ids if inputs_embeds is None else None
+    operands = (ids, position_ids, token_type_ids, table, position, token_type)
+    if needs_grad(table, position, token_type):
+        x = _Embed.apply(*operands, padding_idx, position_padding_idx)
+    else:
+        x = torch.ops.fastbert.embed_fwd_cpu(*operands)
+    if weight is not None:
+        x = add_layer_norm(x, None, weight, bias, eps=eps)
+    return _torch.dropout(x, dropout_p)

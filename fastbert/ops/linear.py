@@ -37,8 +37,7 @@ def supports_gemm_cpu(x, *weights) -> str | None:
     return extension_error()
 
 
-for _op in ("linear", "linears", "linear_gelu"):
-    register(_op, Backend.CPU, supports_gemm_cpu)
+register("linears", Backend.CPU, supports_gemm_cpu)
 
 
 class _Linears(torch.autograd.Function):
@@ -132,7 +131,7 @@ def linear(
     activation: str = "none",
     backend: str | None = None,
 ) -> torch.Tensor:
-    """activation(x weight^T + bias): `linears` with one weight."""
+    """activation(x weight^T + bias): `linears` with one weight, or the first half of `feed_forward`."""
     return linears(
         x,
         [weight],
@@ -142,15 +141,3 @@ def linear(
         activation=activation,
         backend=backend,
     )[0]
-
-
-def linear_gelu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    activation: str = "gelu",
-    backend: str | None = None,
-) -> torch.Tensor:
-    """activation(x weight^T + bias): x (total_tokens, in_features) -> (total_tokens, out_features)."""
-    return linears(x, [weight], [bias], activation=activation, backend=backend)[0]

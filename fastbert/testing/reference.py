@@ -69,13 +69,13 @@ def embed_layer_norm(input_ids, position_ids, token_type_ids, word, position, to
     return x if weight is None else layer_norm(x, weight, bias, eps)
 
 
-def linear_gelu(x, weight, bias, name):
+def linear(x, weight, bias, name="none"):
     y = x @ weight.T
     return activation(y if bias is None else y + bias, name)
 
 
 def feed_forward(x, up_weight, up_bias, down_weight, name):
-    return linear_gelu(x, up_weight, up_bias, name) @ down_weight.T
+    return linear(x, up_weight, up_bias, name) @ down_weight.T
 
 
 def cross_entropy(hidden_states, weight, bias, labels, ignore_index=-100):

@@ -1,0 +1,96 @@
+#include "embedding.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <numeric>
+#include <vector>
+
+#include "../cpu/embedding.h"
+#include "tensors.h"
+
+namespace fastbert {
+namespace {
+
+// Zeros in the shape of `table`, in the memory of the last gradient of that table if that is free again: a word
+// embedding's gradient is the largest tensor of a step, and fresh pages for it cost several times the zeros.
+at::Tensor zeros_like_table(const at::Tensor& table) {
+  struct Entry {
+    c10::weak_intrusive_ptr<c10::StorageImpl> table;
+    c10::Storage gradient;
+  };
+  static std::mutex mutex;
+  static auto* entries = new std::map<const void*, Entry>();  // never destroyed: tensors may outlive static objects
+  const size_t bytes = table.numel() * table.element_size();
+  at::Tensor zeros;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (auto it = entries->begin(); it != entries->end();) {
+      it = it->second.table.expired() ? entries->erase(it) : std::next(it);
+    }
+    const auto found = entries->find(table.const_data_ptr());
+    if (found != entries->end() && found->second.gradient.use_count() == 1 && found->second.gradient.nbytes() == bytes) {
+      zeros = at::empty({0}, table.options()).set_(found->second.gradient, 0, table.sizes(), {});
+    } else {
+      zeros = at::empty(table.sizes(), table.options());
+      entries->insert_or_assign(table.const_data_ptr(), Entry{table.storage().getWeakStorageImpl(), zeros.storage()});
+    }
+  }
+  auto* data = static_cast<char*>(zeros.mutable_data_ptr());
+  at::parallel_for(0, static_cast<int64_t>(bytes), 1 << 18,
+                   [&](int64_t begin, int64_t end) { std::memset(data + begin, 0, static_cast<size_t>(end - begin)); });
+  return zeros;
+}
+
+}  // namespace
+
+at::Tensor embed_fwd_cpu(const std::optional<at::Tensor>& input_ids, const at::Tensor& position_ids_,
+                         const std::optional<at::Tensor>& token_type_ids, const at::Tensor& word_,
+                         const at::Tensor& position_, const std::optional<at::Tensor>& token_type_) {
+  const int64_t tokens = position_ids_.numel(), width = position_.size(-1);
+  const auto dtype = position_.scalar_type();
+  const at::Tensor ids = checked("input_ids", input_ids, {tokens}, at::kLong);
+  const at::Tensor positions = checked("position_ids", position_ids_, {tokens}, at::kLong);
+  const at::Tensor types = checked("token_type_ids", token_type_ids, {tokens}, at::kLong);
+  const at::Tensor word = checked("word", word_, {input_ids.has_value() ? word_.size(0) : tokens, width}, dtype);
+  const at::Tensor position = checked("position", position_, {position_.size(0), width}, dtype);
+  const at::Tensor type = token_type_.has_value()
+                              ? checked("token_type", *token_type_, {token_type_->size(0), width}, dtype)
+                              : at::Tensor();
+  const at::Tensor out = at::empty({tokens, width}, position.options());
+  for_dtype(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const EmbedFwd<T> args{{data<const T>(word), data<const T>(type), data<const T>(position)},
+                           {data<const int64_t>(ids), data<const int64_t>(types), data<const int64_t>(positions)},
+                           {1, 0, 0},
+                           width,
+                           data<T>(out)};
+    const int64_t grain = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, width));
+    at::parallel_for(0, tokens, grain, [&](int64_t begin, int64_t end) { embed_fwd(args, begin, end); });
+  });
+  return out;
+}
+
+at::Tensor embed_bwd_cpu(const at::Tensor& dout_, const at::Tensor& ids_, const at::Tensor& table,
+                         int64_t padding_idx) {
+  const int64_t tokens = ids_.numel(), width = table.size(1);
+  const at::Tensor dout = checked("dout", dout_, {tokens, width}, table.scalar_type());
+  const at::Tensor ids = checked("ids", ids_, {tokens}, at::kLong);
+  const auto* id = ids.const_data_ptr<int64_t>();
+  std::vector<int64_t> order(static_cast<size_t>(tokens));
+  std::iota(order.begin(), order.end(), 0);
+  std::sort(order.begin(), order.end(),
+            [&](int64_t a, int64_t b) { return id[a] != id[b] ? id[a] < id[b] : a < b; });
+  const at::Tensor dtable = zeros_like_table(table);
+  for_dtype(table.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    const EmbedBwd<T> args{data<const T>(dout), order.data(), id, tokens, width, padding_idx, data<T>(dtable)};
+    at::parallel_for(0, width, 64, [&](int64_t begin, int64_t end) { embed_bwd(args, begin, end); });
+  });
+  return dtable;
+}
+
+}  // namespace fastbert

@@ -1,0 +1,241 @@
+"""linears and feed_forward on the CPU: every instruction set, forward and backward, against the float64 oracle."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+from isas import isa, run_isa  # noqa: F401  (a fixture)
+
+from fastbert import ops
+from fastbert.backend import Backend, BackendError, select
+from fastbert.ops._library import extension_error
+from fastbert.testing import reference
+from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
+
+if extension_error() is not None:
+    pytest.skip(extension_error(), allow_module_level=True)
+from fastbert import _C
+
+ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "tanh", "silu")
+# (tokens, in, out): nothing, one, around the tile's 6 rows and 64 columns, odd everywhere, longer than a summing chain.
+SHAPES = ((0, 16, 24), (1, 64, 64), (5, 63, 65), (6, 64, 128), (7, 30, 70), (193, 33, 129), (20, 1030, 31))
+each_dtype = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("float32", "bfloat16"))
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+
+
+def oracle_activation(name: str):
+    return (lambda y: y) if name == "none" else lambda y: reference.activation(y, name)
+
+
+def run(function, operands: list[torch.Tensor], douts: list[torch.Tensor]):
+    """(outputs, gradients) of `function` over leaves made of the operands."""
+    leaves = [t.detach().clone().requires_grad_() for t in operands]
+    outs = function(*leaves)
+    torch.autograd.backward(outs, [d.to(outs[0].dtype) for d in douts])
+    return [out.detach() for out in outs], [leaf.grad for leaf in leaves]
+
+
+def check(ours, literal, operands, douts) -> None:
+    """Outputs and gradients by the error rule; the weights' and biases' of one call are judged as one tensor."""
+    actual = run(ours, operands, douts)
+    baseline = run(literal, operands, douts)
+    oracle = run(literal, [t.double() for t in operands], [d.double() for d in douts])
+    for i in range(len(oracle[0])):
+        assert_close_to_reference(actual[0][i], oracle[0][i], baseline[0][i], OUTPUT_FACTOR, f"out {i}")
+    for i in range(len(oracle[1])):
+        assert_close_to_reference(actual[1][i], oracle[1][i], baseline[1][i], GRADIENT_FACTOR, f"gradient {i}")
+
+
+@each_dtype
+@each_shape
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_linears(isa, dtype, shape, activation):  # noqa: F811
+    tokens, width, out = shape
+    x = torch.randn(tokens, width).to(dtype)
+    weights = [(torch.randn(n, width) / width**0.5).to(dtype) for n in (out, out + 3)]
+    # Away from ReLU's kink, where rounding decides about a whole gradient.
+    biases = [(torch.randn(len(w)).sign() * (4 if activation == "relu" else 1)).to(dtype) for w in weights]
+    act = oracle_activation(activation)
+    check(
+        lambda x, *wb: ops.linears(x, wb[:2], wb[2:], activation=activation, backend="cpu"),
+        lambda x, *wb: [act(x @ w.T + b) for w, b in zip(wb[:2], wb[2:], strict=True)],
+        [x, *weights, *biases],
+        [torch.randn(tokens, len(w)).to(dtype) for w in weights],
+    )
+
+
+@each_dtype
+@each_shape
+@pytest.mark.parametrize("activation", ("gelu", "gelu_tanh", "silu"))
+def test_feed_forward(isa, dtype, shape, activation):  # noqa: F811
+    tokens, width, inner = shape
+    operands = [torch.randn(tokens, width), torch.randn(inner, width) / width**0.5, torch.randn(inner)]
+    operands.append(torch.randn(width, inner) / inner**0.5)
+    check(
+        lambda *t: [ops.feed_forward(*t, activation=activation, backend="cpu")],
+        lambda *t: [reference.feed_forward(*t, activation)],
+        [t.to(dtype) for t in operands],
+        [torch.randn(tokens, width).to(dtype)],
+    )
+
+
+@each_dtype
+def test_many_rows_take_the_blocked_path_with_the_same_result(dtype):
+    """Blocks of rows go through both products on one thread when there are enough of them."""
+    x, up, bias, down = torch.randn(1500, 32), torch.randn(96, 32) / 6, torch.randn(96), torch.randn(32, 96) / 10
+    operands = [t.to(dtype) for t in (x, up, bias, down)]
+    with run_isa(_C.isas()[-1]), torch.no_grad():
+        whole = ops.feed_forward(*operands, backend="cpu")
+        parts = [ops.feed_forward(part, *operands[1:], backend="cpu") for part in operands[0].split(7)]
+    assert torch.equal(whole, torch.cat(parts))
+    oracle = reference.feed_forward(*(t.double() for t in operands), "gelu")
+    assert_close_to_reference(whole, oracle, reference.feed_forward(*operands, "gelu"), OUTPUT_FACTOR)
+
+
+@each_dtype
+@pytest.mark.parametrize("threads", (1, 2, 3, 4))
+def test_bits_do_not_depend_on_threads_or_runs(dtype, threads):
+    x, up, bias = torch.randn(300, 64), torch.randn(200, 64), torch.randn(200)
+    operands = [t.to(dtype) for t in (x, up, bias, torch.randn(64, 200))]
+    dout = [torch.randn(300, 64)]
+
+    def call(*t):
+        return [ops.feed_forward(*t, backend="cpu")]
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = run(call, operands, dout)
+        torch.set_num_threads(threads)
+        for _ in range(2):
+            actual = run(call, operands, dout)
+            pairs = zip([*actual[0], *actual[1]], [*expected[0], *expected[1]], strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_slice_and_a_transpose_need_no_copy_and_give_the_same_bits():
+    wide, weight = torch.randn(50, 96), torch.randn(40, 32)
+    expected = ops.linear(wide[:, 32:64].contiguous(), weight, None, backend="cpu")
+    assert torch.equal(ops.linear(wide[:, 32:64], weight, None, backend="cpu"), expected)
+    assert torch.equal(ops.linear(wide[:, 32:64], weight.t().contiguous().t(), None, backend="cpu"), expected)
+
+
+@pytest.mark.parametrize("write", ("in place", "data", "copy_", "optimizer", "swapped"))
+def test_a_changed_weight_is_packed_anew(write):
+    x, linear = torch.randn(9, 64), torch.nn.Linear(64, 80)
+
+    def call():
+        with torch.no_grad():
+            return ops.linear(x, linear.weight, None, backend="cpu")
+
+    first = call()
+    if write == "in place":
+        with torch.no_grad():
+            linear.weight.mul_(2)
+    elif write == "data":
+        linear.weight.data.mul_(2)
+    elif write == "copy_":
+        linear.weight.data.copy_(linear.weight.data * 2)
+    elif write == "optimizer":
+        linear.weight.grad = torch.ones_like(linear.weight)
+        torch.optim.SGD([linear.weight], lr=0.5, fused=True).step()
+    else:
+        linear.weight = torch.nn.Parameter(linear.weight.detach() * 2)
+    expected = x.double() @ linear.weight.detach().double().T
+    assert not torch.allclose(first.double(), expected)
+    assert_close_to_reference(call(), expected, x @ linear.weight.detach().T, OUTPUT_FACTOR)
+
+
+def test_packed_copies_die_with_their_weights():
+    gc.collect()
+    x, before = torch.randn(3, 64), _C.packed_bytes()
+    weight = torch.randn(128, 64)
+    ops.linear(x, weight, None, backend="cpu")
+    assert _C.packed_bytes() - before == 128 * 64 * 4
+    del weight
+    assert _C.packed_bytes() == before
+
+
+def test_two_threads_share_weights_that_neither_has_packed_yet():
+    x = torch.randn(40, 64)
+    weights = [torch.randn(96, 64) for _ in range(50)]
+    expected = [x.double() @ w.double().T for w in weights]
+    results: dict[int, list[torch.Tensor]] = {}
+
+    def work(name: int) -> None:
+        with torch.no_grad():
+            results[name] = [ops.linear(x, w, None, backend="cpu") for w in weights]
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    for i, w in enumerate(weights):
+        assert torch.equal(results[0][i], results[1][i])
+        assert_close_to_reference(results[0][i], expected[i], x @ w.T, OUTPUT_FACTOR)
+
+
+def test_autocast_computes_in_bfloat16_from_float32_weights():
+    x, weight, bias = torch.randn(20, 64), torch.randn(48, 64) / 8, torch.randn(48)
+    dout = [torch.randn(20, 48)]
+
+    def ours(*t):
+        with torch.autocast("cpu", torch.bfloat16):
+            return [ops.linear(*t, backend="cpu")]
+
+    def literal(x, w, b):
+        low = [t if t.dtype == torch.float64 else t.bfloat16() for t in (x, w, b)]
+        return [low[0] @ low[1].T + low[2]]
+
+    actual, baseline = (run(f, [x, weight, bias], dout) for f in (ours, literal))
+    oracle = run(literal, [t.double() for t in (x, weight, bias)], [dout[0].double()])
+    assert actual[0][0].dtype == torch.bfloat16 and actual[1][1].dtype == torch.float32
+    assert_close_to_reference(actual[0][0], oracle[0][0], baseline[0][0], OUTPUT_FACTOR)
+    for a, o, b in zip(actual[1], oracle[1], baseline[1], strict=True):
+        assert_close_to_reference(a.bfloat16(), o, b.bfloat16(), GRADIENT_FACTOR)
+
+
+def test_nan_stays_in_its_row():
+    x, weight = torch.randn(30, 64), torch.randn(70, 64)
+    expected = ops.linear(x, weight, None, activation="gelu", backend="cpu")
+    x[11, 5] = torch.nan
+    out = ops.linear(x, weight, None, activation="gelu", backend="cpu")
+    rows = torch.arange(30) != 11
+    assert out[11].isnan().all() and torch.equal(out[rows], expected[rows])
+
+
+def test_reasons_and_errors():
+    x, weight = torch.randn(4, 64), torch.randn(8, 64)
+    assert select("linears", None, x, weight) is Backend.CPU
+    assert select("linears", None, x.double(), weight.double()) is Backend.TORCH
+    with pytest.raises(BackendError, match="float64"):
+        ops.linear(x.double(), weight.double(), None, backend="cpu")
+    with pytest.raises(BackendError, match="3 dimensions"):
+        ops.linear(x[None], weight, None, backend="cpu")
+    with pytest.raises(RuntimeError, match="expected \\(out_features, 64\\)"):
+        ops.linear(x, weight[:, :32], None, backend="cpu")
+    with pytest.raises(RuntimeError, match="activation is 'swish'"):
+        ops.linear(x, weight, None, activation="swish", backend="cpu")
+
+
+def test_opcheck():
+    x, weights = torch.randn(5, 16), [torch.randn(8, 16), torch.randn(12, 16)]
+    biases, none = [torch.randn(8), None], [None, None]
+    tests = ("test_schema", "test_faketensor")
+    call = (x, weights, biases, none, [0.0, 0.0], "gelu", torch.float32, True)
+    torch.library.opcheck(torch.ops.fastbert.linear_cpu.default, call, test_utils=tests)
+    outs = torch.ops.fastbert.linear_cpu(*call)
+    call = (outs[::2], x, weights, outs[1::2], "gelu", True, True, True)
+    torch.library.opcheck(torch.ops.fastbert.linear_bwd_cpu.default, call, test_utils=tests)
+    down = torch.randn(16, 8)
+    call = (x, weights[0], biases[0], down, None, None, [0.0, 0.0], "gelu", torch.float32, True)
+    torch.library.opcheck(torch.ops.fastbert.feed_forward_cpu.default, call, test_utils=tests)
+    out, pre = torch.ops.fastbert.feed_forward_cpu(*call)
+    call = (out, x, pre, weights[0], down, "gelu", True, True, True)
+    torch.library.opcheck(torch.ops.fastbert.feed_forward_bwd_cpu.default, call, test_utils=tests)
