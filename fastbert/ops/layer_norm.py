@@ -128,9 +128,8 @@ def add_layer_norm(
         BackendError: the backend that was asked for cannot serve the call.
     """
     if torch.is_autocast_enabled(x.device.type):  # LayerNorm runs in fp32 under autocast
-        x, residual, weight, bias, x_bias = (
-            None if t is None else t.float() for t in (x, residual, weight, bias, x_bias)
-        )
+        x, weight = x.float(), weight.float()
+        residual, bias, x_bias = (None if t is None else t.float() for t in (residual, bias, x_bias))
     chosen = select("add_layer_norm", backend, x, residual, weight, bias, x_bias)
     if chosen is Backend.TORCH:
         out, summed = _torch.add_layer_norm(x, residual, weight, bias, x_bias, dropout_p, eps)
