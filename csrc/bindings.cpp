@@ -9,9 +9,12 @@
 #include <vector>
 
 #include "include/isa.h"
+#include "ops/attention.h"
 #include "ops/layer_norm.h"
 
 TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
+  m.impl("attention_fwd_cpu", &fastbert::attention_fwd_cpu);
+  m.impl("attention_bwd_cpu", &fastbert::attention_bwd_cpu);
   m.impl("add_layer_norm_fwd_cpu", &fastbert::add_layer_norm_fwd_cpu);
   m.impl("add_layer_norm_bwd_cpu", &fastbert::add_layer_norm_bwd_cpu);
 }

@@ -199,7 +199,7 @@ void gemm_panels(const GemmArgs& args, const GemmTarget& target, const Rows& x, 
     const int64_t columns = std::min(kPanel, target.weight.out_features - p * kPanel);
     for (int64_t row = row_begin; row < row_end; row += kTileRows) {
       const int64_t rows = std::min<int64_t>(kTileRows, row_end - row), local = row - row_begin;
-      tile_rows<Dot>(rows, x.data + local * x.stride, x.stride, panel, steps, columns, false, sums);
+      tile_rows<Dot>(rows, x.data + local * x.stride, x.stride, 4, panel, steps, columns, false, sums);
       const float* row_scale = x.scale == nullptr ? nullptr : x.scale + local;
       if (args.out_dtype == DType::kFloat32) {
         finish_tile<float>(target, bias, row_scale, row, rows, p * kPanel, sums);

@@ -34,17 +34,16 @@ struct Int8Dot {
   static FASTBERT_SIMD Sum add_product(Sum c, const char* a, Ints b) { return dot_bytes(c, a, b); }
 };
 
-// sums (kRows, kPanel), four bytes each: rows of `a` (stride in bytes) times kVectors vectors of the panel, from `steps`
-// steps; added to what is there if `accumulate`.
+// sums (kRows, kPanel), four bytes each: rows of `a` times kVectors vectors of the panel, from `steps` steps; added to what
+// is there if `accumulate`. Strides are in bytes: a matrix as it lies has steps 4 apart, a packed panel serves as its
+// own transpose with rows 4 and steps kStepBytes apart.
 template <typename Dot, int kRows, int kVectors>
-FASTBERT_SIMD void tile(const char* a, int64_t stride, const char* panel, int64_t steps, bool accumulate, char* sums) {
+FASTBERT_SIMD void tile(const char* a, int64_t row_stride, int64_t step_stride, const char* panel, int64_t steps,
+                        bool accumulate, char* sums) {
   using Sum = typename Dot::Sum;
   Sum sum[kRows][kVectors];
   for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVectors; ++v) {
-      sum[r][v] = accumulate ? (Sum)load(reinterpret_cast<const int32_t*>(sums + r * kStepBytes) + v * kWidth)
-                             : Dot::zero();
-    }
+    for (int v = 0; v < kVectors; ++v) sum[r][v] = Dot::zero();
   }
   for (int64_t step = 0; step < steps; ++step) {
     Ints b[kVectors];
@@ -52,35 +51,38 @@ FASTBERT_SIMD void tile(const char* a, int64_t stride, const char* panel, int64_
       b[v] = load(reinterpret_cast<const int32_t*>(panel + step * kStepBytes) + v * kWidth);
     }
     for (int r = 0; r < kRows; ++r) {
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = Dot::add_product(sum[r][v], a + r * stride + step * 4, b[v]);
+      const char* x = a + r * row_stride + step * step_stride;
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = Dot::add_product(sum[r][v], x, b[v]);
     }
   }
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kVectors; ++v) {
-      store(reinterpret_cast<int32_t*>(sums + r * kStepBytes) + v * kWidth, (Ints)sum[r][v]);
+      auto* to = reinterpret_cast<int32_t*>(sums + r * kStepBytes) + v * kWidth;
+      if (accumulate) sum[r][v] = add((Sum)load(to), sum[r][v]);
+      store(to, (Ints)sum[r][v]);
     }
   }
 }
 
 // As tile, for `columns` (rounded up to what a tile has) of the panel.
 template <typename Dot, int kRows>
-void tile_row(const char* a, int64_t stride, const char* panel, int64_t steps, int64_t columns, bool accumulate,
-              char* sums) {
+void tile_row(const char* a, int64_t row_stride, int64_t step_stride, const char* panel, int64_t steps, int64_t columns,
+              bool accumulate, char* sums) {
   constexpr int64_t kColumns = kTileVectors * kWidth;
   for (int64_t c = 0; c < columns; c += kColumns) {
-    tile<Dot, kRows, kTileVectors>(a, stride, panel + c * 4, steps, accumulate, sums + c * 4);
+    tile<Dot, kRows, kTileVectors>(a, row_stride, step_stride, panel + c * 4, steps, accumulate, sums + c * 4);
   }
 }
 
 template <typename Dot>
-FASTBERT_SIMD void tile_rows(int64_t rows, const char* a, int64_t stride, const char* panel, int64_t steps,
-                             int64_t columns, bool accumulate, char* sums) {
+FASTBERT_SIMD void tile_rows(int64_t rows, const char* a, int64_t row_stride, int64_t step_stride, const char* panel,
+                             int64_t steps, int64_t columns, bool accumulate, char* sums) {
   switch (rows) {
-    case 1: return tile_row<Dot, 1>(a, stride, panel, steps, columns, accumulate, sums);
-    case 2: return tile_row<Dot, 2>(a, stride, panel, steps, columns, accumulate, sums);
-    case 3: return tile_row<Dot, 3>(a, stride, panel, steps, columns, accumulate, sums);
-    case 4: return tile_row<Dot, 4>(a, stride, panel, steps, columns, accumulate, sums);
-    case 5: return tile_row<Dot, 5>(a, stride, panel, steps, columns, accumulate, sums);
-    default: return tile_row<Dot, 6>(a, stride, panel, steps, columns, accumulate, sums);
+    case 1: return tile_row<Dot, 1>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums);
+    case 2: return tile_row<Dot, 2>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums);
+    case 3: return tile_row<Dot, 3>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums);
+    case 4: return tile_row<Dot, 4>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums);
+    case 5: return tile_row<Dot, 5>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums);
+    default: return tile_row<Dot, 6>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums);
   }
 }

@@ -3,51 +3,18 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <c10/util/Exception.h>
 
 #include <algorithm>
 
 #include "../cpu/layer_norm.h"
+#include "dropout.h"
+#include "tensors.h"
 
 namespace fastbert {
 namespace {
 
 // Rows of `width` elements that are worth a thread of their own; 32 k elements is ATen's own grain.
 int64_t grain_rows(int64_t width) { return std::max<int64_t>(1, 32768 / std::max<int64_t>(1, width)); }
-
-at::Tensor checked(const char* name, const at::Tensor& t, at::IntArrayRef shape, at::ScalarType dtype) {
-  TORCH_CHECK(t.device().is_cpu(), name, " is on ", t.device(), ", expected cpu");
-  TORCH_CHECK(t.sizes() == shape, name, " has shape ", t.sizes(), ", expected ", shape);
-  TORCH_CHECK(t.scalar_type() == dtype, name, " is ", t.scalar_type(), ", expected ", dtype);
-  return t.contiguous();
-}
-
-at::Tensor checked(const char* name, const std::optional<at::Tensor>& t, at::IntArrayRef shape, at::ScalarType dtype) {
-  return t.has_value() ? checked(name, *t, shape, dtype) : at::Tensor();
-}
-
-// An undefined tensor, which is how an absent operand or result is passed on, gives null.
-template <typename T>
-T* data(const at::Tensor& t) {
-  return t.defined() ? static_cast<T*>(t.data_ptr()) : nullptr;
-}
-
-Dropout make_dropout(double p, const std::optional<at::Tensor>& philox) {
-  TORCH_CHECK(p >= 0.0 && p <= 1.0, "dropout_p is ", p, ", expected a value from 0 to 1");
-  if (p == 0.0) return {0.0, 0, 0};
-  TORCH_CHECK(philox.has_value(), "dropout_p is ", p, " but philox, its seed and offset, is None");
-  const at::Tensor words = checked("philox", *philox, {2}, at::kLong);
-  const auto* seed_and_offset = words.const_data_ptr<int64_t>();
-  return {p, static_cast<uint64_t>(seed_and_offset[0]), static_cast<uint64_t>(seed_and_offset[1])};
-}
-
-// f is called with a value of the storage type that stands for dtype.
-template <typename F>
-void for_dtype(at::ScalarType dtype, const F& f) {
-  if (dtype == at::kFloat) return f(float{});
-  if (dtype == at::kBFloat16) return f(BFloat16{});
-  TORCH_CHECK(false, "dtype is ", dtype, ", expected Float or BFloat16");
-}
 
 }  // namespace
 

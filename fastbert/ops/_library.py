@@ -112,3 +112,36 @@ for _name in ("cpu", "triton"):
 for _key in ("CUDA", "CPU"):
     torch.library.impl("fastbert::add_layer_norm_fwd_triton", _key, _add_layer_norm_fwd_triton)
     torch.library.impl("fastbert::add_layer_norm_bwd_triton", _key, _add_layer_norm_bwd_triton)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# attention
+#
+#   out, (total_tokens, num_heads, head_dim): dropout(softmax(q k^T * softmax_scale)) v within each sequence
+#   softmax_lse, fp32 (num_heads, total_tokens): log(sum(exp(q k^T * softmax_scale))); (0, total_tokens) unless return_lse
+#
+# philox as above. Results are contiguous, whatever the strides of q, k and v; zeros in slack rows.
+
+_ATTENTION_FWD = (
+    "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? philox, float softmax_scale, float dropout_p,"
+    " bool return_lse) -> (Tensor out, Tensor softmax_lse)"
+)
+_ATTENTION_BWD = (
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor cu_seqlens, Tensor? philox,"
+    " float softmax_scale, float dropout_p) -> (Tensor dq, Tensor dk, Tensor dv)"
+)
+
+
+def _attention_fwd_fake(q, k, v, cu_seqlens, philox, softmax_scale, dropout_p, return_lse):
+    tokens, num_heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty(num_heads if return_lse else 0, tokens, dtype=torch.float32)
+
+
+def _attention_bwd_fake(dout, q, k, v, out, softmax_lse, cu_seqlens, philox, softmax_scale, dropout_p):
+    return q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(q.shape)
+
+
+torch.library.define("fastbert::attention_fwd_cpu", _ATTENTION_FWD)
+torch.library.define("fastbert::attention_bwd_cpu", _ATTENTION_BWD)
+torch.library.register_fake("fastbert::attention_fwd_cpu", _attention_fwd_fake)
+torch.library.register_fake("fastbert::attention_bwd_cpu", _attention_bwd_fake)
