@@ -1,6 +1,6 @@
 // Backward attention for one ISA; included by attention_bwd.cpp through foreach_isa.h.
 //
-// Dao et al. 2022 ("FlashAttention", appendix B.4): with P = exp(S - softmax_lse), dP = dO V^T and delta = rowsum(dO O),
+// Dao et al. 2022 ("FlashAttention", appendix B.4): with P the softmax of S, dP = dO V^T and delta = rowsum(dO O),
 //   dS = P (dP - delta),  dQ = dS K,  dK = dS^T Q,  dV = P^T dO
 // by squares of kBlock queries and kBlock keys. dk and dv are summed over the squares of one key block, dq over the key
 // blocks, always in ascending order.
@@ -19,7 +19,8 @@ struct BwdMemory {
   char *probs_pairs, *dscores_pairs;  // one square: left operands of dv and dk
   char* dscores;                      // one square: left operand of dq
   char *dq_sums, *dk_sums, *dv_sums;
-  float *lse, *delta, *multiplier;    // lse in base 2; multipliers of kPerStep rows
+  float *top, *inverse_sum, *delta;
+  float* multiplier;                  // of kPerStep rows
 };
 
 // What of a (sequence, head) a task works on.
@@ -51,7 +52,8 @@ BwdMemory lay_out(Carver& carver, const AttentionInputs<T>& in, const BwdRange& 
   memory.dq_sums = carver.take(range.has_dq ? dim_panels * rows * kStepBytes : 0);
   memory.dk_sums = carver.take(dim_panels * kBlock * kStepBytes);
   memory.dv_sums = carver.take(dim_panels * kBlock * kStepBytes);
-  memory.lse = carver.take_floats(rows);
+  memory.top = carver.take_floats(rows);
+  memory.inverse_sum = carver.take_floats(rows);
   memory.delta = carver.take_floats(rows);
   memory.multiplier = carver.take_floats(kPerStep<E> * kBlock);
   return memory;
@@ -63,13 +65,14 @@ struct Gradient {
 };
 
 template <typename E>
-FASTBERT_SIMD Gradient gradient_of(const float* scores, const float* dprobs, Floats scale, float lse, float delta,
-                                   const float* multipliers, int64_t column, int64_t real) {
-  const Floats p = exp2<sizeof(E) == 4>(scaled_score(scores, scale, set1(-lse), real));
+FASTBERT_SIMD Gradient gradient_of(const float* scores, const float* dprobs, Floats scale, const BwdMemory& memory,
+                                   int64_t row, const float* multipliers, int64_t column, int64_t real) {
+  const Floats e = exp_score<E>(scores, set1(memory.top[row]), scale, real);
+  const Floats p = mul(e, set1(memory.inverse_sum[row])), delta = set1(memory.delta[row]);
   const Floats dp = load(dprobs);
-  if (multipliers == nullptr) return {p, mul(p, sub(dp, set1(delta)))};
+  if (multipliers == nullptr) return {p, mul(p, sub(dp, delta))};
   const Floats m = load(multipliers + column);
-  return {mul(p, m), mul(p, sub(mul(dp, m), set1(delta)))};
+  return {mul(p, m), mul(p, sub(mul(dp, m), delta))};
 }
 
 // Scores and dprobs of one square become the left-hand operands of the three products to come.
@@ -77,7 +80,6 @@ template <typename E>
 void square_gradients(const BwdMemory& memory, const Dropout& dropout, uint64_t counter, uint64_t counters_per_query,
                       int64_t query, int64_t rows, int64_t keys, float softmax_scale) {
   const Floats scale = set1(softmax_scale * kLog2e);
-  const float *lse = memory.lse + query, *delta = memory.delta + query;
   float* multiplier = dropout.p > 0.0 ? memory.multiplier : nullptr;
   for (int64_t r = 0; r < rows; r += kPerStep<E>) {
     const int64_t pair = std::min(kPerStep<E>, rows - r);
@@ -86,14 +88,14 @@ void square_gradients(const BwdMemory& memory, const Dropout& dropout, uint64_t 
     }
     for (int64_t c = 0; c < keys; c += kWidth) {
       const int64_t at = r * kPanel + c, step_at = (r / kPerStep<E> * kPanel + c) * 4;
-      const Gradient first = gradient_of<E>(memory.scores + at, memory.dprobs + at, scale, lse[r], delta[r],
+      const Gradient first = gradient_of<E>(memory.scores + at, memory.dprobs + at, scale, memory, query + r,
                                             multiplier, c, keys - c);
 #if defined(FASTBERT_BF16)
       if constexpr (sizeof(E) == 2) {
         Gradient second{set1(0.0f), set1(0.0f)};
         if (pair == 2) {
-          second = gradient_of<E>(memory.scores + at + kPanel, memory.dprobs + at + kPanel, scale, lse[r + 1],
-                                  delta[r + 1], multiplier, kBlock + c, keys - c);
+          second = gradient_of<E>(memory.scores + at + kPanel, memory.dprobs + at + kPanel, scale, memory,
+                                  query + r + 1, multiplier, kBlock + c, keys - c);
         }
         auto* dscores = reinterpret_cast<BFloat16*>(memory.dscores);
         store(reinterpret_cast<int32_t*>(memory.probs_pairs + step_at), pair_bf16(first.probs, second.probs));
@@ -109,11 +111,36 @@ void square_gradients(const BwdMemory& memory, const Dropout& dropout, uint64_t 
   }
 }
 
-template <typename T>
-FASTBERT_SIMD float dot(const T* a, const T* b, int64_t n) {
-  Floats total = set1(0.0f);
-  for (int64_t i = 0; i < n; i += kWidth) total = fma(load_part(a + i, n - i), load_part(b + i, n - i), total);
-  return sum(total);
+// delta of `rows` rows. fp32 sums are made in the very order of dP's: where one key has all of the probability, O is its
+// v, and dP - delta must be 0 rather than a rounding error.
+template <typename E, typename T>
+void sum_rows(const BwdMemory& memory, const T* dout, int64_t dout_stride, const T* out, int64_t out_stride, int64_t rows,
+              int64_t d, float* delta) {
+  if constexpr (sizeof(E) == 4) {
+    pack_columns<E>(dout, dout_stride, rows, d, memory.k_columns);
+    pack_columns<E>(out, out_stride, rows, d, memory.v_columns);
+    for (int64_t r = 0; r < rows; r += kWidth) {
+      const auto* a = reinterpret_cast<const float*>(memory.k_columns) + r;
+      const auto* b = reinterpret_cast<const float*>(memory.v_columns) + r;
+      Floats total = set1(0.0f);
+      for (int64_t i = 0; i < d; i += kChain<Float32Dot>) {
+        Floats chain = set1(0.0f);
+        for (int64_t j = i; j < std::min(d, i + kChain<Float32Dot>); ++j) {
+          chain = fma(load(a + j * kPanel), load(b + j * kPanel), chain);
+        }
+        total = add(total, chain);
+      }
+      store(delta + r, total);
+    }
+  } else {
+    for (int64_t r = 0; r < rows; ++r) {
+      Floats total = set1(0.0f);
+      for (int64_t i = 0; i < d; i += kWidth) {
+        total = fma(load_part(dout + r * dout_stride + i, d - i), load_part(out + r * out_stride + i, d - i), total);
+      }
+      delta[r] = sum(total);
+    }
+  }
 }
 
 template <typename E, typename T>
@@ -129,9 +156,14 @@ void attention_bwd_head(const AttentionBwd<T>& args, const BwdMemory& memory, co
   // The softmax of one score is 1 whatever the score: rounding must not make a gradient of dP - delta.
   const float dscores_scale = length == 1 ? 0.0f : in.softmax_scale;
 
+  const float* stats = args.softmax_stats + head * args.total_tokens + token;
   for (int64_t r = 0; r < rows_total; ++r) {
-    memory.lse[r] = args.softmax_lse[head * args.total_tokens + token + r] * kLog2e;
-    memory.delta[r] = dot(dout + r * dout_stride, args.out.at(token + r, head), d);
+    memory.top[r] = stats[r];
+    memory.inverse_sum[r] = 1.0f / stats[r + in.num_heads * args.total_tokens];
+  }
+  for (int64_t r = 0; r < rows_total; r += kBlock) {
+    sum_rows<E>(memory, dout + r * dout_stride, dout_stride, args.out.at(token + r, head), args.out.token_stride,
+                std::min(kBlock, rows_total - r), d, memory.delta + r);
   }
   const Left q_left = left_rows<E>(q, q_stride, rows_total, d, memory.q_copy);
   const Left dout_left = left_rows<E>(dout, dout_stride, rows_total, d, memory.dout_copy);

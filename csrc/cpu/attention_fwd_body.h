@@ -7,39 +7,38 @@
 constexpr int64_t kQueryRows = 24;
 constexpr int64_t kKeyBlock = 512;
 
-// What is known of a row after some of its keys: the largest score and the sum of 2^(score - largest), in base 2.
+// What is known of a row after some of its keys: the top score (the smallest, if softmax_scale is negative) and the sum
+// of exp(softmax_scale * (score - top)).
 struct RowState {
-  float largest, sum;
+  float top, sum;
 };
 
 // Scores of one row, in panels `panel_stride` floats apart, to probabilities that lack their division by the sum.
-// Returns what the sums of earlier blocks must be multiplied by.
+// Returns what the sums of earlier blocks must be multiplied by. `scale` is softmax_scale * log2(e).
 template <typename E>
-FASTBERT_SIMD float softmax_row(const float* scores, int64_t panel_stride, int64_t keys, Floats scale,
+FASTBERT_SIMD float softmax_row(const float* scores, int64_t panel_stride, int64_t keys, float scale,
                                 const float* multiplier, bool is_first, RowState& state, E* probs) {
   constexpr int64_t kVectors = kPanel / kWidth;
   const int64_t whole = keys / kPanel;
-  const Floats zero = set1(0.0f);
-  Floats top[kVectors];
-  for (int64_t v = 0; v < kVectors; ++v) top[v] = set1(-__builtin_inff());
+  const float sign = scale < 0.0f ? -1.0f : 1.0f;
+  Floats tops[kVectors];
+  for (int64_t v = 0; v < kVectors; ++v) tops[v] = set1(is_first ? -__builtin_inff() : state.top * sign);
   for (int64_t p = 0; p < whole; ++p) {
     const float* from = scores + p * panel_stride;
-    for (int64_t v = 0; v < kVectors; ++v) top[v] = max(top[v], mul(load(from + v * kWidth), scale));
+    for (int64_t v = 0; v < kVectors; ++v) tops[v] = max(tops[v], mul(load(from + v * kWidth), set1(sign)));
   }
   const float* tail = scores + whole * panel_stride;
   for (int64_t i = 0; i < keys % kPanel; i += kWidth) {
-    top[0] = max(top[0], scaled_score(tail + i, scale, zero, keys % kPanel - i));
+    tops[0] = max(tops[0], fma(load(tail + i), set1(sign), beyond(keys % kPanel - i)));
   }
-  for (int64_t v = 1; v < kVectors; ++v) top[0] = max(top[0], top[v]);
-  const float largest_here = largest(top[0]);
-  const float largest_now = is_first ? largest_here : std::max(state.largest, largest_here);
+  for (int64_t v = 1; v < kVectors; ++v) tops[0] = max(tops[0], tops[v]);
+  const float top = largest(tops[0]) * sign;
 
-  const Floats shift = set1(-largest_now);
-  Floats total = zero;
+  Floats total = set1(0.0f);
   for (int64_t key = 0; key < keys; key += kPanel) {
     const float* from = scores + key / kPanel * panel_stride;
     for (int64_t i = 0; i < std::min(kPanel, keys - key); i += kWidth) {
-      Floats x = exp2<sizeof(E) == 4>(scaled_score(from + i, scale, shift, keys - key - i));
+      Floats x = exp_score<E>(from + i, set1(top), set1(scale), keys - key - i);
       total = add(total, x);
       if (multiplier != nullptr) x = mul(x, load(multiplier + key + i));
       store(probs + key + i, x);
@@ -48,11 +47,11 @@ FASTBERT_SIMD float softmax_row(const float* scores, int64_t panel_stride, int64
   float correction = 1.0f;
   if (!is_first) {
     float lanes[kWidth];
-    store(lanes, exp2<true>(set1(state.largest - largest_now)));
+    store(lanes, exp2<true>(set1((state.top - top) * scale)));
     correction = lanes[0];
   }
   state.sum = (is_first ? 0.0f : state.sum * correction) + sum(total);
-  state.largest = largest_now;
+  state.top = top;
   return correction;
 }
 
@@ -92,7 +91,7 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task)
   lay_out<E>(counting, in, n, block);
   Carver carver{scratch.get(counting.size)};
   const FwdMemory m = lay_out<E>(carver, in, n, block);
-  const Floats scale = set1(in.softmax_scale * kLog2e);
+  const float scale = in.softmax_scale * kLog2e;
 
   for (int64_t head = task.head_begin; head < task.head_end; ++head) {
     pack_columns<E>(in.k.at(task.first_token, head), in.k.token_stride, n, d, m.k_columns);
@@ -128,9 +127,10 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task)
       }
       for (int64_t r = 0; r < rows; ++r) {
         write_row(m.sums + r * kStepBytes, kQueryRows, 1.0f / state[r].sum, d, args.out.at(token + r, head));
-        if (args.softmax_lse != nullptr) {
-          args.softmax_lse[head * args.total_tokens + token + r] =
-              state[r].largest * (1.0f / kLog2e) + std::log(state[r].sum);
+        if (args.softmax_stats != nullptr) {
+          float* stats = args.softmax_stats + head * args.total_tokens + token + r;
+          stats[0] = state[r].top;
+          stats[in.num_heads * args.total_tokens] = state[r].sum;
         }
       }
     }

@@ -212,13 +212,19 @@ FASTBERT_SIMD void write_row(const char* sums, int64_t sum_rows, float factor, i
   }
 }
 
-// A score times scale plus shift; -inf in the lanes beyond the sequence, of which `real` are inside (any number above
-// kWidth means all).
-FASTBERT_SIMD Floats scaled_score(const float* score, Floats scale, Floats shift, int64_t real) {
+// 0 in the lanes of keys that are there, of which `real` are left (any number above kWidth means all), and -inf beyond.
+FASTBERT_SIMD Floats beyond(int64_t real) {
   constexpr float kInf = __builtin_inff();
-  alignas(64) static constexpr float kBeyond[32] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
-                                                    -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf,
-                                                    -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf};
-  const Floats x = fma(load(score), scale, shift);
-  return real >= kWidth ? x : add(x, load(kBeyond + 16 - real));
+  alignas(64) static constexpr float kTable[32] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+                                                   -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf,
+                                                   -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf};
+  return load(kTable + 16 - std::min(real, kWidth));
+}
+
+// exp(softmax_scale * (score - top score of the row)) of kWidth scores; `scale` has log2(e) in it. The difference comes
+// first: it is exact near the top, where products would be rounded, and a probability that dominates is exactly 1.
+template <typename E>
+FASTBERT_SIMD Floats exp_score(const float* scores, Floats top, Floats scale, int64_t real) {
+  const Floats x = mul(sub(load(scores), top), scale);
+  return exp2<sizeof(E) == 4>(real >= kWidth ? x : add(x, beyond(real)));
 }

@@ -111,7 +111,7 @@ void check_q(const at::Tensor& q) {
 std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(const at::Tensor& q_, const at::Tensor& k_, const at::Tensor& v_,
                                                      const at::Tensor& cu_seqlens,
                                                      const std::optional<at::Tensor>& philox, double softmax_scale,
-                                                     double dropout_p, bool return_lse) {
+                                                     double dropout_p, bool return_stats) {
   check_q(q_);
   const at::Tensor q = with_rows("q", q_, q_), k = with_rows("k", k_, q_), v = with_rows("v", v_, q_);
   const int64_t total_tokens = q.size(0), num_heads = q.size(1);
@@ -119,28 +119,28 @@ std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(const at::Tensor& q_, const
   const Dropout dropout = make_dropout(dropout_p, philox);
 
   const at::Tensor out = at::empty(q.sizes(), q.options());
-  const at::Tensor lse = at::empty({return_lse ? num_heads : 0, total_tokens}, q.options().dtype(at::kFloat));
+  const at::Tensor stats = at::empty({return_stats ? 2 : 0, num_heads, total_tokens}, q.options().dtype(at::kFloat));
   const int64_t slack = total_tokens - offsets.back();
   out.narrow(0, offsets.back(), slack).zero_();
-  lse.narrow(1, offsets.back(), slack).zero_();
+  stats.narrow(2, offsets.back(), slack).zero_();
   for_dtype(q.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     const AttentionFwd<T> args{inputs<T>(q, k, v, softmax_scale, dropout), head_rows<T>(out),
-                               return_lse ? data<float>(lse) : nullptr, total_tokens};
+                               return_stats ? data<float>(stats) : nullptr, total_tokens};
     run_tasks(make_tasks(offsets, num_heads, false), [&](const AttentionTask& task) { attention_fwd(args, task); });
   });
-  return {out, lse};
+  return {out, stats};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd_cpu(
     const at::Tensor& dout_, const at::Tensor& q_, const at::Tensor& k_, const at::Tensor& v_, const at::Tensor& out_,
-    const at::Tensor& softmax_lse, const at::Tensor& cu_seqlens, const std::optional<at::Tensor>& philox,
+    const at::Tensor& softmax_stats, const at::Tensor& cu_seqlens, const std::optional<at::Tensor>& philox,
     double softmax_scale, double dropout_p) {
   check_q(q_);
   const at::Tensor q = with_rows("q", q_, q_), k = with_rows("k", k_, q_), v = with_rows("v", v_, q_);
   const at::Tensor out = with_rows("out", out_, q_), dout = with_rows("dout", dout_, q_);
   const int64_t total_tokens = q.size(0), num_heads = q.size(1);
-  const at::Tensor lse = checked("softmax_lse", softmax_lse, {num_heads, total_tokens}, at::kFloat);
+  const at::Tensor stats = checked("softmax_stats", softmax_stats, {2, num_heads, total_tokens}, at::kFloat);
   const std::vector<int64_t> offsets = checked_offsets(cu_seqlens, total_tokens);
   const Dropout dropout = make_dropout(dropout_p, philox);
 
@@ -149,7 +149,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd_cpu(
   for_dtype(q.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     const AttentionBwd<T> args{inputs<T>(q, k, v, softmax_scale, dropout), head_rows<const T>(out),
-                               head_rows<const T>(dout), data<const float>(lse), head_rows<T>(dq), head_rows<T>(dk),
+                               head_rows<const T>(dout), data<const float>(stats), head_rows<T>(dq), head_rows<T>(dk),
                                head_rows<T>(dv), total_tokens};
     run_tasks(make_tasks(offsets, num_heads, true), [&](const AttentionTask& task) { attention_bwd(args, task); });
   });

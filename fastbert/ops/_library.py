@@ -118,26 +118,28 @@ for _key in ("CUDA", "CPU"):
 # attention
 #
 #   out, (total_tokens, num_heads, head_dim): dropout(softmax(q k^T * softmax_scale)) v within each sequence
-#   softmax_lse, fp32 (num_heads, total_tokens): log(sum(exp(q k^T * softmax_scale))); (0, total_tokens) unless return_lse
+#   softmax_stats, fp32 (2, num_heads, total_tokens): each query's top q k^T and its sum of
+#     exp(softmax_scale * (q k^T - top)); two numbers, for their log-sum-exp in fp32 loses digits where scores are large
 #
-# philox as above. Results are contiguous, whatever the strides of q, k and v; zeros in slack rows.
+# philox as above; softmax_stats is (0, num_heads, total_tokens) unless return_stats. Results are contiguous, whatever the
+# strides of q, k and v; zeros in slack rows.
 
 _ATTENTION_FWD = (
     "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? philox, float softmax_scale, float dropout_p,"
-    " bool return_lse) -> (Tensor out, Tensor softmax_lse)"
+    " bool return_stats) -> (Tensor out, Tensor softmax_stats)"
 )
 _ATTENTION_BWD = (
-    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor cu_seqlens, Tensor? philox,"
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_stats, Tensor cu_seqlens, Tensor? philox,"
     " float softmax_scale, float dropout_p) -> (Tensor dq, Tensor dk, Tensor dv)"
 )
 
 
-def _attention_fwd_fake(q, k, v, cu_seqlens, philox, softmax_scale, dropout_p, return_lse):
+def _attention_fwd_fake(q, k, v, cu_seqlens, philox, softmax_scale, dropout_p, return_stats):
     tokens, num_heads, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty(num_heads if return_lse else 0, tokens, dtype=torch.float32)
+    return q.new_empty(q.shape), q.new_empty(2 if return_stats else 0, num_heads, tokens, dtype=torch.float32)
 
 
-def _attention_bwd_fake(dout, q, k, v, out, softmax_lse, cu_seqlens, philox, softmax_scale, dropout_p):
+def _attention_bwd_fake(dout, q, k, v, out, softmax_stats, cu_seqlens, philox, softmax_scale, dropout_p):
     return q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(q.shape)
 
 

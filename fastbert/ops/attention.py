@@ -31,24 +31,24 @@ def _supports_cpu(q, k, v) -> str | None:
     return extension_error()
 
 
-register("attention", Backend.CPU, _supports_cpu)
+register("attention", Backend.CPU, _supports_cpu, probe=lambda x, vector: (x[:, None],) * 3)
 
 
 class _Attention(torch.autograd.Function):
-    """Autograd around the registered forward and backward; probabilities are recomputed from softmax_lse."""
+    """Autograd around the registered forward and backward; probabilities are recomputed from softmax_stats."""
 
     @staticmethod
     def forward(ctx, q, k, v, cu_seqlens, philox, softmax_scale, dropout_p):
-        out, softmax_lse = _FWD(q, k, v, cu_seqlens, philox, softmax_scale, dropout_p, True)
-        ctx.save_for_backward(q, k, v, out, softmax_lse, cu_seqlens, philox)
+        out, softmax_stats = _FWD(q, k, v, cu_seqlens, philox, softmax_scale, dropout_p, True)
+        ctx.save_for_backward(q, k, v, out, softmax_stats, cu_seqlens, philox)
         ctx.options = (softmax_scale, dropout_p)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
-        q, k, v, out, softmax_lse, cu_seqlens, philox = ctx.saved_tensors
-        dq, dk, dv = _BWD(dout, q, k, v, out, softmax_lse, cu_seqlens, philox, *ctx.options)
+        q, k, v, out, softmax_stats, cu_seqlens, philox = ctx.saved_tensors
+        dq, dk, dv = _BWD(dout, q, k, v, out, softmax_stats, cu_seqlens, philox, *ctx.options)
         return dq, dk, dv, None, None, None, None
 
 
