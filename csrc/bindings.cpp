@@ -10,11 +10,14 @@
 
 #include "include/isa.h"
 #include "ops/embedding.h"
+#include "ops/attention.h"
 #include "ops/layer_norm.h"
 #include "ops/linear.h"
 #include "ops/packed_weights.h"
 
 TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
+  m.impl("attention_fwd_cpu", &fastbert::attention_fwd_cpu);
+  m.impl("attention_bwd_cpu", &fastbert::attention_bwd_cpu);
   m.impl("add_layer_norm_fwd_cpu", &fastbert::add_layer_norm_fwd_cpu);
   m.impl("add_layer_norm_bwd_cpu", &fastbert::add_layer_norm_bwd_cpu);
   m.impl("embed_fwd_cpu", &fastbert::embed_fwd_cpu);

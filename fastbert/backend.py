@@ -31,6 +31,8 @@ ORDER = {"cuda": (Backend.CUDA, Backend.TRITON), "cpu": (Backend.CPU,)}
 
 Supports = Callable[..., "str | None"]
 _supports: dict[str, dict[Backend, Supports]] = {}  # op -> backend -> objection, or None when it can serve
+Probe = Callable[[torch.Tensor, torch.Tensor], tuple]
+_probes: dict[str, Probe] = {}  # op -> what `backends()` asks its `supports` with, where that is not the usual
 
 
 def parse_backend(name: str | Backend | None) -> Backend | None:
@@ -50,9 +52,15 @@ class _Choice:
     forced: Backend | None = parse_backend(os.environ.get("FASTBERT_BACKEND"))
 
 
-def register(op: str, backend: Backend, supports: Supports) -> None:
-    """Declare that `backend` has kernels for `op`; `supports(*args, **options)` returns None or a reason."""
+def register(op: str, backend: Backend, supports: Supports, probe: Probe | None = None) -> None:
+    """Declare that `backend` has kernels for `op`; `supports(*args, **options)` returns None or a reason.
+
+    `probe` makes arguments for `supports` from a (2, 64) and a (64,) tensor; without it they are (x, None, vector,
+    vector), those of an op over (total_tokens, hidden_size).
+    """
     _supports.setdefault(op, {})[backend] = supports
+    if probe is not None:
+        _probes[op] = probe
 
 
 def declare(op: str) -> None:
@@ -105,11 +113,11 @@ def backends(device: str | torch.device = "cpu", dtype: torch.dtype = torch.floa
     x, vector = torch.empty(2, 64, device=device, dtype=dtype), torch.empty(64, device=device, dtype=dtype)
     report = {}
     for op, table in sorted(_supports.items()):
-        # Every `supports` takes x, residual, weight, bias or fewer: the same probe asks them all.
-        selected = select(op, None, x, None, vector, vector)
+        probe = _probes[op](x, vector) if op in _probes else (x, None, vector, vector)
+        selected = select(op, None, *probe)
         report[op] = {"selected": selected.value}
         for backend in Backend:
             if backend not in (selected, Backend.TORCH):
-                asked = table[backend](x, None, vector, vector) if backend in table else "no kernel for this op yet"
+                asked = table[backend](*probe) if backend in table else "no kernel for this op yet"
                 report[op][backend.value] = asked or "only when asked for by name"
     return report

@@ -3,7 +3,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <deque>
 #include <vector>
+
+#include "../include/scratch.h"
 
 #define FASTBERT_BODY "../cpu/gemm_body.h"
 #include "../include/foreach_isa.h"

@@ -15,15 +15,6 @@ struct Channels {
   const float* scale;  // int8
 };
 
-// A thread's scratch memory, kept from call to call: fresh pages cost more than what is done with them.
-struct Scratch {
-  std::vector<char> bytes;
-  char* get(int64_t size) {
-    if (static_cast<int64_t>(bytes.size()) < size) bytes.resize(static_cast<size_t>(size));
-    return bytes.data();
-  }
-};
-
 template <typename T>
 void convert_rows(const T* x, int64_t x_stride, int64_t rows, int64_t k, int64_t stride, DType format, char* out) {
   for (int64_t r = 0; r < rows; ++r) {
@@ -212,7 +203,7 @@ void gemm_panels(const GemmArgs& args, const GemmTarget& target, const Rows& x, 
 
 void gemm(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
   static thread_local Prepared prepared;
-  static thread_local std::vector<Prepared> prepared_addends;
+  static thread_local std::deque<Prepared> prepared_addends;
   static thread_local std::vector<float> channels;
   Rows x{nullptr, 0, nullptr};
   const PackedWeight* last = nullptr;  // the weight that x was prepared for
@@ -229,7 +220,7 @@ void gemm(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t pane
       last = &weight;
     }
     std::vector<Rows> addends;
-    if (static_cast<int64_t>(prepared_addends.size()) < target.num_addends) prepared_addends.resize(target.num_addends);
+    while (static_cast<int64_t>(prepared_addends.size()) < target.num_addends) prepared_addends.emplace_back();
     for (int64_t i = 0; i < target.num_addends; ++i) {
       const GemmAddend& addend = target.addends[i];
       addends.push_back(prepared_addends[i].prepare(addend.x, row_begin, row_end - row_begin, addend.weight));

@@ -18,12 +18,12 @@ struct Dropout {
 inline int64_t padded_to_philox(int64_t n) { return (n + 3) / 4 * 4; }
 
 // multiplier[i] is 0 where column i is dropped and 1 / (1 - p) where it is kept; it has room for padded_to_philox(n).
-FASTBERT_INLINE void fill_dropout_multiplier(const Dropout& dropout, int64_t row, int64_t n, float* multiplier) {
+// `first` is the counter of columns 0 to 3.
+FASTBERT_INLINE void fill_dropout_from(const Dropout& dropout, uint64_t first, int64_t n, float* multiplier) {
   const float keep = dropout.p < 1.0 ? static_cast<float>(1.0 / (1.0 - dropout.p)) : 0.0f;
   const auto threshold = static_cast<uint32_t>(std::min(dropout.p * 4294967296.0, 4294967295.0));
   const uint64_t seed = dropout.seed, offset = dropout.offset;
   const int64_t counters = (n + 3) / 4;
-  const auto first = static_cast<uint64_t>(row) * static_cast<uint64_t>(counters);
 #pragma omp simd
   for (int64_t i = 0; i < counters; ++i) {
     const Philox4 random = philox4x32_10(first + static_cast<uint64_t>(i), offset, seed);
@@ -32,6 +32,11 @@ FASTBERT_INLINE void fill_dropout_multiplier(const Dropout& dropout, int64_t row
     multiplier[4 * i + 2] = random.w2 < threshold ? 0.0f : keep;
     multiplier[4 * i + 3] = random.w3 < threshold ? 0.0f : keep;
   }
+}
+
+// The same for row `row` of a matrix of n columns.
+FASTBERT_INLINE void fill_dropout_multiplier(const Dropout& dropout, int64_t row, int64_t n, float* multiplier) {
+  fill_dropout_from(dropout, static_cast<uint64_t>(row) * static_cast<uint64_t>((n + 3) / 4), n, multiplier);
 }
 
 }  // namespace fastbert

@@ -79,3 +79,10 @@ FASTBERT_SIMD Ints dot_bytes(Ints c, const void* a, Ints b) {
   // Each lane's four products lie in two neighbours; hadd brings the lanes out in the order 0 1 4 5 | 2 3 6 7.
   return _mm256_add_epi32(c, _mm256_permute4x64_epi64(_mm256_hadd_epi32(low, high), 0xd8));
 }
+// a0 b0 a1 b1 ..., of the low and of the high halves.
+FASTBERT_SIMD Ints interleave_low(Ints a, Ints b) {
+  return _mm256_permute2x128_si256(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b), 0x20);
+}
+FASTBERT_SIMD Ints interleave_high(Ints a, Ints b) {
+  return _mm256_permute2x128_si256(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b), 0x31);
+}

@@ -37,8 +37,15 @@ FASTBERT_SIMD void store(BFloat16* p, Floats x) {
 }
 // Two bfloat16 a lane, `low` in the low half.
 FASTBERT_SIMD Ints pair_bf16(Floats low, Floats high) {
+#if defined(FASTBERT_BF16)
+  const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return _mm512_permutexvar_epi16(order, halves);
+#else
   const __m512i upper = _mm512_slli_epi32(_mm512_cvtepu16_epi32(round_bf16(high)), 16);
   return _mm512_or_si512(_mm512_cvtepu16_epi32(round_bf16(low)), upper);
+#endif
 }
 FASTBERT_SIMD Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
 FASTBERT_SIMD Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
@@ -82,6 +89,15 @@ FASTBERT_SIMD Ints dot_bytes(Ints c, const void* a, Ints b) {
   return _mm512_add_epi32(c, _mm512_add_epi32(_mm512_permutex2var_epi32(low, even, high),
                                               _mm512_permutex2var_epi32(low, odd, high)));
 #endif
+}
+// a0 b0 a1 b1 ..., of the low and of the high halves.
+FASTBERT_SIMD Ints interleave_low(Ints a, Ints b) {
+  const __m512i order = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  return _mm512_permutex2var_epi32(a, order, b);
+}
+FASTBERT_SIMD Ints interleave_high(Ints a, Ints b) {
+  const __m512i order = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+  return _mm512_permutex2var_epi32(a, order, b);
 }
 #if defined(FASTBERT_BF16)
 // c + a * b with two bfloat16 of `a` and two of each lane of b.

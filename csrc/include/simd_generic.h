@@ -86,3 +86,6 @@ FASTBERT_SIMD Ints dot_bytes(Ints c, const void* a, Ints b) {
   }
   return c;
 }
+// a0 b0 a1 b1, and a2 b2 a3 b3: the low and the high halves, lane by lane.
+FASTBERT_SIMD Ints interleave_low(Ints a, Ints b) { return Ints{a[0], b[0], a[1], b[1]}; }
+FASTBERT_SIMD Ints interleave_high(Ints a, Ints b) { return Ints{a[2], b[2], a[3], b[3]}; }

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "../cpu/layer_norm.h"
+#include "dropout.h"
 #include "tensors.h"
 
 namespace fastbert {
@@ -14,15 +15,6 @@ namespace {
 
 // Rows of `width` elements that are worth a thread of their own; 32 k elements is ATen's own grain.
 int64_t grain_rows(int64_t width) { return std::max<int64_t>(1, 32768 / std::max<int64_t>(1, width)); }
-
-Dropout make_dropout(double p, const std::optional<at::Tensor>& philox) {
-  TORCH_CHECK(p >= 0.0 && p <= 1.0, "dropout_p is ", p, ", expected a value from 0 to 1");
-  if (p == 0.0) return {0.0, 0, 0};
-  TORCH_CHECK(philox.has_value(), "dropout_p is ", p, " but philox, its seed and offset, is None");
-  const at::Tensor words = checked("philox", *philox, {2}, at::kLong);
-  const auto* seed_and_offset = words.const_data_ptr<int64_t>();
-  return {p, static_cast<uint64_t>(seed_and_offset[0]), static_cast<uint64_t>(seed_and_offset[1])};
-}
 
 }  // namespace
 

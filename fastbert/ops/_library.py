@@ -181,8 +181,8 @@ for _op, _schema, _fake in (
 #
 #   out, (total_tokens, width): word[input_ids] + token_type[token_type_ids] + position[position_ids]
 #
-# rounded once. Without input_ids `word` holds the tokens' own rows; without token_type_ids every token is of type 0. Backward gives one
-# table's gradient, dense; row padding_idx takes none (-1: every row does).
+# rounded once. Without input_ids `word` holds the tokens' own rows; without token_type_ids every token is of type 0.
+# Backward gives one table's gradient, dense; row padding_idx takes none (-1: every row does).
 
 _EMBED_FWD = (
     "(Tensor? input_ids, Tensor position_ids, Tensor? token_type_ids, Tensor word, Tensor position,"
@@ -203,3 +203,38 @@ torch.library.define("fastbert::embed_fwd_cpu", _EMBED_FWD)
 torch.library.register_fake("fastbert::embed_fwd_cpu", _embed_fwd_fake)
 torch.library.define("fastbert::embed_bwd_cpu", _EMBED_BWD)
 torch.library.register_fake("fastbert::embed_bwd_cpu", _embed_bwd_fake)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# attention
+#
+#   out, (total_tokens, num_heads, head_dim): dropout(softmax(q k^T * softmax_scale)) v within each sequence
+#   softmax_stats, fp32 (2, num_heads, total_tokens): each query's top q k^T and its sum of
+#     exp(softmax_scale * (q k^T - top)); two numbers, for their log-sum-exp in fp32 loses digits where scores are large
+#
+# philox as above; softmax_stats is (0, num_heads, total_tokens) unless return_stats. Results are contiguous, whatever
+# the strides of q, k and v; zeros in slack rows.
+
+_ATTENTION_FWD = (
+    "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? philox, float softmax_scale, float dropout_p,"
+    " bool return_stats) -> (Tensor out, Tensor softmax_stats)"
+)
+_ATTENTION_BWD = (
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_stats, Tensor cu_seqlens, Tensor? philox,"
+    " float softmax_scale, float dropout_p) -> (Tensor dq, Tensor dk, Tensor dv)"
+)
+
+
+def _attention_fwd_fake(q, k, v, cu_seqlens, philox, softmax_scale, dropout_p, return_stats):
+    tokens, num_heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty(2 if return_stats else 0, num_heads, tokens, dtype=torch.float32)
+
+
+def _attention_bwd_fake(dout, q, k, v, out, softmax_stats, cu_seqlens, philox, softmax_scale, dropout_p):
+    return q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(q.shape)
+
+
+torch.library.define("fastbert::attention_fwd_cpu", _ATTENTION_FWD)
+torch.library.define("fastbert::attention_bwd_cpu", _ATTENTION_BWD)
+torch.library.register_fake("fastbert::attention_fwd_cpu", _attention_fwd_fake)
+torch.library.register_fake("fastbert::attention_bwd_cpu", _attention_bwd_fake)

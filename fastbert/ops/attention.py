@@ -4,10 +4,52 @@ from __future__ import annotations
 
 import torch
 
-from fastbert.backend import declare, select
+from fastbert.backend import Backend, register, select
 from fastbert.ops import _torch
+from fastbert.ops._library import extension_error, needs_grad
 
-declare("attention")
+_FWD = torch.ops.fastbert.attention_fwd_cpu
+_BWD = torch.ops.fastbert.attention_bwd_cpu
+
+
+def _supports_cpu(q, k, v) -> str | None:
+    if q.device.type != "cpu":
+        return f"tensors are on {q.device.type}"
+    if q.dtype not in (torch.float32, torch.bfloat16):
+        return f"dtype {q.dtype} (has float32 and bfloat16)"
+    for name, t in (("k", k), ("v", v)):
+        if t.device != q.device:
+            return f"{name} is on {t.device}, q on {q.device}"
+        if t.dtype != q.dtype:
+            return f"{name} is {t.dtype}, q is {q.dtype}"
+        if t.shape != q.shape:
+            return f"{name} has shape {tuple(t.shape)}, q {tuple(q.shape)}"
+    if q.dim() != 3:
+        return f"q has {q.dim()} dimensions, the kernels take (total_tokens, num_heads, head_dim)"
+    if not 0 < q.shape[-1] <= 256:
+        return f"head_dim is {q.shape[-1]} (has 1 to 256)"
+    return extension_error()
+
+
+register("attention", Backend.CPU, _supports_cpu, probe=lambda x, vector: (x[:, None],) * 3)
+
+
+class _Attention(torch.autograd.Function):
+    """Autograd around the registered forward and backward; probabilities are recomputed from softmax_stats."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, cu_seqlens, philox, softmax_scale, dropout_p):
+        out, softmax_stats = _FWD(q, k, v, cu_seqlens, philox, softmax_scale, dropout_p, True)
+        ctx.save_for_backward(q, k, v, out, softmax_stats, cu_seqlens, philox)
+        ctx.options = (softmax_scale, dropout_p)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout):
+        q, k, v, out, softmax_stats, cu_seqlens, philox = ctx.saved_tensors
+        dq, dk, dv = _BWD(dout, q, k, v, out, softmax_stats, cu_seqlens, philox, *ctx.options)
+        return dq, dk, dv, None, None, None, None
 
 
 def attention(
@@ -39,8 +81,14 @@ def attention(
     """
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
-    select("attention", backend, q, k, v)
-    return _torch.attention(q, k, v, cu_seqlens, max_seqlen, softmax_scale, dropout_p, cache)
+    if torch.is_autocast_enabled(q.device.type) and q.dtype is not torch.float64:
+        q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))  # as autocast does for SDPA
+    if select("attention", backend, q, k, v) is Backend.TORCH:
+        return _torch.attention(q, k, v, cu_seqlens, max_seqlen, softmax_scale, dropout_p, cache)
+    philox = torch.randint(2**62, (2,), dtype=torch.int64, device=q.device) if dropout_p > 0 else None
+    if needs_grad(q, k, v):
+        return _Attention.apply(q, k, v, cu_seqlens, philox, softmax_scale, dropout_p)
+    return _FWD(q, k, v, cu_seqlens, philox, softmax_scale, dropout_p, False)[0]
 
 
 def attention_probs(

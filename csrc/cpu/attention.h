@@ -1,0 +1,73 @@
+// Bidirectional attention over packed sequences: softmax(q k^T * softmax_scale) v within each sequence, with its
+// gradients. Softmax and every sum are fp32; the products' operands are bfloat16 where the ISA multiplies it and q is
+// bfloat16, else fp32.
+#pragma once
+
+#include <cstdint>
+
+#include "../include/bf16.h"
+#include "../include/dropout.h"
+
+namespace fastbert {
+
+// (total_tokens, num_heads, head_dim), strides in elements; head_dim is contiguous.
+template <typename T>
+struct HeadRows {
+  T* data;
+  int64_t token_stride, head_stride;
+
+  T* at(int64_t token, int64_t head) const { return data + token * token_stride + head * head_stride; }
+};
+
+// What forward and backward have in common. A dropped probability is 0, a kept one divided by 1 - p; word j of counter
+// ((token * num_heads + head) << 32) + i decides for query `token` and key 4 i + j of its sequence.
+template <typename T>
+struct AttentionInputs {
+  HeadRows<const T> q, k, v;
+  int64_t num_heads, head_dim;
+  float softmax_scale;
+  Dropout dropout;
+};
+
+// softmax_stats are each query's top q k^T (the one of the largest probability) and the sum of
+// exp(softmax_scale * (q k^T - top)). Their log-sum-exp in one fp32 number would lose digits where scores are large: it
+// makes probabilities wrong by 3e-4 at 5000.
+template <typename T>
+struct AttentionFwd {
+  AttentionInputs<T> in;
+  HeadRows<T> out;
+  float* softmax_stats;  // (2, num_heads, total_tokens), or null
+  int64_t total_tokens;
+};
+
+template <typename T>
+struct AttentionBwd {
+  AttentionInputs<T> in;
+  HeadRows<const T> out, dout;
+  const float* softmax_stats;
+  HeadRows<T> dq, dk, dv;
+  int64_t total_tokens;
+};
+
+// One piece of work of one sequence, `length` tokens from `first_token` on: some of its heads, and some of its queries
+// (forward, and dq of backward) or keys (dk and dv). The pieces write disjoint rows, so that any thread may take any of
+// them; how a sequence is cut changes no bit of any result.
+struct AttentionTask {
+  int64_t first_token, length;
+  int64_t head_begin, head_end;
+  int64_t query_begin, query_end;
+  int64_t key_begin, key_end;
+};
+
+template <typename T>
+void attention_fwd(const AttentionFwd<T>& args, const AttentionTask& task);
+
+// dk and dv of the task's keys and dq of its queries. Where one of the ranges is empty only the other's gradients are
+// computed; where neither is, both must be whole.
+template <typename T>
+void attention_bwd(const AttentionBwd<T>& args, const AttentionTask& task);
+
+// Queries and keys are cut at multiples of this.
+constexpr int64_t kAttentionBlock = 64;
+
+}  // namespace fastbert

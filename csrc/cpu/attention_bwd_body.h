@@ -1,0 +1,242 @@
+// Backward attention for one ISA; included by attention_bwd.cpp through foreach_isa.h.
+//
+// Dao et al. 2022 ("FlashAttention", appendix B.4): with P the softmax of S, dP = dO V^T and delta = rowsum(dO O),
+//   dS = P (dP - delta),  dQ = dS K,  dK = dS^T Q,  dV = P^T dO
+// by squares of kBlock queries and kBlock keys. dk and dv are summed over the squares of one key block, dq over the key
+// blocks, always in ascending order.
+#include "attention_pack.h"
+
+constexpr int64_t kBlock = kAttentionBlock;
+
+// One (sequence, head)'s memory. Right-hand operands are packed, left-hand ones are rows; P^T and dS^T are read as the
+// transposes of what `pairs` packs: kPerStep queries of one key in each four bytes.
+struct BwdMemory {
+  char *q_rows, *dout_rows;           // steps along the queries: operands of dk and dv
+  char *k_columns, *v_columns;        // one key block: operands of S and dP
+  char* k_rows;                       // one key block: operand of dq
+  char *q_copy, *dout_copy;           // rows that are no whole steps where they lie
+  float *scores, *dprobs;             // one square
+  char *probs_pairs, *dscores_pairs;  // one square: left operands of dv and dk
+  char* dscores;                      // one square: left operand of dq
+  char *dq_sums, *dk_sums, *dv_sums;
+  float *top, *inverse_sum, *delta;
+  float* multiplier;                  // of kPerStep rows
+};
+
+// What of a (sequence, head) a task works on.
+struct BwdRange {
+  int64_t query_begin, query_end, key_begin, key_end;
+  bool has_dq, has_dkv;
+};
+
+template <typename E, typename T>
+BwdMemory lay_out(Carver& carver, const AttentionInputs<T>& in, const BwdRange& range) {
+  const int64_t rows = range.query_end - range.query_begin, dim_panels = (in.head_dim + kPanel - 1) / kPanel;
+  const int64_t dim_steps = steps_of<E>(in.head_dim), square = kBlock * kPanel;
+  const int64_t rows_bytes = range.has_dkv ? dim_panels * steps_of<E>(rows) * kStepBytes : 0;
+  const int64_t copy_bytes = lies_ready<E, T>(in.head_dim) ? 0 : rows * dim_steps * 4;
+  BwdMemory memory;
+  memory.q_rows = carver.take(rows_bytes);
+  memory.dout_rows = carver.take(rows_bytes);
+  memory.k_columns = carver.take(dim_steps * kStepBytes);
+  memory.v_columns = carver.take(dim_steps * kStepBytes);
+  memory.k_rows = carver.take(dim_panels * kBlock / kPerStep<E> * kStepBytes);
+  memory.q_copy = carver.take(copy_bytes);
+  memory.dout_copy = carver.take(copy_bytes);
+  memory.scores = carver.take_floats(square);
+  memory.dprobs = carver.take_floats(square);
+  memory.probs_pairs = carver.take(square * static_cast<int64_t>(sizeof(E)));
+  memory.dscores_pairs = carver.take(square * static_cast<int64_t>(sizeof(E)));
+  // Without pairs a square is its own transpose.
+  memory.dscores = kPerStep<E> == 1 ? memory.dscores_pairs : carver.take(square * static_cast<int64_t>(sizeof(E)));
+  memory.dq_sums = carver.take(range.has_dq ? dim_panels * rows * kStepBytes : 0);
+  memory.dk_sums = carver.take(dim_panels * kBlock * kStepBytes);
+  memory.dv_sums = carver.take(dim_panels * kBlock * kStepBytes);
+  memory.top = carver.take_floats(rows);
+  memory.inverse_sum = carver.take_floats(rows);
+  memory.delta = carver.take_floats(rows);
+  memory.multiplier = carver.take_floats(kPerStep<E> * kBlock);
+  return memory;
+}
+
+// The probabilities of kWidth keys, and the derivative by their scores.
+struct Gradient {
+  Floats probs, dscores;
+};
+
+template <typename E>
+FASTBERT_SIMD Gradient gradient_of(const float* scores, const float* dprobs, Floats scale, const BwdMemory& memory,
+                                   int64_t row, const float* multipliers, int64_t column, int64_t real) {
+  const Floats e = exp_score<E>(scores, set1(memory.top[row]), scale, real);
+  const Floats p = mul(e, set1(memory.inverse_sum[row])), delta = set1(memory.delta[row]);
+  const Floats dp = load(dprobs);
+  if (multipliers == nullptr) return {p, mul(p, sub(dp, delta))};
+  const Floats m = load(multipliers + column);
+  return {mul(p, m), mul(p, sub(mul(dp, m), delta))};
+}
+
+// Scores and dprobs of one square become the left-hand operands of the three products to come.
+template <typename E>
+void square_gradients(const BwdMemory& memory, const Dropout& dropout, uint64_t counter, uint64_t counters_per_query,
+                      int64_t query, int64_t rows, int64_t keys, float softmax_scale) {
+  const Floats scale = set1(softmax_scale * kLog2e);
+  float* multiplier = dropout.p > 0.0 ? memory.multiplier : nullptr;
+  for (int64_t r = 0; r < rows; r += kPerStep<E>) {
+    const int64_t pair = std::min(kPerStep<E>, rows - r);
+    for (int64_t i = 0; multiplier != nullptr && i < pair; ++i) {
+      fill_dropout_from(dropout, counter + static_cast<uint64_t>(r + i) * counters_per_query, keys, multiplier + i * kBlock);
+    }
+    for (int64_t c = 0; c < keys; c += kWidth) {
+      const int64_t at = r * kPanel + c, step_at = (r / kPerStep<E> * kPanel + c) * 4;
+      const Gradient first = gradient_of<E>(memory.scores + at, memory.dprobs + at, scale, memory, query + r,
+                                            multiplier, c, keys - c);
+#if defined(FASTBERT_BF16)
+      if constexpr (sizeof(E) == 2) {
+        Gradient second{set1(0.0f), set1(0.0f)};
+        if (pair == 2) {
+          second = gradient_of<E>(memory.scores + at + kPanel, memory.dprobs + at + kPanel, scale, memory,
+                                  query + r + 1, multiplier, kBlock + c, keys - c);
+        }
+        auto* dscores = reinterpret_cast<BFloat16*>(memory.dscores);
+        store(reinterpret_cast<int32_t*>(memory.probs_pairs + step_at), pair_bf16(first.probs, second.probs));
+        store(reinterpret_cast<int32_t*>(memory.dscores_pairs + step_at), pair_bf16(first.dscores, second.dscores));
+        store(dscores + at, first.dscores);
+        store(dscores + at + kPanel, second.dscores);
+        continue;
+      }
+#endif
+      store(reinterpret_cast<float*>(memory.probs_pairs + step_at), first.probs);
+      store(reinterpret_cast<float*>(memory.dscores_pairs + step_at), first.dscores);
+    }
+  }
+}
+
+// delta of `rows` rows. fp32 sums are made in the very order of dP's: where one key has all of the probability, O is its
+// v, and dP - delta must be 0 rather than a rounding error.
+template <typename E, typename T>
+void sum_rows(const BwdMemory& memory, const T* dout, int64_t dout_stride, const T* out, int64_t out_stride, int64_t rows,
+              int64_t d, float* delta) {
+  if constexpr (sizeof(E) == 4) {
+    pack_columns<E>(dout, dout_stride, rows, d, memory.k_columns);
+    pack_columns<E>(out, out_stride, rows, d, memory.v_columns);
+    for (int64_t r = 0; r < rows; r += kWidth) {
+      const auto* a = reinterpret_cast<const float*>(memory.k_columns) + r;
+      const auto* b = reinterpret_cast<const float*>(memory.v_columns) + r;
+      Floats total = set1(0.0f);
+      for (int64_t i = 0; i < d; i += kChain<Float32Dot>) {
+        Floats chain = set1(0.0f);
+        for (int64_t j = i; j < std::min(d, i + kChain<Float32Dot>); ++j) {
+          chain = fma(load(a + j * kPanel), load(b + j * kPanel), chain);
+        }
+        total = add(total, chain);
+      }
+      store(delta + r, total);
+    }
+  } else {
+    for (int64_t r = 0; r < rows; ++r) {
+      Floats total = set1(0.0f);
+      for (int64_t i = 0; i < d; i += kWidth) {
+        total = fma(load_part(dout + r * dout_stride + i, d - i), load_part(out + r * out_stride + i, d - i), total);
+      }
+      delta[r] = sum(total);
+    }
+  }
+}
+
+template <typename E, typename T>
+void attention_bwd_head(const AttentionBwd<T>& args, const BwdMemory& memory, const BwdRange& range, int64_t first_token,
+                        int64_t length, int64_t head) {
+  using Dot = typename DotOf<E>::Dot;
+  const AttentionInputs<T>& in = args.in;
+  const int64_t d = in.head_dim, dim_panels = (d + kPanel - 1) / kPanel, dim_steps = steps_of<E>(d);
+  const int64_t block_steps = kBlock / kPerStep<E>, rows_total = range.query_end - range.query_begin;
+  const int64_t row_steps = steps_of<E>(rows_total), token = first_token + range.query_begin;
+  const int64_t q_stride = in.q.token_stride, dout_stride = args.dout.token_stride;
+  const T *q = in.q.at(token, head), *dout = args.dout.at(token, head);
+  // The softmax of one score is 1 whatever the score: rounding must not make a gradient of dP - delta.
+  const float dscores_scale = length == 1 ? 0.0f : in.softmax_scale;
+
+  const float* stats = args.softmax_stats + head * args.total_tokens + token;
+  for (int64_t r = 0; r < rows_total; ++r) {
+    memory.top[r] = stats[r];
+    memory.inverse_sum[r] = 1.0f / stats[r + in.num_heads * args.total_tokens];
+  }
+  for (int64_t r = 0; r < rows_total; r += kBlock) {
+    sum_rows<E>(memory, dout + r * dout_stride, dout_stride, args.out.at(token + r, head), args.out.token_stride,
+                std::min(kBlock, rows_total - r), d, memory.delta + r);
+  }
+  const Left q_left = left_rows<E>(q, q_stride, rows_total, d, memory.q_copy);
+  const Left dout_left = left_rows<E>(dout, dout_stride, rows_total, d, memory.dout_copy);
+  if (range.has_dkv) {
+    pack_rows<E>(q, q_stride, rows_total, d, row_steps, memory.q_rows);
+    pack_rows<E>(dout, dout_stride, rows_total, d, row_steps, memory.dout_rows);
+  }
+
+  for (int64_t key = range.key_begin; key < range.key_end; key += kBlock) {
+    const int64_t keys = std::min(kBlock, range.key_end - key), key_token = first_token + key;
+    pack_columns<E>(in.k.at(key_token, head), in.k.token_stride, keys, d, memory.k_columns);
+    pack_columns<E>(in.v.at(key_token, head), in.v.token_stride, keys, d, memory.v_columns);
+    if (range.has_dq) pack_rows<E>(in.k.at(key_token, head), in.k.token_stride, keys, d, block_steps, memory.k_rows);
+    for (int64_t query = 0; query < rows_total; query += kBlock) {
+      const int64_t rows = std::min(kBlock, rows_total - query);
+      product<Dot>(rows, q_left.data + query * q_left.stride, q_left.stride, 4, memory.k_columns, dim_steps, keys, false,
+                   reinterpret_cast<char*>(memory.scores));
+      product<Dot>(rows, dout_left.data + query * dout_left.stride, dout_left.stride, 4, memory.v_columns, dim_steps,
+                   keys, false, reinterpret_cast<char*>(memory.dprobs));
+      const auto row = static_cast<uint64_t>((token + query) * in.num_heads + head);
+      square_gradients<E>(memory, in.dropout, (row << 32) + static_cast<uint64_t>(key / 4),
+                          static_cast<uint64_t>(in.num_heads) << 32, query, rows, keys, in.softmax_scale);
+      for (int64_t p = 0; p < dim_panels; ++p) {
+        const int64_t dims = std::min(kPanel, d - p * kPanel);
+        const int64_t panel_at = (p * row_steps + query / kPerStep<E>) * kStepBytes, sums_at = p * kBlock * kStepBytes;
+        if (range.has_dkv) {
+          product<Dot>(keys, memory.probs_pairs, 4, kStepBytes, memory.dout_rows + panel_at, steps_of<E>(rows), dims,
+                       query > 0, memory.dv_sums + sums_at);
+          product<Dot>(keys, memory.dscores_pairs, 4, kStepBytes, memory.q_rows + panel_at, steps_of<E>(rows), dims,
+                       query > 0, memory.dk_sums + sums_at);
+        }
+        if (range.has_dq) {
+          product<Dot>(rows, memory.dscores, kPanel * static_cast<int64_t>(sizeof(E)), 4,
+                       memory.k_rows + p * block_steps * kStepBytes, steps_of<E>(keys), dims, key > 0,
+                       memory.dq_sums + (p * rows_total + query) * kStepBytes);
+        }
+      }
+    }
+    if (!range.has_dkv) continue;
+    for (int64_t r = 0; r < keys; ++r) {
+      write_row(memory.dk_sums + r * kStepBytes, kBlock, dscores_scale, d, args.dk.at(key_token + r, head));
+      write_row(memory.dv_sums + r * kStepBytes, kBlock, 1.0f, d, args.dv.at(key_token + r, head));
+    }
+  }
+  for (int64_t r = 0; range.has_dq && r < rows_total; ++r) {
+    write_row(memory.dq_sums + r * kStepBytes, rows_total, dscores_scale, d, args.dq.at(token + r, head));
+  }
+}
+
+template <typename E, typename T>
+void attention_bwd_heads(const AttentionBwd<T>& args, const AttentionTask& task) {
+  static thread_local Scratch scratch;
+  BwdRange range{task.query_begin, task.query_end, task.key_begin, task.key_end, task.query_begin < task.query_end,
+                 task.key_begin < task.key_end};
+  if (!range.has_dq) range.query_begin = 0, range.query_end = task.length;
+  if (!range.has_dkv) range.key_begin = 0, range.key_end = task.length;
+  Carver counting{nullptr};
+  lay_out<E>(counting, args.in, range);
+  Carver carver{scratch.get(counting.size)};
+  const BwdMemory memory = lay_out<E>(carver, args.in, range);
+  for (int64_t head = task.head_begin; head < task.head_end; ++head) {
+    attention_bwd_head<E>(args, memory, range, task.first_token, task.length, head);
+  }
+}
+
+void attention_bwd(const AttentionBwd<float>& args, const AttentionTask& task) {
+  attention_bwd_heads<float>(args, task);
+}
+
+void attention_bwd(const AttentionBwd<BFloat16>& args, const AttentionTask& task) {
+#if defined(FASTBERT_BF16)
+  attention_bwd_heads<BFloat16>(args, task);
+#else
+  attention_bwd_heads<float>(args, task);
+#endif
+}

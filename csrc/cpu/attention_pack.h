@@ -1,0 +1,230 @@
+// What both directions of attention do around the tile: packing of either operand, products of any size, the way out.
+// Included by attention_fwd_body.h and attention_bwd_body.h, once per ISA. T is how a tensor is stored, E what the
+// products take.
+#include "../include/gemm_tile.h"
+
+template <typename E>
+constexpr int64_t kPerStep = 4 / sizeof(E);
+
+template <typename E>
+FASTBERT_SIMD int64_t steps_of(int64_t n) {
+  return (n + kPerStep<E> - 1) / kPerStep<E>;
+}
+
+template <typename E>
+struct DotOf {
+  using Dot = Float32Dot;
+};
+#if defined(FASTBERT_BF16)
+template <>
+struct DotOf<BFloat16> {
+  using Dot = BFloat16Dot;
+};
+#endif
+
+// Hands out parts of one allocation, each from a cache line's start. Without memory it only counts the bytes.
+struct Carver {
+  char* memory;
+  int64_t size = 0;
+  char* take(int64_t bytes) {
+    char* part = memory == nullptr ? nullptr : memory + size;
+    size += Scratch::rounded(bytes);
+    return part;
+  }
+  float* take_floats(int64_t count) { return reinterpret_cast<float*>(take(count * 4)); }
+};
+
+// block[i][j] becomes block[j][i]: each stage interleaves the halves of the list.
+FASTBERT_SIMD void transpose(Ints (&block)[kWidth]) {
+#pragma GCC unroll 4
+  for (int64_t stage = 1; stage < kWidth; stage *= 2) {
+    Ints next[kWidth];
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < kWidth / 2; ++i) {
+      next[2 * i] = interleave_low(block[i], block[i + kWidth / 2]);
+      next[2 * i + 1] = interleave_high(block[i], block[i + kWidth / 2]);
+    }
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < kWidth; ++i) block[i] = next[i];
+  }
+}
+
+// kWidth steps of a row.
+template <typename E, typename T>
+FASTBERT_SIMD Ints load_steps(const T* row) {
+  if constexpr (sizeof(E) == 2) {
+    return load(reinterpret_cast<const int32_t*>(row));
+  } else {
+    return (Ints)load(row);
+  }
+}
+
+// Rows become the columns of panels: (panels of kPanel rows, steps along `dims`, kPanel). Rows and dims beyond the
+// matrix are zeros up to a whole vector and a whole step.
+template <typename E, typename T>
+void pack_columns(const T* x, int64_t stride, int64_t rows, int64_t dims, char* out) {
+  alignas(64) static constexpr T kZeros[256] = {};
+  constexpr int64_t kBlock = kWidth * kPerStep<E>;  // dims of one transposed block
+  const int64_t steps = steps_of<E>(dims);
+  for (int64_t row = 0; row < rows; row += kWidth) {
+    char* to = out + row / kPanel * steps * kStepBytes + row % kPanel * 4;
+    const int64_t real = std::min(kWidth, rows - row);
+    for (int64_t dim = 0; dim < dims; dim += kBlock) {
+      Ints block[kWidth];
+      if (dim + kBlock <= dims) {
+#pragma GCC unroll 16
+        for (int64_t r = 0; r < kWidth; ++r) {
+          block[r] = load_steps<E>(r < real ? x + (row + r) * stride + dim : kZeros);
+        }
+      } else {
+        alignas(64) T line[kWidth][kBlock] = {};
+        for (int64_t r = 0; r < real; ++r) {
+          for (int64_t i = dim; i < dims; ++i) line[r][i - dim] = x[(row + r) * stride + i];
+        }
+        for (int64_t r = 0; r < kWidth; ++r) block[r] = load_steps<E>(line[r]);
+      }
+      transpose(block);
+      const int64_t first = dim / kPerStep<E>, count = std::min(kWidth, steps - first);
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kWidth; ++i) {
+        if (i < count) store(reinterpret_cast<int32_t*>(to + (first + i) * kStepBytes), block[i]);
+      }
+    }
+  }
+}
+
+template <typename T>
+FASTBERT_SIMD Floats load_part(const T* row, int64_t columns) {
+  if (columns >= kWidth) return load(row);
+  T line[kWidth] = {};
+  for (int64_t i = 0; i < columns; ++i) line[i] = row[i];
+  return load(line);
+}
+
+template <typename T>
+FASTBERT_SIMD void store_part(T* row, Floats x, int64_t columns) {
+  if (columns >= kWidth) return store(row, x);
+  float lane[kWidth];
+  store(lane, x);
+  for (int64_t i = 0; i < columns; ++i) row[i] = from_float<T>(lane[i]);
+}
+
+// Rows become the steps of panels: (panels of kPanel dims, `panel_steps` steps along the rows, kPanel). An odd last row of
+// bfloat16 is paired with zeros.
+template <typename E, typename T>
+void pack_rows(const T* x, int64_t stride, int64_t rows, int64_t dims, int64_t panel_steps, char* out) {
+  for (int64_t row = 0; row < rows; row += kPerStep<E>) {
+    const T* from = x + row * stride;
+    for (int64_t dim = 0; dim < dims; dim += kWidth) {
+      char* to = out + (dim / kPanel * panel_steps + row / kPerStep<E>) * kStepBytes + dim % kPanel * 4;
+      const Floats first = load_part(from + dim, dims - dim);
+#if defined(FASTBERT_BF16)
+      if constexpr (sizeof(E) == 2) {
+        const Floats second = row + 1 < rows ? load_part(from + stride + dim, dims - dim) : set1(0.0f);
+        store(reinterpret_cast<int32_t*>(to), pair_bf16(first, second));
+        continue;
+      }
+#endif
+      store(reinterpret_cast<float*>(to), first);
+    }
+  }
+}
+
+// Rows as the tiles' left operand: where they lie if they are whole steps of E already, else copied.
+struct Left {
+  const char* data;
+  int64_t stride;  // bytes
+};
+
+template <typename E, typename T>
+FASTBERT_SIMD bool lies_ready(int64_t dims) {
+  return sizeof(E) == sizeof(T) && dims % kPerStep<E> == 0;
+}
+
+template <typename E, typename T>
+Left left_rows(const T* x, int64_t stride, int64_t rows, int64_t dims, char* copy) {
+  if (lies_ready<E, T>(dims)) return {reinterpret_cast<const char*>(x), stride * static_cast<int64_t>(sizeof(T))};
+  const int64_t bytes = steps_of<E>(dims) * 4;
+  for (int64_t r = 0; r < rows; ++r) {
+    E* to = reinterpret_cast<E*>(copy + r * bytes);
+    for (int64_t i = 0; i < dims; ++i) to[i] = from_float<E>(to_float(x[r * stride + i]));
+    for (int64_t i = dims; i < steps_of<E>(dims) * kPerStep<E>; ++i) to[i] = from_float<E>(0.0f);
+  }
+  return {copy, bytes};
+}
+
+// Tiles of kRows rows and kVectors vectors down the rows, then smaller ones for what is left.
+template <typename Dot, int kRows, int kVectors>
+void strip(int64_t rows, const char* a, int64_t row_stride, int64_t step_stride, const char* panel, int64_t steps,
+           bool accumulate, char* sums) {
+  for (; rows >= kRows; rows -= kRows) {
+    tile<Dot, kRows, kVectors>(a, row_stride, step_stride, panel, steps, accumulate, sums);
+    a += kRows * row_stride;
+    sums += kRows * kStepBytes;
+  }
+  if constexpr (kRows > 1) {
+    if (rows > 0) {
+      strip<Dot, (kRows + 1) / 2, kVectors>(rows, a, row_stride, step_stride, panel, steps, accumulate, sums);
+    }
+  }
+}
+
+// Narrow panels, which short sequences and small heads have, take tall tiles: enough sums at once to hide the latency of
+// the products.
+template <typename Dot>
+FASTBERT_SIMD void product_chain(int64_t rows, const char* a, int64_t row_stride, int64_t step_stride,
+                                 const char* panel, int64_t steps, int64_t columns, bool accumulate, char* sums) {
+  if constexpr (kTileVectors == 4) {
+    if (columns <= kWidth) return strip<Dot, 12, 1>(rows, a, row_stride, step_stride, panel, steps, accumulate, sums);
+    if (columns <= 2 * kWidth) return strip<Dot, 12, 2>(rows, a, row_stride, step_stride, panel, steps, accumulate, sums);
+    if (columns <= 3 * kWidth) return strip<Dot, 8, 3>(rows, a, row_stride, step_stride, panel, steps, accumulate, sums);
+  }
+  for (int64_t row = 0; row < rows; row += kTileRows) {
+    tile_rows<Dot>(std::min<int64_t>(kTileRows, rows - row), a + row * row_stride, row_stride, step_stride, panel, steps,
+                   columns, accumulate, sums + row * kStepBytes);
+  }
+}
+
+// Steps whose products are added up in one go. The error of a longer chain of fp32 additions would show beside that of
+// libraries, which sum by blocks; that of bfloat16 pairs stays far below their own rounding. The part of the panel that
+// a chain takes also stays in the first-level cache while the rows pass by.
+template <typename Dot>
+constexpr int64_t kChain = 128;
+template <>
+constexpr int64_t kChain<Float32Dot> = 32;
+
+// sums (rows, kPanel) = or += `rows` rows of a times `columns` columns of one panel.
+template <typename Dot>
+void product(int64_t rows, const char* a, int64_t row_stride, int64_t step_stride, const char* panel, int64_t steps,
+             int64_t columns, bool accumulate, char* sums) {
+  for (int64_t step = 0; step < steps; step += kChain<Dot>) {
+    product_chain<Dot>(rows, a + step * step_stride, row_stride, step_stride, panel + step * kStepBytes,
+                       std::min(kChain<Dot>, steps - step), columns, accumulate || step > 0, sums);
+  }
+}
+
+// out = factor * sums, for sums in panels of kPanel dims, `sum_rows` rows each.
+template <typename T>
+FASTBERT_SIMD void write_row(const char* sums, int64_t sum_rows, float factor, int64_t dims, T* out) {
+  for (int64_t dim = 0; dim < dims; dim += kWidth) {
+    const auto* from = reinterpret_cast<const float*>(sums + dim / kPanel * sum_rows * kStepBytes) + dim % kPanel;
+    store_part(out + dim, mul(load(from), set1(factor)), dims - dim);
+  }
+}
+
+// 0 in the lanes of keys that are there, of which `real` are left (any number above kWidth means all), and -inf beyond.
+FASTBERT_SIMD Floats beyond(int64_t real) {
+  constexpr float kInf = __builtin_inff();
+  alignas(64) static constexpr float kTable[32] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+                                                   -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf,
+                                                   -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf};
+  return load(kTable + 16 - std::min(real, kWidth));
+}
+
+// exp(softmax_scale * (score - top score of the row)) of kWidth scores; `scale` has log2(e) in it. The difference comes
+// first: it is exact near the top, where products would be rounded, and a probability that dominates is exactly 1.
+template <typename E>
+FASTBERT_SIMD Floats exp_score(const float* scores, Floats top, Floats scale, int64_t real) {
+  const Floats x = mul(sub(load(scores), top), scale);
+  return exp2<sizeof(E) == 4>(real >= kWidth ? x : add(x, beyond(real)));
+}

@@ -1,0 +1,159 @@
+#include "attention.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "../cpu/attention.h"
+#include "dropout.h"
+#include "tensors.h"
+
+namespace fastbert {
+namespace {
+
+constexpr int64_t kLargestHeadDim = 256;
+
+template <typename T>
+HeadRows<T> head_rows(const at::Tensor& t) {
+  return {data<T>(t), t.stride(0), t.stride(1)};
+}
+
+// The tensor itself where its rows' elements are neighbours, as they are in a slice of a fused projection.
+at::Tensor with_rows(const char* name, const at::Tensor& t, const at::Tensor& like) {
+  TORCH_CHECK(t.device().is_cpu(), name, " is on ", t.device(), ", expected cpu");
+  TORCH_CHECK(t.sizes() == like.sizes(), name, " has shape ", t.sizes(), ", expected ", like.sizes());
+  TORCH_CHECK(t.scalar_type() == like.scalar_type(), name, " is ", t.scalar_type(), ", expected ", like.scalar_type());
+  return t.size(2) <= 1 || t.stride(2) == 1 ? t : t.contiguous();
+}
+
+std::vector<int64_t> checked_offsets(const at::Tensor& cu_seqlens, int64_t total_tokens) {
+  TORCH_CHECK(cu_seqlens.dim() == 1 && cu_seqlens.size(0) > 0, "cu_seqlens has shape ", cu_seqlens.sizes(),
+              ", expected (batch + 1,)");
+  const at::Tensor words = checked("cu_seqlens", cu_seqlens, cu_seqlens.sizes(), at::kInt);
+  const auto* from = words.const_data_ptr<int32_t>();
+  const std::vector<int64_t> offsets(from, from + words.size(0));
+  TORCH_CHECK(offsets.front() == 0, "cu_seqlens[0] is ", offsets.front(), ", expected 0");
+  for (size_t i = 1; i < offsets.size(); ++i) {
+    TORCH_CHECK(offsets[i] >= offsets[i - 1], "cu_seqlens[", i, "] is ", offsets[i], ", below cu_seqlens[", i - 1,
+                "] which is ", offsets[i - 1]);
+  }
+  TORCH_CHECK(offsets.back() <= total_tokens, "cu_seqlens[-1] is ", offsets.back(), ", above total_tokens, which is ",
+              total_tokens);
+  return offsets;
+}
+
+// Work is measured in scores; packing a head costs about as much as this many a token.
+constexpr int64_t kPackingScores = 64;
+// Tasks smaller than this (10 to 20 microseconds) would cost more to hand out than they win in balance.
+constexpr int64_t kSmallestTask = 32768;
+
+int64_t scores_of(int64_t n) { return n * (n + kPackingScores); }
+
+// Heads together where sequences are short, one by one where they are long. Where one head of a sequence is more than its
+// share of a thread's work, its queries are cut apart (forward), or its queries for dq and its keys for dk and dv, which
+// computes the scores twice (backward).
+std::vector<AttentionTask> make_tasks(const std::vector<int64_t>& offsets, int64_t num_heads, bool is_backward) {
+  int64_t total = 0;
+  for (size_t i = 1; i < offsets.size(); ++i) total += scores_of(offsets[i] - offsets[i - 1]) * num_heads;
+  const int64_t threads = at::get_num_threads();
+  const int64_t target = threads == 1 ? total : std::max(kSmallestTask, total / (8 * threads));
+  const int64_t largest = is_backward ? std::max(target, total / threads) : target;
+  std::vector<AttentionTask> tasks;
+  for (size_t i = 1; i < offsets.size(); ++i) {
+    const int64_t first = offsets[i - 1], n = offsets[i] - first, scores = scores_of(n);
+    if (n == 0) continue;
+    const int64_t heads = std::clamp<int64_t>(target / scores, 1, num_heads);
+    const int64_t pieces = scores > largest ? (scores + target - 1) / target : 1;
+    const int64_t rows = (n + pieces * kAttentionBlock - 1) / (pieces * kAttentionBlock) * kAttentionBlock;
+    for (int64_t head = 0; head < num_heads; head += heads) {
+      const int64_t head_end = std::min(num_heads, head + heads);
+      if (rows >= n) {
+        tasks.push_back({first, n, head, head_end, 0, n, 0, n});
+        continue;
+      }
+      for (int64_t row = 0; row < n; row += rows) {
+        tasks.push_back({first, n, head, head_end, row, std::min(n, row + rows), 0, 0});
+        if (is_backward) tasks.push_back({first, n, head, head_end, 0, 0, row, std::min(n, row + rows)});
+      }
+    }
+  }
+  return tasks;
+}
+
+// Each thread takes the next task when it is done with one: sequences differ in length by far.
+template <typename F>
+void run_tasks(const std::vector<AttentionTask>& tasks, const F& run) {
+  const auto count = static_cast<int64_t>(tasks.size());
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), count), 1, [&](int64_t, int64_t) {
+    for (int64_t i = next++; i < count; i = next++) run(tasks[static_cast<size_t>(i)]);
+  });
+}
+
+template <typename T>
+AttentionInputs<T> inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double softmax_scale,
+                          const Dropout& dropout) {
+  return {head_rows<const T>(q), head_rows<const T>(k), head_rows<const T>(v), q.size(1), q.size(2),
+          static_cast<float>(softmax_scale), dropout};
+}
+
+void check_q(const at::Tensor& q) {
+  TORCH_CHECK(q.dim() == 3, "q has shape ", q.sizes(), ", expected (total_tokens, num_heads, head_dim)");
+  TORCH_CHECK(q.size(2) <= kLargestHeadDim, "head_dim is ", q.size(2), ", expected at most ", kLargestHeadDim);
+}
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(const at::Tensor& q_, const at::Tensor& k_, const at::Tensor& v_,
+                                                     const at::Tensor& cu_seqlens,
+                                                     const std::optional<at::Tensor>& philox, double softmax_scale,
+                                                     double dropout_p, bool return_stats) {
+  check_q(q_);
+  const at::Tensor q = with_rows("q", q_, q_), k = with_rows("k", k_, q_), v = with_rows("v", v_, q_);
+  const int64_t total_tokens = q.size(0), num_heads = q.size(1);
+  const std::vector<int64_t> offsets = checked_offsets(cu_seqlens, total_tokens);
+  const Dropout dropout = make_dropout(dropout_p, philox);
+
+  const at::Tensor out = at::empty(q.sizes(), q.options());
+  const at::Tensor stats = at::empty({return_stats ? 2 : 0, num_heads, total_tokens}, q.options().dtype(at::kFloat));
+  const int64_t slack = total_tokens - offsets.back();
+  out.narrow(0, offsets.back(), slack).zero_();
+  stats.narrow(2, offsets.back(), slack).zero_();
+  for_dtype(q.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    const AttentionFwd<T> args{inputs<T>(q, k, v, softmax_scale, dropout), head_rows<T>(out),
+                               return_stats ? data<float>(stats) : nullptr, total_tokens};
+    run_tasks(make_tasks(offsets, num_heads, false), [&](const AttentionTask& task) { attention_fwd(args, task); });
+  });
+  return {out, stats};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd_cpu(
+    const at::Tensor& dout_, const at::Tensor& q_, const at::Tensor& k_, const at::Tensor& v_, const at::Tensor& out_,
+    const at::Tensor& softmax_stats, const at::Tensor& cu_seqlens, const std::optional<at::Tensor>& philox,
+    double softmax_scale, double dropout_p) {
+  check_q(q_);
+  const at::Tensor q = with_rows("q", q_, q_), k = with_rows("k", k_, q_), v = with_rows("v", v_, q_);
+  const at::Tensor out = with_rows("out", out_, q_), dout = with_rows("dout", dout_, q_);
+  const int64_t total_tokens = q.size(0), num_heads = q.size(1);
+  const at::Tensor stats = checked("softmax_stats", softmax_stats, {2, num_heads, total_tokens}, at::kFloat);
+  const std::vector<int64_t> offsets = checked_offsets(cu_seqlens, total_tokens);
+  const Dropout dropout = make_dropout(dropout_p, philox);
+
+  const at::Tensor dq = at::empty(q.sizes(), q.options()), dk = at::empty_like(dq), dv = at::empty_like(dq);
+  for (const at::Tensor& t : {dq, dk, dv}) t.narrow(0, offsets.back(), total_tokens - offsets.back()).zero_();
+  for_dtype(q.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    const AttentionBwd<T> args{inputs<T>(q, k, v, softmax_scale, dropout), head_rows<const T>(out),
+                               head_rows<const T>(dout), data<const float>(stats), head_rows<T>(dq), head_rows<T>(dk),
+                               head_rows<T>(dv), total_tokens};
+    run_tasks(make_tasks(offsets, num_heads, true), [&](const AttentionTask& task) { attention_bwd(args, task); });
+  });
+  return {dq, dk, dv};
+}
+
+}  // namespace fastbert
