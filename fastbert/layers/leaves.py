@@ -51,12 +51,12 @@ def is_linear(module: nn.Module) -> bool:
     return is_plain(module, nn.Linear) or is_plain(module, QuantizedLinear)
 
 
-def weights_of(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, float]:
-    """weight, bias, weight_scale and input_scale of a leaf that is_linear; the scales are those of int8 weights."""
+def weights_of(module: nn.Module) -> ops.LinearWeights:
+    """What a product with a leaf that is_linear takes."""
+    if type(module) is QuantizedLinear:
+        return ops.LinearWeights(module.weight, module.bias, module.weight_scale, module.input_scale_value)
     parameters = module._parameters
-    if "weight" in parameters:
-        return parameters["weight"], parameters["bias"], None, 0.0  # type: ignore[return-value]
-    return module.weight, module.bias, module.weight_scale, module.input_scale_value  # type: ignore[return-value]
+    return ops.LinearWeights(parameters["weight"], parameters["bias"], None, 0.0)  # type: ignore[arg-type]
 
 
 def linear(module: nn.Module, x: torch.Tensor, activation: str = "none") -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from fastbert.ops.attention import attention, attention_probs
 from fastbert.ops.embedding import embed_layer_norm
+from fastbert.ops.encoder_layer import LinearWeights, encoder_layer
 from fastbert.ops.feed_forward import activation, feed_forward
 from fastbert.ops.layer_norm import add_layer_norm
 from fastbert.ops.linear import linear, linears
@@ -9,6 +10,7 @@ from fastbert.ops.loss import at_least_fp32, cross_entropy, logits_cross_entropy
 from fastbert.ops.pooling import pooling
 
 __all__ = [
+    "LinearWeights",
     "activation",
     "add_layer_norm",
     "at_least_fp32",
@@ -16,6 +18,7 @@ __all__ = [
     "attention_probs",
     "cross_entropy",
     "embed_layer_norm",
+    "encoder_layer",
     "feed_forward",
     "linear",
     "linears",

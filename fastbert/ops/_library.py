@@ -238,3 +238,17 @@ torch.library.define("fastbert::attention_fwd_cpu", _ATTENTION_FWD)
 torch.library.define("fastbert::attention_bwd_cpu", _ATTENTION_BWD)
 torch.library.register_fake("fastbert::attention_fwd_cpu", _attention_fwd_fake)
 torch.library.register_fake("fastbert::attention_bwd_cpu", _attention_bwd_fake)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# encoder_layer on the CPU: a post-norm layer for inference, from the kernels above
+#
+# weights, biases, weight_scales, input_scales: query, key, value, attention output, up, down; norms: weight and bias of
+# the attention's LayerNorm, then of the feed-forward's.
+
+torch.library.define(
+    "fastbert::encoder_layer_cpu",
+    "(Tensor x, Tensor cu_seqlens, Tensor[] weights, Tensor?[] biases, Tensor?[] weight_scales, float[] input_scales,"
+    " Tensor[] norms, float[] eps, int num_heads, str activation) -> Tensor",
+)
+torch.library.register_fake("fastbert::encoder_layer_cpu", lambda x, *others: torch.empty_like(x))
