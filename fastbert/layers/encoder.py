@@ -34,6 +34,11 @@ class LayerNames:
         "query", "key", "value", "attention_output", "attention_norm", "up", "down", "feed_forward_norm",
     )  # fmt: skip
 
+    @property
+    def linears(self) -> list[str]:
+        """The paths of those that are a Linear."""
+        return [self.query, self.key, self.value, self.attention_output, self.up, self.down]
+
 
 @dataclass(frozen=True)
 class LayerOptions:

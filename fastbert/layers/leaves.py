@@ -56,7 +56,7 @@ def weights_of(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None, to
     parameters = module._parameters
     if "weight" in parameters:
         return parameters["weight"], parameters["bias"], None, 0.0  # type: ignore[return-value]
-    return module.weight, module.bias, module.weight_scale, module.input_scale_value  # type: ignore[return-value]
+    return module.operands()  # type: ignore[operator]
 
 
 def linear(module: nn.Module, x: torch.Tensor, activation: str = "none") -> torch.Tensor:
