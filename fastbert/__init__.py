@@ -44,6 +44,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "fastbert.config": ("ConfigError", "EncoderConfig"),
     "fastbert.hub": ("CheckpointError",),
     "fastbert.packing": ("InputError", "PackedBatch"),
+    "fastbert.quantization": ("quantization_error", "quantize"),
     "fastbert.sentences": ("SentenceEncoder",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

@@ -124,6 +124,7 @@ def _identity(job: Job, encoder: SentenceEncoder, total: int, batch_tokens: int)
     """What the vectors depend on; rows of one identity may stand in one file."""
     from fastbert import __version__
     from fastbert.hub import resolve
+    from fastbert.quantization import is_quantized
 
     stat = job.source.stat()
     return {
@@ -135,7 +136,7 @@ def _identity(job: Job, encoder: SentenceEncoder, total: int, batch_tokens: int)
         "dim": encoder.dim,
         "model": str(resolve(job.model).resolve()),
         "model files": _fingerprint(resolve(job.model)),
-        "dtype": str(encoder.dtype).removeprefix("torch."),
+        "dtype": "int8" if is_quantized(encoder.model) else str(encoder.dtype).removeprefix("torch."),
         "device": str(encoder.device),
         "batch tokens": batch_tokens,
         "fastbert": __version__,

@@ -132,6 +132,7 @@ def _machine() -> list[tuple[str, str]]:
         ("processor", f"{_cpu_model()}, {os.cpu_count()} cores; torch uses {torch.get_num_threads()} threads"),
         ("torch's ISA", torch.backends.cpu.get_cpu_capability()),
         ("extension", _extension()),
+        *_native_products(),
     ]
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
@@ -157,6 +158,22 @@ def _extension() -> str:
     from fastbert import _C
 
     return f"loaded, running {_C.isa()} kernels"
+
+
+def _native_products() -> list[tuple[str, str]]:
+    """Whether the processor has instructions for products of bfloat16 and of int8, where our kernels would use them."""
+    from fastbert.ops._library import extension_error
+
+    if extension_error() is not None:
+        return []
+    from fastbert import _C
+
+    bf16 = "multiplied natively" if _C.has_bf16() else "no instruction for it: bfloat16 checkpoints compute in float32"
+    # Each ISA has what those before it in the list have.
+    isas = ("generic", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
+    vnni = isas.index(_C.isa()) >= isas.index("avx512_vnni")
+    int8 = "multiplied natively (VNNI)" if vnni else "no instruction for it: exact, but slower than it could be"
+    return [("bfloat16", bf16), ("int8", int8)]
 
 
 def _backend_table(device: str) -> list[str]:

@@ -179,8 +179,9 @@ def load_weights(
     """Put a checkpoint's tensors into a model that was built on the meta device.
 
     Mis-shaped keys raise CheckpointError; missing ones are initialised and unexpected ones left out, both with a
-    warning that names them, as transformers does when a head is new.
+    warning that names them, as transformers does when a head is new. An int8 layer is there whole, or that is an error.
     """
+    int8 = model.place_int8()
     own = model.state_dict()
     weights = rename_keys(weights, set(own), model.family.prefix)
     tied = model.tied_keys()
@@ -201,6 +202,10 @@ def load_weights(
         f"{key} is {tuple(weights[key].shape)}, the config asks for {tuple(own[key].shape)}"
         for key in own
         if key in weights and weights[key].shape != own[key].shape
+    ] + [
+        f"{key} is {weights[key].dtype}, the config asks for {own[key].dtype}"
+        for key in own
+        if key in weights and weights[key].is_floating_point() != own[key].is_floating_point()
     ]
     if wrong:
         raise CheckpointError(f"{source}: the config contradicts the weights: {_some(wrong, 4)}")
@@ -211,15 +216,26 @@ def load_weights(
     unexpected = sorted(key for key in weights if key not in own)
     if len(missing) == len(own) - len(tied):
         raise CheckpointError(f"{source}: none of its keys is one of the model's; it has {_some(unexpected, 4)}")
-    model.load_state_dict({k: t for k, t in weights.items() if k in own}, strict=False, assign=True)
+    buffers = dict(model.named_buffers())  # only int8 layers have any
+    if absent := [key for key in missing if key in buffers]:
+        raise CheckpointError(f"{source}: the config asks for int8 layers, whose tensors are missing: {_some(absent)}")
+    try:
+        model.load_state_dict({k: t for k, t in weights.items() if k in own}, strict=False, assign=True)
+    except RuntimeError as error:  # an int8 layer's scale is out of bounds
+        raise CheckpointError(f"{source}: {' '.join(str(error).split())}") from None
     model.tie_weights()  # first, so that a copy is not made anew
-    _materialise(model, next((t.dtype for t in weights.values() if t.is_floating_point()), None))
+    loaded = (weights[key].dtype for key, _ in model.named_parameters() if key in weights)
+    _materialise(model, next(loaded, None))
     model.tie_weights()
+
     # A checkpoint's tensors may share storage, and safetensors' are unaligned maps of the file, which change when it
-    # does: every parameter gets memory of its own.
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype or parameter.dtype, copy=True, memory_format=torch.contiguous_format)
-        parameter.requires_grad_(True)
+    # does: every tensor gets memory of its own.
+    def copied(t: torch.Tensor) -> torch.Tensor:
+        goal = dtype if dtype is not None and t.is_floating_point() else t.dtype
+        return t.to(goal, copy=True, memory_format=torch.contiguous_format)
+
+    model._apply(copied)
+    model.requires_grad_(not int8)
     model.missing_keys, model.unexpected_keys = missing, unexpected
     if missing:
         parts.append(f"not in the checkpoint, so initialised: {_some(missing)}")
@@ -255,6 +271,10 @@ class CheckpointMixin(nn.Module):
     def tied_keys(self) -> dict[str, str]:
         """Second names of shared tensors -> the name that a file holds; empty where nothing is tied."""
         return {}
+
+    def quantization_entry(self) -> dict[str, Any] | None:
+        """What config.json says of int8 layers, under quantization_config; None where there are none."""
+        return None
 
     @classmethod
     def from_pretrained(
@@ -300,7 +320,8 @@ class CheckpointMixin(nn.Module):
         """Write config.json and model.safetensors, with Hugging Face's names; what is there is replaced whole or not.
 
         Each tensor's checksum goes into the file's metadata, and loading verifies it. Raises OSError where the folder
-        cannot be written.
+        cannot be written. Of a quantised model (fastbert.quantize) the files hold the integers and their scales:
+        from_pretrained reads them, transformers raises ValueError.
         """
         from safetensors.torch import save_file
 
@@ -312,6 +333,9 @@ class CheckpointMixin(nn.Module):
         entries = {**self.config.to_dict(), "architectures": [type(self).__name__]}
         entries.pop("torch_dtype", None)  # today's name is dtype
         entries["dtype"] = str(self.dtype).removeprefix("torch.")
+        entries.pop("quantization_config", None)  # what a config says and what the model is may differ by now
+        if (quantization := self.quantization_entry()) is not None:
+            entries["quantization_config"] = quantization
         # Written beside and then renamed: a kill half-way leaves the old files whole.
         with tempfile.TemporaryDirectory(dir=folder) as beside:
             save_file(weights, Path(beside) / WEIGHTS, metadata=metadata)
@@ -322,7 +346,9 @@ class CheckpointMixin(nn.Module):
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """A torch dtype from itself or its name; None and "auto" mean the checkpoint's own. Raises ConfigError."""
-    if dtype is None or dtype == "auto" or isinstance(dtype, torch.dtype):
+    if dtype in ("int8", torch.int8):
+        raise ConfigError('a model is loaded in floating point; fastbert.quantize(model, "int8") comes after that')
+    if dtype is None or dtype == "auto" or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         return None if isinstance(dtype, str) else dtype
     names = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
              "float16": torch.float16, "fp16": torch.float16, "float64": torch.float64}  # fmt: skip

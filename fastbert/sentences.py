@@ -70,7 +70,7 @@ class SentenceEncoder:
 
         Args:
             name_or_path: a folder, a hub id, or a name in fastbert.hub.PACKAGED_MODELS.
-            dtype: a torch dtype or its name; "auto" keeps the checkpoint's own.
+            dtype: a torch dtype or its name; "auto" keeps the checkpoint's own, "int8" does so and quantises it.
             device: default CUDA where there is a GPU, else the CPU.
             max_seq_length: longer texts are cut to so many tokens, [CLS] and [SEP] included; default the folder's.
 
@@ -78,9 +78,14 @@ class SentenceEncoder:
             CheckpointError: a file is absent or damaged. ConfigError: a module, a pooling mode, a device or a length
             that cannot be had.
         """
-        root, device, torch_dtype = resolve(name_or_path), pick_device(device), parse_dtype(dtype)
+        int8 = dtype in ("int8", torch.int8)
+        root, device, torch_dtype = resolve(name_or_path), pick_device(device), None if int8 else parse_dtype(dtype)
         folder = transformer_folder(root)
         model = load_encoder(folder, str(name_or_path), torch_dtype).to(device)
+        if int8:
+            from fastbert.quantization import is_quantized, quantize
+
+            model = model if is_quantized(model) else quantize(model)
         settings = transformer_settings(folder)
         tokenizer = load_tokenizer(folder, lowercase=bool(settings.get("do_lower_case")))
         recipe = read_recipe(root, model.config.hidden_size)

@@ -287,7 +287,7 @@ def test_help_is_quick_and_has_examples():
         "import sys; from fastbert.cli import main\ntry: main(['--help'])\nfinally: assert 'torch' not in sys.modules"
     )
     assert run_python([sys.executable, "-c", program]).returncode == 0
-    for name in ("encode", "fill-mask", "info", "doctor"):
+    for name in ("encode", "fill-mask", "quantize", "info", "doctor"):
         assert f"example:\n  fastbert {name}" in run(name, "--help").stdout
     assert run("--version").stdout == f"fastbert {fastbert.__version__}\n"
 

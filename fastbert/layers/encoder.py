@@ -35,8 +35,9 @@ class LayerNames:
     )  # fmt: skip
 
     @property
-    def linears(self) -> tuple[str, ...]:
-        return self.query, self.key, self.value, self.attention_output, self.up, self.down
+    def linears(self) -> list[str]:
+        """The paths of those that are a Linear."""
+        return [self.query, self.key, self.value, self.attention_output, self.up, self.down]
 
 
 @dataclass(frozen=True)

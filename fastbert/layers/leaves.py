@@ -54,7 +54,7 @@ def is_linear(module: nn.Module) -> bool:
 def weights_of(module: nn.Module) -> ops.LinearWeights:
     """What a product with a leaf that is_linear takes."""
     if type(module) is QuantizedLinear:
-        return ops.LinearWeights(module.weight, module.bias, module.weight_scale, module.input_scale_value)
+        return ops.LinearWeights(*module.operands())
     parameters = module._parameters
     return ops.LinearWeights(parameters["weight"], parameters["bias"], None, 0.0)  # type: ignore[arg-type]
 

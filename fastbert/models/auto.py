@@ -33,6 +33,11 @@ def model_class(model_type: str, head: str = "Model") -> type[PreTrainedModel]:
     return _CLASSES[model_type, head]
 
 
+def model_classes(model_type: str) -> dict[str, type[PreTrainedModel]]:
+    """A family's classes by the names that config.json's `architectures` has."""
+    return {kind.__name__: kind for (family, _), kind in _CLASSES.items() if family == model_type}
+
+
 class _Auto:
     head = "Model"
 

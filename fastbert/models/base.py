@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from fastbert.layers.leaves import get_leaf, linear, place
 from fastbert.models.family import Family
 from fastbert.models.inputs import PackedInputs, prepare_inputs
 from fastbert.models.outputs import ModelOutput
+from fastbert.models.quantized import entry_of, place_int8
 from fastbert.packing import PackedBatch
 
 
@@ -47,6 +48,12 @@ class PreTrainedModel(CheckpointMixin):
     @property
     def dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
+
+    def quantization_entry(self) -> dict[str, Any] | None:
+        return entry_of(self.base_model, self.family, self.config)
+
+    def place_int8(self) -> bool:
+        return place_int8(self.base_model, self.family, self.config)
 
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters())

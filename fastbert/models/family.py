@@ -88,6 +88,10 @@ class Family:
             paths += [self.layer_path(config, first + inner) for inner in range(config.inner_group_num)]
         return paths
 
+    def linear_paths(self, config: EncoderConfig) -> list[str]:
+        """The paths of the Linear leaves of all layers, below the base model; those of shared layers once."""
+        return [f"{layer}.{path}" for layer in dict.fromkeys(self.layer_paths(config)) for path in self.layer.linears]
+
     def embedding_names(self, config: EncoderConfig) -> EmbeddingNames:
         """ALBERT always projects its embeddings to hidden_size; ELECTRA only where the sizes differ."""
         projects = self.model_type == "albert" or config.embedding_width != config.hidden_size

@@ -242,12 +242,21 @@ def linear(x, weight, bias, weight_scale, input_scale, activation_name):
     return activation(y, activation_name) if y.requires_grad else _ACTIVATIONS_IN_PLACE[activation_name](y)
 
 
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype of a product of x: autocast's where it is on, as F.linear has it."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 def linear_int8(x, weight, bias, weight_scale, input_scale):
-    rows = x.float()
-    scale = rows.abs().amax(-1, keepdim=True) / 127 if input_scale == 0 else rows.new_full((), input_scale)
+    rows = at_least_fp32(x)
+    largest = rows.abs().amax(-1, keepdim=True)
+    # A static scale must not hide what is not finite behind the clamp: 0 times it is NaN.
+    scale = largest / 127 if input_scale == 0 else input_scale + 0 * largest
     quantized = torch.round(rows / torch.where(scale > 0, scale, 1.0)).clamp(-127, 127)
-    y = F.linear(quantized, weight.float()) * (scale * weight_scale)
-    return (y if bias is None else y + bias.float()).to(x.dtype)
+    with torch.autocast(x.device.type, enabled=False):  # which would round the sums
+        y = F.linear(quantized, weight.to(rows.dtype)) * (scale * weight_scale)
+    return (y if bias is None else y + bias.to(rows.dtype)).to(compute_dtype(x))
 
 
 def cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoothing):

@@ -13,12 +13,7 @@ import torch
 from fastbert.backend import Backend, register, select
 from fastbert.ops import _torch
 from fastbert.ops._library import extension_error, needs_grad
-
-
-def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype of a product of x: autocast's where it is on, as F.linear has it."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+from fastbert.ops._torch import compute_dtype
 
 
 def supports_gemm_cpu(x, *weights) -> str | None:

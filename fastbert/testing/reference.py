@@ -78,6 +78,20 @@ def feed_forward(x, up_weight, up_bias, down_weight, name):
     return linear(x, up_weight, up_bias, name) @ down_weight.T
 
 
+def quantize_rows(x, input_scale=0.0):
+    """Whole numbers within +-127, and what one of them stands for, (rows, 1); input_scale 0: a row's largest / 127."""
+    largest = x.abs().amax(-1, keepdim=True)
+    scale = largest / 127 if input_scale == 0 else torch.full_like(largest, input_scale)
+    return torch.round(x / torch.where(scale > 0, scale, torch.ones_like(scale))).clamp(-127, 127), scale
+
+
+def linear_int8(x, weight, bias, weight_scale, input_scale=0.0, name="none"):
+    integers, scale = quantize_rows(x, input_scale)
+    y = (integers @ weight.T.to(x.dtype)) * scale * weight_scale.to(x.dtype)
+    y = y if bias is None else y + bias.to(x.dtype)
+    return y if name == "none" else activation(y, name)
+
+
 def cross_entropy(hidden_states, weight, bias, labels, ignore_index=-100):
     losses = []
     for h, label in zip(hidden_states, labels.tolist(), strict=True):

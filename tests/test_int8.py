@@ -1,0 +1,153 @@
+"""int8 products: every backend and ISA against the oracle, and the layer that holds their weights."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fastbert import ops
+from fastbert.layers.quantized import QuantizedLinear
+from fastbert.ops._library import extension_error
+from fastbert.testing import reference
+from fastbert.testing.cases import DTYPES
+from fastbert.testing.numerics import assert_close_to_reference
+
+ISAS = ("generic", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
+# (rows, in_features, out_features): nothing, one row, sizes off the four bytes of a step and off vectors and panels.
+SHAPES = ((0, 64, 64), (1, 64, 64), (1, 1, 1), (5, 3, 17), (7, 130, 63), (13, 97, 65), (6, 384, 100), (3, 3072, 16))
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+each_scale = pytest.mark.parametrize("input_scale", (0.0, 0.015625), ids=("dynamic", "static"))
+
+
+@pytest.fixture(params=("torch", *ISAS))
+def backend(request):
+    """The backend's name, after its ISA is set; a visible skip where this machine cannot run it."""
+    if request.param == "torch":
+        yield "torch"
+        return
+    if extension_error() is not None:
+        pytest.skip(extension_error())
+    from fastbert import _C
+
+    if request.param not in _C.isas():
+        pytest.skip(f"this CPU cannot run {request.param} (it can run {', '.join(_C.isas())})")
+    chosen = _C.isa()
+    _C.set_isa(request.param)
+    yield "cpu"
+    _C.set_isa(chosen)
+
+
+def make_x(rows, in_features, dtype, input_scale=0.0):
+    """Away from the ties of rounding: there the last bit of x / scale decides on a whole step."""
+    x = torch.randn(rows, in_features).to(dtype).double()
+    largest = x.abs().amax(-1, keepdim=True)
+    steps = x / (largest / 127 if input_scale == 0 else input_scale)
+    return torch.where((steps.frac().abs() - 0.5).abs() < 1e-3, 0.0, x).to(dtype)
+
+
+def make_weight(out_features, in_features):
+    return torch.randint(-127, 128, (out_features, in_features), dtype=torch.int8), torch.rand(out_features) / 99 + 1e-4
+
+
+def check(actual, x, weight, bias, weight_scale, input_scale, name, label):
+    def literal(dtype):
+        return reference.linear_int8(x.to(dtype), weight, bias, weight_scale, input_scale, name)
+
+    assert_close_to_reference(actual, literal(torch.float64), literal(torch.float32).to(x.dtype), name=label)
+
+
+@each_scale
+@each_dtype
+def test_linears_against_oracle(backend, dtype, input_scale):
+    for rows, k, n in SHAPES:
+        x = make_x(rows, k, dtype, input_scale)
+        weights, scales = zip(*(make_weight(size, k) for size in (n, n + 3)), strict=True)
+        biases = [torch.randn(n).to(dtype), None]
+        for name in ("none", "gelu", "gelu_tanh", "relu"):
+            options = {"weight_scales": scales, "input_scales": [input_scale] * 2, "activation": name}
+            outs = ops.linears(x, weights, biases, backend=backend, **options)
+            for i, out in enumerate(outs):
+                operands = (weights[i], biases[i], scales[i], input_scale)
+                check(out, x, *operands, name, f"{rows} x {k} x {n} {name}")
+                alone = {"weight_scale": scales[i], "input_scale": input_scale, "activation": name}
+                assert torch.equal(out, ops.linear(x, weights[i], biases[i], backend=backend, **alone))
+
+
+@each_dtype
+def test_one_x_for_weights_of_every_kind(backend, dtype):
+    """int8 beside a kept layer, and two static scales: x is converted anew for each."""
+    x = make_x(5, 67, dtype, 0.0)
+    (a, a_scale), (b, b_scale), kept = make_weight(70, 67), make_weight(70, 67), torch.randn(9, 67).to(dtype)
+    options = {"weight_scales": [a_scale, None, b_scale, a_scale], "input_scales": [0.0, 0.0, 0.0625, 0.03125]}
+    outs = ops.linears(x, [a, kept, b, a], [None] * 4, backend=backend, **options)
+    for i, (w, scale, step) in {0: (a, a_scale, 0.0), 2: (b, b_scale, 0.0625), 3: (a, a_scale, 0.03125)}.items():
+        alone = ops.linear(x, w, None, weight_scale=scale, input_scale=step, backend=backend)
+        assert torch.equal(outs[i], alone), i
+    assert torch.equal(outs[1], ops.linear(x, kept, None, backend=backend))
+
+
+@each_scale
+@each_dtype
+def test_feed_forward_is_its_two_products(backend, dtype, input_scale):
+    for rows, hidden, inner in ((0, 64, 128), (1, 67, 130), (200, 33, 65)):
+        x, options = make_x(rows, hidden, dtype, input_scale), {"backend": backend, "input_scale": input_scale}
+        (up, up_scale), (down, down_scale) = make_weight(inner, hidden), make_weight(hidden, inner)
+        bias = torch.randn(inner).to(dtype)
+        scales = {"weight_scales": (up_scale, down_scale), "input_scales": (input_scale,) * 2}
+        out = ops.feed_forward(x, up, bias, down, backend=backend, **scales)
+        middle = ops.linear(x, up, bias, weight_scale=up_scale, activation="gelu", **options)
+        assert torch.equal(out, ops.linear(middle, down, None, weight_scale=down_scale, **options))
+
+
+@each_scale
+@each_dtype
+def test_odd_rows_stay_alone(backend, dtype, input_scale):
+    """Zeros give the bias; what is not finite poisons its own row, wherever it stands in it."""
+    x, (weight, scale) = make_x(40, 70, dtype, input_scale), make_weight(66, 70)
+    bias, options = torch.randn(66).to(dtype), {"weight_scale": scale, "input_scale": input_scale, "backend": backend}
+    x[1] = 0
+    clean, poisoned = ops.linear(x, weight, bias, **options), {}
+    assert torch.equal(clean[1], bias)
+    for row, column, value in ((3, 0, "nan"), (9, 69, "inf"), (17, 33, "-inf"), (39, 64, "nan")):
+        x[row, column] = float(value)
+        poisoned[row] = True
+    out = ops.linear(x, weight, bias, **options)
+    for row in range(40):
+        assert out[row].isnan().all() if row in poisoned else torch.equal(out[row], clean[row]), row
+
+
+def test_autocast(backend):
+    x, (weight, scale) = make_x(5, 70, torch.float32), make_weight(66, 70)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = ops.linear(x, weight, None, weight_scale=scale, backend=backend)
+    plain = ops.linear(x, weight, None, weight_scale=scale, backend=backend)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, plain.bfloat16())
+
+
+@each_dtype
+def test_quantized_linear(dtype):
+    linear = nn.Linear(70, 33).to(dtype)
+    linear.weight.data[4] = 0
+    layer = QuantizedLinear.from_linear(linear).eval()
+    assert layer.weight.dtype == torch.int8 and layer.weight_scale[4] == 1
+    assert layer.weight.abs().amax(1).tolist() == [0 if row == 4 else 127 for row in range(33)]
+    error = (layer.weight * layer.weight_scale[:, None] - linear.weight.float()).abs()
+    assert (error <= layer.weight_scale[:, None] * (0.5 + 127 * torch.finfo(torch.float32).eps)).all()
+    x = make_x(6, 70, dtype)
+    check(layer(x), x, layer.weight, layer.bias, layer.weight_scale, 0.0, "none", "QuantizedLinear")
+    assert torch.equal(layer(x.view(2, 3, 70)), layer(x).view(2, 3, 33))
+    # A cast keeps the meaning of the integers; a copy and a state dict hold all there is.
+    static = QuantizedLinear.from_linear(linear, 1 / 3)
+    scales = static.weight_scale.clone(), static.input_scale.clone()
+    other = QuantizedLinear(70, 33, dtype=dtype)
+    other.load_state_dict(static.bfloat16().to(dtype).state_dict())
+    for same in (static, other, copy.deepcopy(static)):
+        assert torch.equal(same.weight_scale, scales[0]) and torch.equal(same.input_scale, scales[1])
+        assert same.input_scale_value == scales[1].item() and same.bias.dtype == dtype
+    with pytest.raises(RuntimeError, match=r"weight is torch\.\w*float\w*; int8 layers have torch\.int8"):
+        other.load_state_dict(linear.state_dict(), strict=False)
+    with pytest.raises(RuntimeError, match="weight_scale holds a value that is not positive"):
+        other.load_state_dict({**static.state_dict(), "weight_scale": -scales[0]})
