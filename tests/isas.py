@@ -1,0 +1,33 @@
+"""The CPU backend once for each instruction set that it has code for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from fastbert.ops._library import extension_error
+
+CPU_BACKENDS = ("cpu-generic", "cpu-avx2", "cpu-avx512", "cpu-avx512_vnni", "cpu-avx512_bf16")
+
+
+@contextmanager
+def backend_with_isa(param: str) -> Iterator[str]:
+    """The backend's name, "cpu" for "cpu-avx2", while its ISA is set; a visible skip where this machine lacks it."""
+    name, _, isa = param.partition("-")
+    if not isa:
+        yield name
+        return
+    if extension_error() is not None:
+        pytest.skip(extension_error())
+    from fastbert import _C
+
+    if isa not in _C.isas():
+        pytest.skip(f"this CPU cannot run {isa} (it can run {', '.join(_C.isas())})")
+    chosen = _C.isa()
+    _C.set_isa(isa)
+    try:
+        yield name
+    finally:
+        _C.set_isa(chosen)
