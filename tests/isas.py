@@ -1,4 +1,4 @@
-"""The `cpu` backend once for each instruction set that it has code for."""
+"""The CPU backend once for each instruction set that it has code for."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ import torch
 
 from fastbert.ops._library import extension_error
 
-ISAS = ("generic", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
+CPU_BACKENDS = ("cpu-generic", "cpu-avx2", "cpu-avx512", "cpu-avx512_vnni", "cpu-avx512_bf16")
 
 
 @contextmanager
-def run_isa(isa: str) -> Iterator[None]:
-    """Within the block the C++ kernels run with `isa`, and find NaN in memory that they have not written.
+def backend_with_isa(param: str) -> Iterator[str]:
+    """The backend's name, "cpu" for "cpu-avx2", while its ISA is set; a visible skip where this machine lacks it.
 
-    A visible skip where this machine cannot run it.
+    Memory that the C++ code takes is filled with NaN meanwhile: conftest's poison reaches Python's calls only.
     """
+    name, _, isa = param.partition("-")
+    if not isa:
+        yield name
+        return
     if extension_error() is not None:
         pytest.skip(extension_error())
     from fastbert import _C
@@ -27,16 +31,9 @@ def run_isa(isa: str) -> Iterator[None]:
         pytest.skip(f"this CPU cannot run {isa} (it can run {', '.join(_C.isas())})")
     chosen = _C.isa()
     _C.set_isa(isa)
-    # at::empty of the extension is out of conftest's reach; this is torch's own way to fill it.
     torch.use_deterministic_algorithms(True)
     try:
-        yield
+        yield name
     finally:
         torch.use_deterministic_algorithms(False)
         _C.set_isa(chosen)
-
-
-@pytest.fixture(params=ISAS)
-def isa(request) -> Iterator[str]:
-    with run_isa(request.param):
-        yield request.param

@@ -6,38 +6,26 @@ import copy
 
 import pytest
 import torch
+from isas import CPU_BACKENDS, backend_with_isa
 from torch import nn
 
 from fastbert import ops
 from fastbert.layers.quantized import QuantizedLinear
-from fastbert.ops._library import extension_error
 from fastbert.testing import reference
 from fastbert.testing.cases import DTYPES
 from fastbert.testing.numerics import assert_close_to_reference
 
-ISAS = ("generic", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
 # (rows, in_features, out_features): nothing, one row, sizes off the four bytes of a step and off vectors and panels.
 SHAPES = ((0, 64, 64), (1, 64, 64), (1, 1, 1), (5, 3, 17), (7, 130, 63), (13, 97, 65), (6, 384, 100), (3, 3072, 16))
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 each_scale = pytest.mark.parametrize("input_scale", (0.0, 0.015625), ids=("dynamic", "static"))
 
 
-@pytest.fixture(params=("torch", *ISAS))
+@pytest.fixture(params=("torch", *CPU_BACKENDS))
 def backend(request):
     """The backend's name, after its ISA is set; a visible skip where this machine cannot run it."""
-    if request.param == "torch":
-        yield "torch"
-        return
-    if extension_error() is not None:
-        pytest.skip(extension_error())
-    from fastbert import _C
-
-    if request.param not in _C.isas():
-        pytest.skip(f"this CPU cannot run {request.param} (it can run {', '.join(_C.isas())})")
-    chosen = _C.isa()
-    _C.set_isa(request.param)
-    yield "cpu"
-    _C.set_isa(chosen)
+    with backend_with_isa(request.param) as name:
+        yield name
 
 
 def make_x(rows, in_features, dtype, input_scale=0.0):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from isas import CPU_BACKENDS, backend_with_isa
 
 from fastbert.backend import Backend, BackendError, select, use_backend
 from fastbert.ops._library import extension_error
@@ -15,32 +16,21 @@ from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_clo
 OPERANDS = ("x", "residual", "weight", "bias", "x_bias")
 # (residual, x_bias, bias, prenorm): every pair of these choices in every combination.
 VARIANTS = ((1, 1, 1, 1), (0, 0, 0, 0), (1, 0, 1, 0), (0, 1, 0, 1), (1, 1, 0, 0), (0, 0, 1, 1))
-# The CPU backend once for each instruction set it has code for.
-BACKENDS = ("torch", "cpu-generic", "cpu-avx2", "cpu-avx512", "triton")
+BACKENDS = ("torch", *CPU_BACKENDS, "triton")
 KERNELS = BACKENDS[1:]
 
 
 @pytest.fixture
 def backend(request):
     """The backend's name, after its ISA is set; a visible skip where this machine cannot run it."""
-    name, _, isa = request.param.partition("-")
-    skip_unless_served(name)
-    if not isa:
+    skip_unless_served(request.param.partition("-")[0])
+    with backend_with_isa(request.param) as name:
         yield name
-        return
-    from fastbert import _C
-
-    if isa not in _C.isas():
-        pytest.skip(f"this CPU cannot run {isa} (it can run {', '.join(_C.isas())})")
-    chosen = _C.isa()
-    _C.set_isa(isa)
-    yield name
-    _C.set_isa(chosen)
 
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 each_kernel = pytest.mark.parametrize("backend", KERNELS, indirect=True)
-each_isa = pytest.mark.parametrize("backend", KERNELS[:3], indirect=True)
+each_isa = pytest.mark.parametrize("backend", CPU_BACKENDS, indirect=True)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from isas import isa, run_isa  # noqa: F401  (a fixture)
+from isas import CPU_BACKENDS, backend_with_isa
 
 from fastbert import ops
 from fastbert.backend import Backend, BackendError, select
@@ -24,6 +24,12 @@ ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "tanh", "silu")
 SHAPES = ((0, 16, 24), (1, 64, 64), (5, 63, 65), (6, 64, 128), (7, 30, 70), (193, 33, 129), (20, 1030, 31))
 each_dtype = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("float32", "bfloat16"))
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+
+
+@pytest.fixture(params=CPU_BACKENDS)
+def isa(request):
+    with backend_with_isa(request.param):
+        yield request.param
 
 
 def oracle_activation(name: str):
@@ -52,7 +58,7 @@ def check(ours, literal, operands, douts) -> None:
 @each_dtype
 @each_shape
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_linears(isa, dtype, shape, activation):  # noqa: F811
+def test_linears(isa, dtype, shape, activation):
     tokens, width, out = shape
     x = torch.randn(tokens, width).to(dtype)
     weights = [(torch.randn(n, width) / width**0.5).to(dtype) for n in (out, out + 3)]
@@ -70,7 +76,7 @@ def test_linears(isa, dtype, shape, activation):  # noqa: F811
 @each_dtype
 @each_shape
 @pytest.mark.parametrize("activation", ("gelu", "gelu_tanh", "silu"))
-def test_feed_forward(isa, dtype, shape, activation):  # noqa: F811
+def test_feed_forward(isa, dtype, shape, activation):
     tokens, width, inner = shape
     operands = [torch.randn(tokens, width), torch.randn(inner, width) / width**0.5, torch.randn(inner)]
     operands.append(torch.randn(width, inner) / inner**0.5)
@@ -87,7 +93,7 @@ def test_many_rows_take_the_blocked_path_with_the_same_result(dtype):
     """Blocks of rows go through both products on one thread when there are enough of them."""
     x, up, bias, down = torch.randn(1500, 32), torch.randn(96, 32) / 6, torch.randn(96), torch.randn(32, 96) / 10
     operands = [t.to(dtype) for t in (x, up, bias, down)]
-    with run_isa(_C.isas()[-1]), torch.no_grad():
+    with torch.no_grad():
         whole = ops.feed_forward(*operands, backend="cpu")
         parts = [ops.feed_forward(part, *operands[1:], backend="cpu") for part in operands[0].split(7)]
     assert torch.equal(whole, torch.cat(parts))

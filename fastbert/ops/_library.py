@@ -212,8 +212,8 @@ torch.library.register_fake("fastbert::embed_bwd_cpu", _embed_bwd_fake)
 #   softmax_stats, fp32 (2, num_heads, total_tokens): each query's top q k^T and its sum of
 #     exp(softmax_scale * (q k^T - top)); two numbers, for their log-sum-exp in fp32 loses digits where scores are large
 #
-# philox as above; softmax_stats is (0, num_heads, total_tokens) unless return_stats. Results are contiguous, whatever
-# the strides of q, k and v; zeros in slack rows.
+# philox as above; softmax_stats is (0, num_heads, total_tokens) unless return_stats. Results are contiguous whatever
+# the strides of q, k and v, and zeros in slack rows.
 
 _ATTENTION_FWD = (
     "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? philox, float softmax_scale, float dropout_p,"

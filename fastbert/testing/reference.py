@@ -48,15 +48,23 @@ def softmax(scores):
     return e / e.sum(-1, keepdim=True)
 
 
-def attention(q, k, v, cu_seqlens, softmax_scale=None):
-    """q, k, v (total_tokens, num_heads, head_dim), one sequence after the other."""
+def attention(q, k, v, cu_seqlens, softmax_scale=None, keep=None, dropout_p=0.0):
+    """q, k, v (total_tokens, num_heads, head_dim), one sequence after the other.
+
+    `keep`, bool (total_tokens, num_heads, at least the longest length), is the dropout mask that was used: for each
+    query, by the key's position in the sequence.
+    """
     softmax_scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     offsets = cu_seqlens.tolist()
     pieces = []
     for start, stop in pairwise(offsets):
         qs, ks, vs = (t[start:stop].transpose(0, 1) for t in (q, k, v))
         if stop > start:
-            pieces.append((softmax(qs @ ks.transpose(1, 2) * softmax_scale) @ vs).transpose(0, 1))
+            probs = softmax(qs @ ks.transpose(1, 2) * softmax_scale)
+            if keep is not None:
+                kept = keep[start:stop, :, : stop - start].transpose(0, 1)
+                probs = torch.where(kept, probs / (1.0 - dropout_p), torch.zeros_like(probs))
+            pieces.append((probs @ vs).transpose(0, 1))
     slack = q[offsets[-1] :]
     return torch.cat([*pieces, torch.zeros_like(slack)])
 

@@ -1,0 +1,300 @@
+"""attention: every backend, forward and backward, against the float64 oracle."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+from isas import CPU_BACKENDS, backend_with_isa
+
+from fastbert.backend import Backend, BackendError, select, use_backend
+from fastbert.ops._library import extension_error
+from fastbert.ops.attention import attention
+from fastbert.testing import reference
+from fastbert.testing.cases import DTYPES, LENGTHS, Lengths
+from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
+
+RAGGED = LENGTHS[3]
+SLACK = LENGTHS[5]
+
+
+@pytest.fixture
+def backend(request):
+    if request.param == "cpu" and extension_error() is not None:
+        pytest.skip(extension_error())
+    with backend_with_isa(request.param) as name:
+        yield name
+
+
+each_backend = pytest.mark.parametrize("backend", ("torch", *CPU_BACKENDS), indirect=True)
+each_kernel = pytest.mark.parametrize("backend", CPU_BACKENDS, indirect=True)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+needs_extension = pytest.mark.skipif(extension_error() is not None, reason=str(extension_error()))
+
+
+def make(case: Lengths, num_heads: int = 3, head_dim: int = 32, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """q, k and v, stacked."""
+    return torch.randn(3, case.total_tokens, num_heads, head_dim).to(dtype)
+
+
+def differentiate(function, qkv: torch.Tensor, dout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, the gradient of qkv). dq and dk are differences that cancel: their scale is that of all three, stacked."""
+    leaf = qkv.detach().clone().requires_grad_()
+    out = function(*leaf.unbind())
+    if out.requires_grad:  # the formula of nothing at all has no graph
+        out.backward(dout.to(out.dtype))
+    return out.detach(), torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def check(backend, qkv, case, softmax_scale=None, keep=None, dropout_p=0.0, seed=0) -> None:
+    """Outputs and gradients of `backend` against the oracle; `keep` is the mask that `seed` gives."""
+    dout = torch.randn_like(qkv[0])
+    options = {"softmax_scale": softmax_scale, "dropout_p": dropout_p}
+
+    def ours(q, k, v):
+        torch.manual_seed(seed)
+        upper_bound = max(case.lengths) + 5
+        return attention(q, k, v, case.cu_seqlens, upper_bound, backend=backend, **options)
+
+    literal = partial(reference.attention, cu_seqlens=case.cu_seqlens, keep=keep, **options)
+    actual, baseline = differentiate(ours, qkv, dout), differentiate(literal, qkv, dout)
+    oracle = differentiate(literal, qkv.double(), dout)
+    for i, (name, factor) in enumerate((("out", OUTPUT_FACTOR), ("dqkv", GRADIENT_FACTOR))):
+        assert_close_to_reference(actual[i], oracle[i], baseline[i], factor, name)
+
+
+@pytest.mark.parametrize("case", LENGTHS, ids=lambda c: c.id)
+@each_dtype
+@each_backend
+def test_against_oracle(backend, dtype, case):
+    for head_dim in (16, 32, 80):  # below, at and between the sizes kernels are tuned for
+        check(backend, make(case, head_dim=head_dim, dtype=dtype), case)
+
+
+@pytest.mark.parametrize("head_dim", (1, 7, 33, 64, 96, 128, 256))
+@each_dtype
+@each_kernel
+def test_any_head_dim(backend, dtype, head_dim):
+    check(backend, make(RAGGED, 2, head_dim, dtype), RAGGED)
+
+
+@pytest.mark.parametrize("lengths", ((5, 6, 7, 11, 12, 13, 23, 24, 25), (63, 64, 65, 129), (511, 513, 1030)), ids=str)
+@each_dtype
+@each_kernel
+def test_lengths_around_the_tiles(backend, dtype, lengths):
+    """Tiles have 6, 8 or 12 rows and 16 to 64 columns, blocks 24 and 64 queries and 64 and 512 keys."""
+    check(backend, make(Lengths("", lengths), 1, 64, dtype), Lengths("", lengths))
+
+
+ADVERSARIAL = {
+    "large-logits": lambda q, k, v: (30 * q, 30 * k, v),
+    "dominant-key": lambda q, k, v: (q, torch.cat([k[:5], 50 * k[5:6], k[6:]]), v),
+    "constant": lambda q, k, v: (q, torch.ones_like(k), v),
+}
+
+
+@pytest.mark.parametrize("softmax_scale", (0.5, -0.5))
+@pytest.mark.parametrize("kind", ADVERSARIAL)
+@each_dtype
+@each_backend
+def test_adversarial_inputs(backend, dtype, kind, softmax_scale):
+    check(backend, torch.stack(ADVERSARIAL[kind](*make(RAGGED, dtype=dtype))), RAGGED, softmax_scale=softmax_scale)
+
+
+@each_dtype
+@each_kernel
+def test_slices_of_a_fused_projection_are_read_where_they_lie(backend, dtype):
+    qkv = make(RAGGED, head_dim=64, dtype=dtype)
+    dout = torch.randn_like(qkv[0])
+    results = []
+    for layout in ((0, 1, 2, 3), (1, 0, 2, 3), (1, 2, 0, 3), (1, 2, 3, 0)):  # the last has no row in one piece
+        back = [layout.index(i) for i in range(4)]
+        leaf = qkv.permute(layout).contiguous().requires_grad_()
+        out = attention(*leaf.permute(back).unbind(), RAGGED.cu_seqlens, 41, backend=backend)
+        out.backward(dout.transpose(0, 1).contiguous().transpose(0, 1))
+        results.append((out, leaf.grad.permute(back)))
+    assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
+
+
+@each_kernel
+def test_nothing_crosses_from_one_sequence_to_another(backend):
+    case = Lengths("", (7, 65, 9), slack=4)
+    qkv = make(case)
+    spoiled = qkv.clone()
+    spoiled[:, 7:72] = torch.tensor([float("nan"), float("inf")]).repeat(16)
+    spoiled[:, 81:] = float("nan")
+
+    def f(q, k, v):
+        return attention(q, k, v, case.cu_seqlens, 65, backend=backend)
+
+    (out, grad), (spoiled_out, spoiled_grad) = (differentiate(f, x, x[0]) for x in (qkv, spoiled))
+    clean = [*range(7), *range(72, 85)]
+    assert torch.equal(out[clean], spoiled_out[clean]) and torch.equal(grad[:, clean], spoiled_grad[:, clean])
+    assert not spoiled_out[81:].any() and not spoiled_grad[:, 81:].any()
+    assert spoiled_out[7:72].isnan().all()
+
+
+def dropped_probabilities(backend, case, num_heads, dropout_p, seed, dtype=torch.float32):
+    """What is left of the probabilities, and the same from backward: (2, query, head, key), all keys alike before."""
+    width = max(case.lengths)
+    position = torch.cat([torch.arange(n) for n in case.lengths])
+    identity = torch.nn.functional.one_hot(position, width)[:, None].expand(-1, num_heads, -1).to(dtype)
+    q, v = torch.zeros_like(identity), identity.clone().requires_grad_()
+    torch.manual_seed(seed)
+    out = attention(q, q, v, case.cu_seqlens, width, dropout_p=dropout_p, backend=backend)
+    (dv,) = torch.autograd.grad(out, v, identity)  # (key, head, query)
+    backward = torch.zeros_like(out)
+    for start, stop in zip(case.cu_seqlens[:-1], case.cu_seqlens[1:], strict=True):
+        backward[start:stop, :, : stop - start] = dv[start:stop, :, : stop - start].transpose(0, 2)
+    return torch.stack([out.detach(), backward])
+
+
+@each_dtype
+@each_backend
+def test_dropout_keeps_its_share_and_backward_the_mask(backend, dtype):
+    case = Lengths("", (64,))
+    for p in (0.25, 0.6):
+        forward, backward = dropped_probabilities(backend, case, 64, p, 3, dtype)
+        assert torch.equal(forward, backward)
+        kept = forward != 0
+        assert abs(kept.double().mean().item() - (1 - p)) < 0.01
+        assert (forward[kept].double() * 64 * (1 - p) - 1).abs().max() <= 2 * torch.finfo(dtype).eps
+        # Neither queries nor heads nor keys are favoured: six standard deviations of 4096 draws.
+        for axes in ((0, 1), (0, 2), (1, 2)):
+            assert (kept.double().mean(axes) - (1 - p)).abs().max() < 6 * (p * (1 - p) / 4096) ** 0.5
+        assert torch.equal(forward, dropped_probabilities(backend, case, 64, p, 3, dtype)[0])
+        assert not torch.equal(kept, dropped_probabilities(backend, case, 64, p, 4, dtype)[0] != 0)
+
+
+@each_dtype
+@each_backend
+def test_dropout_against_oracle(backend, dtype):
+    for case in (RAGGED, Lengths("", (130, 3, 0, 70))):
+        keep = dropped_probabilities(backend, case, 2, 0.25, 7, dtype)[0] != 0
+        check(backend, make(case, 2, max(case.lengths), dtype), case, keep=keep, dropout_p=0.25, seed=7)
+
+
+@each_backend
+def test_dropping_everything_leaves_zeros(backend):
+    def f(q, k, v):
+        return attention(q, k, v, RAGGED.cu_seqlens, 41, dropout_p=1.0, backend=backend)
+
+    qkv = make(RAGGED)
+    assert not any(t.any() for t in differentiate(f, qkv, qkv[0]))
+
+
+@needs_extension
+def test_every_isa_drops_the_same_elements():
+    here = dropped_probabilities("cpu", RAGGED, 2, 0.4, 11)[0] != 0
+    with backend_with_isa("cpu-generic"):
+        assert torch.equal(dropped_probabilities("cpu", RAGGED, 2, 0.4, 11)[0] != 0, here)
+
+
+@pytest.mark.parametrize("num_heads,lengths", ((1, (700, 3, 190)), (4, (20, 31) * 12)), ids=("long", "short"))
+@each_dtype
+@each_kernel
+def test_threads_do_not_change_bits(backend, dtype, num_heads, lengths):
+    """Long sequences are cut into tasks, by queries and by keys, where threads would idle; short ones are joined."""
+    case, before = Lengths("", lengths), torch.get_num_threads()
+    qkv = make(case, num_heads, 64, dtype)
+
+    def f(q, k, v):
+        torch.manual_seed(1)
+        return attention(q, k, v, case.cu_seqlens, max(lengths), dropout_p=0.1, backend=backend)
+
+    results = []
+    for threads in (1, 2, 3, 4, 1):
+        torch.set_num_threads(threads)
+        results.append(differentiate(f, qkv, qkv[0]))
+    torch.set_num_threads(before)
+    assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("backend", ("cpu",), indirect=True)
+def test_python_threads_share_the_kernels(backend):
+    qkv = [make(RAGGED, 4, 64) for _ in range(4)]
+
+    def run(x):
+        with torch.no_grad():
+            return [attention(*x, RAGGED.cu_seqlens, 41, backend=backend) for _ in range(20)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for found, x in zip(pool.map(run, qkv), qkv, strict=True):
+            assert all(map(torch.equal, found, run(x)))
+
+
+@each_kernel
+def test_writes_all_that_it_allocates(backend):
+    torch.use_deterministic_algorithms(True)  # torch then fills what C++ allocates with NaN
+    try:
+        x = make(SLACK, head_dim=33)
+        results = differentiate(
+            lambda *t: attention(*t, SLACK.cu_seqlens, 6, backend=backend), x, torch.ones_like(x[0])
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.isfinite(t).all() for t in results)
+
+
+@pytest.mark.parametrize("dropout_p", (0.0, 0.1))
+@needs_extension
+def test_opcheck(dropout_p):
+    q, k, v = make(SLACK)
+    philox = torch.tensor([2**61 + 5, 2**40 + 1]) if dropout_p else None
+    forward, backward = (getattr(torch.ops.fastbert, f"attention_{d}_cpu").default for d in ("fwd", "bwd"))
+    for return_stats in (True, False):
+        torch.library.opcheck(forward, (q, k, v, SLACK.cu_seqlens, philox, 0.2, dropout_p, return_stats))
+    out, stats = forward(q, k, v, SLACK.cu_seqlens, philox, 0.2, dropout_p, True)
+    torch.library.opcheck(backward, (q, q, k, v, out, stats, SLACK.cu_seqlens, philox, 0.2, dropout_p))
+
+
+@pytest.mark.parametrize("backend", ("torch", "cpu"), indirect=True)
+def test_the_backend_that_was_asked_for_runs(backend):
+    qkv = make(RAGGED)
+    assert select("attention", backend, *qkv) is Backend(backend)
+    assert select("attention", None, *qkv) is (Backend.CPU if extension_error() is None else Backend.TORCH)
+    with use_backend(backend), torch.profiler.profile() as profile:
+        attention(*qkv, RAGGED.cu_seqlens, 41)
+    ours = [event.name for event in profile.events() if event.name.startswith("fastbert::")]
+    assert ours == ([] if backend == "torch" else ["fastbert::attention_fwd_cpu"])
+
+
+@each_backend
+def test_under_autocast_it_runs_in_the_lower_dtype(backend):
+    for case in (LENGTHS[1], RAGGED):
+        qkv = make(case)
+        low = qkv.bfloat16()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = attention(*qkv, case.cu_seqlens, max(case.lengths), backend=backend)
+        expected = reference.attention(*low.double(), case.cu_seqlens)
+        assert_close_to_reference(out, expected, reference.attention(*low, case.cu_seqlens), name=case.id)
+
+
+@needs_extension
+def test_what_cannot_be_served_raises_with_the_reason():
+    q = torch.zeros(4, 2, 16)
+    cases = (
+        ((q.double(),) * 3, "float64 .has float32 and bfloat16"),
+        ((q, q.bfloat16(), q), "k is torch.bfloat16, q is torch.float32"),
+        ((q, q, q[:3]), r"v has shape \(3, 2, 16\), q \(4, 2, 16\)"),
+        ((torch.zeros(4, 2, 257),) * 3, "head_dim is 257 .has 1 to 256"),
+    )
+    for qkv, reason in cases:
+        with pytest.raises(BackendError, match=reason):
+            attention(*qkv, torch.tensor([0, 4], dtype=torch.int32), 4, backend="cpu")
+    for offsets, reason in (([0, 3, 2], "below"), ([0, 5], "above total_tokens, which is 4"), ([1, 4], "expected 0")):
+        with pytest.raises(RuntimeError, match=rf"cu_seqlens\[.*\] is .*{reason}"):
+            attention(q, q, q, torch.tensor(offsets, dtype=torch.int32), 4, backend="cpu")
+
+
+@pytest.mark.parametrize("backend", ("cpu",), indirect=True)
+def test_compiles_into_one_graph(backend):
+    qkv = make(RAGGED)
+
+    def f(*qkv):
+        return attention(*qkv, RAGGED.cu_seqlens, 41, backend=backend)
+
+    eager, compiled = (differentiate(g, qkv, qkv[0]) for g in (f, torch.compile(f, fullgraph=True)))
+    assert all(map(torch.equal, eager, compiled))
