@@ -1,0 +1,82 @@
+"""Fine-tuning steps side by side: `python benchmarks/fine_tuning.py` prints a table and can write it to a folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastbert.testing.bench import Timing, describe_machine
+from fastbert.testing.compete import compete, step
+from fastbert.testing.fine_tuning import CONTESTANTS
+
+
+def measure(batch_size: int, contestants: tuple[str, ...], rounds: int, restarts: int, threads: int) -> dict[str, Any]:
+    """{contestant: its figures} on batches of one size, or {"failed": why}."""
+    task = {"action": "fine-tuning", "batch_size": batch_size, "threads": threads}
+    for name in contestants:
+        step(**task, contestant=name, check=True)
+    answers, failures = compete({n: {**task, "contestant": n, "check": False} for n in contestants}, rounds, restarts)
+    results: dict[str, Any] = {}
+    for name, given in answers.items():
+        turns = [answer for answer in given if "seconds" in answer]
+        if name in failures:
+            results[name] = {"failed": failures[name]}
+            continue
+        timing = Timing.of([turn["seconds"] for turn in turns])
+        results[name] = {
+            "tokens_per_second": turns[0]["tokens"] / timing.median,
+            "peak_memory": max(turn["peak_memory"] for turn in turns),
+            "timing": timing.to_dict(),
+        }
+    return results
+
+
+def to_markdown(report: dict[str, Any]) -> str:
+    machine = report["machine"]
+    lines = [
+        "A fine-tuning step (forward, backward, fused AdamW) of a MiniLM-sized sentence classifier: 6 layers of 384,"
+        " bfloat16 autocast, dropout 0.1, sentences of log-normal length (mean 12, at most 64). Real tokens/s;"
+        f" {machine['cpu']}, {report['threads']} threads, torch {machine['torch']}, commit {machine['commit']},"
+        f" {machine['date']}.",
+        "",
+        "| sentences a batch | contestant | tokens/s | ms a step | peak memory, MB |",
+        "|--:|---|--:|--:|--:|",
+    ]
+    for size, results in report["rows"].items():
+        base = results[CONTESTANTS[0]].get("tokens_per_second")
+        for name, result in results.items():
+            if "failed" in result:
+                lines.append(f"| {size} | {name} | failed: {result['failed']} | | |")
+                continue
+            ratio = f" ({result['tokens_per_second'] / base:.2f}x)" if base else ""
+            lines.append(
+                f"| {size} | {name} | {result['tokens_per_second']:,.0f}{ratio} |"
+                f" {1e3 * result['timing']['median']:.1f} | {result['peak_memory'] / 1e6:,.0f} |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batch-sizes", default="32,128")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--restarts", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--output", type=Path, help="folder for fine-tuning.json and fine-tuning.md")
+    args = parser.parse_args()
+    sizes = [int(size) for size in args.batch_sizes.split(",")]
+    rows = {str(n): measure(n, CONTESTANTS, args.rounds, args.restarts, args.threads) for n in sizes}
+    report = {"machine": describe_machine(), "threads": args.threads, "rows": rows}
+    print(to_markdown(report))
+    if args.output:
+        args.output.mkdir(parents=True, exist_ok=True)
+        (args.output / "fine-tuning.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        (args.output / "fine-tuning.md").write_text(to_markdown(report) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
