@@ -139,3 +139,13 @@ def test_quantized_linear(dtype):
         other.load_state_dict(linear.state_dict(), strict=False)
     with pytest.raises(RuntimeError, match="weight_scale holds a value that is not positive"):
         other.load_state_dict({**static.state_dict(), "weight_scale": -scales[0]})
+
+
+@each_dtype
+def test_a_row_too_small_for_a_scale_is_a_row_of_zeros(backend, dtype):
+    """1 / scale would be infinite, and 0 times it no integer."""
+    x = torch.zeros(1, 19)
+    x[0, 0] = 1e-37
+    weight, scale = torch.full((2, 19), 100, dtype=torch.int8), torch.ones(2)
+    out = ops.linear(x.to(dtype), weight, None, weight_scale=scale, backend=backend)
+    assert (out.abs() <= 1.001e-35).all() and (out >= 0).all()

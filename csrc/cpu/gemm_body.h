@@ -60,7 +60,8 @@ void quantize_rows(const T* x, int64_t x_stride, int64_t rows, int64_t k, int64_
     top = std::max(top, largest(max(max(largest_v[0], largest_v[1]), max(largest_v[2], largest_v[3]))));
     poison += sum(add(add(poison_v[0], poison_v[1]), add(poison_v[2], poison_v[3])));
     const float scale = given_scale > 0.0f ? given_scale : top / 127.0f;
-    const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    // A scale so small that its inverse overflows stands for a row of zeros.
+    const float inverse = scale > 1.2e-38f ? 1.0f / scale : 0.0f;
     scales[r] = scale + poison;
     std::memset(to + stride - 4, 128, 4);
     for (i = 0; i + kWidth <= k; i += kWidth) {
