@@ -92,8 +92,13 @@ FASTBERT_SIMD Floats dot_bf16(Floats c, const void* a, Ints b) {
   __builtin_memcpy(&two, a, 4);
   return _mm512_dpbf16_ps(c, (__m512bh)_mm512_set1_epi32(two), (__m512bh)b);
 }
-// Lane i holds even[i] in its low half and odd[i] in its high half, rounded to bfloat16.
-FASTBERT_SIMD Ints pair_bf16(Floats even, Floats odd) {
+// Lane i holds even[i] in its low half and odd[i] in its high half.
+FASTBERT_SIMD Ints pair(const BFloat16* even, const BFloat16* odd) {
+  const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(even)));
+  const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(odd)));
+  return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+}
+FASTBERT_SIMD Ints pair(Floats even, Floats odd) {
   const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
