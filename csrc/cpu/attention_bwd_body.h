@@ -82,8 +82,8 @@ void square_gradients(const BwdMemory& memory, const Dropout& dropout, uint64_t 
   const Floats scale = set1(softmax_scale * kLog2e);
   float* multiplier = dropout.p > 0.0 ? memory.multiplier : nullptr;
   for (int64_t r = 0; r < rows; r += kPerStep<E>) {
-    const int64_t pair = std::min(kPerStep<E>, rows - r);
-    for (int64_t i = 0; multiplier != nullptr && i < pair; ++i) {
+    const int64_t pair_rows = std::min(kPerStep<E>, rows - r);
+    for (int64_t i = 0; multiplier != nullptr && i < pair_rows; ++i) {
       fill_dropout_from(dropout, counter + static_cast<uint64_t>(r + i) * counters_per_query, keys, multiplier + i * kBlock);
     }
     for (int64_t c = 0; c < keys; c += kWidth) {
@@ -93,7 +93,7 @@ void square_gradients(const BwdMemory& memory, const Dropout& dropout, uint64_t 
 #if defined(FASTBERT_BF16)
       if constexpr (sizeof(E) == 2) {
         Gradient second{set1(0.0f), set1(0.0f)};
-        if (pair == 2) {
+        if (pair_rows == 2) {
           second = gradient_of<E>(memory.scores + at + kPanel, memory.dprobs + at + kPanel, scale, memory,
                                   query + r + 1, multiplier, kBlock + c, keys - c);
         }

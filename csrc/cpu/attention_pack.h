@@ -59,38 +59,49 @@ FASTBERT_SIMD Ints load_steps(const T* row) {
   }
 }
 
+// One square of kWidth rows and kWidth steps, all there.
+template <typename E, typename T>
+FASTBERT_SIMD void pack_square(const T* x, int64_t stride, int64_t count, char* to) {
+  Ints block[kWidth];
+#pragma GCC unroll 16
+  for (int64_t r = 0; r < kWidth; ++r) block[r] = load_steps<E>(x + r * stride);
+  transpose(block);
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < kWidth; ++i) {
+    if (i < count) store(reinterpret_cast<int32_t*>(to + i * kStepBytes), block[i]);
+  }
+}
+
 // Rows become the columns of panels: (panels of kPanel rows, steps along `dims`, kPanel). Rows and dims beyond the
 // matrix are zeros up to a whole vector and a whole step.
 template <typename E, typename T>
 void pack_columns(const T* x, int64_t stride, int64_t rows, int64_t dims, char* out) {
-  alignas(64) static constexpr T kZeros[256] = {};
-  constexpr int64_t kBlock = kWidth * kPerStep<E>;  // dims of one transposed block
+  constexpr int64_t kBlock = kWidth * kPerStep<E>;  // dims of one square
   const int64_t steps = steps_of<E>(dims);
   for (int64_t row = 0; row < rows; row += kWidth) {
     char* to = out + row / kPanel * steps * kStepBytes + row % kPanel * 4;
     const int64_t real = std::min(kWidth, rows - row);
-    for (int64_t dim = 0; dim < dims; dim += kBlock) {
-      Ints block[kWidth];
-      if (dim + kBlock <= dims) {
-#pragma GCC unroll 16
-        for (int64_t r = 0; r < kWidth; ++r) {
-          block[r] = load_steps<E>(r < real ? x + (row + r) * stride + dim : kZeros);
-        }
-      } else {
-        alignas(64) T line[kWidth][kBlock] = {};
-        for (int64_t r = 0; r < real; ++r) {
-          for (int64_t i = dim; i < dims; ++i) line[r][i - dim] = x[(row + r) * stride + i];
-        }
-        for (int64_t r = 0; r < kWidth; ++r) block[r] = load_steps<E>(line[r]);
+    for (int64_t dim = 0; dim < dims; dim += kBlock, to += kWidth * kStepBytes) {
+      const T* from = x + row * stride + dim;
+      if (real == kWidth && dim + kBlock <= dims) {
+        pack_square<E>(from, stride, kWidth, to);
+        continue;
       }
-      transpose(block);
-      const int64_t first = dim / kPerStep<E>, count = std::min(kWidth, steps - first);
-#pragma GCC unroll 16
-      for (int64_t i = 0; i < kWidth; ++i) {
-        if (i < count) store(reinterpret_cast<int32_t*>(to + (first + i) * kStepBytes), block[i]);
-      }
+      alignas(64) T padded[kWidth * kBlock] = {};
+      const int64_t width = std::min(kBlock, dims - dim);
+      for (int64_t r = 0; r < real; ++r) std::memcpy(padded + r * kBlock, from + r * stride, width * sizeof(T));
+      pack_square<E>(padded, kBlock, steps_of<E>(width), to);
     }
   }
+}
+
+// One step of kWidth columns: of the one row, or of two rows of bfloat16.
+template <typename E, typename T>
+FASTBERT_SIMD void store_step(char* to, const T* even, [[maybe_unused]] const T* odd) {
+#if defined(FASTBERT_BF16)
+  if constexpr (sizeof(E) == 2) return store(reinterpret_cast<int32_t*>(to), pair_bf16(even, odd));
+#endif
+  store(reinterpret_cast<float*>(to), load(even));
 }
 
 template <typename T>
@@ -109,23 +120,24 @@ FASTBERT_SIMD void store_part(T* row, Floats x, int64_t columns) {
   for (int64_t i = 0; i < columns; ++i) row[i] = from_float<T>(lane[i]);
 }
 
-// Rows become the steps of panels: (panels of kPanel dims, `panel_steps` steps along the rows, kPanel). An odd last row of
-// bfloat16 is paired with zeros.
+// Rows become the steps of panels: (panels of kPanel dims, `panel_steps` steps along the rows, kPanel). An odd last row
+// of bfloat16 is paired with zeros.
 template <typename E, typename T>
 void pack_rows(const T* x, int64_t stride, int64_t rows, int64_t dims, int64_t panel_steps, char* out) {
-  for (int64_t row = 0; row < rows; row += kPerStep<E>) {
-    const T* from = x + row * stride;
-    for (int64_t dim = 0; dim < dims; dim += kWidth) {
-      char* to = out + (dim / kPanel * panel_steps + row / kPerStep<E>) * kStepBytes + dim % kPanel * 4;
-      const Floats first = load_part(from + dim, dims - dim);
-#if defined(FASTBERT_BF16)
-      if constexpr (sizeof(E) == 2) {
-        const Floats second = row + 1 < rows ? load_part(from + stride + dim, dims - dim) : set1(0.0f);
-        store(reinterpret_cast<int32_t*>(to), pair_bf16(first, second));
-        continue;
+  alignas(64) static constexpr T kZeros[kPanel] = {};
+  for (int64_t first = 0; first < dims; first += kPanel, out += panel_steps * kStepBytes) {
+    const int64_t whole = std::min(kPanel, dims - first) / kWidth * kWidth, part = std::min(kPanel, dims - first) - whole;
+    for (int64_t row = 0; row < rows; row += kPerStep<E>) {
+      const T* even = x + row * stride + first;
+      const T* odd = row + 1 < rows ? even + stride : kZeros;
+      char* to = out + row / kPerStep<E> * kStepBytes;
+      for (int64_t i = 0; i < whole; i += kWidth) store_step<E>(to + i * 4, even + i, odd + i);
+      if (part > 0) {
+        T padded[2][kWidth] = {};
+        std::memcpy(padded[0], even + whole, part * sizeof(T));
+        std::memcpy(padded[1], odd + whole, part * sizeof(T));
+        store_step<E>(to + whole * 4, padded[0], padded[1]);
       }
-#endif
-      store(reinterpret_cast<float*>(to), first);
     }
   }
 }
@@ -153,35 +165,45 @@ Left left_rows(const T* x, int64_t stride, int64_t rows, int64_t dims, char* cop
   return {copy, bytes};
 }
 
-// Tiles of kRows rows and kVectors vectors down the rows, then smaller ones for what is left.
+// One tile of exactly `rows` rows, which are at most kRows.
+template <typename Dot, int kRows, int kVectors>
+FASTBERT_SIMD void exact_tile(int64_t rows, const char* a, int64_t row_stride, int64_t step_stride, const char* panel,
+                              int64_t steps, bool accumulate, char* sums) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows) {
+      return exact_tile<Dot, kRows - 1, kVectors>(rows, a, row_stride, step_stride, panel, steps, accumulate, sums);
+    }
+  }
+  tile<Dot, kRows, kVectors>(a, row_stride, step_stride, panel, steps, accumulate, sums);
+}
+
+// Narrow panels, which short sequences and small heads have, take tall tiles of nearly equal heights: enough sums at
+// once to hide the latency of the products.
 template <typename Dot, int kRows, int kVectors>
 void strip(int64_t rows, const char* a, int64_t row_stride, int64_t step_stride, const char* panel, int64_t steps,
            bool accumulate, char* sums) {
-  for (; rows >= kRows; rows -= kRows) {
-    tile<Dot, kRows, kVectors>(a, row_stride, step_stride, panel, steps, accumulate, sums);
-    a += kRows * row_stride;
-    sums += kRows * kStepBytes;
-  }
-  if constexpr (kRows > 1) {
-    if (rows > 0) {
-      strip<Dot, (kRows + 1) / 2, kVectors>(rows, a, row_stride, step_stride, panel, steps, accumulate, sums);
-    }
+  for (int64_t tiles = (rows + kRows - 1) / kRows; tiles > 0; --tiles) {
+    const int64_t height = (rows + tiles - 1) / tiles;
+    exact_tile<Dot, kRows, kVectors>(height, a, row_stride, step_stride, panel, steps, accumulate, sums);
+    rows -= height;
+    a += height * row_stride;
+    sums += height * kStepBytes;
   }
 }
 
-// Narrow panels, which short sequences and small heads have, take tall tiles: enough sums at once to hide the latency of
-// the products.
 template <typename Dot>
 FASTBERT_SIMD void product_chain(int64_t rows, const char* a, int64_t row_stride, int64_t step_stride,
                                  const char* panel, int64_t steps, int64_t columns, bool accumulate, char* sums) {
   if constexpr (kTileVectors == 4) {
-    if (columns <= kWidth) return strip<Dot, 12, 1>(rows, a, row_stride, step_stride, panel, steps, accumulate, sums);
-    if (columns <= 2 * kWidth) return strip<Dot, 12, 2>(rows, a, row_stride, step_stride, panel, steps, accumulate, sums);
-    if (columns <= 3 * kWidth) return strip<Dot, 8, 3>(rows, a, row_stride, step_stride, panel, steps, accumulate, sums);
+    switch ((columns + kWidth - 1) / kWidth) {
+      case 1: return strip<Dot, 16, 1>(rows, a, row_stride, step_stride, panel, steps, accumulate, sums);
+      case 2: return strip<Dot, 12, 2>(rows, a, row_stride, step_stride, panel, steps, accumulate, sums);
+      case 3: return strip<Dot, 8, 3>(rows, a, row_stride, step_stride, panel, steps, accumulate, sums);
+    }
   }
   for (int64_t row = 0; row < rows; row += kTileRows) {
-    tile_rows<Dot>(std::min<int64_t>(kTileRows, rows - row), a + row * row_stride, row_stride, step_stride, panel, steps,
-                   columns, accumulate, sums + row * kStepBytes);
+    tile_rows<Dot>(std::min<int64_t>(kTileRows, rows - row), a + row * row_stride, row_stride, step_stride, panel,
+                   steps, columns, accumulate, sums + row * kStepBytes);
   }
 }
 

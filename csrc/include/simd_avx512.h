@@ -106,4 +106,10 @@ FASTBERT_SIMD Floats dot_bf16(Floats c, const void* a, Ints b) {
   __builtin_memcpy(&two, a, 4);
   return _mm512_dpbf16_ps(c, (__m512bh)_mm512_set1_epi32(two), (__m512bh)b);
 }
+// As pair_bf16, of what is bfloat16 already.
+FASTBERT_SIMD Ints pair_bf16(const BFloat16* even, const BFloat16* odd) {
+  const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(even)));
+  const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(odd)));
+  return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+}
 #endif
