@@ -161,42 +161,69 @@ constexpr int64_t kChain = INT64_MAX;
 template <>
 constexpr int64_t kChain<Float32Dot> = 256;
 
-// A whole product of one tile, added to `sums` if `accumulate`.
+// Steps of a panel that all rows of a block go through before the next ones: 192 KB of panel, and as much that is on its
+// way, leave room in the second-level cache for the rows.
+constexpr int64_t kBlockSteps = 768;
+
+// A part of one product: steps [0, steps) of a panel and of the rows at `x`.
+struct Part {
+  const char* x;
+  int64_t x_stride;
+  const char* panel;
+  int64_t steps;
+};
+
+// One part for one tile, added to `sums` if `accumulate`. What follows the part in memory, mostly the next part, is
+// fetched meanwhile, by the first tiles of a block of rows: a quarter by each, or a half where there are few.
 template <typename Dot>
-FASTBERT_SIMD void tile_product(int64_t rows, const char* x, int64_t row_stride, int64_t step_stride, const char* panel,
-                                int64_t steps, int64_t columns, bool accumulate, char* sums) {
-  int64_t step = 0;
-  do {
-    const int64_t count = std::min(steps - step, kChain<Dot>);
-    tile_rows<Dot>(rows, x + step * step_stride, row_stride, step_stride, panel + step * kStepBytes, count, columns,
-                   accumulate || step > 0, sums);
-    step += count;
-  } while (step < steps);
+FASTBERT_SIMD void tile_part(const Part& part, int64_t row, int64_t rows, int64_t block_rows, int64_t columns,
+                             bool accumulate, char* sums) {
+  const char* x = part.x + row * part.x_stride;
+  const int64_t index = row / kTileRows;
+  const int64_t lines = block_rows >= 4 * kTileRows ? (index < 4 ? 1 : 0) : block_rows >= 2 * kTileRows ? (index < 2 ? 2 : 0) : 0;
+  for (int64_t step = 0; step == 0 || step < part.steps; step += kChain<Dot>) {
+    const int64_t count = std::min(part.steps - step, kChain<Dot>);
+    const char* panel = part.panel + step * kStepBytes;
+    const char* fetch = part.panel + part.steps * kStepBytes + (index * part.steps + step) * lines * 64;
+    if (kTileVectors * kWidth == kPanel && rows == kTileRows && lines > 0) {
+      if (lines == 1) {
+        tile<Dot, kTileRows, kTileVectors, 1>(x + step * 4, part.x_stride, 4, panel, count, accumulate || step > 0, sums, fetch);
+      } else {
+        tile<Dot, kTileRows, kTileVectors, 2>(x + step * 4, part.x_stride, 4, panel, count, accumulate || step > 0, sums, fetch);
+      }
+    } else {
+      tile_rows<Dot>(rows, x + step * 4, part.x_stride, 4, panel, count, columns, accumulate || step > 0, sums);
+    }
+  }
 }
 
 template <typename Dot>
 void gemm_panels(const GemmArgs& args, const GemmTarget& target, const Rows& x, const Rows* addends, int64_t row_begin,
-                 int64_t row_end, int64_t begin, int64_t end, const Channels& channels) {
-  const PackedWeight& weight = target.weight;
-  const int64_t bytes = panel_bytes(weight.format, weight.in_features);
-  alignas(64) char sums[kTileRows * kStepBytes];
+                 int64_t row_end, int64_t begin, int64_t end, const Channels& channels, Scratch& scratch) {
+  const int64_t block_rows = row_end - row_begin;
+  char* sums = scratch.get(block_rows * kStepBytes);
   for (int64_t p = begin; p < end; ++p) {
-    const int64_t columns = std::min(kPanel, weight.out_features - p * kPanel);
-    for (int64_t row = row_begin; row < row_end; row += kTileRows) {
-      const int64_t rows = std::min<int64_t>(kTileRows, row_end - row), local = row - row_begin;
-      tile_product<Dot>(rows, x.data + local * x.stride, x.stride, 4, weight.packed + p * bytes, bytes / kStepBytes,
-                        columns, false, sums);
-      for (int64_t i = 0; i < target.num_addends; ++i) {
-        const PackedWeight& other = target.addends[i].weight;
-        const int64_t other_bytes = panel_bytes(other.format, other.in_features);
-        tile_product<Dot>(rows, addends[i].data + local * addends[i].stride, addends[i].stride, 4,
-                          other.packed + p * other_bytes, other_bytes / kStepBytes, columns, true, sums);
-      }
-      const float* row_scale = x.scale == nullptr ? nullptr : x.scale + local;
-      if (args.out_dtype == DType::kFloat32) {
-        finish_tile<float>(target, channels, row_scale, row, rows, p * kPanel, sums);
-      } else {
-        finish_tile<BFloat16>(target, channels, row_scale, row, rows, p * kPanel, sums);
+    const int64_t columns = std::min(kPanel, target.weight.out_features - p * kPanel);
+    for (int64_t product = 0; product <= target.num_addends; ++product) {
+      const PackedWeight& weight = product == 0 ? target.weight : target.addends[product - 1].weight;
+      const Rows& rows = product == 0 ? x : addends[product - 1];
+      const int64_t bytes = panel_bytes(weight.format, weight.in_features), steps = bytes / kStepBytes;
+      for (int64_t step = 0; step == 0 || step < steps; step += kBlockSteps) {
+        const Part part{rows.data + step * 4, rows.stride, weight.packed + p * bytes + step * kStepBytes,
+                        std::min(kBlockSteps, steps - step)};
+        const bool first = product == 0 && step == 0, last = product == target.num_addends && step + kBlockSteps >= steps;
+        for (int64_t row = 0; row < block_rows; row += kTileRows) {
+          const int64_t count = std::min<int64_t>(kTileRows, block_rows - row);
+          char* tile_sums = sums + row * kStepBytes;
+          tile_part<Dot>(part, row, count, block_rows, columns, !first, tile_sums);
+          if (!last) continue;
+          const float* row_scale = x.scale == nullptr ? nullptr : x.scale + row;
+          if (args.out_dtype == DType::kFloat32) {
+            finish_tile<float>(target, channels, row_scale, row_begin + row, count, p * kPanel, tile_sums);
+          } else {
+            finish_tile<BFloat16>(target, channels, row_scale, row_begin + row, count, p * kPanel, tile_sums);
+          }
+        }
       }
     }
   }
@@ -204,6 +231,7 @@ void gemm_panels(const GemmArgs& args, const GemmTarget& target, const Rows& x, 
 
 void gemm(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
   static thread_local Prepared prepared;
+  static thread_local Scratch sums;
   static thread_local std::deque<Prepared> prepared_addends;
   static thread_local std::vector<float> channels;
   Rows x{nullptr, 0, nullptr};
@@ -239,15 +267,15 @@ void gemm(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t pane
     const Channels of{bias, scale};
     switch (weight.format) {
       case DType::kFloat32:
-        gemm_panels<Float32Dot>(args, target, x, addends.data(), row_begin, row_end, begin, end, of);
+        gemm_panels<Float32Dot>(args, target, x, addends.data(), row_begin, row_end, begin, end, of, sums);
         break;
       case DType::kBFloat16:
 #if defined(FASTBERT_BF16)
-        gemm_panels<BFloat16Dot>(args, target, x, addends.data(), row_begin, row_end, begin, end, of);
+        gemm_panels<BFloat16Dot>(args, target, x, addends.data(), row_begin, row_end, begin, end, of, sums);
 #endif
         break;
       case DType::kInt8:
-        gemm_panels<Int8Dot>(args, target, x, addends.data(), row_begin, row_end, begin, end, of);
+        gemm_panels<Int8Dot>(args, target, x, addends.data(), row_begin, row_end, begin, end, of, sums);
         break;
     }
   }

@@ -36,16 +36,18 @@ struct Int8Dot {
 
 // sums (kRows, kPanel), four bytes each: rows of `a` times kVectors vectors of the panel, from `steps` steps; added to what
 // is there if `accumulate`. Strides are in bytes: a matrix as it lies has steps 4 apart, a packed panel serves as its
-// own transpose with rows 4 and steps kStepBytes apart.
-template <typename Dot, int kRows, int kVectors>
+// own transpose with rows 4 and steps kStepBytes apart. Each step also asks for kFetch cache lines from `fetch` on: what
+// is needed next comes into the second-level cache while the vector units are busy.
+template <typename Dot, int kRows, int kVectors, int kFetch = 0>
 FASTBERT_SIMD void tile(const char* a, int64_t row_stride, int64_t step_stride, const char* panel, int64_t steps,
-                        bool accumulate, char* sums) {
+                        bool accumulate, char* sums, const char* fetch = nullptr) {
   using Sum = typename Dot::Sum;
   Sum sum[kRows][kVectors];
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kVectors; ++v) sum[r][v] = Dot::zero();
   }
   for (int64_t step = 0; step < steps; ++step) {
+    for (int line = 0; line < kFetch; ++line) __builtin_prefetch(fetch + (step * kFetch + line) * 64, 0, 2);
     Ints b[kVectors];
     for (int v = 0; v < kVectors; ++v) {
       b[v] = load(reinterpret_cast<const int32_t*>(panel + step * kStepBytes) + v * kWidth);
