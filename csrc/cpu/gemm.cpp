@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cmath>
 #include <deque>
+#include <type_traits>
 #include <vector>
 
 #include "../include/scratch.h"
