@@ -245,3 +245,27 @@ def test_opcheck():
     out, pre = torch.ops.fastbert.feed_forward_cpu(*call)
     call = (out, x, pre, weights[0], down, "gelu", True, True, True)
     torch.library.opcheck(torch.ops.fastbert.feed_forward_bwd_cpu.default, call, test_utils=tests)
+
+
+def test_a_gradient_that_is_still_held_is_never_written_again():
+    """The memory of a weight's gradient is used again, but only when nothing holds it any more."""
+    x, weight = torch.randn(9, 64), torch.randn(80, 64, requires_grad=True)
+
+    def gradient(scale: float) -> torch.Tensor:
+        weight.grad = None
+        ops.linear(x * scale, weight, None, backend="cpu").sum().backward()
+        return weight.grad
+
+    held = gradient(1.0)
+    copy, memory = held.clone(), held.data_ptr()
+    view = held[3:5]
+    del held
+    newer = gradient(2.0)
+    assert newer.data_ptr() != memory and torch.equal(view, copy[3:5])
+    memory = newer.data_ptr()
+    del newer
+    assert gradient(3.0).data_ptr() == memory
+    accumulated = torch.autograd.grad(
+        ops.linear(x, weight, None, backend="cpu").sum() + ops.linear(x, weight, None, backend="cpu").sum(), weight
+    )[0]
+    assert torch.equal(accumulated, copy + copy)

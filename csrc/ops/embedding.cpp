@@ -4,49 +4,15 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <map>
-#include <mutex>
+#include <cstring>
 #include <numeric>
 #include <vector>
 
 #include "../cpu/embedding.h"
+#include "gradients.h"
 #include "tensors.h"
 
 namespace fastbert {
-namespace {
-
-// Zeros in the shape of `table`, in the memory of the last gradient of that table if that is free again: a word
-// embedding's gradient is the largest tensor of a step, and fresh pages for it cost several times the zeros.
-at::Tensor zeros_like_table(const at::Tensor& table) {
-  struct Entry {
-    c10::weak_intrusive_ptr<c10::StorageImpl> table;
-    c10::Storage gradient;
-  };
-  static std::mutex mutex;
-  static auto* entries = new std::map<const void*, Entry>();  // never destroyed: tensors may outlive static objects
-  const size_t bytes = table.numel() * table.element_size();
-  at::Tensor zeros;
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    for (auto it = entries->begin(); it != entries->end();) {
-      it = it->second.table.expired() ? entries->erase(it) : std::next(it);
-    }
-    const auto found = entries->find(table.const_data_ptr());
-    if (found != entries->end() && found->second.gradient.use_count() == 1 && found->second.gradient.nbytes() == bytes) {
-      zeros = at::empty({0}, table.options()).set_(found->second.gradient, 0, table.sizes(), {});
-    } else {
-      zeros = at::empty(table.sizes(), table.options());
-      entries->insert_or_assign(table.const_data_ptr(), Entry{table.storage().getWeakStorageImpl(), zeros.storage()});
-    }
-  }
-  auto* data = static_cast<char*>(zeros.mutable_data_ptr());
-  at::parallel_for(0, static_cast<int64_t>(bytes), 1 << 18,
-                   [&](int64_t begin, int64_t end) { std::memset(data + begin, 0, static_cast<size_t>(end - begin)); });
-  return zeros;
-}
-
-}  // namespace
-
 at::Tensor embed_fwd_cpu(const std::optional<at::Tensor>& input_ids, const at::Tensor& position_ids_,
                          const std::optional<at::Tensor>& token_type_ids, const at::Tensor& word_,
                          const at::Tensor& position_, const std::optional<at::Tensor>& token_type_) {
@@ -84,7 +50,11 @@ at::Tensor embed_bwd_cpu(const at::Tensor& dout_, const at::Tensor& ids_, const 
   std::iota(order.begin(), order.end(), 0);
   std::sort(order.begin(), order.end(),
             [&](int64_t a, int64_t b) { return id[a] != id[b] ? id[a] < id[b] : a < b; });
-  const at::Tensor dtable = zeros_like_table(table);
+  const at::Tensor dtable = gradient_like(table);
+  auto* bytes = static_cast<char*>(dtable.mutable_data_ptr());
+  at::parallel_for(0, static_cast<int64_t>(dtable.nbytes()), 1 << 18, [&](int64_t begin, int64_t end) {
+    std::memset(bytes + begin, 0, static_cast<size_t>(end - begin));
+  });
   for_dtype(table.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     const EmbedBwd<T> args{data<const T>(dout), order.data(), id, tokens, width, padding_idx, data<T>(dtable)};

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "gradients.h"
 #include "packed_weights.h"
 #include "tensors.h"
 
@@ -128,7 +129,7 @@ at::Tensor pack_tokens(const at::Tensor& x_, DType format) {
 // dout^T x in the weight's dtype, of operands that pack_tokens made.
 at::Tensor weight_gradient(const at::Tensor& dout, const at::Tensor& x, DType format, int64_t tokens,
                            const at::Tensor& weight) {
-  const at::Tensor dweight = at::empty(weight.sizes(), weight.options());
+  const at::Tensor dweight = gradient_like(weight);
   const GemmTransposedArgs args{static_cast<const char*>(dout.const_data_ptr()),
                                 static_cast<const char*>(x.const_data_ptr()),
                                 format,
