@@ -43,6 +43,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "fastbert.backend": ("Backend", "BackendError", "backends", "use_backend"),
     "fastbert.config": ("ConfigError", "EncoderConfig"),
     "fastbert.hub": ("CheckpointError",),
+    "fastbert.master_weights": ("MasterWeights",),
     "fastbert.packing": ("InputError", "PackedBatch"),
     "fastbert.quantization": ("quantization_error", "quantize"),
     "fastbert.sentences": ("SentenceEncoder",),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from fastbert.backend import declare, select
+from fastbert.backend import Backend, register, select
 from fastbert.ops import _torch
+from fastbert.ops.linear import linear, supports_gemm_cpu
 
-declare("cross_entropy")
+register("cross_entropy", Backend.CPU, lambda x, weight, *others: supports_gemm_cpu(x, weight))
 
 at_least_fp32 = _torch.at_least_fp32
 
@@ -31,7 +32,10 @@ def cross_entropy(
     Returns:
         fp32 scalar, fp64 where that came in; 0, with zero gradients, when no token has a label (torch: NaN).
     """
-    select("cross_entropy", backend, hidden_states, weight, bias, labels)
+    if select("cross_entropy", backend, hidden_states, weight, bias, labels) is Backend.CPU:
+        kept = (labels != ignore_index).nonzero().flatten()
+        logits = linear(hidden_states.index_select(0, kept), weight, bias, backend="cpu")
+        return _torch.logits_cross_entropy(logits, labels.index_select(0, kept), ignore_index, label_smoothing)
     return _torch.cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoothing)
 
 
