@@ -4,64 +4,104 @@
 // Keys are taken in blocks whose scores and packed operands stay in the second-level cache; a longer row rescales what
 // it has summed when a later block holds a larger score (Milakov & Gimelshein 2018, "Online normalizer calculation for
 // softmax", algorithm 3).
-constexpr int64_t kQueryRows = 24;
-constexpr int64_t kKeyBlock = 512;
-
-// What is known of a row after some of its keys: the top score (the smallest, if softmax_scale is negative) and the sum
-// of exp(softmax_scale * (score - top)).
-struct RowState {
-  float top, sum;
-};
-
-// Scores of one row, in panels `panel_stride` floats apart, to probabilities that lack their division by the sum.
-// Returns what the sums of earlier blocks must be multiplied by. `scale` is softmax_scale * log2(e).
-template <typename E>
-FASTBERT_SIMD float softmax_row(const float* scores, int64_t panel_stride, int64_t keys, float scale,
-                                const float* multiplier, bool is_first, RowState& state, E* probs) {
-  constexpr int64_t kVectors = kPanel / kWidth;
-  const int64_t whole = keys / kPanel;
-  const float sign = scale < 0.0f ? -1.0f : 1.0f;
-  Floats tops[kVectors];
-  for (int64_t v = 0; v < kVectors; ++v) tops[v] = set1(is_first ? -__builtin_inff() : state.top * sign);
-  for (int64_t p = 0; p < whole; ++p) {
-    const float* from = scores + p * panel_stride;
-    for (int64_t v = 0; v < kVectors; ++v) tops[v] = max(tops[v], mul(load(from + v * kWidth), set1(sign)));
-  }
-  const float* tail = scores + whole * panel_stride;
-  for (int64_t i = 0; i < keys % kPanel; i += kWidth) {
-    tops[0] = max(tops[0], fma(load(tail + i), set1(sign), beyond(keys % kPanel - i)));
-  }
-  for (int64_t v = 1; v < kVectors; ++v) tops[0] = max(tops[0], tops[v]);
-  const float top = largest(tops[0]) * sign;
-
-  Floats total = set1(0.0f);
-  for (int64_t key = 0; key < keys; key += kPanel) {
-    const float* from = scores + key / kPanel * panel_stride;
-    for (int64_t i = 0; i < std::min(kPanel, keys - key); i += kWidth) {
-      Floats x = exp_score<E>(from + i, set1(top), set1(scale), keys - key - i);
-      total = add(total, x);
-      if (multiplier != nullptr) x = mul(x, load(multiplier + key + i));
-      store(probs + key + i, x);
-    }
-  }
-  float correction = 1.0f;
-  if (!is_first) {
-    float lanes[kWidth];
-    store(lanes, exp2<true>(set1((state.top - top) * scale)));
-    correction = lanes[0];
-  }
-  state.sum = (is_first ? 0.0f : state.sum * correction) + sum(total);
-  state.top = top;
-  return correction;
-}
+constexpr int64_t kQueryRows = 48;
+constexpr int64_t kKeyBlock = 1024;
 
 struct FwdMemory {
   char *k_columns, *v_rows;        // packed, all keys
-  char *scores, *probs, *q_copy;   // kQueryRows rows by one block of keys; q_copy where rows are no whole steps
+  float* scores;                   // kQueryRows rows by one block of keys
+  char *probs, *q_copy;            // the same; q_copy where rows are no whole steps
   char* sums;                      // kQueryRows rows of the output
   float* multiplier;               // null without dropout
   int64_t probs_stride;            // bytes
 };
+
+// What is known of the rows of a block after some of their keys: the top score (the smallest, if softmax_scale is
+// negative), the sum of exp(softmax_scale * (score - top)), and what earlier sums were multiplied by when top changed.
+struct RowStates {
+  alignas(64) float top[kQueryRows], sum[kQueryRows], correction[kQueryRows];
+};
+
+struct Max {
+  static FASTBERT_SIMD Floats combine(Floats a, Floats b) { return max(a, b); }
+};
+struct Sum {
+  static FASTBERT_SIMD Floats combine(Floats a, Floats b) { return add(a, b); }
+};
+
+// Lane r becomes the maximum or the sum of row r: each stage interleaves the rows two by two and combines their halves,
+// in a third of the instructions that kWidth reductions of one vector take.
+template <typename Op>
+FASTBERT_SIMD Floats reduce_rows(const float (*lanes)[kWidth]) {
+  Floats row[kWidth];
+#pragma GCC unroll 16
+  for (int64_t r = 0; r < kWidth; ++r) row[r] = load(lanes[r]);
+#pragma GCC unroll 4
+  for (int64_t half = kWidth / 2; half > 0; half /= 2) {
+#pragma GCC unroll 8
+    for (int64_t r = 0; r < half; ++r) {
+      const Ints a = (Ints)row[r], b = (Ints)row[r + half];
+      row[r] = Op::combine((Floats)interleave_low(a, b), (Floats)interleave_high(a, b));
+    }
+  }
+  return row[0];
+}
+
+// Scores (panels, kQueryRows, kPanel) of up to kWidth rows from `first` on to probabilities that lack their division by
+// the sum; `scale` is softmax_scale * log2(e). Row r's dropout counters begin at counter + r * counters_per_query.
+template <typename E>
+void softmax_rows(const FwdMemory& m, int64_t first, int64_t rows, int64_t keys, float scale, const Dropout& dropout,
+                  uint64_t counter, uint64_t counters_per_query, bool is_first, RowStates& states) {
+  constexpr int64_t kVectors = kPanel / kWidth, kPanelStride = kQueryRows * kPanel;
+  alignas(64) float lanes[kWidth][kWidth];
+  const int64_t whole = keys / kPanel;
+  const Floats sign = set1(scale < 0.0f ? -1.0f : 1.0f), scales = set1(scale);
+  const float* scores = m.scores + first * kPanel;
+  for (int64_t r = 0; r < rows; ++r) {
+    const float* row = scores + r * kPanel;
+    Floats top[kVectors];
+    for (int64_t v = 0; v < kVectors; ++v) top[v] = set1(-__builtin_inff());
+    for (int64_t p = 0; p < whole; ++p) {
+      for (int64_t v = 0; v < kVectors; ++v) {
+        top[v] = max(top[v], mul(load(row + p * kPanelStride + v * kWidth), sign));
+      }
+    }
+    for (int64_t i = 0; i < keys % kPanel; i += kWidth) {
+      top[0] = max(top[0], fma(load(row + whole * kPanelStride + i), sign, beyond(keys % kPanel - i)));
+    }
+    for (int64_t v = 1; v < kVectors; ++v) top[0] = max(top[0], top[v]);
+    store(lanes[r], top[0]);
+  }
+  Floats tops = reduce_rows<Max>(lanes), correction = set1(0.0f), sums = set1(0.0f);
+  if (!is_first) {
+    const Floats before = load(states.top + first);
+    tops = max(mul(before, sign), tops);
+    correction = exp2<true>(mul(sub(before, mul(tops, sign)), scales));
+    sums = load(states.sum + first);
+  }
+  store(states.top + first, mul(tops, sign));
+  store(states.correction + first, correction);
+
+  for (int64_t r = 0; r < rows; ++r) {
+    if (m.multiplier != nullptr) {
+      fill_dropout_from(dropout, counter + static_cast<uint64_t>(r) * counters_per_query, keys, m.multiplier);
+    }
+    const Floats top = set1(states.top[first + r]);
+    E* probs = reinterpret_cast<E*>(m.probs + (first + r) * m.probs_stride);
+    Floats total = set1(0.0f);
+    for (int64_t key = 0; key < keys; key += kPanel) {
+      const float* from = scores + key / kPanel * kPanelStride + r * kPanel;
+      for (int64_t i = 0; i < std::min(kPanel, keys - key); i += kWidth) {
+        Floats x = exp_score<E>(from + i, top, scales, keys - key - i);
+        total = add(total, x);
+        if (m.multiplier != nullptr) x = mul(x, load(m.multiplier + key + i));
+        store(probs + key + i, x);
+      }
+    }
+    store(lanes[r], total);
+  }
+  store(states.sum + first, fma(sums, correction, reduce_rows<Sum>(lanes)));
+}
 
 template <typename E, typename T>
 FwdMemory lay_out(Carver& carver, const AttentionInputs<T>& in, int64_t n, int64_t block) {
@@ -69,7 +109,7 @@ FwdMemory lay_out(Carver& carver, const AttentionInputs<T>& in, int64_t n, int64
   FwdMemory memory;
   memory.k_columns = carver.take((n + kPanel - 1) / kPanel * dim_steps * kStepBytes);
   memory.v_rows = carver.take(dim_panels * steps_of<E>(n) * kStepBytes);
-  memory.scores = carver.take(block / kPanel * kQueryRows * kStepBytes);
+  memory.scores = carver.take_floats(block * kQueryRows);
   // A line more than the keys need: rows 1 KB apart would compete for the same sets of the first-level cache.
   memory.probs_stride = block * static_cast<int64_t>(sizeof(E)) + 64;
   memory.probs = carver.take(kQueryRows * memory.probs_stride);
@@ -99,40 +139,40 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task)
     for (int64_t query = task.query_begin; query < task.query_end; query += kQueryRows) {
       const int64_t rows = std::min(kQueryRows, task.query_end - query), token = task.first_token + query;
       const Left q = left_rows<E>(in.q.at(token, head), in.q.token_stride, rows, d, m.q_copy);
-      RowState state[kQueryRows];
+      RowStates states;
       for (int64_t key = 0; key < n; key += block) {
         const int64_t keys = std::min(block, n - key);
         for (int64_t p = 0; p * kPanel < keys; ++p) {
           product<Dot>(rows, q.data, q.stride, 4, m.k_columns + (key / kPanel + p) * dim_steps * kStepBytes, dim_steps,
-                       std::min(kPanel, keys - p * kPanel), false, m.scores + p * kQueryRows * kStepBytes);
+                       std::min(kPanel, keys - p * kPanel), false,
+                       reinterpret_cast<char*>(m.scores + p * kQueryRows * kPanel));
         }
-        for (int64_t r = 0; r < rows; ++r) {
-          if (m.multiplier != nullptr) {
-            const auto row = static_cast<uint64_t>((token + r) * in.num_heads + head);
-            fill_dropout_from(in.dropout, (row << 32) + static_cast<uint64_t>(key / 4), keys, m.multiplier);
-          }
-          const float correction = softmax_row<E>(reinterpret_cast<const float*>(m.scores + r * kStepBytes), kQueryRows * kPanel,
-                                                  keys, scale, m.multiplier, key == 0, state[r],
-                                                  reinterpret_cast<E*>(m.probs + r * m.probs_stride));
-          if (key == 0) continue;
+        const auto row = static_cast<uint64_t>(token * in.num_heads + head);
+        const uint64_t counter = (row << 32) + static_cast<uint64_t>(key / 4);
+        const uint64_t counters_per_query = static_cast<uint64_t>(in.num_heads) << 32;
+        for (int64_t r = 0; r < rows; r += kWidth) {
+          softmax_rows<E>(m, r, std::min(kWidth, rows - r), keys, scale, in.dropout,
+                          counter + static_cast<uint64_t>(r) * counters_per_query, counters_per_query, key == 0, states);
+        }
+        for (int64_t r = 0; key > 0 && r < rows; ++r) {
           for (int64_t dim = 0; dim < d; dim += kWidth) {
             auto* sum = reinterpret_cast<float*>(m.sums + (dim / kPanel * kQueryRows + r) * kStepBytes) + dim % kPanel;
-            store(sum, mul(load(sum), set1(correction)));
+            store(sum, mul(load(sum), set1(states.correction[r])));
           }
         }
         for (int64_t p = 0; p < dim_panels; ++p) {
           product<Dot>(rows, m.probs, m.probs_stride, 4, m.v_rows + (p * key_steps + key / kPerStep<E>) * kStepBytes,
-                       steps_of<E>(keys), std::min(kPanel, d - p * kPanel), key > 0, m.sums + p * kQueryRows * kStepBytes);
+                       steps_of<E>(keys), std::min(kPanel, d - p * kPanel), key > 0,
+                       m.sums + p * kQueryRows * kStepBytes);
         }
       }
       for (int64_t r = 0; r < rows; ++r) {
-        write_row(m.sums + r * kStepBytes, kQueryRows, 1.0f / state[r].sum, d, args.out.at(token + r, head));
-        if (args.softmax_stats != nullptr) {
-          float* stats = args.softmax_stats + head * args.total_tokens + token + r;
-          stats[0] = state[r].top;
-          stats[in.num_heads * args.total_tokens] = state[r].sum;
-        }
+        write_row(m.sums + r * kStepBytes, kQueryRows, 1.0f / states.sum[r], d, args.out.at(token + r, head));
       }
+      if (args.softmax_stats == nullptr) continue;
+      float* stats = args.softmax_stats + head * args.total_tokens + token;
+      std::copy_n(states.top, rows, stats);
+      std::copy_n(states.sum, rows, stats + in.num_heads * args.total_tokens);
     }
   }
 }
