@@ -90,7 +90,7 @@ void pack_typed(const PackArgs& args, int64_t begin, int64_t end) {
   for (int64_t p = begin; p < end; ++p) {
     auto* out = reinterpret_cast<uint32_t*>(args.packed + p * panel_bytes(args.format, k));
     const int64_t first = p * kPanel, columns = std::min(kPanel, args.out_features - first);
-    if (columns < kPanel) std::memset(out, 0, static_cast<size_t>(steps) * kPanel * 4);
+    if (columns < kPanel && steps > 0) std::memset(out, 0, static_cast<size_t>(steps) * kPanel * 4);
     for (int64_t step = 0; step < steps; step += kSteps) {
       const int64_t count = std::min(kSteps, steps - step), left = k - step * kPerStep;
       const From* from = weight + first * args.out_stride + step * kPerStep * args.in_stride;
