@@ -166,9 +166,9 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task)
                        m.sums + p * kQueryRows * kStepBytes);
         }
       }
-      for (int64_t r = 0; r < rows; ++r) {
-        write_row(m.sums + r * kStepBytes, kQueryRows, 1.0f / states.sum[r], d, args.out.at(token + r, head));
-      }
+      float inverse[kQueryRows];
+      for (int64_t r = 0; r < rows; r += kWidth) store(inverse + r, div(set1(1.0f), load(states.sum + r)));
+      write_rows(m.sums, kQueryRows, inverse, 1, rows, d, args.out.at(token, head), args.out.token_stride);
       if (args.softmax_stats == nullptr) continue;
       float* stats = args.softmax_stats + head * args.total_tokens + token;
       std::copy_n(states.top, rows, stats);
