@@ -34,21 +34,6 @@ struct Carver {
   float* take_floats(int64_t count) { return reinterpret_cast<float*>(take(count * 4)); }
 };
 
-// block[i][j] becomes block[j][i]: each stage interleaves the halves of the list.
-FASTBERT_SIMD void transpose(Ints (&block)[kWidth]) {
-#pragma GCC unroll 4
-  for (int64_t stage = 1; stage < kWidth; stage *= 2) {
-    Ints next[kWidth];
-#pragma GCC unroll 16
-    for (int64_t i = 0; i < kWidth / 2; ++i) {
-      next[2 * i] = interleave_low(block[i], block[i + kWidth / 2]);
-      next[2 * i + 1] = interleave_high(block[i], block[i + kWidth / 2]);
-    }
-#pragma GCC unroll 16
-    for (int64_t i = 0; i < kWidth; ++i) block[i] = next[i];
-  }
-}
-
 // kWidth steps of a row.
 template <typename E, typename T>
 FASTBERT_SIMD Ints load_steps(const T* row) {
