@@ -154,7 +154,7 @@ void attention_bwd_head(const AttentionBwd<T>& args, const BwdMemory& memory, co
   const int64_t q_stride = in.q.token_stride, dout_stride = args.dout.token_stride;
   const T *q = in.q.at(token, head), *dout = args.dout.at(token, head);
   // The softmax of one score is 1 whatever the score: rounding must not make a gradient of dP - delta.
-  const float dscores_scale = length == 1 ? 0.0f : in.softmax_scale;
+  const float dscores_scale = length == 1 ? 0.0f : in.softmax_scale, one = 1.0f;
 
   const float* stats = args.softmax_stats + head * args.total_tokens + token;
   for (int64_t r = 0; r < rows_total; ++r) {
@@ -203,14 +203,12 @@ void attention_bwd_head(const AttentionBwd<T>& args, const BwdMemory& memory, co
       }
     }
     if (!range.has_dkv) continue;
-    for (int64_t r = 0; r < keys; ++r) {
-      write_row(memory.dk_sums + r * kStepBytes, kBlock, dscores_scale, d, args.dk.at(key_token + r, head));
-      write_row(memory.dv_sums + r * kStepBytes, kBlock, 1.0f, d, args.dv.at(key_token + r, head));
-    }
+    write_rows(memory.dk_sums, kBlock, &dscores_scale, 0, keys, d, args.dk.at(key_token, head), args.dk.token_stride);
+    write_rows(memory.dv_sums, kBlock, &one, 0, keys, d, args.dv.at(key_token, head), args.dv.token_stride);
   }
-  for (int64_t r = 0; range.has_dq && r < rows_total; ++r) {
-    write_row(memory.dq_sums + r * kStepBytes, rows_total, dscores_scale, d, args.dq.at(token + r, head));
-  }
+  if (!range.has_dq) return;
+  write_rows(memory.dq_sums, rows_total, &dscores_scale, 0, rows_total, d, args.dq.at(token, head),
+             args.dq.token_stride);
 }
 
 template <typename E, typename T>

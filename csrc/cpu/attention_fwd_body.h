@@ -47,6 +47,23 @@ FASTBERT_SIMD Floats reduce_rows(const float (*lanes)[kWidth]) {
   return row[0];
 }
 
+// Probabilities of one row, and what is to be summed of them: all before dropout.
+template <typename E, bool kHasDropout>
+FASTBERT_SIMD Floats exp_row(const float* scores, int64_t keys, Floats top, Floats scale, const float* multiplier,
+                             E* probs) {
+  Floats total = set1(0.0f);
+  for (int64_t key = 0; key < keys; key += kPanel, scores += kQueryRows * kPanel) {
+    const int64_t columns = std::min(kPanel, keys - key);
+    for (int64_t i = 0; i < columns; i += kWidth) {
+      Floats x = exp_score<E>(scores + i, top, scale, columns - i);
+      total = add(total, x);
+      if constexpr (kHasDropout) x = mul(x, load(multiplier + key + i));
+      store(probs + key + i, x);
+    }
+  }
+  return total;
+}
+
 // Scores (panels, kQueryRows, kPanel) of up to kWidth rows from `first` on to probabilities that lack their division by
 // the sum; `scale` is softmax_scale * log2(e). Row r's dropout counters begin at counter + r * counters_per_query.
 template <typename E>
@@ -83,20 +100,15 @@ void softmax_rows(const FwdMemory& m, int64_t first, int64_t rows, int64_t keys,
   store(states.correction + first, correction);
 
   for (int64_t r = 0; r < rows; ++r) {
-    if (m.multiplier != nullptr) {
-      fill_dropout_from(dropout, counter + static_cast<uint64_t>(r) * counters_per_query, keys, m.multiplier);
-    }
-    const Floats top = set1(states.top[first + r]);
+    const float* row = scores + r * kPanel;
     E* probs = reinterpret_cast<E*>(m.probs + (first + r) * m.probs_stride);
-    Floats total = set1(0.0f);
-    for (int64_t key = 0; key < keys; key += kPanel) {
-      const float* from = scores + key / kPanel * kPanelStride + r * kPanel;
-      for (int64_t i = 0; i < std::min(kPanel, keys - key); i += kWidth) {
-        Floats x = exp_score<E>(from + i, top, scales, keys - key - i);
-        total = add(total, x);
-        if (m.multiplier != nullptr) x = mul(x, load(m.multiplier + key + i));
-        store(probs + key + i, x);
-      }
+    const Floats top = set1(states.top[first + r]);
+    Floats total;
+    if (m.multiplier == nullptr) {
+      total = exp_row<E, false>(row, keys, top, scales, nullptr, probs);
+    } else {
+      fill_dropout_from(dropout, counter + static_cast<uint64_t>(r) * counters_per_query, keys, m.multiplier);
+      total = exp_row<E, true>(row, keys, top, scales, m.multiplier, probs);
     }
     store(lanes[r], total);
   }
@@ -166,9 +178,9 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task)
                        m.sums + p * kQueryRows * kStepBytes);
         }
       }
-      for (int64_t r = 0; r < rows; ++r) {
-        write_row(m.sums + r * kStepBytes, kQueryRows, 1.0f / states.sum[r], d, args.out.at(token + r, head));
-      }
+      float inverse[kQueryRows];
+      for (int64_t r = 0; r < rows; r += kWidth) store(inverse + r, div(set1(1.0f), load(states.sum + r)));
+      write_rows(m.sums, kQueryRows, inverse, 1, rows, d, args.out.at(token, head), args.out.token_stride);
       if (args.softmax_stats == nullptr) continue;
       float* stats = args.softmax_stats + head * args.total_tokens + token;
       std::copy_n(states.top, rows, stats);

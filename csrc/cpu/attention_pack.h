@@ -34,21 +34,6 @@ struct Carver {
   float* take_floats(int64_t count) { return reinterpret_cast<float*>(take(count * 4)); }
 };
 
-// block[i][j] becomes block[j][i]: each stage interleaves the halves of the list.
-FASTBERT_SIMD void transpose(Ints (&block)[kWidth]) {
-#pragma GCC unroll 4
-  for (int64_t stage = 1; stage < kWidth; stage *= 2) {
-    Ints next[kWidth];
-#pragma GCC unroll 16
-    for (int64_t i = 0; i < kWidth / 2; ++i) {
-      next[2 * i] = interleave_low(block[i], block[i + kWidth / 2]);
-      next[2 * i + 1] = interleave_high(block[i], block[i + kWidth / 2]);
-    }
-#pragma GCC unroll 16
-    for (int64_t i = 0; i < kWidth; ++i) block[i] = next[i];
-  }
-}
-
 // kWidth steps of a row.
 template <typename E, typename T>
 FASTBERT_SIMD Ints load_steps(const T* row) {
@@ -110,14 +95,6 @@ FASTBERT_SIMD Floats load_part(const T* row, int64_t columns) {
   T line[kWidth] = {};
   for (int64_t i = 0; i < columns; ++i) line[i] = row[i];
   return load(line);
-}
-
-template <typename T>
-FASTBERT_SIMD void store_part(T* row, Floats x, int64_t columns) {
-  if (columns >= kWidth) return store(row, x);
-  float lane[kWidth];
-  store(lane, x);
-  for (int64_t i = 0; i < columns; ++i) row[i] = from_float<T>(lane[i]);
 }
 
 // Rows become the steps of panels: (panels of kPanel dims, `panel_steps` steps along the rows, kPanel). An odd last row
@@ -225,12 +202,23 @@ void product(int64_t rows, const char* a, int64_t row_stride, int64_t step_strid
   }
 }
 
-// out = factor * sums, for sums in panels of kPanel dims, `sum_rows` rows each.
+// Row r of out = factors[r * factor_stride] * row r of sums, for sums in panels of kPanel dims, `sum_rows` rows each.
 template <typename T>
-FASTBERT_SIMD void write_row(const char* sums, int64_t sum_rows, float factor, int64_t dims, T* out) {
-  for (int64_t dim = 0; dim < dims; dim += kWidth) {
-    const auto* from = reinterpret_cast<const float*>(sums + dim / kPanel * sum_rows * kStepBytes) + dim % kPanel;
-    store_part(out + dim, mul(load(from), set1(factor)), dims - dim);
+void write_rows(const char* sums, int64_t sum_rows, const float* factors, int64_t factor_stride, int64_t rows,
+                int64_t dims, T* out, int64_t out_stride) {
+  for (int64_t first = 0; first < dims; first += kPanel, sums += sum_rows * kStepBytes) {
+    const int64_t columns = std::min(kPanel, dims - first), whole = columns / kWidth * kWidth;
+    for (int64_t r = 0; r < rows; ++r) {
+      const auto* from = reinterpret_cast<const float*>(sums + r * kStepBytes);
+      T* to = out + r * out_stride + first;
+      const Floats factor = set1(factors[r * factor_stride]);
+      for (int64_t i = 0; i < whole; i += kWidth) store(to + i, mul(load(from + i), factor));
+      if (whole < columns) {
+        float part[kWidth];
+        store(part, mul(load(from + whole), factor));
+        for (int64_t i = whole; i < columns; ++i) to[i] = from_float<T>(part[i - whole]);
+      }
+    }
   }
 }
 

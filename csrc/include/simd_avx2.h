@@ -86,3 +86,26 @@ FASTBERT_SIMD Ints interleave_low(Ints a, Ints b) {
 FASTBERT_SIMD Ints interleave_high(Ints a, Ints b) {
   return _mm256_permute2x128_si256(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b), 0x31);
 }
+// block[i][j] becomes block[j][i]: by dwords, by pairs of them, by halves.
+FASTBERT_SIMD void transpose(Ints (&block)[8]) {
+  Ints t[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_epi32(block[i], block[i + 1]);
+    t[i + 1] = _mm256_unpackhi_epi32(block[i], block[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    block[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]);
+    block[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
+    block[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]);
+    block[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm256_permute2x128_si256(block[i], block[i + 4], 0x20);
+    t[i + 4] = _mm256_permute2x128_si256(block[i], block[i + 4], 0x31);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) block[i] = t[i];
+}

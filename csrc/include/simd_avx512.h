@@ -99,6 +99,33 @@ FASTBERT_SIMD Ints interleave_high(Ints a, Ints b) {
   const __m512i order = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
   return _mm512_permutex2var_epi32(a, order, b);
 }
+// block[i][j] becomes block[j][i]: by dwords, by pairs of them, by quarters.
+FASTBERT_SIMD void transpose(Ints (&block)[16]) {
+  Ints t[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(block[i], block[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(block[i], block[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    block[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    block[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    block[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    block[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {  // quarter q of block[4 g + i] is column 4 q + i of rows 4 g to 4 g + 3
+    const Ints even_low = _mm512_shuffle_i32x4(block[i], block[i + 4], 0x88);
+    const Ints even_high = _mm512_shuffle_i32x4(block[i + 8], block[i + 12], 0x88);
+    const Ints odd_low = _mm512_shuffle_i32x4(block[i], block[i + 4], 0xdd);
+    const Ints odd_high = _mm512_shuffle_i32x4(block[i + 8], block[i + 12], 0xdd);
+    block[i] = _mm512_shuffle_i32x4(even_low, even_high, 0x88);
+    block[i + 4] = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88);
+    block[i + 8] = _mm512_shuffle_i32x4(even_low, even_high, 0xdd);
+    block[i + 12] = _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd);
+  }
+}
 #if defined(FASTBERT_BF16)
 // c + a * b with two bfloat16 of `a` and two of each lane of b.
 FASTBERT_SIMD Floats dot_bf16(Floats c, const void* a, Ints b) {

@@ -89,3 +89,12 @@ FASTBERT_SIMD Ints dot_bytes(Ints c, const void* a, Ints b) {
 // a0 b0 a1 b1, and a2 b2 a3 b3: the low and the high halves, lane by lane.
 FASTBERT_SIMD Ints interleave_low(Ints a, Ints b) { return Ints{a[0], b[0], a[1], b[1]}; }
 FASTBERT_SIMD Ints interleave_high(Ints a, Ints b) { return Ints{a[2], b[2], a[3], b[3]}; }
+// block[i][j] becomes block[j][i].
+FASTBERT_SIMD void transpose(Ints (&block)[4]) {
+  const Ints a = interleave_low(block[0], block[2]), b = interleave_high(block[0], block[2]);
+  const Ints c = interleave_low(block[1], block[3]), d = interleave_high(block[1], block[3]);
+  block[0] = interleave_low(a, c);
+  block[1] = interleave_high(a, c);
+  block[2] = interleave_low(b, d);
+  block[3] = interleave_high(b, d);
+}
