@@ -25,7 +25,8 @@ except ImportError as error:
 # no -march: wider instruction sets are chosen by cpuid at run time. torch itself adds the -std that it needs. What is
 # not warned of are the undefined values in gcc's own AVX-512 headers.
 LINUX = sys.platform.startswith("linux")
-COMPILE_FLAGS = ["-O3", "-fno-math-errno", "-fvisibility=hidden", "-Wall", "-Wno-maybe-uninitialized", "-g0"]
+COMPILE_FLAGS = ["-O3", "-fno-math-errno", "-fvisibility=hidden", "-Wall", "-g0"]
+COMPILE_FLAGS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 OPENMP_FLAG = "-fopenmp" if LINUX else "-fopenmp-simd"
 
 

@@ -84,7 +84,8 @@ void square_gradients(const BwdMemory& memory, const Dropout& dropout, uint64_t 
   for (int64_t r = 0; r < rows; r += kPerStep<E>) {
     const int64_t pair_rows = std::min(kPerStep<E>, rows - r);
     for (int64_t i = 0; multiplier != nullptr && i < pair_rows; ++i) {
-      fill_dropout_from(dropout, counter + static_cast<uint64_t>(r + i) * counters_per_query, keys, multiplier + i * kBlock);
+      const uint64_t first = counter + static_cast<uint64_t>(r + i) * counters_per_query;
+      fill_dropout_from(dropout, first, keys, multiplier + i * kBlock);
     }
     for (int64_t c = 0; c < keys; c += kWidth) {
       const int64_t at = r * kPanel + c, step_at = (r / kPerStep<E> * kPanel + c) * 4;
@@ -111,11 +112,11 @@ void square_gradients(const BwdMemory& memory, const Dropout& dropout, uint64_t 
   }
 }
 
-// delta of `rows` rows. fp32 sums are made in the very order of dP's: where one key has all of the probability, O is its
-// v, and dP - delta must be 0 rather than a rounding error.
+// delta of `rows` rows. fp32 sums are made in the very order of dP's: where one key has all of the probability, O is
+// its v, and dP - delta must be 0 rather than a rounding error.
 template <typename E, typename T>
-void sum_rows(const BwdMemory& memory, const T* dout, int64_t dout_stride, const T* out, int64_t out_stride, int64_t rows,
-              int64_t d, float* delta) {
+void sum_rows(const BwdMemory& memory, const T* dout, int64_t dout_stride, const T* out, int64_t out_stride,
+              int64_t rows, int64_t d, float* delta) {
   if constexpr (sizeof(E) == 4) {
     pack_columns<E>(dout, dout_stride, rows, d, memory.k_columns);
     pack_columns<E>(out, out_stride, rows, d, memory.v_columns);
@@ -133,19 +134,22 @@ void sum_rows(const BwdMemory& memory, const T* dout, int64_t dout_stride, const
       store(delta + r, total);
     }
   } else {
-    for (int64_t r = 0; r < rows; ++r) {
-      Floats total = set1(0.0f);
-      for (int64_t i = 0; i < d; i += kWidth) {
-        total = fma(load_part(dout + r * dout_stride + i, d - i), load_part(out + r * out_stride + i, d - i), total);
+    alignas(64) float lanes[kWidth][kWidth];
+    for (int64_t r = 0; r < rows; r += kWidth) {
+      for (int64_t i = 0; i < std::min(kWidth, rows - r); ++i) {
+        const T *a = dout + (r + i) * dout_stride, *b = out + (r + i) * out_stride;
+        Floats total = set1(0.0f);
+        for (int64_t j = 0; j < d; j += kWidth) total = fma(load_part(a + j, d - j), load_part(b + j, d - j), total);
+        store(lanes[i], total);
       }
-      delta[r] = sum(total);
+      store(delta + r, reduce_rows<Sum>(lanes));
     }
   }
 }
 
 template <typename E, typename T>
-void attention_bwd_head(const AttentionBwd<T>& args, const BwdMemory& memory, const BwdRange& range, int64_t first_token,
-                        int64_t length, int64_t head) {
+void attention_bwd_head(const AttentionBwd<T>& args, const BwdMemory& memory, const BwdRange& range,
+                        int64_t first_token, int64_t length, int64_t head) {
   using Dot = typename DotOf<E>::Dot;
   const AttentionInputs<T>& in = args.in;
   const int64_t d = in.head_dim, dim_panels = (d + kPanel - 1) / kPanel, dim_steps = steps_of<E>(d);
@@ -179,8 +183,8 @@ void attention_bwd_head(const AttentionBwd<T>& args, const BwdMemory& memory, co
     if (range.has_dq) pack_rows<E>(in.k.at(key_token, head), in.k.token_stride, keys, d, block_steps, memory.k_rows);
     for (int64_t query = 0; query < rows_total; query += kBlock) {
       const int64_t rows = std::min(kBlock, rows_total - query);
-      product<Dot>(rows, q_left.data + query * q_left.stride, q_left.stride, 4, memory.k_columns, dim_steps, keys, false,
-                   reinterpret_cast<char*>(memory.scores));
+      product<Dot>(rows, q_left.data + query * q_left.stride, q_left.stride, 4, memory.k_columns, dim_steps, keys,
+                   false, reinterpret_cast<char*>(memory.scores));
       product<Dot>(rows, dout_left.data + query * dout_left.stride, dout_left.stride, 4, memory.v_columns, dim_steps,
                    keys, false, reinterpret_cast<char*>(memory.dprobs));
       const auto row = static_cast<uint64_t>((token + query) * in.num_heads + head);

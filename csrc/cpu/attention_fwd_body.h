@@ -22,31 +22,6 @@ struct RowStates {
   alignas(64) float top[kQueryRows], sum[kQueryRows], correction[kQueryRows];
 };
 
-struct Max {
-  static FASTBERT_SIMD Floats combine(Floats a, Floats b) { return max(a, b); }
-};
-struct Sum {
-  static FASTBERT_SIMD Floats combine(Floats a, Floats b) { return add(a, b); }
-};
-
-// Lane r becomes the maximum or the sum of row r: each stage interleaves the rows two by two and combines their halves,
-// in a third of the instructions that kWidth reductions of one vector take.
-template <typename Op>
-FASTBERT_SIMD Floats reduce_rows(const float (*lanes)[kWidth]) {
-  Floats row[kWidth];
-#pragma GCC unroll 16
-  for (int64_t r = 0; r < kWidth; ++r) row[r] = load(lanes[r]);
-#pragma GCC unroll 4
-  for (int64_t half = kWidth / 2; half > 0; half /= 2) {
-#pragma GCC unroll 8
-    for (int64_t r = 0; r < half; ++r) {
-      const Ints a = (Ints)row[r], b = (Ints)row[r + half];
-      row[r] = Op::combine((Floats)interleave_low(a, b), (Floats)interleave_high(a, b));
-    }
-  }
-  return row[0];
-}
-
 // Probabilities of one row, and what is to be summed of them: all before dropout.
 template <typename E, bool kHasDropout>
 FASTBERT_SIMD Floats exp_row(const float* scores, int64_t keys, Floats top, Floats scale, const float* multiplier,
@@ -159,12 +134,11 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task)
                        std::min(kPanel, keys - p * kPanel), false,
                        reinterpret_cast<char*>(m.scores + p * kQueryRows * kPanel));
         }
-        const auto row = static_cast<uint64_t>(token * in.num_heads + head);
-        const uint64_t counter = (row << 32) + static_cast<uint64_t>(key / 4);
         const uint64_t counters_per_query = static_cast<uint64_t>(in.num_heads) << 32;
         for (int64_t r = 0; r < rows; r += kWidth) {
+          const auto row = static_cast<uint64_t>((token + r) * in.num_heads + head);
           softmax_rows<E>(m, r, std::min(kWidth, rows - r), keys, scale, in.dropout,
-                          counter + static_cast<uint64_t>(r) * counters_per_query, counters_per_query, key == 0, states);
+                          (row << 32) + static_cast<uint64_t>(key / 4), counters_per_query, key == 0, states);
         }
         for (int64_t r = 0; key > 0 && r < rows; ++r) {
           for (int64_t dim = 0; dim < d; dim += kWidth) {

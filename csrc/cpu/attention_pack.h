@@ -44,7 +44,6 @@ FASTBERT_SIMD Ints load_steps(const T* row) {
   }
 }
 
-// One square of kWidth rows and kWidth steps, all there.
 template <typename E, typename T>
 FASTBERT_SIMD void pack_square(const T* x, int64_t stride, int64_t count, char* to) {
   Ints block[kWidth];
@@ -68,13 +67,17 @@ void pack_columns(const T* x, int64_t stride, int64_t rows, int64_t dims, char* 
     const int64_t real = std::min(kWidth, rows - row);
     for (int64_t dim = 0; dim < dims; dim += kBlock, to += kWidth * kStepBytes) {
       const T* from = x + row * stride + dim;
-      if (real == kWidth && dim + kBlock <= dims) {
+      const int64_t width = std::min(kBlock, dims - dim);
+      if (real == kWidth && width == kBlock) {
         pack_square<E>(from, stride, kWidth, to);
         continue;
       }
-      alignas(64) T padded[kWidth * kBlock] = {};
-      const int64_t width = std::min(kBlock, dims - dim);
-      for (int64_t r = 0; r < real; ++r) std::memcpy(padded + r * kBlock, from + r * stride, width * sizeof(T));
+      alignas(64) E padded[kWidth * kBlock] = {};
+      for (int64_t r = 0; r < real; ++r) {
+        T part[kBlock] = {};
+        if (width < kBlock) std::memcpy(part, from + r * stride, static_cast<size_t>(width) * sizeof(T));
+        store(reinterpret_cast<int32_t*>(padded + r * kBlock), load_steps<E>(width < kBlock ? part : from + r * stride));
+      }
       pack_square<E>(padded, kBlock, steps_of<E>(width), to);
     }
   }
@@ -103,7 +106,7 @@ template <typename E, typename T>
 void pack_rows(const T* x, int64_t stride, int64_t rows, int64_t dims, int64_t panel_steps, char* out) {
   alignas(64) static constexpr T kZeros[kPanel] = {};
   for (int64_t first = 0; first < dims; first += kPanel, out += panel_steps * kStepBytes) {
-    const int64_t whole = std::min(kPanel, dims - first) / kWidth * kWidth, part = std::min(kPanel, dims - first) - whole;
+    const int64_t columns = std::min(kPanel, dims - first), whole = columns / kWidth * kWidth, part = columns - whole;
     for (int64_t row = 0; row < rows; row += kPerStep<E>) {
       const T* even = x + row * stride + first;
       const T* odd = row + 1 < rows ? even + stride : kZeros;
@@ -111,8 +114,8 @@ void pack_rows(const T* x, int64_t stride, int64_t rows, int64_t dims, int64_t p
       for (int64_t i = 0; i < whole; i += kWidth) store_step<E>(to + i * 4, even + i, odd + i);
       if (part > 0) {
         T padded[2][kWidth] = {};
-        std::memcpy(padded[0], even + whole, part * sizeof(T));
-        std::memcpy(padded[1], odd + whole, part * sizeof(T));
+        std::memcpy(padded[0], even + whole, static_cast<size_t>(part) * sizeof(T));
+        std::memcpy(padded[1], odd + whole, static_cast<size_t>(part) * sizeof(T));
         store_step<E>(to + whole * 4, padded[0], padded[1]);
       }
     }
@@ -220,6 +223,31 @@ void write_rows(const char* sums, int64_t sum_rows, const float* factors, int64_
       }
     }
   }
+}
+
+struct Max {
+  static FASTBERT_SIMD Floats combine(Floats a, Floats b) { return max(a, b); }
+};
+struct Sum {
+  static FASTBERT_SIMD Floats combine(Floats a, Floats b) { return add(a, b); }
+};
+
+// Lane r becomes the maximum or the sum of row r: each stage interleaves the rows two by two and combines their halves,
+// in a third of the instructions that kWidth reductions of one vector take.
+template <typename Op>
+FASTBERT_SIMD Floats reduce_rows(const float (*lanes)[kWidth]) {
+  Floats row[kWidth];
+#pragma GCC unroll 16
+  for (int64_t r = 0; r < kWidth; ++r) row[r] = load(lanes[r]);
+#pragma GCC unroll 4
+  for (int64_t half = kWidth / 2; half > 0; half /= 2) {
+#pragma GCC unroll 8
+    for (int64_t r = 0; r < half; ++r) {
+      const Ints a = (Ints)row[r], b = (Ints)row[r + half];
+      row[r] = Op::combine((Floats)interleave_low(a, b), (Floats)interleave_high(a, b));
+    }
+  }
+  return row[0];
 }
 
 // 0 in the lanes of keys that are there, of which `real` are left (any number above kWidth means all), and -inf beyond.

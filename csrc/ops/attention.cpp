@@ -53,9 +53,9 @@ constexpr int64_t kSmallestTask = 32768;
 
 int64_t scores_of(int64_t n) { return n * (n + kPackingScores); }
 
-// Heads together where sequences are short, one by one where they are long. Where one head of a sequence is more than its
-// share of a thread's work, its queries are cut apart (forward), or its queries for dq and its keys for dk and dv, which
-// computes the scores twice (backward).
+// Heads together where sequences are short, one by one where they are long. Where one head of a sequence is more than
+// its share of a thread's work, its queries are cut apart (forward), or its queries for dq and its keys for dk and dv,
+// which computes the scores twice (backward).
 std::vector<AttentionTask> make_tasks(const std::vector<int64_t>& offsets, int64_t num_heads, bool is_backward) {
   int64_t total = 0;
   for (size_t i = 1; i < offsets.size(); ++i) total += scores_of(offsets[i] - offsets[i - 1]) * num_heads;
