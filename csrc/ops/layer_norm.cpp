@@ -108,4 +108,19 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer
   return {dx, dsummed, dx_bias, dweight, dbias};
 }
 
+std::function<void(int64_t, int64_t)> add_layer_norm_rows(const at::Tensor& x, const at::Tensor& x_bias,
+                                                          const at::Tensor& residual, const at::Tensor& weight,
+                                                          const at::Tensor& bias, double eps, const at::Tensor& out) {
+  std::function<void(int64_t, int64_t)> rows;
+  for_dtype(x.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    const AddLayerNormFwd<T> args{data<const T>(x),      data<const T>(x_bias), data<const T>(residual),
+                                  data<const T>(weight), data<const T>(bias),   Dropout{0.0, 0, 0},
+                                  static_cast<float>(eps), x.size(1),           data<T>(out),
+                                  nullptr,               nullptr,               nullptr};
+    rows = [args](int64_t begin, int64_t end) { add_layer_norm_fwd(args, begin, end); };
+  });
+  return rows;
+}
+
 }  // namespace fastbert

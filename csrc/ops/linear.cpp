@@ -37,7 +37,7 @@ int64_t num_blocks(int64_t rows, int64_t most, int64_t threads) {
 }
 
 // All of one GEMM, or of several that share x, over the threads.
-void run_gemm(const GemmArgs& args, int64_t rows) {
+void run_gemm(const GemmArgs& args, int64_t rows, const RowsDone& done = nullptr) {
   int64_t panels = 0;
   for (int64_t t = 0; t < args.num_targets; ++t) panels += num_panels(args.targets[t].weight.out_features);
   const int64_t threads = at::get_num_threads(), blocks = num_blocks(rows, kRowBlock, threads);
@@ -46,10 +46,12 @@ void run_gemm(const GemmArgs& args, int64_t rows) {
   at::parallel_for(0, blocks * groups, 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t block = task / groups, group = task % groups;
-      gemm(args, block * rows / blocks, (block + 1) * rows / blocks, group * panels / groups,
-           (group + 1) * panels / groups);
+      const int64_t row_begin = block * rows / blocks, row_end = (block + 1) * rows / blocks;
+      gemm(args, row_begin, row_end, group * panels / groups, (group + 1) * panels / groups);
+      if (done && groups == 1) done(row_begin, row_end);
     }
   });
+  if (done && groups > 1) at::parallel_for(0, rows, 16, done);
 }
 
 // What operands are multiplied in, for results in `dtype`.
@@ -236,43 +238,63 @@ std::tuple<at::Tensor, std::vector<at::Tensor>, std::vector<at::Tensor>> linear_
   return {dx, dweights, dbiases};
 }
 
-std::tuple<at::Tensor, at::Tensor> feed_forward_cpu(
-    const at::Tensor& x_, const at::Tensor& up_weight, const std::optional<at::Tensor>& up_bias,
-    const at::Tensor& down_weight, const std::optional<at::Tensor>& up_scale,
-    const std::optional<at::Tensor>& down_scale, at::ArrayRef<double> input_scales, c10::string_view activation,
-    at::ScalarType dtype, bool return_pre) {
+void projection_rows(const at::Tensor& x_, const at::Tensor& weight, const std::optional<at::Tensor>& weight_scale,
+                     double input_scale, const at::Tensor& out, const RowsDone& done) {
+  const auto dtype = out.scalar_type();
+  const at::Tensor x = checked_x(x_, dtype);
+  Operand operand(weight, std::nullopt, weight_scale, input_scale, x.size(1), dtype);
+  operand.write_to(out, at::Tensor(), Activation::kNone);
+  run_gemm(gemm_args(x, dtype, &operand.target, 1), x.size(0), done);
+}
+
+void feed_forward_rows(const at::Tensor& x_, const at::Tensor& up_weight, const std::optional<at::Tensor>& up_bias,
+                       const at::Tensor& down_weight, const std::optional<at::Tensor>& up_scale,
+                       const std::optional<at::Tensor>& down_scale, at::ArrayRef<double> input_scales,
+                       c10::string_view activation, const at::Tensor& out, const at::Tensor& pre,
+                       const RowsDone& done) {
+  const auto dtype = out.scalar_type();
   const at::Tensor x = checked_x(x_, dtype);
   TORCH_CHECK(input_scales.size() == 2, "input_scales has ", input_scales.size(), " elements, expected 2");
   const int64_t rows = x.size(0), intermediate_size = up_weight.size(0);
   Operand up(up_weight, up_bias, up_scale, input_scales[0], x.size(1), dtype);
   Operand down(down_weight, std::nullopt, down_scale, input_scales[1], intermediate_size, dtype);
-  const at::Tensor out = at::empty({rows, down_weight.size(0)}, x.options().dtype(dtype));
-  down.write_to(out, at::Tensor(), Activation::kNone);
   const Activation act = activation_of(activation);
-  const at::Tensor pre = at::empty({return_pre ? rows : 0, intermediate_size}, out.options());
 
   // A thread takes a block of rows through both products, so that the wide activations between them stay in its cache.
   // With too few rows for that, the threads share each product instead.
   const int64_t threads = at::get_num_threads(), blocks = num_blocks(rows, kFeedForwardRows, threads);
   if (blocks < threads) {
-    const at::Tensor inner = at::empty({rows, intermediate_size}, x.options().dtype(dtype));
-    up.write_to(inner, return_pre ? pre : at::Tensor(), act);
+    const at::Tensor inner = at::empty({rows, intermediate_size}, out.options());
+    up.write_to(inner, pre, act);
+    down.write_to(out, at::Tensor(), Activation::kNone);
     run_gemm(gemm_args(x, dtype, &up.target, 1), rows);
-    run_gemm(gemm_args(inner, dtype, &down.target, 1), rows);
-    return {out, pre};
+    run_gemm(gemm_args(inner, dtype, &down.target, 1), rows, done);
+    return;
   }
-  const at::Tensor inner = at::empty({threads, kFeedForwardRows, intermediate_size}, x.options().dtype(dtype));
+  const at::Tensor inner = at::empty({threads, kFeedForwardRows, intermediate_size}, out.options());
   at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
     const at::Tensor buffer = inner.select(0, at::get_thread_num());
     for (int64_t block = begin; block < end; ++block) {
       const int64_t row = block * rows / blocks, count = (block + 1) * rows / blocks - row;
       Operand first = up, second = down;
-      first.write_to(buffer, return_pre ? pre.narrow(0, row, count) : at::Tensor(), act);
+      first.write_to(buffer, pre.defined() ? pre.narrow(0, row, count) : pre, act);
       second.write_to(out.narrow(0, row, count), at::Tensor(), Activation::kNone);
       gemm(gemm_args(x.narrow(0, row, count), dtype, &first.target, 1), 0, count, 0, num_panels(intermediate_size));
       gemm(gemm_args(buffer, dtype, &second.target, 1), 0, count, 0, num_panels(out.size(1)));
+      if (done) done(row, row + count);
     }
   });
+}
+
+std::tuple<at::Tensor, at::Tensor> feed_forward_cpu(
+    const at::Tensor& x, const at::Tensor& up_weight, const std::optional<at::Tensor>& up_bias,
+    const at::Tensor& down_weight, const std::optional<at::Tensor>& up_scale,
+    const std::optional<at::Tensor>& down_scale, at::ArrayRef<double> input_scales, c10::string_view activation,
+    at::ScalarType dtype, bool return_pre) {
+  const at::Tensor out = at::empty({x.size(0), down_weight.size(0)}, x.options().dtype(dtype));
+  const at::Tensor pre = at::empty({return_pre ? x.size(0) : 0, up_weight.size(0)}, out.options());
+  feed_forward_rows(x, up_weight, up_bias, down_weight, up_scale, down_scale, input_scales, activation, out,
+                    return_pre ? pre : at::Tensor(), nullptr);
   return {out, pre};
 }
 

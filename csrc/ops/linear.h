@@ -4,6 +4,7 @@
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -29,5 +30,19 @@ std::tuple<at::Tensor, at::Tensor> feed_forward_cpu(
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> feed_forward_bwd_cpu(
     const at::Tensor& dout, const at::Tensor& x, const at::Tensor& pre, const at::Tensor& up_weight,
     const at::Tensor& down_weight, c10::string_view activation, bool needs_dx, bool needs_dweight, bool needs_dbias);
+
+// Called with rows [begin, end) of a product's result as soon as they are whole, by the thread that made them where that
+// is possible: what comes next finds them in its cache.
+using RowsDone = std::function<void(int64_t begin, int64_t end)>;
+
+// out = x weight^T, for the next op of a layer.
+void projection_rows(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& weight_scale,
+                     double input_scale, const at::Tensor& out, const RowsDone& done);
+
+// out as feed_forward_cpu's; pre receives what backward needs, or is undefined.
+void feed_forward_rows(const at::Tensor& x, const at::Tensor& up_weight, const std::optional<at::Tensor>& up_bias,
+                       const at::Tensor& down_weight, const std::optional<at::Tensor>& up_scale,
+                       const std::optional<at::Tensor>& down_scale, at::ArrayRef<double> input_scales,
+                       c10::string_view activation, const at::Tensor& out, const at::Tensor& pre, const RowsDone& done);
 
 }  // namespace fastbert

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fastbert import ops
+from fastbert.layers.encoder import add_norm
 from fastbert.layers.leaves import get_leaf, is_plain, linear
 
 
@@ -65,6 +66,6 @@ def run_embeddings(
         if token_type is not None:
             x = x + token_type(torch.zeros_like(position_ids) if token_type_ids is None else token_type_ids)
         x = x + position(position_ids)
-        x = x if norm is None else norm(x)
+        x = x if norm is None else add_norm(norm, x, None, None, 0.0)
         x = nn.functional.dropout(x, dropout_p) if dropout_p > 0 else x
     return x if names.project is None else linear(get_leaf(root, names.project), x)
