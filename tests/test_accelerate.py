@@ -36,15 +36,13 @@ def one_thread():
 def packed_layers(monkeypatch):
     """Counts the layers that ran packed: by fastbert's attention, or as one op."""
     calls = []
-    attention, whole = ops.attention, ops.encoder_layer
+    for name in ("attention", "encoder_layer"):
 
-    def encoder_layer(*args, **kwargs):
-        out = whole(*args, **kwargs)
-        calls.extend([] if out is None else [1])
-        return out
+        def call(*args, op=getattr(ops, name), **kwargs):
+            out = op(*args, **kwargs)
+            return out if out is None else calls.append(1) or out
 
-    monkeypatch.setattr(ops, "attention", lambda *args, **kwargs: calls.append(1) or attention(*args, **kwargs))
-    monkeypatch.setattr(ops, "encoder_layer", encoder_layer)
+        monkeypatch.setattr(ops, name, call)
     return calls
 
 
