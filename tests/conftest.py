@@ -75,3 +75,23 @@ def poison_uninitialised_memory(monkeypatch):
     monkeypatch.setattr(torch, "empty", _poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", _poisoned(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", _poisoned(torch.Tensor.new_empty))
+
+
+@pytest.fixture
+def packed_layers(monkeypatch) -> list[int]:
+    """Counts the layers that ran packed: by fastbert's attention, or as one op."""
+    from fastbert import ops
+
+    calls: list[int] = []
+
+    def counted(op):
+        def call(*args, **kwargs):
+            out = op(*args, **kwargs)
+            calls.extend([] if out is None else [1])
+            return out
+
+        return call
+
+    for op in (ops.attention, ops.encoder_layer):
+        monkeypatch.setattr(ops, op.__name__, counted(op))
+    return calls

@@ -15,7 +15,6 @@ from hf import MODELS, config_for, families_axis, make_batch, make_hf, random_li
 from torch import nn
 
 import fastbert
-from fastbert import ops
 from fastbert.testing.cases import DTYPES, MASKS
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
 
@@ -30,20 +29,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def packed_layers(monkeypatch):
-    """Counts the layers that ran packed: by fastbert's attention, or as one op."""
-    calls = []
-    for name in ("attention", "encoder_layer"):
-
-        def call(*args, op=getattr(ops, name), **kwargs):
-            out = op(*args, **kwargs)
-            return out if out is None else calls.append(1) or out
-
-        monkeypatch.setattr(ops, name, call)
-    return calls
 
 
 @pytest.fixture

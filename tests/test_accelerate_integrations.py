@@ -22,7 +22,6 @@ from test_accelerate import (  # noqa: F401
     assert_as_transformers,
     no_fallback,
     one_thread,
-    packed_layers,
     record,
     small,
 )

