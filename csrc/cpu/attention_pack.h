@@ -76,7 +76,8 @@ void pack_columns(const T* x, int64_t stride, int64_t rows, int64_t dims, char* 
       for (int64_t r = 0; r < real; ++r) {
         T part[kBlock] = {};
         if (width < kBlock) std::memcpy(part, from + r * stride, static_cast<size_t>(width) * sizeof(T));
-        store(reinterpret_cast<int32_t*>(padded + r * kBlock), load_steps<E>(width < kBlock ? part : from + r * stride));
+        const T* line = width < kBlock ? part : from + r * stride;
+        store(reinterpret_cast<int32_t*>(padded + r * kBlock), load_steps<E>(line));
       }
       pack_square<E>(padded, kBlock, steps_of<E>(width), to);
     }

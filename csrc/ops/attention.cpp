@@ -48,21 +48,28 @@ std::vector<int64_t> checked_offsets(const at::Tensor& cu_seqlens, int64_t total
 
 // Work is measured in scores; packing a head costs about as much as this many a token.
 constexpr int64_t kPackingScores = 64;
-// Tasks smaller than this (10 to 20 microseconds) would cost more to hand out than they win in balance.
+// A task of 10 to 20 microseconds: nothing is cut smaller, and a thread that has less to do is not woken.
 constexpr int64_t kSmallestTask = 32768;
+
+struct Plan {
+  std::vector<AttentionTask> tasks;
+  int64_t workers;
+};
 
 int64_t scores_of(int64_t n) { return n * (n + kPackingScores); }
 
 // Heads together where sequences are short, one by one where they are long. Where one head of a sequence is more than
 // its share of a thread's work, its queries are cut apart (forward), or its queries for dq and its keys for dk and dv,
 // which computes the scores twice (backward).
-std::vector<AttentionTask> make_tasks(const std::vector<int64_t>& offsets, int64_t num_heads, bool is_backward) {
+Plan make_plan(const std::vector<int64_t>& offsets, int64_t num_heads, bool is_backward) {
   int64_t total = 0;
   for (size_t i = 1; i < offsets.size(); ++i) total += scores_of(offsets[i] - offsets[i - 1]) * num_heads;
+  if (total == 0) return {{}, 0};
   const int64_t threads = at::get_num_threads();
   const int64_t target = threads == 1 ? total : std::max(kSmallestTask, total / (8 * threads));
   const int64_t largest = is_backward ? std::max(target, total / threads) : target;
-  std::vector<AttentionTask> tasks;
+  Plan plan;
+  std::vector<AttentionTask>& tasks = plan.tasks;
   for (size_t i = 1; i < offsets.size(); ++i) {
     const int64_t first = offsets[i - 1], n = offsets[i] - first, scores = scores_of(n);
     if (n == 0) continue;
@@ -81,16 +88,16 @@ std::vector<AttentionTask> make_tasks(const std::vector<int64_t>& offsets, int64
       }
     }
   }
-  return tasks;
+  plan.workers = std::min({threads, static_cast<int64_t>(tasks.size()), 1 + total / kSmallestTask});
+  return plan;
 }
 
 // Each thread takes the next task when it is done with one: sequences differ in length by far.
 template <typename F>
-void run_tasks(const std::vector<AttentionTask>& tasks, const F& run) {
-  const auto count = static_cast<int64_t>(tasks.size());
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), count), 1, [&](int64_t, int64_t) {
-    for (int64_t i = next++; i < count; i = next++) run(tasks[static_cast<size_t>(i)]);
+void run_tasks(const Plan& plan, const F& run) {
+  std::atomic<size_t> next{0};
+  at::parallel_for(0, plan.workers, 1, [&](int64_t, int64_t) {
+    for (size_t i = next++; i < plan.tasks.size(); i = next++) run(plan.tasks[i]);
   });
 }
 
@@ -127,7 +134,7 @@ std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(const at::Tensor& q_, const
     using T = decltype(zero);
     const AttentionFwd<T> args{inputs<T>(q, k, v, softmax_scale, dropout), head_rows<T>(out),
                                return_stats ? data<float>(stats) : nullptr, total_tokens};
-    run_tasks(make_tasks(offsets, num_heads, false), [&](const AttentionTask& task) { attention_fwd(args, task); });
+    run_tasks(make_plan(offsets, num_heads, false), [&](const AttentionTask& task) { attention_fwd(args, task); });
   });
   return {out, stats};
 }
@@ -151,7 +158,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd_cpu(
     const AttentionBwd<T> args{inputs<T>(q, k, v, softmax_scale, dropout), head_rows<const T>(out),
                                head_rows<const T>(dout), data<const float>(stats), head_rows<T>(dq), head_rows<T>(dk),
                                head_rows<T>(dv), total_tokens};
-    run_tasks(make_tasks(offsets, num_heads, true), [&](const AttentionTask& task) { attention_bwd(args, task); });
+    run_tasks(make_plan(offsets, num_heads, true), [&](const AttentionTask& task) { attention_bwd(args, task); });
   });
   return {dq, dk, dv};
 }
