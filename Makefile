@@ -61,7 +61,7 @@ unit: $(VENV)/.installed-test  ## pytest
 # at exit is not ours, hence no leak detection; the first finding ends the run.
 SANITIZED := build/sanitized
 sanitize: $(VENV)/.installed-test  ## the C++ kernels' tests under AddressSanitizer and UBSan
-	@rm -rf $(SANITIZED)
+	@rm -rf $(SANITIZED) && mkdir -p build
 	@CFLAGS="-O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer" \
 		$(BIN)/python setup.py -q build --build-base build/sanitized-base --build-lib $(SANITIZED) > build/sanitized.log 2>&1 \
 		|| (tail -n 40 build/sanitized.log; false)
