@@ -58,13 +58,9 @@ class MasterWeights:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of the model's gradients. The masters' keep their memory: step() writes them anew."""
-        for weight in self.model_weights:
-            if set_to_none:
-                weight.grad = None
-            elif weight.grad is not None:
-                weight.grad.zero_()
         masters = set(map(id, self.masters))
-        for weight in (w for group in self.optimizer.param_groups for w in group["params"] if id(w) not in masters):
+        stepped = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        for weight in (*self.model_weights, *(w for w in stepped if id(w) not in masters)):
             if set_to_none:
                 weight.grad = None
             elif weight.grad is not None:

@@ -156,8 +156,8 @@ void finish_whole_tile(const GemmTarget& target, const Channels& channels, const
 
 // The same for whatever is rarer: a panel's rest, other activations, what backward keeps and makes.
 template <typename T>
-void finish_any_tile(const GemmTarget& target, const Channels& channels, const float* row_scale, int64_t row, int64_t rows,
-                 int64_t column, const char* sums) {
+void finish_any_tile(const GemmTarget& target, const Channels& channels, const float* row_scale, int64_t row,
+                     int64_t rows, int64_t column, const char* sums) {
   const int64_t columns = std::min(kPanel, target.weight.out_features - column);
   const bool is_int8 = target.weight.format == DType::kInt8;
   const Activation activation = target.activation;
@@ -231,16 +231,19 @@ FASTBERT_SIMD void tile_part(const Part& part, int64_t row, int64_t rows, int64_
                              bool accumulate, char* sums) {
   const char* x = part.x + row * part.x_stride;
   const int64_t index = row / kTileRows;
-  const int64_t tiles = block_rows / kTileRows, lines = tiles >= 4 ? (index < 4 ? 1 : 0) : tiles >= 2 ? (index < 2 ? 2 : 0) : 0;
+  const int64_t tiles = block_rows / kTileRows, fetching = tiles >= 4 ? 4 : 2;
+  const int64_t lines = tiles >= fetching && index < fetching ? 4 / fetching : 0;
   for (int64_t step = 0; step == 0 || step < part.steps; step += kChain<Dot>) {
     const int64_t count = std::min(part.steps - step, kChain<Dot>);
     const char* panel = part.panel + step * kStepBytes;
     const char* fetch = part.panel + part.steps * kStepBytes + (index * part.steps + step) * lines * 64;
     if (kTileVectors * kWidth == kPanel && rows == kTileRows && lines > 0) {
       if (lines == 1) {
-        tile<Dot, kTileRows, kTileVectors, 1>(x + step * 4, part.x_stride, 4, panel, count, accumulate || step > 0, sums, fetch);
+        tile<Dot, kTileRows, kTileVectors, 1>(x + step * 4, part.x_stride, 4, panel, count, accumulate || step > 0, sums,
+                                              fetch);
       } else {
-        tile<Dot, kTileRows, kTileVectors, 2>(x + step * 4, part.x_stride, 4, panel, count, accumulate || step > 0, sums, fetch);
+        tile<Dot, kTileRows, kTileVectors, 2>(x + step * 4, part.x_stride, 4, panel, count, accumulate || step > 0, sums,
+                                              fetch);
       }
     } else {
       tile_rows<Dot>(rows, x + step * 4, part.x_stride, 4, panel, count, columns, accumulate || step > 0, sums);
@@ -263,7 +266,8 @@ void gemm_panels(const GemmArgs& args, const GemmTarget& target, const Rows& x, 
       for (int64_t step = 0; step == 0 || step < steps; step += kBlockSteps) {
         const Part part{rows.data + step * 4, rows.stride, weight.packed + p * bytes + step * kStepBytes,
                         std::min(kBlockSteps, steps - step)};
-        const bool first = product == 0 && step == 0, last = product == target.num_addends && step + kBlockSteps >= steps;
+        const bool first = product == 0 && step == 0;
+        const bool last = product == target.num_addends && step + kBlockSteps >= steps;
         for (int64_t row = 0; row < block_rows; row += kTileRows) {
           const int64_t count = std::min<int64_t>(kTileRows, block_rows - row);
           char* tile_sums = sums + row * kStepBytes;

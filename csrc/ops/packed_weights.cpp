@@ -4,7 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
-#include <list>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <tuple>
