@@ -212,9 +212,11 @@ constexpr int64_t kChain = INT64_MAX;
 template <>
 constexpr int64_t kChain<Float32Dot> = 256;
 
-// Steps of a panel that all rows of a block go through before the next ones: 192 KB of panel, and as much that is on its
-// way, leave room in the second-level cache for the rows.
-constexpr int64_t kBlockSteps = 768;
+// Steps of a panel that all rows of a block go through before the next ones: 96 KB of panel, and as much that is on its
+// way, leave room in the second-level cache for the rows. Few rows are bound by the panels' way from memory: theirs, 24 KB,
+// stay in the first.
+constexpr int64_t kBlockSteps = 384, kFewRowsSteps = 96;
+constexpr int64_t kFewRows = 4 * kTileRows;
 
 // A part of one product: steps [0, steps) of a panel and of the rows at `x`.
 struct Part {
@@ -224,30 +226,30 @@ struct Part {
   int64_t steps;
 };
 
-// One part for one tile, added to `sums` if `accumulate`. What follows the part in memory, mostly the next part, is
-// fetched meanwhile, by the first tiles of a block of rows: a quarter by each, or a half where there are few.
+// The cache lines a step that tile `index` of a block of rows fetches of what follows the part in memory, mostly the next
+// part, after the `before` lines a step of the tiles before it: four in all, spread over the tiles, since fetches that
+// come too fast wait for the first-level cache's miss buffers. A single tile leaves it to the hardware.
+struct Fetch {
+  int64_t lines, before;
+
+  static Fetch of(int64_t index, int64_t tiles) {
+    if (tiles <= 1) return {0, 0};
+    const int64_t before = (index * 4 + tiles / 2) / tiles;
+    return {((index + 1) * 4 + tiles / 2) / tiles - before, before};
+  }
+};
+
+// One part for one tile, added to `sums` if `accumulate`.
 template <typename Dot>
 FASTBERT_SIMD void tile_part(const Part& part, int64_t row, int64_t rows, int64_t block_rows, int64_t columns,
                              bool accumulate, char* sums) {
   const char* x = part.x + row * part.x_stride;
-  const int64_t index = row / kTileRows;
-  const int64_t tiles = block_rows / kTileRows, fetching = tiles >= 4 ? 4 : 2;
-  const int64_t lines = tiles >= fetching && index < fetching ? 4 / fetching : 0;
+  const Fetch fetch = Fetch::of(row / kTileRows, (block_rows + 2) / kTileRows);
   for (int64_t step = 0; step == 0 || step < part.steps; step += kChain<Dot>) {
     const int64_t count = std::min(part.steps - step, kChain<Dot>);
     const char* panel = part.panel + step * kStepBytes;
-    const char* fetch = part.panel + part.steps * kStepBytes + (index * part.steps + step) * lines * 64;
-    if (kTileVectors * kWidth == kPanel && rows == kTileRows && lines > 0) {
-      if (lines == 1) {
-        tile<Dot, kTileRows, kTileVectors, 1>(x + step * 4, part.x_stride, 4, panel, count, accumulate || step > 0, sums,
-                                              fetch);
-      } else {
-        tile<Dot, kTileRows, kTileVectors, 2>(x + step * 4, part.x_stride, 4, panel, count, accumulate || step > 0, sums,
-                                              fetch);
-      }
-    } else {
-      tile_rows<Dot>(rows, x + step * 4, part.x_stride, 4, panel, count, columns, accumulate || step > 0, sums);
-    }
+    const char* next = part.panel + part.steps * kStepBytes + (fetch.before * part.steps + step * fetch.lines) * 64;
+    tile_rows<Dot>(rows, x + step * 4, part.x_stride, 4, panel, count, columns, accumulate || step > 0, sums, fetch.lines, next);
   }
 }
 
@@ -255,7 +257,7 @@ template <typename Dot>
 void gemm_panels(const GemmArgs& args, const GemmTarget& target, const Rows& x, const Rows* addends, int64_t row_begin,
                  int64_t row_end, int64_t begin, int64_t end, const Channels& channels, Scratch& scratch) {
   constexpr bool kInt8 = std::is_same_v<Dot, Int8Dot>;
-  const int64_t block_rows = row_end - row_begin;
+  const int64_t block_rows = row_end - row_begin, block_steps = block_rows > kFewRows ? kBlockSteps : kFewRowsSteps;
   char* sums = scratch.get(block_rows * kStepBytes);
   for (int64_t p = begin; p < end; ++p) {
     const int64_t columns = std::min(kPanel, target.weight.out_features - p * kPanel);
@@ -263,11 +265,11 @@ void gemm_panels(const GemmArgs& args, const GemmTarget& target, const Rows& x, 
       const PackedWeight& weight = product == 0 ? target.weight : target.addends[product - 1].weight;
       const Rows& rows = product == 0 ? x : addends[product - 1];
       const int64_t bytes = panel_bytes(weight.format, weight.in_features), steps = bytes / kStepBytes;
-      for (int64_t step = 0; step == 0 || step < steps; step += kBlockSteps) {
+      for (int64_t step = 0; step == 0 || step < steps; step += block_steps) {
         const Part part{rows.data + step * 4, rows.stride, weight.packed + p * bytes + step * kStepBytes,
-                        std::min(kBlockSteps, steps - step)};
+                        std::min(block_steps, steps - step)};
         const bool first = product == 0 && step == 0;
-        const bool last = product == target.num_addends && step + kBlockSteps >= steps;
+        const bool last = product == target.num_addends && step + block_steps >= steps;
         for (int64_t row = 0; row < block_rows; row += kTileRows) {
           const int64_t count = std::min<int64_t>(kTileRows, block_rows - row);
           char* tile_sums = sums + row * kStepBytes;

@@ -66,11 +66,20 @@ FASTBERT_SIMD void tile(const char* a, int64_t row_stride, int64_t step_stride, 
   }
 }
 
-// As tile, for `columns` (rounded up to what a tile has) of the panel.
+// As tile, for `columns` (rounded up to what a tile has) of the panel, and with `lines` (0, 1 or 2) cache lines fetched a
+// step where a tile has the panel's width.
 template <typename Dot, int kRows>
 void tile_row(const char* a, int64_t row_stride, int64_t step_stride, const char* panel, int64_t steps, int64_t columns,
-              bool accumulate, char* sums) {
+              bool accumulate, char* sums, int64_t lines, const char* fetch) {
   constexpr int64_t kColumns = kTileVectors * kWidth;
+  if constexpr (kColumns == kPanel && kRows >= 4) {
+    if (lines == 1) {
+      return tile<Dot, kRows, kTileVectors, 1>(a, row_stride, step_stride, panel, steps, accumulate, sums, fetch);
+    }
+    if (lines == 2) {
+      return tile<Dot, kRows, kTileVectors, 2>(a, row_stride, step_stride, panel, steps, accumulate, sums, fetch);
+    }
+  }
   for (int64_t c = 0; c < columns; c += kColumns) {
     tile<Dot, kRows, kTileVectors>(a, row_stride, step_stride, panel + c * 4, steps, accumulate, sums + c * 4);
   }
@@ -78,13 +87,14 @@ void tile_row(const char* a, int64_t row_stride, int64_t step_stride, const char
 
 template <typename Dot>
 FASTBERT_SIMD void tile_rows(int64_t rows, const char* a, int64_t row_stride, int64_t step_stride, const char* panel,
-                             int64_t steps, int64_t columns, bool accumulate, char* sums) {
+                             int64_t steps, int64_t columns, bool accumulate, char* sums, int64_t lines = 0,
+                             const char* fetch = nullptr) {
   switch (rows) {
-    case 1: return tile_row<Dot, 1>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums);
-    case 2: return tile_row<Dot, 2>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums);
-    case 3: return tile_row<Dot, 3>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums);
-    case 4: return tile_row<Dot, 4>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums);
-    case 5: return tile_row<Dot, 5>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums);
-    default: return tile_row<Dot, 6>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums);
+    case 1: return tile_row<Dot, 1>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines, fetch);
+    case 2: return tile_row<Dot, 2>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines, fetch);
+    case 3: return tile_row<Dot, 3>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines, fetch);
+    case 4: return tile_row<Dot, 4>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines, fetch);
+    case 5: return tile_row<Dot, 5>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines, fetch);
+    default: return tile_row<Dot, 6>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines, fetch);
   }
 }
