@@ -11,7 +11,7 @@
 #include "include/isa.h"
 #include "ops/embedding.h"
 #include "ops/attention.h"
-#include "ops/encoder_layer.h"
+#include "ops/encoder_layers.h"
 #include "ops/layer_norm.h"
 #include "ops/linear.h"
 #include "ops/packed_weights.h"
@@ -23,7 +23,7 @@ TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
   m.impl("add_layer_norm_bwd_cpu", &fastbert::add_layer_norm_bwd_cpu);
   m.impl("embed_fwd_cpu", &fastbert::embed_fwd_cpu);
   m.impl("embed_bwd_cpu", &fastbert::embed_bwd_cpu);
-  m.impl("encoder_layer_cpu", &fastbert::encoder_layer_cpu);
+  m.impl("encoder_layers_cpu", &fastbert::encoder_layers_cpu);
   m.impl("linear_cpu", &fastbert::linear_cpu);
   m.impl("linear_bwd_cpu", &fastbert::linear_bwd_cpu);
   m.impl("feed_forward_bwd_cpu", &fastbert::feed_forward_bwd_cpu);

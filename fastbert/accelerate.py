@@ -271,7 +271,7 @@ class _Forward:
                 probs.extend(found)
             return x
 
-        packed = run_encoder(module, family, config, inputs, run_one_layer, hidden_states)
+        packed = run_encoder(module, family, config, inputs, run_one_layer, probs is None, None, hidden_states)
         fields: dict[str, Any] = {"last_hidden_state": batch.unpack(packed)}
         if family.pooler is not None:
             first = None if module.pooler is None else ops.pooling(packed, batch.cu_seqlens, mode="cls")

@@ -79,19 +79,20 @@ def poison_uninitialised_memory(monkeypatch):
 
 @pytest.fixture
 def packed_layers(monkeypatch) -> list[int]:
-    """Counts the layers that ran packed: by fastbert's attention, or as one op."""
+    """Counts the layers that ran packed: by fastbert's attention, or all in one op."""
     from fastbert import ops
 
     calls: list[int] = []
 
-    def counted(op):
+    def counted(op, layers_of):
         def call(*args, **kwargs):
             out = op(*args, **kwargs)
-            calls.extend([] if out is None else [1])
+            calls.extend([] if out is None else [1] * layers_of(*args))
             return out
 
         return call
 
-    for op in (ops.attention, ops.encoder_layer):
-        monkeypatch.setattr(ops, op.__name__, counted(op))
+    monkeypatch.setattr(ops, "attention", counted(ops.attention, lambda *args: 1))
+    whole = counted(ops.encoder_layers, lambda x, cu_seqlens, linears, norms: len(norms) // 4)
+    monkeypatch.setattr(ops, "encoder_layers", whole)
     return calls

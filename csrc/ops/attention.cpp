@@ -115,28 +115,46 @@ void check_q(const at::Tensor& q) {
 
 }  // namespace
 
-std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(const at::Tensor& q_, const at::Tensor& k_, const at::Tensor& v_,
-                                                     const at::Tensor& cu_seqlens,
-                                                     const std::optional<at::Tensor>& philox, double softmax_scale,
-                                                     double dropout_p, bool return_stats) {
+namespace {
+
+// `stats` is empty where it is not wanted.
+void run_forward(const at::Tensor& q_, const at::Tensor& k_, const at::Tensor& v_, const at::Tensor& cu_seqlens,
+                 const Dropout& dropout, double softmax_scale, const at::Tensor& out, const at::Tensor& stats) {
   check_q(q_);
   const at::Tensor q = with_rows("q", q_, q_), k = with_rows("k", k_, q_), v = with_rows("v", v_, q_);
   const int64_t total_tokens = q.size(0), num_heads = q.size(1);
   const std::vector<int64_t> offsets = checked_offsets(cu_seqlens, total_tokens);
-  const Dropout dropout = make_dropout(dropout_p, philox);
-
-  const at::Tensor out = at::empty(q.sizes(), q.options());
-  const at::Tensor stats = at::empty({return_stats ? 2 : 0, num_heads, total_tokens}, q.options().dtype(at::kFloat));
-  const int64_t slack = total_tokens - offsets.back();
-  out.narrow(0, offsets.back(), slack).zero_();
-  stats.narrow(2, offsets.back(), slack).zero_();
+  if (const int64_t slack = total_tokens - offsets.back(); slack > 0) {
+    out.narrow(0, offsets.back(), slack).zero_();
+    stats.narrow(2, offsets.back(), slack).zero_();
+  }
   for_dtype(q.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     const AttentionFwd<T> args{inputs<T>(q, k, v, softmax_scale, dropout), head_rows<T>(out),
-                               return_stats ? data<float>(stats) : nullptr, total_tokens};
+                               stats.numel() > 0 ? data<float>(stats) : nullptr, total_tokens};
     run_tasks(make_plan(offsets, num_heads, false), [&](const AttentionTask& task) { attention_fwd(args, task); });
   });
+}
+
+at::Tensor empty_stats(const at::Tensor& q, bool wanted) {
+  return at::empty({wanted ? 2 : 0, q.size(1), q.size(0)}, q.options().dtype(at::kFloat));
+}
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                                     const at::Tensor& cu_seqlens,
+                                                     const std::optional<at::Tensor>& philox, double softmax_scale,
+                                                     double dropout_p, bool return_stats) {
+  check_q(q);
+  const at::Tensor out = at::empty(q.sizes(), q.options()), stats = empty_stats(q, return_stats);
+  run_forward(q, k, v, cu_seqlens, make_dropout(dropout_p, philox), softmax_scale, out, stats);
   return {out, stats};
+}
+
+void attention_rows(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& cu_seqlens,
+                    double softmax_scale, const at::Tensor& out) {
+  run_forward(q, k, v, cu_seqlens, make_dropout(0.0, std::nullopt), softmax_scale, out, empty_stats(q, false));
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd_cpu(

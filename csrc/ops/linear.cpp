@@ -84,8 +84,9 @@ struct Operand {
   at::Tensor bias, scale;
   GemmTarget target{};
 
-  Operand(const at::Tensor& weight, const std::optional<at::Tensor>& bias_, const std::optional<at::Tensor>& scale_,
-          double input_scale, int64_t in_features, at::ScalarType dtype) {
+  Operand(const LinearOperand& linear, int64_t in_features, at::ScalarType dtype) {
+    const at::Tensor& weight = linear.weight;
+    const std::optional<at::Tensor>&bias_ = linear.bias, &scale_ = linear.weight_scale;
     TORCH_CHECK(weight.device().is_cpu(), "weight is on ", weight.device(), ", expected cpu");
     TORCH_CHECK(weight.dim() == 2 && weight.size(1) == in_features, "weight has shape ", weight.sizes(),
                 ", expected (out_features, ", in_features, ")");
@@ -107,7 +108,7 @@ struct Operand {
                      in_features,
                      data<const int32_t>(packed.channel_offsets),
                      data<const float>(scale),
-                     static_cast<float>(input_scale)};
+                     static_cast<float>(linear.input_scale)};
     target.bias = data<const void>(bias);
     target.bias_dtype = bias.defined() ? dtype_of(bias) : DType::kFloat32;
   }
@@ -189,7 +190,7 @@ std::vector<at::Tensor> linear_cpu(const at::Tensor& x_, at::TensorList weights,
   std::vector<GemmTarget> targets;
   operands.reserve(count);
   for (size_t i = 0; i < count; ++i) {
-    operands.emplace_back(weights[i], biases.get(i), weight_scales.get(i), input_scales[i], x.size(1), dtype);
+    operands.emplace_back(LinearOperand{weights[i], biases.get(i), weight_scales.get(i), input_scales[i]}, x.size(1), dtype);
     const auto options = x.options().dtype(dtype);
     results.push_back(at::empty({x.size(0), weights[i].size(0)}, options));
     const at::Tensor out = results.back();
@@ -235,7 +236,7 @@ std::tuple<at::Tensor, std::vector<at::Tensor>, std::vector<at::Tensor>> linear_
     std::vector<GemmAddend> addends;
     operands.reserve(count);
     for (size_t i = 0; i < count; ++i) {
-      operands.emplace_back(weights[i].t(), std::nullopt, std::nullopt, 0.0, weights[i].size(0), dtype);
+      operands.emplace_back(LinearOperand{weights[i].t(), std::nullopt, std::nullopt, 0.0}, weights[i].size(0), dtype);
       if (i > 0) addends.push_back({rows_of(douts[i]), operands[i].target.weight});
     }
     GemmTarget& target = operands[0].target;
@@ -255,26 +256,27 @@ std::tuple<at::Tensor, std::vector<at::Tensor>, std::vector<at::Tensor>> linear_
   return {dx, dweights, dbiases};
 }
 
-void projection_rows(const at::Tensor& x_, const at::Tensor& weight, const std::optional<at::Tensor>& weight_scale,
-                     double input_scale, const at::Tensor& out, const RowsDone& done) {
-  const auto dtype = out.scalar_type();
+void linear_rows(const at::Tensor& x_, const std::vector<LinearOperand>& linears, const std::vector<at::Tensor>& outs,
+                 const RowsDone& done) {
+  const auto dtype = outs[0].scalar_type();
   const at::Tensor x = checked_x(x_, dtype);
-  Operand operand(weight, std::nullopt, weight_scale, input_scale, x.size(1), dtype);
-  operand.write_to(out, at::Tensor(), Activation::kNone);
-  run_gemm(gemm_args(x, dtype, &operand.target, 1), x.size(0), done);
+  std::vector<Operand> operands;
+  std::vector<GemmTarget> targets;
+  for (size_t i = 0; i < linears.size(); ++i) {
+    operands.emplace_back(linears[i], x.size(1), dtype);
+    operands[i].write_to(outs[i], at::Tensor(), Activation::kNone);
+    targets.push_back(operands[i].target);
+  }
+  run_gemm(gemm_args(x, dtype, targets.data(), static_cast<int64_t>(targets.size())), x.size(0), done);
 }
 
-void feed_forward_rows(const at::Tensor& x_, const at::Tensor& up_weight, const std::optional<at::Tensor>& up_bias,
-                       const at::Tensor& down_weight, const std::optional<at::Tensor>& up_scale,
-                       const std::optional<at::Tensor>& down_scale, at::ArrayRef<double> input_scales,
+void feed_forward_rows(const at::Tensor& x_, const LinearOperand& up_linear, const LinearOperand& down_linear,
                        c10::string_view activation, const at::Tensor& out, const at::Tensor& pre,
                        const RowsDone& done) {
   const auto dtype = out.scalar_type();
   const at::Tensor x = checked_x(x_, dtype);
-  TORCH_CHECK(input_scales.size() == 2, "input_scales has ", input_scales.size(), " elements, expected 2");
-  const int64_t rows = x.size(0), intermediate_size = up_weight.size(0);
-  Operand up(up_weight, up_bias, up_scale, input_scales[0], x.size(1), dtype);
-  Operand down(down_weight, std::nullopt, down_scale, input_scales[1], intermediate_size, dtype);
+  const int64_t rows = x.size(0), intermediate_size = up_linear.weight.size(0);
+  Operand up(up_linear, x.size(1), dtype), down(down_linear, intermediate_size, dtype);
   const Activation act = activation_of(activation);
 
   // A thread takes a block of rows through both products, so that the wide activations between them stay in its cache.
@@ -308,7 +310,9 @@ std::tuple<at::Tensor, at::Tensor> feed_forward_cpu(
     at::ScalarType dtype, bool return_pre) {
   const at::Tensor out = at::empty({x.size(0), down_weight.size(0)}, x.options().dtype(dtype));
   const at::Tensor pre = at::empty({return_pre ? x.size(0) : 0, up_weight.size(0)}, out.options());
-  feed_forward_rows(x, up_weight, up_bias, down_weight, up_scale, down_scale, input_scales, activation, out,
+  TORCH_CHECK(input_scales.size() == 2, "input_scales has ", input_scales.size(), " elements, expected 2");
+  feed_forward_rows(x, {up_weight, up_bias, up_scale, input_scales[0]},
+                    {down_weight, std::nullopt, down_scale, input_scales[1]}, activation, out,
                     return_pre ? pre : at::Tensor(), nullptr);
   return {out, pre};
 }
@@ -325,7 +329,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> feed_forward_bwd_cpu(
 
   // The first product's epilogue makes both what its gradient is and, again, what forward did not keep.
   const at::Tensor dpre = at::empty_like(pre), inner = at::empty_like(pre);
-  Operand down(down_weight.t(), std::nullopt, std::nullopt, 0.0, down_weight.size(0), dtype);
+  Operand down({down_weight.t(), std::nullopt, std::nullopt, 0.0}, down_weight.size(0), dtype);
   down.write_to(dpre, at::Tensor(), activation_of(activation));
   down.target.slope_of = pre.const_data_ptr();
   down.target.activated = inner.mutable_data_ptr();
@@ -342,7 +346,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> feed_forward_bwd_cpu(
   if (needs_dbias) dbias = bias_gradient(dpre, up_weight.scalar_type());
   const at::Tensor dx = at::empty({needs_dx ? rows : 0, x.size(1)}, x.options());
   if (needs_dx) {
-    Operand up(up_weight.t(), std::nullopt, std::nullopt, 0.0, intermediate_size, dtype);
+    Operand up({up_weight.t(), std::nullopt, std::nullopt, 0.0}, intermediate_size, dtype);
     up.write_to(dx, at::Tensor(), Activation::kNone);
     run_gemm(gemm_args(dpre, x.scalar_type(), &up.target, 1), rows);
   }

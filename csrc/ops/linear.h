@@ -35,14 +35,19 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> feed_forward_bwd_cpu(
 // is possible: what comes next finds them in its cache.
 using RowsDone = std::function<void(int64_t begin, int64_t end)>;
 
-// out = x weight^T, for the next op of a layer.
-void projection_rows(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& weight_scale,
-                     double input_scale, const at::Tensor& out, const RowsDone& done);
+// What is multiplied with: weight (out_features, in_features), bias (out_features,), and for int8 its scales.
+struct LinearOperand {
+  const at::Tensor& weight;
+  std::optional<at::Tensor> bias, weight_scale;
+  double input_scale;
+};
 
-// out as feed_forward_cpu's; pre receives what backward needs, or is undefined.
-void feed_forward_rows(const at::Tensor& x, const at::Tensor& up_weight, const std::optional<at::Tensor>& up_bias,
-                       const at::Tensor& down_weight, const std::optional<at::Tensor>& up_scale,
-                       const std::optional<at::Tensor>& down_scale, at::ArrayRef<double> input_scales,
+// outs[i] = x weight^T + bias of linears[i].
+void linear_rows(const at::Tensor& x, const std::vector<LinearOperand>& linears, const std::vector<at::Tensor>& outs,
+                 const RowsDone& done);
+
+// out = activation(x up^T + bias) down^T; pre receives what backward needs, or is undefined.
+void feed_forward_rows(const at::Tensor& x, const LinearOperand& up, const LinearOperand& down,
                        c10::string_view activation, const at::Tensor& out, const at::Tensor& pre, const RowsDone& done);
 
 }  // namespace fastbert

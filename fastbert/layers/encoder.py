@@ -10,6 +10,7 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.layers.leaves import get_leaf, is_linear, is_plain, linear, linears, place, projection, weights_of
+from fastbert.layers.whole import WholeLayers
 
 if TYPE_CHECKING:
     from fastbert.packing import PackedBatch
@@ -103,27 +104,6 @@ def run_feed_forward(layer: nn.Module, names: LayerNames, options: LayerOptions,
     return projection(down, linear(up, x, options.activation))
 
 
-def run_whole_layer(layer: nn.Module, names: LayerNames, options: LayerOptions, x, batch: PackedBatch):
-    """The layer as one op, for inference; None where a leaf is no plain one, or no backend has such an op."""
-    if options.norm_first:
-        return None
-    linears = [get_leaf(layer, path) for path in names.linears]
-    first, second = get_leaf(layer, names.attention_norm), get_leaf(layer, names.feed_forward_norm)
-    if not (is_plain(first, nn.LayerNorm) and is_plain(second, nn.LayerNorm)):
-        return None
-    if not all(is_linear(leaf) for leaf in linears) or first.bias is None or second.bias is None:
-        return None
-    return ops.encoder_layer(
-        x,
-        batch.cu_seqlens,
-        [weights_of(leaf) for leaf in linears],
-        [first.weight, first.bias, second.weight, second.bias],
-        num_heads=options.num_attention_heads,
-        activation=options.activation,
-        eps=(first.eps, second.eps),
-    )
-
-
 def run_layer(
     layer: nn.Module, names: LayerNames, options: LayerOptions, x, batch: PackedBatch, probs: list | None = None
 ) -> torch.Tensor:
@@ -132,7 +112,8 @@ def run_layer(
     `probs`, a list, receives the attention probabilities.
     """
     if probs is None and not layer.training:
-        out = run_whole_layer(layer, names, options, x, batch)
+        whole = WholeLayers.of([layer], names)
+        out = None if whole is None else whole.run(options, x, batch)
         if out is not None:
             return out
     output_dropout = options.attention_output_dropout if layer.training else 0.0

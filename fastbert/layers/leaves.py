@@ -7,6 +7,7 @@ layers know the leaves by role and look them up by path on every call: what anot
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TypeGuard, TypeVar
 
 import torch
@@ -20,9 +21,14 @@ Leaf = TypeVar("Leaf", bound=nn.Module)
 
 def get_leaf(root: nn.Module, path: str) -> nn.Module:
     """The module at `path` ("attention.self.query") below `root`."""
-    for name in path.split("."):
+    for name in _names_of(path):
         root = root._modules[name]  # type: ignore[assignment]
     return root
+
+
+@cache
+def _names_of(path: str) -> list[str]:
+    return path.split(".")
 
 
 def place(root: nn.Module, path: str, module: nn.Module) -> None:

@@ -53,7 +53,8 @@ class QuantizedLinear(nn.Module):
                 "an int8 layer cannot be trained: train the model before fastbert.quantize; to run the quantised one,"
                 " call its eval()"
             )
-        return self.weight, self.bias, self.weight_scale, self.input_scale_value
+        buffers = self._buffers
+        return buffers["weight"], buffers["bias"], buffers["weight_scale"], self.input_scale_value  # type: ignore
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias, scale, input_scale = self.operands()

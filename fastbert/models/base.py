@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +15,7 @@ from fastbert.hub import CheckpointMixin
 from fastbert.layers.embeddings import run_embeddings
 from fastbert.layers.encoder import EncoderLayer, add_norm
 from fastbert.layers.leaves import get_leaf, linear, place
+from fastbert.layers.whole import run_whole_layers
 from fastbert.models.family import Family
 from fastbert.models.inputs import PackedInputs, prepare_inputs
 from fastbert.models.outputs import ModelOutput
@@ -111,20 +113,30 @@ def run_encoder(
     family: Family,
     config: EncoderConfig,
     inputs: PackedInputs,
-    run_one_layer,
+    run_one_layer: Callable[[nn.Module, torch.Tensor, PackedBatch], torch.Tensor],
+    may_fuse: bool,
+    layer_type: type[nn.Module] | None = None,
     hidden_states: list | None = None,
 ) -> torch.Tensor:
     """Packed last hidden state (total_tokens, hidden_size), over the leaves of `root`, ours or Hugging Face's.
 
-    `run_one_layer(layer, x, batch)` runs one layer; `hidden_states`, a list, receives every layer's input and output.
+    `run_one_layer(layer, x, batch)` runs one layer; `may_fuse`: all may run as one op, if they are plain `layer_type`s.
+    `hidden_states`, a list, receives every layer's input and output.
     """
     dropout_p = config.hidden_dropout_prob if root.training else 0.0
     ids = (inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds)
     x = run_embeddings(root, family.embedding_names(config), *ids, dropout_p)
-    for path in family.layer_paths(config):
-        if hidden_states is not None:
-            hidden_states.append(x)
-        x = run_one_layer(get_leaf(root, path), x, inputs.batch)
+    paths, fused = family.layer_paths(config), None
+    if may_fuse and hidden_states is None and not root.training:
+        options = family.layer_options(config)
+        fused = run_whole_layers(root, paths, layer_type, family.layer, options, x, inputs.batch)
+    if fused is not None:
+        x = fused
+    else:
+        for path in paths:
+            if hidden_states is not None:
+                hidden_states.append(x)
+            x = run_one_layer(get_leaf(root, path), x, inputs.batch)
     if family.final_norm is not None:
         x = add_norm(get_leaf(root, family.final_norm), x, None, None, 0.0)
     if hidden_states is not None:
@@ -183,7 +195,9 @@ class EncoderModel(PreTrainedModel):
                 return checkpoint(layer, x, batch, probs, use_reentrant=False)
             return layer(x, batch, probs)
 
-        return run_encoder(self, self.family, self.config, inputs, run_one_layer, hidden_states)
+        return run_encoder(
+            self, self.family, self.config, inputs, run_one_layer, probs is None, EncoderLayer, hidden_states
+        )
 
     def encode_packed(
         self,

@@ -2,7 +2,7 @@
 
 from fastbert.ops.attention import attention, attention_probs
 from fastbert.ops.embedding import embed_layer_norm
-from fastbert.ops.encoder_layer import LinearWeights, encoder_layer
+from fastbert.ops.encoder_layers import LinearWeights, encoder_layers
 from fastbert.ops.feed_forward import activation, feed_forward
 from fastbert.ops.layer_norm import add_layer_norm
 from fastbert.ops.linear import linear, linears
@@ -18,7 +18,7 @@ __all__ = [
     "attention_probs",
     "cross_entropy",
     "embed_layer_norm",
-    "encoder_layer",
+    "encoder_layers",
     "feed_forward",
     "linear",
     "linears",

@@ -241,14 +241,14 @@ torch.library.register_fake("fastbert::attention_bwd_cpu", _attention_bwd_fake)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# encoder_layer on the CPU: a post-norm layer for inference, from the kernels above
+# encoder_layers on the CPU: post-norm layers for inference, from the kernels above
 #
-# weights, biases, weight_scales, input_scales: query, key, value, attention output, up, down; norms: weight and bias of
-# the attention's LayerNorm, then of the feed-forward's.
+# weights, biases, weight_scales, input_scales: query, key, value, attention output, up, down of every layer; norms:
+# weight and bias of the attention's LayerNorm, then of the feed-forward's, of every layer.
 
 torch.library.define(
-    "fastbert::encoder_layer_cpu",
+    "fastbert::encoder_layers_cpu",
     "(Tensor x, Tensor cu_seqlens, Tensor[] weights, Tensor?[] biases, Tensor?[] weight_scales, float[] input_scales,"
     " Tensor[] norms, float[] eps, int num_heads, str activation) -> Tensor",
 )
-torch.library.register_fake("fastbert::encoder_layer_cpu", lambda x, *others: torch.empty_like(x))
+torch.library.register_fake("fastbert::encoder_layers_cpu", lambda x, *others: torch.empty_like(x))
