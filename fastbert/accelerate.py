@@ -26,7 +26,7 @@ from fastbert.config import ConfigError, EncoderConfig
 from fastbert.layers.encoder import run_layer
 from fastbert.layers.leaves import get_leaf
 from fastbert.models.auto import FAMILIES
-from fastbert.models.base import run_encoder, run_pooler
+from fastbert.models.base import first_tokens, run_encoder, run_pooler
 from fastbert.models.family import Family
 from fastbert.models.inputs import PackedInputs, prepare_inputs
 
@@ -274,7 +274,7 @@ class _Forward:
         packed = run_encoder(module, family, config, inputs, run_one_layer, probs is None, None, hidden_states)
         fields: dict[str, Any] = {"last_hidden_state": batch.unpack(packed)}
         if family.pooler is not None:
-            first = None if module.pooler is None else ops.pooling(packed, batch.cu_seqlens, mode="cls")
+            first = None if module.pooler is None else first_tokens(packed, batch)
             fields["pooler_output"] = None if first is None else run_pooler(module, family, first)
         if hidden_states is not None:
             fields["hidden_states"] = tuple(batch.unpack(x) for x in hidden_states)

@@ -10,12 +10,14 @@
 
 #include "../cpu/embedding.h"
 #include "gradients.h"
+#include "layer_norm.h"
 #include "tensors.h"
 
 namespace fastbert {
 at::Tensor embed_fwd_cpu(const std::optional<at::Tensor>& input_ids, const at::Tensor& position_ids_,
                          const std::optional<at::Tensor>& token_type_ids, const at::Tensor& word_,
-                         const at::Tensor& position_, const std::optional<at::Tensor>& token_type_) {
+                         const at::Tensor& position_, const std::optional<at::Tensor>& token_type_,
+                         const std::optional<at::Tensor>& weight_, const std::optional<at::Tensor>& bias_, double eps) {
   const int64_t tokens = position_ids_.numel(), width = position_.size(-1);
   const auto dtype = position_.scalar_type();
   const at::Tensor ids = checked("input_ids", input_ids, {tokens}, at::kLong);
@@ -23,6 +25,7 @@ at::Tensor embed_fwd_cpu(const std::optional<at::Tensor>& input_ids, const at::T
   const at::Tensor types = checked("token_type_ids", token_type_ids, {tokens}, at::kLong);
   const at::Tensor word = checked("word", word_, {input_ids.has_value() ? word_.size(0) : tokens, width}, dtype);
   const at::Tensor position = checked("position", position_, {position_.size(0), width}, dtype);
+  const at::Tensor weight = checked("weight", weight_, {width}, dtype), bias = checked("bias", bias_, {width}, dtype);
   const at::Tensor type = token_type_.has_value()
                               ? checked("token_type", *token_type_, {token_type_->size(0), width}, dtype)
                               : at::Tensor();
@@ -35,7 +38,12 @@ at::Tensor embed_fwd_cpu(const std::optional<at::Tensor>& input_ids, const at::T
                            width,
                            data<T>(out)};
     const int64_t grain = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, width));
-    at::parallel_for(0, tokens, grain, [&](int64_t begin, int64_t end) { embed_fwd(args, begin, end); });
+    std::function<void(int64_t, int64_t)> norm;
+    if (weight.defined()) norm = add_layer_norm_rows(out, at::Tensor(), at::Tensor(), weight, bias, eps, out);
+    at::parallel_for(0, tokens, grain, [&](int64_t begin, int64_t end) {
+      embed_fwd(args, begin, end);
+      if (norm) norm(begin, end);
+    });
   });
   return out;
 }

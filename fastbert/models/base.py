@@ -144,10 +144,17 @@ def run_encoder(
     return x
 
 
-def run_pooler(root: nn.Module, family: Family, first_tokens: torch.Tensor) -> torch.Tensor:
+def first_tokens(packed: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """Each sequence's first real token of (total_tokens, hidden_size): (batch, hidden_size), zeros where it has none."""
+    if batch.indices is None and batch.seqlen is not None:  # no padding: nothing to look for
+        return packed.view(batch.batch_size, batch.seqlen, -1)[:, 0]
+    return ops.pooling(packed, batch.cu_seqlens, mode="cls")
+
+
+def run_pooler(root: nn.Module, family: Family, first: torch.Tensor) -> torch.Tensor:
     """tanh(dense(first token)) (Devlin et al. 2018, appendix A.2): (batch, hidden_size)."""
     assert family.pooler is not None
-    return torch.tanh(linear(get_leaf(root, family.pooler), first_tokens))
+    return linear(get_leaf(root, family.pooler), first, "tanh")
 
 
 class EncoderModel(PreTrainedModel):
@@ -219,7 +226,7 @@ class EncoderModel(PreTrainedModel):
 
     def pool(self, packed: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         """The pooled output (batch, hidden_size) of each sequence's first real token."""
-        return run_pooler(self, self.family, ops.pooling(packed, batch.cu_seqlens, mode="cls"))
+        return run_pooler(self, self.family, first_tokens(packed, batch))
 
     def forward(
         self,

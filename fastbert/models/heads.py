@@ -12,7 +12,7 @@ from fastbert import ops
 from fastbert.config import ACTIVATIONS, EncoderConfig
 from fastbert.layers.encoder import add_norm
 from fastbert.layers.leaves import get_leaf, is_plain, linear, place
-from fastbert.models.base import EncoderModel, PreTrainedModel
+from fastbert.models.base import EncoderModel, PreTrainedModel, first_tokens
 from fastbert.models.family import SequenceHead
 from fastbert.models.outputs import Deferred, ModelOutput
 from fastbert.packing import InputError, PackedBatch
@@ -268,7 +268,7 @@ class SequenceHeadModel(HeadModel):
         if head.pooled:
             x = self.base_model.pool(packed, batch)
         else:
-            x = ops.pooling(packed, batch.cu_seqlens, mode="cls")
+            x = first_tokens(packed, batch)
         if head.dropout_first:
             x = self.drop(x, p)
         if head.dense is not None:

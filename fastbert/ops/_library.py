@@ -177,21 +177,21 @@ for _op, _schema, _fake in (
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# embed_layer_norm on the CPU: the sum of the lookups; LayerNorm is add_layer_norm's
+# embed_layer_norm on the CPU
 #
 #   out, (total_tokens, width): word[input_ids] + token_type[token_type_ids] + position[position_ids]
 #
-# rounded once. Without input_ids `word` holds the tokens' own rows; without token_type_ids every token is of type 0.
+# rounded once, and its LayerNorm where weight is given (inference; autograd has add_layer_norm for that). Without input_ids `word` holds the tokens' own rows; without token_type_ids every token is of type 0.
 # Backward gives one table's gradient, dense; row padding_idx takes none (-1: every row does).
 
 _EMBED_FWD = (
     "(Tensor? input_ids, Tensor position_ids, Tensor? token_type_ids, Tensor word, Tensor position,"
-    " Tensor? token_type) -> Tensor"
+    " Tensor? token_type, Tensor? weight, Tensor? bias, float eps) -> Tensor"
 )
 _EMBED_BWD = "(Tensor dout, Tensor ids, Tensor table, int padding_idx) -> Tensor"
 
 
-def _embed_fwd_fake(input_ids, position_ids, token_type_ids, word, position, token_type):
+def _embed_fwd_fake(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, eps):
     return position.new_empty(position_ids.shape[0], position.shape[1])
 
 

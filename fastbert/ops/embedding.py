@@ -17,7 +17,7 @@ def _supports_cpu(x, *others) -> str | None:
         return f"dtype {x.dtype} (has float32 and bfloat16)"
     for t in others:
         if t is not None and (t.dtype != x.dtype or t.device != x.device):
-            return f"tables are {x.dtype} on {x.device} and {t.dtype} on {t.device}"
+            return f"the tables or the LayerNorm are {x.dtype} on {x.device} and {t.dtype} on {t.device}"
     return extension_error()
 
 
@@ -33,7 +33,8 @@ class _Embed(torch.autograd.Function):
     ):
         ctx.save_for_backward(input_ids, position_ids, token_type_ids, word, position, token_type)
         ctx.paddings = (padding_idx, position_padding)
-        return torch.ops.fastbert.embed_fwd_cpu(input_ids, position_ids, token_type_ids, word, position, token_type)
+        operands = (input_ids, position_ids, token_type_ids, word, position, token_type)
+        return torch.ops.fastbert.embed_fwd_cpu(*operands, None, None, 0.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -83,7 +84,7 @@ def embed_layer_norm(
         (total_tokens, embedding_size). Ids are not checked here: models check them at the API boundary.
     """
     table = word if inputs_embeds is None else inputs_embeds
-    if select("embed_layer_norm", backend, position, table, token_type) is Backend.TORCH:
+    if select("embed_layer_norm", backend, position, table, token_type, weight, bias) is Backend.TORCH:
         return _torch.embed_layer_norm(
             input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias,
             inputs_embeds, padding_idx, position_padding_idx, dropout_p, eps,
@@ -92,8 +93,10 @@ def embed_layer_norm(
     operands = (ids, position_ids, token_type_ids, table, position, token_type)
     if needs_grad(table, position, token_type):
         x = _Embed.apply(*operands, padding_idx, position_padding_idx)
+    elif not needs_grad(position, weight, bias):
+        return _torch.dropout(torch.ops.fastbert.embed_fwd_cpu(*operands, weight, bias, eps), dropout_p)
     else:
-        x = torch.ops.fastbert.embed_fwd_cpu(*operands)
+        x = torch.ops.fastbert.embed_fwd_cpu(*operands, None, None, 0.0)
     if weight is not None:
         x = add_layer_norm(x, None, weight, bias, eps=eps)
     return _torch.dropout(x, dropout_p)
