@@ -18,6 +18,10 @@ bool has_bf16_dot() { return current_isa().load(std::memory_order_relaxed) >= Is
 
 void pack_panels(const PackArgs& args, int64_t begin, int64_t end) { FASTBERT_RUN(pack_panels, args, begin, end); }
 
+void convert_rows(const RowsArg& x, int64_t begin, int64_t end, const PackedWeight& weight, char* out, float* scales) {
+  FASTBERT_RUN(convert_rows, x, begin, end, weight, out, scales);
+}
+
 void gemm(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
   FASTBERT_RUN(gemm, args, row_begin, row_end, panel_begin, panel_end);
 }

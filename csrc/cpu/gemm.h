@@ -47,12 +47,20 @@ struct PackedWeight {
   float input_scale;           // int8 only; 0 = measured row by row
 };
 
-// Rows (total_tokens, features), row stride in elements.
+// Rows (total_tokens, features), row stride in elements. int8 rows are convert_rows' own and have its scales.
 struct RowsArg {
   const void* data;
   DType dtype;
   int64_t stride;
+  const float* scales = nullptr;
 };
+
+// The stride in bytes of rows in a weight's format: whole steps of four bytes.
+inline int64_t row_bytes(DType format, int64_t in_features) { return (in_features * element_size(format) + 3) / 4 * 4; }
+
+// Rows [begin, end) of x in the weight's format, into the same rows of `out`, row_bytes apart; `scales` (rows,) for int8.
+// gemm does it by itself: this is for a product whose tasks would all convert the same rows.
+void convert_rows(const RowsArg& x, int64_t begin, int64_t end, const PackedWeight& weight, char* out, float* scales);
 
 // Another product that is added to the first before anything else happens to the sum; not for int8.
 struct GemmAddend {

@@ -16,7 +16,7 @@ struct Channels {
 };
 
 template <typename T>
-void convert_rows(const T* x, int64_t x_stride, int64_t rows, int64_t k, int64_t stride, DType format, char* out) {
+void widen_rows(const T* x, int64_t x_stride, int64_t rows, int64_t k, int64_t stride, DType format, char* out) {
   for (int64_t r = 0; r < rows; ++r) {
     const T* row = x + r * x_stride;
     char* to = out + r * stride;
@@ -75,31 +75,40 @@ void quantize_rows(const T* x, int64_t x_stride, int64_t rows, int64_t k, int64_
   }
 }
 
+template <typename T>
+void convert_typed(const RowsArg& x, int64_t begin, int64_t end, const PackedWeight& weight, char* out, float* scales) {
+  const T* from = static_cast<const T*>(x.data) + begin * x.stride;
+  const int64_t k = weight.in_features, stride = row_bytes(weight.format, k), rows = end - begin;
+  if (weight.format == DType::kInt8) {
+    quantize_rows(from, x.stride, rows, k, stride, weight.input_scale, out + begin * stride, scales + begin);
+  } else {
+    widen_rows(from, x.stride, rows, k, stride, weight.format, out + begin * stride);
+  }
+}
+
+void convert_rows(const RowsArg& x, int64_t begin, int64_t end, const PackedWeight& weight, char* out, float* scales) {
+  x.dtype == DType::kFloat32 ? convert_typed<float>(x, begin, end, weight, out, scales)
+                             : convert_typed<BFloat16>(x, begin, end, weight, out, scales);
+}
+
 // A product's left side in the weight's format. Its memory is the thread's own.
 struct Prepared {
   Scratch scratch;
   std::vector<float> scales;
 
-  template <typename T>
-  Rows convert(const T* x, int64_t x_stride, int64_t rows, const PackedWeight& weight, int64_t stride) {
-    char* out = scratch.get(rows * stride);
-    if (weight.format != DType::kInt8) {
-      convert_rows(x, x_stride, rows, weight.in_features, stride, weight.format, out);
-      return {out, stride, nullptr};
-    }
-    scales.resize(static_cast<size_t>(rows));
-    quantize_rows(x, x_stride, rows, weight.in_features, stride, weight.input_scale, out, scales.data());
-    return {out, stride, scales.data()};
-  }
-
   Rows prepare(const RowsArg& x, int64_t row, int64_t rows, const PackedWeight& weight) {
-    const int64_t size = element_size(weight.format), stride = (weight.in_features * size + 3) / 4 * 4;
-    const char* first = static_cast<const char*>(x.data) + row * x.stride * element_size(x.dtype);
-    if (weight.format == x.dtype && stride == weight.in_features * size) return {first, x.stride * size, nullptr};
-    if (x.dtype == DType::kFloat32) {
-      return convert(reinterpret_cast<const float*>(first), x.stride, rows, weight, stride);
+    const int64_t stride = row_bytes(weight.format, weight.in_features);
+    const int64_t x_stride = x.stride * element_size(x.dtype);
+    const char* first = static_cast<const char*>(x.data) + row * x_stride;
+    if (weight.format == x.dtype && (x.scales != nullptr || stride == weight.in_features * element_size(x.dtype))) {
+      return {first, x_stride, x.scales == nullptr ? nullptr : x.scales + row};
     }
-    return convert(reinterpret_cast<const BFloat16*>(first), x.stride, rows, weight, stride);
+    char* out = scratch.get(rows * stride);
+    scales.resize(static_cast<size_t>(rows));
+    const RowsArg from{first, x.dtype, x.stride};
+    x.dtype == DType::kFloat32 ? convert_typed<float>(from, 0, rows, weight, out, scales.data())
+                               : convert_typed<BFloat16>(from, 0, rows, weight, out, scales.data());
+    return {out, stride, weight.format == DType::kInt8 ? scales.data() : nullptr};
   }
 };
 
@@ -312,17 +321,19 @@ void gemm(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t pane
       const GemmAddend& addend = target.addends[i];
       addends.push_back(prepared_addends[i].prepare(addend.x, row_begin, row_end - row_begin, addend.weight));
     }
-    const int64_t columns = std::min(end * kPanel, weight.out_features);
-    channels.assign(static_cast<size_t>(2 * panels * kPanel), 0.0f);
-    float *bias = channels.data(), *scale = bias + panels * kPanel;
+    const int64_t first_column = begin * kPanel, columns = (end - begin) * kPanel;
+    const int64_t count = std::min(columns, weight.out_features - first_column);
+    channels.assign(static_cast<size_t>(2 * columns), 0.0f);
+    float *bias = channels.data(), *scale = bias + columns;
     if (target.bias != nullptr) {
-      for (int64_t i = begin * kPanel; i < columns; ++i) {
-        bias[i] = target.bias_dtype == DType::kFloat32 ? static_cast<const float*>(target.bias)[i]
-                                                       : to_float(static_cast<const BFloat16*>(target.bias)[i]);
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t at = first_column + i;
+        bias[i] = target.bias_dtype == DType::kFloat32 ? static_cast<const float*>(target.bias)[at]
+                                                       : to_float(static_cast<const BFloat16*>(target.bias)[at]);
       }
     }
-    if (weight.format == DType::kInt8) std::copy_n(weight.channel_scale, columns, scale);
-    const Channels of{bias, scale};
+    if (weight.format == DType::kInt8) std::copy_n(weight.channel_scale + first_column, count, scale);
+    const Channels of{bias - first_column, scale - first_column};
     switch (weight.format) {
       case DType::kFloat32:
         gemm_panels<Float32Dot>(args, target, x, addends.data(), row_begin, row_end, begin, end, of, sums);

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <numeric>
 
 #include "gradients.h"
 #include "packed_weights.h"
@@ -20,8 +19,8 @@ namespace {
 constexpr int64_t kRowBlock = 192;
 // The same through both products of a feed-forward, with the wide activations between them.
 constexpr int64_t kFeedForwardRows = 96;
-// Tasks a thread that a product is split into.
-constexpr int64_t kTasks = 3;
+// Tasks a thread that a product is split into, and rows below which it is not.
+constexpr int64_t kTasks = 2, kFewRows = 32;
 
 Activation activation_of(c10::string_view name) {
   if (name == "none") return Activation::kNone;
@@ -39,6 +38,17 @@ int64_t num_blocks(int64_t rows, int64_t most, int64_t threads) {
   return blocks < threads ? blocks : (blocks + threads - 1) / threads * threads;
 }
 
+// How many groups of panels a product is split into where there are few row blocks: more than one for each thread, if
+// they come out equal. With few rows a thread streams its half of the weight in one go.
+int64_t panel_groups(int64_t rows, int64_t blocks, int64_t panels, int64_t threads) {
+  const int64_t least = std::min(panels, (threads + blocks - 1) / blocks);
+  if (rows <= kFewRows) return least;
+  for (int64_t groups = std::min(panels, (kTasks * threads + blocks - 1) / blocks); groups > least; --groups) {
+    if (panels % groups == 0) return groups;
+  }
+  return least;
+}
+
 // f(task) for every task in [0, count), each thread taking the next one when it is done with its last: where something else
 // takes a core for a while, the others go on.
 template <typename F>
@@ -49,19 +59,36 @@ void run_tasks(int64_t count, const F& f) {
   });
 }
 
-// All of one GEMM, or of several that share x, over the threads.
-void run_gemm(const GemmArgs& args, int64_t rows, const RowsDone& done = nullptr) {
-  int64_t panels = 0;
-  bool converts = false;
+// x as all targets multiply it, converted once into `memory` where every task would have to do it again.
+RowsArg converted_rows(const GemmArgs& args, int64_t rows, at::Tensor& memory) {
+  const PackedWeight& weight = args.targets[0].weight;
+  bool is_shared = weight.format != args.x.dtype;
   for (int64_t t = 0; t < args.num_targets; ++t) {
-    panels += num_panels(args.targets[t].weight.out_features);
-    converts |= args.targets[t].weight.format != args.x.dtype;
+    const GemmTarget& target = args.targets[t];
+    is_shared &= target.num_addends == 0 && target.weight.format == weight.format &&
+                 target.weight.input_scale == weight.input_scale;
   }
+  if (!is_shared) return args.x;
+  const int64_t stride = row_bytes(weight.format, weight.in_features), scales_at = (rows * stride + 63) / 64 * 64;
+  memory = at::empty({scales_at + rows * 4}, at::TensorOptions().dtype(at::kByte));
+  auto* out = static_cast<char*>(memory.mutable_data_ptr());
+  auto* scales = reinterpret_cast<float*>(out + scales_at);
+  at::parallel_for(0, rows, 1 + 16384 / (weight.in_features + 1), [&](int64_t begin, int64_t end) {
+    convert_rows(args.x, begin, end, weight, out, scales);
+  });
+  return {out, weight.format, stride / element_size(weight.format), scales};
+}
+
+// All of one GEMM, or of several that share x, over the threads.
+void run_gemm(const GemmArgs& args_, int64_t rows, const RowsDone& done = nullptr) {
+  GemmArgs args = args_;
+  int64_t panels = 0;
+  for (int64_t t = 0; t < args.num_targets; ++t) panels += num_panels(args.targets[t].weight.out_features);
   const int64_t threads = at::get_num_threads(), blocks = num_blocks(rows, kRowBlock, threads);
   if (blocks == 0) return;
-  // With few row blocks the panels are split as well; less finely where every task must convert its rows first.
-  const int64_t wanted = converts ? threads / std::gcd(blocks, threads) : (kTasks * threads + blocks - 1) / blocks;
-  const int64_t groups = std::min(panels, wanted);
+  const int64_t groups = panel_groups(rows, blocks, panels, threads);
+  at::Tensor memory;
+  if (groups > 1) args.x = converted_rows(args, rows, memory);
   run_tasks(blocks * groups, [&](int64_t task) {
     const int64_t block = task / groups, group = task % groups;
     const int64_t row_begin = block * rows / blocks, row_end = (block + 1) * rows / blocks;
