@@ -34,44 +34,57 @@ void widen_rows(const T* x, int64_t x_stride, int64_t rows, int64_t k, int64_t s
   }
 }
 
+// A row's largest absolute value, as its bits: bits order as the numbers do, what is not finite is above all of them,
+// and integers leave the units of the products alone.
+template <typename T>
+int32_t largest_bits(const T* row, int64_t k) {
+  Ints largest_v[4] = {set1(0), set1(0), set1(0), set1(0)};
+  int64_t i = 0;
+  for (; i + 4 * kWidth <= k; i += 4 * kWidth) {
+    for (int64_t u = 0; u < 4; ++u) largest_v[u] = max(largest_v[u], (Ints)abs(load(row + i + u * kWidth)));
+  }
+  int32_t top = largest(max(max(largest_v[0], largest_v[1]), max(largest_v[2], largest_v[3])));
+  for (; i < k; ++i) {
+    const float magnitude = std::fabs(to_float(row[i]));
+    int32_t bits;
+    std::memcpy(&bits, &magnitude, 4);
+    top = std::max(top, bits);
+  }
+  return top;
+}
+
+// kClamps: beyond +-127 there is something, as there may be with a scale that was given.
+template <typename T, bool kClamps>
+void quantize_row(const T* row, int64_t k, float inverse, uint8_t* to) {
+  int64_t i = 0;
+  for (; i + kWidth <= k; i += kWidth) {
+    Floats v = mul(load(row + i), set1(inverse));
+    if constexpr (kClamps) v = min(set1(127.0f), max(set1(-127.0f), v));
+    store_bytes(to + i, add(to_ints(v), set1(128)));
+  }
+  for (; i < k; ++i) {
+    const float v = std::nearbyint(to_float(row[i]) * inverse);
+    to[i] = static_cast<uint8_t>(std::min(127.0f, std::max(-127.0f, v)) + 128.0f);
+  }
+}
+
 template <typename T>
 void quantize_rows(const T* x, int64_t x_stride, int64_t rows, int64_t k, int64_t stride, float given_scale, char* out,
                    float* scales) {
+  constexpr int32_t kInfinity = 0x7f800000;
   for (int64_t r = 0; r < rows; ++r) {
     const T* row = x + r * x_stride;
     auto* to = reinterpret_cast<uint8_t*>(out + r * stride);
-    // What is not finite makes the whole row NaN: no integer could stand for it.
-    // Four chains, or each addition would wait for the one before.
-    Floats largest_v[4] = {set1(0.0f), set1(0.0f), set1(0.0f), set1(0.0f)};
-    Floats poison_v[4] = {set1(0.0f), set1(0.0f), set1(0.0f), set1(0.0f)};
-    float top = 0.0f, poison = 0.0f;
-    int64_t i = 0;
-    for (; i + 4 * kWidth <= k; i += 4 * kWidth) {
-      for (int64_t u = 0; u < 4; ++u) {
-        const Floats v = load(row + i + u * kWidth);
-        largest_v[u] = max(largest_v[u], abs(v));
-        poison_v[u] = fma(v, set1(0.0f), poison_v[u]);
-      }
-    }
-    for (; i < k; ++i) {
-      top = std::max(top, std::fabs(to_float(row[i])));
-      poison += to_float(row[i]) * 0.0f;
-    }
-    top = std::max(top, largest(max(max(largest_v[0], largest_v[1]), max(largest_v[2], largest_v[3]))));
-    poison += sum(add(add(poison_v[0], poison_v[1]), add(poison_v[2], poison_v[3])));
+    const int32_t bits = largest_bits(row, k);
+    float top;
+    std::memcpy(&top, &bits, 4);
     const float scale = given_scale > 0.0f ? given_scale : top / 127.0f;
     // A scale so small that its inverse overflows stands for a row of zeros.
     const float inverse = scale > 1.2e-38f ? 1.0f / scale : 0.0f;
-    scales[r] = scale + poison;
+    // What is not finite makes the whole row NaN: no integer could stand for it.
+    scales[r] = bits < kInfinity ? scale : std::nanf("");
     std::memset(to + stride - 4, 128, 4);
-    for (i = 0; i + kWidth <= k; i += kWidth) {
-      const Floats v = mul(load(row + i), set1(inverse));
-      store_bytes(to + i, add(to_ints(min(set1(127.0f), max(set1(-127.0f), v))), set1(128)));
-    }
-    for (; i < k; ++i) {
-      const float v = std::nearbyint(to_float(row[i]) * inverse);
-      to[i] = static_cast<uint8_t>(std::min(127.0f, std::max(-127.0f, v)) + 128.0f);
-    }
+    given_scale > 0.0f ? quantize_row<T, true>(row, k, inverse, to) : quantize_row<T, false>(row, k, inverse, to);
   }
 }
 

@@ -42,6 +42,7 @@ FASTBERT_SIMD Ints add(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
 FASTBERT_SIMD Ints sub(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
 FASTBERT_SIMD Ints mul(Ints a, Ints b) { return _mm256_mullo_epi32(a, b); }
 FASTBERT_SIMD Floats max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+FASTBERT_SIMD Ints max(Ints a, Ints b) { return _mm256_max_epi32(a, b); }
 FASTBERT_SIMD Floats min(Floats a, Floats b) { return _mm256_min_ps(a, b); }
 FASTBERT_SIMD Floats abs(Floats a) { return _mm256_and_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff))); }
 FASTBERT_SIMD Floats step_up_to_zero(Floats x) {
@@ -59,10 +60,10 @@ FASTBERT_SIMD float sum(Floats x) {
   y = _mm_add_ps(y, _mm_movehl_ps(y, y));
   return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
 }
-FASTBERT_SIMD float largest(Floats x) {
-  __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-  y = _mm_max_ps(y, _mm_movehl_ps(y, y));
-  return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+FASTBERT_SIMD int32_t largest(Ints x) {
+  __m128i y = _mm_max_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  y = _mm_max_epi32(y, _mm_shuffle_epi32(y, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(y, _mm_shuffle_epi32(y, 0xb1)));
 }
 FASTBERT_SIMD void store_bytes(uint8_t* p, Ints x) {
   const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));

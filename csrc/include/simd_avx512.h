@@ -56,6 +56,7 @@ FASTBERT_SIMD Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 FASTBERT_SIMD Ints sub(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
 FASTBERT_SIMD Ints mul(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
 FASTBERT_SIMD Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+FASTBERT_SIMD Ints max(Ints a, Ints b) { return _mm512_max_epi32(a, b); }
 FASTBERT_SIMD Floats min(Floats a, Floats b) { return _mm512_min_ps(a, b); }
 FASTBERT_SIMD Floats abs(Floats a) { return _mm512_abs_ps(a); }
 FASTBERT_SIMD Floats step_up_to_zero(Floats x) {
@@ -66,7 +67,7 @@ FASTBERT_SIMD Floats round(Floats x) { return _mm512_roundscale_ps(x, _MM_FROUND
 FASTBERT_SIMD Ints to_ints(Floats x) { return _mm512_cvtps_epi32(x); }
 FASTBERT_SIMD Floats scale_by_power(Floats x, Floats n) { return _mm512_scalef_ps(x, n); }
 FASTBERT_SIMD float sum(Floats x) { return _mm512_reduce_add_ps(x); }
-FASTBERT_SIMD float largest(Floats x) { return _mm512_reduce_max_ps(x); }
+FASTBERT_SIMD int32_t largest(Ints x) { return _mm512_reduce_max_epi32(x); }
 FASTBERT_SIMD void store_bytes(uint8_t* p, Ints x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
 }

@@ -67,11 +67,14 @@ FASTBERT_SIMD Floats scale_by_power(Floats x, Floats n) {
   return x * (Floats)((__builtin_convertvector(n, Ints) + set1(127)) << 23);
 }
 FASTBERT_SIMD float sum(Floats x) { return (x[0] + x[2]) + (x[1] + x[3]); }
-FASTBERT_SIMD float largest(Floats x) {
-  const float a = x[0] > x[1] ? x[0] : x[1], b = x[2] > x[3] ? x[2] : x[3];
-  return a > b ? a : b;
+FASTBERT_SIMD Ints max(Ints a, Ints b) {
+  const Ints above = a > b;
+  return (a & above) | (b & ~above);
 }
-// The low bytes of four integers in [0, 255].
+FASTBERT_SIMD int32_t largest(Ints x) {
+  const int32_t low = x[0] > x[1] ? x[0] : x[1], high = x[2] > x[3] ? x[2] : x[3];
+  return low > high ? low : high;
+}
 FASTBERT_SIMD void store_bytes(uint8_t* p, Ints x) {
   for (int i = 0; i < 4; ++i) p[i] = static_cast<uint8_t>(x[i]);
 }
