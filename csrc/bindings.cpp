@@ -33,7 +33,7 @@ TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
 namespace {
 
 // In the order of fastbert::Isa: each machine can run a prefix of it.
-const std::vector<std::string> kIsaNames = {"generic", "avx2", "avx512", "avx512_vnni", "avx512_bf16"};
+const std::vector<std::string> kIsaNames = {"generic", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"};
 
 std::string isa() { return kIsaNames[static_cast<size_t>(fastbert::current_isa().load())]; }
 

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from fastbert import ops
 from fastbert.config import ConfigError, EncoderConfig
 from fastbert.layers.encoder import run_layer
 from fastbert.layers.leaves import get_leaf

@@ -170,7 +170,7 @@ def _native_products() -> list[tuple[str, str]]:
 
     bf16 = "multiplied natively" if _C.has_bf16() else "no instruction for it: bfloat16 checkpoints compute in float32"
     # Each ISA has what those before it in the list have.
-    isas = ("generic", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
+    isas = ("generic", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")
     vnni = isas.index(_C.isa()) >= isas.index("avx512_vnni")
     int8 = "multiplied natively (VNNI)" if vnni else "no instruction for it: exact, but slower than it could be"
     return [("bfloat16", bf16), ("int8", int8)]

@@ -10,7 +10,17 @@ import torch
 
 from fastbert.ops._library import extension_error
 
-CPU_BACKENDS = ("cpu-generic", "cpu-avx2", "cpu-avx512", "cpu-avx512_vnni", "cpu-avx512_bf16")
+
+def _amx() -> tuple[str, ...]:
+    """AMX where there is one, or an emulated one, as in the build of `make sanitize`."""
+    if extension_error() is not None:
+        return ()
+    from fastbert import _C
+
+    return ("cpu-amx",) if "amx" in _C.isas() else ()
+
+
+CPU_BACKENDS = ("cpu-generic", "cpu-avx2", "cpu-avx512", "cpu-avx512_vnni", "cpu-avx512_bf16", *_amx())
 
 
 @contextmanager

@@ -20,7 +20,7 @@ struct BwdMemory {
   char* dscores;                      // one square: left operand of dq
   char *dq_sums, *dk_sums, *dv_sums;
   float *top, *inverse_sum, *delta;
-  float* multiplier;                  // of kPerStep rows
+  float* multiplier;  // of kPerStep rows
 };
 
 // What of a (sequence, head) a task works on.
@@ -89,8 +89,8 @@ void square_gradients(const BwdMemory& memory, const Dropout& dropout, uint64_t 
     }
     for (int64_t c = 0; c < keys; c += kWidth) {
       const int64_t at = r * kPanel + c, step_at = (r / kPerStep<E> * kPanel + c) * 4;
-      const Gradient first = gradient_of<E>(memory.scores + at, memory.dprobs + at, scale, memory, query + r,
-                                            multiplier, c, keys - c);
+      const Gradient first =
+          gradient_of<E>(memory.scores + at, memory.dprobs + at, scale, memory, query + r, multiplier, c, keys - c);
 #if defined(FASTBERT_BF16)
       if constexpr (sizeof(E) == 2) {
         Gradient second{set1(0.0f), set1(0.0f)};
@@ -124,9 +124,9 @@ void sum_rows(const BwdMemory& memory, const T* dout, int64_t dout_stride, const
       const auto* a = reinterpret_cast<const float*>(memory.k_columns) + r;
       const auto* b = reinterpret_cast<const float*>(memory.v_columns) + r;
       Floats total = set1(0.0f);
-      for (int64_t i = 0; i < d; i += kChain<Float32Dot>) {
+      for (int64_t i = 0; i < d; i += kAttentionChain<Float32Dot>) {
         Floats chain = set1(0.0f);
-        for (int64_t j = i; j < std::min(d, i + kChain<Float32Dot>); ++j) {
+        for (int64_t j = i; j < std::min(d, i + kAttentionChain<Float32Dot>); ++j) {
           chain = fma(load(a + j * kPanel), load(b + j * kPanel), chain);
         }
         total = add(total, chain);
@@ -192,7 +192,7 @@ void attention_bwd_head(const AttentionBwd<T>& args, const BwdMemory& memory, co
                           static_cast<uint64_t>(in.num_heads) << 32, query, rows, keys, in.softmax_scale);
       for (int64_t p = 0; p < dim_panels; ++p) {
         const int64_t dims = std::min(kPanel, d - p * kPanel);
-        const int64_t panel_at = (p * row_steps + query / kPerStep<E>) * kStepBytes, sums_at = p * kBlock * kStepBytes;
+        const int64_t panel_at = (p * row_steps + query / kPerStep<E>)*kStepBytes, sums_at = p * kBlock * kStepBytes;
         if (range.has_dkv) {
           product<Dot>(keys, memory.probs_pairs, 4, kStepBytes, memory.dout_rows + panel_at, steps_of<E>(rows), dims,
                        query > 0, memory.dv_sums + sums_at);
@@ -218,7 +218,11 @@ void attention_bwd_head(const AttentionBwd<T>& args, const BwdMemory& memory, co
 template <typename E, typename T>
 void attention_bwd_heads(const AttentionBwd<T>& args, const AttentionTask& task) {
   static thread_local Scratch scratch;
-  BwdRange range{task.query_begin, task.query_end, task.key_begin, task.key_end, task.query_begin < task.query_end,
+  BwdRange range{task.query_begin,
+                 task.query_end,
+                 task.key_begin,
+                 task.key_end,
+                 task.query_begin < task.query_end,
                  task.key_begin < task.key_end};
   if (!range.has_dq) range.query_begin = 0, range.query_end = task.length;
   if (!range.has_dkv) range.key_begin = 0, range.key_end = task.length;

@@ -8,12 +8,12 @@ constexpr int64_t kQueryRows = 48;
 constexpr int64_t kKeyBlock = 1024;
 
 struct FwdMemory {
-  char *k_columns, *v_rows;        // packed, all keys
-  float* scores;                   // kQueryRows rows by one block of keys
-  char *probs, *q_copy;            // the same; q_copy where rows are no whole steps
-  char* sums;                      // kQueryRows rows of the output
-  float* multiplier;               // null without dropout
-  int64_t probs_stride;            // bytes
+  char *k_columns, *v_rows;  // packed, all keys
+  float* scores;             // kQueryRows rows by one block of keys
+  char *probs, *q_copy;      // the same; q_copy where rows are no whole steps
+  char* sums;                // kQueryRows rows of the output
+  float* multiplier;         // null without dropout
+  int64_t probs_stride;      // bytes
 };
 
 // What is known of the rows of a block after some of their keys: the top score (the smallest, if softmax_scale is
@@ -147,7 +147,7 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task)
           }
         }
         for (int64_t p = 0; p < dim_panels; ++p) {
-          product<Dot>(rows, m.probs, m.probs_stride, 4, m.v_rows + (p * key_steps + key / kPerStep<E>) * kStepBytes,
+          product<Dot>(rows, m.probs, m.probs_stride, 4, m.v_rows + (p * key_steps + key / kPerStep<E>)*kStepBytes,
                        steps_of<E>(keys), std::min(kPanel, d - p * kPanel), key > 0,
                        m.sums + p * kQueryRows * kStepBytes);
         }

@@ -177,9 +177,12 @@ FASTBERT_SIMD void product_chain(int64_t rows, const char* a, int64_t row_stride
                                  const char* panel, int64_t steps, int64_t columns, bool accumulate, char* sums) {
   if constexpr (kTileVectors == 4) {
     switch ((columns + kWidth - 1) / kWidth) {
-      case 1: return strip<Dot, 16, 1>(rows, a, row_stride, step_stride, panel, steps, accumulate, sums);
-      case 2: return strip<Dot, 12, 2>(rows, a, row_stride, step_stride, panel, steps, accumulate, sums);
-      case 3: return strip<Dot, 8, 3>(rows, a, row_stride, step_stride, panel, steps, accumulate, sums);
+      case 1:
+        return strip<Dot, 16, 1>(rows, a, row_stride, step_stride, panel, steps, accumulate, sums);
+      case 2:
+        return strip<Dot, 12, 2>(rows, a, row_stride, step_stride, panel, steps, accumulate, sums);
+      case 3:
+        return strip<Dot, 8, 3>(rows, a, row_stride, step_stride, panel, steps, accumulate, sums);
     }
   }
   for (int64_t row = 0; row < rows; row += kTileRows) {
@@ -192,17 +195,15 @@ FASTBERT_SIMD void product_chain(int64_t rows, const char* a, int64_t row_stride
 // libraries, which sum by blocks; that of bfloat16 pairs stays far below their own rounding. The part of the panel that
 // a chain takes also stays in the first-level cache while the rows pass by.
 template <typename Dot>
-constexpr int64_t kChain = 128;
-template <>
-constexpr int64_t kChain<Float32Dot> = 32;
+constexpr int64_t kAttentionChain = std::is_same_v<Dot, Float32Dot> ? 32 : 128;
 
 // sums (rows, kPanel) = or += `rows` rows of a times `columns` columns of one panel.
 template <typename Dot>
 void product(int64_t rows, const char* a, int64_t row_stride, int64_t step_stride, const char* panel, int64_t steps,
              int64_t columns, bool accumulate, char* sums) {
-  for (int64_t step = 0; step < steps; step += kChain<Dot>) {
+  for (int64_t step = 0; step < steps; step += kAttentionChain<Dot>) {
     product_chain<Dot>(rows, a + step * step_stride, row_stride, step_stride, panel + step * kStepBytes,
-                       std::min(kChain<Dot>, steps - step), columns, accumulate || step > 0, sums);
+                       std::min(kAttentionChain<Dot>, steps - step), columns, accumulate || step > 0, sums);
   }
 }
 
@@ -254,9 +255,9 @@ FASTBERT_SIMD Floats reduce_rows(const float (*lanes)[kWidth]) {
 // 0 in the lanes of keys that are there, of which `real` are left (any number above kWidth means all), and -inf beyond.
 FASTBERT_SIMD Floats beyond(int64_t real) {
   constexpr float kInf = __builtin_inff();
-  alignas(64) static constexpr float kTable[32] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
-                                                   -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf,
-                                                   -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf};
+  alignas(64) static constexpr float kTable[32] = {
+      0,     0,     0,     0,     0,     0,     0,     0,     0,     0,     0,     0,     0,     0,     0,     0,
+      -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf};
   return load(kTable + 16 - std::min(real, kWidth));
 }
 

@@ -11,8 +11,8 @@ constexpr int64_t kTables = 3;  // word, position, token type
 
 template <typename T>
 struct EmbedFwd {
-  const T* table[kTables];       // (rows, width), or null: absent
-  const int64_t* ids[kTables];   // (tokens,), or null: token r takes row r * row_step
+  const T* table[kTables];      // (rows, width), or null: absent
+  const int64_t* ids[kTables];  // (tokens,), or null: token r takes row r * row_step
   int64_t row_step[kTables];
   int64_t width;
   T* out;  // (tokens, width)

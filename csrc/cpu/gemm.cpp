@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstdlib>
 #include <deque>
 #include <type_traits>
 #include <vector>
@@ -10,6 +11,7 @@
 #include "../include/scratch.h"
 
 #define FASTBERT_BODY "../cpu/gemm_body.h"
+#define FASTBERT_USES_AMX
 #include "../include/foreach_isa.h"
 
 namespace fastbert {

@@ -31,8 +31,8 @@ struct PackArgs {
   const void* weight;  // (out_features, in_features) in `dtype`; strides in elements, one of them 1
   DType dtype;
   int64_t out_features, in_features, out_stride, in_stride;
-  DType format;          // of the packed panels: float32 or bfloat16 from either, int8 from int8
-  char* packed;          // (panels, panel_bytes), zeros beyond the weight
+  DType format;             // of the packed panels: float32 or bfloat16 from either, int8 from int8
+  char* packed;             // (panels, panel_bytes), zeros beyond the weight
   int32_t* channel_offset;  // (panels * kPanel,), int8 only: 128 times the sums over in_features
 };
 
@@ -43,8 +43,8 @@ struct PackedWeight {
   DType format;
   int64_t out_features, in_features;
   const int32_t* channel_offset;  // int8 only: what the rows' offset of 128 adds to every sum
-  const float* channel_scale;  // int8 only, (out_features,)
-  float input_scale;           // int8 only; 0 = measured row by row
+  const float* channel_scale;     // int8 only, (out_features,)
+  float input_scale;              // int8 only; 0 = measured row by row
 };
 
 // Rows (total_tokens, features), row stride in elements. int8 rows are convert_rows' own and have its scales.
@@ -58,8 +58,8 @@ struct RowsArg {
 // The stride in bytes of rows in a weight's format: whole steps of four bytes.
 inline int64_t row_bytes(DType format, int64_t in_features) { return (in_features * element_size(format) + 3) / 4 * 4; }
 
-// Rows [begin, end) of x in the weight's format, into the same rows of `out`, row_bytes apart; `scales` (rows,) for int8.
-// gemm does it by itself: this is for a product whose tasks would all convert the same rows.
+// Rows [begin, end) of x in the weight's format, into the same rows of `out`, row_bytes apart; `scales` (rows,) for
+// int8. gemm does it by itself: this is for a product whose tasks would all convert the same rows.
 void convert_rows(const RowsArg& x, int64_t begin, int64_t end, const PackedWeight& weight, char* out, float* scales);
 
 // Another product that is added to the first before anything else happens to the sum; not for int8.

@@ -1,128 +1,15 @@
 // GEMM for one ISA; included by gemm.cpp through foreach_isa.h.
 #include "../include/gemm_tile.h"
+#include "convert_body.h"
 #include "pack_body.h"
-
-// The rows of x as the tiles read them: in the weight's format, or where they lie if they are that already.
-struct Rows {
-  const char* data;
-  int64_t stride;      // bytes
-  const float* scale;  // int8: one a row
-};
+#if defined(FASTBERT_AMX)
+#include "../include/amx.h"
+#endif
 
 // What goes with each output column, padded to whole panels.
 struct Channels {
   const float* bias;
   const float* scale;  // int8
-};
-
-template <typename T>
-void widen_rows(const T* x, int64_t x_stride, int64_t rows, int64_t k, int64_t stride, DType format, char* out) {
-  for (int64_t r = 0; r < rows; ++r) {
-    const T* row = x + r * x_stride;
-    char* to = out + r * stride;
-    std::memset(to + stride - 4, 0, 4);  // the last step may be partly beyond the row
-    int64_t i = 0;
-    if (format == DType::kFloat32) {
-      auto* floats = reinterpret_cast<float*>(to);
-      for (; i + kWidth <= k; i += kWidth) store(floats + i, load(row + i));
-      for (; i < k; ++i) floats[i] = to_float(row[i]);
-    } else {
-      auto* halves = reinterpret_cast<BFloat16*>(to);
-      for (; i + kWidth <= k; i += kWidth) store(halves + i, load(row + i));
-      for (; i < k; ++i) halves[i] = from_float<BFloat16>(to_float(row[i]));
-    }
-  }
-}
-
-// A row's largest absolute value, as its bits: bits order as the numbers do, what is not finite is above all of them,
-// and integers leave the units of the products alone.
-template <typename T>
-int32_t largest_bits(const T* row, int64_t k) {
-  Ints largest_v[4] = {set1(0), set1(0), set1(0), set1(0)};
-  int64_t i = 0;
-  for (; i + 4 * kWidth <= k; i += 4 * kWidth) {
-    for (int64_t u = 0; u < 4; ++u) largest_v[u] = max(largest_v[u], (Ints)abs(load(row + i + u * kWidth)));
-  }
-  int32_t top = largest(max(max(largest_v[0], largest_v[1]), max(largest_v[2], largest_v[3])));
-  for (; i < k; ++i) {
-    const float magnitude = std::fabs(to_float(row[i]));
-    int32_t bits;
-    std::memcpy(&bits, &magnitude, 4);
-    top = std::max(top, bits);
-  }
-  return top;
-}
-
-// kClamps: beyond +-127 there is something, as there may be with a scale that was given.
-template <typename T, bool kClamps>
-void quantize_row(const T* row, int64_t k, float inverse, uint8_t* to) {
-  int64_t i = 0;
-  for (; i + kWidth <= k; i += kWidth) {
-    Floats v = mul(load(row + i), set1(inverse));
-    if constexpr (kClamps) v = min(set1(127.0f), max(set1(-127.0f), v));
-    store_bytes(to + i, add(to_ints(v), set1(128)));
-  }
-  for (; i < k; ++i) {
-    const float v = std::nearbyint(to_float(row[i]) * inverse);
-    to[i] = static_cast<uint8_t>(std::min(127.0f, std::max(-127.0f, v)) + 128.0f);
-  }
-}
-
-template <typename T>
-void quantize_rows(const T* x, int64_t x_stride, int64_t rows, int64_t k, int64_t stride, float given_scale, char* out,
-                   float* scales) {
-  constexpr int32_t kInfinity = 0x7f800000;
-  for (int64_t r = 0; r < rows; ++r) {
-    const T* row = x + r * x_stride;
-    auto* to = reinterpret_cast<uint8_t*>(out + r * stride);
-    const int32_t bits = largest_bits(row, k);
-    float top;
-    std::memcpy(&top, &bits, 4);
-    const float scale = given_scale > 0.0f ? given_scale : top / 127.0f;
-    // A scale so small that its inverse overflows stands for a row of zeros.
-    const float inverse = scale > 1.2e-38f ? 1.0f / scale : 0.0f;
-    // What is not finite makes the whole row NaN: no integer could stand for it.
-    scales[r] = bits < kInfinity ? scale : std::nanf("");
-    std::memset(to + stride - 4, 128, 4);
-    given_scale > 0.0f ? quantize_row<T, true>(row, k, inverse, to) : quantize_row<T, false>(row, k, inverse, to);
-  }
-}
-
-template <typename T>
-void convert_typed(const RowsArg& x, int64_t begin, int64_t end, const PackedWeight& weight, char* out, float* scales) {
-  const T* from = static_cast<const T*>(x.data) + begin * x.stride;
-  const int64_t k = weight.in_features, stride = row_bytes(weight.format, k), rows = end - begin;
-  if (weight.format == DType::kInt8) {
-    quantize_rows(from, x.stride, rows, k, stride, weight.input_scale, out + begin * stride, scales + begin);
-  } else {
-    widen_rows(from, x.stride, rows, k, stride, weight.format, out + begin * stride);
-  }
-}
-
-void convert_rows(const RowsArg& x, int64_t begin, int64_t end, const PackedWeight& weight, char* out, float* scales) {
-  x.dtype == DType::kFloat32 ? convert_typed<float>(x, begin, end, weight, out, scales)
-                             : convert_typed<BFloat16>(x, begin, end, weight, out, scales);
-}
-
-// A product's left side in the weight's format. Its memory is the thread's own.
-struct Prepared {
-  Scratch scratch;
-  std::vector<float> scales;
-
-  Rows prepare(const RowsArg& x, int64_t row, int64_t rows, const PackedWeight& weight) {
-    const int64_t stride = row_bytes(weight.format, weight.in_features);
-    const int64_t x_stride = x.stride * element_size(x.dtype);
-    const char* first = static_cast<const char*>(x.data) + row * x_stride;
-    if (weight.format == x.dtype && (x.scales != nullptr || stride == weight.in_features * element_size(x.dtype))) {
-      return {first, x_stride, x.scales == nullptr ? nullptr : x.scales + row};
-    }
-    char* out = scratch.get(rows * stride);
-    scales.resize(static_cast<size_t>(rows));
-    const RowsArg from{first, x.dtype, x.stride};
-    x.dtype == DType::kFloat32 ? convert_typed<float>(from, 0, rows, weight, out, scales.data())
-                               : convert_typed<BFloat16>(from, 0, rows, weight, out, scales.data());
-    return {out, stride, weight.format == DType::kInt8 ? scales.data() : nullptr};
-  }
 };
 
 // One vector of a tile on its way out; the last one of a narrow panel may be partly beyond the matrix.
@@ -220,7 +107,8 @@ FASTBERT_SIMD void finish_tile(const GemmTarget& target, const Channels& channel
         return finish_whole_tile<T, kInt8, Activation::kGelu>(target, channels, row_scale, row, rows, column, sums);
       case Activation::kGeluTanh:
         return finish_whole_tile<T, kInt8, Activation::kGeluTanh>(target, channels, row_scale, row, rows, column, sums);
-      default: break;
+      default:
+        break;
     }
   }
   finish_any_tile<T>(target, channels, row_scale, row, rows, column, sums);
@@ -230,13 +118,11 @@ FASTBERT_SIMD void finish_tile(const GemmTarget& target, const Channels& channel
 // other libraries. The sums of bf16 pairs are half as many, and what they lose is far below the operands' own rounding;
 // int8 sums are exact.
 template <typename Dot>
-constexpr int64_t kChain = INT64_MAX;
-template <>
-constexpr int64_t kChain<Float32Dot> = 256;
+constexpr int64_t kGemmChain = std::is_same_v<Dot, Float32Dot> ? 256 : INT64_MAX;
 
 // Steps of a panel that all rows of a block go through before the next ones: 96 KB of panel, and as much that is on its
-// way, leave room in the second-level cache for the rows. Few rows are bound by the panels' way from memory: theirs, 24 KB,
-// stay in the first.
+// way, leave room in the second-level cache for the rows. Few rows are bound by the panels' way from memory: theirs, 24
+// KB, stay in the first.
 constexpr int64_t kBlockSteps = 384, kFewRowsSteps = 96;
 constexpr int64_t kFewRows = 4 * kTileRows;
 
@@ -248,9 +134,9 @@ struct Part {
   int64_t steps;
 };
 
-// The cache lines a step that tile `index` of a block of rows fetches of what follows the part in memory, mostly the next
-// part, after the `before` lines a step of the tiles before it: four in all, spread over the tiles, since fetches that
-// come too fast wait for the first-level cache's miss buffers. A single tile leaves it to the hardware.
+// The cache lines a step that tile `index` of a block of rows fetches of what follows the part in memory, mostly the
+// next part, after the `before` lines a step of the tiles before it: four in all, spread over the tiles, since fetches
+// that come too fast wait for the first-level cache's miss buffers. A single tile leaves it to the hardware.
 struct Fetch {
   int64_t lines, before;
 
@@ -261,26 +147,58 @@ struct Fetch {
   }
 };
 
+#if defined(FASTBERT_AMX)
+template <typename Dot>
+constexpr bool kUsesAmx = !std::is_same_v<Dot, Float32Dot>;
+#else
+template <typename Dot>
+constexpr bool kUsesAmx = false;
+struct AmxTiles {};
+constexpr int64_t kAmxRows = kTileRows;
+#endif
+
 // One part for one tile, added to `sums` if `accumulate`.
 template <typename Dot>
 FASTBERT_SIMD void tile_part(const Part& part, int64_t row, int64_t rows, int64_t block_rows, int64_t columns,
                              bool accumulate, char* sums) {
   const char* x = part.x + row * part.x_stride;
   const Fetch fetch = Fetch::of(row / kTileRows, (block_rows + 2) / kTileRows);
-  for (int64_t step = 0; step == 0 || step < part.steps; step += kChain<Dot>) {
-    const int64_t count = std::min(part.steps - step, kChain<Dot>);
+  for (int64_t step = 0; step == 0 || step < part.steps; step += kGemmChain<Dot>) {
+    const int64_t count = std::min(part.steps - step, kGemmChain<Dot>);
     const char* panel = part.panel + step * kStepBytes;
     const char* next = part.panel + part.steps * kStepBytes + (fetch.before * part.steps + step * fetch.lines) * 64;
-    tile_rows<Dot>(rows, x + step * 4, part.x_stride, 4, panel, count, columns, accumulate || step > 0, sums, fetch.lines, next);
+    tile_rows<Dot>(rows, x + step * 4, part.x_stride, 4, panel, count, columns, accumulate || step > 0, sums,
+                   fetch.lines, next);
   }
 }
+
+#if defined(FASTBERT_AMX)
+// The same for the rows of AMX's tiles; steps that are no whole group go the ordinary way.
+template <typename Dot>
+void amx_part(AmxTiles& tiles, const Part& part, int64_t row, int64_t rows, int64_t block_rows, int64_t columns,
+              bool accumulate, char* sums) {
+  const int64_t whole = part.steps / kAmxSteps * kAmxSteps;
+  if (whole > 0) {
+    const char* x = part.x + row * part.x_stride;
+    tiles.product<Dot>(rows, x, part.x_stride, part.panel, whole, accumulate, sums);
+  }
+  if (whole == part.steps) return;
+  const Part rest{part.x + whole * 4, part.x_stride, part.panel + whole * kStepBytes, part.steps - whole};
+  for (int64_t r = 0; r < rows; r += kTileRows) {
+    tile_part<Dot>(rest, row + r, std::min<int64_t>(kTileRows, rows - r), block_rows, columns, accumulate || whole > 0,
+                   sums + r * kStepBytes);
+  }
+}
+#endif
 
 template <typename Dot>
 void gemm_panels(const GemmArgs& args, const GemmTarget& target, const Rows& x, const Rows* addends, int64_t row_begin,
                  int64_t row_end, int64_t begin, int64_t end, const Channels& channels, Scratch& scratch) {
   constexpr bool kInt8 = std::is_same_v<Dot, Int8Dot>;
   const int64_t block_rows = row_end - row_begin, block_steps = block_rows > kFewRows ? kBlockSteps : kFewRowsSteps;
+  constexpr int64_t kRows = kUsesAmx<Dot> ? kAmxRows : kTileRows;
   char* sums = scratch.get(block_rows * kStepBytes);
+  [[maybe_unused]] AmxTiles tiles;
   for (int64_t p = begin; p < end; ++p) {
     const int64_t columns = std::min(kPanel, target.weight.out_features - p * kPanel);
     for (int64_t product = 0; product <= target.num_addends; ++product) {
@@ -292,10 +210,14 @@ void gemm_panels(const GemmArgs& args, const GemmTarget& target, const Rows& x, 
                         std::min(block_steps, steps - step)};
         const bool first = product == 0 && step == 0;
         const bool last = product == target.num_addends && step + block_steps >= steps;
-        for (int64_t row = 0; row < block_rows; row += kTileRows) {
-          const int64_t count = std::min<int64_t>(kTileRows, block_rows - row);
+        for (int64_t row = 0; row < block_rows; row += kRows) {
+          const int64_t count = std::min<int64_t>(kRows, block_rows - row);
           char* tile_sums = sums + row * kStepBytes;
-          tile_part<Dot>(part, row, count, block_rows, columns, !first, tile_sums);
+          if constexpr (kUsesAmx<Dot>) {
+            amx_part<Dot>(tiles, part, row, count, block_rows, columns, !first, tile_sums);
+          } else {
+            tile_part<Dot>(part, row, count, block_rows, columns, !first, tile_sums);
+          }
           if (!last) continue;
           const float* row_scale = x.scale == nullptr ? nullptr : x.scale + row;
           if (args.out_dtype == DType::kFloat32) {

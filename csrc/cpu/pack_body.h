@@ -22,8 +22,8 @@ FASTBERT_SIMD uint32_t step_of(const From* x, int64_t stride, int64_t count) {
   return bits;
 }
 
-// A row's next 16 steps, and 64 columns' one step, in vectors: packing a weight is to cost little beside the products of
-// a training step, which packs every weight twice.
+// A row's next 16 steps, and 64 columns' one step, in vectors: packing a weight is to cost little beside the products
+// of a training step, which packs every weight twice.
 template <typename From>
 FASTBERT_SIMD void sixteen_steps(const From* row, float* out) {
   for (int64_t i = 0; i < 16; i += kWidth) store(out + i, load(row + i));
@@ -45,7 +45,8 @@ FASTBERT_SIMD void one_step(const From* rows, int64_t stride, BFloat16* out) {
   }
 }
 
-// Up to 16 steps of one panel, from a weight whose rows lie whole (kRowsWhole: a row is summed over) or whose columns do.
+// Up to 16 steps of one panel, from a weight whose rows lie whole (kRowsWhole: a row is summed over) or whose columns
+// do.
 template <typename To, typename From, bool kRowsWhole>
 FASTBERT_SIMD void pack_block(const From* weight, int64_t stride, int64_t columns, int64_t in_features, int64_t steps,
                               uint32_t* out) {

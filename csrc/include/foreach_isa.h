@@ -23,7 +23,8 @@ namespace fastbert::generic {
 #include <immintrin.h>
 
 #if defined(__clang__)
-#define FASTBERT_TARGET(features) _Pragma(FASTBERT_STRING(clang attribute push(__attribute__((target(features))), apply_to = function)))
+#define FASTBERT_TARGET(features) \
+  _Pragma(FASTBERT_STRING(clang attribute push(__attribute__((target(features))), apply_to = function)))
 #define FASTBERT_TARGET_END _Pragma("clang attribute pop")
 #else
 #define FASTBERT_TARGET(features) _Pragma("GCC push_options") _Pragma(FASTBERT_STRING(GCC target(features)))
@@ -64,16 +65,40 @@ namespace fastbert::avx512_bf16 {
 #include FASTBERT_BODY
 }  // namespace fastbert::avx512_bf16
 FASTBERT_TARGET_END
+
+// Only for the bodies that have something to gain from it: FASTBERT_USES_AMX.
+#if defined(FASTBERT_USES_AMX)
+FASTBERT_TARGET("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16")
+#define FASTBERT_AMX
+namespace fastbert::amx {
+#include "simd_avx512.h"
+#include "simd_math.h"
+#include FASTBERT_BODY
+}  // namespace fastbert::amx
+FASTBERT_TARGET_END
+#undef FASTBERT_AMX
+#else
+namespace fastbert {
+namespace amx = avx512_bf16;
+}
+#endif
 #undef FASTBERT_VNNI
 #undef FASTBERT_BF16
 
-#define FASTBERT_RUN(function, ...)                                                     \
-  switch (::fastbert::current_isa().load(std::memory_order_relaxed)) {                 \
-    case ::fastbert::Isa::kAvx512Bf16: return avx512_bf16::function(__VA_ARGS__);      \
-    case ::fastbert::Isa::kAvx512Vnni: return avx512_vnni::function(__VA_ARGS__);      \
-    case ::fastbert::Isa::kAvx512: return avx512::function(__VA_ARGS__);               \
-    case ::fastbert::Isa::kAvx2: return avx2::function(__VA_ARGS__);                   \
-    default: return generic::function(__VA_ARGS__);                                    \
+#define FASTBERT_RUN(function, ...)                                    \
+  switch (::fastbert::current_isa().load(std::memory_order_relaxed)) { \
+    case ::fastbert::Isa::kAmx:                                        \
+      return amx::function(__VA_ARGS__);                               \
+    case ::fastbert::Isa::kAvx512Bf16:                                 \
+      return avx512_bf16::function(__VA_ARGS__);                       \
+    case ::fastbert::Isa::kAvx512Vnni:                                 \
+      return avx512_vnni::function(__VA_ARGS__);                       \
+    case ::fastbert::Isa::kAvx512:                                     \
+      return avx512::function(__VA_ARGS__);                            \
+    case ::fastbert::Isa::kAvx2:                                       \
+      return avx2::function(__VA_ARGS__);                              \
+    default:                                                           \
+      return generic::function(__VA_ARGS__);                           \
   }
 #else
 #define FASTBERT_RUN(function, ...) return generic::function(__VA_ARGS__)

@@ -1,7 +1,8 @@
-// The innermost product: a tile of up to 6 rows and 64 columns, summed in registers. Included by foreach_isa.h's bodies.
+// The innermost product: a tile of up to 6 rows and 64 columns, summed in registers. Included by foreach_isa.h's
+// bodies.
 //
-// The right-hand operand is packed in panels of kPanel columns. A panel runs along the summed dimension in steps of four
-// bytes a column: one float, two bfloat16 or four int8, so that one broadcast of four bytes of a row meets kPanel
+// The right-hand operand is packed in panels of kPanel columns. A panel runs along the summed dimension in steps of
+// four bytes a column: one float, two bfloat16 or four int8, so that one broadcast of four bytes of a row meets kPanel
 // columns. The left-hand operand is read where it lies, row by row, four bytes a step.
 //
 // On Zen 5 a tile runs at 98 % of what the vector units can do in every format (2 dot products a cycle and core); tiles
@@ -34,10 +35,10 @@ struct Int8Dot {
   static FASTBERT_SIMD Sum add_product(Sum c, const char* a, Ints b) { return dot_bytes(c, a, b); }
 };
 
-// sums (kRows, kPanel), four bytes each: rows of `a` times kVectors vectors of the panel, from `steps` steps; added to what
-// is there if `accumulate`. Strides are in bytes: a matrix as it lies has steps 4 apart, a packed panel serves as its
-// own transpose with rows 4 and steps kStepBytes apart. Each step also asks for kFetch cache lines from `fetch` on: what
-// is needed next comes into the second-level cache while the vector units are busy.
+// sums (kRows, kPanel), four bytes each: rows of `a` times kVectors vectors of the panel, from `steps` steps; added to
+// what is there if `accumulate`. Strides are in bytes: a matrix as it lies has steps 4 apart, a packed panel serves as
+// its own transpose with rows 4 and steps kStepBytes apart. Each step also asks for kFetch cache lines from `fetch` on:
+// what is needed next comes into the second-level cache while the vector units are busy.
 template <typename Dot, int kRows, int kVectors, int kFetch = 0>
 FASTBERT_SIMD void tile(const char* a, int64_t row_stride, int64_t step_stride, const char* panel, int64_t steps,
                         bool accumulate, char* sums, const char* fetch = nullptr) {
@@ -66,8 +67,8 @@ FASTBERT_SIMD void tile(const char* a, int64_t row_stride, int64_t step_stride, 
   }
 }
 
-// As tile, for `columns` (rounded up to what a tile has) of the panel, and with `lines` (0, 1 or 2) cache lines fetched a
-// step where a tile has the panel's width.
+// As tile, for `columns` (rounded up to what a tile has) of the panel, and with `lines` (0, 1 or 2) cache lines fetched
+// a step where a tile has the panel's width.
 template <typename Dot, int kRows>
 void tile_row(const char* a, int64_t row_stride, int64_t step_stride, const char* panel, int64_t steps, int64_t columns,
               bool accumulate, char* sums, int64_t lines, const char* fetch) {
@@ -90,11 +91,17 @@ FASTBERT_SIMD void tile_rows(int64_t rows, const char* a, int64_t row_stride, in
                              int64_t steps, int64_t columns, bool accumulate, char* sums, int64_t lines = 0,
                              const char* fetch = nullptr) {
   switch (rows) {
-    case 1: return tile_row<Dot, 1>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines, fetch);
-    case 2: return tile_row<Dot, 2>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines, fetch);
-    case 3: return tile_row<Dot, 3>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines, fetch);
-    case 4: return tile_row<Dot, 4>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines, fetch);
-    case 5: return tile_row<Dot, 5>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines, fetch);
-    default: return tile_row<Dot, 6>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines, fetch);
+    case 1:
+      return tile_row<Dot, 1>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines, fetch);
+    case 2:
+      return tile_row<Dot, 2>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines, fetch);
+    case 3:
+      return tile_row<Dot, 3>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines, fetch);
+    case 4:
+      return tile_row<Dot, 4>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines, fetch);
+    case 5:
+      return tile_row<Dot, 5>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines, fetch);
+    default:
+      return tile_row<Dot, 6>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines, fetch);
   }
 }

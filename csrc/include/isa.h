@@ -3,6 +3,14 @@
 
 #include <atomic>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 // Kernel bodies and everything that they call are forced inline into functions that carry a target attribute. One
 // source serves every ISA, and no ordinary inline function is ever emitted with wide instructions, so the linker
 // cannot pick one for a caller that runs on an older CPU (which happens with a file compiled under -mavx512f).
@@ -12,7 +20,25 @@
 namespace fastbert {
 
 // In the order of what a machine can run: each runs a prefix.
-enum class Isa { kGeneric, kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16 };
+enum class Isa { kGeneric, kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16, kAmx };
+
+#if defined(__x86_64__)
+// Whether the CPU multiplies tiles of bfloat16 and of int8, and Linux, which must be asked once, lets this process do
+// so.
+inline bool has_amx() {
+#if defined(FASTBERT_AMX_EMULATION)
+  return true;
+#elif defined(__linux__)
+  constexpr unsigned kAmxBits = 1u << 22 | 1u << 24 | 1u << 25;  // of cpuid 7's edx: bf16, tiles, int8
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;    // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx & kAmxBits) == kAmxBits &&
+         syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
 
 inline Isa best_isa() {
 #if defined(__x86_64__)
@@ -22,7 +48,9 @@ inline Isa best_isa() {
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
-  if (avx2 && vnni && __builtin_cpu_supports("avx512bf16")) return Isa::kAvx512Bf16;
+  const bool bf16 = avx2 && vnni && __builtin_cpu_supports("avx512bf16");
+  if (bf16 && has_amx()) return Isa::kAmx;
+  if (bf16) return Isa::kAvx512Bf16;
   if (avx2 && vnni) return Isa::kAvx512Vnni;
   if (avx2 && avx512) return Isa::kAvx512;
   if (avx2) return Isa::kAvx2;
@@ -40,22 +68,21 @@ inline std::atomic<Isa>& current_isa() {
 // FASTBERT_DISPATCH(f, (int a, int b), (a, b)) defines `template <typename T> void f(int a, int b)`, which runs
 // `f_body<T>(a, b)` compiled for the ISA in use.
 #if defined(__x86_64__)
-#define FASTBERT_DISPATCH(name, parameters, arguments)                                     \
-  template <typename T>                                                                    \
-  __attribute__((target("avx2,fma"))) void name##_avx2 parameters {                        \
-    name##_body<T> arguments;                                                              \
-  }                                                                                        \
-  template <typename T>                                                                    \
-  __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq"))) void name##_avx512 \
-      parameters {                                                                         \
-    name##_body<T> arguments;                                                              \
-  }                                                                                        \
-  template <typename T>                                                                    \
-  void name parameters {                                                                   \
-    const auto isa = ::fastbert::current_isa().load(std::memory_order_relaxed);            \
-    if (isa >= ::fastbert::Isa::kAvx512) return name##_avx512<T> arguments;                \
-    if (isa == ::fastbert::Isa::kAvx2) return name##_avx2<T> arguments;                    \
-    name##_body<T> arguments;                                                              \
+#define FASTBERT_DISPATCH(name, parameters, arguments)                                                   \
+  template <typename T>                                                                                  \
+  __attribute__((target("avx2,fma"))) void name##_avx2 parameters {                                      \
+    name##_body<T> arguments;                                                                            \
+  }                                                                                                      \
+  template <typename T>                                                                                  \
+  __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq"))) void name##_avx512 parameters { \
+    name##_body<T> arguments;                                                                            \
+  }                                                                                                      \
+  template <typename T>                                                                                  \
+  void name parameters {                                                                                 \
+    const auto isa = ::fastbert::current_isa().load(std::memory_order_relaxed);                          \
+    if (isa >= ::fastbert::Isa::kAvx512) return name##_avx512<T> arguments;                              \
+    if (isa == ::fastbert::Isa::kAvx2) return name##_avx2<T> arguments;                                  \
+    name##_body<T> arguments;                                                                            \
   }
 #else
 #define FASTBERT_DISPATCH(name, parameters, arguments) \

@@ -1,4 +1,5 @@
-// Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): four words from a counter and a key.
+// Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): four words from a counter and a
+// key.
 #pragma once
 
 #include <cstdint>

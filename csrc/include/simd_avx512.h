@@ -1,4 +1,5 @@
-// Vectors of sixteen: AVX-512, with its VNNI and BF16 dot products where the target has them. Included by foreach_isa.h.
+// Vectors of sixteen: AVX-512, with its VNNI and BF16 dot products where the target has them. Included by
+// foreach_isa.h.
 
 using Floats = __m512;
 using Ints = __m512i;
@@ -32,9 +33,7 @@ FASTBERT_SIMD __m256i round_bf16(Floats x) {
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_set1_epi32(rounded, is_nan, 0x7fc00000), 16));
 #endif
 }
-FASTBERT_SIMD void store(BFloat16* p, Floats x) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), round_bf16(x));
-}
+FASTBERT_SIMD void store(BFloat16* p, Floats x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), round_bf16(x)); }
 // Two bfloat16 a lane, `low` in the low half.
 FASTBERT_SIMD Ints pair_bf16(Floats low, Floats high) {
 #if defined(FASTBERT_BF16)
@@ -87,8 +86,8 @@ FASTBERT_SIMD Ints dot_bytes(Ints c, const void* a, Ints b) {
   const __m512i high = _mm512_madd_epi16(x, _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(b, 1)));
   const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
   const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-  return _mm512_add_epi32(c, _mm512_add_epi32(_mm512_permutex2var_epi32(low, even, high),
-                                              _mm512_permutex2var_epi32(low, odd, high)));
+  return _mm512_add_epi32(
+      c, _mm512_add_epi32(_mm512_permutex2var_epi32(low, even, high), _mm512_permutex2var_epi32(low, odd, high)));
 #endif
 }
 // a0 b0 a1 b1 ..., of the low and of the high halves.

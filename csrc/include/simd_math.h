@@ -1,6 +1,6 @@
-// 2^x, tanh, the activations and their derivatives over vectors. Included by foreach_isa.h. The coefficients are minimax
-// fits (least squares, reweighted until the largest errors are equal) made for this file; errors given are the fits'.
-// Where an operand may be NaN it is the second one of min and max, which return that one then.
+// 2^x, tanh, the activations and their derivatives over vectors. Included by foreach_isa.h. The coefficients are
+// minimax fits (least squares, reweighted until the largest errors are equal) made for this file; errors given are the
+// fits'. Where an operand may be NaN it is the second one of min and max, which return that one then.
 
 // 2^x, for x below 128; about 1e-38 instead of anything smaller. kFine: relative error 7.5e-8, else 7.5e-5, which is
 // plenty for a result that is rounded to bfloat16.
@@ -85,11 +85,16 @@ FASTBERT_SIMD Floats activate(Activation activation, Floats x) {
       const Floats half = mul(set1(0.5f), x);
       return fma(half, erf_of_scaled<kFine>(x), half);
     }
-    case Activation::kGeluTanh: return mul(x, sigmoid(mul(set1(2.0f), gelu_tanh_argument(x))));
-    case Activation::kRelu: return max(set1(0.0f), x);
-    case Activation::kTanh: return tanh(x);
-    case Activation::kSilu: return mul(x, sigmoid(x));
-    default: return x;
+    case Activation::kGeluTanh:
+      return mul(x, sigmoid(mul(set1(2.0f), gelu_tanh_argument(x))));
+    case Activation::kRelu:
+      return max(set1(0.0f), x);
+    case Activation::kTanh:
+      return tanh(x);
+    case Activation::kSilu:
+      return mul(x, sigmoid(x));
+    default:
+      return x;
   }
 }
 
@@ -106,7 +111,8 @@ FASTBERT_SIMD Floats activation_slope(Activation activation, Floats x) {
       const Floats slope = fma(set1(6.0f * 0.7978845608f * 0.044715f), mul(x, x), set1(2.0f * 0.7978845608f));
       return fma(mul(x, slope), mul(s, rest), s);
     }
-    case Activation::kRelu: return sub(set1(1.0f), step_up_to_zero(x));
+    case Activation::kRelu:
+      return sub(set1(1.0f), step_up_to_zero(x));
     case Activation::kTanh: {
       const Floats s = sigmoid(add(x, x), rest);
       return mul(set1(4.0f), mul(s, rest));
@@ -115,6 +121,7 @@ FASTBERT_SIMD Floats activation_slope(Activation activation, Floats x) {
       const Floats s = sigmoid(x, rest);
       return fma(mul(x, s), rest, s);
     }
-    default: return set1(1.0f);
+    default:
+      return set1(1.0f);
   }
 }

@@ -104,8 +104,13 @@ void run_tasks(const Plan& plan, const F& run) {
 template <typename T>
 AttentionInputs<T> inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double softmax_scale,
                           const Dropout& dropout) {
-  return {head_rows<const T>(q), head_rows<const T>(k), head_rows<const T>(v), q.size(1), q.size(2),
-          static_cast<float>(softmax_scale), dropout};
+  return {head_rows<const T>(q),
+          head_rows<const T>(k),
+          head_rows<const T>(v),
+          q.size(1),
+          q.size(2),
+          static_cast<float>(softmax_scale),
+          dropout};
 }
 
 void check_q(const at::Tensor& q) {
@@ -173,9 +178,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd_cpu(
   for (const at::Tensor& t : {dq, dk, dv}) t.narrow(0, offsets.back(), total_tokens - offsets.back()).zero_();
   for_dtype(q.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    const AttentionBwd<T> args{inputs<T>(q, k, v, softmax_scale, dropout), head_rows<const T>(out),
-                               head_rows<const T>(dout), data<const float>(stats), head_rows<T>(dq), head_rows<T>(dk),
-                               head_rows<T>(dv), total_tokens};
+    const AttentionBwd<T> args{inputs<T>(q, k, v, softmax_scale, dropout),
+                               head_rows<const T>(out),
+                               head_rows<const T>(dout),
+                               data<const float>(stats),
+                               head_rows<T>(dq),
+                               head_rows<T>(dk),
+                               head_rows<T>(dv),
+                               total_tokens};
     run_tasks(make_plan(offsets, num_heads, true), [&](const AttentionTask& task) { attention_bwd(args, task); });
   });
   return {dq, dk, dv};

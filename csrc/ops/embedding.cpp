@@ -56,8 +56,7 @@ at::Tensor embed_bwd_cpu(const at::Tensor& dout_, const at::Tensor& ids_, const 
   const auto* id = ids.const_data_ptr<int64_t>();
   std::vector<int64_t> order(static_cast<size_t>(tokens));
   std::iota(order.begin(), order.end(), 0);
-  std::sort(order.begin(), order.end(),
-            [&](int64_t a, int64_t b) { return id[a] != id[b] ? id[a] < id[b] : a < b; });
+  std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return id[a] != id[b] ? id[a] < id[b] : a < b; });
   const at::Tensor dtable = gradient_like(table);
   auto* bytes = static_cast<char*>(dtable.mutable_data_ptr());
   at::parallel_for(0, static_cast<int64_t>(dtable.nbytes()), 1 << 18, [&](int64_t begin, int64_t end) {

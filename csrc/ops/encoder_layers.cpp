@@ -51,7 +51,8 @@ at::Tensor encoder_layers_cpu(const at::Tensor& x, const at::Tensor& cu_seqlens,
   const std::vector<at::Tensor> qkv{at::empty({tokens, width}, x.options()), at::empty({tokens, width}, x.options()),
                                     at::empty({tokens, width}, x.options())};
   const auto heads = [&](const at::Tensor& t) { return t.view({tokens, num_heads, head_dim}); };
-  const at::Tensor q = heads(qkv[0]), k = heads(qkv[1]), v = heads(qkv[2]), flat_context = context.view({tokens, width});
+  const at::Tensor q = heads(qkv[0]), k = heads(qkv[1]), v = heads(qkv[2]),
+                   flat_context = context.view({tokens, width});
   const double softmax_scale = 1.0 / std::sqrt(static_cast<double>(head_dim));
 
   at::Tensor hidden = x.contiguous();
@@ -63,7 +64,8 @@ at::Tensor encoder_layers_cpu(const at::Tensor& x, const at::Tensor& cu_seqlens,
     const at::Tensor out_bias = vector("attention output bias", biases.get(first + 3));
     const at::Tensor down_bias = vector("down bias", biases.get(first + 5));
     const at::Tensor norm = vector("norm", norms[4 * layer]), norm_bias = vector("norm bias", norms[4 * layer + 1]);
-    const at::Tensor norm2 = vector("norm", norms[4 * layer + 2]), norm2_bias = vector("norm bias", norms[4 * layer + 3]);
+    const at::Tensor norm2 = vector("norm", norms[4 * layer + 2]),
+                     norm2_bias = vector("norm bias", norms[4 * layer + 3]);
     linear_rows(flat_context, {without_bias(first + 3)}, {product},
                 add_layer_norm_rows(product, out_bias, hidden, norm, norm_bias, eps[2 * layer], middle));
     feed_forward_rows(middle, linear(first + 4), without_bias(first + 5), activation, product, at::Tensor(),

@@ -26,8 +26,7 @@ at::Tensor gradient_like(const at::Tensor& weight) {
   }
   const at::Tensor gradient = at::empty(weight.sizes(), weight.options());
   // Two gradients of one weight may be alive at once (accumulation): the newer one is kept.
-  entries->insert_or_assign(weight.const_data_ptr(),
-                            Entry{weight.storage().getWeakStorageImpl(), gradient.storage()});
+  entries->insert_or_assign(weight.const_data_ptr(), Entry{weight.storage().getWeakStorageImpl(), gradient.storage()});
   return gradient;
 }
 

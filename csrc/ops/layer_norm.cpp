@@ -57,9 +57,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer_norm_fwd_cp
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer_norm_bwd_cpu(
-    const at::Tensor& dout_, const std::optional<at::Tensor>& dsum_, const at::Tensor& summed_,
-    const at::Tensor& mean_, const at::Tensor& rstd_, const at::Tensor& weight_,
-    const std::optional<at::Tensor>& philox, double dropout_p, bool has_x_bias) {
+    const at::Tensor& dout_, const std::optional<at::Tensor>& dsum_, const at::Tensor& summed_, const at::Tensor& mean_,
+    const at::Tensor& rstd_, const at::Tensor& weight_, const std::optional<at::Tensor>& philox, double dropout_p,
+    bool has_x_bias) {
   TORCH_CHECK(dout_.dim() == 2, "dout has shape ", dout_.sizes(), ", expected (total_tokens, hidden_size)");
   const int64_t rows = dout_.size(0), hidden_size = dout_.size(1);
   const auto dtype = dout_.scalar_type();
@@ -100,7 +100,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer
     const int64_t grain = std::max<int64_t>(1, grain_rows(hidden_size) / rows_per_chunk);
     at::parallel_for(0, chunks, grain, [&](int64_t begin, int64_t end) { add_layer_norm_bwd(args, begin, end); });
 
-    const ColumnSums<T> sums{data<const float>(partial), chunks, hidden_size,
+    const ColumnSums<T> sums{data<const float>(partial),
+                             chunks,
+                             hidden_size,
                              {data<T>(dweight), data<T>(dbias), has_x_bias ? data<T>(dx_bias) : nullptr}};
     at::parallel_for(0, hidden_size, grain_rows(3 * chunks),
                      [&](int64_t begin, int64_t end) { add_column_sums(sums, begin, end); });
@@ -114,10 +116,18 @@ std::function<void(int64_t, int64_t)> add_layer_norm_rows(const at::Tensor& x, c
   std::function<void(int64_t, int64_t)> rows;
   for_dtype(x.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    const AddLayerNormFwd<T> args{data<const T>(x),      data<const T>(x_bias), data<const T>(residual),
-                                  data<const T>(weight), data<const T>(bias),   Dropout{0.0, 0, 0},
-                                  static_cast<float>(eps), x.size(1),           data<T>(out),
-                                  nullptr,               nullptr,               nullptr};
+    const AddLayerNormFwd<T> args{data<const T>(x),
+                                  data<const T>(x_bias),
+                                  data<const T>(residual),
+                                  data<const T>(weight),
+                                  data<const T>(bias),
+                                  Dropout{0.0, 0, 0},
+                                  static_cast<float>(eps),
+                                  x.size(1),
+                                  data<T>(out),
+                                  nullptr,
+                                  nullptr,
+                                  nullptr};
     rows = [args](int64_t begin, int64_t end) { add_layer_norm_fwd(args, begin, end); };
   });
   return rows;

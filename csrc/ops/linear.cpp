@@ -49,8 +49,8 @@ int64_t panel_groups(int64_t rows, int64_t blocks, int64_t panels, int64_t threa
   return least;
 }
 
-// f(task) for every task in [0, count), each thread taking the next one when it is done with its last: where something else
-// takes a core for a while, the others go on.
+// f(task) for every task in [0, count), each thread taking the next one when it is done with its last: where something
+// else takes a core for a while, the others go on.
 template <typename F>
 void run_tasks(int64_t count, const F& f) {
   std::atomic<int64_t> next{0};
@@ -73,9 +73,8 @@ RowsArg converted_rows(const GemmArgs& args, int64_t rows, at::Tensor& memory) {
   memory = at::empty({scales_at + rows * 4}, at::TensorOptions().dtype(at::kByte));
   auto* out = static_cast<char*>(memory.mutable_data_ptr());
   auto* scales = reinterpret_cast<float*>(out + scales_at);
-  at::parallel_for(0, rows, 1 + 16384 / (weight.in_features + 1), [&](int64_t begin, int64_t end) {
-    convert_rows(args.x, begin, end, weight, out, scales);
-  });
+  at::parallel_for(0, rows, 1 + 16384 / (weight.in_features + 1),
+                   [&](int64_t begin, int64_t end) { convert_rows(args.x, begin, end, weight, out, scales); });
   return {out, weight.format, stride / element_size(weight.format), scales};
 }
 
@@ -167,8 +166,15 @@ at::Tensor pack_tokens(const at::Tensor& x_, DType format) {
   const at::Tensor x = x_.stride(1) == 1 ? x_ : x_.contiguous();
   const int64_t panels = num_panels(x.size(1));
   const at::Tensor packed = at::empty({panels * panel_bytes(format, x.size(0))}, at::TensorOptions().dtype(at::kByte));
-  const PackArgs args{x.const_data_ptr(), dtype_of(x), x.size(1), x.size(0), 1, x.stride(0), format,
-                      static_cast<char*>(packed.mutable_data_ptr()), nullptr};
+  const PackArgs args{x.const_data_ptr(),
+                      dtype_of(x),
+                      x.size(1),
+                      x.size(0),
+                      1,
+                      x.stride(0),
+                      format,
+                      static_cast<char*>(packed.mutable_data_ptr()),
+                      nullptr};
   at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) { pack_panels(args, begin, end); });
   return packed;
 }
@@ -204,8 +210,8 @@ at::Tensor bias_gradient(const at::Tensor& dout, at::ScalarType dtype) {
 std::vector<at::Tensor> linear_cpu(const at::Tensor& x_, at::TensorList weights,
                                    const c10::List<std::optional<at::Tensor>>& biases,
                                    const c10::List<std::optional<at::Tensor>>& weight_scales,
-                                   at::ArrayRef<double> input_scales, c10::string_view activation,
-                                   at::ScalarType dtype, bool return_pre) {
+                                   at::ArrayRef<double> input_scales, c10::string_view activation, at::ScalarType dtype,
+                                   bool return_pre) {
   const at::Tensor x = checked_x(x_, dtype);
   const size_t count = weights.size();
   TORCH_CHECK(count > 0 && biases.size() == count && weight_scales.size() == count && input_scales.size() == count,
@@ -217,7 +223,8 @@ std::vector<at::Tensor> linear_cpu(const at::Tensor& x_, at::TensorList weights,
   std::vector<GemmTarget> targets;
   operands.reserve(count);
   for (size_t i = 0; i < count; ++i) {
-    operands.emplace_back(LinearOperand{weights[i], biases.get(i), weight_scales.get(i), input_scales[i]}, x.size(1), dtype);
+    operands.emplace_back(LinearOperand{weights[i], biases.get(i), weight_scales.get(i), input_scales[i]}, x.size(1),
+                          dtype);
     const auto options = x.options().dtype(dtype);
     results.push_back(at::empty({x.size(0), weights[i].size(0)}, options));
     const at::Tensor out = results.back();
@@ -279,7 +286,8 @@ std::tuple<at::Tensor, std::vector<at::Tensor>, std::vector<at::Tensor>> linear_
       dweights.push_back(weight_gradient(pack_tokens(douts[i], format), x_packed, format, x.size(0), weights[i]));
     }
   }
-  for (size_t i = 0; needs_dbias && i < count; ++i) dbiases.push_back(bias_gradient(douts[i], weights[i].scalar_type()));
+  for (size_t i = 0; needs_dbias && i < count; ++i)
+    dbiases.push_back(bias_gradient(douts[i], weights[i].scalar_type()));
   return {dx, dweights, dbiases};
 }
 
@@ -330,11 +338,13 @@ void feed_forward_rows(const at::Tensor& x_, const LinearOperand& up_linear, con
   });
 }
 
-std::tuple<at::Tensor, at::Tensor> feed_forward_cpu(
-    const at::Tensor& x, const at::Tensor& up_weight, const std::optional<at::Tensor>& up_bias,
-    const at::Tensor& down_weight, const std::optional<at::Tensor>& up_scale,
-    const std::optional<at::Tensor>& down_scale, at::ArrayRef<double> input_scales, c10::string_view activation,
-    at::ScalarType dtype, bool return_pre) {
+std::tuple<at::Tensor, at::Tensor> feed_forward_cpu(const at::Tensor& x, const at::Tensor& up_weight,
+                                                    const std::optional<at::Tensor>& up_bias,
+                                                    const at::Tensor& down_weight,
+                                                    const std::optional<at::Tensor>& up_scale,
+                                                    const std::optional<at::Tensor>& down_scale,
+                                                    at::ArrayRef<double> input_scales, c10::string_view activation,
+                                                    at::ScalarType dtype, bool return_pre) {
   const at::Tensor out = at::empty({x.size(0), down_weight.size(0)}, x.options().dtype(dtype));
   const at::Tensor pre = at::empty({return_pre ? x.size(0) : 0, up_weight.size(0)}, out.options());
   TORCH_CHECK(input_scales.size() == 2, "input_scales has ", input_scales.size(), " elements, expected 2");

@@ -14,25 +14,27 @@ namespace fastbert {
 std::vector<at::Tensor> linear_cpu(const at::Tensor& x, at::TensorList weights,
                                    const c10::List<std::optional<at::Tensor>>& biases,
                                    const c10::List<std::optional<at::Tensor>>& weight_scales,
-                                   at::ArrayRef<double> input_scales, c10::string_view activation,
-                                   at::ScalarType dtype, bool return_pre);
+                                   at::ArrayRef<double> input_scales, c10::string_view activation, at::ScalarType dtype,
+                                   bool return_pre);
 
 std::tuple<at::Tensor, std::vector<at::Tensor>, std::vector<at::Tensor>> linear_bwd_cpu(
     at::TensorList douts, const at::Tensor& x, at::TensorList weights, at::TensorList pres, c10::string_view activation,
     bool needs_dx, bool needs_dweight, bool needs_dbias);
 
-std::tuple<at::Tensor, at::Tensor> feed_forward_cpu(
-    const at::Tensor& x, const at::Tensor& up_weight, const std::optional<at::Tensor>& up_bias,
-    const at::Tensor& down_weight, const std::optional<at::Tensor>& up_scale,
-    const std::optional<at::Tensor>& down_scale, at::ArrayRef<double> input_scales, c10::string_view activation,
-    at::ScalarType dtype, bool return_pre);
+std::tuple<at::Tensor, at::Tensor> feed_forward_cpu(const at::Tensor& x, const at::Tensor& up_weight,
+                                                    const std::optional<at::Tensor>& up_bias,
+                                                    const at::Tensor& down_weight,
+                                                    const std::optional<at::Tensor>& up_scale,
+                                                    const std::optional<at::Tensor>& down_scale,
+                                                    at::ArrayRef<double> input_scales, c10::string_view activation,
+                                                    at::ScalarType dtype, bool return_pre);
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> feed_forward_bwd_cpu(
     const at::Tensor& dout, const at::Tensor& x, const at::Tensor& pre, const at::Tensor& up_weight,
     const at::Tensor& down_weight, c10::string_view activation, bool needs_dx, bool needs_dweight, bool needs_dbias);
 
-// Called with rows [begin, end) of a product's result as soon as they are whole, by the thread that made them where that
-// is possible: what comes next finds them in its cache.
+// Called with rows [begin, end) of a product's result as soon as they are whole, by the thread that made them where
+// that is possible: what comes next finds them in its cache.
 using RowsDone = std::function<void(int64_t begin, int64_t end)>;
 
 // What is multiplied with: weight (out_features, in_features), bias (out_features,), and for int8 its scales.

@@ -36,8 +36,7 @@ uint64_t sample_of(const at::Tensor& weight) {
   for (int64_t i = 0; i < 16; ++i) {
     const int64_t row = i * (out - 1) / 15, column = (i * 7 % 16) * (in - 1) / 15;
     uint32_t bits = 0;
-    std::memcpy(&bits, bytes + (row * weight.stride(0) + column * weight.stride(1)) * size,
-                static_cast<size_t>(size));
+    std::memcpy(&bits, bytes + (row * weight.stride(0) + column * weight.stride(1)) * size, static_cast<size_t>(size));
     hash = (hash ^ bits) * 1099511628211u;
   }
   return hash;
@@ -49,7 +48,8 @@ void pack(const at::Tensor& weight, DType format, PackedTensor& packed) {
   if (!packed.panels.defined() || packed.panels.numel() != bytes || packed.panels.use_count() > 1) {
     packed.panels = at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
   }
-  if (format == DType::kInt8) packed.channel_offsets = at::empty({panels * kPanel}, at::TensorOptions().dtype(at::kInt));
+  if (format == DType::kInt8)
+    packed.channel_offsets = at::empty({panels * kPanel}, at::TensorOptions().dtype(at::kInt));
   const PackArgs args{weight.const_data_ptr(),
                       dtype_of(weight),
                       weight.size(0),
@@ -66,17 +66,21 @@ void pack(const at::Tensor& weight, DType format, PackedTensor& packed) {
 
 DType dtype_of(const at::Tensor& t) {
   switch (t.scalar_type()) {
-    case at::kFloat: return DType::kFloat32;
-    case at::kBFloat16: return DType::kBFloat16;
-    case at::kChar: return DType::kInt8;
-    default: TORCH_CHECK(false, "dtype is ", t.scalar_type(), ", expected Float, BFloat16 or Char");
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kChar:
+      return DType::kInt8;
+    default:
+      TORCH_CHECK(false, "dtype is ", t.scalar_type(), ", expected Float, BFloat16 or Char");
   }
 }
 
 PackedTensor packed_weight(const at::Tensor& weight_, DType format) {
   const bool is_matrix = weight_.stride(0) == 1 || weight_.stride(1) == 1;
   const at::Tensor weight = is_matrix ? weight_ : weight_.contiguous();
-  const Key key{weight.const_data_ptr(), weight.size(0), weight.size(1), weight.stride(0),
+  const Key key{weight.const_data_ptr(), weight.size(0),       weight.size(1), weight.stride(0),
                 weight.stride(1),        weight.scalar_type(), format};
   // An inference tensor keeps no version: its samples alone tell.
   const int64_t version = weight.is_inference() ? 0 : weight._version();

@@ -11,7 +11,7 @@ DType dtype_of(const at::Tensor& t);
 
 // A packed weight and the memory behind it.
 struct PackedTensor {
-  at::Tensor panels;        // bytes
+  at::Tensor panels;           // bytes
   at::Tensor channel_offsets;  // int32, int8 weights only
 };
 

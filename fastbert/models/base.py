@@ -145,7 +145,7 @@ def run_encoder(
 
 
 def first_tokens(packed: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """Each sequence's first real token of (total_tokens, hidden_size): (batch, hidden_size), zeros where it has none."""
+    """(total_tokens, hidden_size) -> each sequence's first real token, (batch, hidden_size); zeros if it has none."""
     if batch.indices is None and batch.seqlen is not None:  # no padding: nothing to look for
         return packed.view(batch.batch_size, batch.seqlen, -1)[:, 0]
     return ops.pooling(packed, batch.cu_seqlens, mode="cls")

@@ -181,7 +181,8 @@ for _op, _schema, _fake in (
 #
 #   out, (total_tokens, width): word[input_ids] + token_type[token_type_ids] + position[position_ids]
 #
-# rounded once, and its LayerNorm where weight is given (inference; autograd has add_layer_norm for that). Without input_ids `word` holds the tokens' own rows; without token_type_ids every token is of type 0.
+# rounded once, and its LayerNorm where weight is given (inference; autograd has add_layer_norm for that). Without
+# input_ids `word` holds the tokens' own rows; without token_type_ids every token is of type 0.
 # Backward gives one table's gradient, dense; row padding_idx takes none (-1: every row does).
 
 _EMBED_FWD = (

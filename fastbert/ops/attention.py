@@ -26,8 +26,8 @@ def _supports_cpu(q, k, v) -> str | None:
             return f"{name} has shape {tuple(t.shape)}, q {tuple(q.shape)}"
     if q.dim() != 3:
         return f"q has {q.dim()} dimensions, the kernels take (total_tokens, num_heads, head_dim)"
-    if not 0 < q.shape[-1] <= 256:
-        return f"head_dim is {q.shape[-1]} (has 1 to 256)"
+    if not 2 <= q.shape[-1] <= 256:  # 1: what its rounded output costs the fp32 gradients has nothing to drown in
+        return f"head_dim is {q.shape[-1]} (has 2 to 256)"
     return extension_error()
 
 

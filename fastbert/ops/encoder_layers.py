@@ -20,7 +20,7 @@ class LinearWeights(NamedTuple):
     input_scale: float
 
 
-def _supports_cpu(x, *tensors) -> str | None:
+def _supports_cpu(x, head_dim, *tensors) -> str | None:
     if x.device.type != "cpu":
         return f"tensors are on {x.device.type}"
     dtype = x.dtype
@@ -28,6 +28,8 @@ def _supports_cpu(x, *tensors) -> str | None:
         return f"dtype {dtype} (has float32 and bfloat16)"
     if x.dim() != 2:
         return f"x has {x.dim()} dimensions, the kernels take (total_tokens, hidden_size)"
+    if not 2 <= head_dim <= 256:
+        return f"head_dim is {head_dim} (attention has 2 to 256)"
     if torch.is_autocast_enabled("cpu"):
         return "autocast chooses a dtype for each op"
     for t in tensors:
@@ -38,7 +40,7 @@ def _supports_cpu(x, *tensors) -> str | None:
     return extension_error()
 
 
-register("encoder_layers", Backend.CPU, _supports_cpu)
+register("encoder_layers", Backend.CPU, _supports_cpu, probe=lambda x, vector: (x, 64, vector))
 
 
 def encoder_layers(
@@ -67,7 +69,8 @@ def encoder_layers(
         another dtype or device): the caller then runs them op by op.
     """
     weights, biases, scales, input_scales = zip(*linears, strict=True)
-    if select("encoder_layers", None, x, *weights, *biases, *norms) is Backend.TORCH:
+    head_dim = weights[0].shape[0] // num_heads
+    if select("encoder_layers", None, x, head_dim, *weights, *biases, *norms) is Backend.TORCH:
         return None
     return torch.ops.fastbert.encoder_layers_cpu(
         x, cu_seqlens, weights, biases, scales, input_scales, norms, eps, num_heads, activation

@@ -1,0 +1,135 @@
+// AMX: eight tiles of 16 rows by 64 bytes, and products of them (Intel 64 and IA-32 Architectures Optimization
+// Reference Manual, chapter 20). Included by foreach_isa.h. By hand instead of by intrinsics, whose tile numbers must
+// be literals and which do not tell the compiler that they read memory.
+//
+// Where FASTBERT_AMX_EMULATION names a header, its functions stand in: tests run the kernels without such a CPU.
+
+// ldtilecfg's operand: the shape of every tile.
+struct alignas(64) TileShapes {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+#if defined(FASTBERT_AMX_EMULATION)
+#include FASTBERT_AMX_EMULATION
+#else
+FASTBERT_SIMD void amx_configure(const TileShapes& shapes) { __asm__ volatile("ldtilecfg %0" ::"m"(shapes)); }
+FASTBERT_SIMD void amx_release() { __asm__ volatile("tilerelease"); }
+template <int kTile>
+FASTBERT_SIMD void amx_zero() {
+  __asm__ volatile("tilezero %%tmm%c0" ::"i"(kTile));
+}
+// `stride` bytes from row to row.
+template <int kTile>
+FASTBERT_SIMD void amx_load(const char* from, int64_t stride) {
+  __asm__ volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(kTile), "r"(from), "r"(stride) : "memory");
+}
+template <int kTile>
+FASTBERT_SIMD void amx_store(char* to, int64_t stride) {
+  __asm__ volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(kTile), "r"(to), "r"(stride) : "memory");
+}
+// C += A B: two bfloat16, or four unsigned bytes of A and four signed ones of B, in each of the steps' four bytes.
+template <int kC, int kA, int kB>
+FASTBERT_SIMD void amx_dot_bf16() {
+  __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
+}
+template <int kC, int kA, int kB>
+FASTBERT_SIMD void amx_dot_bytes() {
+  __asm__ volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
+}
+#endif
+
+constexpr int64_t kAmxRows = 32, kAmxSteps = 16;
+
+template <typename Dot, int kC, int kA, int kB>
+FASTBERT_SIMD void amx_dot() {
+  if constexpr (std::is_same_v<Dot, Int8Dot>) {
+    amx_dot_bytes<kC, kA, kB>();
+  } else {
+    amx_dot_bf16<kC, kA, kB>();
+  }
+}
+
+// Tiles 0 to 3 are the sums of 32 rows by 32 columns, 4 and 5 the rows, 6 and 7 the columns.
+template <typename Dot, bool kBelow>
+FASTBERT_SIMD void amx_square(const char* x, int64_t x_stride, const char* panel, int64_t steps, bool accumulate,
+                              char* sums) {
+  char* below = sums + 16 * kStepBytes;
+  if (accumulate) {
+    amx_load<0>(sums, kStepBytes);
+    amx_load<1>(sums + 64, kStepBytes);
+    if constexpr (kBelow) {
+      amx_load<2>(below, kStepBytes);
+      amx_load<3>(below + 64, kStepBytes);
+    }
+  } else {
+    amx_zero<0>();
+    amx_zero<1>();
+    if constexpr (kBelow) {
+      amx_zero<2>();
+      amx_zero<3>();
+    }
+  }
+  for (int64_t step = 0; step < steps; step += kAmxSteps) {
+    amx_load<6>(panel + step * kStepBytes, kStepBytes);
+    amx_load<7>(panel + step * kStepBytes + 64, kStepBytes);
+    amx_load<4>(x + step * 4, x_stride);
+    amx_dot<Dot, 0, 4, 6>();
+    amx_dot<Dot, 1, 4, 7>();
+    if constexpr (kBelow) {
+      amx_load<5>(x + 16 * x_stride + step * 4, x_stride);
+      amx_dot<Dot, 2, 5, 6>();
+      amx_dot<Dot, 3, 5, 7>();
+    }
+  }
+  amx_store<0>(sums, kStepBytes);
+  amx_store<1>(sums + 64, kStepBytes);
+  if constexpr (kBelow) {
+    amx_store<2>(below, kStepBytes);
+    amx_store<3>(below + 64, kStepBytes);
+  }
+}
+
+// A thread's tiles while it is at one product. Shaped anew only when the number of rows changes.
+class AmxTiles {
+ public:
+  AmxTiles() = default;
+  AmxTiles(const AmxTiles&) = delete;
+  AmxTiles& operator=(const AmxTiles&) = delete;
+  ~AmxTiles() {
+    if (rows_ > 0) amx_release();
+  }
+
+  // As `tile`, for up to kAmxRows rows, all of the panel's columns and whole groups of kAmxSteps steps.
+  template <typename Dot>
+  void product(int64_t rows, const char* x, int64_t x_stride, const char* panel, int64_t steps, bool accumulate,
+               char* sums) {
+    shape(rows);
+    for (int64_t column = 0; column < kPanel; column += 32) {
+      if (rows > 16) {
+        amx_square<Dot, true>(x, x_stride, panel + column * 4, steps, accumulate, sums + column * 4);
+      } else {
+        amx_square<Dot, false>(x, x_stride, panel + column * 4, steps, accumulate, sums + column * 4);
+      }
+    }
+  }
+
+ private:
+  void shape(int64_t rows) {
+    if (rows == rows_) return;
+    rows_ = rows;
+    TileShapes shapes;
+    const auto upper = static_cast<uint8_t>(rows > 16 ? 16 : rows),
+               lower = static_cast<uint8_t>(rows > 16 ? rows - 16 : 0);
+    const uint8_t heights[8] = {upper, upper, lower, lower, upper, lower, 16, 16};
+    for (int tile = 0; tile < 8; ++tile) {
+      if (heights[tile] == 0) continue;  // left out: no rows and no bytes
+      shapes.rows[tile] = heights[tile];
+      shapes.row_bytes[tile] = 64;
+    }
+    amx_configure(shapes);
+  }
+
+  int64_t rows_ = 0;
+};

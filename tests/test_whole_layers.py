@@ -1,0 +1,199 @@
+"""All layers as one op: when it may be used, and that nothing which changes in the tree goes unseen."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import fastbert
+from fastbert import ops
+from fastbert.backend import use_backend
+from fastbert.ops._library import extension_error
+from fastbert.testing.numerics import assert_close_to_reference
+
+pytestmark = pytest.mark.skipif(extension_error() is not None, reason=str(extension_error()))
+
+IDS = torch.tensor([[3, 9, 4, 1, 7], [5, 2, 8, 0, 0]])
+MASK = (IDS > 0).long()
+
+
+def make(**fields) -> fastbert.BertModel:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
+    config = fastbert.EncoderConfig(vocab_size=50, initializer_range=0.2, **{**shape, **fields})
+    model = fastbert.BertModel(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    return model
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[bool]:
+    """For each call of ops.encoder_layers, whether it served."""
+    made: list[bool] = []
+    op = ops.encoder_layers
+
+    def counted(*args, **kwargs):
+        out = op(*args, **kwargs)
+        made.append(out is not None)
+        return out
+
+    monkeypatch.setattr(ops, "encoder_layers", counted)
+    return made
+
+
+@torch.inference_mode()
+def run(model: nn.Module) -> torch.Tensor:
+    torch.manual_seed(1)
+    return model(IDS, MASK).last_hidden_state
+
+
+def query(model: fastbert.BertModel) -> nn.Linear:
+    return model.encoder.layer[1].attention.self.query
+
+
+def double_by_hook(module, args, out):
+    return out * 2
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def replace_parameter(model):
+    query(model).weight = nn.Parameter(query(model).weight.detach() * 2)
+
+
+def replace_data(model):
+    query(model).weight.data = query(model).weight.data * 2
+
+
+def change_in_place(model):
+    with torch.no_grad():
+        query(model).weight.mul_(2)
+
+
+def replace_leaf(model):
+    leaf = Doubled(32, 32)
+    leaf.load_state_dict(query(model).state_dict())
+    model.encoder.layer[1].attention.self.query = leaf
+
+
+def change_class(model):
+    query(model).__class__ = Doubled
+
+
+def patch_forward(model):
+    leaf = query(model)
+    leaf.forward = lambda x: 2 * nn.functional.linear(x, leaf.weight, leaf.bias)
+
+
+def parametrize(model):
+    class Double(nn.Module):
+        def forward(self, weight):
+            return weight * 2
+
+    nn.utils.parametrize.register_parametrization(query(model), "weight", Double())
+
+
+def swap_layers(model):
+    layers = model.encoder.layer
+    layers[0], layers[2] = layers[2], layers[0]
+
+
+def drop_bias(model):
+    query(model).bias = None
+
+
+def change_eps(model):
+    model.encoder.layer[2].output.LayerNorm.eps = 0.5
+
+
+def train_one_layer(model):
+    model.encoder.layer[1].train()
+
+
+CHANGES = {
+    "hook on a leaf": lambda model: query(model).register_forward_hook(double_by_hook),
+    "hook before a leaf": lambda model: query(model).register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+    "hook on a layer": lambda model: model.encoder.layer[1].register_forward_hook(double_by_hook),
+    **{
+        change.__name__: change
+        for change in (
+            replace_parameter, replace_data, change_in_place, replace_leaf, change_class, patch_forward, parametrize,
+            swap_layers, drop_bias, change_eps, train_one_layer,
+        )
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_changes_are_seen(change, calls):
+    """What the model gives after a change that comes between two calls is what a model that always was so gives."""
+    model, fresh = make(), make()
+    before = run(model)
+    assert calls == [True]
+    change(model)
+    change(fresh)
+    after, expected = run(model), run(fresh)
+    assert torch.equal(after, expected)
+    assert not torch.equal(after, before)
+
+
+def test_hooks_run_and_go(calls):
+    model = make()
+    before, seen = run(model), []
+    handle = model.encoder.layer[0].output.dense.register_forward_hook(lambda *_: seen.append(1))
+    assert_close_to_reference(run(model), run(make().double()), run(make()), name="hooked")
+    assert seen == [1]
+    handle.remove()
+    assert torch.equal(run(model), before) and calls[0] and calls[-1]
+
+
+def test_int8_scales_are_seen(calls):
+    model = fastbert.quantize(make(), "int8")
+    before = run(model)
+    query(model).input_scale_value = 0.5
+    assert not torch.equal(run(model), before) and calls == [True, True]
+
+
+def test_a_copy_has_its_own(calls):
+    model = make()
+    before = run(model)
+    twin = copy.deepcopy(model)
+    change_in_place(twin)
+    assert not torch.equal(run(twin), before) and torch.equal(run(model), before)
+
+
+def test_a_dropped_model_is_freed():
+    model = make()
+    run(model)
+    weight = weakref.ref(query(model).weight)
+    del model
+    gc.collect()
+    assert weight() is None
+
+
+def test_one_op_is_what_the_layers_are(calls):
+    model = make()
+    whole = run(model)
+    with torch.inference_mode():
+        states = model(IDS, MASK, output_hidden_states=True).hidden_states
+    assert len(calls) == 4 and torch.equal(states[-1][MASK.bool()], whole[MASK.bool()])
+
+
+@pytest.mark.parametrize("head_dim", (1, 320))
+def test_heads_that_the_kernels_do_not_have(head_dim):
+    model = make(hidden_size=head_dim, num_attention_heads=1, num_hidden_layers=1)
+    ours = run(model)
+    with use_backend("torch"):
+        baseline = run(model)
+    assert_close_to_reference(ours, run(copy.deepcopy(model).double()), baseline)
