@@ -139,7 +139,8 @@ void sum_rows(const BwdMemory& memory, const T* dout, int64_t dout_stride, const
       for (int64_t i = 0; i < std::min(kWidth, rows - r); ++i) {
         const T *a = dout + (r + i) * dout_stride, *b = out + (r + i) * out_stride;
         Floats total = set1(0.0f);
-        for (int64_t j = 0; j < d; j += kWidth) total = fma(load_part(a + j, d - j), load_part(b + j, d - j), total);
+        for (int64_t j = 0; j < d; j += kWidth)
+          total = fma(load_columns(a + j, d - j), load_columns(b + j, d - j), total);
         store(lanes[i], total);
       }
       store(delta + r, reduce_rows<Sum>(lanes));

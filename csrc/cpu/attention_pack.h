@@ -93,14 +93,6 @@ FASTBERT_SIMD void store_step(char* to, const T* even, [[maybe_unused]] const T*
   store(reinterpret_cast<float*>(to), load(even));
 }
 
-template <typename T>
-FASTBERT_SIMD Floats load_part(const T* row, int64_t columns) {
-  if (columns >= kWidth) return load(row);
-  T line[kWidth] = {};
-  for (int64_t i = 0; i < columns; ++i) line[i] = row[i];
-  return load(line);
-}
-
 // Rows become the steps of panels: (panels of kPanel dims, `panel_steps` steps along the rows, kPanel). An odd last row
 // of bfloat16 is paired with zeros.
 template <typename E, typename T>

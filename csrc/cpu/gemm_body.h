@@ -12,23 +12,6 @@ struct Channels {
   const float* scale;  // int8
 };
 
-// One vector of a tile on its way out; the last one of a narrow panel may be partly beyond the matrix.
-template <typename T>
-FASTBERT_SIMD Floats load_columns(const T* in, int64_t columns) {
-  if (columns >= kWidth) return load(in);
-  float lane[kWidth] = {};
-  for (int64_t i = 0; i < columns; ++i) lane[i] = to_float(in[i]);
-  return load(lane);
-}
-
-template <typename T>
-FASTBERT_SIMD void store_columns(T* out, Floats x, int64_t columns) {
-  if (columns >= kWidth) return store(out, x);
-  float lane[kWidth];
-  store(lane, x);
-  for (int64_t i = 0; i < columns; ++i) out[i] = from_float<T>(lane[i]);
-}
-
 // What a tile's sums still need in inference: scales, bias, activation, and the way out. Whole panels, without a branch
 // inside: beside the 200 steps of an int8 tile every instruction here shows.
 template <typename T, bool kInt8, Activation kActivation>

@@ -19,77 +19,6 @@ std::vector<float> to_floats(const T* vector, int64_t n, float fill) {
   return out;
 }
 
-template <typename T, bool kHasResidual, bool kHasDropout>
-FASTBERT_INLINE void fwd_rows(const AddLayerNormFwd<T>& args, int64_t begin, int64_t end) {
-  const int64_t n = args.hidden_size;
-  const float inverse_n = 1.0f / static_cast<float>(n);
-  const std::vector<float> x_bias_floats = to_floats(args.x_bias, n, 0.0f);
-  const std::vector<float> weight_floats = to_floats(args.weight, n, 1.0f);
-  const std::vector<float> bias_floats = to_floats(args.bias, n, 0.0f);
-  const float* x_bias = x_bias_floats.data();
-  const float* weight = weight_floats.data();
-  const float* bias = bias_floats.data();
-  std::vector<float> row_floats(static_cast<size_t>(n));
-  std::vector<float> multiplier_floats(static_cast<size_t>(kHasDropout ? padded_to_philox(n) : 0));
-  float* row = row_floats.data();
-  float* multiplier = multiplier_floats.data();
-
-  for (int64_t r = begin; r < end; ++r) {
-    const T* x = args.x + r * n;
-    const T* residual = kHasResidual ? args.residual + r * n : nullptr;
-    if constexpr (kHasDropout) fill_dropout_multiplier(args.dropout, r, n, multiplier);
-
-    LaneSum sum;
-    for_each_in_lanes(n, [&](int64_t i, int64_t lane) FASTBERT_INLINE_LAMBDA {
-      float value = to_float(x[i]) + x_bias[i];
-      if constexpr (kHasDropout) value *= multiplier[i];
-      if constexpr (kHasResidual) value += to_float(residual[i]);
-      // Rounded as backward will read it: with the statistics of the unrounded sum, the difference times rstd, which
-      // is 1e6 for a constant row under eps 1e-12, would swamp the gradient.
-      value = to_float(from_float<T>(value));
-      row[i] = value;
-      sum.lane[lane] += value;
-    });
-    if (args.summed != nullptr) {
-      T* summed = args.summed + r * n;
-#pragma omp simd
-      for (int64_t i = 0; i < n; ++i) summed[i] = from_float<T>(row[i]);
-    }
-
-    // The rounding error of a large mean is of the size of a small spread: what is left after centring is measured
-    // too, and taken off.
-    const float rough_mean = sum.total() * inverse_n;
-    LaneSum centred_sum, squares;
-    for_each_in_lanes(n, [&](int64_t i, int64_t lane) FASTBERT_INLINE_LAMBDA {
-      const float centred = row[i] - rough_mean;
-      centred_sum.lane[lane] += centred;
-      squares.lane[lane] += centred * centred;
-    });
-    const float left = centred_sum.total() * inverse_n;
-    const float variance = std::max(squares.total() * inverse_n - left * left, 0.0f);
-    const float rstd = 1.0f / std::sqrt(variance + args.eps);
-    if (args.mean != nullptr) {
-      args.mean[r] = rough_mean + left;
-      args.rstd[r] = rstd;
-    }
-
-    T* out = args.out + r * n;
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) {
-      out[i] = from_float<T>((row[i] - rough_mean - left) * rstd * weight[i] + bias[i]);
-    }
-  }
-}
-
-template <typename T>
-FASTBERT_INLINE void add_layer_norm_fwd_body(const AddLayerNormFwd<T>& args, int64_t begin, int64_t end) {
-  const bool has_residual = args.residual != nullptr, has_dropout = args.dropout.p > 0.0;
-  if (has_residual && has_dropout) return fwd_rows<T, true, true>(args, begin, end);
-  if (has_residual) return fwd_rows<T, true, false>(args, begin, end);
-  if (has_dropout) return fwd_rows<T, false, true>(args, begin, end);
-  fwd_rows<T, false, false>(args, begin, end);
-}
-
 template <typename T, bool kHasDsum, bool kHasDropout>
 FASTBERT_INLINE void bwd_chunks(const AddLayerNormBwd<T>& args, int64_t begin, int64_t end) {
   const int64_t n = args.hidden_size;
@@ -172,12 +101,9 @@ FASTBERT_INLINE void add_column_sums_body(const ColumnSums<T>& args, int64_t beg
 
 }  // namespace
 
-FASTBERT_DISPATCH(add_layer_norm_fwd, (const AddLayerNormFwd<T>& args, int64_t begin, int64_t end), (args, begin, end))
 FASTBERT_DISPATCH(add_layer_norm_bwd, (const AddLayerNormBwd<T>& args, int64_t begin, int64_t end), (args, begin, end))
 FASTBERT_DISPATCH(add_column_sums, (const ColumnSums<T>& args, int64_t begin, int64_t end), (args, begin, end))
 
-template void add_layer_norm_fwd(const AddLayerNormFwd<float>&, int64_t, int64_t);
-template void add_layer_norm_fwd(const AddLayerNormFwd<BFloat16>&, int64_t, int64_t);
 template void add_layer_norm_bwd(const AddLayerNormBwd<float>&, int64_t, int64_t);
 template void add_layer_norm_bwd(const AddLayerNormBwd<BFloat16>&, int64_t, int64_t);
 template void add_column_sums(const ColumnSums<float>&, int64_t, int64_t);

@@ -31,8 +31,8 @@ struct AddLayerNormFwd {
 };
 
 // Rows [begin, end). Rows are independent: how they are split over threads never shows in the result.
-template <typename T>
-void add_layer_norm_fwd(const AddLayerNormFwd<T>& args, int64_t begin, int64_t end);
+void add_layer_norm_fwd(const AddLayerNormFwd<float>& args, int64_t begin, int64_t end);
+void add_layer_norm_fwd(const AddLayerNormFwd<BFloat16>& args, int64_t begin, int64_t end);
 
 template <typename T>
 struct AddLayerNormBwd {

@@ -16,6 +16,7 @@
 namespace fastbert::generic {
 #include "simd_generic.h"
 #include "simd_math.h"
+#include "simd_columns.h"
 #include FASTBERT_BODY
 }  // namespace fastbert::generic
 
@@ -36,6 +37,7 @@ FASTBERT_TARGET("avx2,fma")
 namespace fastbert::avx2 {
 #include "simd_avx2.h"
 #include "simd_math.h"
+#include "simd_columns.h"
 #include FASTBERT_BODY
 }  // namespace fastbert::avx2
 FASTBERT_TARGET_END
@@ -44,6 +46,7 @@ FASTBERT_TARGET("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")
 namespace fastbert::avx512 {
 #include "simd_avx512.h"
 #include "simd_math.h"
+#include "simd_columns.h"
 #include FASTBERT_BODY
 }  // namespace fastbert::avx512
 FASTBERT_TARGET_END
@@ -53,6 +56,7 @@ FASTBERT_TARGET("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
 namespace fastbert::avx512_vnni {
 #include "simd_avx512.h"
 #include "simd_math.h"
+#include "simd_columns.h"
 #include FASTBERT_BODY
 }  // namespace fastbert::avx512_vnni
 FASTBERT_TARGET_END
@@ -62,6 +66,7 @@ FASTBERT_TARGET("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf
 namespace fastbert::avx512_bf16 {
 #include "simd_avx512.h"
 #include "simd_math.h"
+#include "simd_columns.h"
 #include FASTBERT_BODY
 }  // namespace fastbert::avx512_bf16
 FASTBERT_TARGET_END
@@ -73,6 +78,7 @@ FASTBERT_TARGET("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf
 namespace fastbert::amx {
 #include "simd_avx512.h"
 #include "simd_math.h"
+#include "simd_columns.h"
 #include FASTBERT_BODY
 }  // namespace fastbert::amx
 FASTBERT_TARGET_END

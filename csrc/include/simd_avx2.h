@@ -29,6 +29,9 @@ FASTBERT_SIMD void store(BFloat16* p, Floats x) {
   const __m256i ordered = _mm256_permute4x64_epi64(packed, 0xd8);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(ordered));
 }
+FASTBERT_SIMD Floats rounded_to_bf16(Floats x) {
+  return _mm256_castsi256_ps(_mm256_and_si256(round_bf16(x), _mm256_set1_epi32(static_cast<int32_t>(0xffff0000))));
+}
 // Two bfloat16 a lane, `low` in the low half.
 FASTBERT_SIMD Ints pair_bf16(Floats low, Floats high) {
   return _mm256_blend_epi16(_mm256_srli_epi32(round_bf16(low), 16), round_bf16(high), 0xaa);

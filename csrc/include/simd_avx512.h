@@ -34,6 +34,9 @@ FASTBERT_SIMD __m256i round_bf16(Floats x) {
 #endif
 }
 FASTBERT_SIMD void store(BFloat16* p, Floats x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), round_bf16(x)); }
+FASTBERT_SIMD Floats rounded_to_bf16(Floats x) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(round_bf16(x)), 16));
+}
 // Two bfloat16 a lane, `low` in the low half.
 FASTBERT_SIMD Ints pair_bf16(Floats low, Floats high) {
 #if defined(FASTBERT_BF16)

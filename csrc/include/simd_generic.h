@@ -26,6 +26,10 @@ FASTBERT_SIMD void store(int32_t* p, Ints x) { __builtin_memcpy(p, &x, sizeof(x)
 FASTBERT_SIMD void store(BFloat16* p, Floats x) {
   for (int i = 0; i < 4; ++i) p[i] = from_float<BFloat16>(x[i]);
 }
+FASTBERT_SIMD Floats rounded_to_bf16(Floats x) {
+  for (int i = 0; i < 4; ++i) x[i] = to_float(from_float<BFloat16>(x[i]));
+  return x;
+}
 // Two bfloat16 a lane, `low` in the low half.
 FASTBERT_SIMD Ints pair_bf16(Floats low, Floats high) {
   Ints pair;
