@@ -247,6 +247,12 @@ def load_weights(
         warnings.warn(f"{type(model).__name__} from {source}: {'; '.join(parts)}", stacklevel=4)
 
 
+def without_pooler(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights that are none of the pooler's."""
+    pooler = model.family.pooler
+    return {key: t for key, t in weights.items() if pooler is None or f".{pooler}." not in f".{key}"}
+
+
 @torch.no_grad()
 def _materialise(model: PreTrainedModel, dtype: torch.dtype | None) -> None:
     """Give memory and initial values, in the checkpoint's dtype, to what it did not hold."""
@@ -284,6 +290,7 @@ class CheckpointMixin(nn.Module):
         dtype: torch.dtype | str | None = "auto",
         device: torch.device | str | None = None,
         config: EncoderConfig | None = None,
+        add_pooling_layer: bool = True,
         **config_changes: Any,
     ) -> Model:
         """The model of a folder or hub id, in eval mode.
@@ -293,6 +300,7 @@ class CheckpointMixin(nn.Module):
             dtype: a torch dtype or its name; "auto" keeps the checkpoint's own.
             device: where to put the model; default the CPU.
             config: used in place of the folder's config.json.
+            add_pooling_layer: False leaves the pooler of a base model out, as transformers' does.
             config_changes: fields of EncoderConfig to set otherwise (`num_labels=3`).
 
         Raises:
@@ -307,7 +315,9 @@ class CheckpointMixin(nn.Module):
             config = config.replace(**config_changes)
         weights = read_weights(folder)
         with torch.device("meta"):
-            model = cls(config)
+            model = cls(config) if add_pooling_layer else cls(config, add_pooling_layer=False)  # type: ignore[call-arg]
+        if not add_pooling_layer:
+            weights = without_pooler(model, weights)  # type: ignore[arg-type]
         load_weights(model, weights, str(name_or_path), parse_dtype(dtype))  # type: ignore[arg-type]
         return model.to(device).eval() if device is not None else model.eval()
 

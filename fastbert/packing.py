@@ -120,7 +120,7 @@ class PackedBatch:
     def local_positions(self) -> torch.Tensor:
         """int64 (total_tokens,): a token's column in the padded grid, or its place in its sequence if packed input."""
         if self.seqlen is not None:
-            column = torch.arange(self.seqlen, device=self.cu_seqlens.device).repeat(self.batch_size)
+            column = torch.arange(self.seqlen, device=self.cu_seqlens.device).expand(self.batch_size, -1).reshape(-1)
             return column if self.indices is None else column.index_select(0, self.indices)
         token = torch.arange(self.total_tokens, device=self.cu_seqlens.device)
         sequence = torch.searchsorted(self.cu_seqlens[1:].long(), token, right=True)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastbert.config import ConfigError, EncoderConfig, read_json
-from fastbert.hub import CheckpointError, load_weights, read_weights
+from fastbert.hub import CheckpointError, load_weights, read_weights, without_pooler
 from fastbert.models.auto import FAMILIES
 from fastbert.models.base import EncoderModel
 
@@ -107,11 +107,7 @@ def load_encoder(folder: Path, source: str, dtype: torch.dtype | None) -> Encode
     config = EncoderConfig.from_file(folder / "config.json")
     with torch.device("meta"):
         model = FAMILIES[config.model_type](config, add_pooling_layer=False)
-    pooler = model.family.pooler
-    weights = read_weights(folder)
-    if pooler is not None:
-        weights = {key: tensor for key, tensor in weights.items() if f".{pooler}." not in f".{key}"}
-    load_weights(model, weights, source, dtype)
+    load_weights(model, without_pooler(model, read_weights(folder)), source, dtype)
     return model.requires_grad_(False)
 
 

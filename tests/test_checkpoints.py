@@ -92,6 +92,18 @@ def test_both_ways_bit_for_bit(model_type, head, index, tmp_path):
         assert_same_state(_CLASSES[model_type, head].from_pretrained(tmp_path / "ours"), theirs)
 
 
+@pytest.mark.parametrize("model_type", ("bert", "roberta", "distilbert", "albert"))
+def test_without_pooler(model_type, tmp_path):
+    config = config_for(model_type, "Model", 0)
+    make_hf(config, "Model").save_pretrained(tmp_path)
+    kind, ids = _CLASSES[model_type, "Model"], torch.tensor([[5, 6, 7]])
+    with no_warning():
+        ours = kind.from_pretrained(tmp_path, add_pooling_layer=False)
+    assert not any("pooler" in name for name, _ in ours.named_parameters())
+    out, whole = ours(ids), kind.from_pretrained(tmp_path)(ids)
+    assert out.pooler_output is None and torch.equal(out.last_hidden_state, whole.last_hidden_state)
+
+
 @models_axis
 def test_fresh_weights_are_saved_for_transformers(model_type, head, tmp_path):
     """A model that fastbert initialised: every parameter is set, and transformers reads it whole."""

@@ -154,7 +154,7 @@ def first_tokens(packed: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
 def run_pooler(root: nn.Module, family: Family, first: torch.Tensor) -> torch.Tensor:
     """tanh(dense(first token)) (Devlin et al. 2018, appendix A.2): (batch, hidden_size)."""
     assert family.pooler is not None
-    return linear(get_leaf(root, family.pooler), first, "tanh")
+    return torch.tanh(linear(get_leaf(root, family.pooler), first))
 
 
 class EncoderModel(PreTrainedModel):

@@ -1,7 +1,7 @@
 """Who competes in `fastbert bench`, at which precisions, and how ours and transformers are loaded.
 
-Everyone computes the last hidden states of one padded batch, and is used as its own documentation recommends for the
-least time a batch. `runtimes.py` has those that run an exported model.
+Everyone computes the last hidden states of one padded batch and nothing else, and is used as its own documentation
+recommends for the least time a batch. `runtimes.py` has those that run an exported model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def load_fastbert(backend: str, job: Job, input_ids: torch.Tensor, attention_mas
     """Ours with a backend of `use_backend`; int8 quantises the bfloat16 model as it is loaded."""
     import fastbert
 
-    model = fastbert.BertModel.from_pretrained(str(job.checkpoint), dtype=job.dtype).eval()
+    model = fastbert.BertModel.from_pretrained(str(job.checkpoint), dtype=job.dtype, add_pooling_layer=False)
     if job.precision == "int8":
         model = fastbert.quantize(model, "int8")
 
@@ -64,7 +64,9 @@ def load_transformers(
     """
     from transformers import BertModel
 
-    model = BertModel.from_pretrained(job.checkpoint, dtype=job.dtype, attn_implementation=attention).eval()
+    model = BertModel.from_pretrained(
+        job.checkpoint, dtype=job.dtype, attn_implementation=attention, add_pooling_layer=False
+    ).eval()
     if compiled:
         import torch._inductor.config as inductor
 
