@@ -14,11 +14,9 @@
 namespace fastbert {
 namespace {
 
-// Rows that a thread takes through all panels before it goes on: their x stays in the second-level cache, while the
-// panels, which all threads read, stream from the third.
+// Rows that a thread takes through all panels, or through both products of a feed-forward, before it goes on: their x
+// stays in the second-level cache, while the panels, which all threads read, stream from the third.
 constexpr int64_t kRowBlock = 192;
-// The same through both products of a feed-forward, with the wide activations between them.
-constexpr int64_t kFeedForwardRows = 96;
 // Tasks a thread that a product is split into, and rows below which it is not.
 constexpr int64_t kTasks = 2, kFewRows = 32;
 
@@ -316,7 +314,7 @@ void feed_forward_rows(const at::Tensor& x_, const LinearOperand& up_linear, con
 
   // A thread takes a block of rows through both products, so that the wide activations between them stay in its cache.
   // With too few rows for that, the threads share each product instead.
-  const int64_t threads = at::get_num_threads(), blocks = num_blocks(rows, kFeedForwardRows, threads);
+  const int64_t threads = at::get_num_threads(), blocks = num_blocks(rows, kRowBlock, threads);
   if (blocks < kTasks * threads) {
     const at::Tensor inner = at::empty({rows, intermediate_size}, out.options());
     up.write_to(inner, pre, act);
@@ -325,7 +323,7 @@ void feed_forward_rows(const at::Tensor& x_, const LinearOperand& up_linear, con
     run_gemm(gemm_args(inner, dtype, &down.target, 1), rows, done);
     return;
   }
-  const at::Tensor inner = at::empty({threads, kFeedForwardRows, intermediate_size}, out.options());
+  const at::Tensor inner = at::empty({threads, kRowBlock, intermediate_size}, out.options());
   run_tasks(blocks, [&](int64_t block) {
     const at::Tensor buffer = inner.select(0, at::get_thread_num());
     const int64_t row = block * rows / blocks, count = (block + 1) * rows / blocks - row;
