@@ -16,6 +16,26 @@ namespace {
 // Rows of `width` elements that are worth a thread of their own; 32 k elements is ATen's own grain.
 int64_t grain_rows(int64_t width) { return std::max<int64_t>(1, 32768 / std::max<int64_t>(1, width)); }
 
+// Undefined tensors leave their operand or result out.
+template <typename T>
+AddLayerNormFwd<T> fwd_args(const at::Tensor& x, const at::Tensor& x_bias, const at::Tensor& residual,
+                            const at::Tensor& weight, const at::Tensor& bias, const Dropout& dropout, double eps,
+                            const at::Tensor& out, const at::Tensor& summed, const at::Tensor& mean,
+                            const at::Tensor& rstd) {
+  return {data<const T>(x),
+          data<const T>(x_bias),
+          data<const T>(residual),
+          data<const T>(weight),
+          data<const T>(bias),
+          dropout,
+          static_cast<float>(eps),
+          x.size(1),
+          data<T>(out),
+          data<T>(summed),
+          data<float>(mean),
+          data<float>(rstd)};
+}
+
 }  // namespace
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer_norm_fwd_cpu(
@@ -38,18 +58,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer_norm_fwd_cp
   const at::Tensor rstd = at::empty_like(mean);
   for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
-    const AddLayerNormFwd<T> args{data<const T>(x),
-                                  data<const T>(x_bias),
-                                  data<const T>(residual),
-                                  data<const T>(weight),
-                                  data<const T>(bias),
-                                  dropout,
-                                  static_cast<float>(eps),
-                                  hidden_size,
-                                  data<T>(out),
-                                  return_sum ? data<T>(summed) : nullptr,
-                                  return_stats ? data<float>(mean) : nullptr,
-                                  return_stats ? data<float>(rstd) : nullptr};
+    const at::Tensor none;
+    const auto args = fwd_args<T>(x, x_bias, residual, weight, bias, dropout, eps, out, return_sum ? summed : none,
+                                  return_stats ? mean : none, return_stats ? rstd : none);
     at::parallel_for(0, rows, grain_rows(hidden_size),
                      [&](int64_t begin, int64_t end) { add_layer_norm_fwd(args, begin, end); });
   });
@@ -116,18 +127,8 @@ std::function<void(int64_t, int64_t)> add_layer_norm_rows(const at::Tensor& x, c
   std::function<void(int64_t, int64_t)> rows;
   for_dtype(x.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    const AddLayerNormFwd<T> args{data<const T>(x),
-                                  data<const T>(x_bias),
-                                  data<const T>(residual),
-                                  data<const T>(weight),
-                                  data<const T>(bias),
-                                  Dropout{0.0, 0, 0},
-                                  static_cast<float>(eps),
-                                  x.size(1),
-                                  data<T>(out),
-                                  nullptr,
-                                  nullptr,
-                                  nullptr};
+    const at::Tensor none;
+    const auto args = fwd_args<T>(x, x_bias, residual, weight, bias, Dropout{0.0, 0, 0}, eps, out, none, none, none);
     rows = [args](int64_t begin, int64_t end) { add_layer_norm_fwd(args, begin, end); };
   });
   return rows;

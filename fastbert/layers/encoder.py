@@ -10,7 +10,6 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.layers.leaves import get_leaf, is_linear, is_plain, linear, linears, place, projection, weights_of
-from fastbert.layers.whole import WholeLayers
 
 if TYPE_CHECKING:
     from fastbert.packing import PackedBatch
@@ -111,11 +110,6 @@ def run_layer(
 
     `probs`, a list, receives the attention probabilities.
     """
-    if probs is None and not layer.training:
-        whole = WholeLayers.of([layer], names)
-        out = None if whole is None else whole.run(options, x, batch)
-        if out is not None:
-            return out
     output_dropout = options.attention_output_dropout if layer.training else 0.0
     feed_forward_dropout = options.feed_forward_dropout if layer.training else 0.0
     attention_norm, feed_forward_norm = get_leaf(layer, names.attention_norm), get_leaf(layer, names.feed_forward_norm)
