@@ -18,6 +18,7 @@ from fastbert.accelerate import _Forward, _live_config
 from fastbert.config import ConfigError, EncoderConfig
 from fastbert.layers.leaves import get_leaf, is_plain, place
 from fastbert.layers.quantized import QuantizedLinear
+from fastbert.layers.whole import forget_layers
 from fastbert.models.base import EncoderModel
 from fastbert.models.family import Family
 from fastbert.models.quantized import ENTRY, entry_of
@@ -64,6 +65,8 @@ def quantize(
     scales = {} if calibration is None else _input_scales(model, leaves, calibration)
     encoders = list(_encoders(module))
     device = next(iter(leaves.values())).weight.device if leaves else torch.device("cpu")
+    for _, root, _, _ in encoders:
+        forget_layers(root)
     for name in list(leaves):
         place(module, name, QuantizedLinear.from_linear(leaves.pop(name), scales.get(name, 0.0)))
     module.to(_companion_dtype(device)).requires_grad_(False).eval()

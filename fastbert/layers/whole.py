@@ -80,8 +80,6 @@ class WholeLayers:
 
     def run(self, options: LayerOptions, x: torch.Tensor, batch: PackedBatch) -> torch.Tensor | None:
         """The last layer's output, as x (total_tokens, hidden_size); None where no backend has this op for x."""
-        if options.norm_first:
-            return None
         return ops.encoder_layers(
             x,
             batch.cu_seqlens,
@@ -96,6 +94,11 @@ class WholeLayers:
 _cache: WeakKeyDictionary[nn.Module, tuple[Sequence[str], WholeLayers]] = WeakKeyDictionary()
 
 
+def forget_layers(root: nn.Module) -> None:
+    """Let go of the weights of `root`'s layers, which are otherwise held until it runs again."""
+    _cache.pop(root, None)
+
+
 def run_whole_layers(
     root: nn.Module,
     paths: Sequence[str],
@@ -105,10 +108,12 @@ def run_whole_layers(
     x: torch.Tensor,
     batch: PackedBatch,
 ) -> torch.Tensor | None:
-    """The layers at `paths` below `root` as one op; None where they must be called, or run op by op.
+    """The post-norm layers at `paths` below `root` as one op; None where they must be called, or run op by op.
 
     `layer_type`: layers of another type, or with hooks, are called; None where the caller has looked at them.
     """
+    if options.norm_first:
+        return None
     found = _cache.get(root)
     if found is not None and found[0] == paths and found[1].is_current():
         return found[1].run(options, x, batch)

@@ -35,7 +35,7 @@ def _supports_cpu(x, head_dim, *tensors) -> str | None:
     for t in tensors:
         if t is not None and (not t.is_cpu or (t.dtype is not dtype and t.dtype is not torch.int8)):
             return f"x is {dtype} on {x.device}, a weight {t.dtype} on {t.device}"
-    if torch.is_grad_enabled() and needs_grad(x, *tensors):
+    if needs_grad(x, *tensors):
         return "it is for inference: autograd records each op"
     return extension_error()
 
