@@ -11,6 +11,8 @@
 #include "include/isa.h"
 #include "ops/embedding.h"
 #include "ops/attention.h"
+#include "ops/dropout.h"
+#include "ops/encoder_layer.h"
 #include "ops/encoder_layers.h"
 #include "ops/layer_norm.h"
 #include "ops/linear.h"
@@ -21,8 +23,11 @@ TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
   m.impl("attention_bwd_cpu", &fastbert::attention_bwd_cpu);
   m.impl("add_layer_norm_fwd_cpu", &fastbert::add_layer_norm_fwd_cpu);
   m.impl("add_layer_norm_bwd_cpu", &fastbert::add_layer_norm_bwd_cpu);
+  m.impl("dropout_cpu", &fastbert::dropout_cpu);
   m.impl("embed_fwd_cpu", &fastbert::embed_fwd_cpu);
   m.impl("embed_bwd_cpu", &fastbert::embed_bwd_cpu);
+  m.impl("encoder_layer_fwd_cpu", &fastbert::encoder_layer_fwd_cpu);
+  m.impl("encoder_layer_bwd_cpu", &fastbert::encoder_layer_bwd_cpu);
   m.impl("encoder_layers_cpu", &fastbert::encoder_layers_cpu);
   m.impl("linear_cpu", &fastbert::linear_cpu);
   m.impl("linear_bwd_cpu", &fastbert::linear_bwd_cpu);

@@ -91,16 +91,23 @@ def select(op: str, asked: str | Backend | None, x: torch.Tensor, *args) -> Back
     explicit = parse_backend(asked) if asked is not None else None
     backend = explicit or _Choice.forced
     if backend is None:
-        for backend in ORDER.get(x.device.type, ()):
-            if backend in table and table[backend](x, *args) is None:
-                return backend
-        return Backend.TORCH
+        return select_fused(op, x, *args) or Backend.TORCH
     if backend is Backend.TORCH or (explicit is None and backend not in table):
         return Backend.TORCH
     reason = table[backend](x, *args) if backend in table else f"there is no {backend.value} kernel for {op}"
     if reason is not None:
         raise BackendError(f"backend {backend.value!r} cannot serve {op}: {reason}")
     return backend
+
+
+def select_fused(op: str, x: torch.Tensor, *args) -> Backend | None:
+    """The backend for an op that stands for several: None where these must run one by one, each with its own choice."""
+    table = _supports[op]
+    order = ORDER.get(x.device.type, ()) if _Choice.forced is None else (_Choice.forced,)
+    for backend in order:
+        if backend in table and table[backend](x, *args) is None:
+            return backend
+    return None
 
 
 def backends(device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, dict[str, str]]:

@@ -197,3 +197,9 @@ def test_heads_that_the_kernels_do_not_have(head_dim):
     with use_backend("torch"):
         baseline = run(model)
     assert_close_to_reference(ours, run(copy.deepcopy(model).double()), baseline)
+
+
+def test_gradients_in_eval_with_the_backend_forced():
+    """The op for inference is an offer: where gradients are wanted, a forced backend runs its ops one by one."""
+    with use_backend("cpu"):
+        make()(IDS, MASK).last_hidden_state.sum().backward()

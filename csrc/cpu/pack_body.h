@@ -45,6 +45,14 @@ FASTBERT_SIMD void one_step(const From* rows, int64_t stride, BFloat16* out) {
   }
 }
 
+// kWidth rows of kWidth steps, `stride` apart, into as many rows of a panel.
+FASTBERT_SIMD void transpose_square(const uint32_t* rows, int64_t stride, uint32_t* out) {
+  Ints square[kWidth];
+  for (int64_t i = 0; i < kWidth; ++i) square[i] = load(reinterpret_cast<const int32_t*>(rows + i * stride));
+  transpose(square);
+  for (int64_t i = 0; i < kWidth; ++i) store(reinterpret_cast<int32_t*>(out + i * kPanel), square[i]);
+}
+
 // Up to 16 steps of one panel, from a weight whose rows lie whole (kRowsWhole: a row is summed over) or whose columns
 // do.
 template <typename To, typename From, bool kRowsWhole>
@@ -56,6 +64,7 @@ FASTBERT_SIMD void pack_block(const From* weight, int64_t stride, int64_t column
     uint32_t block[kPanel][kSteps];
     for (int64_t c = 0; c < columns; ++c) {
       const From* row = weight + c * stride;
+      __builtin_prefetch(row + kSteps * kPerStep);  // of the next block: 64 rows are more than the hardware follows
       if (whole && steps == kSteps) {
         sixteen_steps(row, reinterpret_cast<To*>(block[c]));
       } else {
@@ -63,6 +72,12 @@ FASTBERT_SIMD void pack_block(const From* weight, int64_t stride, int64_t column
           block[c][s] = step_of<To>(row + s * kPerStep, 1, in_features - s * kPerStep);
         }
       }
+    }
+    if (columns == kPanel && steps == kSteps) {
+      for (int64_t c = 0; c < kPanel; c += kWidth) {
+        for (int64_t s = 0; s < kSteps; s += kWidth) transpose_square(&block[c][s], kSteps, out + s * kPanel + c);
+      }
+      return;
     }
     for (int64_t s = 0; s < steps; ++s) {
       for (int64_t c = 0; c < columns; ++c) out[s * kPanel + c] = block[c][s];

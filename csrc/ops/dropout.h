@@ -1,4 +1,5 @@
-// The dropout arguments of every operator: a probability, and philox, the int64 tensor [seed, offset].
+// The registered dropout operator of the CPU backend (fastbert/ops/_library.py has its schema), and the dropout
+// arguments of every operator: a probability, and philox, the int64 tensor [seed, offset].
 #pragma once
 
 #include "../include/dropout.h"
@@ -14,5 +15,7 @@ inline Dropout make_dropout(double p, const std::optional<at::Tensor>& philox) {
   const auto* seed_and_offset = words.const_data_ptr<int64_t>();
   return {p, static_cast<uint64_t>(seed_and_offset[0]), static_cast<uint64_t>(seed_and_offset[1])};
 }
+
+at::Tensor dropout_cpu(const at::Tensor& x, const at::Tensor& philox, double dropout_p);
 
 }  // namespace fastbert

@@ -58,7 +58,7 @@ at::Tensor encoder_layers_cpu(const at::Tensor& x, const at::Tensor& cu_seqlens,
   at::Tensor hidden = x.contiguous();
   for (size_t layer = 0; layer < layers; ++layer) {
     const size_t first = 6 * layer;
-    linear_rows(hidden, {linear(first), linear(first + 1), linear(first + 2)}, qkv, nullptr);
+    linear_rows(hidden, {linear(first), linear(first + 1), linear(first + 2)}, qkv, dtype, nullptr);
     attention_rows(q, k, v, cu_seqlens, softmax_scale, context);
     // Both LayerNorms run over rows as the products before them finish them.
     const at::Tensor out_bias = vector("attention output bias", biases.get(first + 3));
@@ -66,9 +66,9 @@ at::Tensor encoder_layers_cpu(const at::Tensor& x, const at::Tensor& cu_seqlens,
     const at::Tensor norm = vector("norm", norms[4 * layer]), norm_bias = vector("norm bias", norms[4 * layer + 1]);
     const at::Tensor norm2 = vector("norm", norms[4 * layer + 2]),
                      norm2_bias = vector("norm bias", norms[4 * layer + 3]);
-    linear_rows(flat_context, {without_bias(first + 3)}, {product},
+    linear_rows(flat_context, {without_bias(first + 3)}, {product}, dtype,
                 add_layer_norm_rows(product, out_bias, hidden, norm, norm_bias, eps[2 * layer], middle));
-    feed_forward_rows(middle, linear(first + 4), without_bias(first + 5), activation, product, at::Tensor(),
+    feed_forward_rows(middle, linear(first + 4), without_bias(first + 5), activation, product, at::Tensor(), dtype,
                       add_layer_norm_rows(product, down_bias, middle, norm2, norm2_bias, eps[2 * layer + 1], out));
     hidden = out;  // nothing reads a layer's input once its last product runs
   }

@@ -238,30 +238,11 @@ std::vector<at::Tensor> linear_cpu(const at::Tensor& x_, at::TensorList weights,
   return results;
 }
 
-std::tuple<at::Tensor, std::vector<at::Tensor>, std::vector<at::Tensor>> linear_bwd_cpu(
-    at::TensorList douts_, const at::Tensor& x_, at::TensorList weights, at::TensorList pres,
-    c10::string_view activation, bool needs_dx, bool needs_dweight, bool needs_dbias) {
-  const size_t count = weights.size();
-  TORCH_CHECK(count > 0 && douts_.size() == count, "douts has ", douts_.size(), " elements, weights ", count);
-  const auto dtype = douts_[0].scalar_type();
+Gradients linear_gradients(const std::vector<at::Tensor>& douts, const at::Tensor& x_, at::TensorList weights,
+                           at::ScalarType dtype, bool needs_dx, bool needs_dweight, bool needs_dbias) {
   const at::Tensor x = checked_x(x_, dtype);
-  const Activation act = activation_of(activation);
-  TORCH_CHECK(pres.size() == (act == Activation::kNone ? 0 : count), "pres has ", pres.size(), " elements");
+  const size_t count = weights.size();
   const DType format = format_for(dtype);
-
-  std::vector<at::Tensor> douts;
-  for (size_t i = 0; i < count; ++i) {
-    at::Tensor dout = checked("dout", douts_[i], {x.size(0), weights[i].size(0)}, dtype);
-    if (act != Activation::kNone) {
-      const at::Tensor pre = checked("pre", pres[i], dout.sizes(), dtype), dpre = at::empty_like(dout);
-      const ActivationBwd args{dout.const_data_ptr(), pre.const_data_ptr(), dpre.mutable_data_ptr(), dtype_of(dout),
-                               act};
-      at::parallel_for(0, dout.numel(), 16384, [&](int64_t begin, int64_t end) { activation_bwd(args, begin, end); });
-      dout = dpre;
-    }
-    douts.push_back(dout);
-  }
-
   const at::Tensor dx = at::empty({needs_dx ? x.size(0) : 0, x.size(1)}, x.options());
   if (needs_dx) {
     std::vector<Operand> operands;
@@ -289,9 +270,31 @@ std::tuple<at::Tensor, std::vector<at::Tensor>, std::vector<at::Tensor>> linear_
   return {dx, dweights, dbiases};
 }
 
+Gradients linear_bwd_cpu(at::TensorList douts_, const at::Tensor& x, at::TensorList weights, at::TensorList pres,
+                         c10::string_view activation, bool needs_dx, bool needs_dweight, bool needs_dbias) {
+  const size_t count = weights.size();
+  TORCH_CHECK(count > 0 && douts_.size() == count, "douts has ", douts_.size(), " elements, weights ", count);
+  const auto dtype = douts_[0].scalar_type();
+  const Activation act = activation_of(activation);
+  TORCH_CHECK(pres.size() == (act == Activation::kNone ? 0 : count), "pres has ", pres.size(), " elements");
+
+  std::vector<at::Tensor> douts;
+  for (size_t i = 0; i < count; ++i) {
+    at::Tensor dout = checked("dout", douts_[i], {x.size(0), weights[i].size(0)}, dtype);
+    if (act != Activation::kNone) {
+      const at::Tensor pre = checked("pre", pres[i], dout.sizes(), dtype), dpre = at::empty_like(dout);
+      const ActivationBwd args{dout.const_data_ptr(), pre.const_data_ptr(), dpre.mutable_data_ptr(), dtype_of(dout),
+                               act};
+      at::parallel_for(0, dout.numel(), 16384, [&](int64_t begin, int64_t end) { activation_bwd(args, begin, end); });
+      dout = dpre;
+    }
+    douts.push_back(dout);
+  }
+  return linear_gradients(douts, x, weights, dtype, needs_dx, needs_dweight, needs_dbias);
+}
+
 void linear_rows(const at::Tensor& x_, const std::vector<LinearOperand>& linears, const std::vector<at::Tensor>& outs,
-                 const RowsDone& done) {
-  const auto dtype = outs[0].scalar_type();
+                 at::ScalarType dtype, const RowsDone& done) {
   const at::Tensor x = checked_x(x_, dtype);
   std::vector<Operand> operands;
   std::vector<GemmTarget> targets;
@@ -300,13 +303,14 @@ void linear_rows(const at::Tensor& x_, const std::vector<LinearOperand>& linears
     operands[i].write_to(outs[i], at::Tensor(), Activation::kNone);
     targets.push_back(operands[i].target);
   }
-  run_gemm(gemm_args(x, dtype, targets.data(), static_cast<int64_t>(targets.size())), x.size(0), done);
+  run_gemm(gemm_args(x, outs[0].scalar_type(), targets.data(), static_cast<int64_t>(targets.size())), x.size(0), done);
 }
 
 void feed_forward_rows(const at::Tensor& x_, const LinearOperand& up_linear, const LinearOperand& down_linear,
-                       c10::string_view activation, const at::Tensor& out, const at::Tensor& pre,
+                       c10::string_view activation, const at::Tensor& out, const at::Tensor& pre, at::ScalarType dtype,
                        const RowsDone& done) {
-  const auto dtype = out.scalar_type();
+  const auto out_dtype = out.scalar_type();
+  const auto inner_options = out.options().dtype(dtype);
   const at::Tensor x = checked_x(x_, dtype);
   const int64_t rows = x.size(0), intermediate_size = up_linear.weight.size(0);
   Operand up(up_linear, x.size(1), dtype), down(down_linear, intermediate_size, dtype);
@@ -316,14 +320,14 @@ void feed_forward_rows(const at::Tensor& x_, const LinearOperand& up_linear, con
   // With too few rows for that, the threads share each product instead.
   const int64_t threads = at::get_num_threads(), blocks = num_blocks(rows, kRowBlock, threads);
   if (blocks < kTasks * threads) {
-    const at::Tensor inner = at::empty({rows, intermediate_size}, out.options());
+    const at::Tensor inner = at::empty({rows, intermediate_size}, inner_options);
     up.write_to(inner, pre, act);
     down.write_to(out, at::Tensor(), Activation::kNone);
     run_gemm(gemm_args(x, dtype, &up.target, 1), rows);
-    run_gemm(gemm_args(inner, dtype, &down.target, 1), rows, done);
+    run_gemm(gemm_args(inner, out_dtype, &down.target, 1), rows, done);
     return;
   }
-  const at::Tensor inner = at::empty({threads, kRowBlock, intermediate_size}, out.options());
+  const at::Tensor inner = at::empty({threads, kRowBlock, intermediate_size}, inner_options);
   run_tasks(blocks, [&](int64_t block) {
     const at::Tensor buffer = inner.select(0, at::get_thread_num());
     const int64_t row = block * rows / blocks, count = (block + 1) * rows / blocks - row;
@@ -331,7 +335,7 @@ void feed_forward_rows(const at::Tensor& x_, const LinearOperand& up_linear, con
     first.write_to(buffer, pre.defined() ? pre.narrow(0, row, count) : pre, act);
     second.write_to(out.narrow(0, row, count), at::Tensor(), Activation::kNone);
     gemm(gemm_args(x.narrow(0, row, count), dtype, &first.target, 1), 0, count, 0, num_panels(intermediate_size));
-    gemm(gemm_args(buffer, dtype, &second.target, 1), 0, count, 0, num_panels(out.size(1)));
+    gemm(gemm_args(buffer, out_dtype, &second.target, 1), 0, count, 0, num_panels(out.size(1)));
     if (done) done(row, row + count);
   });
 }
@@ -348,17 +352,17 @@ std::tuple<at::Tensor, at::Tensor> feed_forward_cpu(const at::Tensor& x, const a
   TORCH_CHECK(input_scales.size() == 2, "input_scales has ", input_scales.size(), " elements, expected 2");
   feed_forward_rows(x, {up_weight, up_bias, up_scale, input_scales[0]},
                     {down_weight, std::nullopt, down_scale, input_scales[1]}, activation, out,
-                    return_pre ? pre : at::Tensor(), nullptr);
+                    return_pre ? pre : at::Tensor(), dtype, nullptr);
   return {out, pre};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> feed_forward_bwd_cpu(
     const at::Tensor& dout_, const at::Tensor& x_, const at::Tensor& pre_, const at::Tensor& up_weight,
     const at::Tensor& down_weight, c10::string_view activation, bool needs_dx, bool needs_dweight, bool needs_dbias) {
-  const auto dtype = dout_.scalar_type();
+  const auto dtype = pre_.scalar_type();
   const at::Tensor x = checked_x(x_, dtype);
   const int64_t rows = x.size(0), intermediate_size = up_weight.size(0);
-  const at::Tensor dout = checked("dout", dout_, {rows, down_weight.size(0)}, dtype);
+  const at::Tensor dout = checked("dout", dout_, {rows, down_weight.size(0)}, dout_.scalar_type());
   const at::Tensor pre = checked("pre", pre_, {rows, intermediate_size}, dtype);
   const DType format = format_for(dtype);
 

@@ -17,9 +17,11 @@ std::vector<at::Tensor> linear_cpu(const at::Tensor& x, at::TensorList weights,
                                    at::ArrayRef<double> input_scales, c10::string_view activation, at::ScalarType dtype,
                                    bool return_pre);
 
-std::tuple<at::Tensor, std::vector<at::Tensor>, std::vector<at::Tensor>> linear_bwd_cpu(
-    at::TensorList douts, const at::Tensor& x, at::TensorList weights, at::TensorList pres, c10::string_view activation,
-    bool needs_dx, bool needs_dweight, bool needs_dbias);
+// dx, and of every weight dweight and dbias.
+using Gradients = std::tuple<at::Tensor, std::vector<at::Tensor>, std::vector<at::Tensor>>;
+
+Gradients linear_bwd_cpu(at::TensorList douts, const at::Tensor& x, at::TensorList weights, at::TensorList pres,
+                         c10::string_view activation, bool needs_dx, bool needs_dweight, bool needs_dbias);
 
 std::tuple<at::Tensor, at::Tensor> feed_forward_cpu(const at::Tensor& x, const at::Tensor& up_weight,
                                                     const std::optional<at::Tensor>& up_bias,
@@ -44,12 +46,18 @@ struct LinearOperand {
   double input_scale;
 };
 
-// outs[i] = x weight^T + bias of linears[i].
+// outs[i] = x weight^T + bias of linears[i]. What is multiplied is rounded to `dtype`, which here and below may be
+// narrower than x, outs and douts are.
 void linear_rows(const at::Tensor& x, const std::vector<LinearOperand>& linears, const std::vector<at::Tensor>& outs,
-                 const RowsDone& done);
+                 at::ScalarType dtype, const RowsDone& done);
 
-// out = activation(x up^T + bias) down^T; pre receives what backward needs, or is undefined.
+// out = activation(x up^T + bias) down^T; pre, in `dtype`, receives what backward needs, or is undefined.
 void feed_forward_rows(const at::Tensor& x, const LinearOperand& up, const LinearOperand& down,
-                       c10::string_view activation, const at::Tensor& out, const at::Tensor& pre, const RowsDone& done);
+                       c10::string_view activation, const at::Tensor& out, const at::Tensor& pre, at::ScalarType dtype,
+                       const RowsDone& done);
+
+// The backward of linear_rows: `douts` whole rows, dx as x is.
+Gradients linear_gradients(const std::vector<at::Tensor>& douts, const at::Tensor& x, at::TensorList weights,
+                           at::ScalarType dtype, bool needs_dx, bool needs_dweight, bool needs_dbias);
 
 }  // namespace fastbert

@@ -67,5 +67,5 @@ def run_embeddings(
             x = x + token_type(torch.zeros_like(position_ids) if token_type_ids is None else token_type_ids)
         x = x + position(position_ids)
         x = x if norm is None else add_norm(norm, x, None, None, 0.0)
-        x = nn.functional.dropout(x, dropout_p) if dropout_p > 0 else x
+        x = ops.dropout(x, dropout_p)
     return x if names.project is None else linear(get_leaf(root, names.project), x)

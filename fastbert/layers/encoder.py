@@ -10,6 +10,7 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.layers.leaves import get_leaf, is_linear, is_plain, linear, linears, place, projection, weights_of
+from fastbert.layers.whole import run_training_layer
 
 if TYPE_CHECKING:
     from fastbert.packing import PackedBatch
@@ -65,7 +66,7 @@ def add_norm(norm: nn.Module, x, bias, residual, dropout_p: float, prenorm: bool
 def add(x, bias, residual, dropout_p: float):
     """dropout(x + bias) + residual, the end of a pre-norm half."""
     x = x if bias is None else x + bias
-    x = nn.functional.dropout(x, dropout_p) if dropout_p > 0 else x
+    x = ops.dropout(x, dropout_p)
     return x if residual is None else x + residual
 
 
@@ -110,6 +111,10 @@ def run_layer(
 
     `probs`, a list, receives the attention probabilities.
     """
+    if torch.is_grad_enabled() and probs is None and not options.norm_first:
+        out = run_training_layer(layer, names, options, x, batch)
+        if out is not None:
+            return out
     output_dropout = options.attention_output_dropout if layer.training else 0.0
     feed_forward_dropout = options.feed_forward_dropout if layer.training else 0.0
     attention_norm, feed_forward_norm = get_leaf(layer, names.attention_norm), get_leaf(layer, names.feed_forward_norm)

@@ -1,4 +1,4 @@
-"""All layers of an encoder as one op, for inference."""
+"""Whole layers as one op: all of an encoder for inference, one by one for training."""
 
 from __future__ import annotations
 
@@ -132,3 +132,26 @@ def run_whole_layers(
             whole.watch(layer)
     _cache[root] = paths, whole
     return whole.run(options, x, batch)
+
+
+def run_training_layer(
+    layer: nn.Module, names: LayerNames, options: LayerOptions, x: torch.Tensor, batch: PackedBatch
+) -> torch.Tensor | None:
+    """A post-norm layer as one op with a backward; None where a leaf must be called, or the ops run one by one."""
+    linears = [get_leaf(layer, path) for path in names.linears]
+    first_norm, second_norm = get_leaf(layer, names.attention_norm), get_leaf(layer, names.feed_forward_norm)
+    if not all(is_linear(leaf) for leaf in linears):
+        return None
+    if not is_plain(first_norm, nn.LayerNorm) or not is_plain(second_norm, nn.LayerNorm):
+        return None
+    dropouts = (options.attention_dropout, options.attention_output_dropout, options.feed_forward_dropout)
+    return ops.encoder_layer(
+        x,
+        batch.cu_seqlens,
+        [weights_of(leaf) for leaf in linears],
+        [first_norm.weight, first_norm.bias, second_norm.weight, second_norm.bias],
+        dropouts=dropouts if layer.training else (0.0, 0.0, 0.0),
+        eps=[first_norm.eps, second_norm.eps],
+        num_heads=options.num_attention_heads,
+        activation=options.activation,
+    )

@@ -51,7 +51,7 @@ class HeadModel(PreTrainedModel):
         return self._modules[self.family.prefix]  # type: ignore[return-value]
 
     def drop(self, x: torch.Tensor, p: float) -> torch.Tensor:
-        return F.dropout(x, p, self.training) if p > 0 else x
+        return ops.dropout(x, p) if self.training else x
 
     def forward(
         self,

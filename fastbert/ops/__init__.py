@@ -1,8 +1,9 @@
 """The op level: functions over tensors, no nn.Module, no config. One contract, one oracle, several backends each."""
 
 from fastbert.ops.attention import attention, attention_probs
+from fastbert.ops.dropout import dropout
 from fastbert.ops.embedding import embed_layer_norm
-from fastbert.ops.encoder_layers import LinearWeights, encoder_layers
+from fastbert.ops.encoder_layers import LinearWeights, encoder_layer, encoder_layers
 from fastbert.ops.feed_forward import activation, feed_forward
 from fastbert.ops.layer_norm import add_layer_norm
 from fastbert.ops.linear import linear, linears
@@ -17,7 +18,9 @@ __all__ = [
     "attention",
     "attention_probs",
     "cross_entropy",
+    "dropout",
     "embed_layer_norm",
+    "encoder_layer",
     "encoder_layers",
     "feed_forward",
     "linear",

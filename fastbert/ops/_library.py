@@ -207,6 +207,16 @@ torch.library.register_fake("fastbert::embed_bwd_cpu", _embed_bwd_fake)
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# dropout on the CPU: x (..., width) by the mask of philox, which add_layer_norm would have for the same rows; backward
+# is the same op over dout
+
+torch.library.define("fastbert::dropout_cpu", "(Tensor x, Tensor philox, float dropout_p) -> Tensor")
+torch.library.register_fake(
+    "fastbert::dropout_cpu", lambda x, philox, dropout_p: torch.empty_like(x, memory_format=torch.contiguous_format)
+)
+
+
+# --------------------------------------------------------------------------------------------------------------------
 # attention
 #
 #   out, (total_tokens, num_heads, head_dim): dropout(softmax(q k^T * softmax_scale)) v within each sequence
@@ -253,3 +263,44 @@ torch.library.define(
     " Tensor[] norms, float[] eps, int num_heads, str activation) -> Tensor",
 )
 torch.library.register_fake("fastbert::encoder_layers_cpu", lambda x, *others: torch.empty_like(x))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# encoder_layer on the CPU: one post-norm layer for training, forward and backward
+#
+# weights and biases as above, norms those of one layer; philox int64 (3, 2): attention's dropout, its output's, the
+# feed-forward's. Products and attention run in `dtype`, everything else in x's, which may be wider (autocast).
+# Forward returns out and what backward wants as `kept`: q, k, v, context, softmax_stats, then of the first
+# add_layer_norm summed, mean, rstd and out, the feed-forward's pre, of the second summed, mean and rstd. Backward
+# returns the gradients of x (zero rows unless needs_dx), weights, biases and norms.
+
+_ENCODER_LAYER_FWD = (
+    "(Tensor x, Tensor cu_seqlens, Tensor[] weights, Tensor[] biases, Tensor[] norms, Tensor? philox, float[] dropouts,"
+    " float[] eps, int num_heads, str activation, ScalarType dtype) -> Tensor[]"
+)
+_ENCODER_LAYER_BWD = (
+    "(Tensor dout, Tensor x, Tensor cu_seqlens, Tensor[] weights, Tensor[] norms, Tensor[] kept, Tensor? philox,"
+    " float[] dropouts, str activation, bool needs_dx) -> Tensor[]"
+)
+
+
+def _encoder_layer_fwd_fake(x, cu_seqlens, weights, biases, norms, philox, dropouts, eps, num_heads, activation, dtype):
+    tokens, width = x.shape[0], weights[0].shape[0]
+    heads = [x.new_empty(tokens, num_heads, width // num_heads, dtype=dtype) for _ in range(4)]
+    softmax_stats = x.new_empty(2, num_heads, tokens, dtype=torch.float32)
+    mean, rstd, mean2, rstd2 = (x.new_empty(tokens, dtype=torch.float32) for _ in range(4))
+    out, summed, middle, summed2 = (torch.empty_like(x) for _ in range(4))
+    pre = x.new_empty(tokens, weights[4].shape[0], dtype=dtype)
+    return [out, *heads, softmax_stats, summed, mean, rstd, middle, pre, summed2, mean2, rstd2]
+
+
+def _encoder_layer_bwd_fake(dout, x, cu_seqlens, weights, norms, kept, philox, dropouts, activation, needs_dx):
+    dbiases = [w.new_empty(w.shape[0]) for w in weights]
+    dx = x.new_empty(x.shape[0] if needs_dx else 0, x.shape[1])
+    return [dx, *map(torch.empty_like, weights), *dbiases, *map(torch.empty_like, norms)]
+
+
+torch.library.define("fastbert::encoder_layer_fwd_cpu", _ENCODER_LAYER_FWD)
+torch.library.define("fastbert::encoder_layer_bwd_cpu", _ENCODER_LAYER_BWD)
+torch.library.register_fake("fastbert::encoder_layer_fwd_cpu", _encoder_layer_fwd_fake)
+torch.library.register_fake("fastbert::encoder_layer_bwd_cpu", _encoder_layer_bwd_fake)

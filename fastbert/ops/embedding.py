@@ -7,6 +7,7 @@ import torch
 from fastbert.backend import Backend, register, select
 from fastbert.ops import _torch
 from fastbert.ops._library import extension_error, needs_grad
+from fastbert.ops.dropout import dropout
 from fastbert.ops.layer_norm import add_layer_norm
 
 
@@ -94,9 +95,9 @@ def embed_layer_norm(
     if needs_grad(table, position, token_type):
         x = _Embed.apply(*operands, padding_idx, position_padding_idx)
     elif not needs_grad(position, weight, bias):
-        return _torch.dropout(torch.ops.fastbert.embed_fwd_cpu(*operands, weight, bias, eps), dropout_p)
+        return dropout(torch.ops.fastbert.embed_fwd_cpu(*operands, weight, bias, eps), dropout_p)
     else:
         x = torch.ops.fastbert.embed_fwd_cpu(*operands, None, None, 0.0)
     if weight is not None:
         x = add_layer_norm(x, None, weight, bias, eps=eps)
-    return _torch.dropout(x, dropout_p)
+    return dropout(x, dropout_p)

@@ -1,0 +1,191 @@
+"""A training layer as one op: its numbers, its dropout, and when the ops must run one by one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from isas import CPU_BACKENDS, backend_with_isa
+
+from fastbert import ops
+from fastbert.backend import use_backend
+from fastbert.layers.encoder import EncoderLayer, LayerOptions
+from fastbert.models.bert import BertModel
+from fastbert.ops._library import extension_error
+from fastbert.packing import PackedBatch
+from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
+
+pytestmark = pytest.mark.skipif(extension_error() is not None, reason=str(extension_error()))
+
+BATCH = PackedBatch.from_mask((torch.arange(9) < torch.tensor([9, 1, 6, 4])[:, None]).long(), 4, 9, torch.device("cpu"))
+TOKENS, HIDDEN = 20, 32
+
+
+def make_layer(dtype=torch.float32, dropout=0.0, norm_first=False) -> EncoderLayer:
+    torch.manual_seed(0)
+    options = LayerOptions(2, "gelu", dropout, dropout, dropout, norm_first)
+    layer = EncoderLayer(BertModel.family.layer, options, HIDDEN, 80, 1e-12)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(0.0, 0.3)
+    return layer.to(dtype)
+
+
+def step(layer: EncoderLayer, autocast: bool = False) -> dict[str, torch.Tensor]:
+    """The output and every gradient of one forward and backward."""
+    torch.manual_seed(3)
+    dtype = next(layer.parameters()).dtype
+    x = torch.randn(TOKENS, HIDDEN).to(dtype).requires_grad_()
+    weight = torch.randn(TOKENS, HIDDEN).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = layer(x, BATCH)
+    (out * weight).sum().backward()
+    gradients = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    return {"out": out.detach(), "dx": x.grad, **gradients}
+
+
+@pytest.fixture
+def served(monkeypatch) -> list[bool]:
+    """For each call of ops.encoder_layer, whether it served."""
+    made: list[bool] = []
+    op = ops.encoder_layer
+
+    def counted(*args, **kwargs):
+        out = op(*args, **kwargs)
+        made.append(out is not None)
+        return out
+
+    monkeypatch.setattr(ops, "encoder_layer", counted)
+    return made
+
+
+@pytest.mark.parametrize("mode", ("float32", "bfloat16", "autocast"))
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_against_oracle(backend, mode, served):
+    """A whole layer errs at most three times what plain torch does in the same precision."""
+    layer = make_layer(torch.bfloat16 if mode == "bfloat16" else torch.float32)
+    with use_backend("torch"):
+        oracle, baseline = step(copy.deepcopy(layer).double()), step(copy.deepcopy(layer), mode == "autocast")
+    served.clear()
+    with backend_with_isa(backend):
+        ours = step(layer, mode == "autocast")
+    assert served == [True] and ours.keys() == oracle.keys() and len(ours) == 18
+    for name, found in ours.items():
+        # Softmax does not see a key's bias: its gradient is zero but for rounding.
+        if "key.bias" in name:
+            allowed = max(baseline[name].abs().max(), torch.finfo(found.dtype).eps)
+            assert (found - oracle[name]).abs().max() <= 8 * allowed
+            continue
+        eps_dtype = torch.bfloat16 if mode == "autocast" else found.dtype
+        assert_close_to_reference(
+            found.to(eps_dtype), oracle[name], baseline[name].to(eps_dtype), GRADIENT_FACTOR, f"{name} {mode}"
+        )
+
+
+def one_by_one(monkeypatch, layer: EncoderLayer) -> dict[str, torch.Tensor]:
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "encoder_layer", lambda *args, **kwargs: None)
+        return step(layer)
+
+
+@pytest.mark.parametrize("dropout", (0.0, 0.3))
+@pytest.mark.parametrize("training", (True, False))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_one_op_is_what_its_ops_are(monkeypatch, served, dtype, training, dropout):
+    """Bit for bit, dropout's masks included: both draw the same seeds in the same order."""
+    layer = make_layer(dtype, dropout).train(training)
+    whole = step(copy.deepcopy(layer))
+    assert served == [True]
+    apart = one_by_one(monkeypatch, layer)
+    for name, found in whole.items():
+        assert torch.equal(found, apart[name]), name
+
+
+def test_checkpointed(served):
+    torch.manual_seed(1)
+    layer, x = make_layer(dropout=0.3).train(), torch.randn(TOKENS, HIDDEN)
+    results = []
+    for checkpointed in (False, True):
+        torch.manual_seed(2)
+        leaf = x.clone().requires_grad_()
+        run = torch.utils.checkpoint.checkpoint if checkpointed else (lambda f, *args, **kwargs: f(*args))
+        run(layer, leaf, BATCH, use_reentrant=False).square().sum().backward()
+        results.append((leaf.grad, layer.attention.self.query.weight.grad))
+        layer.zero_grad()
+    assert served == [True, True]  # recomputing ends inside the op, when backward has all it wants
+    for plain, again in zip(*results, strict=True):
+        assert torch.equal(plain, again)
+
+
+def freeze_a_bias(layer):
+    layer.output.dense.bias.requires_grad_(False)
+
+
+def drop_a_bias(layer):
+    layer.attention.self.key.bias = None
+
+
+def hook_a_leaf(layer):
+    layer.intermediate.dense.register_forward_hook(lambda module, args, out: out * 2)
+
+
+@pytest.mark.parametrize("change", (freeze_a_bias, drop_a_bias, hook_a_leaf), ids=lambda f: f.__name__)
+def test_what_must_run_op_by_op_does(monkeypatch, served, change):
+    layer = make_layer()
+    change(layer)
+    oracle = copy.deepcopy(layer).double()
+    ours = step(layer)
+    assert True not in served
+    with use_backend("torch"):
+        baseline_layer = make_layer()
+        change(baseline_layer)
+        exact, baseline = step(oracle), step(baseline_layer)
+    assert ours.keys() == exact.keys()
+    for name in ("out", "dx"):
+        assert_close_to_reference(ours[name], exact[name], baseline[name], GRADIENT_FACTOR, name)
+
+
+def test_pre_norm_layers_and_inference_are_left_alone(served):
+    step(make_layer(norm_first=True))
+    with torch.no_grad():
+        make_layer()(torch.randn(TOKENS, HIDDEN), BATCH)
+    assert served == []
+
+
+def test_a_forced_backend_without_it_runs_the_ops(served):
+    """One op for several is an offer: where it cannot serve, nothing is raised, and each op chooses for itself."""
+    with use_backend("torch"):
+        step(make_layer())
+    with use_backend("cpu"):
+        step(make_layer(norm_first=True))
+        step(make_layer().eval())
+    assert served == [False, True]
+
+
+def test_opcheck():
+    layer = make_layer(dropout=0.2)
+    parameters = dict(layer.named_parameters())
+    names = [f"{path}.weight" for path in BertModel.family.layer.linears]
+    weights = [parameters[name].detach() for name in names]
+    biases = [parameters[name.replace("weight", "bias")].detach() for name in names]
+    norms = [
+        parameters[f"{norm}.{kind}"].detach()
+        for norm in (BertModel.family.layer.attention_norm, BertModel.family.layer.feed_forward_norm)
+        for kind in ("weight", "bias")
+    ]
+    x, philox = torch.randn(TOKENS, HIDDEN), torch.arange(6).view(3, 2)
+    options = ([0.1, 0.2, 0.3], [1e-12, 1e-12], 2, "gelu", torch.bfloat16)
+    forward, backward = torch.ops.fastbert.encoder_layer_fwd_cpu, torch.ops.fastbert.encoder_layer_bwd_cpu
+    arguments = (x, BATCH.cu_seqlens, weights, biases, norms, philox, *options)
+    torch.library.opcheck(forward, arguments)
+    _, *kept = forward(*arguments)
+    for needs_dx in (True, False):
+        rest = (weights, norms, kept, philox, [0.1, 0.2, 0.3], "gelu", needs_dx)
+        torch.library.opcheck(backward, (x, x, BATCH.cu_seqlens, *rest))
+    with pytest.raises(RuntimeError, match="6 weights"):
+        forward(x, BATCH.cu_seqlens, weights[:5], biases, norms, philox, *options)
+    with pytest.raises(RuntimeError, match=r"expected \(3, 2\)"):
+        forward(x, BATCH.cu_seqlens, weights, biases, norms, philox[0], *options)
+    with pytest.raises(RuntimeError, match="num_heads is 3"):
+        forward(x, BATCH.cu_seqlens, weights, biases, norms, philox, *options[:2], 3, *options[3:])
