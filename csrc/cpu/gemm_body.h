@@ -68,7 +68,7 @@ void finish_any_tile(const GemmTarget& target, const Channels& channels, const f
       if (target.slope_of != nullptr) {
         const Floats before = load_columns(static_cast<const T*>(target.slope_of) + at, columns - c);
         const Floats after = activate<sizeof(T) == 4>(activation, before);
-        x = mul(x, activation_slope(activation, before));
+        x = mul(x, activation_slope<sizeof(T) == 4>(activation, before));
         store_columns(static_cast<T*>(target.activated) + at, after, columns - c);
       } else if (activation != Activation::kNone) {
         if (target.pre != nullptr) store_columns(static_cast<T*>(target.pre) + at, x, columns - c);
@@ -339,7 +339,7 @@ template <typename T>
 void activation_bwd_typed(const ActivationBwd& args, int64_t begin, int64_t end) {
   const auto *dout = static_cast<const T*>(args.dout), *pre = static_cast<const T*>(args.pre);
   for (int64_t i = begin; i < end; i += kWidth) {
-    const Floats slope = activation_slope(args.activation, load_columns(pre + i, end - i));
+    const Floats slope = activation_slope<sizeof(T) == 4>(args.activation, load_columns(pre + i, end - i));
     store_columns(static_cast<T*>(args.dpre) + i, mul(load_columns(dout + i, end - i), slope), end - i);
   }
 }

@@ -60,8 +60,8 @@ class WholeLayers:
         for tensors in (module._parameters, module._buffers):
             self.held.extend((tensors, name, tensor) for name, tensor in tensors.items())
         attributes = module.__dict__
-        names = ("forward", "training", "eps", "input_scale_value")
-        self.held.extend((attributes, name, attributes.get(name)) for name in names)
+        names = [name for name in ("eps", "input_scale_value") if name in attributes]
+        self.held.extend((attributes, name, attributes.get(name)) for name in ("forward", *names))
         self.kinds.append((module, type(module)))
         self.hooks.extend((module._forward_hooks, module._forward_pre_hooks))
         self.hooks.extend((module._backward_hooks, module._backward_pre_hooks))
