@@ -203,3 +203,21 @@ def test_gradients_in_eval_with_the_backend_forced():
     """The op for inference is an offer: where gradients are wanted, a forced backend runs its ops one by one."""
     with use_backend("cpu"):
         make()(IDS, MASK).last_hidden_state.sum().backward()
+
+
+def test_memory_between_calls():
+    """What one call leaves in its buffers reaches no other: of other sizes, in between, from several threads."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    model = make(hidden_size=128, intermediate_size=512)
+    batches = [torch.randint(1, 50, (b, 20)) for b in (40, 3, 41, 12, 40)]
+    with torch.inference_mode():
+        alone = [copy.deepcopy(model)(ids).last_hidden_state for ids in batches]
+
+        def run_all(_):
+            with torch.inference_mode():
+                return [model(ids).last_hidden_state for ids in batches]
+
+        for found in (run_all(None), *ThreadPoolExecutor(3).map(run_all, range(3))):
+            for mine, expected in zip(found, alone, strict=True):
+                assert torch.equal(mine, expected)

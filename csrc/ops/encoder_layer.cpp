@@ -1,7 +1,6 @@
 #include "encoder_layer.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <c10/util/Exception.h>
 
 #include <cmath>
@@ -10,6 +9,7 @@
 #include "layer_norm.h"
 #include "linear.h"
 #include "tensors.h"
+#include "workspace.h"
 
 namespace fastbert {
 namespace {
@@ -61,7 +61,7 @@ std::vector<at::Tensor> encoder_layer_fwd_cpu(const at::Tensor& x_, const at::Te
   const auto [context, stats] = attention_fwd_cpu(qkv[0], qkv[1], qkv[2], cu_seqlens, philox_of(philox, 0),
                                                   softmax_scale_of(qkv[0]), dropouts[0], true);
   // The sums of residual and product are in x's dtype: where that is wider, the product is not rounded on its way.
-  const at::Tensor product = at::empty_like(x);
+  const at::Tensor product = workspace(x.sizes(), x.scalar_type());
   linear_rows(context.view({tokens, width}), {without_bias(3)}, {product}, dtype, nullptr);
   const auto [middle, summed, mean, rstd] = add_layer_norm_fwd_cpu(
       product, biases[3], x, norms[0], norms[1], philox_of(philox, 1), dropouts[1], eps[0], true, true);

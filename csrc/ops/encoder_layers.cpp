@@ -1,6 +1,5 @@
 #include "encoder_layers.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/util/Exception.h>
 
@@ -10,6 +9,7 @@
 #include "layer_norm.h"
 #include "linear.h"
 #include "tensors.h"
+#include "workspace.h"
 
 namespace fastbert {
 
@@ -44,12 +44,12 @@ at::Tensor encoder_layers_cpu(const at::Tensor& x, const at::Tensor& cu_seqlens,
     return checked(name, t, {hidden_size}, dtype);
   };
 
-  // One set of buffers serves all layers: it stays in the cache, and fresh memory costs a page fault every 4 KB.
+  // One set of buffers serves all layers: it stays in the cache.
   const at::Tensor out = at::empty_like(x, at::MemoryFormat::Contiguous);
-  const at::Tensor product = at::empty_like(out), middle = at::empty_like(out);
-  const at::Tensor context = at::empty({tokens, num_heads, head_dim}, x.options());
-  const std::vector<at::Tensor> qkv{at::empty({tokens, width}, x.options()), at::empty({tokens, width}, x.options()),
-                                    at::empty({tokens, width}, x.options())};
+  const at::Tensor product = workspace(out.sizes(), dtype), middle = workspace(out.sizes(), dtype);
+  const at::Tensor context = workspace({tokens, num_heads, head_dim}, dtype);
+  const std::vector<at::Tensor> qkv{workspace({tokens, width}, dtype), workspace({tokens, width}, dtype),
+                                    workspace({tokens, width}, dtype)};
   const auto heads = [&](const at::Tensor& t) { return t.view({tokens, num_heads, head_dim}); };
   const at::Tensor q = heads(qkv[0]), k = heads(qkv[1]), v = heads(qkv[2]),
                    flat_context = context.view({tokens, width});

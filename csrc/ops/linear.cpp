@@ -10,6 +10,7 @@
 #include "gradients.h"
 #include "packed_weights.h"
 #include "tensors.h"
+#include "workspace.h"
 
 namespace fastbert {
 namespace {
@@ -68,7 +69,7 @@ RowsArg converted_rows(const GemmArgs& args, int64_t rows, at::Tensor& memory) {
   }
   if (!is_shared) return args.x;
   const int64_t stride = row_bytes(weight.format, weight.in_features), scales_at = (rows * stride + 63) / 64 * 64;
-  memory = at::empty({scales_at + rows * 4}, at::TensorOptions().dtype(at::kByte));
+  memory = workspace({scales_at + rows * 4}, at::kByte);
   auto* out = static_cast<char*>(memory.mutable_data_ptr());
   auto* scales = reinterpret_cast<float*>(out + scales_at);
   at::parallel_for(0, rows, 1 + 16384 / (weight.in_features + 1),
@@ -163,7 +164,7 @@ GemmArgs gemm_args(const at::Tensor& x, at::ScalarType dtype, const GemmTarget* 
 at::Tensor pack_tokens(const at::Tensor& x_, DType format) {
   const at::Tensor x = x_.stride(1) == 1 ? x_ : x_.contiguous();
   const int64_t panels = num_panels(x.size(1));
-  const at::Tensor packed = at::empty({panels * panel_bytes(format, x.size(0))}, at::TensorOptions().dtype(at::kByte));
+  const at::Tensor packed = workspace({panels * panel_bytes(format, x.size(0))}, at::kByte);
   const PackArgs args{x.const_data_ptr(),
                       dtype_of(x),
                       x.size(1),
@@ -282,7 +283,7 @@ Gradients linear_bwd_cpu(at::TensorList douts_, const at::Tensor& x, at::TensorL
   for (size_t i = 0; i < count; ++i) {
     at::Tensor dout = checked("dout", douts_[i], {x.size(0), weights[i].size(0)}, dtype);
     if (act != Activation::kNone) {
-      const at::Tensor pre = checked("pre", pres[i], dout.sizes(), dtype), dpre = at::empty_like(dout);
+      const at::Tensor pre = checked("pre", pres[i], dout.sizes(), dtype), dpre = workspace(dout.sizes(), dtype);
       const ActivationBwd args{dout.const_data_ptr(), pre.const_data_ptr(), dpre.mutable_data_ptr(), dtype_of(dout),
                                act};
       at::parallel_for(0, dout.numel(), 16384, [&](int64_t begin, int64_t end) { activation_bwd(args, begin, end); });
@@ -310,7 +311,6 @@ void feed_forward_rows(const at::Tensor& x_, const LinearOperand& up_linear, con
                        c10::string_view activation, const at::Tensor& out, const at::Tensor& pre, at::ScalarType dtype,
                        const RowsDone& done) {
   const auto out_dtype = out.scalar_type();
-  const auto inner_options = out.options().dtype(dtype);
   const at::Tensor x = checked_x(x_, dtype);
   const int64_t rows = x.size(0), intermediate_size = up_linear.weight.size(0);
   Operand up(up_linear, x.size(1), dtype), down(down_linear, intermediate_size, dtype);
@@ -320,14 +320,14 @@ void feed_forward_rows(const at::Tensor& x_, const LinearOperand& up_linear, con
   // With too few rows for that, the threads share each product instead.
   const int64_t threads = at::get_num_threads(), blocks = num_blocks(rows, kRowBlock, threads);
   if (blocks < kTasks * threads) {
-    const at::Tensor inner = at::empty({rows, intermediate_size}, inner_options);
+    const at::Tensor inner = workspace({rows, intermediate_size}, dtype);
     up.write_to(inner, pre, act);
     down.write_to(out, at::Tensor(), Activation::kNone);
     run_gemm(gemm_args(x, dtype, &up.target, 1), rows);
     run_gemm(gemm_args(inner, out_dtype, &down.target, 1), rows, done);
     return;
   }
-  const at::Tensor inner = at::empty({threads, kRowBlock, intermediate_size}, inner_options);
+  const at::Tensor inner = workspace({threads, kRowBlock, intermediate_size}, dtype);
   run_tasks(blocks, [&](int64_t block) {
     const at::Tensor buffer = inner.select(0, at::get_thread_num());
     const int64_t row = block * rows / blocks, count = (block + 1) * rows / blocks - row;
@@ -367,7 +367,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> feed_forward_bwd_cpu(
   const DType format = format_for(dtype);
 
   // The first product's epilogue makes both what its gradient is and, again, what forward did not keep.
-  const at::Tensor dpre = at::empty_like(pre), inner = at::empty_like(pre);
+  const at::Tensor dpre = workspace(pre.sizes(), dtype), inner = workspace(pre.sizes(), dtype);
   Operand down({down_weight.t(), std::nullopt, std::nullopt, 0.0}, down_weight.size(0), dtype);
   down.write_to(dpre, at::Tensor(), activation_of(activation));
   down.target.slope_of = pre.const_data_ptr();
