@@ -125,7 +125,6 @@ namespace {
 // `stats` is empty where it is not wanted.
 void run_forward(const at::Tensor& q_, const at::Tensor& k_, const at::Tensor& v_, const at::Tensor& cu_seqlens,
                  const Dropout& dropout, double softmax_scale, const at::Tensor& out, const at::Tensor& stats) {
-  check_q(q_);
   const at::Tensor q = with_rows("q", q_, q_), k = with_rows("k", k_, q_), v = with_rows("v", v_, q_);
   const int64_t total_tokens = q.size(0), num_heads = q.size(1);
   const std::vector<int64_t> offsets = checked_offsets(cu_seqlens, total_tokens);
@@ -159,6 +158,7 @@ std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(const at::Tensor& q, const 
 
 void attention_rows(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& cu_seqlens,
                     double softmax_scale, const at::Tensor& out) {
+  check_q(q);
   run_forward(q, k, v, cu_seqlens, make_dropout(0.0, std::nullopt), softmax_scale, out, empty_stats(q, false));
 }
 
