@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
-.PHONY: demo test lint type format unit sanitize bench bench-ops clean help
+.PHONY: demo test lint type format unit sanitize bench bench-ops gpu gpu-stale clean help
 
 help:           ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 12
@@ -31,7 +31,7 @@ demo: $(VENV)/.installed  ## set everything up, then embed and search real text 
 
 test: $(VENV)/.installed-test lint type unit  ## set everything up, then lint, type check and test
 
-CPP_SOURCES := $(shell find csrc tests -name '*.h' -o -name '*.cpp')
+CPP_SOURCES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 lint: $(VENV)/.installed-test  ## ruff and clang-format
 	@$(BIN)/ruff check .
@@ -57,6 +57,13 @@ bench: $(VENV)/.installed-bench  ## whole encoders against their peers, 25 minut
 bench-ops: $(VENV)/.installed-bench  ## ops one by one, with pytest-benchmark
 	@mkdir -p build/bench
 	@$(BIN)/python -m pytest benchmarks/bench_ops.py --benchmark-json build/bench/ops.json
+
+# On the machine with the GPU, with the Python that has its build of torch: nothing is installed, `make gpu PYTHON=...`.
+gpu:            ## everything that needs a GPU, in parts that resume; PART=ops for one of them
+	@$(PYTHON) -m fastbert.testing.gpu $(foreach part,$(PART),--part $(part)) $(ARGUMENTS)
+
+gpu-stale:      ## do the committed GPU results belong to the present kernels?
+	@$(PYTHON) -m fastbert.testing.gpu --stale
 
 unit: $(VENV)/.installed-test  ## pytest
 	@$(BIN)/python -m pytest -n 2 --dist worksteal

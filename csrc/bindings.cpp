@@ -58,6 +58,11 @@ void set_isa(const std::string& name) {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+#if defined(FASTBERT_WITH_CUDA)
+  m.attr("has_cuda") = true;
+#else
+  m.attr("has_cuda") = false;
+#endif
   m.def("isa", &isa, "The instruction set that the CPU kernels run with: cpuid's choice, unless set_isa changed it.");
   m.def("isas", &isas, "The instruction sets that this machine can run, narrowest first.");
   m.def("packed_bytes", &fastbert::packed_bytes, "Bytes of the packed copies of weights that are alive.");

@@ -42,6 +42,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "fastbert.accelerate": ("accelerate", "restore"),
     "fastbert.backend": ("Backend", "BackendError", "backends", "use_backend"),
     "fastbert.config": ("ConfigError", "EncoderConfig"),
+    "fastbert.graphs": ("graphs",),
     "fastbert.hub": ("CheckpointError",),
     "fastbert.master_weights": ("MasterWeights",),
     "fastbert.packing": ("InputError", "PackedBatch"),

@@ -100,7 +100,7 @@ class PackedBatch:
         if self.indices is None:
             return packed.view(self.batch_size, self.seqlen, *packed.shape[1:])
         out = packed.new_zeros(self.batch_size * self.seqlen, *packed.shape[1:])
-        return out.index_copy(0, self.indices, packed).view(self.batch_size, self.seqlen, *packed.shape[1:])
+        return out.index_copy_(0, self.indices, packed).view(self.batch_size, self.seqlen, *packed.shape[1:])
 
     def unpack_attentions(self, probs: torch.Tensor) -> torch.Tensor:
         """(batch, heads, max_seqlen, max_seqlen) over a sequence's own tokens -> (batch, heads, seqlen, seqlen)."""

@@ -19,32 +19,25 @@ import torch
 import triton
 import triton.language as tl
 
+from .philox import dropout_multiplier, dropout_numbers
+
 # The shares of the vectors' gradients: enough programs to fill the largest GPUs, few enough that their buffer is small
 # beside the matrices. A constant, so that a sum's last bits do not depend on the GPU.
 _MAX_SHARES = 512
 
 
 @triton.jit
-def _dropout_multiplier(philox_ptr, rows, hidden_size, threshold, scale, BLOCK_N: tl.constexpr):
-    """rows [BLOCK_M] -> [BLOCK_M, BLOCK_N], 0 where dropped and `scale` where kept; the mask of csrc/include/dropout.h.
+def centre(x, inside, hidden_size, eps):
+    """x - mean, mean and rstd of a row x [BLOCK_N], in fp32; zeros in the columns that are not inside.
 
-    One Philox call serves four neighbouring columns: a call for each column would cost more than the memory traffic.
+    The rounding error of a large mean is of the size of a small spread: what is left after centring is taken off too.
     """
-    BLOCK_M: tl.constexpr = rows.shape[0]
-    BLOCK_C: tl.constexpr = BLOCK_N // 4
-    seed = tl.load(philox_ptr)
-    offset = tl.load(philox_ptr + 1)
-    counter = rows[:, None] * tl.cdiv(hidden_size, 4) + tl.arange(0, BLOCK_C)[None, :]  # [BLOCK_M, BLOCK_C] int64
-    low = (counter & 0xFFFFFFFF).to(tl.uint32)
-    high = (counter >> 32).to(tl.uint32)
-    zero = low * 0
-    offset_low = zero + (offset & 0xFFFFFFFF).to(tl.uint32)
-    offset_high = zero + (offset >> 32).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, low, high, offset_low, offset_high)
-    # join appends an axis of 2: (w0, w2) and (w1, w3) come out as w0, w1, w2, w3.
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [BLOCK_M, BLOCK_C, 2, 2]
-    words = tl.reshape(words, [BLOCK_M, BLOCK_N])
-    return tl.where(words < threshold.to(tl.uint32), 0.0, scale)
+    mean = tl.sum(x, axis=0) / hidden_size
+    centred = tl.where(inside, x - mean, 0.0)
+    left = tl.sum(centred, axis=0) / hidden_size
+    centred = tl.where(inside, centred - left, 0.0)
+    rstd = 1.0 / tl.sqrt_rn(tl.sum(centred * centred, axis=0) / hidden_size + eps)
+    return centred, mean + left, rstd
 
 
 @triton.jit(do_not_specialize=["threshold"])
@@ -65,7 +58,7 @@ def _add_layer_norm_fwd_kernel(
         summed += tl.load(x_bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_DROPOUT:
         rows = row + tl.arange(0, 1)
-        summed *= tl.reshape(_dropout_multiplier(philox_ptr, rows, hidden_size, threshold, scale, BLOCK_N), [BLOCK_N])
+        summed *= tl.reshape(dropout_multiplier(philox_ptr, rows, 0, hidden_size, threshold, scale, BLOCK_N), [BLOCK_N])
     if HAS_RESIDUAL:
         summed += tl.load(residual_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
     # Rounded as backward will read it: with the statistics of the unrounded sum, the difference times rstd, which is
@@ -75,14 +68,9 @@ def _add_layer_norm_fwd_kernel(
     if RETURN_SUM:
         tl.store(summed_ptr + start + columns, rounded, mask=inside)
 
-    # The rounding error of a large mean is of the size of a small spread: what is left after centring is taken off too.
-    mean = tl.sum(summed, axis=0) / hidden_size
-    centred = tl.where(inside, summed - mean, 0.0)
-    left = tl.sum(centred, axis=0) / hidden_size
-    centred = tl.where(inside, centred - left, 0.0)
-    rstd = 1.0 / tl.sqrt_rn(tl.sum(centred * centred, axis=0) / hidden_size + eps)
+    centred, mean, rstd = centre(summed, inside, hidden_size, eps)
     if RETURN_STATS:
-        tl.store(mean_ptr + row, mean + left)
+        tl.store(mean_ptr + row, mean)
         tl.store(rstd_ptr + row, rstd)
 
     out = centred * rstd * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
@@ -91,15 +79,10 @@ def _add_layer_norm_fwd_kernel(
     tl.store(out_ptr + start + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def _fwd_tile(hidden_size: int) -> tuple[int, int]:
+def row_tile(hidden_size: int) -> tuple[int, int]:
     """(BLOCK_N, num_warps): 8 columns a thread, which is one 16-byte load of bf16, up to 16 warps."""
     block_n = max(16, triton.next_power_of_2(hidden_size))
     return block_n, min(max(block_n // 256, 1), 16)
-
-
-def _dropout_numbers(dropout_p: float) -> tuple[int, float]:
-    """(threshold, scale): a random word below the threshold drops, what is kept is multiplied by the scale."""
-    return min(int(dropout_p * 2**32), 2**32 - 1), 1.0 / (1.0 - dropout_p) if dropout_p < 1 else 0.0
 
 
 def add_layer_norm_fwd(x, x_bias, residual, weight, bias, philox, dropout_p, eps, return_sum, return_stats):
@@ -113,8 +96,8 @@ def add_layer_norm_fwd(x, x_bias, residual, weight, bias, philox, dropout_p, eps
     mean, rstd = (x.new_empty(total_tokens if return_stats else 0, dtype=torch.float32) for _ in range(2))
     if total_tokens == 0:
         return out, summed, mean, rstd
-    block_n, num_warps = _fwd_tile(hidden_size)
-    threshold, scale = _dropout_numbers(dropout_p)
+    block_n, num_warps = row_tile(hidden_size)
+    threshold, scale = dropout_numbers(dropout_p)
     with torch.cuda.device_of(x):
         _add_layer_norm_fwd_kernel[(total_tokens,)](
             x, x_bias, residual, weight, bias, philox,
@@ -162,7 +145,7 @@ def _add_layer_norm_bwd_kernel(
             gradient += tl.load(dsum_ptr + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(dsummed_ptr + at, gradient.to(dsummed_ptr.dtype.element_ty), mask=inside)
         if HAS_DROPOUT:
-            gradient *= _dropout_multiplier(philox_ptr, rows, hidden_size, threshold, scale, BLOCK_N)
+            gradient *= dropout_multiplier(philox_ptr, rows, 0, hidden_size, threshold, scale, BLOCK_N)
             tl.store(dx_ptr + at, gradient.to(dx_ptr.dtype.element_ty), mask=inside)
         if HAS_X_BIAS:
             dx_bias += tl.sum(tl.where(inside, gradient, 0.0), axis=0)
@@ -199,7 +182,7 @@ def _add_shares_kernel(
 
 def _bwd_tile(hidden_size: int) -> tuple[int, int, int]:
     """(BLOCK_M, BLOCK_N, num_warps): 16 elements a thread. 32 take so many registers that few programs fit at once."""
-    block_n, num_warps = _fwd_tile(hidden_size)
+    block_n, num_warps = row_tile(hidden_size)
     return max(1, min(16, num_warps * 512 // block_n)), block_n, num_warps
 
 
@@ -215,7 +198,7 @@ def add_layer_norm_bwd(dout, dsum, summed, mean, rstd, weight, philox, dropout_p
     block_m, block_n, num_warps = _bwd_tile(hidden_size)
     num_shares = min(_MAX_SHARES, triton.cdiv(total_tokens, block_m))
     shares = dout.new_empty(num_shares, 3, hidden_size, dtype=torch.float32)
-    threshold, scale = _dropout_numbers(dropout_p)
+    threshold, scale = dropout_numbers(dropout_p)
     with torch.cuda.device_of(dout):
         if total_tokens > 0:
             _add_layer_norm_bwd_kernel[(num_shares,)](

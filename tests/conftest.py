@@ -19,6 +19,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import fastbert
+from fastbert.testing.interpreter import mend_triton_interpreter
 
 # `with torch.device("meta")` keeps a list of torch's constructors, made at its first use: that must come before
 # they are patched below.
@@ -30,23 +31,8 @@ _PACKAGE_FOLDERS = tuple(
 )
 
 
-def _mend_triton_interpreter() -> None:
-    """Triton 3.6 calls int() on arrays of shape (1,), in the bounds of a kernel's loop; NumPy 2.4 refuses that."""
-    try:
-        from triton.runtime import interpreter
-    except ImportError:
-        return
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patch_and_mend(tensor, scope):
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patch_and_mend
-
-
 if os.environ.get("TRITON_INTERPRET") == "1":
-    _mend_triton_interpreter()
+    mend_triton_interpreter()
 
 
 @pytest.fixture(autouse=True)

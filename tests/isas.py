@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from fastbert.ops._library import extension_error
+from fastbert.ops._library import extension_error, triton_error
 
 
 def _amx() -> tuple[str, ...]:
@@ -23,6 +23,11 @@ def _amx() -> tuple[str, ...]:
 CPU_BACKENDS = ("cpu-generic", "cpu-avx2", "cpu-avx512", "cpu-avx512_vnni", "cpu-avx512_bf16", *_amx())
 
 
+def device_of(backend: str) -> str:
+    """Triton's tensors are on a GPU where there is one, else on the CPU for its interpreter."""
+    return "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+
+
 @contextmanager
 def backend_with_isa(param: str) -> Iterator[str]:
     """The backend's name, "cpu" for "cpu-avx2", while its ISA is set; a visible skip where this machine lacks it.
@@ -30,6 +35,8 @@ def backend_with_isa(param: str) -> Iterator[str]:
     Memory that the C++ code takes is filled with NaN meanwhile: conftest's poison reaches Python's calls only.
     """
     name, _, isa = param.partition("-")
+    if name == "triton" and triton_error() is not None:
+        pytest.skip(triton_error())
     if not isa:
         yield name
         return

@@ -1,75 +1,27 @@
 """Every Triton kernel, compiled ahead of time for GPUs that need not be here, and what the machine code then tells.
 
-The compiler does not run in a process whose Triton is the interpreter, so the tests start this file as a program.
+The compiler does not run in a process whose Triton is the interpreter, so the tests start this file as a program. Run
+by hand with --write it also writes the table of registers, shared memory and occupancy that is kept with the results.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import pytest
+from aot_cases import Case, all_cases
 
-HIDDEN_SIZE = 768  # BERT-base; divisible by 16, as launchers' arguments are when loads may be 16 bytes wide
-# Shared memory that one block may have, in bytes (CUDA C++ Programming Guide, table "Technical Specifications").
+# Shared memory that one block may have, in bytes, and what a multiprocessor has of it (CUDA C++ Programming Guide,
+# table "Technical Specifications"); 64 k registers and 64 warps (sm_80, sm_90, sm_100 alike).
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One compilation: `types` by argument name, `constants` for the constexpr arguments and the pointers not given."""
-
-    kernel: str
-    dtype: str
-    types: dict
-    constants: dict
-    num_warps: int
-    wide_loads: int  # matrices and vectors in `dtype` that are read, each in loads of 16 bytes
-
-    @property
-    def id(self) -> str:
-        return f"{self.kernel}-{self.dtype}{'-dropout' if self.constants.get('HAS_DROPOUT') else ''}"
-
-
-def layer_norm_cases():
-    from fastbert.kernels import layer_norm
-
-    for dtype, dropout in (("bf16", False), ("bf16", True), ("fp16", True), ("fp32", True)):
-        pointer = f"*{dtype}"
-        no_mask = {} if dropout else {"philox_ptr": None}
-        block_n, num_warps = layer_norm._fwd_tile(HIDDEN_SIZE)
-        types = {
-            **dict.fromkeys(("x_ptr", "x_bias_ptr", "residual_ptr", "weight_ptr", "bias_ptr", "out_ptr"), pointer),
-            "summed_ptr": pointer, "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "philox_ptr": "*i64",
-            "hidden_size": "i32", "threshold": "i64", "scale": "fp32", "eps": "fp32",
-        }  # fmt: skip
-        flags = ("HAS_X_BIAS", "HAS_RESIDUAL", "HAS_BIAS", "RETURN_SUM", "RETURN_STATS")
-        constants = {**dict.fromkeys(flags, True), "HAS_DROPOUT": dropout, "BLOCK_N": block_n, **no_mask}
-        yield Case("layer_norm._add_layer_norm_fwd_kernel", dtype, types, constants, num_warps, wide_loads=5)
-
-        block_m, block_n, num_warps = layer_norm._bwd_tile(HIDDEN_SIZE)
-        types = {
-            **dict.fromkeys(("dout_ptr", "dsum_ptr", "summed_ptr", "weight_ptr", "dx_ptr", "dsummed_ptr"), pointer),
-            "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "philox_ptr": "*i64", "shares_ptr": "*fp32",
-            "total_tokens": "i32", "hidden_size": "i32", "threshold": "i64", "scale": "fp32",
-        }  # fmt: skip
-        constants = {"HAS_DSUM": True, "HAS_X_BIAS": True, "HAS_DROPOUT": dropout, **no_mask}
-        constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n}
-        yield Case("layer_norm._add_layer_norm_bwd_kernel", dtype, types, constants, num_warps, wide_loads=4)
-
-    for dtype in ("bf16", "fp16", "fp32"):
-        types = dict.fromkeys(("dweight_ptr", "dbias_ptr", "dx_bias_ptr"), f"*{dtype}")
-        types |= {"shares_ptr": "*fp32", "num_shares": "i32", "hidden_size": "i32"}
-        constants = {"BLOCK_M": 32, "BLOCK_N": 32}
-        yield Case("layer_norm._add_shares_kernel", dtype, types, constants, num_warps=4, wide_loads=1)
-
-
-def all_cases():
-    return list(layer_norm_cases())
+SHARED_TOTAL = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
+TABLE = Path(__file__).parents[1] / "benchmarks" / "results" / "aot" / "triton.md"
 
 
 def all_kernels() -> set[str]:
@@ -100,10 +52,11 @@ def compile_case(case: Case, capability: int) -> dict:
     divisible = {
         (i,): [["tt.divisibility", 16]]
         for i, arg in enumerate(kernel.arg_names)
-        if signature[arg].startswith("*") or arg == "hidden_size"
+        if signature[arg].startswith("*") or arg in ("hidden_size", "N", "K") or arg.startswith("stride")
     }
     source = ASTSource(kernel, signature, case.constants, divisible)
-    compiled = triton.compile(source, GPUTarget("cuda", capability, 32), options={"num_warps": case.num_warps})
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    compiled = triton.compile(source, GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
@@ -112,12 +65,48 @@ def compile_case(case: Case, capability: int) -> dict:
             subprocess.run([tool, option, cubin.name], capture_output=True, text=True, check=True).stdout
             for option in ("--dump-resource-usage", "--dump-sass")
         )
+    found = {key: int(re.search(rf"{key}:(\d+)", usage).group(1)) for key in ("REG", "STACK", "LOCAL")}  # type: ignore[union-attr]
+    warps = compiled.metadata.num_warps
+    by_registers = 65536 // (-(-found["REG"] // 8) * 8 * 32 * warps)
+    by_shared = SHARED_TOTAL[capability] // (compiled.metadata.shared + 1024)
     return {
-        "stack": int(re.search(r"STACK:(\d+)", usage).group(1)),
-        "local": int(re.search(r"LOCAL:(\d+)", usage).group(1)),
+        "registers": found["REG"],
+        "stack": found["STACK"],
+        "local": found["LOCAL"],
         "shared": compiled.metadata.shared,
-        "loads": re.findall(r"\bLDG\.\S+", sass),
+        "warps": warps,
+        "resident": min(by_registers, by_shared, 64 // warps, 32),
+        "loads": re.findall(r"\b(?:LDG|LDGSTS)\.\S+", sass),
+        "products": sorted(set(re.findall(r"\b(HGMMA|HMMA|UTCHMMA|FFMA)\b", sass))),
     }
+
+
+def compile_everywhere(case: Case) -> dict[int, dict]:
+    return {c: compile_case(case, c) for c in SHARED_LIMIT if case.major in (0, c // 10)}
+
+
+def table(cases: dict[str, dict]) -> str:
+    """Registers a thread, KiB of shared memory a block, and warps of 64 that a multiprocessor holds at once."""
+    lines = [
+        "# Registers, shared memory and occupancy of the Triton kernels",
+        "",
+        "Written by `python tests/test_aot.py --write`, checked by `make test`. Registers a thread / KiB of shared"
+        " memory a block / warps resident on a multiprocessor, of 64.",
+        "",
+        "| kernel | sm_80 | sm_90 | sm_100 |",
+        "|---|---|---|---|",
+    ]
+    for name, case in cases.items():
+        cells = []
+        for capability in SHARED_LIMIT:
+            facts = case["facts"].get(str(capability))
+            cells.append(
+                f"{facts['registers']} / {facts['shared'] / 1024:.1f} / {facts['resident'] * facts['warps']}"
+                if facts
+                else "-"
+            )
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 @pytest.fixture(scope="module")
@@ -138,29 +127,54 @@ def test_every_kernel_is_compiled(compiled):
 @pytest.mark.parametrize("capability", SHARED_LIMIT, ids=lambda c: f"sm_{c}")
 def test_registers_and_shared_memory_suffice(compiled, capability):
     for name, case in compiled["cases"].items():
-        facts = case["facts"][str(capability)]
-        assert facts["stack"] == facts["local"] == 0, f"{name} spills registers: {facts}"
-        assert facts["shared"] <= SHARED_LIMIT[capability], f"{name}: {facts['shared']} bytes of shared memory"
+        facts = case["facts"].get(str(capability))
+        if facts is not None:
+            assert facts["stack"] == facts["local"] == 0, f"{name} spills registers: {facts}"
+            assert facts["shared"] <= SHARED_LIMIT[capability], f"{name}: {facts['shared']} bytes of shared memory"
 
 
 @pytest.mark.parametrize("capability", SHARED_LIMIT, ids=lambda c: f"sm_{c}")
 def test_loads_are_16_bytes_wide(compiled, capability):
     for name, case in compiled["cases"].items():
-        loads = case["facts"][str(capability)]["loads"]
-        assert sum(".128" in load for load in loads) >= case["wide_loads"], f"{name}: {loads}"
-        assert not [load for load in loads if ".U16" in load or ".U8" in load], f"{name}: {loads}"
+        loads = case["facts"].get(str(capability), {}).get("loads")
+        if loads is not None:
+            assert sum(".128" in load for load in loads) >= case["wide_loads"], f"{name}: {loads}"
+            narrow = [load for load in loads if ".U16" in load or ".U8" in load]
+            assert len(narrow) <= case["narrow_loads"], f"{name}: {loads}"
+
+
+def test_products_run_on_the_tensor_cores(compiled):
+    """wgmma on Hopper, the fifth generation's instruction on Blackwell, mma on Ampere: SASS's own names."""
+    for name, case in compiled["cases"].items():
+        for capability, instruction in (("80", "HMMA"), ("90", "HGMMA"), ("100", "UTCHMMA")):
+            facts = case["facts"].get(capability)
+            if case["has_products"] and facts is not None:
+                assert instruction in facts["products"], f"{name} sm_{capability}: {facts['products']}"
+
+
+def test_the_table_that_is_kept_is_this_one(compiled):
+    assert TABLE.read_text(encoding="utf-8") == table(compiled["cases"]), "run python tests/test_aot.py --write"
 
 
 def main() -> None:
-    cases = {
+    cases = all_cases()
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        facts = list(pool.map(compile_everywhere, cases))
+    report = {
         case.id: {
             "kernel": case.kernel,
             "wide_loads": case.wide_loads,
-            "facts": {capability: compile_case(case, capability) for capability in SHARED_LIMIT},
+            "has_products": case.has_products,
+            "narrow_loads": case.narrow_loads,
+            "facts": {str(capability): found for capability, found in per.items()},
         }
-        for case in all_cases()
+        for case, per in zip(cases, facts, strict=True)
     }
-    sys.stdout.write(json.dumps({"kernels": sorted(all_kernels()), "cases": cases}) + "\n")
+    assert len(report) == len(cases)
+    if "--write" in sys.argv:
+        TABLE.parent.mkdir(parents=True, exist_ok=True)
+        TABLE.write_text(table(report), encoding="utf-8")
+    sys.stdout.write(json.dumps({"kernels": sorted(all_kernels()), "cases": report}) + "\n")
 
 
 if __name__ == "__main__":

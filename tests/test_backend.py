@@ -11,7 +11,7 @@ import torch
 import fastbert
 from fastbert import ops
 from fastbert.backend import Backend, BackendError, parse_backend, register, select, use_backend
-from fastbert.ops._library import extension_error
+from fastbert.ops._library import cuda_error, extension_error
 
 
 @pytest.fixture
@@ -72,6 +72,18 @@ def test_report_names_every_op_and_every_other_backends_reason():
     expected = "cpu" if extension_error() is None else "torch"
     assert report["add_layer_norm"]["selected"] == expected
     assert "float64" in fastbert.backends("cpu", torch.float64)["add_layer_norm"]["cpu"]
+
+
+def test_a_missing_cuda_part_is_said():
+    error = cuda_error()
+    if extension_error() is not None:
+        assert error == extension_error()
+    elif torch.version.cuda is None:
+        assert error == "the C++ extension was built without its CUDA part"
+    assert fastbert.backends("cpu")["add_layer_norm"]["cuda"] == "tensors are on cpu"
+    table, one = torch.ones(3, 8, requires_grad=True), torch.ones(8)
+    with pytest.raises(BackendError, match="cannot serve embed_layer_norm: it has no backward"):
+        select("embed_layer_norm", "cuda", table, table, None, one, one)
 
 
 def test_the_backend_that_was_chosen_is_the_one_that_ran():

@@ -69,7 +69,7 @@ MAY_IMPORT = {
     "config": set(),
     "packing": set(),
     "hub": {"config"},
-    "testing": {"testing"},  # reference.py imports torch only
+    "testing": {"testing", "ops", "backend"},
 }
 
 
@@ -109,6 +109,11 @@ def test_imports_go_one_way(path):
                 assert target in ("kernels", "_C") and not top, f"{path} imports {module}"
             else:
                 assert target in MAY_IMPORT[own], f"{path} imports {module}"
+
+
+def test_the_oracle_imports_torch_only():
+    roots = {module.split(".")[0] for module, _ in imports_of(PACKAGE / "testing" / "reference.py")}
+    assert roots <= {"__future__", "math", "itertools", "torch"}
 
 
 def test_kernels_import_torch_triton_and_siblings_only():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from isas import CPU_BACKENDS, backend_with_isa
+from isas import CPU_BACKENDS, backend_with_isa, device_of
 
 from fastbert.backend import Backend, BackendError, select, use_backend
 from fastbert.ops._library import extension_error
@@ -40,10 +40,6 @@ def skip_unless_served(name: str) -> None:
         select("add_layer_norm", name, x, None, x[0], x[0])
     except BackendError as error:
         pytest.skip(str(error))
-
-
-def device_of(name: str) -> str:
-    return "cuda" if name == "triton" and torch.cuda.is_available() else "cpu"
 
 
 def make(rows, hidden_size, dtype, backend="cpu", residual=True, x_bias=True, bias=True) -> dict:

@@ -7,6 +7,7 @@ import torch
 
 from fastbert import ops
 from fastbert.ops import _torch
+from fastbert.ops._library import extension_error, triton_error
 from fastbert.testing import reference
 from fastbert.testing.cases import DTYPES, LENGTHS, Lengths
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
@@ -15,16 +16,18 @@ lengths_axis = pytest.mark.parametrize("case", LENGTHS, ids=lambda c: c.id)
 dtype_axis = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 
 
-def check(op, formula, tensors: dict[str, torch.Tensor], dtype: torch.dtype, joint: bool = False) -> None:
+def check(
+    op, formula, tensors: dict[str, torch.Tensor], dtype: torch.dtype, joint: bool = False, device: str = "cpu"
+) -> None:
     """`op` in `dtype` against `formula` in float64, with `formula` in `dtype` as the baseline; all gradients too.
 
-    `joint` compares the gradients as one tensor, stacked.
+    `joint` compares the gradients as one tensor, stacked. The op's tensors are on `device`.
     """
     results = []
-    for function, kind in ((op, dtype), (formula, torch.float64), (formula, dtype)):
-        leaves = {name: t.to(dtype).to(kind).detach().requires_grad_() for name, t in tensors.items()}
+    for function, kind, place in ((op, dtype, device), (formula, torch.float64, "cpu"), (formula, dtype, "cpu")):
+        leaves = {name: t.to(dtype).to(place, kind).detach().requires_grad_() for name, t in tensors.items()}
         out = function(**leaves)
-        dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype).to(out.dtype)
+        dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype).to(out)
         if function is op or out.requires_grad:  # the formula of nothing at all has no graph; the op's must have one
             out.backward(dout)
         results.append((out, {n: t.grad if t.grad is not None else torch.zeros_like(t) for n, t in leaves.items()}))
@@ -54,7 +57,7 @@ def test_attention_as_it_is_traced(case, dtype):
     """The form that torch.compile takes is another: one padded rectangle."""
     cu_seqlens, longest = case.cu_seqlens, max(case.lengths)
     check_attention(
-        lambda q, k, v: _torch._attention_padded(q, k, v, cu_seqlens, longest, 32**-0.5, 0.0),
+        lambda q, k, v: _torch._attention_padded(q, k, v, cu_seqlens, longest, 32**-0.5, 0.0, (-1, -1)),
         lambda q, k, v: reference.attention(q, k, v, cu_seqlens),
         qkv(case),
         dtype,
@@ -106,24 +109,6 @@ def test_buckets_hold_every_sequence_once_and_waste_little():
     assert sorted(tokens.tolist()) == list(range(sum(lengths)))
     assert sum(b.num_sequences * b.width for b in buckets) <= 1.15 * sum(lengths)
     assert len(buckets) < 20
-
-
-@lengths_axis
-@dtype_axis
-@pytest.mark.parametrize("mode", ("mean", "cls", "max"))
-def test_pooling(case, dtype, mode):
-    cu_seqlens = case.cu_seqlens
-    check(
-        lambda x: ops.pooling(x, cu_seqlens, mode=mode),
-        lambda x: reference.pooling(x, cu_seqlens, mode),
-        {"x": torch.randn(case.total_tokens, 24)},
-        dtype,
-    )
-
-
-def test_pooling_refuses_an_unknown_mode():
-    with pytest.raises(ValueError, match=r"'median'; valid modes: mean, cls, max"):
-        ops.pooling(torch.zeros(1, 2), torch.tensor([0, 1], dtype=torch.int32), mode="median")
 
 
 @dtype_axis
@@ -197,13 +182,18 @@ def test_padding_rows_take_no_gradient():
 
 
 @dtype_axis
+@pytest.mark.parametrize("options", ({}, {"label_smoothing": 0.1}, {"z_loss": 0.01}), ids=str)
 @pytest.mark.parametrize("labelled", (0, 1, 12))
-def test_cross_entropy(dtype, labelled):
+@pytest.mark.parametrize("backend", ("torch", "cpu", "triton"))
+def test_cross_entropy(backend, dtype, labelled, options):
+    error = {"cpu": extension_error, "triton": triton_error}.get(backend, lambda: None)()
+    if error is not None:
+        pytest.skip(error)
     labels = torch.full((12,), -100)
     labels[torch.randperm(12)[:labelled]] = torch.randint(0, 30, (labelled,))
     check(
-        lambda x, weight, bias: ops.cross_entropy(x, weight, bias, labels),
-        lambda x, weight, bias: reference.cross_entropy(x, weight, bias, labels),
+        lambda x, weight, bias: ops.cross_entropy(x, weight, bias, labels, backend=backend, **options),
+        lambda x, weight, bias: reference.cross_entropy(x, weight, bias, labels, **options),
         {"x": torch.randn(12, 16), "weight": torch.randn(30, 16), "bias": torch.randn(30)},
         dtype,
     )

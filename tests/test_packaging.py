@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 
@@ -94,6 +96,19 @@ def test_a_wheel_from_the_sdist_has_the_kernels(sdist, tmp_path):
     home = unzip(wheel, tmp_path / "unzipped")
     assert not (home / "kernels").exists()
     check(home, tmp_path, built=True)
+
+
+def test_a_cuda_part_that_cannot_be_built_is_refused_with_the_reason(tmp_path):
+    command = [sys.executable, str(ROOT / "setup.py"), "--name"]
+    for asked, reason in (
+        ("1", "FASTBERT_BUILD_CUDA=1: torch .* is built without CUDA"),
+        ("yes", "FASTBERT_BUILD_CUDA='yes': valid values are auto, 0 and 1"),
+    ):
+        if asked == "1" and torch.version.cuda is not None:
+            continue
+        environment = {**os.environ, "FASTBERT_BUILD_CUDA": asked}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 1 and re.search(reason, done.stderr), done.stderr
 
 
 def test_without_a_compiler_the_wheel_is_pure_python_and_works(sdist, tmp_path):

@@ -80,8 +80,8 @@ def test_examples_run(block, monkeypatch):
     exec(compile(block, "README.md", "exec"), {})
 
 
-def test_there_are_five_examples_and_every_variable_is_listed():
-    assert len(BLOCKS) == 5
+def test_there_are_six_examples_and_every_variable_is_listed():
+    assert len(BLOCKS) == 6
     sources = [p.read_text() for p in (Path(fastbert.__file__).parent).rglob("*.py")]
     sources.append((Path(__file__).parents[1] / "setup.py").read_text())
     used = {name for text in sources for name in re.findall(r"environ[^\n]*\"(FASTBERT_\w+)\"", text)}

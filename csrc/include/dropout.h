@@ -2,9 +2,9 @@
 // decides column 4 i + j, the offset is the counter's high half, and a word below p 2^32 drops.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
+#include "dropout_numbers.h"
 #include "philox.h"
 
 namespace fastbert {
@@ -20,8 +20,8 @@ inline int64_t padded_to_philox(int64_t n) { return (n + 3) / 4 * 4; }
 // multiplier[i] is 0 where column i is dropped and 1 / (1 - p) where it is kept; it has room for padded_to_philox(n).
 // `first` is the counter of columns 0 to 3.
 FASTBERT_INLINE void fill_dropout_from(const Dropout& dropout, uint64_t first, int64_t n, float* multiplier) {
-  const float keep = dropout.p < 1.0 ? static_cast<float>(1.0 / (1.0 - dropout.p)) : 0.0f;
-  const auto threshold = static_cast<uint32_t>(std::min(dropout.p * 4294967296.0, 4294967295.0));
+  const float keep = dropout_scale(dropout.p);
+  const uint32_t threshold = dropout_threshold(dropout.p);
   const uint64_t seed = dropout.seed, offset = dropout.offset;
   const int64_t counters = (n + 3) / 4;
 #pragma omp simd

@@ -3,6 +3,8 @@
 
 #include <atomic>
 
+#include "inline.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -11,11 +13,10 @@
 #include <unistd.h>
 #endif
 
-// Kernel bodies and everything that they call are forced inline into functions that carry a target attribute. One
-// source serves every ISA, and no ordinary inline function is ever emitted with wide instructions, so the linker
-// cannot pick one for a caller that runs on an older CPU (which happens with a file compiled under -mavx512f).
-#define FASTBERT_INLINE [[gnu::always_inline]] inline
-#define FASTBERT_INLINE_LAMBDA __attribute__((always_inline))
+// Kernel bodies and everything that they call are forced inline (FASTBERT_INLINE) into functions that carry a target
+// attribute. One source serves every ISA, and no ordinary inline function is ever emitted with wide instructions, so
+// the linker cannot pick one for a caller that runs on an older CPU (which happens with a file compiled under
+// -mavx512f).
 
 namespace fastbert {
 

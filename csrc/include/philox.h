@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "isa.h"
+#include "inline.h"
 
 namespace fastbert {
 

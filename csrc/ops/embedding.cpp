@@ -1,7 +1,6 @@
 #include "embedding.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <cstring>
@@ -9,43 +8,37 @@
 #include <vector>
 
 #include "../cpu/embedding.h"
+#include "embedding_tensors.h"
 #include "gradients.h"
 #include "layer_norm.h"
 #include "tensors.h"
 
 namespace fastbert {
-at::Tensor embed_fwd_cpu(const std::optional<at::Tensor>& input_ids, const at::Tensor& position_ids_,
-                         const std::optional<at::Tensor>& token_type_ids, const at::Tensor& word_,
-                         const at::Tensor& position_, const std::optional<at::Tensor>& token_type_,
-                         const std::optional<at::Tensor>& weight_, const std::optional<at::Tensor>& bias_, double eps) {
-  const int64_t tokens = position_ids_.numel(), width = position_.size(-1);
-  const auto dtype = position_.scalar_type();
-  const at::Tensor ids = checked("input_ids", input_ids, {tokens}, at::kLong);
-  const at::Tensor positions = checked("position_ids", position_ids_, {tokens}, at::kLong);
-  const at::Tensor types = checked("token_type_ids", token_type_ids, {tokens}, at::kLong);
-  const at::Tensor word = checked("word", word_, {input_ids.has_value() ? word_.size(0) : tokens, width}, dtype);
-  const at::Tensor position = checked("position", position_, {position_.size(0), width}, dtype);
-  const at::Tensor weight = checked("weight", weight_, {width}, dtype), bias = checked("bias", bias_, {width}, dtype);
-  const at::Tensor type = token_type_.has_value()
-                              ? checked("token_type", *token_type_, {token_type_->size(0), width}, dtype)
-                              : at::Tensor();
-  const at::Tensor out = at::empty({tokens, width}, position.options());
-  for_dtype(dtype, [&](auto zero) {
+at::Tensor embed_fwd_cpu(const std::optional<at::Tensor>& input_ids, const at::Tensor& position_ids,
+                         const std::optional<at::Tensor>& token_type_ids, const at::Tensor& word,
+                         const at::Tensor& position, const std::optional<at::Tensor>& token_type,
+                         const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, double eps) {
+  const auto t =
+      embed_fwd_tensors(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, at::kCPU);
+  const int64_t tokens = t.out.size(0), width = t.out.size(1);
+  for_dtype(t.out.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    const EmbedFwd<T> args{{data<const T>(word), data<const T>(type), data<const T>(position)},
-                           {data<const int64_t>(ids), data<const int64_t>(types), data<const int64_t>(positions)},
+    const EmbedFwd<T> args{{data<const T>(t.word), data<const T>(t.token_type), data<const T>(t.position)},
+                           {data<const int64_t>(t.ids), data<const int64_t>(t.types), data<const int64_t>(t.positions)},
                            {1, 0, 0},
                            width,
-                           data<T>(out)};
+                           data<T>(t.out)};
     const int64_t grain = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, width));
     std::function<void(int64_t, int64_t)> norm;
-    if (weight.defined()) norm = add_layer_norm_rows(out, at::Tensor(), at::Tensor(), weight, bias, eps, out);
+    if (t.weight.defined()) {
+      norm = add_layer_norm_rows(t.out, at::Tensor(), at::Tensor(), t.weight, t.bias, eps, t.out);
+    }
     at::parallel_for(0, tokens, grain, [&](int64_t begin, int64_t end) {
       embed_fwd(args, begin, end);
       if (norm) norm(begin, end);
     });
   });
-  return out;
+  return t.out;
 }
 
 at::Tensor embed_bwd_cpu(const at::Tensor& dout_, const at::Tensor& ids_, const at::Tensor& table,

@@ -1,13 +1,12 @@
 #include "layer_norm.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 
 #include "../cpu/layer_norm.h"
 #include "dropout.h"
+#include "layer_norm_tensors.h"
 #include "tensors.h"
 
 namespace fastbert {
@@ -39,47 +38,29 @@ AddLayerNormFwd<T> fwd_args(const at::Tensor& x, const at::Tensor& x_bias, const
 }  // namespace
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer_norm_fwd_cpu(
-    const at::Tensor& x_, const std::optional<at::Tensor>& x_bias_, const std::optional<at::Tensor>& residual_,
-    const at::Tensor& weight_, const std::optional<at::Tensor>& bias_, const std::optional<at::Tensor>& philox,
+    const at::Tensor& x, const std::optional<at::Tensor>& x_bias, const std::optional<at::Tensor>& residual,
+    const at::Tensor& weight, const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& philox,
     double dropout_p, double eps, bool return_sum, bool return_stats) {
-  TORCH_CHECK(x_.dim() == 2, "x has shape ", x_.sizes(), ", expected (total_tokens, hidden_size)");
-  const int64_t rows = x_.size(0), hidden_size = x_.size(1);
-  const auto dtype = x_.scalar_type();
-  const at::Tensor x = checked("x", x_, x_.sizes(), dtype);
-  const at::Tensor x_bias = checked("x_bias", x_bias_, {hidden_size}, dtype);
-  const at::Tensor residual = checked("residual", residual_, x.sizes(), dtype);
-  const at::Tensor weight = checked("weight", weight_, {hidden_size}, dtype);
-  const at::Tensor bias = checked("bias", bias_, {hidden_size}, dtype);
+  const auto t = add_layer_norm_fwd_tensors(x, x_bias, residual, weight, bias, return_sum, return_stats, at::kCPU);
   const Dropout dropout = make_dropout(dropout_p, philox);
-
-  const at::Tensor out = at::empty({rows, hidden_size}, x.options());
-  const at::Tensor summed = at::empty({return_sum ? rows : 0, hidden_size}, x.options());
-  const at::Tensor mean = at::empty({return_stats ? rows : 0}, x.options().dtype(at::kFloat));
-  const at::Tensor rstd = at::empty_like(mean);
-  for_dtype(dtype, [&](auto zero) {
+  for_dtype(t.x.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     const at::Tensor none;
-    const auto args = fwd_args<T>(x, x_bias, residual, weight, bias, dropout, eps, out, return_sum ? summed : none,
-                                  return_stats ? mean : none, return_stats ? rstd : none);
-    at::parallel_for(0, rows, grain_rows(hidden_size),
+    const auto args =
+        fwd_args<T>(t.x, t.x_bias, t.residual, t.weight, t.bias, dropout, eps, t.out, return_sum ? t.summed : none,
+                    return_stats ? t.mean : none, return_stats ? t.rstd : none);
+    at::parallel_for(0, t.x.size(0), grain_rows(t.x.size(1)),
                      [&](int64_t begin, int64_t end) { add_layer_norm_fwd(args, begin, end); });
   });
-  return {out, summed, mean, rstd};
+  return {t.out, t.summed, t.mean, t.rstd};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer_norm_bwd_cpu(
-    const at::Tensor& dout_, const std::optional<at::Tensor>& dsum_, const at::Tensor& summed_, const at::Tensor& mean_,
-    const at::Tensor& rstd_, const at::Tensor& weight_, const std::optional<at::Tensor>& philox, double dropout_p,
+    const at::Tensor& dout, const std::optional<at::Tensor>& dsum, const at::Tensor& summed, const at::Tensor& mean,
+    const at::Tensor& rstd, const at::Tensor& weight, const std::optional<at::Tensor>& philox, double dropout_p,
     bool has_x_bias) {
-  TORCH_CHECK(dout_.dim() == 2, "dout has shape ", dout_.sizes(), ", expected (total_tokens, hidden_size)");
-  const int64_t rows = dout_.size(0), hidden_size = dout_.size(1);
-  const auto dtype = dout_.scalar_type();
-  const at::Tensor dout = checked("dout", dout_, dout_.sizes(), dtype);
-  const at::Tensor dsum = checked("dsum", dsum_, dout.sizes(), dtype);
-  const at::Tensor summed = checked("summed", summed_, dout.sizes(), dtype);
-  const at::Tensor mean = checked("mean", mean_, {rows}, at::kFloat);
-  const at::Tensor rstd = checked("rstd", rstd_, {rows}, at::kFloat);
-  const at::Tensor weight = checked("weight", weight_, {hidden_size}, dtype);
+  const auto t = add_layer_norm_bwd_tensors(dout, dsum, summed, mean, rstd, weight, dropout_p, has_x_bias, at::kCPU);
+  const int64_t rows = t.dout.size(0), hidden_size = t.dout.size(1);
   const Dropout dropout = make_dropout(dropout_p, philox);
 
   // Chunks depend on the number of rows alone, never on the number of threads: so do the sums' last bits. At most 256
@@ -87,26 +68,21 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer
   const int64_t rows_per_chunk = std::max<int64_t>(32, (rows + 255) / 256);
   const int64_t chunks = (rows + rows_per_chunk - 1) / rows_per_chunk;
 
-  const at::Tensor dx = at::empty({dropout_p > 0.0 ? rows : 0, hidden_size}, dout.options());
-  const at::Tensor dsummed = at::empty({rows, hidden_size}, dout.options());
-  const at::Tensor dx_bias = at::empty({has_x_bias ? hidden_size : 0}, weight.options());
-  const at::Tensor dweight = at::empty_like(weight);
-  const at::Tensor dbias = at::empty_like(weight);
-  const at::Tensor partial = at::empty({chunks, 3, hidden_size}, mean.options());
-  for_dtype(dtype, [&](auto zero) {
+  const at::Tensor partial = at::empty({chunks, 3, hidden_size}, t.mean.options());
+  for_dtype(t.dout.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    const AddLayerNormBwd<T> args{data<const T>(dout),
-                                  data<const T>(dsum),
-                                  data<const T>(summed),
-                                  data<const float>(mean),
-                                  data<const float>(rstd),
-                                  data<const T>(weight),
+    const AddLayerNormBwd<T> args{data<const T>(t.dout),
+                                  data<const T>(t.dsum),
+                                  data<const T>(t.summed),
+                                  data<const float>(t.mean),
+                                  data<const float>(t.rstd),
+                                  data<const T>(t.weight),
                                   dropout,
                                   rows,
                                   hidden_size,
                                   rows_per_chunk,
-                                  dropout_p > 0.0 ? data<T>(dx) : nullptr,
-                                  data<T>(dsummed),
+                                  dropout_p > 0.0 ? data<T>(t.dx) : nullptr,
+                                  data<T>(t.dsummed),
                                   data<float>(partial)};
     const int64_t grain = std::max<int64_t>(1, grain_rows(hidden_size) / rows_per_chunk);
     at::parallel_for(0, chunks, grain, [&](int64_t begin, int64_t end) { add_layer_norm_bwd(args, begin, end); });
@@ -114,11 +90,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer
     const ColumnSums<T> sums{data<const float>(partial),
                              chunks,
                              hidden_size,
-                             {data<T>(dweight), data<T>(dbias), has_x_bias ? data<T>(dx_bias) : nullptr}};
+                             {data<T>(t.dweight), data<T>(t.dbias), has_x_bias ? data<T>(t.dx_bias) : nullptr}};
     at::parallel_for(0, hidden_size, grain_rows(3 * chunks),
                      [&](int64_t begin, int64_t end) { add_column_sums(sums, begin, end); });
   });
-  return {dx, dsummed, dx_bias, dweight, dbias};
+  return {t.dx, t.dsummed, t.dx_bias, t.dweight, t.dbias};
 }
 
 std::function<void(int64_t, int64_t)> add_layer_norm_rows(const at::Tensor& x, const at::Tensor& x_bias,

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "activation.h"
 #include "gradients.h"
 #include "packed_weights.h"
 #include "tensors.h"
@@ -20,16 +21,6 @@ namespace {
 constexpr int64_t kRowBlock = 192;
 // Tasks a thread that a product is split into, and rows below which it is not.
 constexpr int64_t kTasks = 2, kFewRows = 32;
-
-Activation activation_of(c10::string_view name) {
-  if (name == "none") return Activation::kNone;
-  if (name == "gelu") return Activation::kGelu;
-  if (name == "gelu_tanh") return Activation::kGeluTanh;
-  if (name == "relu") return Activation::kRelu;
-  if (name == "tanh") return Activation::kTanh;
-  if (name == "silu") return Activation::kSilu;
-  TORCH_CHECK(false, "activation is '", name, "', expected none, gelu, gelu_tanh, relu, tanh or silu");
-}
 
 // Blocks of nearly equal size, at most `most` rows each; as many for every thread.
 int64_t num_blocks(int64_t rows, int64_t most, int64_t threads) {

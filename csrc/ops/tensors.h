@@ -10,16 +10,19 @@
 
 namespace fastbert {
 
-inline at::Tensor checked(const char* name, const at::Tensor& t, at::IntArrayRef shape, at::ScalarType dtype) {
-  TORCH_CHECK(t.device().is_cpu(), name, " is on ", t.device(), ", expected cpu");
+// `device` without an index means any of its type.
+inline at::Tensor checked(const char* name, const at::Tensor& t, at::IntArrayRef shape, at::ScalarType dtype,
+                          at::Device device = at::kCPU) {
+  TORCH_CHECK(t.device() == device || (!device.has_index() && t.device().type() == device.type()), name, " is on ",
+              t.device(), ", expected ", device);
   TORCH_CHECK(t.sizes() == shape, name, " has shape ", t.sizes(), ", expected ", shape);
   TORCH_CHECK(t.scalar_type() == dtype, name, " is ", t.scalar_type(), ", expected ", dtype);
   return t.contiguous();
 }
 
 inline at::Tensor checked(const char* name, const std::optional<at::Tensor>& t, at::IntArrayRef shape,
-                          at::ScalarType dtype) {
-  return t.has_value() ? checked(name, *t, shape, dtype) : at::Tensor();
+                          at::ScalarType dtype, at::Device device = at::kCPU) {
+  return t.has_value() ? checked(name, *t, shape, dtype, device) : at::Tensor();
 }
 
 // An undefined tensor, which is how an absent operand or result is passed on, gives null.

@@ -1,5 +1,6 @@
 """The op level: functions over tensors, no nn.Module, no config. One contract, one oracle, several backends each."""
 
+from fastbert.ops import _library_products  # noqa: F401  (its ops must be defined before an op's file asks for them)
 from fastbert.ops.attention import attention, attention_probs
 from fastbert.ops.dropout import dropout
 from fastbert.ops.embedding import embed_layer_norm

@@ -1,4 +1,4 @@
-"""Every registered op on one page: schema, fake kernel, lazily imported implementation, and what it supports.
+"""Every registered op on two pages, this and _library_products.py: schema, fake kernel, lazily imported kernels.
 
 The backend stands in the op's name, so the choice is visible in profiles and compiled graphs, and each name has one
 kernel per dispatch key (DESIGN 4.4). Autograd lives outside, in the op's own file. The C++ extension registers its
@@ -6,6 +6,10 @@ kernels when it is loaded; Triton kernels are imported by the functions below on
 """
 
 from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
 
 import torch
 
@@ -44,15 +48,66 @@ def triton_error() -> str | None:
     return _triton_error
 
 
-# What torch.compiler.assume_constant_result does, without its import of torch._dynamo (0.7 s): a trace calls the two
+def cuda_error() -> str | None:
+    """None when the C++ extension is loaded with its CUDA part, else why not."""
+    if extension_error() is not None:
+        return extension_error()
+    from fastbert._C import has_cuda
+
+    return None if has_cuda else "the C++ extension was built without its CUDA part"
+
+
+# What torch.compiler.assume_constant_result does, without its import of torch._dynamo (0.7 s): a trace calls these
 # functions instead of tracing their imports, also when it is the process's first call.
-extension_error._dynamo_marked_constant = True  # type: ignore[attr-defined]
-triton_error._dynamo_marked_constant = True  # type: ignore[attr-defined]
+for _asked_once in (extension_error, triton_error, cuda_error):
+    _asked_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def triton_objection(x: torch.Tensor) -> str | None:
+    """Why Triton's kernels cannot run on x: no GPU and no interpreter, no Triton, or a dtype that they do not have."""
+    if x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"tensors are on {x.device.type}"
+    if x.device.type != "cuda" and torch.compiler.is_compiling():
+        return "the Triton interpreter does not run under torch.compile"
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"dtype {x.dtype} (has float32, bfloat16 and float16)"
+    return triton_error()
+
+
+def cuda_objection(x: torch.Tensor) -> str | None:
+    """Why the CUDA kernels cannot run on x (total_tokens, width)."""
+    if x.device.type != "cuda":
+        return f"tensors are on {x.device.type}"
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"dtype {x.dtype} (has float32, bfloat16 and float16)"
+    if x.shape[-1] > 8192:
+        return f"rows have {x.shape[-1]} columns, the kernels keep up to 8192 in registers"
+    return cuda_error()
 
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
     """Whether autograd must record this call."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def define(name: str, schema: str, fake: Callable) -> None:
+    """Register an op whose kernels the C++ extension brings."""
+    torch.library.define(f"fastbert::{name}", schema)
+    torch.library.register_fake(f"fastbert::{name}", fake)
+
+
+def define_triton(op: str, schema: str, module: str, fake: Callable) -> None:
+    """Register fastbert::{op}_triton, which is function `op` of fastbert.kernels.{module}, imported by the first call.
+
+    Its CPU key is for TRITON_INTERPRET=1, which tests the kernels without a GPU.
+    """
+
+    def implementation(*args):
+        return getattr(importlib.import_module(f"fastbert.kernels.{module}"), op)(*args)
+
+    define(f"{op}_triton", schema, fake)
+    for key in ("CUDA", "CPU"):
+        torch.library.impl(f"fastbert::{op}_triton", key, implementation)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -91,93 +146,15 @@ def _add_layer_norm_bwd_fake(dout, dsum, summed, mean, rstd, weight, philox, dro
     return dx, dout.new_empty(tokens, hidden_size), dx_bias, torch.empty_like(weight), torch.empty_like(weight)
 
 
-def _add_layer_norm_fwd_triton(*args):
-    from fastbert.kernels.layer_norm import add_layer_norm_fwd
-
-    return add_layer_norm_fwd(*args)
-
-
-def _add_layer_norm_bwd_triton(*args):
-    from fastbert.kernels.layer_norm import add_layer_norm_bwd
-
-    return add_layer_norm_bwd(*args)
-
-
-for _name in ("cpu", "triton"):
-    torch.library.define(f"fastbert::add_layer_norm_fwd_{_name}", _ADD_LAYER_NORM_FWD)
-    torch.library.define(f"fastbert::add_layer_norm_bwd_{_name}", _ADD_LAYER_NORM_BWD)
-    torch.library.register_fake(f"fastbert::add_layer_norm_fwd_{_name}", _add_layer_norm_fwd_fake)
-    torch.library.register_fake(f"fastbert::add_layer_norm_bwd_{_name}", _add_layer_norm_bwd_fake)
-# The CPU key of the Triton ops exists for TRITON_INTERPRET=1, which is how they are tested without a GPU.
-for _key in ("CUDA", "CPU"):
-    torch.library.impl("fastbert::add_layer_norm_fwd_triton", _key, _add_layer_norm_fwd_triton)
-    torch.library.impl("fastbert::add_layer_norm_bwd_triton", _key, _add_layer_norm_bwd_triton)
+for _backend in ("cpu", "cuda"):
+    define(f"add_layer_norm_fwd_{_backend}", _ADD_LAYER_NORM_FWD, _add_layer_norm_fwd_fake)
+    define(f"add_layer_norm_bwd_{_backend}", _ADD_LAYER_NORM_BWD, _add_layer_norm_bwd_fake)
+define_triton("add_layer_norm_fwd", _ADD_LAYER_NORM_FWD, "layer_norm", _add_layer_norm_fwd_fake)
+define_triton("add_layer_norm_bwd", _ADD_LAYER_NORM_BWD, "layer_norm", _add_layer_norm_bwd_fake)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# linear and feed_forward on the CPU
-#
-#   out_i, (total_tokens, out_features_i) in `dtype`: activation(x weight_i^T + bias_i), for every weight of the list
-#
-# x is fp32 or bf16; weights are fp32, bf16, or int8 with weight_scales fp32 (out_features,). An input scale is read for
-# int8 weights only: 0 quantises each row of x by its own largest value. The kernels pack a weight on its first use and
-# keep the copy until the weight changes or dies. With return_pre each out is followed by its value before the
-# activation, which backward needs. feed_forward's input_scales are those of its two products, its `pre` has zero rows
-# unless return_pre. Gradients come in the dtypes of x and of the weights, a bias's in its weight's; those that are not
-# needed are empty.
-
-_LINEAR = (
-    "(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor?[] weight_scales, float[] input_scales, str activation,"
-    " ScalarType dtype, bool return_pre) -> Tensor[]"
-)
-_LINEAR_BWD = (
-    "(Tensor[] douts, Tensor x, Tensor[] weights, Tensor[] pres, str activation, bool needs_dx, bool needs_dweight,"
-    " bool needs_dbias) -> (Tensor dx, Tensor[] dweights, Tensor[] dbiases)"
-)
-_FEED_FORWARD = (
-    "(Tensor x, Tensor up_weight, Tensor? up_bias, Tensor down_weight, Tensor? up_scale, Tensor? down_scale,"
-    " float[] input_scales, str activation, ScalarType dtype, bool return_pre) -> (Tensor out, Tensor pre)"
-)
-_FEED_FORWARD_BWD = (
-    "(Tensor dout, Tensor x, Tensor pre, Tensor up_weight, Tensor down_weight, str activation, bool needs_dx,"
-    " bool needs_dweight, bool needs_dbias) -> (Tensor dx, Tensor dup_weight, Tensor dup_bias, Tensor ddown_weight)"
-)
-
-
-def _linear_fake(x, weights, biases, weight_scales, input_scales, activation, dtype, return_pre):
-    copies = 2 if return_pre else 1
-    return [x.new_empty(x.shape[0], w.shape[0], dtype=dtype) for w in weights for _ in range(copies)]
-
-
-def _linear_bwd_fake(douts, x, weights, pres, activation, needs_dx, needs_dweight, needs_dbias):
-    dweights = [torch.empty_like(w) for w in weights] if needs_dweight else []
-    dbiases = [w.new_empty(w.shape[0]) for w in weights] if needs_dbias else []
-    return x.new_empty(x.shape[0] if needs_dx else 0, x.shape[1]), dweights, dbiases
-
-
-def _feed_forward_fake(x, up_weight, up_bias, down_weight, up_scale, down_scale, scales, activation, dtype, return_pre):
-    pre = x.new_empty(x.shape[0] if return_pre else 0, up_weight.shape[0], dtype=dtype)
-    return x.new_empty(x.shape[0], down_weight.shape[0], dtype=dtype), pre
-
-
-def _feed_forward_bwd_fake(dout, x, pre, up_weight, down_weight, activation, needs_dx, needs_dweight, needs_dbias):
-    dup, ddown = (w.new_empty(w.shape[0] if needs_dweight else 0, w.shape[1]) for w in (up_weight, down_weight))
-    dup_bias = up_weight.new_empty(up_weight.shape[0] if needs_dbias else 0)
-    return x.new_empty(x.shape[0] if needs_dx else 0, x.shape[1]), dup, dup_bias, ddown
-
-
-for _op, _schema, _fake in (
-    ("linear_cpu", _LINEAR, _linear_fake),
-    ("linear_bwd_cpu", _LINEAR_BWD, _linear_bwd_fake),
-    ("feed_forward_cpu", _FEED_FORWARD, _feed_forward_fake),
-    ("feed_forward_bwd_cpu", _FEED_FORWARD_BWD, _feed_forward_bwd_fake),
-):
-    torch.library.define(f"fastbert::{_op}", _schema)
-    torch.library.register_fake(f"fastbert::{_op}", _fake)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# embed_layer_norm on the CPU
+# embed_layer_norm; in CUDA its forward alone
 #
 #   out, (total_tokens, width): word[input_ids] + token_type[token_type_ids] + position[position_ids]
 #
@@ -200,19 +177,52 @@ def _embed_bwd_fake(dout, ids, table, padding_idx):
     return torch.empty_like(table)
 
 
-torch.library.define("fastbert::embed_fwd_cpu", _EMBED_FWD)
-torch.library.register_fake("fastbert::embed_fwd_cpu", _embed_fwd_fake)
-torch.library.define("fastbert::embed_bwd_cpu", _EMBED_BWD)
-torch.library.register_fake("fastbert::embed_bwd_cpu", _embed_bwd_fake)
+for _backend in ("cpu", "cuda"):
+    define(f"embed_fwd_{_backend}", _EMBED_FWD, _embed_fwd_fake)
+define("embed_bwd_cpu", _EMBED_BWD, _embed_bwd_fake)
+define_triton("embed_fwd", _EMBED_FWD, "embedding", _embed_fwd_fake)
+define_triton("embed_bwd", _EMBED_BWD, "embedding", _embed_bwd_fake)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# dropout on the CPU: x (..., width) by the mask of philox, which add_layer_norm would have for the same rows; backward
-# is the same op over dout
+# dropout: x (..., width) by the mask of philox, which add_layer_norm would have for the same rows; backward is the same
+# op over dout
 
-torch.library.define("fastbert::dropout_cpu", "(Tensor x, Tensor philox, float dropout_p) -> Tensor")
-torch.library.register_fake(
-    "fastbert::dropout_cpu", lambda x, philox, dropout_p: torch.empty_like(x, memory_format=torch.contiguous_format)
+_DROPOUT = "(Tensor x, Tensor philox, float dropout_p) -> Tensor"
+
+
+def _dropout_fake(x, philox, dropout_p):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+define("dropout_cpu", _DROPOUT, _dropout_fake)
+define_triton("dropout", _DROPOUT, "dropout", _dropout_fake)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# pooling: x (total_tokens, hidden_size) -> out (batch, hidden_size), by mode "mean", "cls" or "max"
+#
+# ties, int32 and out's shape: how many tokens have a maximum; zero rows unless return_ties. Backward reads x, out and
+# ties for "max" only.
+
+
+def _pooling_fwd_fake(x, cu_seqlens, mode, return_ties):
+    batch_size = cu_seqlens.shape[0] - 1
+    ties = x.new_empty(batch_size if return_ties else 0, x.shape[1], dtype=torch.int32)
+    return x.new_empty(batch_size, x.shape[1]), ties
+
+
+define_triton(
+    "pooling_fwd",
+    "(Tensor x, Tensor cu_seqlens, str mode, bool return_ties) -> (Tensor out, Tensor ties)",
+    "pooling",
+    _pooling_fwd_fake,
+)
+define_triton(
+    "pooling_bwd",
+    "(Tensor dout, Tensor? x, Tensor? out, Tensor? ties, Tensor cu_seqlens, str mode, SymInt total_tokens) -> Tensor",
+    "pooling",
+    lambda dout, x, out, ties, cu_seqlens, mode, total_tokens: dout.new_empty(total_tokens, dout.shape[1]),
 )
 
 
@@ -245,62 +255,35 @@ def _attention_bwd_fake(dout, q, k, v, out, softmax_stats, cu_seqlens, philox, s
     return q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(q.shape)
 
 
-torch.library.define("fastbert::attention_fwd_cpu", _ATTENTION_FWD)
-torch.library.define("fastbert::attention_bwd_cpu", _ATTENTION_BWD)
-torch.library.register_fake("fastbert::attention_fwd_cpu", _attention_fwd_fake)
-torch.library.register_fake("fastbert::attention_bwd_cpu", _attention_bwd_fake)
+define("attention_fwd_cpu", _ATTENTION_FWD, _attention_fwd_fake)
+define("attention_bwd_cpu", _ATTENTION_BWD, _attention_bwd_fake)
 
+# The Triton kernels take the list of tiles instead, which is made once a batch: int32 (num_tiles, 4), of `tile` tokens
+# each. window_size: (left, right), -1 = unlimited. Statistics are of scores times the sign of softmax_scale.
 
-# --------------------------------------------------------------------------------------------------------------------
-# encoder_layers on the CPU: post-norm layers for inference, from the kernels above
-#
-# weights, biases, weight_scales, input_scales: query, key, value, attention output, up, down of every layer; norms:
-# weight and bias of the attention's LayerNorm, then of the feed-forward's, of every layer.
-
-torch.library.define(
-    "fastbert::encoder_layers_cpu",
-    "(Tensor x, Tensor cu_seqlens, Tensor[] weights, Tensor?[] biases, Tensor?[] weight_scales, float[] input_scales,"
-    " Tensor[] norms, float[] eps, int num_heads, str activation) -> Tensor",
+_ATTENTION_FWD_TRITON = (
+    "(Tensor q, Tensor k, Tensor v, Tensor tiles, Tensor? philox, int tile, float softmax_scale, float dropout_p,"
+    " SymInt[] window_size, bool return_stats) -> (Tensor out, Tensor softmax_stats)"
 )
-torch.library.register_fake("fastbert::encoder_layers_cpu", lambda x, *others: torch.empty_like(x))
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# encoder_layer on the CPU: one post-norm layer for training, forward and backward
-#
-# weights and biases as above, norms those of one layer; philox int64 (3, 2): attention's dropout, its output's, the
-# feed-forward's. Products and attention run in `dtype`, everything else in x's, which may be wider (autocast).
-# Forward returns out and what backward wants as `kept`: q, k, v, context, softmax_stats, then of the first
-# add_layer_norm summed, mean, rstd and out, the feed-forward's pre, of the second summed, mean and rstd. Backward
-# returns the gradients of x (zero rows unless needs_dx), weights, biases and norms.
-
-_ENCODER_LAYER_FWD = (
-    "(Tensor x, Tensor cu_seqlens, Tensor[] weights, Tensor[] biases, Tensor[] norms, Tensor? philox, float[] dropouts,"
-    " float[] eps, int num_heads, str activation, ScalarType dtype) -> Tensor[]"
-)
-_ENCODER_LAYER_BWD = (
-    "(Tensor dout, Tensor x, Tensor cu_seqlens, Tensor[] weights, Tensor[] norms, Tensor[] kept, Tensor? philox,"
-    " float[] dropouts, str activation, bool needs_dx) -> Tensor[]"
+_ATTENTION_BWD_TRITON = (
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_stats, Tensor tiles, Tensor? philox,"
+    " int tile, float softmax_scale, float dropout_p, SymInt[] window_size) -> (Tensor dq, Tensor dk, Tensor dv)"
 )
 
 
-def _encoder_layer_fwd_fake(x, cu_seqlens, weights, biases, norms, philox, dropouts, eps, num_heads, activation, dtype):
-    tokens, width = x.shape[0], weights[0].shape[0]
-    heads = [x.new_empty(tokens, num_heads, width // num_heads, dtype=dtype) for _ in range(4)]
-    softmax_stats = x.new_empty(2, num_heads, tokens, dtype=torch.float32)
-    mean, rstd, mean2, rstd2 = (x.new_empty(tokens, dtype=torch.float32) for _ in range(4))
-    out, summed, middle, summed2 = (torch.empty_like(x) for _ in range(4))
-    pre = x.new_empty(tokens, weights[4].shape[0], dtype=dtype)
-    return [out, *heads, softmax_stats, summed, mean, rstd, middle, pre, summed2, mean2, rstd2]
+def _attention_fwd_triton_fake(q, k, v, tiles, philox, tile, softmax_scale, dropout_p, window_size, return_stats):
+    return _attention_fwd_fake(q, k, v, None, philox, softmax_scale, dropout_p, return_stats)
 
 
-def _encoder_layer_bwd_fake(dout, x, cu_seqlens, weights, norms, kept, philox, dropouts, activation, needs_dx):
-    dbiases = [w.new_empty(w.shape[0]) for w in weights]
-    dx = x.new_empty(x.shape[0] if needs_dx else 0, x.shape[1])
-    return [dx, *map(torch.empty_like, weights), *dbiases, *map(torch.empty_like, norms)]
+def _attention_bwd_triton_fake(dout, q, *others):
+    return q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(q.shape)
 
 
-torch.library.define("fastbert::encoder_layer_fwd_cpu", _ENCODER_LAYER_FWD)
-torch.library.define("fastbert::encoder_layer_bwd_cpu", _ENCODER_LAYER_BWD)
-torch.library.register_fake("fastbert::encoder_layer_fwd_cpu", _encoder_layer_fwd_fake)
-torch.library.register_fake("fastbert::encoder_layer_bwd_cpu", _encoder_layer_bwd_fake)
+define_triton(
+    "attention_tiles",
+    "(Tensor cu_seqlens, SymInt total_tokens, int tile) -> Tensor",
+    "attention",
+    lambda cu_seqlens, total_tokens, tile: cu_seqlens.new_empty(total_tokens // tile + cu_seqlens.numel(), 4),
+)
+define_triton("attention_fwd", _ATTENTION_FWD_TRITON, "attention_fwd", _attention_fwd_triton_fake)
+define_triton("attention_bwd", _ATTENTION_BWD_TRITON, "attention_bwd", _attention_bwd_triton_fake)

@@ -123,7 +123,7 @@ def _written_attention(q, k, v, mask, softmax_scale, dropout_p):
     if mask is None:
         padding = [None] * len(splits[0])
     else:
-        padding = (~mask).expand(-1, num_heads, -1, -1).reshape(rows, 1, width).split(max(1, chunk))
+        padding = (~mask).expand(-1, num_heads, -1, -1).reshape(rows, mask.shape[2], width).split(max(1, chunk))
     pieces = []
     for qs, ks, vs, padded in zip(*splits, padding, strict=True):
         # alpha scales the GEMM's fp32 accumulator; with beta = 0 the first operand is never read.
@@ -138,9 +138,10 @@ def _written_attention(q, k, v, mask, softmax_scale, dropout_p):
 
 
 def _rectangle_attention(q, k, v, mask, softmax_scale, dropout_p):
-    """q, k, v (num_sequences, width, num_heads, head_dim), mask (num_sequences, 1, 1, width) or None -> q's shape."""
+    """q, k, v (num_sequences, width, num_heads, head_dim) -> q's shape; mask (num_sequences, 1, 1 or width, width)."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    if _writes_scores(q, q.shape[2]):
+    has_window = mask is not None and mask.shape[2] > 1  # SDPA's gradients err more where a query sees few keys
+    if has_window or _writes_scores(q, q.shape[2]):
         out = _written_attention(q, k, v, mask, softmax_scale, dropout_p)
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, scale=softmax_scale)
@@ -177,14 +178,19 @@ def _padded_slots(total_tokens, cu_seqlens, max_seqlen):
     return index, real
 
 
-def _attention_padded(q, k, v, cu_seqlens, max_seqlen, softmax_scale, dropout_p):
+def _attention_padded(q, k, v, cu_seqlens, max_seqlen, softmax_scale, dropout_p, window_size):
     """One SDPA call on the (batch, max_seqlen) rectangle: what torch.compile traces, with no data-dependent shape."""
     total_tokens = q.shape[0]
     index, real = _padded_slots(total_tokens, cu_seqlens, max_seqlen)
     operands = [t.index_select(0, index.flatten()).view(*index.shape, *t.shape[1:]) for t in (q, k, v)]
     # A sequence without tokens attends to slot 0, which is then dropped: no row is fully masked.
-    mask = real | (torch.arange(max_seqlen, device=q.device) == 0)
-    out = _rectangle_attention(*operands, mask[:, None, None, :], softmax_scale, dropout_p)
+    mask = (real | (torch.arange(max_seqlen, device=q.device) == 0))[:, None, None, :]
+    if max(window_size) >= 0:
+        # A query sees itself whatever the window, in padding too: no row is fully masked.
+        mask = mask & _window(max_seqlen, window_size, q.device) | torch.eye(
+            max_seqlen, dtype=torch.bool, device=q.device
+        )
+    out = _rectangle_attention(*operands, mask, softmax_scale, dropout_p)
     # Back to tokens: token t of sequence s sits in slot (s, t - start(s)).
     sequence, inside = token_sequences(cu_seqlens, total_tokens)
     slot = (torch.arange(total_tokens, device=q.device) - cu_seqlens[sequence].long()).clamp(max=max_seqlen - 1)
@@ -193,9 +199,16 @@ def _attention_padded(q, k, v, cu_seqlens, max_seqlen, softmax_scale, dropout_p)
     return torch.where(inside[:, None, None], out, 0.0)
 
 
-def attention(q, k, v, cu_seqlens, max_seqlen, softmax_scale, dropout_p, cache):
-    if torch.compiler.is_compiling():
-        return _attention_padded(q, k, v, cu_seqlens, max_seqlen, softmax_scale, dropout_p)
+def _window(width, window_size, device):
+    """(width, width): whether a query (row) sees a key (column)."""
+    left, right = (width if side < 0 else side for side in window_size)
+    distance = torch.arange(width, device=device)[None, :] - torch.arange(width, device=device)[:, None]
+    return (distance >= -left) & (distance <= right)
+
+
+def attention(q, k, v, cu_seqlens, max_seqlen, softmax_scale, dropout_p, window_size, cache):
+    if torch.compiler.is_compiling() or max(window_size) >= 0:
+        return _attention_padded(q, k, v, cu_seqlens, max_seqlen, softmax_scale, dropout_p, window_size)
     buckets = None if cache is None else cache.get("torch_buckets")
     if buckets is None:
         buckets = make_buckets((cu_seqlens[1:] - cu_seqlens[:-1]).tolist(), q.device)
@@ -259,15 +272,18 @@ def linear_int8(x, weight, bias, weight_scale, input_scale):
     return (y if bias is None else y + bias.to(rows.dtype)).to(compute_dtype(x))
 
 
-def cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoothing):
+def cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoothing, z_loss):
     kept = (labels != ignore_index).nonzero().flatten()
     logits = F.linear(hidden_states.index_select(0, kept), weight, bias)
-    return logits_cross_entropy(logits, labels.index_select(0, kept), ignore_index, label_smoothing)
+    return logits_cross_entropy(logits, labels.index_select(0, kept), ignore_index, label_smoothing, z_loss)
 
 
-def logits_cross_entropy(logits, labels, ignore_index, label_smoothing):
+def logits_cross_entropy(logits, labels, ignore_index, label_smoothing, z_loss=0.0):
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    total = F.cross_entropy(at_least_fp32(logits), labels, reduction="sum", **options)
+    logits = at_least_fp32(logits)
+    total = F.cross_entropy(logits, labels, reduction="sum", **options)
+    if z_loss > 0:
+        total = total + z_loss * (logits.logsumexp(-1).square() * (labels != ignore_index)).sum()
     return total / (labels != ignore_index).sum().clamp(min=1)
 
 
@@ -295,7 +311,8 @@ def pooling(hidden_states, cu_seqlens, mode):
         return (at_least_fp32(pooled).index_add(0, sequence, real) / lengths.clamp(min=1)).to(hidden_states.dtype)
     real = torch.where(inside[:, None], hidden_states, -math.inf)
     index = sequence[:, None].expand_as(hidden_states)
-    pooled = pooled.scatter_reduce(0, index, real, "amax", include_self=False)
+    # Not from zeros: scatter_reduce's backward shares the gradient with what it starts from, where that is the maximum.
+    pooled = torch.full_like(pooled, -math.inf).scatter_reduce(0, index, real, "amax", include_self=False)
     return torch.where(lengths > 0, pooled, 0.0)
 
 

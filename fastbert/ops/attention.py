@@ -6,17 +6,13 @@ import torch
 
 from fastbert.backend import Backend, register, select
 from fastbert.ops import _torch
-from fastbert.ops._library import extension_error, needs_grad
+from fastbert.ops._library import extension_error, needs_grad, triton_objection
 
-_FWD = torch.ops.fastbert.attention_fwd_cpu
-_BWD = torch.ops.fastbert.attention_bwd_cpu
+Window = tuple[int, int]
+UNLIMITED: Window = (-1, -1)
 
 
-def _supports_cpu(q, k, v) -> str | None:
-    if q.device.type != "cpu":
-        return f"tensors are on {q.device.type}"
-    if q.dtype not in (torch.float32, torch.bfloat16):
-        return f"dtype {q.dtype} (has float32 and bfloat16)"
+def _supports_common(q, k, v) -> str | None:
     for name, t in (("k", k), ("v", v)):
         if t.device != q.device:
             return f"{name} is on {t.device}, q on {q.device}"
@@ -28,28 +24,82 @@ def _supports_cpu(q, k, v) -> str | None:
         return f"q has {q.dim()} dimensions, the kernels take (total_tokens, num_heads, head_dim)"
     if not 2 <= q.shape[-1] <= 256:  # 1: what its rounded output costs the fp32 gradients has nothing to drown in
         return f"head_dim is {q.shape[-1]} (has 2 to 256)"
-    return extension_error()
+    return None
 
 
-register("attention", Backend.CPU, _supports_cpu, probe=lambda x, vector: (x[:, None],) * 3)
+def _supports_cpu(q, k, v, window_size=UNLIMITED) -> str | None:
+    if q.device.type != "cpu":
+        return f"tensors are on {q.device.type}"
+    if q.dtype not in (torch.float32, torch.bfloat16):
+        return f"dtype {q.dtype} (has float32 and bfloat16)"
+    if window_size != UNLIMITED:
+        return f"window_size is {window_size} (has no windows)"
+    return _supports_common(q, k, v) or extension_error()
+
+
+def _supports_triton(q, k, v, window_size=UNLIMITED) -> str | None:
+    return triton_objection(q) or _supports_common(q, k, v)
+
+
+def _probe(x, vector):
+    return (x[:, None],) * 3
+
+
+register("attention", Backend.CPU, _supports_cpu, probe=_probe)
+register("attention", Backend.TRITON, _supports_triton, probe=_probe)
+
+
+def _tile(head_dim: int, max_seqlen: int, is_fp32: bool) -> int:
+    """Tokens of a sequence that a Triton program takes: all of a short one in one go, else what registers hold.
+
+    Comparisons only, so that a traced length is guarded by them alone.
+    """
+    largest = 128 if head_dim <= 64 else 64 if head_dim <= 128 else 32
+    if is_fp32:
+        largest = 32 if head_dim <= 64 else 16
+    tile = 16
+    while tile < largest and tile < max_seqlen:
+        tile *= 2
+    return tile
+
+
+def _tiles(cu_seqlens: torch.Tensor, total_tokens: int, tile: int, cache: dict | None) -> torch.Tensor:
+    """The list of tiles of a batch, made once for all layers."""
+    tiles = None if cache is None else cache.get(("triton_tiles", tile))
+    if tiles is None:
+        tiles = torch.ops.fastbert.attention_tiles_triton(cu_seqlens, total_tokens, tile)
+        if cache is not None:
+            cache["triton_tiles", tile] = tiles
+    return tiles
 
 
 class _Attention(torch.autograd.Function):
-    """Autograd around the registered forward and backward; probabilities are recomputed from softmax_stats."""
+    """Autograd around the registered forward and backward; probabilities are recomputed from softmax_stats.
+
+    `where`: cu_seqlens (cpu), or the tiles (triton), whose own arguments `tile` and `window` are empty otherwise.
+    """
 
     @staticmethod
-    def forward(ctx, q, k, v, cu_seqlens, philox, softmax_scale, dropout_p):
-        out, softmax_stats = _FWD(q, k, v, cu_seqlens, philox, softmax_scale, dropout_p, True)
-        ctx.save_for_backward(q, k, v, out, softmax_stats, cu_seqlens, philox)
-        ctx.options = (softmax_scale, dropout_p)
+    def forward(ctx, q, k, v, where, philox, backend, tile, softmax_scale, dropout_p, window):
+        fwd = _OPS[backend][0]
+        out, softmax_stats = fwd(q, k, v, where, philox, *tile, softmax_scale, dropout_p, *window, True)
+        ctx.save_for_backward(q, k, v, out, softmax_stats, where, philox)
+        ctx.options = (_OPS[backend][1], tile, softmax_scale, dropout_p, window)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
-        q, k, v, out, softmax_stats, cu_seqlens, philox = ctx.saved_tensors
-        dq, dk, dv = _BWD(dout, q, k, v, out, softmax_stats, cu_seqlens, philox, *ctx.options)
-        return dq, dk, dv, None, None, None, None
+        q, k, v, out, softmax_stats, where, philox = ctx.saved_tensors
+        bwd, tile, softmax_scale, dropout_p, window = ctx.options
+        gradients = bwd(dout, q, k, v, out, softmax_stats, where, philox, *tile, softmax_scale, dropout_p, *window)
+        return *gradients, None, None, None, None, None, None, None
+
+
+_OPS = {
+    Backend.CPU: (torch.ops.fastbert.attention_fwd_cpu, torch.ops.fastbert.attention_bwd_cpu),
+    Backend.TRITON: (torch.ops.fastbert.attention_fwd_triton, torch.ops.fastbert.attention_bwd_triton),
+}
 
 
 def attention(
@@ -61,6 +111,7 @@ def attention(
     *,
     softmax_scale: float | None = None,
     dropout_p: float = 0.0,
+    window_size: Window = UNLIMITED,
     cache: dict | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
@@ -72,6 +123,8 @@ def attention(
         max_seqlen: an upper bound of the sequence lengths, known on the host.
         softmax_scale: default 1 / sqrt(head_dim).
         dropout_p: probability of dropping an attention probability after the softmax.
+        window_size: (left, right), how far before and behind itself a query sees keys; -1 = unlimited (Beltagy et al.
+            2020, section 3.1).
         cache: a dict that lives as long as the batch; a backend keeps there what it derives from cu_seqlens, so that
             the layers of one forward pass derive it once.
         backend: None follows `use_backend`; a name forces that backend for this call.
@@ -83,12 +136,17 @@ def attention(
         softmax_scale = q.shape[-1] ** -0.5
     if torch.is_autocast_enabled(q.device.type) and q.dtype is not torch.float64:
         q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))  # as autocast does for SDPA
-    if select("attention", backend, q, k, v) is Backend.TORCH:
-        return _torch.attention(q, k, v, cu_seqlens, max_seqlen, softmax_scale, dropout_p, cache)
+    chosen = select("attention", backend, q, k, v, window_size)
+    if chosen is Backend.TORCH:
+        return _torch.attention(q, k, v, cu_seqlens, max_seqlen, softmax_scale, dropout_p, window_size, cache)
     philox = torch.randint(2**62, (2,), dtype=torch.int64, device=q.device) if dropout_p > 0 else None
+    where, tile, window = cu_seqlens, [], []
+    if chosen is Backend.TRITON:
+        size = _tile(q.shape[-1], max_seqlen, q.dtype is torch.float32)
+        where, tile, window = _tiles(cu_seqlens, q.shape[0], size, cache), [size], [window_size]
     if needs_grad(q, k, v):
-        return _Attention.apply(q, k, v, cu_seqlens, philox, softmax_scale, dropout_p)
-    return _FWD(q, k, v, cu_seqlens, philox, softmax_scale, dropout_p, False)[0]
+        return _Attention.apply(q, k, v, where, philox, chosen, tile, softmax_scale, dropout_p, window)
+    return _OPS[chosen][0](q, k, v, where, philox, *tile, softmax_scale, dropout_p, *window, False)[0]
 
 
 def attention_probs(

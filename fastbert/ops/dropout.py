@@ -6,7 +6,12 @@ import torch
 
 from fastbert.backend import Backend, register, select
 from fastbert.ops import _torch
-from fastbert.ops._library import extension_error, needs_grad
+from fastbert.ops._library import extension_error, needs_grad, triton_objection
+
+_OPS = {
+    Backend.CPU: torch.ops.fastbert.dropout_cpu,
+    Backend.TRITON: torch.ops.fastbert.dropout_triton,
+}
 
 
 def _supports_cpu(x) -> str | None:
@@ -17,23 +22,29 @@ def _supports_cpu(x) -> str | None:
     return extension_error()
 
 
-register("dropout", Backend.CPU, _supports_cpu, probe=lambda x, vector: (x,))
+def _probe(x, vector):
+    return (x,)
+
+
+register("dropout", Backend.CPU, _supports_cpu, probe=_probe)
+register("dropout", Backend.TRITON, triton_objection, probe=_probe)
 
 
 class _Dropout(torch.autograd.Function):
     """The mask is not kept: backward makes it again."""
 
     @staticmethod
-    def forward(ctx, x, philox, dropout_p):
+    def forward(ctx, x, philox, dropout_p, backend):
         ctx.save_for_backward(philox)
-        ctx.dropout_p = dropout_p
-        return torch.ops.fastbert.dropout_cpu(x, philox, dropout_p)
+        ctx.options = (dropout_p, backend)
+        return _OPS[backend](x, philox, dropout_p)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
         (philox,) = ctx.saved_tensors
-        return torch.ops.fastbert.dropout_cpu(dout, philox, ctx.dropout_p), None, None
+        dropout_p, backend = ctx.options
+        return _OPS[backend](dout, philox, dropout_p), None, None, None
 
 
 def dropout(x: torch.Tensor, dropout_p: float, *, backend: str | None = None) -> torch.Tensor:
@@ -43,9 +54,10 @@ def dropout(x: torch.Tensor, dropout_p: float, *, backend: str | None = None) ->
     """
     if dropout_p == 0:
         return x
-    if select("dropout", backend, x) is Backend.TORCH:
+    chosen = select("dropout", backend, x)
+    if chosen is Backend.TORCH:
         return _torch.dropout(x, dropout_p)
     philox = torch.randint(2**62, (2,), dtype=torch.int64, device=x.device)
     if needs_grad(x):
-        return _Dropout.apply(x, philox, dropout_p)
-    return torch.ops.fastbert.dropout_cpu(x, philox, dropout_p)
+        return _Dropout.apply(x, philox, dropout_p, chosen)
+    return _OPS[chosen](x, philox, dropout_p)

@@ -6,9 +6,25 @@ import torch
 
 from fastbert.backend import Backend, register, select
 from fastbert.ops import _torch
-from fastbert.ops._library import extension_error, needs_grad
+from fastbert.ops._library import cuda_objection, extension_error, needs_grad, triton_objection
 from fastbert.ops.dropout import dropout
 from fastbert.ops.layer_norm import add_layer_norm
+
+_FWD = {
+    Backend.CPU: torch.ops.fastbert.embed_fwd_cpu,
+    Backend.TRITON: torch.ops.fastbert.embed_fwd_triton,
+}
+_BWD = {
+    Backend.CPU: torch.ops.fastbert.embed_bwd_cpu,
+    Backend.TRITON: torch.ops.fastbert.embed_bwd_triton,
+}
+
+
+def _supports_common(x, *others) -> str | None:
+    for t in others:
+        if t is not None and (t.dtype != x.dtype or t.device != x.device):
+            return f"the tables or the LayerNorm are {x.dtype} on {x.device} and {t.dtype} on {t.device}"
+    return None
 
 
 def _supports_cpu(x, *others) -> str | None:
@@ -16,13 +32,24 @@ def _supports_cpu(x, *others) -> str | None:
         return f"tensors are on {x.device.type}"
     if x.dtype not in (torch.float32, torch.bfloat16):
         return f"dtype {x.dtype} (has float32 and bfloat16)"
-    for t in others:
-        if t is not None and (t.dtype != x.dtype or t.device != x.device):
-            return f"the tables or the LayerNorm are {x.dtype} on {x.device} and {t.dtype} on {t.device}"
-    return extension_error()
+    return _supports_common(x, *others) or extension_error()
+
+
+def _supports_cuda(x, *others) -> str | None:
+    if needs_grad(x, *others):
+        return "it has no backward"
+    return cuda_objection(x) or _supports_common(x, *others)
+
+
+def _supports_triton(x, *others) -> str | None:
+    if x.shape[-1] > 8192:
+        return f"embedding_size {x.shape[-1]} is above 8192, that of add_layer_norm"
+    return triton_objection(x) or _supports_common(x, *others)
 
 
 register("embed_layer_norm", Backend.CPU, _supports_cpu)
+register("embed_layer_norm", Backend.TRITON, _supports_triton)
+register("embed_layer_norm", Backend.CUDA, _supports_cuda)
 
 
 class _Embed(torch.autograd.Function):
@@ -30,20 +57,21 @@ class _Embed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, input_ids, position_ids, token_type_ids, word, position, token_type, padding_idx, position_padding
+        ctx, input_ids, position_ids, token_type_ids, word, position, token_type, padding_idx, position_padding, backend
     ):
         ctx.save_for_backward(input_ids, position_ids, token_type_ids, word, position, token_type)
-        ctx.paddings = (padding_idx, position_padding)
+        ctx.options = (padding_idx, position_padding, backend)
         operands = (input_ids, position_ids, token_type_ids, word, position, token_type)
-        return torch.ops.fastbert.embed_fwd_cpu(*operands, None, None, 0.0)
+        return _FWD[backend](*operands, None, None, 0.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
         input_ids, position_ids, token_type_ids, word, position, token_type = ctx.saved_tensors
-        padding_idx, position_padding = (-1 if p is None else p for p in ctx.paddings)
-        _, _, _, needs_word, needs_position, needs_type, _, _ = ctx.needs_input_grad
-        embed_bwd = torch.ops.fastbert.embed_bwd_cpu
+        *paddings, backend = ctx.options
+        padding_idx, position_padding = (-1 if p is None else p for p in paddings)
+        _, _, _, needs_word, needs_position, needs_type, _, _, _ = ctx.needs_input_grad
+        embed_bwd = _BWD[backend]
         dword = dposition = dtype = None
         if needs_word:
             dword = dout if input_ids is None else embed_bwd(dout, input_ids, word, padding_idx)
@@ -52,7 +80,7 @@ class _Embed(torch.autograd.Function):
         if needs_type:
             types = torch.zeros_like(position_ids) if token_type_ids is None else token_type_ids
             dtype = embed_bwd(dout, types, token_type, -1)
-        return None, None, None, dword, dposition, dtype, None, None
+        return None, None, None, dword, dposition, dtype, None, None, None
 
 
 def embed_layer_norm(
@@ -85,19 +113,22 @@ def embed_layer_norm(
         (total_tokens, embedding_size). Ids are not checked here: models check them at the API boundary.
     """
     table = word if inputs_embeds is None else inputs_embeds
-    if select("embed_layer_norm", backend, position, table, token_type, weight, bias) is Backend.TORCH:
+    chosen = select("embed_layer_norm", backend, position, table, token_type, weight, bias)
+    if chosen is Backend.TORCH:
         return _torch.embed_layer_norm(
             input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias,
             inputs_embeds, padding_idx, position_padding_idx, dropout_p, eps,
         )  # fmt: skip
     ids = input_ids if inputs_embeds is None else None
     operands = (ids, position_ids, token_type_ids, table, position, token_type)
+    if chosen is Backend.CUDA:
+        return dropout(torch.ops.fastbert.embed_fwd_cuda(*operands, weight, bias, eps), dropout_p)
     if needs_grad(table, position, token_type):
-        x = _Embed.apply(*operands, padding_idx, position_padding_idx)
+        x = _Embed.apply(*operands, padding_idx, position_padding_idx, chosen)
     elif not needs_grad(position, weight, bias):
-        return dropout(torch.ops.fastbert.embed_fwd_cpu(*operands, weight, bias, eps), dropout_p)
+        return dropout(_FWD[chosen](*operands, weight, bias, eps), dropout_p, backend=backend)
     else:
-        x = torch.ops.fastbert.embed_fwd_cpu(*operands, None, None, 0.0)
+        x = _FWD[chosen](*operands, None, None, 0.0)
     if weight is not None:
-        x = add_layer_norm(x, None, weight, bias, eps=eps)
-    return dropout(x, dropout_p)
+        x = add_layer_norm(x, None, weight, bias, eps=eps, backend=backend)
+    return dropout(x, dropout_p, backend=backend)

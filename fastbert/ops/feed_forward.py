@@ -6,10 +6,23 @@ import torch
 
 from fastbert.backend import Backend, register, select
 from fastbert.ops import _torch
-from fastbert.ops._library import needs_grad
+from fastbert.ops._library import needs_grad, triton_objection
 from fastbert.ops.linear import check_gradient, compute_dtype, supports_gemm_cpu
 
+
+def _supports_triton(x, *weights) -> str | None:
+    if x.dim() != 2:
+        return f"x has {x.dim()} dimensions, the kernels take (total_tokens, in_features)"
+    for t in weights:
+        if t is not None and (t.device != x.device or not t.is_floating_point()):
+            return f"a weight is {t.dtype} on {t.device}, x is on {x.device}"
+        if t is not None and t.dtype is not x.dtype and not torch.is_autocast_enabled(x.device.type):
+            return f"a weight is {t.dtype}, x is {x.dtype}"
+    return triton_objection(x)
+
+
 register("feed_forward", Backend.CPU, supports_gemm_cpu)
+register("feed_forward", Backend.TRITON, _supports_triton)
 
 
 def activation(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -22,10 +35,14 @@ class _FeedForward(torch.autograd.Function):
     activation is computed again."""
 
     @staticmethod
-    def forward(ctx, x, up_weight, up_bias, down_weight, activation, dtype):
-        out, pre = torch.ops.fastbert.feed_forward_cpu(
-            x, up_weight, up_bias, down_weight, None, None, (0.0, 0.0), activation, dtype, True
-        )
+    def forward(ctx, x, up_weight, up_bias, down_weight, activation, dtype, backend):
+        operands = (x, up_weight, up_bias, down_weight)
+        if backend is Backend.CPU:
+            out, pre = torch.ops.fastbert.feed_forward_cpu(*operands, None, None, (0.0, 0.0), activation, dtype, True)
+            ctx.bwd = torch.ops.fastbert.feed_forward_bwd_cpu
+        else:
+            out, pre = torch.ops.fastbert.feed_forward_triton(*operands, activation, True)
+            ctx.bwd = torch.ops.fastbert.feed_forward_bwd_triton
         ctx.save_for_backward(x, pre, up_weight, down_weight)
         ctx.activation = activation
         return out
@@ -35,11 +52,11 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx, dout):
         x, pre, up_weight, down_weight = ctx.saved_tensors
         needs_dx, needs_dup, needs_dbias, needs_ddown = ctx.needs_input_grad[:4]
-        dx, dup, dbias, ddown = torch.ops.fastbert.feed_forward_bwd_cpu(
+        dx, dup, dbias, ddown = ctx.bwd(
             dout, x, pre, up_weight, down_weight, ctx.activation, needs_dx, needs_dup or needs_ddown, needs_dbias
         )
         needed = zip((dx, dup, dbias, ddown), ctx.needs_input_grad, strict=False)
-        return *(gradient if wanted else None for gradient, wanted in needed), None, None
+        return *(gradient if wanted else None for gradient, wanted in needed), None, None, None
 
 
 def feed_forward(
@@ -64,8 +81,14 @@ def feed_forward(
     if chosen is Backend.TORCH:
         inner = _torch.linear(x, up_weight, up_bias, weight_scales[0], input_scales[0], activation)
         return _torch.linear(inner, down_weight, None, weight_scales[1], input_scales[1], "none")
+    dtype = compute_dtype(x)
+    if chosen is Backend.TRITON:
+        x, up_weight, down_weight = (t.to(dtype) for t in (x, up_weight, down_weight))
+        up_bias = None if up_bias is None else up_bias.to(dtype)
     if needs_grad(x, up_weight, up_bias, down_weight):
-        return _FeedForward.apply(x, up_weight, up_bias, down_weight, activation, compute_dtype(x))
+        return _FeedForward.apply(x, up_weight, up_bias, down_weight, activation, dtype, chosen)
+    if chosen is Backend.TRITON:
+        return torch.ops.fastbert.feed_forward_triton(x, up_weight, up_bias, down_weight, activation, False)[0]
     return torch.ops.fastbert.feed_forward_cpu(
-        x, up_weight, up_bias, down_weight, *weight_scales, input_scales, activation, compute_dtype(x), False
+        x, up_weight, up_bias, down_weight, *weight_scales, input_scales, activation, dtype, False
     )[0]

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from fastbert.backend import Backend, register, select
 from fastbert.ops import _torch
-from fastbert.ops._library import extension_error, needs_grad, triton_error
+from fastbert.ops._library import cuda_objection, extension_error, needs_grad, triton_objection
 
 _FWD = {
     Backend.CPU: torch.ops.fastbert.add_layer_norm_fwd_cpu,
     Backend.TRITON: torch.ops.fastbert.add_layer_norm_fwd_triton,
+    Backend.CUDA: torch.ops.fastbert.add_layer_norm_fwd_cuda,
 }
 _BWD = {
     Backend.CPU: torch.ops.fastbert.add_layer_norm_bwd_cpu,
     Backend.TRITON: torch.ops.fastbert.add_layer_norm_bwd_triton,
+    Backend.CUDA: torch.ops.fastbert.add_layer_norm_bwd_cuda,
 }
 
 
@@ -42,19 +42,18 @@ def _supports_cpu(x, residual, weight, bias, x_bias=None) -> str | None:
 
 
 def _supports_triton(x, residual, weight, bias, x_bias=None) -> str | None:
-    if x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"tensors are on {x.device.type}"
-    if x.device.type != "cuda" and torch.compiler.is_compiling():
-        return "the Triton interpreter does not run under torch.compile"
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"dtype {x.dtype} (has float32, bfloat16 and float16)"
     if x.shape[-1] > 8192:
         return f"hidden_size {x.shape[-1]} is above 8192, where the backward's rows no longer fit in registers"
-    return _supports_common(x, residual, weight, bias, x_bias) or triton_error()
+    return triton_objection(x) or _supports_common(x, residual, weight, bias, x_bias)
+
+
+def _supports_cuda(x, residual, weight, bias, x_bias=None) -> str | None:
+    return cuda_objection(x) or _supports_common(x, residual, weight, bias, x_bias)
 
 
 register("add_layer_norm", Backend.CPU, _supports_cpu)
 register("add_layer_norm", Backend.TRITON, _supports_triton)
+register("add_layer_norm", Backend.CUDA, _supports_cuda)
 
 
 class _AddLayerNorm(torch.autograd.Function):

@@ -6,11 +6,40 @@ import torch
 
 from fastbert.backend import Backend, register, select
 from fastbert.ops import _torch
+from fastbert.ops._library import needs_grad, triton_objection
 from fastbert.ops.linear import linear, supports_gemm_cpu
 
+
+def _supports_triton(x, weight, bias, labels) -> str | None:
+    for t in (weight, bias):
+        if t is not None and t.dtype is not x.dtype and not torch.is_autocast_enabled(x.device.type):
+            return f"a weight is {t.dtype}, hidden_states are {x.dtype}"
+    return triton_objection(x)
+
+
 register("cross_entropy", Backend.CPU, lambda x, weight, *others: supports_gemm_cpu(x, weight))
+register("cross_entropy", Backend.TRITON, _supports_triton)
 
 at_least_fp32 = _torch.at_least_fp32
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Gradients are made with the loss, while the logits are there; backward scales them."""
+
+    @staticmethod
+    def forward(ctx, hidden_states, weight, bias, labels, ignore_index, label_smoothing, z_loss):
+        loss, *gradients = torch.ops.fastbert.cross_entropy_triton(
+            hidden_states, weight, bias, labels, ignore_index, label_smoothing, z_loss, True
+        )
+        ctx.save_for_backward(*gradients)
+        ctx.has_bias = bias is not None
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dloss):
+        dhidden, dweight, dbias = (g * dloss.to(g.dtype) for g in ctx.saved_tensors)
+        return dhidden, dweight, dbias if ctx.has_bias else None, None, None, None, None
 
 
 def cross_entropy(
@@ -21,6 +50,7 @@ def cross_entropy(
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Mean cross-entropy of softmax(hidden_states weight^T + bias) over the tokens whose label is not `ignore_index`.
@@ -28,15 +58,25 @@ def cross_entropy(
     Args:
         hidden_states: (total_tokens, hidden_size); weight: (num_classes, hidden_size); bias: (num_classes,).
         labels: int64 (total_tokens,).
+        label_smoothing: of the target, towards all classes (Szegedy et al. 2016, section 7).
+        z_loss: this times the mean of (log sum exp)^2 is added (Chowdhery et al. 2022, section 5).
 
     Returns:
         fp32 scalar, fp64 where that came in; 0, with zero gradients, when no token has a label (torch: NaN).
     """
-    if select("cross_entropy", backend, hidden_states, weight, bias, labels) is Backend.CPU:
+    chosen = select("cross_entropy", backend, hidden_states, weight, bias, labels)
+    if chosen is Backend.CPU:
         kept = (labels != ignore_index).nonzero().flatten()
         logits = linear(hidden_states.index_select(0, kept), weight, bias, backend="cpu")
-        return _torch.logits_cross_entropy(logits, labels.index_select(0, kept), ignore_index, label_smoothing)
-    return _torch.cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoothing)
+        return _torch.logits_cross_entropy(logits, labels.index_select(0, kept), ignore_index, label_smoothing, z_loss)
+    if chosen is Backend.TRITON:
+        dtype = _torch.compute_dtype(hidden_states)
+        operands = (hidden_states.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), labels)
+        if needs_grad(*operands[:3]):
+            return _CrossEntropy.apply(*operands, ignore_index, label_smoothing, z_loss)
+        options = (ignore_index, label_smoothing, z_loss, False)
+        return torch.ops.fastbert.cross_entropy_triton(*operands, *options)[0]
+    return _torch.cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoothing, z_loss)
 
 
 def logits_cross_entropy(

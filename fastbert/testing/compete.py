@@ -79,11 +79,11 @@ class Worker:
         self.stderr.seek(0)
         raise WorkerError((self.stderr.read().strip().splitlines() or [f"died with exit code {code}"])[-1])
 
-    def ask(self) -> dict[str, Any]:
-        """One turn."""
+    def ask(self, what: str = "go") -> dict[str, Any]:
+        """One turn; `what` it is, where a worker has several kinds."""
         assert self.process.stdin is not None
         try:
-            self.process.stdin.write("go\n")
+            self.process.stdin.write(f"{what}\n")
             self.process.stdin.flush()
         except BrokenPipeError:
             pass  # it died since its last answer: answer() says of what

@@ -48,8 +48,8 @@ def softmax(scores):
     return e / e.sum(-1, keepdim=True)
 
 
-def attention(q, k, v, cu_seqlens, softmax_scale=None, keep=None, dropout_p=0.0):
-    """q, k, v (total_tokens, num_heads, head_dim), one sequence after the other.
+def attention(q, k, v, cu_seqlens, softmax_scale=None, keep=None, dropout_p=0.0, window_size=(-1, -1)):
+    """q, k, v (total_tokens, num_heads, head_dim), one sequence after the other; window_size (left, right), -1: no end.
 
     `keep`, bool (total_tokens, num_heads, at least the longest length), is the dropout mask that was used: for each
     query, by the key's position in the sequence.
@@ -60,7 +60,14 @@ def attention(q, k, v, cu_seqlens, softmax_scale=None, keep=None, dropout_p=0.0)
     for start, stop in pairwise(offsets):
         qs, ks, vs = (t[start:stop].transpose(0, 1) for t in (q, k, v))
         if stop > start:
-            probs = softmax(qs @ ks.transpose(1, 2) * softmax_scale)
+            scores = qs @ ks.transpose(1, 2) * softmax_scale
+            for i in range(stop - start):  # query i sees the keys from i - left to i + right
+                left, right = window_size
+                if left >= 0:
+                    scores[:, i, : max(0, i - left)] = -math.inf
+                if right >= 0:
+                    scores[:, i, i + right + 1 :] = -math.inf
+            probs = softmax(scores)
             if keep is not None:
                 kept = keep[start:stop, :, : stop - start].transpose(0, 1)
                 probs = torch.where(kept, probs / (1.0 - dropout_p), torch.zeros_like(probs))
@@ -100,12 +107,15 @@ def linear_int8(x, weight, bias, weight_scale, input_scale=0.0, name="none"):
     return y if name == "none" else activation(y, name)
 
 
-def cross_entropy(hidden_states, weight, bias, labels, ignore_index=-100):
+def cross_entropy(hidden_states, weight, bias, labels, ignore_index=-100, label_smoothing=0.0, z_loss=0.0):
     losses = []
     for h, label in zip(hidden_states, labels.tolist(), strict=True):
         if label != ignore_index:
             logits = weight @ h if bias is None else weight @ h + bias
-            losses.append(-torch.log(softmax(logits)[label]))
+            top = logits.max()
+            log_sum_exp = top + torch.log(torch.exp(logits - top).sum())
+            plain, smooth = log_sum_exp - logits[label], log_sum_exp - logits.mean()
+            losses.append((1 - label_smoothing) * plain + label_smoothing * smooth + z_loss * log_sum_exp**2)
     return torch.stack(losses).mean() if losses else hidden_states.sum() * 0.0
 
 

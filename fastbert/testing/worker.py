@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fastbert.testing import ceiling, fine_tuning
+from fastbert.testing import ceiling, fine_tuning, gpu_subject
 from fastbert.testing.bench import measure_once, peak_memory
 from fastbert.testing.cases import MODELS, WORKLOADS, Workload
 from fastbert.testing.contestants import CONTESTANTS
@@ -101,6 +101,8 @@ def work(task: dict[str, Any], answer: Answer) -> None:
         return measure_ceiling(task["precision"], answer)
     if task["action"] == "fine-tuning":
         return fine_tuning.contest(task, answer)
+    if task["action"] == "gpu":
+        return gpu_subject.contest(task, answer)
     checkpoint, prepared = Path(task["folder"], "checkpoint"), Path(task["folder"], "prepared")
     if task["action"] == "checkpoint":
         write_checkpoint(task["model"], checkpoint)

@@ -1,0 +1,31 @@
+// Embeddings and their LayerNorm on a GPU, over raw device pointers:
+//
+//   out = LayerNorm(word[input_ids] + token_type[token_type_ids] + position[position_ids])
+//
+// The sum is rounded to the dtype before it is normalised. Tables are row-major (anything, width), width from 1 to
+// 8192. Ids are not checked.
+#pragma once
+
+#include "runtime.h"
+
+namespace fastbert {
+
+struct EmbedFwdArgs {
+  DType dtype;
+  const void* word;
+  const void* position;
+  const void* token_type;         // or null
+  const int64_t* input_ids;       // null: row r of word is token r's
+  const int64_t* position_ids;    // (rows,)
+  const int64_t* token_type_ids;  // null: type 0
+  const void* weight;             // null: no LayerNorm
+  const void* bias;               // or null
+  float eps;
+  int64_t rows;
+  int width;
+  void* out;
+};
+
+cudaError_t launch_embed_fwd(const EmbedFwdArgs& args, cudaStream_t stream);
+
+}  // namespace fastbert

@@ -1,0 +1,158 @@
+"""`make gpu`: everything that needs a GPU, in parts, each in a process of its own and with a file of its own.
+
+A part whose results of this commit, these kernels and this GPU are there is not run again, so an interrupted run goes
+on where it was. `--smoke` runs the parts on small sizes, on a CPU too, with Triton's interpreter: its numbers mean
+nothing, its checks do. `--stale` asks whether the committed results belong to the present kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fastbert.testing import stamp as stamps
+from fastbert.testing.gpu_record import Record, failures_of_a_kernel, open_record, run_limited
+from fastbert.testing.gpu_report import parts_table, problems, targets_table, to_markdown
+
+
+class Part(NamedTuple):
+    """Where its function over a Record is, and after how many seconds it is ended."""
+
+    module: str
+    function: str
+    limit_seconds: int
+
+
+PARTS = {
+    "kernels": Part("fastbert.testing.gpu_kernels", "run_part", 300),
+    "sanitizer": Part("fastbert.testing.gpu_kernels", "run_sanitizer", 300),
+    "ops": Part("fastbert.testing.gpu_ops", "run_part", 240),
+    "models": Part("fastbert.testing.gpu_models", "run_part", 480),
+    "graphs": Part("fastbert.testing.gpu_latency", "run_part", 150),
+    "memory": Part("fastbert.testing.gpu_models", "run_memory", 150),
+}
+
+
+def run_part(record: Record) -> None:
+    """One part, here; what it raises outside of its entries fails it as a whole."""
+    part = PARTS[record.part]
+    start = time.perf_counter()
+    record.entries.pop(record.part, None)
+    try:
+        getattr(importlib.import_module(part.module), part.function)(record)
+        record.complete = True
+    except failures_of_a_kernel() as error:
+        record.add(record.part, {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"})
+    record.seconds += time.perf_counter() - start
+    record.write()
+
+
+def run_in_a_process(record: Record, arguments: list[str]) -> None:
+    """A part in a child, whose file is what it has found; a child that dies, or takes too long, fails its part."""
+    limit, failed = PARTS[record.part].limit_seconds, None
+    command = [sys.executable, "-m", "fastbert.testing.gpu", "--inside", record.part, *arguments]
+    start = time.perf_counter()
+    try:
+        code = run_limited(command, limit).returncode
+        if code not in (0, 1):
+            failed = f"its process ended with exit code {code}"
+    except subprocess.TimeoutExpired:
+        failed = f"not finished after {limit} s"
+    if failed is not None:
+        left = open_record(record.part, record.path.parent, record.stamp, record.say, record.smoke)
+        left.complete, left.seconds = False, left.seconds + time.perf_counter() - start
+        left.add(record.part, {"failed": failed})
+
+
+def contents_of(folder: Path) -> list[dict[str, Any]]:
+    paths = [folder / f"{part}.json" for part in PARTS]
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
+
+
+def run(parts: list[str], template: Record, again: bool = False, arguments: list[str] | None = None) -> int:
+    """Run what is not there yet; `arguments` are those of the parts' processes, None runs them here.
+
+    The exit code: 1 where a part failed. `template`: a record of any part, whose folder, stamp and manners all share.
+    """
+    folder, say = template.path.parent, template.say
+    for part in parts:
+        record = open_record(part, folder, template.stamp, say, template.smoke, again)
+        if record.is_done:
+            say(f"{part}: done already, in {record.path}")
+            continue
+        say(f"{part} ...")
+        record.complete = False
+        if arguments is None:
+            run_part(record)
+        else:
+            if again:
+                record.path.unlink(missing_ok=True)
+            run_in_a_process(record, arguments)
+    contents = contents_of(folder)
+    (folder / "results.md").write_text(to_markdown(contents) + "\n", encoding="utf-8")
+    for line in ("", *targets_table(contents), "", *parts_table(contents), "", *problems(contents)):
+        say(line)
+    asked = [content for content in contents if content["part"] in parts]
+    is_good = len(asked) == len(parts) and all(_is_good(content) for content in asked)
+    say(f"results: {folder}")
+    return 0 if is_good else 1
+
+
+def _is_good(content: dict[str, Any]) -> bool:
+    return content["complete"] and not any("failed" in entry for entry in content["entries"].values())
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m fastbert.testing.gpu", description=__doc__)
+    parser.add_argument("--part", action="append", choices=list(PARTS), help="only this one; may be repeated")
+    parser.add_argument("--output", type=Path, help="folder (default: benchmarks/results/<the GPU's name>)")
+    parser.add_argument("--again", action="store_true", help="run what is done already, too")
+    parser.add_argument("--smoke", action="store_true", help="small sizes, on a CPU too")
+    parser.add_argument("--commit", help="of the sources, where they came without their git folder")
+    parser.add_argument("--stale", action="store_true", help="are the committed results the present kernels'?")
+    parser.add_argument("--inside", choices=list(PARTS), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.stale:
+        is_current, line = stamps.staleness(stamps.committed_results(), stamps.source_hashes())
+        _say(line)
+        return 0 if is_current else 1
+    if not torch.cuda.is_available():
+        if not args.smoke:
+            _say("there is no GPU here; --smoke runs the parts on small sizes, in Triton's interpreter")
+            return 1
+        from fastbert.testing.interpreter import mend_triton_interpreter
+
+        os.environ["TRITON_INTERPRET"] = "1"  # which Triton reads when it is imported
+        mend_triton_interpreter()
+    stamp = stamps.make_stamp(args.commit)
+    default = (
+        stamps.ROOT / "build" / "gpu-smoke" if args.smoke else stamps.RESULTS / stamps.slug(stamps.gpu_name() or "")
+    )
+    folder: Path = args.output or default
+    folder.mkdir(parents=True, exist_ok=True)
+    if args.inside:
+        record = open_record(args.inside, folder, stamp, _say, args.smoke)
+        run_part(record)
+        return 0 if record.is_done else 1
+    arguments = ["--output", str(folder), *(["--smoke"] if args.smoke else [])]
+    arguments += ["--commit", args.commit] if args.commit else []
+    template = open_record("kernels", folder, stamp, _say, args.smoke)
+    return run(args.part or list(PARTS), template, args.again, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

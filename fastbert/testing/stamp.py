@@ -1,0 +1,137 @@
+"""Which sources, commit and machine a GPU result comes from, and whether the committed results are still current."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fastbert
+
+PACKAGE = Path(fastbert.__file__).resolve().parent
+ROOT = PACKAGE.parent
+RESULTS = ROOT / "benchmarks" / "results"
+SOURCES = ("kernels", "csrc/cuda", "csrc/include", "fastbert/ops")  # what decides a kernel's results and times
+SUFFIXES = {".py", ".cu", ".cuh", ".h", ".cpp"}
+
+
+def source_hashes(root: Path = ROOT) -> dict[str, str]:
+    """{path below the checkout: hash} of everything that GPU results depend on."""
+    folders = [root / folder for folder in SOURCES]
+    if not folders[0].is_dir():  # installed: the mapping of pyproject.toml
+        folders[0] = root / "fastbert" / "kernels"
+    files = [f for folder in folders for f in sorted(folder.rglob("*")) if f.suffix in SUFFIXES]
+    return {f.relative_to(root).as_posix(): hashlib.sha256(f.read_bytes()).hexdigest()[:16] for f in files}
+
+
+def kernel_hash(sources: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps(sources, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _output(*command: str) -> str | None:
+    """A command's output; None where it is missing or fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=30)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    if util.find_spec(package) is None:
+        return None
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # builds of Triton go by several distribution names
+        return "unknown"
+
+
+def gpu_name() -> str | None:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def slug(name: str) -> str:
+    """A folder's name: "NVIDIA H200" -> "nvidia-h200"."""
+    return "-".join("".join(c.lower() if c.isalnum() else " " for c in name).split())
+
+
+def make_stamp(commit: str | None = None) -> dict[str, Any]:
+    """What every result must say of itself. `commit`: where the checkout came without its git folder."""
+    sources = source_hashes()
+    changes = _output("git", "status", "--porcelain", "--untracked-files=no")
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    packages = ("triton", "transformers")
+    return {
+        "commit": commit or _output("git", "rev-parse", "--short=12", "HEAD"),
+        "dirty": None if changes is None else bool(changes),
+        "kernel_hash": kernel_hash(sources),
+        "sources": sources,
+        "gpu": gpu_name(),
+        "driver": driver.splitlines()[0] if driver else None,
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        **{name: _version(name) for name in packages},
+        "extension": util.find_spec("fastbert._C") is not None,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+IDENTITY = ("commit", "kernel_hash", "gpu", "torch", "triton")  # results that agree in these may stand in one table
+
+
+def same_run(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(one.get(key) == other.get(key) for key in IDENTITY)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Stale or not
+
+
+def gpu_results(paths: Iterable[Path]) -> list[tuple[Path, dict[str, Any]]]:
+    """Those of `paths` that are a part's results from a GPU."""
+    found = []
+    for path in paths:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(content, dict) and "part" in content and content.get("stamp", {}).get("gpu"):
+            found.append((path, content))
+    return found
+
+
+def committed_results(results: Path = RESULTS) -> list[Path]:
+    """results/*/*.json that git knows; without git, those that are there."""
+    files = sorted(results.glob("*/*.json"))
+    known = _output("git", "ls-files", "--full-name", "--", str(results))
+    if known is None:
+        return files
+    names = set(known.splitlines())
+    return [f for f in files if f.resolve().relative_to(ROOT).as_posix() in names]
+
+
+def staleness(paths: Iterable[Path], sources: dict[str, str]) -> tuple[bool, str]:
+    """(whether the newest GPU results belong to these sources, what to say)."""
+    found = gpu_results(paths)
+    if not found:
+        return False, "no GPU results yet"
+    newest = max(found, key=lambda item: item[1]["stamp"]["time"])[0].parent
+    present = kernel_hash(sources)
+    stale: dict[str, set[str]] = {}
+    for path, content in found:
+        if path.parent == newest and content["stamp"]["kernel_hash"] != present:
+            stale[content["part"]] = changed_files(content["stamp"]["sources"], sources)
+    if not stale:
+        return True, f"{newest.name}: GPU results are those of the present kernels ({present})"
+    lines = [f"{newest.name}: GPU results are stale (kernels are {present} now)"]
+    lines += [f"  {part}: {', '.join(sorted(files))}" for part, files in sorted(stale.items())]
+    return False, "\n".join(lines)
+
+
+def changed_files(then: dict[str, str], now: dict[str, str]) -> set[str]:
+    """Files that were changed, added or removed."""
+    return {name for name in {*then, *now} if then.get(name) != now.get(name)}

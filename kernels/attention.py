@@ -1,0 +1,138 @@
+"""Bidirectional varlen attention: what its forward (attention_fwd.py) and backward (attention_bwd.py) share.
+
+    s   = q k^T, within each sequence and window              (Vaswani et al. 2017, section 3.2.1, eq. 1)
+    out = dropout(softmax(softmax_scale s)) v                 online softmax (Dao et al. 2022, algorithm 1)
+
+A program takes one tile: up to BLOCK_TILE neighbouring tokens of one sequence, and HEADS heads of them in turn, more
+than one where sequences are so short that a program would hardly begin. `attention_tiles` lists the tiles on the
+device, the longest sequences' first, so that a long sequence in a batch of short ones is not what all wait for; tokens
+beyond cu_seqlens[-1] are tiles without keys, whose results are zeros. Keys beyond a sequence's end are loaded as zeros,
+not masked afterwards: nothing of one sequence, not even a NaN, reaches another.
+
+Legend: T tokens of a batch, M queries, N keys, D head_dim padded to a power of two. Products are in the operands' dtype
+with fp32 sums (fp32 operands: IEEE products, no TF32), softmax and statistics in fp32.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .blocks import Blocks
+
+_LOG2E = 1.4426950408889634
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Tiles: (num_tiles, 4) int32, [first token, end, first key, end of the keys]; empty ones, which end at their start,
+# fill the list up to the length that is known on the host.
+
+
+def attention_tiles(cu_seqlens: torch.Tensor, total_tokens: int, block: int) -> torch.Tensor:
+    """The tiles of `block` tokens of a batch, in the order in which programs take them; no host sync."""
+    begins, ends = cu_seqlens[:-1], cu_seqlens[1:]
+    lengths, order = torch.sort(ends - begins, descending=True, stable=True)
+    slack = total_tokens - cu_seqlens[-1:]
+    begins = torch.cat([begins[order], cu_seqlens[-1:]])
+    lengths = torch.cat([lengths, slack])
+    counts = (lengths + block - 1) // block
+    last_tile = counts.cumsum(0, dtype=torch.int32)
+    tile = torch.arange(total_tokens // block + cu_seqlens.numel(), dtype=torch.int32, device=cu_seqlens.device)
+    which = torch.searchsorted(last_tile, tile, right=True)
+    is_tile = which < counts.numel()
+    which = which.clamp(max=counts.numel() - 1)
+    begin, length = begins[which], lengths[which]
+    row = begin + (tile - (last_tile[which] - counts[which])) * block
+    keys = torch.where(which == counts.numel() - 1, 0, length)  # slack sees no key
+    tiles = torch.stack([row, torch.minimum(row + block, begin + length), begin, begin + keys], dim=1)
+    return torch.where(is_tile[:, None], tiles, 0).to(torch.int32)
+
+
+@triton.jit
+def load_rows(
+    ptr, stride, first, end, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, IS_WHOLE: tl.constexpr
+):  # fmt: skip
+    """ROWS rows of one head from `first` on, [ROWS, BLOCK_D]; zeros from `end` on, which with IS_WHOLE none reaches.
+
+    64-bit arithmetic is for the first row alone: offsets from there are the same in every step of a loop.
+    """
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    ptr += tl.cast(first, tl.int64) * stride
+    at = rows[:, None] * stride + columns[None, :]
+    if IS_WHOLE and HEAD_DIM == BLOCK_D:
+        return tl.load(ptr + at)
+    return tl.load(ptr + at, mask=(rows < end - first)[:, None] & (columns < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(ptr, stride, first, end, values, HEAD_DIM: tl.constexpr):
+    ROWS: tl.constexpr = values.shape[0]
+    BLOCK_D: tl.constexpr = values.shape[1]
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    ptr += tl.cast(first, tl.int64) * stride
+    inside = (rows < end - first)[:, None] & (columns < HEAD_DIM)[None, :]
+    tl.store(ptr + rows[:, None] * stride + columns[None, :], values.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def kept_probs(philox_ptr, rows, first_column, head, threshold, scale, BLOCK_N: tl.constexpr):
+    """[len(rows), BLOCK_N]: 0 where a query's (row's) probability for a key (column) is dropped, else `scale`.
+
+    By tokens, so that the mask does not depend on the tile that asks: word j of Philox counter (i, row, head) decides
+    key 4 i + j of the row's sequence. first_column counts from there, and is a multiple of 4.
+    """
+    seed, offset = tl.load(philox_ptr), tl.load(philox_ptr + 1)
+    columns = (first_column // 4 + tl.arange(0, BLOCK_N // 4)).to(tl.uint32)[None, :]
+    zero = rows.to(tl.uint32)[:, None] * 0 + columns * 0
+    w0, w1, w2, w3 = tl.philox(
+        seed, zero + columns, zero + rows.to(tl.uint32)[:, None], zero + head.to(tl.uint32),
+        zero + (offset & 0xFFFFFFFF).to(tl.uint32),
+    )  # fmt: skip
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [M, N / 4, 2, 2]
+    words = tl.reshape(words, [rows.shape[0], BLOCK_N])
+    return tl.where(words < threshold.to(tl.uint32), 0.0, scale)
+
+
+@triton.jit
+def in_window(queries, keys, window_left, window_right):
+    return (keys >= queries - window_left) & (keys <= queries + window_right)
+
+
+@triton.jit
+def walk(begin, end, first, last, before, after, HAS_WINDOW: tl.constexpr):
+    """The tokens that a tile [first, last) walks over: its sequence, or of that from `before` it to `after` it."""
+    low, high = begin, end
+    if HAS_WINDOW:
+        low = begin + tl.maximum(0, first - before - begin) // 4 * 4  # where a counter of the dropout mask begins
+        high = tl.minimum(end, last + after)
+    return low, high
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What every launch is given
+
+
+def rows_whole(t: torch.Tensor) -> torch.Tensor:
+    """The tensor itself where a head's row is in one piece, as it is in a slice of a fused projection."""
+    return t if t.stride(2) == 1 or t.shape[2] == 1 else t.contiguous()
+
+
+def launch_arguments(q, tiles, philox, softmax_scale, dropout_p, window_size, blocks: Blocks):
+    """The grid, and the arguments that all kernels share."""
+    head_dim = q.shape[2]
+    grid = (tiles.shape[0], triton.cdiv(q.shape[1], blocks.heads))
+    threshold = min(int(dropout_p * 2**32), 2**32 - 1)
+    left, right = (2**30 if side < 0 else side for side in window_size)
+    return grid, {
+        "tiles_ptr": tiles, "philox_ptr": philox, "total_tokens": q.shape[0], "num_heads": q.shape[1],
+        "scale_log2e": abs(softmax_scale) * _LOG2E, "threshold": threshold,
+        "keep_scale": 1.0 / (1.0 - dropout_p) if dropout_p < 1 else 0.0,
+        "window_left": left, "window_right": right,
+        "HEAD_DIM": head_dim, "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        "NEGATE": softmax_scale < 0, "HAS_WINDOW": min(window_size) >= 0 or max(window_size) >= 0,
+        "HAS_DROPOUT": dropout_p > 0, "BLOCK_TILE": blocks.tile, "BLOCK_STEP": blocks.step, "HEADS": blocks.heads,
+        "num_warps": blocks.num_warps, "num_stages": blocks.num_stages,
+    }  # fmt: skip
+
+
+def strides(**tensors: torch.Tensor) -> dict[str, int]:
+    return {f"stride_{name}{axis}": t.stride(i) for name, t in tensors.items() for i, axis in enumerate("th")}

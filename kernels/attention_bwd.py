@@ -1,0 +1,239 @@
+"""Attention, backward: the probabilities are made again from two numbers a query (Dao 2023, section 3.1.2).
+
+With p the probabilities, kept 0 or 1 / (1 - dropout_p), delta = sum_d dout out (Dao et al. 2022, appendix B.4):
+
+    dv = (p kept)^T dout,   ds = p (dout v^T kept - delta),   dq = softmax_scale ds k,   dk = softmax_scale ds^T q
+
+One kernel makes dk and dv and walks over queries, one makes dq and walks over keys. Neither adds to memory that another
+program writes: every run gives the same bits, for two products in seven. See attention.py.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .attention import in_window, kept_probs, launch_arguments, load_rows, rows_whole, store_rows, strides, walk
+from .blocks import attention_blocks
+
+
+@triton.jit
+def _attention_delta_kernel(
+    dout_ptr, out_ptr, delta_ptr, stride_dt, stride_dh, stride_ot, stride_oh, total_tokens,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TILE: tl.constexpr,
+):  # fmt: skip
+    """delta, fp32 (num_heads, total_tokens): the diagonal of a product, which adds in the order of dout v^T.
+
+    Where one key has all of the probability out is its v, and their difference must be 0, not a rounding error.
+    """
+    first = tl.program_id(0) * BLOCK_TILE
+    rows = first + tl.arange(0, BLOCK_TILE)
+    head = tl.program_id(1).to(tl.int64)
+    dout = load_rows(dout_ptr + head * stride_dh, stride_dt, first, total_tokens, BLOCK_TILE, HEAD_DIM, BLOCK_D, False)
+    out = load_rows(out_ptr + head * stride_oh, stride_ot, first, total_tokens, BLOCK_TILE, HEAD_DIM, BLOCK_D, False)
+    product = tl.dot(dout, tl.trans(out), input_precision="ieee")  # [BLOCK_TILE, BLOCK_TILE]
+    delta = tl.sum(tl.where(rows[:, None] == rows[None, :], product, 0.0), axis=1)
+    tl.store(delta_ptr + head * total_tokens + rows, delta, mask=rows < total_tokens)
+
+
+@triton.jit
+def _probs_and_dscores(
+    scores, dprobs, top, total, delta, kept, seen, scale_log2e, IS_FP32: tl.constexpr, IS_WHOLE: tl.constexpr,
+):  # fmt: skip
+    """(p, ds / softmax_scale); operands broadcast to the scores' shape, `kept` is 1 without dropout."""
+    if IS_FP32:
+        probs = tl.exp2((scores - top) * scale_log2e) * (1.0 / total)
+    else:
+        probs = tl.exp2(scores * scale_log2e - (top * scale_log2e + tl.log2(total)))
+    if not IS_WHOLE:
+        probs = tl.where(seen, probs, 0.0)
+    return probs, probs * (dprobs * kept - delta)
+
+
+@triton.jit
+def _dkdv_step(
+    dk, dv, k, v, q_ptr, dout_ptr, top_ptr, sum_ptr, delta_ptr, stride_qt, stride_dt, rows, start, first, begin, end,
+    philox_ptr, head, scale_log2e, threshold, keep_scale, window_left, window_right,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, NEGATE: tl.constexpr,
+    IS_FP32: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """One block of queries into dk and dv of the keys `rows`; all of it transposed: keys down, queries across.
+
+    Rows that are no keys any more make numbers that are not stored, and reach no other row.
+    """
+    queries = start + tl.arange(0, BLOCK_M)
+    inside = queries < end
+    q = load_rows(q_ptr, stride_qt, start, end, BLOCK_M, HEAD_DIM, BLOCK_D, IS_WHOLE)
+    scores = tl.dot(k, tl.trans(q), input_precision="ieee")  # [N, M]
+    if NEGATE:
+        scores = -scores
+    dout = load_rows(dout_ptr, stride_dt, start, end, BLOCK_M, HEAD_DIM, BLOCK_D, IS_WHOLE)
+    dprobs = tl.dot(v, tl.trans(dout), input_precision="ieee")  # [N, M]
+    top = tl.load(top_ptr + queries, mask=inside, other=0.0)[None, :]
+    total = tl.load(sum_ptr + queries, mask=inside, other=1.0)[None, :]
+    delta = tl.load(delta_ptr + queries, mask=inside, other=0.0)[None, :]
+    seen = inside[None, :]
+    if HAS_WINDOW:
+        seen = seen & in_window(queries[None, :], rows[:, None], window_left, window_right)
+    kept = 1.0
+    if HAS_DROPOUT:
+        kept = tl.trans(kept_probs(philox_ptr, queries, first - begin, head, threshold, keep_scale, k.shape[0]))
+    probs, dscores = _probs_and_dscores(
+        scores, dprobs, top, total, delta, kept, seen, scale_log2e, IS_FP32, IS_WHOLE
+    )  # fmt: skip
+    dv = tl.dot((probs * kept).to(dout.dtype), dout, dv, input_precision="ieee")
+    dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["threshold", "window_left", "window_right"])
+def _attention_dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, top_ptr, sum_ptr, delta_ptr, dk_ptr, dv_ptr, tiles_ptr, philox_ptr,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dt, stride_dh,
+    total_tokens, num_heads, softmax_scale, scale_log2e, threshold, keep_scale, window_left, window_right,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TILE: tl.constexpr, BLOCK_STEP: tl.constexpr,
+    HEADS: tl.constexpr, NEGATE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one tile of keys; dk, dv (total_tokens, num_heads, head_dim), contiguous."""
+    IS_FP32: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
+    tiles_ptr += tl.program_id(0) * 4
+    first, last = tl.load(tiles_ptr), tl.load(tiles_ptr + 1)
+    begin, end = tl.load(tiles_ptr + 2), tl.load(tiles_ptr + 3)
+    if first == last:
+        return
+    rows = first + tl.arange(0, BLOCK_TILE)
+    # A key at j is seen by the queries from j - right to j + left.
+    low, high = walk(begin, end, first, last, window_right, window_left, HAS_WINDOW)
+    whole = low
+    if not HAS_WINDOW:
+        whole = low + (high - low) // BLOCK_STEP * BLOCK_STEP
+    first_head = tl.program_id(1) * HEADS
+    for i in range(0, tl.minimum(HEADS, num_heads - first_head)):
+        head = first_head + i
+        h = head.to(tl.int64)
+        k = load_rows(k_ptr + h * stride_kh, stride_kt, first, last, BLOCK_TILE, HEAD_DIM, BLOCK_D, False)
+        v = load_rows(v_ptr + h * stride_vh, stride_vt, first, last, BLOCK_TILE, HEAD_DIM, BLOCK_D, False)
+        dk = tl.zeros([BLOCK_TILE, BLOCK_D], tl.float32)
+        dv = tl.zeros([BLOCK_TILE, BLOCK_D], tl.float32)
+        if not HAS_WINDOW:
+            for start in range(low, whole, BLOCK_STEP):
+                dk, dv = _dkdv_step(
+                    dk, dv, k, v, q_ptr + h * stride_qh, dout_ptr + h * stride_dh, top_ptr + h * total_tokens,
+                    sum_ptr + h * total_tokens, delta_ptr + h * total_tokens, stride_qt, stride_dt, rows, start, first,
+                    begin, end, philox_ptr, head, scale_log2e, threshold, keep_scale, window_left, window_right,
+                    HEAD_DIM, BLOCK_D, BLOCK_STEP, NEGATE, IS_FP32, True, False, HAS_DROPOUT,
+                )  # fmt: skip
+        for start in range(whole, high, BLOCK_STEP):
+            dk, dv = _dkdv_step(
+                dk, dv, k, v, q_ptr + h * stride_qh, dout_ptr + h * stride_dh, top_ptr + h * total_tokens,
+                sum_ptr + h * total_tokens, delta_ptr + h * total_tokens, stride_qt, stride_dt, rows, start, first,
+                begin, end, philox_ptr, head, scale_log2e, threshold, keep_scale, window_left, window_right,
+                HEAD_DIM, BLOCK_D, BLOCK_STEP, NEGATE, IS_FP32, False, HAS_WINDOW, HAS_DROPOUT,
+            )  # fmt: skip
+        if NEGATE:
+            dk = -dk
+        at, stride = h * HEAD_DIM, num_heads * HEAD_DIM
+        store_rows(dk_ptr + at, stride, first, last, dk * softmax_scale, HEAD_DIM)
+        store_rows(dv_ptr + at, stride, first, last, dv, HEAD_DIM)
+
+
+@triton.jit
+def _dq_step(
+    dq, q, dout, top, total, delta, k_ptr, v_ptr, stride_kt, stride_vt, rows, start, begin, end, philox_ptr, head,
+    scale_log2e, threshold, keep_scale, window_left, window_right,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, NEGATE: tl.constexpr, IS_FP32: tl.constexpr,
+    IS_WHOLE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """One block of keys into dq of the queries `rows`."""
+    columns = start + tl.arange(0, BLOCK_N)
+    k = load_rows(k_ptr, stride_kt, start, end, BLOCK_N, HEAD_DIM, BLOCK_D, IS_WHOLE)
+    v = load_rows(v_ptr, stride_vt, start, end, BLOCK_N, HEAD_DIM, BLOCK_D, IS_WHOLE)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
+    if NEGATE:
+        scores = -scores
+    dprobs = tl.dot(dout, tl.trans(v), input_precision="ieee")  # [M, N]
+    seen = (columns < end)[None, :]
+    if HAS_WINDOW:
+        seen = seen & in_window(rows[:, None], columns[None, :], window_left, window_right)
+    kept = 1.0
+    if HAS_DROPOUT:
+        kept = kept_probs(philox_ptr, rows, start - begin, head, threshold, keep_scale, BLOCK_N)
+    _, dscores = _probs_and_dscores(
+        scores, dprobs, top, total, delta, kept, seen, scale_log2e, IS_FP32, IS_WHOLE
+    )  # fmt: skip
+    return tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["threshold", "window_left", "window_right"])
+def _attention_dq_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, top_ptr, sum_ptr, delta_ptr, dq_ptr, tiles_ptr, philox_ptr,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dt, stride_dh,
+    total_tokens, num_heads, softmax_scale, scale_log2e, threshold, keep_scale, window_left, window_right,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TILE: tl.constexpr, BLOCK_STEP: tl.constexpr,
+    HEADS: tl.constexpr, NEGATE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """dq of one tile of queries, (total_tokens, num_heads, head_dim), contiguous."""
+    IS_FP32: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
+    tiles_ptr += tl.program_id(0) * 4
+    first, last = tl.load(tiles_ptr), tl.load(tiles_ptr + 1)
+    begin, end = tl.load(tiles_ptr + 2), tl.load(tiles_ptr + 3)
+    if first == last:
+        return
+    rows = first + tl.arange(0, BLOCK_TILE)
+    low, high = walk(begin, end, first, last, window_left, window_right, HAS_WINDOW)
+    whole = low
+    if not HAS_WINDOW:
+        whole = low + (high - low) // BLOCK_STEP * BLOCK_STEP
+    first_head = tl.program_id(1) * HEADS
+    for i in range(0, tl.minimum(HEADS, num_heads - first_head)):
+        head = first_head + i
+        h = head.to(tl.int64)
+        q = load_rows(q_ptr + h * stride_qh, stride_qt, first, last, BLOCK_TILE, HEAD_DIM, BLOCK_D, False)
+        dout = load_rows(dout_ptr + h * stride_dh, stride_dt, first, last, BLOCK_TILE, HEAD_DIM, BLOCK_D, False)
+        at = h * total_tokens + rows
+        top = tl.load(top_ptr + at, mask=rows < last, other=0.0)[:, None]
+        total = tl.load(sum_ptr + at, mask=rows < last, other=1.0)[:, None]
+        delta = tl.load(delta_ptr + at, mask=rows < last, other=0.0)[:, None]
+        dq = tl.zeros([BLOCK_TILE, BLOCK_D], tl.float32)
+        if not HAS_WINDOW:
+            for start in range(low, whole, BLOCK_STEP):
+                dq = _dq_step(
+                    dq, q, dout, top, total, delta, k_ptr + h * stride_kh, v_ptr + h * stride_vh, stride_kt, stride_vt,
+                    rows, start, begin, end, philox_ptr, head, scale_log2e, threshold, keep_scale, window_left,
+                    window_right, HEAD_DIM, BLOCK_D, BLOCK_STEP, NEGATE, IS_FP32, True, False, HAS_DROPOUT,
+                )  # fmt: skip
+        for start in range(whole, high, BLOCK_STEP):
+            dq = _dq_step(
+                dq, q, dout, top, total, delta, k_ptr + h * stride_kh, v_ptr + h * stride_vh, stride_kt, stride_vt,
+                rows, start, begin, end, philox_ptr, head, scale_log2e, threshold, keep_scale, window_left,
+                window_right, HEAD_DIM, BLOCK_D, BLOCK_STEP, NEGATE, IS_FP32, False, HAS_WINDOW, HAS_DROPOUT,
+            )  # fmt: skip
+        if NEGATE:
+            dq = -dq
+        store_rows(dq_ptr + h * HEAD_DIM, num_heads * HEAD_DIM, first, last, dq * softmax_scale, HEAD_DIM)
+
+
+def attention_bwd(
+    dout, q, k, v, out, softmax_stats, tiles, philox, tile, softmax_scale, dropout_p, window_size
+):  # fmt: skip
+    """dout as out -> dq, dk, dv as q, contiguous; the schema in fastbert/ops/_library.py."""
+    dout, q, k, v = (rows_whole(t) for t in (dout, q, k, v))
+    dq, dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
+    if q.numel() == 0:
+        return dq, dk, dv
+    total_tokens, num_heads, head_dim = q.shape
+    top, total = softmax_stats
+    delta = torch.empty_like(top)
+    with torch.cuda.device_of(q):
+        blocks = attention_blocks("dkdv", q, tile, dropout_p > 0)
+        grid, shared = launch_arguments(q, tiles, philox, softmax_scale, dropout_p, window_size, blocks)
+        _attention_delta_kernel[(triton.cdiv(total_tokens, 32), num_heads)](
+            dout, out, delta, *dout.stride()[:2], *out.stride()[:2], total_tokens,
+            HEAD_DIM=head_dim, BLOCK_D=shared["BLOCK_D"], BLOCK_TILE=32,
+        )  # fmt: skip
+        operands = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "dout_ptr": dout, "top_ptr": top, "sum_ptr": total}
+        operands |= {"delta_ptr": delta, "softmax_scale": abs(softmax_scale), **strides(q=q, k=k, v=v, d=dout)}
+        _attention_dkdv_kernel[grid](dk_ptr=dk, dv_ptr=dv, **operands, **shared)
+        blocks = attention_blocks("dq", q, tile, dropout_p > 0)
+        grid, shared = launch_arguments(q, tiles, philox, softmax_scale, dropout_p, window_size, blocks)
+        _attention_dq_kernel[grid](dq_ptr=dq, **operands, **shared)
+    return dq, dk, dv

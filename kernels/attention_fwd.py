@@ -1,0 +1,126 @@
+"""Attention, forward: an online softmax over blocks of keys (Dao et al. 2022, algorithm 1); see attention.py."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .attention import in_window, kept_probs, launch_arguments, load_rows, rows_whole, store_rows, strides, walk
+from .blocks import attention_blocks
+
+
+@triton.jit
+def _fwd_step(
+    acc, top, total, q, k_ptr, v_ptr, stride_kt, stride_vt, rows, start, begin, end, philox_ptr, head,
+    scale_log2e, threshold, keep_scale, window_left, window_right,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, NEGATE: tl.constexpr, IS_FP32: tl.constexpr,
+    IS_WHOLE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """One block of keys into the online softmax; IS_WHOLE: every query sees every key of it."""
+    columns = start + tl.arange(0, BLOCK_N)
+    k = load_rows(k_ptr, stride_kt, start, end, BLOCK_N, HEAD_DIM, BLOCK_D, IS_WHOLE)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
+    if NEGATE:
+        scores = -scores
+    if not IS_WHOLE:
+        seen = (columns < end)[None, :]
+        if HAS_WINDOW:
+            seen = seen & in_window(rows[:, None], columns[None, :], window_left, window_right)
+        scores = tl.where(seen, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    finite = new_top
+    if HAS_WINDOW:  # a query that has seen no key yet
+        finite = tl.where(new_top == float("-inf"), 0.0, new_top)
+    if IS_FP32:
+        probs = tl.exp2((scores - finite[:, None]) * scale_log2e)
+    else:  # one FMA, whose rounding drowns in the operands'
+        probs = tl.exp2(scores * scale_log2e - (finite * scale_log2e)[:, None])
+    shrink = tl.exp2((top - finite) * scale_log2e)
+    total = total * shrink + tl.sum(probs, axis=1)
+    if HAS_DROPOUT:
+        probs = probs * kept_probs(philox_ptr, rows, start - begin, head, threshold, keep_scale, BLOCK_N)
+    v = load_rows(v_ptr, stride_vt, start, end, BLOCK_N, HEAD_DIM, BLOCK_D, IS_WHOLE)
+    acc = tl.dot(probs.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return acc, new_top, total
+
+
+@triton.jit
+def _fwd_head(
+    q_ptr, k_ptr, v_ptr, out_ptr, top_ptr, sum_ptr, philox_ptr, stride_qt, stride_kt, stride_vt, stride_ot,
+    head, first, last, begin, end, scale_log2e, threshold, keep_scale, window_left, window_right,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TILE: tl.constexpr, BLOCK_STEP: tl.constexpr,
+    NEGATE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr, RETURN_STATS: tl.constexpr,
+):  # fmt: skip
+    IS_FP32: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
+    rows = first + tl.arange(0, BLOCK_TILE)
+    q = load_rows(q_ptr, stride_qt, first, last, BLOCK_TILE, HEAD_DIM, BLOCK_D, False)
+    acc = tl.zeros([BLOCK_TILE, BLOCK_D], tl.float32)
+    top = tl.full([BLOCK_TILE], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_TILE], tl.float32)
+    low, high = walk(begin, end, first, last, window_left, window_right, HAS_WINDOW)
+    whole = low
+    if not HAS_WINDOW:  # what needs no mask
+        whole = low + (high - low) // BLOCK_STEP * BLOCK_STEP
+        for start in range(low, whole, BLOCK_STEP):
+            acc, top, total = _fwd_step(
+                acc, top, total, q, k_ptr, v_ptr, stride_kt, stride_vt, rows, start, begin, end, philox_ptr, head,
+                scale_log2e, threshold, keep_scale, window_left, window_right,
+                HEAD_DIM, BLOCK_D, BLOCK_STEP, NEGATE, IS_FP32, True, False, HAS_DROPOUT,
+            )  # fmt: skip
+    for start in range(whole, high, BLOCK_STEP):
+        acc, top, total = _fwd_step(
+            acc, top, total, q, k_ptr, v_ptr, stride_kt, stride_vt, rows, start, begin, end, philox_ptr, head,
+            scale_log2e, threshold, keep_scale, window_left, window_right,
+            HEAD_DIM, BLOCK_D, BLOCK_STEP, NEGATE, IS_FP32, False, HAS_WINDOW, HAS_DROPOUT,
+        )  # fmt: skip
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    store_rows(out_ptr, stride_ot, first, last, acc, HEAD_DIM)
+    if RETURN_STATS:
+        tl.store(top_ptr + rows, tl.where(total == 0.0, 0.0, top), mask=rows < last)
+        tl.store(sum_ptr + rows, total, mask=rows < last)
+
+
+@triton.jit(do_not_specialize=["threshold", "window_left", "window_right"])
+def _attention_fwd_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, top_ptr, sum_ptr, tiles_ptr, philox_ptr,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
+    total_tokens, num_heads, scale_log2e, threshold, keep_scale, window_left, window_right,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TILE: tl.constexpr, BLOCK_STEP: tl.constexpr,
+    HEADS: tl.constexpr, NEGATE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    RETURN_STATS: tl.constexpr,
+):  # fmt: skip
+    tiles_ptr += tl.program_id(0) * 4
+    first, last = tl.load(tiles_ptr), tl.load(tiles_ptr + 1)
+    begin, end = tl.load(tiles_ptr + 2), tl.load(tiles_ptr + 3)
+    if first == last:
+        return
+    first_head = tl.program_id(1) * HEADS
+    for i in range(0, tl.minimum(HEADS, num_heads - first_head)):
+        head = first_head + i
+        h = head.to(tl.int64)
+        _fwd_head(
+            q_ptr + h * stride_qh, k_ptr + h * stride_kh, v_ptr + h * stride_vh, out_ptr + h * HEAD_DIM,
+            top_ptr + h * total_tokens, sum_ptr + h * total_tokens, philox_ptr,
+            stride_qt, stride_kt, stride_vt, num_heads * HEAD_DIM,
+            head, first, last, begin, end, scale_log2e, threshold, keep_scale, window_left, window_right,
+            HEAD_DIM, BLOCK_D, BLOCK_TILE, BLOCK_STEP, NEGATE, HAS_WINDOW, HAS_DROPOUT, RETURN_STATS,
+        )  # fmt: skip
+
+
+def attention_fwd(
+    q, k, v, tiles, philox, tile, softmax_scale, dropout_p, window_size, return_stats
+):  # fmt: skip
+    """q, k, v (total_tokens, num_heads, head_dim) -> out, softmax_stats; the schema in fastbert/ops/_library.py."""
+    q, k, v = (rows_whole(t) for t in (q, k, v))
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    stats = q.new_empty(2 if return_stats else 0, q.shape[1], q.shape[0], dtype=torch.float32)
+    if q.numel() == 0:
+        return out, stats
+    top, total = stats if return_stats else (out, out)
+    blocks = attention_blocks("fwd", q, tile, dropout_p > 0)
+    grid, shared = launch_arguments(q, tiles, philox, softmax_scale, dropout_p, window_size, blocks)
+    with torch.cuda.device_of(q):
+        _attention_fwd_kernel[grid](
+            q_ptr=q, k_ptr=k, v_ptr=v, out_ptr=out, top_ptr=top, sum_ptr=total, **strides(q=q, k=k, v=v), **shared,
+            RETURN_STATS=return_stats,
+        )  # fmt: skip
+    return out, stats

@@ -1,0 +1,97 @@
+"""Block sizes, one table an architecture: nothing is tuned on a user's first call."""
+
+import torch
+import triton
+
+
+class Blocks:
+    """What a program of attention takes: `tile` tokens, `step` of those that it walks over, `heads` in turn."""
+
+    def __init__(self, tile: int, step: int, heads: int, num_warps: int, num_stages: int):
+        self.tile, self.step, self.heads = tile, step, heads
+        self.num_warps, self.num_stages = num_warps, num_stages
+
+
+_majors: dict[torch.device, int] = {}
+
+
+def _major(device: torch.device) -> int:
+    """The architecture, by its compute capability's first number; the interpreter is taken for Hopper."""
+    if device not in _majors:
+        _majors[device] = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+    return _majors[device]
+
+
+# 16-bit attention, {(head_dim padded, at least 64; tile): {pass: (step, with dropout, num_warps, num_stages)}}, "" for
+# passes not named. Chosen so that nothing spills, which tests/test_aot.py checks; Hopper's are the ones to be tuned.
+# A tile is the same for all passes, since they share the list of tiles.
+_HOPPER = {
+    (64, 128): {"fwd": (128, 64, 8, 3), "dkdv": (64, 32, 8, 2), "dq": (64, 64, 8, 2)},
+    (64, 64): {"": (32, 32, 4, 2)},
+    (128, 64): {"dkdv": (32, 32, 8, 2), "": (64, 64, 8, 2)},
+    (256, 32): {"fwd": (16, 16, 4, 1), "": (32, 16, 8, 1)},
+}
+_SHORT = {32: (32, 16, 4, 2), 16: (16, 16, 2, 2)}  # two or four heads of 64 in turn keep a program busy
+# What other architectures have instead.
+_OTHERS = {
+    8: {
+        (64, 128): {"fwd": (64, 32, 8, 3), "dkdv": (16, 16, 8, 2), "dq": (64, 32, 8, 2)},
+        (64, 64): {"dkdv": (16, 16, 8, 2), "": (32, 32, 8, 2)},
+        (128, 64): {"dkdv": (32, 16, 8, 2), "": (64, 64, 8, 2)},
+    },
+    10: {
+        (64, 128): {"fwd": (128, 64, 8, 3), "dkdv": (32, 16, 8, 2), "dq": (64, 64, 8, 2)},
+        (64, 64): {"dkdv": (16, 16, 4, 2), "": (32, 32, 8, 2)},
+        (128, 64): {"dkdv": (32, 16, 8, 2), "": (64, 64, 8, 2)},
+    },
+}
+# IEEE products of fp32 run on the plain cores, with a register for every operand.
+_FP32 = {32: (32, 32, 8, 1), 16: (16, 16, 8, 1)}
+
+
+def blocks_of(which: str, major: int, head_dim: int, element_size: int, tile: int, has_dropout: bool) -> Blocks:
+    padded = max(64, triton.next_power_of_2(head_dim))
+    heads = max(1, 64 // tile)
+    if element_size == 4:
+        step, with_dropout, num_warps, num_stages = _FP32[tile]
+    elif tile in _SHORT and padded < 256:
+        step, with_dropout, num_warps, num_stages = _SHORT[tile]
+    elif padded == 256:  # a tile of 16 as one of 32
+        passes = _HOPPER[256, 32]
+        step, with_dropout, num_warps, num_stages = passes.get(which) or passes[""]
+    else:
+        passes = _OTHERS.get(max(8, min(major, 10)), {}).get((padded, tile)) or _HOPPER[padded, tile]
+        step, with_dropout, num_warps, num_stages = passes.get(which) or passes[""]
+    return Blocks(tile, min(tile, with_dropout if has_dropout else step), heads, num_warps, num_stages)
+
+
+def attention_blocks(which: str, q: torch.Tensor, tile: int, has_dropout: bool) -> Blocks:
+    """Of the pass `which` ("fwd", "dkdv", "dq") for q (total_tokens, num_heads, head_dim)."""
+    return blocks_of(which, _major(q.device), q.shape[2], q.element_size(), tile, has_dropout)
+
+
+class FeedForwardPlan:
+    """How a feed-forward's wide matrix is made: as the epilogue of a Triton GEMM with these blocks, up in forward and
+    down in backward, or, without blocks, by torch's GEMM and a kernel after it."""
+
+    def __init__(self, up: dict[str, int] | None = None, down: dict[str, int] | None = None):
+        self.up, self.down = up, down
+
+
+def gemm_blocks(block_m: int, block_n: int, block_k: int, num_warps: int, num_stages: int) -> dict[str, int]:
+    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP": 8}
+    return {**blocks, "num_warps": num_warps, "num_stages": num_stages}
+
+
+# {architecture: plan}; backward's epilogue has two more matrices in registers. fp32 is left to torch.
+FEED_FORWARD = {
+    8: FeedForwardPlan(gemm_blocks(128, 128, 32, 8, 3), gemm_blocks(128, 64, 32, 8, 3)),
+    9: FeedForwardPlan(gemm_blocks(128, 128, 64, 8, 3), gemm_blocks(128, 64, 64, 8, 3)),
+}
+
+
+def feed_forward_plan(x: torch.Tensor, intermediate_size: int) -> FeedForwardPlan:
+    """For x (total_tokens, hidden_size)."""
+    if x.dtype == torch.float32 or x.shape[0] < 1024 or intermediate_size < 256:
+        return FeedForwardPlan()
+    return FEED_FORWARD[9 if _major(x.device) >= 9 else 8]

@@ -1,0 +1,103 @@
+"""Linear + softmax cross-entropy over the tokens that have a label; the logits of all of them never exist at once.
+
+    z = h weight^T + bias,  lse = log sum exp z,  n labelled tokens
+    loss = 1/n sum (1 - s)(lse - z_label) + s (lse - mean z) + z_loss lse^2
+    dz   = ((1 + 2 z_loss lse) softmax(z) - (1 - s) onehot - s / V) / n
+
+Label smoothing s after Szegedy et al. 2016, section 7; z_loss after Chowdhery et al. 2022, section 5. Tokens go through
+in chunks: torch's GEMM makes a chunk's logits, one kernel turns them into losses and, in place, into their gradients,
+and two more GEMMs use these up at once, since the loss is a number: backward only scales what is there already.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+_CHUNK_ELEMENTS = 1 << 26  # of a chunk's logits: 128 MB of bf16, and products large enough for the whole GPU
+
+
+@triton.jit
+def _cross_entropy_kernel(
+    logits_ptr, labels_ptr, losses_ptr, num_classes, stride, label_smoothing, z_loss, inverse_count,
+    NEEDS_GRAD: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """losses (rows,), fp32, of logits (rows, num_classes), which NEEDS_GRAD overwrites with their gradients.
+
+    `stride` is num_classes rounded up to whole 16-byte loads: what lies between is read, and left out.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride
+    label = tl.load(labels_ptr + row)
+    top = tl.full([BLOCK_V], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_V], tl.float32)
+    plain = tl.zeros([BLOCK_V], tl.float32)
+    for start in range(0, stride, BLOCK_V):  # each lane its own online softmax; they are joined once
+        columns = start + tl.arange(0, BLOCK_V)
+        inside = columns < num_classes
+        z = tl.load(logits_ptr + columns, mask=columns < stride, other=0.0).to(tl.float32)
+        z = tl.where(inside, z, float("-inf"))
+        new_top = tl.maximum(top, z)
+        finite = tl.where(new_top == float("-inf"), 0.0, new_top)
+        total = total * tl.exp(top - finite) + tl.exp(z - finite)
+        top = new_top
+        plain += tl.where(inside, z, 0.0)
+    row_top = tl.max(top, axis=0)
+    total = tl.sum(total * tl.exp(top - row_top), axis=0)
+    lse = row_top + tl.log(total)
+    right = tl.load(logits_ptr + label).to(tl.float32)
+    mean = tl.sum(plain, axis=0) / num_classes
+    loss = (1.0 - label_smoothing) * (lse - right) + label_smoothing * (lse - mean) + z_loss * lse * lse
+    tl.store(losses_ptr + row, loss)
+    if NEEDS_GRAD:
+        factor = (1.0 + 2.0 * z_loss * lse) / total
+        for start in range(0, stride, BLOCK_V):
+            columns = start + tl.arange(0, BLOCK_V)
+            z = tl.load(logits_ptr + columns, mask=columns < stride, other=0.0).to(tl.float32)
+            gradient = factor * tl.exp(z - row_top) - label_smoothing / num_classes
+            gradient -= tl.where(columns == label, 1.0 - label_smoothing, 0.0)
+            gradient *= inverse_count
+            tl.store(logits_ptr + columns, gradient.to(logits_ptr.dtype.element_ty), mask=columns < stride)
+
+
+def cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoothing, z_loss, needs_grad):
+    """-> loss (fp32 scalar), dhidden_states, dweight, dbias for a loss's gradient of 1; fastbert/ops/_library.py.
+
+    One host sync: the number of labelled tokens is the GEMMs' size.
+    """
+    kept = (labels != ignore_index).nonzero().flatten()
+    hidden, labels = hidden_states.index_select(0, kept), labels.index_select(0, kept)
+    count, num_classes = kept.numel(), weight.shape[0]
+    losses = hidden.new_empty(count, dtype=torch.float32)
+    gradients = (
+        [
+            torch.zeros(t.shape, dtype=torch.float32, device=t.device)
+            for t in (hidden_states, weight, bias)
+            if t is not None
+        ]
+        if needs_grad
+        else []
+    )
+    chunk = max(1, _CHUNK_ELEMENTS // num_classes)
+    block_v = min(4096, max(16, triton.next_power_of_2(num_classes)))
+    stride = triton.cdiv(num_classes, 64) * 64
+    memory = hidden.new_empty(min(count, chunk), stride)
+    for start in range(0, count, chunk):
+        h = hidden[start : start + chunk]
+        logits = memory[: h.shape[0], :num_classes]
+        torch.mm(h, weight.t(), out=logits)
+        if bias is not None:
+            logits += bias
+        with torch.cuda.device_of(logits):
+            _cross_entropy_kernel[(h.shape[0],)](
+                logits, labels[start:], losses[start:], num_classes, stride, label_smoothing, z_loss, 1.0 / count,
+                NEEDS_GRAD=needs_grad, BLOCK_V=block_v, num_warps=max(1, min(8, block_v // 256)),
+            )  # fmt: skip
+        if needs_grad:
+            gradients[0].index_copy_(0, kept[start : start + chunk], (logits @ weight).float())
+            gradients[1] += logits.t() @ h
+            if bias is not None:
+                gradients[2] += logits.sum(0, dtype=torch.float32)
+    loss = losses.sum() / max(count, 1)
+    empty = [t.new_empty(0) for t in (hidden_states, weight, weight)]
+    tensors = [g.to(weight.dtype) for g in gradients]
+    return loss, *(tensors + empty[len(tensors) :])

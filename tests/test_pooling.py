@@ -1,0 +1,142 @@
+"""pooling: every backend, forward and backward, against the float64 oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from isas import backend_with_isa, device_of
+from test_ops import check
+
+from fastbert import ops
+from fastbert.backend import BackendError
+from fastbert.testing import reference
+from fastbert.testing.cases import LENGTHS
+
+BACKENDS = ("torch", "triton")
+SLACK = LENGTHS[5]
+
+each_mode = pytest.mark.parametrize("mode", ("mean", "cls", "max"))
+each_dtype = pytest.mark.parametrize(
+    "dtype", (torch.float32, torch.bfloat16, torch.float16), ids=lambda d: str(d).removeprefix("torch.")
+)
+each_case = pytest.mark.parametrize("case", LENGTHS, ids=lambda c: c.id)
+only_triton = pytest.mark.parametrize("backend", ("triton",), indirect=True)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    with backend_with_isa(request.param) as name:
+        yield name
+
+
+def pooled(x, case, mode, backend):
+    return ops.pooling(x, case.cu_seqlens.to(x.device), mode=mode, backend=backend)
+
+
+def check_pooling(case, dtype, mode, backend, x):
+    check(
+        lambda x: pooled(x, case, mode, backend),
+        lambda x: reference.pooling(x, case.cu_seqlens, mode),
+        {"x": x},
+        dtype,
+        device=device_of(backend),
+    )
+
+
+@each_case
+@each_dtype
+@each_mode
+def test_against_oracle(case, dtype, mode, backend):
+    check_pooling(case, dtype, mode, backend, torch.randn(case.total_tokens, 24))
+
+
+@pytest.mark.parametrize("hidden_size", (1, 64, 65, 257))
+@each_mode
+def test_widths(hidden_size, mode, backend):
+    check_pooling(SLACK, torch.float32, mode, backend, torch.randn(SLACK.total_tokens, hidden_size))
+
+
+@each_dtype
+def test_a_maximum_that_several_tokens_have_shares_its_gradient(dtype, backend):
+    check_pooling(LENGTHS[3], dtype, "max", backend, torch.randint(0, 4, (LENGTHS[3].total_tokens, 24)).float())
+
+
+@pytest.mark.parametrize("share", (2, 7))
+@each_case
+@each_mode
+@only_triton
+def test_several_programs_share_a_sequence(case, mode, share, backend, monkeypatch):
+    import fastbert.kernels.pooling as kernels
+
+    monkeypatch.setattr(kernels, "_MIN_SHARE", share)
+    for x in (torch.randn(case.total_tokens, 24), torch.randint(0, 4, (case.total_tokens, 24)).float()):
+        check_pooling(case, torch.float32, mode, backend, x)
+
+
+@each_mode
+def test_slack_rows_are_not_read(mode, backend):
+    x = torch.randn(SLACK.total_tokens, 24, device=device_of(backend))
+    expected = pooled(x, SLACK, mode, backend)
+    x[-SLACK.slack :] = float("nan")
+    x.requires_grad_()
+    out = pooled(x, SLACK, mode, backend)
+    assert torch.equal(out, expected)
+    out.sum().backward()
+    assert x.grad.isfinite().all() and not x.grad[-SLACK.slack :].any()
+
+
+@each_mode
+def test_nan_comes_out_and_stays_in_its_sequence(mode, backend):
+    x = torch.randn(SLACK.total_tokens, 24, device=device_of(backend))
+    expected = pooled(x, SLACK, mode, backend)
+    x[4, 3], x[0, 5], x[1, 5] = float("nan"), float("-inf"), float("nan")  # of the last sequence and of the first
+    out = pooled(x, SLACK, mode, backend)
+    assert torch.equal(out.isnan(), pooled(x.cpu(), SLACK, mode, "torch").isnan().to(out.device))
+    spoiled = torch.zeros_like(out, dtype=torch.bool)
+    spoiled[2, 3] = spoiled[0, 5] = True
+    assert torch.equal(out[~spoiled], expected[~spoiled])
+
+
+@each_mode
+@only_triton
+def test_repeats_bit_for_bit_whatever_the_strides_and_the_offsets_dtype(mode, backend):
+    wide = torch.randn(LENGTHS[3].total_tokens, 48, device=device_of(backend))
+    results = []
+    for x, dtype in ((wide[:, ::2].contiguous(), torch.int32), (wide[:, ::2], torch.int64)):
+        x = x.detach().requires_grad_()
+        out = ops.pooling(x, LENGTHS[3].cu_seqlens.to(x.device, dtype), mode=mode, backend=backend)
+        out.backward(torch.ones(48, len(out), device=x.device)[:24].t())
+        results.append((out, x.grad))
+    assert all(map(torch.equal, *results))
+
+
+@only_triton
+def test_which_ops_run(backend):
+    x = torch.randn(SLACK.total_tokens, 24, device=device_of(backend), requires_grad=True)
+    with torch.profiler.profile() as profile:
+        pooled(x, SLACK, "max", backend).sum().backward()
+    ours = {event.name for event in profile.events() if event.name.startswith("fastbert::")}
+    assert ours == {"fastbert::pooling_fwd_triton", "fastbert::pooling_bwd_triton"}
+
+
+@only_triton
+def test_opcheck(backend):
+    cu_seqlens = SLACK.cu_seqlens.to(device_of(backend))
+    x = torch.randn(SLACK.total_tokens, 24, device=cu_seqlens.device)
+    forward, backward = (getattr(torch.ops.fastbert, f"pooling_{way}_triton").default for way in ("fwd", "bwd"))
+    for mode in ("mean", "max"):
+        is_max = mode == "max"
+        torch.library.opcheck(forward, (x, cu_seqlens, mode, is_max))
+        out, ties = forward(x, cu_seqlens, mode, is_max)
+        of_max = (x, out, ties) if is_max else (None, None, None)
+        torch.library.opcheck(backward, (out, *of_max, cu_seqlens, mode, x.shape[0]))
+
+
+def test_what_cannot_be_served_raises_with_the_reason(backend):
+    cu_seqlens = torch.tensor([0, 1], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"'median'; valid modes: mean, cls, max"):
+        ops.pooling(torch.zeros(1, 2), cu_seqlens, mode="median", backend=backend)
+    with pytest.raises(BackendError, match="no cpu kernel"):
+        ops.pooling(torch.zeros(1, 2), cu_seqlens, backend="cpu")
+    with pytest.raises(BackendError, match=r"float64|tensors are on cpu"):
+        ops.pooling(torch.zeros(1, 2).double(), cu_seqlens, backend="triton")
