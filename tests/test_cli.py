@@ -200,7 +200,7 @@ def start_and_kill(arguments: tuple, progress: Path, stop: int) -> int:
 @pytest.mark.parametrize("stop", (signal.SIGKILL, signal.SIGINT))
 def test_a_killed_run_goes_on_and_gives_the_same_bits(tmp_path, model, stop):
     words = tiny.WORDS.split()
-    texts = [" ".join(words[(i * j) % len(words)] for j in range(1 + i % 20)) for i in range(6000)]
+    texts = [" ".join(words[(i * j) % len(words)] for j in range(1 + i % 20)) for i in range(20_000)]
     source = write_texts(tmp_path, "txt", texts)
     whole, out, other, progress = (tmp_path / n for n in ("whole.npy", "out.npy", "other.txt", "out.npy.progress"))
     arguments = ("encode", source, "--model", model, "--device", "cpu", "--output")
@@ -213,7 +213,7 @@ def test_a_killed_run_goes_on_and_gives_the_same_bits(tmp_path, model, stop):
     assert "out.npy.partial was begun with another input" in error and "--force starts again" in error
     done = run(*arguments, out)
     assert done.returncode == 0, done.stderr
-    assert f"{rows:,} of 6,000 texts were encoded before" in done.stderr
+    assert f"{rows:,} of 20,000 texts were encoded before" in done.stderr
     assert f"{len(texts) - rows:,} texts, " in done.stderr  # and no more than those
     assert run(*arguments, whole).returncode == 0
     assert out.read_bytes() == whole.read_bytes()
