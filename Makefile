@@ -62,8 +62,8 @@ bench-ops: $(VENV)/.installed-bench  ## ops one by one, with pytest-benchmark
 gpu:            ## everything that needs a GPU, in parts that resume; PART=ops for one of them
 	@$(PYTHON) -m fastbert.testing.gpu $(foreach part,$(PART),--part $(part)) $(ARGUMENTS)
 
-gpu-stale:      ## do the committed GPU results belong to the present kernels?
-	@$(PYTHON) -m fastbert.testing.gpu --stale
+gpu-stale: $(VENV)/.installed  ## do the committed GPU results belong to the present kernels?
+	@$(BIN)/python -m fastbert.testing.gpu --stale
 
 unit: $(VENV)/.installed-test  ## pytest
 	@$(BIN)/python -m pytest -n 2 --dist worksteal

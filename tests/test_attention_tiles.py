@@ -6,7 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from test_attention import RAGGED, SLACK, check, differentiate, dropped_probabilities, make
+from test_attention import RAGGED, SLACK, check, differentiate, make
+from test_attention_dropout import dropped_probabilities
 
 from fastbert.backend import BackendError
 from fastbert.ops._library import triton_error
