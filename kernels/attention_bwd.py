@@ -16,7 +16,7 @@ from .attention import in_window, kept_probs, launch_arguments, load_rows, rows_
 from .blocks import attention_blocks
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total_tokens"])
 def _attention_delta_kernel(
     dout_ptr, out_ptr, delta_ptr, stride_dt, stride_dh, stride_ot, stride_oh, total_tokens,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TILE: tl.constexpr,
@@ -85,15 +85,15 @@ def _dkdv_step(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["threshold", "window_left", "window_right"])
+@triton.jit(do_not_specialize=["threshold", "total_tokens", "window_left", "window_right"])
 def _attention_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, top_ptr, sum_ptr, delta_ptr, dk_ptr, dv_ptr, tiles_ptr, philox_ptr,
-    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dt, stride_dh,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dt, stride_dh, stride_gt,
     total_tokens, num_heads, softmax_scale, scale_log2e, threshold, keep_scale, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TILE: tl.constexpr, BLOCK_STEP: tl.constexpr,
     HEADS: tl.constexpr, NEGATE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of keys; dk, dv (total_tokens, num_heads, head_dim), contiguous."""
+    """dk and dv of one tile of keys; a token's heads lie beside each other, tokens stride_gt apart."""
     IS_FP32: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     tiles_ptr += tl.program_id(0) * 4
     first, last = tl.load(tiles_ptr), tl.load(tiles_ptr + 1)
@@ -131,9 +131,8 @@ def _attention_dkdv_kernel(
             )  # fmt: skip
         if NEGATE:
             dk = -dk
-        at, stride = h * HEAD_DIM, num_heads * HEAD_DIM
-        store_rows(dk_ptr + at, stride, first, last, dk * softmax_scale, HEAD_DIM)
-        store_rows(dv_ptr + at, stride, first, last, dv, HEAD_DIM)
+        store_rows(dk_ptr + h * HEAD_DIM, stride_gt, first, last, dk * softmax_scale, HEAD_DIM)
+        store_rows(dv_ptr + h * HEAD_DIM, stride_gt, first, last, dv, HEAD_DIM)
 
 
 @triton.jit
@@ -163,15 +162,15 @@ def _dq_step(
     return tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["threshold", "window_left", "window_right"])
+@triton.jit(do_not_specialize=["threshold", "total_tokens", "window_left", "window_right"])
 def _attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, top_ptr, sum_ptr, delta_ptr, dq_ptr, tiles_ptr, philox_ptr,
-    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dt, stride_dh,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dt, stride_dh, stride_gt,
     total_tokens, num_heads, softmax_scale, scale_log2e, threshold, keep_scale, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TILE: tl.constexpr, BLOCK_STEP: tl.constexpr,
     HEADS: tl.constexpr, NEGATE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """dq of one tile of queries, (total_tokens, num_heads, head_dim), contiguous."""
+    """dq of one tile of queries, laid out as dk and dv."""
     IS_FP32: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     tiles_ptr += tl.program_id(0) * 4
     first, last = tl.load(tiles_ptr), tl.load(tiles_ptr + 1)
@@ -209,18 +208,19 @@ def _attention_dq_kernel(
             )  # fmt: skip
         if NEGATE:
             dq = -dq
-        store_rows(dq_ptr + h * HEAD_DIM, num_heads * HEAD_DIM, first, last, dq * softmax_scale, HEAD_DIM)
+        store_rows(dq_ptr + h * HEAD_DIM, stride_gt, first, last, dq * softmax_scale, HEAD_DIM)
 
 
 def attention_bwd(
     dout, q, k, v, out, softmax_stats, tiles, philox, tile, softmax_scale, dropout_p, window_size
 ):  # fmt: skip
-    """dout as out -> dq, dk, dv as q, contiguous; the schema in fastbert/ops/_library.py."""
+    """dout as out -> dqkv (total_tokens, 3, num_heads, head_dim); the schema in fastbert/ops/_library.py."""
     dout, q, k, v = (rows_whole(t) for t in (dout, q, k, v))
-    dq, dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
-    if q.numel() == 0:
-        return dq, dk, dv
     total_tokens, num_heads, head_dim = q.shape
+    dqkv = q.new_empty(total_tokens, 3, num_heads, head_dim)
+    if q.numel() == 0:
+        return dqkv
+    dq, dk, dv = dqkv.unbind(1)
     top, total = softmax_stats
     delta = torch.empty_like(top)
     with torch.cuda.device_of(q):
@@ -232,8 +232,9 @@ def attention_bwd(
         )  # fmt: skip
         operands = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "dout_ptr": dout, "top_ptr": top, "sum_ptr": total}
         operands |= {"delta_ptr": delta, "softmax_scale": abs(softmax_scale), **strides(q=q, k=k, v=v, d=dout)}
+        operands["stride_gt"] = dqkv.stride(0)
         _attention_dkdv_kernel[grid](dk_ptr=dk, dv_ptr=dv, **operands, **shared)
         blocks = attention_blocks("dq", q, tile, dropout_p > 0)
         grid, shared = launch_arguments(q, tiles, philox, softmax_scale, dropout_p, window_size, blocks)
         _attention_dq_kernel[grid](dq_ptr=dq, **operands, **shared)
-    return dq, dk, dv
+    return dqkv

@@ -79,7 +79,7 @@ def _fwd_head(
         tl.store(sum_ptr + rows, total, mask=rows < last)
 
 
-@triton.jit(do_not_specialize=["threshold", "window_left", "window_right"])
+@triton.jit(do_not_specialize=["threshold", "total_tokens", "window_left", "window_right"])
 def _attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, top_ptr, sum_ptr, tiles_ptr, philox_ptr,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,

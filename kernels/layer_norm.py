@@ -110,7 +110,7 @@ def add_layer_norm_fwd(x, x_bias, residual, weight, bias, philox, dropout_p, eps
     return out, summed, mean, rstd
 
 
-@triton.jit(do_not_specialize=["threshold"])
+@triton.jit(do_not_specialize=["threshold", "total_tokens"])
 def _add_layer_norm_bwd_kernel(
     dout_ptr, dsum_ptr, summed_ptr, mean_ptr, rstd_ptr, weight_ptr, philox_ptr,
     dx_ptr, dsummed_ptr, shares_ptr,
@@ -157,7 +157,7 @@ def _add_layer_norm_bwd_kernel(
         tl.store(shares_ptr + 2 * hidden_size + columns, dx_bias, mask=columns < hidden_size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_shares"])
 def _add_shares_kernel(
     shares_ptr, dweight_ptr, dbias_ptr, dx_bias_ptr, num_shares, hidden_size,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

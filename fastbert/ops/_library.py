@@ -259,7 +259,9 @@ define("attention_fwd_cpu", _ATTENTION_FWD, _attention_fwd_fake)
 define("attention_bwd_cpu", _ATTENTION_BWD, _attention_bwd_fake)
 
 # The Triton kernels take the list of tiles instead, which is made once a batch: int32 (num_tiles, 4), of `tile` tokens
-# each. window_size: (left, right), -1 = unlimited. Statistics are of scores times the sign of softmax_scale.
+# each. window_size: (left, right), -1 = unlimited. Statistics are of scores times the sign of softmax_scale. The
+# gradients stand beside each other, (total_tokens, 3, num_heads, head_dim), as the merged projection's backward wants
+# them.
 
 _ATTENTION_FWD_TRITON = (
     "(Tensor q, Tensor k, Tensor v, Tensor tiles, Tensor? philox, int tile, float softmax_scale, float dropout_p,"
@@ -267,7 +269,7 @@ _ATTENTION_FWD_TRITON = (
 )
 _ATTENTION_BWD_TRITON = (
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_stats, Tensor tiles, Tensor? philox,"
-    " int tile, float softmax_scale, float dropout_p, SymInt[] window_size) -> (Tensor dq, Tensor dk, Tensor dv)"
+    " int tile, float softmax_scale, float dropout_p, SymInt[] window_size) -> Tensor dqkv"
 )
 
 
@@ -276,7 +278,7 @@ def _attention_fwd_triton_fake(q, k, v, tiles, philox, tile, softmax_scale, drop
 
 
 def _attention_bwd_triton_fake(dout, q, *others):
-    return q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(q.shape)
+    return q.new_empty(q.shape[0], 3, *q.shape[1:])
 
 
 define_triton(

@@ -93,6 +93,8 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, softmax_stats, where, philox = ctx.saved_tensors
         bwd, tile, softmax_scale, dropout_p, window = ctx.options
         gradients = bwd(dout, q, k, v, out, softmax_stats, where, philox, *tile, softmax_scale, dropout_p, *window)
+        if isinstance(gradients, torch.Tensor):  # triton's, beside each other
+            gradients = gradients.unbind(1)
         return *gradients, None, None, None, None, None, None, None
 
 
