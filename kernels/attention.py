@@ -27,24 +27,62 @@ _LOG2E = 1.4426950408889634
 # fill the list up to the length that is known on the host.
 
 
+@triton.jit
+def _load_spans(cu_seqlens_ptr, sequence, batch_size, total_tokens):
+    """First token and length of each sequence; number batch_size is what lies behind the last, none is beyond it."""
+    begin = tl.load(cu_seqlens_ptr + sequence, mask=sequence <= batch_size, other=0)
+    end = tl.load(cu_seqlens_ptr + sequence + 1, mask=sequence < batch_size, other=0)
+    end = tl.where(sequence == batch_size, total_tokens, end)
+    return begin, end - begin
+
+
+@triton.jit(do_not_specialize=["batch_size", "total_tokens", "num_tiles"])
+def _attention_tiles_kernel(
+    cu_seqlens_ptr, tiles_ptr, batch_size, total_tokens, num_tiles,
+    BLOCK_TILE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """A program places the tiles of BLOCK_B sequences: behind those of all longer ones, which it counts by comparing
+    itself with everyone, BLOCK_R at a time."""
+    sequence = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)  # [B]
+    begin, length = _load_spans(cu_seqlens_ptr, sequence, batch_size, total_tokens)
+    key = tl.where(sequence == batch_size, -1, length)  # slack is last
+    place = tl.zeros([BLOCK_B], tl.int32)
+    occupied = tl.zeros([BLOCK_R], tl.int32)
+    for start in range(0, batch_size + 1, BLOCK_R):
+        other = start + tl.arange(0, BLOCK_R)  # [R]
+        _, other_length = _load_spans(cu_seqlens_ptr, other, batch_size, total_tokens)
+        other_key = tl.where(other == batch_size, -1, other_length)[None, :]
+        other_count = tl.cdiv(other_length, BLOCK_TILE)
+        is_before = (other_key > key[:, None]) | ((other_key == key[:, None]) & (other[None, :] < sequence[:, None]))
+        place += tl.sum(tl.where(is_before, other_count[None, :], 0), axis=1)
+        occupied += other_count
+
+    column = tl.arange(0, 4)[None, :]
+    count = tl.cdiv(length, BLOCK_TILE)
+    keys_end = tl.where(sequence == batch_size, begin, begin + length)  # slack sees no key
+    for i in range(0, tl.max(count, axis=0)):
+        row = begin + i * BLOCK_TILE
+        row_end = tl.minimum(row + BLOCK_TILE, begin + length)
+        rows = tl.where(column == 0, row[:, None], row_end[:, None])
+        keys = tl.where(column == 2, begin[:, None], keys_end[:, None])
+        at = (place + i)[:, None] * 4 + column
+        tl.store(tiles_ptr + at, tl.where(column < 2, rows, keys), mask=(i < count)[:, None] & (column < 4))
+    first = tl.sum(occupied, axis=0) + tl.program_id(0) * BLOCK_R
+    for empty in range(first, num_tiles, tl.num_programs(0) * BLOCK_R):
+        entry = empty + tl.arange(0, BLOCK_R)[:, None]
+        tl.store(tiles_ptr + entry * 4 + column, column * 0, mask=(entry < num_tiles) & (column < 4))
+
+
 def attention_tiles(cu_seqlens: torch.Tensor, total_tokens: int, block: int) -> torch.Tensor:
     """The tiles of `block` tokens of a batch, in the order in which programs take them; no host sync."""
-    begins, ends = cu_seqlens[:-1], cu_seqlens[1:]
-    lengths, order = torch.sort(ends - begins, descending=True, stable=True)
-    slack = total_tokens - cu_seqlens[-1:]
-    begins = torch.cat([begins[order], cu_seqlens[-1:]])
-    lengths = torch.cat([lengths, slack])
-    counts = (lengths + block - 1) // block
-    last_tile = counts.cumsum(0, dtype=torch.int32)
-    tile = torch.arange(total_tokens // block + cu_seqlens.numel(), dtype=torch.int32, device=cu_seqlens.device)
-    which = torch.searchsorted(last_tile, tile, right=True)
-    is_tile = which < counts.numel()
-    which = which.clamp(max=counts.numel() - 1)
-    begin, length = begins[which], lengths[which]
-    row = begin + (tile - (last_tile[which] - counts[which])) * block
-    keys = torch.where(which == counts.numel() - 1, 0, length)  # slack sees no key
-    tiles = torch.stack([row, torch.minimum(row + block, begin + length), begin, begin + keys], dim=1)
-    return torch.where(is_tile[:, None], tiles, 0).to(torch.int32)
+    cu_seqlens = cu_seqlens.contiguous()
+    batch_size = cu_seqlens.shape[0] - 1
+    tiles = cu_seqlens.new_empty(total_tokens // block + batch_size + 1, 4)
+    with torch.cuda.device_of(cu_seqlens):
+        _attention_tiles_kernel[(triton.cdiv(batch_size + 1, 16),)](
+            cu_seqlens, tiles, batch_size, total_tokens, tiles.shape[0], BLOCK_TILE=block, BLOCK_B=16, BLOCK_R=128
+        )
+    return tiles
 
 
 @triton.jit

@@ -107,6 +107,13 @@ def attention_cases() -> Iterator[Case]:
         yield Case("attention_bwd._attention_delta_kernel", dtype, types, constants, num_warps=4, wide_loads=2)
 
 
+def tiles_cases() -> Iterator[Case]:
+    types = {"cu_seqlens_ptr": "*i32", "tiles_ptr": "*i32"}
+    types |= dict.fromkeys(("batch_size", "total_tokens", "num_tiles"), "i32")
+    constants = {"BLOCK_TILE": 128, "BLOCK_B": 16, "BLOCK_R": 128}
+    yield Case("attention._attention_tiles_kernel", "i32", types, constants, num_warps=4, wide_loads=0)
+
+
 def feed_forward_cases() -> Iterator[Case]:
     from fastbert.kernels.blocks import FEED_FORWARD
 
@@ -145,5 +152,5 @@ def cross_entropy_cases() -> Iterator[Case]:
 
 
 def all_cases() -> list[Case]:
-    mine = [*layer_norm_cases(), *attention_cases(), *feed_forward_cases(), *cross_entropy_cases()]
+    mine = [*layer_norm_cases(), *attention_cases(), *tiles_cases(), *feed_forward_cases(), *cross_entropy_cases()]
     return [*mine, *(Case(**case) for case in embedding_cases(HIDDEN_SIZE))]

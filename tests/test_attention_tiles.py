@@ -18,10 +18,11 @@ from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_clo
 
 needs_triton = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
 LONG = Lengths("", (130, 1, 70))
+MANY = Lengths("many", tuple(i * 37 % 50 for i in range(300)), slack=40)
 
 
 @needs_triton
-@pytest.mark.parametrize("case", (*LENGTHS, LONG), ids=lambda c: c.id)
+@pytest.mark.parametrize("case", (*LENGTHS, LONG, MANY), ids=lambda c: c.id)
 @pytest.mark.parametrize("tile", (16, 64, 128))
 def test_tiles_cover_every_token_once(case, tile):
     tiles = torch.ops.fastbert.attention_tiles_triton(case.cu_seqlens, case.total_tokens, tile)

@@ -101,9 +101,13 @@ def define_triton(op: str, schema: str, module: str, fake: Callable) -> None:
 
     Its CPU key is for TRITON_INTERPRET=1, which tests the kernels without a GPU.
     """
+    kernel = None
 
     def implementation(*args):
-        return getattr(importlib.import_module(f"fastbert.kernels.{module}"), op)(*args)
+        nonlocal kernel
+        if kernel is None:
+            kernel = getattr(importlib.import_module(f"fastbert.kernels.{module}"), op)
+        return kernel(*args)
 
     define(f"{op}_triton", schema, fake)
     for key in ("CUDA", "CPU"):
