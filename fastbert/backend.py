@@ -82,6 +82,11 @@ def use_backend(name: str | Backend) -> Iterator[None]:
         _Choice.forced = previous
 
 
+def asked_for(name: str | Backend | None) -> Backend | None:
+    """The backend that a call asks for by its `backend=`, or else use_backend() for all; None: the choice is open."""
+    return (parse_backend(name) if name is not None else None) or _Choice.forced
+
+
 def select(op: str, asked: str | Backend | None, x: torch.Tensor, *args) -> Backend:
     """The backend that will serve this call of `op`; `x` and `args` are what the op's `supports` functions take.
 

@@ -34,13 +34,18 @@ class Case:
 def layer_norm_cases() -> Iterator[Case]:
     from fastbert.kernels import layer_norm
 
-    for dtype, dropout in (("bf16", False), ("bf16", True), ("fp16", True), ("fp32", True)):
+    for dtype, dropout, vectors in (
+        ("bf16", False, "bf16"), ("bf16", True, "bf16"), ("fp16", True, "fp16"), ("fp32", True, "fp32"),
+        ("bf16", True, "fp32"),
+    ):  # fmt: skip
         pointer, variant = f"*{dtype}", "dropout" if dropout else ""
+        variant += "" if vectors == dtype else f"-vectors-{vectors}"
         no_mask = {} if dropout else {"philox_ptr": None}
         block_n, num_warps = layer_norm.row_tile(HIDDEN_SIZE)
         types = {
-            **dict.fromkeys(("x_ptr", "x_bias_ptr", "residual_ptr", "weight_ptr", "bias_ptr", "out_ptr"), pointer),
-            "summed_ptr": pointer, "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "philox_ptr": "*i64",
+            **dict.fromkeys(("x_bias_ptr", "weight_ptr", "bias_ptr"), f"*{vectors}"),
+            **dict.fromkeys(("x_ptr", "residual_ptr", "out_ptr", "summed_ptr"), pointer),
+            "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "philox_ptr": "*i64",
             "hidden_size": "i32", "threshold": "i64", "scale": "fp32", "eps": "fp32",
         }  # fmt: skip
         flags = ("HAS_X_BIAS", "HAS_RESIDUAL", "HAS_BIAS", "RETURN_SUM", "RETURN_STATS")
@@ -49,8 +54,9 @@ def layer_norm_cases() -> Iterator[Case]:
 
         block_m, block_n, num_warps = layer_norm._bwd_tile(HIDDEN_SIZE)
         types = {
-            **dict.fromkeys(("dout_ptr", "dsum_ptr", "summed_ptr", "weight_ptr", "dx_ptr", "dsummed_ptr"), pointer),
-            "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "philox_ptr": "*i64", "shares_ptr": "*fp32",
+            **dict.fromkeys(("dout_ptr", "dsum_ptr", "summed_ptr", "dx_ptr", "dsummed_ptr"), pointer),
+            "weight_ptr": f"*{vectors}", "shares_ptr": "*fp32",
+            "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "philox_ptr": "*i64",
             "total_tokens": "i32", "hidden_size": "i32", "threshold": "i64", "scale": "fp32",
         }  # fmt: skip
         constants = {"HAS_DSUM": True, "HAS_X_BIAS": True, "HAS_DROPOUT": dropout, **no_mask}

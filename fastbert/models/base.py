@@ -135,13 +135,19 @@ def run_encoder(
     else:
         for path in paths:
             if hidden_states is not None:
-                hidden_states.append(x)
+                hidden_states.append(_as_autocast_has_it(x))
             x = run_one_layer(get_leaf(root, path), x, inputs.batch)
     if family.final_norm is not None:
         x = add_norm(get_leaf(root, family.final_norm), x, None, None, 0.0)
+    x = _as_autocast_has_it(x)
     if hidden_states is not None:
         hidden_states.append(x)
     return x
+
+
+def _as_autocast_has_it(x: torch.Tensor) -> torch.Tensor:
+    """What a LayerNorm gives under autocast is fp32 to the caller, whatever runs between layers."""
+    return x.float() if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64 else x
 
 
 def first_tokens(packed: torch.Tensor, batch: PackedBatch) -> torch.Tensor:

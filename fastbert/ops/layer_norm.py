@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fastbert.backend import Backend, register, select
+from fastbert.backend import Backend, asked_for, register, select
 from fastbert.ops import _torch
 from fastbert.ops._library import cuda_objection, extension_error, needs_grad, triton_objection
 
@@ -28,9 +28,16 @@ def _supports_common(x, residual, weight, bias, x_bias) -> str | None:
             continue
         if t.device != x.device:
             return f"{name} is on {t.device}, x on {x.device}"
-        if t.dtype != x.dtype:
-            return f"{name} is {t.dtype}, x is {x.dtype}"
+        expected = x.dtype if t is residual else weight.dtype
+        if t.dtype != expected:
+            return f"{name} is {t.dtype}, not {expected}"
     return None
+
+
+def _supports_one_dtype(x, residual, weight, bias, x_bias) -> str | None:
+    if weight.dtype != x.dtype:
+        return f"weight is {weight.dtype}, x is {x.dtype}"
+    return _supports_common(x, residual, weight, bias, x_bias)
 
 
 def _supports_cpu(x, residual, weight, bias, x_bias=None) -> str | None:
@@ -38,17 +45,19 @@ def _supports_cpu(x, residual, weight, bias, x_bias=None) -> str | None:
         return f"tensors are on {x.device.type}"
     if x.dtype not in (torch.float32, torch.bfloat16):
         return f"dtype {x.dtype} (has float32 and bfloat16)"
-    return _supports_common(x, residual, weight, bias, x_bias) or extension_error()
+    return _supports_one_dtype(x, residual, weight, bias, x_bias) or extension_error()
 
 
 def _supports_triton(x, residual, weight, bias, x_bias=None) -> str | None:
     if x.shape[-1] > 8192:
         return f"hidden_size {x.shape[-1]} is above 8192, where the backward's rows no longer fit in registers"
+    if weight.dtype not in (x.dtype, torch.float32):
+        return f"weight is {weight.dtype}, x is {x.dtype}"
     return triton_objection(x) or _supports_common(x, residual, weight, bias, x_bias)
 
 
 def _supports_cuda(x, residual, weight, bias, x_bias=None) -> str | None:
-    return cuda_objection(x) or _supports_common(x, residual, weight, bias, x_bias)
+    return cuda_objection(x) or _supports_one_dtype(x, residual, weight, bias, x_bias)
 
 
 register("add_layer_norm", Backend.CPU, _supports_cpu)
@@ -98,6 +107,19 @@ class _AddLayerNorm(torch.autograd.Function):
         )
 
 
+def _autocast_dtype(x: torch.Tensor, backend: str | None) -> torch.dtype:
+    """Of x and residual under autocast: fp32, as LayerNorm has it there; but bf16 before the Triton kernels.
+
+    They compute in fp32 from weights in fp32 all the same. What is rounded is the residual stream between layers, to
+    the precision that every product rounds its operands to. In fp32 a step's LayerNorms, casts and additions would move
+    three times as much. fp16, whose range a sum may leave, stays fp32.
+    """
+    asked = asked_for(backend)
+    is_triton = asked is Backend.TRITON if asked is not None else x.device.type == "cuda"
+    low = torch.get_autocast_dtype(x.device.type)
+    return low if low is torch.bfloat16 and is_triton and triton_objection(x) is None else torch.float32
+
+
 def add_layer_norm(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -114,21 +136,25 @@ def add_layer_norm(
 
     Args:
         x, residual: (total_tokens, hidden_size); `residual` None means zero.
-        weight, bias, x_bias: (hidden_size,); `x_bias` is the bias of the projection that made x.
+        weight, bias, x_bias: (hidden_size,), in x's dtype, or in fp32 beside 16-bit matrices; `x_bias` is the bias of
+            the projection that made x.
         dropout_p: probability of dropping an element of x + x_bias; 0 turns dropout off exactly.
         eps: added to the variance, in fp32.
         prenorm: also return the sum that was normalised, the residual stream of pre-norm models.
         backend: None follows `use_backend`; a name forces that backend for this call.
 
     Returns:
-        out (total_tokens, hidden_size), or (out, summed) with `prenorm`.
+        out (total_tokens, hidden_size), or (out, summed) with `prenorm`, in x's dtype; under autocast in fp32, but in
+        bf16 from the Triton kernels under autocast to bf16.
 
     Raises:
         BackendError: the backend that was asked for cannot serve the call.
     """
-    if torch.is_autocast_enabled(x.device.type):  # LayerNorm runs in fp32 under autocast
-        x, weight = x.float(), weight.float()
-        residual, bias, x_bias = (None if t is None else t.float() for t in (residual, bias, x_bias))
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = _autocast_dtype(x, backend)
+        x, residual = x.to(dtype), None if residual is None else residual.to(dtype)
+        weight = weight.float()
+        bias, x_bias = (None if t is None else t.float() for t in (bias, x_bias))
     chosen = select("add_layer_norm", backend, x, residual, weight, bias, x_bias)
     if chosen is Backend.TORCH:
         out, summed = _torch.add_layer_norm(x, residual, weight, bias, x_bias, dropout_p, eps)
