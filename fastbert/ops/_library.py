@@ -287,3 +287,19 @@ define_triton(
 )
 define_triton("attention_fwd", _ATTENTION_FWD_TRITON, "attention_fwd", _attention_fwd_triton_fake)
 define_triton("attention_bwd", _ATTENTION_BWD_TRITON, "attention_bwd", _attention_bwd_triton_fake)
+
+# rotary: q and k turned by their tokens' positions (cos and sin, fp32 (max_positions, head_dim // 2) by position, rows
+# in one piece), or back with `inverse`: both contiguous, zeros in slack rows.
+
+
+def _rotary_fake(q, k, cos, sin, tiles, tile, inverse):
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+define_triton(
+    "rotary",
+    "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor tiles, int tile, bool inverse)"
+    " -> (Tensor q_rotated, Tensor k_rotated)",
+    "rotary",
+    _rotary_fake,
+)

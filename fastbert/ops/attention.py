@@ -7,6 +7,7 @@ import torch
 from fastbert.backend import Backend, register, select
 from fastbert.ops import _torch
 from fastbert.ops._library import extension_error, needs_grad, triton_objection
+from fastbert.ops.rotary import Pair, check_rotary, rotate, rotate_triton
 
 Window = tuple[int, int]
 UNLIMITED: Window = (-1, -1)
@@ -112,6 +113,7 @@ def attention(
     softmax_scale: float | None = None,
     dropout_p: float = 0.0,
     window_size: Window = UNLIMITED,
+    rotary: Pair | None = None,
     cache: dict | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
@@ -125,18 +127,30 @@ def attention(
         dropout_p: probability of dropping an attention probability after the softmax.
         window_size: (left, right), how far before and behind itself a query sees keys; -1 = unlimited (Beltagy et al.
             2020, section 3.1).
+        rotary: (cos, sin), fp32, each (max_positions, head_dim // 2): q and k, not v, are rotated by their tokens'
+            positions in the sequences (Su et al. 2021, section 3.4.2), dimension i with dimension head_dim // 2 + i as
+            in GPT-NeoX, in fp32, and rounded to q's dtype. The tables take no gradient.
         cache: a dict that lives as long as the batch; a backend keeps there what it derives from cu_seqlens, so that
             the layers of one forward pass derive it once.
         backend: None follows `use_backend`; a name forces that backend for this call.
 
     Returns:
         (total_tokens, num_heads, head_dim); zeros in slack rows. No sequence sees another, bit for bit.
+
+    Raises:
+        BackendError: the backend that was asked for cannot serve the call.
+        ValueError: head_dim is odd, or cos or sin have another shape, dtype or device, require a gradient, or have
+            fewer positions than max_seqlen.
     """
+    if rotary is not None:
+        check_rotary(q, rotary, max_seqlen)
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
     if torch.is_autocast_enabled(q.device.type) and q.dtype is not torch.float64:
         q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))  # as autocast does for SDPA
     chosen = select("attention", backend, q, k, v, window_size)
+    if rotary is not None and chosen is not Backend.TRITON:
+        q, k = rotate(q, k, rotary, cu_seqlens, cache)
     if chosen is Backend.TORCH:
         return _torch.attention(q, k, v, cu_seqlens, max_seqlen, softmax_scale, dropout_p, window_size, cache)
     philox = torch.randint(2**62, (2,), dtype=torch.int64, device=q.device) if dropout_p > 0 else None
@@ -144,6 +158,8 @@ def attention(
     if chosen is Backend.TRITON:
         size = _tile(q.shape[-1], max_seqlen, q.dtype is torch.float32)
         where, tile, window = _tiles(cu_seqlens, q.shape[0], size, cache), [size], [window_size]
+        if rotary is not None:
+            q, k = rotate_triton(q, k, rotary, where, size)
     if needs_grad(q, k, v):
         return _Attention.apply(q, k, v, where, philox, chosen, tile, softmax_scale, dropout_p, window)
     return _OPS[chosen][0](q, k, v, where, philox, *tile, softmax_scale, dropout_p, *window, False)[0]
@@ -156,11 +172,16 @@ def attention_probs(
     max_seqlen: int,
     *,
     softmax_scale: float | None = None,
+    rotary: Pair | None = None,
 ) -> torch.Tensor:
     """The probabilities that `attention` never writes down, for `output_attentions=True`; before dropout.
 
-    Returns (batch, num_heads, max_seqlen, max_seqlen); zeros at query and key slots beyond a sequence's length.
+    Arguments as of `attention`. Returns (batch, num_heads, max_seqlen, max_seqlen); zeros at query and key slots beyond
+    a sequence's length. Raises ValueError as `attention` does of rotary.
     """
+    if rotary is not None:
+        check_rotary(q, rotary, max_seqlen)
+        q, k = rotate(q, k, rotary, cu_seqlens)
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
     return _torch.attention_probs(q, k, cu_seqlens, max_seqlen, softmax_scale)
