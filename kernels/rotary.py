@@ -9,12 +9,12 @@ times at 8192 tokens, and every key would go through registers on its way to sha
 feed the tensor cores from. Here q and k are read once and written once: four matrices, 6 KB a token at hidden size 768
 in 16 bits, 1.4 ns of a memory of 4.3 TB/s. In one launch for both.
 
-Attention's list of tiles (attention.py) gives each token its position without a search: row - the sequence's first
-row. A program takes BLOCK_M tokens of a tile. The halves of a head are loaded as blocks of their own, so that a thread
-has both partners of a pair and nothing is shuffled, 8 neighbours of each: one load of 16 bytes in 16 bits, two in fp32.
-cos and sin stay in registers while HEADS heads are rotated in turn; a token's 256 bytes of them at head size 64 lie in
-the second-level cache for all sequences. Slack tokens, which have no position, come out as zeros. A position that the
-tables do not have, from a max_seqlen that was no bound, gives NaN and reads nothing.
+Attention's list of tiles (attention.py) gives each token its position without a search: row - the sequence's first row.
+A program takes BLOCK_M tokens of a tile. The halves of a head are loaded as blocks of their own, so that a thread has
+both partners of a pair and nothing is shuffled, 8 neighbours of each: one load of 16 bytes in 16 bits, two in fp32. cos
+and sin stay in registers while HEADS heads are rotated in turn; a token's 256 bytes of them at head size 64 lie in the
+second-level cache for all sequences. Slack tokens, which have no position, come out as zeros. A position beyond the
+tables, from a max_seqlen that was no bound, gives NaN and reads nothing.
 
 Legend: T tokens of a block (BLOCK_M), C columns of half a head (HALF, padded to BLOCK_HALF).
 """
