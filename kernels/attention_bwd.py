@@ -14,6 +14,7 @@ import triton.language as tl
 
 from .attention import in_window, kept_probs, launch_arguments, load_rows, rows_whole, store_rows, strides, walk
 from .blocks import attention_blocks
+from .rotary import rotate_back
 
 
 @triton.jit(do_not_specialize=["total_tokens"])
@@ -212,7 +213,7 @@ def _attention_dq_kernel(
 
 
 def attention_bwd(
-    dout, q, k, v, out, softmax_stats, tiles, philox, tile, softmax_scale, dropout_p, window_size
+    dout, q, k, v, out, softmax_stats, tiles, philox, tile, softmax_scale, dropout_p, window_size, cos, sin
 ):  # fmt: skip
     """dout as out -> dqkv (total_tokens, 3, num_heads, head_dim); the schema in fastbert/ops/_library.py."""
     dout, q, k, v = (rows_whole(t) for t in (dout, q, k, v))
@@ -237,4 +238,6 @@ def attention_bwd(
         blocks = attention_blocks("dq", q, tile, dropout_p > 0)
         grid, shared = launch_arguments(q, tiles, philox, softmax_scale, dropout_p, window_size, blocks)
         _attention_dq_kernel[grid](dq_ptr=dq, **operands, **shared)
+    if cos is not None:
+        rotate_back(dq, dk, cos, sin, tiles, tile)
     return dqkv

@@ -70,7 +70,7 @@ def layer_norm_cases() -> Iterator[Case]:
         yield Case("layer_norm._add_shares_kernel", dtype, types, constants, num_warps=4, wide_loads=1)
 
 
-_STRIDES = [f"stride_{name}{axis}" for name in "qkvd" for axis in "th"]
+_STRIDES = [f"stride_{name}{axis}" for name in "qkvd" for axis in "th"] + ["stride_gt"]
 
 
 def attention_cases() -> Iterator[Case]:
@@ -120,6 +120,26 @@ def tiles_cases() -> Iterator[Case]:
     yield Case("attention._attention_tiles_kernel", "i32", types, constants, num_warps=4, wide_loads=0)
 
 
+def rotary_cases() -> Iterator[Case]:
+    """Long and short sequences, and a head whose half is no power of two; backward, which only negates sin."""
+    from fastbert.kernels import rotary
+
+    for dtype in ("bf16", "fp16", "fp32"):
+        for head_dim, tile, inverse in ((64, 128, False), (64, 128, True), (64, 16, False), (80, 16, False)):
+            types = dict.fromkeys(("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr"), f"*{dtype}")
+            types |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "tiles_ptr": "*i32"}
+            types |= dict.fromkeys([f"stride_{name}" for name in ("qt", "qh", "kt", "kh", "ot", "ct", "st")], "i32")
+            types |= {"num_heads": "i32", "max_positions": "i32"}
+            block_m, block_half, num_warps = rotary.blocks(head_dim // 2, tile)
+            constants = {
+                "HALF": head_dim // 2, "BLOCK_HALF": block_half, "BLOCK_TILE": tile, "BLOCK_M": block_m,
+                "HEADS": rotary.HEADS, "INVERSE": inverse,
+            }  # fmt: skip
+            variant = f"{'inverse-' if inverse else ''}{head_dim}-tile{tile}"
+            loads = 12 if dtype == "fp32" else 8  # two of the rows of cos and sin, which are fp32
+            yield Case("rotary._rotary_kernel", dtype, types, constants, num_warps, loads, variant=variant)
+
+
 def feed_forward_cases() -> Iterator[Case]:
     from fastbert.kernels.blocks import FEED_FORWARD
 
@@ -158,5 +178,5 @@ def cross_entropy_cases() -> Iterator[Case]:
 
 
 def all_cases() -> list[Case]:
-    mine = [*layer_norm_cases(), *attention_cases(), *tiles_cases(), *feed_forward_cases(), *cross_entropy_cases()]
-    return [*mine, *(Case(**case) for case in embedding_cases(HIDDEN_SIZE))]
+    mine = [*layer_norm_cases(), *attention_cases(), *tiles_cases(), *rotary_cases(), *feed_forward_cases()]
+    return [*mine, *cross_entropy_cases(), *(Case(**case) for case in embedding_cases(HIDDEN_SIZE))]

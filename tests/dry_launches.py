@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import fastbert
+from fastbert import ops
 from fastbert.backend import Backend, _supports, use_backend
 from fastbert.kernels import blocks
 from fastbert.models.auto import _CLASSES
@@ -131,6 +132,17 @@ def traced() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+def attend_with_rotary() -> None:
+    """What no model has yet."""
+    tables = [torch.ones(64, 32) for _ in range(2)]
+    for compiled in (ops.attention, torch.compile(ops.attention, fullgraph=True, backend="aot_eager")):
+        qkv = torch.ones(70, 3, 2, 64, dtype=torch.bfloat16, requires_grad=True)
+        out = compiled(
+            *qkv.unbind(1), torch.tensor([0, 64, 70], dtype=torch.int32), 64, rotary=tables, backend="triton"
+        )
+        out.sum().backward()
+
+
 def main() -> None:
     dry = DryDriver(int(sys.argv[1]))
     driver.set_active(dry)
@@ -142,6 +154,7 @@ def main() -> None:
         run(make("bert", "MaskedLM", dtype), (130, 1, 700, 300))
     for model_type, head in (("albert", "MaskedLM"), ("distilbert", "MaskedLM"), ("electra", "MaskedLM")):
         run(make(model_type, head, torch.bfloat16), (130, 1, 70))
+    attend_with_rotary()
     model = make("bert", "MaskedLM", torch.bfloat16)
     for longest in (1, 17, 33, 65, 129, 2048):  # every tile, few tokens and many
         for count in (1, 3, 1200 // longest + 1):

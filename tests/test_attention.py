@@ -50,10 +50,9 @@ def differentiate(function, qkv: torch.Tensor, dout: torch.Tensor) -> tuple[torc
     return out.detach(), torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
-def check(backend, qkv, case, softmax_scale=None, keep=None, dropout_p=0.0, seed=0) -> None:
+def check(backend, qkv, case, keep=None, seed=0, **options) -> None:
     """Outputs and gradients of `backend` against the oracle; `keep` is the mask that `seed` gives."""
     dout = torch.randn_like(qkv[0])
-    options = {"softmax_scale": softmax_scale, "dropout_p": dropout_p}
 
     def ours(q, k, v):
         torch.manual_seed(seed)

@@ -123,7 +123,7 @@ def test_opcheck(dropout_p):
     for return_stats in (True, False):
         torch.library.opcheck(ops.attention_fwd_triton.default, (q, k, v, *arguments, return_stats))
     out, stats = ops.attention_fwd_triton(q, k, v, *arguments, True)
-    torch.library.opcheck(ops.attention_bwd_triton.default, (q, q, k, v, out, stats, *arguments))
+    torch.library.opcheck(ops.attention_bwd_triton.default, (q, q, k, v, out, stats, *arguments, None, None))
 
 
 def test_what_cannot_be_served_raises_with_the_reason():

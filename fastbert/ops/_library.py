@@ -265,7 +265,7 @@ define("attention_bwd_cpu", _ATTENTION_BWD, _attention_bwd_fake)
 # The Triton kernels take the list of tiles instead, which is made once a batch: int32 (num_tiles, 4), of `tile` tokens
 # each. window_size: (left, right), -1 = unlimited. Statistics are of scores times the sign of softmax_scale. The
 # gradients stand beside each other, (total_tokens, 3, num_heads, head_dim), as the merged projection's backward wants
-# them.
+# them; with cos and sin they are those of q and k before `rotary`.
 
 _ATTENTION_FWD_TRITON = (
     "(Tensor q, Tensor k, Tensor v, Tensor tiles, Tensor? philox, int tile, float softmax_scale, float dropout_p,"
@@ -273,7 +273,7 @@ _ATTENTION_FWD_TRITON = (
 )
 _ATTENTION_BWD_TRITON = (
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_stats, Tensor tiles, Tensor? philox,"
-    " int tile, float softmax_scale, float dropout_p, SymInt[] window_size) -> Tensor dqkv"
+    " int tile, float softmax_scale, float dropout_p, SymInt[] window_size, Tensor? cos, Tensor? sin) -> Tensor dqkv"
 )
 
 
@@ -293,3 +293,13 @@ define_triton(
 )
 define_triton("attention_fwd", _ATTENTION_FWD_TRITON, "attention_fwd", _attention_fwd_triton_fake)
 define_triton("attention_bwd", _ATTENTION_BWD_TRITON, "attention_bwd", _attention_bwd_triton_fake)
+
+# rotary: q and k turned by their tokens' positions (cos and sin, fp32 (max_positions, head_dim // 2) by position, rows
+# in one piece): both contiguous, zeros in slack rows.
+
+define_triton(
+    "rotary",
+    "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor tiles, int tile) -> (Tensor q_rotated, Tensor k_rotated)",
+    "rotary",
+    lambda q, k, cos, sin, tiles, tile: (q.new_empty(q.shape), k.new_empty(k.shape)),
+)

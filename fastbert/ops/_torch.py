@@ -227,6 +227,13 @@ def attention_probs(q, k, cu_seqlens, max_seqlen, softmax_scale):
     return torch.where(both, scores.softmax(-1), 0.0).to(q.dtype)
 
 
+def rotary(x, cos, sin):
+    """x (total_tokens, num_heads, head_dim), cos and sin (total_tokens, head_dim // 2), of each token's position."""
+    x1, x2 = at_least_fp32(x).chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).to(x.dtype)
+
+
 # --------------------------------------------------------------------------------------------------------------------
 
 
@@ -293,6 +300,13 @@ def token_sequences(cu_seqlens, total_tokens):
     sequence = torch.searchsorted(cu_seqlens[1:].long(), token, right=True)
     batch_size = cu_seqlens.shape[0] - 1
     return sequence.clamp(max=max(batch_size - 1, 0)), sequence < batch_size
+
+
+def token_positions(cu_seqlens, total_tokens):
+    """The place of each token in its sequence (total_tokens,); 0 in slack rows."""
+    sequence, inside = token_sequences(cu_seqlens, total_tokens)
+    place = torch.arange(total_tokens, device=cu_seqlens.device) - cu_seqlens[sequence].long()
+    return torch.where(inside, place, 0)
 
 
 def pooling(hidden_states, cu_seqlens, mode):

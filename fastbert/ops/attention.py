@@ -7,6 +7,7 @@ import torch
 from fastbert.backend import Backend, register, select
 from fastbert.ops import _torch
 from fastbert.ops._library import extension_error, needs_grad, triton_objection
+from fastbert.ops.rotary import Pair, check_rotary, rotate
 
 Window = tuple[int, int]
 UNLIMITED: Window = (-1, -1)
@@ -77,30 +78,34 @@ class _Attention(torch.autograd.Function):
     """Autograd around the registered forward and backward; probabilities are recomputed from softmax_stats.
 
     `where`: cu_seqlens (cpu), or the tiles (triton), whose own arguments `tile` and `window` are empty otherwise.
+    cos, sin: q and k are rotated here, so that the gradients are, too, where attention's backward has put them.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, where, philox, backend, tile, softmax_scale, dropout_p, window):
-        fwd = _OPS[backend][0]
-        out, softmax_stats = fwd(q, k, v, where, philox, *tile, softmax_scale, dropout_p, *window, True)
-        ctx.save_for_backward(q, k, v, out, softmax_stats, where, philox)
-        ctx.options = (_OPS[backend][1], tile, softmax_scale, dropout_p, window)
+    def forward(ctx, q, k, v, where, philox, cos, sin, backend, tile, softmax_scale, dropout_p, window):
+        if cos is not None:
+            q, k = torch.ops.fastbert.rotary_triton(q, k, cos, sin, where, *tile)
+        out, softmax_stats = _FWD[backend](q, k, v, where, philox, *tile, softmax_scale, dropout_p, *window, True)
+        ctx.save_for_backward(q, k, v, out, softmax_stats, where, philox, cos, sin)
+        ctx.options = (backend, tile, softmax_scale, dropout_p, window)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
-        q, k, v, out, softmax_stats, where, philox = ctx.saved_tensors
-        bwd, tile, softmax_scale, dropout_p, window = ctx.options
-        gradients = bwd(dout, q, k, v, out, softmax_stats, where, philox, *tile, softmax_scale, dropout_p, *window)
-        if isinstance(gradients, torch.Tensor):  # triton's, beside each other
-            gradients = gradients.unbind(1)
-        return *gradients, None, None, None, None, None, None, None
+        q, k, v, out, softmax_stats, where, philox, cos, sin = ctx.saved_tensors
+        backend, tile, softmax_scale, dropout_p, window = ctx.options
+        operands = (dout, q, k, v, out, softmax_stats, where, philox, *tile, softmax_scale, dropout_p, *window)
+        if backend is Backend.TRITON:
+            gradients = torch.ops.fastbert.attention_bwd_triton(*operands, cos, sin).unbind(1)
+        else:
+            gradients = torch.ops.fastbert.attention_bwd_cpu(*operands)
+        return *gradients, *(None,) * 9
 
 
-_OPS = {
-    Backend.CPU: (torch.ops.fastbert.attention_fwd_cpu, torch.ops.fastbert.attention_bwd_cpu),
-    Backend.TRITON: (torch.ops.fastbert.attention_fwd_triton, torch.ops.fastbert.attention_bwd_triton),
+_FWD = {
+    Backend.CPU: torch.ops.fastbert.attention_fwd_cpu,
+    Backend.TRITON: torch.ops.fastbert.attention_fwd_triton,
 }
 
 
@@ -114,6 +119,7 @@ def attention(
     softmax_scale: float | None = None,
     dropout_p: float = 0.0,
     window_size: Window = UNLIMITED,
+    rotary: Pair | None = None,
     cache: dict | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
@@ -127,28 +133,44 @@ def attention(
         dropout_p: probability of dropping an attention probability after the softmax.
         window_size: (left, right), how far before and behind itself a query sees keys; -1 = unlimited (Beltagy et al.
             2020, section 3.1).
+        rotary: (cos, sin), fp32, each (max_positions, head_dim // 2): q and k, not v, are rotated by their tokens'
+            positions in the sequences (Su et al. 2021, section 3.4.2), dimension i with dimension head_dim // 2 + i as
+            in GPT-NeoX, in fp32, and rounded to q's dtype. The tables take no gradient.
         cache: a dict that lives as long as the batch; a backend keeps there what it derives from cu_seqlens, so that
             the layers of one forward pass derive it once.
         backend: None follows `use_backend`; a name forces that backend for this call.
 
     Returns:
         (total_tokens, num_heads, head_dim); zeros in slack rows. No sequence sees another, bit for bit.
+
+    Raises:
+        BackendError: the backend that was asked for cannot serve the call.
+        ValueError: head_dim is odd, or cos or sin have another shape, dtype or device, require a gradient, or have
+            fewer positions than max_seqlen.
     """
+    if rotary is not None:
+        check_rotary(q, rotary, max_seqlen)
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
     if torch.is_autocast_enabled(q.device.type) and q.dtype is not torch.float64:
         q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))  # as autocast does for SDPA
     chosen = select("attention", backend, q, k, v, window_size)
+    if rotary is not None and chosen is not Backend.TRITON:
+        q, k = rotate(q, k, rotary, cu_seqlens, cache)
     if chosen is Backend.TORCH:
         return _torch.attention(q, k, v, cu_seqlens, max_seqlen, softmax_scale, dropout_p, window_size, cache)
     philox = torch.randint(2**62, (2,), dtype=torch.int64, device=q.device) if dropout_p > 0 else None
-    where, tile, window = cu_seqlens, [], []
+    where, tile, window, cos, sin = cu_seqlens, [], [], None, None
     if chosen is Backend.TRITON:
         size = _tile(q.shape[-1], max_seqlen, q.dtype is torch.float32)
         where, tile, window = _tiles(cu_seqlens, q.shape[0], size, cache), [size], [window_size]
+        if rotary is not None:
+            cos, sin = (t if t.stride(1) == 1 else t.contiguous() for t in rotary)
     if needs_grad(q, k, v):
-        return _Attention.apply(q, k, v, where, philox, chosen, tile, softmax_scale, dropout_p, window)
-    return _OPS[chosen][0](q, k, v, where, philox, *tile, softmax_scale, dropout_p, *window, False)[0]
+        return _Attention.apply(q, k, v, where, philox, cos, sin, chosen, tile, softmax_scale, dropout_p, window)
+    if cos is not None:
+        q, k = torch.ops.fastbert.rotary_triton(q, k, cos, sin, where, *tile)
+    return _FWD[chosen](q, k, v, where, philox, *tile, softmax_scale, dropout_p, *window, False)[0]
 
 
 def attention_probs(
@@ -158,11 +180,16 @@ def attention_probs(
     max_seqlen: int,
     *,
     softmax_scale: float | None = None,
+    rotary: Pair | None = None,
 ) -> torch.Tensor:
     """The probabilities that `attention` never writes down, for `output_attentions=True`; before dropout.
 
-    Returns (batch, num_heads, max_seqlen, max_seqlen); zeros at query and key slots beyond a sequence's length.
+    Arguments as of `attention`. Returns (batch, num_heads, max_seqlen, max_seqlen); zeros at query and key slots beyond
+    a sequence's length. Raises ValueError as `attention` does of rotary.
     """
+    if rotary is not None:
+        check_rotary(q, rotary, max_seqlen)
+        q, k = rotate(q, k, rotary, cu_seqlens)
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
     return _torch.attention_probs(q, k, cu_seqlens, max_seqlen, softmax_scale)

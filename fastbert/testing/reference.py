@@ -48,12 +48,31 @@ def softmax(scores):
     return e / e.sum(-1, keepdim=True)
 
 
-def attention(q, k, v, cu_seqlens, softmax_scale=None, keep=None, dropout_p=0.0, window_size=(-1, -1)):
+def rotary(x, cos, sin, cu_seqlens):
+    """x (total_tokens, num_heads, head_dim), cos and sin (max_positions, head_dim // 2); slack stays as it is."""
+    offsets = cu_seqlens.tolist()
+    half = x.shape[-1] // 2
+    pieces = []
+    for start, stop in pairwise(offsets):
+        x1, x2 = x[start:stop, :, :half], x[start:stop, :, half:]
+        c, s = cos[: stop - start, None], sin[: stop - start, None]
+        pieces.append(torch.cat([x1 * c - x2 * s, x2 * c + x1 * s], -1).to(x.dtype))
+    return torch.cat([*pieces, x[offsets[-1] :]])
+
+
+_rotary = rotary  # attention's argument has the same name
+
+
+def attention(
+    q, k, v, cu_seqlens, softmax_scale=None, keep=None, dropout_p=0.0, window_size=(-1, -1), rotary=None
+):  # fmt: skip
     """q, k, v (total_tokens, num_heads, head_dim), one sequence after the other; window_size (left, right), -1: no end.
 
     `keep`, bool (total_tokens, num_heads, at least the longest length), is the dropout mask that was used: for each
-    query, by the key's position in the sequence.
+    query, by the key's position in the sequence. `rotary` is (cos, sin).
     """
+    if rotary is not None:
+        q, k = (_rotary(t, *rotary, cu_seqlens) for t in (q, k))
     softmax_scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     offsets = cu_seqlens.tolist()
     pieces = []
