@@ -160,19 +160,21 @@ def embed_fwd(input_ids, position_ids, token_type_ids, word, position, token_typ
     return out
 
 
-def bias_activation_fwd(pre, bias, activation, **options):
-    """pre + bias, and its activation."""
-    rows, columns = pre.shape
-    inner = Out.empty(rows, columns, dtype=pre.dtype)
-    kind = ACTIVATIONS[activation]
-    return run("bias_activation_fwd", DTYPES[pre.dtype], kind, Out(pre), bias, rows, columns, inner, **options)
+def activation_fwd(pre, activation, gated=False, in_place=False, **options):
+    """inner; `in_place` (not where gated): in pre's memory."""
+    rows, columns = pre.shape[0], pre.shape[1] // (2 if gated else 1)
+    inner = None if in_place else Out.empty(rows, columns, dtype=pre.dtype)
+    operands = (int(gated), Out(pre) if in_place else pre, rows, columns, inner)
+    (found,) = run("activation_fwd", DTYPES[pre.dtype], ACTIVATIONS[activation], *operands, **options)
+    return found
 
 
-def activation_bwd(dinner, pre, activation, needs_dbias=True, **options):
-    """dpre, inner, dbias (absent unless needed)."""
-    rows, columns = pre.shape
-    inner = Out.empty(rows, columns, dtype=pre.dtype)
-    dbias = Out.empty(columns, dtype=pre.dtype) if needs_dbias else None
-    kind = ACTIVATIONS[activation]
-    operands = (Out(dinner), pre, rows, columns, inner, dbias)
-    return run("activation_bwd", DTYPES[pre.dtype], kind, *operands, **options)
+def activation_bwd(dinner, pre, activation, gated=False, needs_dbias=True, in_place=True, **options):
+    """dpre, inner, dbias (absent unless needed); `in_place`: one of the first two in dinner's memory."""
+    (rows, columns), dtype = dinner.shape, pre.dtype
+    dpre = None if in_place and not gated else Out.empty(*pre.shape, dtype=dtype)
+    inner = None if in_place and gated else Out.empty(rows, columns, dtype=dtype)
+    dbias = Out.empty(pre.shape[1], dtype=dtype) if needs_dbias else None
+    operands = (int(gated), Out(dinner) if in_place else dinner, pre, rows, columns, dpre, inner, dbias)
+    found = run("activation_bwd", DTYPES[dtype], ACTIVATIONS[activation], *operands, **options)
+    return [found[1], found[0], *found[2:]] if in_place and gated else found

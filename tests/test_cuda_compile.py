@@ -18,7 +18,7 @@ WIDE_LOADS = {
     "add_layer_norm_fwd_kernel": 5,
     "add_layer_norm_bwd_kernel": 4,
     "embed_fwd_kernel": 5,
-    "bias_activation_fwd_kernel": 5,
+    "activation_fwd_kernel": 4,
     "activation_bwd_kernel": 4,
 }
 ALL_KERNELS = {*WIDE_LOADS, "column_sums_kernel"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -24,19 +26,22 @@ def plan(request, monkeypatch):
 
     small = blocks.gemm_blocks(16, 32, 16, 4, 2)
     chosen = blocks.FeedForwardPlan(small, small) if request.param == "epilogue" else blocks.FeedForwardPlan()
-    monkeypatch.setattr(feed_forward, "feed_forward_plan", lambda x, intermediate_size: chosen)
+    monkeypatch.setattr(feed_forward, "feed_forward_plan", lambda x, intermediate_size, gated: chosen)
     return request.param
 
 
-def make(rows: int, hidden_size: int, intermediate_size: int, dtype, bias: bool = True) -> dict[str, torch.Tensor]:
+def make(
+    rows: int, hidden_size: int, intermediate_size: int, dtype, bias: bool = True, gated: bool = False
+) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
+    up_size = 2 * intermediate_size if gated else intermediate_size
     tensors = {
         "x": torch.randn(rows, hidden_size),
-        "up_weight": torch.randn(intermediate_size, hidden_size) / hidden_size**0.5,
+        "up_weight": torch.randn(up_size, hidden_size) / hidden_size**0.5,
         "down_weight": torch.randn(hidden_size, intermediate_size) / intermediate_size**0.5,
     }
     if bias:
-        tensors["up_bias"] = torch.randn(intermediate_size)
+        tensors["up_bias"] = torch.randn(up_size)
     return {name: t.to(dtype) for name, t in tensors.items()}
 
 
@@ -48,14 +53,16 @@ def run(function, tensors, dout):
     return {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
 
 
-def check(tensors, activation):
+def check(tensors, activation, gated=False):
     dout = torch.randn(tensors["x"].shape[0], tensors["down_weight"].shape[0])
 
     def ours(x, up_weight, up_bias, down_weight):
-        return ops.feed_forward(x, up_weight, up_bias, down_weight, activation=activation, backend="triton")
+        return ops.feed_forward(
+            x, up_weight, up_bias, down_weight, activation=activation, gated=gated, backend="triton"
+        )
 
     def literal(*operands):
-        return reference.feed_forward(*operands, activation)
+        return reference.feed_forward(*operands, activation, gated)
 
     dout = dout.to(tensors["x"].dtype)
     actual, baseline = run(ours, tensors, dout), run(literal, tensors, dout)
@@ -68,30 +75,62 @@ def check(tensors, activation):
     assert torch.equal(inference, actual["out"])
 
 
+each_gating = pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
+
+
+@each_gating
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_against_oracle(plan, activation, dtype):
-    check(make(40, 48, 72, dtype), activation)
+def test_against_oracle(plan, activation, dtype, gated):
+    check(make(40, 48, 72, dtype, gated=gated), activation, gated)
 
 
-@pytest.mark.parametrize("rows,hidden_size,intermediate_size", ((1, 16, 16), (17, 33, 31), (32, 16, 64)), ids=str)
-def test_shapes_around_the_blocks(plan, rows, hidden_size, intermediate_size):
+SHAPES = ((1, 16, 16), (17, 33, 31), (32, 16, 64), (5, 16, 1), (3, 8, 17), (2, 16, 100))
+
+
+@each_gating
+@pytest.mark.parametrize("rows,hidden_size,intermediate_size", SHAPES, ids=str)
+def test_shapes_around_the_blocks(plan, rows, hidden_size, intermediate_size, gated):
     for bias in (True, False):
-        check(make(rows, hidden_size, intermediate_size, torch.float32, bias), "gelu")
+        check(make(rows, hidden_size, intermediate_size, torch.float32, bias, gated), "gelu", gated)
 
 
-def test_no_tokens(plan):
-    tensors = make(0, 16, 32, torch.float32)
-    found = run(lambda *t: ops.feed_forward(*t, backend="triton"), tensors, torch.zeros(0, 16))
+@each_gating
+def test_no_tokens(plan, gated):
+    tensors = make(0, 16, 32, torch.float32, gated=gated)
+    found = run(lambda *t: ops.feed_forward(*t, gated=gated, backend="triton"), tensors, torch.zeros(0, 16))
     assert found["out"].shape == (0, 16)
     assert all(not grad.any() and grad.shape == tensors[name].shape for name, grad in found.items() if name != "out")
 
 
-def test_large_values_stay_finite(plan):
-    tensors = make(16, 16, 32, torch.float32)
+@each_gating
+def test_large_values_stay_finite(plan, gated):
+    tensors = make(16, 16, 32, torch.float32, gated=gated)
     tensors["x"] *= 10
     for activation in ACTIVATIONS:
-        check(tensors, activation)
+        check(tensors, activation, gated)
+
+
+@each_gating
+def test_operands_with_gaps_give_the_same_and_stay_as_they_are(plan, gated):
+    tensors = make(24, 16, 48, torch.float32, gated=gated)
+    spread = {name: torch.stack((t, torch.full_like(t, torch.nan)), -1)[..., 0] for name, t in tensors.items()}
+    assert not any(t.is_contiguous() for t in spread.values())
+    ours = partial(ops.feed_forward, gated=gated, backend="triton")
+    with torch.no_grad():
+        assert torch.equal(ours(**spread), ours(**tensors))
+    assert all(torch.equal(spread[name], t) for name, t in tensors.items())
+    dout = torch.randn(1, 16).expand(24, 16)
+    dense, expanded = (run(lambda *t: ours(*t), tensors, d) for d in (dout.contiguous(), dout))
+    assert all(torch.equal(dense[name], expanded[name]) for name in dense)
+
+
+def test_inference_makes_no_second_wide_matrix():
+    x, up, down, bias = make(64, 16, 256, torch.float32).values()
+    with torch.no_grad(), torch.profiler.profile(profile_memory=True) as profile:
+        ops.feed_forward(x, up, bias, down, backend="triton")
+    wide = [event.name for event in profile.events() if event.self_cpu_memory_usage >= 64 * 256 * 4]
+    assert wide == ["aten::addmm"]
 
 
 def test_autocast_and_frozen_weights(plan):
@@ -108,23 +147,26 @@ def test_autocast_and_frozen_weights(plan):
     assert_close_to_reference(out, exact, reference.feed_forward(*operands))
 
 
-def test_the_same_bits_every_time(plan):
-    tensors, dout = make(40, 48, 72, torch.bfloat16), torch.randn(40, 48)
-    first, second = (run(lambda *t: ops.feed_forward(*t, backend="triton"), tensors, dout) for _ in range(2))
+@each_gating
+def test_the_same_bits_every_time(plan, gated):
+    tensors, dout = make(40, 48, 72, torch.bfloat16, gated=gated), torch.randn(40, 48)
+    ours = partial(ops.feed_forward, gated=gated, backend="triton")
+    first, second = (run(lambda *t: ours(*t), tensors, dout) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_opcheck(plan):
-    x, up, down, bias = make(8, 16, 32, torch.float32).values()
+@each_gating
+def test_opcheck(plan, gated):
+    x, up, down, bias = make(8, 16, 32, torch.float32, gated=gated).values()
     forward, backward = (
         torch.ops.fastbert.feed_forward_triton.default,
         torch.ops.fastbert.feed_forward_bwd_triton.default,
     )
     for return_pre in (True, False):
-        torch.library.opcheck(forward, (x, up, bias, down, "gelu", return_pre))
-    _, pre = forward(x, up, bias, down, "gelu", True)
+        torch.library.opcheck(forward, (x, up, bias, down, "gelu", gated, return_pre))
+    _, pre = forward(x, up, bias, down, "gelu", gated, True)
     for needs in ((True, True, True), (False, True, False)):
-        torch.library.opcheck(backward, (x, x, pre, up, down, "gelu", *needs))
+        torch.library.opcheck(backward, (x, x, pre, up, down, "gelu", gated, *needs))
 
 
 def test_what_cannot_be_served_raises_with_the_reason():
