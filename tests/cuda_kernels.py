@@ -12,6 +12,8 @@ import os
 import shutil
 import struct
 import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +23,10 @@ import torch
 ROOT = Path(__file__).parents[1]
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # fastbert::DType
 ACTIVATIONS = {"gelu": 1, "gelu_tanh": 2, "relu": 3, "tanh": 4, "silu": 5}  # fastbert::Activation
-FLAGS = ["-std=c++17", "-O1", "-fno-strict-aliasing", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+EMULATED = ["-O1", "-fno-strict-aliasing", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+EMULATED += [f'-DFASTBERT_CUDA_EMULATION="{ROOT}/tests/cuda_emulation.h"']
+FLAGS = ["-std=c++17", *EMULATED]
 FLAGS += ["-fsanitize=address,alignment,bounds,shift,signed-integer-overflow", "-fno-sanitize-recover=all"]
-FLAGS += [f'-DFASTBERT_CUDA_EMULATION="{ROOT}/tests/cuda_emulation.h"']
 
 
 def compiler() -> str:
@@ -33,11 +36,12 @@ def compiler() -> str:
     return found
 
 
-def compile_once(name: str, sources: list[Path]) -> Path:
+def compile_once(name: str, sources: list[Path], flags: Sequence[str] = FLAGS, links: Sequence[str] = ()) -> Path:
     """A program of `sources`, kept in build/ under a hash of all that it is made of."""
     parts = [*sources, *sorted(ROOT.glob("csrc/cuda/*")), *sorted(ROOT.glob("csrc/include/*.h"))]
-    parts += sorted(ROOT.glob("tests/cuda_*"))
-    digest = hashlib.sha256(repr((compiler(), FLAGS)).encode())
+    parts += [*sorted(ROOT.glob("csrc/ops/*.h")), *sorted(ROOT.glob("csrc/ops/cuda/*"))]
+    parts += [p for p in sorted(ROOT.glob("tests/cuda_*/**/*")) + sorted(ROOT.glob("tests/cuda_*")) if p.is_file()]
+    digest = hashlib.sha256(repr((compiler(), flags, links, torch.__version__)).encode())
     for part in parts:
         digest.update(part.read_bytes())
     folder = ROOT / "build" / "cuda-emulation"
@@ -50,9 +54,9 @@ def compile_once(name: str, sources: list[Path]) -> Path:
                 old.unlink()
             objects = []
             for source in sources:
-                objects.append(folder / f"{name}-{source.stem}.o")
-                build([*FLAGS, "-c", "-x", "c++", str(source), "-o", str(objects[-1])])
-            build([*FLAGS, *map(str, objects), "-o", str(program)])
+                objects.append(folder / f"{name}-{source.parent.name}-{source.stem}-{source.suffix[1:]}.o")
+                build([*flags, "-c", "-x", "c++", str(source), "-o", str(objects[-1])])
+            build([*flags, *map(str, objects), *links, "-o", str(program)])
     return program
 
 
@@ -64,6 +68,34 @@ def build(arguments: list[str]) -> None:
 @functools.cache
 def runner() -> Path:
     return compile_once("kernels", [ROOT / "tests" / "cuda_runner.cpp", *sorted(ROOT.glob("csrc/cuda/*.cu"))])
+
+
+@functools.cache
+def operators() -> Path:
+    """A library of csrc/ops/cuda over the emulated kernels, whose "GPU" is memory of the CPU."""
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    sources = [ROOT / "tests" / "cuda_operators.cpp", *sorted(ROOT.glob("csrc/cuda/*.cu"))]
+    sources += sorted(ROOT.glob("csrc/ops/cuda/*.cpp"))
+    flags = ["-std=c++20", *EMULATED, "-fPIC", "-fvisibility=hidden", "-I", str(ROOT / "tests" / "cuda_stubs")]
+    flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    flags += [word for path in include_paths() for word in ("-isystem", path)]
+    links = ["-shared", *(f"-L{path}" for path in library_paths()), "-ltorch_cpu", "-lc10"]
+    return compile_once("operators", sources, flags, links)
+
+
+@contextmanager
+def operators_on_the_cpu(*names: str) -> Iterator[None]:
+    """fastbert::{name} of the CUDA backend takes CPU tensors, by what the library registers for CUDA."""
+    torch.ops.load_library(str(operators()))
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    library = torch.library.Library("fastbert", "IMPL")
+    for name in names:
+        library.impl(name, functools.partial(getattr(torch.ops.fastbert, name).default.redispatch, keys), "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()
 
 
 @dataclass

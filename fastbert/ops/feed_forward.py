@@ -137,9 +137,9 @@ def feed_forward(
     _check(x, up_weight, up_bias, down_weight, activation, gated)
     chosen = select("feed_forward", backend, x, up_weight, up_bias, down_weight, gated)
     check_gradient(x, weight_scales)
-    operands: tuple[torch.Tensor | None, ...] = (x, up_weight, up_bias, down_weight)
     if chosen is Backend.TORCH:
-        return _torch.feed_forward(*operands, weight_scales, input_scales, activation, gated)
+        return _torch.feed_forward(x, up_weight, up_bias, down_weight, weight_scales, input_scales, activation, gated)
+    operands: tuple[torch.Tensor | None, ...] = (x, up_weight, up_bias, down_weight)
     dtype = compute_dtype(x)
     if chosen is not Backend.CPU:
         operands = tuple(None if t is None else t.to(dtype) for t in operands)
