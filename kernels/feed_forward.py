@@ -44,7 +44,7 @@ def _up_kernel(
         weight = tl.load(weight_ptr + w_at, mask=w_inside, other=0.0)
         acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
         if GATED:
-            gate_at = w_at + N.to(tl.int64) * stride_wn
+            gate_at = (columns + N).to(tl.int64)[:, None] * stride_wn + k[None, :]
             gate_weight = tl.load(weight_ptr + gate_at, mask=w_inside, other=0.0)
             gate_acc = tl.dot(x, tl.trans(gate_weight), gate_acc, input_precision="ieee")
     if HAS_BIAS:

@@ -193,6 +193,17 @@ def test_opcheck(backend, gated):
         torch.library.opcheck(backward, (x, x, pre, up, down, "gelu", gated, *needs))
 
 
+@each_gating
+def test_compiled_as_one_graph(request, monkeypatch, gated):
+    """With the CUDA operators, forward and backward: the interpreter does not run under torch.compile."""
+    ours = partial(ops.feed_forward, gated=gated, backend=choose_way("cuda", request, monkeypatch))
+    tensors, dout = make(24, 16, 48, torch.float32, gated=gated), torch.randn(24, 16)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *t: ours(*t), fullgraph=True, backend="aot_eager")
+    eager, traced = (run(function, tensors, dout) for function in (ours, compiled))
+    assert all(torch.equal(eager[name], traced[name]) for name in eager)
+
+
 def test_what_cannot_be_served_raises_with_the_reason():
     x, up, down, _ = make(8, 16, 32, torch.float32).values()
     for name in ("triton", "cuda"):
