@@ -83,15 +83,18 @@ def gemm_blocks(block_m: int, block_n: int, block_k: int, num_warps: int, num_st
     return {**blocks, "num_warps": num_warps, "num_stages": num_stages}
 
 
-# {architecture: plan}; backward's epilogue has two more matrices in registers. fp32 is left to torch.
+# {(architecture, gated): plan}; backward's epilogue has two more matrices in registers, a gated forward's one more sum.
+# fp32 is left to torch.
 FEED_FORWARD = {
-    8: FeedForwardPlan(gemm_blocks(128, 128, 32, 8, 3), gemm_blocks(128, 64, 32, 8, 3)),
-    9: FeedForwardPlan(gemm_blocks(128, 128, 64, 8, 3), gemm_blocks(128, 64, 64, 8, 3)),
+    (8, False): FeedForwardPlan(gemm_blocks(128, 128, 32, 8, 3), gemm_blocks(128, 64, 32, 8, 3)),
+    (9, False): FeedForwardPlan(gemm_blocks(128, 128, 64, 8, 3), gemm_blocks(128, 64, 64, 8, 3)),
+    (8, True): FeedForwardPlan(gemm_blocks(128, 64, 32, 8, 3), gemm_blocks(128, 64, 32, 8, 3)),
+    (9, True): FeedForwardPlan(gemm_blocks(128, 64, 64, 8, 3), gemm_blocks(128, 64, 64, 8, 3)),
 }
 
 
-def feed_forward_plan(x: torch.Tensor, intermediate_size: int) -> FeedForwardPlan:
+def feed_forward_plan(x: torch.Tensor, intermediate_size: int, gated: bool) -> FeedForwardPlan:
     """For x (total_tokens, hidden_size)."""
     if x.dtype == torch.float32 or x.shape[0] < 1024 or intermediate_size < 256:
         return FeedForwardPlan()
-    return FEED_FORWARD[9 if _major(x.device) >= 9 else 8]
+    return FEED_FORWARD[9 if _major(x.device) >= 9 else 8, gated]

@@ -2,14 +2,15 @@
 
     forward:  pre = x up^T + bias,  inner = activation(pre)             (Vaswani et al. 2017, section 3.3, eq. 2)
     backward: dpre = (dout down) * activation'(pre), and inner again, which forward does not keep
+    gated:    inner = activation(first half of pre) * second half, the gate        (Shazeer 2020, section 2, eq. 6)
 
 Either as the epilogue of a GEMM, which saves two trips of the wide matrix through memory, or as one elementwise kernel
-after cuBLAS, whose products are faster than Triton's: `feed_forward_plan` says which is used where. The second
-product, and the products that make dx and the weights' gradients, have nothing to be fused with and are torch's.
-dbias is added up in fp32, over a tile's rows in the kernel, over tiles afterwards: no atomics.
+after cuBLAS, whose products are faster than Triton's and end in the bias: `feed_forward_plan` says which is used where.
+The second product, and the products that make dx and the weights' gradients, have nothing to be fused with and are
+torch's. dbias is added up in fp32, over a tile's rows in the kernel, over tiles afterwards: no atomics.
 
-Legend: M tokens, N intermediate_size, K hidden_size. Sums, bias and activation are fp32; pre is rounded before it is
-activated, so that backward differentiates what forward computed.
+Legend: M tokens, N intermediate_size, K hidden_size; gated, pre and dpre are (M, 2 N). Sums, bias and activation are
+fp32; pre is rounded before it is activated, so that backward differentiates what forward computed.
 """
 
 import torch
@@ -19,40 +20,59 @@ import triton.language as tl
 from .activation import activate, activation_slope
 from .blocks import feed_forward_plan
 
+# A tile of the elementwise kernels, which have four warps: 16 bytes of a row or two a thread and load.
+_BLOCK_M, _BLOCK_N = 16, 256
+
 
 @triton.jit
 def _up_kernel(
     x_ptr, weight_ptr, bias_ptr, inner_ptr, pre_ptr, M, N, K, stride_xm, stride_wn,
-    HAS_BIAS: tl.constexpr, RETURN_PRE: tl.constexpr, ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, RETURN_PRE: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """inner (M, N) = activation(x (M, K) weight (N, K)^T + bias)."""
+    """inner (M, N) = activation(x (M, K) weight (N, K)^T + bias); gated, weight and bias have 2 N rows."""
     rows, columns, row_inside, column_inside = _tile_of(M, N, BLOCK_M, BLOCK_N, GROUP)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if GATED:
+        gate_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         x_at = rows.to(tl.int64)[:, None] * stride_xm + k[None, :]
         x = tl.load(x_ptr + x_at, mask=row_inside[:, None] & (k < K)[None, :], other=0.0)
         w_at = columns.to(tl.int64)[:, None] * stride_wn + k[None, :]
-        weight = tl.load(weight_ptr + w_at, mask=column_inside[:, None] & (k < K)[None, :], other=0.0)
+        w_inside = column_inside[:, None] & (k < K)[None, :]
+        weight = tl.load(weight_ptr + w_at, mask=w_inside, other=0.0)
         acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+        if GATED:
+            gate_at = (columns + N).to(tl.int64)[:, None] * stride_wn + k[None, :]
+            gate_weight = tl.load(weight_ptr + gate_at, mask=w_inside, other=0.0)
+            gate_acc = tl.dot(x, tl.trans(gate_weight), gate_acc, input_precision="ieee")
     if HAS_BIAS:
         acc += tl.load(bias_ptr + columns, mask=column_inside, other=0.0).to(tl.float32)[None, :]
-    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
     inside = row_inside[:, None] & column_inside[None, :]
+    pre_at = _pre_at(rows, columns, N, GATED)
     pre = acc.to(inner_ptr.dtype.element_ty)
+    inner = activate(pre.to(tl.float32), ACTIVATION)
     if RETURN_PRE:
-        tl.store(pre_ptr + at, pre, mask=inside)
-    tl.store(inner_ptr + at, activate(pre.to(tl.float32), ACTIVATION).to(inner_ptr.dtype.element_ty), mask=inside)
+        tl.store(pre_ptr + pre_at, pre, mask=inside)
+    if GATED:
+        if HAS_BIAS:
+            gate_acc += tl.load(bias_ptr + N + columns, mask=column_inside, other=0.0).to(tl.float32)[None, :]
+        gate = gate_acc.to(inner_ptr.dtype.element_ty)
+        inner *= gate.to(tl.float32)
+        if RETURN_PRE:
+            tl.store(pre_ptr + pre_at + N, gate, mask=inside)
+    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
+    tl.store(inner_ptr + at, inner.to(inner_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _down_bwd_kernel(
     dout_ptr, weight_ptr, pre_ptr, dpre_ptr, inner_ptr, shares_ptr, M, N, K, stride_dm, stride_wk,
-    ACTIVATION: tl.constexpr,
+    NEEDS_DBIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """dpre (M, N) = dout (M, K) weight (K, N) * activation'(pre); inner = activation(pre); shares (M tiles, N)."""
+    """dinner (M, N) = dout (M, K) weight (K, N), which goes on to _through_activation and is not written."""
     rows, columns, row_inside, column_inside = _tile_of(M, N, BLOCK_M, BLOCK_N, GROUP)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
@@ -62,15 +82,44 @@ def _down_bwd_kernel(
         w_at = k.to(tl.int64)[:, None] * stride_wk + columns[None, :]
         weight = tl.load(weight_ptr + w_at, mask=(k < K)[:, None] & column_inside[None, :], other=0.0)
         acc = tl.dot(dout, weight, acc, input_precision="ieee")
-    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
-    inside = row_inside[:, None] & column_inside[None, :]
-    pre = tl.load(pre_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    dpre = acc * activation_slope(pre, ACTIVATION)
-    tl.store(dpre_ptr + at, dpre.to(dpre_ptr.dtype.element_ty), mask=inside)
-    tl.store(inner_ptr + at, activate(pre, ACTIVATION).to(inner_ptr.dtype.element_ty), mask=inside)
-    share = tl.sum(tl.where(inside, dpre, 0.0), axis=0)
     row_tile = tl.min(rows, axis=0) // BLOCK_M
-    tl.store(shares_ptr + row_tile.to(tl.int64) * N + columns, share, mask=column_inside)
+    _through_activation(
+        acc, pre_ptr, dpre_ptr, inner_ptr, shares_ptr, row_tile, rows, columns, row_inside, column_inside, N,
+        NEEDS_DBIAS, GATED, ACTIVATION,
+    )  # fmt: skip
+
+
+@triton.jit
+def _through_activation(
+    dinner, pre_ptr, dpre_ptr, inner_ptr, shares_ptr, row_tile, rows, columns, row_inside, column_inside, N,
+    NEEDS_DBIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """From dinner [BLOCK_M, BLOCK_N], in fp32, to dpre, inner and, a share a row tile, dbias."""
+    inside = row_inside[:, None] & column_inside[None, :]
+    pre_at = _pre_at(rows, columns, N, GATED)
+    pre = tl.load(pre_ptr + pre_at, mask=inside, other=0.0).to(tl.float32)
+    share_at = row_tile.to(tl.int64) * (2 * N if GATED else N) + columns
+    inner = activate(pre, ACTIVATION)
+    dpre = dinner * activation_slope(pre, ACTIVATION)
+    if GATED:
+        gate = tl.load(pre_ptr + pre_at + N, mask=inside, other=0.0).to(tl.float32)
+        dgate = dinner * inner
+        inner *= gate
+        dpre *= gate
+        tl.store(dpre_ptr + pre_at + N, dgate.to(dpre_ptr.dtype.element_ty), mask=inside)
+        if NEEDS_DBIAS:
+            tl.store(shares_ptr + share_at + N, tl.sum(tl.where(inside, dgate, 0.0), axis=0), mask=column_inside)
+    tl.store(dpre_ptr + pre_at, dpre.to(dpre_ptr.dtype.element_ty), mask=inside)
+    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
+    tl.store(inner_ptr + at, inner.to(inner_ptr.dtype.element_ty), mask=inside)
+    if NEEDS_DBIAS:
+        tl.store(shares_ptr + share_at, tl.sum(tl.where(inside, dpre, 0.0), axis=0), mask=column_inside)
+
+
+@triton.jit
+def _pre_at(rows, columns, N, GATED: tl.constexpr):
+    """Offsets [BLOCK_M, BLOCK_N] into pre, whose rows are twice as long where they are gated; the gate is N further."""
+    return rows.to(tl.int64)[:, None] * (2 * N if GATED else N) + columns[None, :]
 
 
 @triton.jit
@@ -88,89 +137,94 @@ def _tile_of(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.const
 
 
 @triton.jit
-def _bias_activation_fwd_kernel(
-    pre_ptr, bias_ptr, inner_ptr, M, N,
-    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+def _activation_fwd_kernel(
+    pre_ptr, inner_ptr, M, N,
+    GATED: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """pre (M, N) += bias, in place; inner = activation(pre)."""
+    """inner (M, N) = activation(pre), in pre's own memory where the caller says so; gated, times pre's second half."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (rows < M)[:, None] & (columns < N)[None, :]
+    pre_at = _pre_at(rows, columns, N, GATED)
+    inner = activate(tl.load(pre_ptr + pre_at, mask=inside, other=0.0).to(tl.float32), ACTIVATION)
+    if GATED:
+        inner *= tl.load(pre_ptr + pre_at + N, mask=inside, other=0.0).to(tl.float32)
     at = rows.to(tl.int64)[:, None] * N + columns[None, :]
-    pre = tl.load(pre_ptr + at, mask=inside, other=0.0)
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)
-        pre = (pre.to(tl.float32) + bias[None, :]).to(pre_ptr.dtype.element_ty)
-        tl.store(pre_ptr + at, pre, mask=inside)
-    tl.store(inner_ptr + at, activate(pre.to(tl.float32), ACTIVATION).to(inner_ptr.dtype.element_ty), mask=inside)
+    tl.store(inner_ptr + at, inner.to(inner_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _activation_bwd_kernel(
-    dinner_ptr, pre_ptr, inner_ptr, shares_ptr, M, N,
-    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    dinner_ptr, pre_ptr, dpre_ptr, inner_ptr, shares_ptr, M, N,
+    NEEDS_DBIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dinner (M, N) becomes dpre, in place; inner = activation(pre); shares (M tiles, N) of dbias."""
+    """What _through_activation makes of dinner (M, N), in whose memory one of dpre and inner may be written."""
     row_tile = tl.program_id(0)
     rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (rows < M)[:, None] & (columns < N)[None, :]
+    row_inside, column_inside = rows < M, columns < N
     at = rows.to(tl.int64)[:, None] * N + columns[None, :]
-    pre = tl.load(pre_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    dpre = tl.load(dinner_ptr + at, mask=inside, other=0.0).to(tl.float32) * activation_slope(pre, ACTIVATION)
-    tl.store(dinner_ptr + at, dpre.to(dinner_ptr.dtype.element_ty), mask=inside)
-    tl.store(inner_ptr + at, activate(pre, ACTIVATION).to(inner_ptr.dtype.element_ty), mask=inside)
-    share = tl.sum(tl.where(inside, dpre, 0.0), axis=0)
-    tl.store(shares_ptr + row_tile.to(tl.int64) * N + columns, share, mask=columns < N)
+    dinner = tl.load(dinner_ptr + at, mask=row_inside[:, None] & column_inside[None, :], other=0.0).to(tl.float32)
+    _through_activation(
+        dinner, pre_ptr, dpre_ptr, inner_ptr, shares_ptr, row_tile, rows, columns, row_inside, column_inside, N,
+        NEEDS_DBIAS, GATED, ACTIVATION,
+    )  # fmt: skip
 
 
-def feed_forward(x, up_weight, up_bias, down_weight, activation, return_pre):
-    """x (total_tokens, hidden_size) -> out, pre; the schema in fastbert/ops/_library.py."""
-    x, up_weight, down_weight = x.contiguous(), up_weight.contiguous(), down_weight.contiguous()
-    M, K, N = x.shape[0], x.shape[1], up_weight.shape[0]
+def feed_forward(x, up_weight, up_bias, down_weight, activation, gated, return_pre):
+    """x (total_tokens, hidden_size) -> out, pre; the schema in fastbert/ops/_library_products.py."""
+    M, K, N, width = x.shape[0], x.shape[1], down_weight.shape[1], up_weight.shape[0]
     if M == 0 or N == 0:
-        return x.new_zeros(M, down_weight.shape[0]), x.new_zeros(M if return_pre else 0, N)
-    plan = feed_forward_plan(x, N)
-    inner = x.new_empty(M, N)
+        return x.new_zeros(M, down_weight.shape[0]), x.new_empty(M if return_pre else 0, width)
+    plan = feed_forward_plan(x, N, gated)
     with torch.cuda.device_of(x):
         if plan.up is not None:
-            pre = x.new_empty(M if return_pre else 0, N)
+            x, up_weight = x.contiguous(), up_weight.contiguous()
+            bias = None if up_bias is None else up_bias.contiguous()
+            inner, pre = x.new_empty(M, N), x.new_empty(M if return_pre else 0, width)
             grid = (triton.cdiv(M, plan.up["BLOCK_M"]) * triton.cdiv(N, plan.up["BLOCK_N"]),)
             _up_kernel[grid](
-                x, up_weight, up_bias, inner, pre, M, N, K, K, K, HAS_BIAS=up_bias is not None, RETURN_PRE=return_pre,
-                ACTIVATION=activation, **plan.up,
+                x, up_weight, bias, inner, pre, M, N, K, K, K, HAS_BIAS=up_bias is not None, RETURN_PRE=return_pre,
+                GATED=gated, ACTIVATION=activation, **plan.up,
             )  # fmt: skip
         else:
-            pre = torch.mm(x, up_weight.t())
-            _bias_activation_fwd_kernel[(triton.cdiv(M, 16), triton.cdiv(N, 256))](
-                pre, up_bias, inner, M, N, HAS_BIAS=up_bias is not None, ACTIVATION=activation, BLOCK_M=16, BLOCK_N=256
+            up = up_weight.t()
+            pre = torch.mm(x, up) if up_bias is None else torch.addmm(up_bias, x, up)
+            # Inference has no second matrix of this size. A gated one's halves would leave gaps in the next product's
+            # operand, for which cuBLAS may take another kernel than in training, and so give other bits.
+            inner = x.new_empty(M, N) if return_pre or gated else pre
+            _activation_fwd_kernel[(triton.cdiv(M, _BLOCK_M), triton.cdiv(N, _BLOCK_N))](
+                pre, inner, M, N, GATED=gated, ACTIVATION=activation, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N
             )
-            pre = pre if return_pre else pre[:0]
+            pre = pre if return_pre else x.new_empty(0, width)
     return torch.mm(inner, down_weight.t()), pre
 
 
-def feed_forward_bwd(dout, x, pre, up_weight, down_weight, activation, needs_dx, needs_dweight, needs_dbias):
-    """dout as out -> dx, dup_weight, dup_bias, ddown_weight; the schema in fastbert/ops/_library.py."""
-    dout, x, up_weight, down_weight = (t.contiguous() for t in (dout, x, up_weight, down_weight))
-    M, N, K = pre.shape[0], pre.shape[1], dout.shape[1]
+def feed_forward_bwd(dout, x, pre, up_weight, down_weight, activation, gated, needs_dx, needs_dweight, needs_dbias):
+    """dout as out -> dx, dup_weight, dup_bias, ddown_weight; the schema in fastbert/ops/_library_products.py."""
+    M, N, K, width = pre.shape[0], down_weight.shape[1], dout.shape[1], pre.shape[1]
     if M == 0 or N == 0:
-        shapes = ((M if needs_dx else 0, x.shape[1]), up_weight.shape, (N,), down_weight.shape)
-        return tuple(x.new_zeros(shape) for shape in shapes)
-    plan = feed_forward_plan(x, N)
-    inner = torch.empty_like(pre)
+        dup, ddown = (w.new_zeros(w.shape[0] if needs_dweight else 0, w.shape[1]) for w in (up_weight, down_weight))
+        dx = x.new_zeros(M if needs_dx else 0, x.shape[1])
+        return dx, dup, x.new_zeros(width if needs_dbias else 0), ddown
+    plan = feed_forward_plan(x, N, gated)
+    tile = _BLOCK_M if plan.down is None else plan.down["BLOCK_M"]
+    row_tiles = triton.cdiv(M, tile)
+    shares = pre.new_empty(row_tiles if needs_dbias else 0, width, dtype=torch.float32)
+    options = {"NEEDS_DBIAS": needs_dbias, "GATED": gated, "ACTIVATION": activation}
     with torch.cuda.device_of(x):
         if plan.down is not None:
-            dpre = torch.empty_like(pre)
-            row_tiles = triton.cdiv(M, plan.down["BLOCK_M"])
-            shares = pre.new_empty(row_tiles, N, dtype=torch.float32)
+            dout, down_weight = dout.contiguous(), down_weight.contiguous()
+            dpre, inner = torch.empty_like(pre), pre.new_empty(M, N)
             _down_bwd_kernel[(row_tiles * triton.cdiv(N, plan.down["BLOCK_N"]),)](
-                dout, down_weight, pre, dpre, inner, shares, M, N, K, K, N, ACTIVATION=activation, **plan.down
+                dout, down_weight, pre, dpre, inner, shares, M, N, K, K, N, **options, **plan.down
             )
         else:
-            dpre = torch.mm(dout, down_weight)
-            shares = pre.new_empty(triton.cdiv(M, 16), N, dtype=torch.float32)
-            _activation_bwd_kernel[(triton.cdiv(M, 16), triton.cdiv(N, 256))](
-                dpre, pre, inner, shares, M, N, ACTIVATION=activation, BLOCK_M=16, BLOCK_N=256
+            dinner = torch.mm(dout, down_weight)
+            dpre, inner = (torch.empty_like(pre), dinner) if gated else (dinner, torch.empty_like(pre))
+            _activation_bwd_kernel[(row_tiles, triton.cdiv(N, _BLOCK_N))](
+                dinner, pre, dpre, inner, shares, M, N, **options, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N
             )
     dx = torch.mm(dpre, up_weight) if needs_dx else x.new_empty(0, x.shape[1])
     dup = torch.mm(dpre.t(), x) if needs_dweight else up_weight.new_empty(0, up_weight.shape[1])

@@ -147,23 +147,24 @@ def feed_forward_cases() -> Iterator[Case]:
     names = ("x", "weight", "bias", "inner", "pre", "dout", "dpre", "dinner")
     for dtype in ("bf16", "fp16", "fp32"):
         types = {f"{name}_ptr": f"*{dtype}" for name in names} | sizes | {"shares_ptr": "*fp32"}
-        elementwise = {"ACTIVATION": "gelu", "BLOCK_M": 16, "BLOCK_N": 256}
-        yield Case(
-            "feed_forward._bias_activation_fwd_kernel", dtype, types, {**elementwise, "HAS_BIAS": True}, 4, 1
-        )  # fmt: skip
-        yield Case("feed_forward._activation_bwd_kernel", dtype, types, elementwise, 4, 2)
-        if dtype == "fp32":
-            continue
-        for major in (8, 9, 10):
-            plan = FEED_FORWARD[9 if major >= 9 else 8]
-            flags = {"ACTIVATION": "gelu", "HAS_BIAS": True, "RETURN_PRE": True}
-            for kernel, blocks, constants in (
-                ("_up_kernel", plan.up, flags), ("_down_bwd_kernel", plan.down, {"ACTIVATION": "gelu"})
-            ):  # fmt: skip
-                options = {name: blocks[name] for name in ("num_warps", "num_stages")}
-                constants |= {name: value for name, value in blocks.items() if name not in options}
-                rest = {"variant": f"sm_{major}0", "major": major, "has_products": True, "wide_loads": 0, **options}
-                yield Case(f"feed_forward.{kernel}", dtype, types, constants, **rest)
+        for gated in (False, True):
+            constants = {"ACTIVATION": "gelu", "GATED": gated}
+            variant, elementwise = "gated" if gated else "", constants | {"BLOCK_M": 16, "BLOCK_N": 256}
+            loads = 2 if gated else 1
+            yield Case("feed_forward._activation_fwd_kernel", dtype, types, elementwise, 4, loads, variant=variant)
+            elementwise = {**elementwise, "NEEDS_DBIAS": True}
+            yield Case("feed_forward._activation_bwd_kernel", dtype, types, elementwise, 4, loads + 1, variant=variant)
+            for major in (8, 9, 10) if dtype != "fp32" else ():
+                plan = FEED_FORWARD[9 if major >= 9 else 8, gated]
+                for kernel, blocks, flags in (
+                    ("_up_kernel", plan.up, {"HAS_BIAS": True, "RETURN_PRE": True}),
+                    ("_down_bwd_kernel", plan.down, {"NEEDS_DBIAS": True}),
+                ):
+                    options = {name: blocks[name] for name in ("num_warps", "num_stages")}
+                    tile = {name: value for name, value in blocks.items() if name not in options}
+                    rest = {"major": major, "has_products": True, "wide_loads": 0, **options}
+                    rest["variant"] = f"{variant}-sm_{major}0".removeprefix("-")
+                    yield Case(f"feed_forward.{kernel}", dtype, types, {**constants, **flags, **tile}, **rest)
 
 
 def cross_entropy_cases() -> Iterator[Case]:

@@ -12,18 +12,23 @@ import os
 import shutil
 import struct
 import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
+from fastbert.ops._library import cuda_error
+
 ROOT = Path(__file__).parents[1]
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # fastbert::DType
 ACTIVATIONS = {"gelu": 1, "gelu_tanh": 2, "relu": 3, "tanh": 4, "silu": 5}  # fastbert::Activation
-FLAGS = ["-std=c++17", "-O1", "-fno-strict-aliasing", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+EMULATED = ["-O1", "-fno-strict-aliasing", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+EMULATED += [f'-DFASTBERT_CUDA_EMULATION="{ROOT}/tests/cuda_emulation.h"']
+FLAGS = ["-std=c++17", *EMULATED]
 FLAGS += ["-fsanitize=address,alignment,bounds,shift,signed-integer-overflow", "-fno-sanitize-recover=all"]
-FLAGS += [f'-DFASTBERT_CUDA_EMULATION="{ROOT}/tests/cuda_emulation.h"']
 
 
 def compiler() -> str:
@@ -33,11 +38,12 @@ def compiler() -> str:
     return found
 
 
-def compile_once(name: str, sources: list[Path]) -> Path:
+def compile_once(name: str, sources: list[Path], flags: Sequence[str] = FLAGS, links: Sequence[str] = ()) -> Path:
     """A program of `sources`, kept in build/ under a hash of all that it is made of."""
     parts = [*sources, *sorted(ROOT.glob("csrc/cuda/*")), *sorted(ROOT.glob("csrc/include/*.h"))]
-    parts += sorted(ROOT.glob("tests/cuda_*"))
-    digest = hashlib.sha256(repr((compiler(), FLAGS)).encode())
+    parts += [*sorted(ROOT.glob("csrc/ops/*.h")), *sorted(ROOT.glob("csrc/ops/cuda/*"))]
+    parts += [p for p in sorted(ROOT.glob("tests/cuda_*/**/*")) + sorted(ROOT.glob("tests/cuda_*")) if p.is_file()]
+    digest = hashlib.sha256(repr((compiler(), flags, links, torch.__version__)).encode())
     for part in parts:
         digest.update(part.read_bytes())
     folder = ROOT / "build" / "cuda-emulation"
@@ -50,9 +56,9 @@ def compile_once(name: str, sources: list[Path]) -> Path:
                 old.unlink()
             objects = []
             for source in sources:
-                objects.append(folder / f"{name}-{source.stem}.o")
-                build([*FLAGS, "-c", "-x", "c++", str(source), "-o", str(objects[-1])])
-            build([*FLAGS, *map(str, objects), "-o", str(program)])
+                objects.append(folder / f"{name}-{source.parent.name}-{source.stem}-{source.suffix[1:]}.o")
+                build([*flags, "-c", "-x", "c++", str(source), "-o", str(objects[-1])])
+            build([*flags, *map(str, objects), *links, "-o", str(program)])
     return program
 
 
@@ -64,6 +70,36 @@ def build(arguments: list[str]) -> None:
 @functools.cache
 def runner() -> Path:
     return compile_once("kernels", [ROOT / "tests" / "cuda_runner.cpp", *sorted(ROOT.glob("csrc/cuda/*.cu"))])
+
+
+@functools.cache
+def operators() -> Path:
+    """A library of csrc/ops/cuda over the emulated kernels, whose "GPU" is memory of the CPU."""
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    sources = [ROOT / "tests" / "cuda_operators.cpp", *sorted(ROOT.glob("csrc/cuda/*.cu"))]
+    sources += sorted(ROOT.glob("csrc/ops/cuda/*.cpp"))
+    flags = ["-std=c++20", *EMULATED, "-fPIC", "-fvisibility=hidden", "-I", str(ROOT / "tests" / "cuda_stubs")]
+    flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    flags += [word for path in include_paths() for word in ("-isystem", path)]
+    links = ["-shared", *(f"-L{path}" for path in library_paths()), "-ltorch_cpu", "-lc10"]
+    return compile_once("operators", sources, flags, links)
+
+
+@contextmanager
+def operators_on_the_cpu(*names: str) -> Iterator[None]:
+    """fastbert::{name} of the CUDA backend takes CPU tensors, by what the library registers for CUDA."""
+    if cuda_error() is None:
+        pytest.skip("the extension has the CUDA operators, which these would replace: `make gpu` runs them")
+    torch.ops.load_library(str(operators()))
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    library = torch.library.Library("fastbert", "IMPL")
+    for name in names:
+        library.impl(name, functools.partial(getattr(torch.ops.fastbert, name).default.redispatch, keys), "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()
 
 
 @dataclass
@@ -160,19 +196,21 @@ def embed_fwd(input_ids, position_ids, token_type_ids, word, position, token_typ
     return out
 
 
-def bias_activation_fwd(pre, bias, activation, **options):
-    """pre + bias, and its activation."""
-    rows, columns = pre.shape
-    inner = Out.empty(rows, columns, dtype=pre.dtype)
-    kind = ACTIVATIONS[activation]
-    return run("bias_activation_fwd", DTYPES[pre.dtype], kind, Out(pre), bias, rows, columns, inner, **options)
+def activation_fwd(pre, activation, gated=False, in_place=False, **options):
+    """inner; `in_place` (not where gated): in pre's memory."""
+    rows, columns = pre.shape[0], pre.shape[1] // (2 if gated else 1)
+    inner = None if in_place else Out.empty(rows, columns, dtype=pre.dtype)
+    operands = (int(gated), Out(pre) if in_place else pre, rows, columns, inner)
+    (found,) = run("activation_fwd", DTYPES[pre.dtype], ACTIVATIONS[activation], *operands, **options)
+    return found
 
 
-def activation_bwd(dinner, pre, activation, needs_dbias=True, **options):
-    """dpre, inner, dbias (absent unless needed)."""
-    rows, columns = pre.shape
-    inner = Out.empty(rows, columns, dtype=pre.dtype)
-    dbias = Out.empty(columns, dtype=pre.dtype) if needs_dbias else None
-    kind = ACTIVATIONS[activation]
-    operands = (Out(dinner), pre, rows, columns, inner, dbias)
-    return run("activation_bwd", DTYPES[pre.dtype], kind, *operands, **options)
+def activation_bwd(dinner, pre, activation, gated=False, needs_dbias=True, in_place=True, **options):
+    """dpre, inner, dbias (absent unless needed); `in_place`: one of the first two in dinner's memory."""
+    (rows, columns), dtype = dinner.shape, pre.dtype
+    dpre = None if in_place and not gated else Out.empty(*pre.shape, dtype=dtype)
+    inner = None if in_place and gated else Out.empty(rows, columns, dtype=dtype)
+    dbias = Out.empty(pre.shape[1], dtype=dtype) if needs_dbias else None
+    operands = (int(gated), Out(dinner) if in_place else dinner, pre, rows, columns, dpre, inner, dbias)
+    found = run("activation_bwd", DTYPES[dtype], ACTIVATIONS[activation], *operands, **options)
+    return [found[1], found[0], *found[2:]] if in_place and gated else found

@@ -107,15 +107,18 @@ void launch(const std::string& kernel) {
                                       static_cast<int>(integer()),
                                       buffer()};
     launch_embed_fwd(args, stream);
-  } else if (kernel == "bias_activation_fwd") {
-    const fastbert::BiasActivationFwdArgs args{dtype(),   activation(), buffer(), buffer(),
-                                               integer(), integer(),    buffer()};
-    launch_bias_activation_fwd(args, stream);
+  } else if (kernel == "activation_fwd") {
+    fastbert::ActivationFwdArgs args{dtype(), activation(), integer() != 0, buffer(), integer(), integer(), buffer()};
+    if (args.inner == nullptr) args.inner = const_cast<void*>(args.pre);
+    launch_activation_fwd(args, stream);
   } else if (kernel == "activation_bwd") {
-    fastbert::ActivationBwdArgs args{dtype(),   activation(), buffer(), buffer(), integer(),
-                                     integer(), buffer(),     buffer(), nullptr};
+    void* dinner;
+    fastbert::ActivationBwdArgs args{dtype(),   activation(), integer() != 0, dinner = buffer(), buffer(), integer(),
+                                     integer(), buffer(),     buffer(),       buffer(),          nullptr};
+    if (args.dpre == nullptr) args.dpre = dinner;
+    if (args.inner == nullptr) args.inner = dinner;
     const int64_t shares = fastbert::activation_bwd_shares(args.rows);
-    std::vector<float> memory(static_cast<size_t>(shares * args.columns), NAN);
+    std::vector<float> memory(static_cast<size_t>(shares * (args.gated ? 2 : 1) * args.columns), NAN);
     args.shares = memory.data();
     launch_activation_bwd(args, stream);
   } else {

@@ -158,23 +158,30 @@ def test_the_order_of_threads_and_blocks_does_not_show(dtype, rows, width):
 
 
 ACTIVATION_SHAPES = ((0, 64), (1, 1), (5, 33), (6, 80), (35, 1032))
+each_gating = pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
 
 
+def make_pre(rows, columns, dtype, gated):
+    # exp(-x) of the formula overflows float16 at -11.
+    return (3 * torch.randn(rows, (2 if gated else 1) * columns)).clamp(-8, 8).to(dtype)
+
+
+@each_gating
 @pytest.mark.parametrize("rows,columns", ACTIVATION_SHAPES, ids=str)
 @pytest.mark.parametrize("activation", cuda.ACTIVATIONS)
 @each_dtype
-def test_bias_activation(dtype, activation, rows, columns):
-    # exp(-x) of the formula overflows float16 at -11.
-    x, bias = (3 * torch.randn(rows, columns)).clamp(-8, 8).to(dtype), torch.rand(columns).to(dtype)
-    pre, inner = cuda.bias_activation_fwd(x, bias, activation)
-    assert torch.equal(pre, (x.float() + bias.float()).to(dtype))
-    dinner = torch.randn(rows, columns).to(dtype)
-    dpre, inner_again, dbias = cuda.activation_bwd(dinner, pre, activation)
+def test_activation(dtype, activation, rows, columns, gated):
+    pre, dinner = make_pre(rows, columns, dtype, gated), torch.randn(rows, columns).to(dtype)
+    inner = cuda.activation_fwd(pre, activation, gated)
+    dpre, inner_again, dbias = cuda.activation_bwd(dinner, pre, activation, gated)
     assert torch.equal(inner, inner_again)
 
     def formula(kind):
-        leaf, zeros = pre.to(kind).requires_grad_(), torch.zeros(columns, dtype=kind, requires_grad=True)
-        out = reference.activation(leaf + zeros, activation)
+        leaf = pre.to(kind).requires_grad_()
+        zeros = torch.zeros(pre.shape[1], dtype=kind, requires_grad=True)
+        first, *second = (leaf + zeros).chunk(2, -1) if gated else (leaf + zeros,)
+        out = reference.activation(first, activation)
+        out = out * second[0] if gated else out
         return out.detach(), *torch.autograd.grad(out, (leaf, zeros), dinner.to(kind))
 
     names, factors = ("inner", "dpre", "dbias"), (OUTPUT_FACTOR, GRADIENT_FACTOR, GRADIENT_FACTOR)
@@ -183,25 +190,30 @@ def test_bias_activation(dtype, activation, rows, columns):
         assert_close_to_reference(actual, oracle, baseline, factor, name)
 
 
+@each_gating
 @each_dtype
-def test_bias_activation_without_what_is_optional(dtype):
-    x, dinner = torch.randn(6, 80).to(dtype), torch.randn(6, 80).to(dtype)
-    bias = torch.zeros(80, dtype=dtype)
-    pre, inner = cuda.bias_activation_fwd(x, None, "gelu")
-    assert torch.equal(pre, x) and torch.equal(inner, cuda.bias_activation_fwd(x, bias, "gelu")[1])
-    assert torch.equal(inner, cuda.bias_activation_fwd(x, bias, "gelu", offset=1)[1])
-    dpre, _, _ = cuda.activation_bwd(dinner, pre, "gelu")
-    assert torch.equal(dpre, cuda.activation_bwd(dinner, pre, "gelu", needs_dbias=False)[0])
+def test_activation_has_the_same_bits_in_place_unaligned_and_without_dbias(dtype, gated):
+    pre, dinner = make_pre(6, 80, dtype, gated), torch.randn(6, 80).to(dtype)
+    inner = cuda.activation_fwd(pre, "gelu", gated)
+    assert torch.equal(inner, cuda.activation_fwd(pre, "gelu", gated, offset=1))
+    assert gated or torch.equal(inner, cuda.activation_fwd(pre, "gelu", in_place=True))
+    results = cuda.activation_bwd(dinner, pre, "gelu", gated)
+    for options in ({"in_place": False}, {"offset": 1}, {"order": "down"}):
+        assert all(map(torch.equal, results, cuda.activation_bwd(dinner, pre, "gelu", gated, **options))), options
+    assert all(map(torch.equal, results[:2], cuda.activation_bwd(dinner, pre, "gelu", gated, needs_dbias=False)))
 
 
+@each_gating
 @each_dtype
-def test_activation_bwd_of_many_rows(dtype):
-    x, dinner = torch.randn(5000, 3).to(dtype), torch.randn(5000, 3).to(dtype)
-    runs = [cuda.activation_bwd(dinner, x, "relu", order=order) for order in ("up", "down")]
+def test_activation_bwd_of_many_rows(dtype, gated):
+    x, dinner = make_pre(5000, 3, dtype, False), torch.randn(5000, 3).to(dtype)
+    pre = torch.cat((x, torch.ones_like(x)), -1) if gated else x
+    runs = [cuda.activation_bwd(dinner, pre, "relu", gated, order=order) for order in ("up", "down")]
     assert all(map(torch.equal, *runs))
-    oracle = torch.where(x > 0, dinner, torch.zeros_like(x))
-    assert torch.equal(runs[0][0], oracle)
-    assert_close_to_reference(runs[0][2], oracle.double().sum(0), oracle.sum(0), GRADIENT_FACTOR, "dbias")
+    dx, relu = torch.where(x > 0, dinner, torch.zeros_like(x)), x.clamp(min=0)
+    oracle = torch.cat((dx.double(), dinner.double() * relu.double()), -1) if gated else dx.double()
+    assert torch.equal(runs[0][0], oracle.to(dtype)) and torch.equal(runs[0][1], relu)
+    assert_close_to_reference(runs[0][2], oracle.sum(0), oracle.to(dtype).sum(0), GRADIENT_FACTOR, "dbias")
 
 
 @each_shape

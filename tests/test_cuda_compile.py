@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ WIDE_LOADS = {
     "add_layer_norm_fwd_kernel": 5,
     "add_layer_norm_bwd_kernel": 4,
     "embed_fwd_kernel": 5,
-    "bias_activation_fwd_kernel": 5,
+    "activation_fwd_kernel": 4,
     "activation_bwd_kernel": 4,
 }
 ALL_KERNELS = {*WIDE_LOADS, "column_sums_kernel"}
@@ -107,6 +108,33 @@ def test_loads_are_16_bytes_wide(kernels):
             wide = sum(load.startswith("LDG.E.128") for load in facts["loads"])
             assert wide >= WIDE_LOADS[kind_of(name)], f"{name}: {facts['loads']}"
             assert not [load for load in facts["loads"] if ".U16" in load or ".U8" in load], f"{name}: {facts['loads']}"
+
+
+def cuda_headers() -> Path:
+    """The toolkit's own, or the ones that Triton brings."""
+    beside = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))]
+    beside += [Path(found).resolve().parents[1] for found in (shutil.which("nvcc"),) if found]
+    if (triton := find_spec("triton")) is not None and triton.origin is not None:
+        beside.append(Path(triton.origin).parent / "backends" / "nvidia")
+    for folder in (path / "include" for path in beside):
+        if (folder / "cuda_runtime.h").is_file():
+            return folder
+    pytest.skip("there is no cuda_runtime.h, neither CUDA's nor Triton's")
+
+
+@pytest.mark.parametrize("source", sorted(ROOT.glob("csrc/ops/cuda/*.cpp")), ids=lambda path: path.stem)
+def test_operators_compile_against_torch_s_headers_for_cuda(source):
+    """Linking them takes a torch that is built with CUDA; its headers are in every torch."""
+    from torch.utils.cpp_extension import include_paths
+
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    headers = [*include_paths(), str(cuda_headers())]
+    system = [word for path in headers for word in ("-isystem", path)]
+    # A header that only a build with CUDA writes says how that was configured.
+    flags = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE"]
+    output_of([compiler, "-fsyntax-only", *flags, *system, str(source)])
 
 
 def test_setup_builds_for_the_same_architectures():

@@ -113,15 +113,17 @@ def test_buckets_hold_every_sequence_once_and_waste_little():
 
 @dtype_axis
 @pytest.mark.parametrize("rows", (0, 1, 17))
+@pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
 @pytest.mark.parametrize("activation", ("gelu", "gelu_tanh", "relu", "tanh", "silu"))
-def test_feed_forward(dtype, rows, activation):
+def test_feed_forward(dtype, rows, activation, gated):
+    up_size = 96 if gated else 48
     check(
-        lambda x, up, bias, down: ops.feed_forward(x, up, bias, down, activation=activation),
-        lambda x, up, bias, down: reference.feed_forward(x, up, bias, down, activation),
+        lambda x, up, bias, down: ops.feed_forward(x, up, bias, down, activation=activation, gated=gated),
+        lambda x, up, bias, down: reference.feed_forward(x, up, bias, down, activation, gated),
         {
             "x": torch.randn(rows, 32),
-            "up": torch.randn(48, 32) / 4,
-            "bias": torch.randn(48),
+            "up": torch.randn(up_size, 32) / 4,
+            "bias": torch.randn(up_size),
             "down": torch.randn(32, 48) / 4,
         },
         dtype,
@@ -136,6 +138,10 @@ def test_without_backward_the_activation_runs_in_place_with_the_same_bits(activa
     with torch.no_grad():
         assert torch.equal(ops.linear(x, weight, bias, activation=activation, backend="torch"), expected)
     assert torch.equal(x, kept)
+    down, options = torch.randn(16, 24), {"activation": activation, "gated": True, "backend": "torch"}
+    expected = ops.feed_forward(x, weight, None, down, **options)
+    with torch.no_grad():
+        assert torch.equal(ops.feed_forward(x, weight, None, down, **options), expected)
 
 
 def test_erf_and_tanh_gelu_are_not_swapped():

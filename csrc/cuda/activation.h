@@ -36,7 +36,7 @@ __device__ __forceinline__ float activation_slope(float x) {
   }
   if constexpr (kActivation == Activation::kGeluTanh) {
     const Sigmoid s = sigmoid(gelu_tanh_argument(x));
-    return s.value + x * s.slope * (1.5957691f + 0.21406859f * x * x);
+    return s.value + x * s.slope * (1.5957691f + 0.21406445f * x * x);
   }
   if constexpr (kActivation == Activation::kRelu) return x > 0.0f ? 1.0f : 0.0f;
   if constexpr (kActivation == Activation::kTanh) return 1.0f - tanhf(x) * tanhf(x);

@@ -7,30 +7,34 @@
 
 namespace fastbert {
 
-// pre += bias, in place and rounded to the dtype; inner = activation(pre).
-struct BiasActivationFwdArgs {
+// inner (rows, columns) = activation(pre), in pre's own memory where both are one address. Gated: pre is (rows, 2
+// columns), inner = activation(first half) * second half, in memory of its own.
+struct ActivationFwdArgs {
   DType dtype;
   Activation activation;
-  void* pre;
-  const void* bias;  // or null
+  bool gated;
+  const void* pre;
   int64_t rows;
   int64_t columns;
   void* inner;
 };
 
-cudaError_t launch_bias_activation_fwd(const BiasActivationFwdArgs& args, cudaStream_t stream);
+cudaError_t launch_activation_fwd(const ActivationFwdArgs& args, cudaStream_t stream);
 
-// dinner becomes dpre = dinner * activation'(pre), in place; inner = activation(pre), which forward does not keep.
+// dpre, as wide as pre, and inner, which forward does not keep, from dinner (rows, columns). Whichever of the two has
+// dinner's shape may be written in its memory: dpre, or, gated, inner.
 struct ActivationBwdArgs {
   DType dtype;
   Activation activation;
-  void* dinner;
+  bool gated;
+  const void* dinner;
   const void* pre;
   int64_t rows;
   int64_t columns;
+  void* dpre;
   void* inner;
-  void* dbias;    // or null
-  float* shares;  // (activation_bwd_shares(rows), columns) when there is dbias
+  void* dbias;    // as wide as pre, or null
+  float* shares;  // (activation_bwd_shares(rows), pre's columns) when there is dbias
 };
 
 // How many shares of dbias a backward makes: by the number of rows alone, so that the sum's last bits do not depend on

@@ -74,14 +74,14 @@ def triton_objection(x: torch.Tensor) -> str | None:
     return triton_error()
 
 
-def cuda_objection(x: torch.Tensor) -> str | None:
-    """Why the CUDA kernels cannot run on x (total_tokens, width)."""
+def cuda_objection(x: torch.Tensor, max_columns: int | None = 8192) -> str | None:
+    """Why the CUDA kernels cannot run on x (total_tokens, width); max_columns None: they do not keep whole rows."""
     if x.device.type != "cuda":
         return f"tensors are on {x.device.type}"
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"dtype {x.dtype} (has float32, bfloat16 and float16)"
-    if x.shape[-1] > 8192:
-        return f"rows have {x.shape[-1]} columns, the kernels keep up to 8192 in registers"
+    if max_columns is not None and x.shape[-1] > max_columns:
+        return f"rows have {x.shape[-1]} columns, the kernels keep up to {max_columns} in registers"
     return cuda_error()
 
 

@@ -67,18 +67,30 @@ for _op, _schema, _fake in (
     define(_op, _schema, _fake)
 
 
-# feed_forward in Triton: all operands in one dtype, which is the results', too.
+# feed_forward on GPUs: all operands in one dtype, which is the results', too
+#
+# gated: up_weight, up_bias and pre are twice as wide as the second product's operand, which is
+# activation(first half of pre) * second half.
 
-define_triton(
-    "feed_forward",
-    "(Tensor x, Tensor up_weight, Tensor? up_bias, Tensor down_weight, str activation, bool return_pre)"
-    " -> (Tensor out, Tensor pre)",
-    "feed_forward",
-    lambda x, up_weight, up_bias, down_weight, activation, return_pre: _feed_forward_fake(
-        x, up_weight, up_bias, down_weight, None, None, None, activation, x.dtype, return_pre
-    ),
+_FEED_FORWARD_GPU = (
+    "(Tensor x, Tensor up_weight, Tensor? up_bias, Tensor down_weight, str activation, bool gated, bool return_pre)"
+    " -> (Tensor out, Tensor pre)"
 )
-define_triton("feed_forward_bwd", _FEED_FORWARD_BWD, "feed_forward", _feed_forward_bwd_fake)
+_FEED_FORWARD_BWD_GPU = _FEED_FORWARD_BWD.replace("str activation,", "str activation, bool gated,")
+
+
+def _feed_forward_gpu_fake(x, up_weight, up_bias, down_weight, activation, gated, return_pre):
+    return _feed_forward_fake(x, up_weight, up_bias, down_weight, None, None, None, activation, x.dtype, return_pre)
+
+
+def _feed_forward_bwd_gpu_fake(dout, x, pre, up_weight, down_weight, activation, gated, *needs):
+    return _feed_forward_bwd_fake(dout, x, pre, up_weight, down_weight, activation, *needs)
+
+
+define("feed_forward_cuda", _FEED_FORWARD_GPU, _feed_forward_gpu_fake)
+define("feed_forward_bwd_cuda", _FEED_FORWARD_BWD_GPU, _feed_forward_bwd_gpu_fake)
+define_triton("feed_forward", _FEED_FORWARD_GPU, "feed_forward", _feed_forward_gpu_fake)
+define_triton("feed_forward_bwd", _FEED_FORWARD_BWD_GPU, "feed_forward", _feed_forward_bwd_gpu_fake)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -101,25 +113,6 @@ define_triton(
     "cross_entropy",
     _cross_entropy_fake,
 )
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# what stands between the two products of a feed-forward on a GPU
-#
-# forward:  pre (total_tokens, intermediate_size) += bias, in place and rounded; inner = activation(pre)
-# backward: dinner becomes dpre = dinner * activation'(pre), in place; inner again, which forward does not keep; dbias,
-#           summed over tokens in fp32, is empty unless needs_dbias
-
-_BIAS_ACTIVATION_FWD = "(Tensor(a!) pre, Tensor? bias, str activation) -> Tensor"
-_ACTIVATION_BWD = "(Tensor(a!) dinner, Tensor pre, str activation, bool needs_dbias) -> (Tensor inner, Tensor dbias)"
-
-
-def _activation_bwd_fake(dinner, pre, activation, needs_dbias):
-    return torch.empty_like(pre), pre.new_empty(pre.shape[1] if needs_dbias else 0)
-
-
-define("bias_activation_fwd_cuda", _BIAS_ACTIVATION_FWD, lambda pre, bias, activation: torch.empty_like(pre))
-define("activation_bwd_cuda", _ACTIVATION_BWD, _activation_bwd_fake)
 
 
 # --------------------------------------------------------------------------------------------------------------------

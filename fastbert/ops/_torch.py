@@ -262,6 +262,18 @@ def linear(x, weight, bias, weight_scale, input_scale, activation_name):
     return activation(y, activation_name) if y.requires_grad else _ACTIVATIONS_IN_PLACE[activation_name](y)
 
 
+def feed_forward(x, up_weight, up_bias, down_weight, weight_scales, input_scales, activation_name, gated):
+    (up_scale, down_scale), (up_input, down_input) = weight_scales, input_scales
+    inner = linear(x, up_weight, up_bias, up_scale, up_input, "none" if gated else activation_name)
+    if gated:
+        first, second = inner.chunk(2, -1)
+        if inner.requires_grad:
+            inner = activation(first, activation_name) * second
+        else:
+            inner = _ACTIVATIONS_IN_PLACE[activation_name](first).mul_(second)
+    return linear(inner, down_weight, None, down_scale, down_input, "none")
+
+
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype of a product of x: autocast's where it is on, as F.linear has it."""
     device = x.device.type

@@ -1,4 +1,5 @@
-"""The feed-forward half of a layer: GEMM + bias + activation, then a GEMM (Vaswani et al. 2017, section 3.3)."""
+"""The feed-forward half of a layer: GEMM + bias + activation, then a GEMM (Vaswani et al. 2017, section 3.3), and the
+gated one, GeGLU with its relatives (Shazeer 2020, section 2)."""
 
 from __future__ import annotations
 
@@ -6,11 +7,28 @@ import torch
 
 from fastbert.backend import Backend, register, select
 from fastbert.ops import _torch
-from fastbert.ops._library import needs_grad, triton_objection
+from fastbert.ops._library import cuda_objection, needs_grad, triton_objection
 from fastbert.ops.linear import check_gradient, compute_dtype, supports_gemm_cpu
 
+ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh")
 
-def _supports_triton(x, *weights) -> str | None:
+_FWD = {
+    Backend.TRITON: torch.ops.fastbert.feed_forward_triton,
+    Backend.CUDA: torch.ops.fastbert.feed_forward_cuda,
+}
+_BWD = {
+    Backend.TRITON: torch.ops.fastbert.feed_forward_bwd_triton,
+    Backend.CUDA: torch.ops.fastbert.feed_forward_bwd_cuda,
+}
+
+
+def _supports_cpu(x, up_weight, up_bias, down_weight, gated) -> str | None:
+    if gated:
+        return "it has no gated feed-forward"
+    return supports_gemm_cpu(x, up_weight, up_bias, down_weight)
+
+
+def _supports_gpu(x, *weights) -> str | None:
     if x.dim() != 2:
         return f"x has {x.dim()} dimensions, the kernels take (total_tokens, in_features)"
     for t in weights:
@@ -18,11 +36,27 @@ def _supports_triton(x, *weights) -> str | None:
             return f"a weight is {t.dtype} on {t.device}, x is on {x.device}"
         if t is not None and t.dtype is not x.dtype and not torch.is_autocast_enabled(x.device.type):
             return f"a weight is {t.dtype}, x is {x.dtype}"
-    return triton_objection(x)
+    return None
 
 
-register("feed_forward", Backend.CPU, supports_gemm_cpu)
+def _supports_triton(x, up_weight, up_bias, down_weight, gated) -> str | None:
+    return _supports_gpu(x, up_weight, up_bias, down_weight) or triton_objection(x)
+
+
+def _supports_cuda(x, up_weight, up_bias, down_weight, gated) -> str | None:
+    # Any intermediate_size: rows that 16-byte loads do not take go element by element.
+    return _supports_gpu(x, up_weight, up_bias, down_weight) or cuda_objection(x, max_columns=None)
+
+
+def _probe(x: torch.Tensor, vector: torch.Tensor) -> tuple:
+    return x, x, None, x.t(), False
+
+
+# `auto` takes CUDA's first where it is built: cuBLAS's products with a kernel between them. Whether Triton's product
+# with an epilogue is faster anywhere, `make gpu` tells.
+register("feed_forward", Backend.CPU, _supports_cpu, _probe)
 register("feed_forward", Backend.TRITON, _supports_triton)
+register("feed_forward", Backend.CUDA, _supports_cuda)
 
 
 def activation(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -35,16 +69,15 @@ class _FeedForward(torch.autograd.Function):
     activation is computed again."""
 
     @staticmethod
-    def forward(ctx, x, up_weight, up_bias, down_weight, activation, dtype, backend):
+    def forward(ctx, x, up_weight, up_bias, down_weight, activation, gated, dtype, backend):
         operands = (x, up_weight, up_bias, down_weight)
         if backend is Backend.CPU:
             out, pre = torch.ops.fastbert.feed_forward_cpu(*operands, None, None, (0.0, 0.0), activation, dtype, True)
-            ctx.bwd = torch.ops.fastbert.feed_forward_bwd_cpu
+            ctx.bwd, ctx.options = torch.ops.fastbert.feed_forward_bwd_cpu, (activation,)
         else:
-            out, pre = torch.ops.fastbert.feed_forward_triton(*operands, activation, True)
-            ctx.bwd = torch.ops.fastbert.feed_forward_bwd_triton
+            out, pre = _FWD[backend](*operands, activation, gated, True)
+            ctx.bwd, ctx.options = _BWD[backend], (activation, gated)
         ctx.save_for_backward(x, pre, up_weight, down_weight)
-        ctx.activation = activation
         return out
 
     @staticmethod
@@ -53,10 +86,21 @@ class _FeedForward(torch.autograd.Function):
         x, pre, up_weight, down_weight = ctx.saved_tensors
         needs_dx, needs_dup, needs_dbias, needs_ddown = ctx.needs_input_grad[:4]
         dx, dup, dbias, ddown = ctx.bwd(
-            dout, x, pre, up_weight, down_weight, ctx.activation, needs_dx, needs_dup or needs_ddown, needs_dbias
+            dout, x, pre, up_weight, down_weight, *ctx.options, needs_dx, needs_dup or needs_ddown, needs_dbias
         )
         needed = zip((dx, dup, dbias, ddown), ctx.needs_input_grad, strict=False)
-        return *(gradient if wanted else None for gradient, wanted in needed), None, None, None
+        return *(gradient if wanted else None for gradient, wanted in needed), None, None, None, None
+
+
+def _check(x, up_weight, up_bias, down_weight, activation: str, gated: bool) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {activation!r}; valid names: {', '.join(ACTIVATIONS)}")
+    up_size = (2 if gated else 1) * down_weight.shape[1]
+    if tuple(up_weight.shape) != (up_size, x.shape[-1]):
+        whose = f"x {tuple(x.shape)} and down_weight {tuple(down_weight.shape)}{', gated' if gated else ''}"
+        raise ValueError(f"up_weight is {tuple(up_weight.shape)}, {whose} need {(up_size, x.shape[-1])}")
+    if up_bias is not None and tuple(up_bias.shape) != (up_size,):
+        raise ValueError(f"up_bias is {tuple(up_bias.shape)}, up_weight needs {(up_size,)}")
 
 
 def feed_forward(
@@ -66,29 +110,43 @@ def feed_forward(
     down_weight: torch.Tensor,
     *,
     activation: str = "gelu",
+    gated: bool = False,
     weight_scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     input_scales: tuple[float, float] = (0.0, 0.0),
     backend: str | None = None,
 ) -> torch.Tensor:
-    """activation(x up_weight^T + up_bias) down_weight^T, without the second bias: add_layer_norm takes that one.
+    """inner down_weight^T, without the second bias: add_layer_norm takes that one. With pre = x up_weight^T + up_bias,
+    inner is activation(pre), or, gated, activation(first half of pre's columns) * second half: GeGLU where the
+    activation is "gelu", SwiGLU where it is "silu", ReGLU where it is "relu".
 
-    x (total_tokens, hidden_size), up_weight (intermediate_size, hidden_size), down_weight (hidden_size,
-    intermediate_size) -> (total_tokens, hidden_size). `weight_scales` and `input_scales` go with int8 weights, as in
-    `linears`. Raises as `linears` does.
+    Args:
+        x: (total_tokens, hidden_size).
+        up_weight: (intermediate_size, hidden_size), or, gated, (2 * intermediate_size, hidden_size).
+        up_bias: as many as up_weight has rows, or None.
+        down_weight: (hidden_size, intermediate_size).
+        activation: a name that the op `activation` knows.
+        weight_scales, input_scales: go with int8 weights, as in `linears`.
+        backend: None follows `use_backend`; a name forces that backend for this call.
+
+    Returns:
+        (total_tokens, hidden_size), in x's dtype, or autocast's.
+
+    Raises:
+        ValueError: an unknown activation, or shapes that do not fit.
+        BackendError: the backend that was asked for cannot serve the call.
+        RuntimeError: a gradient is wanted through an int8 weight.
     """
-    chosen = select("feed_forward", backend, x, up_weight, up_bias, down_weight)
+    _check(x, up_weight, up_bias, down_weight, activation, gated)
+    chosen = select("feed_forward", backend, x, up_weight, up_bias, down_weight, gated)
     check_gradient(x, weight_scales)
     if chosen is Backend.TORCH:
-        inner = _torch.linear(x, up_weight, up_bias, weight_scales[0], input_scales[0], activation)
-        return _torch.linear(inner, down_weight, None, weight_scales[1], input_scales[1], "none")
+        return _torch.feed_forward(x, up_weight, up_bias, down_weight, weight_scales, input_scales, activation, gated)
+    operands: tuple[torch.Tensor | None, ...] = (x, up_weight, up_bias, down_weight)
     dtype = compute_dtype(x)
-    if chosen is Backend.TRITON:
-        x, up_weight, down_weight = (t.to(dtype) for t in (x, up_weight, down_weight))
-        up_bias = None if up_bias is None else up_bias.to(dtype)
-    if needs_grad(x, up_weight, up_bias, down_weight):
-        return _FeedForward.apply(x, up_weight, up_bias, down_weight, activation, dtype, chosen)
-    if chosen is Backend.TRITON:
-        return torch.ops.fastbert.feed_forward_triton(x, up_weight, up_bias, down_weight, activation, False)[0]
-    return torch.ops.fastbert.feed_forward_cpu(
-        x, up_weight, up_bias, down_weight, *weight_scales, input_scales, activation, dtype, False
-    )[0]
+    if chosen is not Backend.CPU:
+        operands = tuple(None if t is None else t.to(dtype) for t in operands)
+    if needs_grad(*operands):
+        return _FeedForward.apply(*operands, activation, gated, dtype, chosen)
+    if chosen is not Backend.CPU:
+        return _FWD[chosen](*operands, activation, gated, False)[0]
+    return torch.ops.fastbert.feed_forward_cpu(*operands, *weight_scales, input_scales, activation, dtype, False)[0]

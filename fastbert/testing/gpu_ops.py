@@ -40,6 +40,8 @@ def run_part(record: Record) -> None:
     record.run("cross_entropy", partial(cross_entropy, bench))
     for hidden_size in where.choose((32,), (384, 768, 1024)):
         record.run(f"feed_forward, hidden_size {hidden_size}", partial(feed_forward, bench, hidden_size))
+    for hidden_size, inner in where.choose(((32, 48),), ((768, 1152), (1024, 2624))):  # ModernBERT's
+        record.run(f"gated feed_forward, hidden_size {hidden_size}", partial(feed_forward, bench, hidden_size, inner))
 
 
 def _leaves(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -258,18 +260,26 @@ def cross_entropy(bench: Bench) -> dict[str, Any]:
 # feed_forward: which way wins where
 
 
-def feed_forward(bench: Bench, hidden_size: int) -> dict[str, Any]:
-    """Each plan of kernels/feed_forward.py, and torch's GEMM, GELU, GEMM; shares of the GEMM ceiling."""
+def feed_forward(bench: Bench, hidden_size: int, gated_size: int = 0) -> dict[str, Any]:
+    """Each plan of kernels/feed_forward.py, the CUDA backend where it is built, and torch's GEMM, GELU, GEMM; shares of
+    the GEMM ceiling. A plain one is four times as wide as x; a gated one has `gated_size` columns and no bias."""
     record, where, timer = bench
-    inner = 4 * hidden_size
-    up, down = (where.randn(*shape, scale=hidden_size**-0.5) for shape in ((inner, hidden_size), (hidden_size, inner)))
-    bias = where.randn(inner)
-    plans = feed_forward_plans(where)
+    gated, inner = gated_size > 0, gated_size or 4 * hidden_size
+    shapes = ((2 * inner if gated else inner, hidden_size), (hidden_size, inner))
+    up, down = (where.randn(*shape, scale=hidden_size**-0.5) for shape in shapes)
+    bias = None if gated else where.randn(inner)
+    plans = feed_forward_plans(where, gated)
+    if fastbert.backends(where.device, where.dtype)["feed_forward"]["selected"] == "cuda":
+        plans["cuda"] = plans["elementwise"]
     numbers: Rows = {}
     winners = []
 
     def in_torch(x, up, bias, down):
-        return F.linear(F.gelu(F.linear(x, up, bias)), down)
+        pre = F.linear(x, up, bias)
+        if gated:
+            first, second = pre.chunk(2, -1)
+            return F.linear(F.gelu(first) * second, down)
+        return F.linear(F.gelu(pre), down)
 
     def with_plan(plan, call):
         def run() -> object:
@@ -278,20 +288,23 @@ def feed_forward(bench: Bench, hidden_size: int) -> dict[str, Any]:
 
         return run
 
+    def step(function, leaves, dout):
+        return torch.autograd.grad(function(*leaves), [leaf for leaf in leaves if leaf is not None], dout)
+
     for rows in where.choose((16,), (1024, 4096, 16384, 65536)):
         x, dout = where.randn(rows, hidden_size), where.randn(rows, hidden_size, seed=1)
-        leaves = _leaves(x, up, bias, down)
+        leaves = [None if t is None else t.detach().requires_grad_() for t in (x, up, bias, down)]
         forward: dict[str, Call] = {"torch": partial(in_torch, x, up, bias, down)}
-        both: dict[str, Call] = {"torch": lambda x=leaves, d=dout: torch.autograd.grad(in_torch(*x), x, d)}  # type: ignore[misc]
+        both: dict[str, Call] = {"torch": partial(step, in_torch, leaves, dout)}
         for name, plan in plans.items():
-            ours = partial(ops.feed_forward, backend=where.backend)
+            backend = "cuda" if name == "cuda" else where.backend
+            ours = partial(ops.feed_forward, gated=gated, backend=backend)
             forward[name] = with_plan(plan, partial(ours, x, up, bias, down))
-            step = lambda x=leaves, d=dout, ours=ours: torch.autograd.grad(ours(*x), x, d)  # noqa: E731
-            both[name] = with_plan(plan, step)
+            both[name] = with_plan(plan, partial(step, ours, leaves, dout))
         with torch.no_grad():
             fwd = timer.medians(forward)
         seconds = {"fwd": fwd, "fwd+bwd": timer.medians(both)}
-        floor = 4 * rows * hidden_size * inner / record.facts["gemm_flops_per_second"]
+        floor = 2 * rows * (up.numel() + down.numel()) / record.facts["gemm_flops_per_second"]
         for kind, found in seconds.items():
             scale = 1 if kind == "fwd" else 3
             for name, s in found.items():
@@ -300,6 +313,6 @@ def feed_forward(bench: Bench, hidden_size: int) -> dict[str, Any]:
             winners.append(f"{rows} tokens {kind}: {min(ours_only, key=ours_only.__getitem__)}")
     return {
         "numbers": numbers,
-        "unit": f"share of the GEMM ceiling, {hidden_size} -> {inner}",
+        "unit": f"share of the GEMM ceiling, {hidden_size} -> {inner}{' gated' if gated else ''}",
         "note": "; ".join(winners),
     }

@@ -130,16 +130,17 @@ def planned(plan: object) -> Iterator[None]:
     """feed_forward's Triton kernels as `plan` says, in place of kernels/blocks.py's choice."""
     kernels = importlib.import_module("fastbert.kernels.feed_forward")
     chosen = kernels.feed_forward_plan
-    kernels.feed_forward_plan = lambda x, intermediate_size: plan  # type: ignore[attr-defined]
+    kernels.feed_forward_plan = lambda x, intermediate_size, gated: plan  # type: ignore[attr-defined]
     try:
         yield
     finally:
         kernels.feed_forward_plan = chosen  # type: ignore[attr-defined]
 
 
-def feed_forward_plans(where: Where) -> dict[str, object]:
+def feed_forward_plans(where: Where, gated: bool = False) -> dict[str, object]:
     """Both ways of kernels/feed_forward.py: a kernel after torch's GEMM, and an epilogue, with the blocks that
-    kernels/blocks.py has chosen and with others that it may choose once they have been timed."""
+    kernels/blocks.py has chosen and with others that it may choose once they have been timed. The CUDA backend, which
+    has one way alone, heeds none of them."""
     blocks = importlib.import_module("fastbert.kernels.blocks")
 
     def epilogue(up: tuple[int, ...], down: tuple[int, ...]) -> object:
@@ -149,29 +150,31 @@ def feed_forward_plans(where: Where) -> dict[str, object]:
     elementwise: dict[str, object] = {"elementwise": blocks.FeedForwardPlan()}
     if where.smoke:
         return elementwise | {"epilogue": epilogue((16, 32, 16, 4, 2), (16, 32, 16, 4, 2))}
+    columns = 64 if gated else 128  # of a program, which has two sums where they are gated
     probe = torch.empty(1024, 1, dtype=torch.bfloat16, device=where.device)
     return elementwise | {
-        "epilogue as chosen": blocks.feed_forward_plan(probe, 3072),
-        "epilogue 4 stages": epilogue((128, 128, 64, 8, 4), (128, 64, 64, 8, 4)),
-        "epilogue 4 warps": epilogue((128, 128, 64, 4, 3), (64, 64, 64, 4, 3)),
+        "epilogue as chosen": blocks.feed_forward_plan(probe, 3072, gated),
+        "epilogue 4 stages": epilogue((128, columns, 64, 8, 4), (128, 64, 64, 8, 4)),
+        "epilogue 4 warps": epilogue((128, columns, 64, 4, 3), (64, 64, 64, 4, 3)),
     }
 
 
-def _feed_forward_operands(where: Where, rows: int, hidden_size: int, inner: int) -> Tensors:
+def _feed_forward_operands(where: Where, rows: int, hidden_size: int, inner: int, gated: bool = False) -> Tensors:
+    up_size = 2 * inner if gated else inner
     return {
         "x": where.randn(rows, hidden_size),
-        "up_weight": where.randn(inner, hidden_size, scale=hidden_size**-0.5, seed=1),
-        "up_bias": where.randn(inner, seed=2),
+        "up_weight": where.randn(up_size, hidden_size, scale=hidden_size**-0.5, seed=1),
+        "up_bias": where.randn(up_size, seed=2),
         "down_weight": where.randn(hidden_size, inner, scale=inner**-0.5, seed=3),
     }
 
 
 def _feed_forward_case(
-    where: Where, plan: object, shape: tuple[int, int, int], activation: str, has_bias: bool = True
+    where: Where, plan: object, shape: tuple[int, int, int], activation: str, has_bias: bool = True, gated: bool = False
 ) -> None:
-    tensors = _feed_forward_operands(where, *shape)
-    ours = partial(ops.feed_forward, activation=activation, backend=where.backend)
-    literal = partial(reference.feed_forward, name=activation)
+    tensors = _feed_forward_operands(where, *shape, gated)
+    ours = partial(ops.feed_forward, activation=activation, gated=gated, backend=where.backend)
+    literal = partial(reference.feed_forward, name=activation, gated=gated)
     if not has_bias:
         tensors.pop("up_bias")
         ours, literal = partial(ours, up_bias=None), partial(literal, up_bias=None)
@@ -185,15 +188,30 @@ def feed_forward_elementwise(where: Where) -> Checks:
     for shape in where.choose(((17, 33, 40),), ((1, 768, 3072), (1000, 384, 1536), (16384, 768, 3072))):
         yield _shape_id(shape), partial(_feed_forward_case, where, plan, shape, "gelu")
     yield from _feed_forward_features(where, plan)
+    yield from _gated(where, [plan])
 
 
 def feed_forward_epilogue(where: Where) -> Checks:
-    plans = [plan for name, plan in feed_forward_plans(where).items() if name != "elementwise"]
+    plans, gated_plans = (
+        [plan for name, plan in feed_forward_plans(where, gated).items() if name != "elementwise"]
+        for gated in (False, True)
+    )
     for i, plan in enumerate(plans):
         large = ((4099, 1024, 4096), *(((16384, 768, 3072),) if i == 0 else ()))
         for shape in where.choose(((17, 33, 40),), large):
             yield f"{i} {_shape_id(shape)}", partial(_feed_forward_case, where, plan, shape, "gelu")
     yield from _feed_forward_features(where, plans[0])
+    yield from _gated(where, gated_plans)
+
+
+def _gated(where: Where, plans: list[object]) -> Checks:
+    """ModernBERT's sizes (base, large), which have no bias, and every activation with one."""
+    for i, plan in enumerate(plans):
+        for shape in where.choose(((17, 33, 40),), ((8193, 768, 1152), (4099, 1024, 2624))):
+            yield f"gated {i} {_shape_id(shape)}", partial(_feed_forward_case, where, plan, shape, "gelu", False, True)
+    shape = where.choose((17, 33, 40), (1025, 768, 1152))
+    for activation in where.choose(("silu",), ("gelu", "gelu_tanh", "relu", "silu", "tanh")):
+        yield f"gated {activation}", partial(_feed_forward_case, where, plans[0], shape, activation, True, True)
 
 
 def _shape_id(shape: tuple[int, ...]) -> str:

@@ -108,8 +108,12 @@ def linear(x, weight, bias, name="none"):
     return activation(y if bias is None else y + bias, name)
 
 
-def feed_forward(x, up_weight, up_bias, down_weight, name):
-    return linear(x, up_weight, up_bias, name) @ down_weight.T
+def feed_forward(x, up_weight, up_bias, down_weight, name, gated=False):
+    if not gated:
+        return linear(x, up_weight, up_bias, name) @ down_weight.T
+    pre = x @ up_weight.T if up_bias is None else x @ up_weight.T + up_bias
+    first, second = pre.chunk(2, -1)
+    return (activation(first, name) * second) @ down_weight.T
 
 
 def quantize_rows(x, input_scale=0.0):

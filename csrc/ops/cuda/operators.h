@@ -24,10 +24,14 @@ at::Tensor embed_fwd_cuda(const std::optional<at::Tensor>& input_ids, const at::
                           const at::Tensor& position, const std::optional<at::Tensor>& token_type,
                           const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, double eps);
 
-at::Tensor bias_activation_fwd_cuda(at::Tensor& pre, const std::optional<at::Tensor>& bias,
-                                    c10::string_view activation);
+std::tuple<at::Tensor, at::Tensor> feed_forward_cuda(const at::Tensor& x, const at::Tensor& up_weight,
+                                                     const std::optional<at::Tensor>& up_bias,
+                                                     const at::Tensor& down_weight, c10::string_view activation,
+                                                     bool gated, bool return_pre);
 
-std::tuple<at::Tensor, at::Tensor> activation_bwd_cuda(at::Tensor& dinner, const at::Tensor& pre,
-                                                       c10::string_view activation, bool needs_dbias);
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> feed_forward_bwd_cuda(
+    const at::Tensor& dout, const at::Tensor& x, const at::Tensor& pre, const at::Tensor& up_weight,
+    const at::Tensor& down_weight, c10::string_view activation, bool gated, bool needs_dx, bool needs_dweight,
+    bool needs_dbias);
 
 }  // namespace fastbert
