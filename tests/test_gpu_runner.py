@@ -129,8 +129,9 @@ def test_without_a_gpu_it_says_so(capsys):
 @pytest.mark.parametrize("verdict", ("clean", "error"))
 def test_the_sanitizer(verdict, template, monkeypatch, tmp_path):
     tool = tmp_path / "compute-sanitizer"
-    does = {"clean": 'shift 4; exec "$@"', "error": "echo '========= Invalid __global__ read of size 2 bytes'; exit 86"}
-    tool.write_text(f'#!/bin/sh\n[ "$2" = memcheck ] || exit 1\n{does[verdict]}\n')
+    does = {"clean": 'shift 6; exec "$@"', "error": "echo '========= Invalid __global__ read of size 2 bytes'; exit 86"}
+    arguments = "--tool memcheck --error-exitcode 86 --report-api-errors no"
+    tool.write_text(f'#!/bin/sh\n[ "$1 $2 $3 $4 $5 $6" = "{arguments}" ] || exit 1\n{does[verdict]}\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(gpu_kernels, "SANITIZED", ("cross_entropy",))
