@@ -208,15 +208,22 @@ def test_targets_and_timer(monkeypatch):
         def record(self):
             self.at = next(clock)
 
+        def query(self):
+            return is_late
+
         def elapsed_time(self, end):  # milliseconds
             return 1000.0 * (end.at - self.at)
 
-    waits = []
+    waits, is_late = [], False
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(len(calls)))
     timer.is_gpu, calls[:] = True, []
     assert timer.medians({"a": lambda: calls.append("a")}) == {"a": 1.0}  # a tick from event to event
     assert waits == [3, 6]  # once warm, and before the times are read
+    assert timer.note() == {}
+    is_late = True
+    timer.medians({"a": lambda: None})
+    assert timer.note() == {"note": "the GPU waited for the host: a"} and timer.note() == {}
     with pytest.raises(AssertionError, match="were kept"):
         assert_keep_rate(torch.rand(10000) < 0.8, 0.25)
 

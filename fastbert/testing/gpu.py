@@ -42,7 +42,7 @@ PARTS = {
     "ops": Part("fastbert.testing.gpu_ops", "run_part", 240),
     "graphs": Part("fastbert.testing.gpu_latency", "run_part", 150),
     "models": Part("fastbert.testing.gpu_models", "run_part", 480),
-    "memory": Part("fastbert.testing.gpu_models", "run_memory", 150),
+    "memory": Part("fastbert.testing.gpu_models", "run_memory", 300),
     "sanitizer": Part("fastbert.testing.gpu_kernels", "run_sanitizer", 300),
 }
 LEAST_SECONDS = 30.0  # a part is not begun with less
