@@ -44,6 +44,7 @@ PARTS = {
     "models": Part("fastbert.testing.gpu_models", "run_part", 480),
     "memory": Part("fastbert.testing.gpu_models", "run_memory", 300),
     "sanitizer": Part("fastbert.testing.gpu_kernels", "run_sanitizer", 300),
+    "tune": Part("fastbert.testing.gpu_tune", "run_part", 480, is_extra=True),
 }
 LEAST_SECONDS = 30.0  # a part is not begun with less
 MARGIN_SECONDS = 10.0  # that a part has to end by itself, before it is ended

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from fastbert import ops
+from fastbert.testing import gpu_tune
 from fastbert.testing.cases import Lengths
 from fastbert.testing.gpu_checks import Where
 from fastbert.testing.gpu_kernels import objections
@@ -35,6 +36,7 @@ def run_part(record: Record) -> None:
     for head_dim in where.choose((32,), (64, 128)):
         record.run(f"attention head_dim {head_dim}", partial(attention, bench, head_dim))
     record.run("attention ragged", partial(ragged, bench))
+    record.run("attention blocks", partial(gpu_tune.few, timer, where))
     for hidden_size in where.choose((64,), (768, 1024)):
         record.run(f"memory-bound, hidden_size {hidden_size}", partial(memory_bound, bench, hidden_size))
     record.run("cross_entropy", partial(cross_entropy, bench))
