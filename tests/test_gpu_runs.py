@@ -98,12 +98,22 @@ def test_a_job_is_ended_with_its_part(template, monkeypatch):
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(gpu_kernels, "run_limited", process)
+    monkeypatch.setattr(gpu_kernels, "sanitizer", lambda: "compute-sanitizer")
     job = gpu_kernels.Job("pooling", "bfloat16", "triton", True)
     gpu_kernels.sanitize(template, "memcheck", job)
     template.deadline = time.monotonic() + 7
     gpu_kernels.sanitize(template, "memcheck", job)
     assert limits[0] == gpu_kernels.SANITIZER_SECONDS and 6 < limits[1] <= 7
     assert template.left <= 7 and open_record("ops", template.path.parent, STAMP, print).left == math.inf
+
+
+def test_the_sanitizer_may_be_beside_nvcc(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    assert gpu_kernels.sanitizer() is None
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "compute-sanitizer").touch(mode=0o755)
+    assert gpu_kernels.sanitizer() == str(tmp_path / "bin" / "compute-sanitizer")
 
 
 def test_only_its_own_lines_are_a_jobs_results():

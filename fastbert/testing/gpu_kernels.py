@@ -155,6 +155,12 @@ SANITIZED = (
 )  # fmt: skip
 
 
+def sanitizer() -> str | None:
+    """Where compute-sanitizer is: on PATH, or beside nvcc, which may not be."""
+    toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=f"{toolkit}/bin")
+
+
 def sanitize(record: Record, tool: str, job: Job) -> dict[str, Any]:
     """One op under one tool. Memory is taken from CUDA piece by piece, so that a read beyond a tensor is seen.
 
@@ -162,7 +168,7 @@ def sanitize(record: Record, tool: str, job: Job) -> dict[str, Any]:
     """
     program = [sys.executable, "-m", "fastbert.testing.gpu_kernels", json.dumps(asdict(job))]
     options = ["--report-api-errors", "no"] if tool == "memcheck" else []
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "86", *options, *program]
+    command = [sanitizer() or "", "--tool", tool, "--error-exitcode", "86", *options, *program]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     seconds = min(SANITIZER_SECONDS, record.left)
     done = run_limited(command, seconds, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
@@ -181,8 +187,8 @@ def sanitize(record: Record, tool: str, job: Job) -> dict[str, Any]:
 
 def run_sanitizer(record: Record) -> None:
     """The part `sanitizer`: memcheck on every kernel, racecheck on those in CUDA C++."""
-    if shutil.which("compute-sanitizer") is None:
-        record.add("compute-sanitizer", {"skipped": "compute-sanitizer is not on PATH"})
+    if sanitizer() is None:
+        record.add("compute-sanitizer", {"skipped": "compute-sanitizer is neither on PATH nor in CUDA_HOME/bin"})
         return
     has = objections(record.device)
     asked: list[tuple[str, Job]] = []
