@@ -59,8 +59,19 @@ bench-ops: $(VENV)/.installed-bench  ## ops one by one, with pytest-benchmark
 	@$(BIN)/python -m pytest benchmarks/bench_ops.py --benchmark-json build/bench/ops.json
 
 # On the machine with the GPU, with the Python that has its build of torch: nothing is installed, `make gpu PYTHON=...`.
-gpu:            ## everything that needs a GPU, in parts that resume; PART=ops for one of them
-	@$(PYTHON) -m fastbert.testing.gpu $(foreach part,$(PART),--part $(part)) $(ARGUMENTS)
+# OUT=folder for the results, WITHIN=seconds for all of it, COMMIT=hash where the sources came without their git folder.
+GPU_OPTIONS = $(foreach part,$(PART),--part $(part)) $(if $(OUT),--output $(OUT)) $(if $(WITHIN),--within $(WITHIN)) \
+	$(if $(COMMIT),--commit $(COMMIT)) $(ARGUMENTS)
+gpu: build/.gpu-extension  ## everything that needs a GPU, in parts that resume; PART="kernels ops" for some of them
+	@$(PYTHON) -m fastbert.testing.gpu $(GPU_OPTIONS)
+
+# Without it the kernels in CUDA C++ are skipped by name, and the others run.
+build/.gpu-extension: $(SOURCES)
+	@mkdir -p build
+	@echo "building the extension ..."
+	@$(PYTHON) setup.py build_ext --inplace > build/gpu-extension.log 2>&1 || tail -n 20 build/gpu-extension.log
+	@grep "^ *fastbert: " build/gpu-extension.log | tail -n 1
+	@touch $@
 
 gpu-stale: $(VENV)/.installed  ## do the committed GPU results belong to the present kernels?
 	@$(BIN)/python -m fastbert.testing.gpu --stale

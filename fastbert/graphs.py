@@ -100,38 +100,61 @@ class StaticBatch:
         return self.ids.nbytes + self.cu_seqlens.nbytes
 
 
-class Captured:
-    """One bucket's graph: `replay` runs `encode` over what the static batch holds, into `out`."""
+class Turns:
+    """What the graphs of one encoder share, because of which they run one after the other on the GPU.
 
-    def __init__(self, encode: Callable[[PackedInputs], torch.Tensor], static: StaticBatch):
-        self.static, self.done = static, torch.cuda.Event()
-        self.device = device = static.ids.device
+    All are captured on one stream: the scratch memory of cuBLAS belongs to a stream, so they have one such memory and
+    not 32 MiB a graph, and two of them must not run at once. `begin` and `end` stand around everything that touches a
+    graph's buffers, whatever the caller's stream.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
         with torch.cuda.device(device):
-            stream = torch.cuda.Stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):  # compiles what is not compiled yet, and makes libraries' handles
-                for _ in range(2):
-                    encode(static.inputs())
-            torch.cuda.current_stream(device).wait_stream(stream)
-            torch.cuda.empty_cache()  # as the capture does: what it then reserves is the graph's own
-            before = torch.cuda.memory_reserved(device)
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=stream):
-                self.out = encode(static.inputs())
-            self.nbytes = max(0, torch.cuda.memory_reserved(device) - before) + static.nbytes()
+            self.stream, self.done = torch.cuda.Stream(device), torch.cuda.Event()
 
     def begin(self) -> None:
         """A caller on another stream than the last one's must not overwrite what that one still reads."""
         torch.cuda.current_stream(self.device).wait_event(self.done)
 
-    def replay(self) -> None:
-        self.graph.replay()
-
     def end(self) -> None:
         self.done.record(torch.cuda.current_stream(self.device))
 
+
+# Of all encoders: two captures at once would count on in one random number generator, which torch refuses.
+_capturing = threading.Lock()
+
+
+class Captured:
+    """One bucket's graph: `replay` runs `encode` over what the static batch holds, into `out`."""
+
+    def __init__(self, encode: Callable[[PackedInputs], torch.Tensor], static: StaticBatch, turns: Turns):
+        self.static, self.turns = static, turns
+        device, stream = turns.device, turns.stream
+        with _capturing, torch.cuda.device(device):
+            callers = torch.cuda.current_stream(device)
+            turns.begin()
+            stream.wait_stream(callers)
+            with torch.cuda.stream(stream):  # compiles what is not compiled yet, and makes libraries' handles
+                for _ in range(2):
+                    encode(static.inputs())
+            callers.wait_stream(stream)
+            torch.cuda.empty_cache()  # as the capture does: what it then reserves is the graph's own
+            before = torch.cuda.memory_reserved(device)
+            self.graph = torch.cuda.CUDAGraph()
+            try:
+                # thread_local: other threads may allocate meanwhile, on streams that are not captured.
+                with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+                    self.out = encode(static.inputs())
+            finally:
+                torch.cuda.set_stream(callers)  # torch leaves the capture's stream set where the capture is invalid
+            self.nbytes = max(0, torch.cuda.memory_reserved(device) - before) + static.nbytes()
+
+    def replay(self) -> None:
+        self.graph.replay()
+
     def free(self) -> None:
-        self.done.synchronize()
+        self.turns.done.synchronize()
         self.graph.reset()
 
 
@@ -139,7 +162,7 @@ class Captured:
 class _Leaves:
     """What a captured graph has written down of a model, and how to see that it is still so."""
 
-    held: list[tuple[dict, str, torch.Tensor | None, int]] = field(default_factory=list)
+    held: list[tuple[dict, str, torch.Tensor | None, tuple]] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     children: list[tuple[dict, str, nn.Module | None]] = field(default_factory=list)
     hooks: list[dict] = field(default_factory=list)
@@ -151,7 +174,7 @@ class _Leaves:
             leaves.modules.append(module)
             leaves.children += [(module._modules, name, child) for name, child in module._modules.items()]
             for tensors in (module._parameters, module._buffers):
-                leaves.held += [(tensors, n, t, 0 if t is None else t.data_ptr()) for n, t in tensors.items()]
+                leaves.held += [(tensors, n, t, () if t is None else _memory_of(t)) for n, t in tensors.items()]
             if module is not model:  # whose own hooks are for its caller
                 leaves.hooks += [module._forward_hooks, module._forward_pre_hooks]
         return leaves
@@ -159,8 +182,13 @@ class _Leaves:
     def are_current(self) -> bool:
         """Whether the same modules hold the same memory; in-place changes of weights are seen by a graph anyway."""
         return all([children.get(name) is child for children, name, child in self.children]) and all(
-            [d.get(n) is t and (t is None or t.data_ptr() == address) for d, n, t, address in self.held]
+            [d.get(n) is t and (t is None or _memory_of(t) == memory) for d, n, t, memory in self.held]
         )
+
+
+def _memory_of(t: torch.Tensor) -> tuple:
+    """A dtype has come and gone where a model was converted and back: its old address may be another's by then."""
+    return t.data_ptr(), t.dtype
 
 
 class GraphedEncoder:
@@ -180,6 +208,7 @@ class GraphedEncoder:
         self.why_eager: str | None = "nothing has run yet"
         self._graphs: OrderedDict[tuple[Bucket, Backend | None], Captured] = OrderedDict()
         self._leaves: _Leaves | None = None
+        self._turns: Turns | None = None
         self._lock = threading.Lock()  # a graph's buffers hold one batch at a time
 
     # ----------------------------------------------------------------------------------------------------------------
@@ -315,16 +344,18 @@ class GraphedEncoder:
             self._graphs[key] = captured
             self._evict()
         self._graphs.move_to_end(key)
-        captured.begin()
+        captured.turns.begin()
         captured.static.fill(inputs)
         captured.replay()
         out = captured.out[: inputs.batch.total_tokens].clone()  # the next batch is written where this one is
-        captured.end()
+        captured.turns.end()
         return out
 
     def _capture(self, bucket: Bucket, device: torch.device) -> Captured:
+        if self._turns is None or self._turns.device != device:
+            self._turns = Turns(device)
         with torch.inference_mode(False), torch.no_grad():
-            return Captured(self.model.encode, StaticBatch.empty(bucket, device))
+            return Captured(self.model.encode, StaticBatch.empty(bucket, device), self._turns)
 
     def _evict(self) -> None:
         """The least recently used graphs, but never the newest: a batch's own is what it runs on."""

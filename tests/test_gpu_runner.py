@@ -129,8 +129,9 @@ def test_without_a_gpu_it_says_so(capsys):
 @pytest.mark.parametrize("verdict", ("clean", "error"))
 def test_the_sanitizer(verdict, template, monkeypatch, tmp_path):
     tool = tmp_path / "compute-sanitizer"
-    does = {"clean": 'shift 4; exec "$@"', "error": "echo '========= Invalid __global__ read of size 2 bytes'; exit 86"}
-    tool.write_text(f'#!/bin/sh\n[ "$2" = memcheck ] || exit 1\n{does[verdict]}\n')
+    does = {"clean": 'shift 6; exec "$@"', "error": "echo '========= Invalid __global__ read of size 2 bytes'; exit 86"}
+    arguments = "--tool memcheck --error-exitcode 86 --report-api-errors no"
+    tool.write_text(f'#!/bin/sh\n[ "$1 $2 $3 $4 $5 $6" = "{arguments}" ] || exit 1\n{does[verdict]}\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(gpu_kernels, "SANITIZED", ("cross_entropy",))
@@ -207,15 +208,22 @@ def test_targets_and_timer(monkeypatch):
         def record(self):
             self.at = next(clock)
 
+        def query(self):
+            return is_late
+
         def elapsed_time(self, end):  # milliseconds
             return 1000.0 * (end.at - self.at)
 
-    waits = []
+    waits, is_late = [], False
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(len(calls)))
     timer.is_gpu, calls[:] = True, []
     assert timer.medians({"a": lambda: calls.append("a")}) == {"a": 1.0}  # a tick from event to event
     assert waits == [3, 6]  # once warm, and before the times are read
+    assert timer.note() == {}
+    is_late = True
+    timer.medians({"a": lambda: None})
+    assert timer.note() == {"note": "the GPU waited for the host: a"} and timer.note() == {}
     with pytest.raises(AssertionError, match="were kept"):
         assert_keep_rate(torch.rand(10000) < 0.8, 0.25)
 

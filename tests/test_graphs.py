@@ -30,20 +30,27 @@ class Eager:
 
     freed = 0
 
-    def __init__(self, encode, static):
-        self.encode, self.static, self.nbytes = encode, static, 1000
+    def __init__(self, encode, static, turns):
+        self.encode, self.static, self.turns, self.nbytes = encode, static, turns, 1000
         self.out = encode(static.inputs())
 
     def replay(self):
         self.out.copy_(self.encode(self.static.inputs()))
 
+    def free(self):
+        Eager.freed += 1
+
+
+class NoTurns:
+    """In place of streams and events."""
+
+    def __init__(self, device):
+        self.device = device
+
     def begin(self):
         pass
 
     end = begin
-
-    def free(self):
-        Eager.freed += 1
 
 
 @pytest.fixture
@@ -52,12 +59,13 @@ def captures(monkeypatch):
     seen = []
 
     class Counted(Eager):
-        def __init__(self, encode, static):
+        def __init__(self, encode, static, turns):
             seen.append(static.bucket)
-            super().__init__(encode, static)
+            super().__init__(encode, static, turns)
 
     if not ON_GPU:
         monkeypatch.setattr(MODULE, "Captured", Counted)
+        monkeypatch.setattr(MODULE, "Turns", NoTurns)
         monkeypatch.setattr(MODULE, "select_fused", lambda *args: fastbert.Backend.CPU)
         monkeypatch.setattr(MODULE, "GPU", "cpu")
     Eager.freed = 0
@@ -166,6 +174,23 @@ def test_bounds_drop_the_least_recently_used(captures):
         assert Eager.freed == 2 + 3 + 1
 
 
+def test_graphs_of_one_encoder_share_their_turns(captures, monkeypatch):
+    """cuBLAS' scratch memory belongs to the stream of the capture: graphs that share it must wait for each other."""
+    seen = []
+    kept = MODULE.Captured
+
+    def capture(encode, static, turns):
+        seen.append(turns)
+        return kept(encode, static, turns)
+
+    monkeypatch.setattr(MODULE, "Captured", capture)
+    graphed = fastbert.graphs(make_model())
+    with torch.no_grad():
+        for batch_size in (1, 2, 4):
+            graphed(torch.randint(1, 40, (batch_size, 8), device=graphed.model.device))
+    assert len(seen) == 3 and len({id(turns) for turns in seen}) == 1
+
+
 def test_weights_may_change(captures):
     model = make_model()
     graphed, ids = fastbert.graphs(model), torch.randint(1, 40, (2, 8), device=DEVICE)
@@ -179,6 +204,11 @@ def test_weights_may_change(captures):
         compare(graphed(ids), model, {"input_ids": ids})
         norm.weight.data = norm.weight.data.clone() / 2  # replaced behind the parameter, as model.to() does
         compare(graphed(ids), model, {"input_ids": ids})
+        leaves = graphed._leaves
+        assert leaves.are_current()
+        norm.weight.data = norm.weight.data.view(torch.float16)  # the same address, another dtype
+        assert not leaves.are_current()
+        norm.weight.data = norm.weight.data.view(torch.float32)
         model.encoder.layer[0] = copy.deepcopy(model.encoder.layer[1])
         compare(graphed(ids), model, {"input_ids": ids})
     assert ON_GPU or len(captures) == count + 3

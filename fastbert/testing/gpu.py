@@ -1,8 +1,9 @@
 """`make gpu`: everything that needs a GPU, in parts, each in a process of its own and with a file of its own.
 
 A part whose results of this commit, these kernels and this GPU are there is not run again, so an interrupted run goes
-on where it was. `--smoke` runs the parts on small sizes, on a CPU too, with Triton's interpreter: its numbers mean
-nothing, its checks do. `--stale` asks whether the committed results belong to the present kernels.
+on where it was, in another `--output` too: what the default folder has is taken over. `--smoke` runs the parts on small
+sizes, on a CPU too, with Triton's interpreter: its numbers mean nothing, its checks do. `--stale` asks whether the
+committed results belong to the present kernels.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -25,21 +28,27 @@ from fastbert.testing.gpu_report import parts_table, problems, targets_table, to
 
 
 class Part(NamedTuple):
-    """Where its function over a Record is, and after how many seconds it is ended."""
+    """Where its function over a Record is, after how many seconds it is ended, and whether it must be asked for."""
 
     module: str
     function: str
     limit_seconds: int
+    is_extra: bool = False
 
 
+# What is soon through and tells the most comes first; the kernels' part leaves them compiled for the others.
 PARTS = {
     "kernels": Part("fastbert.testing.gpu_kernels", "run_part", 300),
-    "sanitizer": Part("fastbert.testing.gpu_kernels", "run_sanitizer", 300),
     "ops": Part("fastbert.testing.gpu_ops", "run_part", 240),
-    "models": Part("fastbert.testing.gpu_models", "run_part", 480),
     "graphs": Part("fastbert.testing.gpu_latency", "run_part", 150),
-    "memory": Part("fastbert.testing.gpu_models", "run_memory", 150),
+    "models": Part("fastbert.testing.gpu_models", "run_part", 480),
+    "memory": Part("fastbert.testing.gpu_models", "run_memory", 300),
+    "sanitizer": Part("fastbert.testing.gpu_kernels", "run_sanitizer", 300),
+    "tune": Part("fastbert.testing.gpu_tune", "run_part", 480, is_extra=True),
 }
+LEAST_SECONDS = 30.0  # a part is not begun with less
+MARGIN_SECONDS = 10.0  # that a part has to end by itself, before it is ended
+HAS_FAILED = 4  # the exit code of a part's process; 1 is that of an exception that nobody expected
 
 
 def run_part(record: Record) -> None:
@@ -56,21 +65,21 @@ def run_part(record: Record) -> None:
     record.write()
 
 
-def run_in_a_process(record: Record, arguments: list[str]) -> None:
+def run_in_a_process(record: Record, arguments: list[str], left: float) -> None:
     """A part in a child, whose file is what it has found; a child that dies, or takes too long, fails its part."""
-    limit, failed = PARTS[record.part].limit_seconds, None
+    limit, failed = min(left, PARTS[record.part].limit_seconds), None
     command = [sys.executable, "-m", "fastbert.testing.gpu", "--inside", record.part, *arguments]
     start = time.perf_counter()
     try:
-        code = run_limited(command, limit).returncode
-        if code not in (0, 1):
+        code = run_limited([*command, "--within", f"{limit - MARGIN_SECONDS:.0f}"], limit).returncode
+        if code not in (0, HAS_FAILED):
             failed = f"its process ended with exit code {code}"
     except subprocess.TimeoutExpired:
-        failed = f"not finished after {limit} s"
+        failed = f"not finished after {limit:.0f} s"
     if failed is not None:
-        left = open_record(record.part, record.path.parent, record.stamp, record.say, record.smoke)
-        left.complete, left.seconds = False, left.seconds + time.perf_counter() - start
-        left.add(record.part, {"failed": failed})
+        found = open_record(record.part, record.path.parent, record.stamp, record.say, record.smoke)
+        found.complete, found.seconds = False, found.seconds + time.perf_counter() - start
+        found.add(record.part, {"failed": failed})
 
 
 def contents_of(folder: Path) -> list[dict[str, Any]]:
@@ -78,29 +87,60 @@ def contents_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
 
 
-def run(parts: list[str], template: Record, again: bool = False, arguments: list[str] | None = None) -> int:
+def write_tables(folder: Path) -> list[dict[str, Any]]:
+    """results.md, of what there is by now; nothing where there is nothing."""
+    contents = contents_of(folder)
+    if contents:
+        (folder / "results.md").write_text(to_markdown(contents) + "\n", encoding="utf-8")
+    return contents
+
+
+def take_over(default: Path, folder: Path, stamp: dict[str, Any]) -> None:
+    """Copy to `folder` what the default folder has of the same run, so that it goes on there."""
+    for part in PARTS:
+        source, target = default / f"{part}.json", folder / f"{part}.json"
+        if not source.exists() or target.exists():
+            continue
+        if stamps.same_run(json.loads(source.read_text(encoding="utf-8"))["stamp"], stamp):
+            shutil.copyfile(source, target)
+
+
+def run(
+    parts: list[str],
+    template: Record,
+    again: bool = False,
+    arguments: list[str] | None = None,
+    within: float = math.inf,
+) -> int:
     """Run what is not there yet; `arguments` are those of the parts' processes, None runs them here.
 
-    The exit code: 1 where a part failed. `template`: a record of any part, whose folder, stamp and manners all share.
+    The exit code: 1 where a part failed, or was not begun because less than LEAST_SECONDS were left `within` the
+    seconds given. `template`: a record of any part, whose folder, stamp and manners all share.
     """
-    folder, say = template.path.parent, template.say
+    folder, say, deadline, late = template.path.parent, template.say, time.monotonic() + within, []
     for part in parts:
         record = open_record(part, folder, template.stamp, say, template.smoke, again)
         if record.is_done:
             say(f"{part}: done already, in {record.path}")
             continue
+        left = deadline - time.monotonic()
+        if left < LEAST_SECONDS:
+            late.append(part)
+            continue
         say(f"{part} ...")
-        record.complete = False
+        record.complete, record.deadline = False, deadline
         if arguments is None:
             run_part(record)
         else:
             if again:
                 record.path.unlink(missing_ok=True)
-            run_in_a_process(record, arguments)
-    contents = contents_of(folder)
-    (folder / "results.md").write_text(to_markdown(contents) + "\n", encoding="utf-8")
+            run_in_a_process(record, arguments, left)
+        write_tables(folder)
+    contents = write_tables(folder)
     for line in ("", *targets_table(contents), "", *parts_table(contents), "", *problems(contents)):
         say(line)
+    if late:
+        say(f"not begun within {within:.0f} s, the same command goes on with: {', '.join(late)}")
     asked = [content for content in contents if content["part"] in parts]
     is_good = len(asked) == len(parts) and all(_is_good(content) for content in asked)
     say(f"results: {folder}")
@@ -118,7 +158,11 @@ def _say(line: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fastbert.testing.gpu", description=__doc__)
-    parser.add_argument("--part", action="append", choices=list(PARTS), help="only this one; may be repeated")
+    extra = ", ".join(name for name, part in PARTS.items() if part.is_extra)
+    parser.add_argument(
+        "--part", action="append", choices=list(PARTS), help=f"only this one; may be repeated; {extra} only so"
+    )
+    parser.add_argument("--within", type=float, default=math.inf, metavar="SECONDS", help="end by then, in good order")
     parser.add_argument("--output", type=Path, help="folder (default: benchmarks/results/<the GPU's name>)")
     parser.add_argument("--again", action="store_true", help="run what is done already, too")
     parser.add_argument("--smoke", action="store_true", help="small sizes, on a CPU too")
@@ -146,12 +190,16 @@ def main(argv: list[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     if args.inside:
         record = open_record(args.inside, folder, stamp, _say, args.smoke)
+        record.deadline = time.monotonic() + args.within
         run_part(record)
-        return 0 if record.is_done else 1
+        return 0 if record.is_done else HAS_FAILED
+    if not args.smoke and folder != default:
+        take_over(default, folder, stamp)
     arguments = ["--output", str(folder), *(["--smoke"] if args.smoke else [])]
     arguments += ["--commit", args.commit] if args.commit else []
     template = open_record("kernels", folder, stamp, _say, args.smoke)
-    return run(args.part or list(PARTS), template, args.again, arguments)
+    parts = args.part or [name for name, part in PARTS.items() if not part.is_extra]
+    return run(parts, template, args.again, arguments, args.within)
 
 
 if __name__ == "__main__":

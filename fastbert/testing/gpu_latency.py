@@ -93,6 +93,7 @@ def latency(record: Record, name: str) -> dict[str, Any]:
     calls["transformers-sdpa"] = lambda: theirs(input_ids=input_ids)
     with torch.inference_mode():
         found = {call: medians(record, run) for call, run in calls.items()}
+    assert record.device.type != "cuda" or graphed.why_eager is None, f"there was no graph: {graphed.why_eager}"
     if name == "bert-base":
         record.figures["latency_ms"] = found["fastbert, graphs"]
     return {"numbers": {call: {"ms": value} for call, value in found.items()}, "unit": f"1 x {LENGTH}"}

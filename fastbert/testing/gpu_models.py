@@ -34,9 +34,11 @@ class Cell:
 
 FORWARD = tuple(Cell(model, "forward", "bf16") for model in ("bert-base", "bert-large", "minilm"))
 TRAINING = tuple(Cell(model, "training", "amp") for model in ("bert-base", "minilm", "bert-large"))
-# Cells of one group prepare themselves beside each other: as many as the GPU's memory holds.
-GROUPS = ((110, (*FORWARD, *TRAINING[:2])), (110, TRAINING[2:]))  # (seconds to prepare, cells)
-SMOKE_GROUPS = ((60, (Cell("tiny", "forward", "bf16"), Cell("tiny", "training", "amp"))),)
+# Cells of one group prepare themselves beside each other: as many as the GPU's memory holds. (Share of the seconds left
+# for preparing, cells): a quarter as much again may pass until a contestant gives up, and the turns take their time.
+GROUPS = ((0.3, (*FORWARD, *TRAINING[:2])), (0.5, TRAINING[2:]))
+SMOKE_GROUPS = ((0.5, (Cell("tiny", "forward", "bf16"), Cell("tiny", "training", "amp"))),)
+LONGEST_SECONDS = 180  # to prepare, however many are left
 MEMORY_CELLS = ("training bert-base amp", "training bert-large amp")
 
 
@@ -71,8 +73,9 @@ def contestants(cell: Cell, smoke: bool) -> tuple[str, ...]:
     return tuple(name for name in CONTESTANTS if name != COMPILED or is_compiled)
 
 
-def run_group(record: Record, limit: int, cells: tuple[Cell, ...], rounds: int) -> None:
+def run_group(record: Record, share: float, cells: tuple[Cell, ...], rounds: int) -> None:
     """Entries of cells: {"results": {batch: {contestant: figures, or why there are none}}}."""
+    limit = int(min(LONGEST_SECONDS, share * record.left))
     asked = [(cell, name) for cell in cells for name in contestants(cell, record.smoke)]
     workers = {(cell, name): start(cell, name, limit, record.smoke) for cell, name in asked}
     ready: dict[tuple[Cell, str], dict[str, Any]] = {}
@@ -143,11 +146,11 @@ def rate(entry: dict[str, Any], batch: str, contestant: str) -> float | None:
 
 def run_part(record: Record) -> None:
     """The part `models`."""
-    for limit, cells in SMOKE_GROUPS if record.smoke else GROUPS:
+    for share, cells in SMOKE_GROUPS if record.smoke else GROUPS:
         done = {name for name, entry in record.entries.items() if "failed" not in entry}
         asked = tuple(cell for cell in cells if cell.id not in done)
         if asked:
-            run_group(record, limit, asked, 1 if record.smoke else ROUNDS)
+            run_group(record, share, asked, 1 if record.smoke else ROUNDS)
     record.figures = dict(figures(record.entries))
 
 
@@ -176,12 +179,12 @@ def run_memory(record: Record) -> None:
         record.add("memory", {"skipped": "there is no GPU, and torch counts a GPU's memory only"})
         return
     seen = open_record("models", record.path.parent, record.stamp, record.say, record.smoke)
-    for limit, cells in GROUPS:
+    for _, cells in GROUPS:
         for cell in (cell for cell in cells if cell.id in MEMORY_CELLS):
             if "results" in seen.entries.get(cell.id, {}):
                 record.add(cell.id, seen.entries[cell.id])
             elif "results" not in record.entries.get(cell.id, {}):
-                run_group(record, limit, (cell,), 0)
+                run_group(record, 0.4, (cell,), 0)
     record.figures = memory_figures(record.entries)
     record.add("ratios", {"numbers": {"ours / theirs, the larger of base and large": dict(record.figures)}})
 

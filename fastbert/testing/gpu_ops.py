@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-import fastbert
 from fastbert import ops
+from fastbert.testing import gpu_tune
 from fastbert.testing.cases import Lengths
 from fastbert.testing.gpu_checks import Where
+from fastbert.testing.gpu_kernels import objections
 from fastbert.testing.gpu_record import Record, failures_of_a_kernel
 from fastbert.testing.gpu_rowwise import feed_forward_plans, planned
 from fastbert.testing.gpu_timer import Call, Timer, ceilings
@@ -35,6 +36,7 @@ def run_part(record: Record) -> None:
     for head_dim in where.choose((32,), (64, 128)):
         record.run(f"attention head_dim {head_dim}", partial(attention, bench, head_dim))
     record.run("attention ragged", partial(ragged, bench))
+    record.run("attention blocks", partial(gpu_tune.few, timer, where))
     for hidden_size in where.choose((64,), (768, 1024)):
         record.run(f"memory-bound, hidden_size {hidden_size}", partial(memory_bound, bench, hidden_size))
     record.run("cross_entropy", partial(cross_entropy, bench))
@@ -137,7 +139,7 @@ def _rates(case: Lengths, heads: int, head_dim: int, seconds: dict[str, dict[str
 
 
 def attention(bench: Bench, head_dim: int) -> dict[str, Any]:
-    record, where, _ = bench
+    record, where, timer = bench
     total, lengths, width = where.choose((64, (16, 32), 64), (16384, (512, 1024, 2048), 1024))
     heads = width // head_dim
     numbers: Rows = {}
@@ -148,12 +150,12 @@ def attention(bench: Bench, head_dim: int) -> dict[str, Any]:
             numbers.setdefault(name, {}).update({f"{kind} {length}": value for kind, value in row.items()})
         if head_dim == where.choose(32, 64):
             record.figures |= {f"attention_{kind}_{length}": float(r) for kind, r in rates["fastbert"].items()}
-    return {"numbers": numbers, "unit": f"TFLOP/s, {total} tokens, {heads} heads of {head_dim}"}
+    return {"numbers": numbers, "unit": f"TFLOP/s, {total} tokens, {heads} heads of {head_dim}", **timer.note()}
 
 
 def ragged(bench: Bench) -> dict[str, Any]:
     """Lengths from 64 to 960 in steps of 28, shuffled, beside equal ones of their mean, 512."""
-    record, where, _ = bench
+    record, where, timer = bench
     step, mean = where.choose((7, 16), (28, 512))
     lengths = torch.arange(mean - 16 * step, mean + 16 * step + 1, step)
     lengths = lengths[lengths > 0][torch.randperm(int((lengths > 0).sum()), generator=torch.Generator().manual_seed(0))]
@@ -170,62 +172,71 @@ def ragged(bench: Bench) -> dict[str, Any]:
     for kind in ("fwd", "bwd"):
         ours = numbers["fastbert"]
         record.figures[f"attention_ragged_{kind}"] = float(ours[f"{kind} ragged"]) / float(ours[f"{kind} equal"])
-    return {"numbers": numbers, "unit": "TFLOP/s", "lengths": sorted(cases["ragged"].lengths)}
+    return {"numbers": numbers, "unit": "TFLOP/s", "lengths": sorted(cases["ragged"].lengths), **timer.note()}
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # what memory bounds
 
 
+def runnable(where: Where, op: str) -> list[str]:
+    """The backends that have a kernel of `op` for GPUs and can run it here; the first is what a GPU gets."""
+    return [backend.value for backend, objection in objections(where.device)[op].items() if objection is None]
+
+
+def without_autograd(call: Call) -> Call:
+    def run() -> object:
+        with torch.no_grad():
+            return call()
+
+    return run
+
+
 def memory_bound(bench: Bench, hidden_size: int) -> dict[str, Any]:
+    """Matrices of 400 MB and more: what a cache of 60 MB still holds of them at the end is not seen."""
     record, where, timer = bench
-    rows = where.choose(32, 65536)
-    length = where.choose(16, 512)
+    rows, length = where.choose((32, 16), (262144, 512))
     cu_seqlens = torch.arange(0, rows + 1, length, dtype=torch.int32, device=where.device)
     x, residual, dout = (where.randn(rows, hidden_size, seed=i) for i in range(3))
     weight, bias, x_bias = (where.randn(hidden_size, seed=i) for i in range(3))
     word, position, token_type = (where.randn(n, hidden_size, seed=n) for n in (30522, 512, 2))
     ids, positions = where.integers(30522, rows), where.integers(512, rows)
     types = where.integers(2, rows)
-    matrix, id_bytes = x.nbytes, ids.nbytes
+    norm_leaves = _leaves(x, residual, weight, bias, x_bias)
+    matrix = x.nbytes
+    # A table's row is read from memory once, however many tokens it stands for.
+    gathered = 3 * ids.nbytes + sum(len(i.unique()) * weight.nbytes for i in (ids, positions, types))
 
-    def norm(x, residual, weight, bias, x_bias, dropout_p=0.0):
-        return ops.add_layer_norm(x, residual, weight, bias, x_bias=x_bias, dropout_p=dropout_p)
+    def norm(backend, x, residual, weight, bias, x_bias, dropout_p=0.0):
+        return ops.add_layer_norm(x, residual, weight, bias, x_bias=x_bias, dropout_p=dropout_p, backend=backend)
 
-    def embed(word, position, token_type, weight, bias):
-        return ops.embed_layer_norm(ids, positions, types, word, position, token_type, weight, bias)
+    # {(name, backend): (call, the bytes that it moves)}
+    calls: dict[tuple[str, str], tuple[Call, float]] = {}
+    for backend in runnable(where, "add_layer_norm"):
+        plain, dropped = partial(norm, backend), partial(norm, backend, dropout_p=0.1)
+        forward = without_autograd(partial(plain, x, residual, weight, bias, x_bias))
+        calls["add_layer_norm_fwd", backend] = (forward, 3 * matrix)
+        calls["add_layer_norm_fwd_training", backend] = (partial(dropped, *norm_leaves), 4 * matrix)
+        calls["add_layer_norm_bwd", backend] = (backward_of(plain, norm_leaves, dout), 3 * matrix)
+        calls["add_layer_norm_bwd_dropout", backend] = (backward_of(dropped, norm_leaves, dout), 4 * matrix)
+    for backend in runnable(where, "embed_layer_norm"):
+        operands = (ids, positions, types, word, position, token_type, weight, bias)
+        forward = without_autograd(partial(ops.embed_layer_norm, *operands, backend=backend))
+        calls["embed_layer_norm_fwd", backend] = (forward, matrix + gathered)
+    for backend in runnable(where, "pooling"):
+        calls["pooling_fwd", backend] = (without_autograd(partial(ops.pooling, x, cu_seqlens, backend=backend)), matrix)
 
-    norm_leaves, dropped = _leaves(x, residual, weight, bias, x_bias), partial(norm, dropout_p=0.1)
-    # name: (call, the matrices and bytes of ids that it moves)
-    calls: dict[str, tuple[Call, float]] = {
-        "add_layer_norm_fwd": (lambda: norm(x, residual, weight, bias, x_bias), 3 * matrix),
-        "add_layer_norm_fwd_training": (lambda: dropped(*norm_leaves), 4 * matrix),
-        "add_layer_norm_bwd": (backward_of(norm, norm_leaves, dout), 3 * matrix),
-        "add_layer_norm_bwd_dropout": (backward_of(dropped, norm_leaves, dout), 4 * matrix),
-        "embed_layer_norm_fwd": (lambda: embed(word, position, token_type, weight, bias), 2 * matrix + 3 * id_bytes),
-        "pooling_fwd": (lambda: ops.pooling(x, cu_seqlens), matrix),
-    }
-
-    def without_autograd(call: Call) -> Call:
-        def run() -> object:
-            with torch.no_grad():
-                return call()
-
-        return run
-
-    inference = ("add_layer_norm_fwd", "embed_layer_norm_fwd", "pooling_fwd")
-    timed = {name: without_autograd(call) if name in inference else call for name, (call, _) in calls.items()}
-    seconds = timer.medians(timed)
+    seconds = timer.medians({f"{name}, {backend}": call for (name, backend), (call, _) in calls.items()})
     copy = record.facts["copy_bytes_per_second"]
-    shares = {name: moved / seconds[name] / copy for name, (_, moved) in calls.items()}
-    for name in ("add_layer_norm_fwd", "add_layer_norm_bwd", "embed_layer_norm_fwd", "pooling_fwd"):
-        record.figures[name] = min(shares[name], record.figures.get(name, shares[name]))  # over the hidden sizes
-    backends = fastbert.backends(where.device, where.dtype)
     numbers: Rows = {}
-    for name, share in shares.items():
-        chosen = backends[name.split("_fwd")[0].split("_bwd")[0]]["selected"]
-        numbers[name] = {"us": 1e6 * seconds[name], "share of copy": share, "backend": chosen}
-    return {"numbers": numbers, "unit": f"{rows} tokens"}
+    figures: dict[str, float] = {}
+    for (name, backend), (_, moved) in calls.items():
+        taken = seconds[f"{name}, {backend}"]
+        numbers[f"{name}, {backend}"] = {"us": 1e6 * taken, "share of copy": moved / taken / copy}
+        figures.setdefault(name, moved / taken / copy)
+    for name in ("add_layer_norm_fwd", "add_layer_norm_bwd", "embed_layer_norm_fwd", "pooling_fwd"):
+        record.figures[name] = min(figures[name], record.figures.get(name, figures[name]))  # over the hidden sizes
+    return {"numbers": numbers, "unit": f"{rows} tokens", **timer.note()}
 
 
 def cross_entropy(bench: Bench) -> dict[str, Any]:
@@ -253,7 +264,7 @@ def cross_entropy(bench: Bench) -> dict[str, Any]:
         for name, found in seconds.items():
             row = {"ms": 1e3 * found, "share of floor": (products + logits) / found}
             numbers[f"{name}, hidden_size {hidden_size}"] = {**row, "labelled": float(count)}
-    return {"numbers": numbers, "unit": f"forward and backward, {rows} tokens, {classes} classes"}
+    return {"numbers": numbers, "unit": f"forward and backward, {rows} tokens, {classes} classes", **timer.note()}
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -269,7 +280,7 @@ def feed_forward(bench: Bench, hidden_size: int, gated_size: int = 0) -> dict[st
     up, down = (where.randn(*shape, scale=hidden_size**-0.5) for shape in shapes)
     bias = None if gated else where.randn(inner)
     plans = feed_forward_plans(where, gated)
-    if fastbert.backends(where.device, where.dtype)["feed_forward"]["selected"] == "cuda":
+    if "cuda" in runnable(where, "feed_forward"):
         plans["cuda"] = plans["elementwise"]
     numbers: Rows = {}
     winners = []
@@ -314,5 +325,5 @@ def feed_forward(bench: Bench, hidden_size: int, gated_size: int = 0) -> dict[st
     return {
         "numbers": numbers,
         "unit": f"share of the GEMM ceiling, {hidden_size} -> {inner}{' gated' if gated else ''}",
-        "note": "; ".join(winners),
+        "note": "; ".join([*winners, *timer.note().values()]),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -47,7 +48,8 @@ def run_limited(command: list[str], seconds: float, **options: Any) -> subproces
 class Record:
     """`entries` {name: what was found}; one with "failed" or "skipped" says why. `figures`: what targets are set for.
 
-    smoke: small sizes, on any device; the numbers mean nothing.
+    smoke: small sizes, on any device; the numbers mean nothing. deadline: of time.monotonic(), when the part should be
+    through; what it starts in sessions of their own would outlive its end.
     """
 
     part: str
@@ -60,6 +62,12 @@ class Record:
     facts: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     complete: bool = False
+    deadline: float = math.inf
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline, at least 0."""
+        return max(0.0, self.deadline - time.monotonic())
 
     @property
     def device(self) -> torch.device:

@@ -82,6 +82,9 @@ class Subject:
             model: torch.nn.Module = kind(fastbert.EncoderConfig.from_dict(theirs.config.to_dict()))
         model = model.to(self.weights).eval()
         model.load_state_dict(theirs.state_dict())
+        if self.device.type == "cuda":  # or torch's times would stand there as ours
+            chosen = fastbert.backends(self.device, torch.bfloat16)["attention"]
+            assert chosen["selected"] != "torch", f"attention would run in torch: {chosen}"
         return model
 
     def inputs(self, batch: str) -> dict[str, torch.Tensor]:

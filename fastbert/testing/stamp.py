@@ -15,11 +15,18 @@ from typing import Any
 import torch
 
 import fastbert
+from fastbert.ops._library import cuda_error, extension_error
 
 PACKAGE = Path(fastbert.__file__).resolve().parent
 ROOT = PACKAGE.parent
 RESULTS = ROOT / "benchmarks" / "results"
-SOURCES = ("kernels", "csrc/cuda", "csrc/include", "fastbert/ops")  # what decides a kernel's results and times
+SOURCES = (
+    "kernels",
+    "csrc/cuda",
+    "csrc/ops/cuda",
+    "csrc/include",
+    "fastbert/ops",
+)  # what decides a kernel's results and times
 SUFFIXES = {".py", ".cu", ".cuh", ".h", ".cpp"}
 
 
@@ -37,10 +44,13 @@ def kernel_hash(sources: dict[str, str]) -> str:
 
 
 def _output(*command: str) -> str | None:
-    """A command's output; None where it is missing or fails."""
+    """A command's output; None where it is missing, fails or hangs."""
     if shutil.which(command[0]) is None:
         return None
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=30)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=30)
+    except subprocess.TimeoutExpired:
+        return None
     return done.stdout.strip() if done.returncode == 0 else None
 
 
@@ -78,12 +88,19 @@ def make_stamp(commit: str | None = None) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         **{name: _version(name) for name in packages},
-        "extension": util.find_spec("fastbert._C") is not None,
+        "extension": None if extension_error() else "cpu" if cuda_error() else "cpu and cuda",
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
 
-IDENTITY = ("commit", "kernel_hash", "gpu", "torch", "triton")  # results that agree in these may stand in one table
+IDENTITY = (
+    "commit",
+    "kernel_hash",
+    "gpu",
+    "torch",
+    "triton",
+    "extension",
+)  # results that agree in these may stand in one table
 
 
 def same_run(one: dict[str, Any], other: dict[str, Any]) -> bool:
