@@ -24,7 +24,7 @@ from .blocks import feed_forward_plan
 _BLOCK_M, _BLOCK_N = 16, 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _up_kernel(
     x_ptr, weight_ptr, bias_ptr, inner_ptr, pre_ptr, M, N, K, stride_xm, stride_wn,
     HAS_BIAS: tl.constexpr, RETURN_PRE: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -66,7 +66,7 @@ def _up_kernel(
     tl.store(inner_ptr + at, inner.to(inner_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _down_bwd_kernel(
     dout_ptr, weight_ptr, pre_ptr, dpre_ptr, inner_ptr, shares_ptr, M, N, K, stride_dm, stride_wk,
     NEEDS_DBIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -136,7 +136,7 @@ def _tile_of(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.const
     return rows, columns, rows < M, columns < N
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _activation_fwd_kernel(
     pre_ptr, inner_ptr, M, N,
     GATED: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -153,7 +153,7 @@ def _activation_fwd_kernel(
     tl.store(inner_ptr + at, inner.to(inner_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _activation_bwd_kernel(
     dinner_ptr, pre_ptr, dpre_ptr, inner_ptr, shares_ptr, M, N,
     NEEDS_DBIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,

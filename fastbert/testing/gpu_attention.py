@@ -85,6 +85,9 @@ def features(where: Where) -> Checks:
     case = where.choose(LENGTHS[5], _ragged(2048, 700))
     for window in where.choose(((3, 3),), ((64, 64), (0, 0), (-1, 100), (130, -1))):
         yield f"window {window}", partial(against_oracle, where, case, 2, 64, window_size=window)
+    rotary = _rotary_tables(where, max(case.lengths), 64)
+    for window in ((-1, -1), (3, 3)):
+        yield f"rotary, window {window}", partial(against_oracle, where, case, 2, 64, rotary=rotary, window_size=window)
     longer = where.choose(LENGTHS[3], case)  # where saturated softmaxes are not all that there is
     yield "large logits", partial(against_oracle, where, longer, 2, 64, scale=30.0)
     yield "negative scale", partial(against_oracle, where, case, 2, 64, softmax_scale=-0.3)
@@ -92,6 +95,12 @@ def features(where: Where) -> Checks:
     yield "isolation", partial(isolation, where)
     yield "slices of a fused projection", partial(slices, where, case)
     yield "dropout", partial(dropout, where)
+
+
+def _rotary_tables(where: Where, positions: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, device=where.device) / head_dim)
+    angles = torch.arange(positions, device=where.device)[:, None] * frequencies
+    return angles.cos(), angles.sin()
 
 
 def same_bits_twice(where: Where, case: Lengths) -> None:
