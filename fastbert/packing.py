@@ -7,6 +7,8 @@ from itertools import pairwise
 
 import torch
 
+from fastbert import ops
+
 
 class InputError(ValueError):
     """An input that no kernel may see; the message names the value and the limit."""
@@ -91,7 +93,9 @@ class PackedBatch:
     def pack(self, padded: torch.Tensor) -> torch.Tensor:
         """(batch_size, seqlen, ...) -> (total_tokens, ...); a view where there is no padding."""
         flat = padded.reshape(-1, *padded.shape[2:])
-        return flat if self.indices is None else flat.index_select(0, self.indices)
+        if self.indices is None:
+            return flat
+        return ops.pack(flat, self.indices) if flat.is_floating_point() else flat.index_select(0, self.indices)
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
         """(total_tokens, ...) -> (batch_size, seqlen, ...) with zeros at padding; packed input stays packed."""
@@ -99,8 +103,8 @@ class PackedBatch:
             return packed
         if self.indices is None:
             return packed.view(self.batch_size, self.seqlen, *packed.shape[1:])
-        out = packed.new_zeros(self.batch_size * self.seqlen, *packed.shape[1:])
-        return out.index_copy_(0, self.indices, packed).view(self.batch_size, self.seqlen, *packed.shape[1:])
+        padded = ops.unpack(packed, self.indices, self.batch_size * self.seqlen)
+        return padded.view(self.batch_size, self.seqlen, *packed.shape[1:])
 
     def unpack_attentions(self, probs: torch.Tensor) -> torch.Tensor:
         """(batch, heads, max_seqlen, max_seqlen) over a sequence's own tokens -> (batch, heads, seqlen, seqlen)."""

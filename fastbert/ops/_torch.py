@@ -331,6 +331,14 @@ def pooling(hidden_states, cu_seqlens, mode):
     return torch.where(lengths > 0, pooled, 0.0)
 
 
+def pack(x, indices):
+    return x.index_select(0, indices)
+
+
+def unpack(packed, indices, num_rows):
+    return packed.new_zeros(num_rows, *packed.shape[1:]).index_copy(0, indices, packed)
+
+
 def sequence_cross_entropy(logits, cu_seqlens, targets):
     total_tokens, batch_size = logits.shape[0], cu_seqlens.shape[0] - 1
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
