@@ -120,28 +120,6 @@ def test_strides(backend):
 
 
 @only_triton
-def test_rows_beyond_two_to_the_31_elements(backend, tmp_path):
-    """In a file that is all hole: only what is touched takes memory."""
-    if device_of(backend) == "cuda":
-        pytest.skip("a GPU cannot read a file; the interpreter runs the same kernels")
-    from fastbert.kernels.packing import _unpack_kernel
-
-    width = 2**30 + 16
-    elements = torch.from_file(str(tmp_path / "huge"), shared=True, size=4 * width, dtype=torch.int16)
-    rows = elements.view(-1, 64)
-    first, last = (torch.randint(-9, 9, (64,), dtype=torch.int16) for _ in range(2))
-    rows[0], rows[-1] = first, last
-    packed = ops.pack(rows.view(torch.bfloat16), torch.tensor([0, len(rows) - 1]), backend=backend)
-    assert torch.equal(packed.view(torch.int16), torch.stack([first, last]))
-
-    # Written there as well, by one program out of very many: the token of row 2 begins beyond, in row 3.
-    rows = elements.view(4, width)
-    rows[3, :16] = first[:16]
-    _unpack_kernel[(1,)](rows[3], torch.tensor([2]), rows, 3, 1, width, 1, BLOCK_M=16, BLOCK_N=16, num_warps=4)
-    assert torch.equal(rows[2, :16], first[:16]) and not rows[:2, :16].any()
-
-
-@only_triton
 def test_opcheck(backend):
     indices = indices_of(attention_mask("right", 3, 7), backend)
     for dtype in DTYPES:

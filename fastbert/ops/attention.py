@@ -6,6 +6,7 @@ import torch
 
 from fastbert.backend import Backend, register, select
 from fastbert.ops import _torch
+from fastbert.ops._checks import check_devices, int32_offsets
 from fastbert.ops._library import extension_error, needs_grad, triton_objection
 
 Window = tuple[int, int]
@@ -119,7 +120,8 @@ def attention(
 
     Args:
         q, k, v: (total_tokens, num_heads, head_dim).
-        cu_seqlens: int32 (batch + 1,), the offsets of the sequences; rows beyond cu_seqlens[-1] are slack.
+        cu_seqlens: int32 (batch + 1,), the offsets of the sequences (int64 is converted); rows beyond cu_seqlens[-1]
+            are slack.
         max_seqlen: an upper bound of the sequence lengths, known on the host.
         softmax_scale: default 1 / sqrt(head_dim).
         dropout_p: probability of dropping an attention probability after the softmax.
@@ -131,7 +133,13 @@ def attention(
 
     Returns:
         (total_tokens, num_heads, head_dim); zeros in slack rows. No sequence sees another, bit for bit.
+
+    Raises:
+        ValueError: tensors on two devices, or a cu_seqlens of another dtype or shape.
+        BackendError: the backend that was asked for cannot serve the call.
     """
+    check_devices("attention", q=q, k=k, v=v, cu_seqlens=cu_seqlens)
+    cu_seqlens = int32_offsets("attention", cu_seqlens)
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
     if torch.is_autocast_enabled(q.device.type) and q.dtype is not torch.float64:
@@ -159,8 +167,11 @@ def attention_probs(
 ) -> torch.Tensor:
     """The probabilities that `attention` never writes down, for `output_attentions=True`; before dropout.
 
-    Returns (batch, num_heads, max_seqlen, max_seqlen); zeros at query and key slots beyond a sequence's length.
+    Returns (batch, num_heads, max_seqlen, max_seqlen); zeros at query and key slots beyond a sequence's length. Raises
+    ValueError as `attention` does.
     """
+    check_devices("attention_probs", q=q, k=k, cu_seqlens=cu_seqlens)
+    cu_seqlens = int32_offsets("attention_probs", cu_seqlens)
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
     return _torch.attention_probs(q, k, cu_seqlens, max_seqlen, softmax_scale)

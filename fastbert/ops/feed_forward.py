@@ -6,6 +6,7 @@ import torch
 
 from fastbert.backend import Backend, register, select
 from fastbert.ops import _torch
+from fastbert.ops._checks import check_devices
 from fastbert.ops._library import needs_grad, triton_objection
 from fastbert.ops.linear import check_gradient, compute_dtype, supports_gemm_cpu
 
@@ -76,6 +77,10 @@ def feed_forward(
     intermediate_size) -> (total_tokens, hidden_size). `weight_scales` and `input_scales` go with int8 weights, as in
     `linears`. Raises as `linears` does.
     """
+    check_devices(
+        "feed_forward", x=x, up_weight=up_weight, up_bias=up_bias, down_weight=down_weight,
+        up_scale=weight_scales[0], down_scale=weight_scales[1],
+    )  # fmt: skip
     chosen = select("feed_forward", backend, x, up_weight, up_bias, down_weight)
     check_gradient(x, weight_scales)
     if chosen is Backend.TORCH:

@@ -6,6 +6,7 @@ import torch
 
 from fastbert.backend import Backend, register, select
 from fastbert.ops import _torch
+from fastbert.ops._checks import check_devices
 from fastbert.ops._library import cuda_objection, extension_error, needs_grad, triton_objection
 
 _FWD = {
@@ -124,8 +125,9 @@ def add_layer_norm(
         out (total_tokens, hidden_size), or (out, summed) with `prenorm`.
 
     Raises:
-        BackendError: the backend that was asked for cannot serve the call.
+        ValueError: tensors on two devices. BackendError: the backend that was asked for cannot serve the call.
     """
+    check_devices("add_layer_norm", x=x, residual=residual, weight=weight, bias=bias, x_bias=x_bias)
     if torch.is_autocast_enabled(x.device.type):  # LayerNorm runs in fp32 under autocast
         x, weight = x.float(), weight.float()
         residual, bias, x_bias = (None if t is None else t.float() for t in (residual, bias, x_bias))
