@@ -1,15 +1,90 @@
-"""Packing: a padded batch becomes 2-D tokens once, and is unpacked once. The only place that knows of padding."""
+"""Packing: a padded batch becomes 2-D tokens once, and is unpacked once. The only place that knows of padding.
+
+What the host must know of a batch, its token count and whether its values are valid, comes over in one copy: on a GPU
+that is the one time that a forward call waits.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
+
+from fastbert import ops
 
 
 class InputError(ValueError):
     """An input that no kernel may see; the message names the value and the limit."""
+
+
+class _Checks:
+    """The process-wide choice. An attribute of a plain object, because torch.compile can guard on it."""
+
+    enabled = True
+
+
+def check_inputs(enabled: bool) -> None:
+    """Whether models look at the values of ids, offsets and labels before they use them; they do unless told not to.
+
+    On a GPU looking means that the host waits, once a call. Without, packed input with its max_seqlen is never waited
+    for, nor is padded input without a mask; but an id, an offset or a label that is out of bounds is then undefined
+    behaviour: it may read, and in training write, memory that is not its own. Shapes, dtypes, devices and masks are
+    checked all the same. Process-wide, like torch.set_num_threads. torch.compile never checks values.
+    """
+    _Checks.enabled = enabled
+
+
+def checks_values() -> bool:
+    """Whether values are looked at in this call. Not in a traced one: a compiled graph cannot raise on data."""
+    return _Checks.enabled and not torch.compiler.is_compiling()
+
+
+class IdRange(NamedTuple):
+    """Ids for a table of `limit` rows: int64 (batch_size, seqlen), or (total_tokens,) if packed."""
+
+    name: str
+    ids: torch.Tensor
+    limit: int
+
+
+def _extremes(ranges: Sequence[IdRange], real: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """The smallest ids and the largest ones, (len(ranges),) each; `real`, of their shape, says which tokens count."""
+    if not ranges:
+        return []
+    ids = torch.stack([each.ids for each in ranges])
+    if real is not None:
+        ids = torch.where(real, ids, 0)  # which every table has
+    return list(ids.flatten(1).aminmax(dim=1))
+
+
+def _check_ranges(ranges: Sequence[IdRange], extremes: list[int]) -> None:
+    for i, (name, _, limit) in enumerate(ranges):
+        low, high = extremes[i], extremes[i + len(ranges)]
+        if low < 0 or high >= limit:
+            raise InputError(f"{name} holds {low if low < 0 else high}; valid values are 0 to {limit - 1}")
+
+
+def _check_offsets(offsets: list[int], max_seqlen: int | None, total_tokens: int) -> int:
+    """The longest length, or the caller's upper bound of it."""
+    if offsets[0] != 0:
+        raise InputError(f"cu_seqlens starts at {offsets[0]}, not at 0")
+    for i, (start, stop) in enumerate(pairwise(offsets)):
+        if stop < start:
+            raise InputError(f"cu_seqlens falls from {start} to {stop} at sequence {i}; it must never fall")
+    if offsets[-1] != total_tokens:
+        raise InputError(f"cu_seqlens ends at {offsets[-1]}, but there are {total_tokens} tokens")
+    longest = max(stop - start for start, stop in pairwise(offsets))
+    if max_seqlen is not None and max_seqlen < longest:
+        raise InputError(f"max_seqlen is {max_seqlen}, but the longest sequence has {longest} tokens")
+    return longest if max_seqlen is None else max_seqlen
+
+
+def _to_host(tensors: list[torch.Tensor]) -> list[int]:
+    """All values of 1-D integer tensors, one tensor after the other, in one copy."""
+    return torch.cat([t.long() for t in tensors]).tolist() if tensors else []
 
 
 @dataclass(frozen=True)
@@ -35,12 +110,19 @@ class PackedBatch:
 
     @classmethod
     def from_mask(
-        cls, attention_mask: torch.Tensor | None, batch_size: int, seqlen: int, device: torch.device
+        cls,
+        attention_mask: torch.Tensor | None,
+        batch_size: int,
+        seqlen: int,
+        device: torch.device,
+        ranges: Sequence[IdRange] = (),
     ) -> PackedBatch:
         """From a (batch_size, seqlen) mask, nonzero = real, holes and any side allowed; None means no padding.
 
-        One host sync where the mask is on a GPU. Raises InputError for a mask of another shape or a strange dtype.
+        `ranges`: ids on `device` that are checked by the way, where tokens are real. One host sync where the mask or
+        ids are on a GPU. Raises InputError for a mask of another shape or a strange dtype, and ids out of range.
         """
+        ranges = ranges if checks_values() else ()
         if attention_mask is not None:
             if attention_mask.shape != (batch_size, seqlen):
                 raise InputError(
@@ -52,46 +134,50 @@ class PackedBatch:
             mask = attention_mask.to(device)
             real = mask != 0
             lengths = real.sum(1, dtype=torch.int32)
-            # Everything that the host must know comes over in one copy.
-            strange = (real & (mask != 1)).sum()
-            total_tokens, max_seqlen, strange = torch.stack([lengths.sum(), lengths.max(), strange]).tolist()
+            counts = torch.stack([lengths.sum(), lengths.max(), (real & (mask != 1)).sum()])
+            total_tokens, max_seqlen, strange, *extremes = _to_host([counts, *_extremes(ranges, real)])
             if strange:
                 raise InputError(f"attention_mask has {strange} values that are neither 0 (padding) nor 1 (real)")
+            _check_ranges(ranges, extremes)
             if total_tokens < batch_size * seqlen:
-                indices = real.flatten().nonzero().flatten()
+                indices = real.flatten().nonzero_static(size=total_tokens).flatten()
                 cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
                 return cls(indices, cu_seqlens, max_seqlen, batch_size, seqlen, total_tokens)
+        else:
+            _check_ranges(ranges, _to_host(_extremes(ranges)))
         cu_seqlens = torch.arange(0, (batch_size + 1) * seqlen, seqlen, dtype=torch.int32, device=device)
         return cls(None, cu_seqlens, seqlen, batch_size, seqlen, batch_size * seqlen)
 
     @classmethod
-    def from_cu_seqlens(cls, cu_seqlens: torch.Tensor, max_seqlen: int | None, total_tokens: int) -> PackedBatch:
-        """From a caller's own packed batch. Raises InputError when the offsets do not fit `total_tokens` tokens."""
+    def from_cu_seqlens(
+        cls, cu_seqlens: torch.Tensor, max_seqlen: int | None, total_tokens: int, ranges: Sequence[IdRange] = ()
+    ) -> PackedBatch:
+        """From a caller's own packed batch; one host sync, as in `from_mask`.
+
+        Raises InputError when the offsets do not fit `total_tokens` tokens, or an id of `ranges` is out of range.
+        """
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
             raise InputError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (batch + 1,), batch >= 1")
         if cu_seqlens.dtype not in (torch.int32, torch.int64):
             raise InputError(f"cu_seqlens is {cu_seqlens.dtype}; it must be int32 (or int64)")
-        if not torch.compiler.is_compiling():
-            offsets = cu_seqlens.tolist()
-            if offsets[0] != 0:
-                raise InputError(f"cu_seqlens starts at {offsets[0]}, not at 0")
-            for i, (start, stop) in enumerate(pairwise(offsets)):
-                if stop < start:
-                    raise InputError(f"cu_seqlens falls from {start} to {stop} at sequence {i}; it must never fall")
-            if offsets[-1] != total_tokens:
-                raise InputError(f"cu_seqlens ends at {offsets[-1]}, but there are {total_tokens} tokens")
-            longest = max(stop - start for start, stop in pairwise(offsets))
-            if max_seqlen is not None and max_seqlen < longest:
-                raise InputError(f"max_seqlen is {max_seqlen}, but the longest sequence has {longest} tokens")
-            max_seqlen = longest if max_seqlen is None else max_seqlen
+        batch_size = cu_seqlens.numel() - 1
+        if checks_values():
+            ranges = ranges if total_tokens else ()
+            values = _to_host([cu_seqlens, *_extremes(ranges)])
+            max_seqlen = _check_offsets(values[: batch_size + 1], max_seqlen, total_tokens)
+            _check_ranges(ranges, values[batch_size + 1 :])
         elif max_seqlen is None:
-            raise InputError("under torch.compile a packed batch needs max_seqlen, an int known on the host")
-        return cls(None, cu_seqlens.int(), max_seqlen, cu_seqlens.numel() - 1, None, total_tokens)
+            if torch.compiler.is_compiling():
+                raise InputError("under torch.compile a packed batch needs max_seqlen, an int known on the host")
+            max_seqlen = int(cu_seqlens.diff().max())
+        return cls(None, cu_seqlens.int(), max_seqlen, batch_size, None, total_tokens)
 
     def pack(self, padded: torch.Tensor) -> torch.Tensor:
         """(batch_size, seqlen, ...) -> (total_tokens, ...); a view where there is no padding."""
         flat = padded.reshape(-1, *padded.shape[2:])
-        return flat if self.indices is None else flat.index_select(0, self.indices)
+        if self.indices is None:
+            return flat
+        return ops.pack(flat, self.indices) if flat.is_floating_point() else flat.index_select(0, self.indices)
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
         """(total_tokens, ...) -> (batch_size, seqlen, ...) with zeros at padding; packed input stays packed."""
@@ -99,8 +185,8 @@ class PackedBatch:
             return packed
         if self.indices is None:
             return packed.view(self.batch_size, self.seqlen, *packed.shape[1:])
-        out = packed.new_zeros(self.batch_size * self.seqlen, *packed.shape[1:])
-        return out.index_copy_(0, self.indices, packed).view(self.batch_size, self.seqlen, *packed.shape[1:])
+        padded = ops.unpack(packed, self.indices, self.batch_size * self.seqlen)
+        return padded.view(self.batch_size, self.seqlen, *packed.shape[1:])
 
     def unpack_attentions(self, probs: torch.Tensor) -> torch.Tensor:
         """(batch, heads, max_seqlen, max_seqlen) over a sequence's own tokens -> (batch, heads, seqlen, seqlen)."""

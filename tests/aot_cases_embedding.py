@@ -1,4 +1,4 @@
-"""What test_aot.py compiles of the kernels around the encoder: embedding, dropout, pooling."""
+"""What test_aot.py compiles of the kernels around the encoder: embedding, dropout, pooling, packing."""
 
 from __future__ import annotations
 
@@ -81,7 +81,23 @@ def pooling_cases():
             yield case("pooling._pooling_bwd_kernel", dtype, types, constants, 4, wide_loads=wide, variant=mode)
 
 
+def packing_cases(hidden_size: int):
+    """By the words that rows are copied as: of 4 bytes, or of 2 where 16-bit rows are odd."""
+    from fastbert.kernels import packing
+
+    for word in ("i32", "i16"):
+        block_m, block_n = packing.tile(hidden_size)
+        types = {
+            "padded_ptr": f"*{word}", "packed_ptr": f"*{word}", "indices_ptr": "*i64", "num_rows": "i32",
+            "total_tokens": "i32", "hidden_size": "i32", "search_steps": "i32",
+        }  # fmt: skip
+        constants = {"BLOCK_M": block_m, "BLOCK_N": block_n}
+        for way in ("pack", "unpack"):
+            yield case(f"packing._{way}_kernel", word, types, constants, 4, wide_loads=1)
+
+
 def cases(hidden_size: int):
     yield from embedding_cases(hidden_size)
     yield from dropout_cases(hidden_size)
     yield from pooling_cases()
+    yield from packing_cases(hidden_size)

@@ -67,7 +67,7 @@ MAY_IMPORT = {
     "ops": {"ops", "backend"},
     "backend": {"ops"},
     "config": set(),
-    "packing": set(),
+    "packing": {"ops"},
     "hub": {"config"},
     "testing": {"testing", "ops", "backend"},
 }

@@ -10,7 +10,7 @@ from test_ops import check
 from fastbert import ops
 from fastbert.backend import BackendError
 from fastbert.testing import reference
-from fastbert.testing.cases import LENGTHS
+from fastbert.testing.cases import LENGTHS, Lengths
 
 BACKENDS = ("torch", "triton")
 SLACK = LENGTHS[5]
@@ -54,6 +54,14 @@ def test_against_oracle(case, dtype, mode, backend):
 @each_mode
 def test_widths(hidden_size, mode, backend):
     check_pooling(SLACK, torch.float32, mode, backend, torch.randn(SLACK.total_tokens, hidden_size))
+
+
+@pytest.mark.parametrize("length", (512, 4096))
+@each_mode
+def test_long_sequences(length, mode, backend):
+    """A mean added up token by token errs more than the formula, whose sum is pairwise."""
+    case = Lengths("long", (7, length, 0, length - 3), slack=5)
+    check_pooling(case, torch.float32, mode, backend, 1 + torch.randn(case.total_tokens, 24))
 
 
 @each_dtype

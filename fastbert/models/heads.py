@@ -15,7 +15,7 @@ from fastbert.layers.leaves import get_leaf, is_plain, linear, place
 from fastbert.models.base import EncoderModel, PreTrainedModel, first_tokens
 from fastbert.models.family import SequenceHead
 from fastbert.models.outputs import Deferred, ModelOutput
-from fastbert.packing import InputError, PackedBatch
+from fastbert.packing import InputError, PackedBatch, checks_values
 
 
 class HeadModel(PreTrainedModel):
@@ -95,8 +95,8 @@ class HeadModel(PreTrainedModel):
 
 
 def check_labels(labels: torch.Tensor, limit: int, name: str) -> torch.Tensor:
-    if labels.numel() and not torch.compiler.is_compiling():
-        low, high = (int(t) for t in torch.where(labels == -100, 0, labels).aminmax())
+    if labels.numel() and checks_values():
+        low, high = torch.stack(torch.where(labels == -100, 0, labels).aminmax()).tolist()
         if low < 0 or high >= limit:
             raise InputError(f"{name} holds {low if low < 0 else high}; valid values are 0 to {limit - 1}, and -100")
     return labels

@@ -1,4 +1,4 @@
-"""The API boundary: every input is checked here, once, before anything is launched."""
+"""The API boundary: every input is checked here, once, before the model launches anything."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from fastbert.config import EncoderConfig
 from fastbert.models.family import Family
-from fastbert.packing import InputError, PackedBatch
+from fastbert.packing import IdRange, InputError, PackedBatch
 
 
 @dataclass(frozen=True)
@@ -55,22 +55,34 @@ def prepare_inputs(
     if cu_seqlens is not None:
         if attention_mask is not None:
             raise InputError("attention_mask and cu_seqlens exclude each other: a packed batch has no padding")
-        batch = PackedBatch.from_cu_seqlens(cu_seqlens, max_seqlen, grid[0])
-    else:
-        batch = PackedBatch.from_mask(attention_mask, grid[0], grid[1], given.device)
+        if cu_seqlens.device != given.device:
+            raise InputError(f"cu_seqlens is on {cu_seqlens.device}; the input is on {given.device}")
 
     input_ids = None if input_ids is None else input_ids.long()
-    token_type_ids = _like_grid("token_type_ids", token_type_ids, grid)
+    token_type_ids = _like_input("token_type_ids", token_type_ids, grid, given.device)
     if token_type_ids is not None and family.embeddings.token_type is None:
         raise InputError(f"token_type_ids were given, but {config.model_type} has no token types")
     limit = config.max_position_embeddings - (_first_position(config) if family.positions_from_ids else 0)
     if position_ids is not None:
         if position_ids.dim() == 2 and position_ids.shape[0] == 1 and not packed:
             position_ids = position_ids.expand(grid)  # transformers takes one row for the whole batch
-        position_ids = _like_grid("position_ids", position_ids, grid)
-    elif (longest := batch.max_seqlen if packed else grid[1]) > limit:
-        raise InputError(f"a sequence of {longest} tokens is longer than the position table, which has {limit}")
-    elif family.positions_from_ids:
+        position_ids = _like_input("position_ids", position_ids, grid, given.device)
+    elif not packed:
+        _check_length(grid[1], limit)
+
+    tables = (
+        ("input_ids", input_ids, config.vocab_size),
+        ("token_type_ids", token_type_ids, config.type_vocab_size),
+        ("position_ids", position_ids, config.max_position_embeddings),
+    )
+    ranges = [IdRange(name, ids, rows) for name, ids, rows in tables if ids is not None]
+    if cu_seqlens is not None:
+        batch = PackedBatch.from_cu_seqlens(cu_seqlens, max_seqlen, grid[0], ranges)
+        if position_ids is None:
+            _check_length(batch.max_seqlen, limit)
+    else:
+        batch = PackedBatch.from_mask(attention_mask, grid[0], grid[1], given.device, ranges)
+    if position_ids is None and family.positions_from_ids:
         position_ids = _positions_from_ids(config, input_ids, grid, batch)
 
     def pack(t: torch.Tensor | None) -> torch.Tensor | None:
@@ -78,12 +90,12 @@ def prepare_inputs(
 
     positions = batch.local_positions() if position_ids is None else pack(position_ids)
     assert positions is not None
-    inputs = PackedInputs(batch, pack(input_ids), positions, pack(token_type_ids), pack(inputs_embeds))
-    _check_range("input_ids", inputs.input_ids, config.vocab_size)
-    _check_range("token_type_ids", inputs.token_type_ids, config.type_vocab_size)
-    if position_ids is not None:
-        _check_range("position_ids", inputs.position_ids, config.max_position_embeddings)
-    return inputs
+    return PackedInputs(batch, pack(input_ids), positions, pack(token_type_ids), pack(inputs_embeds))
+
+
+def _check_length(longest: int, limit: int) -> None:
+    if longest > limit:
+        raise InputError(f"a sequence of {longest} tokens is longer than the position table, which has {limit}")
 
 
 def _first_position(config: EncoderConfig) -> int:
@@ -110,20 +122,13 @@ def _positions_from_ids(config, input_ids, grid, batch: PackedBatch) -> torch.Te
     return count * real + first - 1
 
 
-def _like_grid(name: str, ids: torch.Tensor | None, grid) -> torch.Tensor | None:
+def _like_input(name: str, ids: torch.Tensor | None, grid, device: torch.device) -> torch.Tensor | None:
     if ids is None:
         return None
     if ids.shape != grid:
         raise InputError(f"{name} has shape {tuple(ids.shape)}; the input's is {tuple(grid)}")
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise InputError(f"{name} is {ids.dtype}; it must be an integer tensor")
+    if ids.device != device:
+        raise InputError(f"{name} is on {ids.device}; the input is on {device}")
     return ids.long()
-
-
-def _check_range(name: str, ids: torch.Tensor | None, limit: int) -> None:
-    """A real token's id must be within [0, limit). Not traced: a compiled graph cannot raise on data."""
-    if ids is None or ids.numel() == 0 or torch.compiler.is_compiling():
-        return
-    low, high = (int(t) for t in ids.aminmax())
-    if low < 0 or high >= limit:
-        raise InputError(f"{name} holds {low if low < 0 else high}; valid values are 0 to {limit - 1}")

@@ -9,6 +9,7 @@ from fastbert.ops.feed_forward import activation, feed_forward
 from fastbert.ops.layer_norm import add_layer_norm
 from fastbert.ops.linear import linear, linears
 from fastbert.ops.loss import at_least_fp32, cross_entropy, logits_cross_entropy, sequence_cross_entropy
+from fastbert.ops.packing import pack, unpack
 from fastbert.ops.pooling import pooling
 
 __all__ = [
@@ -27,6 +28,8 @@ __all__ = [
     "linear",
     "linears",
     "logits_cross_entropy",
+    "pack",
     "pooling",
     "sequence_cross_entropy",
+    "unpack",
 ]

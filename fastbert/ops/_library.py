@@ -231,6 +231,25 @@ define_triton(
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# packing: rows of x (num_rows, width) to (total_tokens, width), and back with zeros in the rows that indices leaves out
+#
+# indices: int64 (total_tokens,), ascending. Each op is the other's backward.
+
+define_triton(
+    "pack",
+    "(Tensor x, Tensor indices) -> Tensor",
+    "packing",
+    lambda x, indices: x.new_empty(indices.shape[0], x.shape[1]),
+)
+define_triton(
+    "unpack",
+    "(Tensor packed, Tensor indices, SymInt num_rows) -> Tensor",
+    "packing",
+    lambda packed, indices, num_rows: packed.new_empty(num_rows, packed.shape[1]),
+)
+
+
+# --------------------------------------------------------------------------------------------------------------------
 # attention
 #
 #   out, (total_tokens, num_heads, head_dim): dropout(softmax(q k^T * softmax_scale)) v within each sequence

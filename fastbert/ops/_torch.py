@@ -321,6 +321,21 @@ def token_positions(cu_seqlens, total_tokens):
     return torch.where(inside, place, 0)
 
 
+# Tokens of the longest chain of additions: beyond a few hundred, fp32 loses more than the formula's pairwise sum does.
+_CHUNK = 64
+
+
+def sequence_sums(x, sequence, batch_size):
+    """(total_tokens, ...) -> (batch_size, ...): a sequence's rows added up chunk by chunk, then its chunks."""
+    total_tokens = x.shape[0]
+    # Neither a token's chunk nor its sequence ever falls, so their sum is another one in every part of a sequence.
+    part = torch.arange(total_tokens, device=x.device) // _CHUNK + sequence
+    num_parts = total_tokens // _CHUNK + batch_size
+    parts = x.new_zeros(num_parts, *x.shape[1:]).index_add(0, part, x)
+    owner = sequence.new_zeros(num_parts).scatter(0, part, sequence)
+    return x.new_zeros(batch_size, *x.shape[1:]).index_add(0, owner, parts)
+
+
 def pooling(hidden_states, cu_seqlens, mode):
     total_tokens, hidden_size = hidden_states.shape
     batch_size = cu_seqlens.shape[0] - 1
@@ -334,12 +349,20 @@ def pooling(hidden_states, cu_seqlens, mode):
     sequence, inside = token_sequences(cu_seqlens, total_tokens)
     if mode == "mean":
         real = torch.where(inside[:, None], at_least_fp32(hidden_states), 0.0)
-        return (at_least_fp32(pooled).index_add(0, sequence, real) / lengths.clamp(min=1)).to(hidden_states.dtype)
+        return (sequence_sums(real, sequence, batch_size) / lengths.clamp(min=1)).to(hidden_states.dtype)
     real = torch.where(inside[:, None], hidden_states, -math.inf)
     index = sequence[:, None].expand_as(hidden_states)
     # Not from zeros: scatter_reduce's backward shares the gradient with what it starts from, where that is the maximum.
     pooled = torch.full_like(pooled, -math.inf).scatter_reduce(0, index, real, "amax", include_self=False)
     return torch.where(lengths > 0, pooled, 0.0)
+
+
+def pack(x, indices):
+    return x.index_select(0, indices)
+
+
+def unpack(packed, indices, num_rows):
+    return packed.new_zeros(num_rows, *packed.shape[1:]).index_copy(0, indices, packed)
 
 
 def sequence_cross_entropy(logits, cu_seqlens, targets):

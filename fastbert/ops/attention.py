@@ -6,6 +6,7 @@ import torch
 
 from fastbert.backend import Backend, register, select
 from fastbert.ops import _torch
+from fastbert.ops._checks import check_devices, int32_offsets
 from fastbert.ops._library import extension_error, needs_grad, triton_objection
 from fastbert.ops.rotary import Pair, check_rotary, rotate
 
@@ -127,7 +128,8 @@ def attention(
 
     Args:
         q, k, v: (total_tokens, num_heads, head_dim).
-        cu_seqlens: int32 (batch + 1,), the offsets of the sequences; rows beyond cu_seqlens[-1] are slack.
+        cu_seqlens: int32 (batch + 1,), the offsets of the sequences (int64 is converted); rows beyond cu_seqlens[-1]
+            are slack.
         max_seqlen: an upper bound of the sequence lengths, known on the host.
         softmax_scale: default 1 / sqrt(head_dim).
         dropout_p: probability of dropping an attention probability after the softmax.
@@ -144,10 +146,12 @@ def attention(
         (total_tokens, num_heads, head_dim); zeros in slack rows. No sequence sees another, bit for bit.
 
     Raises:
+        ValueError: tensors on two devices, or a cu_seqlens of another dtype or shape; of rotary, an odd head_dim, or
+            tables of another shape, dtype or device, that require a gradient, or with fewer positions than max_seqlen.
         BackendError: the backend that was asked for cannot serve the call.
-        ValueError: head_dim is odd, or cos or sin have another shape, dtype or device, require a gradient, or have
-            fewer positions than max_seqlen.
     """
+    check_devices("attention", q=q, k=k, v=v, cu_seqlens=cu_seqlens)
+    cu_seqlens = int32_offsets("attention", cu_seqlens)
     if rotary is not None:
         check_rotary(q, rotary, max_seqlen)
     if softmax_scale is None:
@@ -185,8 +189,10 @@ def attention_probs(
     """The probabilities that `attention` never writes down, for `output_attentions=True`; before dropout.
 
     Arguments as of `attention`. Returns (batch, num_heads, max_seqlen, max_seqlen); zeros at query and key slots beyond
-    a sequence's length. Raises ValueError as `attention` does of rotary.
+    a sequence's length. Raises ValueError as `attention` does.
     """
+    check_devices("attention_probs", q=q, k=k, cu_seqlens=cu_seqlens)
+    cu_seqlens = int32_offsets("attention_probs", cu_seqlens)
     if rotary is not None:
         check_rotary(q, rotary, max_seqlen)
         q, k = rotate(q, k, rotary, cu_seqlens)

@@ -6,6 +6,7 @@ import torch
 
 from fastbert.backend import Backend, register, select
 from fastbert.ops import _torch
+from fastbert.ops._checks import check_devices
 from fastbert.ops._library import cuda_objection, extension_error, needs_grad, triton_objection
 from fastbert.ops.dropout import dropout
 from fastbert.ops.layer_norm import add_layer_norm
@@ -111,7 +112,14 @@ def embed_layer_norm(
 
     Returns:
         (total_tokens, embedding_size). Ids are not checked here: models check them at the API boundary.
+
+    Raises:
+        ValueError: tensors on two devices. BackendError: the backend that was asked for cannot serve the call.
     """
+    check_devices(
+        "embed_layer_norm", word=word, position=position, token_type=token_type, weight=weight, bias=bias,
+        input_ids=input_ids, position_ids=position_ids, token_type_ids=token_type_ids, inputs_embeds=inputs_embeds,
+    )  # fmt: skip
     table = word if inputs_embeds is None else inputs_embeds
     chosen = select("embed_layer_norm", backend, position, table, token_type, weight, bias)
     if chosen is Backend.TORCH:

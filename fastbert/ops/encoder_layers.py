@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from fastbert.backend import Backend, register, select_fused
+from fastbert.ops._checks import check_devices, int32_offsets
 from fastbert.ops._library import extension_error, needs_grad
 from fastbert.ops._torch import compute_dtype
 
@@ -86,6 +87,8 @@ def encoder_layers(
     head_dim = weights[0].shape[0] // num_heads
     if select_fused("encoder_layers", x, head_dim, *weights, *biases, *norms) is None:
         return None
+    check_devices("encoder_layers", x=x, cu_seqlens=cu_seqlens)
+    cu_seqlens = int32_offsets("encoder_layers", cu_seqlens)
     return torch.ops.fastbert.encoder_layers_cpu(
         x, cu_seqlens, weights, biases, scales, input_scales, norms, eps, num_heads, activation
     )
@@ -142,6 +145,8 @@ def encoder_layer(
     head_dim = weights[0].shape[0] // num_heads
     if select_fused("encoder_layer", x, head_dim, *parameters) is None:
         return None
+    check_devices("encoder_layer", x=x, cu_seqlens=cu_seqlens)
+    cu_seqlens = int32_offsets("encoder_layer", cu_seqlens)
     philox = torch.randint(2**62, (3, 2), dtype=torch.int64) if any(dropouts) else None
     return _EncoderLayer.apply(
         x, cu_seqlens, philox, dropouts, tuple(eps), num_heads, activation, compute_dtype(x), *parameters

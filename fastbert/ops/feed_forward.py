@@ -7,6 +7,7 @@ import torch
 
 from fastbert.backend import Backend, register, select
 from fastbert.ops import _torch
+from fastbert.ops._checks import check_devices
 from fastbert.ops._library import cuda_objection, needs_grad, triton_objection
 from fastbert.ops.linear import check_gradient, compute_dtype, supports_gemm_cpu
 
@@ -136,6 +137,10 @@ def feed_forward(
         BackendError: the backend that was asked for cannot serve the call.
         RuntimeError: a gradient is wanted through an int8 weight.
     """
+    check_devices(
+        "feed_forward", x=x, up_weight=up_weight, up_bias=up_bias, down_weight=down_weight,
+        up_scale=weight_scales[0], down_scale=weight_scales[1],
+    )  # fmt: skip
     _check(x, up_weight, up_bias, down_weight, activation, gated)
     chosen = select("feed_forward", backend, x, up_weight, up_bias, down_weight, gated)
     check_gradient(x, weight_scales)

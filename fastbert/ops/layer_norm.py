@@ -6,6 +6,7 @@ import torch
 
 from fastbert.backend import Backend, asked_for, register, select
 from fastbert.ops import _torch
+from fastbert.ops._checks import check_devices
 from fastbert.ops._library import cuda_objection, extension_error, needs_grad, triton_objection
 
 _FWD = {
@@ -148,8 +149,9 @@ def add_layer_norm(
         bf16 from the Triton kernels under autocast to bf16.
 
     Raises:
-        BackendError: the backend that was asked for cannot serve the call.
+        ValueError: tensors on two devices. BackendError: the backend that was asked for cannot serve the call.
     """
+    check_devices("add_layer_norm", x=x, residual=residual, weight=weight, bias=bias, x_bias=x_bias)
     if torch.is_autocast_enabled(x.device.type):
         dtype = _autocast_dtype(x, backend)
         x, residual = x.to(dtype), None if residual is None else residual.to(dtype)

@@ -15,6 +15,7 @@ import torch
 
 from fastbert.backend import Backend, register, select
 from fastbert.ops import _torch
+from fastbert.ops._checks import check_devices
 from fastbert.ops._library import extension_error, needs_grad
 from fastbert.ops._torch import compute_dtype
 
@@ -166,11 +167,13 @@ def linears(
         (total_tokens, out_features) each, in x's dtype, or autocast's.
 
     Raises:
-        BackendError: the backend that was asked for cannot serve the call.
+        ValueError: tensors on two devices. BackendError: the backend that was asked for cannot serve the call.
         RuntimeError: a gradient is wanted through an int8 weight.
     """
     scales = [None] * len(weights) if weight_scales is None else list(weight_scales)
     inputs = [0.0] * len(weights) if input_scales is None else list(input_scales)
+    for weight, bias, scale in zip(weights, biases, scales, strict=True):
+        check_devices("linears", x=x, weight=weight, bias=bias, weight_scale=scale)
     chosen = select("linears", backend, x, *weights)
     check_gradient(x, scales)
     has_grad = needs_grad(x, *weights, *biases)

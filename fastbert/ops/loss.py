@@ -6,6 +6,7 @@ import torch
 
 from fastbert.backend import Backend, register, select
 from fastbert.ops import _torch
+from fastbert.ops._checks import check_devices, int32_offsets
 from fastbert.ops._library import needs_grad, triton_objection
 from fastbert.ops.linear import linear, supports_gemm_cpu
 
@@ -63,7 +64,11 @@ def cross_entropy(
 
     Returns:
         fp32 scalar, fp64 where that came in; 0, with zero gradients, when no token has a label (torch: NaN).
+
+    Raises:
+        ValueError: tensors on two devices. BackendError: the backend that was asked for cannot serve the call.
     """
+    check_devices("cross_entropy", hidden_states=hidden_states, weight=weight, bias=bias, labels=labels)
     chosen = select("cross_entropy", backend, hidden_states, weight, bias, labels)
     if chosen is Backend.CPU:
         kept = (labels != ignore_index).nonzero().flatten()
@@ -83,6 +88,7 @@ def logits_cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> torch.Tensor:
     """`cross_entropy` of logits that are wanted anyway: (n, num_classes), labels int64 (n,) -> fp32 scalar."""
+    check_devices("logits_cross_entropy", logits=logits, labels=labels)
     return _torch.logits_cross_entropy(logits, labels, ignore_index, label_smoothing)
 
 
@@ -94,5 +100,10 @@ def sequence_cross_entropy(logits: torch.Tensor, cu_seqlens: torch.Tensor, targe
 
     Returns:
         fp32 scalar; sequences whose target is outside of them are left out; 0 when all are.
+
+    Raises:
+        ValueError: tensors on two devices, or a cu_seqlens of another dtype or shape.
     """
+    check_devices("sequence_cross_entropy", logits=logits, cu_seqlens=cu_seqlens, targets=targets)
+    cu_seqlens = int32_offsets("sequence_cross_entropy", cu_seqlens)
     return _torch.sequence_cross_entropy(logits, cu_seqlens, targets)

@@ -6,6 +6,7 @@ import torch
 
 from fastbert.backend import Backend, register, select
 from fastbert.ops import _torch
+from fastbert.ops._checks import check_devices, int32_offsets
 from fastbert.ops._library import needs_grad, triton_objection
 
 MODES = ("mean", "cls", "max")
@@ -14,8 +15,6 @@ MODES = ("mean", "cls", "max")
 def _supports_triton(x, cu_seqlens) -> str | None:
     if x.dim() != 2:
         return f"hidden_states has {x.dim()} dimensions, the kernels take (total_tokens, hidden_size)"
-    if cu_seqlens.device != x.device:
-        return f"cu_seqlens is on {cu_seqlens.device}, hidden_states on {x.device}"
     return triton_objection(x)
 
 
@@ -46,10 +45,15 @@ def pooling(
     """Mean, first token ("cls") or maximum of each sequence's tokens.
 
     hidden_states (total_tokens, hidden_size), cu_seqlens int32 (batch + 1,) -> (batch, hidden_size). A sequence without
-    tokens gives zeros. Sums run in fp32. Raises ValueError for an unknown mode.
+    tokens gives zeros. Sums run in fp32. An int64 cu_seqlens is converted.
+
+    Raises ValueError for an unknown mode, tensors on two devices, or a cu_seqlens of another dtype or shape;
+    BackendError where the backend that was asked for cannot serve the call.
     """
     if mode not in MODES:
         raise ValueError(f"unknown pooling mode {mode!r}; valid modes: {', '.join(MODES)}")
+    check_devices("pooling", hidden_states=hidden_states, cu_seqlens=cu_seqlens)
+    cu_seqlens = int32_offsets("pooling", cu_seqlens)
     if select("pooling", backend, hidden_states, cu_seqlens) is Backend.TORCH:
         return _torch.pooling(hidden_states, cu_seqlens, mode)
     if needs_grad(hidden_states):

@@ -11,7 +11,16 @@ import torch
 from fastbert import ops
 from fastbert.testing import reference
 from fastbert.testing.cases import LENGTHS, Lengths
-from fastbert.testing.gpu_checks import Checks, Tensors, Where, assert_keep_rate, compare, differentiate, repeats
+from fastbert.testing.gpu_checks import (
+    Checks,
+    Tensors,
+    Where,
+    assert_keep_rate,
+    compare,
+    differentiate,
+    repeats,
+    same_bits,
+)
 
 WORDS, POSITIONS = 3000, 512
 
@@ -128,8 +137,39 @@ def dropout(where: Where) -> Checks:
         yield f"{rows}x{width} p {dropout_p}", partial(_dropout_case, where, rows, width, dropout_p)
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# pack, unpack
+
+
+def _packing_case(where: Where, op: str, batch_size: int, seqlen: int, width: int) -> None:
+    """The bits of plain indexing, both ways; widths with loads of 16, 4 and 2 bytes."""
+    num_rows = batch_size * seqlen
+    indices = (where.integers(10, num_rows) < 7).nonzero().flatten()
+    if op == "pack":
+        ours = partial(ops.pack, indices=indices, backend=where.backend)
+        found, literal = (
+            differentiate(f, {"x": where.randn(num_rows, width)}) for f in (ours, lambda x: x.index_select(0, indices))
+        )
+    else:
+        ours = partial(ops.unpack, indices=indices, num_rows=num_rows, backend=where.backend)
+        found, literal = (
+            differentiate(f, {"packed": where.randn(indices.numel(), width)})
+            for f in (ours, lambda packed: packed.new_zeros(num_rows, width).index_copy(0, indices, packed))
+        )
+    same_bits(found, literal)
+
+
+def packing(op: str, where: Where) -> Checks:
+    for batch_size, seqlen, width in where.choose(
+        ((3, 17, 24), (2, 9, 15)), ((128, 512, 768), (8, 512, 30522), (8, 512, 50265))
+    ):
+        yield f"{batch_size}x{seqlen}x{width}", partial(_packing_case, where, op, batch_size, seqlen, width)
+
+
 CHECKS: dict[str, Callable[[Where], Checks]] = {
     "embed_layer_norm": embed_layer_norm,
     "pooling": pooling,
     "dropout": dropout,
+    "pack": partial(packing, "pack"),
+    "unpack": partial(packing, "unpack"),
 }

@@ -1,0 +1,23 @@
+"""What every backend takes for granted of its tensors: asked by an op before a backend is chosen."""
+
+from __future__ import annotations
+
+import torch
+
+
+def check_devices(op: str, **tensors: torch.Tensor | None) -> None:
+    """Raise ValueError, naming both devices, unless all of an op's tensors are where the first of them is."""
+    (first, x), *others = tensors.items()
+    assert x is not None
+    for name, t in others:
+        if t is not None and t.device != x.device:
+            raise ValueError(f"{op}: {name} is on {t.device}, {first} on {x.device}; all must be on one device")
+
+
+def int32_offsets(op: str, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """cu_seqlens as kernels take it; int64 is converted. Raises ValueError for another dtype or shape."""
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{op}: cu_seqlens is {cu_seqlens.dtype}; it must be int32 (or int64)")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+        raise ValueError(f"{op}: cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (batch + 1,)")
+    return cu_seqlens.int()

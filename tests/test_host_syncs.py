@@ -1,0 +1,169 @@
+"""How often a forward call waits for a GPU: counted by the calls that would, so that no GPU is needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hf import config_for, make_batch, make_config
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastbert
+from fastbert.backend import use_backend
+from fastbert.models.auto import _CLASSES
+from fastbert.ops._library import triton_error
+from fastbert.packing import InputError, PackedBatch
+
+aten = torch.ops.aten
+# What reads a value, and what makes a tensor whose size is a value.
+READS = (aten._local_scalar_dense, aten.equal)
+SIZES = (aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim, aten.unique_consecutive)
+
+
+class _Copies(TorchFunctionMode):
+    """A CPU tensor's tolist and numpy reach no dispatcher."""
+
+    def __init__(self, found: list[str]):
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu):
+            self.found.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class HostSyncs(TorchDispatchMode):
+    """`found`: what would have waited for a GPU, were the tensors on one."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: list[str] = []
+        self._copies = _Copies(self.found)
+
+    def __enter__(self):
+        self._copies.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        return self._copies.__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        packet = func.overloadpacket
+        by_mask = packet in (aten.index, aten.index_put, aten.index_put_) and any(
+            t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]
+        )
+        sized = func is aten.repeat_interleave.Tensor and (kwargs or {}).get("output_size") is None
+        if packet in READS or packet in SIZES or by_mask or sized:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_waits_is_counted():
+    """Each way that Python has of asking a tensor, and the ops whose results' sizes are values."""
+    x = torch.arange(3)
+    ways = (
+        lambda: x.tolist(), lambda: x[0].item(), lambda: int(x[0]), lambda: bool(x[0]), lambda: [0, 1][x[0]],
+        lambda: x.nonzero(), lambda: x[x > 1], lambda: x.masked_select(x > 1), lambda: x.repeat_interleave(x),
+        lambda: x.unique(), lambda: x.equal(x), lambda: x.cpu(), lambda: x.clone().index_put_((x > 1,), x[0]),
+    )  # fmt: skip
+    for i, way in enumerate(ways):
+        with HostSyncs() as syncs:
+            way()
+        assert len(syncs.found) == 1, (i, syncs.found)
+    with HostSyncs() as syncs:
+        x[x.nonzero_static(size=2).flatten()].where(x[:2] > 0, 0).sum()
+    assert syncs.found == []
+
+
+def make_inputs(kind: str, model_type: str = "bert") -> dict:
+    """`kind`: an attention mask's pattern, or packed, with position ids and types too."""
+    batch = make_batch(make_config(model_type), "none" if kind == "none" else "holes")
+    if kind == "packed":
+        return batch.packed() | {"max_seqlen": 11}
+    return {**batch.inputs, "position_ids": batch.positions}
+
+
+@pytest.fixture
+def unchecked():
+    fastbert.check_inputs(False)
+    yield
+    fastbert.check_inputs(True)
+
+
+def prepare(model, inputs: dict):
+    names = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "cu_seqlens")
+    with HostSyncs() as syncs:
+        prepared = model.prepare(*map(inputs.get, names), inputs.get("max_seqlen"))
+    return prepared, syncs.found
+
+
+KINDS = ("none", "holes", "packed")
+
+
+@pytest.mark.parametrize("given", ("all ids", "positions counted"))
+@pytest.mark.parametrize("model_type", ("bert", "roberta"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_is_checked_and_packed_in_one_copy(kind, model_type, given):
+    model = _CLASSES[model_type, "Model"](config_for(model_type, "Model", 0))
+    inputs = make_inputs(kind, model_type)
+    if given == "positions counted":
+        del inputs["position_ids"]
+    _, found = prepare(model, inputs)
+    assert found == ["tolist"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unchecked_a_batch_is_not_waited_for(kind, unchecked):
+    """But for the token count behind a mask, and a longest length that was not given."""
+    model, inputs = _CLASSES["bert", "Model"](config_for("bert", "Model", 0)), make_inputs(kind)
+    _, found = prepare(model, inputs)
+    assert found == (["tolist"] if kind == "holes" else [])
+    if kind == "packed":
+        prepared, found = prepare(model, inputs | {"max_seqlen": None})
+        lengths = inputs["cu_seqlens"].diff()
+        assert len(found) == 1 and prepared.batch.max_seqlen == int(lengths.max())
+
+
+@pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_a_whole_forward_call_waits_once(kind):
+    """On the kernels that a GPU runs; unpacking and pooling too."""
+    model = _CLASSES["bert", "Model"](config_for("bert", "Model", 0)).eval()
+    inputs = make_inputs(kind)
+    expected = model(**inputs)
+    with use_backend("triton"), HostSyncs() as syncs:
+        out = model(**inputs)
+    assert syncs.found == ["tolist"]
+    assert out.last_hidden_state.shape == expected.last_hidden_state.shape
+
+
+@pytest.mark.parametrize("head", ("TokenClassification", "SequenceClassification"))
+def test_labels_are_checked_in_one_copy(head):
+    model = _CLASSES["bert", head](config_for("bert", head, 0))
+    inputs = make_inputs("none")
+    labels = torch.zeros(inputs["input_ids"].shape[: 2 if head == "TokenClassification" else 1], dtype=torch.int64)
+    with HostSyncs() as plain:
+        model(**inputs)
+    with HostSyncs() as labelled:
+        model(**inputs, labels=labels)
+    assert labelled.found == [*plain.found, "tolist"]
+
+
+def test_the_switch(unchecked):
+    """Off, values are not looked at; shapes, dtypes and masks are. On again, they are."""
+    model = _CLASSES["bert", "Model"](config_for("bert", "Model", 0))
+    ids, offsets = torch.full((6,), 10**6), torch.tensor([0, 4, 3])
+    assert model.prepare(ids, None, None, None, None, offsets, 4).input_ids is ids
+    PackedBatch.from_cu_seqlens(offsets, None, 6)
+    with pytest.raises(InputError, match="cu_seqlens has shape"):
+        model.prepare(ids, None, None, None, None, offsets[None], 4)
+    with pytest.raises(InputError, match="attention_mask has 6 values"):
+        model.prepare(ids.view(1, 6), ids.view(1, 6), None, None, None, None, None)
+    fastbert.check_inputs(True)
+    with pytest.raises(InputError, match="cu_seqlens falls from 4 to 3"):
+        model.prepare(ids, None, None, None, None, offsets, 4)
+    with pytest.raises(InputError, match="input_ids holds 1000000; valid values are 0 to 42"):
+        model.prepare(ids, None, None, None, None, torch.tensor([0, 4, 6]), 4)
