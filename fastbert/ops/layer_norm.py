@@ -27,8 +27,6 @@ def _supports_common(x, residual, weight, bias, x_bias) -> str | None:
     for name, t in (("residual", residual), ("weight", weight), ("bias", bias), ("x_bias", x_bias)):
         if t is None:
             continue
-        if t.device != x.device:
-            return f"{name} is on {t.device}, x on {x.device}"
         expected = x.dtype if t is residual else weight.dtype
         if t.dtype != expected:
             return f"{name} is {t.dtype}, not {expected}"

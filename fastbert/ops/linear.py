@@ -27,8 +27,6 @@ def supports_gemm_cpu(x, *weights) -> str | None:
     for t in (x, *weights):
         if t is not None and t.dtype not in (torch.float32, torch.bfloat16) and (t is x or t.dtype is not torch.int8):
             return f"dtype {t.dtype} (has float32, bfloat16 and int8 weights)"
-        if t is not None and t.device != x.device:
-            return f"a weight is on {t.device}, x on {x.device}"
     if compute_dtype(x) not in (torch.float32, torch.bfloat16):
         return f"autocast to {compute_dtype(x)}"
     if x.dim() != 2:
