@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,19 @@ from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 from setuptools.errors import BaseError
 
+
+def nvcc_home() -> str | None:
+    """Where nvcc says its toolkit is: one on PATH may be a script, beside which torch looks for headers in vain."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        return None
+    said = subprocess.run([nvcc, "--dryrun", "none.cu"], capture_output=True, text=True).stderr
+    top = re.search(r"^#\$ TOP=(.+)$", said, re.MULTILINE)
+    return top and os.path.realpath(top[1])
+
+
+if not {"CUDA_HOME", "CUDA_PATH"} & {*os.environ} and (home := nvcc_home()):
+    os.environ["CUDA_HOME"] = home
 try:
     import torch
     from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
@@ -129,4 +143,6 @@ else:
 
     ext_modules, cmdclass = [extension(WITH_CUDA)], {"build_ext": BuildOrFallBack}
 
-setup(ext_modules=ext_modules, cmdclass=cmdclass)
+# The license stands here: setuptools before 77, beside which torch is often installed, cannot read its present form in
+# pyproject.toml, and newer ones will reject the older form.
+setup(license="Apache-2.0", ext_modules=ext_modules, cmdclass=cmdclass)

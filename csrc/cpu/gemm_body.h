@@ -155,8 +155,13 @@ FASTBERT_SIMD void tile_part(const Part& part, int64_t row, int64_t rows, int64_
   }
 }
 
+// The same for the rows of AMX's tiles; steps that are no whole group go the ordinary way. Declared for all: C++17 must
+// know the template's name where it is called, though never made.
+template <typename Dot>
+void amx_part(AmxTiles& tiles, const Part& part, int64_t row, int64_t rows, int64_t block_rows, int64_t columns,
+              bool accumulate, char* sums);
+
 #if defined(FASTBERT_AMX)
-// The same for the rows of AMX's tiles; steps that are no whole group go the ordinary way.
 template <typename Dot>
 void amx_part(AmxTiles& tiles, const Part& part, int64_t row, int64_t rows, int64_t block_rows, int64_t columns,
               bool accumulate, char* sums) {
