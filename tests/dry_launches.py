@@ -143,6 +143,23 @@ def attend_with_rotary() -> None:
         out.sum().backward()
 
 
+def pad_and_pack() -> None:
+    """A padded batch of embeddings: packed first, unpacked last."""
+    model = make("bert", "Model", torch.bfloat16)
+    embeds = torch.ones(2, 9, 128, dtype=torch.bfloat16, requires_grad=True)
+    mask = torch.tensor([[1] * 9, [1] * 4 + [0] * 5])
+    with use_backend("triton"):
+        model(inputs_embeds=embeds, attention_mask=mask).last_hidden_state.sum().backward()
+
+
+def pool() -> None:
+    """One long text, which several programs share, and short ones."""
+    for offsets in ((0, 2000), (0, 60, 60, 100)):
+        for mode in ("mean", "max"):
+            x = torch.ones(offsets[-1], 128, dtype=torch.bfloat16, requires_grad=True)
+            ops.pooling(x, torch.tensor(offsets, dtype=torch.int32), mode=mode, backend="triton").sum().backward()
+
+
 def main() -> None:
     dry = DryDriver(int(sys.argv[1]))
     driver.set_active(dry)
@@ -155,6 +172,8 @@ def main() -> None:
     for model_type, head in (("albert", "MaskedLM"), ("distilbert", "MaskedLM"), ("electra", "MaskedLM")):
         run(make(model_type, head, torch.bfloat16), (130, 1, 70))
     attend_with_rotary()
+    pad_and_pack()
+    pool()
     model = make("bert", "MaskedLM", torch.bfloat16)
     for longest in (1, 17, 33, 65, 129, 2048):  # every tile, few tokens and many
         for count in (1, 3, 1200 // longest + 1):
