@@ -182,7 +182,8 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, admitted = self.module, None
         args = args[1:] if args and args[0] is module else args  # HF accelerate rebinds what it unwraps as a method
-        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        is_exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()  # 2.11 mixes them up
+        if torch.jit.is_tracing() or is_exporting:
             self.say("torch.jit.trace and torch.export record transformers' own code")
         else:
             admitted = self._admit(module, args, kwargs)

@@ -18,13 +18,15 @@ from .rotary import rotate_back
 
 
 @triton.jit(do_not_specialize=["total_tokens"])
-def _attention_delta_kernel(
-    dout_ptr, out_ptr, delta_ptr, stride_dt, stride_dh, stride_ot, stride_oh, total_tokens,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TILE: tl.constexpr,
+def _attention_records_kernel(
+    dout_ptr, out_ptr, top_ptr, sum_ptr, records_ptr, stride_dt, stride_dh, stride_ot, stride_oh, total_tokens,
+    scale_log2e, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TILE: tl.constexpr,
 ):  # fmt: skip
-    """delta, fp32 (num_heads, total_tokens): the diagonal of a product, which adds in the order of dout v^T.
+    """What the other kernels want of a query: records, fp32 (num_heads, total_tokens, 4), of 16 bytes each.
 
-    Where one key has all of the probability out is its v, and their difference must be 0, not a rounding error.
+    Two numbers that make probabilities of scores, delta, and nothing. delta is the diagonal of a product, which adds in
+    the order of dout v^T: where one key has all of the probability out is its v, and their difference must be 0, not a
+    rounding error.
     """
     first = tl.program_id(0) * BLOCK_TILE
     rows = first + tl.arange(0, BLOCK_TILE)
@@ -33,18 +35,47 @@ def _attention_delta_kernel(
     out = load_rows(out_ptr + head * stride_oh, stride_ot, first, total_tokens, BLOCK_TILE, HEAD_DIM, BLOCK_D, False)
     product = tl.dot(dout, tl.trans(out), input_precision="ieee")  # [BLOCK_TILE, BLOCK_TILE]
     delta = tl.sum(tl.where(rows[:, None] == rows[None, :], product, 0.0), axis=1)
-    tl.store(delta_ptr + head * total_tokens + rows, delta, mask=rows < total_tokens)
+    at = head * total_tokens + rows
+    top = tl.load(top_ptr + at, mask=rows < total_tokens, other=0.0)
+    total = tl.load(sum_ptr + at, mask=rows < total_tokens, other=1.0)
+    total = tl.where(total == 0.0, 1.0, total)  # of a query without keys
+    if dout_ptr.dtype.element_ty == tl.float32:
+        shift, inverse = top, 1.0 / total
+    else:  # one FMA makes an exponent of a score
+        shift, inverse = top * scale_log2e + tl.log2(total), top * 0.0
+    column = tl.arange(0, 4)[None, :]
+    records = tl.where(column == 0, shift[:, None], tl.where(column == 1, inverse[:, None], delta[:, None]))
+    tl.store(records_ptr + at[:, None] * 4 + column, records, mask=(rows < total_tokens)[:, None] & (column < 4))
+
+
+@triton.jit
+def _load_records(ptr, first, end, ROWS: tl.constexpr, IS_WHOLE: tl.constexpr):
+    """shift, inverse and delta of ROWS queries from `first` on; zeros from `end` on.
+
+    One record is one load, which one thread does and puts where all find it. Loads of single numbers are done again by
+    every thread that wants one: in a loop over queries, whose scores lie across all threads, that was half of it.
+    """
+    rows, column = tl.arange(0, ROWS)[:, None], tl.arange(0, 4)[None, :]
+    at = ptr + tl.cast(first, tl.int64) * 4 + rows * 4 + column
+    if IS_WHOLE:
+        records = tl.load(at)
+    else:
+        records = tl.load(at, mask=(rows < end - first) & (column < 4), other=0.0)
+    shift = tl.sum(tl.where(column == 0, records, 0.0), axis=1)
+    inverse = tl.sum(tl.where(column == 1, records, 0.0), axis=1)
+    delta = tl.sum(tl.where(column == 2, records, 0.0), axis=1)
+    return shift, inverse, delta
 
 
 @triton.jit
 def _probs_and_dscores(
-    scores, dprobs, top, total, delta, kept, seen, scale_log2e, IS_FP32: tl.constexpr, IS_WHOLE: tl.constexpr,
+    scores, dprobs, shift, inverse, delta, kept, seen, scale_log2e, IS_FP32: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """(p, ds / softmax_scale); operands broadcast to the scores' shape, `kept` is 1 without dropout."""
     if IS_FP32:
-        probs = tl.exp2((scores - top) * scale_log2e) * (1.0 / total)
+        probs = tl.exp2((scores - shift) * scale_log2e) * inverse
     else:
-        probs = tl.exp2(scores * scale_log2e - (top * scale_log2e + tl.log2(total)))
+        probs = tl.exp2(scores * scale_log2e - shift)
     if not IS_WHOLE:
         probs = tl.where(seen, probs, 0.0)
     return probs, probs * (dprobs * kept - delta)
@@ -52,8 +83,8 @@ def _probs_and_dscores(
 
 @triton.jit
 def _dkdv_step(
-    dk, dv, k, v, q_ptr, dout_ptr, top_ptr, sum_ptr, delta_ptr, stride_qt, stride_dt, rows, start, first, begin, end,
-    philox_ptr, head, scale_log2e, threshold, keep_scale, window_left, window_right,
+    dk, dv, k, v, q_ptr, dout_ptr, records_ptr, stride_qt, stride_dt, rows, start, first, begin, end, philox_ptr,
+    head, scale_log2e, threshold, keep_scale, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, NEGATE: tl.constexpr,
     IS_FP32: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -69,9 +100,7 @@ def _dkdv_step(
         scores = -scores
     dout = load_rows(dout_ptr, stride_dt, start, end, BLOCK_M, HEAD_DIM, BLOCK_D, IS_WHOLE)
     dprobs = tl.dot(v, tl.trans(dout), input_precision="ieee")  # [N, M]
-    top = tl.load(top_ptr + queries, mask=inside, other=0.0)[None, :]
-    total = tl.load(sum_ptr + queries, mask=inside, other=1.0)[None, :]
-    delta = tl.load(delta_ptr + queries, mask=inside, other=0.0)[None, :]
+    shift, inverse, delta = _load_records(records_ptr, start, end, BLOCK_M, IS_WHOLE)
     seen = inside[None, :]
     if HAS_WINDOW:
         seen = seen & in_window(queries[None, :], rows[:, None], window_left, window_right)
@@ -79,7 +108,7 @@ def _dkdv_step(
     if HAS_DROPOUT:
         kept = tl.trans(kept_probs(philox_ptr, queries, first - begin, head, threshold, keep_scale, k.shape[0]))
     probs, dscores = _probs_and_dscores(
-        scores, dprobs, top, total, delta, kept, seen, scale_log2e, IS_FP32, IS_WHOLE
+        scores, dprobs, shift[None, :], inverse[None, :], delta[None, :], kept, seen, scale_log2e, IS_FP32, IS_WHOLE
     )  # fmt: skip
     dv = tl.dot((probs * kept).to(dout.dtype), dout, dv, input_precision="ieee")
     dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
@@ -88,7 +117,7 @@ def _dkdv_step(
 
 @triton.jit(do_not_specialize=["threshold", "total_tokens", "window_left", "window_right"])
 def _attention_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, top_ptr, sum_ptr, delta_ptr, dk_ptr, dv_ptr, tiles_ptr, philox_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, records_ptr, dk_ptr, dv_ptr, tiles_ptr, philox_ptr,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dt, stride_dh, stride_gt,
     total_tokens, num_heads, softmax_scale, scale_log2e, threshold, keep_scale, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TILE: tl.constexpr, BLOCK_STEP: tl.constexpr,
@@ -118,16 +147,16 @@ def _attention_dkdv_kernel(
         if not HAS_WINDOW:
             for start in range(low, whole, BLOCK_STEP):
                 dk, dv = _dkdv_step(
-                    dk, dv, k, v, q_ptr + h * stride_qh, dout_ptr + h * stride_dh, top_ptr + h * total_tokens,
-                    sum_ptr + h * total_tokens, delta_ptr + h * total_tokens, stride_qt, stride_dt, rows, start, first,
-                    begin, end, philox_ptr, head, scale_log2e, threshold, keep_scale, window_left, window_right,
+                    dk, dv, k, v, q_ptr + h * stride_qh, dout_ptr + h * stride_dh,
+                    records_ptr + h * total_tokens * 4, stride_qt, stride_dt, rows, start, first, begin, end,
+                    philox_ptr, head, scale_log2e, threshold, keep_scale, window_left, window_right,
                     HEAD_DIM, BLOCK_D, BLOCK_STEP, NEGATE, IS_FP32, True, False, HAS_DROPOUT,
                 )  # fmt: skip
         for start in range(whole, high, BLOCK_STEP):
             dk, dv = _dkdv_step(
-                dk, dv, k, v, q_ptr + h * stride_qh, dout_ptr + h * stride_dh, top_ptr + h * total_tokens,
-                sum_ptr + h * total_tokens, delta_ptr + h * total_tokens, stride_qt, stride_dt, rows, start, first,
-                begin, end, philox_ptr, head, scale_log2e, threshold, keep_scale, window_left, window_right,
+                dk, dv, k, v, q_ptr + h * stride_qh, dout_ptr + h * stride_dh,
+                records_ptr + h * total_tokens * 4, stride_qt, stride_dt, rows, start, first, begin, end,
+                philox_ptr, head, scale_log2e, threshold, keep_scale, window_left, window_right,
                 HEAD_DIM, BLOCK_D, BLOCK_STEP, NEGATE, IS_FP32, False, HAS_WINDOW, HAS_DROPOUT,
             )  # fmt: skip
         if NEGATE:
@@ -138,7 +167,7 @@ def _attention_dkdv_kernel(
 
 @triton.jit
 def _dq_step(
-    dq, q, dout, top, total, delta, k_ptr, v_ptr, stride_kt, stride_vt, rows, start, begin, end, philox_ptr, head,
+    dq, q, dout, shift, inverse, delta, k_ptr, v_ptr, stride_kt, stride_vt, rows, start, begin, end, philox_ptr, head,
     scale_log2e, threshold, keep_scale, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, NEGATE: tl.constexpr, IS_FP32: tl.constexpr,
     IS_WHOLE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr,
@@ -158,14 +187,14 @@ def _dq_step(
     if HAS_DROPOUT:
         kept = kept_probs(philox_ptr, rows, start - begin, head, threshold, keep_scale, BLOCK_N)
     _, dscores = _probs_and_dscores(
-        scores, dprobs, top, total, delta, kept, seen, scale_log2e, IS_FP32, IS_WHOLE
+        scores, dprobs, shift, inverse, delta, kept, seen, scale_log2e, IS_FP32, IS_WHOLE
     )  # fmt: skip
     return tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["threshold", "total_tokens", "window_left", "window_right"])
 def _attention_dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, top_ptr, sum_ptr, delta_ptr, dq_ptr, tiles_ptr, philox_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, records_ptr, dq_ptr, tiles_ptr, philox_ptr,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dt, stride_dh, stride_gt,
     total_tokens, num_heads, softmax_scale, scale_log2e, threshold, keep_scale, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TILE: tl.constexpr, BLOCK_STEP: tl.constexpr,
@@ -189,21 +218,19 @@ def _attention_dq_kernel(
         h = head.to(tl.int64)
         q = load_rows(q_ptr + h * stride_qh, stride_qt, first, last, BLOCK_TILE, HEAD_DIM, BLOCK_D, False)
         dout = load_rows(dout_ptr + h * stride_dh, stride_dt, first, last, BLOCK_TILE, HEAD_DIM, BLOCK_D, False)
-        at = h * total_tokens + rows
-        top = tl.load(top_ptr + at, mask=rows < last, other=0.0)[:, None]
-        total = tl.load(sum_ptr + at, mask=rows < last, other=1.0)[:, None]
-        delta = tl.load(delta_ptr + at, mask=rows < last, other=0.0)[:, None]
+        shift, inverse, delta = _load_records(records_ptr + h * total_tokens * 4, first, last, BLOCK_TILE, False)
+        shift, inverse, delta = shift[:, None], inverse[:, None], delta[:, None]
         dq = tl.zeros([BLOCK_TILE, BLOCK_D], tl.float32)
         if not HAS_WINDOW:
             for start in range(low, whole, BLOCK_STEP):
                 dq = _dq_step(
-                    dq, q, dout, top, total, delta, k_ptr + h * stride_kh, v_ptr + h * stride_vh, stride_kt, stride_vt,
-                    rows, start, begin, end, philox_ptr, head, scale_log2e, threshold, keep_scale, window_left,
-                    window_right, HEAD_DIM, BLOCK_D, BLOCK_STEP, NEGATE, IS_FP32, True, False, HAS_DROPOUT,
+                    dq, q, dout, shift, inverse, delta, k_ptr + h * stride_kh, v_ptr + h * stride_vh, stride_kt,
+                    stride_vt, rows, start, begin, end, philox_ptr, head, scale_log2e, threshold, keep_scale,
+                    window_left, window_right, HEAD_DIM, BLOCK_D, BLOCK_STEP, NEGATE, IS_FP32, True, False, HAS_DROPOUT,
                 )  # fmt: skip
         for start in range(whole, high, BLOCK_STEP):
             dq = _dq_step(
-                dq, q, dout, top, total, delta, k_ptr + h * stride_kh, v_ptr + h * stride_vh, stride_kt, stride_vt,
+                dq, q, dout, shift, inverse, delta, k_ptr + h * stride_kh, v_ptr + h * stride_vh, stride_kt, stride_vt,
                 rows, start, begin, end, philox_ptr, head, scale_log2e, threshold, keep_scale, window_left,
                 window_right, HEAD_DIM, BLOCK_D, BLOCK_STEP, NEGATE, IS_FP32, False, HAS_WINDOW, HAS_DROPOUT,
             )  # fmt: skip
@@ -223,17 +250,17 @@ def attention_bwd(
         return dqkv
     dq, dk, dv = dqkv.unbind(1)
     top, total = softmax_stats
-    delta = torch.empty_like(top)
+    records = top.new_empty(num_heads, total_tokens, 4)
     with torch.cuda.device_of(q):
         blocks = attention_blocks("dkdv", q, tile, dropout_p > 0)
         grid, shared = launch_arguments(q, tiles, philox, softmax_scale, dropout_p, window_size, blocks)
-        _attention_delta_kernel[(triton.cdiv(total_tokens, 32), num_heads)](
-            dout, out, delta, *dout.stride()[:2], *out.stride()[:2], total_tokens,
+        _attention_records_kernel[(triton.cdiv(total_tokens, 32), num_heads)](
+            dout, out, top, total, records, *dout.stride()[:2], *out.stride()[:2], total_tokens, shared["scale_log2e"],
             HEAD_DIM=head_dim, BLOCK_D=shared["BLOCK_D"], BLOCK_TILE=32,
         )  # fmt: skip
-        operands = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "dout_ptr": dout, "top_ptr": top, "sum_ptr": total}
-        operands |= {"delta_ptr": delta, "softmax_scale": abs(softmax_scale), **strides(q=q, k=k, v=v, d=dout)}
-        operands["stride_gt"] = dqkv.stride(0)
+        operands = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "dout_ptr": dout, "records_ptr": records}
+        operands |= {"softmax_scale": abs(softmax_scale), "stride_gt": dqkv.stride(0)}
+        operands |= strides(q=q, k=k, v=v, d=dout)
         _attention_dkdv_kernel[grid](dk_ptr=dk, dv_ptr=dv, **operands, **shared)
         blocks = attention_blocks("dq", q, tile, dropout_p > 0)
         grid, shared = launch_arguments(q, tiles, philox, softmax_scale, dropout_p, window_size, blocks)

@@ -80,16 +80,17 @@ def attention_cases() -> Iterator[Case]:
     variants = [
         ("bf16", 64, 128, "plain"), ("bf16", 64, 128, "dropout"), ("bf16", 64, 128, "window"),
         ("bf16", 64, 64, "dropout"), ("bf16", 64, 32, "dropout"), ("bf16", 64, 16, "dropout"),
+        ("bf16", 32, 128, "dropout"), ("bf16", 32, 64, "plain"), ("bf16", 80, 64, "plain"),
         ("bf16", 96, 64, "plain"), ("bf16", 128, 64, "dropout"), ("bf16", 256, 32, "dropout"),
         ("fp16", 64, 128, "plain"), ("fp32", 64, 32, "dropout"), ("fp32", 128, 16, "plain"),
     ]  # fmt: skip
     matrices = ("q_ptr", "k_ptr", "v_ptr", "dout_ptr", "out_ptr", "dq_ptr", "dk_ptr", "dv_ptr")
     for dtype, head_dim, tile, kind in variants:
         types = dict.fromkeys(matrices, f"*{dtype}") | dict.fromkeys(_STRIDES, "i32")
-        types |= dict.fromkeys(("top_ptr", "sum_ptr", "delta_ptr"), "*fp32")
+        types |= dict.fromkeys(("top_ptr", "sum_ptr", "records_ptr"), "*fp32")
         types |= dict.fromkeys(("softmax_scale", "scale_log2e", "keep_scale"), "fp32")
         types |= dict.fromkeys(("total_tokens", "num_heads", "window_left", "window_right"), "i32")
-        types |= {"tiles_ptr": "*i32", "philox_ptr": "*i64", "threshold": "i64"}
+        types |= {"tiles_ptr": "*i32", "philox_ptr": "*i64", "threshold": "i32"}
         for major in (8, 9, 10):
             for which, loads in (("fwd", 3), ("dkdv", 4), ("dq", 4)):
                 blocks = blocks_of(which, major, head_dim, 4 if dtype == "fp32" else 2, tile, kind == "dropout")
@@ -107,10 +108,11 @@ def attention_cases() -> Iterator[Case]:
                     blocks.num_stages, variant, major, has_products=dtype != "fp32" and tile >= 64,
                 )  # fmt: skip
     for dtype in ("bf16", "fp16", "fp32"):
-        types = {"dout_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "delta_ptr": "*fp32", "total_tokens": "i32"}
+        types = {"dout_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "total_tokens": "i32", "scale_log2e": "fp32"}
+        types |= dict.fromkeys(("top_ptr", "sum_ptr", "records_ptr"), "*fp32")
         types |= dict.fromkeys(("stride_dt", "stride_dh", "stride_ot", "stride_oh"), "i32")
         constants = {"HEAD_DIM": 64, "BLOCK_D": 64, "BLOCK_TILE": 32}
-        yield Case("attention_bwd._attention_delta_kernel", dtype, types, constants, num_warps=4, wide_loads=2)
+        yield Case("attention_bwd._attention_records_kernel", dtype, types, constants, num_warps=4, wide_loads=2)
 
 
 def tiles_cases() -> Iterator[Case]:

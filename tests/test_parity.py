@@ -65,7 +65,8 @@ def span_loss(out, batch: Batch, labels: dict[str, torch.Tensor]) -> torch.Tenso
 
 def run(model, head: str, batch: Batch, labels: dict[str, torch.Tensor], literal_loss: bool = False):
     """(compared outputs, loss, every gradient of a scalar made of both) of one of the three models."""
-    model_type = model.config.model_type
+    model_type, dtype = model.config.model_type, next(model.parameters()).dtype
+    labels = {name: t.to(dtype) if t.is_floating_point() else t for name, t in labels.items()}  # for torch before 2.13
     out = call(model, head, batch, labels)
     rows = batch.real.any(1)
     rows = rows.view(-1, CHOICES) if head == "MultipleChoice" else rows
