@@ -1,13 +1,32 @@
-"""Activations and their derivatives, elementwise in fp32; fastbert.ops.activation describes them."""
+"""Activations and their derivatives, elementwise in fp32; fastbert.ops.activation describes them.
+
+What is rounded to 16 bits anyway takes a shorter way to the normal distribution, without which the exact GELU has more
+instructions than its memory traffic hides: erf of Abramowitz & Stegun (1964, 7.1.26), off by 1.5e-7 at most, whose
+exponential is the density that the derivative wants, too.
+"""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def activate(x, ACTIVATION: tl.constexpr):
+def _normal(x, IS_FP32: tl.constexpr):
+    """Phi(x), and phi(x) times the square root of 2 pi."""
+    if IS_FP32:
+        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)), tl.exp(-0.5 * x * x)
+    density = tl.exp2(-0.7213475204444817 * x * x)
+    t = 1.0 + 0.23164189 * tl.abs(x)
+    t = tl.rsqrt(t * t)  # a division is many instructions
+    tail = density * t * (
+        0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)))
+    )  # fmt: skip
+    return tl.where(x < 0.0, tail, 1.0 - tail), density
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr, IS_FP32: tl.constexpr):
     if ACTIVATION == "gelu":  # x Phi(x) (Hendrycks & Gimpel 2016)
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+        return x * _normal(x, IS_FP32)[0]
     if ACTIVATION == "gelu_tanh":  # 0.5 (1 + tanh u) = sigmoid(2 u)
         return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     if ACTIVATION == "relu":
@@ -21,9 +40,10 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 # sigmoid(-u) is 1 - sigmoid(u) without the cancellation.
 @triton.jit
-def activation_slope(x, ACTIVATION: tl.constexpr):
+def activation_slope(x, ACTIVATION: tl.constexpr, IS_FP32: tl.constexpr):
     if ACTIVATION == "gelu":  # Phi(x) + x phi(x)
-        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        probability, density = _normal(x, IS_FP32)
+        return probability + x * 0.3989422804014327 * density
     if ACTIVATION == "gelu_tanh":
         u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
         s = tl.sigmoid(u)

@@ -52,7 +52,7 @@ def _up_kernel(
     inside = row_inside[:, None] & column_inside[None, :]
     pre_at = _pre_at(rows, columns, N, GATED)
     pre = acc.to(inner_ptr.dtype.element_ty)
-    inner = activate(pre.to(tl.float32), ACTIVATION)
+    inner = activate(pre.to(tl.float32), ACTIVATION, inner_ptr.dtype.element_ty == tl.float32)
     if RETURN_PRE:
         tl.store(pre_ptr + pre_at, pre, mask=inside)
     if GATED:
@@ -99,8 +99,9 @@ def _through_activation(
     pre_at = _pre_at(rows, columns, N, GATED)
     pre = tl.load(pre_ptr + pre_at, mask=inside, other=0.0).to(tl.float32)
     share_at = row_tile.to(tl.int64) * (2 * N if GATED else N) + columns
-    inner = activate(pre, ACTIVATION)
-    dpre = dinner * activation_slope(pre, ACTIVATION)
+    IS_FP32: tl.constexpr = pre_ptr.dtype.element_ty == tl.float32
+    inner = activate(pre, ACTIVATION, IS_FP32)
+    dpre = dinner * activation_slope(pre, ACTIVATION, IS_FP32)
     if GATED:
         gate = tl.load(pre_ptr + pre_at + N, mask=inside, other=0.0).to(tl.float32)
         dgate = dinner * inner
@@ -146,7 +147,8 @@ def _activation_fwd_kernel(
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (rows < M)[:, None] & (columns < N)[None, :]
     pre_at = _pre_at(rows, columns, N, GATED)
-    inner = activate(tl.load(pre_ptr + pre_at, mask=inside, other=0.0).to(tl.float32), ACTIVATION)
+    pre = tl.load(pre_ptr + pre_at, mask=inside, other=0.0).to(tl.float32)
+    inner = activate(pre, ACTIVATION, pre_ptr.dtype.element_ty == tl.float32)
     if GATED:
         inner *= tl.load(pre_ptr + pre_at + N, mask=inside, other=0.0).to(tl.float32)
     at = rows.to(tl.int64)[:, None] * N + columns[None, :]

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads) activation_fwd_kernel(ActivationFwdA
     for (int r = 0; r < kAtOnce; ++r) {
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        float value = activate<decltype(activation)::value>(to_float(pre[r][0].values[i]));
+        float value = activate<decltype(activation)::value, sizeof(T) == 2>(to_float(pre[r][0].values[i]));
         if constexpr (kHalves == 2) value *= to_float(pre[r][1].values[i]);
         pre[r][0].values[i] = from_float<T>(value);
       }
@@ -87,7 +87,8 @@ __global__ void __launch_bounds__(kThreads) activation_bwd_kernel(Tile tile) {
 #pragma unroll
         for (int i = 0; i < kSize; ++i) {
           const float x = to_float(pre[r][0].values[i]), dinner = to_float(inner[r].values[i]);
-          float value = activate<kActivation>(x), gradient = dinner * activation_slope<kActivation>(x);
+          float value = activate<kActivation, sizeof(T) == 2>(x);
+          float gradient = dinner * activation_slope<kActivation, sizeof(T) == 2>(x);
           if constexpr (kHalves == 2) {
             const float gate = to_float(pre[r][1].values[i]), dgate = dinner * value;
             dbias[1][i] += dgate;
