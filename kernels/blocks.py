@@ -37,23 +37,21 @@ _OTHERS = {
     8: {
         (64, 128): {"fwd": (64, 32, 8, 3), "dkdv": (16, 16, 8, 2), "dq": (64, 32, 8, 2)},
         (64, 64): {"dkdv": (16, 16, 8, 2), "": (32, 32, 8, 2)},
-        (128, 64): {"dkdv": (32, 16, 8, 2), "": (64, 64, 8, 2)},
     },
     10: {
-        (64, 128): {"fwd": (128, 64, 8, 3), "dkdv": (32, 16, 8, 2), "dq": (64, 64, 8, 2)},
-        (64, 64): {"dkdv": (16, 16, 4, 2), "": (32, 32, 8, 2)},
-        (128, 64): {"dkdv": (32, 16, 8, 2), "": (64, 64, 8, 2)},
+        (64, 128): {"fwd": (128, 64, 8, 3), "dkdv": (64, 16, 8, 2), "dq": (64, 64, 8, 2)},
+        (64, 64): {"": (32, 32, 8, 2)},
     },
 }
 # IEEE products of fp32 run on the plain cores, with a register for every operand.
-_FP32 = {32: (32, 32, 8, 1), 16: (16, 16, 8, 1)}
+_FP32 = {32: {"fwd": (32, 32, 4, 2), "": (32, 32, 8, 1)}, 16: {"dq": (16, 16, 8, 2), "": (16, 16, 8, 1)}}
 
 
 def blocks_of(which: str, major: int, head_dim: int, element_size: int, tile: int, has_dropout: bool) -> Blocks:
     padded = max(64, triton.next_power_of_2(head_dim))
     heads = max(1, 64 // tile)
     if element_size == 4:
-        step, with_dropout, num_warps, num_stages = _FP32[tile]
+        step, with_dropout, num_warps, num_stages = _FP32[tile].get(which) or _FP32[tile][""]
     elif tile in _SHORT and padded < 256:
         step, with_dropout, num_warps, num_stages = _SHORT[tile]
     elif padded == 256:  # a tile of 16 as one of 32
@@ -62,7 +60,10 @@ def blocks_of(which: str, major: int, head_dim: int, element_size: int, tile: in
     else:
         passes = _OTHERS.get(max(8, min(major, 10)), {}).get((padded, tile)) or _HOPPER[padded, tile]
         step, with_dropout, num_warps, num_stages = passes.get(which) or passes[""]
-    return Blocks(tile, min(tile, with_dropout if has_dropout else step), heads, num_warps, num_stages)
+    step = min(tile, with_dropout if has_dropout else step)
+    if element_size == 2 and head_dim <= 32 and step < 8 * num_warps:
+        num_warps //= 2  # a thread that loads 16 bytes: more of them would load less each
+    return Blocks(tile, step, heads, num_warps, num_stages)
 
 
 def attention_blocks(which: str, q: torch.Tensor, tile: int, has_dropout: bool) -> Blocks:
@@ -86,10 +87,10 @@ def gemm_blocks(block_m: int, block_n: int, block_k: int, num_warps: int, num_st
 # {(architecture, gated): plan}; backward's epilogue has two more matrices in registers, a gated forward's one more sum.
 # fp32 is left to torch.
 FEED_FORWARD = {
-    (8, False): FeedForwardPlan(gemm_blocks(128, 128, 32, 8, 3), gemm_blocks(128, 64, 32, 8, 3)),
+    (8, False): FeedForwardPlan(gemm_blocks(128, 128, 64, 8, 3), gemm_blocks(128, 64, 32, 8, 3)),
     (9, False): FeedForwardPlan(gemm_blocks(128, 128, 64, 8, 3), gemm_blocks(128, 64, 64, 8, 3)),
-    (8, True): FeedForwardPlan(gemm_blocks(128, 64, 32, 8, 3), gemm_blocks(128, 64, 32, 8, 3)),
-    (9, True): FeedForwardPlan(gemm_blocks(128, 64, 64, 8, 3), gemm_blocks(128, 64, 64, 8, 3)),
+    (8, True): FeedForwardPlan(gemm_blocks(128, 64, 32, 8, 3), gemm_blocks(64, 64, 32, 8, 3)),
+    (9, True): FeedForwardPlan(gemm_blocks(128, 64, 64, 8, 3), gemm_blocks(64, 64, 64, 8, 3)),
 }
 
 

@@ -42,7 +42,7 @@ def test_launches_of_a_layer(facts):
     """Beside the products, which are the library's."""
     forward = {"_attention_fwd_kernel": 1, "_add_layer_norm_fwd_kernel": 2, "_activation_fwd_kernel": 1}
     assert facts["inference"] == forward
-    attention = {"_attention_delta_kernel": 1, "_attention_dkdv_kernel": 1, "_attention_dq_kernel": 1}
+    attention = {"_attention_records_kernel": 1, "_attention_dkdv_kernel": 1, "_attention_dq_kernel": 1}
     norms = {"_add_layer_norm_bwd_kernel": 2, "_add_shares_kernel": 2}
     assert facts["training"] == {**forward, **attention, **norms, "_activation_bwd_kernel": 1}
 

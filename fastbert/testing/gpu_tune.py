@@ -27,7 +27,7 @@ from fastbert.testing.gpu_timer import Timer
 
 LENGTHS = (128, 512, 1024, 2048)
 PRODUCTS = {"fwd": 2, "dkdv": 4, "dq": 3}  # of a pass, each of 2 operations a score and element of a head
-KERNELS = {"delta": "_attention_delta_kernel", "dkdv": "_attention_dkdv_kernel", "dq": "_attention_dq_kernel"}
+KERNELS = {"delta": "_attention_records_kernel", "dkdv": "_attention_dkdv_kernel", "dq": "_attention_dq_kernel"}
 COMPILE_SHARE, COMPILE_SECONDS = 0.5, 240.0  # of the time that is left, and at most
 LEAST_SECONDS = 5.0  # a candidate is not begun with less
 RESULT = "result: "  # what a line of a compiling process begins with
