@@ -143,6 +143,15 @@ def test_loads_are_16_bytes_wide(compiled, capability):
             assert len(narrow) <= case["narrow_loads"], f"{name}: {loads}"
 
 
+def test_what_all_threads_want_is_loaded_once(compiled):
+    """The numbers of a query in attention's backward: not again by each thread, four bytes at a time."""
+    for name, case in compiled["cases"].items():
+        for capability, facts in case["facts"].items():
+            if name.startswith("attention_"):
+                small = facts["loads"].count("LDGSTS.E")
+                assert small <= 8, f"{name} sm_{capability}: {small} asynchronous copies of 4 bytes"
+
+
 def test_products_run_on_the_tensor_cores(compiled):
     """wgmma on Hopper, the fifth generation's instruction on Blackwell, mma on Ampere: SASS's own names."""
     for name, case in compiled["cases"].items():

@@ -119,3 +119,12 @@ def test_without_a_compiler_the_wheel_is_pure_python_and_works(sdist, tmp_path):
     assert any(line.startswith("fastbert: ") and "pure Python" in line for line in log.splitlines()), log[-2000:]
     (wheel,) = tmp_path.glob("*.whl")
     check(unzip(wheel, tmp_path / "unzipped"), tmp_path, built=False)
+
+
+def test_the_cpu_kernels_are_cpp17():
+    """torch before 2.13 builds extensions as that; the one here may build them as something newer."""
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    for source in sorted(ROOT.glob("csrc/cpu/*.cpp")):
+        run([compiler, "-std=c++17", "-fsyntax-only", "-fno-math-errno", str(source)], ROOT)
