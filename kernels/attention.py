@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from .blocks import Blocks
+from .sizes import cdiv, next_power_of_2
 
 _LOG2E = 1.4426950408889634
 
@@ -79,7 +80,7 @@ def attention_tiles(cu_seqlens: torch.Tensor, total_tokens: int, block: int) -> 
     batch_size = cu_seqlens.shape[0] - 1
     tiles = cu_seqlens.new_empty(total_tokens // block + batch_size + 1, 4)
     with torch.cuda.device_of(cu_seqlens):
-        _attention_tiles_kernel[(triton.cdiv(batch_size + 1, 16),)](
+        _attention_tiles_kernel[(cdiv(batch_size + 1, 16),)](
             cu_seqlens, tiles, batch_size, total_tokens, tiles.shape[0], BLOCK_TILE=block, BLOCK_B=16, BLOCK_R=128
         )
     return tiles
@@ -158,14 +159,14 @@ def rows_whole(t: torch.Tensor) -> torch.Tensor:
 def launch_arguments(q, tiles, philox, softmax_scale, dropout_p, window_size, blocks: Blocks):
     """The grid, and the arguments that all kernels share."""
     head_dim = q.shape[2]
-    grid = (tiles.shape[0], triton.cdiv(q.shape[1], blocks.heads))
+    grid = (tiles.shape[0], cdiv(q.shape[1], blocks.heads))
     left, right = (2**30 if side < 0 else side for side in window_size)
     return grid, {
         "tiles_ptr": tiles, "philox_ptr": philox, "total_tokens": q.shape[0], "num_heads": q.shape[1],
         "scale_log2e": abs(softmax_scale) * _LOG2E, "threshold": round(dropout_p * 2**16),
         "keep_scale": 1.0 / (1.0 - dropout_p) if dropout_p < 1 else 0.0,
         "window_left": left, "window_right": right,
-        "HEAD_DIM": head_dim, "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        "HEAD_DIM": head_dim, "BLOCK_D": max(16, next_power_of_2(head_dim)),
         "NEGATE": softmax_scale < 0, "HAS_WINDOW": min(window_size) >= 0 or max(window_size) >= 0,
         "HAS_DROPOUT": dropout_p > 0, "BLOCK_TILE": blocks.tile, "BLOCK_STEP": blocks.step, "HEADS": blocks.heads,
         "num_warps": blocks.num_warps, "num_stages": blocks.num_stages,

@@ -15,6 +15,7 @@ import triton.language as tl
 from .attention import in_window, kept_probs, launch_arguments, load_rows, rows_whole, store_rows, strides, walk
 from .blocks import attention_blocks
 from .rotary import rotate_back
+from .sizes import cdiv
 
 
 @triton.jit(do_not_specialize=["total_tokens"])
@@ -254,7 +255,7 @@ def attention_bwd(
     with torch.cuda.device_of(q):
         blocks = attention_blocks("dkdv", q, tile, dropout_p > 0)
         grid, shared = launch_arguments(q, tiles, philox, softmax_scale, dropout_p, window_size, blocks)
-        _attention_records_kernel[(triton.cdiv(total_tokens, 32), num_heads)](
+        _attention_records_kernel[(cdiv(total_tokens, 32), num_heads)](
             dout, out, top, total, records, *dout.stride()[:2], *out.stride()[:2], total_tokens, shared["scale_log2e"],
             HEAD_DIM=head_dim, BLOCK_D=shared["BLOCK_D"], BLOCK_TILE=32,
         )  # fmt: skip

@@ -1,7 +1,8 @@
 """Block sizes, one table an architecture: nothing is tuned on a user's first call."""
 
 import torch
-import triton
+
+from .sizes import next_power_of_2
 
 
 class Blocks:
@@ -48,7 +49,7 @@ _FP32 = {32: {"fwd": (32, 32, 4, 2), "": (32, 32, 8, 1)}, 16: {"dq": (16, 16, 8,
 
 
 def blocks_of(which: str, major: int, head_dim: int, element_size: int, tile: int, has_dropout: bool) -> Blocks:
-    padded = max(64, triton.next_power_of_2(head_dim))
+    padded = max(64, next_power_of_2(head_dim))
     heads = max(1, 64 // tile)
     if element_size == 4:
         step, with_dropout, num_warps, num_stages = _FP32[tile].get(which) or _FP32[tile][""]

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .sizes import cdiv, next_power_of_2
+
 _CHUNK_ELEMENTS = 1 << 26  # of a chunk's logits: 128 MB of bf16, and products large enough for the whole GPU
 
 
@@ -78,8 +80,8 @@ def cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoot
         else []
     )
     chunk = max(1, _CHUNK_ELEMENTS // num_classes)
-    block_v = min(4096, max(16, triton.next_power_of_2(num_classes)))
-    stride = triton.cdiv(num_classes, 64) * 64
+    block_v = min(4096, max(16, next_power_of_2(num_classes)))
+    stride = cdiv(num_classes, 64) * 64
     memory = hidden.new_empty(min(count, chunk), stride)
     for start in range(0, count, chunk):
         h = hidden[start : start + chunk]

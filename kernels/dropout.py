@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .philox import dropout_multiplier, dropout_numbers
+from .sizes import cdiv, next_power_of_2
 
 
 @triton.jit(do_not_specialize=["num_rows", "threshold"])
@@ -29,7 +30,7 @@ def _dropout_kernel(
 
 def tile(hidden_size: int) -> tuple[int, int]:
     """(BLOCK_M, BLOCK_N): 2048 elements, for 4 warps."""
-    block_n = min(256, max(16, triton.next_power_of_2(hidden_size)))
+    block_n = min(256, max(16, next_power_of_2(hidden_size)))
     return 2048 // block_n, block_n
 
 
@@ -44,7 +45,7 @@ def dropout(x, philox, dropout_p):
     block_m, block_n = tile(hidden_size)
     threshold, scale = dropout_numbers(dropout_p)
     with torch.cuda.device_of(x):
-        _dropout_kernel[(triton.cdiv(num_rows, block_m) * triton.cdiv(hidden_size, block_n),)](
+        _dropout_kernel[(cdiv(num_rows, block_m) * cdiv(hidden_size, block_n),)](
             x, philox, out, num_rows, hidden_size, threshold, scale, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4
         )
     return out

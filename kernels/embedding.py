@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from .layer_norm import centre, row_tile
+from .sizes import cdiv, next_power_of_2
 
 # Sorted tokens of a program: 64 k tokens are programs enough for the largest GPUs, and their partial sums a sixteenth
 # of dout where they are one id. GROUP of them are on the way from memory at once.
@@ -154,7 +155,7 @@ def _join_runs_kernel(
 
 def sum_block(hidden_size: int) -> int:
     """BLOCK_N of one warp: 8 columns a thread, which is one 16-byte load of bf16."""
-    return min(256, max(16, triton.next_power_of_2(hidden_size)))
+    return min(256, max(16, next_power_of_2(hidden_size)))
 
 
 def embed_bwd(dout, ids, table, padding_idx):
@@ -166,18 +167,18 @@ def embed_bwd(dout, ids, table, padding_idx):
         return dtable
     # Half the passes of a radix sort over int64.
     ids, order = torch.sort(ids.int() if table.shape[0] < 2**31 else ids, stable=True)
-    num_chunks = triton.cdiv(total_tokens, CHUNK)
+    num_chunks = cdiv(total_tokens, CHUNK)
     parts = dout.new_empty(num_chunks, 2, hidden_size, dtype=torch.float32)
     block_n = sum_block(hidden_size)
     with torch.cuda.device_of(dout):
-        _sum_runs_kernel[(num_chunks, triton.cdiv(hidden_size, block_n))](
+        _sum_runs_kernel[(num_chunks, cdiv(hidden_size, block_n))](
             dout, ids, order, dtable, parts, total_tokens, hidden_size, padding_idx,
             CHUNK=CHUNK, GROUP=GROUP, BLOCK_N=block_n, num_warps=1,
         )  # fmt: skip
         if num_chunks > 1:
             lasts = ids[CHUNK - 1 : total_tokens - 1 : CHUNK].contiguous()
             ends = torch.searchsorted(ids, lasts, right=True)
-            _join_runs_kernel[(num_chunks - 1, triton.cdiv(hidden_size, 64))](
+            _join_runs_kernel[(num_chunks - 1, cdiv(hidden_size, 64))](
                 ids, ends, parts, dtable, hidden_size, padding_idx, CHUNK=CHUNK, BLOCK_M=32, BLOCK_N=64, num_warps=4
             )
     return dtable

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from .activation import activate, activation_slope
 from .blocks import feed_forward_plan
+from .sizes import cdiv
 
 # A tile of the elementwise kernels, which have four warps: 16 bytes of a row or two a thread and load.
 _BLOCK_M, _BLOCK_N = 16, 256
@@ -185,7 +186,7 @@ def feed_forward(x, up_weight, up_bias, down_weight, activation, gated, return_p
             x, up_weight = x.contiguous(), up_weight.contiguous()
             bias = None if up_bias is None else up_bias.contiguous()
             inner, pre = x.new_empty(M, N), x.new_empty(M if return_pre else 0, width)
-            grid = (triton.cdiv(M, plan.up["BLOCK_M"]) * triton.cdiv(N, plan.up["BLOCK_N"]),)
+            grid = (cdiv(M, plan.up["BLOCK_M"]) * cdiv(N, plan.up["BLOCK_N"]),)
             _up_kernel[grid](
                 x, up_weight, bias, inner, pre, M, N, K, K, K, HAS_BIAS=up_bias is not None, RETURN_PRE=return_pre,
                 GATED=gated, ACTIVATION=activation, **plan.up,
@@ -196,7 +197,7 @@ def feed_forward(x, up_weight, up_bias, down_weight, activation, gated, return_p
             # Inference has no second matrix of this size. A gated one's halves would leave gaps in the next product's
             # operand, for which cuBLAS may take another kernel than in training, and so give other bits.
             inner = x.new_empty(M, N) if return_pre or gated else pre
-            _activation_fwd_kernel[(triton.cdiv(M, _BLOCK_M), triton.cdiv(N, _BLOCK_N))](
+            _activation_fwd_kernel[(cdiv(M, _BLOCK_M), cdiv(N, _BLOCK_N))](
                 pre, inner, M, N, GATED=gated, ACTIVATION=activation, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N
             )
             pre = pre if return_pre else x.new_empty(0, width)
@@ -212,20 +213,20 @@ def feed_forward_bwd(dout, x, pre, up_weight, down_weight, activation, gated, ne
         return dx, dup, x.new_zeros(width if needs_dbias else 0), ddown
     plan = feed_forward_plan(x, N, gated)
     tile = _BLOCK_M if plan.down is None else plan.down["BLOCK_M"]
-    row_tiles = triton.cdiv(M, tile)
+    row_tiles = cdiv(M, tile)
     shares = pre.new_empty(row_tiles if needs_dbias else 0, width, dtype=torch.float32)
     options = {"NEEDS_DBIAS": needs_dbias, "GATED": gated, "ACTIVATION": activation}
     with torch.cuda.device_of(x):
         if plan.down is not None:
             dout, down_weight = dout.contiguous(), down_weight.contiguous()
             dpre, inner = torch.empty_like(pre), pre.new_empty(M, N)
-            _down_bwd_kernel[(row_tiles * triton.cdiv(N, plan.down["BLOCK_N"]),)](
+            _down_bwd_kernel[(row_tiles * cdiv(N, plan.down["BLOCK_N"]),)](
                 dout, down_weight, pre, dpre, inner, shares, M, N, K, K, N, **options, **plan.down
             )
         else:
             dinner = torch.mm(dout, down_weight)
             dpre, inner = (torch.empty_like(pre), dinner) if gated else (dinner, torch.empty_like(pre))
-            _activation_bwd_kernel[(row_tiles, triton.cdiv(N, _BLOCK_N))](
+            _activation_bwd_kernel[(row_tiles, cdiv(N, _BLOCK_N))](
                 dinner, pre, dpre, inner, shares, M, N, **options, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N
             )
     dx = torch.mm(dpre, up_weight) if needs_dx else x.new_empty(0, x.shape[1])

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from .philox import dropout_multiplier, dropout_numbers
+from .sizes import cdiv, next_power_of_2
 
 # The shares of the vectors' gradients: enough programs to fill the largest GPUs, few enough that their buffer is small
 # beside the matrices. A constant, so that a sum's last bits do not depend on the GPU.
@@ -81,7 +82,7 @@ def _add_layer_norm_fwd_kernel(
 
 def row_tile(hidden_size: int) -> tuple[int, int]:
     """(BLOCK_N, num_warps): 8 columns a thread, which is one 16-byte load of bf16, up to 16 warps."""
-    block_n = max(16, triton.next_power_of_2(hidden_size))
+    block_n = max(16, next_power_of_2(hidden_size))
     return block_n, min(max(block_n // 256, 1), 16)
 
 
@@ -196,7 +197,7 @@ def add_layer_norm_bwd(dout, dsum, summed, mean, rstd, weight, philox, dropout_p
     dx_bias = weight.new_empty(hidden_size if has_x_bias else 0)
     dweight, dbias = torch.empty_like(weight), torch.empty_like(weight)
     block_m, block_n, num_warps = _bwd_tile(hidden_size)
-    num_shares = min(_MAX_SHARES, triton.cdiv(total_tokens, block_m))
+    num_shares = min(_MAX_SHARES, cdiv(total_tokens, block_m))
     shares = dout.new_empty(num_shares, 3, hidden_size, dtype=torch.float32)
     threshold, scale = dropout_numbers(dropout_p)
     with torch.cuda.device_of(dout):
@@ -208,7 +209,7 @@ def add_layer_norm_bwd(dout, dsum, summed, mean, rstd, weight, philox, dropout_p
                 HAS_DSUM=dsum is not None, HAS_X_BIAS=has_x_bias, HAS_DROPOUT=dropout_p > 0,
                 BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps,
             )  # fmt: skip
-        _add_shares_kernel[(triton.cdiv(hidden_size, 32), 3 if has_x_bias else 2)](
+        _add_shares_kernel[(cdiv(hidden_size, 32), 3 if has_x_bias else 2)](
             shares, dweight, dbias, dx_bias, num_shares, hidden_size, BLOCK_M=32, BLOCK_N=32
         )
     return dx, dsummed, dx_bias, dweight, dbias

@@ -19,6 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .sizes import cdiv, next_power_of_2
+
 
 @triton.jit(do_not_specialize=["total_tokens"])
 def _pack_kernel(
@@ -77,7 +79,7 @@ def as_words(matrix: torch.Tensor) -> torch.Tensor:
 
 def tile(width: int) -> tuple[int, int]:
     """(BLOCK_M, BLOCK_N): 16 rows and 4096 words, for 4 warps, or fewer words where rows are short."""
-    return 16, min(256, max(16, triton.next_power_of_2(width)))
+    return 16, min(256, max(16, next_power_of_2(width)))
 
 
 def pack(padded, indices):
@@ -91,7 +93,7 @@ def pack(padded, indices):
     total_tokens, width = target.shape
     block_m, block_n = tile(width)
     with torch.cuda.device_of(padded):
-        _pack_kernel[(triton.cdiv(total_tokens, block_m) * triton.cdiv(width, block_n),)](
+        _pack_kernel[(cdiv(total_tokens, block_m) * cdiv(width, block_n),)](
             source, indices, target, total_tokens, width, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4
         )
     return packed
@@ -109,7 +111,7 @@ def unpack(packed, indices, num_rows):
     search_steps = min(total_tokens, num_rows - total_tokens).bit_length()
     block_m, block_n = tile(width)
     with torch.cuda.device_of(packed):
-        _unpack_kernel[(triton.cdiv(num_rows, block_m) * triton.cdiv(width, block_n),)](
+        _unpack_kernel[(cdiv(num_rows, block_m) * cdiv(width, block_n),)](
             source, indices, target, num_rows, total_tokens, width, search_steps,
             BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
         )  # fmt: skip

@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .sizes import cdiv
+
 # Several programs share a sequence where its columns alone would not fill the largest GPUs: as many as do, with a share
 # of some tokens each. Constants, so that a sum's last bits do not depend on the GPU.
 _PROGRAMS = 1024
@@ -134,7 +136,7 @@ def pooling_fwd(x, cu_seqlens, mode, return_ties):
     ties = x.new_empty(batch_size if return_ties else 0, hidden_size, dtype=torch.int32)
     if out.numel() == 0:
         return out, ties
-    blocks = triton.cdiv(hidden_size, 64)
+    blocks = cdiv(hidden_size, 64)
     splits = _splits(total_tokens, batch_size, blocks, mode)
     shared = (batch_size, splits, hidden_size) if splits > 1 else (0,)
     parts, part_ties = (x.new_empty(shared, dtype=dtype) for dtype in (torch.float32, torch.int32))
@@ -196,7 +198,7 @@ def pooling_bwd(dout, x, out, ties, cu_seqlens, mode, total_tokens):
     if dx.numel() == 0:
         return dx
     with torch.cuda.device_of(dx):
-        _pooling_bwd_kernel[(triton.cdiv(total_tokens, 8), triton.cdiv(hidden_size, 256))](
+        _pooling_bwd_kernel[(cdiv(total_tokens, 8), cdiv(hidden_size, 256))](
             dout, x, out, ties, cu_seqlens, dx, total_tokens, batch_size, hidden_size, batch_size.bit_length(),
             MODE=mode, BLOCK_M=8, BLOCK_N=256, num_warps=4,
         )  # fmt: skip

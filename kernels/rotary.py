@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from .attention import rows_whole, strides
+from .sizes import cdiv, next_power_of_2
 
 HEADS = 4
 
@@ -86,7 +87,7 @@ def _rotary_kernel(
 
 def blocks(half: int, tile: int) -> tuple[int, int, int]:
     """(BLOCK_M, BLOCK_HALF, num_warps): up to 1024 elements, 8 a thread."""
-    block_half = max(8, triton.next_power_of_2(half))
+    block_half = max(8, next_power_of_2(half))
     block_m = min(tile, 1024 // block_half)
     return block_m, block_half, max(1, block_m * block_half // 256)
 
@@ -110,7 +111,7 @@ def _launch(q, k, q_out, k_out, cos, sin, tiles, tile, inverse):
     num_heads, half = q.shape[1], q.shape[2] // 2
     block_m, block_half, num_warps = blocks(half, tile)
     with torch.cuda.device_of(q):
-        _rotary_kernel[(tiles.shape[0] * (tile // block_m), triton.cdiv(num_heads, HEADS))](
+        _rotary_kernel[(tiles.shape[0] * (tile // block_m), cdiv(num_heads, HEADS))](
             q, k, q_out, k_out, cos, sin, tiles, **strides(q=q, k=k), stride_ot=q_out.stride(0),
             stride_ct=cos.stride(0), stride_st=sin.stride(0), num_heads=num_heads, max_positions=cos.shape[0],
             HALF=half, BLOCK_HALF=block_half, BLOCK_TILE=tile, BLOCK_M=block_m, HEADS=HEADS, INVERSE=inverse,
