@@ -34,6 +34,15 @@ def test_a_part_is_not_begun_when_too_little_time_is_left(template):
     assert template.said[-2] == "not begun within 29 s, the same command goes on with: memory, ops"
 
 
+def test_one_command_ends_within_eight_minutes(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(gpu, "run", lambda *arguments: given.append(arguments[-1]) or 0)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # which main sets, and which must not be left behind
+    assert gpu.main(["--smoke", "--output", str(tmp_path)]) == 0
+    assert gpu.main(["--smoke", "--output", str(tmp_path), "--within", "500"]) == 0
+    assert given == [480, 500]
+
+
 def test_a_part_gets_what_is_left_and_a_little_less_for_itself(template, monkeypatch):
     commands = []
 
