@@ -118,7 +118,7 @@ def kept_probs(philox_ptr, rows, first_column, head, threshold, scale, BLOCK_N: 
 
     By tokens, so that the mask does not depend on the tile that asks: half word j of Philox counter (i, row, head)
     decides key 8 i + j of the row's sequence. first_column counts from there, and is a multiple of 8. Seven rounds pass
-    every test of randomness that ten do (Salmon et al. 2011, table 2); 16 bits resolve dropout_p to 1 in 65536.
+    every test of randomness that ten do (Salmon et al. 2011); 16 bits resolve dropout_p to 1 in 65536.
     """
     seed, offset = tl.load(philox_ptr), tl.load(philox_ptr + 1)
     columns = (first_column // 8 + tl.arange(0, BLOCK_N // 8)).to(tl.uint32)[None, :]
