@@ -104,8 +104,8 @@ def embed_layer_norm(input_ids, position_ids, token_type_ids, word, position, to
 
 
 def linear(x, weight, bias, name="none"):
-    y = x @ weight.T
-    return activation(y if bias is None else y + bias, name)
+    y = x @ weight.T if bias is None else x @ weight.T + bias
+    return y if name == "none" else activation(y, name)
 
 
 def feed_forward(x, up_weight, up_bias, down_weight, name, gated=False):
