@@ -9,7 +9,7 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.layers.encoder import add_norm
-from fastbert.layers.leaves import get_leaf, is_plain, linear
+from fastbert.layers.leaves import get_leaf, is_plain
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class EmbeddingNames:
     position: str = "embeddings.position_embeddings"
     token_type: str | None = "embeddings.token_type_embeddings"
     norm: str | None = "embeddings.LayerNorm"
-    project: str | None = None  # embedding_size -> hidden_size
+    project: str | None = None  # embedding_size -> hidden_size, after the dropout
     order: tuple[str, ...] = ("word", "position", "token_type", "norm", "project")
 
 
@@ -36,7 +36,7 @@ def run_embeddings(
     inputs_embeds: torch.Tensor | None,
     dropout_p: float,
 ) -> torch.Tensor:
-    """The packed embedding output (total_tokens, hidden_size), over the leaves of `root`, ours or Hugging Face's."""
+    """The packed embedding output (total_tokens, embedding_size), over the leaves of `root`, ours or Hugging Face's."""
     word, position = get_leaf(root, names.word), get_leaf(root, names.position)
     token_type = None if names.token_type is None else get_leaf(root, names.token_type)
     norm = None if names.norm is None else get_leaf(root, names.norm)
@@ -68,4 +68,4 @@ def run_embeddings(
         x = x + position(position_ids)
         x = x if norm is None else add_norm(norm, x, None, None, 0.0)
         x = ops.dropout(x, dropout_p)
-    return x if names.project is None else linear(get_leaf(root, names.project), x)
+    return x

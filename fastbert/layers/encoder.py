@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from fastbert import ops
-from fastbert.layers.leaves import get_leaf, is_linear, is_plain, linear, linears, place, projection, weights_of
+from fastbert.layers.leaves import (
+    get_leaf,
+    is_called,
+    is_linear,
+    is_plain,
+    linear,
+    linears,
+    parent_of,
+    place,
+    projection,
+    weights_of,
+    within,
+)
 from fastbert.layers.whole import run_training_layer
 
 if TYPE_CHECKING:
@@ -39,6 +52,16 @@ class LayerNames:
     def linears(self) -> list[str]:
         """The paths of those that are a Linear."""
         return [self.query, self.key, self.value, self.attention_output, self.up, self.down]
+
+    @property
+    def norms(self) -> list[str]:
+        return [self.attention_norm, self.feed_forward_norm]
+
+    @cached_property
+    def containers(self) -> list[str]:
+        """The paths of what holds leaves: all that stands before a dot, the outer ones first."""
+        leaves = [path.split(".") for path in (*self.linears, *self.norms)]
+        return list(dict.fromkeys(".".join(names[:n]) for names in leaves for n in range(1, len(names))))
 
 
 @dataclass(frozen=True)
@@ -73,7 +96,7 @@ def add(x, bias, residual, dropout_p: float):
 def run_attention(
     layer: nn.Module, names: LayerNames, options: LayerOptions, x, batch: PackedBatch, probs: list | None
 ):
-    """Self-attention of x (total_tokens, hidden_size), up to its output projection: (out, the bias it lacks)."""
+    """Self-attention of x (total_tokens, hidden_size), before its output projection: (total_tokens, hidden_size)."""
     heads = (-1, options.num_attention_heads, x.shape[-1] // options.num_attention_heads)
     leaves = [get_leaf(layer, path) for path in (names.query, names.key, names.value)]
     q, k, v = (t.view(heads) for t in linears(leaves, x))
@@ -81,7 +104,7 @@ def run_attention(
     out = ops.attention(q, k, v, batch.cu_seqlens, batch.max_seqlen, dropout_p=dropout_p, cache=batch.cache)
     if probs is not None:
         probs.append(ops.attention_probs(q, k, batch.cu_seqlens, batch.max_seqlen))
-    return projection(get_leaf(layer, names.attention_output), out.flatten(1))
+    return out.flatten(1)
 
 
 def run_feed_forward(layer: nn.Module, names: LayerNames, options: LayerOptions, x):
@@ -120,14 +143,74 @@ def run_layer(
     attention_norm, feed_forward_norm = get_leaf(layer, names.attention_norm), get_leaf(layer, names.feed_forward_norm)
     if options.norm_first:
         normed = add_norm(attention_norm, x, None, None, 0.0)
-        out, bias = run_attention(layer, names, options, normed, batch, probs)
+        context = run_attention(layer, names, options, normed, batch, probs)
+        out, bias = projection(get_leaf(layer, names.attention_output), context)
         normed, x = add_norm(feed_forward_norm, out, bias, x, output_dropout, prenorm=True)
         out, bias = run_feed_forward(layer, names, options, normed)
         return add(out, bias, x, feed_forward_dropout)
-    out, bias = run_attention(layer, names, options, x, batch, probs)
+    context = run_attention(layer, names, options, x, batch, probs)
+    out, bias = projection(get_leaf(layer, names.attention_output), context)
     x = add_norm(attention_norm, out, bias, x, output_dropout)
     out, bias = run_feed_forward(layer, names, options, x)
     return add_norm(feed_forward_norm, out, bias, x, feed_forward_dropout)
+
+
+def run_containers(
+    layer: nn.Module, names: LayerNames, options: LayerOptions, x, batch: PackedBatch, probs: list | None = None
+) -> torch.Tensor:
+    """`run_layer`, with every container of `layer` that has hooks called with what it stands for in transformers.
+
+    Of attention that is x -> the end of its half, of what is inside of it x -> context and (context, x) -> that end; of
+    the feed-forward x -> activations and (activations, x) -> its end. A norm takes part where its path says so.
+    """
+    output_dropout = options.attention_output_dropout if layer.training else 0.0
+    feed_forward_dropout = options.feed_forward_dropout if layer.training else 0.0
+
+    def norm(path: str, x, residual=None, dropout_p: float = 0.0):
+        return add_norm(get_leaf(layer, path), x, None, residual, dropout_p)
+
+    def half_end(leaf: str, norm_path: str, scope: str | None, dropout_p: float):
+        """What ends a half: its last Linear, and the residual and the norm as far as they are inside of `scope`."""
+        is_inside = scope is None or options.norm_first or norm_path.startswith(f"{scope}.")
+
+        def run(x, residual):
+            out = linear(get_leaf(layer, leaf), x)
+            if options.norm_first:
+                return add(out, None, residual, dropout_p)
+            return norm(norm_path, out, residual, dropout_p) if is_inside else out
+
+        return run, is_inside
+
+    # Attention. A container around all of it is that of its output's container, or of its leaves.
+    own, last = parent_of(names.query), parent_of(names.attention_output)
+    around = last if own == last else parent_of(own or "")
+    own, last = (None if path == around else path for path in (own, last))
+    end, is_inside = half_end(names.attention_output, names.attention_norm, around, output_dropout)
+
+    def attention(x):
+        normed = norm(names.attention_norm, x) if options.norm_first else x
+        context = within(layer, own, lambda x: run_attention(layer, names, options, x, batch, probs), normed)
+        return within(layer, last, end, context, x)
+
+    out = within(layer, around, attention, x)
+    x = out if is_inside else norm(names.attention_norm, out, x, output_dropout)
+
+    # The feed-forward, whose two halves have a container each, or one around both, or none.
+    up, down = parent_of(names.up), parent_of(names.down)
+    around = up if up == down else None
+    up, down = (None if path == around else path for path in (up, down))
+    end, is_inside = half_end(names.down, names.feed_forward_norm, around or down, feed_forward_dropout)
+
+    def feed_forward(x, residual):
+        inner = within(layer, up, lambda x: linear(get_leaf(layer, names.up), x, options.activation), x)
+        return within(layer, down, end, inner, residual)
+
+    normed = norm(names.feed_forward_norm, x) if options.norm_first else x
+    if around is None:
+        out = feed_forward(normed, x)
+    else:
+        out = within(layer, around, lambda normed: feed_forward(normed, x), normed)
+    return out if is_inside else norm(names.feed_forward_norm, out, x, feed_forward_dropout)
 
 
 class EncoderLayer(nn.Module):
@@ -145,4 +228,7 @@ class EncoderLayer(nn.Module):
             place(self, getattr(names, role), leaf)
 
     def forward(self, hidden_states: torch.Tensor, batch: PackedBatch, probs: list | None = None) -> torch.Tensor:
-        return run_layer(self, self.names, self.options, hidden_states, batch, probs)
+        # A list, not any(...): each of them must be asked whether it is still a container.
+        has_hooks = any([is_called(self, path) for path in self.names.containers])
+        run = run_containers if has_hooks else run_layer
+        return run(self, self.names, self.options, hidden_states, batch, probs)

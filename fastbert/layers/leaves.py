@@ -7,11 +7,13 @@ layers know the leaves by role and look them up by path on every call: what anot
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TypeGuard, TypeVar
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from fastbert import ops
 from fastbert.layers.quantized import QuantizedLinear
@@ -19,24 +21,63 @@ from fastbert.layers.quantized import QuantizedLinear
 Leaf = TypeVar("Leaf", bound=nn.Module)
 
 
+class Container(nn.Module):
+    """A name in the paths of leaves (BERT's `embeddings`, `attention.self`); it computes nothing of its own.
+
+    Layers look leaves up and pass their containers by. Only where a container has hooks, it is called, with packed
+    tensors as arguments and what it stands for as `run`: the hooks see, and may change, what goes in and comes out.
+    """
+
+    def forward(self, *args: torch.Tensor | None, run: Callable[..., Any]) -> Any:
+        return run(*args)
+
+
+def is_called(root: nn.Module, path: str) -> bool:
+    """Whether the container at `path` below `root` has hooks, so that it must be called.
+
+    Raises TypeError where something else has taken its place: passing it by would ignore what it computes.
+    """
+    container = get_leaf(root, path)
+    if type(container) is not Container or "forward" in container.__dict__:
+        raise TypeError(
+            f"{path} is a {type(container).__name__} with a forward of its own, which fastbert's models never call:"
+            " they compute what a container of leaves stands for themselves. Replace the leaves (Linear, LayerNorm,"
+            " Embedding) instead, or use transformers' model and fastbert.accelerate"
+        )
+    return has_hooks(container)
+
+
+def within(root: nn.Module, path: str | None, run: Callable[..., Any], *args: torch.Tensor | None) -> Any:
+    """run(*args), by way of the container at `path` below `root` if that has hooks. `path` None: there is none."""
+    if path is None or not is_called(root, path):
+        return run(*args)
+    if not torch.compiler.is_compiling():
+        warnings.warn(
+            f"fastbert: {type(root).__name__}: {path} has hooks: they see packed tensors (total_tokens, ...), and what"
+            " is otherwise one fused op runs step by step",
+            stacklevel=2,
+        )
+    return get_leaf(root, path)(*args, run=run)
+
+
+def parent_of(path: str) -> str | None:
+    """The container that holds the leaf at `path`; None where the root does."""
+    return path.rpartition(".")[0] or None
+
+
 def get_leaf(root: nn.Module, path: str) -> nn.Module:
     """The module at `path` ("attention.self.query") below `root`."""
-    for name in _names_of(path):
+    for name in path.split("."):
         root = root._modules[name]  # type: ignore[assignment]
     return root
 
 
-@cache
-def _names_of(path: str) -> list[str]:
-    return path.split(".")
-
-
 def place(root: nn.Module, path: str, module: nn.Module) -> None:
-    """Register `module` at `path` below `root`, making bare containers (lists before a number) on the way."""
+    """Register `module` at `path` below `root`, making containers (lists before a number) on the way."""
     *parents, last = names = path.split(".")
     for name, following in zip(parents, names[1:], strict=True):
         if name not in root._modules:
-            root.add_module(name, nn.ModuleList() if following.isdigit() else nn.Module())
+            root.add_module(name, nn.ModuleList() if following.isdigit() else Container())
         root = root._modules[name]  # type: ignore[assignment]
     root.add_module(last, module)
 
@@ -46,10 +87,20 @@ def is_plain(module: nn.Module, kind: type[Leaf]) -> TypeGuard[Leaf]:
     return type(module) is kind and "forward" not in module.__dict__ and not has_hooks(module)
 
 
+# Those of every module of a process (torch.nn.modules.module.register_module_forward_hook and its kin).
+GLOBAL_HOOKS: tuple[dict, ...] = (
+    torch_module._global_forward_hooks,
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_backward_hooks,
+    torch_module._global_backward_pre_hooks,
+)
+
+
 def has_hooks(module: nn.Module) -> bool:
+    """Whether calling `module` calls something beside its forward: hooks of its own, or those of every module."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    ) or any(GLOBAL_HOOKS)
 
 
 def is_linear(module: nn.Module) -> bool:

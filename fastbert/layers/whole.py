@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fastbert import ops
-from fastbert.layers.leaves import get_leaf, is_linear, is_plain, weights_of
+from fastbert.layers.leaves import GLOBAL_HOOKS, Container, get_leaf, is_linear, is_plain, weights_of
 
 if TYPE_CHECKING:
     from fastbert.layers.encoder import LayerNames, LayerOptions
@@ -43,17 +43,27 @@ class WholeLayers:
                 if not is_linear(leaf):
                     return None
                 whole.linears.append(weights_of(leaf))
-                whole.watch(leaf)
-                whole.watch_path(layer, path)
-            for path in (names.attention_norm, names.feed_forward_norm):
+            for path in names.norms:
                 norm = get_leaf(layer, path)
                 if not is_plain(norm, nn.LayerNorm) or norm.bias is None:
                     return None
                 whole.norms.extend((norm.weight, norm.bias))
                 whole.eps.append(norm.eps)
-                whole.watch(norm)
-                whole.watch_path(layer, path)
         return whole
+
+    def remember(
+        self, root: nn.Module, paths: Sequence[str], layers: Sequence[nn.Module], names: LayerNames, called: bool
+    ) -> None:
+        """All by which `is_current` goes. `called`: layers and the containers in them have hooks of their own."""
+        self.hooks.extend(GLOBAL_HOOKS)
+        for path, layer in zip(paths, layers, strict=True):
+            self.watch_path(root, path)
+            self.held.append((layer.__dict__, "training", False))
+            for leaf in (*names.linears, *names.norms):
+                self.watch_path(layer, leaf)
+                self.watch(get_leaf(layer, leaf))
+            for module in (layer, *(get_leaf(layer, path) for path in names.containers)) if called else ():
+                self.watch(module)
 
     def watch(self, module: nn.Module) -> None:
         """Everything of a module that decides what calling it does."""
@@ -91,6 +101,8 @@ class WholeLayers:
         )
 
 
+# Only eager calls look here. A graph of torch.compile guards what it has read of a model, but not which entry of a
+# table it found: two models that share one compilation would share one model's weights. A trace looks at the tree anew.
 _cache: WeakKeyDictionary[nn.Module, tuple[Sequence[str], WholeLayers]] = WeakKeyDictionary()
 
 
@@ -110,28 +122,41 @@ def run_whole_layers(
 ) -> torch.Tensor | None:
     """The post-norm layers at `paths` below `root` as one op; None where they must be called, or run op by op.
 
-    `layer_type`: layers of another type, or with hooks, are called; None where the caller has looked at them.
+    `layer_type`: layers of another type, or with hooks on them or on a container in them, are called; None where the
+    caller has looked at them.
     """
     if options.norm_first:
         return None
+    if torch.compiler.is_compiling():
+        whole = _look_at(root, paths, layer_type, names)
+        return None if whole is None else whole.run(options, x, batch)
     found = _cache.get(root)
     if found is not None and found[0] == paths and found[1].is_current():
         return found[1].run(options, x, batch)
-    layers = [get_leaf(root, path) for path in paths]
-    if not layers or any(layer.training for layer in layers):
-        return None
-    if layer_type is not None and not all(is_plain(layer, layer_type) for layer in layers):
-        return None
-    whole = WholeLayers.of(layers, names)
+    whole = _look_at(root, paths, layer_type, names)
     if whole is None:
         return None
-    for path, layer in zip(paths, layers, strict=True):
-        whole.watch_path(root, path)
-        whole.held.append((layer.__dict__, "training", False))
-        if layer_type is not None:
-            whole.watch(layer)
     _cache[root] = paths, whole
     return whole.run(options, x, batch)
+
+
+def _look_at(
+    root: nn.Module, paths: Sequence[str], layer_type: type[nn.Module] | None, names: LayerNames
+) -> WholeLayers | None:
+    """The layers as they are now; None where one of them must be called."""
+    layers = [get_leaf(root, path) for path in paths]
+    if not layers or any([layer.training for layer in layers]):
+        return None
+    for layer in layers if layer_type is not None else ():
+        if not is_plain(layer, layer_type):
+            return None
+        for path in names.containers:  # the outer ones first: what is below one that was replaced is not looked for
+            if not is_plain(get_leaf(layer, path), Container):
+                return None
+    whole = WholeLayers.of(layers, names)
+    if whole is not None and not torch.compiler.is_compiling():
+        whole.remember(root, paths, layers, names, layer_type is not None)
+    return whole
 
 
 def run_training_layer(

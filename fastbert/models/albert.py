@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastbert.layers.embeddings import EmbeddingNames
 from fastbert.layers.encoder import LayerNames
-from fastbert.models import heads
+from fastbert.models import heads, masked_lm
 from fastbert.models.base import EncoderModel
 from fastbert.models.family import BERT_LAYER, Family, MaskedLMNames
 
@@ -44,11 +44,11 @@ class AlbertModel(EncoderModel):
     )
 
 
-class AlbertForMaskedLM(heads.ForMaskedLM):
+class AlbertForMaskedLM(masked_lm.ForMaskedLM):
     base_class = AlbertModel
 
 
-class AlbertForPreTraining(heads.ForPreTraining):
+class AlbertForPreTraining(masked_lm.ForPreTraining):
     """Masked LM and sentence order (0: the original order, 1: switched; section 3.1 of the paper)."""
 
     base_class = AlbertModel

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from fastbert.config import EncoderConfig
 from fastbert.layers.embeddings import EmbeddingNames
-from fastbert.models import heads
+from fastbert.models import heads, masked_lm
 from fastbert.models.base import EncoderModel
 from fastbert.models.bert import BERT_MASKED_LM
 from fastbert.models.family import BERT_LAYER, Family
@@ -49,15 +49,15 @@ class MegatronBertModel(EncoderModel):
     )
 
 
-class MegatronBertForMaskedLM(heads.ForMaskedLM):
+class MegatronBertForMaskedLM(masked_lm.ForMaskedLM):
     base_class = MegatronBertModel
 
 
-class MegatronBertForPreTraining(heads.ForPreTraining):
+class MegatronBertForPreTraining(masked_lm.ForPreTraining):
     base_class = MegatronBertModel
 
 
-class MegatronBertForNextSentencePrediction(heads.ForNextSentencePrediction):
+class MegatronBertForNextSentencePrediction(masked_lm.ForNextSentencePrediction):
     base_class = MegatronBertModel
 
 

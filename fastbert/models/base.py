@@ -14,9 +14,9 @@ from fastbert.config import ConfigError, EncoderConfig
 from fastbert.hub import CheckpointMixin
 from fastbert.layers.embeddings import run_embeddings
 from fastbert.layers.encoder import EncoderLayer, add_norm
-from fastbert.layers.leaves import get_leaf, linear, place
+from fastbert.layers.leaves import get_leaf, linear, parent_of, place, within
 from fastbert.layers.whole import run_whole_layers
-from fastbert.models.family import Family
+from fastbert.models.family import Family, Scopes
 from fastbert.models.inputs import PackedInputs, prepare_inputs
 from fastbert.models.outputs import ModelOutput
 from fastbert.models.quantized import entry_of, place_int8
@@ -121,25 +121,48 @@ def run_encoder(
     """Packed last hidden state (total_tokens, hidden_size), over the leaves of `root`, ours or Hugging Face's.
 
     `run_one_layer(layer, x, batch)` runs one layer; `may_fuse`: all may run as one op, if they are plain `layer_type`s.
+    `layer_type` None: the tree is not ours, and its owner has looked at its containers.
     `hidden_states`, a list, receives every layer's input and output.
     """
     dropout_p = config.hidden_dropout_prob if root.training else 0.0
+    names, paths = family.embedding_names(config), family.layer_paths(config)
+    options = family.layer_options(config)
+    scopes = family.scopes(config) if layer_type is not None else Scopes()
+
+    def embeddings(*ids):
+        return run_embeddings(root, names, *ids, dropout_p)
+
+    def project(x):
+        return x if names.project is None else linear(get_leaf(root, names.project), x)
+
+    def group(paths):
+        def run(x):
+            for path in paths:
+                if hidden_states is not None:
+                    hidden_states.append(_as_autocast_has_it(x))
+                x = run_one_layer(get_leaf(root, path), x, inputs.batch)
+            return x
+
+        return run
+
+    def encoder(x):
+        x = project(x) if scopes.projects else x
+        fused = None
+        if may_fuse and hidden_states is None and not root.training:
+            fused = run_whole_layers(root, paths, layer_type, family.layer, options, x, inputs.batch)
+        if fused is not None:
+            x = fused
+        elif not scopes.groups:
+            x = group(paths)(x)
+        else:  # the layers of each of ALBERT's groups, as often as it runs
+            for i, path in zip(range(0, len(paths), config.inner_group_num), scopes.groups, strict=True):
+                x = within(root, path, group(paths[i : i + config.inner_group_num]), x)
+        return x if family.final_norm is None else add_norm(get_leaf(root, family.final_norm), x, None, None, 0.0)
+
     ids = (inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds)
-    x = run_embeddings(root, family.embedding_names(config), *ids, dropout_p)
-    paths, fused = family.layer_paths(config), None
-    if may_fuse and hidden_states is None and not root.training:
-        options = family.layer_options(config)
-        fused = run_whole_layers(root, paths, layer_type, family.layer, options, x, inputs.batch)
-    if fused is not None:
-        x = fused
-    else:
-        for path in paths:
-            if hidden_states is not None:
-                hidden_states.append(_as_autocast_has_it(x))
-            x = run_one_layer(get_leaf(root, path), x, inputs.batch)
-    if family.final_norm is not None:
-        x = add_norm(get_leaf(root, family.final_norm), x, None, None, 0.0)
-    x = _as_autocast_has_it(x)
+    x = within(root, scopes.embeddings, embeddings, *ids)
+    x = x if scopes.projects else project(x)
+    x = _as_autocast_has_it(within(root, scopes.encoder, encoder, x))
     if hidden_states is not None:
         hidden_states.append(x)
     return x
@@ -232,7 +255,9 @@ class EncoderModel(PreTrainedModel):
 
     def pool(self, packed: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         """The pooled output (batch, hidden_size) of each sequence's first real token."""
-        return run_pooler(self, self.family, first_tokens(packed, batch))
+        assert self.family.pooler is not None
+        first = first_tokens(packed, batch)
+        return within(self, parent_of(self.family.pooler), lambda x: run_pooler(self, self.family, x), first)
 
     def forward(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastbert.models import heads
+from fastbert.models import heads, masked_lm
 from fastbert.models.base import EncoderModel
 from fastbert.models.family import Family, MaskedLMNames
 
@@ -18,15 +18,15 @@ class BertModel(EncoderModel):
     family = Family(model_type="bert", prefix="bert", masked_lm=BERT_MASKED_LM)
 
 
-class BertForMaskedLM(heads.ForMaskedLM):
+class BertForMaskedLM(masked_lm.ForMaskedLM):
     base_class = BertModel
 
 
-class BertForPreTraining(heads.ForPreTraining):
+class BertForPreTraining(masked_lm.ForPreTraining):
     base_class = BertModel
 
 
-class BertForNextSentencePrediction(heads.ForNextSentencePrediction):
+class BertForNextSentencePrediction(masked_lm.ForNextSentencePrediction):
     base_class = BertModel
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastbert.layers.embeddings import EmbeddingNames
 from fastbert.layers.encoder import LayerNames
-from fastbert.models import heads
+from fastbert.models import heads, masked_lm
 from fastbert.models.base import EncoderModel
 from fastbert.models.family import Family, MaskedLMNames, SequenceHead
 
@@ -36,7 +36,7 @@ class DistilBertModel(EncoderModel):
     )
 
 
-class DistilBertForMaskedLM(heads.ForMaskedLM):
+class DistilBertForMaskedLM(masked_lm.ForMaskedLM):
     base_class = DistilBertModel
 
 

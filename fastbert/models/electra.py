@@ -8,8 +8,8 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.layers.embeddings import EmbeddingNames
-from fastbert.layers.leaves import get_leaf, linear, place
-from fastbert.models import heads
+from fastbert.layers.leaves import get_leaf, linear, place, within
+from fastbert.models import heads, masked_lm
 from fastbert.models.base import EncoderModel
 from fastbert.models.family import Family, MaskedLMNames, SequenceHead
 from fastbert.models.outputs import ModelOutput
@@ -45,7 +45,7 @@ class ElectraModel(EncoderModel):
     )
 
 
-class ElectraForMaskedLM(heads.ForMaskedLM):
+class ElectraForMaskedLM(masked_lm.ForMaskedLM):
     base_class = ElectraModel
 
 
@@ -61,10 +61,14 @@ class ElectraForPreTraining(heads.HeadModel):
         place(self, "discriminator_predictions.dense", nn.Linear(config.hidden_size, config.hidden_size))
         place(self, "discriminator_predictions.dense_prediction", nn.Linear(config.hidden_size, 1))
 
-    def compute(self, packed, batch, given):
-        x = linear(get_leaf(self, "discriminator_predictions.dense"), packed, self.config.activation)
-        logits = linear(get_leaf(self, "discriminator_predictions.dense_prediction"), x).squeeze(-1)
-        loss = None
+    def compute(self, encoded, given):
+        batch, head = encoded.batch, "discriminator_predictions"
+
+        def run(x):
+            x = linear(get_leaf(self, f"{head}.dense"), x, self.config.activation)
+            return linear(get_leaf(self, f"{head}.dense_prediction"), x).squeeze(-1)
+
+        logits, loss = within(self, head, run, encoded.packed), None
         if given:
             labels = self.pack_labels(given["labels"], batch, 2)
             scores = ops.at_least_fp32(logits)
@@ -137,7 +141,8 @@ class ElectraForJointPreTraining(nn.Module):
             "max_seqlen": max_seqlen,
         }
         arguments = (input_ids, attention_mask, token_type_ids, None, None, cu_seqlens, max_seqlen)
-        packed, batch, _ = self.generator.base_model.run(arguments, False, False)
+        encoded, _ = self.generator.run_base(arguments)
+        packed, batch = encoded.packed, encoded.batch
         packed_labels = self.generator.pack_labels(labels, batch, self.generator.config.vocab_size)
         kept = (packed_labels != -100).nonzero().flatten()
         hidden = self.generator.masked_lm_hidden(packed.index_select(0, kept))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from fastbert.config import EncoderConfig
 from fastbert.layers.embeddings import EmbeddingNames
 from fastbert.layers.encoder import LayerNames, LayerOptions
+from fastbert.layers.leaves import parent_of
 
 BERT_EMBEDDINGS = EmbeddingNames()
 BERT_LAYER = LayerNames(
@@ -44,6 +45,19 @@ class SequenceHead:
     activation: Callable[[EncoderConfig], str | None] = lambda config: "tanh"
     dropout_first: bool = False
     dropout: Callable[[EncoderConfig], float] = lambda config: config.head_dropout
+
+
+@dataclass(frozen=True)
+class Scopes:
+    """Containers of the base model that stand for more than one layer; None, or empty, where there is none to call.
+
+    groups: of each run of `inner_group_num` layers. projects: whether the encoder's container holds the projection.
+    """
+
+    embeddings: str | None = None
+    encoder: str | None = None
+    groups: tuple[str, ...] = ()
+    projects: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,6 +101,17 @@ class Family:
             first = group * config.inner_group_num
             paths += [self.layer_path(config, first + inner) for inner in range(config.inner_group_num)]
         return paths
+
+    def scopes(self, config: EncoderConfig) -> Scopes:
+        encoder = self.layer_path(config, 0).partition(".")[0]
+        projection = self.embedding_names(config).project
+        firsts = self.layer_paths(config)[:: config.inner_group_num] if config.num_hidden_groups else []
+        return Scopes(
+            embeddings=parent_of(self.embeddings.word),
+            encoder=encoder,
+            groups=tuple(path.rsplit(".", 2)[0] for path in firsts),
+            projects=projection is not None and projection.startswith(f"{encoder}."),
+        )
 
     def linear_paths(self, config: EncoderConfig) -> list[str]:
         """The paths of the Linear leaves of all layers, below the base model; those of shared layers once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -10,12 +11,25 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.config import ACTIVATIONS, EncoderConfig
-from fastbert.layers.encoder import add_norm
-from fastbert.layers.leaves import get_leaf, is_plain, linear, place
+from fastbert.layers.leaves import get_leaf, has_hooks, linear, parent_of, place, within
 from fastbert.models.base import EncoderModel, PreTrainedModel, first_tokens
 from fastbert.models.family import SequenceHead
-from fastbert.models.outputs import Deferred, ModelOutput
+from fastbert.models.outputs import ModelOutput
 from fastbert.packing import InputError, PackedBatch, checks_values
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What a base model made of a batch: packed hidden states (total_tokens, hidden_size)."""
+
+    base: EncoderModel
+    packed: torch.Tensor
+    batch: PackedBatch
+    pooler_output: torch.Tensor | None = None  # where the base model was called, because it has hooks
+
+    def pooled(self) -> torch.Tensor:
+        """(batch, hidden_size)."""
+        return self.base.pool(self.packed, self.batch) if self.pooler_output is None else self.pooler_output
 
 
 class HeadModel(PreTrainedModel):
@@ -39,8 +53,8 @@ class HeadModel(PreTrainedModel):
     def build_head(self, config: EncoderConfig) -> None:
         raise NotImplementedError
 
-    def compute(self, packed: torch.Tensor, batch: PackedBatch, given: dict) -> dict:
-        """Fields of the output, loss first, from packed hidden states (total_tokens, hidden_size).
+    def compute(self, encoded: Encoded, given: dict) -> dict:
+        """Fields of the output, loss first.
 
         `given` holds those of `option_names` that the caller passed.
         """
@@ -81,9 +95,24 @@ class HeadModel(PreTrainedModel):
                 f"{type(self).__name__} takes no {', '.join(sorted(unknown))}; it has {', '.join(self.option_names)}"
             )
         arguments = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen)
-        packed, batch, extras = self.base_model.run(arguments, output_attentions, output_hidden_states)
-        output = ModelOutput(**self.compute(packed, batch, given), **extras)
+        encoded, extras = self.run_base(arguments, output_attentions, output_hidden_states)
+        output = ModelOutput(**self.compute(encoded, given), **extras)
         return output.to_tuple() if return_dict is False else output
+
+    def run_base(
+        self, arguments: tuple, output_attentions: bool | None = None, output_hidden_states: bool | None = None
+    ) -> tuple[Encoded, dict]:
+        """Run the base model on the arguments of its `prepare`; also the extras that were asked for, unpacked."""
+        base = self.base_model
+        if not has_hooks(base):
+            packed, batch, extras = base.run(arguments, output_attentions, output_hidden_states)
+            return Encoded(base, packed, batch), extras
+        *inputs, cu_seqlens, max_seqlen = arguments
+        output = base(*inputs, output_attentions, output_hidden_states, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        batch, hidden = base.prepare(*arguments).batch, output.last_hidden_state
+        packed = hidden if batch.seqlen is None else batch.pack(hidden)
+        extras = {name: output[name] for name in ("hidden_states", "attentions") if name in output}
+        return Encoded(base, packed, batch, output.pooler_output if base.has_pooler else None), extras
 
     def pack_labels(self, labels: torch.Tensor, batch: PackedBatch, limit: int, name: str = "labels") -> torch.Tensor:
         """Token labels in packed order, checked: -100 or within [0, limit)."""
@@ -125,96 +154,6 @@ def sequence_loss(config: EncoderConfig, logits: torch.Tensor, labels: torch.Ten
     )
 
 
-class MaskedLMHeadModel(HeadModel):
-    """The masked-LM head: dense, activation, norm and a decoder whose weight is the word embedding."""
-
-    def build_masked_lm(self, config: EncoderConfig) -> None:
-        names = self.family.masked_lm
-        width = config.embedding_width
-        leaves = {"dense": nn.Linear(config.hidden_size, width), "norm": nn.LayerNorm(width, eps=config.layer_norm_eps)}
-        for role in names.order:
-            place(self, getattr(names, role), leaves[role])
-        if names.bias is not None:
-            parent, _, leaf = names.bias.rpartition(".")
-            get_leaf(self, parent).register_parameter(leaf, nn.Parameter(torch.zeros(config.vocab_size)))
-        place(self, names.decoder, nn.Linear(width, config.vocab_size))
-
-    def tied_keys(self) -> dict[str, str]:
-        """Second names of shared tensors -> the name that a file holds."""
-        names = self.family.masked_lm
-        if not self.config.tie_word_embeddings:
-            return {}
-        word = f"{self.family.prefix}.{self.family.embeddings.word}.weight"
-        tied = {f"{names.decoder}.weight": word}
-        if names.bias is not None:
-            tied[f"{names.decoder}.bias"] = names.bias
-        return tied
-
-    def tie_weights(self) -> None:
-        for copy, original in self.tied_keys().items():
-            (copy_root, copy_leaf), (root, leaf) = (key.rsplit(".", 1) for key in (copy, original))
-            get_leaf(self, copy_root)._parameters[copy_leaf] = get_leaf(self, root)._parameters[leaf]
-
-    def get_output_embeddings(self) -> nn.Module:
-        return get_leaf(self, self.family.masked_lm.decoder)
-
-    def decoder_loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy of decoder(hidden) (tokens, vocab_size), every token labelled."""
-        decoder = self.get_output_embeddings()
-        if is_plain(decoder, nn.Linear):
-            return ops.cross_entropy(hidden, decoder.weight, decoder.bias, labels)
-        logits = decoder(hidden)  # hooked, or LoRA's: called, as every leaf is
-        return ops.logits_cross_entropy(logits, labels)
-
-    def masked_lm_hidden(self, packed: torch.Tensor) -> torch.Tensor:
-        """The head before its decoder: (tokens, hidden_size) -> (tokens, embedding_size)."""
-        names = self.family.masked_lm
-        name = names.activation or self.config.activation
-        x = linear(get_leaf(self, names.dense), packed, name)
-        return add_norm(get_leaf(self, names.norm), x, None, None, 0.0)
-
-    def masked_lm_logits(self, packed: torch.Tensor, batch: PackedBatch):
-        decoder = self.get_output_embeddings()
-        return batch.unpack(linear(decoder, self.masked_lm_hidden(packed)))
-
-    def masked_lm_loss(self, packed: torch.Tensor, batch: PackedBatch, labels: torch.Tensor) -> torch.Tensor:
-        """The whole head runs for labelled tokens only."""
-        labels = self.pack_labels(labels, batch, self.config.vocab_size)
-        kept = (labels != -100).nonzero().flatten()
-        hidden = self.masked_lm_hidden(packed.index_select(0, kept))
-        return self.decoder_loss(hidden, labels.index_select(0, kept))
-
-
-class ForMaskedLM(MaskedLMHeadModel):
-    """Masked language modelling (Devlin et al. 2018, section 3.1).
-
-    With labels, the decoder runs for labelled tokens only; `logits` of all tokens are computed if they are read.
-    """
-
-    def build_head(self, config):
-        self.build_masked_lm(config)
-
-    def compute(self, packed, batch, given):
-        if not given:
-            return {"logits": self.masked_lm_logits(packed, batch)}
-        logits = Deferred(lambda: self.masked_lm_logits(packed, batch), packed.device.type)
-        return {"loss": self.masked_lm_loss(packed, batch, given["labels"]), "logits": logits}
-
-
-class ForNextSentencePrediction(HeadModel):
-    """Is sentence B what follows A (0) or a random one (1)?"""
-
-    needs_pooler = True
-
-    def build_head(self, config):
-        place(self, self.family.pair, nn.Linear(config.hidden_size, 2))
-
-    def compute(self, packed, batch, given):
-        logits = linear(get_leaf(self, self.family.pair), self.base_model.pool(packed, batch))
-        loss = class_loss(logits, given["labels"]) if given else None
-        return {"loss": loss, "logits": logits}
-
-
 def class_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Cross-entropy of (batch, num_classes) logits, a label a sequence."""
     labels = labels.reshape(-1)
@@ -222,33 +161,6 @@ def class_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         raise InputError(f"labels has {labels.shape[0]} entries for {logits.shape[0]} sequences")
     labels = check_labels(labels.long(), logits.shape[-1], "labels")
     return ops.logits_cross_entropy(logits, labels)
-
-
-class ForPreTraining(MaskedLMHeadModel):
-    """Masked LM and a sentence-pair head together: next sentence (BERT) or sentence order (ALBERT)."""
-
-    needs_pooler = True
-    pair_label: ClassVar[str] = "next_sentence_label"
-    pair_logits: ClassVar[str] = "seq_relationship_logits"
-    option_names = ("labels", "next_sentence_label")
-
-    def build_head(self, config):
-        self.build_masked_lm(config)
-        place(self, self.family.pair, nn.Linear(config.hidden_size, self.pair_size(config)))
-
-    def pair_size(self, config: EncoderConfig) -> int:
-        return 2
-
-    def compute(self, packed, batch, given):
-        pair = linear(get_leaf(self, self.family.pair), self.pair_input(self.base_model.pool(packed, batch)))
-        if len(given) < 2:  # as transformers: the loss needs both kinds of labels
-            return {"prediction_logits": self.masked_lm_logits(packed, batch), self.pair_logits: pair}
-        logits = Deferred(lambda: self.masked_lm_logits(packed, batch), packed.device.type)
-        loss = self.masked_lm_loss(packed, batch, given["labels"]) + class_loss(pair, given[self.pair_label])
-        return {"loss": loss, "prediction_logits": logits, self.pair_logits: pair}
-
-    def pair_input(self, pooled: torch.Tensor) -> torch.Tensor:
-        return pooled
 
 
 class SequenceHeadModel(HeadModel):
@@ -263,19 +175,25 @@ class SequenceHeadModel(HeadModel):
             place(self, head.dense, nn.Linear(config.hidden_size, config.hidden_size))
         place(self, head.out, nn.Linear(config.hidden_size, num_outputs))
 
-    def sequence_logits(self, packed: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    def sequence_logits(self, encoded: Encoded) -> torch.Tensor:
         head, p = self.sequence_head(), self.sequence_head().dropout(self.config)
-        if head.pooled:
-            x = self.base_model.pool(packed, batch)
-        else:
-            x = first_tokens(packed, batch)
-        if head.dropout_first:
-            x = self.drop(x, p)
-        if head.dense is not None:
-            x = linear(get_leaf(self, head.dense), x)
-            name = head.activation(self.config)
-            x = ops.activation(x, ACTIVATIONS[name]) if name else x  # transformers takes "" for none, too
-        return linear(get_leaf(self, head.out), self.drop(x, p))
+        around = parent_of(head.out)  # holds dense, too, where there is one
+
+        def dense(x):
+            if head.dropout_first:
+                x = self.drop(x, p)
+            if head.dense is not None:
+                x = linear(get_leaf(self, head.dense), x)
+                name = head.activation(self.config)
+                x = ops.activation(x, ACTIVATIONS[name]) if name else x  # transformers takes "" for none, too
+            return self.drop(x, p)
+
+        def out(x):
+            x = within(self, parent_of(head.dense), dense, x) if around is None and head.dense else dense(x)
+            return linear(get_leaf(self, head.out), x)
+
+        x = encoded.pooled() if head.pooled else first_tokens(encoded.packed, encoded.batch)
+        return within(self, around, out, x)
 
 
 class ForSequenceClassification(SequenceHeadModel):
@@ -291,8 +209,8 @@ class ForSequenceClassification(SequenceHeadModel):
     def build_head(self, config):
         self.build_sequence_head(config, config.num_labels)
 
-    def compute(self, packed, batch, given):
-        logits = self.sequence_logits(packed, batch)
+    def compute(self, encoded, given):
+        logits = self.sequence_logits(encoded)
         loss = sequence_loss(self.config, logits, given["labels"]) if given else None
         return {"loss": loss, "logits": logits}
 
@@ -329,11 +247,11 @@ class ForMultipleChoice(SequenceHeadModel):
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         return super().forward(*inputs, *args, num_choices=num_choices, **kwargs)
 
-    def compute(self, packed, batch, given):
-        num_choices = given["num_choices"]
-        if batch.batch_size % num_choices:
-            raise InputError(f"{batch.batch_size} sequences are no multiple of num_choices {num_choices}")
-        logits = self.sequence_logits(packed, batch).view(-1, num_choices)
+    def compute(self, encoded, given):
+        num_choices, sequences = given["num_choices"], encoded.batch.batch_size
+        if sequences % num_choices:
+            raise InputError(f"{sequences} sequences are no multiple of num_choices {num_choices}")
+        logits = self.sequence_logits(encoded).view(-1, num_choices)
         return {"loss": class_loss(logits, given["labels"]) if "labels" in given else None, "logits": logits}
 
 
@@ -343,7 +261,8 @@ class ForTokenClassification(HeadModel):
     def build_head(self, config):
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
 
-    def compute(self, packed, batch, given):
+    def compute(self, encoded, given):
+        packed, batch = encoded.packed, encoded.batch
         x = self.drop(packed, self.family.token_dropout(self.config))
         logits = linear(self.classifier, x)
         loss = None
@@ -365,7 +284,8 @@ class ForQuestionAnswering(HeadModel):
     def build_head(self, config):
         self.qa_outputs = nn.Linear(config.hidden_size, config.num_labels)
 
-    def compute(self, packed, batch, given):
+    def compute(self, encoded, given):
+        packed, batch = encoded.packed, encoded.batch
         logits = linear(self.qa_outputs, self.drop(packed, self.config.qa_dropout))
         if logits.shape[-1] != 2:
             raise InputError(f"question answering needs num_labels 2, not {logits.shape[-1]}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fastbert.layers.embeddings import EmbeddingNames
-from fastbert.models import heads
+from fastbert.models import heads, masked_lm
 from fastbert.models.base import EncoderModel
 from fastbert.models.family import Family, MaskedLMNames, SequenceHead
 
@@ -30,7 +30,7 @@ class RobertaModel(EncoderModel):
     family = ROBERTA
 
 
-class RobertaForMaskedLM(heads.ForMaskedLM):
+class RobertaForMaskedLM(masked_lm.ForMaskedLM):
     base_class = RobertaModel
 
 
@@ -54,7 +54,7 @@ class XLMRobertaModel(EncoderModel):
     family = replace(ROBERTA, model_type="xlm-roberta")
 
 
-class XLMRobertaForMaskedLM(heads.ForMaskedLM):
+class XLMRobertaForMaskedLM(masked_lm.ForMaskedLM):
     base_class = XLMRobertaModel
 
 

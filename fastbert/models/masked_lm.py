@@ -1,0 +1,183 @@
+"""The heads of pre-training: masked tokens, sentence pairs, and both."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from fastbert import ops
+from fastbert.config import EncoderConfig
+from fastbert.layers.encoder import add_norm
+from fastbert.layers.leaves import get_leaf, is_called, is_plain, linear, parent_of, place, within
+from fastbert.models.heads import HeadModel, class_loss
+from fastbert.models.outputs import Deferred
+from fastbert.packing import PackedBatch
+
+
+class MaskedLMHeadModel(HeadModel):
+    """The masked-LM head: dense, activation, norm and a decoder whose weight is the word embedding."""
+
+    def build_masked_lm(self, config: EncoderConfig) -> None:
+        names = self.family.masked_lm
+        width = config.embedding_width
+        leaves = {"dense": nn.Linear(config.hidden_size, width), "norm": nn.LayerNorm(width, eps=config.layer_norm_eps)}
+        for role in names.order:
+            place(self, getattr(names, role), leaves[role])
+        if names.bias is not None:
+            parent, _, leaf = names.bias.rpartition(".")
+            get_leaf(self, parent).register_parameter(leaf, nn.Parameter(torch.zeros(config.vocab_size)))
+        place(self, names.decoder, nn.Linear(width, config.vocab_size))
+
+    def tied_keys(self) -> dict[str, str]:
+        """Second names of shared tensors -> the name that a file holds."""
+        names = self.family.masked_lm
+        if not self.config.tie_word_embeddings:
+            return {}
+        word = f"{self.family.prefix}.{self.family.embeddings.word}.weight"
+        tied = {f"{names.decoder}.weight": word}
+        if names.bias is not None:
+            tied[f"{names.decoder}.bias"] = names.bias
+        return tied
+
+    def tie_weights(self) -> None:
+        for copy, original in self.tied_keys().items():
+            (copy_root, copy_leaf), (root, leaf) = (key.rsplit(".", 1) for key in (copy, original))
+            get_leaf(self, copy_root)._parameters[copy_leaf] = get_leaf(self, root)._parameters[leaf]
+
+    def get_output_embeddings(self) -> nn.Module:
+        return get_leaf(self, self.family.masked_lm.decoder)
+
+    def decoder_loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy of decoder(hidden) (tokens, vocab_size), every token labelled."""
+        decoder = self.get_output_embeddings()
+        if is_plain(decoder, nn.Linear):
+            return ops.cross_entropy(hidden, decoder.weight, decoder.bias, labels)
+        logits = decoder(hidden)  # hooked, or LoRA's: called, as every leaf is
+        return ops.logits_cross_entropy(logits, labels)
+
+    def masked_lm_hidden(self, packed: torch.Tensor) -> torch.Tensor:
+        """The head before its decoder: (tokens, hidden_size) -> (tokens, embedding_size)."""
+        names = self.family.masked_lm
+        activation = names.activation or self.config.activation
+
+        def run(x):
+            x = linear(get_leaf(self, names.dense), x, activation)
+            return add_norm(get_leaf(self, names.norm), x, None, None, 0.0)
+
+        scope = parent_of(names.dense)
+        return within(self, None if scope == parent_of(names.decoder) else scope, run, packed)
+
+    def token_scores(self, packed: torch.Tensor) -> torch.Tensor:
+        """Scores of the vocabulary: (tokens, hidden_size) -> (tokens, vocab_size)."""
+
+        def run(x):
+            return linear(self.get_output_embeddings(), self.masked_lm_hidden(x))
+
+        return within(self, parent_of(self.family.masked_lm.decoder), run, packed)
+
+    def masked_lm_scores(self, packed: torch.Tensor) -> torch.Tensor:
+        """`token_scores`, by way of all containers of the head that have hooks."""
+        return within(self, self.outer_container, self.token_scores, packed)
+
+    @property
+    def outer_container(self) -> str | None:
+        """BERT's `cls`, which holds all that is above the base model; None where a family has no such container."""
+        return parent_of(parent_of(self.family.masked_lm.decoder) or "")
+
+    def needs_scores(self) -> bool:
+        """Whether a container is called that returns scores, which the loss then starts from."""
+        scopes = (parent_of(self.family.masked_lm.decoder), self.outer_container)
+        return any([is_called(self, path) for path in scopes if path is not None])
+
+    def masked_lm_logits(self, packed: torch.Tensor, batch: PackedBatch):
+        return batch.unpack(self.masked_lm_scores(packed))
+
+    def masked_lm_loss(self, packed: torch.Tensor, batch: PackedBatch, labels: torch.Tensor) -> torch.Tensor:
+        """The whole head runs for labelled tokens only."""
+        labels = self.pack_labels(labels, batch, self.config.vocab_size)
+        kept = (labels != -100).nonzero().flatten()
+        packed, labels = packed.index_select(0, kept), labels.index_select(0, kept)
+        if self.needs_scores():
+            return ops.logits_cross_entropy(self.masked_lm_scores(packed), labels)
+        return self.decoder_loss(self.masked_lm_hidden(packed), labels)
+
+
+class ForMaskedLM(MaskedLMHeadModel):
+    """Masked language modelling (Devlin et al. 2018, section 3.1).
+
+    With labels, the decoder runs for labelled tokens only; `logits` of all tokens are computed if they are read.
+    """
+
+    def build_head(self, config):
+        self.build_masked_lm(config)
+
+    def compute(self, encoded, given):
+        packed, batch = encoded.packed, encoded.batch
+        if not given:
+            return {"logits": self.masked_lm_logits(packed, batch)}
+        logits = Deferred(lambda: self.masked_lm_logits(packed, batch), packed.device.type)
+        return {"loss": self.masked_lm_loss(packed, batch, given["labels"]), "logits": logits}
+
+
+class ForNextSentencePrediction(HeadModel):
+    """Is sentence B what follows A (0) or a random one (1)?"""
+
+    needs_pooler = True
+
+    def build_head(self, config):
+        place(self, self.family.pair, nn.Linear(config.hidden_size, 2))
+
+    def compute(self, encoded, given):
+        path = self.family.pair
+        logits = within(self, parent_of(path), lambda x: linear(get_leaf(self, path), x), encoded.pooled())
+        loss = class_loss(logits, given["labels"]) if given else None
+        return {"loss": loss, "logits": logits}
+
+
+class ForPreTraining(MaskedLMHeadModel):
+    """Masked LM and a sentence-pair head together: next sentence (BERT) or sentence order (ALBERT)."""
+
+    needs_pooler = True
+    pair_label: ClassVar[str] = "next_sentence_label"
+    pair_logits: ClassVar[str] = "seq_relationship_logits"
+    option_names = ("labels", "next_sentence_label")
+
+    def build_head(self, config):
+        self.build_masked_lm(config)
+        place(self, self.family.pair, nn.Linear(config.hidden_size, self.pair_size(config)))
+
+    def pair_size(self, config: EncoderConfig) -> int:
+        return 2
+
+    def compute(self, encoded, given):
+        packed, batch, pooled = encoded.packed, encoded.batch, encoded.pooled()
+        outer, has_loss = self.outer_container, len(given) == 2  # as transformers: the loss needs both kinds of labels
+        if outer is not None and is_called(self, outer):
+            scores, pair = within(
+                self, outer, lambda *both: (self.token_scores(both[0]), self.pair(both[1])), packed, pooled
+            )
+            logits = batch.unpack(scores)
+            if has_loss:
+                labels = self.pack_labels(given["labels"], batch, self.config.vocab_size)
+                loss = ops.logits_cross_entropy(scores, labels)
+        elif has_loss:
+            pair, loss = self.pair(pooled), self.masked_lm_loss(packed, batch, given["labels"])
+            logits = Deferred(lambda: self.masked_lm_logits(packed, batch), packed.device.type)
+        else:
+            pair, logits = self.pair(pooled), self.masked_lm_logits(packed, batch)
+        fields = {"prediction_logits": logits, self.pair_logits: pair}
+        return {"loss": loss + class_loss(pair, given[self.pair_label]), **fields} if has_loss else fields
+
+    def pair(self, pooled: torch.Tensor) -> torch.Tensor:
+        """Scores of a pair of sentences: (batch, hidden_size) -> (batch, 2)."""
+        scope = parent_of(self.family.pair)
+
+        def run(x):
+            return linear(get_leaf(self, self.family.pair), self.pair_input(x))
+
+        return within(self, None if scope == self.outer_container else scope, run, pooled)
+
+    def pair_input(self, pooled: torch.Tensor) -> torch.Tensor:
+        return pooled

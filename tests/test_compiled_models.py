@@ -1,0 +1,99 @@
+"""Compiled models beside each other, and changes that come after a model was compiled."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hf import config_for, make_hf, randomise
+
+import fastbert
+from fastbert.backend import use_backend
+from fastbert.models.auto import model_class
+
+IDS = torch.tensor([[3, 9, 4, 1, 7], [5, 2, 8, 6, 6]])
+KINDS = ("bert", "albert", "megatron-bert", "accelerated")
+CASES = [(kind, "auto", torch.no_grad) for kind in KINDS]
+CASES += [("bert", "auto", torch.inference_mode), ("accelerated", "auto", torch.enable_grad)]
+CASES += [
+    ("bert", "torch", torch.no_grad),
+    ("accelerated", "torch", torch.no_grad),
+    ("bert", "torch", torch.enable_grad),
+]
+cases = pytest.mark.parametrize(("kind", "backend", "mode"), CASES)
+
+
+@pytest.fixture(autouse=True)
+def compiles_anew():
+    torch._dynamo.reset()
+
+
+def make(kind: str):
+    if kind == "accelerated":
+        return fastbert.accelerate(make_hf(config_for("bert", "Model", num_hidden_layers=2), "Model").eval())
+    return randomise(model_class(kind)(config_for(kind, "Model", num_hidden_layers=2))).eval()
+
+
+def last_leaves(model) -> list[torch.nn.Module]:
+    """The last Linear and the last LayerNorm of a model's layers."""
+    leaves = [leaf for name, leaf in model.named_modules() if "layer" in name]
+    return [[leaf for leaf in leaves if type(leaf) is kind][-1] for kind in (torch.nn.Linear, torch.nn.LayerNorm)]
+
+
+def run(model) -> torch.Tensor:
+    return model(IDS).last_hidden_state
+
+
+@cases
+def test_two_models_share_no_weights(kind, backend, mode):
+    """Copies share their code, so that they share compilations, too: each must run its own layers."""
+    first = make(kind)
+    second = randomise(copy.deepcopy(first), seed=1)
+    compiled = [torch.compile(model, backend="eager") for model in (first, second)]
+    with use_backend(backend), mode():
+        for _ in range(3):
+            run(compiled[0])
+        for _ in range(2):
+            for graph, model in zip(compiled, (first, second), strict=True):
+                assert torch.equal(run(graph), run(model))
+        assert not torch.equal(run(compiled[0]), run(compiled[1]))
+
+
+def test_a_process_of_many_models():
+    """The third and the fourth come after the first is gone: nothing is found by an address."""
+    for seed in range(4):
+        model = randomise(make("bert"), seed)
+        with torch.no_grad():
+            assert torch.equal(run(torch.compile(model, backend="eager")), run(model))
+        del model
+
+
+@cases
+def test_hooks_that_come_later_run(kind, backend, mode):
+    """In eager calls; in compiled ones where torch is told to guard hooks, which it does not do by itself."""
+    model = make(kind)
+    compiled = torch.compile(model, backend="eager")
+    leaf = last_leaves(model)[0]
+    with use_backend(backend), mode(), torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+        before = run(compiled)
+        handle = leaf.register_forward_hook(lambda module, args, out: out * 1.5)
+        after = run(model)
+        assert not torch.equal(after, before) and torch.equal(run(compiled), after)
+        handle.remove()
+        assert torch.equal(run(model), before) and torch.equal(run(compiled), before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_changes_after_compiling_are_seen(kind):
+    model = make(kind)
+    compiled = torch.compile(model, backend="eager")
+    norm = last_leaves(model)[1]
+    with torch.no_grad():
+        before = run(compiled)
+        norm.eps = 0.5
+        after = run(model)
+        assert not torch.equal(after, before) and torch.equal(run(compiled), after)
+        norm.weight = torch.nn.Parameter(norm.weight * 2)
+        again = run(model)
+        assert not torch.equal(again, after) and torch.equal(run(compiled), again)
