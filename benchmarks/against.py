@@ -1,0 +1,223 @@
+"""This checkout against another one: whether the bits are the same, and times in turn.
+
+    python benchmarks/against.py OTHER             # digests of outputs, losses and gradients of every family
+    python benchmarks/against.py OTHER --speed     # ratios of medians, two processes asked in turn
+
+OTHER is the root of a checkout with its extension built (`python setup.py build_ext --inplace`). Each checkout runs in
+a process of its own, on the same weights and inputs. The machine must be quiet for --speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+FAMILIES = ("bert", "roberta", "xlm-roberta", "distilbert", "albert", "electra", "megatron-bert")
+SHAPES = {"1x16": (1, 16), "1x128": (1, 128), "8x128": (8, 128), "ragged": None}
+RAGGED = (12, 31, 55, 7, 90, 44, 167, 23, 61, 18, 102, 36, 5, 73, 49, 28)
+SIZES = {
+    "minilm": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
+    "base": {},
+}
+
+
+def make(model_type: str, head: str, **fields):
+    import torch
+
+    import fastbert
+    from fastbert.models.auto import model_class
+
+    model = model_class(model_type, head)(fastbert.EncoderConfig.of_family(model_type, **fields))
+    noise = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, p in sorted(model.named_parameters()):
+            scale = 0.2 if p.dim() == 1 else 0.7 * p.shape[1] ** -0.5
+            p.copy_(torch.randn(p.shape, generator=noise) * scale + (p.dim() == 1 and "orm.weight" in name))
+    return model
+
+
+def digest(*tensors) -> str:
+    import torch
+
+    found = hashlib.sha256()
+    for t in tensors:
+        found.update(str((t.dtype, tuple(t.shape))).encode())
+        found.update(t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def bits() -> dict[str, str]:
+    """A digest for every family, head, dtype, mode and layout."""
+    import torch
+
+    import fastbert
+    from fastbert.models.auto import _CLASSES
+
+    shape = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 96}
+    shape |= {"vocab_size": 99, "max_position_embeddings": 64}
+    found = {}
+    for model_type, head in sorted(_CLASSES):
+        labels = 2 if head in ("QuestionAnswering", "MultipleChoice", "NextSentencePrediction") else 3
+        model = make(model_type, head, num_labels=labels, **shape)
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(2, 99, (6, 24), generator=generator)
+        mask = (torch.arange(24) < torch.tensor([24, 3, 11, 1, 17, 9])[:, None]).long()
+        ids = ids.where(mask.bool(), model.config.pad_token_id)
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        if head == "MultipleChoice":
+            inputs = {name: t.view(3, 2, 24) for name, t in inputs.items()}
+        packed = {"input_ids": ids[mask.bool()], "max_seqlen": 24}
+        packed["cu_seqlens"] = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int()
+        if head == "MultipleChoice":
+            packed["num_choices"] = 2
+        token = torch.randint(0, 2, (6, 24), generator=generator).where(mask.bool(), -100)
+        given = {
+            "Model": {}, "MaskedLM": {"labels": token}, "TokenClassification": {"labels": token},
+            "QuestionAnswering": {"start_positions": torch.zeros(6).long(), "end_positions": torch.zeros(6).long()},
+            "MultipleChoice": {"labels": torch.tensor([0, 1, 1])},
+            "SequenceClassification": {"labels": torch.tensor([0, 1, 1, 0, 2, 1])},
+            "NextSentencePrediction": {"labels": torch.tensor([0, 1, 1, 0, 1, 1])},
+        }  # fmt: skip
+        pair = "sentence_order_label" if model_type == "albert" else "next_sentence_label"
+        both = {"labels": token} | ({} if model_type == "electra" else {pair: torch.tensor([0, 1, 1, 0, 1, 1])})
+        labels = given.get(head, both)
+        for dtype in ("float32", "bfloat16", "int8", "autocast"):
+            name = f"{model_type} {head} {dtype}"
+            model = model.to(torch.bfloat16) if dtype == "bfloat16" else model.float()
+            runs = fastbert.quantize(make(model_type, head, **shape), "int8") if dtype == "int8" else model
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
+                for layout, batch in (("padded", inputs), ("packed", packed)):
+                    with torch.inference_mode():
+                        out = runs.eval()(**batch)
+                    found[f"{name} eval {layout}"] = digest(*(out[k] for k in out if torch.is_tensor(out[k])))
+                if dtype != "int8":
+                    torch.manual_seed(7)
+                    out = runs.train()(**inputs, **labels)
+                    tensors = [out[k] for k in out if torch.is_tensor(out[k])]
+                    runs.zero_grad()
+                    (out.loss if labels else tensors[0].sum()).backward()
+                    gradients = [p.grad for _, p in sorted(runs.named_parameters()) if p.grad is not None]
+                    found[f"{name} train"] = digest(*tensors, *gradients)
+    return found
+
+
+def serve() -> None:
+    """Times for cases asked for on stdin, a line each: seconds of every call."""
+    import torch
+
+    import fastbert
+
+    torch.set_num_threads(2)
+    made: dict = {}
+    for line in sys.stdin:
+        size, dtype, shape, calls = json.loads(line)
+        if (size, dtype) not in made:
+            made.clear()
+            model = make("bert", "SequenceClassification" if shape == "training" else "Model", **SIZES[size]).eval()
+            if dtype == "int8":
+                model = fastbert.quantize(model, "int8")
+            made[size, dtype] = model.to(getattr(torch, "bfloat16" if dtype == "int8" else dtype))
+        model = made[size, dtype]
+        generator = torch.Generator().manual_seed(2)
+        if shape in ("ragged", "training"):
+            lengths = torch.tensor(RAGGED * 2)
+        else:
+            lengths = torch.full((SHAPES[shape][0],), SHAPES[shape][1])
+        width = int(lengths.max())
+        ids = torch.randint(1000, 30000, (len(lengths), width), generator=generator)
+        mask = (torch.arange(width) < lengths[:, None]).long()
+        seconds = []
+        for _ in range(calls):
+            if shape == "training":
+                model.train()
+                begin = time.perf_counter()
+                model(ids, mask, labels=torch.arange(len(lengths)) % 2).loss.backward()
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.add_(p.grad, alpha=-1e-5)
+                        p.grad = None
+            else:
+                with torch.inference_mode():
+                    begin = time.perf_counter()
+                    model(ids, mask)
+            seconds.append(time.perf_counter() - begin)
+        print(json.dumps(seconds), flush=True)
+
+
+def start(root: Path, task: str, **pipes) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(root), "FASTBERT_AGAINST": task}
+    return subprocess.Popen([sys.executable, __file__, str(root)], cwd=root, env=environment, text=True, **pipes)
+
+
+def compare_speed(mine: Path, other: Path, rounds: int) -> int:
+    roots = {"this": mine, "other": other}
+    servers = {n: start(r, "serve", stdin=subprocess.PIPE, stdout=subprocess.PIPE) for n, r in roots.items()}
+    cases = [(s, d, n) for s in SIZES for d in ("float32", "bfloat16", "int8") for n in SHAPES]
+    cases += [("minilm", "float32", "training"), ("minilm", "bfloat16", "training")]
+    cases.sort(key=lambda case: (case[0], case[2] == "training", case[1]))
+    slowest = 2.0
+    print("size    dtype     shape     this ms  other ms  other/this (quartiles over rounds)")
+    for size, dtype, shape in cases:
+        medians: dict[str, list[float]] = {name: [] for name in roots}
+        for turn in range(rounds + 1):
+            names = list(roots) if turn % 2 else list(roots)[::-1]
+            for name in names:
+                calls = 5 if shape == "training" else 60 if shape == "1x16" else 20 if shape == "1x128" else 5
+                print(json.dumps([size, dtype, shape, calls]), file=servers[name].stdin, flush=True)
+                seconds = json.loads(servers[name].stdout.readline())
+                if turn:  # the first round packs weights and warms up
+                    medians[name].append(statistics.median(seconds))
+                time.sleep(0.05)  # until idle threads have stopped to spin
+        ratios = sorted(b / a for a, b in zip(medians["this"], medians["other"], strict=True))
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        slowest = min(slowest, middle)
+        times = " ".join(f"{1e3 * statistics.median(medians[name]):9.2f}" for name in roots)
+        print(f"{size:7} {dtype:9} {shape:9}{times}  {middle:6.3f} ({low:.3f} to {high:.3f})", flush=True)
+    for server in servers.values():
+        server.stdin.close()
+        server.wait()
+    print(f"slowest: {slowest:.3f}")
+    return 0
+
+
+def compare_bits(mine: Path, other: Path) -> int:
+    outputs = [start(root, "bits", stdout=subprocess.PIPE).communicate()[0] for root in (mine, other)]
+    ours, theirs = map(json.loads, outputs)
+    differing = [name for name in theirs if ours.get(name) != theirs[name]]
+    print(f"{len(theirs) - len(differing)} of {len(theirs)} cases have the same bits")
+    print(*(f"differs: {name}" for name in differing), sep="\n")
+    return 1 if differing else 0
+
+
+def main() -> int:
+    task = os.environ.get("FASTBERT_AGAINST")
+    if task is not None:
+        import fastbert
+
+        assert Path(fastbert.__file__).is_relative_to(sys.argv[1]), f"{fastbert.__file__} is not below {sys.argv[1]}"
+    if task == "serve":
+        serve()
+        return 0
+    if task == "bits":
+        print(json.dumps(bits()))
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("other", type=Path)
+    parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    mine, other = Path(__file__).resolve().parents[1], options.other.resolve()
+    if not (other / "fastbert").is_dir():
+        parser.error(f"{other} is no checkout of fastbert")
+    return compare_speed(mine, other, options.rounds) if options.speed else compare_bits(mine, other)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
