@@ -128,6 +128,6 @@ def _finding(error: BaseException, draw: Draw) -> Finding:
     kind = re.sub(r"[-+]?\d[\d.e+-]*", "#", re.sub(r"'?/\S+/", "", f"{type(error).__name__}: {lines[0]}"))[:100]
     where = f"{ours[-1].filename.rpartition('/')[2]}:{ours[-1].name}" if ours else "outside"
     key = f"{kind} ({draw.doing if isinstance(error, AssertionError) else where})"
-    shown = "".join(traceback.format_list(ours[-4:]))
+    shown = "".join(traceback.format_list([*ours[-4:], *(frame for frame in frames[-3:] if frame not in ours)]))
     text = "\n".join([f"{type(error).__name__}: {str(error)[:1500]}", *(f"  {note}" for note in draw.notes), shown])
     return Finding(key, text)

@@ -7,6 +7,7 @@ that are accelerated; in float64, and in the model's dtype for what rounding may
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -115,8 +116,9 @@ def hooks_of(model: nn.Module) -> dict[str, list[Hook]]:
 
 
 def run_and_compare(draw: Draw, subject: Subject, batch: Batch) -> None:
-    mode, backend = draw.choice(MODES), draw.choice(BACKENDS)
-    is_compiled, in_threads = subject.compiled is not None and draw.flag(), draw.flag(6)
+    mode, backend = draw.choice(MODES[:2] if subject.is_inference else MODES), draw.choice(BACKENDS)
+    is_compiled = subject.compiled is not None and draw.flag()
+    in_threads = draw.flag(6) and not is_compiled  # torch's compiler does not promise that
     draw.note(f"run: {subject.name}, {mode}, {backend}{', compiled' * is_compiled}{', in threads' * in_threads}")
     model = subject.model
     hooks = hooks_of(model)
@@ -147,7 +149,8 @@ def run_and_compare(draw: Draw, subject: Subject, batch: Batch) -> None:
             return
         raise
     silent = [path for path, found in hooks.items() if any(hook.calls == 0 for hook in found)]
-    compare(subject, batch, actual, gradients, mode == "backward")
+    with torch.inference_mode(subject.is_inference):
+        compare(subject, batch, actual, gradients, mode == "backward")
     assert not silent, f"hooks that never fired: {silent}"
 
 
@@ -172,7 +175,8 @@ def compare(subject: Subject, batch: Batch, actual: Outputs, gradients: Outputs,
 
 
 def run_case(draw: Draw) -> None:
-    torch._dynamo.reset()
+    if "torch._dynamo" in sys.modules:  # importing it takes seconds
+        torch._dynamo.reset()
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a tree runs on a slower path is said there
@@ -180,12 +184,17 @@ def run_case(draw: Draw) -> None:
         if draw.flag(3):
             twin = Subject("b", copy.deepcopy(subjects[0].model), subjects[0].is_ours)
             subjects.append(randomised(draw, twin) if draw.flag() else make_subject(draw, "b"))
+        if draw.flag(8) and "compiled" not in draw.without:
+            draw.note("all are compiled")
+            for each in subjects:
+                STEPS["compiled"](draw, each)
         for _ in range(draw.integer(1, 6)):
             subject = draw.choice(subjects)
             step = draw.choice(STEPS)
             draw.doing = step
             draw.note(f"{step}: {subject.name}")
-            STEPS[step](draw, subject)
+            with torch.inference_mode(subject.is_inference):
+                STEPS[step](draw, subject)
             for each in subjects:
                 run_and_compare(draw, each, make_batch(draw, each))
 

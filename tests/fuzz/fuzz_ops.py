@@ -70,10 +70,11 @@ def attention(draw: Draw, backend: str, dtype: torch.dtype):
     if draw.flag(3):
         options["window_size"] = (draw.integer(-1, 6), draw.integer(-1, 6))
     longest = max(lengths.lengths) + draw.integer(0, 3)
-    if draw.flag(3) and head_dim % 2 == 0:
+    is_rotary = draw.flag(3) and head_dim % 2 == 0
+    draw.note(f"{lengths.lengths} + {lengths.slack}, max_seqlen {longest}, {options}{', rotary' * is_rotary}")
+    if is_rotary:
         angles = torch.arange(longest + 2.0)[:, None] * 10000.0 ** -(torch.arange(head_dim // 2) / head_dim)
         options["rotary"] = (angles.cos(), angles.sin())
-    draw.note(f"{lengths.lengths} + {lengths.slack}, max_seqlen {longest}, {[*options.items()][:2]}")
     cu_seqlens = lengths.cu_seqlens.long() if draw.flag(4) else lengths.cu_seqlens
     shape = (lengths.total_tokens, heads, head_dim)
     op = partial(ops.attention, cu_seqlens=cu_seqlens, max_seqlen=longest, backend=backend, **options)

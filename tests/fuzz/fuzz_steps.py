@@ -26,6 +26,7 @@ class Subject:
     model: nn.Module
     is_ours: bool
     compiled: Callable | None = None
+    is_inference: bool = False  # its weights are inference tensors: all that is done to it is done in that mode
     may_refuse: bool = False  # the last step made a tree for which one clear error is right, too
 
 
@@ -264,6 +265,18 @@ def frozen(draw: Draw, subject: Subject) -> None:
     draw_weight(draw, subject).requires_grad_(draw.flag())
 
 
+def as_inference_tensors(draw: Draw, subject: Subject) -> None:
+    """What a model that was made in inference mode has: tensors that count no versions."""
+    with torch.inference_mode():
+        subject.model, subject.compiled, subject.is_inference = copy.deepcopy(subject.model), None, True
+
+
+@torch.inference_mode()
+def in_inference_mode(draw: Draw, subject: Subject) -> None:
+    p = draw_weight(draw, subject)
+    p.copy_(changed(draw, p))
+
+
 def compiled(draw: Draw, subject: Subject) -> None:
     subject.compiled = torch.compile(subject.model, backend="eager")
 
@@ -278,6 +291,6 @@ STEPS: dict[str, Callable[[Draw, Subject], None]] = {
         nothing, in_place, data_write, data_replaced, numpy_write, load_state_dict, optimizer_step,
         vector_to_parameters, swap_tensors, new_parameter, other_table, other_leaf, same_weight_twice, offload,
         cut_layers, swap_layers, hook_leaf, hook_container, hook_model, without_hooks, other_dtype, deepcopied, pickled,
-        parametrized, train_or_eval, frozen, compiled,
+        parametrized, train_or_eval, frozen, as_inference_tensors, in_inference_mode, compiled,
     )
 }  # fmt: skip

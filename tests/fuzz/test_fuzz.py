@@ -13,6 +13,8 @@ CASES = {fuzz_files.FUZZER: 30, fuzz_models.FUZZER: 6, fuzz_ops.FUZZER: 40}
 
 @pytest.mark.parametrize("fuzzer", CASES, ids=lambda fuzzer: fuzzer.name)
 def test_a_few_cases(fuzzer):
-    done = run_round(fuzzer, seed=0, cases=CASES[fuzzer])
+    done = run_round(
+        fuzzer, seed=0, cases=CASES[fuzzer], without=("compiled",)
+    )  # torch's compiler takes seconds to import
     assert done.finding is None, done.finding.text
     assert done.cases >= CASES[fuzzer]
