@@ -28,6 +28,7 @@ NAMES = ("models", "ops", "files", "cli")
 NO_END = 900  # seconds without the end of a round, which takes a few: it hangs
 GROWTH = 2**30  # bytes that a process may gain once its first rounds have filled the caches
 WARM_ROUNDS = 5
+RUNNING: list[subprocess.Popen] = []
 
 
 @dataclass
@@ -53,6 +54,7 @@ def main() -> int:
         return work(options)
     names = options.name or NAMES
     tallies = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     scratch, caches = (Path(tempfile.mkdtemp(prefix="fuzz-")) for _ in range(2))
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(caches)  # which torch makes when it likes: not left by us
     try:
@@ -60,6 +62,10 @@ def main() -> int:
             share = None if options.minutes is None else options.minutes * 60 / len(names)
             tallies.append(run_fuzzer(name, options, options.seed + 10**6 * number, share, scratch))
     finally:
+        for process in RUNNING:  # one, where this ends by Ctrl-C or SIGTERM
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         shutil.rmtree(scratch)
         shutil.rmtree(caches)
     print(
@@ -120,6 +126,7 @@ def run_worker(name, options, seed, left, scratch, tally) -> int | None:
             start_new_session=True,
         )  # fmt: skip
         os.close(write)
+        RUNNING.append(process)
         current, sizes = seed, list[int]()
         with os.fdopen(read) as lines:
             while True:
