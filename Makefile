@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
-.PHONY: demo test lint type format unit sanitize bench bench-ops gpu gpu-stale clean help
+.PHONY: demo test lint type format unit sanitize fuzz bench bench-ops gpu gpu-stale clean help
 
 help:           ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 12
@@ -94,6 +94,11 @@ sanitize: $(VENV)/.installed-test  ## the C++ kernels' tests under AddressSaniti
 		"import torch; from fastbert import _C; isas = _C.isas(); assert 'amx' in isas or 'avx512_bf16' not in isas, isas"
 	@$(SANITIZING) $(BIN)/pytest -q -s -p no:cacheprovider tests/test_linear.py tests/test_attention.py \
 		tests/test_layer_norm.py tests/test_int8.py tests/test_ops.py tests/test_training.py -k "not triton"
+
+# MINUTES for all fuzzers together, SEED to do a run again, FUZZERS="ops models" for some of them. docs/fuzzing.md tells more.
+MINUTES ?= 60
+fuzz: $(VENV)/.installed-test  ## ops, models, damaged files and the command line under random input, for an hour
+	@$(BIN)/python tests/fuzz $(FUZZERS) --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 clean:  ## remove the virtual environment and build products
 	rm -rf $(VENV) build dist *.egg-info fastbert/_C*.so

@@ -1,0 +1,133 @@
+"""What every fuzzer shares: how a case draws its choices, and how a round of cases runs, ends and is repeated.
+
+A fuzzer is a function of a `Draw`. It makes all of its choices through it, says what it does by `draw.note`, and raises
+where something is wrong. A round is a number of cases that follow from one seed alone.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import hypothesis
+import hypothesis.errors
+from hypothesis import strategies
+
+Option = TypeVar("Option")
+
+
+class Draw:
+    """The choices of one case. `without`: names that no case may choose, to look behind what is known already."""
+
+    def __init__(self, integer: Callable[[int, int], int], without: frozenset[str] = frozenset()):
+        self.integer, self.without = integer, without
+        self.notes: list[str] = []
+        self.doing = ""  # by which findings are told apart
+
+    def choice(self, options: Iterable[Option]) -> Option:
+        """One of the options; the first is the simplest, to which a finding is shrunk. LookupError: there is none."""
+        allowed = [option for option in options if not (isinstance(option, str) and option in self.without)]
+        if not allowed:
+            raise LookupError("nothing to choose from")
+        return allowed[self.integer(0, len(allowed) - 1)]
+
+    def flag(self, one_in: int = 2) -> bool:
+        """True once in `one_in` cases."""
+        return self.integer(0, one_in - 1) == one_in - 1
+
+    def seed(self) -> int:
+        """For torch's generator: values are not drawn one by one."""
+        return self.integer(0, 2**31 - 1)
+
+    def note(self, text: str) -> None:
+        """What the case does next: told with a finding, and to stderr, which outlives a crash."""
+        self.notes.append(text)
+        print(text, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Fuzzer:
+    """`case` is run `cases` times a round. Cases that start processes (`is_slow`) are not shrunk."""
+
+    name: str
+    case: Callable[[Draw], None]
+    cases: int
+    is_slow: bool = False
+
+
+@dataclass
+class Finding:
+    """What a case raised: `key` is alike for findings alike."""
+
+    key: str
+    text: str
+
+
+@dataclass
+class Round:
+    seed: int
+    cases: int = 0
+    finding: Finding | None = None
+    draw: Draw | None = field(default=None, repr=False)
+
+
+def run_round(
+    fuzzer: Fuzzer, seed: int, without: Sequence[str] = (), shrink: bool = False, cases: int | None = None
+) -> Round:
+    """The cases of one seed, up to the first that raises; `shrink` looks for the smallest that raises the same.
+
+    `cases`: their number, where it is not the fuzzer's own.
+    """
+    done, cases = Round(seed), cases or fuzzer.cases
+
+    def run_case(integer: Callable[[int, int], int]) -> None:
+        done.cases += 1
+        done.draw = Draw(integer, frozenset(without))
+        fuzzer.case(done.draw)
+
+    try:
+        if fuzzer.is_slow:
+            for number in range(cases):
+                run_case(random.Random(f"{seed}/{number}").randint)
+        else:
+            _hypothesis_round(run_case, cases, seed, shrink)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | SystemExit) or done.draw is None:
+            raise
+        done.finding = _finding(error, done.draw)
+    return done
+
+
+def _hypothesis_round(run_case: Callable, cases: int, seed: int, shrink: bool) -> None:
+    phases = (hypothesis.Phase.generate, *((hypothesis.Phase.shrink,) if shrink else ()))
+
+    @hypothesis.settings(
+        max_examples=cases, phases=phases, database=None, deadline=None, report_multiple_bugs=False, print_blob=False,
+        verbosity=hypothesis.Verbosity.quiet, suppress_health_check=list(hypothesis.HealthCheck),
+    )  # fmt: skip
+    @hypothesis.seed(seed)
+    @hypothesis.given(strategies.data())
+    def cases_of_the_round(data):
+        run_case(lambda low, high: data.draw(strategies.integers(low, high)))
+
+    cases_of_the_round()
+
+
+def _finding(error: BaseException, draw: Draw) -> Finding:
+    if isinstance(error, hypothesis.errors.FlakyFailure):
+        error = error.exceptions[0]
+        draw.note("(and not again in the same process: threads, or what a process keeps)")
+    lines = str(error).splitlines() or [""]
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if "/fuzz_" in frame.filename or "/fastbert/" in frame.filename]
+    kind = re.sub(r"[-+]?\d[\d.e+-]*", "#", re.sub(r"'?/\S+/", "", f"{type(error).__name__}: {lines[0]}"))[:100]
+    where = f"{ours[-1].filename.rpartition('/')[2]}:{ours[-1].name}" if ours else "outside"
+    key = f"{kind} ({draw.doing if isinstance(error, AssertionError) else where})"
+    shown = "".join(traceback.format_list([*ours[-4:], *(frame for frame in frames[-3:] if frame not in ours)]))
+    text = "\n".join([f"{type(error).__name__}: {str(error)[:1500]}", *(f"  {note}" for note in draw.notes), shown])
+    return Finding(key, text)

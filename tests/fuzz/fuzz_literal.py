@@ -1,0 +1,126 @@
+"""fastbert's own models leaf by leaf: a padded forward that calls every leaf in turn, with the hooks of containers.
+
+Nothing of fastbert computes here but the leaves, which are torch's: the family only says where they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastbert.testing import reference
+
+
+class Hook:
+    """A hook that counts its calls, and multiplies the floats that it sees by `factor`; copied with its module."""
+
+    def __init__(self, factor: float = 1.0):
+        self.factor, self.calls = factor, 0
+
+    def scaled(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value * self.factor if value.is_floating_point() else value
+        if isinstance(value, tuple) and type(value) is tuple:
+            return (self.scaled(value[0]), *value[1:])
+        if "last_hidden_state" in value:
+            value["last_hidden_state"] = self.scaled(value["last_hidden_state"])
+        return value
+
+
+class After(Hook):
+    def __call__(self, module: nn.Module, args: tuple, out: Any) -> Any:
+        self.calls += 1
+        return None if self.factor == 1.0 else self.scaled(out)
+
+
+class Before(Hook):
+    def __call__(self, module: nn.Module, args: tuple) -> Any:
+        self.calls += 1
+        return None if self.factor == 1.0 else (self.scaled(args[0]), *args[1:])
+
+
+def at(root: nn.Module, path: str) -> nn.Module | None:
+    """The module at a path; None where there is none."""
+    for name in path.split(".") if path else ():
+        root = root._modules.get(name)  # type: ignore[assignment]
+        if root is None:
+            return None
+    return root
+
+
+def leave(root: nn.Module, path: str, x: torch.Tensor) -> torch.Tensor:
+    """What the hooks of a container make of its output; x where there is no such container in the family."""
+    module = at(root, path)
+    for hook in () if module is None else module._forward_hooks.values():
+        out = hook(module, (), x)
+        x = x if out is None else out
+    return x
+
+
+def positions_of(family, config, ids: torch.Tensor) -> torch.Tensor:
+    if not family.positions_from_ids:
+        return torch.arange(ids.shape[1]).expand(ids.shape)
+    real = (ids != config.pad_token_id).long()
+    return real.cumsum(1) * real + config.pad_token_id
+
+
+def embeddings(model, ids, types) -> torch.Tensor:
+    names = model.family.embedding_names(model.config)
+    x = at(model, names.word)(ids) + at(model, names.position)(positions_of(model.family, model.config, ids))
+    if names.token_type is not None:
+        x = x + at(model, names.token_type)(types)
+    x = x if names.norm is None else at(model, names.norm)(x)
+    x = leave(model, "embeddings", x)
+    return x if names.project is None else at(model, names.project)(x)
+
+
+def attention(layer, names, heads: int, x, mask) -> torch.Tensor:
+    """Up to the output projection, whose bias is in."""
+    q, k, v = (
+        at(layer, path)(x).unflatten(-1, (heads, -1)).transpose(1, 2) for path in (names.query, names.key, names.value)
+    )
+    scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+    probs = reference.softmax(scores.masked_fill(~mask[:, None, None], -torch.inf))
+    out = (probs @ v).transpose(1, 2).flatten(2)
+    return at(layer, names.attention_output)(leave(layer, "attention.self", out))
+
+
+def feed_forward(layer, names, activation: str, x) -> torch.Tensor:
+    inner = reference.activation(at(layer, names.up)(x), activation)
+    return at(layer, names.down)(leave(layer, "intermediate", inner))
+
+
+def run_layer(layer, names, config, norm_first: bool, x, mask) -> torch.Tensor:
+    first, second = at(layer, names.attention_norm), at(layer, names.feed_forward_norm)
+    inputs = first(x) if norm_first else x
+    out = attention(layer, names, config.num_attention_heads, inputs, mask) + x
+    out = out if norm_first else first(out)
+    x = leave(layer, "attention", leave(layer, "attention.output", out))
+    inner = feed_forward(layer, names, config.activation, second(x) if norm_first else x)
+    inner = leave(layer, "ffn", inner) if isinstance(at(layer, "ffn"), nn.Module) and names.up != "ffn" else inner
+    out = inner + x if norm_first else second(inner + x)
+    return leave(layer, "", leave(layer, "output", out))
+
+
+def literal_forward(model: nn.Module, ids, mask, types) -> dict[str, torch.Tensor]:
+    """last_hidden_state (batch, seqlen, hidden_size), with rubbish at padding, and pooler_output where there is one."""
+    family, config = model.family, model.config
+    x = embeddings(model, ids, types)
+    for path in family.layer_paths(config):
+        layer = at(model, path)
+        if layer is not None:
+            x = run_layer(layer, family.layer, config, family.norm_first, x, mask)
+    if family.final_norm is not None:
+        x = at(model, family.final_norm)(x)
+    stack = family.layer_path(config, 0).partition(".")[0]  # "encoder", or DistilBERT's "transformer"
+    outputs = {"last_hidden_state": leave(model, stack, x)}
+    if family.pooler is not None:
+        rows = torch.arange(len(ids))
+        first = outputs["last_hidden_state"][rows, mask.long().argmax(1)]
+        pooled = torch.tanh(at(model, family.pooler)(first))
+        outputs["pooler_output"] = leave(model, "pooler", pooled) if family.pooler != "pooler" else pooled
+    for hook in model._forward_hooks.values():
+        hook(model, (), outputs)
+    return outputs

@@ -1,0 +1,208 @@
+"""Small models of all families under a random program of steps, each after which they are run and compared.
+
+The truth is the same tree run leaf by leaf: `fuzz_literal` for our own classes, transformers' own forward for models
+that are accelerated; in float64, and in the model's dtype for what rounding may do.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from fuzz_driver import Draw, Fuzzer
+from fuzz_literal import Hook, at, literal_forward
+from fuzz_steps import STEPS, Subject
+from hf import FAMILIES, make_hf, random_like, randomise
+from test_parity import leaf_gradients
+from torch import nn
+
+import fastbert
+from fastbert import BackendError, EncoderConfig
+from fastbert.models.auto import FAMILIES as OURS
+from fastbert.models.auto import model_class
+from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
+
+MODES = ("no_grad", "inference_mode", "grad", "backward")
+BACKENDS = ("auto", "torch", "cpu")
+Outputs = dict[str, torch.Tensor]
+
+
+@dataclass
+class Batch:
+    ids: torch.Tensor
+    mask: torch.Tensor  # bool
+    types: torch.Tensor
+
+
+def make_subject(draw: Draw, name: str) -> Subject:
+    model_type, is_ours = draw.choice(FAMILIES), draw.flag()
+    heads = draw.choice((2, 1, 4))
+    fields = {
+        "num_attention_heads": heads, "hidden_size": heads * draw.choice((8, 16, 12)), "vocab_size": 29,
+        "num_hidden_layers": draw.choice((2, 1, 3)), "intermediate_size": draw.choice((24, 64)),
+        "max_position_embeddings": 24, "hidden_act": draw.choice(("gelu", "gelu_new", "silu")), "pad_token_id": 0,
+    }  # fmt: skip
+    if model_type in ("albert", "electra"):
+        fields["embedding_size"] = draw.choice((8, fields["hidden_size"]))
+    if model_type == "albert" and draw.flag():
+        fields |= {"num_hidden_groups": fields["num_hidden_layers"], "inner_group_num": draw.choice((1, 2))}
+    dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    config = EncoderConfig.of_family(model_type, **fields, **dropouts)
+    seed = draw.integer(0, 99)
+    draw.note(f"{name}: {'our' if is_ours else 'accelerated'} {model_type} {fields}")
+    if is_ours:
+        model = randomise(model_class(model_type, "Model")(config), seed)
+    else:
+        model = fastbert.accelerate(make_hf(config, "Model", seed=seed))
+    return Subject(name, model.eval(), is_ours)
+
+
+def make_batch(draw: Draw, subject: Subject) -> Batch:
+    """Padded on the right; ids that the tables have now."""
+    names = OURS[subject.model.config.model_type].family.embeddings
+    tables = [at(subject.model, path) for path in (names.word, names.token_type) if path is not None]
+    generator = torch.Generator().manual_seed(draw.seed())
+    lengths = torch.tensor([draw.choice((5, 1, 2, 9, 17)) for _ in range(draw.integer(1, 3))])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    ids, types = (
+        torch.randint(0, t.num_embeddings, mask.shape, generator=generator) if t else torch.zeros_like(mask).long()
+        for t in (*tables, None)[:2]
+    )
+    return Batch(ids, mask, types)
+
+
+def call(subject: Subject, model, batch: Batch) -> Outputs:
+    has_types = OURS[subject.model.config.model_type].family.embeddings.token_type is not None
+    types = {"token_type_ids": batch.types} if has_types else {}
+    out = model(batch.ids, attention_mask=batch.mask.long(), **types)
+    return {name: out[name] for name in ("last_hidden_state", "pooler_output") if out.get(name) is not None}
+
+
+def truth(subject: Subject, model: nn.Module, batch: Batch) -> Outputs:
+    if subject.is_ours:
+        return literal_forward(model, batch.ids, batch.mask, batch.types)
+    replaced = model.__dict__.pop("forward")
+    try:
+        return call(subject, model, batch)
+    finally:
+        model.forward = replaced
+
+
+def backward(model: nn.Module, outputs: Outputs, batch: Batch) -> Outputs:
+    """Gradients of a scalar made of the outputs, a tensor a leaf."""
+    model.zero_grad()
+    real = real_values(outputs, batch)
+    scalar = sum((t * random_like(t.shape, i).to(t.dtype)).sum() for i, t in enumerate(real.values()))
+    if not scalar.requires_grad:
+        return {}
+    scalar.backward()
+    return leaf_gradients({name: p.grad for name, p in model.named_parameters(remove_duplicate=False)})
+
+
+def real_values(outputs: Outputs, batch: Batch) -> Outputs:
+    return {name: t[batch.mask] if name == "last_hidden_state" else t for name, t in outputs.items()}
+
+
+def hooks_of(model: nn.Module) -> dict[str, list[Hook]]:
+    return {
+        path: [h for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()) if isinstance(h, Hook)]
+        for path, m in model.named_modules()
+    }
+
+
+def run_and_compare(draw: Draw, subject: Subject, batch: Batch) -> None:
+    mode, backend = draw.choice(MODES[:2] if subject.is_inference else MODES), draw.choice(BACKENDS)
+    is_compiled = subject.compiled is not None and draw.flag()
+    in_threads = draw.flag(6) and not is_compiled  # torch's compiler does not promise that
+    draw.note(f"run: {subject.name}, {mode}, {backend}{', compiled' * is_compiled}{', in threads' * in_threads}")
+    model = subject.model
+    hooks = hooks_of(model)
+    for each in (hook for found in hooks.values() for hook in found):
+        each.calls = 0
+
+    def run() -> Outputs:
+        contexts = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+        with contexts.get(mode, nullcontext)():
+            return call(subject, subject.compiled if is_compiled else model, batch)
+
+    try:
+        with nullcontext() if backend == "auto" else fastbert.use_backend(backend):
+            if in_threads:
+                with ThreadPoolExecutor(2) as pool:
+                    actual, again = (future.result() for future in [pool.submit(run) for _ in range(2)])
+                for name, t in actual.items():
+                    assert torch.equal(t, again[name]), f"{name}: two threads, two results"
+            else:
+                actual = run()
+            gradients = backward(model, actual, batch) if mode == "backward" else {}
+    except BackendError as error:
+        draw.note(f"  not served: {error}")
+        return
+    except ValueError as error:
+        if subject.may_refuse and str(error):
+            draw.note(f"  refused: {error}")
+            return
+        raise
+    silent = [path for path, found in hooks.items() if any(hook.calls == 0 for hook in found)]
+    with torch.inference_mode(subject.is_inference):
+        compare(subject, batch, actual, gradients, mode == "backward")
+    assert not silent, f"hooks that never fired: {silent}"
+
+
+def compare(subject: Subject, batch: Batch, actual: Outputs, gradients: Outputs, has_gradients: bool) -> None:
+    results, baseline_model = [], copy.deepcopy(subject.model)
+    dtype = next(baseline_model.parameters()).dtype
+    if dtype is torch.float64:  # there is nothing more exact to judge it by: fp32 then says what an error may be
+        dtype, baseline_model = torch.float32, baseline_model.float()
+    for model in (copy.deepcopy(subject.model).double(), baseline_model):
+        with nullcontext() if has_gradients else torch.no_grad():
+            outputs = truth(subject, model, batch)
+        results.append((real_values(outputs, batch), backward(model, outputs, batch) if has_gradients else {}))
+    (oracle, oracle_gradients), (baseline, baseline_gradients) = results
+    values = real_values(actual, batch)
+    assert set(values) == set(oracle)
+    for name, t in values.items():
+        assert_close_to_reference(t.to(dtype), oracle[name], baseline[name], GRADIENT_FACTOR, name)
+    assert set(gradients) == set(oracle_gradients)
+    for leaf, t in gradients.items():
+        where = f"gradient of {leaf}"
+        assert_close_to_reference(t.to(dtype), oracle_gradients[leaf], baseline_gradients[leaf], GRADIENT_FACTOR, where)
+
+
+def run_case(draw: Draw) -> None:
+    if "torch._dynamo" in sys.modules:  # importing it takes seconds
+        torch._dynamo.reset()
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a tree runs on a slower path is said there
+        subjects = [make_subject(draw, "a")]
+        if draw.flag(3):
+            twin = Subject("b", copy.deepcopy(subjects[0].model), subjects[0].is_ours)
+            subjects.append(randomised(draw, twin) if draw.flag() else make_subject(draw, "b"))
+        if draw.flag(8) and "compiled" not in draw.without:
+            draw.note("all are compiled")
+            for each in subjects:
+                STEPS["compiled"](draw, each)
+        for _ in range(draw.integer(1, 6)):
+            subject = draw.choice(subjects)
+            step = draw.choice(STEPS)
+            draw.doing = step
+            draw.note(f"{step}: {subject.name}")
+            with torch.inference_mode(subject.is_inference):
+                STEPS[step](draw, subject)
+            for each in subjects:
+                run_and_compare(draw, each, make_batch(draw, each))
+
+
+def randomised(draw: Draw, subject: Subject) -> Subject:
+    draw.note("b: a copy of a with other weights")
+    randomise(subject.model, draw.integer(100, 199))
+    return subject
+
+
+FUZZER = Fuzzer("models", run_case, cases=30)

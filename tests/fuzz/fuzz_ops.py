@@ -1,0 +1,298 @@
+"""Ops against float64: every backend and instruction set of this machine, forward and backward, with odd operands.
+
+A new op is one function here: it draws shapes and options and returns the op, its formula and what belongs to a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from fuzz_driver import Draw, Fuzzer
+from fuzz_tensors import LAYOUTS, POISONS, Case, assert_same_elsewhere, draw_case, draw_lengths
+from isas import CPU_BACKENDS, backend_with_isa
+
+from fastbert import ops
+from fastbert.backend import BackendError
+from fastbert.ops._library import extension_error, triton_error
+from fastbert.testing import reference
+from fastbert.testing.cases import Lengths
+
+ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "tanh", "silu")
+SIZES = (8, 1, 2, 3, 16, 17, 33, 48, 64, 80, 100)
+WIDTHS = tuple(size for size in SIZES if size > 1)  # of LayerNorm: exactly its bias where there is one column
+
+
+def backends() -> list[str]:
+    """As tests/isas.py names them. The interpreter is slow, so Triton's is one name of many."""
+    here = ["torch"]
+    if extension_error() is None:
+        from fastbert import _C
+
+        here += [name for name in CPU_BACKENDS if name.partition("-")[2] in _C.isas()]
+    return here + (["triton"] if triton_error() is None else [])
+
+
+def groups_of(lengths: Lengths) -> torch.Tensor:
+    """The sequence of each row; slack is one more."""
+    parts = [torch.full((n,), i) for i, n in enumerate((*lengths.lengths, lengths.slack))]
+    return torch.cat(parts)
+
+
+def add_layer_norm(draw: Draw, backend: str, dtype: torch.dtype):
+    rows, width = draw.choice((1, 0, 2, 3, 17, 33)), draw.choice(WIDTHS)
+    shapes = {"x": (rows, width), "residual": (rows, width), "weight": (width,), "bias": (width,), "x_bias": (width,)}
+    for name in ("residual", "bias", "x_bias"):
+        if draw.flag(3):
+            del shapes[name]
+    eps, prenorm = draw.choice((1e-12, 1e-5, 1e-2)), draw.flag()
+    draw.note(f"eps {eps}, prenorm {prenorm}")
+
+    def op(x, weight, residual=None, bias=None, x_bias=None):
+        out = ops.add_layer_norm(x, residual, weight, bias, x_bias=x_bias, eps=eps, prenorm=prenorm, backend=backend)
+        return torch.cat(out) if prenorm else out
+
+    def formula(x, weight, residual=None, bias=None, x_bias=None):
+        out = reference.add_layer_norm(x, residual, weight, bias, x_bias, eps)
+        return torch.cat(out) if prenorm else out[0]
+
+    groups = torch.arange(rows)
+    return Case(op, formula, shapes, dtype), torch.cat([groups, groups]) if prenorm else groups, groups
+
+
+def attention(draw: Draw, backend: str, dtype: torch.dtype):
+    lengths = draw_lengths(draw, 20 if backend == "triton" else 70)
+    heads, head_dim = draw.integer(1, 3), draw.choice((16, 2, 3, 8, 24, 32, 33, 64, 80))
+    options: dict = {}
+    if draw.flag(3):
+        options["softmax_scale"] = draw.choice((0.0, -0.3, 1.0, 30.0))
+    if draw.flag(3):
+        options["window_size"] = (draw.integer(-1, 6), draw.integer(-1, 6))
+    longest = max(lengths.lengths) + draw.integer(0, 3)
+    is_rotary = draw.flag(3) and head_dim % 2 == 0
+    draw.note(f"{lengths.lengths} + {lengths.slack}, max_seqlen {longest}, {options}{', rotary' * is_rotary}")
+    if is_rotary:
+        angles = torch.arange(longest + 2.0)[:, None] * 10000.0 ** -(torch.arange(head_dim // 2) / head_dim)
+        options["rotary"] = (angles.cos(), angles.sin())
+    cu_seqlens = lengths.cu_seqlens.long() if draw.flag(4) else lengths.cu_seqlens
+    shape = (lengths.total_tokens, heads, head_dim)
+    op = partial(ops.attention, cu_seqlens=cu_seqlens, max_seqlen=longest, backend=backend, **options)
+    formula = partial(reference.attention, cu_seqlens=cu_seqlens, **options)
+    case = Case(op, formula, dict.fromkeys("qkv", shape), dtype, joint=True)
+    return case, groups_of(lengths), groups_of(lengths)
+
+
+def feed_forward(draw: Draw, backend: str, dtype: torch.dtype):
+    rows, width, inner = draw.choice((1, 0, 2, 17, 33, 50)), draw.choice(SIZES), draw.choice(SIZES)
+    name, gated = draw.choice(ACTIVATIONS), draw.flag(3)
+    draw.note(f"{name}, gated {gated}")
+    up = inner * (2 if gated else 1)
+    shapes = {"x": (rows, width), "up_weight": (up, width), "up_bias": (up,), "down_weight": (width, inner)}
+    if draw.flag(3):
+        del shapes["up_bias"]
+
+    def op(x, up_weight, down_weight, up_bias=None):
+        return ops.feed_forward(x, up_weight, up_bias, down_weight, activation=name, gated=gated, backend=backend)
+
+    def formula(x, up_weight, down_weight, up_bias=None):
+        return reference.feed_forward(x, up_weight, up_bias, down_weight, name, gated)
+
+    case = Case(op, formula, shapes, dtype, {"up_weight": width**-0.5, "down_weight": inner**-0.5})
+    return case, torch.arange(rows), torch.arange(rows)
+
+
+def linears(draw: Draw, backend: str, dtype: torch.dtype):
+    rows, width = draw.choice((1, 0, 2, 17, 33, 50)), draw.choice((*SIZES, 384))
+    sizes = [draw.choice(SIZES) for _ in range(draw.integer(1, 3))]
+    has_bias = [not draw.flag(3) for _ in sizes]
+    name = draw.choice(("none", *ACTIVATIONS))
+    draw.note(f"{sizes}, biases {has_bias}, {name}")
+    shapes = {"x": (rows, width), **{f"w{i}": (n, width) for i, n in enumerate(sizes)}}
+    shapes |= {f"b{i}": (n,) for i, n in enumerate(sizes) if has_bias[i]}
+
+    def op(x, **t):
+        weights, biases = ([t.get(f"{kind}{i}") for i in range(len(sizes))] for kind in "wb")
+        return torch.cat(ops.linears(x, weights, biases, activation=name, backend=backend), 1)
+
+    def formula(x, **t):
+        made = [reference.linear(x, t[f"w{i}"], t.get(f"b{i}"), name) for i in range(len(sizes))]
+        return torch.cat(made, 1)
+
+    case = Case(op, formula, shapes, dtype, {f"w{i}": width**-0.5 for i in range(len(sizes))})
+    return case, torch.arange(rows), torch.arange(rows)
+
+
+def embed_layer_norm(draw: Draw, backend: str, dtype: torch.dtype):
+    tokens, width = draw.choice((1, 0, 2, 17, 40)), draw.choice(WIDTHS)
+    generator = torch.Generator().manual_seed(draw.seed())
+    rows = {"word": draw.integer(1, 40), "position": draw.integer(1, 20), "token_type": draw.integer(1, 2)}
+    ids = {name: torch.randint(n, (tokens,), generator=generator) for name, n in rows.items()}
+    shapes: dict = {name: (n, width) for name, n in rows.items()}
+    if draw.flag(4):
+        del shapes["token_type"]
+    types = None if draw.flag(4) else ids["token_type"]
+    if not draw.flag(4):
+        shapes |= {"weight": (width,), "bias": (width,)}
+    draw.note(f"{tokens} tokens, types {types is not None}")
+
+    def run(function, word, position, token_type=None, weight=None, bias=None):
+        given = (ids["word"], ids["position"], types, word, position, token_type, weight, bias)
+        return function(*given, eps=1e-5)
+
+    op = partial(run, partial(ops.embed_layer_norm, backend=backend))
+    case = Case(op, partial(run, reference.embed_layer_norm), shapes, dtype)
+    return case, ids["word"], torch.arange(rows["word"])
+
+
+def cross_entropy(draw: Draw, backend: str, dtype: torch.dtype):
+    rows, width, classes = draw.choice((1, 0, 2, 12, 33)), draw.choice(SIZES), draw.choice((2, 1, 30, 101))
+    generator = torch.Generator().manual_seed(draw.seed())
+    labels = torch.randint(classes, (rows,), generator=generator)
+    labels[torch.rand(rows, generator=generator) < draw.choice((0.0, 0.5, 1.0))] = -100
+    options = {}
+    if draw.flag(4):
+        options["label_smoothing"] = 0.1
+    if draw.flag(4):
+        options["z_loss"] = 0.01
+    draw.note(f"labels {labels.tolist()}, {options}")
+    shapes = {"x": (rows, width), "weight": (classes, width), "bias": (classes,)}
+    if draw.flag(3):
+        del shapes["bias"]
+
+    def run(function, x, weight, bias=None):
+        return function(x, weight, bias, labels, **options)
+
+    op = partial(run, partial(ops.cross_entropy, backend=backend))
+    case = Case(op, partial(run, reference.cross_entropy), shapes, dtype, {"weight": width**-0.5})
+    return case, None, None
+
+
+def sequence_cross_entropy(draw: Draw, backend: str, dtype: torch.dtype):
+    lengths = draw_lengths(draw, slack=False)
+    targets = torch.tensor([draw.integer(-1, n) for n in lengths.lengths])
+    draw.note(f"{lengths.lengths}, targets {targets.tolist()}")
+    options = {"cu_seqlens": lengths.cu_seqlens, "targets": targets}
+    op = partial(ops.sequence_cross_entropy, **options)
+    formula = partial(reference.sequence_cross_entropy, **options)
+    return Case(op, formula, {"logits": (lengths.total_tokens,)}, dtype), None, None
+
+
+def pooling(draw: Draw, backend: str, dtype: torch.dtype):
+    lengths, width, mode = draw_lengths(draw), draw.choice(SIZES), draw.choice(("mean", "cls", "max"))
+    draw.note(f"{mode} of {lengths.lengths} + {lengths.slack}")
+    options = {"cu_seqlens": lengths.cu_seqlens, "mode": mode}
+    op = partial(ops.pooling, backend=backend, **options)
+    case = Case(op, partial(reference.pooling, **options), {"hidden_states": (lengths.total_tokens, width)}, dtype)
+    return case, torch.arange(len(lengths.lengths)), groups_of(lengths)
+
+
+def pack_and_unpack(draw: Draw, backend: str, dtype: torch.dtype):
+    rows, width = draw.integer(0, 40), draw.choice(SIZES)
+    generator = torch.Generator().manual_seed(draw.seed())
+    indices = (torch.rand(rows, generator=generator) < draw.choice((0.5, 0.0, 1.0))).nonzero().flatten()
+    draw.note(f"{len(indices)} of {rows} rows")
+
+    def op(x):
+        return ops.unpack(ops.pack(x, indices, backend=backend), indices, rows, backend=backend)
+
+    def formula(x):
+        return torch.zeros_like(x).index_copy(0, indices, x[indices])
+
+    groups = torch.arange(rows)
+    return Case(op, formula, {"x": (rows, width)}, dtype), groups, groups
+
+
+def dropout(draw: Draw, backend: str, dtype: torch.dtype):
+    """The mask is what the same seed makes of ones, laid out alike; backward's is forward's."""
+    rows, width, p = draw.choice((1, 0, 3, 17)), draw.choice(SIZES), draw.choice((0.1, 0.0, 0.5, 0.9))
+    seed = draw.seed()
+    draw.note(f"p {p}")
+
+    def op(x):
+        torch.manual_seed(seed)
+        return ops.dropout(x, p, backend=backend)
+
+    def formula(x):
+        return torch.where(op(ones_like_x(case, x)) != 0, x / (1 - p), torch.zeros_like(x))
+
+    case = Case(op, formula, {"x": (rows, width)}, dtype)
+    return case, torch.arange(rows), torch.arange(rows)
+
+
+def ones_like_x(case: Case, x: torch.Tensor) -> torch.Tensor:
+    """In the op's dtype and layout: torch's own dropout draws in the order of memory."""
+    return LAYOUTS[case.layouts.get("x", "contiguous")](torch.ones(x.shape, dtype=case.dtype))
+
+
+def add_layer_norm_dropout(draw: Draw, backend: str, dtype: torch.dtype):
+    rows, width, p, seed = draw.choice((1, 2, 17)), draw.choice(WIDTHS), draw.choice((0.1, 0.6)), draw.seed()
+    draw.note(f"p {p}")
+
+    def run(x, residual, weight, x_bias):
+        torch.manual_seed(seed)
+        options = {"x_bias": x_bias, "dropout_p": p, "eps": 1e-5, "prenorm": True, "backend": backend}
+        return torch.cat(ops.add_layer_norm(x, residual, weight, None, **options))
+
+    def formula(x, residual, weight, x_bias):
+        ones = ones_like_x(case, x)
+        with torch.no_grad():
+            keep = run(ones, None, ones[0], None)[rows:] != 0
+        return torch.cat(reference.add_layer_norm(x, residual, weight, None, x_bias, 1e-5, keep, p))
+
+    shapes = {"x": (rows, width), "residual": (rows, width), "weight": (width,), "x_bias": (width,)}
+    groups, case = torch.arange(rows), Case(run, formula, shapes, dtype)
+    return case, torch.cat([groups, groups]), groups
+
+
+OPS: dict[str, Callable] = {
+    function.__name__: function
+    for function in (
+        add_layer_norm, attention, feed_forward, linears, embed_layer_norm, cross_entropy, sequence_cross_entropy,
+        pooling, pack_and_unpack, dropout, add_layer_norm_dropout,
+    )
+}  # fmt: skip
+
+
+def run_case(draw: Draw) -> None:
+    name, backend = draw.choice(OPS), draw.choice(backends())
+    kind, deterministic = backend.partition("-")[0], draw.flag()
+    dtypes = [torch.float32, torch.bfloat16, *([torch.float16] if kind != "cpu" else [])]
+    dtype = draw.choice(dtypes)
+    draw.doing = f"{name} on {backend}, {dtype}"
+    draw.note(draw.doing)
+    case, out_groups, in_groups = OPS[name](draw, kind, dtype)
+    draw_case(draw, case)
+    with backend_with_isa(backend):
+        torch.use_deterministic_algorithms(kind == "cpu" or deterministic)  # which fills new memory with NaN
+        seed = draw.seed()
+        try:
+            case.compare(seed)
+            if in_groups is not None and in_groups.numel():
+                isolation(draw, case, seed, out_groups, in_groups)
+        except BackendError as error:
+            draw.note(f"not served: {error}")
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+def isolation(draw: Draw, case: Case, seed: int, out_groups: torch.Tensor, in_groups: torch.Tensor) -> None:
+    """What is not finite in one row or sequence leaves all others' bits as they are, in outputs and gradients."""
+    names = [name for name, shape in case.shapes.items() if shape[:1] == in_groups.shape and len(shape) > 1]
+    names = [name for name in names if name in ("x", "residual", "q", "k", "v", "hidden_states", "word")]
+    row = draw.integer(0, len(in_groups) - 1)
+    name, poison = draw.choice(names), draw.choice(POISONS)
+    case.gradients = tuple(n for n in case.gradients if n in names)
+    joint, case.joint = case.joint, False
+    draw.note(f"isolation: {name}[{row}] is {poison}")
+    clean = case.make(seed)
+    spoiled = {n: t.clone() for n, t in clean.items()}
+    spoiled[name][row] = torch.tensor(poison).to(case.dtype)
+    results = [case.run(case.op, tensors, case.dtype, case.layouts) for tensors in (clean, spoiled)]
+    for key, t in results[0].items():
+        groups = out_groups if key == "out" else in_groups
+        assert_same_elsewhere(f"isolation of {key}", t, results[1][key], groups == in_groups[row])
+    case.joint = joint
+
+
+FUZZER = Fuzzer("ops", run_case, cases=50)

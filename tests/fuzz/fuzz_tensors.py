@@ -1,0 +1,156 @@
+"""Operands of ops as nobody makes them by hand, and the comparison of an op with its formula in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from fuzz_driver import Draw
+
+from fastbert.testing.cases import Lengths
+from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
+
+Tensors = dict[str, torch.Tensor]
+REPETITIONS = 16  # of a case that fails, with other values
+
+# Every kind is finite, and so are all results.
+VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "normal": lambda t: t,
+    "times 30": lambda t: t * 30,
+    "zeros": lambda t: t * 0,
+    "large mean": lambda t: t + 1000,
+    "constant rows": lambda t: t[..., :1] + 0 * t,
+    "one dominant row": lambda t: torch.cat([t[:1] * 100, t[1:]]),
+    "tiny": lambda t: t * 1e-20,
+    "denormal": lambda t: t * 1e-41,
+    "few values": lambda t: t.round(),
+}
+POISONS = (float("nan"), float("inf"), float("-inf"), 1e30, -3e38)
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda t: t.clone(),
+    "at an odd offset": lambda t: torch.cat([t.new_zeros(3), t.flatten()])[3:].view(t.shape),
+    "every second column": lambda t: torch.stack([t, t.new_full(t.shape, torch.nan)], -1).flatten(-2)[..., ::2],
+    "every second row": lambda t: torch.stack([t, t.new_full(t.shape, torch.nan)], 1).flatten(0, 1)[::2],
+    "wide rows": lambda t: torch.cat([t, t.new_full((*t.shape[:-1], 5), torch.nan)], -1)[..., : t.shape[-1]],
+    "columns first": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
+}
+
+
+def draw_lengths(draw: Draw, longest: int = 70, slack: bool = True) -> Lengths:
+    """Of the sequences of a packed batch, tile edges and empty ones among them."""
+    edges = (1, 0, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65)
+    lengths = []
+    for _ in range(draw.integer(1, 5)):
+        length = draw.choice(edges) if draw.flag() else draw.integer(0, longest)
+        lengths.append(min(length, longest))
+    return Lengths("drawn", tuple(lengths), draw.integer(0, 4) if slack and draw.flag(3) else 0)
+
+
+@dataclass
+class Case:
+    """An op and its formula over the same float operands, by name, with rows of tokens where `token_rows` says so.
+
+    `joint`: gradients are compared as one tensor, since they are differences that cancel (attention's dq and dk).
+    `gradients`: the operands that may have one.
+    """
+
+    op: Callable[..., torch.Tensor]
+    formula: Callable[..., torch.Tensor]
+    shapes: dict[str, tuple[int, ...]]
+    dtype: torch.dtype
+    scales: dict[str, float] = field(default_factory=dict)
+    values: dict[str, str] = field(default_factory=dict)
+    layouts: dict[str, str] = field(default_factory=dict)
+    gradients: tuple[str, ...] = ()
+    joint: bool = False
+
+    def make(self, seed: int) -> Tensors:
+        generator = torch.Generator().manual_seed(seed)
+        made = {}
+        for name, shape in self.shapes.items():
+            t = torch.randn(shape, generator=generator) * self.scales.get(name, 1.0)
+            made[name] = VALUES[self.values.get(name, "normal")](t).to(self.dtype)
+        return made
+
+    def run(self, function: Callable, tensors: Tensors, dtype: torch.dtype, layouts: dict[str, str]) -> Tensors:
+        """The output and the gradients of one function."""
+        leaves = {}
+        for name, t in tensors.items():
+            leaf = LAYOUTS[layouts.get(name, "contiguous")](t.to(dtype)).detach()
+            leaves[name] = leaf.requires_grad_(name in self.gradients)
+        out = function(**leaves)
+        results = {"out": out.detach()}
+        if self.gradients:
+            wanted = [leaves[name] for name in self.gradients]
+            found: list = [None] * len(wanted)
+            if out.requires_grad:  # the formula of nothing at all has no graph
+                dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(self.dtype).to(out.dtype)
+                found = list(torch.autograd.grad(out, wanted, dout, allow_unused=True))
+            made = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(wanted, found, strict=True)]
+            if self.joint:
+                results["joint gradient"] = torch.cat([g.flatten() for g in made])
+            else:
+                results |= {f"d{name}": g for name, g in zip(self.gradients, made, strict=True)}
+        return results
+
+    def compare(self, seed: int) -> None:
+        """The error rule; a case that breaks it is judged once more over many draws of its values.
+
+        The rule takes the largest error of the formula for what rounding does to results of this size. Over a few
+        elements that is luck, over REPETITIONS as many it is not; and what is wrong stays the largest error.
+        """
+        results = self._results(seed)
+        try:
+            _assert_rule(results)
+        except AssertionError:
+            pooled = [results, *(self._results(seed + i) for i in range(1, REPETITIONS))]
+            _assert_rule(
+                tuple({n: torch.cat([p[i][n].flatten() for p in pooled]) for n in results[i]} for i in (0, 1, 2))
+            )
+
+    def _results(self, seed: int) -> tuple[Tensors, Tensors, Tensors]:
+        tensors = self.make(seed)
+        before = {name: t.clone() for name, t in tensors.items()}
+        actual = self.run(self.op, tensors, self.dtype, self.layouts)
+        for name, t in tensors.items():
+            assert torch.equal(t, before[name]), f"the op wrote to its operand {name}"
+        oracle = self.run(self.formula, tensors, torch.float64, {})
+        baseline = self.run(self.formula, tensors, self.dtype, {})
+        assert set(actual) == set(oracle)
+        # A loss comes out in fp32 whatever went in; the baseline's has the inputs' dtype.
+        actual = {name: t.to(baseline[name].dtype) for name, t in actual.items()}
+        return actual, oracle, baseline
+
+
+def _assert_rule(results: Sequence[Tensors]) -> None:
+    """Where the formula itself overflows in its dtype, it cannot say how much an error may be."""
+    for name, actual in results[0].items():
+        if not torch.isfinite(results[2][name]).all():
+            continue
+        factor = OUTPUT_FACTOR if name == "out" else GRADIENT_FACTOR
+        assert_close_to_reference(actual, results[1][name], results[2][name], factor, name)
+
+
+def draw_case(draw: Draw, case: Case) -> Case:
+    """Values, layouts and gradients of a case's operands.
+
+    No large mean where gradients cancel: in dq it does, and what is left is what the output's rounding left.
+    """
+    kinds = [kind for kind in VALUES if not (case.joint and kind == "large mean")]
+    for name in case.shapes:
+        if draw.flag(3):
+            case.values[name] = draw.choice(kinds)
+        if draw.flag(3):
+            case.layouts[name] = draw.choice(LAYOUTS)
+    case.gradients = tuple(name for name in case.shapes if not draw.flag(4)) if draw.flag() else ()
+    draw.note(f"{case.dtype}, {case.shapes}, values {case.values}, layouts {case.layouts}, gradients {case.gradients}")
+    return case
+
+
+def assert_same_elsewhere(name: str, clean: torch.Tensor, poisoned: torch.Tensor, touched: torch.Tensor) -> None:
+    """`touched`, bool (rows,): all other rows must have the same bits."""
+    left, right = clean[~touched], poisoned[~touched]
+    same = left.view(torch.uint8) == right.view(torch.uint8) if left.numel() else torch.ones(1, dtype=torch.bool)
+    assert same.all(), f"{name}: what is not finite reached {int((~same).flatten(1).any(1).sum())} other rows"
