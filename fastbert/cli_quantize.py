@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from fastbert._saving import BESIDE, beside, sync, sync_tree
 from fastbert.cli_texts import UsageError, read_texts
-from fastbert.config import EncoderConfig
-from fastbert.hub import resolve
+from fastbert.hub import read_config, resolve
 from fastbert.layers.quantized import QuantizedLinear
 from fastbert.models.auto import model_classes
 from fastbert.models.base import EncoderModel, PreTrainedModel
@@ -42,8 +41,9 @@ class Job:
 def quantize_folder(job: Job, show: Callable[[str], None]) -> str:
     """Write `job.model`, in int8, to `job.output`; returns a one-line summary. `show` prints a line of the report.
 
-    Raises UsageError, before anything is written, for an output or texts that cannot be had, and for a model that is
-    int8 already; the errors of from_pretrained and of fastbert.quantize; OSError.
+    Killed, it leaves a folder beside the output, which the next run removes. Raises UsageError, before anything is
+    written, for an output or texts that cannot be had, and for a model that is int8 already; the errors of
+    from_pretrained and of fastbert.quantize; OSError, with nothing left behind, for a full disk.
     """
     if job.output.exists() and (not job.output.is_dir() or any(job.output.iterdir())):
         raise UsageError(f"{job.output} exists already, and is no empty folder")
@@ -60,18 +60,24 @@ def quantize_folder(job: Job, show: Callable[[str], None]) -> str:
     quantize(model, keep=job.keep)
     if texts is not None:
         _report(model, errors, len(texts), show)
-    with tempfile.TemporaryDirectory(dir=job.output.absolute().parent) as beside:
-        copy = Path(beside) / "model"
-        shutil.copytree(root, copy, ignore=lambda at, names: _left_out(names) if Path(at) == folder else ())
+    parent = job.output.absolute().parent
+    with beside(parent) as new:
+        copy = new / "model"
+        try:
+            shutil.copytree(root, copy, ignore=lambda at, names: _left_out(names, at == str(folder)))
+        except shutil.Error as error:  # a list of all files that failed
+            raise OSError(f"{job.output} cannot be written: {error.args[0][0][2]}") from None
         model.save_pretrained(copy / folder.relative_to(root))
+        sync_tree(copy)
         os.replace(copy, job.output)
+        sync(parent)
     leaves = [leaf for leaf in model.modules() if isinstance(leaf, QuantizedLinear)]
     return f"{len(leaves)} layers in int8, {before / 1e6:,.1f} MB -> {_size(model) / 1e6:,.1f} MB -> {job.output}"
 
 
 def _load(folder: Path, name: str) -> PreTrainedModel:
     """The model with the head that the folder was saved with, or without one where fastbert has no such head."""
-    config = EncoderConfig.from_file(folder / "config.json")
+    config = read_config(folder)
     architectures = config.extra.get("architectures") or [""]
     kind = model_classes(config.model_type).get(architectures[0])
     if kind is None or issubclass(kind, EncoderModel):
@@ -100,9 +106,13 @@ def _report(model: PreTrainedModel, errors: dict[str, float], num_texts: int, sh
         show(f"  {error:7.2%}  {name}{kept}")
 
 
-def _left_out(names: list[str]) -> set[str]:
-    weights = {name for name in names for pattern in _WEIGHTS if Path(name).match(pattern)}
-    return weights | set(_EXPORTS).intersection(names)
+def _left_out(names: list[str], of_the_model: bool) -> set[str]:
+    """What is not copied of a folder: what killed saves have left, and the model's own weights in any format."""
+    left_out = {name for name in names if name.startswith(BESIDE)}
+    if of_the_model:
+        left_out |= {name for name in names for pattern in _WEIGHTS if Path(name).match(pattern)}
+        left_out |= set(_EXPORTS).intersection(names)
+    return left_out
 
 
 def _size(model: nn.Module) -> int:

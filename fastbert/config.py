@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +18,24 @@ class ConfigError(ValueError):
 def read_json(path: Path, error: type[ValueError], expected: type = dict) -> Any:
     """A JSON object, or list. Raises `error`, naming the file, where it is absent, damaged or not that."""
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
     except FileNotFoundError:
         raise error(f"{path} does not exist") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as reason:
-        raise error(f"{path} is not valid JSON: {reason}") from None
+    except (OSError, ValueError) as reason:  # ValueError: a path that cannot be one
+        raise error(f"{path} cannot be read: {reason}") from None
+    return parse_json(content, path, error, expected)
+
+
+def parse_json(content: bytes | str, source: Any, error: type[ValueError], expected: type = dict) -> Any:
+    """A JSON object, or list, from its text. Raises `error`, naming its `source`, for anything else."""
+    try:
+        entries = json.loads(content if isinstance(content, str) else content.decode("utf-8"))
+    except ValueError as reason:  # of JSON, of UTF-8, and of an integer of thousands of digits
+        raise error(f"{source} is not valid JSON: {reason}") from None
+    except RecursionError:
+        raise error(f"{source} is not valid JSON: its brackets are nested too deeply") from None
     if not isinstance(entries, expected):
-        raise error(f"{path} holds a {type(entries).__name__}, not a {expected.__name__}")
+        raise error(f"{source} holds a {type(entries).__name__}, not a {expected.__name__}")
     return entries
 
 
@@ -104,6 +116,34 @@ _ONLY_VALUES = {
 }
 
 
+MAX_SIZE = 2**31 - 1  # kernels count in 32 bits
+MAX_ELEMENTS = 2**40  # of one table: 4 TB in float32
+MAX_LAYERS = 10_000  # that one token passes; the deepest Transformers have 1,000 (Wang et al. 2022, "DeepNet")
+MAX_LABELS = 2**24  # each gets a name in config.json
+
+# Integers: the least and the largest value. embedding_size may be None, too.
+_RANGES = {
+    "vocab_size": (1, MAX_SIZE),
+    "hidden_size": (1, MAX_SIZE),
+    "num_hidden_layers": (0, MAX_LAYERS),
+    "num_attention_heads": (1, MAX_SIZE),
+    "intermediate_size": (1, MAX_SIZE),
+    "max_position_embeddings": (1, MAX_SIZE),
+    "type_vocab_size": (0, MAX_SIZE),
+    "embedding_size": (1, MAX_SIZE),
+    "num_hidden_groups": (0, MAX_LAYERS),
+    "inner_group_num": (1, MAX_LAYERS),
+    "num_labels": (0, MAX_LABELS),
+}
+_DROPOUTS = (
+    "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "qa_dropout", "summary_last_dropout",
+)  # fmt: skip
+_MAX_FLOAT32 = 3.4028234663852886e38
+
+# What no tensor's shape need show, but what the numbers in it depend on, and what does show: see `shapes`.
+_SHAPES = tuple(name for name in _RANGES if name not in ("embedding_size", "num_labels"))
+
+
 @dataclass(frozen=True)
 class EncoderConfig:
     """The shape and the behaviour of an encoder and its heads. Defaults are BERT-base's.
@@ -143,46 +183,77 @@ class EncoderConfig:
     extra: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        if self.model_type not in _FAMILY_DEFAULTS:
+        if not isinstance(self.model_type, str) or self.model_type not in _FAMILY_DEFAULTS:
             known = ", ".join(sorted(_FAMILY_DEFAULTS))
-            raise ConfigError(f"unknown model_type {self.model_type!r}; fastbert has: {known}")
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_attention_heads",
-            "intermediate_size",
-            "max_position_embeddings",
-        ):
+            raise ConfigError(f"unknown model_type {_shown(self.model_type)}; fastbert has: {known}")
+        self._check_sizes()
+        summary = "gelu" if self.summary_activation is None else self.summary_activation
+        for name, value in (("hidden_act", self.hidden_act), ("summary_activation", summary)):
+            if not isinstance(value, str) or value not in ACTIVATIONS:
+                raise ConfigError(f"{name} {_shown(value)} is not one of: {', '.join(ACTIVATIONS)}")
+        for name in _DROPOUTS:
             value = self.__dict__[name]
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} is {value!r}; it must be a positive integer")
-        for name in ("num_hidden_layers", "type_vocab_size", "num_labels"):
+            if not (_is_number(value) and 0.0 <= value < 1.0) and (value is not None or name != "classifier_dropout"):
+                raise ConfigError(f"{name} is {_shown(value)}; it must be at least 0 and below 1")
+        for name in ("layer_norm_eps", "initializer_range"):
             value = self.__dict__[name]
-            if not isinstance(value, int) or value < 0:
-                raise ConfigError(f"{name} is {value!r}; it must be an integer of at least 0")
+            if not _is_number(value) or not 0 <= value <= _MAX_FLOAT32:
+                raise ConfigError(f"{name} is {_shown(value)}; it must be a number of at least 0 that float32 holds")
+        self._check_tokens_and_labels()
+        if type(self.tie_word_embeddings) is not bool:
+            raise ConfigError(f"tie_word_embeddings is {_shown(self.tie_word_embeddings)}; it must be true or false")
+        if self.problem_type is not None and not isinstance(self.problem_type, str):
+            raise ConfigError(f"problem_type is {_shown(self.problem_type)}; it must be a text or null")
+        names = self.extra.get("architectures")
+        if names is not None and not (isinstance(names, (list, tuple)) and all(isinstance(n, str) for n in names)):
+            raise ConfigError(f"architectures is {_shown(names)}; it must be a list of class names")
+        for name, allowed in _ONLY_VALUES.items():
+            if name in self.extra and self.extra[name] not in allowed:
+                raise ConfigError(f"{name}={_shown(self.extra[name])} is not supported; fastbert has {allowed[0]!r}")
+
+    def _check_sizes(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            value = self.__dict__[name]
+            if name == "embedding_size" and value is None:
+                continue
+            if type(value) is not int or not low <= value <= high:
+                raise ConfigError(f"{name} is {_shown(value)}; it must be an integer from {low} to {high}")
         if self.hidden_size % self.num_attention_heads:
             raise ConfigError(
                 f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
             )
-        for name, value in (("hidden_act", self.hidden_act), ("summary_activation", self.summary_activation or "gelu")):
-            if not isinstance(value, str) or value not in ACTIVATIONS:
-                raise ConfigError(f"{name} {value!r} is not one of: {', '.join(ACTIVATIONS)}")
-        for name in (
-            "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "qa_dropout",
-            "summary_last_dropout",
-        ):  # fmt: skip
+        width = ("hidden_size", self.hidden_size)
+        narrow = width if self.embedding_size is None else ("embedding_size", self.embedding_size)
+        rows = {"hidden_size": width, "intermediate_size": width, "num_labels": width, "vocab_size": narrow,
+                "max_position_embeddings": narrow, "type_vocab_size": narrow}  # fmt: skip
+        for name, (other, columns) in rows.items():
+            if self.__dict__[name] * columns > MAX_ELEMENTS:
+                product = f"{name} {self.__dict__[name]} times {other} {columns}"
+                raise ConfigError(f"{product} is a table of more than {MAX_ELEMENTS} values")
+        for name in ("num_hidden_layers", "num_hidden_groups"):
+            if self.__dict__[name] * self.inner_group_num > MAX_LAYERS:
+                raise ConfigError(
+                    f"{name} {self.__dict__[name]} times inner_group_num {self.inner_group_num} is more than"
+                    f" {MAX_LAYERS} layers"
+                )
+
+    def _check_tokens_and_labels(self) -> None:
+        pad = self.pad_token_id
+        if pad is not None and type(pad) is not int:
+            raise ConfigError(f"pad_token_id is {_shown(pad)}; it must be an integer or null")
+        if pad is not None and not 0 <= pad < self.vocab_size:
+            raise ConfigError(f"pad_token_id {_shown(pad)} is outside the vocabulary of {self.vocab_size}")
+        for name in ("bos_token_id", "eos_token_id"):  # transformers has lists of them, and ids outside
             value = self.__dict__[name]
-            if value is not None and not (isinstance(value, (int, float)) and 0.0 <= value < 1.0):
-                raise ConfigError(f"{name} is {value!r}; it must be at least 0 and below 1")
-        for name in ("layer_norm_eps", "initializer_range"):
-            value = self.__dict__[name]
-            if not isinstance(value, (int, float)) or value < 0:
-                raise ConfigError(f"{name} is {value!r}; it must be a number of at least 0")
-        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
-            raise ConfigError(f"pad_token_id {self.pad_token_id} is outside the vocabulary of {self.vocab_size}")
-        for name, allowed in _ONLY_VALUES.items():
-            if name in self.extra and self.extra[name] not in allowed:
-                raise ConfigError(f"{name}={self.extra[name]!r} is not supported; fastbert has {allowed[0]!r}")
+            if value is not None and any(type(i) is not int for i in (value if isinstance(value, list) else [value])):
+                raise ConfigError(f"{name} is {_shown(value)}; it must be an integer, a list of integers or null")
+        if not isinstance(self.id2label, Mapping):
+            raise ConfigError(f"id2label is {_shown(self.id2label)}; it must map integers to texts")
+        for i, label in self.id2label.items():
+            if type(i) is not int or not isinstance(label, str):
+                raise ConfigError(f"id2label maps {_shown(i)} to {_shown(label)}; it must map integers to texts")
+        if self.id2label and len(self.id2label) != self.num_labels:
+            raise ConfigError(f"id2label names {len(self.id2label)} labels, and num_labels is {self.num_labels}")
 
     @property
     def head_dim(self) -> int:
@@ -205,7 +276,19 @@ class EncoderConfig:
     def num_unique_layers(self) -> int:
         return self.num_hidden_groups * self.inner_group_num if self.num_hidden_groups else self.num_hidden_layers
 
+    def shapes(self) -> dict[str, Any]:
+        """What decides how tensors are laid out and cut, as JSON has it: configs that differ here need other weights.
+
+        Not the number of labels: a base model has no such tensor, and a head's own shape tells.
+        """
+        shapes = {name: self.__dict__[name] for name in ("model_type", *_SHAPES, "tie_word_embeddings")}
+        quantization = self.extra.get("quantization_config")
+        return {**shapes, "embedding_size": self.embedding_width, "quantization_config": quantization}
+
     def replace(self, **changes: Any) -> EncoderConfig:
+        """A copy with other fields. Another number of labels takes away the names of the old ones."""
+        if changes.get("num_labels", self.num_labels) != self.num_labels:
+            changes.setdefault("id2label", {})
         return dataclasses.replace(self, **changes)
 
     @classmethod
@@ -228,7 +311,7 @@ class EncoderConfig:
                 if theirs in entries:
                     fields[name] = entries.pop(theirs)
                     break
-        id2label = {int(i): str(label) for i, label in (entries.pop("id2label", None) or {}).items()}
+        id2label = _read_labels(entries.pop("id2label", None))
         num_labels = entries.pop("num_labels", None)
         fields["num_labels"] = len(id2label) or (2 if num_labels is None else num_labels)
         return cls.of_family(model_type, id2label=id2label, extra=entries, **fields)
@@ -260,6 +343,35 @@ class EncoderConfig:
         entries["id2label"] = {str(i): label for i, label in id2label.items()}
         entries["label2id"] = {label: i for i, label in id2label.items()}
         return {**self.extra, **entries}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _read_labels(entry: Any) -> dict[int, str]:
+    """config.json's id2label, whose keys are texts there, and whose labels may be numbers. Raises ConfigError."""
+    labels: dict[int, str] = {}
+    if entry is None:
+        return labels
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"id2label is {_shown(entry)}; it must map integers to texts")
+    for key, label in entry.items():
+        try:
+            i = int(key)
+        except (ValueError, TypeError):
+            raise ConfigError(f"id2label has the key {_shown(key)}, which is no integer") from None
+        if i in labels:
+            raise ConfigError(f"id2label names label {i} twice")
+        labels[i] = str(label) if _is_number(label) else label
+    return labels
+
+
+def _shown(value: Any) -> str:
+    """A value in a message, however long it is or deeply nested."""
+    if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to print some
+        return f"an integer of {value.bit_length()} bits"
+    return reprlib.repr(value)
 
 
 _OWN_FIELDS = (

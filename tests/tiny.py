@@ -52,3 +52,9 @@ def write_modules(root: Path, *names: str) -> None:
         )
         (root / f"{i}_{name}").mkdir(exist_ok=True)
     write_json(root / "modules.json", entries)
+
+
+def edit_config(folder: Path, **changes) -> None:
+    """Change entries of a folder's config.json."""
+    path = folder / "config.json"
+    write_json(path, {**json.loads(path.read_text()), **changes})

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from fastbert.config import ConfigError, EncoderConfig
-from fastbert.hub import resolve
+from fastbert.hub import read_config, resolve
 from fastbert.models import albert, baby, bert, distilbert, electra, roberta
 from fastbert.models.base import EncoderModel, PreTrainedModel
 from fastbert.models.heads import HeadModel
@@ -45,8 +45,8 @@ class _Auto:
     def from_pretrained(cls, name_or_path: str | os.PathLike, **options: Any) -> Any:
         """The model that a folder's or hub id's config.json describes; options as for a model class."""
         folder = resolve(name_or_path)
-        config = options.pop("config", None) or EncoderConfig.from_file(folder / "config.json")
-        return model_class(config.model_type, cls.head).from_pretrained(folder, config=config, **options)
+        config = options.get("config") or read_config(folder)
+        return model_class(config.model_type, cls.head).from_pretrained(folder, **options)
 
     @classmethod
     def from_config(cls, config: EncoderConfig) -> Any:
