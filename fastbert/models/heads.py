@@ -11,7 +11,7 @@ from torch import nn
 from fastbert import ops
 from fastbert.config import ACTIVATIONS, EncoderConfig
 from fastbert.layers.encoder import add_norm
-from fastbert.layers.leaves import get_leaf, is_plain, linear, place
+from fastbert.layers.leaves import get_leaf, is_linear, is_plain, linear, place, weights_of
 from fastbert.models.base import EncoderModel, PreTrainedModel, first_tokens
 from fastbert.models.family import SequenceHead
 from fastbert.models.outputs import Deferred, ModelOutput
@@ -158,6 +158,11 @@ class MaskedLMHeadModel(HeadModel):
     def get_output_embeddings(self) -> nn.Module:
         return get_leaf(self, self.family.masked_lm.decoder)
 
+    def num_words(self) -> int:
+        """The classes of the decoder that is there; a leaf that is not plain checks labels by itself."""
+        decoder = self.get_output_embeddings()
+        return weights_of(decoder).weight.shape[0] if is_linear(decoder) else self.config.vocab_size
+
     def decoder_loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy of decoder(hidden) (tokens, vocab_size), every token labelled."""
         decoder = self.get_output_embeddings()
@@ -179,7 +184,7 @@ class MaskedLMHeadModel(HeadModel):
 
     def masked_lm_loss(self, packed: torch.Tensor, batch: PackedBatch, labels: torch.Tensor) -> torch.Tensor:
         """The whole head runs for labelled tokens only."""
-        labels = self.pack_labels(labels, batch, self.config.vocab_size)
+        labels = self.pack_labels(labels, batch, self.num_words())
         kept = (labels != -100).nonzero().flatten()
         hidden = self.masked_lm_hidden(packed.index_select(0, kept))
         return self.decoder_loss(hidden, labels.index_select(0, kept))
@@ -348,7 +353,7 @@ class ForTokenClassification(HeadModel):
         logits = linear(self.classifier, x)
         loss = None
         if given:
-            packed_labels = self.pack_labels(given["labels"], batch, self.config.num_labels)
+            packed_labels = self.pack_labels(given["labels"], batch, logits.shape[-1])
             loss = ops.logits_cross_entropy(logits, packed_labels)
         return {"loss": loss, "logits": batch.unpack(logits)}
 
