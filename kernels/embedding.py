@@ -102,6 +102,7 @@ def _sum_runs_kernel(
 ):  # fmt: skip
     """ids (T,) ascending, order (T,): token of each -> the rows of dtable whose runs lie inside of a chunk, and parts.
 
+    ids are from -1 to num_rows, both of which are no rows; -1 has always come in, since it is `before` the first chunk.
     parts (C, 2, N): of the run that came in from the chunk before, and of the one that goes on from here.
     """
     chunk = tl.program_id(0)
@@ -128,7 +129,7 @@ def _sum_runs_kernel(
             came_in = ids[i] == before
             tl.store(parts_ptr, total, mask=inside & (ends & came_in))
             row = total.to(dtable_ptr.dtype.element_ty)
-            is_row = ends & (ids[i] != before) & (ids[i] != padding_idx) & _is_row(ids[i], num_rows)
+            is_row = ends & (ids[i] != before) & (ids[i] != padding_idx) & (ids[i] < num_rows)
             tl.store(dtable_ptr + ids[i] * hidden_size + columns, row, mask=inside & is_row)
             total = tl.where(ends, 0.0, total)
 
@@ -152,7 +153,7 @@ def _join_runs_kernel(
     id = tl.load(ids_ptr + first + CHUNK - 1).to(tl.int64)
     before = tl.load(ids_ptr + first - 1, mask=first > 0, other=-1).to(tl.int64)
     end = tl.load(ends_ptr + chunk)
-    if (end == first + CHUNK) | (id == before) | (id == padding_idx) | (id < 0) | (id >= num_rows):
+    if (end == first + CHUNK) | (id == before) | (id == padding_idx) | (id >= num_rows):
         return
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     num_parts = tl.cdiv(end, CHUNK) - chunk
@@ -179,7 +180,7 @@ def embed_bwd(dout, ids, table, padding_idx):
     if dout.numel() == 0:
         return dtable
     num_rows = table.shape[0]
-    ids = ids.clamp(-1, num_rows)  # none beyond the table comes back into it as an int32
+    ids = ids.clamp(-1, num_rows)  # what is no row; none of them comes back into the table as an int32
     # Half the passes of a radix sort over int64.
     ids, order = torch.sort(ids.int() if num_rows < 2**31 else ids, stable=True)
     num_chunks = cdiv(total_tokens, CHUNK)
