@@ -27,7 +27,7 @@ from fastbert.layers.leaves import get_leaf
 from fastbert.models.auto import FAMILIES
 from fastbert.models.base import first_tokens, run_encoder, run_pooler
 from fastbert.models.family import Family
-from fastbert.models.inputs import PackedInputs, prepare_inputs
+from fastbert.models.inputs import PackedInputs, TableSizes, prepare_inputs, table_sizes
 
 # model_type -> transformers' folder, its base model there, and what that model's forward returns.
 _BASES = {
@@ -72,18 +72,14 @@ class _Plan:
         return FAMILIES[self.model_type].family
 
 
-def _live_config(module: Any, plan: _Plan) -> EncoderConfig:
-    """The plan's config with the sizes of now: embeddings are resized, and layers dropped, behind a config's back."""
-    family, config, theirs = plan.family, plan.config, module.config
-    names = family.embedding_names(config)
-    tables = {"vocab_size": names.word, "max_position_embeddings": names.position, "type_vocab_size": names.token_type}
-    leaves = {name: get_leaf(module, path) for name, path in tables.items() if path is not None}
-    now = {n: t.weight.shape[0] if isinstance(t, nn.Embedding) else getattr(theirs, n) for n, t in leaves.items()}
+def _live(module: Any, plan: _Plan) -> tuple[EncoderConfig, TableSizes]:
+    """The plan's config with the layers of now, and the tables of now: both change behind a config's back."""
+    family, config = plan.family, plan.config
     # transformers' encoders run the layers that are there; ALBERT counts them by its config.
     layers = None if config.num_hidden_groups else get_leaf(module, family.layer_path(config, 0).rpartition(".")[0])
-    now["num_hidden_layers"] = theirs.num_hidden_layers if layers is None else len(layers._modules)
-    changes = {name: value for name, value in now.items() if getattr(config, name) != value}
-    return config.replace(**changes) if changes else config
+    count = module.config.num_hidden_layers if layers is None else len(layers._modules)
+    config = config if count == config.num_hidden_layers else config.replace(num_hidden_layers=count)
+    return config, table_sizes(module, family.embeddings, module.config, config.embedding_width)
 
 
 def _modules_of(root: nn.Module, family: Family, config: EncoderConfig) -> Iterator:
@@ -199,8 +195,8 @@ class _Forward:
         absent = {name for name in _OPTIONS if name not in given or (older and given[name] is None)}
         options = {name: getattr(module.config, name) if name in absent else given[name] for name in _OPTIONS}
         try:
-            config = _live_config(module, self.plan)
-            objection = self._objection(module, config, given, options) or _tree_objection(module, self.plan, config)
+            config, tables = _live(module, self.plan)
+            objection = self._objection(module, tables, given, options) or _tree_objection(module, self.plan, config)
         except KeyError as error:
             objection = f"there is no {error} where transformers had it"
         if objection is not None:
@@ -211,7 +207,7 @@ class _Forward:
             tensors["token_type_ids"] = None  # as DistilBERT's forward, which swallows what a BERT tokenizer made
         if tensors["attention_mask"] is not None:
             tensors["attention_mask"] = tensors["attention_mask"] != 0  # every other value is "real" to transformers
-        inputs = prepare_inputs(self.plan.family, config, **tensors, cu_seqlens=None, max_seqlen=None)
+        inputs = prepare_inputs(self.plan.family, config, tables, **tensors, cu_seqlens=None, max_seqlen=None)
         return config, inputs, options, older
 
     def say(self, reason: str) -> None:
@@ -219,7 +215,7 @@ class _Forward:
             self.said.add(reason)
             warnings.warn(f"fastbert: {self.plan.label} runs transformers' own forward: {reason}", stacklevel=4)
 
-    def _objection(self, module: Any, config: EncoderConfig, given: dict, options: dict) -> str | None:
+    def _objection(self, module: Any, tables: TableSizes, given: dict, options: dict) -> str | None:
         """Why this call must be transformers' own; what is wrong with an input is left to prepare_inputs to say."""
         for name, value in given.items():
             if name not in _ARGUMENTS and value is not None and value is not False:
@@ -242,7 +238,7 @@ class _Forward:
             if shape != grid and (name != "position_ids" or shape != (1, *grid[1:])):
                 return f"{name} is not of shape (batch, seqlen)"
         counted = self.plan.family.positions_from_ids and "position_ids" not in tensors
-        if counted and grid[-1] + (config.pad_token_id or 0) + 1 > config.max_position_embeddings:
+        if counted and grid[-1] > tables.longest(self.plan.family, self.plan.config):
             return "the batch is wider than the position table: transformers lets padding be out there"
         mask = tensors.get("attention_mask")
         if mask is None or self.plan.reads == "tokens":
@@ -308,7 +304,7 @@ def _make_plan(module: Any, label: str, heads: list[str]) -> _Plan | str:
         if family.positions_from_ids:  # transformers counts from what the embeddings were built with
             config = config.replace(pad_token_id=module.embeddings.padding_idx)
         plan = _Plan(label, model_type, config, {}, reads)
-        found = [module for module in _modules_of(module, family, _live_config(module, plan)) if module[0] is not None]
+        found = [module for module in _modules_of(module, family, _live(module, plan)[0]) if module[0] is not None]
     except (ConfigError, KeyError) as error:  # of a field; of a module that is not there
         return f"it is not what fastbert can run: {error}"
     activation = type(ACT2FN[config.hidden_act])
@@ -372,7 +368,7 @@ def accelerate(hf_model: Any) -> Any:
                 reasons.append(f"{label}: {plan}")
                 continue
             module.forward = _Forward(module, plan)
-            if (objection := _tree_objection(module, plan, _live_config(module, plan))) is not None:
+            if (objection := _tree_objection(module, plan, _live(module, plan)[0])) is not None:
                 module.forward.say(objection)
     if not any(map(_is_accelerated, modules.values())):
         kind, why = type(hf_model).__name__, "; ".join(reasons) or "it holds no model of transformers"

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fastbert.accelerate import _Forward, _live_config
+from fastbert.accelerate import _Forward, _live
 from fastbert.config import ConfigError, EncoderConfig
 from fastbert.layers.leaves import get_leaf, is_plain, place
 from fastbert.layers.quantized import QuantizedLinear
@@ -121,7 +121,7 @@ def _encoders(model: nn.Module) -> Iterator[tuple[str, Any, Family, EncoderConfi
         if isinstance(module, EncoderModel):
             yield name, module, module.family, module.config
         elif isinstance(forward, _Forward):
-            yield name, module, forward.plan.family, _live_config(module, forward.plan)
+            yield name, module, forward.plan.family, _live(module, forward.plan)[0]
 
 
 def _linears(model: nn.Module, keep: list[str]) -> dict[str, nn.Linear]:

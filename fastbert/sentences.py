@@ -298,8 +298,7 @@ def _pool(hidden: torch.Tensor, cu_seqlens: torch.Tensor, mode: str) -> torch.Te
 
 def position_limit(model: EncoderModel) -> int:
     """The longest sequence, in tokens, that the position table has room for."""
-    skipped = (model.config.pad_token_id or 0) + 1 if model.family.positions_from_ids else 0
-    return model.config.max_position_embeddings - skipped
+    return model.table_sizes().longest(model.family, model.config)
 
 
 def pick_device(device: torch.device | str | None) -> torch.device:

@@ -30,11 +30,15 @@ _LOG2E = 1.4426950408889634
 
 @triton.jit
 def _load_spans(cu_seqlens_ptr, sequence, batch_size, total_tokens):
-    """First token and length of each sequence; number batch_size is what lies behind the last, none is beyond it."""
+    """First token and length of each sequence; number batch_size is what lies behind the last, none is beyond it.
+
+    Whatever the offsets, all of it within the batch: no tile leads beyond the tensors.
+    """
     begin = tl.load(cu_seqlens_ptr + sequence, mask=sequence <= batch_size, other=0)
     end = tl.load(cu_seqlens_ptr + sequence + 1, mask=sequence < batch_size, other=0)
-    end = tl.where(sequence == batch_size, total_tokens, end)
-    return begin, end - begin
+    begin = tl.minimum(tl.maximum(begin, 0), total_tokens)
+    end = tl.where(sequence == batch_size, total_tokens, tl.minimum(end, total_tokens))
+    return begin, tl.maximum(end - begin, 0)
 
 
 @triton.jit(do_not_specialize=["batch_size", "total_tokens", "num_tiles"])
@@ -66,8 +70,10 @@ def _attention_tiles_kernel(
         row_end = tl.minimum(row + BLOCK_TILE, begin + length)
         rows = tl.where(column == 0, row[:, None], row_end[:, None])
         keys = tl.where(column == 2, begin[:, None], keys_end[:, None])
-        at = (place + i)[:, None] * 4 + column
-        tl.store(tiles_ptr + at, tl.where(column < 2, rows, keys), mask=(i < count)[:, None] & (column < 4))
+        entry = place + i  # within the list, but for sequences that overlap
+        at = entry[:, None] * 4 + column
+        fits = (i < count) & (entry < num_tiles)
+        tl.store(tiles_ptr + at, tl.where(column < 2, rows, keys), mask=fits[:, None] & (column < 4))
     first = tl.sum(occupied, axis=0) + tl.program_id(0) * BLOCK_R
     for empty in range(first, num_tiles, tl.num_programs(0) * BLOCK_R):
         entry = empty + tl.arange(0, BLOCK_R)[:, None]

@@ -46,12 +46,14 @@ def _cross_entropy_kernel(
     row_top = tl.max(top, axis=0)
     total = tl.sum(total * tl.exp(top - row_top), axis=0)
     lse = row_top + tl.log(total)
-    right = tl.load(logits_ptr + label).to(tl.float32)
+    # A label that is no class reads nothing and makes the loss NaN, and the gradients with it.
+    is_class = (label >= 0) & (label < num_classes)
+    right = tl.load(logits_ptr + label, mask=is_class, other=float("nan")).to(tl.float32)
     mean = tl.sum(plain, axis=0) / num_classes
     loss = (1.0 - label_smoothing) * (lse - right) + label_smoothing * (lse - mean) + z_loss * lse * lse
     tl.store(losses_ptr + row, loss)
     if NEEDS_GRAD:
-        factor = (1.0 + 2.0 * z_loss * lse) / total
+        factor = tl.where(is_class, (1.0 + 2.0 * z_loss * lse) / total, float("nan"))
         for start in range(0, stride, BLOCK_V):
             columns = start + tl.arange(0, BLOCK_V)
             z = tl.load(logits_ptr + columns, mask=columns < stride, other=0.0).to(tl.float32)

@@ -4,7 +4,9 @@
     out    = LayerNorm(summed) where a weight is given, else summed      (Devlin et al. 2018, section 3, figure 2)
     dtable[id] = sum of dout[t] over the tokens t with ids[t] = id; 0 in row padding_idx
 
-Tables are row-major (rows, hidden_size) without gaps, in bf16, fp16 or fp32; sums and statistics are fp32.
+Tables are row-major (rows, hidden_size) without gaps, in bf16, fp16 or fp32; sums and statistics are fp32. A token
+with an id that is no row of its table reads nothing there and comes out as NaN, and its gradient is written nowhere:
+the host, which waits for nothing, cannot raise.
 
 Forward: one program a token, its row whole in registers. Backward: tokens are sorted by id, so that each id's are a
 run of neighbours, and then added up in two levels, because one id (token type 0) may have every token of the batch. A
@@ -31,9 +33,14 @@ GROUP = 8
 
 
 @triton.jit
+def _is_row(id, num_rows):
+    return (id >= 0) & (id < num_rows)
+
+
+@triton.jit(do_not_specialize=["word_rows", "position_rows", "token_type_rows"])
 def _embed_fwd_kernel(
     input_ids_ptr, position_ids_ptr, token_type_ids_ptr, word_ptr, position_ptr, token_type_ptr, weight_ptr, bias_ptr,
-    out_ptr, hidden_size, eps,
+    out_ptr, word_rows, position_rows, token_type_rows, hidden_size, eps,
     HAS_INPUT_IDS: tl.constexpr, HAS_TYPE: tl.constexpr, HAS_TYPE_IDS: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -44,14 +51,19 @@ def _embed_fwd_kernel(
     at = token
     if HAS_INPUT_IDS:
         at = tl.load(input_ids_ptr + token).to(tl.int64)
-    summed = tl.load(word_ptr + at * hidden_size + columns, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_N]
+    known = _is_row(at, word_rows)
+    summed = tl.load(word_ptr + at * hidden_size + columns, mask=inside & known, other=0.0).to(tl.float32)  # [BLOCK_N]
     if HAS_TYPE:
         at = token * 0
         if HAS_TYPE_IDS:
             at = tl.load(token_type_ids_ptr + token).to(tl.int64)
-        summed += tl.load(token_type_ptr + at * hidden_size + columns, mask=inside, other=0.0).to(tl.float32)
+        is_type = _is_row(at, token_type_rows)
+        summed += tl.load(token_type_ptr + at * hidden_size + columns, mask=inside & is_type, other=0.0).to(tl.float32)
+        known &= is_type
     at = tl.load(position_ids_ptr + token).to(tl.int64)
-    summed += tl.load(position_ptr + at * hidden_size + columns, mask=inside, other=0.0).to(tl.float32)
+    is_position = _is_row(at, position_rows)
+    summed += tl.load(position_ptr + at * hidden_size + columns, mask=inside & is_position, other=0.0).to(tl.float32)
+    summed = tl.where(known & is_position, summed, float("nan"))
 
     out = summed.to(out_ptr.dtype.element_ty)
     if HAS_NORM:  # of the rounded sum, as add_layer_norm has it in training
@@ -74,7 +86,8 @@ def embed_fwd(input_ids, position_ids, token_type_ids, word, position, token_typ
     block_n, num_warps = row_tile(hidden_size)
     with torch.cuda.device_of(out):
         _embed_fwd_kernel[(total_tokens,)](
-            *operands, out, hidden_size, eps,
+            *operands, out, word.shape[0], position.shape[0], 0 if token_type is None else token_type.shape[0],
+            hidden_size, eps,
             HAS_INPUT_IDS=input_ids is not None, HAS_TYPE=token_type is not None,
             HAS_TYPE_IDS=token_type_ids is not None, HAS_NORM=weight is not None, HAS_BIAS=bias is not None,
             BLOCK_N=block_n, num_warps=num_warps,
@@ -82,13 +95,14 @@ def embed_fwd(input_ids, position_ids, token_type_ids, word, position, token_typ
     return out
 
 
-@triton.jit(do_not_specialize=["total_tokens", "padding_idx"])
+@triton.jit(do_not_specialize=["total_tokens", "num_rows", "padding_idx"])
 def _sum_runs_kernel(
-    dout_ptr, ids_ptr, order_ptr, dtable_ptr, parts_ptr, total_tokens, hidden_size, padding_idx,
+    dout_ptr, ids_ptr, order_ptr, dtable_ptr, parts_ptr, total_tokens, num_rows, hidden_size, padding_idx,
     CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """ids (T,) ascending, order (T,): token of each -> the rows of dtable whose runs lie inside of a chunk, and parts.
 
+    ids are from -1 to num_rows, both of which are no rows; -1 has always come in, since it is `before` the first chunk.
     parts (C, 2, N): of the run that came in from the chunk before, and of the one that goes on from here.
     """
     chunk = tl.program_id(0)
@@ -115,7 +129,7 @@ def _sum_runs_kernel(
             came_in = ids[i] == before
             tl.store(parts_ptr, total, mask=inside & (ends & came_in))
             row = total.to(dtable_ptr.dtype.element_ty)
-            is_row = ends & (ids[i] != before) & (ids[i] != padding_idx)
+            is_row = ends & (ids[i] != before) & (ids[i] != padding_idx) & (ids[i] < num_rows)
             tl.store(dtable_ptr + ids[i] * hidden_size + columns, row, mask=inside & is_row)
             total = tl.where(ends, 0.0, total)
 
@@ -125,9 +139,9 @@ def _sum_runs_kernel(
     tl.store(parts_ptr + which * hidden_size, total, mask=inside & (last == after))
 
 
-@triton.jit(do_not_specialize=["padding_idx"])
+@triton.jit(do_not_specialize=["num_rows", "padding_idx"])
 def _join_runs_kernel(
-    ids_ptr, ends_ptr, parts_ptr, dtable_ptr, hidden_size, padding_idx,
+    ids_ptr, ends_ptr, parts_ptr, dtable_ptr, num_rows, hidden_size, padding_idx,
     CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A program for each chunk but the last: if a run begins in it that goes on into the next, its row of dtable.
@@ -139,7 +153,7 @@ def _join_runs_kernel(
     id = tl.load(ids_ptr + first + CHUNK - 1).to(tl.int64)
     before = tl.load(ids_ptr + first - 1, mask=first > 0, other=-1).to(tl.int64)
     end = tl.load(ends_ptr + chunk)
-    if (end == first + CHUNK) | (id == before) | (id == padding_idx):
+    if (end == first + CHUNK) | (id == before) | (id == padding_idx) | (id >= num_rows):
         return
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     num_parts = tl.cdiv(end, CHUNK) - chunk
@@ -165,20 +179,23 @@ def embed_bwd(dout, ids, table, padding_idx):
     dtable = torch.zeros(table.shape, dtype=table.dtype, device=table.device)
     if dout.numel() == 0:
         return dtable
+    num_rows = table.shape[0]
+    ids = ids.clamp(-1, num_rows)  # what is no row; none of them comes back into the table as an int32
     # Half the passes of a radix sort over int64.
-    ids, order = torch.sort(ids.int() if table.shape[0] < 2**31 else ids, stable=True)
+    ids, order = torch.sort(ids.int() if num_rows < 2**31 else ids, stable=True)
     num_chunks = cdiv(total_tokens, CHUNK)
     parts = dout.new_empty(num_chunks, 2, hidden_size, dtype=torch.float32)
     block_n = sum_block(hidden_size)
     with torch.cuda.device_of(dout):
         _sum_runs_kernel[(num_chunks, cdiv(hidden_size, block_n))](
-            dout, ids, order, dtable, parts, total_tokens, hidden_size, padding_idx,
+            dout, ids, order, dtable, parts, total_tokens, num_rows, hidden_size, padding_idx,
             CHUNK=CHUNK, GROUP=GROUP, BLOCK_N=block_n, num_warps=1,
         )  # fmt: skip
         if num_chunks > 1:
             lasts = ids[CHUNK - 1 : total_tokens - 1 : CHUNK].contiguous()
             ends = torch.searchsorted(ids, lasts, right=True)
             _join_runs_kernel[(num_chunks - 1, cdiv(hidden_size, 64))](
-                ids, ends, parts, dtable, hidden_size, padding_idx, CHUNK=CHUNK, BLOCK_M=32, BLOCK_N=64, num_warps=4
-            )
+                ids, ends, parts, dtable, num_rows, hidden_size, padding_idx,
+                CHUNK=CHUNK, BLOCK_M=32, BLOCK_N=64, num_warps=4,
+            )  # fmt: skip
     return dtable

@@ -9,6 +9,8 @@ that. A table of each row's token would make the search needless, but takes thre
 rows over them, which write padded twice, take two in all. A search reads up to log2 of the tokens, or of the padding,
 in words that lie in the cache, one after the other; BLOCK_M rows share one, and the programs beside it copy meanwhile.
 
+An index that is no row of padded reads nothing: pack gives words of ones there, which are NaN in every floating dtype.
+
 Rows are copied as words of 4 bytes where they are whole words, whatever the dtype: logits over BERT's vocabulary, 30522
 wide, then move in loads of 4 bytes instead of 2, and rows of a multiple of 16 words in loads of 16 bytes.
 
@@ -22,16 +24,19 @@ import triton.language as tl
 from .sizes import cdiv, next_power_of_2
 
 
-@triton.jit(do_not_specialize=["total_tokens"])
+@triton.jit(do_not_specialize=["num_rows", "total_tokens"])
 def _pack_kernel(
-    padded_ptr, indices_ptr, packed_ptr, total_tokens, hidden_size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    padded_ptr, indices_ptr, packed_ptr, num_rows, total_tokens, hidden_size,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(hidden_size, BLOCK_N)  # one axis of the grid for both: the others end at 65535
     tokens = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.load(indices_ptr + tokens, mask=tokens < total_tokens, other=0)  # [BLOCK_M], int64
     inside = (tokens < total_tokens)[:, None] & (columns < hidden_size)[None, :]  # [BLOCK_M, BLOCK_N]
-    words = tl.load(padded_ptr + rows[:, None] * hidden_size + columns[None, :], mask=inside)
+    is_row = (rows >= 0) & (rows < num_rows)
+    at = rows[:, None] * hidden_size + columns[None, :]
+    words = tl.load(padded_ptr + at, mask=inside & is_row[:, None], other=-1)
     tl.store(packed_ptr + tokens[:, None] * hidden_size + columns[None, :], words, mask=inside)
 
 
@@ -94,8 +99,9 @@ def pack(padded, indices):
     block_m, block_n = tile(width)
     with torch.cuda.device_of(padded):
         _pack_kernel[(cdiv(total_tokens, block_m) * cdiv(width, block_n),)](
-            source, indices, target, total_tokens, width, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4
-        )
+            source, indices, target, source.shape[0], total_tokens, width,
+            BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
+        )  # fmt: skip
     return packed
 
 

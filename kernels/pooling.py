@@ -5,7 +5,8 @@
     max:  out[s] = max x[t],      dx[t] = dout[s] / ties where x[t] = out[s]
 
 A maximum's gradient is shared evenly by the `ties` tokens that have it, as torch's amax does; sums are fp32. A sequence
-without tokens gives zeros, and so do the gradients of slack rows, which are never read.
+without tokens gives zeros, and so do the gradients of slack rows, which are never read. A sequence whose offsets fall,
+or lie beyond the tokens, gives NaN, and nothing beyond x is read.
 
 Forward: a program takes BLOCK_N columns of a sequence. Where sequences are long, several programs share one, by blocks
 of BLOCK_M tokens in turn, and a second kernel joins what they have in a fixed order. Backward: a program takes BLOCK_M
@@ -36,36 +37,40 @@ def _join_max(top, ties):
 
 
 @triton.jit
-def _store_pooled(out_ptr, ties_ptr, at, inside, pooled, ties, length, MODE: tl.constexpr, RETURN_TIES: tl.constexpr):
+def _store_pooled(
+    out_ptr, ties_ptr, at, inside, pooled, ties, length, is_span, MODE: tl.constexpr, RETURN_TIES: tl.constexpr
+):  # fmt: skip
     if MODE == "max":
         pooled = tl.where(length > 0, pooled, 0.0)
         if RETURN_TIES:
             tl.store(ties_ptr + at, ties, mask=inside)
     else:
         pooled = pooled / tl.maximum(length, 1).to(tl.float32)
+    pooled = tl.where(is_span, pooled, float("nan"))
     tl.store(out_ptr + at, pooled.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _load_span(cu_seqlens_ptr, sequence, MODE: tl.constexpr):
-    """First token, and the end of those that count."""
+def _load_span(cu_seqlens_ptr, sequence, total_tokens, MODE: tl.constexpr):
+    """First token, the end of those that count, and whether they are tokens at all; if not, none counts."""
     begin = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
     end = tl.load(cu_seqlens_ptr + sequence + 1).to(tl.int64)
+    is_span = (begin >= 0) & (end >= begin) & (end <= total_tokens)
     if MODE == "cls":
         end = tl.minimum(end, begin + 1)
-    return begin, end
+    return begin, tl.where(is_span, end, begin), is_span
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total_tokens"])
 def _pooling_fwd_kernel(
-    x_ptr, cu_seqlens_ptr, out_ptr, ties_ptr, parts_ptr, part_ties_ptr, hidden_size,
+    x_ptr, cu_seqlens_ptr, out_ptr, ties_ptr, parts_ptr, part_ties_ptr, total_tokens, hidden_size,
     MODE: tl.constexpr, RETURN_TIES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """parts, part_ties (B, S, N), fp32 and int32: sums or maxima of the tokens of one program, if SPLITS > 1."""
     sequence = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < hidden_size
-    begin, end = _load_span(cu_seqlens_ptr, sequence, MODE)
+    begin, end, is_span = _load_span(cu_seqlens_ptr, sequence, total_tokens, MODE)
 
     ties = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
     if MODE == "max":
@@ -89,7 +94,7 @@ def _pooling_fwd_kernel(
 
     if SPLITS == 1:
         at = sequence * hidden_size + columns
-        _store_pooled(out_ptr, ties_ptr, at, inside, pooled, ties_of_all, end - begin, MODE, RETURN_TIES)
+        _store_pooled(out_ptr, ties_ptr, at, inside, pooled, ties_of_all, end - begin, is_span, MODE, RETURN_TIES)
     else:
         at = (sequence * SPLITS + tl.program_id(2)) * hidden_size + columns
         tl.store(parts_ptr + at, pooled, mask=inside)
@@ -97,15 +102,15 @@ def _pooling_fwd_kernel(
             tl.store(part_ties_ptr + at, ties_of_all, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total_tokens"])
 def _pooling_join_kernel(
-    cu_seqlens_ptr, out_ptr, ties_ptr, parts_ptr, part_ties_ptr, hidden_size,
+    cu_seqlens_ptr, out_ptr, ties_ptr, parts_ptr, part_ties_ptr, total_tokens, hidden_size,
     MODE: tl.constexpr, RETURN_TIES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < hidden_size
-    begin, end = _load_span(cu_seqlens_ptr, sequence, MODE)
+    begin, end, is_span = _load_span(cu_seqlens_ptr, sequence, total_tokens, MODE)
     at = (sequence * SPLITS + tl.arange(0, SPLITS))[:, None] * hidden_size + columns[None, :]  # [S, N]
     parts = tl.load(parts_ptr + at, mask=inside[None, :], other=0.0)
     ties = tl.zeros([SPLITS, BLOCK_N], tl.int32)
@@ -116,7 +121,7 @@ def _pooling_join_kernel(
     else:
         pooled, ties_of_all = tl.sum(parts, axis=0), tl.sum(ties, axis=0)
     at = sequence * hidden_size + columns
-    _store_pooled(out_ptr, ties_ptr, at, inside, pooled, ties_of_all, end - begin, MODE, RETURN_TIES)
+    _store_pooled(out_ptr, ties_ptr, at, inside, pooled, ties_of_all, end - begin, is_span, MODE, RETURN_TIES)
 
 
 def _splits(total_tokens: int, batch_size: int, blocks: int, mode: str) -> int:
@@ -143,10 +148,12 @@ def pooling_fwd(x, cu_seqlens, mode, return_ties):
     options = {"MODE": mode, "RETURN_TIES": return_ties, "SPLITS": splits, "BLOCK_N": 64, "num_warps": 4}
     with torch.cuda.device_of(x):
         _pooling_fwd_kernel[(batch_size, blocks, splits)](
-            x, cu_seqlens, out, ties, parts, part_ties, hidden_size, BLOCK_M=32, **options
+            x, cu_seqlens, out, ties, parts, part_ties, total_tokens, hidden_size, BLOCK_M=32, **options
         )
         if splits > 1:
-            _pooling_join_kernel[(batch_size, blocks)](cu_seqlens, out, ties, parts, part_ties, hidden_size, **options)
+            _pooling_join_kernel[(batch_size, blocks)](
+                cu_seqlens, out, ties, parts, part_ties, total_tokens, hidden_size, **options
+            )
     return out, ties
 
 

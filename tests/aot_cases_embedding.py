@@ -23,12 +23,13 @@ def embedding_cases(hidden_size: int):
         block_n, num_warps = row_tile(hidden_size)
         ids = dict.fromkeys(("input_ids_ptr", "position_ids_ptr", "token_type_ids_ptr"), "*i64")
         tables = ("word_ptr", "position_ptr", "token_type_ptr", "weight_ptr", "bias_ptr", "out_ptr")
-        types = {**ids, **dict.fromkeys(tables, pointer), "hidden_size": "i32", "eps": "fp32"}
+        rows = dict.fromkeys(("word_rows", "position_rows", "token_type_rows"), "i32")
+        types = {**ids, **dict.fromkeys(tables, pointer), **rows, "hidden_size": "i32", "eps": "fp32"}
         flags = ("HAS_INPUT_IDS", "HAS_TYPE", "HAS_TYPE_IDS", "HAS_NORM", "HAS_BIAS")
         constants = {**dict.fromkeys(flags, True), "BLOCK_N": block_n}
         yield case("embedding._embed_fwd_kernel", dtype, types, constants, num_warps, wide_loads=5)
 
-        sizes = {"hidden_size": "i32", "padding_idx": "i32"}
+        sizes = {"num_rows": "i32", "hidden_size": "i32", "padding_idx": "i32"}
         types = {
             "dout_ptr": pointer, "dtable_ptr": pointer, "ids_ptr": "*i32", "order_ptr": "*i64", "parts_ptr": "*fp32",
             "total_tokens": "i32", **sizes,
@@ -60,7 +61,7 @@ def pooling_cases():
             is_max = mode == "max"
             types = {
                 "x_ptr": f"*{dtype}", "cu_seqlens_ptr": "*i32", "out_ptr": f"*{dtype}", "ties_ptr": "*i32",
-                "parts_ptr": "*fp32", "part_ties_ptr": "*i32", "hidden_size": "i32",
+                "parts_ptr": "*fp32", "part_ties_ptr": "*i32", "total_tokens": "i32", "hidden_size": "i32",
             }  # fmt: skip
             for splits in (1, 16)[: 1 if mode == "cls" else 2]:
                 constants = {"MODE": mode, "RETURN_TIES": is_max, "SPLITS": splits, "BLOCK_N": 64}

@@ -189,9 +189,10 @@ def add_layer_norm_bwd(dout, dsum, summed, mean, rstd, weight, philox, dropout_p
 
 def embed_fwd(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, eps, **options):
     rows, width = position_ids.numel(), position.shape[1]
+    sizes = (word.shape[0], position.shape[0], 1 if token_type is None else token_type.shape[0])
     (out,) = run(
         "embed_fwd", DTYPES[word.dtype], word, position, token_type, input_ids, position_ids, token_type_ids,
-        weight, bias, eps, rows, width, Out.empty(rows, width, dtype=word.dtype), **options,
+        *sizes, weight, bias, eps, rows, width, Out.empty(rows, width, dtype=word.dtype), **options,
     )  # fmt: skip
     return out
 

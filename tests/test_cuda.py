@@ -243,3 +243,19 @@ def test_embed(dtype, rows, width):
     rows_given = cuda.embed_fwd(None, positions, types, word[ids], position, token_type, weight, bias, 1e-12)
     looked_up = cuda.embed_fwd(ids, positions, types, word, position, token_type, weight, bias, 1e-12)
     assert torch.equal(rows_given, looked_up)
+
+
+@pytest.mark.parametrize("width", (33, 80, 1500))
+@each_dtype
+def test_embed_makes_a_token_of_unknown_ids_nan(dtype, width):
+    """And reads nothing for it: what lies beyond a table is poisoned memory."""
+    ids = dict(zip(("words", "positions", "types"), torch.randint(3, (3, 6)), strict=True))
+    tables = [torch.randn(3, width).to(dtype) for _ in range(3)]
+    weight = torch.ones(width, dtype=dtype)
+    for name, bad in (("words", 3), ("positions", -1), ("types", 2**32 + 1), ("words", -(2**62))):
+        spoiled = {**ids, name: ids[name].clone()}
+        spoiled[name][4] = bad
+        others = torch.arange(6) != 4
+        for vector in (weight, None):
+            one, other = (cuda.embed_fwd(*given.values(), *tables, vector, None, 1e-5) for given in (ids, spoiled))
+            assert other[4].isnan().all() and torch.equal(one[others], other[others])

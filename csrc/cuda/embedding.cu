@@ -1,22 +1,33 @@
 #include "embedding.h"
 
+#include <cmath>
+
 #include "row.h"
 
 namespace fastbert {
 namespace {
+
+__device__ __forceinline__ bool is_row(int64_t id, int64_t rows) {
+  return static_cast<uint64_t>(id) < static_cast<uint64_t>(rows);
+}
 
 template <typename R>
 __global__ void __launch_bounds__(256, 1) embed_fwd_kernel(EmbedFwdArgs a) {
   const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   if (row >= a.rows) return;  // a whole warp, in a block of one-warp rows: nobody waits for it
   const R columns{a.width};
-  const auto word = columns.load(a.word, a.input_ids == nullptr ? row : a.input_ids[row]);
-  const auto position = columns.load(a.position, a.position_ids[row]);
-  const auto type = columns.load_or_zeros(a.token_type, a.token_type_ids == nullptr ? 0 : a.token_type_ids[row]);
+  const int64_t word_id = a.input_ids == nullptr ? row : a.input_ids[row], position_id = a.position_ids[row];
+  const int64_t type_id = a.token_type_ids == nullptr ? 0 : a.token_type_ids[row];
+  // The threads of a row agree. No early return: those of other rows wait for these at barriers.
+  const bool known =
+      is_row(word_id, a.word_rows) && is_row(position_id, a.position_rows) && is_row(type_id, a.token_type_rows);
+  const auto word = columns.load(a.word, known ? word_id : 0);
+  const auto position = columns.load(a.position, known ? position_id : 0);
+  const auto type = columns.load_or_zeros(a.token_type, known ? type_id : 0);
 
   float values[R::kPerThread];
 #pragma unroll
-  for (int i = 0; i < R::kPerThread; ++i) values[i] = word[i] + type[i] + position[i];
+  for (int i = 0; i < R::kPerThread; ++i) values[i] = known ? word[i] + type[i] + position[i] : NAN;
   const auto summed = columns.round(values);
   if (a.weight == nullptr) return columns.store(a.out, row, summed);
 #pragma unroll

@@ -2,8 +2,9 @@
 //
 //   out = LayerNorm(word[input_ids] + token_type[token_type_ids] + position[position_ids])
 //
-// The sum is rounded to the dtype before it is normalised. Tables are row-major (anything, width), width from 1 to
-// 8192. Ids are not checked.
+// The sum is rounded to the dtype before it is normalised. Tables are row-major (their rows, width), width from 1 to
+// 8192, and have at least one row. A token with an id that is no row of its table comes out as NaN; nothing beyond the
+// tables is read.
 #pragma once
 
 #include "runtime.h"
@@ -18,8 +19,11 @@ struct EmbedFwdArgs {
   const int64_t* input_ids;       // null: row r of word is token r's
   const int64_t* position_ids;    // (rows,)
   const int64_t* token_type_ids;  // null: type 0
-  const void* weight;             // null: no LayerNorm
-  const void* bias;               // or null
+  int64_t word_rows;
+  int64_t position_rows;
+  int64_t token_type_rows;  // of a table that there is
+  const void* weight;       // null: no LayerNorm
+  const void* bias;         // or null
   float eps;
   int64_t rows;
   int width;

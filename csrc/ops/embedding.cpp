@@ -14,6 +14,24 @@
 #include "tensors.h"
 
 namespace fastbert {
+namespace {
+
+// Before anything is written: every id is a row of its table. One comparison an id, beside the rows that it stands for.
+void check_ids(const char* name, const at::Tensor& ids, int64_t rows) {
+  if (!ids.defined()) return;
+  const auto* id = ids.const_data_ptr<int64_t>();
+  const int64_t tokens = ids.numel();
+  const auto is_outside = [&](int64_t i) { return static_cast<uint64_t>(id[i]) >= static_cast<uint64_t>(rows); };
+  bool any = false;
+  for (int64_t i = 0; i < tokens; ++i) any |= is_outside(i);
+  for (int64_t i = 0; any && i < tokens; ++i) {
+    TORCH_CHECK_INDEX(!is_outside(i), "embed_layer_norm: ", name, " holds ", id[i], "; valid values are 0 to ",
+                      rows - 1);
+  }
+}
+
+}  // namespace
+
 at::Tensor embed_fwd_cpu(const std::optional<at::Tensor>& input_ids, const at::Tensor& position_ids,
                          const std::optional<at::Tensor>& token_type_ids, const at::Tensor& word,
                          const at::Tensor& position, const std::optional<at::Tensor>& token_type,
@@ -21,6 +39,9 @@ at::Tensor embed_fwd_cpu(const std::optional<at::Tensor>& input_ids, const at::T
   const auto t =
       embed_fwd_tensors(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, at::kCPU);
   const int64_t tokens = t.out.size(0), width = t.out.size(1);
+  check_ids("input_ids", t.ids, t.word.size(0));
+  check_ids("position_ids", t.positions, t.position.size(0));
+  if (t.token_type.defined()) check_ids("token_type_ids", t.types, t.token_type.size(0));
   for_dtype(t.out.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     const EmbedFwd<T> args{{data<const T>(t.word), data<const T>(t.token_type), data<const T>(t.position)},
@@ -43,9 +64,11 @@ at::Tensor embed_fwd_cpu(const std::optional<at::Tensor>& input_ids, const at::T
 
 at::Tensor embed_bwd_cpu(const at::Tensor& dout_, const at::Tensor& ids_, const at::Tensor& table,
                          int64_t padding_idx) {
+  TORCH_CHECK(table.dim() == 2, "table has shape ", table.sizes(), ", expected (rows, width)");
   const int64_t tokens = ids_.numel(), width = table.size(1);
   const at::Tensor dout = checked("dout", dout_, {tokens, width}, table.scalar_type());
   const at::Tensor ids = checked("ids", ids_, {tokens}, at::kLong);
+  check_ids("ids", ids, table.size(0));
   const auto* id = ids.const_data_ptr<int64_t>();
   std::vector<int64_t> order(static_cast<size_t>(tokens));
   std::iota(order.begin(), order.end(), 0);

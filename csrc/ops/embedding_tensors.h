@@ -28,6 +28,10 @@ inline EmbedFwdTensors embed_fwd_tensors(const std::optional<at::Tensor>& input_
   if (token_type.has_value()) {
     t.token_type = checked("token_type", *token_type, {token_type->size(0), width}, dtype, device);
   }
+  for (const at::Tensor& table : {t.word, t.position, t.token_type}) {
+    TORCH_CHECK_INDEX(tokens == 0 || !table.defined() || table.size(0) > 0,
+                      "embed_layer_norm: a table has no rows, for ", tokens, " tokens");
+  }
   t.weight = checked("weight", weight, {width}, dtype, device);
   t.bias = checked("bias", bias, {width}, dtype, device);
   t.out = at::empty({tokens, width}, t.position.options());

@@ -17,7 +17,7 @@ from fastbert.layers.encoder import EncoderLayer, add_norm
 from fastbert.layers.leaves import get_leaf, linear, parent_of, place, within
 from fastbert.layers.whole import run_whole_layers
 from fastbert.models.family import Family, Scopes
-from fastbert.models.inputs import PackedInputs, prepare_inputs
+from fastbert.models.inputs import PackedInputs, TableSizes, prepare_inputs, table_sizes
 from fastbert.models.outputs import ModelOutput
 from fastbert.models.quantized import entry_of, place_int8
 from fastbert.packing import PackedBatch
@@ -251,7 +251,10 @@ class EncoderModel(PreTrainedModel):
         return self.encode(self.prepare(input_ids, None, token_type_ids, position_ids, None, cu_seqlens, max_seqlen))
 
     def prepare(self, *arguments) -> PackedInputs:
-        return prepare_inputs(self.family, self.config, *arguments)
+        return prepare_inputs(self.family, self.config, self.table_sizes(), *arguments)
+
+    def table_sizes(self) -> TableSizes:
+        return table_sizes(self, self.family.embeddings, self.config, self.config.embedding_width)
 
     def pool(self, packed: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         """The pooled output (batch, hidden_size) of each sequence's first real token."""

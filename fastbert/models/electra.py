@@ -143,7 +143,7 @@ class ElectraForJointPreTraining(nn.Module):
         arguments = (input_ids, attention_mask, token_type_ids, None, None, cu_seqlens, max_seqlen)
         encoded, _ = self.generator.run_base(arguments)
         packed, batch = encoded.packed, encoded.batch
-        packed_labels = self.generator.pack_labels(labels, batch, self.generator.config.vocab_size)
+        packed_labels = self.generator.pack_labels(labels, batch, self.generator.num_words())
         kept = (packed_labels != -100).nonzero().flatten()
         hidden = self.generator.masked_lm_hidden(packed.index_select(0, kept))
         targets = packed_labels.index_select(0, kept)

@@ -267,7 +267,7 @@ class ForTokenClassification(HeadModel):
         logits = linear(self.classifier, x)
         loss = None
         if given:
-            packed_labels = self.pack_labels(given["labels"], batch, self.config.num_labels)
+            packed_labels = self.pack_labels(given["labels"], batch, logits.shape[-1])
             loss = ops.logits_cross_entropy(logits, packed_labels)
         return {"loss": loss, "logits": batch.unpack(logits)}
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from fastbert.config import EncoderConfig
+from fastbert.layers.embeddings import EmbeddingNames
+from fastbert.layers.leaves import get_leaf
 from fastbert.models.family import Family
 from fastbert.packing import IdRange, InputError, PackedBatch
 
@@ -22,9 +26,49 @@ class PackedInputs:
     inputs_embeds: torch.Tensor | None
 
 
+class TableSizes(NamedTuple):
+    """The rows of the embedding tables, and the width of a row."""
+
+    words: int
+    positions: int
+    token_types: int
+    width: int
+
+    def longest(self, family: Family, config: EncoderConfig) -> int:
+        """The longest sequence, in tokens, that the position table has room for."""
+        return max(0, self.positions - (_first_position(config) if family.positions_from_ids else 0))
+
+
+def table_sizes(root: nn.Module, names: EmbeddingNames, config: Any, width: int) -> TableSizes:
+    """Those of the tables below `root` as they are now: tables are resized and replaced behind a config's back.
+
+    `config` (an EncoderConfig, or transformers' config object) and `width` speak for a leaf that has no table to look
+    at: one that is not nn.Embedding (LoRA's, a user's own), or that computes its weight. Such a leaf is called, and
+    what it cannot look up it refuses by itself.
+    """
+    words, positions = _shape_of(root, names.word), _shape_of(root, names.position)
+    token_types = 0
+    if names.token_type is not None:
+        types = _shape_of(root, names.token_type)
+        token_types = config.type_vocab_size if types is None else types[0]
+    return TableSizes(
+        config.vocab_size if words is None else words[0],
+        config.max_position_embeddings if positions is None else positions[0],
+        token_types,
+        width if positions is None else positions[1],
+    )
+
+
+def _shape_of(root: nn.Module, path: str) -> torch.Size | None:
+    leaf = get_leaf(root, path)
+    weight = leaf._parameters.get("weight") if isinstance(leaf, nn.Embedding) else None
+    return weight.shape if weight is not None and weight.dim() == 2 else None
+
+
 def prepare_inputs(
     family: Family,
     config: EncoderConfig,
+    tables: TableSizes,
     input_ids: torch.Tensor | None,
     attention_mask: torch.Tensor | None,
     token_type_ids: torch.Tensor | None,
@@ -35,7 +79,7 @@ def prepare_inputs(
 ) -> PackedInputs:
     """Check and pack what a user passed, padded (batch, seqlen) or packed (total_tokens,) with `cu_seqlens`.
 
-    Raises InputError, naming the value and the limit.
+    Ids are checked against `tables`, whatever `config` says of them. Raises InputError, naming the value and the limit.
     """
     if (input_ids is None) == (inputs_embeds is None):
         raise InputError("give exactly one of input_ids and inputs_embeds")
@@ -48,8 +92,8 @@ def prepare_inputs(
         raise InputError(f"the input has shape {tuple(given.shape)}; its leading shape must be {expected}")
     if input_ids is not None and (input_ids.is_floating_point() or input_ids.dtype == torch.bool):
         raise InputError(f"input_ids is {input_ids.dtype}; it must be an integer tensor")
-    if inputs_embeds is not None and inputs_embeds.shape[-1] != config.embedding_width:
-        raise InputError(f"inputs_embeds has width {inputs_embeds.shape[-1]}; the model's is {config.embedding_width}")
+    if inputs_embeds is not None and inputs_embeds.shape[-1] != tables.width:
+        raise InputError(f"inputs_embeds has width {inputs_embeds.shape[-1]}; the model's is {tables.width}")
     if not packed and 0 in grid:
         raise InputError(f"an empty batch: the input has shape {tuple(given.shape)}")
     if cu_seqlens is not None:
@@ -62,7 +106,7 @@ def prepare_inputs(
     token_type_ids = _like_input("token_type_ids", token_type_ids, grid, given.device)
     if token_type_ids is not None and family.embeddings.token_type is None:
         raise InputError(f"token_type_ids were given, but {config.model_type} has no token types")
-    limit = config.max_position_embeddings - (_first_position(config) if family.positions_from_ids else 0)
+    limit = tables.longest(family, config)
     if position_ids is not None:
         if position_ids.dim() == 2 and position_ids.shape[0] == 1 and not packed:
             position_ids = position_ids.expand(grid)  # transformers takes one row for the whole batch
@@ -70,12 +114,12 @@ def prepare_inputs(
     elif not packed:
         _check_length(grid[1], limit)
 
-    tables = (
-        ("input_ids", input_ids, config.vocab_size),
-        ("token_type_ids", token_type_ids, config.type_vocab_size),
-        ("position_ids", position_ids, config.max_position_embeddings),
+    rows_of = (
+        ("input_ids", input_ids, tables.words),
+        ("token_type_ids", token_type_ids, tables.token_types),
+        ("position_ids", position_ids, tables.positions),
     )
-    ranges = [IdRange(name, ids, rows) for name, ids, rows in tables if ids is not None]
+    ranges = [IdRange(name, ids, rows) for name, ids, rows in rows_of if ids is not None]
     if cu_seqlens is not None:
         batch = PackedBatch.from_cu_seqlens(cu_seqlens, max_seqlen, grid[0], ranges)
         if position_ids is None:

@@ -10,7 +10,17 @@ from torch import nn
 from fastbert import ops
 from fastbert.config import EncoderConfig
 from fastbert.layers.encoder import add_norm
-from fastbert.layers.leaves import get_leaf, is_called, is_plain, linear, parent_of, place, within
+from fastbert.layers.leaves import (
+    get_leaf,
+    is_called,
+    is_linear,
+    is_plain,
+    linear,
+    parent_of,
+    place,
+    weights_of,
+    within,
+)
 from fastbert.models.heads import HeadModel, class_loss
 from fastbert.models.outputs import Deferred
 from fastbert.packing import PackedBatch
@@ -48,6 +58,11 @@ class MaskedLMHeadModel(HeadModel):
 
     def get_output_embeddings(self) -> nn.Module:
         return get_leaf(self, self.family.masked_lm.decoder)
+
+    def num_words(self) -> int:
+        """The classes of the decoder that is there; a leaf that is not plain checks labels by itself."""
+        decoder = self.get_output_embeddings()
+        return weights_of(decoder).weight.shape[0] if is_linear(decoder) else self.config.vocab_size
 
     def decoder_loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy of decoder(hidden) (tokens, vocab_size), every token labelled."""
@@ -96,7 +111,7 @@ class MaskedLMHeadModel(HeadModel):
 
     def masked_lm_loss(self, packed: torch.Tensor, batch: PackedBatch, labels: torch.Tensor) -> torch.Tensor:
         """The whole head runs for labelled tokens only."""
-        labels = self.pack_labels(labels, batch, self.config.vocab_size)
+        labels = self.pack_labels(labels, batch, self.num_words())
         kept = (labels != -100).nonzero().flatten()
         packed, labels = packed.index_select(0, kept), labels.index_select(0, kept)
         if self.needs_scores():
@@ -160,7 +175,7 @@ class ForPreTraining(MaskedLMHeadModel):
             )
             logits = batch.unpack(scores)
             if has_loss:
-                labels = self.pack_labels(given["labels"], batch, self.config.vocab_size)
+                labels = self.pack_labels(given["labels"], batch, self.num_words())
                 loss = ops.logits_cross_entropy(scores, labels)
         elif has_loss:
             pair, loss = self.pair(pooled), self.masked_lm_loss(packed, batch, given["labels"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 
@@ -21,3 +23,14 @@ def int32_offsets(op: str, cu_seqlens: torch.Tensor) -> torch.Tensor:
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
         raise ValueError(f"{op}: cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (batch + 1,)")
     return cu_seqlens.int()
+
+
+def check_offsets(op: str, offsets: list[int], total_tokens: int) -> None:
+    """Raise ValueError unless offsets, which are on the host, begin at 0, never fall, and stay within the tokens."""
+    if offsets[0] != 0:
+        raise ValueError(f"{op}: cu_seqlens starts at {offsets[0]}, not at 0")
+    for i, (start, stop) in enumerate(pairwise(offsets)):
+        if stop < start:
+            raise ValueError(f"{op}: cu_seqlens falls from {start} to {stop} at sequence {i}; it must never fall")
+    if offsets[-1] > total_tokens:
+        raise ValueError(f"{op}: cu_seqlens ends at {offsets[-1]}, but there are {total_tokens} tokens")

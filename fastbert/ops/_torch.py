@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
+
+from fastbert.ops._checks import check_offsets
 
 _ACTIVATIONS = {
     "gelu": F.gelu,  # exact, by erf (Hendrycks & Gimpel 2016)
@@ -211,7 +214,9 @@ def attention(q, k, v, cu_seqlens, max_seqlen, softmax_scale, dropout_p, window_
         return _attention_padded(q, k, v, cu_seqlens, max_seqlen, softmax_scale, dropout_p, window_size)
     buckets = None if cache is None else cache.get("torch_buckets")
     if buckets is None:
-        buckets = make_buckets((cu_seqlens[1:] - cu_seqlens[:-1]).tolist(), q.device)
+        offsets = cu_seqlens.tolist()
+        check_offsets("attention", offsets, q.shape[0])
+        buckets = make_buckets([stop - start for start, stop in pairwise(offsets)], q.device)
         if cache is not None:
             cache["torch_buckets"] = buckets
     return _attention_bucketed(q, k, v, buckets, softmax_scale, dropout_p)

@@ -53,6 +53,44 @@ register("embed_layer_norm", Backend.TRITON, _supports_triton)
 register("embed_layer_norm", Backend.CUDA, _supports_cuda)
 
 
+def _check_padding(name: str, padding_idx: int | None, table: torch.Tensor) -> None:
+    if padding_idx is not None and not 0 <= padding_idx < table.shape[0]:
+        raise ValueError(f"embed_layer_norm: {name} is {padding_idx}; the table has {table.shape[0]} rows")
+
+
+def _check_shapes(ids, tables, vectors) -> None:
+    """Raise ValueError where a kernel would read beyond a tensor, whatever the ids' values: it takes the number of
+    position ids and the width of their table for all of them. The C++ operators look for themselves."""
+    count, width = ids["position_ids"].shape, tables["position"].shape[-1]
+    for name, t in ids.items():
+        if t is not None and (t.dtype is not torch.int64 or t.dim() != 1 or t.shape != count):
+            raise ValueError(
+                f"embed_layer_norm: {name} is {t.dtype} of shape {tuple(t.shape)}; it must be torch.int64 of shape"
+                " (total_tokens,), that of position_ids"
+            )
+    tokens = count[0]
+    for name, t in tables.items():
+        if t is None:
+            continue
+        if t.dim() != 2 or t.shape[1] != width:
+            raise ValueError(f"embed_layer_norm: {name} has shape {tuple(t.shape)}; it must be (rows, {width})")
+        if t.shape[0] != tokens if name == "inputs_embeds" else t.shape[0] == 0 < tokens:
+            raise ValueError(f"embed_layer_norm: {name} has {t.shape[0]} rows for {tokens} tokens")
+    for name, t in vectors.items():
+        if t is not None and t.shape != (width,):
+            raise ValueError(f"embed_layer_norm: {name} has shape {tuple(t.shape)}; it must be ({width},)")
+
+
+def _check_rows(ids, tables) -> None:
+    """Raise IndexError, naming the value and the limit, for the first id that is no row of its table."""
+    for (name, t), table in zip(ids.items(), tables.values(), strict=True):
+        if t is not None and t.numel():
+            low, high = torch.stack(t.aminmax()).tolist()
+            if low < 0 or high >= table.shape[0]:
+                value, last = low if low < 0 else high, table.shape[0] - 1
+                raise IndexError(f"embed_layer_norm: {name} holds {value}; valid values are 0 to {last}")
+
+
 class _Embed(torch.autograd.Function):
     """Autograd around the registered forward and backward: one sorted, deterministic sum a table."""
 
@@ -111,23 +149,42 @@ def embed_layer_norm(
         padding_idx, position_padding_idx: rows of the word and position table that take no gradient.
 
     Returns:
-        (total_tokens, embedding_size). Ids are not checked here: models check them at the API boundary.
+        (total_tokens, embedding_size). An id that is no row of its table never reads or writes memory beyond it. On a
+        GPU, which nothing here waits for, the kernels make that token's row NaN, and its gradient goes to no table;
+        torch's backend has torch's own assertion there.
 
     Raises:
-        ValueError: tensors on two devices. BackendError: the backend that was asked for cannot serve the call.
+        IndexError: on a CPU, an id that is no row of its table, with its value and the limit; compiled, too.
+        ValueError: tensors on two devices, ids or tables that do not fit each other, a padding row that there is not.
+        BackendError: the backend that was asked for cannot serve the call.
     """
     check_devices(
         "embed_layer_norm", word=word, position=position, token_type=token_type, weight=weight, bias=bias,
         input_ids=input_ids, position_ids=position_ids, token_type_ids=token_type_ids, inputs_embeds=inputs_embeds,
     )  # fmt: skip
-    table = word if inputs_embeds is None else inputs_embeds
+    if input_ids is None and inputs_embeds is None:
+        raise ValueError("embed_layer_norm: give input_ids or inputs_embeds")
+    if inputs_embeds is None:
+        table, ids = word, input_ids
+        _check_padding("padding_idx", padding_idx, word)
+    else:
+        table, ids = inputs_embeds, None
+    _check_padding("position_padding_idx", position_padding_idx, position)
     chosen = select("embed_layer_norm", backend, position, table, token_type, weight, bias)
+    if chosen in (Backend.TORCH, Backend.TRITON):
+        given = {"position_ids": position_ids, "input_ids": ids, "token_type_ids": token_type_ids}
+        name = "word" if inputs_embeds is None else "inputs_embeds"
+        tables = {"position": position, name: table, "token_type": token_type}
+        _check_shapes(given, tables, {"weight": weight, "bias": bias})
     if chosen is Backend.TORCH:
-        return _torch.embed_layer_norm(
-            input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias,
-            inputs_embeds, padding_idx, position_padding_idx, dropout_p, eps,
-        )  # fmt: skip
-    ids = input_ids if inputs_embeds is None else None
+        try:
+            return _torch.embed_layer_norm(
+                input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias,
+                inputs_embeds, padding_idx, position_padding_idx, dropout_p, eps,
+            )  # fmt: skip
+        except IndexError:  # on a CPU; it names neither the value nor the limit
+            _check_rows(given, tables)
+            raise
     operands = (ids, position_ids, token_type_ids, table, position, token_type)
     if chosen is Backend.CUDA:
         return dropout(torch.ops.fastbert.embed_fwd_cuda(*operands, weight, bias, eps), dropout_p)
