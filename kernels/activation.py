@@ -24,17 +24,39 @@ def _normal(x, IS_FP32: tl.constexpr):
 
 
 @triton.jit
+def _from_below(x, lowest):
+    """x, but `lowest` where x is below it; NaN stays. What the functions make of `lowest` is their limit: 0."""
+    return tl.where(x < lowest, lowest, x)
+
+
+@triton.jit
+def _between(x, limit):
+    return _from_below(tl.where(x > limit, limit, x), -limit)
+
+
+# Where the functions have long reached their limits, in fp32: beyond, x may be infinite, of which 0 times is NaN.
+_GELU_END = tl.constexpr(20.0)
+_SILU_END = tl.constexpr(200.0)
+
+
+@triton.jit
 def activate(x, ACTIVATION: tl.constexpr, IS_FP32: tl.constexpr):
     if ACTIVATION == "gelu":  # x Phi(x) (Hendrycks & Gimpel 2016)
+        x = _from_below(x, -_GELU_END)
         return x * _normal(x, IS_FP32)[0]
     if ACTIVATION == "gelu_tanh":  # 0.5 (1 + tanh u) = sigmoid(2 u)
+        x = _from_below(x, -_GELU_END)
         return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     if ACTIVATION == "relu":
-        return tl.maximum(x, 0.0)
+        return tl.where(x < 0.0, 0.0, x)  # NaN stays NaN
     if ACTIVATION == "silu":
+        x = _from_below(x, -_SILU_END)
         return x * tl.sigmoid(x)
     if ACTIVATION == "tanh":
-        return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+        # Near 0, where the difference would lose all digits, a minimax fit of tanh(x) / x, 1.5e-8 off.
+        t = x * x
+        small = x + x * t * (-0.3333314390 + t * (0.1332587894 + t * (-0.05304549308 + t * 0.01724148912)))
+        return tl.where(tl.abs(x) < 0.5, small, 2.0 * tl.sigmoid(2.0 * x) - 1.0)
     return x
 
 
@@ -42,15 +64,18 @@ def activate(x, ACTIVATION: tl.constexpr, IS_FP32: tl.constexpr):
 @triton.jit
 def activation_slope(x, ACTIVATION: tl.constexpr, IS_FP32: tl.constexpr):
     if ACTIVATION == "gelu":  # Phi(x) + x phi(x)
+        x = _between(x, _GELU_END)
         probability, density = _normal(x, IS_FP32)
         return probability + x * 0.3989422804014327 * density
     if ACTIVATION == "gelu_tanh":
+        x = _between(x, _GELU_END)
         u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
         s = tl.sigmoid(u)
         return s + x * s * tl.sigmoid(-u) * (1.5957691216057308 + 0.21406444881780076 * x * x)
     if ACTIVATION == "relu":
-        return tl.where(x > 0.0, 1.0, 0.0)
+        return tl.where(x <= 0.0, 0.0, 1.0)
     if ACTIVATION == "silu":
+        x = _between(x, _SILU_END)
         s = tl.sigmoid(x)
         return s + x * s * tl.sigmoid(-x)
     if ACTIVATION == "tanh":

@@ -11,7 +11,7 @@ from isas import CPU_BACKENDS, backend_with_isa
 
 from fastbert.backend import Backend, BackendError, select, use_backend
 from fastbert.ops._library import extension_error, triton_error
-from fastbert.ops.attention import attention
+from fastbert.ops.attention import attention, attention_probs
 from fastbert.testing import reference
 from fastbert.testing.cases import DTYPES, LENGTHS, Lengths
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
@@ -105,6 +105,55 @@ ADVERSARIAL = {
 @each_backend
 def test_adversarial_inputs(backend, dtype, kind, softmax_scale):
     check(backend, torch.stack(ADVERSARIAL[kind](*make(RAGGED, dtype=dtype))), RAGGED, softmax_scale=softmax_scale)
+
+
+@pytest.mark.parametrize("softmax_scale", (0.0, 1e-50, -1e-40), ids=str)  # fp32 has no 1e-50
+@each_dtype
+@pytest.mark.parametrize("backend", ("torch", *CPU_BACKENDS), indirect=True)
+def test_a_scale_of_nothing_takes_the_mean(backend, dtype, softmax_scale):
+    windows = ((-1, -1), (2, 1)) if backend == "torch" else ((-1, -1),)
+    for window_size in windows:
+        check(backend, make(RAGGED, dtype=dtype), RAGGED, softmax_scale=softmax_scale, window_size=window_size)
+
+
+@pytest.mark.parametrize("softmax_scale", (float("nan"), float("inf")), ids=str)
+def test_a_scale_that_is_not_finite_is_refused(softmax_scale):
+    q, k, v = make(RAGGED)
+    for call in (lambda **o: attention(q, k, v, RAGGED.cu_seqlens, 41, **o), partial(_probs, q, k)):
+        with pytest.raises(ValueError, match=f"softmax_scale is {softmax_scale}, it must be finite"):
+            call(softmax_scale=softmax_scale)
+
+
+def _probs(q, k, case=RAGGED, **options):
+    return attention_probs(q, k, case.cu_seqlens, max(case.lengths, default=0) + 5, **options)
+
+
+NOTHING = (Lengths("none", (0, 0)), Lengths("no-sequence", ()), Lengths("slack", (0,), 3), Lengths("rest", (), 3))
+
+
+@pytest.mark.parametrize("dropout_p", (0.0, 0.1))
+@pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
+@pytest.mark.parametrize("case", NOTHING, ids=lambda c: c.id)
+@pytest.mark.parametrize("backend", ("torch", "cpu"), indirect=True)
+def test_nothing_to_see_gives_zeros(backend, case, compiled, dropout_p):
+    """No sequence, none with a token, or slack alone."""
+    qkv = make(case)
+    assert not _probs(*qkv[:2], case).any()
+    tables = (torch.ones(8, 16), torch.zeros(8, 16))
+    for max_seqlen in (0, 5):
+        for options in ({}, {"rotary": tables}, {"window_size": (2, 1)}):
+            if "window_size" in options and backend == "cpu":
+                continue
+
+            def f(q, k, v, max_seqlen=max_seqlen, options=options):
+                options = {"dropout_p": dropout_p, **options, "backend": backend}
+                return attention(q, k, v, case.cu_seqlens, max_seqlen, **options)
+
+            torch.compiler.reset()
+            out, grad = differentiate(
+                torch.compile(f, backend="eager") if compiled else f, qkv, torch.ones_like(qkv[0])
+            )
+            assert out.shape == qkv[0].shape and not out.any() and not grad.any()
 
 
 @each_dtype

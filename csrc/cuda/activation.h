@@ -48,8 +48,15 @@ __device__ __forceinline__ Normal normal(float x) {
   return {x < 0.0f ? tail : 1.0f - tail, density};
 }
 
+// Where the functions have long reached their limits: beyond, x may be infinite, of which 0 times is NaN. NaN stays.
+constexpr float kGeluEnd = 20.0f, kSiluEnd = 200.0f;
+__device__ __forceinline__ float from_below(float x, float lowest) { return x < lowest ? lowest : x; }
+__device__ __forceinline__ float between(float x, float limit) { return from_below(x > limit ? limit : x, -limit); }
+
 template <Activation kActivation, bool kShort>
 __device__ __forceinline__ float activate(float x) {
+  if constexpr (kActivation == Activation::kGelu || kActivation == Activation::kGeluTanh) x = from_below(x, -kGeluEnd);
+  if constexpr (kActivation == Activation::kSilu) x = from_below(x, -kSiluEnd);
   if constexpr (kActivation == Activation::kGelu) return x * normal<kShort>(x).probability;
   if constexpr (kActivation == Activation::kGeluTanh) return x * sigmoid<kShort>(gelu_tanh_argument(x)).value;
   if constexpr (kActivation == Activation::kRelu) return x < 0.0f ? 0.0f : x;  // NaN stays NaN
@@ -60,6 +67,8 @@ __device__ __forceinline__ float activate(float x) {
 
 template <Activation kActivation, bool kShort>
 __device__ __forceinline__ float activation_slope(float x) {
+  if constexpr (kActivation == Activation::kGelu || kActivation == Activation::kGeluTanh) x = between(x, kGeluEnd);
+  if constexpr (kActivation == Activation::kSilu) x = between(x, kSiluEnd);
   if constexpr (kActivation == Activation::kGelu) {  // Phi(x) + x phi(x)
     const Normal n = normal<kShort>(x);
     return n.probability + x * 0.39894228f * n.density;
@@ -68,7 +77,7 @@ __device__ __forceinline__ float activation_slope(float x) {
     const Sigmoid s = sigmoid<kShort>(gelu_tanh_argument(x));
     return s.value + x * s.slope * (1.5957691f + 0.21406445f * x * x);
   }
-  if constexpr (kActivation == Activation::kRelu) return x > 0.0f ? 1.0f : 0.0f;
+  if constexpr (kActivation == Activation::kRelu) return x <= 0.0f ? 0.0f : 1.0f;
   if constexpr (kActivation == Activation::kTanh) return 1.0f - tanhf(x) * tanhf(x);
   if constexpr (kActivation == Activation::kSilu) {
     const Sigmoid s = sigmoid<kShort>(x);

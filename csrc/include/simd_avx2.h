@@ -54,6 +54,7 @@ FASTBERT_SIMD Floats step_up_to_zero(Floats x) {
 FASTBERT_SIMD Floats to_floats(Ints x) { return _mm256_cvtepi32_ps(x); }
 FASTBERT_SIMD Floats round(Floats x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 FASTBERT_SIMD Ints to_ints(Floats x) { return _mm256_cvtps_epi32(x); }
+FASTBERT_SIMD Floats power_that_scales(Floats x) { return max(set1(-127.0f), x); }
 FASTBERT_SIMD Floats scale_by_power(Floats x, Floats n) {
   const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
   return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));

@@ -66,7 +66,9 @@ FASTBERT_SIMD Floats round(Floats x) {
   return out;
 }
 FASTBERT_SIMD Ints to_ints(Floats x) { return __builtin_convertvector(round(x), Ints); }
-// x * 2^n, n whole and in [-126, 127].
+// x within what can be split into a whole n for scale_by_power and a rest.
+FASTBERT_SIMD Floats power_that_scales(Floats x) { return max(set1(-127.0f), x); }
+// x * 2^n, n whole, at most 128 and of power_that_scales' result; 2^-127 and less counts as 0, 2^128 as infinite.
 FASTBERT_SIMD Floats scale_by_power(Floats x, Floats n) {
   return x * (Floats)((__builtin_convertvector(n, Ints) + set1(127)) << 23);
 }

@@ -2,11 +2,11 @@
 // minimax fits (least squares, reweighted until the largest errors are equal) made for this file; errors given are the
 // fits'. Where an operand may be NaN it is the second one of min and max, which return that one then.
 
-// 2^x, for x below 128; about 1e-38 instead of anything smaller. kFine: relative error 7.5e-8, else 7.5e-5, which is
-// plenty for a result that is rounded to bfloat16.
+// 2^x, for x up to 128.4; 0 instead of what is below 2^-126.5, and infinite at 128 and above. kFine: relative error
+// 7.5e-8, else 7.5e-5, which is plenty for a result that is rounded to bfloat16.
 template <bool kFine>
 FASTBERT_SIMD Floats exp2(Floats x) {
-  x = max(set1(-126.0f), x);
+  x = power_that_scales(x);
   const Floats n = round(x);
   const Floats f = sub(x, n);
   Floats p;
@@ -26,11 +26,15 @@ FASTBERT_SIMD Floats exp2(Floats x) {
 
 constexpr float kLog2e = 1.44269504f;
 
-// sigmoid(x), and `rest` = 1 - sigmoid(x) without the cancellation.
+// The activations' limits are exact, because x is bounded where the result has reached its limit: what is beyond gets
+// the bits of the bound, an infinite x too, for which x times 0 would be NaN.
+constexpr float kSigmoidEnd = 88.896f;  // here exp(x) = 2^128.25, infinite to exp2, and sigmoid(-x) = 0
+
+// sigmoid(x) for x from -kSigmoidEnd on, and `rest` = 1 - sigmoid(x) without the cancellation.
 FASTBERT_SIMD Floats sigmoid(Floats x, Floats& rest) {
-  const Floats e = exp2<true>(min(set1(126.0f), mul(x, set1(-kLog2e))));
+  const Floats e = exp2<true>(mul(x, set1(-kLog2e)));
   const Floats s = div(set1(1.0f), add(e, set1(1.0f)));
-  rest = mul(e, s);
+  rest = min(mul(e, s), set1(1.0f));  // 1 where e is infinite
   return s;
 }
 
@@ -39,13 +43,33 @@ FASTBERT_SIMD Floats sigmoid(Floats x) {
   return sigmoid(x, rest);
 }
 
-FASTBERT_SIMD Floats tanh(Floats x) { return sub(mul(set1(2.0f), sigmoid(add(x, x))), set1(1.0f)); }
+// By e^(2x) - 1 = 2^n (2^f - 1) + (2^n - 1), which keeps all digits of a small x; 2^f - 1 has a relative error
+// of 1.1e-8.
+FASTBERT_SIMD Floats tanh(Floats x) {
+  const Floats y = mul(min(set1(10.0f), max(set1(-10.0f), x)), set1(2.0f * kLog2e));  // beyond 10 it is 1, rounded
+  const Floats n = round(y);
+  const Floats f = sub(y, n);
+  Floats p = fma(set1(1.540351203e-04f), f, set1(1.339073548e-03f));
+  p = fma(p, f, set1(9.618237496e-03f));
+  p = fma(p, f, set1(5.550357434e-02f));
+  p = fma(p, f, set1(2.402264979e-01f));
+  p = fma(p, f, set1(6.931471879e-01f));
+  const Floats power = scale_by_power(set1(1.0f), n);
+  const Floats e = fma(power, mul(p, f), sub(power, set1(1.0f)));
+  return div(e, add(e, set1(2.0f)));
+}
 
-// erf(x / sqrt(2)). kFine: a quotient, such that x/2 of it is within 2.2e-8; else a polynomial, within 3.3e-5.
+// Where erf_of_scaled becomes 1: of the points next to the fit's end, 5.5 or 4.5, one at which its value is exactly 1,
+// whether products and sums are rounded together (FMA) or one after the other.
+template <bool kFine>
+constexpr float kErfEnd = kFine ? 5.49998617f : 4.49800348f;
+
+// erf(x / sqrt(2)), for x from -kErfEnd on. kFine: a quotient, such that x/2 of it is within 2.2e-8; else a polynomial,
+// within 3.3e-5.
 template <bool kFine>
 FASTBERT_SIMD Floats erf_of_scaled(Floats x) {
+  const Floats c = min(set1(kErfEnd<kFine>), x);
   if constexpr (kFine) {
-    const Floats c = max(set1(-5.5f), min(set1(5.5f), x));
     const Floats t = mul(c, c);
     Floats p = fma(set1(4.443196389e-08f), t, set1(1.306149534e-05f));
     p = fma(p, t, set1(3.657164343e-04f));
@@ -59,7 +83,6 @@ FASTBERT_SIMD Floats erf_of_scaled(Floats x) {
     q = fma(q, t, set1(1.0f));
     return div(mul(c, p), q);
   } else {
-    const Floats c = max(set1(-4.5f), min(set1(4.5f), x));
     const Floats t = mul(c, c);
     Floats p = fma(set1(6.072860270e-11f), t, set1(-6.629341076e-09f));
     p = fma(p, t, set1(3.182001649e-07f));
@@ -74,6 +97,7 @@ FASTBERT_SIMD Floats erf_of_scaled(Floats x) {
 }
 
 // The argument of gelu_tanh's tanh: sqrt(2/pi) (x + 0.044715 x^3).
+constexpr float kGeluTanhEnd = 10.0684f;  // twice the argument is kSigmoidEnd here
 FASTBERT_SIMD Floats gelu_tanh_argument(Floats x) {
   return mul(x, fma(set1(0.7978845608f * 0.044715f), mul(x, x), set1(0.7978845608f)));
 }
@@ -82,17 +106,21 @@ template <bool kFine>
 FASTBERT_SIMD Floats activate(Activation activation, Floats x) {
   switch (activation) {
     case Activation::kGelu: {
-      const Floats half = mul(set1(0.5f), x);
-      return fma(half, erf_of_scaled<kFine>(x), half);
+      const Floats c = max(set1(-kErfEnd<kFine>), x), half = mul(set1(0.5f), c);
+      return fma(half, erf_of_scaled<kFine>(c), half);
     }
-    case Activation::kGeluTanh:
-      return mul(x, sigmoid(mul(set1(2.0f), gelu_tanh_argument(x))));
+    case Activation::kGeluTanh: {
+      const Floats c = max(set1(-kGeluTanhEnd), x);
+      return mul(c, sigmoid(mul(set1(2.0f), gelu_tanh_argument(c))));
+    }
     case Activation::kRelu:
       return max(set1(0.0f), x);
     case Activation::kTanh:
       return tanh(x);
-    case Activation::kSilu:
-      return mul(x, sigmoid(x));
+    case Activation::kSilu: {
+      const Floats c = max(set1(-kSigmoidEnd), x);
+      return mul(c, sigmoid(c));
+    }
     default:
       return x;
   }
@@ -105,22 +133,26 @@ FASTBERT_SIMD Floats activation_slope(Activation activation, Floats x) {
   switch (activation) {
     case Activation::kGelu: {  // Phi(x) + x phi(x)
       const Floats phi = mul(set1(0.3989422804f), exp2<kFine>(mul(mul(x, x), set1(-0.5f * kLog2e))));
-      return fma(x, phi, fma(set1(0.5f), erf_of_scaled<kFine>(x), set1(0.5f)));
+      const Floats c = max(set1(-15.0f), min(set1(15.0f), x));  // where phi is 0
+      const Floats erf = erf_of_scaled<kFine>(max(set1(-kErfEnd<kFine>), x));
+      return fma(c, phi, fma(set1(0.5f), erf, set1(0.5f)));
     }
     case Activation::kGeluTanh: {  // s + x s (1 - s) 2 u'(x), s = sigmoid(2 u)
-      const Floats s = sigmoid(mul(set1(2.0f), gelu_tanh_argument(x)), rest);
-      const Floats slope = fma(set1(6.0f * 0.7978845608f * 0.044715f), mul(x, x), set1(2.0f * 0.7978845608f));
-      return fma(mul(x, slope), mul(s, rest), s);
+      const Floats c = max(set1(-kGeluTanhEnd), x), both = min(set1(kGeluTanhEnd), c);
+      const Floats s = sigmoid(mul(set1(2.0f), gelu_tanh_argument(c)), rest);
+      const Floats slope = fma(set1(6.0f * 0.7978845608f * 0.044715f), mul(both, both), set1(2.0f * 0.7978845608f));
+      return fma(mul(both, slope), mul(s, rest), s);
     }
     case Activation::kRelu:
       return sub(set1(1.0f), step_up_to_zero(x));
     case Activation::kTanh: {
-      const Floats s = sigmoid(add(x, x), rest);
+      const Floats s = sigmoid(max(set1(-kSigmoidEnd), add(x, x)), rest);
       return mul(set1(4.0f), mul(s, rest));
     }
     case Activation::kSilu: {
-      const Floats s = sigmoid(x, rest);
-      return fma(mul(x, s), rest, s);
+      const Floats c = max(set1(-kSigmoidEnd), x);
+      const Floats s = sigmoid(c, rest);
+      return fma(mul(min(set1(kSigmoidEnd), c), s), rest, s);
     }
     default:
       return set1(1.0f);

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fastbert.ops._checks import check_offsets
+from fastbert.ops._product import compute_dtype, product
 
 _ACTIVATIONS = {
     "gelu": F.gelu,  # exact, by erf (Hendrycks & Gimpel 2016)
@@ -129,10 +130,14 @@ def _written_attention(q, k, v, mask, softmax_scale, dropout_p):
         padding = (~mask).expand(-1, num_heads, -1, -1).reshape(rows, mask.shape[2], width).split(max(1, chunk))
     pieces = []
     for qs, ks, vs, padded in zip(*splits, padding, strict=True):
-        # alpha scales the GEMM's fp32 accumulator; with beta = 0 the first operand is never read.
-        scores = torch.baddbmm(
-            q.new_zeros(()).expand(qs.shape[0], width, width), qs, ks.mT, beta=0, alpha=softmax_scale
-        )
+        if abs(softmax_scale) < torch.finfo(torch.float32).tiny:
+            # On CPUs baddbmm returns memory that nobody has written where alpha is 0, or 0 in fp32 (bf16, torch 2.13).
+            scores = torch.bmm(qs, ks.mT) * softmax_scale
+        else:
+            # alpha scales the GEMM's fp32 accumulator; with beta = 0 the first operand is never read.
+            scores = torch.baddbmm(
+                q.new_zeros(()).expand(qs.shape[0], width, width), qs, ks.mT, beta=0, alpha=softmax_scale
+            )
         if padded is not None:
             scores.masked_fill_(padded, -math.inf)
         pieces.append(torch.bmm(dropout(scores.softmax(-1), dropout_p), vs))
@@ -151,6 +156,11 @@ def _rectangle_attention(q, k, v, mask, softmax_scale, dropout_p):
     return out.transpose(1, 2)
 
 
+def _zeros_of_nothing(shape, *operands):
+    """The result where there is no sequence to see. It keeps the graph: every gradient is defined, and zero."""
+    return operands[0].new_zeros(shape) + sum(t[:0].sum() for t in operands)
+
+
 def _attention_bucketed(q, k, v, buckets, softmax_scale, dropout_p):
     total_tokens, num_heads, head_dim = q.shape
     pieces, order = [], []
@@ -166,7 +176,7 @@ def _attention_bucketed(q, k, v, buckets, softmax_scale, dropout_p):
     if len(buckets) == 1 and buckets[0].span == (0, total_tokens):
         return pieces[0]
     if not pieces:
-        return torch.zeros_like(q) + (q + k + v)[:0].sum()  # keeps the graph: every gradient is defined, and zero
+        return _zeros_of_nothing(q.shape, q, k, v)
     # Tokens of no bucket (slack rows beyond cu_seqlens[-1]) stay zero. Autocast may lower the dtype.
     return pieces[0].new_zeros(q.shape).index_copy(0, torch.cat(order), torch.cat(pieces))
 
@@ -184,6 +194,8 @@ def _padded_slots(total_tokens, cu_seqlens, max_seqlen):
 def _attention_padded(q, k, v, cu_seqlens, max_seqlen, softmax_scale, dropout_p, window_size):
     """One SDPA call on the (batch, max_seqlen) rectangle: what torch.compile traces, with no data-dependent shape."""
     total_tokens = q.shape[0]
+    if 0 in (total_tokens, cu_seqlens.shape[0] - 1, max_seqlen):
+        return _zeros_of_nothing(q.shape, q, k, v)
     index, real = _padded_slots(total_tokens, cu_seqlens, max_seqlen)
     operands = [t.index_select(0, index.flatten()).view(*index.shape, *t.shape[1:]) for t in (q, k, v)]
     # A sequence without tokens attends to slot 0, which is then dropped: no row is fully masked.
@@ -224,6 +236,8 @@ def attention(q, k, v, cu_seqlens, max_seqlen, softmax_scale, dropout_p, window_
 
 def attention_probs(q, k, cu_seqlens, max_seqlen, softmax_scale):
     """(batch, num_heads, max_seqlen, max_seqlen); zero where a query or key slot is padding."""
+    if q.shape[0] == 0:
+        return _zeros_of_nothing((cu_seqlens.shape[0] - 1, q.shape[1], max_seqlen, max_seqlen), q, k)
     index, real = _padded_slots(q.shape[0], cu_seqlens, max_seqlen)
     q, k = (t.index_select(0, index.flatten()).view(*index.shape, *t.shape[1:]).transpose(1, 2) for t in (q, k))
     scores = at_least_fp32(q @ k.transpose(-1, -2)) * softmax_scale
@@ -258,7 +272,7 @@ def embed_layer_norm(
 
 def linear(x, weight, bias, weight_scale, input_scale, activation_name):
     if weight_scale is None:
-        y = F.linear(x, weight, bias)
+        y = product(x, weight, bias)
     else:
         y = linear_int8(x, weight, bias, weight_scale, input_scale)
     if activation_name == "none":
@@ -279,12 +293,6 @@ def feed_forward(x, up_weight, up_bias, down_weight, weight_scales, input_scales
     return linear(inner, down_weight, None, down_scale, down_input, "none")
 
 
-def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype of a product of x: autocast's where it is on, as F.linear has it."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
 def linear_int8(x, weight, bias, weight_scale, input_scale):
     rows = at_least_fp32(x)
     largest = rows.abs().amax(-1, keepdim=True)
@@ -298,7 +306,7 @@ def linear_int8(x, weight, bias, weight_scale, input_scale):
 
 def cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoothing, z_loss):
     kept = (labels != ignore_index).nonzero().flatten()
-    logits = F.linear(hidden_states.index_select(0, kept), weight, bias)
+    logits = product(hidden_states.index_select(0, kept), weight, bias)
     return logits_cross_entropy(logits, labels.index_select(0, kept), ignore_index, label_smoothing, z_loss)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from fastbert.backend import Backend, register, select
@@ -39,6 +41,14 @@ def _supports_cpu(q, k, v, window_size=UNLIMITED) -> str | None:
 
 def _supports_triton(q, k, v, window_size=UNLIMITED) -> str | None:
     return triton_objection(q) or _supports_common(q, k, v)
+
+
+def _scale(op: str, q: torch.Tensor, softmax_scale: float | None) -> float:
+    if softmax_scale is None:
+        return q.shape[-1] ** -0.5
+    if not math.isfinite(softmax_scale):  # some products take NaN for 1
+        raise ValueError(f"{op}: softmax_scale is {softmax_scale}, it must be finite")
+    return softmax_scale
 
 
 def _probe(x, vector):
@@ -129,7 +139,7 @@ def attention(
         cu_seqlens: int32 (batch + 1,), the offsets of the sequences (int64 is converted); rows beyond cu_seqlens[-1]
             are slack.
         max_seqlen: an upper bound of the sequence lengths, known on the host.
-        softmax_scale: default 1 / sqrt(head_dim).
+        softmax_scale: finite; default 1 / sqrt(head_dim).
         dropout_p: probability of dropping an attention probability after the softmax.
         window_size: (left, right), how far before and behind itself a query sees keys; -1 = unlimited (Beltagy et al.
             2020, section 3.1).
@@ -144,16 +154,16 @@ def attention(
         (total_tokens, num_heads, head_dim); zeros in slack rows. No sequence sees another, bit for bit.
 
     Raises:
-        ValueError: tensors on two devices, or a cu_seqlens of another dtype or shape; of rotary, an odd head_dim, or
-            tables of another shape, dtype or device, that require a gradient, or with fewer positions than max_seqlen.
+        ValueError: tensors on two devices, a cu_seqlens of another dtype or shape, or a softmax_scale that is not
+            finite; of rotary, an odd head_dim, or tables of another shape, dtype or device, that require a gradient, or
+            with fewer positions than max_seqlen.
         BackendError: the backend that was asked for cannot serve the call.
     """
     check_devices("attention", q=q, k=k, v=v, cu_seqlens=cu_seqlens)
     cu_seqlens = int32_offsets("attention", cu_seqlens)
     if rotary is not None:
         check_rotary(q, rotary, max_seqlen)
-    if softmax_scale is None:
-        softmax_scale = q.shape[-1] ** -0.5
+    softmax_scale = _scale("attention", q, softmax_scale)
     if torch.is_autocast_enabled(q.device.type) and q.dtype is not torch.float64:
         q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))  # as autocast does for SDPA
     chosen = select("attention", backend, q, k, v, window_size)
@@ -194,6 +204,5 @@ def attention_probs(
     if rotary is not None:
         check_rotary(q, rotary, max_seqlen)
         q, k = rotate(q, k, rotary, cu_seqlens)
-    if softmax_scale is None:
-        softmax_scale = q.shape[-1] ** -0.5
+    softmax_scale = _scale("attention_probs", q, softmax_scale)
     return _torch.attention_probs(q, k, cu_seqlens, max_seqlen, softmax_scale)

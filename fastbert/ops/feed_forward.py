@@ -61,7 +61,11 @@ register("feed_forward", Backend.CUDA, _supports_cuda)
 
 
 def activation(x: torch.Tensor, name: str) -> torch.Tensor:
-    """Elementwise: "gelu" (exact, by erf), "gelu_tanh" (Hendrycks & Gimpel 2016, section 2), "relu", "tanh", "silu"."""
+    """Elementwise: "gelu" (exact, by erf), "gelu_tanh" (Hendrycks & Gimpel 2016, section 2), "relu", "tanh", "silu".
+
+    NaN stays NaN. In the products' epilogues (`linears`, `feed_forward`) infinities give the functions' limits, as in
+    gelu(-inf) = 0; here, and in the torch backend, they give what PyTorch makes of them, NaN for gelu and silu of -inf.
+    """
     return _torch.activation(x, name)
 
 
