@@ -313,13 +313,16 @@ class CheckpointMixin(nn.Module):
             if "num_labels" in config_changes:
                 config_changes.setdefault("id2label", {})
             config = config.replace(**config_changes)
-        weights = read_weights(folder)
-        with torch.device("meta"):
-            model = cls(config) if add_pooling_layer else cls(config, add_pooling_layer=False)  # type: ignore[call-arg]
-        if not add_pooling_layer:
-            weights = without_pooler(model, weights)  # type: ignore[arg-type]
-        load_weights(model, weights, str(name_or_path), parse_dtype(dtype))  # type: ignore[arg-type]
-        return model.to(device).eval() if device is not None else model.eval()
+        # Also where the caller is in inference mode: tensors made there keep no version of what is written to them.
+        with torch.inference_mode(False):
+            weights = read_weights(folder)
+            with torch.device("meta"):
+                options: dict[str, Any] = {} if add_pooling_layer else {"add_pooling_layer": False}
+                model = cls(config, **options)
+            if not add_pooling_layer:
+                weights = without_pooler(model, weights)  # type: ignore[arg-type]
+            load_weights(model, weights, str(name_or_path), parse_dtype(dtype))  # type: ignore[arg-type]
+            return model.to(device).eval() if device is not None else model.eval()
 
     @classmethod
     def from_config(cls: type[Model], config: EncoderConfig) -> Model:
