@@ -16,8 +16,8 @@ def repack(model: nn.Module | SentenceEncoder) -> None:
     on the parameter, a new parameter, another dtype. A write around that record is found late, within
     `fastbert._C.packed_check_calls` calls: through `.data`, `.detach().numpy()`, DLPack or a storage, to the flat
     vector that parameters became views of, or by another process. Call this function after such a write and before the
-    next forward pass. It also gives back the memory of the copies: call it after a weight's storage was resized to nothing
-    (offloading).
+    next forward pass. It also gives back the memory of the copies: call it after a weight's storage was resized to
+    nothing (offloading).
 
     Args:
         model: any module whose parameters and buffers are meant, wherever their copies came from; or a SentenceEncoder.

@@ -162,7 +162,8 @@ def run(program: str) -> str:
 
 
 def test_a_process_ends_quietly_with_packed_weights_alive():
-    assert "" == run("""
+    assert (
+        run("""
         import torch, fastbert
         from fastbert import ops
         weight = torch.randn(64, 64)
@@ -170,6 +171,8 @@ def test_a_process_ends_quietly_with_packed_weights_alive():
         torch.keep = [weight]
         torch.keep.append(torch.keep)
     """)
+        == ""
+    )
 
 
 def test_each_warning_comes_once_in_a_process():
