@@ -1,4 +1,4 @@
-"""Packed weights in a process: their memory goes with them, whoever held them last; finalizers, threads, warnings."""
+"""Packed weights in a process: their memory goes with them, whoever held them last; threads, errors, warnings."""
 
 from __future__ import annotations
 
@@ -152,6 +152,11 @@ def test_weights_die_in_all_threads_while_others_pack(before):
         worker.join()
     gc.collect()
     assert _C.packed_bytes() == before
+
+
+def test_repack_says_what_it_takes():
+    with pytest.raises(TypeError, match="repack takes a module or a SentenceEncoder, not Tensor"):
+        fastbert.repack(torch.zeros(3))
 
 
 def run(program: str) -> str:

@@ -351,12 +351,16 @@ def _watch_weight(weight):
 
 def _after_step(optimizer, args, kwargs):
     """torch's fused optimizers, alone among its documented operations, count no version of what they write."""
-    groups = [] if torch.compiler.is_compiling() else [g for g in optimizer.param_groups if g.get("fused")]
+    groups = [group for group in optimizer.param_groups if group.get("fused")]
     if groups:
         from fastbert._C import weights_changed
 
         parameters = [p for group in groups for p in group["params"] if type(p) in (torch.Tensor, torch.nn.Parameter)]
         weights_changed([p.untyped_storage()._cdata for p in parameters if p.grad is not None])
+
+
+# What torch.compiler.disable does, without its import of torch._dynamo: a compiled step calls the hook, untraced.
+_after_step._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _warn_of_weight(weight, message):
