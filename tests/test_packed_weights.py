@@ -144,8 +144,7 @@ def test_an_optimizers_step_is_seen_at_once(optimizer, how):
 
 def test_a_compiled_fused_step_is_seen_at_once():
     layer = layer_of(torch.float32)
-    steps = torch.optim.SGD(layer.parameters(), lr=0.5, fused=True)
-    old = call(layer)
+    steps, old = torch.optim.SGD(layer.parameters(), lr=0.5, fused=True), call(layer)
     layer.weight.grad = torch.zeros_like(layer.weight)
     layer.weight.grad[HIDDEN] = 1
     torch.compile(steps.step, backend="eager")()
