@@ -65,7 +65,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 #endif
   m.def("isa", &isa, "The instruction set that the CPU kernels run with: cpuid's choice, unless set_isa changed it.");
   m.def("isas", &isas, "The instruction sets that this machine can run, narrowest first.");
-  m.def("packed_bytes", &fastbert::packed_bytes, "Bytes of the packed copies of weights that are alive.");
+  m.def("packed_bytes", &fastbert::packed_bytes, "Bytes of all packed copies of weights that are kept.");
+  m.def("forget_packed", &fastbert::forget_packed, pybind11::arg("storage"),
+        "Drop all that is known of the storage with this address, untyped_storage()._cdata: it is about to go.");
+  m.def("repack", &fastbert::repack, pybind11::arg("storages"),
+        "Drop the packed copies of these storages' weights: the next call packs them anew.");
+  m.def("weights_changed", &fastbert::weights_changed, pybind11::arg("storages"),
+        "The next call packs these storages' weights anew, into the memory that is there.");
+  m.attr("packed_check_calls") = fastbert::kCheckCalls;
   m.def("has_bf16", &fastbert::has_bf16_dot, "Whether the ISA in use multiplies bfloat16; without, bf16 runs in fp32.");
   m.def("set_isa", &set_isa, pybind11::arg("name"), "Run the CPU kernels with another of isas(); for tests.");
 }

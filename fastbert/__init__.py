@@ -45,6 +45,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "fastbert.graphs": ("graphs",),
     "fastbert.hub": ("CheckpointError",),
     "fastbert.master_weights": ("MasterWeights",),
+    "fastbert.packed_weights": ("repack",),
     "fastbert.packing": ("InputError", "PackedBatch", "check_inputs"),
     "fastbert.quantization": ("quantization_error", "quantize"),
     "fastbert.sentences": ("SentenceEncoder",),

@@ -295,19 +295,22 @@ class CheckpointMixin(nn.Module):
             of layers, or a config.json that is not the one they were saved with in what decides shapes.
             ConfigError: a config.json that cannot be run.
         """
-        folder = resolve(name_or_path)
-        given = config is not None
-        config, weights = read_checkpoint(folder, config)
-        if config_changes:
-            config = config.replace(**config_changes)
-        if not given and not {"num_hidden_layers", "num_hidden_groups", "inner_group_num"} & set(config_changes):
-            check_layers(cls.family, config, weights, str(name_or_path))  # type: ignore[attr-defined]
-        with torch.device("meta"):
-            model = cls(config) if add_pooling_layer else cls(config, add_pooling_layer=False)  # type: ignore[call-arg]
-        if not add_pooling_layer:
-            weights = without_pooler(model, weights)  # type: ignore[arg-type]
-        load_weights(model, weights, str(name_or_path), parse_dtype(dtype))  # type: ignore[arg-type]
-        return model.to(device).eval() if device is not None else model.eval()
+        # Also where the caller is in inference mode: tensors made there keep no version of what is written to them.
+        with torch.inference_mode(False):
+            folder = resolve(name_or_path)
+            given = config is not None
+            config, weights = read_checkpoint(folder, config)
+            if config_changes:
+                config = config.replace(**config_changes)
+            if not given and not {"num_hidden_layers", "num_hidden_groups", "inner_group_num"} & set(config_changes):
+                check_layers(cls.family, config, weights, str(name_or_path))  # type: ignore[attr-defined]
+            with torch.device("meta"):
+                options: dict[str, Any] = {} if add_pooling_layer else {"add_pooling_layer": False}
+                model = cls(config, **options)
+            if not add_pooling_layer:
+                weights = without_pooler(model, weights)  # type: ignore[arg-type]
+            load_weights(model, weights, str(name_or_path), parse_dtype(dtype))  # type: ignore[arg-type]
+            return model.to(device).eval() if device is not None else model.eval()
 
     @classmethod
     def from_config(cls: type[Model], config: EncoderConfig) -> Model:

@@ -67,9 +67,10 @@ def quantize(
     device = next(iter(leaves.values())).weight.device if leaves else torch.device("cpu")
     for _, root, _, _ in encoders:
         forget_layers(root)
-    for name in list(leaves):
-        place(module, name, QuantizedLinear.from_linear(leaves.pop(name), scales.get(name, 0.0)))
-    module.to(_companion_dtype(device)).requires_grad_(False).eval()
+    with torch.inference_mode(False):  # tensors made in inference mode keep no version of what is written to them
+        for name in list(leaves):
+            place(module, name, QuantizedLinear.from_linear(leaves.pop(name), scales.get(name, 0.0)))
+        module.to(_companion_dtype(device)).requires_grad_(False).eval()
     for _, root, family, config in encoders:
         entry = entry_of(root, family, config)
         if entry is not None and not isinstance(root, EncoderModel):

@@ -33,7 +33,7 @@ struct PackArgs {
   int64_t out_features, in_features, out_stride, in_stride;
   DType format;             // of the packed panels: float32 or bfloat16 from either, int8 from int8
   char* packed;             // (panels, panel_bytes), zeros beyond the weight
-  int32_t* channel_offset;  // (panels * kPanel,), int8 only: 128 times the sums over in_features
+  int32_t* channel_offset;  // (panels * kPanel,), int8 only: 128 times the sums over in_features; may be null
 };
 
 void pack_panels(const PackArgs& args, int64_t begin, int64_t end);

@@ -116,7 +116,7 @@ void pack_typed(const PackArgs& args, int64_t begin, int64_t end) {
         pack_block<To, From, false>(from, args.in_stride, columns, left, count, out + step * kPanel);
       }
     }
-    if constexpr (sizeof(To) == 1) {
+    if (sizeof(To) == 1 && args.channel_offset != nullptr) {
       const auto* elements = reinterpret_cast<const int8_t*>(out);
       for (int64_t c = 0; c < kPanel; ++c) {
         int32_t sum = 0;

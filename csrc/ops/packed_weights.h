@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <vector>
+
 #include "../cpu/gemm.h"
 
 namespace fastbert {
@@ -15,12 +17,29 @@ struct PackedTensor {
   at::Tensor channel_offsets;  // int32, int8 weights only
 };
 
+// Calls with a weight within which all of its packed copy is compared with it once, a share at each call, so that a
+// write that left no trace is found. Chosen so that this takes under 1 % of a forward pass of 16 tokens (docs/gemm.md).
+constexpr int64_t kCheckCalls = 1024;
+
 // weight (out_features, in_features) packed in `format`; `weight.t()` serves the gradient's product. Packs where there
-// is no packed copy yet, or where the weight has changed since: its version counter has moved, or one of 16 sampled
-// elements (writes through `.data` move no counter) is another. Several threads may ask at once.
+// is no packed copy yet, or where the weight has changed since:
+// - its version counter has moved, or it lies elsewhere;
+// - it keeps no version (an inference tensor), and the whole of it, compared at each call, is not what was packed;
+// - one of 16 sampled elements is another: a write that left no trace, of the whole weight;
+// - the share of it that this call compares is another: any write that left no trace.
+// Several threads may ask at once.
 PackedTensor packed_weight(const at::Tensor& weight, DType format);
 
-// Bytes in use by the packed copies of weights that are alive.
+// These take addresses of storages, `untyped_storage()._cdata`, and wait for a thread that is packing, which never
+// waits for Python: so Python may call them at any time, a finalizer too.
+// - forget_packed: for a storage that goes.
+// - repack: frees the packed copies; the next call makes them again.
+// - weights_changed: the next call packs anew, into the memory that is there.
+void forget_packed(uintptr_t storage);
+void repack(const std::vector<uintptr_t>& storages);
+void weights_changed(const std::vector<uintptr_t>& storages);
+
+// Bytes of all packed copies that are kept.
 int64_t packed_bytes();
 
 }  // namespace fastbert

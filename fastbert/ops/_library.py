@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -322,3 +323,53 @@ define_triton(
     "rotary",
     lambda q, k, cos, sin, tiles, tile: (q.new_empty(q.shape), k.new_empty(k.shape)),
 )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What the extension asks Python for on behalf of packed weights (csrc/ops/packed_weights.cpp)
+#
+# watch_weight: before it packs a weight of a storage that it has not met. The packed copies go when the storage does:
+# torch keeps one Python object for as long as a storage lives, whoever holds it, and finalizes it before the storage's
+# address can be another's.
+# warn_of_weight: a warning that goes through Python's filters.
+
+_sees_fused_steps = False
+
+
+def _watch_weight(weight):
+    from fastbert._C import forget_packed
+
+    global _sees_fused_steps
+    if not _sees_fused_steps:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        register_optimizer_step_post_hook(_after_step)
+        _sees_fused_steps = True
+    storage = weight.untyped_storage()
+    weakref.finalize(storage, forget_packed, storage._cdata).atexit = False
+
+
+def _after_step(optimizer, args, kwargs):
+    """torch's fused optimizers, alone among its documented operations, count no version of what they write."""
+    groups = [group for group in optimizer.param_groups if group.get("fused")]
+    if groups:
+        from fastbert._C import weights_changed
+
+        parameters = [p for group in groups for p in group["params"] if type(p) in (torch.Tensor, torch.nn.Parameter)]
+        weights_changed([p.untyped_storage()._cdata for p in parameters if p.grad is not None])
+
+
+# What torch.compiler.disable does, without its import of torch._dynamo: a compiled step calls the hook, untraced.
+_after_step._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def _warn_of_weight(weight, message):
+    import warnings
+
+    warnings.warn(message, stacklevel=2)
+
+
+define("watch_weight_cpu", "(Tensor weight) -> ()", lambda weight: None)
+define("warn_of_weight_cpu", "(Tensor weight, str message) -> ()", lambda weight, message: None)
+torch.library.impl("fastbert::watch_weight_cpu", "CPU", _watch_weight)
+torch.library.impl("fastbert::warn_of_weight_cpu", "CPU", _warn_of_weight)

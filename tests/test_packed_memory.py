@@ -1,0 +1,201 @@
+"""Packed weights in a process: their memory goes with them, whoever held them last; threads, errors, warnings."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+
+import fastbert
+from fastbert import ops
+from fastbert.ops import _library
+
+if _library.extension_error() is not None:
+    pytest.skip(_library.extension_error(), allow_module_level=True)
+from fastbert import _C
+
+OUT, IN = 128, 64
+ONE = OUT * IN * 4
+
+
+@pytest.fixture(autouse=True)
+def before() -> int:
+    gc.collect()
+    return _C.packed_bytes()
+
+
+def call(weight: torch.Tensor) -> torch.Tensor:
+    return ops.linear(torch.ones(3, weight.shape[1]), weight, None, backend="cpu")
+
+
+def test_copies_go_with_a_model_at_once(before):
+    config = fastbert.EncoderConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+    )
+    for dtype in (torch.float32, torch.int8):
+        model = fastbert.BertModel(config).eval()
+        if dtype is torch.int8:
+            fastbert.quantize(model)
+        model(torch.ones(1, 4, dtype=torch.long))
+        twin = copy.deepcopy(model)
+        held = _C.packed_bytes()
+        assert held > before
+        twin(torch.ones(1, 4, dtype=torch.long))
+        assert _C.packed_bytes() - before == 2 * (held - before)
+        del twin
+        gc.collect()
+        assert _C.packed_bytes() == held
+        del model
+        gc.collect()
+        assert _C.packed_bytes() == before
+
+
+def test_channel_offsets_are_counted(before):
+    weight = torch.ones(OUT, IN, dtype=torch.int8)
+    ops.linear(torch.ones(3, IN), weight, None, weight_scale=torch.ones(OUT), backend="cpu")
+    assert _C.packed_bytes() - before == OUT * IN + OUT * 4
+
+
+@pytest.mark.parametrize("holder", ("view", "parameter", "autograd", "storage"))
+def test_copies_live_as_long_as_the_storage_does(holder, before):
+    weight = torch.randn(OUT, IN)
+    first = call(weight)
+    x = torch.randn(OUT, OUT, requires_grad=True)
+    held = {
+        "view": lambda w: w[3:],
+        "parameter": torch.nn.Parameter,
+        "autograd": lambda w: x @ w,  # saved by C++ alone
+        "storage": torch.Tensor.untyped_storage,
+    }[holder](weight)
+    del weight
+    gc.collect()
+    assert _C.packed_bytes() - before == ONE
+    del held
+    assert _C.packed_bytes() == before
+    again = torch.randn(OUT, IN)  # likely where the first was
+    assert not torch.equal(call(again), first)
+    assert torch.equal(call(again), call(again.clone()))
+
+
+def test_resizing_a_storage_adds_nothing(before):
+    weight = torch.randn(OUT, IN)
+    storage, size = weight.untyped_storage(), weight.untyped_storage().nbytes()
+    kept = []
+    for _ in range(5):
+        values = torch.randn(OUT, IN)
+        storage.resize_(0)
+        kept.append(torch.empty(OUT, IN))  # takes the memory, so that the storage moves
+        storage.resize_(size)
+        weight.copy_(values)
+        assert torch.equal(call(weight), call(values))
+        assert _C.packed_bytes() - before == 2 * ONE
+    storage.resize_(0)
+    with pytest.raises(
+        RuntimeError, match=f"weight needs {ONE} bytes of storage, but its storage has 0: it was resized"
+    ):
+        call(weight)
+    module = torch.nn.Module()
+    module.register_buffer("weight", weight)
+    del values
+    fastbert.repack(module)
+    assert _C.packed_bytes() == before
+
+
+def test_slices_that_move_along_a_storage_do_not_add_up(before):
+    whole = torch.randn(40 * OUT, IN)
+    for first in range(0, 39 * OUT, 8):
+        assert torch.equal(call(whole[first : first + OUT]), call(whole[first : first + OUT].clone()))
+    assert _C.packed_bytes() - before <= 8 * whole.nbytes
+
+
+def test_a_storage_is_watched_once(monkeypatch):
+    watched: list[object] = []
+    finalize = _library.weakref.finalize
+    monkeypatch.setattr(_library.weakref, "finalize", lambda *args: watched.append(args) or finalize(*args))
+    weight = torch.nn.Linear(IN, OUT, bias=False)
+    for _ in range(3):
+        call(weight.weight)
+        fastbert.repack(weight)
+        call(weight.weight.bfloat16().float())  # another storage each time
+        call(weight.weight[: OUT // 2])
+    assert len(watched) == 1 + 3
+
+
+def test_strided_weights_leave_nothing(before):
+    """Neither rows nor columns lie whole: a copy is packed at each call."""
+    weight = torch.randn(OUT, 2 * IN)[:, ::2]
+    assert torch.equal(call(weight), call(weight.contiguous()))
+    assert _C.packed_bytes() == before
+
+
+def test_weights_die_in_all_threads_while_others_pack(before):
+    """Finalizers run at any allocation, in any thread, and wait for a thread that packs."""
+
+    def work() -> None:
+        for _ in range(200):
+            cycle = [torch.randn(OUT, IN)]
+            cycle.append(cycle)
+            call(cycle[0])
+            del cycle
+            gc.collect(0)
+
+    workers = [threading.Thread(target=work) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    gc.collect()
+    assert _C.packed_bytes() == before
+
+
+def test_repack_says_what_it_takes():
+    with pytest.raises(TypeError, match="repack takes a module or a SentenceEncoder, not Tensor"):
+        fastbert.repack(torch.zeros(3))
+
+
+def run(program: str) -> str:
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stderr
+
+
+def test_a_process_ends_quietly_with_packed_weights_alive():
+    assert (
+        run("""
+        import torch, fastbert
+        from fastbert import ops
+        weight = torch.randn(64, 64)
+        ops.linear(torch.ones(3, 64), weight, None, backend="cpu")
+        torch.keep = [weight]
+        torch.keep.append(torch.keep)
+    """)
+        == ""
+    )
+
+
+def test_each_warning_comes_once_in_a_process():
+    stderr = run("""
+        import torch, warnings
+        from fastbert import _C, ops
+        warnings.simplefilter("always")
+        x = torch.randn(3, 64)
+        with torch.inference_mode():
+            weights = [torch.randn(64, 64) for _ in range(2)]
+        weights += [torch.randn(64, 64) for _ in range(2)]
+        for weight in weights:
+            ops.linear(x, weight, None, backend="cpu")
+            if not weight.is_inference():
+                weight.data[5, 7] = 100
+            for _ in range(_C.packed_check_calls):
+                ops.linear(x, weight, None, backend="cpu")
+    """)
+    assert stderr.count("UserWarning") == 2, stderr
+    assert stderr.count("Call fastbert.repack(model) right after such a write") == 1
+    assert stderr.count("convert or move the model outside of torch.inference_mode") == 1
