@@ -215,3 +215,13 @@ def test_sequence_cross_entropy(case, dtype):
         {"x": 4 * torch.randn(case.total_tokens)},
         dtype,
     )
+
+
+def test_sequence_cross_entropy_of_logits_far_from_zero():
+    """What all logits have in common must not take the digits of the small logarithm."""
+    check(
+        lambda x: ops.sequence_cross_entropy(x, torch.tensor([0, 64], dtype=torch.int32), torch.tensor([17])),
+        lambda x: reference.sequence_cross_entropy(x, torch.tensor([0, 64]), torch.tensor([17])),
+        {"x": torch.randn(64, generator=torch.Generator().manual_seed(0)) + 1000},
+        torch.float32,
+    )

@@ -147,12 +147,13 @@ def _look_at(
     layers = [get_leaf(root, path) for path in paths]
     if not layers or any([layer.training for layer in layers]):
         return None
-    for layer in layers if layer_type is not None else ():
-        if not is_plain(layer, layer_type):
-            return None
-        for path in names.containers:  # the outer ones first: what is below one that was replaced is not looked for
-            if not is_plain(get_leaf(layer, path), Container):
+    if layer_type is not None:
+        for layer in layers:
+            if not is_plain(layer, layer_type):
                 return None
+            for path in names.containers:  # the outer ones first: below one that was replaced nothing is looked for
+                if not is_plain(get_leaf(layer, path), Container):
+                    return None
     whole = WholeLayers.of(layers, names)
     if whole is not None and not torch.compiler.is_compiling():
         whole.remember(root, paths, layers, names, layer_type is not None)

@@ -391,5 +391,6 @@ def sequence_cross_entropy(logits, cu_seqlens, targets):
     total = logits.new_zeros(batch_size).index_add(0, sequence, (logits - largest[sequence]).exp())
     chosen = (cu_seqlens[:-1].long() + targets).clamp(0, total_tokens - 1)
     # The log of an empty sequence's zero total is never used: it is replaced before, so no gradient is NaN.
-    losses = torch.where(kept, total, 1.0).log() + largest - logits.index_select(0, chosen)
+    # The difference of the logits first: what they have in common would take the digits of the small logarithm.
+    losses = torch.where(kept, total, 1.0).log() + (largest - logits.index_select(0, chosen))
     return torch.where(kept, losses, 0.0).sum() / kept.sum().clamp(min=1)
