@@ -26,12 +26,12 @@ def _normal(x, IS_FP32: tl.constexpr):
 @triton.jit
 def _from_below(x, lowest):
     """x, but `lowest` where x is below it; NaN stays. What the functions make of `lowest` is their limit: 0."""
-    return tl.where(x < lowest, lowest, x)
+    return tl.maximum(x, lowest, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _between(x, limit):
-    return _from_below(tl.where(x > limit, limit, x), -limit)
+    return tl.clamp(x, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
 
 
 # Where the functions have long reached their limits, in fp32: beyond, x may be infinite, of which 0 times is NaN.
@@ -42,13 +42,13 @@ _SILU_END = tl.constexpr(200.0)
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr, IS_FP32: tl.constexpr):
     if ACTIVATION == "gelu":  # x Phi(x) (Hendrycks & Gimpel 2016)
-        x = _from_below(x, -_GELU_END)
-        return x * _normal(x, IS_FP32)[0]
+        probability = _normal(x, IS_FP32)[0]
+        return _from_below(x, -_GELU_END) * probability
     if ACTIVATION == "gelu_tanh":  # 0.5 (1 + tanh u) = sigmoid(2 u)
         x = _from_below(x, -_GELU_END)
         return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     if ACTIVATION == "relu":
-        return tl.where(x < 0.0, 0.0, x)  # NaN stays NaN
+        return _from_below(x, 0.0)
     if ACTIVATION == "silu":
         x = _from_below(x, -_SILU_END)
         return x * tl.sigmoid(x)
@@ -64,9 +64,8 @@ def activate(x, ACTIVATION: tl.constexpr, IS_FP32: tl.constexpr):
 @triton.jit
 def activation_slope(x, ACTIVATION: tl.constexpr, IS_FP32: tl.constexpr):
     if ACTIVATION == "gelu":  # Phi(x) + x phi(x)
-        x = _between(x, _GELU_END)
         probability, density = _normal(x, IS_FP32)
-        return probability + x * 0.3989422804014327 * density
+        return probability + _between(x, _GELU_END) * 0.3989422804014327 * density
     if ACTIVATION == "gelu_tanh":
         x = _between(x, _GELU_END)
         u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
