@@ -110,14 +110,16 @@ def test_a_static_batch_gives_the_same_outputs(model_type, pattern):
     has_types = inputs.token_type_ids is not None
     bucket = bucket_of(inputs.batch.total_tokens, inputs.batch.batch_size, 11, has_types, 8192)
     static = StaticBatch.empty(bucket, model.device)
-    static.ids.fill_(2)  # as an earlier batch left it
+    static.ids[:2].fill_(2)  # as an earlier batch left it
+    static.ids[2].fill_(max(0, model.config.type_vocab_size - 1))
     static.fill(inputs)
     assert static.cu_seqlens.tolist() == [*inputs.batch.cu_seqlens.tolist(), *[inputs.batch.total_tokens] * 2]
     with torch.no_grad():
         found = model.encode(static.inputs())[: inputs.batch.total_tokens]
         plain, oracle = model.encode(inputs), copy.deepcopy(model).double().encode(inputs)
         assert_close_to_reference(found, oracle, plain, GRADIENT_FACTOR)
-        static.ids[:, inputs.batch.total_tokens :] = 5
+        static.ids[:2, inputs.batch.total_tokens :] = 5
+        static.ids[2, inputs.batch.total_tokens :] = 0
         assert torch.equal(found, model.encode(static.inputs())[: inputs.batch.total_tokens])
 
 
