@@ -25,11 +25,20 @@ def _cross_entropy_kernel(
 ):  # fmt: skip
     """losses (rows,), fp32, of logits (rows, num_classes), which NEEDS_GRAD overwrites with their gradients.
 
-    `stride` is num_classes rounded up to whole 16-byte loads: what lies between is read, and left out.
+    `stride` is num_classes rounded up to whole 16-byte loads: what lies between is read, and left out. A label that is
+    no class gives NaN, and reads nothing.
+
+    Gradients overwrite what they are made of, so no thread may still want to read what another stores. The label's
+    logit is read by all threads, and stored by one: a barrier stands between. All other reads need none. In the second
+    loop the thread that stores an element has read it (what others read of it, where a block is smaller than the
+    program, is not stored), and the first loop's reads are over when anyone stores: what is stored is made of the row's
+    maximum and sum, which are made of all that was read.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     label = tl.load(labels_ptr + row)
+    is_class = (label >= 0) & (label < num_classes)
+    right = tl.load(logits_ptr + label, mask=is_class, other=float("nan")).to(tl.float32)
     top = tl.full([BLOCK_V], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_V], tl.float32)
     plain = tl.zeros([BLOCK_V], tl.float32)
@@ -46,11 +55,11 @@ def _cross_entropy_kernel(
     row_top = tl.max(top, axis=0)
     total = tl.sum(total * tl.exp(top - row_top), axis=0)
     lse = row_top + tl.log(total)
-    right = tl.load(logits_ptr + label).to(tl.float32)
     mean = tl.sum(plain, axis=0) / num_classes
     loss = (1.0 - label_smoothing) * (lse - right) + label_smoothing * (lse - mean) + z_loss * lse * lse
     tl.store(losses_ptr + row, loss)
     if NEEDS_GRAD:
+        tl.debug_barrier()
         factor = (1.0 + 2.0 * z_loss * lse) / total
         for start in range(0, stride, BLOCK_V):
             columns = start + tl.arange(0, BLOCK_V)

@@ -38,6 +38,40 @@ def all_kernels() -> set[str]:
     return names
 
 
+def copies_before_reads_end(ptx: str) -> list[str]:
+    """The asynchronous copies into shared memory of every loop, iteration after iteration, that begin where some thread
+    may not have done its last read of shared memory: no barrier stands between."""
+    lines = [line.strip() for line in ptx.splitlines()]
+    labels = {line.split(":")[0]: i for i, line in enumerate(lines) if line.startswith("$L")}
+    found = []
+    for last, line in enumerate(lines):
+        branch = re.search(r"\bbra(?:\.uni)?\s+(\$L\w+)", line)
+        is_read = False
+        for inside in lines[labels[branch.group(1)] : last] * 2 if branch else []:  # none where it leads forward
+            if re.search(r"\b(ld\.shared|ldmatrix)", inside):
+                is_read = True
+            elif re.search(r"\b(bar|barrier)(\.cta)?\.sync\b", inside):
+                is_read = False
+            elif is_read and re.search(r"\bcp\.async\.c[ag]\.shared", inside):
+                found.append(inside)
+    return found
+
+
+def single_buffers(ttgir: str) -> dict:
+    """Of the buffers of asynchronous copies that hold one block: how many there are, the products on tensor cores that
+    take one, which read later than they are issued, and how many copies a wait of such a kernel leaves under way."""
+    names = re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<1x\d+x\d+x", ttgir)
+    views = set(names)
+    for line in ttgir.splitlines():
+        made = re.match(r"\s*(%\w+) = ttg\.memdesc_\w+ (%\w+)", line)
+        if made and made.group(2) in views:
+            views.add(made.group(1))
+    products = [line for line in ttgir.splitlines() if re.search(r"warp_group_dot %|tc_gen5_mma %", line)]
+    read = [line.strip()[:100] for line in products if views & set(re.findall(r"%\w+", line))]
+    waits = re.findall(r"ttg\.async_wait .*\{num = (\d+)", ttgir) if names else []
+    return {"count": len(names), "read_later": read, "waits": sorted(set(waits))}
+
+
 def compile_case(case: Case, capability: int) -> dict:
     import importlib
     import tempfile
@@ -77,6 +111,8 @@ def compile_case(case: Case, capability: int) -> dict:
         "warps": warps,
         "resident": min(by_registers, by_shared, 64 // warps, 32),
         "loads": re.findall(r"\b(?:LDG|LDGSTS)\.\S+", sass),
+        "early_copies": copies_before_reads_end(compiled.asm["ptx"]),
+        "single": single_buffers(compiled.asm["ttgir"]),
         "products": sorted(set(re.findall(r"\b(HGMMA|HMMA|UTCHMMA|FFMA)\b", sass))),
     }
 
@@ -159,6 +195,36 @@ def test_products_run_on_the_tensor_cores(compiled):
             facts = case["facts"].get(capability)
             if case["has_products"] and facts is not None:
                 assert instruction in facts["products"], f"{name} sm_{capability}: {facts['products']}"
+
+
+def test_fp32_attention_has_no_tensor_cores(compiled):
+    """Its gradients want delta, a product of a block of its own, in the bits of dout v^T (attention_bwd.py)."""
+    names = [name for name in compiled["cases"] if name.startswith("attention_") and "-fp32" in name]
+    assert any("records" in name for name in names) and any("_dq_" in name for name in names)
+    for name in names:
+        for capability, facts in compiled["cases"][name]["facts"].items():
+            assert set(facts["products"]) <= {"FFMA"}, f"{name} sm_{capability}: {facts['products']}"
+
+
+def test_copies_wait_for_the_readers_of_what_they_overwrite(compiled):
+    records = "attention_bwd._attention_dkdv_kernel-bf16-plain-64-tile128-sm_90"
+    assert compiled["cases"][records]["facts"]["90"]["single"]["count"] > 0  # as _load_records says
+    for name, case in compiled["cases"].items():
+        for capability, facts in case["facts"].items():
+            where, single = f"{name} sm_{capability}", facts["single"]
+            assert facts["early_copies"] == [], f"{where}: {facts['early_copies']}"
+            assert single["read_later"] == [], f"{where}: {single['read_later']}"
+            assert set(single["waits"]) <= {"0"}, f"{where}: a wait leaves {single['waits']} copies under way"
+
+
+def test_copies_that_do_not_wait_are_found():
+    copy, loop = "cp.async.ca.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x4;", "$L__BB0_1:\n{}\n@%p1 bra $L__BB0_1;"
+    body = ["cp.async.wait_group 0;", "bar.sync 0;", "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r2}, [%r1];"]
+    assert copies_before_reads_end(loop.format("\n".join([*body, "bar.sync 0;", copy]))) == []
+    assert copies_before_reads_end(loop.format("\n".join([*body, copy]))) == [copy, copy]
+    assert copies_before_reads_end(loop.format("\n".join([copy, *body]))) == [copy]  # the next iteration's
+    ttgir = "%a = ttg.local_alloc : () -> !ttg.memdesc<1x64x4xf32\n%b = ttg.memdesc_index %a[%c]\nwarp_group_dot %b, %d"
+    assert single_buffers(ttgir) == {"count": 1, "read_later": ["warp_group_dot %b, %d"], "waits": []}
 
 
 def test_the_table_that_is_kept_is_this_one(compiled):
