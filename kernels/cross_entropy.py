@@ -37,8 +37,6 @@ def _cross_entropy_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     label = tl.load(labels_ptr + row)
-    is_class = (label >= 0) & (label < num_classes)
-    right = tl.load(logits_ptr + label, mask=is_class, other=float("nan")).to(tl.float32)
     top = tl.full([BLOCK_V], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_V], tl.float32)
     plain = tl.zeros([BLOCK_V], tl.float32)
@@ -55,6 +53,8 @@ def _cross_entropy_kernel(
     row_top = tl.max(top, axis=0)
     total = tl.sum(total * tl.exp(top - row_top), axis=0)
     lse = row_top + tl.log(total)
+    is_class = (label >= 0) & (label < num_classes)
+    right = tl.load(logits_ptr + label, mask=is_class, other=float("nan")).to(tl.float32)
     mean = tl.sum(plain, axis=0) / num_classes
     loss = (1.0 - label_smoothing) * (lse - right) + label_smoothing * (lse - mean) + z_loss * lse * lse
     tl.store(losses_ptr + row, loss)

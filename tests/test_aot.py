@@ -38,22 +38,34 @@ def all_kernels() -> set[str]:
     return names
 
 
-def copies_before_reads_end(ptx: str) -> list[str]:
-    """The asynchronous copies into shared memory of every loop, iteration after iteration, that begin where some thread
-    may not have done its last read of shared memory: no barrier stands between."""
-    lines = [line.strip() for line in ptx.splitlines()]
-    labels = {line.split(":")[0]: i for i, line in enumerate(lines) if line.startswith("$L")}
+def copies_before_reads_end(llir: str) -> list[str]:
+    """The asynchronous copies of every loop, one iteration after another, into shared memory that some thread may not
+    have read to the end: no barrier stands between. A buffer is known by its offset from the beginning of all."""
+    lines = [line.strip() for line in llir.splitlines()]
+    labels = {line.split(":")[0]: i for i, line in enumerate(lines) if re.match(r"[\w.]+:", line)}
+    pointer = r"ptr addrspace\(3\) (?:nonnull )?(getelementptr [^)]*\([^)]*\) @\w+, i32 (?P<base>\d+)\)|[%@][\w.]+)"
+    bases = {"@global_smem": "0"}
+
+    def base_of(line: str) -> str:
+        found = re.search(pointer, line)
+        assert found is not None, line
+        return found.group("base") or bases.get(found.group(1), found.group(1))
+
+    for line in lines:
+        if made := re.match(r"(%[\w.]+) = getelementptr .*addrspace\(3\)", line):
+            bases[made.group(1)] = base_of(line)
     found = []
     for last, line in enumerate(lines):
-        branch = re.search(r"\bbra(?:\.uni)?\s+(\$L\w+)", line)
-        is_read = False
-        for inside in lines[labels[branch.group(1)] : last] * 2 if branch else []:  # none where it leads forward
-            if re.search(r"\b(ld\.shared|ldmatrix)", inside):
-                is_read = True
-            elif re.search(r"\b(bar|barrier)(\.cta)?\.sync\b", inside):
-                is_read = False
-            elif is_read and re.search(r"\bcp\.async\.c[ag]\.shared", inside):
-                found.append(inside)
+        targets = re.findall(r"label %([\w.]+)", line) if line.startswith("br ") else []
+        for first in (labels[target] for target in targets if labels[target] <= last):
+            read: set[str] = set()
+            for inside in lines[first:last] * 2:
+                if "nvvm.barrier" in inside:
+                    read.clear()
+                elif re.search(r"= load .*addrspace\(3\)|ldmatrix|ld\.shared", inside):
+                    read.add(base_of(inside))
+                elif re.search(r"cp\.async\.c[ag]\.shared", inside) and base_of(inside) in read:
+                    found.append(inside[:160])
     return found
 
 
@@ -111,7 +123,7 @@ def compile_case(case: Case, capability: int) -> dict:
         "warps": warps,
         "resident": min(by_registers, by_shared, 64 // warps, 32),
         "loads": re.findall(r"\b(?:LDG|LDGSTS)\.\S+", sass),
-        "early_copies": copies_before_reads_end(compiled.asm["ptx"]),
+        "early_copies": copies_before_reads_end(compiled.asm["llir"]),
         "single": single_buffers(compiled.asm["ttgir"]),
         "products": sorted(set(re.findall(r"\b(HGMMA|HMMA|UTCHMMA|FFMA)\b", sass))),
     }
@@ -218,11 +230,18 @@ def test_copies_wait_for_the_readers_of_what_they_overwrite(compiled):
 
 
 def test_copies_that_do_not_wait_are_found():
-    copy, loop = "cp.async.ca.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x4;", "$L__BB0_1:\n{}\n@%p1 bra $L__BB0_1;"
-    body = ["cp.async.wait_group 0;", "bar.sync 0;", "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r2}, [%r1];"]
-    assert copies_before_reads_end(loop.format("\n".join([*body, "bar.sync 0;", copy]))) == []
-    assert copies_before_reads_end(loop.format("\n".join([*body, copy]))) == [copy, copy]
-    assert copies_before_reads_end(loop.format("\n".join([copy, *body]))) == [copy]  # the next iteration's
+    make = "%{} = getelementptr i8, ptr addrspace(3) getelementptr (i8, ptr addrspace(3) @global_smem, i32 {}), i32 %9"
+    made = [make.format("a", 256), make.format("b", 256), make.format("c", 512)]
+    copy = 'call void asm sideeffect "cp.async.ca.shared.global [ $0 + 0 ]", "r"(ptr addrspace(3) %a)'
+    wait = "call void @llvm.nvvm.barrier.cta.sync.aligned.all(i32 0)"
+    reads = {name: f"%1 = load float, ptr addrspace(3) %{name}, align 4" for name in "bc"}
+
+    def found(*body):
+        return copies_before_reads_end("\n".join([*made, "5:", *body, "br i1 %7, label %5, label %6", "6:"]))
+
+    assert found(wait, reads["b"], wait, copy) == found(wait, reads["c"], copy) == found(wait, copy, reads["b"]) == []
+    assert found(wait, reads["b"], copy) == [copy, copy]
+    assert found(copy, wait, reads["b"]) == [copy]  # the next iteration's
     ttgir = "%a = ttg.local_alloc : () -> !ttg.memdesc<1x64x4xf32\n%b = ttg.memdesc_index %a[%c]\nwarp_group_dot %b, %d"
     assert single_buffers(ttgir) == {"count": 1, "read_later": ["warp_group_dot %b, %d"], "waits": []}
 
