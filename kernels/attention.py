@@ -21,6 +21,7 @@ from .blocks import Blocks
 from .sizes import cdiv, next_power_of_2
 
 _LOG2E = 1.4426950408889634
+_SMALLEST = 2.0**-149  # of the fp32 numbers: what is below would be 0 for a kernel
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -139,6 +140,16 @@ def kept_probs(philox_ptr, rows, first_column, head, threshold, scale, BLOCK_N: 
 
 
 @triton.jit
+def signed(scores, SIGN: tl.constexpr):
+    """Times the sign of softmax_scale, whose size comes later: the maximum is then the top of the softmax. Where the
+    scale is 0 all finite scores are 0, and the size that comes later is not, since 0 times the -inf of a masked score
+    would be NaN."""
+    if SIGN != 1:
+        scores = scores * SIGN
+    return scores
+
+
+@triton.jit
 def in_window(queries, keys, window_left, window_right):
     return (keys >= queries - window_left) & (keys <= queries + window_right)
 
@@ -158,22 +169,28 @@ def walk(begin, end, first, last, before, after, HAS_WINDOW: tl.constexpr):
 
 
 def rows_whole(t: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where a head's row is in one piece, as it is in a slice of a fused projection."""
-    return t if t.stride(2) == 1 or t.shape[2] == 1 else t.contiguous()
+    """The tensor itself where a head's row is in one piece, as it is in a slice of a fused projection, and offsets
+    within a tile of 128 fit into 32 bits."""
+    is_row = t.stride(2) == 1 or t.shape[2] == 1
+    return t if is_row and t.stride(0) < 2**24 else t.contiguous()
 
 
 def launch_arguments(q, tiles, philox, softmax_scale, dropout_p, window_size, blocks: Blocks):
     """The grid, and the arguments that all kernels share."""
     head_dim = q.shape[2]
     grid = (tiles.shape[0], cdiv(q.shape[1], blocks.heads))
-    left, right = (2**30 if side < 0 else side for side in window_size)
+    # 32-bit sums with tokens' numbers: 2^30 is further than any sequence reaches.
+    left, right = (2**30 if side < 0 else min(side, 2**30) for side in window_size)
+    scale, sign = abs(softmax_scale) * _LOG2E, -1 if softmax_scale < 0 else 1
+    if scale < _SMALLEST:
+        scale, sign = 1.0, 0
     return grid, {
         "tiles_ptr": tiles, "philox_ptr": philox, "total_tokens": q.shape[0], "num_heads": q.shape[1],
-        "scale_log2e": abs(softmax_scale) * _LOG2E, "threshold": round(dropout_p * 2**16),
+        "scale_log2e": scale, "threshold": round(dropout_p * 2**16),
         "keep_scale": 1.0 / (1.0 - dropout_p) if dropout_p < 1 else 0.0,
         "window_left": left, "window_right": right,
         "HEAD_DIM": head_dim, "BLOCK_D": max(16, next_power_of_2(head_dim)),
-        "NEGATE": softmax_scale < 0, "HAS_WINDOW": min(window_size) >= 0 or max(window_size) >= 0,
+        "SIGN": sign, "HAS_WINDOW": min(window_size) >= 0 or max(window_size) >= 0,
         "HAS_DROPOUT": dropout_p > 0, "BLOCK_TILE": blocks.tile, "BLOCK_STEP": blocks.step, "HEADS": blocks.heads,
         "num_warps": blocks.num_warps, "num_stages": blocks.num_stages,
     }  # fmt: skip

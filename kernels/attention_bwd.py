@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention import in_window, kept_probs, launch_arguments, load_rows, rows_whole, store_rows, strides, walk
+from .attention import in_window, kept_probs, launch_arguments, load_rows, rows_whole, signed, store_rows, strides, walk
 from .blocks import attention_blocks
 from .rotary import rotate_back
 from .sizes import cdiv
@@ -25,9 +25,13 @@ def _attention_records_kernel(
 ):  # fmt: skip
     """What the other kernels want of a query: records, fp32 (num_heads, total_tokens, 4), of 16 bytes each.
 
-    Two numbers that make probabilities of scores, delta, and nothing. delta is the diagonal of a product, which adds in
-    the order of dout v^T: where one key has all of the probability out is its v, and their difference must be 0, not a
-    rounding error.
+    Two numbers that make probabilities of scores, delta, and nothing. delta is the diagonal of a product, because of
+    dout v^T: where one key has all of the probability out is its v, and dout v^T - delta is 0, where k and q may be
+    large. In fp32 it is 0 exactly: products are one chain of multiply-adds an element over ascending d, whatever the
+    block (no tensor core has them: tests/test_aot.py), the probability is 2^0 times an inverse of exactly 1, and out is
+    v times that. In 16 bits the two may be products of different instructions, which add in other orders and cut off
+    other bits; what is left is some 2^-20 of dout v^T, where rounding ds to 16 bits takes 2^-12 of its terms and more.
+    Nobody relies on a 0 there: tests/test_attention_products.py makes products that differ.
     """
     first = tl.program_id(0) * BLOCK_TILE
     rows = first + tl.arange(0, BLOCK_TILE)
@@ -41,7 +45,7 @@ def _attention_records_kernel(
     total = tl.load(sum_ptr + at, mask=rows < total_tokens, other=1.0)
     total = tl.where(total == 0.0, 1.0, total)  # of a query without keys
     if dout_ptr.dtype.element_ty == tl.float32:
-        shift, inverse = top, 1.0 / total
+        shift, inverse = top, tl.div_rn(1.0, total)
     else:  # one FMA makes an exponent of a score
         shift, inverse = top * scale_log2e + tl.log2(total), top * 0.0
     column = tl.arange(0, 4)[None, :]
@@ -55,6 +59,12 @@ def _load_records(ptr, first, end, ROWS: tl.constexpr, IS_WHOLE: tl.constexpr):
 
     One record is one load, which one thread does and puts where all find it. Loads of single numbers are done again by
     every thread that wants one: in a loop over queries, whose scores lie across all threads, that was half of it.
+
+    In that loop the compiler makes an asynchronous copy of the load, one step ahead, into shared memory for ONE block
+    of records. The next block's copy begins behind this one's reads all the same: the pipeliner puts a step's copies
+    behind the last use of what they overwrite, and a barrier of all threads stands between reads of shared memory and
+    a copy to the same place; all copies are waited for, and a barrier passed, before a read. tests/test_aot.py checks
+    that order in the code of every kernel.
     """
     rows, column = tl.arange(0, ROWS)[:, None], tl.arange(0, 4)[None, :]
     at = ptr + tl.cast(first, tl.int64) * 4 + rows * 4 + column
@@ -86,7 +96,7 @@ def _probs_and_dscores(
 def _dkdv_step(
     dk, dv, k, v, q_ptr, dout_ptr, records_ptr, stride_qt, stride_dt, rows, start, first, begin, end, philox_ptr,
     head, scale_log2e, threshold, keep_scale, window_left, window_right,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, NEGATE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, SIGN: tl.constexpr,
     IS_FP32: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """One block of queries into dk and dv of the keys `rows`; all of it transposed: keys down, queries across.
@@ -96,9 +106,7 @@ def _dkdv_step(
     queries = start + tl.arange(0, BLOCK_M)
     inside = queries < end
     q = load_rows(q_ptr, stride_qt, start, end, BLOCK_M, HEAD_DIM, BLOCK_D, IS_WHOLE)
-    scores = tl.dot(k, tl.trans(q), input_precision="ieee")  # [N, M]
-    if NEGATE:
-        scores = -scores
+    scores = signed(tl.dot(k, tl.trans(q), input_precision="ieee"), SIGN)  # [N, M]
     dout = load_rows(dout_ptr, stride_dt, start, end, BLOCK_M, HEAD_DIM, BLOCK_D, IS_WHOLE)
     dprobs = tl.dot(v, tl.trans(dout), input_precision="ieee")  # [N, M]
     shift, inverse, delta = _load_records(records_ptr, start, end, BLOCK_M, IS_WHOLE)
@@ -122,7 +130,7 @@ def _attention_dkdv_kernel(
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dt, stride_dh, stride_gt,
     total_tokens, num_heads, softmax_scale, scale_log2e, threshold, keep_scale, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TILE: tl.constexpr, BLOCK_STEP: tl.constexpr,
-    HEADS: tl.constexpr, NEGATE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    HEADS: tl.constexpr, SIGN: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys; a token's heads lie beside each other, tokens stride_gt apart."""
     IS_FP32: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
@@ -151,17 +159,15 @@ def _attention_dkdv_kernel(
                     dk, dv, k, v, q_ptr + h * stride_qh, dout_ptr + h * stride_dh,
                     records_ptr + h * total_tokens * 4, stride_qt, stride_dt, rows, start, first, begin, end,
                     philox_ptr, head, scale_log2e, threshold, keep_scale, window_left, window_right,
-                    HEAD_DIM, BLOCK_D, BLOCK_STEP, NEGATE, IS_FP32, True, False, HAS_DROPOUT,
+                    HEAD_DIM, BLOCK_D, BLOCK_STEP, SIGN, IS_FP32, True, False, HAS_DROPOUT,
                 )  # fmt: skip
         for start in range(whole, high, BLOCK_STEP):
             dk, dv = _dkdv_step(
                 dk, dv, k, v, q_ptr + h * stride_qh, dout_ptr + h * stride_dh,
                 records_ptr + h * total_tokens * 4, stride_qt, stride_dt, rows, start, first, begin, end,
                 philox_ptr, head, scale_log2e, threshold, keep_scale, window_left, window_right,
-                HEAD_DIM, BLOCK_D, BLOCK_STEP, NEGATE, IS_FP32, False, HAS_WINDOW, HAS_DROPOUT,
+                HEAD_DIM, BLOCK_D, BLOCK_STEP, SIGN, IS_FP32, False, HAS_WINDOW, HAS_DROPOUT,
             )  # fmt: skip
-        if NEGATE:
-            dk = -dk
         store_rows(dk_ptr + h * HEAD_DIM, stride_gt, first, last, dk * softmax_scale, HEAD_DIM)
         store_rows(dv_ptr + h * HEAD_DIM, stride_gt, first, last, dv, HEAD_DIM)
 
@@ -170,16 +176,14 @@ def _attention_dkdv_kernel(
 def _dq_step(
     dq, q, dout, shift, inverse, delta, k_ptr, v_ptr, stride_kt, stride_vt, rows, start, begin, end, philox_ptr, head,
     scale_log2e, threshold, keep_scale, window_left, window_right,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, NEGATE: tl.constexpr, IS_FP32: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SIGN: tl.constexpr, IS_FP32: tl.constexpr,
     IS_WHOLE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """One block of keys into dq of the queries `rows`."""
     columns = start + tl.arange(0, BLOCK_N)
     k = load_rows(k_ptr, stride_kt, start, end, BLOCK_N, HEAD_DIM, BLOCK_D, IS_WHOLE)
     v = load_rows(v_ptr, stride_vt, start, end, BLOCK_N, HEAD_DIM, BLOCK_D, IS_WHOLE)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
-    if NEGATE:
-        scores = -scores
+    scores = signed(tl.dot(q, tl.trans(k), input_precision="ieee"), SIGN)  # [M, N]
     dprobs = tl.dot(dout, tl.trans(v), input_precision="ieee")  # [M, N]
     seen = (columns < end)[None, :]
     if HAS_WINDOW:
@@ -199,7 +203,7 @@ def _attention_dq_kernel(
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dt, stride_dh, stride_gt,
     total_tokens, num_heads, softmax_scale, scale_log2e, threshold, keep_scale, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TILE: tl.constexpr, BLOCK_STEP: tl.constexpr,
-    HEADS: tl.constexpr, NEGATE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    HEADS: tl.constexpr, SIGN: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries, laid out as dk and dv."""
     IS_FP32: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
@@ -227,16 +231,14 @@ def _attention_dq_kernel(
                 dq = _dq_step(
                     dq, q, dout, shift, inverse, delta, k_ptr + h * stride_kh, v_ptr + h * stride_vh, stride_kt,
                     stride_vt, rows, start, begin, end, philox_ptr, head, scale_log2e, threshold, keep_scale,
-                    window_left, window_right, HEAD_DIM, BLOCK_D, BLOCK_STEP, NEGATE, IS_FP32, True, False, HAS_DROPOUT,
+                    window_left, window_right, HEAD_DIM, BLOCK_D, BLOCK_STEP, SIGN, IS_FP32, True, False, HAS_DROPOUT,
                 )  # fmt: skip
         for start in range(whole, high, BLOCK_STEP):
             dq = _dq_step(
                 dq, q, dout, shift, inverse, delta, k_ptr + h * stride_kh, v_ptr + h * stride_vh, stride_kt, stride_vt,
                 rows, start, begin, end, philox_ptr, head, scale_log2e, threshold, keep_scale, window_left,
-                window_right, HEAD_DIM, BLOCK_D, BLOCK_STEP, NEGATE, IS_FP32, False, HAS_WINDOW, HAS_DROPOUT,
+                window_right, HEAD_DIM, BLOCK_D, BLOCK_STEP, SIGN, IS_FP32, False, HAS_WINDOW, HAS_DROPOUT,
             )  # fmt: skip
-        if NEGATE:
-            dq = -dq
         store_rows(dq_ptr + h * HEAD_DIM, stride_gt, first, last, dq * softmax_scale, HEAD_DIM)
 
 
@@ -260,7 +262,7 @@ def attention_bwd(
             HEAD_DIM=head_dim, BLOCK_D=shared["BLOCK_D"], BLOCK_TILE=32,
         )  # fmt: skip
         operands = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "dout_ptr": dout, "records_ptr": records}
-        operands |= {"softmax_scale": abs(softmax_scale), "stride_gt": dqkv.stride(0)}
+        operands |= {"softmax_scale": softmax_scale, "stride_gt": dqkv.stride(0)}
         operands |= strides(q=q, k=k, v=v, d=dout)
         _attention_dkdv_kernel[grid](dk_ptr=dk, dv_ptr=dv, **operands, **shared)
         blocks = attention_blocks("dq", q, tile, dropout_p > 0)

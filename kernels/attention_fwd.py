@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention import in_window, kept_probs, launch_arguments, load_rows, rows_whole, store_rows, strides, walk
+from .attention import in_window, kept_probs, launch_arguments, load_rows, rows_whole, signed, store_rows, strides, walk
 from .blocks import attention_blocks
 
 
@@ -12,15 +12,13 @@ from .blocks import attention_blocks
 def _fwd_step(
     acc, top, total, q, k_ptr, v_ptr, stride_kt, stride_vt, rows, start, begin, end, philox_ptr, head,
     scale_log2e, threshold, keep_scale, window_left, window_right,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, NEGATE: tl.constexpr, IS_FP32: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SIGN: tl.constexpr, IS_FP32: tl.constexpr,
     IS_WHOLE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """One block of keys into the online softmax; IS_WHOLE: every query sees every key of it."""
     columns = start + tl.arange(0, BLOCK_N)
     k = load_rows(k_ptr, stride_kt, start, end, BLOCK_N, HEAD_DIM, BLOCK_D, IS_WHOLE)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
-    if NEGATE:
-        scores = -scores
+    scores = signed(tl.dot(q, tl.trans(k), input_precision="ieee"), SIGN)  # [M, N]
     if not IS_WHOLE:
         seen = (columns < end)[None, :]
         if HAS_WINDOW:
@@ -48,7 +46,7 @@ def _fwd_head(
     q_ptr, k_ptr, v_ptr, out_ptr, top_ptr, sum_ptr, philox_ptr, stride_qt, stride_kt, stride_vt, stride_ot,
     head, first, last, begin, end, scale_log2e, threshold, keep_scale, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TILE: tl.constexpr, BLOCK_STEP: tl.constexpr,
-    NEGATE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr, RETURN_STATS: tl.constexpr,
+    SIGN: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr, RETURN_STATS: tl.constexpr,
 ):  # fmt: skip
     IS_FP32: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     rows = first + tl.arange(0, BLOCK_TILE)
@@ -64,16 +62,16 @@ def _fwd_head(
             acc, top, total = _fwd_step(
                 acc, top, total, q, k_ptr, v_ptr, stride_kt, stride_vt, rows, start, begin, end, philox_ptr, head,
                 scale_log2e, threshold, keep_scale, window_left, window_right,
-                HEAD_DIM, BLOCK_D, BLOCK_STEP, NEGATE, IS_FP32, True, False, HAS_DROPOUT,
+                HEAD_DIM, BLOCK_D, BLOCK_STEP, SIGN, IS_FP32, True, False, HAS_DROPOUT,
             )  # fmt: skip
     for start in range(whole, high, BLOCK_STEP):
         acc, top, total = _fwd_step(
             acc, top, total, q, k_ptr, v_ptr, stride_kt, stride_vt, rows, start, begin, end, philox_ptr, head,
             scale_log2e, threshold, keep_scale, window_left, window_right,
-            HEAD_DIM, BLOCK_D, BLOCK_STEP, NEGATE, IS_FP32, False, HAS_WINDOW, HAS_DROPOUT,
+            HEAD_DIM, BLOCK_D, BLOCK_STEP, SIGN, IS_FP32, False, HAS_WINDOW, HAS_DROPOUT,
         )  # fmt: skip
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    store_rows(out_ptr, stride_ot, first, last, acc, HEAD_DIM)
+    inverse = tl.div_rn(1.0, tl.where(total == 0.0, 1.0, total))  # 1 for 1, which a GPU's own division does not promise
+    store_rows(out_ptr, stride_ot, first, last, acc * inverse[:, None], HEAD_DIM)
     if RETURN_STATS:
         tl.store(top_ptr + rows, tl.where(total == 0.0, 0.0, top), mask=rows < last)
         tl.store(sum_ptr + rows, total, mask=rows < last)
@@ -85,7 +83,7 @@ def _attention_fwd_kernel(
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
     total_tokens, num_heads, scale_log2e, threshold, keep_scale, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TILE: tl.constexpr, BLOCK_STEP: tl.constexpr,
-    HEADS: tl.constexpr, NEGATE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    HEADS: tl.constexpr, SIGN: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     RETURN_STATS: tl.constexpr,
 ):  # fmt: skip
     tiles_ptr += tl.program_id(0) * 4
@@ -102,7 +100,7 @@ def _attention_fwd_kernel(
             top_ptr + h * total_tokens, sum_ptr + h * total_tokens, philox_ptr,
             stride_qt, stride_kt, stride_vt, num_heads * HEAD_DIM,
             head, first, last, begin, end, scale_log2e, threshold, keep_scale, window_left, window_right,
-            HEAD_DIM, BLOCK_D, BLOCK_TILE, BLOCK_STEP, NEGATE, HAS_WINDOW, HAS_DROPOUT, RETURN_STATS,
+            HEAD_DIM, BLOCK_D, BLOCK_TILE, BLOCK_STEP, SIGN, HAS_WINDOW, HAS_DROPOUT, RETURN_STATS,
         )  # fmt: skip
 
 

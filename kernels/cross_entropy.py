@@ -25,7 +25,14 @@ def _cross_entropy_kernel(
 ):  # fmt: skip
     """losses (rows,), fp32, of logits (rows, num_classes), which NEEDS_GRAD overwrites with their gradients.
 
-    `stride` is num_classes rounded up to whole 16-byte loads: what lies between is read, and left out.
+    `stride` is num_classes rounded up to whole 16-byte loads: what lies between is read, and left out. A label that is
+    no class gives NaN, and reads nothing.
+
+    Gradients overwrite what they are made of, so no thread may still want to read what another stores. The label's
+    logit is read by all threads, and stored by one: a barrier stands between. All other reads need none. In the second
+    loop the thread that stores an element has read it (what others read of it, where a block is smaller than the
+    program, is not stored), and the first loop's reads are over when anyone stores: what is stored is made of the row's
+    maximum and sum, which are made of all that was read.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
@@ -53,6 +60,7 @@ def _cross_entropy_kernel(
     loss = (1.0 - label_smoothing) * (lse - right) + label_smoothing * (lse - mean) + z_loss * lse * lse
     tl.store(losses_ptr + row, loss)
     if NEEDS_GRAD:
+        tl.debug_barrier()
         factor = tl.where(is_class, (1.0 + 2.0 * z_loss * lse) / total, float("nan"))
         for start in range(0, stride, BLOCK_V):
             columns = start + tl.arange(0, BLOCK_V)

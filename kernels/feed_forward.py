@@ -5,9 +5,9 @@
     gated:    inner = activation(first half of pre) * second half, the gate        (Shazeer 2020, section 2, eq. 6)
 
 Either as the epilogue of a GEMM, which saves two trips of the wide matrix through memory, or as one elementwise kernel
-after cuBLAS, whose products are faster than Triton's and end in the bias: `feed_forward_plan` says which is used where.
-The second product, and the products that make dx and the weights' gradients, have nothing to be fused with and are
-torch's. dbias is added up in fp32, over a tile's rows in the kernel, over tiles afterwards: no atomics.
+after cuBLAS, whose products end in the bias: PLAN says which. The second product, and the products that make dx and the
+weights' gradients, have nothing to be fused with and are torch's. dbias is added up in fp32, over a tile's rows in the
+kernel, over tiles afterwards: no atomics.
 
 Legend: M tokens, N intermediate_size, K hidden_size; gated, pre and dpre are (M, 2 N). Sums, bias and activation are
 fp32; pre is rounded before it is activated, so that backward differentiates what forward computed.
@@ -18,11 +18,15 @@ import triton
 import triton.language as tl
 
 from .activation import activate, activation_slope
-from .blocks import feed_forward_plan
+from .blocks import FeedForwardPlan
 from .sizes import cdiv
 
 # A tile of the elementwise kernels, which have four warps: 16 bytes of a row or two a thread and load.
 _BLOCK_M, _BLOCK_N = 16, 256
+
+# For every GPU, dtype and size: cuBLAS and a kernel after it, as the CUDA backend has it. An epilogue is for where one
+# has been timed and has won; none has been timed yet, so there is no such place, and no table to fall back to.
+PLAN = FeedForwardPlan()
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -180,16 +184,15 @@ def feed_forward(x, up_weight, up_bias, down_weight, activation, gated, return_p
     M, K, N, width = x.shape[0], x.shape[1], down_weight.shape[1], up_weight.shape[0]
     if M == 0 or N == 0:
         return x.new_zeros(M, down_weight.shape[0]), x.new_empty(M if return_pre else 0, width)
-    plan = feed_forward_plan(x, N, gated)
     with torch.cuda.device_of(x):
-        if plan.up is not None:
+        if PLAN.up is not None:
             x, up_weight = x.contiguous(), up_weight.contiguous()
             bias = None if up_bias is None else up_bias.contiguous()
             inner, pre = x.new_empty(M, N), x.new_empty(M if return_pre else 0, width)
-            grid = (cdiv(M, plan.up["BLOCK_M"]) * cdiv(N, plan.up["BLOCK_N"]),)
+            grid = (cdiv(M, PLAN.up["BLOCK_M"]) * cdiv(N, PLAN.up["BLOCK_N"]),)
             _up_kernel[grid](
                 x, up_weight, bias, inner, pre, M, N, K, K, K, HAS_BIAS=up_bias is not None, RETURN_PRE=return_pre,
-                GATED=gated, ACTIVATION=activation, **plan.up,
+                GATED=gated, ACTIVATION=activation, **PLAN.up,
             )  # fmt: skip
         else:
             up = up_weight.t()
@@ -211,17 +214,16 @@ def feed_forward_bwd(dout, x, pre, up_weight, down_weight, activation, gated, ne
         dup, ddown = (w.new_zeros(w.shape[0] if needs_dweight else 0, w.shape[1]) for w in (up_weight, down_weight))
         dx = x.new_zeros(M if needs_dx else 0, x.shape[1])
         return dx, dup, x.new_zeros(width if needs_dbias else 0), ddown
-    plan = feed_forward_plan(x, N, gated)
-    tile = _BLOCK_M if plan.down is None else plan.down["BLOCK_M"]
+    tile = _BLOCK_M if PLAN.down is None else PLAN.down["BLOCK_M"]
     row_tiles = cdiv(M, tile)
     shares = pre.new_empty(row_tiles if needs_dbias else 0, width, dtype=torch.float32)
     options = {"NEEDS_DBIAS": needs_dbias, "GATED": gated, "ACTIVATION": activation}
     with torch.cuda.device_of(x):
-        if plan.down is not None:
+        if PLAN.down is not None:
             dout, down_weight = dout.contiguous(), down_weight.contiguous()
             dpre, inner = torch.empty_like(pre), pre.new_empty(M, N)
-            _down_bwd_kernel[(row_tiles * cdiv(N, plan.down["BLOCK_N"]),)](
-                dout, down_weight, pre, dpre, inner, shares, M, N, K, K, N, **options, **plan.down
+            _down_bwd_kernel[(row_tiles * cdiv(N, PLAN.down["BLOCK_N"]),)](
+                dout, down_weight, pre, dpre, inner, shares, M, N, K, K, N, **options, **PLAN.down
             )
         else:
             dinner = torch.mm(dout, down_weight)

@@ -95,7 +95,7 @@ def attention_cases() -> Iterator[Case]:
             for which, loads in (("fwd", 3), ("dkdv", 4), ("dq", 4)):
                 blocks = blocks_of(which, major, head_dim, 4 if dtype == "fp32" else 2, tile, kind == "dropout")
                 constants = {
-                    "HEAD_DIM": head_dim, "BLOCK_D": max(16, 1 << (head_dim - 1).bit_length()), "NEGATE": False,
+                    "HEAD_DIM": head_dim, "BLOCK_D": max(16, 1 << (head_dim - 1).bit_length()), "SIGN": 1,
                     "HAS_WINDOW": kind == "window", "HAS_DROPOUT": kind == "dropout", "BLOCK_TILE": blocks.tile,
                     "BLOCK_STEP": blocks.step, "HEADS": blocks.heads,
                     **({} if kind == "dropout" else {"philox_ptr": None}),
@@ -143,7 +143,7 @@ def rotary_cases() -> Iterator[Case]:
 
 
 def feed_forward_cases() -> Iterator[Case]:
-    from fastbert.kernels.blocks import FEED_FORWARD
+    from fastbert.kernels.blocks import EPILOGUES
 
     sizes = dict.fromkeys(("M", "N", "K", "stride_xm", "stride_wn", "stride_dm", "stride_wk"), "i32")
     names = ("x", "weight", "bias", "inner", "pre", "dout", "dpre", "dinner")
@@ -157,7 +157,7 @@ def feed_forward_cases() -> Iterator[Case]:
             elementwise = {**elementwise, "NEEDS_DBIAS": True}
             yield Case("feed_forward._activation_bwd_kernel", dtype, types, elementwise, 4, loads + 1, variant=variant)
             for major in (8, 9, 10) if dtype != "fp32" else ():
-                plan = FEED_FORWARD[9 if major >= 9 else 8, gated]
+                plan = EPILOGUES[9 if major >= 9 else 8, gated]
                 for kernel, blocks, flags in (
                     ("_up_kernel", plan.up, {"HAS_BIAS": True, "RETURN_PRE": True}),
                     ("_down_bwd_kernel", plan.down, {"NEEDS_DBIAS": True}),

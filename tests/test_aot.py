@@ -38,6 +38,52 @@ def all_kernels() -> set[str]:
     return names
 
 
+def copies_before_reads_end(llir: str) -> list[str]:
+    """The asynchronous copies of every loop, one iteration after another, into shared memory that some thread may not
+    have read to the end: no barrier stands between. A buffer is known by its offset from the beginning of all."""
+    lines = [line.strip() for line in llir.splitlines()]
+    labels = {line.split(":")[0]: i for i, line in enumerate(lines) if re.match(r"[\w.]+:", line)}
+    pointer = r"ptr addrspace\(3\) (?:nonnull )?(getelementptr [^)]*\([^)]*\) @\w+, i32 (?P<base>\d+)\)|[%@][\w.]+)"
+    bases = {"@global_smem": "0"}
+
+    def base_of(line: str) -> str:
+        found = re.search(pointer, line)
+        assert found is not None, line
+        return found.group("base") or bases.get(found.group(1), found.group(1))
+
+    for line in lines:
+        if made := re.match(r"(%[\w.]+) = getelementptr .*addrspace\(3\)", line):
+            bases[made.group(1)] = base_of(line)
+    found = []
+    for last, line in enumerate(lines):
+        targets = re.findall(r"label %([\w.]+)", line) if line.startswith("br ") else []
+        for first in (labels[target] for target in targets if labels[target] <= last):
+            read: set[str] = set()
+            for inside in lines[first:last] * 2:
+                if "nvvm.barrier" in inside:
+                    read.clear()
+                elif re.search(r"= load .*addrspace\(3\)|ldmatrix|ld\.shared", inside):
+                    read.add(base_of(inside))
+                elif re.search(r"cp\.async\.c[ag]\.shared", inside) and base_of(inside) in read:
+                    found.append(inside[:160])
+    return found
+
+
+def single_buffers(ttgir: str) -> dict:
+    """Of the buffers of asynchronous copies that hold one block: how many there are, the products on tensor cores that
+    take one, which read later than they are issued, and how many copies a wait of such a kernel leaves under way."""
+    names = re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<1x\d+x\d+x", ttgir)
+    views = set(names)
+    for line in ttgir.splitlines():
+        made = re.match(r"\s*(%\w+) = ttg\.memdesc_\w+ (%\w+)", line)
+        if made and made.group(2) in views:
+            views.add(made.group(1))
+    products = [line for line in ttgir.splitlines() if re.search(r"warp_group_dot %|tc_gen5_mma %", line)]
+    read = [line.strip()[:100] for line in products if views & set(re.findall(r"%\w+", line))]
+    waits = re.findall(r"ttg\.async_wait .*\{num = (\d+)", ttgir) if names else []
+    return {"count": len(names), "read_later": read, "waits": sorted(set(waits))}
+
+
 def compile_case(case: Case, capability: int) -> dict:
     import importlib
     import tempfile
@@ -77,6 +123,8 @@ def compile_case(case: Case, capability: int) -> dict:
         "warps": warps,
         "resident": min(by_registers, by_shared, 64 // warps, 32),
         "loads": re.findall(r"\b(?:LDG|LDGSTS)\.\S+", sass),
+        "early_copies": copies_before_reads_end(compiled.asm["llir"]),
+        "single": single_buffers(compiled.asm["ttgir"]),
         "products": sorted(set(re.findall(r"\b(HGMMA|HMMA|UTCHMMA|FFMA)\b", sass))),
     }
 
@@ -159,6 +207,43 @@ def test_products_run_on_the_tensor_cores(compiled):
             facts = case["facts"].get(capability)
             if case["has_products"] and facts is not None:
                 assert instruction in facts["products"], f"{name} sm_{capability}: {facts['products']}"
+
+
+def test_fp32_attention_has_no_tensor_cores(compiled):
+    """Its gradients want delta, a product of a block of its own, in the bits of dout v^T (attention_bwd.py)."""
+    names = [name for name in compiled["cases"] if name.startswith("attention_") and "-fp32" in name]
+    assert any("records" in name for name in names) and any("_dq_" in name for name in names)
+    for name in names:
+        for capability, facts in compiled["cases"][name]["facts"].items():
+            assert set(facts["products"]) <= {"FFMA"}, f"{name} sm_{capability}: {facts['products']}"
+
+
+def test_copies_wait_for_the_readers_of_what_they_overwrite(compiled):
+    records = "attention_bwd._attention_dkdv_kernel-bf16-plain-64-tile128-sm_90"
+    assert compiled["cases"][records]["facts"]["90"]["single"]["count"] > 0  # as _load_records says
+    for name, case in compiled["cases"].items():
+        for capability, facts in case["facts"].items():
+            where, single = f"{name} sm_{capability}", facts["single"]
+            assert facts["early_copies"] == [], f"{where}: {facts['early_copies']}"
+            assert single["read_later"] == [], f"{where}: {single['read_later']}"
+            assert set(single["waits"]) <= {"0"}, f"{where}: a wait leaves {single['waits']} copies under way"
+
+
+def test_copies_that_do_not_wait_are_found():
+    make = "%{} = getelementptr i8, ptr addrspace(3) getelementptr (i8, ptr addrspace(3) @global_smem, i32 {}), i32 %9"
+    made = [make.format("a", 256), make.format("b", 256), make.format("c", 512)]
+    copy = 'call void asm sideeffect "cp.async.ca.shared.global [ $0 + 0 ]", "r"(ptr addrspace(3) %a)'
+    wait = "call void @llvm.nvvm.barrier.cta.sync.aligned.all(i32 0)"
+    reads = {name: f"%1 = load float, ptr addrspace(3) %{name}, align 4" for name in "bc"}
+
+    def found(*body):
+        return copies_before_reads_end("\n".join([*made, "5:", *body, "br i1 %7, label %5, label %6", "6:"]))
+
+    assert found(wait, reads["b"], wait, copy) == found(wait, reads["c"], copy) == found(wait, copy, reads["b"]) == []
+    assert found(wait, reads["b"], copy) == [copy, copy]
+    assert found(copy, wait, reads["b"]) == [copy]  # the next iteration's
+    ttgir = "%a = ttg.local_alloc : () -> !ttg.memdesc<1x64x4xf32\n%b = ttg.memdesc_index %a[%c]\nwarp_group_dot %b, %d"
+    assert single_buffers(ttgir) == {"count": 1, "read_later": ["warp_group_dot %b, %d"], "waits": []}
 
 
 def test_the_table_that_is_kept_is_this_one(compiled):

@@ -39,7 +39,7 @@ def choose_way(way: str, request, monkeypatch) -> str:
 
     small = blocks.gemm_blocks(16, 32, 16, 4, 2)
     chosen = blocks.FeedForwardPlan(small, small) if way == "epilogue" else blocks.FeedForwardPlan()
-    monkeypatch.setattr(feed_forward, "feed_forward_plan", lambda x, intermediate_size, gated: chosen)
+    monkeypatch.setattr(feed_forward, "PLAN", chosen)
     return "triton"
 
 
@@ -93,6 +93,33 @@ def check(backend, tensors, activation, gated=False):
     with torch.no_grad():
         inference = ours(tensors["x"], tensors["up_weight"], tensors.get("up_bias"), tensors["down_weight"])
     assert torch.equal(inference, actual["out"])
+
+
+@needs_triton
+@each_gating
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_epilogue_that_was_not_timed_is_taken(dtype, gated, monkeypatch):
+    """Not for many rows of 16 bits either, on no architecture: blocks.EPILOGUES are candidates for `make gpu`."""
+    from fastbert.kernels import feed_forward
+
+    launches = []
+    for name in ("_up_kernel", "_down_bwd_kernel", "_activation_fwd_kernel", "_activation_bwd_kernel"):
+        counted = Launched(name, getattr(feed_forward, name), launches)
+        monkeypatch.setattr(feed_forward, name, counted)
+    tensors = make(1025, 16, 256, dtype, gated=gated)
+    run(partial(ops.feed_forward, gated=gated, backend="triton"), tensors, tensors["x"])
+    assert launches == ["_activation_fwd_kernel", "_activation_bwd_kernel"]
+
+
+class Launched:
+    """A kernel that lists its name when it is launched."""
+
+    def __init__(self, name, kernel, launches):
+        self.name, self.kernel, self.launches = name, kernel, launches
+
+    def __getitem__(self, grid):
+        self.launches.append(self.name)
+        return self.kernel[grid]
 
 
 @each_gating

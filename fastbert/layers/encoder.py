@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,11 +56,13 @@ class LayerNames:
     def norms(self) -> list[str]:
         return [self.attention_norm, self.feed_forward_norm]
 
-    @cached_property
-    def containers(self) -> list[str]:
-        """The paths of what holds leaves: all that stands before a dot, the outer ones first."""
+    # The paths of what holds leaves: all that stands before a dot, the outer ones first.
+    containers: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
         leaves = [path.split(".") for path in (*self.linears, *self.norms)]
-        return list(dict.fromkeys(".".join(names[:n]) for names in leaves for n in range(1, len(names))))
+        paths = dict.fromkeys(".".join(names[:n]) for names in leaves for n in range(1, len(names)))
+        object.__setattr__(self, "containers", tuple(paths))
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,8 @@ def _probe(x: torch.Tensor, vector: torch.Tensor) -> tuple:
     return x, x, None, x.t(), False
 
 
-# `auto` takes CUDA's first where it is built: cuBLAS's products with a kernel between them. Whether Triton's product
-# with an epilogue is faster anywhere, `make gpu` tells.
+# On a GPU both backends are cuBLAS's products with a kernel between them; `auto` takes CUDA's where it is built.
+# Triton's product with an epilogue is nobody's before `make gpu` has shown where it wins (kernels/feed_forward.py).
 register("feed_forward", Backend.CPU, _supports_cpu, _probe)
 register("feed_forward", Backend.TRITON, _supports_triton)
 register("feed_forward", Backend.CUDA, _supports_cuda)

@@ -127,19 +127,19 @@ def add_layer_norm(where: Where) -> Checks:
 
 @contextmanager
 def planned(plan: object) -> Iterator[None]:
-    """feed_forward's Triton kernels as `plan` says, in place of kernels/blocks.py's choice."""
+    """feed_forward's Triton kernels as `plan` says, in place of kernels/feed_forward.py's choice."""
     kernels = importlib.import_module("fastbert.kernels.feed_forward")
-    chosen = kernels.feed_forward_plan
-    kernels.feed_forward_plan = lambda x, intermediate_size, gated: plan  # type: ignore[attr-defined]
+    chosen = kernels.PLAN
+    kernels.PLAN = plan  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        kernels.feed_forward_plan = chosen  # type: ignore[attr-defined]
+        kernels.PLAN = chosen  # type: ignore[attr-defined]
 
 
 def feed_forward_plans(where: Where, gated: bool = False) -> dict[str, object]:
-    """Both ways of kernels/feed_forward.py: a kernel after torch's GEMM, and an epilogue, with the blocks that
-    kernels/blocks.py has chosen and with others that it may choose once they have been timed. The CUDA backend, which
+    """Both ways of kernels/feed_forward.py: a kernel after torch's GEMM, which is its choice, and an epilogue, which it
+    may choose once that has been timed, with the blocks of kernels/blocks.py and with others. The CUDA backend, which
     has one way alone, heeds none of them."""
     blocks = importlib.import_module("fastbert.kernels.blocks")
 
@@ -151,9 +151,8 @@ def feed_forward_plans(where: Where, gated: bool = False) -> dict[str, object]:
     if where.smoke:
         return elementwise | {"epilogue": epilogue((16, 32, 16, 4, 2), (16, 32, 16, 4, 2))}
     columns = 64 if gated else 128  # of a program, which has two sums where they are gated
-    probe = torch.empty(1024, 1, dtype=torch.bfloat16, device=where.device)
     return elementwise | {
-        "epilogue as chosen": blocks.feed_forward_plan(probe, 3072, gated),
+        "epilogue": blocks.epilogue_of(torch.device(where.device), gated),
         "epilogue 4 stages": epilogue((128, columns, 64, 8, 4), (128, 64, 64, 8, 4)),
         "epilogue 4 warps": epilogue((128, columns, 64, 4, 3), (64, 64, 64, 4, 3)),
     }
