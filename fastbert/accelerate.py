@@ -79,9 +79,8 @@ def _live_config(module: Any, plan: _Plan) -> EncoderConfig:
     tables = {"vocab_size": names.word, "max_position_embeddings": names.position, "type_vocab_size": names.token_type}
     leaves = {name: get_leaf(module, path) for name, path in tables.items() if path is not None}
     now = {n: t.weight.shape[0] if isinstance(t, nn.Embedding) else getattr(theirs, n) for n, t in leaves.items()}
-    # transformers' encoders run the layers that are there; ALBERT counts them by its config.
-    layers = None if config.num_hidden_groups else get_leaf(module, family.layer_path(config, 0).rpartition(".")[0])
-    now["num_hidden_layers"] = theirs.num_hidden_layers if layers is None else len(layers._modules)
+    layers = family.layers_of(module, config)
+    now["num_hidden_layers"] = theirs.num_hidden_layers if layers is None else layers
     changes = {name: value for name, value in now.items() if getattr(config, name) != value}
     return config.replace(**changes) if changes else config
 

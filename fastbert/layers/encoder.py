@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fastbert import ops
-from fastbert.layers.leaves import get_leaf, is_linear, is_plain, linear, linears, place, projection, weights_of
+from fastbert.layers.leaves import get_leaf, is_linear, is_norm, linear, linears, place, projection, weights_of
 from fastbert.layers.whole import run_training_layer
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class LayerOptions:
 
 def add_norm(norm: nn.Module, x, bias, residual, dropout_p: float, prenorm: bool = False):
     """add_layer_norm with a leaf's weights, or its own call where the leaf is no plain LayerNorm."""
-    if is_plain(norm, nn.LayerNorm):
+    if is_norm(norm):
         return ops.add_layer_norm(
             x, residual, norm.weight, norm.bias, x_bias=bias, dropout_p=dropout_p, eps=norm.eps, prenorm=prenorm
         )

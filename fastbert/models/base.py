@@ -44,6 +44,14 @@ class PreTrainedModel(CheckpointMixin):
         raise NotImplementedError
 
     @property
+    def live_config(self) -> EncoderConfig:
+        """`config` with the number of layers that are there now: `model.encoder.layer = model.encoder.layer[:4]`."""
+        layers = self.family.layers_of(self.base_model, self.config)
+        if layers is None or layers == self.config.num_hidden_layers:
+            return self.config
+        return self.config.replace(num_hidden_layers=layers)
+
+    @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
@@ -52,7 +60,7 @@ class PreTrainedModel(CheckpointMixin):
         return next(self.parameters()).dtype
 
     def quantization_entry(self) -> dict[str, Any] | None:
-        return entry_of(self.base_model, self.family, self.config)
+        return entry_of(self.base_model, self.family, self.live_config)
 
     def place_int8(self) -> bool:
         return place_int8(self.base_model, self.family, self.config)
@@ -100,8 +108,9 @@ class PreTrainedModel(CheckpointMixin):
             if module.padding_idx is not None:
                 module.weight[module.padding_idx].zero_()
         elif isinstance(module, nn.LayerNorm):
-            module.weight.fill_(1.0)
-            module.bias.zero_()
+            for parameter, value in ((module._parameters["weight"], 1.0), (module._parameters["bias"], 0.0)):
+                if parameter is not None:  # neither need be there
+                    parameter.fill_(value)
         else:  # the decoder bias's second name
             for parameter in module._parameters.values():
                 if parameter is not None:
@@ -209,7 +218,7 @@ class EncoderModel(PreTrainedModel):
             return layer(x, batch, probs)
 
         return run_encoder(
-            self, self.family, self.config, inputs, run_one_layer, probs is None, EncoderLayer, hidden_states
+            self, self.family, self.live_config, inputs, run_one_layer, probs is None, EncoderLayer, hidden_states
         )
 
     def encode_packed(
