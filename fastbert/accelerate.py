@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from fastbert.backend import warn_of_missing_kernels
 from fastbert.config import ConfigError, EncoderConfig
 from fastbert.layers.encoder import run_layer
 from fastbert.layers.leaves import get_leaf
@@ -79,8 +80,7 @@ def _live_config(module: Any, plan: _Plan) -> EncoderConfig:
     tables = {"vocab_size": names.word, "max_position_embeddings": names.position, "type_vocab_size": names.token_type}
     leaves = {name: get_leaf(module, path) for name, path in tables.items() if path is not None}
     now = {n: t.weight.shape[0] if isinstance(t, nn.Embedding) else getattr(theirs, n) for n, t in leaves.items()}
-    layers = family.layers_of(module, config)
-    now["num_hidden_layers"] = theirs.num_hidden_layers if layers is None else layers
+    now["num_hidden_layers"] = theirs.num_hidden_layers if (n := family.layers_of(module, config)) is None else n
     changes = {name: value for name, value in now.items() if getattr(config, name) != value}
     return config.replace(**changes) if changes else config
 
@@ -349,6 +349,7 @@ def accelerate(hf_model: Any) -> Any:
 
     Raises ValueError where there is nothing to accelerate: with what is there, why not, and what could be.
     """
+    warn_of_missing_kernels()
     modules = dict(hf_model.named_modules()) if isinstance(hf_model, nn.Module) else {}
     heads: dict[int, list[str]] = {}
     for parent in modules.values():

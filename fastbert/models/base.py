@@ -20,7 +20,7 @@ from fastbert.models.family import Family
 from fastbert.models.inputs import PackedInputs, prepare_inputs
 from fastbert.models.outputs import ModelOutput
 from fastbert.models.quantized import entry_of, place_int8
-from fastbert.packing import PackedBatch
+from fastbert.packing import InputError, PackedBatch
 
 
 class PreTrainedModel(CheckpointMixin):
@@ -36,6 +36,7 @@ class PreTrainedModel(CheckpointMixin):
             raise ConfigError(
                 f"{type(self).__name__} takes model_type {self.family.model_type!r}, not {config.model_type!r}"
             )
+        ops.warn_of_missing_kernels()
         self.config = config
         self.gradient_checkpointing = False
 
@@ -64,6 +65,9 @@ class PreTrainedModel(CheckpointMixin):
 
     def place_int8(self) -> bool:
         return place_int8(self.base_model, self.family, self.config)
+
+    def __prepare_scriptable__(self):
+        raise TypeError("torch.jit.script cannot compile this model; torch.compile does")
 
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters())
@@ -115,6 +119,18 @@ class PreTrainedModel(CheckpointMixin):
             for parameter in module._parameters.values():
                 if parameter is not None:
                     parameter.zero_()
+
+
+def _refuse_recording(is_padded: bool) -> None:
+    """Raise InputError where a recorded graph would hold one batch's packing, and give wrong numbers for the next."""
+    if torch.jit.is_tracing():
+        raise InputError(
+            "torch.jit.trace would record which tokens of this batch are real, and pack all others alike; torch.compile"
+            " runs this model, and torch.export records its encode_packed"
+        )
+    # torch 2.11 says of torch.compile, too, that it exports.
+    if is_padded and torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+        raise InputError("torch.export cannot record how a mask packs a batch; it records encode_packed")
 
 
 def run_encoder(
@@ -237,6 +253,7 @@ class EncoderModel(PreTrainedModel):
         return self.encode(self.prepare(input_ids, None, token_type_ids, position_ids, None, cu_seqlens, max_seqlen))
 
     def prepare(self, *arguments) -> PackedInputs:
+        _refuse_recording(is_padded=arguments[1] is not None)
         return prepare_inputs(self.family, self.config, *arguments)
 
     def pool(self, packed: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
