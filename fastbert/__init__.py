@@ -6,8 +6,9 @@ Everything public is here. Names are imported when they are first used, so that 
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+TYPE_CHECKING = False  # typing's own would cost more than the rest: the command line starts with this file
+if TYPE_CHECKING:
+    from typing import Any
 
 __version__ = "0.1.0"
 
@@ -65,7 +66,9 @@ def from_pretrained(name_or_path: str, **options: Any) -> Any:
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'fastbert' has no attribute {name!r}")
-    home = importlib.import_module(_HOME[name])
+    from importlib import import_module
+
+    home = import_module(_HOME[name])
     globals().update({sibling: getattr(home, sibling) for sibling in _MODULES[_HOME[name]]})
     return globals()[name]
 

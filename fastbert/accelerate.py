@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from fastbert.backend import warn_of_missing_kernels
 from fastbert.config import ConfigError, EncoderConfig
 from fastbert.layers.encoder import run_layer
 from fastbert.layers.leaves import get_leaf
@@ -76,8 +77,8 @@ def _live(module: Any, plan: _Plan) -> tuple[EncoderConfig, TableSizes]:
     """The plan's config with the layers of now, and the tables of now: both change behind a config's back."""
     family, config = plan.family, plan.config
     # transformers' encoders run the layers that are there; ALBERT counts them by its config.
-    layers = None if config.num_hidden_groups else get_leaf(module, family.layer_path(config, 0).rpartition(".")[0])
-    count = module.config.num_hidden_layers if layers is None else len(layers._modules)
+    layers = family.layers_of(module, config)
+    count = module.config.num_hidden_layers if layers is None else layers
     config = config if count == config.num_hidden_layers else config.replace(num_hidden_layers=count)
     return config, table_sizes(module, family.embeddings, module.config, config.embedding_width)
 
@@ -346,6 +347,7 @@ def accelerate(hf_model: Any) -> Any:
 
     Raises ValueError where there is nothing to accelerate: with what is there, why not, and what could be.
     """
+    warn_of_missing_kernels()
     modules = dict(hf_model.named_modules()) if isinstance(hf_model, nn.Module) else {}
     heads: dict[int, list[str]] = {}
     for parent in modules.values():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -46,10 +47,44 @@ def parse_backend(name: str | Backend | None) -> Backend | None:
         raise ValueError(f"unknown backend {name!r}; valid names: {valid}") from None
 
 
+def _start_value() -> Backend | None:
+    try:
+        return parse_backend(os.environ.get("FASTBERT_BACKEND"))
+    except ValueError as error:
+        raise ValueError(f"FASTBERT_BACKEND: {error}") from None
+
+
 class _Choice:
     """The process-wide choice. An attribute of a plain object, because torch.compile can guard on it."""
 
-    forced: Backend | None = parse_backend(os.environ.get("FASTBERT_BACKEND"))
+    forced: Backend | None = _start_value()
+
+
+# What README says of an installation; it builds the extension for the torch that is there.
+BUILD_KERNELS = "pip install torch setuptools ninja && pip install --no-build-isolation ."
+
+_has_warned = False
+
+
+def missing_kernels() -> str | None:
+    """None when the C++ kernels are there, else why not, what that costs and what to do, in one line."""
+    from fastbert.ops._library import extension_error
+
+    if extension_error() is None:
+        return None
+    return (
+        f"{extension_error()}: models run several times slower on CPUs; in fastbert's source folder, with a C++"
+        f" compiler, this builds it: {BUILD_KERNELS}"
+    )
+
+
+def warn_of_missing_kernels() -> None:
+    """Warn, once a process, where the C++ kernels are missing and nobody asked for a backend without them."""
+    global _has_warned
+    if not _has_warned and _Choice.forced not in (Backend.TORCH, Backend.TRITON):
+        _has_warned = True
+        if (missing := missing_kernels()) is not None:
+            warnings.warn(f"fastbert: {missing}", stacklevel=3)
 
 
 def register(op: str, backend: Backend, supports: Supports, probe: Probe | None = None) -> None:
@@ -118,7 +153,8 @@ def select_fused(op: str, x: torch.Tensor, *args) -> Backend | None:
 def backends(device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, dict[str, str]]:
     """What would serve each op for contiguous tensors of `device` and `dtype`, and why the others would not.
 
-    Returns {op: {"selected": backend, other backend: reason, ...}}.
+    Returns {op: {"selected": backend, other backend: reason, ...}}; "none" is selected where the backend that was asked
+    for, by use_backend() or FASTBERT_BACKEND, cannot serve: calls of the op raise BackendError with its reason.
     """
     import fastbert.ops  # noqa: F401  (registers every op)
 
@@ -126,10 +162,13 @@ def backends(device: str | torch.device = "cpu", dtype: torch.dtype = torch.floa
     report = {}
     for op, table in sorted(_supports.items()):
         probe = _probes[op](x, vector) if op in _probes else (x, None, vector, vector)
-        selected = select(op, None, *probe)
-        report[op] = {"selected": selected.value}
+        try:
+            selected = select(op, None, *probe).value
+        except BackendError:
+            selected = "none"
+        report[op] = {"selected": selected}
         for backend in Backend:
-            if backend not in (selected, Backend.TORCH):
+            if backend.value not in (selected, "torch"):
                 asked = table[backend](*probe) if backend in table else "no kernel for this op yet"
                 report[op][backend.value] = asked or "only when asked for by name"
     return report

@@ -1,277 +1,84 @@
-"""`fastbert ...`: the command line. torch is imported by the commands that need it, so that --help is quick."""
+"""`fastbert ...`: the entry. All that costs time is imported inside `main`, where a Ctrl-C is caught."""
 
 from __future__ import annotations
 
-import argparse
-import io
-import os
-import shutil
 import sys
-import textwrap
-import warnings
-from pathlib import Path
-from typing import Any, NoReturn
 
-from fastbert import __version__
-from fastbert.cli_bench import add_options as add_bench_options
-from fastbert.cli_texts import UsageError
-
-USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141  # exit codes; the last two are the shell's own, 128 + signal
-
-# --------------------------------------------------------------------------------------------------------------------
-# fastbert encode
+USER_ERROR, INTERRUPTED, BROKEN_PIPE, TERMINATED = 2, 130, 141, 143  # but for the first the shell's own: 128 + signal
 
 
-def run_encode(options: argparse.Namespace) -> int:
-    from fastbert.cli_encode import Job, encode_file
-
-    job = Job(
-        source=options.file,
-        output=options.output,
-        model=options.model,
-        column=options.column,
-        dtype=options.dtype,
-        device=options.device,
-        batch_tokens=options.batch_tokens,
-        force=options.force,
-    )
-    say(encode_file(job, say))
-    return 0
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# fastbert fill-mask
-
-
-def run_fill_mask(options: argparse.Namespace) -> int:
-    import torch
-
-    from fastbert.hub import resolve
-    from fastbert.models.auto import AutoModelForMaskedLM
-    from fastbert.tokenization import load_tokenizer, mask_token
-
-    folder = resolve(options.model)
-    tokenizer = load_tokenizer(folder)
-    mask = mask_token(folder, tokenizer)
-    if mask is None:
-        raise UsageError(f"the tokenizer of {options.model} has no mask token")
-    text = options.text.replace("[MASK]", mask).replace("<mask>", mask)
-    ids = tokenizer.encode(text).ids
-    places = [i for i, token in enumerate(ids) if token == tokenizer.token_to_id(mask)]
-    if not places:
-        raise UsageError(f'no mask in "{options.text}": write {mask} where a word is missing')
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of missing keys: below
-        model = AutoModelForMaskedLM.from_pretrained(folder)
-    if model.missing_keys:
-        raise UsageError(f"{options.model} has no masked-LM head; missing: {', '.join(model.missing_keys[:3])}, ...")
-    with torch.inference_mode():
-        logits = model(torch.tensor([ids])).logits[0, places].float()
-    top = logits.softmax(-1).topk(min(options.top, logits.shape[-1]))
-    pieces = text.split(mask)
-    for i, (probabilities, tokens) in enumerate(zip(top.values.tolist(), top.indices.tolist(), strict=True)):
-        print(f"mask {i + 1} of {len(places)}" if len(places) > 1 else text)
-        # A special token decodes to nothing.
-        words = [tokenizer.decode([token]).strip() or str(tokenizer.id_to_token(token)) for token in tokens]
-        width = max(map(len, words))
-        before, after = mask.join(pieces[: i + 1]), mask.join(pieces[i + 1 :])
-        for word, probability in zip(words, probabilities, strict=True):
-            print(f"  {probability:7.2%}  {word:<{width}}  {_short(before + word + after, 85 - width)}")
-    return 0
-
-
-def _short(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 3] + "..."
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Parser and errors
-
-
-class Parser(argparse.ArgumentParser):
-    """One whose errors are one line, like every other."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (`{self.prog} --help` explains)")
-
-
-def make_parser() -> Parser:
-    parser = Parser(
-        prog="fastbert",
-        description="BERT-family encoders, packed and fused: text to vectors, masked words, what your machine can do.",
-        epilog="`fastbert COMMAND --help` explains a command and gives an example. MODEL is a folder, a hub id, or"
-        " all-MiniLM-L6-v2.",
-    )
-    parser.add_argument("-V", "--version", action="version", version=f"fastbert {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-
-    encode = _command(
-        commands, "encode", run_encode, "turn a file of texts into a .npy of vectors",
-        """
-        Encodes every text of FILE and writes the vectors, in the file's order, as a float32 array that numpy.load
-        reads. FILE is .txt (a line is a text), .jsonl, .csv, .tsv or .parquet, and may be larger than the memory. A run
-        that was killed goes on where it stopped when the same command is given again.
-        """,
-        "fastbert encode reviews.csv --column text --model all-MiniLM-L6-v2 --output reviews.npy",
-    )  # fmt: skip
-    encode.add_argument("file", metavar="FILE", type=Path, help="the texts: .txt, .jsonl, .csv, .tsv or .parquet")
-    _add_model(encode)
-    encode.add_argument("--output", metavar="OUT.npy", type=Path, required=True, help="where the vectors go")
-    encode.add_argument("--column", metavar="NAME", help="which column holds the texts, where there are several")
-    encode.add_argument(
-        "--dtype", choices=("auto", "float32", "bfloat16", "int8"), default="auto",
-        help="what to compute in; auto (the default) is the model's own; the vectors are written as float32",
-    )  # fmt: skip
-    encode.add_argument("--device", metavar="D", help="cpu, cuda or cuda:1; default: a GPU if there is one")
-    encode.add_argument("--batch-tokens", metavar="N", type=_positive, help="tokens in a batch; fewer need less memory")
-    encode.add_argument("--force", action="store_true", help="replace OUT.npy, and begin again what cannot be resumed")
-
-    fill_mask = _command(
-        commands, "fill-mask", run_fill_mask, "guess the words behind [MASK]",
-        "Shows the most probable tokens for every [MASK] (or <mask>) in TEXT. MODEL needs its masked-LM head.",
-        'fastbert fill-mask "The [MASK] sat on the mat." --model ./bert-base-uncased --top 5',
-    )  # fmt: skip
-    fill_mask.add_argument("text", metavar="TEXT", help="a text with one [MASK] or more")
-    _add_model(fill_mask)
-    fill_mask.add_argument("--top", metavar="N", type=_positive, default=5, help="how many tokens to show (default 5)")
-
-    quantize = _command(
-        commands, "quantize", _run_quantize, "write a model with its layers in int8",
-        """
-        Writes MODEL's folder to OUTPUT, which must not be there yet, with the products of its layers in int8: a quarter
-        of the size of float32. fastbert loads it like any other folder. --report shows what int8 costs each layer, on
-        your own texts; a layer that loses too much stays as it was by its name, or a pattern of it, after --keep.
-        """,
-        "fastbert quantize all-MiniLM-L6-v2 ./minilm-int8 --report reviews.txt --keep '*.layer.0.*'",
-    )  # fmt: skip
-    quantize.add_argument("model", metavar="MODEL", help="a folder, a hub id, or all-MiniLM-L6-v2")
-    quantize.add_argument("output", metavar="OUTPUT", type=Path, help="the folder to write")
-    quantize.add_argument(
-        "--keep", metavar="NAME", action="append", default=[], help="a layer to keep; may be repeated"
-    )
-    quantize.add_argument(
-        "--report", metavar="TEXTS", type=Path,
-        help="texts to measure each layer's error on: .txt, .jsonl, .csv, .tsv or .parquet",
-    )  # fmt: skip
-
-    info = _command(
-        commands, "info", _run_info, "size, cost per token and memory of a model",
-        "Says what a model is and costs, from its config.json alone: no weights are read.",
-        "fastbert info all-MiniLM-L6-v2",
-    )  # fmt: skip
-    info.add_argument("model", metavar="MODEL", help="a folder, a config.json, a hub id, or all-MiniLM-L6-v2")
-
-    _command(
-        commands, "doctor", _run_doctor, "what this machine has, and which kernels would run",
-        "Shows versions, processor and GPU, and for every operation which backend would serve it and why the others"
-        " would not. Exits with 1 when something needs mending.",
-        "fastbert doctor",
-    )  # fmt: skip
-
-    bench = _command(
-        commands, "bench", _run_bench, "speed of whole encoders on this machine, beside its peers",
-        """
-        Times BERT encoders with random weights against transformers, ONNX Runtime and OpenVINO on the CPU, each in a
-        process of its own and in turn, and prints real tokens/s, the ratio to the best peer and the share of the
-        machine's own GEMM ceiling. Outputs are checked against float64 first. All of it for bert-base takes about 25
-        minutes on 2 cores; the machine must be quiet. Peers: pip install 'fastbert-kernels[bench]'.
-        """,
-        "fastbert bench --dtypes bfloat16 --workloads 8x128,32-ragged --output results",
-    )  # fmt: skip
-    add_bench_options(bench, _positive)
-    return parser
-
-
-def _command(commands: Any, name: str, run: Any, summary: str, description: str, example: str) -> Parser:
-    width = min(100, shutil.get_terminal_size().columns) - 2
-    parser = commands.add_parser(
-        name,
-        help=summary,
-        description=textwrap.fill(" ".join(description.split()), width),
-        epilog=f"example:\n  {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
-    return parser
-
-
-def _add_model(parser: Parser) -> None:
-    parser.add_argument("--model", metavar="M", required=True, help="a folder, a hub id, or all-MiniLM-L6-v2")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def _run_quantize(options: argparse.Namespace) -> int:
-    from fastbert.cli_quantize import Job, quantize_folder
-
-    say(quantize_folder(Job(options.model, options.output, options.keep, options.report), print))
-    return 0
-
-
-def _run_info(options: argparse.Namespace) -> int:
-    from fastbert.cli_report import info_lines
-
-    print("\n".join(info_lines(options.model)))
-    return 0
-
-
-def _run_doctor(options: argparse.Namespace) -> int:
-    from fastbert.cli_report import doctor_lines
-
-    lines, healthy = doctor_lines()
-    print("\n".join(lines))
-    return 0 if healthy else 1
-
-
-def _run_bench(options: argparse.Namespace) -> int:
-    from fastbert.cli_bench import run_bench
-
-    print(run_bench(options, say))
-    return 0
-
-
-def _check_backend_choice() -> None:
-    try:
-        import fastbert.backend  # noqa: F401  (reads the variable)
-    except ValueError as error:
-        raise UsageError(f"FASTBERT_BACKEND: {error}") from None
-
-
-def say(line: str) -> None:
-    print(f"fastbert: {line}", file=sys.stderr)
-
-
-def _user_errors() -> tuple[type[Exception], ...]:
-    """The errors that a user can mend. Those of modules that were never imported cannot have been raised."""
-    names = {"config": "ConfigError", "hub": "CheckpointError", "packing": "InputError", "backend": "BackendError"}
-    names["testing.compete"] = "BenchmarkError"
-    loaded = ((sys.modules.get(f"fastbert.{module}"), name) for module, name in names.items())
-    return (UsageError, OSError, *(vars(module)[name] for module, name in loaded if module is not None))
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: it ends a command as Ctrl-C does, so what was done so far is kept and nothing half-done is left."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns its exit code: 0, 1 (doctor found a fault), 2 (a user's error) or 130 (Ctrl-C)."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a token that the terminal cannot show is no reason to fail
-    warnings.showwarning = lambda message, *where, **options: say(f"warning: {message}")
+    """Run the command line.
+
+    Returns its exit code: 0, 1 (doctor found a fault), 2 (a user's error), 130 (Ctrl-C), 141 (nobody reads what is
+    printed) or 143 (SIGTERM).
+    """
+    restore = []
     try:
-        options = make_parser().parse_args(arguments)
-        if "FASTBERT_BACKEND" in os.environ:
-            _check_backend_choice()
-        code = options.run(options)
-        sys.stdout.flush()
-        return code
-    except KeyboardInterrupt:
-        say("interrupted")
-        return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read has gone; what is still buffered must not fail again when Python exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
-    except _user_errors() as error:
-        say(f"error: {' '.join(str(error).split())}")
-        return USER_ERROR
+        restore = _catch_signals()
+        from fastbert.cli_commands import run
+
+        return run(arguments)
+    except KeyboardInterrupt as error:
+        was_terminated = isinstance(error, Terminated)
+        say("terminated" if was_terminated else "interrupted")
+        return TERMINATED if was_terminated else INTERRUPTED
+    finally:
+        for undo in restore:
+            undo()
+        _received.clear()
+
+
+_received: list[type[KeyboardInterrupt]] = []
+
+
+def _catch_signals():
+    """Let SIGINT and SIGTERM raise, and be remembered; returns what undoes that. Signals that others handle stay so."""
+    import signal
+    import threading
+
+    if threading.current_thread() is not threading.main_thread():
+        return []
+    restore = []
+    for number, default, error in (
+        (signal.SIGINT, signal.default_int_handler, KeyboardInterrupt),
+        (signal.SIGTERM, signal.SIG_DFL, Terminated),
+    ):
+
+        def stop(number, frame, error=error):
+            _received.append(error)
+            raise error
+
+        if signal.getsignal(number) is default:
+            signal.signal(number, stop)
+            restore.append(lambda number=number, default=default: signal.signal(number, default))
+    return restore
+
+
+def raise_if_stopped() -> None:
+    """Raise once more what a bare `except` has swallowed: torch's import has some."""
+    if _received:
+        raise _received[0]
+
+
+def say(line: str) -> None:
+    """One line on stderr; lost where nobody can read it, which is no reason to stop working."""
+    if sys.stderr is None:
+        return
+    try:
+        print(f"fastbert: {line}", file=sys.stderr)
+    except OSError:
+        discard(sys.stderr)
+
+
+def discard(stream) -> None:
+    """Let a stream whose reader has gone, or whose disk is full, lead nowhere: Python's exit must not fail again."""
+    import os
+
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ def run_bench(options: argparse.Namespace, say: Callable[[str], None]) -> str:
     from fastbert.testing.jobs import PRECISIONS
     from fastbert.testing.report import to_markdown
 
+    if options.threads is not None and options.threads > (cores := os.cpu_count() or 1):
+        raise UsageError(f"--threads {options.threads}: this machine has {cores} cores")
     if options.resume and options.output is None:
         raise UsageError("--resume needs --output: the folder of the run to go on with")
     (model,) = _choose("--model", options.model, tuple(MODELS))

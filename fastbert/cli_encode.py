@@ -22,6 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastbert.cli import raise_if_stopped
 from fastbert.cli_texts import UsageError, read_texts
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def encode_file(job: Job, say: Callable[[str], None]) -> str:
 
     from fastbert.sentences import SentenceEncoder
 
+    raise_if_stopped()
     encoder = SentenceEncoder.from_pretrained(job.model, dtype=job.dtype, device=job.device)
     batch_tokens = encoder.default_batch_tokens if job.batch_tokens is None else job.batch_tokens
     identity = _identity(job, encoder, total, batch_tokens)
@@ -89,6 +91,7 @@ def _encode_into(array: GrowingArray, encoder: SentenceEncoder, job: Job, batch_
     with progress_bar(array.shape[0], None, initial=array.rows) as bar:
         for vectors, count in encoder.encode_stream(texts, batch_tokens=batch_tokens, chunk_texts=CHUNK_TEXTS):
             array.append(vectors)
+            raise_if_stopped()
             tokens += count
             bar.update(len(vectors))
     return tokens
@@ -185,11 +188,16 @@ class GrowingArray:
             if not partial.exists() or partial.stat().st_ino != os.fstat(fd).st_ino:
                 raise UsageError(f"{output} was finished by another process just now")
             array = cls(output, shape, identity, fd)
-            array._take_up(force)
             try:
-                yield array
-            finally:
-                array._commit()
+                array._take_up(force)
+                try:
+                    yield array
+                finally:
+                    array._commit()
+            except BaseException:
+                if os.fstat(fd).st_size <= len(array.header):  # nothing to go on from
+                    partial.unlink()
+                raise
         finally:
             os.close(fd)
 
@@ -215,14 +223,22 @@ class GrowingArray:
         else:
             self.progress.unlink(missing_ok=True)  # before the rows that it counts
             os.ftruncate(self.fd, 0)
-            _write(self.fd, self.header)
+            self._write(self.header)
 
     def append(self, vectors: np.ndarray) -> None:
         """Add float32 (texts, dim) rows."""
-        _write(self.fd, vectors.astype("<f4", copy=False).tobytes())
+        self._write(vectors.astype("<f4", copy=False).tobytes())
         self.rows += len(vectors)
         if time.monotonic() - self.committed_at >= COMMIT_S:
             self._commit()
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(self.fd, view) :]
+        except OSError as error:  # a full disk, a quota: of which file, os.write does not say
+            raise OSError(error.errno, error.strerror, str(self.partial)) from None
 
     def _commit(self) -> None:
         """Rows first, then the note that counts them: each on the disk before the next begins."""
@@ -230,11 +246,15 @@ class GrowingArray:
             return
         os.fsync(self.fd)
         beside = self.progress.with_name(self.progress.name + ".new")
-        with beside.open("w") as file:
-            json.dump({"identity": self.identity, "rows": self.rows}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, self.progress)
+        try:
+            with beside.open("w") as file:
+                json.dump({"identity": self.identity, "rows": self.rows}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, self.progress)
+        except OSError as error:
+            beside.unlink(missing_ok=True)
+            raise OSError(error.errno, error.strerror, str(self.progress)) from None
         self.committed_rows, self.committed_at = self.rows, time.monotonic()
 
     def finish(self) -> None:
@@ -265,9 +285,3 @@ def _npy_header(shape: tuple[int, int]) -> bytes:
 def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
     """'another model (a, now b), ...' of what two identities disagree in."""
     return ", ".join(f"another {name} ({old.get(name)}, now {new[name]})" for name in new if old.get(name) != new[name])
-
-
-def _write(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]

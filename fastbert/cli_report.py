@@ -93,6 +93,8 @@ def matmul_parameters(model: EncoderModel) -> int:
 
 def doctor_lines() -> tuple[list[str], bool]:
     """The report, and whether all is well."""
+    from fastbert.backend import missing_kernels
+
     fault = torch_fault(torch.__version__)
     versions = [("fastbert", __version__), ("python", platform.python_version())]
     versions.append(("torch", torch.__version__ + (f"   <-- {fault}" if fault else "")))
@@ -101,7 +103,10 @@ def doctor_lines() -> tuple[list[str], bool]:
     if fault:
         return lines, False  # the rest may not even import
     lines += ["", "Machine", *_table(_machine())]
-    if (choice := os.environ.get("FASTBERT_BACKEND")) is not None:
+    if (missing := missing_kernels()) is not None:
+        lines += textwrap.wrap(missing, WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    choice = os.environ.get("FASTBERT_BACKEND", "auto")
+    if choice != "auto":
         lines.append(f"  FASTBERT_BACKEND={choice} is set: every operation that has such a kernel uses it or fails")
     lines += ["", "Which backend serves each operation"]
     for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
@@ -154,7 +159,7 @@ def _extension() -> str:
 
     error = extension_error()
     if error is not None:
-        return error
+        return "none: see below"
     from fastbert import _C
 
     return f"loaded, running {_C.isa()} kernels"
@@ -178,7 +183,7 @@ def _native_products() -> list[tuple[str, str]]:
 
 def _backend_table(device: str) -> list[str]:
     """A table for each group of dtypes that are served alike, with the reasons as notes below it."""
-    from fastbert.backend import Backend, backends
+    from fastbert.backend import Backend, asked_for, backends
 
     reports = {dtype: backends(device, dtype) for dtype in (torch.float32, torch.bfloat16)}
     groups = [list(reports)] if reports[torch.float32] == reports[torch.bfloat16] else [[dtype] for dtype in reports]
@@ -186,7 +191,7 @@ def _backend_table(device: str) -> list[str]:
     for dtypes in groups:
         report, notes = reports[dtypes[0]], []
         names = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        lines += [f"  {f'{device}, {names}':<32}" + "".join(f"{backend.value:<9}" for backend in Backend).rstrip()]
+        lines += [f"  {f'{device}, {names}':<32}" + "".join(f"{backend.value:<11}" for backend in Backend).rstrip()]
         for op, row in report.items():
             cells = []
             for backend in Backend:
@@ -194,7 +199,9 @@ def _backend_table(device: str) -> list[str]:
                 if reason and reason not in notes:
                     notes.append(reason)
                 served = "serves" if row["selected"] == backend.value else "could"
-                cells.append(f"{f'no [{notes.index(reason) + 1}]' if reason else served:<9}")
+                # What was asked for by name and is there for this operation, but not for these tensors.
+                refused = "fails" if row["selected"] == "none" and asked_for(None) is backend else "no"
+                cells.append(f"{f'{refused} [{notes.index(reason) + 1}]' if reason else served:<11}")
             lines.append(f"    {op:<30}" + "".join(cells).rstrip())
         for i, note in enumerate(notes, 1):
             lines += textwrap.wrap(f"[{i}] {note}", WIDTH, initial_indent="    ", subsequent_indent="        ")

@@ -39,12 +39,17 @@ def read_texts(path: Path, column: str | None = None) -> Iterator[str]:
 
 
 def _shown(value: Any, limit: int = 40) -> str:
-    shown = json.dumps(value)
+    try:
+        shown = json.dumps(value)
+    except RecursionError:
+        return "nested too deeply to be shown"
     return shown if len(shown) <= limit else shown[:limit] + "..."
 
 
 def _pick_column(path: Path, names: Sequence[str], column: str | None) -> str:
     """`column`, or the one that can be meant. Raises UsageError, listing what there is."""
+    if not names:
+        raise UsageError(f"{path} has no columns in its first row")
     listed = ", ".join(names)
     if column is not None and column not in names:
         raise UsageError(f"{path} has no column {column!r}; it has: {listed}")
@@ -79,12 +84,17 @@ def _read_txt(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
         yield f"line {number}", line.removesuffix("\n").removesuffix("\r")
 
 
+def _start_of_number(digits: str) -> int:
+    """Enough of a number to show it: none is used, and to convert 5,000 digits takes long, or is an error."""
+    return int(digits[:100])
+
+
 def _read_jsonl(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(_lines(path), 1):
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
+            entry = json.loads(line, parse_int=_start_of_number)
         except json.JSONDecodeError as error:
             raise UsageError(f"{path}, line {number}: not JSON: {error.msg} at place {error.pos + 1}") from None
         except RecursionError:

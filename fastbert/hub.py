@@ -264,6 +264,11 @@ class CheckpointMixin(nn.Module):
         """Second names of shared tensors -> the name that a file holds; empty where nothing is tied."""
         return {}
 
+    @property
+    def live_config(self) -> EncoderConfig:
+        """`config`, as it would describe the weights that are there now."""
+        return self.config
+
     def quantization_entry(self) -> dict[str, Any] | None:
         """What config.json says of int8 layers, under quantization_config; None where there are none."""
         return None
@@ -331,7 +336,7 @@ class CheckpointMixin(nn.Module):
         """
         tied = self.tied_keys()
         weights = {k: t.detach().cpu().contiguous() for k, t in self.state_dict().items() if k not in tied}
-        entries = {**self.config.to_dict(), "architectures": [type(self).__name__]}
+        entries = {**self.live_config.to_dict(), "architectures": [type(self).__name__]}
         entries.pop("torch_dtype", None)  # today's name is dtype
         entries["dtype"] = str(self.dtype).removeprefix("torch.")
         entries.pop("quantization_config", None)  # what a config says and what the model is may differ by now

@@ -284,7 +284,7 @@ def progress_bar(total: int, show: bool | None, **options: Any) -> Any:
     """A tqdm bar over texts. None: only on a terminal, and only once the work has taken PROGRESS_DELAY_S."""
     from tqdm import tqdm
 
-    hidden = not show if show is not None else not sys.stderr.isatty()
+    hidden = not show if show is not None else sys.stderr is None or not sys.stderr.isatty()
     delay = 0.0 if show else PROGRESS_DELAY_S
     return tqdm(total=total, desc="encoding", unit=" texts", delay=delay, disable=hidden, dynamic_ncols=True, **options)
 
@@ -309,7 +309,9 @@ def pick_device(device: torch.device | str | None) -> torch.device:
         picked = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"unknown device {device!r}: {str(error).splitlines()[0]}") from None
-    gpus = torch.cuda.device_count()
-    if picked.type == "cuda" and (picked.index or 0) >= gpus:
-        raise ConfigError(f"device {device!r} is not there: torch {torch.__version__} sees {gpus} CUDA devices")
+    gpu = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count() if gpu is not None else 0
+    if picked.type != "cpu" and (gpu is None or picked.type != gpu.type or (picked.index or 0) >= count):
+        there = "the CPU only" if gpu is None else f"the CPU and {count} of {gpu.type}"
+        raise ConfigError(f"device {device!r} is not there: torch {torch.__version__} sees {there}")
     return picked

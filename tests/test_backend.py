@@ -57,7 +57,12 @@ def test_environment_variable_sets_the_start_value():
     out = subprocess.run(run, env={"FASTBERT_BACKEND": "torch", "PATH": ""}, capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "torch"
     out = subprocess.run(run, env={"FASTBERT_BACKEND": "fast", "PATH": ""}, capture_output=True, text=True, check=False)
-    assert "unknown backend 'fast'" in out.stderr
+    assert out.stderr.splitlines()[-1] == (
+        "ValueError: FASTBERT_BACKEND: unknown backend 'fast'; valid names: auto, torch, cpu, triton, cuda"
+    )
+    # Importing the package says nothing yet: what is wrong is said where it matters, and by the command line in a line.
+    run[-1] = "import fastbert"
+    subprocess.run(run, env={"FASTBERT_BACKEND": "fast", "PATH": ""}, check=True)
 
 
 def test_report_names_every_op_and_every_other_backends_reason():
@@ -72,6 +77,16 @@ def test_report_names_every_op_and_every_other_backends_reason():
     expected = "cpu" if extension_error() is None else "torch"
     assert report["add_layer_norm"]["selected"] == expected
     assert "float64" in fastbert.backends("cpu", torch.float64)["add_layer_norm"]["cpu"]
+
+
+@pytest.mark.parametrize("name", ("triton", "cuda"))
+def test_a_backend_that_cannot_serve_is_reported(name, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with use_backend(name):
+        report = fastbert.backends("cpu", torch.float32)
+    assert report["add_layer_norm"]["selected"] == "none" and report["add_layer_norm"][name] == "tensors are on cpu"
+    assert report["encoder_layers"]["selected"] == "torch"  # of which it has no kernel: torch runs it
+    assert all(all(row.values()) and "torch" not in set(row) - {"selected"} for row in report.values())
 
 
 def test_a_missing_cuda_part_is_said():

@@ -9,7 +9,7 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.layers.encoder import add_norm
-from fastbert.layers.leaves import get_leaf, is_plain
+from fastbert.layers.leaves import get_leaf, is_norm, is_plain
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def run_embeddings(
         is_plain(word, nn.Embedding)
         and is_plain(position, nn.Embedding)
         and (token_type is None or is_plain(token_type, nn.Embedding))
-        and (norm is None or is_plain(norm, nn.LayerNorm))
+        and (norm is None or is_norm(norm))
     ):
         x = ops.embed_layer_norm(
             input_ids,

@@ -13,7 +13,7 @@ from fastbert.layers.leaves import (
     get_leaf,
     is_called,
     is_linear,
-    is_plain,
+    is_norm,
     linear,
     linears,
     parent_of,
@@ -79,7 +79,7 @@ class LayerOptions:
 
 def add_norm(norm: nn.Module, x, bias, residual, dropout_p: float, prenorm: bool = False):
     """add_layer_norm with a leaf's weights, or its own call where the leaf is no plain LayerNorm."""
-    if is_plain(norm, nn.LayerNorm):
+    if is_norm(norm):
         return ops.add_layer_norm(
             x, residual, norm.weight, norm.bias, x_bias=bias, dropout_p=dropout_p, eps=norm.eps, prenorm=prenorm
         )

@@ -108,6 +108,13 @@ def is_linear(module: nn.Module) -> bool:
     return is_plain(module, nn.Linear) or is_plain(module, QuantizedLinear)
 
 
+def is_norm(module: nn.Module) -> TypeGuard[nn.LayerNorm]:
+    """Whether a LayerNorm's weight, bias and eps describe all that calling it does. The bias may be None, the weight
+    not: ops take one of None for no LayerNorm at all.
+    """
+    return is_plain(module, nn.LayerNorm) and module.weight is not None
+
+
 def weights_of(module: nn.Module) -> ops.LinearWeights:
     """What a product with a leaf that is_linear takes."""
     if type(module) is QuantizedLinear:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fastbert import ops
-from fastbert.layers.leaves import GLOBAL_HOOKS, Container, get_leaf, is_linear, is_plain, weights_of
+from fastbert.layers.leaves import GLOBAL_HOOKS, Container, get_leaf, is_linear, is_norm, is_plain, weights_of
 
 if TYPE_CHECKING:
     from fastbert.layers.encoder import LayerNames, LayerOptions
@@ -45,7 +45,7 @@ class WholeLayers:
                 whole.linears.append(weights_of(leaf))
             for path in names.norms:
                 norm = get_leaf(layer, path)
-                if not is_plain(norm, nn.LayerNorm) or norm.bias is None:
+                if not is_norm(norm) or norm.bias is None:
                     return None
                 whole.norms.extend((norm.weight, norm.bias))
                 whole.eps.append(norm.eps)
@@ -168,7 +168,7 @@ def run_training_layer(
     first_norm, second_norm = get_leaf(layer, names.attention_norm), get_leaf(layer, names.feed_forward_norm)
     if not all(is_linear(leaf) for leaf in linears):
         return None
-    if not is_plain(first_norm, nn.LayerNorm) or not is_plain(second_norm, nn.LayerNorm):
+    if not is_norm(first_norm) or not is_norm(second_norm):
         return None
     dropouts = (options.attention_dropout, options.attention_output_dropout, options.feed_forward_dropout)
     return ops.encoder_layer(

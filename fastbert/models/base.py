@@ -20,7 +20,7 @@ from fastbert.models.family import Family, Scopes
 from fastbert.models.inputs import PackedInputs, TableSizes, prepare_inputs, table_sizes
 from fastbert.models.outputs import ModelOutput
 from fastbert.models.quantized import entry_of, place_int8
-from fastbert.packing import PackedBatch
+from fastbert.packing import InputError, PackedBatch
 
 
 class PreTrainedModel(CheckpointMixin):
@@ -36,12 +36,21 @@ class PreTrainedModel(CheckpointMixin):
             raise ConfigError(
                 f"{type(self).__name__} takes model_type {self.family.model_type!r}, not {config.model_type!r}"
             )
+        ops.warn_of_missing_kernels()
         self.config = config
         self.gradient_checkpointing = False
 
     @property
     def base_model(self) -> EncoderModel:
         raise NotImplementedError
+
+    @property
+    def live_config(self) -> EncoderConfig:
+        """`config` with the number of layers that are there now: `model.encoder.layer = model.encoder.layer[:4]`."""
+        layers = self.family.layers_of(self.base_model, self.config)
+        if layers is None or layers == self.config.num_hidden_layers:
+            return self.config
+        return self.config.replace(num_hidden_layers=layers)
 
     @property
     def device(self) -> torch.device:
@@ -52,10 +61,13 @@ class PreTrainedModel(CheckpointMixin):
         return next(self.parameters()).dtype
 
     def quantization_entry(self) -> dict[str, Any] | None:
-        return entry_of(self.base_model, self.family, self.config)
+        return entry_of(self.base_model, self.family, self.live_config)
 
     def place_int8(self) -> bool:
         return place_int8(self.base_model, self.family, self.config)
+
+    def __prepare_scriptable__(self):
+        raise TypeError("torch.jit.script cannot compile this model; torch.compile does")
 
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters())
@@ -100,12 +112,25 @@ class PreTrainedModel(CheckpointMixin):
             if module.padding_idx is not None:
                 module.weight[module.padding_idx].zero_()
         elif isinstance(module, nn.LayerNorm):
-            module.weight.fill_(1.0)
-            module.bias.zero_()
+            for parameter, value in ((module._parameters["weight"], 1.0), (module._parameters["bias"], 0.0)):
+                if parameter is not None:  # neither need be there
+                    parameter.fill_(value)
         else:  # the decoder bias's second name
             for parameter in module._parameters.values():
                 if parameter is not None:
                     parameter.zero_()
+
+
+def _refuse_recording(is_padded: bool) -> None:
+    """Raise InputError where a recorded graph would hold one batch's packing, and give wrong numbers for the next."""
+    if torch.jit.is_tracing():
+        raise InputError(
+            "torch.jit.trace would record which tokens of this batch are real, and pack all others alike; torch.compile"
+            " runs this model, and torch.export records its encode_packed"
+        )
+    # torch 2.11 says of torch.compile, too, that it exports.
+    if is_padded and torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+        raise InputError("torch.export cannot record how a mask packs a batch; it records encode_packed")
 
 
 def run_encoder(
@@ -232,7 +257,7 @@ class EncoderModel(PreTrainedModel):
             return layer(x, batch, probs)
 
         return run_encoder(
-            self, self.family, self.config, inputs, run_one_layer, probs is None, EncoderLayer, hidden_states
+            self, self.family, self.live_config, inputs, run_one_layer, probs is None, EncoderLayer, hidden_states
         )
 
     def encode_packed(
@@ -251,6 +276,7 @@ class EncoderModel(PreTrainedModel):
         return self.encode(self.prepare(input_ids, None, token_type_ids, position_ids, None, cu_seqlens, max_seqlen))
 
     def prepare(self, *arguments) -> PackedInputs:
+        _refuse_recording(is_padded=arguments[1] is not None)
         return prepare_inputs(self.family, self.config, self.table_sizes(), *arguments)
 
     def table_sizes(self) -> TableSizes:

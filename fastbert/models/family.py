@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from torch import nn
+
 from fastbert.config import EncoderConfig
 from fastbert.layers.embeddings import EmbeddingNames
 from fastbert.layers.encoder import LayerNames, LayerOptions
-from fastbert.layers.leaves import parent_of
+from fastbert.layers.leaves import get_leaf, parent_of
 
 BERT_EMBEDDINGS = EmbeddingNames()
 BERT_LAYER = LayerNames(
@@ -90,6 +92,14 @@ class Family:
             feed_forward_dropout=config.hidden_dropout_prob if self.feed_forward_dropout else 0.0,
             norm_first=self.norm_first,
         )
+
+    def layers_of(self, root: nn.Module, config: EncoderConfig) -> int | None:
+        """How many layers are in `root`, ours or Hugging Face's, now: that many run, as in transformers, whatever the
+        config says. None where the config counts: ALBERT's layers share weights, a model made without any has no list.
+        """
+        if config.num_hidden_groups or not config.num_hidden_layers:
+            return None
+        return len(get_leaf(root, self.layer_path(config, 0).rpartition(".")[0])._modules)
 
     def layer_paths(self, config: EncoderConfig) -> list[str]:
         """The path of the layer that runs at each depth; ALBERT's groups repeat theirs (Lan et al. 2019, 3.1)."""

@@ -1,5 +1,6 @@
 """The op level: functions over tensors, no nn.Module, no config. One contract, one oracle, several backends each."""
 
+from fastbert.backend import warn_of_missing_kernels  # models know no backend, and call this
 from fastbert.ops import _library_products  # noqa: F401  (its ops must be defined before an op's file asks for them)
 from fastbert.ops.attention import attention, attention_probs
 from fastbert.ops.dropout import dropout
@@ -32,4 +33,5 @@ __all__ = [
     "pooling",
     "sequence_cross_entropy",
     "unpack",
+    "warn_of_missing_kernels",
 ]

@@ -28,8 +28,10 @@ def extension_error() -> str | None:
             import fastbert._C  # noqa: F401  (loading it registers its kernels)
 
             _extension_error = None
-        except ImportError as error:
+        except ModuleNotFoundError as error:
             _extension_error = f"the C++ extension is not built ({error})"
+        except ImportError as error:  # mostly a symbol that another torch had
+            _extension_error = f"the C++ extension does not load, build it for this torch ({error})"
     return _extension_error
 
 

@@ -1,0 +1,164 @@
+"""Leaves and layers that a user has replaced or dropped: the tree that is there decides what runs and what is saved."""
+
+from __future__ import annotations
+
+import warnings
+from copy import deepcopy
+
+import hf
+import pytest
+import torch
+from torch import nn
+
+import fastbert
+from fastbert.models.auto import FAMILIES
+from fastbert.models.base import EncoderModel
+from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
+
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
+IDS = torch.randint(5, 50, (2, 9), generator=torch.Generator().manual_seed(0))
+MASK = torch.tensor([[1] * 9, [1] * 4 + [0] * 5])
+
+
+def make(model_type: str, **fields) -> EncoderModel:
+    config = fastbert.EncoderConfig.of_family(model_type, vocab_size=50, initializer_range=0.2, **{**SHAPE, **fields})
+    return FAMILIES[model_type](config).eval()
+
+
+def replace(root: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(root.get_submodule(parent), name, module)
+
+
+def layer_list(model: EncoderModel) -> str:
+    return model.family.layer_path(model.config, 0).rpartition(".")[0]
+
+
+NORMS = {
+    "the embeddings'": lambda family, config: family.embeddings.norm,
+    "the attention's": lambda family, config: f"{family.layer_path(config, 0)}.{family.layer.attention_norm}",
+    "the feed-forward's": lambda family, config: f"{family.layer_path(config, 0)}.{family.layer.feed_forward_norm}",
+    "the final": lambda family, config: family.final_norm,
+}
+PLACES = [
+    (kind, where)
+    for kind, made in FAMILIES.items()
+    for where, path in NORMS.items()
+    if path(made.family, fastbert.EncoderConfig.of_family(kind))
+]
+NO_WEIGHT, NO_BIAS = {"elementwise_affine": False}, {"bias": False}
+
+
+class Literal(nn.LayerNorm):
+    """torch's own LayerNorm, which fastbert calls: nothing is known about a subclass."""
+
+
+def run(model: nn.Module, how: str) -> list[torch.Tensor]:
+    """Hidden states, and where `how` takes any all gradients in one vector: keys' biases have 0, but for rounding."""
+    if how == "compiled":
+        torch.compiler.reset()
+        with torch.no_grad():
+            return [torch.compile(model, backend="eager")(IDS, MASK).last_hidden_state]
+    with torch.set_grad_enabled(how != "no_grad"):
+        hidden = model(IDS, MASK).last_hidden_state
+    if how == "no_grad":
+        return [hidden]
+    (hidden * hf.random_like(hidden.shape, 0).to(hidden.dtype)).sum().backward()
+    return [hidden, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])]
+
+
+@pytest.mark.parametrize("options,how", ((NO_WEIGHT, "no_grad"), (NO_WEIGHT, "gradients"), (NO_BIAS, "gradients")))
+@pytest.mark.parametrize("model_type,where", PLACES)
+def test_a_layer_norm_without_weights_is_what_torch_makes_of_it(model_type, where, options, how):
+    model = make(model_type)
+    path = NORMS[where](model.family, model.config)
+    (width,) = model.get_submodule(path).normalized_shape
+    replace(model, path, nn.LayerNorm(width, eps=1e-3, **options))  # of another eps: it must not be left out
+    called = deepcopy(model)
+    replace(called, path, Literal(width, eps=1e-3, **options))
+    expected = run(deepcopy(called).double(), how)
+    for out, exact, plain in zip(run(model, how), expected, run(called, how), strict=True):
+        assert_close_to_reference(out, exact, plain, GRADIENT_FACTOR, f"{path}, {how}")
+
+
+@pytest.mark.parametrize("options", (NO_WEIGHT, NO_BIAS))
+def test_a_compiled_model_has_such_a_layer_norm_too(options):
+    model = make("bert")
+    replace(model, "encoder.layer.1.output.LayerNorm", nn.LayerNorm(32, **options))
+    assert torch.equal(run(model, "compiled")[0], run(model, "no_grad")[0])
+
+
+def test_a_model_whose_layer_norms_have_no_weights_can_be_initialised_again():
+    model = make("bert")
+    replace(model, "embeddings.LayerNorm", nn.LayerNorm(32, elementwise_affine=False))
+    model.init_weights()
+    assert model(IDS, MASK).last_hidden_state.isfinite().all()
+
+
+COUNTED = [kind for kind in FAMILIES if kind != "albert"]  # ALBERT's layers share weights: the config counts them
+
+
+@pytest.mark.parametrize("how", ("no_grad", "gradients"))
+@pytest.mark.parametrize("kept", (0, 1))
+@pytest.mark.parametrize("model_type", COUNTED)
+def test_the_layers_that_are_there_run(model_type, kept, how):
+    model = make(model_type)
+    smaller = make(model_type, num_hidden_layers=kept)
+    smaller.load_state_dict(model.state_dict(), strict=False)
+    run(model, "no_grad")  # all of them, first
+    replace(model, layer_list(model), model.get_submodule(layer_list(model))[:kept])
+    for out, expected in zip(run(model, how), run(smaller, how), strict=True):
+        assert torch.equal(out, expected)
+
+
+def test_a_compiled_model_runs_the_layers_that_are_there():
+    model = make("bert")
+    before = run(model, "no_grad")[0]
+    fast = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        assert torch.equal(fast(IDS, MASK)[0], before)
+        model.encoder.layer = model.encoder.layer[:1]
+        assert torch.equal(fast(IDS, MASK)[0], run(model, "no_grad")[0])
+    packed = torch.compile(model.encode_packed, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        offsets = torch.tensor([0, 9, 18], dtype=torch.int32)
+        assert torch.equal(packed(IDS.flatten(), offsets, 9), model(IDS).last_hidden_state.flatten(0, 1))
+
+
+def test_layers_that_were_added_run():
+    model, larger = make("bert"), make("bert", num_hidden_layers=4)
+    model.encoder.layer.append(deepcopy(model.encoder.layer[0]))
+    larger.load_state_dict(model.state_dict())
+    assert torch.equal(run(model, "no_grad")[0], run(larger, "no_grad")[0])
+
+
+@pytest.mark.parametrize("int8", (False, True), ids=("float32", "int8"))
+@pytest.mark.parametrize("head", ("Model", "ForMaskedLM"))
+def test_what_is_saved_has_as_many_layers_as_its_config(tmp_path, head, int8):
+    model = getattr(fastbert, f"Bert{head}")(make("bert").config).eval()
+    model.base_model.encoder.layer = model.base_model.encoder.layer[1:]
+    if int8:
+        fastbert.quantize(model, keep="*.layer.0.*" if head != "Model" else "encoder.layer.0.*")
+    model.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = type(model).from_pretrained(tmp_path)
+    assert loaded.config.num_hidden_layers == 2 and not loaded.missing_keys and not loaded.unexpected_keys
+    for (name, ours), (other, theirs) in zip(model.state_dict().items(), loaded.state_dict().items(), strict=True):
+        assert name == other and torch.equal(ours, theirs)
+    assert torch.equal(model(IDS, MASK)[0], loaded(IDS, MASK)[0])
+
+
+def test_an_accelerated_model_goes_by_its_tree_too():
+    config = hf.make_config("bert", vocab_size=50)
+    theirs = hf.make_hf(config, "Model").eval()
+    replace(
+        theirs, "encoder.layer.0.output.LayerNorm", nn.LayerNorm(theirs.config.hidden_size, elementwise_affine=False)
+    )
+    replace(theirs, "embeddings.LayerNorm", nn.LayerNorm(theirs.config.hidden_size, elementwise_affine=False))
+    theirs.encoder.layer = theirs.encoder.layer[:1]
+    exact = deepcopy(theirs).double()(IDS, MASK).last_hidden_state
+    plain = theirs(IDS, MASK).last_hidden_state
+    ours = fastbert.accelerate(theirs)(IDS, MASK).last_hidden_state
+    real = MASK.bool()
+    assert_close_to_reference(ours[real], exact[real], plain[real], GRADIENT_FACTOR, "accelerated")
