@@ -24,7 +24,6 @@ from torch.nn.modules import module as torch_module
 from fastbert.backend import warn_of_missing_kernels
 from fastbert.config import ConfigError, EncoderConfig
 from fastbert.layers.encoder import run_layer
-from fastbert.layers.leaves import get_leaf
 from fastbert.models.auto import FAMILIES
 from fastbert.models.base import first_tokens, run_encoder, run_pooler
 from fastbert.models.family import Family

@@ -144,7 +144,10 @@ MAY_IMPORT = {
     "backend": {"ops"},
     "config": set(),
     "packing": {"ops"},
-    "hub": {"config"},
+    "hub": {"config", "_saving", "_weight_files"},
+    "_saving": {"config", "_weight_files"},
+    "_weight_files": {"config"},
+    "packed_weights": {"ops"},
     "testing": {"testing", "ops", "backend"},
 }
 
