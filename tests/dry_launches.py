@@ -27,6 +27,7 @@ from fastbert import ops
 from fastbert.backend import Backend, _supports, use_backend
 from fastbert.kernels import blocks
 from fastbert.models.auto import _CLASSES
+from fastbert.testing.gpu_rowwise import planned
 
 LARGEST_GRID = (2**31 - 1, 65535, 65535)
 
@@ -160,6 +161,16 @@ def pool() -> None:
             ops.pooling(x, torch.tensor(offsets, dtype=torch.int32), mode=mode, backend="triton").sum().backward()
 
 
+def feed_forward_with_epilogues(device: torch.device) -> None:
+    """Candidates, which no model gets before they have been timed: 16 bits, plain and gated."""
+    for gated in (False, True):
+        up, down = torch.ones((2 if gated else 1) * 512, 128), torch.ones(128, 512)
+        for dtype in (torch.bfloat16, torch.float16):
+            x, *weights = (t.to(dtype).requires_grad_() for t in (torch.ones(1200, 128), up, up[:, 0], down))
+            with planned(blocks.epilogue_of(device, gated)):
+                ops.feed_forward(x, *weights, gated=gated, backend="triton").sum().backward()
+
+
 def main() -> None:
     dry = DryDriver(int(sys.argv[1]))
     driver.set_active(dry)
@@ -174,6 +185,7 @@ def main() -> None:
     attend_with_rotary()
     pad_and_pack()
     pool()
+    feed_forward_with_epilogues(torch.device("cpu"))
     model = make("bert", "MaskedLM", torch.bfloat16)
     for longest in (1, 17, 33, 65, 129, 2048):  # every tile, few tokens and many
         for count in (1, 3, 1200 // longest + 1):
