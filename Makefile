@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
-.PHONY: demo test lint type format unit sanitize fuzz bench bench-ops gpu gpu-stale clean help
+.PHONY: demo test lint type format unit test-full sanitize fuzz bench bench-ops gpu gpu-stale clean help
 
 help:           ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 12
@@ -79,6 +79,9 @@ gpu-stale: $(VENV)/.installed  ## do the committed GPU results belong to the pre
 unit: $(VENV)/.installed-test  ## pytest
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
 
+test-full: $(VENV)/.installed-test  ## what make test leaves out: sm_80 and sm_100, a wheel built from the sdist
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m full
+
 # A build of its own with AddressSanitizer and UBSan, and the tests of every C++ kernel on it. What torch and Python leak
 # at exit is not ours, hence no leak detection; the first finding ends the run. AMX, which few machines have, is emulated.
 SANITIZED := $(CURDIR)/build/sanitized
@@ -93,7 +96,9 @@ sanitize: $(VENV)/.installed-test  ## the C++ kernels' tests under AddressSaniti
 	@cd build && $(SANITIZING) $(abspath $(BIN))/python -c \
 		"import torch; from fastbert import _C; isas = _C.isas(); assert 'amx' in isas or 'avx512_bf16' not in isas, isas"
 	@$(SANITIZING) $(BIN)/pytest -q -s -p no:cacheprovider tests/test_linear.py tests/test_attention.py \
-		tests/test_layer_norm.py tests/test_int8.py tests/test_ops.py tests/test_training.py -k "not triton"
+		tests/test_layer_norm.py tests/test_int8.py tests/test_ops.py tests/test_training.py tests/test_embedding.py \
+		tests/test_packed_weights.py tests/test_packed_memory.py tests/test_foreign_memory.py tests/test_activation_ends.py \
+		tests/test_attention_scale.py -k "not triton and not cuda"
 
 # MINUTES for all fuzzers together, SEED to do a run again, FUZZERS="ops models" for some of them. docs/fuzzing.md tells more.
 MINUTES ?= 60

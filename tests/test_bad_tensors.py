@@ -62,7 +62,13 @@ OPTIONS = {
     "unpack": {"num_rows": 4},
 }  # fmt: skip
 ALONE = {"activation", "at_least_fp32", "dropout"}  # take one tensor
-OF_OTHERS = {"linears", "encoder_layer", "encoder_layers", "LinearWeights"}  # tested below, or through `linear`
+OF_OTHERS = {
+    "linears",
+    "encoder_layer",
+    "encoder_layers",
+    "LinearWeights",
+    "warn_of_missing_kernels",
+}  # tested below, or through `linear`
 
 
 def call(op: str, tensors: dict[str, torch.Tensor], **options):

@@ -45,7 +45,10 @@ def output_of(command: list[str]) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[] if name == "sm_90a" else [pytest.mark.full]) for name in ARCHITECTURES],
+)
 def kernels(request, tmp_path_factory) -> dict[str, dict]:
     """{mangled name: stack, local and shared bytes, registers, threads a block, loads} for one architecture."""
     folder, facts = tmp_path_factory.mktemp("cubins"), {}

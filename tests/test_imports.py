@@ -147,7 +147,7 @@ MAY_IMPORT = {
     "hub": {"config", "_saving", "_weight_files"},
     "_saving": {"config", "_weight_files"},
     "_weight_files": {"config"},
-    "packed_weights": {"ops", "sentences"},
+    "packed_weights": {"_C", "ops", "sentences"},
     "testing": {"testing", "ops", "backend"},
 }
 

@@ -14,7 +14,10 @@ from test_aot import SHARED_LIMIT, all_kernels
 PROGRAM = Path(__file__).with_name("dry_launches.py")
 
 
-@pytest.fixture(scope="module", params=SHARED_LIMIT, ids=lambda c: f"sm_{c}")
+CAPABILITIES = [pytest.param(c, marks=[pytest.mark.full] if c != 90 else [], id=f"sm_{c}") for c in SHARED_LIMIT]
+
+
+@pytest.fixture(scope="module", params=CAPABILITIES)
 def facts(request):
     pytest.importorskip("triton", reason="Triton is not installed")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

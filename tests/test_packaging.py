@@ -89,6 +89,7 @@ def test_the_sdist_holds_the_sources_and_runs_in_place(sdist, tmp_path):
     check(sdist, tmp_path, built=False)
 
 
+@pytest.mark.full  # a second build of the extension, two minutes on one core
 def test_a_wheel_from_the_sdist_has_the_kernels(sdist, tmp_path):
     log = run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(tmp_path)], sdist)
     assert any(line.startswith("fastbert: with the C++ kernels") for line in log.splitlines()), log[-2000:]

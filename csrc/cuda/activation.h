@@ -55,13 +55,15 @@ __device__ __forceinline__ float between(float x, float limit) { return from_bel
 
 template <Activation kActivation, bool kShort>
 __device__ __forceinline__ float activate(float x) {
-  if constexpr (kActivation == Activation::kGelu || kActivation == Activation::kGeluTanh) x = from_below(x, -kGeluEnd);
-  if constexpr (kActivation == Activation::kSilu) x = from_below(x, -kSiluEnd);
-  if constexpr (kActivation == Activation::kGelu) return x * normal<kShort>(x).probability;
-  if constexpr (kActivation == Activation::kGeluTanh) return x * sigmoid<kShort>(gelu_tanh_argument(x)).value;
+  // The share of x is that of the bounded x on both sides, as in the slope: backward computes it once for the two.
+  constexpr float kEnd = kActivation == Activation::kSilu ? kSiluEnd : kGeluEnd;
+  const float bounded = between(x, kEnd);
+  if constexpr (kActivation == Activation::kGelu) return from_below(x, -kEnd) * normal<kShort>(bounded).probability;
+  if constexpr (kActivation == Activation::kGeluTanh)
+    return from_below(x, -kEnd) * sigmoid<kShort>(gelu_tanh_argument(bounded)).value;
   if constexpr (kActivation == Activation::kRelu) return x < 0.0f ? 0.0f : x;  // NaN stays NaN
   if constexpr (kActivation == Activation::kTanh) return tanhf(x);
-  if constexpr (kActivation == Activation::kSilu) return x * sigmoid<kShort>(x).value;
+  if constexpr (kActivation == Activation::kSilu) return from_below(x, -kEnd) * sigmoid<kShort>(bounded).value;
   return x;
 }
 

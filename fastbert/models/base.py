@@ -187,7 +187,8 @@ def run_encoder(
     ids = (inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds)
     x = within(root, scopes.embeddings, embeddings, *ids)
     x = x if scopes.projects else project(x)
-    x = _as_autocast_has_it(within(root, scopes.encoder, encoder, x))
+    scope = scopes.encoder if scopes.encoder in root._modules else None  # a model made without layers has none
+    x = _as_autocast_has_it(within(root, scope, encoder, x))
     if hidden_states is not None:
         hidden_states.append(x)
     return x
