@@ -156,11 +156,11 @@ def start(root: Path, task: str, **pipes) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, __file__, str(root)], cwd=root, env=environment, text=True, **pipes)
 
 
-def compare_speed(mine: Path, other: Path, rounds: int) -> int:
+def compare_speed(mine: Path, other: Path, rounds: int, sizes: list[str]) -> int:
     roots = {"this": mine, "other": other}
     servers = {n: start(r, "serve", stdin=subprocess.PIPE, stdout=subprocess.PIPE) for n, r in roots.items()}
-    cases = [(s, d, n) for s in SIZES for d in ("float32", "bfloat16", "int8") for n in SHAPES]
-    cases += [("minilm", "float32", "training"), ("minilm", "bfloat16", "training")]
+    cases = [(s, d, n) for s in sizes for d in ("float32", "bfloat16", "int8") for n in SHAPES]
+    cases += [(s, d, "training") for s in sizes for d in ("float32", "bfloat16") if s != "base"]
     cases.sort(key=lambda case: (case[0], case[2] == "training", case[1]))
     slowest = 2.0
     print("size    dtype     shape     this ms  other ms  other/this (quartiles over rounds)")
@@ -212,11 +212,16 @@ def main() -> int:
     parser.add_argument("other", type=Path)
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--size", choices=SIZES, action="append", help="default: all")
     options = parser.parse_args()
     mine, other = Path(__file__).resolve().parents[1], options.other.resolve()
     if not (other / "fastbert").is_dir():
         parser.error(f"{other} is no checkout of fastbert")
-    return compare_speed(mine, other, options.rounds) if options.speed else compare_bits(mine, other)
+    return (
+        compare_speed(mine, other, options.rounds, options.size or [*SIZES])
+        if options.speed
+        else compare_bits(mine, other)
+    )
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def _extremes(ranges: Sequence[IdRange], real: torch.Tensor | None = None) -> li
     """The smallest ids and the largest ones, (len(ranges),) each; `real`, of their shape, says which tokens count."""
     if not ranges:
         return []
-    ids = torch.stack([each.ids for each in ranges])
+    ids = torch.stack([each.ids for each in ranges]) if len(ranges) > 1 else ranges[0].ids[None]
     if real is not None:
         ids = torch.where(real, ids, 0)  # which every table has
     return list(ids.flatten(1).aminmax(dim=1))
@@ -136,10 +136,16 @@ class PackedBatch:
             mask = attention_mask.to(device)
             real = mask != 0
             lengths = real.sum(1, dtype=torch.int32)
-            counts = torch.stack([lengths.sum(), lengths.max(), (real & (mask != 1)).sum()])
-            total_tokens, max_seqlen, strange, *extremes = _to_host([counts, *_extremes(ranges, real)])
-            if strange:
+            # Integers have no other value than 0 and 1 if the smallest and the largest are that: quicker than to count.
+            has_ends = not mask.is_floating_point() and mask.dtype is not torch.bool
+            ends = torch.stack(mask.aminmax()) if has_ends else (real & (mask != 1)).any()[None]
+            values = _to_host([lengths, ends, *_extremes(ranges, real)])
+            counts, after = values[:batch_size], batch_size + len(ends)
+            (low, high), extremes = (min(values[batch_size:after]), max(values[batch_size:after])), values[after:]
+            if low < 0 or high > (1 if has_ends else 0):
+                strange = int((real & (mask != 1)).sum())
                 raise InputError(f"attention_mask has {strange} values that are neither 0 (padding) nor 1 (real)")
+            total_tokens, max_seqlen = sum(counts), max(counts)
             _check_ranges(ranges, extremes)
             if total_tokens < batch_size * seqlen:
                 indices = real.flatten().nonzero_static(size=total_tokens).flatten()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -30,7 +31,9 @@ class WholeLayers:
     norms: list[torch.Tensor] = field(default_factory=list)
     eps: list[float] = field(default_factory=list)
     held: list[tuple[dict, str, object]] = field(default_factory=list)  # a module's dict, a name, what it has there
-    kinds: list[tuple[nn.Module, type]] = field(default_factory=list)
+    modules: list[nn.Module] = field(default_factory=list)
+    kinds: list[type] = field(default_factory=list)  # of those modules
+    columns: list[tuple] = field(default_factory=list)  # of `held`, whose same places are one entry
     hooks: list[dict] = field(default_factory=list)
 
     @classmethod
@@ -64,6 +67,9 @@ class WholeLayers:
                 self.watch(get_leaf(layer, leaf))
             for module in (layer, *(get_leaf(layer, path) for path in names.containers)) if called else ():
                 self.watch(module)
+        # The paths of leaves have their beginnings in common.
+        held = {(id(values), name): (values, name, value) for values, name, value in self.held}
+        self.columns.extend(zip(*held.values(), strict=True))
 
     def watch(self, module: nn.Module) -> None:
         """Everything of a module that decides what calling it does."""
@@ -72,7 +78,8 @@ class WholeLayers:
         attributes = module.__dict__
         names = [name for name in ("eps", "input_scale_value") if name in attributes]
         self.held.extend((attributes, name, attributes.get(name)) for name in ("forward", *names))
-        self.kinds.append((module, type(module)))
+        self.modules.append(module)
+        self.kinds.append(type(module))
         self.hooks.extend((module._forward_hooks, module._forward_pre_hooks))
         self.hooks.extend((module._backward_hooks, module._backward_pre_hooks))
 
@@ -82,10 +89,12 @@ class WholeLayers:
             root = root._modules[name]  # type: ignore[assignment]
 
     def is_current(self) -> bool:
+        # By maps, which make no Python frame or loop: this is the longest of all that stands before a short text.
+        dicts, names, values = self.columns
         return (
             not any(self.hooks)
-            and all([values.get(name) is value for values, name, value in self.held])
-            and all([type(module) is kind for module, kind in self.kinds])
+            and all(map(is_, map(dict.get, dicts, names), values))
+            and all(map(is_, map(type, self.modules), self.kinds))
         )
 
     def run(self, options: LayerOptions, x: torch.Tensor, batch: PackedBatch) -> torch.Tensor | None:

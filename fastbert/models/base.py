@@ -152,7 +152,7 @@ def run_encoder(
     dropout_p = config.hidden_dropout_prob if root.training else 0.0
     names, paths = family.embedding_names(config), family.layer_paths(config)
     options = family.layer_options(config)
-    scopes = family.scopes(config) if layer_type is not None else Scopes()
+    scopes = family.scopes(config, paths) if layer_type is not None else Scopes()
 
     def embeddings(*ids):
         return run_embeddings(root, names, *ids, dropout_p)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import nn
 
@@ -49,8 +50,7 @@ class SequenceHead:
     dropout: Callable[[EncoderConfig], float] = lambda config: config.head_dropout
 
 
-@dataclass(frozen=True)
-class Scopes:
+class Scopes(NamedTuple):
     """Containers of the base model that stand for more than one layer; None, or empty, where there is none to call.
 
     groups: of each run of `inner_group_num` layers. projects: whether the encoder's container holds the projection.
@@ -112,10 +112,11 @@ class Family:
             paths += [self.layer_path(config, first + inner) for inner in range(config.inner_group_num)]
         return paths
 
-    def scopes(self, config: EncoderConfig) -> Scopes:
+    def scopes(self, config: EncoderConfig, paths: list[str]) -> Scopes:
+        """`paths`: those of the layers, one a depth."""
         encoder = self.layer_path(config, 0).partition(".")[0]
-        projection = self.embedding_names(config).project
-        firsts = self.layer_paths(config)[:: config.inner_group_num] if config.num_hidden_groups else []
+        projection = self.embeddings.project
+        firsts = paths[:: config.inner_group_num] if config.num_hidden_groups else ()
         return Scopes(
             embeddings=parent_of(self.embeddings.word),
             encoder=encoder,
@@ -129,5 +130,7 @@ class Family:
 
     def embedding_names(self, config: EncoderConfig) -> EmbeddingNames:
         """ALBERT always projects its embeddings to hidden_size; ELECTRA only where the sizes differ."""
-        projects = self.model_type == "albert" or config.embedding_width != config.hidden_size
-        return self.embeddings if projects else replace(self.embeddings, project=None)
+        names = self.embeddings
+        if names.project is None or self.model_type == "albert" or config.embedding_width != config.hidden_size:
+            return names
+        return replace(names, project=None)
