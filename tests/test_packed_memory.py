@@ -26,7 +26,7 @@ ONE = OUT * IN * 4
 
 @pytest.fixture(autouse=True)
 def before() -> int:
-    """What other tests of this process still hold; what they have left to the collector or to compiled code goes first."""
+    """What other tests of this process still hold; what they left to the collector or to compiled code goes first."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     held = None
