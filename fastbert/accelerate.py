@@ -119,6 +119,8 @@ def _tree_objection(root: nn.Module, plan: _Plan, config: EncoderConfig) -> str 
     """Why our path would not do what calling every module of the tree does; None where it does."""
     if torch_module._has_any_global_hook():
         return "global module hooks are registered"
+    if (objection := plan.family.groups_objection(root, config)) is not None:
+        return objection
     for key, path, module, owner in _modules_of(root, plan.family, config):
         if key is None:
             hooks = module._forward_pre_hooks

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import fastbert
+from fastbert.config import ConfigError
 from fastbert.models.auto import FAMILIES
 from fastbert.models.base import EncoderModel
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
@@ -162,3 +163,26 @@ def test_an_accelerated_model_goes_by_its_tree_too():
     ours = fastbert.accelerate(theirs)(IDS, MASK).last_hidden_state
     real = MASK.bool()
     assert_close_to_reference(ours[real], exact[real], plain[real], GRADIENT_FACTOR, "accelerated")
+
+
+@pytest.mark.parametrize("groups", (True, False), ids=("groups", "inner"))
+def test_albert_groups_that_are_not_the_configs(groups):
+    """Ours refuses them by name, transformers' own forward runs where there is one."""
+    config = hf.config_for("albert", "Model", 1)  # two groups of two layers
+
+    def cut(model):
+        if groups:
+            model.encoder.albert_layer_groups = model.encoder.albert_layer_groups[:1]
+        else:
+            model.encoder.albert_layer_groups[1].albert_layers = model.encoder.albert_layer_groups[1].albert_layers[:1]
+        return model
+
+    theirs = hf.make_hf(config, "Model").eval()
+    ours, ids = hf.make_ours(config, "Model", theirs).eval(), torch.tensor([[3, 9, 4]])
+    with torch.no_grad():
+        with pytest.raises(ConfigError, match=r"holds [01] layers; its config says 2"):
+            cut(ours)(ids)
+        fast = fastbert.accelerate(deepcopy(theirs))
+        if not groups:
+            with pytest.warns(UserWarning, match="holds 1 layers; its config says 2"):
+                assert torch.equal(cut(fast)(ids).last_hidden_state, cut(theirs)(ids).last_hidden_state)

@@ -47,6 +47,8 @@ class PreTrainedModel(CheckpointMixin):
     @property
     def live_config(self) -> EncoderConfig:
         """`config` with the number of layers that are there now: `model.encoder.layer = model.encoder.layer[:4]`."""
+        if (objection := self.family.groups_objection(self.base_model, self.config)) is not None:
+            raise ConfigError(objection)
         layers = self.family.layers_of(self.base_model, self.config)
         if layers is None or layers == self.config.num_hidden_layers:
             return self.config

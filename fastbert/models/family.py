@@ -101,6 +101,18 @@ class Family:
             return None
         return len(get_leaf(root, self.layer_path(config, 0).rpartition(".")[0])._modules)
 
+    def groups_objection(self, root: nn.Module, config: EncoderConfig) -> str | None:
+        """Why ALBERT's groups in `root` are not those of `config`, which says how often each of them runs."""
+        if not config.num_hidden_groups:
+            return None
+        for path in dict.fromkeys(path.rpartition(".")[0] for path in self.layer_paths(config)):
+            parent, group, name = path.rsplit(".", 2)
+            groups = get_leaf(root, parent)._modules
+            count = len(groups[group]._modules[name]._modules) if group in groups else 0  # type: ignore
+            if count != config.inner_group_num:
+                return f"{path} holds {count} layers; its config says {config.inner_group_num}"
+        return None
+
     def layer_paths(self, config: EncoderConfig) -> list[str]:
         """The path of the layer that runs at each depth; ALBERT's groups repeat theirs (Lan et al. 2019, 3.1)."""
         if not config.num_hidden_groups:
