@@ -46,6 +46,14 @@ def run_program(program: str, *arguments: object, **options) -> subprocess.Compl
     )
 
 
+@pytest.fixture(autouse=True)
+def heard_interrupts():
+    """A shell starts a job in the background with interrupts ignored, and what that job starts would ignore them, too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     return tiny.write_model(tmp_path_factory.mktemp("encoder"), num_hidden_layers=1)

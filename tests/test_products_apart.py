@@ -1,7 +1,8 @@
 """The torch backend's products beside an oneDNN that mixes rows: its fault with AMX, emulated by what is known of it.
 
-Where a row has more than 32 columns and no multiple of that, blocks of 32 columns are read whole: behind a row's last
-column lies the next row, which meets zeros. That is nothing, unless the next row holds NaN or infinity.
+Where a row has more than 32 columns and no multiple of that, blocks of 32 columns are read whole, and where it has an odd
+number below that, pairs: behind a row's last column lies the next row, which meets zeros. That is nothing, unless the
+next row holds NaN or infinity.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_clo
 def mixing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b, with the fault."""
     rows, columns = a.shape
-    beyond = -columns % 32 if columns > 32 else 0
+    beyond = -columns % (32 if columns > 32 else 2)
     flat = torch.cat([a.flatten(), a.new_zeros(beyond)])
     read = flat.as_strided((rows, columns + beyond), (columns, 1))
     return read @ torch.cat([b, b.new_zeros(beyond, b.shape[1])])
@@ -84,8 +85,9 @@ def test_rows_stay_apart(mixing_linear, hidden_size, inner, has_bias):
         assert torch.equal(ours(**spoiled)[others], dirty["out"][others])
 
 
-def test_the_emulated_fault_is_one(mixing_linear):
-    x, weight = torch.randn(4, 33), torch.randn(8, 33)
+@pytest.mark.parametrize("columns", (15, 33))
+def test_the_emulated_fault_is_one(mixing_linear, columns):
+    x, weight = torch.randn(4, columns), torch.randn(8, columns)
     x[2] = float("nan")
     assert F.linear(x, weight, None).isnan().any(1).tolist() == [False, True, True, False]
 
