@@ -48,7 +48,7 @@ def run_program(program: str, *arguments: object, **options) -> subprocess.Compl
 
 @pytest.fixture(autouse=True)
 def heard_interrupts():
-    """A shell starts a job in the background with interrupts ignored, and what that job starts would ignore them, too."""
+    """A shell starts a job in the background with interrupts ignored, and what that job starts ignores them, too."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

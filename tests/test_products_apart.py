@@ -1,8 +1,8 @@
 """The torch backend's products beside an oneDNN that mixes rows: its fault with AMX, emulated by what is known of it.
 
-Where a row has more than 32 columns and no multiple of that, blocks of 32 columns are read whole, and where it has an odd
-number below that, pairs: behind a row's last column lies the next row, which meets zeros. That is nothing, unless the
-next row holds NaN or infinity.
+Where a row has more than 32 columns and no multiple of that, blocks of 32 columns are read whole, and where it has an
+odd number below that, pairs: behind a row's last column lies the next row, which meets zeros. That is nothing, unless
+the next row holds NaN or infinity.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 
 # With AMX, oneDNN (3.12, that of torch 2.13; its issue 5717) reads a row of x in blocks of this many columns where it
 # has more, and in pairs where it has fewer. The last of them reaches into the next rows, against zeros in place of the
-# weight: what a neighbour has there counts as 0, but its NaN or infinity times 0 is NaN. Zeros behind x keep rows apart;
-# those behind the gradient, whose rows have out_features columns, do so in backward.
+# weight: what a neighbour has there counts as 0, but its NaN or infinity times 0 is NaN. Zeros behind x keep rows
+# apart; those behind the gradient, whose rows have out_features columns, do so in backward.
 _AMX_COLUMNS = 32
 _HAS_AMX = torch.cpu._is_amx_tile_supported()
 
