@@ -18,6 +18,8 @@ namespace fastbert {
 
 bool has_bf16_dot() { return current_isa().load(std::memory_order_relaxed) >= Isa::kAvx512Bf16; }
 
+int64_t row_group() { return current_isa().load(std::memory_order_relaxed) == Isa::kAmx ? 32 : 1; }
+
 void pack_panels(const PackArgs& args, int64_t begin, int64_t end) { FASTBERT_RUN(pack_panels, args, begin, end); }
 
 void convert_rows(const RowsArg& x, int64_t begin, int64_t end, const PackedWeight& weight, char* out, float* scales) {

@@ -21,6 +21,10 @@ inline int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 :
 // Whether the ISA in use multiplies bfloat16. Without it bfloat16 operands are widened and multiplied in float32.
 bool has_bf16_dot();
 
+// Rows that the ISA's tiles take at once where a part of a tile costs as much as a whole one, else 1: blocks of rows
+// begin at its multiples.
+int64_t row_group();
+
 // The bytes of one panel: `in_features`, rounded up to whole steps of four bytes, times kPanel.
 inline int64_t panel_bytes(DType format, int64_t in_features) {
   const int64_t per_step = 4 / element_size(format);

@@ -2,9 +2,6 @@
 #include "../include/gemm_tile.h"
 #include "convert_body.h"
 #include "pack_body.h"
-#if defined(FASTBERT_AMX)
-#include "../include/amx.h"
-#endif
 
 // What goes with each output column, padded to whole panels.
 struct Channels {
@@ -107,6 +104,8 @@ constexpr int64_t kGemmChain = std::is_same_v<Dot, Float32Dot> ? 256 : INT64_MAX
 // way, leave room in the second-level cache for the rows. Few rows are bound by the panels' way from memory: theirs, 24
 // KB, stay in the first.
 constexpr int64_t kBlockSteps = 384, kFewRowsSteps = 96;
+// AMX takes a panel faster than the second-level cache gives it: the rows pass by a stretch that stays in the first.
+constexpr int64_t kAmxBlockSteps = 128;
 constexpr int64_t kFewRows = 4 * kTileRows;
 
 // A part of one product: steps [0, steps) of a panel and of the rows at `x`.
@@ -123,22 +122,12 @@ struct Part {
 struct Fetch {
   int64_t lines, before;
 
-  static Fetch of(int64_t index, int64_t tiles) {
+  static Fetch of(int64_t index, int64_t tiles, int64_t lines = 4) {
     if (tiles <= 1) return {0, 0};
-    const int64_t before = (index * 4 + tiles / 2) / tiles;
-    return {((index + 1) * 4 + tiles / 2) / tiles - before, before};
+    const int64_t before = (index * lines + tiles / 2) / tiles;
+    return {((index + 1) * lines + tiles / 2) / tiles - before, before};
   }
 };
-
-#if defined(FASTBERT_AMX)
-template <typename Dot>
-constexpr bool kUsesAmx = !std::is_same_v<Dot, Float32Dot>;
-#else
-template <typename Dot>
-constexpr bool kUsesAmx = false;
-struct AmxTiles {};
-constexpr int64_t kAmxRows = kTileRows;
-#endif
 
 // One part for one tile, added to `sums` if `accumulate`.
 template <typename Dot>
@@ -155,7 +144,7 @@ FASTBERT_SIMD void tile_part(const Part& part, int64_t row, int64_t rows, int64_
   }
 }
 
-// The same for the rows of AMX's tiles; steps that are no whole group go the ordinary way. Declared for all: C++17 must
+// The same for up to kAmxRows rows; steps that are no whole group go the ordinary way. Declared for all: C++17 must
 // know the template's name where it is called, though never made.
 template <typename Dot>
 void amx_part(AmxTiles& tiles, const Part& part, int64_t row, int64_t rows, int64_t block_rows, int64_t columns,
@@ -165,10 +154,12 @@ void amx_part(AmxTiles& tiles, const Part& part, int64_t row, int64_t rows, int6
 template <typename Dot>
 void amx_part(AmxTiles& tiles, const Part& part, int64_t row, int64_t rows, int64_t block_rows, int64_t columns,
               bool accumulate, char* sums) {
-  const int64_t whole = part.steps / kAmxSteps * kAmxSteps;
+  const int64_t whole = part.steps / kAmxSteps * kAmxSteps, groups = whole / kAmxSteps;
   if (whole > 0) {
-    const char* x = part.x + row * part.x_stride;
-    tiles.product<Dot>(rows, x, part.x_stride, part.panel, whole, accumulate, sums);
+    // Two squares of 32 columns pass each group of steps: half of its lines for each.
+    const Fetch fetch = Fetch::of(row / kAmxRows, (block_rows + kAmxRows - 1) / kAmxRows, 4 * kAmxSteps / 2);
+    tiles.product<Dot>(rows, part.x + row * part.x_stride, part.x_stride, part.panel, whole, columns, accumulate, sums,
+                       fetch.lines, part.panel + part.steps * kStepBytes + fetch.before * 2 * groups * 64);
   }
   if (whole == part.steps) return;
   const Part rest{part.x + whole * 4, part.x_stride, part.panel + whole * kStepBytes, part.steps - whole};
@@ -183,7 +174,8 @@ template <typename Dot>
 void gemm_panels(const GemmArgs& args, const GemmTarget& target, const Rows& x, const Rows* addends, int64_t row_begin,
                  int64_t row_end, int64_t begin, int64_t end, const Channels& channels, Scratch& scratch) {
   constexpr bool kInt8 = std::is_same_v<Dot, Int8Dot>;
-  const int64_t block_rows = row_end - row_begin, block_steps = block_rows > kFewRows ? kBlockSteps : kFewRowsSteps;
+  const int64_t block_rows = row_end - row_begin;
+  const int64_t block_steps = kUsesAmx<Dot> ? kAmxBlockSteps : block_rows > kFewRows ? kBlockSteps : kFewRowsSteps;
   constexpr int64_t kRows = kUsesAmx<Dot> ? kAmxRows : kTileRows;
   char* sums = scratch.get(block_rows * kStepBytes);
   [[maybe_unused]] AmxTiles tiles;
@@ -273,6 +265,36 @@ void gemm(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t pane
   }
 }
 
+// Sums (rows, kPanel) of one block, on their way out.
+FASTBERT_SIMD void store_block(const GemmTransposedArgs& args, int64_t a_panel, int64_t b_panel, int64_t rows,
+                               int64_t columns, const char* sums) {
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t at = (a_panel * kPanel + r) * args.b_features + b_panel * kPanel;
+    for (int64_t c = 0; c < columns; c += kWidth) {
+      const Floats x = load(reinterpret_cast<const float*>(sums + r * kStepBytes) + c);
+      if (args.out_dtype == DType::kFloat32) {
+        store_columns(static_cast<float*>(args.out) + at + c, x, columns - c);
+      } else {
+        store_columns(static_cast<BFloat16*>(args.out) + at + c, x, columns - c);
+      }
+    }
+  }
+}
+
+// `rows` rows of a^T times b's panel, steps [first, steps): a's panel is read as its own transpose. A stretch of tokens
+// at a time, so that b's stays in the cache for all rows.
+template <typename Dot>
+FASTBERT_SIMD void transposed_block(const char* a, const char* b, int64_t first, int64_t steps, int64_t rows,
+                                    int64_t columns, char* sums) {
+  for (int64_t step = first; step == 0 || step < steps; step += 256) {
+    const int64_t count = std::min<int64_t>(steps - step, 256);
+    for (int64_t r = 0; r < rows; r += kTileRows) {
+      tile_rows<Dot>(std::min<int64_t>(kTileRows, rows - r), a + step * kStepBytes + r * 4, 4, kStepBytes,
+                     b + step * kStepBytes, count, columns, step > 0, sums + r * kStepBytes);
+    }
+  }
+}
+
 template <typename Dot>
 void gemm_transposed_blocks(const GemmTransposedArgs& args, int64_t begin, int64_t end) {
   const int64_t bytes = panel_bytes(args.format, args.tokens), steps = bytes / kStepBytes;
@@ -282,31 +304,65 @@ void gemm_transposed_blocks(const GemmTransposedArgs& args, int64_t begin, int64
     const int64_t a_panel = block / b_panels, b_panel = block % b_panels;
     const int64_t rows = std::min(kPanel, args.a_features - a_panel * kPanel);
     const int64_t columns = std::min(kPanel, args.b_features - b_panel * kPanel);
-    const char *a = args.a + a_panel * bytes, *b = args.b + b_panel * bytes;
-    // A stretch of tokens at a time, so that b's stays in the cache for all rows.
-    for (int64_t step = 0; step == 0 || step < steps; step += 256) {
-      const int64_t count = std::min<int64_t>(steps - step, 256);
-      for (int64_t r = 0; r < rows; r += kTileRows) {
-        tile_rows<Dot>(std::min<int64_t>(kTileRows, rows - r), a + step * kStepBytes + r * 4, 4, kStepBytes,
-                       b + step * kStepBytes, count, columns, step > 0, sums + r * kStepBytes);
-      }
-    }
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t at = (a_panel * kPanel + r) * args.b_features + b_panel * kPanel;
-      for (int64_t c = 0; c < columns; c += kWidth) {
-        const Floats x = load(reinterpret_cast<const float*>(sums + r * kStepBytes) + c);
-        if (args.out_dtype == DType::kFloat32) {
-          store_columns(static_cast<float*>(args.out) + at + c, x, columns - c);
-        } else {
-          store_columns(static_cast<BFloat16*>(args.out) + at + c, x, columns - c);
-        }
-      }
+    transposed_block<Dot>(args.a + a_panel * bytes, args.b + b_panel * bytes, 0, steps, rows, columns, sums);
+    store_block(args, a_panel, b_panel, rows, columns, sums);
+  }
+}
+
+#if defined(FASTBERT_AMX)
+// A panel's `steps` steps of 64 columns become 64 rows, `stride` bytes apart.
+void transpose_panel(const char* panel, int64_t steps, int64_t stride, char* rows) {
+  Ints square[kWidth];
+  for (int64_t step = 0; step < steps; step += kWidth) {
+    for (int64_t c = 0; c < kPanel; c += kWidth) {
+      const char* from = panel + step * kStepBytes + c * 4;
+      for (int64_t i = 0; i < kWidth; ++i) square[i] = load(reinterpret_cast<const int32_t*>(from + i * kStepBytes));
+      transpose(square);
+      char* to = rows + c * stride + step * 4;
+      for (int64_t i = 0; i < kWidth; ++i) store(reinterpret_cast<int32_t*>(to + i * stride), square[i]);
     }
   }
 }
 
+// AMX reads rows, so that a's panels must be transposed: several at a time, which stay in the second-level cache while
+// the panels of b pass by. Blocks are numbered accordingly: which one is which is no caller's concern.
+void gemm_transposed_amx(const GemmTransposedArgs& args, int64_t begin, int64_t end) {
+  constexpr int64_t kCached = 512 << 10, kMostPanels = 8;
+  static thread_local Scratch scratch;
+  const int64_t bytes = panel_bytes(args.format, args.tokens), steps = bytes / kStepBytes;
+  const int64_t whole = steps / kAmxSteps * kAmxSteps, stride = whole * 4 + 64, panel_rows = kPanel * stride;
+  const int64_t a_panels = num_panels(args.a_features), b_panels = num_panels(args.b_features);
+  const int64_t group = std::clamp<int64_t>(kCached / panel_rows, 1, kMostPanels);
+  char* transposed = scratch.get(group * panel_rows);
+  alignas(64) char sums[kPanel * kStepBytes];
+  AmxTiles tiles;
+  int64_t held[kMostPanels];  // the panel that each slot has
+  std::fill_n(held, kMostPanels, -1);
+  for (int64_t block = begin; block < end; ++block) {
+    const int64_t first = block / (group * b_panels) * group, count = std::min(group, a_panels - first);
+    const int64_t rest = block - first * b_panels, b_panel = rest / count, a_panel = first + rest % count;
+    const char *a = args.a + a_panel * bytes, *b = args.b + b_panel * bytes;
+    const int64_t rows = std::min(kPanel, args.a_features - a_panel * kPanel);
+    const int64_t columns = std::min(kPanel, args.b_features - b_panel * kPanel);
+    char* a_rows = transposed + (a_panel - first) * panel_rows;
+    if (held[a_panel - first] != a_panel) {
+      transpose_panel(a, whole, stride, a_rows);
+      held[a_panel - first] = a_panel;
+    }
+    for (int64_t step = 0; step < whole; step += kAmxBlockSteps) {
+      tiles.product<BFloat16Dot>(rows, a_rows + step * 4, stride, b + step * kStepBytes,
+                                 std::min(kAmxBlockSteps, whole - step), columns, step > 0, sums);
+    }
+    if (whole < steps || steps == 0) transposed_block<BFloat16Dot>(a, b, whole, steps, rows, columns, sums);
+    store_block(args, a_panel, b_panel, rows, columns, sums);
+  }
+}
+#endif
+
 void gemm_transposed(const GemmTransposedArgs& args, int64_t begin, int64_t end) {
-#if defined(FASTBERT_BF16)
+#if defined(FASTBERT_AMX)
+  if (args.format == DType::kBFloat16) return gemm_transposed_amx(args, begin, end);
+#elif defined(FASTBERT_BF16)
   if (args.format == DType::kBFloat16) return gemm_transposed_blocks<BFloat16Dot>(args, begin, end);
 #endif
   gemm_transposed_blocks<Float32Dot>(args, begin, end);

@@ -1,8 +1,18 @@
 // AMX: eight tiles of 16 rows by 64 bytes, and products of them (Intel 64 and IA-32 Architectures Optimization
-// Reference Manual, chapter 20). Included by foreach_isa.h. By hand instead of by intrinsics, whose tile numbers must
-// be literals and which do not tell the compiler that they read memory.
+// Reference Manual, chapter 20). Included by gemm_tile.h. By hand instead of by intrinsics, whose tile numbers must be
+// literals and which do not tell the compiler that they read memory.
 //
 // Where FASTBERT_AMX_EMULATION names a header, its functions stand in: tests run the kernels without such a CPU.
+
+constexpr int64_t kAmxRows = 32, kAmxSteps = 16;
+
+#if !defined(FASTBERT_AMX)
+template <typename Dot>
+constexpr bool kUsesAmx = false;
+struct AmxTiles {};
+#else
+template <typename Dot>
+constexpr bool kUsesAmx = !std::is_same_v<Dot, Float32Dot>;
 
 // ldtilecfg's operand: the shape of every tile.
 struct alignas(64) TileShapes {
@@ -40,8 +50,6 @@ FASTBERT_SIMD void amx_dot_bytes() {
 }
 #endif
 
-constexpr int64_t kAmxRows = 32, kAmxSteps = 16;
-
 template <typename Dot, int kC, int kA, int kB>
 FASTBERT_SIMD void amx_dot() {
   if constexpr (std::is_same_v<Dot, Int8Dot>) {
@@ -51,10 +59,11 @@ FASTBERT_SIMD void amx_dot() {
   }
 }
 
-// Tiles 0 to 3 are the sums of 32 rows by 32 columns, 4 and 5 the rows, 6 and 7 the columns.
+// Tiles 0 to 3 are the sums of 32 rows by 32 columns, 4 and 5 the rows, 6 and 7 the columns. Each group of steps also
+// asks for `lines` cache lines from `fetch` on.
 template <typename Dot, bool kBelow>
 FASTBERT_SIMD void amx_square(const char* x, int64_t x_stride, const char* panel, int64_t steps, bool accumulate,
-                              char* sums) {
+                              char* sums, const char* fetch, int64_t lines) {
   char* below = sums + 16 * kStepBytes;
   if (accumulate) {
     amx_load<0>(sums, kStepBytes);
@@ -72,6 +81,8 @@ FASTBERT_SIMD void amx_square(const char* x, int64_t x_stride, const char* panel
     }
   }
   for (int64_t step = 0; step < steps; step += kAmxSteps) {
+    for (int64_t line = 0; line < lines; ++line) __builtin_prefetch(fetch + line * 64, 0, 2);
+    fetch += lines * 64;
     amx_load<6>(panel + step * kStepBytes, kStepBytes);
     amx_load<7>(panel + step * kStepBytes + 64, kStepBytes);
     amx_load<4>(x + step * 4, x_stride);
@@ -101,16 +112,23 @@ class AmxTiles {
     if (rows_ > 0) amx_release();
   }
 
-  // As `tile`, for up to kAmxRows rows, all of the panel's columns and whole groups of kAmxSteps steps.
+  // sums (rows, kPanel) = or += rows of x times `columns` (rounded up to 32) of the panel, from whole groups of
+  // kAmxSteps steps. With `lines` cache lines fetched a group of steps, from `fetch` on.
   template <typename Dot>
-  void product(int64_t rows, const char* x, int64_t x_stride, const char* panel, int64_t steps, bool accumulate,
-               char* sums) {
-    shape(rows);
-    for (int64_t column = 0; column < kPanel; column += 32) {
-      if (rows > 16) {
-        amx_square<Dot, true>(x, x_stride, panel + column * 4, steps, accumulate, sums + column * 4);
-      } else {
-        amx_square<Dot, false>(x, x_stride, panel + column * 4, steps, accumulate, sums + column * 4);
+  void product(int64_t rows, const char* x, int64_t x_stride, const char* panel, int64_t steps, int64_t columns,
+               bool accumulate, char* sums, int64_t lines = 0, const char* fetch = nullptr) {
+    for (int64_t row = 0; row < rows; row += kAmxRows) {
+      const int64_t height = std::min(kAmxRows, rows - row);
+      const char* from = x + row * x_stride;
+      shape(height);
+      for (int64_t column = 0; column < columns; column += 32) {
+        char* to = sums + row * kStepBytes + column * 4;
+        if (height > 16) {
+          amx_square<Dot, true>(from, x_stride, panel + column * 4, steps, accumulate, to, fetch, lines);
+        } else {
+          amx_square<Dot, false>(from, x_stride, panel + column * 4, steps, accumulate, to, fetch, lines);
+        }
+        fetch += steps / kAmxSteps * lines * 64;
       }
     }
   }
@@ -133,3 +151,4 @@ class AmxTiles {
 
   int64_t rows_ = 0;
 };
+#endif

@@ -105,3 +105,5 @@ FASTBERT_SIMD void tile_rows(int64_t rows, const char* a, int64_t row_stride, in
       return tile_row<Dot, 6>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines, fetch);
   }
 }
+
+#include "amx.h"

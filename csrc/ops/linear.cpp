@@ -28,6 +28,12 @@ int64_t num_blocks(int64_t rows, int64_t most, int64_t threads) {
   return blocks < threads ? blocks : (blocks + threads - 1) / threads * threads;
 }
 
+// The first row of a block. No block grows beyond what it had before the rounding, up to a multiple of row_group().
+int64_t first_row(int64_t block, int64_t blocks, int64_t rows) {
+  const int64_t group = row_group();
+  return std::min(rows, (block * rows / blocks + group - 1) / group * group);
+}
+
 // How many groups of panels a product is split into where there are few row blocks: more than one for each thread, if
 // they come out equal. With few rows a thread streams its half of the weight in one go.
 int64_t panel_groups(int64_t rows, int64_t blocks, int64_t panels, int64_t threads) {
@@ -80,7 +86,8 @@ void run_gemm(const GemmArgs& args_, int64_t rows, const RowsDone& done = nullpt
   if (groups > 1) args.x = converted_rows(args, rows, memory);
   run_tasks(blocks * groups, [&](int64_t task) {
     const int64_t block = task / groups, group = task % groups;
-    const int64_t row_begin = block * rows / blocks, row_end = (block + 1) * rows / blocks;
+    const int64_t row_begin = first_row(block, blocks, rows), row_end = first_row(block + 1, blocks, rows);
+    if (row_begin == row_end) return;
     gemm(args, row_begin, row_end, group * panels / groups, (group + 1) * panels / groups);
     if (done && groups == 1) done(row_begin, row_end);
   });
@@ -321,7 +328,8 @@ void feed_forward_rows(const at::Tensor& x_, const LinearOperand& up_linear, con
   const at::Tensor inner = workspace({threads, kRowBlock, intermediate_size}, dtype);
   run_tasks(blocks, [&](int64_t block) {
     const at::Tensor buffer = inner.select(0, at::get_thread_num());
-    const int64_t row = block * rows / blocks, count = (block + 1) * rows / blocks - row;
+    const int64_t row = first_row(block, blocks, rows), count = first_row(block + 1, blocks, rows) - row;
+    if (count == 0) return;
     Operand first = up, second = down;
     first.write_to(buffer, pre.defined() ? pre.narrow(0, row, count) : pre, act);
     second.write_to(out.narrow(0, row, count), at::Tensor(), Activation::kNone);
