@@ -7,6 +7,7 @@
 #include "gemm.h"
 
 #define FASTBERT_BODY "../cpu/attention_bwd_body.h"
+#define FASTBERT_USES_AMX
 #include "../include/foreach_isa.h"
 
 namespace fastbert {

@@ -9,9 +9,12 @@
 constexpr int64_t kBlock = kAttentionBlock;
 
 // One (sequence, head)'s memory. Right-hand operands are packed, left-hand ones are rows; P^T and dS^T are read as the
-// transposes of what `pairs` packs: kPerStep queries of one key in each four bytes.
+// transposes of what `pairs` packs: kPerStep queries of one key in each four bytes. AMX, which reads rows only, makes
+// dv^T = dO^T P and dk^T = Q^T dS instead: there `pairs` are right-hand operands.
 struct BwdMemory {
   char *q_rows, *dout_rows;           // steps along the queries: operands of dk and dv
+  char *q_columns, *dout_columns;     // AMX: the same as rows of dims
+  int64_t columns_stride;             // bytes
   char *k_columns, *v_columns;        // one key block: operands of S and dP
   char* k_rows;                       // one key block: operand of dq
   char *q_copy, *dout_copy;           // rows that are no whole steps where they lie
@@ -32,12 +35,18 @@ struct BwdRange {
 template <typename E, typename T>
 BwdMemory lay_out(Carver& carver, const AttentionInputs<T>& in, const BwdRange& range) {
   const int64_t rows = range.query_end - range.query_begin, dim_panels = (in.head_dim + kPanel - 1) / kPanel;
-  const int64_t dim_steps = steps_of<E>(in.head_dim), square = kBlock * kPanel;
-  const int64_t rows_bytes = range.has_dkv ? dim_panels * steps_of<E>(rows) * kStepBytes : 0;
+  const int64_t dim_steps = whole_steps<E>(in.head_dim), square = kBlock * kPanel;
+  const int64_t rows_bytes = range.has_dkv ? dim_panels * whole_steps<E>(rows) * kStepBytes : 0;
   const int64_t copy_bytes = lies_ready<E, T>(in.head_dim) ? 0 : rows * dim_steps * 4;
   BwdMemory memory;
   memory.q_rows = carver.take(rows_bytes);
   memory.dout_rows = carver.take(rows_bytes);
+  // A line more than the queries need: see FwdMemory's probs_stride.
+  memory.columns_stride = whole_steps<E>(rows) * 4 + 64;
+  const int64_t columns_bytes =
+      range.has_dkv && kUsesAmx<typename DotOf<E>::Dot> ? dim_panels * kPanel * memory.columns_stride : 0;
+  memory.q_columns = carver.take(columns_bytes);
+  memory.dout_columns = carver.take(columns_bytes);
   memory.k_columns = carver.take(dim_steps * kStepBytes);
   memory.v_columns = carver.take(dim_steps * kStepBytes);
   memory.k_rows = carver.take(dim_panels * kBlock / kPerStep<E> * kStepBytes);
@@ -109,7 +118,20 @@ void square_gradients(const BwdMemory& memory, const Dropout& dropout, uint64_t 
       store(reinterpret_cast<float*>(memory.probs_pairs + step_at), first.probs);
       store(reinterpret_cast<float*>(memory.dscores_pairs + step_at), first.dscores);
     }
+    // Zeros up to whole steps of keys: at most one vector more, where a group of steps has two.
+    if constexpr (kStepGroup<E> * kPerStep<E> > kWidth) {
+      const int64_t end = (keys + kWidth - 1) / kWidth * kWidth;
+      if (end % (kStepGroup<E> * kPerStep<E>) == 0) continue;
+      E* dscores = reinterpret_cast<E*>(memory.dscores) + r * kPanel + end;
+      store(dscores, set1(0.0f));
+      store(dscores + kPanel, set1(0.0f));
+    }
   }
+  // And of queries.
+  const int64_t filled = steps_of<E>(rows) * kStepBytes;
+  const auto rest = static_cast<size_t>(whole_steps<E>(rows) * kStepBytes - filled);
+  std::memset(memory.probs_pairs + filled, 0, rest);
+  std::memset(memory.dscores_pairs + filled, 0, rest);
 }
 
 // delta of `rows` rows. fp32 sums are made in the very order of dP's: where one key has all of the probability, O is
@@ -148,18 +170,65 @@ void sum_rows(const BwdMemory& memory, const T* dout, int64_t dout_stride, const
   }
 }
 
+// q or dout of a head as the operand of dk or dv: packed, and for AMX turned over.
 template <typename E, typename T>
-void attention_bwd_head(const AttentionBwd<T>& args, const BwdMemory& memory, const BwdRange& range,
+void pack_queries(const T* x, int64_t stride, int64_t rows, int64_t d, const BwdMemory& memory, char* packed,
+                  char* columns) {
+  const int64_t steps = whole_steps<E>(rows);
+  pack_rows<E>(x, stride, rows, d, steps, packed);
+#if defined(FASTBERT_AMX)
+  if constexpr (kUsesAmx<typename DotOf<E>::Dot>) {
+    for (int64_t first = 0; first < d; first += kPanel) {
+      amx_transpose(packed + first / kPanel * steps * kStepBytes, steps, memory.columns_stride,
+                    columns + first * memory.columns_stride);
+    }
+  }
+#endif
+}
+
+// dk or dv (or with AMX its transpose), (keys, dims) of one square, added to `sums` if `accumulate`: the products of
+// `pairs` with what pack_queries made of q or dout, from `query` on.
+template <typename E>
+FASTBERT_SIMD void add_by_keys(AmxTiles& tiles, const BwdMemory& memory, const char* pairs, const char* packed,
+                               const char* columns, int64_t panel, int64_t row_steps, int64_t query, int64_t rows,
+                               int64_t keys, int64_t dims, bool accumulate, char* sums) {
+  using Dot = typename DotOf<E>::Dot;
+  if constexpr (kUsesAmx<Dot>) {
+    product<Dot>(tiles, dims, columns + panel * kPanel * memory.columns_stride + query / kPerStep<E> * 4,
+                 memory.columns_stride, pairs, whole_steps<E>(rows), keys, accumulate, sums);
+  } else {
+    vector_product<Dot>(keys, pairs, 4, kStepBytes, packed + (panel * row_steps + query / kPerStep<E>)*kStepBytes,
+                        steps_of<E>(rows), dims, accumulate, sums);
+  }
+}
+
+// Sums of add_by_keys on their way out. `space` is for one square.
+template <typename E, typename T>
+void write_by_keys(const char* sums, char* space, float factor, int64_t keys, int64_t d, T* out, int64_t stride) {
+#if defined(FASTBERT_AMX)
+  if constexpr (kUsesAmx<typename DotOf<E>::Dot>) {
+    for (int64_t first = 0; first < d; first += kPanel, sums += kBlock * kStepBytes) {
+      amx_transpose(sums, kPanel, kStepBytes, space);
+      write_rows(space, kBlock, &factor, 0, keys, std::min(kPanel, d - first), out + first, stride);
+    }
+    return;
+  }
+#endif
+  write_rows(sums, kBlock, &factor, 0, keys, d, out, stride);
+}
+
+template <typename E, typename T>
+void attention_bwd_head(const AttentionBwd<T>& args, AmxTiles& tiles, const BwdMemory& memory, const BwdRange& range,
                         int64_t first_token, int64_t length, int64_t head) {
   using Dot = typename DotOf<E>::Dot;
   const AttentionInputs<T>& in = args.in;
-  const int64_t d = in.head_dim, dim_panels = (d + kPanel - 1) / kPanel, dim_steps = steps_of<E>(d);
+  const int64_t d = in.head_dim, dim_panels = (d + kPanel - 1) / kPanel, dim_steps = whole_steps<E>(d);
   const int64_t block_steps = kBlock / kPerStep<E>, rows_total = range.query_end - range.query_begin;
-  const int64_t row_steps = steps_of<E>(rows_total), token = first_token + range.query_begin;
+  const int64_t row_steps = whole_steps<E>(rows_total), token = first_token + range.query_begin;
   const int64_t q_stride = in.q.token_stride, dout_stride = args.dout.token_stride;
   const T *q = in.q.at(token, head), *dout = args.dout.at(token, head);
   // The softmax of one score is 1 whatever the score: rounding must not make a gradient of dP - delta.
-  const float dscores_scale = length == 1 ? 0.0f : in.softmax_scale, one = 1.0f;
+  const float dscores_scale = length == 1 ? 0.0f : in.softmax_scale;
 
   const float* stats = args.softmax_stats + head * args.total_tokens + token;
   for (int64_t r = 0; r < rows_total; ++r) {
@@ -173,8 +242,8 @@ void attention_bwd_head(const AttentionBwd<T>& args, const BwdMemory& memory, co
   const Left q_left = left_rows<E>(q, q_stride, rows_total, d, memory.q_copy);
   const Left dout_left = left_rows<E>(dout, dout_stride, rows_total, d, memory.dout_copy);
   if (range.has_dkv) {
-    pack_rows<E>(q, q_stride, rows_total, d, row_steps, memory.q_rows);
-    pack_rows<E>(dout, dout_stride, rows_total, d, row_steps, memory.dout_rows);
+    pack_queries<E>(q, q_stride, rows_total, d, memory, memory.q_rows, memory.q_columns);
+    pack_queries<E>(dout, dout_stride, rows_total, d, memory, memory.dout_rows, memory.dout_columns);
   }
 
   for (int64_t key = range.key_begin; key < range.key_end; key += kBlock) {
@@ -184,32 +253,33 @@ void attention_bwd_head(const AttentionBwd<T>& args, const BwdMemory& memory, co
     if (range.has_dq) pack_rows<E>(in.k.at(key_token, head), in.k.token_stride, keys, d, block_steps, memory.k_rows);
     for (int64_t query = 0; query < rows_total; query += kBlock) {
       const int64_t rows = std::min(kBlock, rows_total - query);
-      product<Dot>(rows, q_left.data + query * q_left.stride, q_left.stride, 4, memory.k_columns, dim_steps, keys,
+      product<Dot>(tiles, rows, q_left.data + query * q_left.stride, q_left.stride, memory.k_columns, dim_steps, keys,
                    false, reinterpret_cast<char*>(memory.scores));
-      product<Dot>(rows, dout_left.data + query * dout_left.stride, dout_left.stride, 4, memory.v_columns, dim_steps,
-                   keys, false, reinterpret_cast<char*>(memory.dprobs));
+      product<Dot>(tiles, rows, dout_left.data + query * dout_left.stride, dout_left.stride, memory.v_columns,
+                   dim_steps, keys, false, reinterpret_cast<char*>(memory.dprobs));
       const auto row = static_cast<uint64_t>((token + query) * in.num_heads + head);
       square_gradients<E>(memory, in.dropout, (row << 32) + static_cast<uint64_t>(key / 4),
                           static_cast<uint64_t>(in.num_heads) << 32, query, rows, keys, in.softmax_scale);
       for (int64_t p = 0; p < dim_panels; ++p) {
         const int64_t dims = std::min(kPanel, d - p * kPanel);
-        const int64_t panel_at = (p * row_steps + query / kPerStep<E>)*kStepBytes, sums_at = p * kBlock * kStepBytes;
+        const int64_t sums_at = p * kBlock * kStepBytes;
         if (range.has_dkv) {
-          product<Dot>(keys, memory.probs_pairs, 4, kStepBytes, memory.dout_rows + panel_at, steps_of<E>(rows), dims,
-                       query > 0, memory.dv_sums + sums_at);
-          product<Dot>(keys, memory.dscores_pairs, 4, kStepBytes, memory.q_rows + panel_at, steps_of<E>(rows), dims,
-                       query > 0, memory.dk_sums + sums_at);
+          add_by_keys<E>(tiles, memory, memory.probs_pairs, memory.dout_rows, memory.dout_columns, p, row_steps, query,
+                         rows, keys, dims, query > 0, memory.dv_sums + sums_at);
+          add_by_keys<E>(tiles, memory, memory.dscores_pairs, memory.q_rows, memory.q_columns, p, row_steps, query,
+                         rows, keys, dims, query > 0, memory.dk_sums + sums_at);
         }
         if (range.has_dq) {
-          product<Dot>(rows, memory.dscores, kPanel * static_cast<int64_t>(sizeof(E)), 4,
-                       memory.k_rows + p * block_steps * kStepBytes, steps_of<E>(keys), dims, key > 0,
+          product<Dot>(tiles, rows, memory.dscores, kPanel * static_cast<int64_t>(sizeof(E)),
+                       memory.k_rows + p * block_steps * kStepBytes, whole_steps<E>(keys), dims, key > 0,
                        memory.dq_sums + (p * rows_total + query) * kStepBytes);
         }
       }
     }
     if (!range.has_dkv) continue;
-    write_rows(memory.dk_sums, kBlock, &dscores_scale, 0, keys, d, args.dk.at(key_token, head), args.dk.token_stride);
-    write_rows(memory.dv_sums, kBlock, &one, 0, keys, d, args.dv.at(key_token, head), args.dv.token_stride);
+    auto* space = reinterpret_cast<char*>(memory.scores);
+    write_by_keys<E>(memory.dk_sums, space, dscores_scale, keys, d, args.dk.at(key_token, head), args.dk.token_stride);
+    write_by_keys<E>(memory.dv_sums, space, 1.0f, keys, d, args.dv.at(key_token, head), args.dv.token_stride);
   }
   if (!range.has_dq) return;
   write_rows(memory.dq_sums, rows_total, &dscores_scale, 0, rows_total, d, args.dq.at(token, head),
@@ -231,8 +301,9 @@ void attention_bwd_heads(const AttentionBwd<T>& args, const AttentionTask& task)
   lay_out<E>(counting, args.in, range);
   Carver carver{scratch.get(counting.size)};
   const BwdMemory memory = lay_out<E>(carver, args.in, range);
+  AmxTiles tiles;
   for (int64_t head = task.head_begin; head < task.head_end; ++head) {
-    attention_bwd_head<E>(args, memory, range, task.first_token, task.length, head);
+    attention_bwd_head<E>(args, tiles, memory, range, task.first_token, task.length, head);
   }
 }
 

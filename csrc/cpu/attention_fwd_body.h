@@ -3,9 +3,13 @@
 
 // Keys are taken in blocks whose scores and packed operands stay in the second-level cache; a longer row rescales what
 // it has summed when a later block holds a larger score (Milakov & Gimelshein 2018, "Online normalizer calculation for
-// softmax", algorithm 3).
-constexpr int64_t kQueryRows = 48;
-constexpr int64_t kKeyBlock = 1024;
+// softmax", algorithm 3). AMX, whose products take less time than the way of the scores through the caches, has blocks
+// that nearly stay in the first.
+#if defined(FASTBERT_AMX)
+constexpr int64_t kQueryRows = 32, kKeyBlock = 256;
+#else
+constexpr int64_t kQueryRows = 48, kKeyBlock = 1024;
+#endif
 
 struct FwdMemory {
   char *k_columns, *v_rows;  // packed, all keys
@@ -35,6 +39,11 @@ FASTBERT_SIMD Floats exp_row(const float* scores, int64_t keys, Floats top, Floa
       if constexpr (kHasDropout) x = mul(x, load(multiplier + key + i));
       store(probs + key + i, x);
     }
+  }
+  // Zeros up to whole steps: at most one vector more, where a group of steps has two.
+  if constexpr (kStepGroup<E> * kPerStep<E> > kWidth) {
+    const int64_t end = (keys + kWidth - 1) / kWidth * kWidth;
+    if (end % (kStepGroup<E> * kPerStep<E>) != 0) store(probs + end, set1(0.0f));
   }
   return total;
 }
@@ -92,10 +101,10 @@ void softmax_rows(const FwdMemory& m, int64_t first, int64_t rows, int64_t keys,
 
 template <typename E, typename T>
 FwdMemory lay_out(Carver& carver, const AttentionInputs<T>& in, int64_t n, int64_t block) {
-  const int64_t dim_panels = (in.head_dim + kPanel - 1) / kPanel, dim_steps = steps_of<E>(in.head_dim);
+  const int64_t dim_panels = (in.head_dim + kPanel - 1) / kPanel, dim_steps = whole_steps<E>(in.head_dim);
   FwdMemory memory;
   memory.k_columns = carver.take((n + kPanel - 1) / kPanel * dim_steps * kStepBytes);
-  memory.v_rows = carver.take(dim_panels * steps_of<E>(n) * kStepBytes);
+  memory.v_rows = carver.take(dim_panels * whole_steps<E>(n) * kStepBytes);
   memory.scores = carver.take_floats(block * kQueryRows);
   // A line more than the keys need: rows 1 KB apart would compete for the same sets of the first-level cache.
   memory.probs_stride = block * static_cast<int64_t>(sizeof(E)) + 64;
@@ -112,13 +121,14 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task)
   static thread_local Scratch scratch;
   const AttentionInputs<T>& in = args.in;
   const int64_t n = task.length, d = in.head_dim, dim_panels = (d + kPanel - 1) / kPanel;
-  const int64_t dim_steps = steps_of<E>(d), key_steps = steps_of<E>(n);
+  const int64_t dim_steps = whole_steps<E>(d), key_steps = whole_steps<E>(n);
   const int64_t block = std::min((n + kPanel - 1) / kPanel * kPanel, kKeyBlock);
   Carver counting{nullptr};
   lay_out<E>(counting, in, n, block);
   Carver carver{scratch.get(counting.size)};
   const FwdMemory m = lay_out<E>(carver, in, n, block);
   const float scale = in.softmax_scale * kLog2e;
+  AmxTiles tiles;
 
   for (int64_t head = task.head_begin; head < task.head_end; ++head) {
     pack_columns<E>(in.k.at(task.first_token, head), in.k.token_stride, n, d, m.k_columns);
@@ -130,8 +140,8 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task)
       for (int64_t key = 0; key < n; key += block) {
         const int64_t keys = std::min(block, n - key);
         for (int64_t p = 0; p * kPanel < keys; ++p) {
-          product<Dot>(rows, q.data, q.stride, 4, m.k_columns + (key / kPanel + p) * dim_steps * kStepBytes, dim_steps,
-                       std::min(kPanel, keys - p * kPanel), false,
+          product<Dot>(tiles, rows, q.data, q.stride, m.k_columns + (key / kPanel + p) * dim_steps * kStepBytes,
+                       dim_steps, std::min(kPanel, keys - p * kPanel), false,
                        reinterpret_cast<char*>(m.scores + p * kQueryRows * kPanel));
         }
         const uint64_t counters_per_query = static_cast<uint64_t>(in.num_heads) << 32;
@@ -147,8 +157,8 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task)
           }
         }
         for (int64_t p = 0; p < dim_panels; ++p) {
-          product<Dot>(rows, m.probs, m.probs_stride, 4, m.v_rows + (p * key_steps + key / kPerStep<E>)*kStepBytes,
-                       steps_of<E>(keys), std::min(kPanel, d - p * kPanel), key > 0,
+          product<Dot>(tiles, rows, m.probs, m.probs_stride, m.v_rows + (p * key_steps + key / kPerStep<E>)*kStepBytes,
+                       whole_steps<E>(keys), std::min(kPanel, d - p * kPanel), key > 0,
                        m.sums + p * kQueryRows * kStepBytes);
         }
       }

@@ -22,6 +22,14 @@ struct DotOf<BFloat16> {
 };
 #endif
 
+// Steps that operands have, zeros beyond the matrix: AMX takes whole groups.
+template <typename E>
+constexpr int64_t kStepGroup = kUsesAmx<typename DotOf<E>::Dot> ? kAmxSteps : 1;
+template <typename E>
+FASTBERT_SIMD int64_t whole_steps(int64_t n) {
+  return (steps_of<E>(n) + kStepGroup<E> - 1) / kStepGroup<E> * kStepGroup<E>;
+}
+
 // Hands out parts of one allocation, each from a cache line's start. Without memory it only counts the bytes.
 struct Carver {
   char* memory;
@@ -57,11 +65,11 @@ FASTBERT_SIMD void pack_square(const T* x, int64_t stride, int64_t count, char* 
 }
 
 // Rows become the columns of panels: (panels of kPanel rows, steps along `dims`, kPanel). Rows and dims beyond the
-// matrix are zeros up to a whole vector and a whole step.
+// matrix are zeros up to a whole vector and whole steps.
 template <typename E, typename T>
 void pack_columns(const T* x, int64_t stride, int64_t rows, int64_t dims, char* out) {
   constexpr int64_t kBlock = kWidth * kPerStep<E>;  // dims of one square
-  const int64_t steps = steps_of<E>(dims);
+  const int64_t steps = whole_steps<E>(dims);
   for (int64_t row = 0; row < rows; row += kWidth) {
     char* to = out + row / kPanel * steps * kStepBytes + row % kPanel * 4;
     const int64_t real = std::min(kWidth, rows - row);
@@ -79,7 +87,7 @@ void pack_columns(const T* x, int64_t stride, int64_t rows, int64_t dims, char* 
         const T* line = width < kBlock ? part : from + r * stride;
         store(reinterpret_cast<int32_t*>(padded + r * kBlock), load_steps<E>(line));
       }
-      pack_square<E>(padded, kBlock, steps_of<E>(width), to);
+      pack_square<E>(padded, kBlock, std::min(kWidth, whole_steps<E>(width)), to);
     }
   }
 }
@@ -93,8 +101,8 @@ FASTBERT_SIMD void store_step(char* to, const T* even, [[maybe_unused]] const T*
   store(reinterpret_cast<float*>(to), load(even));
 }
 
-// Rows become the steps of panels: (panels of kPanel dims, `panel_steps` steps along the rows, kPanel). An odd last row
-// of bfloat16 is paired with zeros.
+// Rows become the steps of panels: (panels of kPanel dims, `panel_steps` steps along the rows, kPanel), zeros beyond
+// the rows up to whole steps.
 template <typename E, typename T>
 void pack_rows(const T* x, int64_t stride, int64_t rows, int64_t dims, int64_t panel_steps, char* out) {
   alignas(64) static constexpr T kZeros[kPanel] = {};
@@ -112,10 +120,12 @@ void pack_rows(const T* x, int64_t stride, int64_t rows, int64_t dims, int64_t p
         store_step<E>(to + whole * 4, padded[0], padded[1]);
       }
     }
+    const int64_t filled = steps_of<E>(rows) * kStepBytes;
+    std::memset(out + filled, 0, static_cast<size_t>(whole_steps<E>(rows) * kStepBytes - filled));
   }
 }
 
-// Rows as the tiles' left operand: where they lie if they are whole steps of E already, else copied.
+// Rows as the tiles' left operand: where they lie if they are whole steps of E already, else copied, with zeros.
 struct Left {
   const char* data;
   int64_t stride;  // bytes
@@ -123,17 +133,17 @@ struct Left {
 
 template <typename E, typename T>
 FASTBERT_SIMD bool lies_ready(int64_t dims) {
-  return sizeof(E) == sizeof(T) && dims % kPerStep<E> == 0;
+  return sizeof(E) == sizeof(T) && dims == whole_steps<E>(dims) * kPerStep<E>;
 }
 
 template <typename E, typename T>
 Left left_rows(const T* x, int64_t stride, int64_t rows, int64_t dims, char* copy) {
   if (lies_ready<E, T>(dims)) return {reinterpret_cast<const char*>(x), stride * static_cast<int64_t>(sizeof(T))};
-  const int64_t bytes = steps_of<E>(dims) * 4;
+  const int64_t bytes = whole_steps<E>(dims) * 4;
   for (int64_t r = 0; r < rows; ++r) {
     E* to = reinterpret_cast<E*>(copy + r * bytes);
     for (int64_t i = 0; i < dims; ++i) to[i] = from_float<E>(to_float(x[r * stride + i]));
-    for (int64_t i = dims; i < steps_of<E>(dims) * kPerStep<E>; ++i) to[i] = from_float<E>(0.0f);
+    for (int64_t i = dims; i < whole_steps<E>(dims) * kPerStep<E>; ++i) to[i] = from_float<E>(0.0f);
   }
   return {copy, bytes};
 }
@@ -191,11 +201,22 @@ constexpr int64_t kAttentionChain = std::is_same_v<Dot, Float32Dot> ? 32 : 128;
 
 // sums (rows, kPanel) = or += `rows` rows of a times `columns` columns of one panel.
 template <typename Dot>
-void product(int64_t rows, const char* a, int64_t row_stride, int64_t step_stride, const char* panel, int64_t steps,
-             int64_t columns, bool accumulate, char* sums) {
+void vector_product(int64_t rows, const char* a, int64_t row_stride, int64_t step_stride, const char* panel,
+                    int64_t steps, int64_t columns, bool accumulate, char* sums) {
   for (int64_t step = 0; step < steps; step += kAttentionChain<Dot>) {
     product_chain<Dot>(rows, a + step * step_stride, row_stride, step_stride, panel + step * kStepBytes,
                        std::min(kAttentionChain<Dot>, steps - step), columns, accumulate || step > 0, sums);
+  }
+}
+
+// The same for rows that lie whole, and for whole_steps.
+template <typename Dot>
+void product(AmxTiles& tiles, int64_t rows, const char* a, int64_t row_stride, const char* panel, int64_t steps,
+             int64_t columns, bool accumulate, char* sums) {
+  if constexpr (kUsesAmx<Dot>) {
+    tiles.template product<Dot>(rows, a, row_stride, panel, steps, columns, accumulate, sums);
+  } else {
+    vector_product<Dot>(rows, a, row_stride, 4, panel, steps, columns, accumulate, sums);
   }
 }
 

@@ -144,13 +144,7 @@ FASTBERT_SIMD void tile_part(const Part& part, int64_t row, int64_t rows, int64_
   }
 }
 
-// The same for up to kAmxRows rows; steps that are no whole group go the ordinary way. Declared for all: C++17 must
-// know the template's name where it is called, though never made.
-template <typename Dot>
-void amx_part(AmxTiles& tiles, const Part& part, int64_t row, int64_t rows, int64_t block_rows, int64_t columns,
-              bool accumulate, char* sums);
-
-#if defined(FASTBERT_AMX)
+// The same for up to kAmxRows rows; steps that are no whole group go the ordinary way.
 template <typename Dot>
 void amx_part(AmxTiles& tiles, const Part& part, int64_t row, int64_t rows, int64_t block_rows, int64_t columns,
               bool accumulate, char* sums) {
@@ -168,7 +162,6 @@ void amx_part(AmxTiles& tiles, const Part& part, int64_t row, int64_t rows, int6
                    sums + r * kStepBytes);
   }
 }
-#endif
 
 template <typename Dot>
 void gemm_panels(const GemmArgs& args, const GemmTarget& target, const Rows& x, const Rows* addends, int64_t row_begin,
@@ -310,20 +303,6 @@ void gemm_transposed_blocks(const GemmTransposedArgs& args, int64_t begin, int64
 }
 
 #if defined(FASTBERT_AMX)
-// A panel's `steps` steps of 64 columns become 64 rows, `stride` bytes apart.
-void transpose_panel(const char* panel, int64_t steps, int64_t stride, char* rows) {
-  Ints square[kWidth];
-  for (int64_t step = 0; step < steps; step += kWidth) {
-    for (int64_t c = 0; c < kPanel; c += kWidth) {
-      const char* from = panel + step * kStepBytes + c * 4;
-      for (int64_t i = 0; i < kWidth; ++i) square[i] = load(reinterpret_cast<const int32_t*>(from + i * kStepBytes));
-      transpose(square);
-      char* to = rows + c * stride + step * 4;
-      for (int64_t i = 0; i < kWidth; ++i) store(reinterpret_cast<int32_t*>(to + i * stride), square[i]);
-    }
-  }
-}
-
 // AMX reads rows, so that a's panels must be transposed: several at a time, which stay in the second-level cache while
 // the panels of b pass by. Blocks are numbered accordingly: which one is which is no caller's concern.
 void gemm_transposed_amx(const GemmTransposedArgs& args, int64_t begin, int64_t end) {
@@ -346,7 +325,7 @@ void gemm_transposed_amx(const GemmTransposedArgs& args, int64_t begin, int64_t 
     const int64_t columns = std::min(kPanel, args.b_features - b_panel * kPanel);
     char* a_rows = transposed + (a_panel - first) * panel_rows;
     if (held[a_panel - first] != a_panel) {
-      transpose_panel(a, whole, stride, a_rows);
+      amx_transpose(a, whole, stride, a_rows);
       held[a_panel - first] = a_panel;
     }
     for (int64_t step = 0; step < whole; step += kAmxBlockSteps) {

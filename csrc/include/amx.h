@@ -9,7 +9,12 @@ constexpr int64_t kAmxRows = 32, kAmxSteps = 16;
 #if !defined(FASTBERT_AMX)
 template <typename Dot>
 constexpr bool kUsesAmx = false;
-struct AmxTiles {};
+struct AmxTiles {
+  // Never made: C++17 must know the name where it is called.
+  template <typename Dot>
+  void product(int64_t rows, const char* x, int64_t x_stride, const char* panel, int64_t steps, int64_t columns,
+               bool accumulate, char* sums, int64_t lines = 0, const char* fetch = nullptr);
+};
 #else
 template <typename Dot>
 constexpr bool kUsesAmx = !std::is_same_v<Dot, Float32Dot>;
@@ -99,6 +104,21 @@ FASTBERT_SIMD void amx_square(const char* x, int64_t x_stride, const char* panel
   if constexpr (kBelow) {
     amx_store<2>(below, kStepBytes);
     amx_store<3>(below + 64, kStepBytes);
+  }
+}
+
+// A panel's steps, a multiple of kWidth, of 64 columns become 64 rows, `stride` bytes apart: AMX reads rows, and what
+// is summed over may lie the other way round.
+inline void amx_transpose(const char* panel, int64_t steps, int64_t stride, char* rows) {
+  Ints square[kWidth];
+  for (int64_t step = 0; step < steps; step += kWidth) {
+    for (int64_t c = 0; c < kPanel; c += kWidth) {
+      const char* from = panel + step * kStepBytes + c * 4;
+      for (int64_t i = 0; i < kWidth; ++i) square[i] = load(reinterpret_cast<const int32_t*>(from + i * kStepBytes));
+      transpose(square);
+      char* to = rows + c * stride + step * 4;
+      for (int64_t i = 0; i < kWidth; ++i) store(reinterpret_cast<int32_t*>(to + i * stride), square[i]);
+    }
   }
 }
 
