@@ -14,7 +14,7 @@ from fastbert.config import ConfigError, EncoderConfig
 from fastbert.hub import CheckpointMixin
 from fastbert.layers.embeddings import run_embeddings
 from fastbert.layers.encoder import EncoderLayer, add_norm
-from fastbert.layers.leaves import get_leaf, linear, parent_of, place, within
+from fastbert.layers.leaves import get_leaf, has_hooks, is_called, linear, parent_of, place, within
 from fastbert.layers.whole import run_whole_layers
 from fastbert.models.family import Family, Scopes
 from fastbert.models.inputs import PackedInputs, TableSizes, prepare_inputs, table_sizes
@@ -175,7 +175,9 @@ def run_encoder(
     def encoder(x):
         x = project(x) if scopes.projects else x
         fused = None
-        if may_fuse and hidden_states is None and not root.training:
+        # The groups of ALBERT, which nothing below looks at; a list, so that each is asked whether it is a container.
+        called = scopes.groups and any([is_called(root, path) for path in dict.fromkeys(scopes.groups)])
+        if may_fuse and not called and hidden_states is None and not root.training:
             fused = run_whole_layers(root, paths, layer_type, family.layer, options, x, inputs.batch)
         if fused is not None:
             x = fused
@@ -342,3 +344,11 @@ class EncoderModel(PreTrainedModel):
         if probs is not None:
             extras["attentions"] = tuple(batch.unpack_attentions(p) for p in probs)
         return packed, batch, extras
+
+
+_own_forward = EncoderModel.forward
+
+
+def must_be_called(base: EncoderModel) -> bool:
+    """Whether calling a base model does anything else than `EncoderModel.forward`, for which `run` may stand in."""
+    return has_hooks(base) or "forward" in base.__dict__ or type(base).forward is not _own_forward

@@ -11,8 +11,8 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.config import ACTIVATIONS, EncoderConfig
-from fastbert.layers.leaves import get_leaf, has_hooks, linear, parent_of, place, within
-from fastbert.models.base import EncoderModel, PreTrainedModel, first_tokens
+from fastbert.layers.leaves import get_leaf, linear, parent_of, place, within
+from fastbert.models.base import EncoderModel, PreTrainedModel, first_tokens, must_be_called
 from fastbert.models.family import SequenceHead
 from fastbert.models.outputs import ModelOutput
 from fastbert.packing import InputError, PackedBatch, checks_values
@@ -25,7 +25,7 @@ class Encoded:
     base: EncoderModel
     packed: torch.Tensor
     batch: PackedBatch
-    pooler_output: torch.Tensor | None = None  # where the base model was called, because it has hooks
+    pooler_output: torch.Tensor | None = None  # where the base model was called: it has hooks, or a forward of its own
 
     def pooled(self) -> torch.Tensor:
         """(batch, hidden_size)."""
@@ -104,7 +104,7 @@ class HeadModel(PreTrainedModel):
     ) -> tuple[Encoded, dict]:
         """Run the base model on the arguments of its `prepare`; also the extras that were asked for, unpacked."""
         base = self.base_model
-        if not has_hooks(base):
+        if not must_be_called(base):
             packed, batch, extras = base.run(arguments, output_attentions, output_hidden_states)
             return Encoded(base, packed, batch), extras
         *inputs, cu_seqlens, max_seqlen = arguments
