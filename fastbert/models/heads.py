@@ -185,7 +185,7 @@ class SequenceHeadModel(HeadModel):
             if head.dense is not None:
                 x = linear(get_leaf(self, head.dense), x)
                 name = head.activation(self.config)
-                x = ops.activation(x, ACTIVATIONS[name]) if name else x  # transformers takes "" for none, too
+                x = ops.activation(x, ACTIVATIONS[name]) if name else x
             return self.drop(x, p)
 
         def out(x):
