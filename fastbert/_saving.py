@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,6 +68,9 @@ def beside(folder: Path) -> Iterator[Path]:
     descriptor, locked = os.open(folder, os.O_RDONLY), True
     try:
         try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            warnings.warn(f"fastbert: waiting until another process has saved into {folder}", stacklevel=5)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError:
             locked = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,6 +32,7 @@ _OLD_NAMES = (
 _IGNORED = re.compile(r"(^|\.)embeddings\.(position_ids|token_type_ids)$")
 
 Model = TypeVar("Model", bound="CheckpointMixin")
+Found = TypeVar("Found")
 
 
 def resolve(name_or_path: str | os.PathLike, *, config_only: bool = False) -> Path:
@@ -75,7 +77,7 @@ def resolve(name_or_path: str | os.PathLike, *, config_only: bool = False) -> Pa
 
 def read_config(folder: Path) -> EncoderConfig:
     """A folder's config. Raises ConfigError: it cannot be run. CheckpointError: the weights are another config's."""
-    return config_of(folder, read_metadata(folder))
+    return _of_one_save(folder, lambda metadata: config_of(folder, metadata))
 
 
 def read_checkpoint(folder: Path, config: EncoderConfig | None = None) -> tuple[EncoderConfig, dict[str, torch.Tensor]]:
@@ -83,12 +85,28 @@ def read_checkpoint(folder: Path, config: EncoderConfig | None = None) -> tuple[
 
     A `config` that is given stands for the folder's, and nothing is compared with it.
     """
+
+    def read(metadata):
+        return config_of(folder, metadata) if config is None else config, read_weights(folder)
+
+    return _of_one_save(folder, read)
+
+
+def _of_one_save(folder: Path, read: Callable[[dict[str, str]], Found]) -> Found:
+    """What `read` makes of the folder and of its weights' metadata, again if another process has saved meanwhile.
+
+    Then an error, too, may come from files of two saves: only what is raised with the folder at rest is the folder's.
+    """
     while True:
         metadata = read_metadata(folder)
-        found = config_of(folder, metadata) if config is None else config
-        weights = read_weights(folder)
-        if read_metadata(folder) == metadata:  # else another process has saved meanwhile
-            return found, weights
+        try:
+            found = read(metadata)
+        except (CheckpointError, ConfigError):
+            if read_metadata(folder) == metadata:
+                raise
+            continue
+        if read_metadata(folder) == metadata:
+            return found
 
 
 def check_layers(family: Family, config: EncoderConfig, weights: dict[str, torch.Tensor], source: str) -> None:
