@@ -188,7 +188,10 @@ class EncoderConfig:
             raise ConfigError(f"unknown model_type {_shown(self.model_type)}; fastbert has: {known}")
         self._check_sizes()
         summary = self.summary_activation
-        activations = {"hidden_act": self.hidden_act, "summary_activation": "gelu" if summary in (None, "") else summary}
+        activations = {
+            "hidden_act": self.hidden_act,
+            "summary_activation": "gelu" if summary in (None, "") else summary,
+        }
         for name, value in activations.items():
             if not isinstance(value, str) or value not in ACTIVATIONS:
                 raise ConfigError(f"{name} {_shown(value)} is not one of: {', '.join(ACTIVATIONS)}")

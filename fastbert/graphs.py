@@ -176,7 +176,9 @@ class _Leaves:
             leaves.kinds.append(type(module))
             leaves.others.append((attributes, "forward", attributes.get("forward")))
             # These dicts themselves, too: a module's __init__ puts others in their place.
-            leaves.others += [(attributes, n, d) for n in ("_modules", "_parameters", "_buffers") if (d := attributes[n])]
+            leaves.others += [
+                (attributes, n, d) for n in ("_modules", "_parameters", "_buffers") if (d := attributes[n])
+            ]
             leaves.others += [(module._modules, name, child) for name, child in module._modules.items()]
             for tensors in (module._parameters, module._buffers):
                 leaves.held += [(tensors, n, t, () if t is None else _memory_of(t)) for n, t in tensors.items()]

@@ -252,7 +252,7 @@ def test_odd_but_valid_inputs():
         mask = batch.inputs["attention_mask"].to(dtype)
         assert torch.equal(model(**{**batch.inputs, "attention_mask": mask})[0], expected)
         if dtype is not torch.bool:
-            with pytest.raises(InputError, match="attention_mask has [0-9]+ values that are neither 0"):
+            with pytest.raises(InputError, match=r"attention_mask has \d+ values that are neither 0"):
                 model(**{**batch.inputs, "attention_mask": (batch.inputs["attention_mask"] * 3).to(dtype)})
     for dtype in (torch.int32, torch.uint16, torch.uint64):
         inputs = {name: t.to(dtype) for name, t in batch.inputs.items()}

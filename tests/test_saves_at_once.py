@@ -18,7 +18,7 @@ def after_the_metadata(monkeypatch):
     """Does something when the metadata of weights has been read, for once: another process may do it just then."""
 
     def then(action):
-        read = hub.read_metadata
+        read = _saving.read_metadata
 
         def read_metadata(folder):
             metadata = read(folder)
@@ -26,7 +26,7 @@ def after_the_metadata(monkeypatch):
             action()
             return metadata
 
-        monkeypatch.setattr(hub, "read_metadata", read_metadata)
+        monkeypatch.setattr(_saving, "read_metadata", read_metadata)
 
     return then
 

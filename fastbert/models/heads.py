@@ -64,6 +64,18 @@ class HeadModel(PreTrainedModel):
     def base_model(self) -> EncoderModel:
         return self._modules[self.family.prefix]  # type: ignore[return-value]
 
+    @property
+    def label_leaf(self) -> str | None:
+        """The path of the Linear that has a row a label; None where the number of labels makes no shape."""
+        return None
+
+    @property
+    def live_config(self) -> EncoderConfig:
+        config, path = super().live_config, self.label_leaf
+        leaf = None if path is None else get_leaf(self, path)
+        weight = leaf._parameters.get("weight") if isinstance(leaf, nn.Linear) else None
+        return config if weight is None else config.replace(num_labels=weight.shape[0])
+
     def drop(self, x: torch.Tensor, p: float) -> torch.Tensor:
         return ops.dropout(x, p) if self.training else x
 
@@ -206,6 +218,10 @@ class ForSequenceClassification(SequenceHeadModel):
     def needs_pooler(self):  # type: ignore[override]
         return self.family.sequence.pooled
 
+    @property
+    def label_leaf(self):
+        return self.family.sequence.out
+
     def build_head(self, config):
         self.build_sequence_head(config, config.num_labels)
 
@@ -258,6 +274,8 @@ class ForMultipleChoice(SequenceHeadModel):
 class ForTokenClassification(HeadModel):
     """A class for every token; tokens labelled -100 do not count."""
 
+    label_leaf = "classifier"  # type: ignore[assignment]
+
     def build_head(self, config):
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
 
@@ -280,6 +298,7 @@ class ForQuestionAnswering(HeadModel):
     """
 
     option_names = ("start_positions", "end_positions")
+    label_leaf = "qa_outputs"  # type: ignore[assignment]
 
     def build_head(self, config):
         self.qa_outputs = nn.Linear(config.hidden_size, config.num_labels)
