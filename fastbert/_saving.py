@@ -15,10 +15,11 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,6 +28,7 @@ from fastbert.config import ConfigError, EncoderConfig, parse_json
 
 CONFIG = "config.json"
 SAVED_WITH = "fastbert_config"  # metadata of the weights: {"sha256": of config.json, "shapes": EncoderConfig.shapes()}
+Found = TypeVar("Found")
 BESIDE = ".fastbert-saving-"  # what the names of folders beside begin with
 
 
@@ -67,6 +69,9 @@ def beside(folder: Path) -> Iterator[Path]:
     descriptor, locked = os.open(folder, os.O_RDONLY), True
     try:
         try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            warnings.warn(f"fastbert: waiting until another process has saved into {folder}", stacklevel=5)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError:
             locked = False
@@ -128,6 +133,23 @@ def config_of(folder: Path, metadata: dict[str, str]) -> EncoderConfig:
                 " together. Undo the change, or pass config=EncoderConfig.from_file(...) to go by it all the same"
             )
     return config
+
+
+def of_one_save(folder: Path, read: Callable[[dict[str, str]], Found]) -> Found:
+    """What `read` makes of the folder and of its weights' metadata, again if another process has saved meanwhile.
+
+    Then an error, too, may come from files of two saves: only what is raised with the folder at rest is the folder's.
+    """
+    while True:
+        metadata = read_metadata(folder)
+        try:
+            found = read(metadata)
+        except (CheckpointError, ConfigError):
+            if read_metadata(folder) == metadata:
+                raise
+            continue
+        if read_metadata(folder) == metadata:
+            return found
 
 
 def _saved_with(folder: Path, metadata: dict[str, str]) -> dict[str, Any] | None:

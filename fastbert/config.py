@@ -175,7 +175,7 @@ class EncoderConfig:
     qa_dropout: float = 0.0
     num_hidden_groups: int = 0  # ALBERT: groups of layers that share their weights; 0: every layer has its own
     inner_group_num: int = 1
-    summary_activation: str | None = None
+    summary_activation: str | None = None  # None, or transformers' "": no activation
     summary_last_dropout: float = 0.0
     num_labels: int = 2
     problem_type: str | None = None
@@ -187,8 +187,12 @@ class EncoderConfig:
             known = ", ".join(sorted(_FAMILY_DEFAULTS))
             raise ConfigError(f"unknown model_type {_shown(self.model_type)}; fastbert has: {known}")
         self._check_sizes()
-        summary = "gelu" if self.summary_activation is None else self.summary_activation
-        for name, value in (("hidden_act", self.hidden_act), ("summary_activation", summary)):
+        summary = self.summary_activation
+        activations = {
+            "hidden_act": self.hidden_act,
+            "summary_activation": "gelu" if summary in (None, "") else summary,
+        }
+        for name, value in activations.items():
             if not isinstance(value, str) or value not in ACTIVATIONS:
                 raise ConfigError(f"{name} {_shown(value)} is not one of: {', '.join(ACTIVATIONS)}")
         for name in _DROPOUTS:

@@ -22,8 +22,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from fastbert.backend import Backend, _Choice, select_fused
-from fastbert.layers.leaves import has_hooks
-from fastbert.models.base import EncoderModel
+from fastbert.models.base import EncoderModel, must_be_called
 from fastbert.models.inputs import PackedInputs
 from fastbert.models.outputs import ModelOutput
 from fastbert.packing import PackedBatch
@@ -164,25 +163,38 @@ class _Leaves:
 
     held: list[tuple[dict, str, torch.Tensor | None, tuple]] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
-    children: list[tuple[dict, str, nn.Module | None]] = field(default_factory=list)
-    hooks: list[dict] = field(default_factory=list)
+    kinds: list[type] = field(default_factory=list)  # of those modules
+    others: list[tuple[dict, str, object]] = field(default_factory=list)  # a module's dict, a name, what it has there
+    hooks: list[tuple[dict, str]] = field(default_factory=list)  # a module's dict, and the name of what must be empty
 
     @classmethod
     def of(cls, model: nn.Module) -> _Leaves:
         leaves = cls()
         for module in model.modules():
+            attributes = module.__dict__
             leaves.modules.append(module)
-            leaves.children += [(module._modules, name, child) for name, child in module._modules.items()]
+            leaves.kinds.append(type(module))
+            leaves.others.append((attributes, "forward", attributes.get("forward")))
+            # These dicts themselves, too: a module's __init__ puts others in their place.
+            leaves.others += [
+                (attributes, n, d) for n in ("_modules", "_parameters", "_buffers") if (d := attributes[n])
+            ]
+            leaves.others += [(module._modules, name, child) for name, child in module._modules.items()]
             for tensors in (module._parameters, module._buffers):
                 leaves.held += [(tensors, n, t, () if t is None else _memory_of(t)) for n, t in tensors.items()]
             if module is not model:  # whose own hooks are for its caller
-                leaves.hooks += [module._forward_hooks, module._forward_pre_hooks]
+                leaves.hooks += [(attributes, name) for name in ("_forward_hooks", "_forward_pre_hooks")]
         return leaves
+
+    def have_hooks(self) -> bool:
+        return any([attributes[name] for attributes, name in self.hooks])
 
     def are_current(self) -> bool:
         """Whether the same modules hold the same memory; in-place changes of weights are seen by a graph anyway."""
-        return all([children.get(name) is child for children, name, child in self.children]) and all(
-            [d.get(n) is t and (t is None or _memory_of(t) == memory) for d, n, t, memory in self.held]
+        return (
+            [type(module) for module in self.modules] == self.kinds
+            and all([values.get(name) is value for values, name, value in self.others])
+            and all([d.get(n) is t and (t is None or _memory_of(t) == memory) for d, n, t, memory in self.held])
         )
 
 
@@ -257,8 +269,8 @@ class GraphedEncoder:
         self.why_eager = self._objection()
         if output_attentions or output_hidden_states:
             self.why_eager = "output_attentions and output_hidden_states leave a graph"
-        if has_hooks(model):  # which only calling the model runs
-            self.why_eager = "the model has hooks"
+        if must_be_called(model):
+            self.why_eager = "the model has hooks, or a forward of its own"
         if self.why_eager is not None:
             return model(
                 input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, output_attentions,
@@ -313,7 +325,7 @@ class GraphedEncoder:
         if self._leaves is None or not self._leaves.are_current():
             self._clear()
             self._leaves = _Leaves.of(self.model)
-        if torch_module._has_any_global_hook() or any(self._leaves.hooks):
+        if torch_module._has_any_global_hook() or self._leaves.have_hooks():
             return "a module inside the model has hooks"
         if any([module.training for module in self._leaves.modules]):
             return "a module inside the model is in training mode"

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from fastbert._saving import config_of, save
-from fastbert._weight_files import CheckpointError, read_metadata, read_weights, some
+from fastbert._saving import config_of, of_one_save, save
+from fastbert._weight_files import CheckpointError, read_weights, some
 from fastbert.config import ConfigError, EncoderConfig
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def resolve(name_or_path: str | os.PathLike, *, config_only: bool = False) -> Pa
 
 def read_config(folder: Path) -> EncoderConfig:
     """A folder's config. Raises ConfigError: it cannot be run. CheckpointError: the weights are another config's."""
-    return config_of(folder, read_metadata(folder))
+    return of_one_save(folder, lambda metadata: config_of(folder, metadata))
 
 
 def read_checkpoint(folder: Path, config: EncoderConfig | None = None) -> tuple[EncoderConfig, dict[str, torch.Tensor]]:
@@ -83,12 +83,11 @@ def read_checkpoint(folder: Path, config: EncoderConfig | None = None) -> tuple[
 
     A `config` that is given stands for the folder's, and nothing is compared with it.
     """
-    while True:
-        metadata = read_metadata(folder)
-        found = config_of(folder, metadata) if config is None else config
-        weights = read_weights(folder)
-        if read_metadata(folder) == metadata:  # else another process has saved meanwhile
-            return found, weights
+
+    def read(metadata):
+        return config_of(folder, metadata) if config is None else config, read_weights(folder)
+
+    return of_one_save(folder, read)
 
 
 def check_layers(family: Family, config: EncoderConfig, weights: dict[str, torch.Tensor], source: str) -> None:
@@ -128,6 +127,16 @@ def rename_keys(weights: dict[str, torch.Tensor], model_keys: set[str], prefix: 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.equal(b)
+
+
+def _untied(state: dict[str, torch.Tensor], tied: dict[str, str]) -> list[str]:
+    """Those second names of shared tensors that have tensors of their own by now, because a leaf was replaced."""
+
+    def is_shared(a: torch.Tensor, b: torch.Tensor) -> bool:
+        return (a.data_ptr() == b.data_ptr() and a.shape == b.shape) or _same(a, b)
+
+    found = [(copy, original) for copy, original in tied.items() if copy in state]
+    return [copy for copy, original in found if original not in state or not is_shared(state[copy], state[original])]
 
 
 def load_weights(
@@ -269,6 +278,10 @@ class CheckpointMixin(nn.Module):
         """`config`, as it would describe the weights that are there now."""
         return self.config
 
+    def table_shapes(self, config: EncoderConfig) -> dict[str, tuple[int, ...]]:
+        """The shapes of what `config` gives rows by the word, the position or the token type, by their keys."""
+        return {}
+
     def quantization_entry(self) -> dict[str, Any] | None:
         """What config.json says of int8 layers, under quantization_config; None where there are none."""
         return None
@@ -332,11 +345,25 @@ class CheckpointMixin(nn.Module):
         each other, and what killed ones have left is removed. Raises OSError where the folder cannot be written.
 
         Of a quantised model (fastbert.quantize) the files hold the integers and their scales: from_pretrained reads
-        them, transformers raises ValueError.
+        them, transformers raises ValueError. Layers and tables that were replaced are saved as they are; ConfigError is
+        raised, and nothing written, for those that no config describes: a decoder of other words than the word table.
         """
-        tied = self.tied_keys()
-        weights = {k: t.detach().cpu().contiguous() for k, t in self.state_dict().items() if k not in tied}
-        entries = {**self.live_config.to_dict(), "architectures": [type(self).__name__]}
+        config, state, tied = self.live_config, self.state_dict(), self.tied_keys()
+        if _untied(state, tied):  # then all of them are saved, each with memory of its own, as safetensors wants it
+            config, state, tied = (
+                config.replace(tie_word_embeddings=False),
+                {**state, **{k: state[k].clone() for k in tied if k in state}},
+                {},
+            )
+        weights = {k: t.detach().cpu().contiguous() for k, t in state.items() if k not in tied}
+        wrong = [
+            f"{key} is {tuple(weights[key].shape)}, not {shape}"
+            for key, shape in self.table_shapes(config).items()
+            if key in weights and weights[key].shape != shape
+        ]
+        if wrong:
+            raise ConfigError(f"nothing was saved, since no config describes the tables that are there: {some(wrong)}")
+        entries = {**config.to_dict(), "architectures": [type(self).__name__]}
         entries.pop("torch_dtype", None)  # today's name is dtype
         entries["dtype"] = str(self.dtype).removeprefix("torch.")
         entries.pop("quantization_config", None)  # what a config says and what the model is may differ by now

@@ -20,6 +20,10 @@ class InputError(ValueError):
     """An input that no kernel may see; the message names the value and the limit."""
 
 
+# What torch's aminmax takes of integers: the unsigned ones of more than 8 bits are not among them.
+_WITH_ENDS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
 class _Checks:
     """The process-wide choice. An attribute of a plain object, because torch.compile can guard on it."""
 
@@ -137,7 +141,7 @@ class PackedBatch:
             real = mask != 0
             lengths = real.sum(1, dtype=torch.int32)
             # Integers have no other value than 0 and 1 if the smallest and the largest are that: quicker than to count.
-            has_ends = not mask.is_floating_point() and mask.dtype is not torch.bool
+            has_ends = mask.dtype in _WITH_ENDS
             ends = torch.stack(mask.aminmax()) if has_ends else (real & (mask != 1)).any()[None]
             values = _to_host([lengths, ends, *_extremes(ranges, real)])
             counts, after = values[:batch_size], batch_size + len(ends)

@@ -120,7 +120,7 @@ def _encoders(model: nn.Module) -> Iterator[tuple[str, Any, Family, EncoderConfi
     for name, module in model.named_modules():
         forward = module.__dict__.get("forward")
         if isinstance(module, EncoderModel):
-            yield name, module, module.family, module.live_config
+            yield name, module, module.family, module.running_config
         elif isinstance(forward, _Forward):
             yield name, module, forward.plan.family, _live(module, forward.plan)[0]
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from fastbert import ops
 from fastbert.config import ConfigError
 from fastbert.hub import parse_dtype, resolve
-from fastbert.models.base import EncoderModel
+from fastbert.models.base import EncoderModel, must_be_called
 from fastbert.packing import InputError
 from fastbert.sentence_folder import (
     Normalize,
@@ -221,9 +221,12 @@ class SentenceEncoder:
 
     def _encode_batch(self, ids: list[list[int]], normalize: bool | None) -> torch.Tensor:
         lengths = [len(sequence) for sequence in ids]
-        flat = np.fromiter(chain.from_iterable(ids), np.int64, sum(lengths))
+        flat = torch.from_numpy(np.fromiter(chain.from_iterable(ids), np.int64, sum(lengths))).to(self.device)
         cu_seqlens = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(self.device)
-        hidden = self.model.encode_packed(torch.from_numpy(flat).to(self.device), cu_seqlens, max(lengths))
+        if must_be_called(self.model):
+            hidden = self.model(flat, cu_seqlens=cu_seqlens, max_seqlen=max(lengths)).last_hidden_state
+        else:
+            hidden = self.model.encode_packed(flat, cu_seqlens, max(lengths))
         pooled = torch.cat([_pool(hidden, cu_seqlens, mode) for mode in self.recipe.pooling], dim=-1)
         return self._finish(pooled, normalize)
 

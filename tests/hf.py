@@ -46,7 +46,7 @@ _OF_FAMILY = {
         {"embedding_size": 48},
         {"embedding_size": 160, "summary_activation": "silu"},
         {"embedding_size": 32, "summary_activation": "tanh"},
-        {"embedding_size": 64},
+        {"embedding_size": 64, "summary_activation": ""},
     ),
     "roberta": ({"type_vocab_size": 1}, {}, {"type_vocab_size": 1, "pad_token_id": 3}, {}),
     "xlm-roberta": ({}, {"type_vocab_size": 1}, {}, {}),

@@ -120,13 +120,16 @@ def test_fields_together(fields, message):
 
 
 def test_what_is_odd_but_means_something(folder, file):
-    """transformers' ids that are lists, labels that are numbers, a dtype that nobody reads; names of other labels."""
+    """Ids that are lists, labels that are numbers, a dtype that nobody reads; names of other labels; no activation."""
     entries = json.loads((folder / "config.json").read_text())
     file("config.json", {**entries, "eos_token_id": [3, 4], "id2label": {"0": 1, "1": 2.5}, "torch_dtype": [5]})
     model = AutoModel.from_pretrained(folder)
     assert model.config.id2label == {0: "1", 1: "2.5"}
     assert model.config.replace(num_labels=3).id2label == {}
     assert model.config.replace(num_labels=2).id2label == model.config.id2label
+    for none in ("", None):
+        file("config.json", {**entries, "summary_activation": none})
+        assert AutoModel.from_pretrained(folder).config.summary_activation == none
 
 
 JSON_FILES = (

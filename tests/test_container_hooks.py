@@ -4,20 +4,26 @@ as theirs do. Those on leaves are in test_whole_layers.py and test_accelerate_in
 from __future__ import annotations
 
 import re
+import warnings
 
+import numpy
 import pytest
 import torch
 from hf import MODELS, config_for, make_batch, make_labels, make_trio
+from tiny import write_model
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import fastbert
+from fastbert import SentenceEncoder
 from fastbert.backend import use_backend
 from fastbert.layers.leaves import Container
+from fastbert.models.auto import FAMILIES
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:fastbert.*has hooks")
 FACTOR = 1.5
+MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
 
 def scaled(module, args, out):
@@ -38,13 +44,16 @@ def containers(model: nn.Module) -> list[str]:
     return paths + [prefix] * (prefix in dict(model.named_modules()))
 
 
-def outputs(model, batch, labels) -> dict[str, torch.Tensor]:
+def outputs(model, batch, labels, mode=torch.enable_grad) -> dict[str, torch.Tensor]:
     """Every output, and the gradients of the last layer's projections, whose errors drown in each other."""
     inputs = dict(batch.inputs)
     if "MultipleChoice" in type(model).__name__:
         inputs = {name: t.view(-1, 2, t.shape[-1]) for name, t in inputs.items()}
-    out = model(**inputs, **labels)
-    found = {name: out[name] for name in out if isinstance(out[name], torch.Tensor)}
+    with mode():
+        out = model(**inputs, **labels)
+        found = {name: out[name] for name in out if isinstance(out[name], torch.Tensor)}
+    if mode is not torch.enable_grad:
+        return found
     noise = torch.Generator().manual_seed(0)
     total = sum((t * torch.randn(t.shape, generator=noise).to(t.dtype)).sum() for t in found.values())
     weights = [p for name, p in model.named_parameters() if re.search(r"\.(query|value|[qv]_lin)\.weight$", name)]
@@ -69,19 +78,24 @@ def test_a_hook_changes_what_it_changes_in_transformers(model_type, head, with_l
     for path in containers(trio.ours):
         handles = [model.get_submodule(path).register_forward_hook(scaled) for model in models]
         ours, oracle, baseline = (outputs(model, batch, labels) for model in models)
+        trio.ours.eval()  # where the layers are one op, if nothing is to be called
+        inferred = [outputs(trio.ours, batch, labels, mode) for mode in MODES.values()]
+        trio.ours.train()
         for handle in handles:
             handle.remove()
         assert set(ours) == set(oracle)
         assert any(not torch.equal(ours[name], before[name]) for name in ours) or path == trio.ours.family.prefix, path
-        for name in ours:
-            exact = oracle[name].double()  # transformers' losses are float32 whatever the model is
-            assert_close_to_reference(ours[name], exact, baseline[name], GRADIENT_FACTOR, f"{path} {name}")
+        for found, said in ((ours, ""), *zip(inferred, MODES, strict=True)):
+            for name, t in found.items():
+                exact = oracle[name].double()  # transformers' losses are float32 whatever the model is
+                assert_close_to_reference(t, exact, baseline[name], GRADIENT_FACTOR, f"{path} {name} {said}")
     after = outputs(trio.ours, batch, labels)
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
+@pytest.mark.parametrize("mode", (torch.enable_grad, torch.no_grad))
 @pytest.mark.parametrize("model_type", ("bert", "distilbert", "albert", "megatron-bert"))
-def test_what_hooks_see(model_type):
+def test_what_hooks_see(model_type, mode):
     """The same calls in the same order as in transformers, on the same numbers: arguments and results."""
     config = config_for(model_type, "Model", num_hidden_layers=2)
     trio = make_trio(config, "Model", torch.float32)
@@ -97,7 +111,8 @@ def test_what_hooks_see(model_type):
                 seen.append((path, [t.reshape(-1, t.shape[-1]) for t in tensors if t.is_floating_point()]))
 
             handles.append(model.get_submodule(path).register_forward_hook(record))
-        model(**batch.inputs)
+        with mode():
+            model(**batch.inputs)
         for handle in handles:
             handle.remove()
         return seen
@@ -153,12 +168,19 @@ def test_hooks_of_every_module():
     assert torch.equal(model(ids).last_hidden_state, before)
 
 
-def test_one_warning():
+def test_one_warning_for_a_container():
+    """However often it is called, and in however many layers."""
     model = fastbert.BertModel(config_for("bert", "Model", num_hidden_layers=2)).eval()
-    model.encoder.layer[0].attention.register_forward_hook(scaled)
-    with pytest.warns(UserWarning, match=r"EncoderLayer: attention has hooks: they see packed tensors") as said:
-        model(torch.randint(2, 40, (2, 5)))
-    assert len(said) == 1
+    for module in (model.embeddings, *(layer.attention for layer in model.encoder.layer)):
+        module.register_forward_hook(scaled)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            model(torch.randint(2, 40, (2, 5)))
+    sees = "has hooks: they see packed tensors (total_tokens, ...)"
+    assert [str(each.message).partition(",")[0] for each in said] == [
+        f"fastbert: {where} {sees}".partition(",")[0] for where in ("BertModel: embeddings", "EncoderLayer: attention")
+    ]
 
 
 class Attention(nn.Module):
@@ -182,13 +204,80 @@ def patched_embeddings(model):
     model.embeddings.forward = lambda *args, run: args[0]
 
 
+def patched_group(model):
+    model.encoder.albert_layer_groups[1].forward = lambda *args, run: args[0]
+
+
+def replaced_group(model):
+    model.encoder.albert_layer_groups[1].__class__ = type("Mine", (Container,), {})
+
+
+CHANGES = {"bert": (replaced, replaced_with_leaves, patched, patched_embeddings),
+           "albert": (patched_group, replaced_group)}  # fmt: skip
+
+
 @pytest.mark.parametrize("training", (False, True))
-@pytest.mark.parametrize("change", (replaced, replaced_with_leaves, patched, patched_embeddings))
-def test_what_takes_a_containers_place_is_refused(change, training):
-    model = fastbert.BertModel(config_for("bert", "Model", num_hidden_layers=2)).train(training)
+@pytest.mark.parametrize(("model_type", "change"), [(kind, change) for kind in CHANGES for change in CHANGES[kind]])
+def test_what_takes_a_containers_place_is_refused(model_type, change, training):
+    groups = {"num_hidden_groups": 2} if model_type == "albert" else {}
+    model = FAMILIES[model_type](config_for(model_type, "Model", num_hidden_layers=2, **groups)).train(training)
     ids = torch.randint(2, 40, (2, 5))
     with torch.no_grad():
         model(ids)
         change(model)
         with pytest.raises(TypeError, match="fastbert's models never call"):
             model(ids)
+
+
+class Mine(fastbert.BertModel):
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        return type(out)(**{**out, "last_hidden_state": out.last_hidden_state * FACTOR})
+
+
+def patched_base(model):
+    own = model.bert.forward
+
+    def forward(*args, **kwargs):
+        out = own(*args, **kwargs)
+        return type(out)(**{**out, "last_hidden_state": out.last_hidden_state * FACTOR})
+
+    model.bert.forward = forward
+
+
+def replaced_base(model):
+    base = Mine(model.config, add_pooling_layer=False)
+    base.load_state_dict(model.bert.state_dict())
+    model.bert = base.train(model.training)
+
+
+def patched_class(model):
+    model.bert.__class__ = Mine
+
+
+@pytest.mark.parametrize("mode", (torch.enable_grad, torch.no_grad))
+@pytest.mark.parametrize("change", (patched_base, replaced_base, patched_class))
+def test_a_forward_of_the_base_models_own(change, mode):
+    """Under a head it is called, as in transformers: what a hook does in the same place is what it does."""
+    model = fastbert.BertForTokenClassification(config_for("bert", "TokenClassification")).eval()
+    ids = torch.randint(2, 40, (2, 5))
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    with mode():
+        before = model(ids, mask).logits
+        handle = model.bert.register_forward_hook(scaled)
+        expected = model(ids, mask).logits
+        handle.remove()
+        change(model)
+        assert torch.equal(model(ids, mask).logits, expected) and not torch.equal(expected, before)
+
+
+def test_a_sentence_encoder_calls_its_model_where_that_is_called(tmp_path):
+    encoder = SentenceEncoder.from_pretrained(write_model(tmp_path))
+    before, seen = encoder.encode(["the cat", "a dog ran"]), []
+    handle = encoder.model.register_forward_hook(lambda *_: seen.append("hook"))
+    assert numpy.array_equal(encoder.encode(["the cat", "a dog ran"]), before)
+    handle.remove()
+    own = encoder.model.forward
+    encoder.model.forward = lambda *args, **kwargs: seen.append("forward") or own(*args, **kwargs)
+    assert numpy.array_equal(encoder.encode(["the cat", "a dog ran"]), before)
+    assert seen == ["hook", "forward"]

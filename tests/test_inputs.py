@@ -247,11 +247,16 @@ def test_odd_but_valid_inputs():
     """Other integer dtypes, masks of any dtype, non-contiguous ids and a mask of ones: the same bits."""
     model, batch = make_model(), make_batch(make_config("bert"), "holes")
     expected = model(**batch.inputs)[0]
-    for dtype in (torch.bool, torch.uint8, torch.int32, torch.float32, torch.bfloat16):
+    floats, integers = (torch.float32, torch.bfloat16), (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+    for dtype in (torch.bool, torch.int8, torch.int16, torch.int32, *integers, *floats):
         mask = batch.inputs["attention_mask"].to(dtype)
         assert torch.equal(model(**{**batch.inputs, "attention_mask": mask})[0], expected)
-    inputs = {name: t.int() for name, t in batch.inputs.items()}
-    assert torch.equal(model(**inputs)[0], expected)
+        if dtype is not torch.bool:
+            with pytest.raises(InputError, match=r"attention_mask has \d+ values that are neither 0"):
+                model(**{**batch.inputs, "attention_mask": (batch.inputs["attention_mask"] * 3).to(dtype)})
+    for dtype in (torch.int32, torch.uint16, torch.uint64):
+        inputs = {name: t.to(dtype) for name, t in batch.inputs.items()}
+        assert torch.equal(model(**inputs)[0], expected)
     strided = {name: t.T.contiguous().T for name, t in batch.inputs.items()}
     assert not strided["input_ids"].is_contiguous() and torch.equal(model(**strided)[0], expected)
     full = {name: t for name, t in batch.inputs.items() if name != "attention_mask"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -117,6 +118,33 @@ def change_eps(model):
     model.encoder.layer[2].output.LayerNorm.eps = 0.5
 
 
+def initialise_again(model):
+    model.encoder.layer[0].output.dense.__init__(64, 32)
+
+
+def initialise_a_norm_again(model):
+    model.encoder.layer[0].output.LayerNorm.__init__(32, eps=1e-12)
+
+
+def other_parameters(model):
+    query(model)._parameters = {name: nn.Parameter(p.detach() * 2) for name, p in query(model)._parameters.items()}
+
+
+def other_hooks(model):
+    query(model)._forward_hooks = OrderedDict()  # found in many an answer on how to remove all hooks
+    query(model).register_forward_hook(double_by_hook)
+
+
+def other_hooks_of_a_container(model):
+    model.encoder.layer[1].attention._forward_pre_hooks = OrderedDict()
+    model.encoder.layer[1].attention.register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
+
+
+def other_children(model):
+    layers = model.encoder.layer
+    layers._modules = dict(zip("012", (layers[2], layers[1], layers[0]), strict=True))
+
+
 def train_one_layer(model):
     model.encoder.layer[1].train()
 
@@ -129,7 +157,8 @@ CHANGES = {
         change.__name__: change
         for change in (
             replace_parameter, replace_data, change_in_place, replace_leaf, change_class, patch_forward, parametrize,
-            swap_layers, drop_bias, change_eps, train_one_layer,
+            swap_layers, drop_bias, change_eps, train_one_layer, initialise_again, initialise_a_norm_again,
+            other_parameters, other_hooks, other_hooks_of_a_container, other_children,
         )
     },
 }  # fmt: skip
@@ -141,8 +170,9 @@ def test_changes_are_seen(change, calls):
     model, fresh = make(), make()
     before = run(model)
     assert calls == [True]
-    change(model)
-    change(fresh)
+    for each in (model, fresh):
+        torch.manual_seed(2)
+        change(each)
     after, expected = run(model), run(fresh)
     assert torch.equal(after, expected)
     assert not torch.equal(after, before)

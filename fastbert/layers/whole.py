@@ -30,11 +30,13 @@ class WholeLayers:
     linears: list[ops.LinearWeights] = field(default_factory=list)
     norms: list[torch.Tensor] = field(default_factory=list)
     eps: list[float] = field(default_factory=list)
-    held: list[tuple[dict, str, object]] = field(default_factory=list)  # a module's dict, a name, what it has there
+    # A module's dict, a name, and what it has there. Tensors are the same objects or others; `==` would compare values.
+    tensors: dict[tuple[int, str], tuple[dict, str, object]] = field(default_factory=dict)
+    others: dict[tuple[int, str], tuple[dict, str, object]] = field(default_factory=dict)
     modules: list[nn.Module] = field(default_factory=list)
     kinds: list[type] = field(default_factory=list)  # of those modules
-    columns: list[tuple] = field(default_factory=list)  # of `held`, whose same places are one entry
-    hooks: list[dict] = field(default_factory=list)
+    hooks: list[tuple[dict, str]] = field(default_factory=list)  # a module's dict, and the name of what must be empty
+    columns: list[tuple] = field(default_factory=list)  # of all these but `modules` and `kinds`
 
     @classmethod
     def of(cls, layers: Sequence[nn.Module], names: LayerNames) -> WholeLayers | None:
@@ -58,43 +60,52 @@ class WholeLayers:
         self, root: nn.Module, paths: Sequence[str], layers: Sequence[nn.Module], names: LayerNames, called: bool
     ) -> None:
         """All by which `is_current` goes. `called`: layers and the containers in them have hooks of their own."""
-        self.hooks.extend(GLOBAL_HOOKS)
-        for path, layer in zip(paths, layers, strict=True):
+        for path, layer in dict(zip(paths, layers, strict=True)).items():  # ALBERT's layers come again
             self.watch_path(root, path)
-            self.held.append((layer.__dict__, "training", False))
+            self.hold(layer.__dict__, "training")
             for leaf in (*names.linears, *names.norms):
                 self.watch_path(layer, leaf)
                 self.watch(get_leaf(layer, leaf))
             for module in (layer, *(get_leaf(layer, path) for path in names.containers)) if called else ():
                 self.watch(module)
-        # The paths of leaves have their beginnings in common.
-        held = {(id(values), name): (values, name, value) for values, name, value in self.held}
-        self.columns.extend(zip(*held.values(), strict=True))
+        for held in (self.tensors, self.others):
+            dicts, keys, values = zip(*held.values(), strict=True)
+            self.columns.append((dicts, keys, list(values)))
+        self.columns.append(tuple(zip(*self.hooks, strict=True)))
+
+    def hold(self, values: dict, name: str, is_tensor: bool = False) -> None:
+        # By id: the paths of leaves have their beginnings in common, and each is held once.
+        (self.tensors if is_tensor else self.others)[id(values), name] = values, name, values.get(name)
 
     def watch(self, module: nn.Module) -> None:
         """Everything of a module that decides what calling it does."""
-        for tensors in (module._parameters, module._buffers):
-            self.held.extend((tensors, name, tensor) for name, tensor in tensors.items())
         attributes = module.__dict__
-        names = [name for name in ("eps", "input_scale_value") if name in attributes]
-        self.held.extend((attributes, name, attributes.get(name)) for name in ("forward", *names))
+        for kept in ("_parameters", "_buffers"):
+            for name in attributes[kept]:
+                self.hold(attributes, kept, is_tensor=True)  # this dict itself: __init__ puts another in its place
+                self.hold(attributes[kept], name, is_tensor=True)
+        for name in ("forward", *(name for name in ("eps", "input_scale_value") if name in attributes)):
+            self.hold(attributes, name)
         self.modules.append(module)
         self.kinds.append(type(module))
-        self.hooks.extend((module._forward_hooks, module._forward_pre_hooks))
-        self.hooks.extend((module._backward_hooks, module._backward_pre_hooks))
+        # Not those for backward: where gradients are wanted the op does not serve.
+        self.hooks.extend((attributes, name) for name in ("_forward_hooks", "_forward_pre_hooks"))
 
     def watch_path(self, root: nn.Module, path: str) -> None:
         for name in path.split("."):
-            self.held.append((root._modules, name, root._modules[name]))
+            self.hold(root.__dict__, "_modules")
+            self.hold(root._modules, name)
             root = root._modules[name]  # type: ignore[assignment]
 
     def is_current(self) -> bool:
         # By maps, which make no Python frame or loop: this is the longest of all that stands before a short text.
-        dicts, names, values = self.columns
+        (tensor_dicts, tensor_names, tensors), (dicts, names, values), (hooked, hooks) = self.columns
         return (
-            not any(self.hooks)
-            and all(map(is_, map(dict.get, dicts, names), values))
-            and all(map(is_, map(type, self.modules), self.kinds))
+            not any(GLOBAL_HOOKS)
+            and not any(map(dict.get, hooked, hooks))
+            and all(map(is_, map(dict.get, tensor_dicts, tensor_names), tensors))
+            and list(map(dict.get, dicts, names)) == values
+            and list(map(type, self.modules)) == self.kinds
         )
 
     def run(self, options: LayerOptions, x: torch.Tensor, batch: PackedBatch) -> torch.Tensor | None:

@@ -56,6 +56,10 @@ class AlbertForPreTraining(masked_lm.ForPreTraining):
     pair_logits = "sop_logits"
     option_names = ("labels", "sentence_order_label")
 
+    @property
+    def label_leaf(self):
+        return self.family.pair
+
     def pair_size(self, config):
         return config.num_labels
 

@@ -14,7 +14,7 @@ from fastbert.config import ConfigError, EncoderConfig
 from fastbert.hub import CheckpointMixin
 from fastbert.layers.embeddings import run_embeddings
 from fastbert.layers.encoder import EncoderLayer, add_norm
-from fastbert.layers.leaves import get_leaf, linear, parent_of, place, within
+from fastbert.layers.leaves import get_leaf, has_hooks, is_called, linear, parent_of, place, within
 from fastbert.layers.whole import run_whole_layers
 from fastbert.models.family import Family, Scopes
 from fastbert.models.inputs import PackedInputs, TableSizes, prepare_inputs, table_sizes
@@ -45,7 +45,7 @@ class PreTrainedModel(CheckpointMixin):
         raise NotImplementedError
 
     @property
-    def live_config(self) -> EncoderConfig:
+    def running_config(self) -> EncoderConfig:
         """`config` with the number of layers that are there now: `model.encoder.layer = model.encoder.layer[:4]`."""
         if (objection := self.family.groups_objection(self.base_model, self.config)) is not None:
             raise ConfigError(objection)
@@ -53,6 +53,23 @@ class PreTrainedModel(CheckpointMixin):
         if layers is None or layers == self.config.num_hidden_layers:
             return self.config
         return self.config.replace(num_hidden_layers=layers)
+
+    @property
+    def live_config(self) -> EncoderConfig:
+        """`running_config` with the rows of the tables that are there now, which forward calls look up themselves."""
+        config, tables = self.running_config, self.base_model.table_sizes()
+        rows = {"vocab_size": tables.words, "max_position_embeddings": tables.positions}
+        if self.family.embeddings.token_type is not None:
+            rows["type_vocab_size"] = tables.token_types
+        return config if rows.items() <= vars(config).items() else config.replace(**rows)
+
+    def table_shapes(self, config: EncoderConfig) -> dict[str, tuple[int, ...]]:
+        names, width = self.family.embeddings, config.embedding_width
+        rows = {names.word: config.vocab_size, names.position: config.max_position_embeddings}
+        if names.token_type is not None:
+            rows[names.token_type] = config.type_vocab_size
+        prefix = "" if self.base_model is self else f"{self.family.prefix}."
+        return {f"{prefix}{path}.weight": (count, width) for path, count in rows.items()}
 
     @property
     def device(self) -> torch.device:
@@ -63,7 +80,7 @@ class PreTrainedModel(CheckpointMixin):
         return next(self.parameters()).dtype
 
     def quantization_entry(self) -> dict[str, Any] | None:
-        return entry_of(self.base_model, self.family, self.live_config)
+        return entry_of(self.base_model, self.family, self.running_config)
 
     def place_int8(self) -> bool:
         return place_int8(self.base_model, self.family, self.config)
@@ -175,7 +192,9 @@ def run_encoder(
     def encoder(x):
         x = project(x) if scopes.projects else x
         fused = None
-        if may_fuse and hidden_states is None and not root.training:
+        # The groups of ALBERT, which nothing below looks at; a list, so that each is asked whether it is a container.
+        called = scopes.groups and any([is_called(root, path) for path in dict.fromkeys(scopes.groups)])
+        if may_fuse and not called and hidden_states is None and not root.training:
             fused = run_whole_layers(root, paths, layer_type, family.layer, options, x, inputs.batch)
         if fused is not None:
             x = fused
@@ -260,7 +279,7 @@ class EncoderModel(PreTrainedModel):
             return layer(x, batch, probs)
 
         return run_encoder(
-            self, self.family, self.live_config, inputs, run_one_layer, probs is None, EncoderLayer, hidden_states
+            self, self.family, self.running_config, inputs, run_one_layer, probs is None, EncoderLayer, hidden_states
         )
 
     def encode_packed(
@@ -342,3 +361,11 @@ class EncoderModel(PreTrainedModel):
         if probs is not None:
             extras["attentions"] = tuple(batch.unpack_attentions(p) for p in probs)
         return packed, batch, extras
+
+
+_own_forward = EncoderModel.forward
+
+
+def must_be_called(base: EncoderModel) -> bool:
+    """Whether calling a base model does anything else than `EncoderModel.forward`, for which `run` may stand in."""
+    return has_hooks(base) or "forward" in base.__dict__ or type(base).forward is not _own_forward

@@ -11,8 +11,8 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.config import ACTIVATIONS, EncoderConfig
-from fastbert.layers.leaves import get_leaf, has_hooks, linear, parent_of, place, within
-from fastbert.models.base import EncoderModel, PreTrainedModel, first_tokens
+from fastbert.layers.leaves import get_leaf, linear, parent_of, place, within
+from fastbert.models.base import EncoderModel, PreTrainedModel, first_tokens, must_be_called
 from fastbert.models.family import SequenceHead
 from fastbert.models.outputs import ModelOutput
 from fastbert.packing import InputError, PackedBatch, checks_values
@@ -25,7 +25,7 @@ class Encoded:
     base: EncoderModel
     packed: torch.Tensor
     batch: PackedBatch
-    pooler_output: torch.Tensor | None = None  # where the base model was called, because it has hooks
+    pooler_output: torch.Tensor | None = None  # where the base model was called: it has hooks, or a forward of its own
 
     def pooled(self) -> torch.Tensor:
         """(batch, hidden_size)."""
@@ -63,6 +63,18 @@ class HeadModel(PreTrainedModel):
     @property
     def base_model(self) -> EncoderModel:
         return self._modules[self.family.prefix]  # type: ignore[return-value]
+
+    @property
+    def label_leaf(self) -> str | None:
+        """The path of the Linear that has a row a label; None where the number of labels makes no shape."""
+        return None
+
+    @property
+    def live_config(self) -> EncoderConfig:
+        config, path = super().live_config, self.label_leaf
+        leaf = None if path is None else get_leaf(self, path)
+        weight = leaf._parameters.get("weight") if isinstance(leaf, nn.Linear) else None
+        return config if weight is None else config.replace(num_labels=weight.shape[0])
 
     def drop(self, x: torch.Tensor, p: float) -> torch.Tensor:
         return ops.dropout(x, p) if self.training else x
@@ -104,7 +116,7 @@ class HeadModel(PreTrainedModel):
     ) -> tuple[Encoded, dict]:
         """Run the base model on the arguments of its `prepare`; also the extras that were asked for, unpacked."""
         base = self.base_model
-        if not has_hooks(base):
+        if not must_be_called(base):
             packed, batch, extras = base.run(arguments, output_attentions, output_hidden_states)
             return Encoded(base, packed, batch), extras
         *inputs, cu_seqlens, max_seqlen = arguments
@@ -185,7 +197,7 @@ class SequenceHeadModel(HeadModel):
             if head.dense is not None:
                 x = linear(get_leaf(self, head.dense), x)
                 name = head.activation(self.config)
-                x = ops.activation(x, ACTIVATIONS[name]) if name else x  # transformers takes "" for none, too
+                x = ops.activation(x, ACTIVATIONS[name]) if name else x
             return self.drop(x, p)
 
         def out(x):
@@ -205,6 +217,10 @@ class ForSequenceClassification(SequenceHeadModel):
     @property
     def needs_pooler(self):  # type: ignore[override]
         return self.family.sequence.pooled
+
+    @property
+    def label_leaf(self):
+        return self.family.sequence.out
 
     def build_head(self, config):
         self.build_sequence_head(config, config.num_labels)
@@ -258,6 +274,8 @@ class ForMultipleChoice(SequenceHeadModel):
 class ForTokenClassification(HeadModel):
     """A class for every token; tokens labelled -100 do not count."""
 
+    label_leaf = "classifier"  # type: ignore[assignment]
+
     def build_head(self, config):
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
 
@@ -280,6 +298,7 @@ class ForQuestionAnswering(HeadModel):
     """
 
     option_names = ("start_positions", "end_positions")
+    label_leaf = "qa_outputs"  # type: ignore[assignment]
 
     def build_head(self, config):
         self.qa_outputs = nn.Linear(config.hidden_size, config.num_labels)

@@ -51,6 +51,12 @@ class MaskedLMHeadModel(HeadModel):
             tied[f"{names.decoder}.bias"] = names.bias
         return tied
 
+    def table_shapes(self, config: EncoderConfig) -> dict[str, tuple[int, ...]]:
+        names, words = self.family.masked_lm, config.vocab_size
+        biases = [path for path in (f"{names.decoder}.bias", names.bias) if path is not None]
+        decoder = {f"{names.decoder}.weight": (words, config.embedding_width)}
+        return {**super().table_shapes(config), **decoder, **dict.fromkeys(biases, (words,))}
+
     def tie_weights(self) -> None:
         for copy, original in self.tied_keys().items():
             (copy_root, copy_leaf), (root, leaf) = (key.rsplit(".", 1) for key in (copy, original))

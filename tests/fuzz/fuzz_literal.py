@@ -108,10 +108,14 @@ def literal_forward(model: nn.Module, ids, mask, types) -> dict[str, torch.Tenso
     """last_hidden_state (batch, seqlen, hidden_size), with rubbish at padding, and pooler_output where there is one."""
     family, config = model.family, model.config
     x = embeddings(model, ids, types)
-    for path in family.layer_paths(config):
+    paths = family.layer_paths(config)
+    groups = family.scopes(config, paths).groups  # ALBERT's: one stands for each run of so many layers
+    for i, path in enumerate(paths):
         layer = at(model, path)
         if layer is not None:
             x = run_layer(layer, family.layer, config, family.norm_first, x, mask)
+        if groups and (i + 1) % config.inner_group_num == 0:
+            x = leave(model, groups[i // config.inner_group_num], x)
     if family.final_norm is not None:
         x = at(model, family.final_norm)(x)
     stack = family.layer_path(config, 0).partition(".")[0]  # "encoder", or DistilBERT's "transformer"

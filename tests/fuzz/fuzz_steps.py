@@ -211,8 +211,8 @@ def hook_container(draw: Draw, subject: Subject) -> None:
     """Recorded or changed is what comes out: what goes in has another form in each of the containers."""
     inner, paths = leaves(subject.model), []
     for path, module in subject.model.named_modules():
-        is_layer = path.rpartition(".")[2].isdigit() and not path.endswith("groups.0")
-        if path not in inner and (path.endswith(_CONTAINERS) or is_layer) and not isinstance(module, nn.ModuleList):
+        is_numbered = path.rpartition(".")[2].isdigit()  # a layer, or one of ALBERT's groups
+        if path not in inner and (path.endswith(_CONTAINERS) or is_numbered) and not isinstance(module, nn.ModuleList):
             paths.append(path)
     hook(draw, subject, paths, draw.choice((1.0, 0.8)), False)
 

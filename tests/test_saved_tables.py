@@ -1,0 +1,175 @@
+"""save_pretrained of models whose tables were replaced: what is loaded, here or by transformers, is what was saved."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from hf import FAMILIES, config_for, hf_class, randomise
+from test_checkpoints import assert_same_state, load_hf
+from torch import nn
+
+from fastbert.config import ConfigError
+from fastbert.layers.leaves import get_leaf, place
+from fastbert.models.auto import model_class
+
+IDS = torch.tensor([[3, 9, 4, 1, 7], [5, 2, 8, 6, 11]])
+FIELDS = {"word": "vocab_size", "position": "max_position_embeddings", "token_type": "type_vocab_size"}
+CASES = [
+    (kind, head, role)
+    for kind in FAMILIES
+    for head in ("Model", "MaskedLM", "TokenClassification")
+    for role in FIELDS
+    if role != "token_type" or kind != "distilbert"
+]
+
+
+def make(model_type: str, head: str, **fields):
+    return randomise(model_class(model_type, head)(config_for(model_type, head, 0, **fields))).eval()
+
+
+def replace_table(model, role: str, more: int) -> None:
+    """A table of more rows, or fewer, and nothing else."""
+    path = getattr(model.family.embeddings, role)
+    old = get_leaf(model.base_model, path)
+    place(model.base_model, path, nn.Embedding(old.num_embeddings + more, old.embedding_dim, old.padding_idx))
+
+
+def replace_words(model, more: int) -> None:
+    """Another vocabulary, in the word table and all that a head has of it."""
+    replace_table(model, "word", more)
+    if not model.tied_keys():
+        return
+    names, rows = model.family.masked_lm, model.config.vocab_size + more
+    place(model, names.decoder, nn.Linear(model.config.embedding_width, rows))
+    if names.bias is not None:
+        parent, _, leaf = names.bias.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, nn.Parameter(torch.randn(rows)))
+    model.tie_weights()
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS)[0]
+
+
+def assert_round_trip(model, folder) -> None:
+    model.save_pretrained(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = type(model).from_pretrained(folder)
+    assert_same_state(loaded, model)
+    assert torch.equal(logits(loaded), logits(model))
+    head = type(model).__name__.partition("For")[2] or "Model"
+    assert_same_state(load_hf(hf_class(model.config.model_type, head), folder), model)
+
+
+@pytest.mark.parametrize("more", (-1, 7))
+@pytest.mark.parametrize(("model_type", "head", "role"), CASES)
+def test_a_replaced_table(model_type, head, role, more, tmp_path):
+    model = make(model_type, head)
+    if role == "word":
+        replace_words(model, more)
+    else:
+        replace_table(model, role, more if role == "position" or more > 0 else 0)
+    before = model.config
+    assert_round_trip(model, tmp_path)
+    rows = get_leaf(model.base_model, getattr(model.family.embeddings, role)).num_embeddings
+    assert vars(type(model).from_pretrained(tmp_path).config)[FIELDS[role]] == rows
+    assert model.config is before
+
+
+def other_word_table(model):
+    replace_table(model, "word", 7)
+
+
+def other_decoder(model):
+    model.cls.predictions.decoder = nn.Linear(64, 30)
+
+
+def other_width(model):
+    model.bert.embeddings.position_embeddings = nn.Embedding(20, 48)
+
+
+def fewer_words_than_the_pad_id(model):
+    model.config = model.bert.config = model.config.replace(pad_token_id=40)
+    replace_words(model, -10)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (other_word_table, r"nothing was saved.*: cls\.predictions\.decoder\.weight is \(43, 64\), not \(50, 64\), "),
+        (other_decoder, r"nothing was saved.*: .*decoder\.weight is \(30, 64\), not \(43, 64\)"),
+        (
+            other_width,
+            r"nothing was saved.*: bert\.embeddings\.position_embeddings\.weight is \(20, 48\), not \(20, 64\)",
+        ),
+        (fewer_words_than_the_pad_id, r"pad_token_id 40 is outside the vocabulary of 33"),
+    ],
+)
+def test_what_no_config_describes_is_refused_before_anything_is_written(change, message, tmp_path):
+    model = make("bert", "MaskedLM")
+    model.save_pretrained(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    change(model)
+    with pytest.raises(ConfigError, match=message):
+        model.save_pretrained(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("shared", ("nothing", "the weight"))
+def test_a_decoder_that_is_no_longer_tied(model_type, shared, tmp_path):
+    """It was left out, and the word table loaded in its place."""
+    model = make(model_type, "MaskedLM")
+    decoder = nn.Linear(model.config.embedding_width, model.config.vocab_size)
+    if shared == "the weight":
+        decoder.weight = model.get_input_embeddings().weight
+    place(model, model.family.masked_lm.decoder, decoder)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert_same_state(loaded, model)
+    assert torch.equal(logits(loaded), logits(model))
+    assert_same_state(load_hf(hf_class(model_type, "MaskedLM"), tmp_path), model)
+
+
+LABELLED = [
+    *((kind, head) for kind in FAMILIES for head in ("SequenceClassification", "TokenClassification")),
+    ("albert", "PreTraining"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "head"), LABELLED)
+def test_another_classifier(model_type, head, tmp_path):
+    model = make(model_type, head, id2label={0: "a", 1: "b", 2: "c"})
+    old = get_leaf(model, model.label_leaf)
+    place(model, model.label_leaf, nn.Linear(old.in_features, 5))
+    assert_round_trip(model, tmp_path)
+    assert type(model).from_pretrained(tmp_path).config.id2label[4] == "LABEL_4"
+
+
+def test_the_same_labels_keep_their_names(tmp_path):
+    model = make("bert", "TokenClassification", id2label={0: "a", 1: "b", 2: "c"})
+    model.classifier = nn.Linear(64, 3)
+    assert_round_trip(model, tmp_path)
+    assert type(model).from_pretrained(tmp_path).config.id2label == {0: "a", 1: "b", 2: "c"}
+
+
+def test_equal_values_stay_tied(tmp_path):
+    model = make("bert", "MaskedLM")
+    model.cls.predictions.decoder.weight = nn.Parameter(model.get_input_embeddings().weight.detach().clone())
+    assert_round_trip(model, tmp_path)
+    assert type(model).from_pretrained(tmp_path).config.tie_word_embeddings
+
+
+def test_a_leaf_that_is_no_table_leaves_the_config_as_it_is(tmp_path):
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(30, 64)
+
+    model = make("bert", "Model")
+    model.embeddings.word_embeddings = Wrapped()
+    assert model.live_config == model.config
