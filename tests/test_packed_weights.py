@@ -205,6 +205,10 @@ def through_a_storage(layer):
     layer.weight.untyped_storage()[(HIDDEN[0] * IN + HIDDEN[1]) * size + size - 1] = 65
 
 
+def one_element(layer) -> torch.Tensor:
+    return layer.weight.detach()[HIDDEN[0]].narrow(0, HIDDEN[1], 1)
+
+
 def through_a_preserved_counter(layer):
     with torch.autograd._unsafe_preserve_version_counter(layer.weight):
         set_element(layer.weight)
@@ -216,6 +220,8 @@ UNRECORDED = {
     "dlpack": through_dlpack,
     "storage": through_a_storage,
     "preserved counter": through_a_preserved_counter,
+    "apply_": lambda layer: one_element(layer).apply_(lambda x: 100),
+    "map_": lambda layer: one_element(layer).map_(one_element(layer), lambda x, y: 100),
 }
 
 
