@@ -1,4 +1,4 @@
-"""What tells that a packed weight is still the same: whose version counter it is, where it lies, who writes uncounted."""
+"""What tells that a packed weight is still the same: whose counter it is, where it lies, who writes uncounted."""
 
 from __future__ import annotations
 
