@@ -250,9 +250,9 @@ PackedTensor packed_weight(const at::Tensor& weight, DType format) {
     if (is_packed_as(weight, format, found.packed, found.check_begin, found.check_end)) return found.packed;
     found = find_or_pack(weight, format, /*is_watched=*/true, /*anew=*/true);
     warn(weight, warned_of_write,
-         "a weight was written in a way that PyTorch does not record (through .data, NumPy, DLPack, a storage, or a "
-         "flat vector that it is a view of), and some calls have computed with its old values before this was found; "
-         "now the new ones are used. Call fastbert.repack(model) right after such a write.");
+         "a weight was written in a way that PyTorch does not record (through .data, NumPy, DLPack, a storage, apply_, "
+         "torch.distributed, or another tensor with its memory), and some calls have computed with its old values "
+         "before this was found; now the new ones are used. Call fastbert.repack(model) right after such a write.");
     return found.packed;
   }
   std::atomic<bool> is_same{true};
