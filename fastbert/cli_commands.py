@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 from fastbert import __version__
 from fastbert.cli import BROKEN_PIPE, USER_ERROR, discard, raise_if_stopped, say
 from fastbert.cli_bench import add_options as add_bench_options
-from fastbert.cli_texts import UsageError
+from fastbert.cli_texts import TEXT_KINDS, UsageError
 
+A_MODEL = "a folder, a hub id, or all-MiniLM-L6-v2"
 LARGEST = 2**31 - 1  # of whatever is a number on the command line: counts are int32 further down
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -101,22 +102,21 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="fastbert",
         description="BERT-family encoders, packed and fused: text to vectors, masked words, what your machine can do.",
-        epilog="`fastbert COMMAND --help` explains a command and gives an example. MODEL is a folder, a hub id, or"
-        " all-MiniLM-L6-v2.",
+        epilog=f"`fastbert COMMAND --help` explains a command and gives an example. MODEL is {A_MODEL}.",
     )
     parser.add_argument("-V", "--version", action="version", version=f"fastbert {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     encode = _command(
         commands, "encode", run_encode, "turn a file of texts into a .npy of vectors",
-        """
+        f"""
         Encodes every text of FILE and writes the vectors, in the file's order, as a float32 array that numpy.load
-        reads. FILE is .txt (a line is a text), .jsonl, .csv, .tsv or .parquet, and may be larger than the memory. A run
+        reads. FILE is {TEXT_KINDS} (of .txt a line is a text), and may be larger than the memory. A run
         that was killed goes on where it stopped when the same command is given again.
         """,
         "fastbert encode reviews.csv --column text --model all-MiniLM-L6-v2 --output reviews.npy",
     )  # fmt: skip
-    encode.add_argument("file", metavar="FILE", type=Path, help="the texts: .txt, .jsonl, .csv, .tsv or .parquet")
+    encode.add_argument("file", metavar="FILE", type=Path, help=f"the texts: {TEXT_KINDS}")
     _add_model(encode)
     encode.add_argument("--output", metavar="OUT.npy", type=Path, required=True, help="where the vectors go")
     encode.add_argument("--column", metavar="NAME", help="which column holds the texts, where there are several")
@@ -146,14 +146,14 @@ def make_parser() -> Parser:
         """,
         "fastbert quantize all-MiniLM-L6-v2 ./minilm-int8 --report reviews.txt --keep '*.layer.0.*'",
     )  # fmt: skip
-    quantize.add_argument("model", metavar="MODEL", help="a folder, a hub id, or all-MiniLM-L6-v2")
+    quantize.add_argument("model", metavar="MODEL", help=A_MODEL)
     quantize.add_argument("output", metavar="OUTPUT", type=Path, help="the folder to write")
     quantize.add_argument(
         "--keep", metavar="NAME", action="append", default=[], help="a layer to keep; may be repeated"
     )
     quantize.add_argument(
         "--report", metavar="TEXTS", type=Path,
-        help="texts to measure each layer's error on: .txt, .jsonl, .csv, .tsv or .parquet",
+        help=f"texts to measure each layer's error on: {TEXT_KINDS}",
     )  # fmt: skip
 
     info = _command(
@@ -161,7 +161,7 @@ def make_parser() -> Parser:
         "Says what a model is and costs, from its config.json alone: no weights are read.",
         "fastbert info all-MiniLM-L6-v2",
     )  # fmt: skip
-    info.add_argument("model", metavar="MODEL", help="a folder, a config.json, a hub id, or all-MiniLM-L6-v2")
+    info.add_argument("model", metavar="MODEL", help=f"a config.json, {A_MODEL}")
 
     _command(
         commands, "doctor", _run_doctor, "what this machine has, and which kernels would run",
@@ -198,7 +198,7 @@ def _command(commands: Any, name: str, run: Any, summary: str, description: str,
 
 
 def _add_model(parser: Parser) -> None:
-    parser.add_argument("--model", metavar="M", required=True, help="a folder, a hub id, or all-MiniLM-L6-v2")
+    parser.add_argument("--model", metavar="M", required=True, help=A_MODEL)
 
 
 def _positive(text: str) -> int:

@@ -167,3 +167,5 @@ READERS: dict[str, Callable[[Path, str | None], Iterator[tuple[str, Any]]]] = {
     ".tsv": _read_tsv,
     ".parquet": _read_parquet,
 }
+*_kinds, _last = READERS
+TEXT_KINDS = f"{', '.join(_kinds)} or {_last}"

@@ -36,9 +36,9 @@ def check_inputs(enabled: bool) -> None:
     On a GPU looking means that the host waits, once a call. Without, packed input with its max_seqlen is never waited
     for, nor is padded input without a mask. Then, and under torch.compile, which never checks values, an id, an offset
     or a label that is out of bounds still touches no memory but the call's own: on a CPU the ops raise IndexError,
-    RuntimeError or ValueError; on a GPU our kernels give NaN for an id or a label, and numbers that mean nothing for
-    offsets, and torch's own assert. Shapes, dtypes, devices and masks are checked all the same. Process-wide, like
-    torch.set_num_threads.
+    RuntimeError or ValueError, but that torch's own operations, when compiled, give numbers that mean nothing for
+    offsets; on a GPU our kernels give NaN for an id or a label, and numbers that mean nothing for offsets, and torch's
+    own assert. Shapes, dtypes, devices and masks are checked all the same. Process-wide, like torch.set_num_threads.
     """
     _Checks.enabled = enabled
 

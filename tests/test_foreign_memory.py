@@ -184,9 +184,41 @@ def test_the_list_of_tiles_ends_where_it_ends():
     assert (tiles[room:] == -9).all() and (tiles[:room] != -9).all()
 
 
-@pytest.mark.parametrize("offsets", OFFSETS, ids=str)
-@pytest.mark.parametrize("backend", ("torch", "cpu"))
-def test_offsets_beyond_the_tokens_on_a_cpu(backend, offsets):
+def of_attention(offsets, backend=None, **options):
     q = torch.randn(12, 2, 16)
-    with pytest.raises((ValueError, RuntimeError), match="cu_seqlens"):
-        ops.attention(q, q, q, torch.tensor(offsets), 12, backend=backend)
+    return ops.attention(q, q, q, offsets, 12, backend=backend, **options)
+
+
+TABLES = (torch.ones(64, 8), torch.zeros(64, 8))
+TAKE_OFFSETS = {
+    "attention, torch": lambda offsets: of_attention(offsets, "torch"),
+    "attention, cpu": lambda offsets: of_attention(offsets, "cpu"),
+    "attention, window": lambda offsets: of_attention(offsets, "torch", window_size=(2, 1)),
+    "attention, rotary": lambda offsets: of_attention(offsets, rotary=TABLES),
+    "attention_probs": lambda offsets: ops.attention_probs(*torch.randn(2, 12, 2, 16), offsets, 12),
+    "attention_probs, rotary": lambda o: ops.attention_probs(*torch.randn(2, 12, 2, 16), o, 12, rotary=TABLES),
+    "mean": lambda offsets: ops.pooling(torch.randn(12, 4), offsets, mode="mean", backend="torch"),
+    "cls": lambda offsets: ops.pooling(torch.randn(12, 4), offsets, mode="cls", backend="torch"),
+    "max": lambda offsets: ops.pooling(torch.randn(12, 4), offsets, mode="max", backend="torch"),
+    "loss": lambda o: ops.sequence_cross_entropy(torch.randn(12), o, torch.zeros(len(o) - 1, dtype=torch.long)),
+}
+
+
+@pytest.mark.parametrize("offsets", (*OFFSETS, [0, 5, 20], [1, 12]), ids=str)
+@pytest.mark.parametrize("op", TAKE_OFFSETS)
+def test_offsets_beyond_the_tokens_on_a_cpu(op, offsets):
+    # The rotation comes first: it may meet a position that its tables do not have.
+    message = "cu_seqlens|out of (range|bounds)" if "rotary" in op else "cu_seqlens"
+    with pytest.raises((ValueError, RuntimeError, IndexError), match=message):
+        TAKE_OFFSETS[op](torch.tensor(offsets))
+
+
+@pytest.mark.parametrize("op", ("attention, window", "attention_probs"))
+def test_a_sequence_longer_than_max_seqlen_on_a_cpu(op):
+    """Where tokens are laid out in rows of max_seqlen, what is beyond would be left out."""
+    q, offsets = torch.randn(12, 2, 16), torch.tensor([0, 3, 12])
+    with pytest.raises(ValueError, match="max_seqlen is 8, but the longest sequence has 9 tokens"):
+        if op == "attention_probs":
+            ops.attention_probs(q, q, offsets, 8)
+        else:
+            ops.attention(q, q, q, offsets, 8, window_size=(2, 1), backend="torch")

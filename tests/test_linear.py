@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 
 import pytest
@@ -17,7 +16,6 @@ from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_clo
 
 if extension_error() is not None:
     pytest.skip(extension_error(), allow_module_level=True)
-from fastbert import _C
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "tanh", "silu")
 # (tokens, in, out): nothing, one, around the tile's 6 rows and 64 columns, odd everywhere, longer than a summing chain.
@@ -129,42 +127,6 @@ def test_a_slice_and_a_transpose_need_no_copy_and_give_the_same_bits():
     expected = ops.linear(wide[:, 32:64].contiguous(), weight, None, backend="cpu")
     assert torch.equal(ops.linear(wide[:, 32:64], weight, None, backend="cpu"), expected)
     assert torch.equal(ops.linear(wide[:, 32:64], weight.t().contiguous().t(), None, backend="cpu"), expected)
-
-
-@pytest.mark.parametrize("write", ("in place", "data", "copy_", "optimizer", "swapped"))
-def test_a_changed_weight_is_packed_anew(write):
-    x, linear = torch.randn(9, 64), torch.nn.Linear(64, 80)
-
-    def call():
-        with torch.no_grad():
-            return ops.linear(x, linear.weight, None, backend="cpu")
-
-    first = call()
-    if write == "in place":
-        with torch.no_grad():
-            linear.weight.mul_(2)
-    elif write == "data":
-        linear.weight.data.mul_(2)
-    elif write == "copy_":
-        linear.weight.data.copy_(linear.weight.data * 2)
-    elif write == "optimizer":
-        linear.weight.grad = torch.ones_like(linear.weight)
-        torch.optim.SGD([linear.weight], lr=0.5, fused=True).step()
-    else:
-        linear.weight = torch.nn.Parameter(linear.weight.detach() * 2)
-    expected = x.double() @ linear.weight.detach().double().T
-    assert not torch.allclose(first.double(), expected)
-    assert_close_to_reference(call(), expected, x @ linear.weight.detach().T, OUTPUT_FACTOR)
-
-
-def test_packed_copies_die_with_their_weights():
-    gc.collect()
-    x, before = torch.randn(3, 64), _C.packed_bytes()
-    weight = torch.randn(128, 64)
-    ops.linear(x, weight, None, backend="cpu")
-    assert _C.packed_bytes() - before == 128 * 64 * 4
-    del weight
-    assert _C.packed_bytes() == before
 
 
 def test_two_threads_share_weights_that_neither_has_packed_yet():

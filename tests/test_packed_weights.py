@@ -128,29 +128,6 @@ def test_a_recorded_write_is_seen_at_once(write, dtype):
     expect_new(layer, call(layer), old)
 
 
-@pytest.mark.parametrize("how", ({}, {"foreach": True}, {"fused": True}), ids=str)
-@pytest.mark.parametrize("optimizer", (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad))
-def test_an_optimizers_step_is_seen_at_once(optimizer, how):
-    """The fused ones count no version of what they write."""
-    layer = layer_of(torch.float32)
-    steps = optimizer(layer.parameters(), lr=0.5, weight_decay=0.0, **how)
-    for _ in range(3):
-        old = call(layer)
-        layer.weight.grad = torch.zeros_like(layer.weight)
-        layer.weight.grad[HIDDEN] = 1
-        steps.step()
-        expect_new(layer, call(layer), old)
-
-
-def test_a_compiled_fused_step_is_seen_at_once():
-    layer = layer_of(torch.float32)
-    steps, old = torch.optim.SGD(layer.parameters(), lr=0.5, fused=True), call(layer)
-    layer.weight.grad = torch.zeros_like(layer.weight)
-    layer.weight.grad[HIDDEN] = 1
-    torch.compile(steps.step, backend="eager")()
-    expect_new(layer, call(layer), old)
-
-
 def test_other_ways_to_new_weights_are_seen_at_once():
     """Each of these gives the layer another tensor, or casts its own."""
     layer = layer_of(torch.float32)
@@ -228,6 +205,10 @@ def through_a_storage(layer):
     layer.weight.untyped_storage()[(HIDDEN[0] * IN + HIDDEN[1]) * size + size - 1] = 65
 
 
+def one_element(layer) -> torch.Tensor:
+    return layer.weight.detach()[HIDDEN[0]].narrow(0, HIDDEN[1], 1)
+
+
 def through_a_preserved_counter(layer):
     with torch.autograd._unsafe_preserve_version_counter(layer.weight):
         set_element(layer.weight)
@@ -239,6 +220,8 @@ UNRECORDED = {
     "dlpack": through_dlpack,
     "storage": through_a_storage,
     "preserved counter": through_a_preserved_counter,
+    "apply_": lambda layer: one_element(layer).apply_(lambda x: 100),
+    "map_": lambda layer: one_element(layer).map_(one_element(layer), lambda x, y: 100),
 }
 
 
@@ -253,6 +236,15 @@ def test_an_unrecorded_write_is_found_within_its_calls(write, dtype):
     old = call(layer)
     UNRECORDED[write](layer)
     assert calls_until_new(layer, old) <= CALLS
+    expect_new(layer, call(layer), old)
+
+
+@each_dtype
+@pytest.mark.parametrize("write", ("neg_", "zero_"))
+def test_an_unrecorded_write_of_a_whole_weight_is_seen_at_once(write, dtype):
+    layer = layer_of(dtype)
+    old = call(layer)
+    getattr(layer.weight.data, write)()
     expect_new(layer, call(layer), old)
 
 

@@ -2,8 +2,9 @@
 // minimax fits (least squares, reweighted until the largest errors are equal) made for this file; errors given are the
 // fits'. Where an operand may be NaN it is the second one of min and max, which return that one then.
 
-// 2^x, for x up to 128.4; 0 instead of what is below 2^-126.5, and infinite at 128 and above. kFine: relative error
-// 7.5e-8, else 7.5e-5, which is plenty for a result that is rounded to bfloat16.
+// 2^x, for x up to 128.4; 0 instead of what is below 2^-126.5, and infinite at 128 and above (without AVX-512 at 127.5
+// and above, where n is 128 already). kFine: relative error 7.5e-8, else 7.5e-5, which is plenty for a result that is
+// rounded to bfloat16.
 template <bool kFine>
 FASTBERT_SIMD Floats exp2(Floats x) {
   x = power_that_scales(x);

@@ -32,7 +32,14 @@ int64_t source_bytes(const View& view) {
 // Copies of each byte of a storage: two formats, each of them transposed, of layers' weights and of a merged one.
 constexpr int64_t kMostCopies = 8;
 
+// A handle of a version counter is a pointer, and torch has no other way to compare two.
+static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
+bool is_same(const c10::VariableVersion& a, const c10::VariableVersion& b) {
+  return std::memcmp(&a, &b, sizeof(a)) == 0;
+}
+
 struct Entry {
+  c10::VariableVersion counter;  // held, so that no other has its address
   int64_t version;
   uint64_t sample;
   int64_t uses;
@@ -54,6 +61,18 @@ CopiesOfStorages& copies_of_storages() {
   // Never destroyed: at exit tensors may go after static objects.
   static auto* map = new CopiesOfStorages();
   return *map;
+}
+
+// For a counter whose tensors now lie in `storage`. `p.data = other` leaves p's counter as it is: should p come back to
+// where it was before, that counter has not seen what was written there meanwhile.
+void forget_elsewhere(const c10::VariableVersion& counter, const void* storage) {
+  if (counter.unique()) return;  // no entry holds it
+  for (auto& [other, copies] : copies_of_storages()) {
+    if (other == storage) continue;
+    for (auto& [view, entry] : copies.entries) {
+      if (is_same(entry.counter, counter)) entry.counter = c10::VariableVersion();
+    }
+  }
 }
 
 uint64_t sample_of(const at::Tensor& weight) {
@@ -131,9 +150,10 @@ Found find_or_pack(const at::Tensor& weight, DType format, bool is_watched, bool
   const View view{offset,           weight.size(0),       weight.size(1), weight.stride(0),
                   weight.stride(1), weight.scalar_type(), format};
   const char* const data = static_cast<const char*>(weight.const_data_ptr()) - offset;
-  const int64_t version = weight.is_inference() ? 0 : weight._version();
+  const c10::VariableVersion& counter = weight.unsafeGetTensorImpl()->version_counter();
+  const int64_t version = counter.enabled() ? counter.current_version() : 0;
   const uint64_t sample = weight.numel() == 0 ? 0 : sample_of(weight);
-  std::map<View, Entry> dropped;  // freed after the lock
+  std::map<View, Entry> moved, crowded;  // freed after the lock
   const std::lock_guard<std::mutex> lock(mutex);
   auto found = copies_of_storages().find(storage);
   if (found == copies_of_storages().end()) {
@@ -143,7 +163,7 @@ Found find_or_pack(const at::Tensor& weight, DType format, bool is_watched, bool
   }
   Copies& copies = found->second;
   if (copies.data != data) {
-    dropped.swap(copies.entries);
+    moved.swap(copies.entries);
     copies.data = data;
   }
   const auto known = copies.entries.find(view);
@@ -152,16 +172,20 @@ Found find_or_pack(const at::Tensor& weight, DType format, bool is_watched, bool
     // Slices that move along a storage would otherwise add copies without end.
     int64_t bytes = weight.numel() * weight.element_size();
     for (const auto& [other, entry] : copies.entries) bytes += source_bytes(other);
-    if (bytes > kMostCopies * static_cast<int64_t>(weight.storage().nbytes())) dropped.swap(copies.entries);
+    if (bytes > kMostCopies * static_cast<int64_t>(weight.storage().nbytes())) crowded.swap(copies.entries);
     // Weights begin at different places of their round, so that the work spreads over the calls.
-    Entry entry{version, sample, serial++ * 633, {}};
+    forget_elsewhere(counter, storage);
+    Entry entry{counter, version, sample, serial++ * 633, {}};
     pack(weight, format, entry.packed);
     return {true, copies.entries.emplace(view, std::move(entry)).first->second.packed};
   }
   Entry& entry = known->second;
   const int64_t units = num_panels(weight.size(0)) * units_of_panel(weight, format), use = entry.uses++ % kCheckCalls;
-  if (anew || entry.version != version || entry.sample != sample) {
+  const bool has_moved = !is_same(entry.counter, counter);
+  if (anew || has_moved || entry.version != version || entry.sample != sample) {
+    if (has_moved) forget_elsewhere(counter, storage);
     pack(weight, format, entry.packed);
+    entry.counter = counter;
     entry.version = version;
     entry.sample = sample;
     return {true, entry.packed};
@@ -225,12 +249,10 @@ PackedTensor packed_weight(const at::Tensor& weight, DType format) {
   if (!weight.is_inference()) {
     if (is_packed_as(weight, format, found.packed, found.check_begin, found.check_end)) return found.packed;
     found = find_or_pack(weight, format, /*is_watched=*/true, /*anew=*/true);
-    warn(
-        weight, warned_of_write,
-        "a weight was written in a way that PyTorch does not record (through .data, NumPy, DLPack, a storage, or a "
-        "flat "
-        "vector that it is a view of), and some calls have computed with its old values before this was found; now the "
-        "new ones are used. Call fastbert.repack(model) right after such a write.");
+    warn(weight, warned_of_write,
+         "a weight was written in a way that PyTorch does not record (through .data, NumPy, DLPack, a storage, apply_, "
+         "torch.distributed, or another tensor with its memory), and some calls have computed with its old values "
+         "before this was found; now the new ones are used. Call fastbert.repack(model) right after such a write.");
     return found.packed;
   }
   std::atomic<bool> is_same{true};

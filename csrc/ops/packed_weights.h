@@ -23,7 +23,7 @@ constexpr int64_t kCheckCalls = 1024;
 
 // weight (out_features, in_features) packed in `format`; `weight.t()` serves the gradient's product. Packs where there
 // is no packed copy yet, or where the weight has changed since:
-// - its version counter has moved, or it lies elsewhere;
+// - its version counter is another or has moved, or it lies elsewhere, or did since at a call;
 // - it keeps no version (an inference tensor), and the whole of it, compared at each call, is not what was packed;
 // - one of 16 sampled elements is another: a write that left no trace, of the whole weight;
 // - the share of it that this call compares is another: any write that left no trace.

@@ -352,13 +352,14 @@ def _watch_weight(weight):
 
 
 def _after_step(optimizer, args, kwargs):
-    """torch's fused optimizers, alone among its documented operations, count no version of what they write."""
+    """torch's fused optimizers count no version of what they write. That a gradient is None says nothing here: the step
+    itself, or a hook of the optimizer's own, may have dropped it."""
     groups = [group for group in optimizer.param_groups if group.get("fused")]
     if groups:
         from fastbert._C import weights_changed
 
         parameters = [p for group in groups for p in group["params"] if type(p) in (torch.Tensor, torch.nn.Parameter)]
-        weights_changed([p.untyped_storage()._cdata for p in parameters if p.grad is not None])
+        weights_changed([p.untyped_storage()._cdata for p in parameters])
 
 
 # What torch.compiler.disable does, without its import of torch._dynamo: a compiled step calls the hook, untraced.

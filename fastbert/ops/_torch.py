@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from fastbert.ops._checks import check_offsets
+from fastbert.ops._checks import check_offsets, check_offsets_on_cpu
 from fastbert.ops._product import compute_dtype, product
 
 _ACTIVATIONS = {
@@ -223,6 +223,7 @@ def _window(width, window_size, device):
 
 def attention(q, k, v, cu_seqlens, max_seqlen, softmax_scale, dropout_p, window_size, cache):
     if torch.compiler.is_compiling() or max(window_size) >= 0:
+        check_offsets_on_cpu("attention", cu_seqlens, q.shape[0], max_seqlen)
         return _attention_padded(q, k, v, cu_seqlens, max_seqlen, softmax_scale, dropout_p, window_size)
     buckets = None if cache is None else cache.get("torch_buckets")
     if buckets is None:
@@ -236,6 +237,7 @@ def attention(q, k, v, cu_seqlens, max_seqlen, softmax_scale, dropout_p, window_
 
 def attention_probs(q, k, cu_seqlens, max_seqlen, softmax_scale):
     """(batch, num_heads, max_seqlen, max_seqlen); zero where a query or key slot is padding."""
+    check_offsets_on_cpu("attention_probs", cu_seqlens, q.shape[0], max_seqlen)
     if q.shape[0] == 0:
         return _zeros_of_nothing((cu_seqlens.shape[0] - 1, q.shape[1], max_seqlen, max_seqlen), q, k)
     index, real = _padded_slots(q.shape[0], cu_seqlens, max_seqlen)
@@ -351,6 +353,7 @@ def sequence_sums(x, sequence, batch_size):
 
 def pooling(hidden_states, cu_seqlens, mode):
     total_tokens, hidden_size = hidden_states.shape
+    check_offsets_on_cpu("pooling", cu_seqlens, total_tokens)
     batch_size = cu_seqlens.shape[0] - 1
     pooled = hidden_states.new_zeros(batch_size, hidden_size)
     if total_tokens == 0:
@@ -380,6 +383,7 @@ def unpack(packed, indices, num_rows):
 
 def sequence_cross_entropy(logits, cu_seqlens, targets):
     total_tokens, batch_size = logits.shape[0], cu_seqlens.shape[0] - 1
+    check_offsets_on_cpu("sequence_cross_entropy", cu_seqlens, total_tokens)
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
     kept = (targets >= 0) & (targets < lengths)
     if total_tokens == 0:

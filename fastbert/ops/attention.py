@@ -155,8 +155,9 @@ def attention(
 
     Raises:
         ValueError: tensors on two devices, a cu_seqlens of another dtype or shape, or a softmax_scale that is not
-            finite; of rotary, an odd head_dim, or tables of another shape, dtype or device, that require a gradient, or
-            with fewer positions than max_seqlen.
+            finite; on a CPU (there RuntimeError or IndexError, too) offsets that do not fit the tokens; of rotary, an
+            odd head_dim, or tables of another shape, dtype or device, that require a gradient, or with fewer positions
+            than max_seqlen.
         BackendError: the backend that was asked for cannot serve the call.
     """
     check_devices("attention", q=q, k=k, v=v, cu_seqlens=cu_seqlens)

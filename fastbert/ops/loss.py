@@ -102,7 +102,8 @@ def sequence_cross_entropy(logits: torch.Tensor, cu_seqlens: torch.Tensor, targe
         fp32 scalar; sequences whose target is outside of them are left out; 0 when all are.
 
     Raises:
-        ValueError: tensors on two devices, or a cu_seqlens of another dtype or shape.
+        ValueError: tensors on two devices, a cu_seqlens of another dtype or shape, or, on a CPU, offsets that do not
+            fit the tokens.
     """
     check_devices("sequence_cross_entropy", logits=logits, cu_seqlens=cu_seqlens, targets=targets)
     cu_seqlens = int32_offsets("sequence_cross_entropy", cu_seqlens)

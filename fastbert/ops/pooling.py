@@ -47,7 +47,8 @@ def pooling(
     hidden_states (total_tokens, hidden_size), cu_seqlens int32 (batch + 1,) -> (batch, hidden_size). A sequence without
     tokens gives zeros. Sums run in fp32. An int64 cu_seqlens is converted.
 
-    Raises ValueError for an unknown mode, tensors on two devices, or a cu_seqlens of another dtype or shape;
+    Raises ValueError for an unknown mode, tensors on two devices, a cu_seqlens of another dtype or shape, or, on a CPU,
+    offsets that do not fit the tokens;
     BackendError where the backend that was asked for cannot serve the call.
     """
     if mode not in MODES:

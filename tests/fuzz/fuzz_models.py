@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from fuzz_driver import Draw, Fuzzer
 from fuzz_literal import Hook, at, literal_forward
-from fuzz_steps import STEPS, Subject
+from fuzz_steps import STEPS
+from fuzz_subject import Subject
 from hf import FAMILIES, make_hf, random_like, randomise
 from test_parity import leaf_gradients
 from torch import nn
@@ -79,7 +80,11 @@ def make_batch(draw: Draw, subject: Subject) -> Batch:
 def call(subject: Subject, model, batch: Batch) -> Outputs:
     has_types = OURS[subject.model.config.model_type].family.embeddings.token_type is not None
     types = {"token_type_ids": batch.types} if has_types else {}
-    out = model(batch.ids, attention_mask=batch.mask.long(), **types)
+    options = {"attention_mask": batch.mask.long(), **types}
+    if model is subject.model and subject.replaced is not None:
+        out = torch.func.functional_call(model, subject.replaced, batch.ids, options)
+    else:
+        out = model(batch.ids, **options)
     return {name: out[name] for name in ("last_hidden_state", "pooler_output") if out.get(name) is not None}
 
 
@@ -116,9 +121,11 @@ def hooks_of(model: nn.Module) -> dict[str, list[Hook]]:
 
 
 def run_and_compare(draw: Draw, subject: Subject, batch: Batch) -> None:
-    mode, backend = draw.choice(MODES[:2] if subject.is_inference else MODES), draw.choice(BACKENDS)
-    is_compiled = subject.compiled is not None and draw.flag()
-    in_threads = draw.flag(6) and not is_compiled  # torch's compiler does not promise that
+    is_replaced = subject.replaced is not None
+    modes = MODES[:2] if subject.is_inference else MODES[:3] if is_replaced else MODES
+    mode, backend = draw.choice(modes), draw.choice(BACKENDS)
+    is_compiled = subject.compiled is not None and draw.flag() and not is_replaced
+    in_threads = draw.flag(6) and not is_compiled and not is_replaced  # torch does not promise that
     draw.note(f"run: {subject.name}, {mode}, {backend}{', compiled' * is_compiled}{', in threads' * in_threads}")
     model = subject.model
     hooks = hooks_of(model)
@@ -156,10 +163,12 @@ def run_and_compare(draw: Draw, subject: Subject, batch: Batch) -> None:
 
 def compare(subject: Subject, batch: Batch, actual: Outputs, gradients: Outputs, has_gradients: bool) -> None:
     results, baseline_model = [], copy.deepcopy(subject.model)
-    dtype = next(baseline_model.parameters()).dtype
+    if subject.replaced is not None:
+        baseline_model.load_state_dict(subject.replaced, strict=False)
+    exact_model, dtype = copy.deepcopy(baseline_model).double(), next(baseline_model.parameters()).dtype
     if dtype is torch.float64:  # there is nothing more exact to judge it by: fp32 then says what an error may be
         dtype, baseline_model = torch.float32, baseline_model.float()
-    for model in (copy.deepcopy(subject.model).double(), baseline_model):
+    for model in (exact_model, baseline_model):
         with nullcontext() if has_gradients else torch.no_grad():
             outputs = truth(subject, model, batch)
         results.append((real_values(outputs, batch), backward(model, outputs, batch) if has_gradients else {}))
@@ -197,6 +206,7 @@ def run_case(draw: Draw) -> None:
                 STEPS[step](draw, subject)
             for each in subjects:
                 run_and_compare(draw, each, make_batch(draw, each))
+            subject.replaced = None
 
 
 def randomised(draw: Draw, subject: Subject) -> Subject:

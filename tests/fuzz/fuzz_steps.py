@@ -1,4 +1,5 @@
 """What people do to a model between two calls: a new step is one function of (draw, subject), listed in STEPS.
+Those that write weights stand in fuzz_weights.py.
 
 A step changes the subject's model, or puts another in its place. What it changes by is drawn, never nothing.
 """
@@ -8,116 +9,13 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
 
+import fuzz_weights as weights
 import torch
 from fuzz_driver import Draw
 from fuzz_literal import After, Before, Hook
+from fuzz_subject import Subject, changed, draw_leaf, draw_weight, leaves, replace
 from torch import nn
-
-import fastbert
-
-
-@dataclass
-class Subject:
-    """A model under mutation, what torch.compile has made of it, and whether it is ours or transformers'."""
-
-    name: str
-    model: nn.Module
-    is_ours: bool
-    compiled: Callable | None = None
-    is_inference: bool = False  # its weights are inference tensors: all that is done to it is done in that mode
-    may_refuse: bool = False  # the last step made a tree for which one clear error is right, too
-
-
-def leaves(model: nn.Module) -> dict[str, nn.Module]:
-    kinds = (nn.Linear, nn.LayerNorm, nn.Embedding)
-    return {path: module for path, module in model.named_modules() if isinstance(module, kinds)}
-
-
-def draw_leaf(draw: Draw, subject: Subject, *kinds: type) -> tuple[str, nn.Module]:
-    found = {path: leaf for path, leaf in leaves(subject.model).items() if isinstance(leaf, kinds or nn.Module)}
-    path = draw.choice(found)
-    draw.note(f"  {path}")
-    return path, found[path]
-
-
-def draw_weight(draw: Draw, subject: Subject) -> nn.Parameter:
-    """A parameter, not one that a parametrisation makes."""
-    names = [name for name, _ in subject.model.named_parameters() if "parametrizations" not in name]
-    name = draw.choice(names)
-    draw.note(f"  {name}")
-    return subject.model.get_parameter(name)
-
-
-def changed(draw: Draw, t: torch.Tensor) -> torch.Tensor:
-    noise = torch.randn(t.shape, generator=torch.Generator().manual_seed(draw.seed()))
-    return (t.detach().float() * 0.5 + 0.3 * noise).to(t.dtype)
-
-
-def replace(model: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, module)
-
-
-def told(subject: Subject) -> None:
-    """After a write that leaves no trace, users call fastbert.repack."""
-    repack = vars(fastbert).get("repack") or (fastbert.repack if "repack" in fastbert.__all__ else None)
-    if repack is not None:
-        repack(subject.model)
-
-
-@torch.no_grad()
-def in_place(draw: Draw, subject: Subject) -> None:
-    p = draw_weight(draw, subject)
-    if draw.flag():
-        p[draw.integer(0, len(p) - 1)] = 0.7
-    else:
-        p.copy_(changed(draw, p))
-
-
-def data_write(draw: Draw, subject: Subject) -> None:
-    p = draw_weight(draw, subject)
-    p.data.copy_(changed(draw, p))
-    told(subject)
-
-
-def data_replaced(draw: Draw, subject: Subject) -> None:
-    p = draw_weight(draw, subject)
-    p.data = changed(draw, p)
-
-
-def numpy_write(draw: Draw, subject: Subject) -> None:
-    p = draw_weight(draw, subject)
-    if p.dtype is not torch.bfloat16:
-        p.detach().numpy()[...] *= 0.5
-        told(subject)
-
-
-def load_state_dict(draw: Draw, subject: Subject) -> None:
-    state = {name: changed(draw, t) if draw.flag(4) else t for name, t in subject.model.state_dict().items()}
-    subject.model.load_state_dict(state, assign=draw.flag(3))
-
-
-def optimizer_step(draw: Draw, subject: Subject) -> None:
-    parameters = [p for p in subject.model.parameters() if p.requires_grad]
-    kind = draw.choice((torch.optim.SGD, torch.optim.AdamW))
-    generator = torch.Generator().manual_seed(draw.seed())
-    for p in parameters:
-        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-    kind(parameters, lr=0.03, **draw.choice(({}, {"foreach": True}, {"foreach": False}))).step()
-    subject.model.zero_grad()
-
-
-def vector_to_parameters(draw: Draw, subject: Subject) -> None:
-    parameters = list(subject.model.parameters())
-    vector = nn.utils.parameters_to_vector(parameters).detach()
-    nn.utils.vector_to_parameters(vector * 0.9, parameters)
-
-
-def swap_tensors(draw: Draw, subject: Subject) -> None:
-    p = draw_weight(draw, subject)
-    torch.utils.swap_tensors(p, nn.Parameter(changed(draw, p)))
 
 
 def new_parameter(draw: Draw, subject: Subject) -> None:
@@ -157,19 +55,6 @@ def same_weight_twice(draw: Draw, subject: Subject) -> None:
     is_free = not hasattr(first, "parametrizations") and not hasattr(second, "parametrizations")
     if first.weight.shape == second.weight.shape and is_free:
         second.weight = first.weight
-
-
-def offload(draw: Draw, subject: Subject) -> None:
-    """Memory given back and taken anew, as FSDP and offloading do."""
-    p = draw_weight(draw, subject)
-    value, storage = changed(draw, p), p.untyped_storage()
-    size = storage.nbytes()
-    others = [q for q in subject.model.parameters() if q.untyped_storage().data_ptr() == storage.data_ptr()]
-    if len(others) == 1 and size == p.numel() * p.element_size():
-        storage.resize_(0)
-        storage.resize_(size)
-        with torch.no_grad():
-            p.copy_(value)
 
 
 def cut_layers(draw: Draw, subject: Subject) -> None:
@@ -234,6 +119,23 @@ def other_dtype(draw: Draw, subject: Subject) -> None:
     subject.model.to(dtype)
 
 
+def moved(draw: Draw, subject: Subject) -> None:
+    """To where it is, to shared memory, or to another dtype and back; all at once or leaf by leaf."""
+    parts = [subject.model] if draw.flag() else list(leaves(subject.model).values())
+    how = draw.choice(("cpu", "share_memory", "double"))
+    draw.note(f"  {how}, {len(parts)} parts")
+    for part in parts:
+        dtype = next(part.parameters()).dtype
+        getattr(part, how)()
+        part.to(dtype)
+
+
+def functional_call(draw: Draw, subject: Subject) -> None:
+    """The next calls have other weights than the model's own, to which it then returns."""
+    named = dict(subject.model.named_parameters())
+    subject.replaced = {name: changed(draw, p) for name, p in named.items() if draw.flag()}
+
+
 def deepcopied(draw: Draw, subject: Subject) -> None:
     subject.model, subject.compiled = copy.deepcopy(subject.model), None
 
@@ -271,12 +173,6 @@ def as_inference_tensors(draw: Draw, subject: Subject) -> None:
         subject.model, subject.compiled, subject.is_inference = copy.deepcopy(subject.model), None, True
 
 
-@torch.inference_mode()
-def in_inference_mode(draw: Draw, subject: Subject) -> None:
-    p = draw_weight(draw, subject)
-    p.copy_(changed(draw, p))
-
-
 def compiled(draw: Draw, subject: Subject) -> None:
     subject.compiled = torch.compile(subject.model, backend="eager")
 
@@ -288,9 +184,10 @@ def nothing(draw: Draw, subject: Subject) -> None:
 STEPS: dict[str, Callable[[Draw, Subject], None]] = {
     step.__name__: step
     for step in (
-        nothing, in_place, data_write, data_replaced, numpy_write, load_state_dict, optimizer_step,
-        vector_to_parameters, swap_tensors, new_parameter, other_table, other_leaf, same_weight_twice, offload,
-        cut_layers, swap_layers, hook_leaf, hook_container, hook_model, without_hooks, other_dtype, deepcopied, pickled,
-        parametrized, train_or_eval, frozen, as_inference_tensors, in_inference_mode, compiled,
+        nothing, weights.in_place, weights.data_write, weights.data_replaced, weights.numpy_write, weights.untold_write,
+        weights.load_state_dict, weights.optimizer_step, weights.vector_to_parameters, weights.swap_tensors,
+        weights.offload, weights.in_inference_mode, new_parameter, other_table, other_leaf, same_weight_twice,
+        cut_layers, swap_layers, hook_leaf, hook_container, hook_model, without_hooks, other_dtype, moved, deepcopied,
+        pickled, parametrized, train_or_eval, frozen, as_inference_tensors, functional_call, compiled,
     )
 }  # fmt: skip

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
+import fuzz_cli
 import fuzz_files
 import fuzz_models
 import fuzz_ops
@@ -18,3 +22,38 @@ def test_a_few_cases(fuzzer):
     )  # torch's compiler takes seconds to import
     assert done.finding is None, done.finding.text
     assert done.cases >= CASES[fuzzer]
+
+
+# `python -m fastbert --help` that gets a Ctrl-C when it begins to import a module.
+INTERRUPTED = """
+import runpy, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Finder())
+sys.argv[1:] = [sys.argv[1], "--help"]
+runpy.run_module("fastbert", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("module", ("fastbert.cli", "fastbert.__main__", "signal"))
+def test_an_interrupt_before_main_is_no_finding(module):
+    """signal: main imports it, and catches what comes."""
+    command = [sys.executable, "-c", INTERRUPTED, module]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=fuzz_cli.ENVIRONMENT)
+    code, errors = fuzz_cli.finish(process, was_interrupted=True)
+    assert fuzz_cli.is_before_main(errors) == (code != 130) == (module != "signal")
+
+
+def test_any_other_traceback_is_a_finding():
+    frame = f'  File "{fuzz_cli.ROOT}/fastbert/__main__.py", line 5, in <module>\n    from fastbert.cli import main\n'
+    before = f"Traceback (most recent call last):\n{frame}KeyboardInterrupt\n"
+    assert fuzz_cli.is_before_main(before)
+    for other in (
+        before.replace("KeyboardInterrupt", "ValueError: KeyboardInterrupt 1"),
+        before.replace("from fastbert.cli import main", "sys.exit(main())"),
+        before.replace("<module>", "run"),
+        before + "During handling of the above exception, another exception occurred:\n\n" + before,
+    ):
+        assert not fuzz_cli.is_before_main(other)
