@@ -1,13 +1,16 @@
-"""The command line, as a user runs it: in processes of its own."""
+"""The command line, as a user runs it: in processes of its own, but for errors that come before any work."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +19,7 @@ import tiny
 import torch
 
 import fastbert
-from fastbert import EncoderConfig, SentenceEncoder
+from fastbert import EncoderConfig, SentenceEncoder, cli
 from fastbert.backend import BUILD_KERNELS
 from fastbert.cli_encode import GrowingArray
 from fastbert.cli_report import matmul_parameters, torch_fault
@@ -44,9 +47,21 @@ def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
     return run_python(command(*arguments), **environment)
 
 
+def run_here(*arguments: object) -> subprocess.CompletedProcess:
+    """The same without a process of its own, whose imports take longer than most of what is tested."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings(record=True) as said:
+        try:
+            code = cli.main([str(argument) for argument in arguments])
+        except SystemExit as stop:  # argparse's
+            code = stop.code
+    shown = "".join(f"{warning.message}\n" for warning in said)  # pytest keeps them from stderr
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue() + shown)
+
+
 def fails(*arguments: object, **environment: str) -> str:
     """The error line of a command that must end with exit code 2, one line and no traceback."""
-    done = run(*arguments, **environment)
+    done = run(*arguments, **environment) if environment else run_here(*arguments)
     assert done.returncode == 2, (done.returncode, done.stderr)
     assert "Traceback" not in done.stderr and done.stdout == ""
     assert done.stderr.startswith("fastbert: error: ") and done.stderr.count("\n") == 1, done.stderr

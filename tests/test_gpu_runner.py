@@ -36,7 +36,7 @@ def content_of(template, part: str) -> dict:
     return json.loads((template.path.parent / f"{part}.json").read_text())
 
 
-@pytest.mark.parametrize("part", ("kernels", "ops", "models", "graphs"))
+@pytest.mark.parametrize("part", (pytest.param("kernels", marks=pytest.mark.full), "ops", "models", "graphs"))
 def test_a_part_runs_and_is_not_run_again(part, template, monkeypatch):
     assert gpu.run([part], template) == 0
     content = content_of(template, part)

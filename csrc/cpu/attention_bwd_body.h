@@ -179,8 +179,8 @@ void pack_queries(const T* x, int64_t stride, int64_t rows, int64_t d, const Bwd
 #if defined(FASTBERT_AMX)
   if constexpr (kUsesAmx<typename DotOf<E>::Dot>) {
     for (int64_t first = 0; first < d; first += kPanel) {
-      amx_transpose(packed + first / kPanel * steps * kStepBytes, steps, memory.columns_stride,
-                    columns + first * memory.columns_stride);
+      amx_transpose(packed + first / kPanel * steps * kStepBytes, steps, std::min(kPanel, d - first),
+                    memory.columns_stride, columns + first * memory.columns_stride);
     }
   }
 #endif
@@ -208,8 +208,9 @@ void write_by_keys(const char* sums, char* space, float factor, int64_t keys, in
 #if defined(FASTBERT_AMX)
   if constexpr (kUsesAmx<typename DotOf<E>::Dot>) {
     for (int64_t first = 0; first < d; first += kPanel, sums += kBlock * kStepBytes) {
-      amx_transpose(sums, kPanel, kStepBytes, space);
-      write_rows(space, kBlock, &factor, 0, keys, std::min(kPanel, d - first), out + first, stride);
+      const int64_t dims = std::min(kPanel, d - first);
+      amx_transpose(sums, dims, keys, kStepBytes, space);
+      write_rows(space, kBlock, &factor, 0, keys, dims, out + first, stride);
     }
     return;
   }

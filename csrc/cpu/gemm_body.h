@@ -325,7 +325,7 @@ void gemm_transposed_amx(const GemmTransposedArgs& args, int64_t begin, int64_t 
     const int64_t columns = std::min(kPanel, args.b_features - b_panel * kPanel);
     char* a_rows = transposed + (a_panel - first) * panel_rows;
     if (held[a_panel - first] != a_panel) {
-      amx_transpose(a, whole, stride, a_rows);
+      amx_transpose(a, whole, rows, stride, a_rows);
       held[a_panel - first] = a_panel;
     }
     for (int64_t step = 0; step < whole; step += kAmxBlockSteps) {

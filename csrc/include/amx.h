@@ -107,12 +107,12 @@ FASTBERT_SIMD void amx_square(const char* x, int64_t x_stride, const char* panel
   }
 }
 
-// A panel's steps, a multiple of kWidth, of 64 columns become 64 rows, `stride` bytes apart: AMX reads rows, and what
-// is summed over may lie the other way round.
-inline void amx_transpose(const char* panel, int64_t steps, int64_t stride, char* rows) {
+// `columns` of a panel become rows of `steps` steps, `stride` bytes apart, both rounded up to kWidth: AMX reads rows,
+// and what is summed over may lie the other way round.
+inline void amx_transpose(const char* panel, int64_t steps, int64_t columns, int64_t stride, char* rows) {
   Ints square[kWidth];
   for (int64_t step = 0; step < steps; step += kWidth) {
-    for (int64_t c = 0; c < kPanel; c += kWidth) {
+    for (int64_t c = 0; c < columns; c += kWidth) {
       const char* from = panel + step * kStepBytes + c * 4;
       for (int64_t i = 0; i < kWidth; ++i) square[i] = load(reinterpret_cast<const int32_t*>(from + i * kStepBytes));
       transpose(square);
