@@ -168,7 +168,8 @@ void gemm_panels(const GemmArgs& args, const GemmTarget& target, const Rows& x, 
                  int64_t row_end, int64_t begin, int64_t end, const Channels& channels, Scratch& scratch) {
   constexpr bool kInt8 = std::is_same_v<Dot, Int8Dot>;
   const int64_t block_rows = row_end - row_begin;
-  const int64_t block_steps = kUsesAmx<Dot> ? kAmxBlockSteps : block_rows > kFewRows ? kBlockSteps : kFewRowsSteps;
+  constexpr int64_t kManyRowsSteps = kUsesAmx<Dot> ? kAmxBlockSteps : kBlockSteps;
+  const int64_t block_steps = block_rows > kFewRows ? kManyRowsSteps : kFewRowsSteps;
   constexpr int64_t kRows = kUsesAmx<Dot> ? kAmxRows : kTileRows;
   char* sums = scratch.get(block_rows * kStepBytes);
   [[maybe_unused]] AmxTiles tiles;

@@ -34,10 +34,9 @@ def _supports_cpu(x, head_dim, *tensors) -> str | None:
         return f"x has {x.dim()} dimensions, the kernels take (total_tokens, hidden_size)"
     if not 2 <= head_dim <= 256:
         return f"head_dim is {head_dim} (attention has 2 to 256)"
-    # Sets, not a loop with a choice for each tensor: there are a hundred, and a short text takes half a millisecond.
-    given = [t for t in tensors if t is not None]
-    if not {t.dtype for t in given} <= {dtype, torch.int8} or not all([t.is_cpu for t in given]):
-        others = sorted({f"{t.dtype} on {t.device}" for t in given})
+    # A set, not a loop with a choice for each tensor: there are a hundred, and a short text takes half a millisecond.
+    if not {t.dtype if t.is_cpu else t.device for t in tensors if t is not None} <= {dtype, torch.int8}:
+        others = sorted({f"{t.dtype} on {t.device}" for t in tensors if t is not None})
         return f"x is {dtype} on {x.device}, the weights {' and '.join(others)}"
     return extension_error()
 
