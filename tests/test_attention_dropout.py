@@ -29,6 +29,14 @@ def dropped_probabilities(backend, case, num_heads, dropout_p, seed, dtype=torch
     return torch.stack([out.detach(), backward])
 
 
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 # Triton's interpreter takes a minute for float32, whose mask is that of bfloat16: the same words, compared alike.
 each_share = pytest.mark.parametrize(
     ("backend", "dtype"),
@@ -79,3 +87,22 @@ def test_every_isa_drops_the_same_elements():
     here = dropped_probabilities("cpu", RAGGED, 2, 0.4, 11)[0] != 0
     with backend_with_isa("cpu-generic"):
         assert torch.equal(dropped_probabilities("cpu", RAGGED, 2, 0.4, 11)[0] != 0, here)
+
+
+@needs_extension
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", CPU_BACKENDS, indirect=True)
+def test_nothing_is_left_of_the_batch_before(backend, dtype, one_thread):
+    """Kernels keep their memory from call to call: what a batch of NaN leaves there is no number of the next one."""
+    case, spoiled = Lengths("", (5, 17, 3, 33)), Lengths("", (300,))
+    qkv, nans = make(case, dtype=dtype), torch.full_like(make(spoiled, dtype=dtype), float("nan"))
+
+    def run(case, qkv):
+        torch.manual_seed(5)
+        options = {"dropout_p": 0.25, "backend": backend}
+        return differentiate(lambda *t: attention(*t, case.cu_seqlens, max(case.lengths), **options), qkv, qkv[0])
+
+    before = run(case, qkv)
+    run(spoiled, nans)
+    for old, new in zip(before, run(case, qkv), strict=True):
+        assert torch.isfinite(new).all() and torch.equal(old, new)

@@ -94,7 +94,7 @@ void square_gradients(const BwdMemory& memory, const Dropout& dropout, uint64_t 
     const int64_t pair_rows = std::min(kPerStep<E>, rows - r);
     for (int64_t i = 0; multiplier != nullptr && i < pair_rows; ++i) {
       const uint64_t first = counter + static_cast<uint64_t>(r + i) * counters_per_query;
-      fill_dropout_from(dropout, first, keys, multiplier + i * kBlock);
+      fill_dropout_from(dropout, first, drawn_keys<E>(keys), multiplier + i * kBlock);
     }
     for (int64_t c = 0; c < keys; c += kWidth) {
       const int64_t at = r * kPanel + c, step_at = (r / kPerStep<E> * kPanel + c) * 4;

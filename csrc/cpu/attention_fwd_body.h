@@ -91,7 +91,8 @@ void softmax_rows(const FwdMemory& m, int64_t first, int64_t rows, int64_t keys,
     if (m.multiplier == nullptr) {
       total = exp_row<E, false>(row, keys, top, scales, nullptr, probs);
     } else {
-      fill_dropout_from(dropout, counter + static_cast<uint64_t>(r) * counters_per_query, keys, m.multiplier);
+      fill_dropout_from(dropout, counter + static_cast<uint64_t>(r) * counters_per_query, drawn_keys<E>(keys),
+                        m.multiplier);
       total = exp_row<E, true>(row, keys, top, scales, m.multiplier, probs);
     }
     store(lanes[r], total);

@@ -30,6 +30,13 @@ FASTBERT_SIMD int64_t whole_steps(int64_t n) {
   return (steps_of<E>(n) + kStepGroup<E> - 1) / kStepGroup<E> * kStepGroup<E>;
 }
 
+// Keys whose dropout is drawn: where a group of steps reads a whole vector of probabilities, what multiplies those
+// beyond the last key, which are 0, must be a number, too.
+template <typename E>
+FASTBERT_SIMD int64_t drawn_keys(int64_t keys) {
+  return kStepGroup<E> == 1 ? keys : (keys + kWidth - 1) / kWidth * kWidth;
+}
+
 // Hands out parts of one allocation, each from a cache line's start. Without memory it only counts the bytes.
 struct Carver {
   char* memory;
