@@ -9,6 +9,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastbert
+from fastbert import packing
 from fastbert.backend import use_backend
 from fastbert.models.auto import _CLASSES
 from fastbert.ops._library import triton_error
@@ -83,6 +84,11 @@ def make_inputs(kind: str, model_type: str = "bert") -> dict:
     if kind == "packed":
         return batch.packed() | {"max_seqlen": 11}
     return {**batch.inputs, "position_ids": batch.positions}
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(packing, "_is_on_host", lambda t: False)
 
 
 @pytest.fixture
