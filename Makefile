@@ -63,7 +63,7 @@ bench-ops: $(VENV)/.installed-bench  ## ops one by one, with pytest-benchmark
 GPU_OPTIONS = $(foreach part,$(PART),--part $(part)) $(if $(OUT),--output $(OUT)) $(if $(WITHIN),--within $(WITHIN)) \
 	$(if $(COMMIT),--commit $(COMMIT)) $(ARGUMENTS)
 gpu: build/.gpu-extension  ## everything that needs a GPU, in parts that resume; PART="kernels ops" for some of them
-	@$(PYTHON) -m fastbert.testing.gpu $(GPU_OPTIONS)
+	@$(PYTHON) -m benchmarks.gpu $(GPU_OPTIONS)
 
 # Without it the kernels in CUDA C++ are skipped by name, and the others run.
 build/.gpu-extension: $(SOURCES)
@@ -74,7 +74,7 @@ build/.gpu-extension: $(SOURCES)
 	@touch $@
 
 gpu-stale: $(VENV)/.installed  ## do the committed GPU results belong to the present kernels?
-	@$(BIN)/python -m fastbert.testing.gpu --stale
+	@$(BIN)/python -m benchmarks.gpu --stale
 
 unit: $(VENV)/.installed-test  ## pytest
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -90,15 +90,15 @@ SANITIZING = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print
 sanitize: $(VENV)/.installed-test  ## the C++ kernels' tests under AddressSanitizer and UBSan
 	@rm -rf $(SANITIZED) && mkdir -p build
 	@CFLAGS="-O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer \
-		-DFASTBERT_AMX_EMULATION='\"$(CURDIR)/tests/amx_emulation.h\"'" \
+		-DFASTBERT_AMX_EMULATION='\"$(CURDIR)/tests/support/amx_emulation.h\"'" \
 		$(BIN)/python setup.py -q build --build-base build/sanitized-base --build-lib $(SANITIZED) > build/sanitized.log 2>&1 \
 		|| (tail -n 40 build/sanitized.log; false)
 	@cd build && $(SANITIZING) $(abspath $(BIN))/python -c \
 		"import torch; from fastbert import _C; isas = _C.isas(); assert 'amx' in isas or 'avx512_bf16' not in isas, isas"
-	@$(SANITIZING) $(BIN)/pytest -q -s -p no:cacheprovider tests/test_linear.py tests/test_attention.py \
-		tests/test_layer_norm.py tests/test_int8.py tests/test_ops.py tests/test_training.py tests/test_embedding.py \
-		tests/test_packed_weights.py tests/test_packed_memory.py tests/test_foreign_memory.py tests/test_activation_ends.py \
-		tests/test_attention_scale.py -k "not triton and not cuda"
+	@$(SANITIZING) $(BIN)/pytest -q -s -p no:cacheprovider tests/ops/test_linear.py tests/ops/test_attention.py \
+		tests/ops/test_layer_norm.py tests/ops/test_int8.py tests/ops/test_ops.py tests/models/test_training.py tests/ops/test_embedding.py \
+		tests/ops/test_packed_weights.py tests/ops/test_packed_memory.py tests/ops/test_foreign_memory.py tests/ops/test_activation_ends.py \
+		tests/ops/test_attention_scale.py -k "not triton and not cuda"
 
 # MINUTES for all fuzzers together, SEED to do a run again, FUZZERS="ops models" for some of them. docs/fuzzing.md tells more.
 MINUTES ?= 60

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from fastbert.testing.bench import Timing, describe_machine
-from fastbert.testing.compete import compete, step
-from fastbert.testing.fine_tuning import CONTESTANTS
+from fastbert.bench.compete import compete, step
+from fastbert.bench.fine_tuning import CONTESTANTS
+from fastbert.bench.timing import Timing, describe_machine
 
 
 def measure(batch_size: int, contestants: tuple[str, ...], rounds: int, restarts: int, threads: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Whole encoders side by side: `fastbert bench` from a checkout. The code is in fastbert/testing/compete.py."""
+"""Whole encoders side by side: `fastbert bench` from a checkout. The code is in fastbert/bench/compete.py."""
 
 import sys
 

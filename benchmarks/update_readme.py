@@ -5,7 +5,7 @@ import re
 import sys
 from pathlib import Path
 
-from fastbert.testing.report import draw_chart, to_markdown
+from fastbert.bench.report import draw_chart, to_markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 SPEED = re.compile(r"(<!-- speed: .*? -->\n).*?(\n<!-- end of speed -->)", re.DOTALL)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import fastbert
-from fastbert.hub import resolve
+from fastbert.checkpoint.pretrained import resolve
 
 MODEL = "all-MiniLM-L6-v2"
 WIDTH = 100

@@ -6,6 +6,8 @@ Everything public is here. Names are imported when they are first used, so that 
 
 from __future__ import annotations
 
+import sys
+
 TYPE_CHECKING = False  # typing's own would cost more than the rest: the command line starts with this file
 if TYPE_CHECKING:
     from typing import Any
@@ -40,11 +42,11 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "ElectraForJointPreTraining",
         *(f"ElectraFor{head}" for head in (*_HEADS[:2], *_HEADS[3:])),
     ),
-    "fastbert.accelerate": ("accelerate", "restore"),
+    "fastbert.acceleration": ("accelerate", "restore"),
     "fastbert.backend": ("Backend", "BackendError", "backends", "use_backend"),
     "fastbert.config": ("ConfigError", "EncoderConfig"),
-    "fastbert.graphs": ("graphs",),
-    "fastbert.hub": ("CheckpointError",),
+    "fastbert.cuda_graphs": ("graphs",),
+    "fastbert.checkpoint.weight_files": ("CheckpointError",),
     "fastbert.master_weights": ("MasterWeights",),
     "fastbert.packed_weights": ("repack",),
     "fastbert.packing": ("InputError", "PackedBatch", "check_inputs"),
@@ -61,6 +63,34 @@ def from_pretrained(name_or_path: str, **options: Any) -> Any:
     from fastbert.models.auto import AutoModel
 
     return AutoModel.from_pretrained(name_or_path, **options)
+
+
+# Modules that had another name in 0.1.
+_MOVED = {
+    "_saving": "checkpoint.saving",
+    "_weight_files": "checkpoint.weight_files",
+    "accelerate": "acceleration",
+    "graphs": "cuda_graphs",
+    "hub": "checkpoint.pretrained",
+    "sentence_folder": "data.sentence_folder",
+    "tokenization": "data.tokenization",
+    "testing.bench": "bench.timing",
+    **{f"testing.{name}": f"bench.{name}" for name in ("compete", "contestants", "jobs", "report", "runtimes")},
+}
+
+
+class _MovedModules:
+    """The last finder of sys.meta_path: importing a module by its old name fails with the new one."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> None:
+        package, _, rest = name.partition(".")
+        if package == __name__ and rest in _MOVED:
+            # Without `name=`, or `from fastbert import hub` would hide this message behind one of its own.
+            raise ModuleNotFoundError(f"{name} has moved: it is {package}.{_MOVED[rest]} now")
+
+
+sys.meta_path.append(_MovedModules)
 
 
 def __getattr__(name: str) -> Any:

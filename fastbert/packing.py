@@ -91,7 +91,7 @@ def _check_offsets(offsets: list[int], max_seqlen: int | None, total_tokens: int
 
 
 def _is_on_host(t: torch.Tensor) -> bool:
-    """Whether a look at its values costs no wait. tests/test_host_syncs.py says no for all, as on a GPU."""
+    """Whether a look at its values costs no wait. tests/gpu/test_host_syncs.py says no for all, as on a GPU."""
     return t.is_cpu
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fastbert.accelerate import _Forward, _live
+from fastbert.acceleration import _Forward, _live
 from fastbert.config import ConfigError, EncoderConfig
 from fastbert.layers.leaves import get_leaf, is_plain, place
 from fastbert.layers.quantized import QuantizedLinear

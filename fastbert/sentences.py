@@ -18,11 +18,9 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from fastbert import ops
+from fastbert.checkpoint.pretrained import parse_dtype, resolve
 from fastbert.config import ConfigError
-from fastbert.hub import parse_dtype, resolve
-from fastbert.models.base import EncoderModel, must_be_called
-from fastbert.packing import InputError
-from fastbert.sentence_folder import (
+from fastbert.data.sentence_folder import (
     Normalize,
     Recipe,
     load_encoder,
@@ -30,7 +28,9 @@ from fastbert.sentence_folder import (
     transformer_folder,
     transformer_settings,
 )
-from fastbert.tokenization import load_tokenizer
+from fastbert.data.tokenization import load_tokenizer
+from fastbert.models.base import EncoderModel, must_be_called
+from fastbert.packing import InputError
 
 # Tokens in one batch. CPU, measured (all-MiniLM-L6-v2, 430 texts of 5 to 180 tokens, processor seconds on one Zen 5
 # core, fp32 / bf16): 512 3.30 / 1.25, 1024 3.24 / 1.17, 2048 3.28 / 1.14, 4096 3.39 / 1.19, 16384 3.80 / 1.38. Fewer do
@@ -69,7 +69,7 @@ class SentenceEncoder:
         """The encoder of a sentence-transformers folder, or of a plain encoder's: mean pooling, not normalised.
 
         Args:
-            name_or_path: a folder, a hub id, or a name in fastbert.hub.PACKAGED_MODELS.
+            name_or_path: a folder, a hub id, or a name in fastbert.checkpoint.pretrained.PACKAGED_MODELS.
             dtype: a torch dtype or its name; "auto" keeps the checkpoint's own, "int8" does so and quantises it.
             device: default CUDA where there is a GPU, else the CPU.
             max_seq_length: longer texts are cut to so many tokens, [CLS] and [SEP] included; default the folder's.

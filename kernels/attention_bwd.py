@@ -28,10 +28,10 @@ def _attention_records_kernel(
     Two numbers that make probabilities of scores, delta, and nothing. delta is the diagonal of a product, because of
     dout v^T: where one key has all of the probability out is its v, and dout v^T - delta is 0, where k and q may be
     large. In fp32 it is 0 exactly: products are one chain of multiply-adds an element over ascending d, whatever the
-    block (no tensor core has them: tests/test_aot.py), the probability is 2^0 times an inverse of exactly 1, and out is
+    block (no tensor core has them: test_aot.py), the probability is 2^0 times an inverse of exactly 1, and out is
     v times that. In 16 bits the two may be products of different instructions, which add in other orders and cut off
     other bits; what is left is some 2^-20 of dout v^T, where rounding ds to 16 bits takes 2^-12 of its terms and more.
-    Nobody relies on a 0 there: tests/test_attention_products.py makes products that differ.
+    Nobody relies on a 0 there: tests/ops/test_attention_products.py makes products that differ.
     """
     first = tl.program_id(0) * BLOCK_TILE
     rows = first + tl.arange(0, BLOCK_TILE)
@@ -63,8 +63,8 @@ def _load_records(ptr, first, end, ROWS: tl.constexpr, IS_WHOLE: tl.constexpr):
     In that loop the compiler makes an asynchronous copy of the load, one step ahead, into shared memory for ONE block
     of records. The next block's copy begins behind this one's reads all the same: the pipeliner puts a step's copies
     behind the last use of what they overwrite, and a barrier of all threads stands between reads of shared memory and
-    a copy to the same place; all copies are waited for, and a barrier passed, before a read. tests/test_aot.py checks
-    that order in the code of every kernel.
+    a copy to the same place; all copies are waited for, and a barrier passed, before a read. test_aot.py checks that
+    order in the code of every kernel.
     """
     rows, column = tl.arange(0, ROWS)[:, None], tl.arange(0, 4)[None, :]
     at = ptr + tl.cast(first, tl.int64) * 4 + rows * 4 + column

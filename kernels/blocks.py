@@ -24,7 +24,7 @@ def _major(device: torch.device) -> int:
 
 
 # 16-bit attention, {(head_dim padded, at least 64; tile): {pass: (step, with dropout, num_warps, num_stages)}}, "" for
-# passes not named. Chosen so that nothing spills, which tests/test_aot.py checks; Hopper's are the ones to be tuned.
+# passes not named. Chosen so that nothing spills, which test_aot.py checks; Hopper's are the ones to be tuned.
 # A tile is the same for all passes, since they share the list of tiles.
 _HOPPER = {
     (64, 128): {"fwd": (128, 64, 8, 3), "dkdv": (64, 32, 8, 2), "dq": (64, 64, 8, 2)},

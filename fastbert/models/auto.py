@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from fastbert.checkpoint.pretrained import read_config, resolve
 from fastbert.config import ConfigError, EncoderConfig
-from fastbert.hub import read_config, resolve
 from fastbert.models import albert, baby, bert, distilbert, electra, roberta
 from fastbert.models.base import EncoderModel, PreTrainedModel
 from fastbert.models.heads import HeadModel

@@ -25,7 +25,7 @@ from fuzz_driver import Draw, Fuzzer
 from fuzz_files import templates
 from safetensors.torch import load_file
 
-from fastbert.cli_texts import UsageError, read_texts
+from fastbert.cli.texts import UsageError, read_texts
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}

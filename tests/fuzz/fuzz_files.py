@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 import fastbert
 from fastbert import CheckpointError, ConfigError, InputError
-from fastbert.hub import load_weights  # noqa: F401  (imported here, so that no case pays for it)
+from fastbert.checkpoint.pretrained import load_weights  # noqa: F401  (imported here, so that no case pays for it)
 from fastbert.models.auto import AutoModel, AutoModelForMaskedLM
 
 ERRORS = (CheckpointError, ConfigError, InputError)

@@ -18,8 +18,7 @@ from fuzz_driver import Draw, Fuzzer
 from fuzz_literal import Hook, at, literal_forward
 from fuzz_steps import STEPS
 from fuzz_subject import Subject
-from hf import FAMILIES, make_hf, random_like, randomise
-from test_parity import leaf_gradients
+from hf import FAMILIES, leaf_gradients, make_hf, random_like, randomise
 from torch import nn
 
 import fastbert

@@ -25,7 +25,7 @@ WIDTHS = tuple(size for size in SIZES if size > 1)  # of LayerNorm: exactly its 
 
 
 def backends() -> list[str]:
-    """As tests/isas.py names them. The interpreter is slow, so Triton's is one name of many."""
+    """As tests/support/isas.py names them. The interpreter is slow, so Triton's is one name of many."""
     here = ["torch"]
     if extension_error() is None:
         from fastbert import _C

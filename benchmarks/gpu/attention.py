@@ -1,0 +1,191 @@
+"""Attention on its own device: what the tests check in the interpreter, and the sizes that it cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+
+import torch
+
+from benchmarks.gpu.checks import Checks, Where, assert_keep_rate, compare, differentiate, repeats, same_bits
+from fastbert import ops
+from fastbert.testing import reference
+from fastbert.testing.cases import LENGTHS, Lengths
+
+
+def _even(length: int, total: int) -> Lengths:
+    return Lengths(f"{total // length}x{length}", (length,) * (total // length))
+
+
+def _ragged(total: int, longest: int) -> Lengths:
+    """Lengths that differ by 37 modulo the longest, from 1 to `longest`, with slack up to `total`."""
+    lengths: list[int] = []
+    length = longest
+    while sum(lengths) + length <= total:
+        lengths.append(length)
+        length = (length + 37 * len(lengths)) % longest + 1
+    return Lengths(f"ragged-{longest}-{total}", tuple(lengths), slack=total - sum(lengths))
+
+
+def _ours(where: Where, case: Lengths, qkv: torch.Tensor, seed: int = 0, **options) -> torch.Tensor:
+    """attention of stacked q, k, v: dq and dk are differences that cancel, their scale is that of all three."""
+    torch.manual_seed(seed)
+    cu_seqlens, longest = case.cu_seqlens.to(where.device), max(case.lengths)
+    q, k, v = qkv.unbind()
+    return ops.attention(q, k, v, cu_seqlens, longest, backend=where.backend, **options)
+
+
+def _literal(case: Lengths, qkv: torch.Tensor, **options) -> torch.Tensor:
+    q, k, v = qkv.unbind()
+    out: torch.Tensor = reference.attention(q, k, v, case.cu_seqlens, **options)
+    return out
+
+
+def against_oracle(where: Where, case: Lengths, heads: int, head_dim: int, scale: float = 1.0, **options) -> None:
+    qkv = where.randn(3, case.total_tokens, heads, head_dim)
+    qkv[:2] *= scale
+    compare(partial(_ours, where, case, **options), partial(_literal, case, **options), {"qkv": qkv})
+
+
+def small(head_dim: int, where: Where) -> Checks:
+    """Lengths around the smallest tiles, empty sequences, slack: a kernel for each, hence a job a head size."""
+    few = (LENGTHS[3], LENGTHS[5]) if head_dim == 16 else (LENGTHS[3],)
+    for case in where.choose(few, LENGTHS):
+        yield case.id, partial(against_oracle, where, case, 3, head_dim)
+
+
+def wide(where: Where) -> Checks:
+    """Heads of 96 and 128, whose kernels take the compiler the longest."""
+    for head_dim in where.choose((40,), (96, 128)):
+        for case in where.choose((LENGTHS[5],), (_ragged(8192, 1500), _ragged(2048, 30))):
+            yield f"{case.id} d{head_dim}", partial(against_oracle, where, case, 2, head_dim)
+
+
+def large(where: Where) -> Checks:
+    """Tiles of 64 and 128 tokens and many of them."""
+    cases = where.choose(
+        ((Lengths("65,40", (65, 40)), 1, 32),),
+        (
+            (Lengths("tile-edges-128", (127, 128, 129, 255, 256, 257)), 3, 64),
+            (_even(512, 65536), 2, 64),
+            (_ragged(65536, 700), 2, 64),
+            (_ragged(8192, 160), 12, 32),
+            (_even(8192, 16384), 1, 64),
+            (Lengths("long-among-short", (4096, *(9,) * 300)), 2, 64),
+        ),
+    )
+    for case, heads, head_dim in cases:
+        yield f"{case.id} h{heads} d{head_dim}", partial(against_oracle, where, case, heads, head_dim)
+    if not where.smoke and where.dtype is not torch.float32:
+        yield "beyond 2^31 elements", partial(beyond_int32, where)
+
+
+def features(where: Where) -> Checks:
+    case = where.choose(LENGTHS[5], _ragged(2048, 700))
+    for window in where.choose(((3, 3),), ((64, 64), (0, 0), (-1, 100), (130, -1))):
+        yield f"window {window}", partial(against_oracle, where, case, 2, 64, window_size=window)
+    rotary = _rotary_tables(where, max(case.lengths), 64)
+    for window in ((-1, -1), (3, 3)):
+        yield f"rotary, window {window}", partial(against_oracle, where, case, 2, 64, rotary=rotary, window_size=window)
+    longer = where.choose(LENGTHS[3], case)  # where saturated softmaxes are not all that there is
+    yield "large logits", partial(against_oracle, where, longer, 2, 64, scale=30.0)
+    yield "negative scale", partial(against_oracle, where, case, 2, 64, softmax_scale=-0.3)
+    yield "same bits", partial(same_bits_twice, where, case)
+    yield "isolation", partial(isolation, where)
+    yield "slices of a fused projection", partial(slices, where, case)
+    yield "dropout", partial(dropout, where)
+
+
+def _rotary_tables(where: Where, positions: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, device=where.device) / head_dim)
+    angles = torch.arange(positions, device=where.device)[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def same_bits_twice(where: Where, case: Lengths) -> None:
+    qkv = where.randn(3, case.total_tokens, where.choose(2, 4), where.choose(16, 64))
+    for dropout_p in (0.0, 0.1):
+        repeats(partial(_ours, where, case, dropout_p=dropout_p), {"qkv": qkv})
+
+
+def isolation(where: Where) -> None:
+    """NaN and infinity in one sequence, and in slack, reach nothing else."""
+    case = where.choose(Lengths("", (7, 18, 9), slack=4), Lengths("", (200, 333, 129), slack=77))
+    first, last, end = case.cu_seqlens[1:].tolist()
+    qkv = where.randn(3, case.total_tokens, 2, 64)
+    spoiled = qkv.clone()
+    spoiled[:, first:last] = torch.tensor([float("nan"), float("inf")], device=where.device).repeat(32)
+    spoiled[:, end:] = float("nan")
+    clean, dirty = (differentiate(partial(_ours, where, case), {"qkv": t}) for t in (qkv, spoiled))
+    for kept in (slice(0, first), slice(last, case.total_tokens)):
+        assert torch.equal(clean["out"][kept], dirty["out"][kept]), "a sequence's output changed with another's input"
+        assert torch.equal(clean["dqkv"][:, kept], dirty["dqkv"][:, kept]), "a gradient changed with another's input"
+    assert not dirty["out"][end:].any() and not dirty["dqkv"][:, end:].any(), "slack rows are not zero"
+
+
+def slices(where: Where, case: Lengths) -> None:
+    qkv = where.randn(case.total_tokens, 3, 2, 64)
+    whole = differentiate(partial(_ours, where, case), {"qkv": qkv.transpose(0, 1).contiguous()})
+    sliced = differentiate(lambda qkv: _ours(where, case, qkv.transpose(0, 1)), {"qkv": qkv})
+    same_bits(whole, {"out": sliced["out"], "dqkv": sliced["dqkv"].transpose(0, 1)})
+
+
+def _kept(where: Where, case: Lengths, heads: int, dropout_p: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is left of equal probabilities (query, head, key), in forward and in backward."""
+    width = max(case.lengths)
+    position = torch.cat([torch.arange(n) for n in case.lengths]).to(where.device)
+    identity = torch.nn.functional.one_hot(position, width)[:, None].expand(-1, heads, -1).to(where.dtype)
+    zeros, value = torch.zeros_like(identity), identity.clone().requires_grad_()
+    torch.manual_seed(seed)
+    cu_seqlens = case.cu_seqlens.to(where.device)
+    out = ops.attention(zeros, zeros, value, cu_seqlens, width, dropout_p=dropout_p, backend=where.backend)
+    (dvalue,) = torch.autograd.grad(out, value, identity)  # (key, head, query)
+    backward = torch.zeros_like(out)
+    offsets = case.cu_seqlens.tolist()
+    for start, stop in pairwise(offsets):
+        backward[start:stop, :, : stop - start] = dvalue[start:stop, :, : stop - start].transpose(0, 2)
+    return out.detach(), backward
+
+
+def dropout(where: Where) -> None:
+    """The keep rate, the same mask in backward, the same mask for the same seed, and the values by the oracle."""
+    case, heads = Lengths("", where.choose((17, 3), (128, 3, 0, 70))), where.choose(2, 8)
+    for dropout_p in where.choose((0.5,), (0.1, 0.5)):
+        forward, backward = _kept(where, case, heads, dropout_p, 3)
+        assert torch.equal(forward, backward), "backward has another dropout mask than forward"
+        assert torch.equal(forward, _kept(where, case, heads, dropout_p, 3)[0]), "one seed gave two masks"
+        assert not torch.equal(forward, _kept(where, case, heads, dropout_p, 4)[0]), "two seeds gave one mask"
+        offsets = case.cu_seqlens.tolist()
+        kept = [forward[a:b, :, : b - a] != 0 for a, b in pairwise(offsets)]
+        assert_keep_rate(torch.cat([k.flatten() for k in kept]), dropout_p)
+    keep = _kept(where, case, 2, 0.25, 5)[0] != 0
+    qkv = where.randn(3, case.total_tokens, 2, max(case.lengths))
+    ours = partial(_ours, where, case, seed=5, dropout_p=0.25)
+    compare(ours, partial(_literal, case, keep=keep, dropout_p=0.25), {"qkv": qkv})
+
+
+def beyond_int32(where: Where) -> None:
+    """The last sequences of a batch of more than 2^31 elements have the bits that they have alone."""
+    heads, head_dim, length = 16, 64, 512
+    case, alone = _even(length, 2**31 // (heads * head_dim) + 2 * length), _even(length, length)
+    qkv = where.randn(1, case.total_tokens, heads, head_dim).expand(3, -1, -1, -1)
+    dout = qkv[0]
+
+    def both(qkv: torch.Tensor, dout: torch.Tensor, which: Lengths) -> tuple[torch.Tensor, ...]:
+        q, k, v = (t.detach().requires_grad_() for t in qkv.unbind())
+        cu_seqlens = which.cu_seqlens.to(where.device)
+        out = ops.attention(q, k, v, cu_seqlens, length, backend=where.backend)
+        return out.detach()[-length:], *(g[-length:] for g in torch.autograd.grad(out, (q, k, v), dout))
+
+    whole = both(qkv, dout, case)
+    single = both(qkv[:, -length:].contiguous(), dout[-length:].contiguous(), alone)
+    assert all(map(torch.equal, whole, single)), "the last sequence's bits depend on how many come before it"
+
+
+CHECKS: dict[str, Callable[[Where], Checks]] = {
+    **{f"small-{head_dim}": partial(small, head_dim) for head_dim in (16, 64, 80)},
+    "large": large,
+    "wide": wide,
+    "features": features,
+}

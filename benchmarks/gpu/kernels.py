@@ -1,0 +1,223 @@
+"""Every kernel for GPUs, forward and backward, against the float64 oracle on the GPU itself; and under a sanitizer.
+
+A job is one op in one dtype with one backend, in a process of its own: what a broken kernel leaves behind ends with it.
+Jobs run beside each other, since most of their time is the compiler's. `python -m benchmarks.gpu.kernels '{...}'`
+is such a process: it writes a line of JSON for every check.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+import fastbert
+from benchmarks.gpu import attention, rowwise, tokens
+from benchmarks.gpu.checks import Where
+from benchmarks.gpu.record import Record, failures_of_a_kernel, run_limited
+from fastbert.backend import ORDER, Backend, _supports
+from fastbert.testing.interpreter import mend_triton_interpreter
+
+DTYPES = ("bfloat16", "float16", "float32")
+CHECKS = {
+    **{f"attention/{group}": checks for group, checks in attention.CHECKS.items()},
+    **rowwise.CHECKS,
+    **tokens.CHECKS,
+}
+LIMIT_SECONDS = 200.0  # of a job
+SANITIZER_SECONDS = 180.0  # of a job under it
+RESULT = "result: "  # what a line of a job's process begins with
+
+
+@dataclass(frozen=True)
+class Job:
+    checks: str  # a key of CHECKS: an op, and what of it
+    dtype: str
+    backend: str
+    smoke: bool
+
+    @property
+    def id(self) -> str:
+        return f"{self.checks} {self.dtype} {self.backend}"
+
+
+def objections(device: torch.device) -> dict[str, dict[Backend, str | None]]:
+    """{op: {backend for GPUs that has a kernel for it: why that cannot run here, or None}}."""
+    report = fastbert.backends(device, torch.bfloat16)
+    found: dict[str, dict[Backend, str | None]] = {}
+    for op, said in report.items():
+        backends = [b for b in ORDER["cuda"] if b in _supports[op]]
+        found[op] = {b: said.get(b.value) if b.value != said["selected"] else None for b in backends}
+        found[op] = {b: None if why == "only when asked for by name" else why for b, why in found[op].items()}
+    return found
+
+
+def jobs(smoke: bool, device: torch.device) -> Iterator[Job]:
+    """Of every op and backend for GPUs; torch where an op has no kernel, which is what a GPU then runs.
+
+    An epilogue is never chosen for fp32, whose products are torch's.
+    """
+    has = objections(device)
+    for checks in CHECKS:
+        kernels = has[checks.partition("/")[0]]
+        backends = [b for b, objection in kernels.items() if objection is None] or [Backend.TORCH]
+        if checks == "feed_forward/epilogue":  # of Triton's alone
+            backends = [b for b in backends if b is Backend.TRITON]
+        dtypes = DTYPES[:1] if smoke else DTYPES[:2] if checks == "feed_forward/epilogue" else DTYPES
+        for dtype in dtypes:
+            for backend in backends:
+                yield Job(checks, dtype, backend.value, smoke)
+
+
+def run_checks(job: Job) -> Iterator[tuple[str, str | None]]:
+    """(check, None or why it failed). After an error of the GPU itself nothing can run in this process."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    where = Where(device, getattr(torch, job.dtype), job.backend, job.smoke)
+    for name, check in CHECKS[job.checks](where):
+        try:
+            check()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+        except failures_of_a_kernel() as error:
+            message = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            yield name, message
+            if "CUDA error" in message:
+                return
+        else:
+            yield name, None
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # jobs share the GPU
+
+
+def summary(results: list[tuple[str, str | None]], died: str | None = None) -> dict[str, Any]:
+    """A job's entry."""
+    failed = [f"{name}: {why}" for name, why in results if why is not None]
+    if died is not None:
+        failed.append(died)
+    entry: dict[str, Any] = {"checks": [name for name, _ in results]}
+    if failed or not results:
+        entry["failed"] = "; ".join(failed) or "no check ran"
+    return entry
+
+
+def in_a_process(record: Record, job: Job) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.gpu.kernels", json.dumps(asdict(job))]
+    died, seconds = None, min(LIMIT_SECONDS, record.left)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        out = done.stdout
+        if done.returncode != 0:
+            died = f"exit code {done.returncode}: {(done.stderr.strip().splitlines() or [''])[-1][:300]}"
+    except subprocess.TimeoutExpired as expired:
+        out = expired.stdout.decode() if isinstance(expired.stdout, bytes) else expired.stdout or ""
+        died = f"not ready after {seconds:.0f} s"
+    return summary(results_in(out), died)
+
+
+def results_in(out: str) -> list[tuple[str, str | None]]:
+    """What `main` wrote, among what libraries write."""
+    lines = [line.removeprefix(RESULT) for line in out.splitlines() if line.startswith(RESULT) and line[-1] == "]"]
+    return [(name, why) for name, why in map(json.loads, lines)]
+
+
+def run_part(record: Record) -> None:
+    """The part `kernels`."""
+    for op, kernels in objections(record.device).items():
+        for backend, objection in kernels.items():
+            if objection is not None:
+                record.add(f"{op} {backend.value}", {"skipped": objection})
+        if kernels and op not in {checks.partition("/")[0] for checks in CHECKS}:
+            record.add(op, {"failed": "has a kernel for GPUs, and no check here"})
+    done = {name for name, entry in record.entries.items() if "failed" not in entry}
+    asked = [job for job in jobs(record.smoke, record.device) if job.id not in done]
+    if record.smoke:  # starting a process takes longer than the checks
+        for job in asked:
+            record.run(job.id, lambda job=job: summary(list(run_checks(job))))  # type: ignore[misc]
+        return
+    with ThreadPoolExecutor(max(1, min(15, (os.cpu_count() or 2) - 1))) as pool:
+        futures = {pool.submit(in_a_process, record, job): job for job in asked}
+        for future in as_completed(futures):
+            record.add(futures[future].id, future.result())
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# compute-sanitizer: small cases in bf16, since everything is ten times slower under it
+
+SANITIZED = (
+    "attention/small-16", "attention/small-64", "attention/features", "add_layer_norm", "feed_forward/elementwise",
+    "feed_forward/epilogue", "cross_entropy", "embed_layer_norm", "pooling", "dropout",
+)  # fmt: skip
+
+
+def sanitizer() -> str | None:
+    """Where compute-sanitizer is: on PATH, or beside nvcc, which may not be."""
+    toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=f"{toolkit}/bin")
+
+
+def sanitize(record: Record, tool: str, job: Job) -> dict[str, Any]:
+    """One op under one tool. Memory is taken from CUDA piece by piece, so that a read beyond a tensor is seen.
+
+    Calls of CUDA that fail are not reported: libraries ask it for functions that a driver may lack, and ours raise.
+    """
+    program = [sys.executable, "-m", "benchmarks.gpu.kernels", json.dumps(asdict(job))]
+    options = ["--report-api-errors", "no"] if tool == "memcheck" else []
+    command = [sanitizer() or "", "--tool", tool, "--error-exitcode", "86", *options, *program]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    seconds = min(SANITIZER_SECONDS, record.left)
+    done = run_limited(command, seconds, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    found = [line for line in done.stdout.splitlines() if line.startswith("=========")]
+    results = results_in(done.stdout)
+    wrong = [f"{name}: {why}" for name, why in results if why is not None]
+    if done.returncode != 0 or wrong or not results:
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        said = [line.removeprefix("=========").strip() for line in found if "COMPUTE-SANITIZER" not in line][:3]
+        return {
+            "failed": f"exit code {done.returncode}: {'; '.join([*wrong, *said]) or last}"[:500],
+            "said": found[:60],
+        }
+    return {"checks": [name for name, _ in results]}
+
+
+def run_sanitizer(record: Record) -> None:
+    """The part `sanitizer`: memcheck on every kernel, racecheck on those in CUDA C++."""
+    if sanitizer() is None:
+        record.add("compute-sanitizer", {"skipped": "compute-sanitizer is neither on PATH nor in CUDA_HOME/bin"})
+        return
+    has = objections(record.device)
+    asked: list[tuple[str, Job]] = []
+    for checks in SANITIZED:
+        kernels = has[checks.partition("/")[0]]
+        for backend in (b for b, objection in kernels.items() if objection is None):
+            job = Job(checks, "bfloat16", backend.value, smoke=True)
+            asked += [(tool, job) for tool in ("memcheck", *(("racecheck",) if backend is Backend.CUDA else ()))]
+    if not any(tool == "racecheck" for tool, _ in asked):
+        record.add("racecheck", {"skipped": "no op has a kernel in CUDA C++"})
+    with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 2) - 2))) as pool:
+        futures = {f"{tool} {job.id}": pool.submit(sanitize, record, tool, job) for tool, job in asked}
+        for name, future in futures.items():
+            try:
+                record.run(name, future.result)
+            except subprocess.TimeoutExpired:
+                record.add(name, {"failed": "not ready in time"})
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        mend_triton_interpreter()
+    job = Job(**json.loads(sys.argv[1]))
+    for result in run_checks(job):
+        sys.stdout.write(f"{RESULT}{json.dumps(result)}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""Whole encoders on a GPU, ours beside transformers': forward and training step in real tokens/s, and peak memory.
+
+Every contestant has a process of its own (subject.py). They prepare themselves beside each other, since that is the
+compiler's time, and are timed in turn. Padding is no token.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from benchmarks.gpu.record import Record, open_record
+from benchmarks.gpu.subject import BATCHES, CONTESTANTS, Subject, prepared
+from fastbert.bench.compete import Worker, WorkerError
+from fastbert.bench.timing import Timing
+
+ROUNDS = 5
+OURS, COMPILED = "fastbert", "transformers-compile"
+
+
+@dataclass(frozen=True)
+class Cell:
+    model: str
+    mode: str  # forward or training
+    precision: str  # bf16, or amp: fp32 weights under autocast to bf16
+
+    @property
+    def id(self) -> str:
+        return f"{self.mode} {self.model} {self.precision}"
+
+
+FORWARD = tuple(Cell(model, "forward", "bf16") for model in ("bert-base", "bert-large", "minilm"))
+TRAINING = tuple(Cell(model, "training", "amp") for model in ("bert-base", "minilm", "bert-large"))
+# Cells of one group prepare themselves beside each other: as many as the GPU's memory holds. (Share of the seconds left
+# for preparing, cells): a quarter as much again may pass until a contestant gives up, and the turns take their time.
+GROUPS = ((0.3, (*FORWARD, *TRAINING[:2])), (0.5, TRAINING[2:]))
+SMOKE_GROUPS = ((0.5, (Cell("tiny", "forward", "bf16"), Cell("tiny", "training", "amp"))),)
+LONGEST_SECONDS = 180  # to prepare, however many are left
+MEMORY_CELLS = ("training bert-base amp", "training bert-large amp")
+
+
+class Local:
+    """A contestant in this process, for smoke tests: starting one takes longer than what it does."""
+
+    def __init__(self, task: dict[str, Any]):
+        self.subject: Subject | None
+        self.subject, self.found = prepared(task)
+
+    def answer(self) -> dict[str, Any]:
+        return self.found
+
+    def ask(self, what: str) -> dict[str, Any]:
+        assert self.subject is not None
+        return self.subject.turn(what)
+
+    def close(self) -> None:
+        self.subject = None
+
+
+def start(cell: Cell, contestant: str, limit: int, smoke: bool) -> Worker | Local:
+    threads = max(1, min(4, (os.cpu_count() or 1) // 3))
+    task = {"threads": threads, "contestant": contestant, "limit": limit, "smoke": smoke}
+    task |= {"model": cell.model, "mode": cell.mode, "precision": cell.precision}
+    return Local(task) if smoke else Worker(task, "benchmarks.gpu.subject")
+
+
+def contestants(cell: Cell, smoke: bool) -> tuple[str, ...]:
+    """Compiling takes long: not in smoke tests, and not where no target asks for it."""
+    is_compiled = not smoke and (cell.model, cell.mode) != ("minilm", "training")
+    return tuple(name for name in CONTESTANTS if name != COMPILED or is_compiled)
+
+
+def run_group(record: Record, share: float, cells: tuple[Cell, ...], rounds: int) -> None:
+    """Entries of cells: {"results": {batch: {contestant: figures, or why there are none}}}."""
+    limit = int(min(LONGEST_SECONDS, share * record.left))
+    asked = [(cell, name) for cell in cells for name in contestants(cell, record.smoke)]
+    workers = {(cell, name): start(cell, name, limit, record.smoke) for cell, name in asked}
+    ready: dict[tuple[Cell, str], dict[str, Any]] = {}
+    try:
+        for key, worker in workers.items():
+            try:
+                ready[key] = worker.answer()
+            except WorkerError as error:
+                ready[key] = {batch: {"failed": str(error)} for batch in BATCHES}
+        for cell in cells:
+            record.run(cell.id, partial(run_cell, cell, workers, ready, rounds))
+    finally:
+        for worker in workers.values():
+            worker.close()
+
+
+def run_cell(
+    cell: Cell,
+    workers: dict[tuple[Cell, str], Worker | Local],
+    ready: dict[tuple[Cell, str], dict[str, Any]],
+    rounds: int,
+) -> dict[str, Any]:
+    results: dict[str, dict[str, Any]] = {}
+    for batch in BATCHES:
+        here = {name: dict(found[batch]) for (of, name), found in ready.items() if of == cell}
+        seconds: dict[str, list[float]] = {name: [] for name in here if "tokens" in here[name]}
+        for _ in range(rounds):
+            for name in list(seconds):
+                try:
+                    seconds[name].append(workers[cell, name].ask(batch)["seconds"])
+                except WorkerError as error:
+                    here[name] = {"failed": str(error)}
+                    del seconds[name]
+        for name, samples in seconds.items():
+            if samples:
+                timing = Timing.of(samples)
+                here[name] |= {"tokens_per_second": here[name]["tokens"] / timing.median, "timing": timing.to_dict()}
+        results[batch] = here
+    return entry_of(results)
+
+
+def entry_of(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A cell's entry: it fails where ours does; a peer that has no figure says why and no more."""
+    numbers: dict[str, dict[str, float | str]] = {}
+    for batch, found in results.items():
+        base = found[OURS].get("tokens_per_second")
+        for name, result in found.items():
+            row = numbers.setdefault(name, {})
+            rate, peak = result.get("tokens_per_second"), result.get("peak_memory")
+            row[f"{batch}, tokens/s"] = rate or next(
+                (f"{k}: {result[k]}" for k in ("failed", "skipped") if k in result), ""
+            )
+            if rate and base and name != OURS:
+                row[f"{batch}, ours over it"] = base / rate
+            if peak:
+                row[f"{batch}, peak GB"] = peak / 1e9
+    entry: dict[str, Any] = {"numbers": numbers, "results": results}
+    failed = [f"{batch}: {found[OURS]['failed']}" for batch, found in results.items() if "failed" in found[OURS]]
+    if failed:
+        entry["failed"] = "; ".join(failed)
+    return entry
+
+
+def rate(entry: dict[str, Any], batch: str, contestant: str) -> float | None:
+    found: float | None = entry.get("results", {}).get(batch, {}).get(contestant, {}).get("tokens_per_second")
+    return found
+
+
+def run_part(record: Record) -> None:
+    """The part `models`."""
+    for share, cells in SMOKE_GROUPS if record.smoke else GROUPS:
+        done = {name for name, entry in record.entries.items() if "failed" not in entry}
+        asked = tuple(cell for cell in cells if cell.id not in done)
+        if asked:
+            run_group(record, share, asked, 1 if record.smoke else ROUNDS)
+    record.figures = dict(figures(record.entries))
+
+
+def figures(entries: dict[str, dict[str, Any]]) -> Iterator[tuple[str, float]]:
+    """What targets are set for: training with fp32 weights, and of the ratios the smaller one of base and large."""
+    for mode, precision in (("forward", "bf16"), ("training", "amp")):
+        for batch in BATCHES:
+            ratios = []
+            for model in ("bert-base", "bert-large"):
+                entry = entries.get(f"{mode} {model} {precision}", {})
+                ours, peer = rate(entry, batch, OURS), rate(entry, batch, COMPILED)
+                if ours and batch == "full":
+                    yield f"{mode}_{model}", ours
+                if ours and peer:
+                    ratios.append(ours / peer)
+            if ratios:
+                yield f"{mode}_over_compile_{batch}", min(ratios)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def run_memory(record: Record) -> None:
+    """The part `memory`: peaks of one training step, as the part `models` has seen them, or measured for it."""
+    if record.device.type != "cuda":
+        record.add("memory", {"skipped": "there is no GPU, and torch counts a GPU's memory only"})
+        return
+    seen = open_record("models", record.path.parent, record.stamp, record.say, record.smoke)
+    for _, cells in GROUPS:
+        for cell in (cell for cell in cells if cell.id in MEMORY_CELLS):
+            if "results" in seen.entries.get(cell.id, {}):
+                record.add(cell.id, seen.entries[cell.id])
+            elif "results" not in record.entries.get(cell.id, {}):
+                run_group(record, 0.4, (cell,), 0)
+    record.figures = memory_figures(record.entries)
+    record.add("ratios", {"numbers": {"ours / theirs, the larger of base and large": dict(record.figures)}})
+
+
+def memory_figures(entries: dict[str, dict[str, Any]]) -> dict[str, float]:
+    ratios = []
+    for name in MEMORY_CELLS:
+        found = entries.get(name, {}).get("results", {}).get("full", {})
+        peaks = {contestant: result.get("peak_memory") for contestant, result in found.items()}
+        theirs = [peaks[peer] for peer in peaks if peer != OURS and peaks[peer]]
+        if peaks.get(OURS) and theirs:
+            ratios.append(peaks[OURS] / min(theirs))
+    return {"training_memory_ratio": max(ratios)} if ratios else {}

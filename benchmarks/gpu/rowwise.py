@@ -1,0 +1,271 @@
+"""add_layer_norm, feed_forward and cross_entropy on their own device."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.checks import (
+    Checks,
+    Function,
+    Tensors,
+    Where,
+    assert_keep_rate,
+    compare,
+    differentiate,
+    repeats,
+)
+from fastbert import ops
+from fastbert.testing import reference
+from fastbert.testing.cases import ROWS
+
+# --------------------------------------------------------------------------------------------------------------------
+# add_layer_norm
+
+
+def _norm_operands(where: Where, rows: int, hidden_size: int) -> Tensors:
+    matrices = {name: where.randn(rows, hidden_size, seed=i) for i, name in enumerate(("x", "residual"))}
+    vectors = {name: where.randn(hidden_size, seed=2 + i) for i, name in enumerate(("weight", "bias", "x_bias"))}
+    return {**matrices, **vectors}
+
+
+def _norm(where: Where, eps: float, dropout_p: float = 0.0, seed: int = 0) -> Function:
+    """out and the sum, side by side: both get a gradient."""
+
+    def ours(x, residual=None, weight=None, bias=None, x_bias=None) -> torch.Tensor:
+        torch.manual_seed(seed)
+        options: dict[str, Any] = {"x_bias": x_bias, "dropout_p": dropout_p, "eps": eps, "prenorm": True}
+        out, summed = ops.add_layer_norm(x, residual, weight, bias, **options, backend=where.backend)
+        return torch.stack((out, summed))
+
+    return ours
+
+
+def _norm_literal(eps: float, dropout_p: float = 0.0, keep: torch.Tensor | None = None) -> Function:
+    def literal(x, residual=None, weight=None, bias=None, x_bias=None) -> torch.Tensor:
+        options: dict[str, Any] = {"x_bias": x_bias, "eps": eps, "keep": keep, "dropout_p": dropout_p}
+        return torch.stack(reference.add_layer_norm(x, residual, weight, bias, **options))
+
+    return literal
+
+
+def _norm_against_oracle(where: Where, rows: int, hidden_size: int, mean: float = 0.0) -> None:
+    eps = 1e-5 if where.dtype is torch.float16 else 1e-12
+    tensors = _norm_operands(where, rows, hidden_size)
+    tensors["x"] = tensors["x"] + mean
+    variants = (tuple(tensors), ("x", "weight", "bias"), ("x", "residual", "weight", "x_bias"))
+    for names in variants if rows < 10000 else variants[:1]:
+        compare(_norm(where, eps), _norm_literal(eps), {name: tensors[name] for name in names})
+
+
+def _kept(where: Where, rows: int, hidden_size: int, dropout_p: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which elements of a matrix of ones are left in the sum, and which take a gradient."""
+    x = torch.ones(rows, hidden_size, dtype=where.dtype, device=where.device).requires_grad_()
+    torch.manual_seed(seed)
+    options: dict[str, Any] = {"dropout_p": dropout_p, "prenorm": True, "backend": where.backend}
+    _, summed = ops.add_layer_norm(x, None, torch.ones_like(x[0]), None, **options)
+    (dx,) = torch.autograd.grad(summed, x, torch.ones_like(summed))
+    return summed.detach() != 0, dx != 0
+
+
+def _norm_dropout(where: Where) -> None:
+    rows, hidden_size = where.choose((9, 80), (4096, 768))
+    for dropout_p in (0.1, 0.5):
+        forward, backward = _kept(where, rows, hidden_size, dropout_p, 3)
+        assert torch.equal(forward, backward), "backward has another dropout mask than forward"
+        assert torch.equal(forward, _kept(where, rows, hidden_size, dropout_p, 3)[0]), "one seed gave two masks"
+        assert not torch.equal(forward, _kept(where, rows, hidden_size, dropout_p, 4)[0]), "two seeds gave one mask"
+        assert_keep_rate(forward, dropout_p)
+    keep = _kept(where, rows, hidden_size, 0.25, 5)[0]
+    tensors = _norm_operands(where, rows, hidden_size)
+    compare(_norm(where, 1e-5, 0.25, 5), _norm_literal(1e-5, 0.25, keep), tensors)
+
+
+def _isolation(function: Function, tensors: Tensors) -> None:
+    """NaN in one row of x reaches no other, in out (..., rows, width) or dx."""
+    rows = tensors["x"].shape[0]
+    spoiled = {**tensors, "x": tensors["x"].clone()}
+    spoiled["x"][rows // 2] = float("nan")
+    clean, dirty = (differentiate(function, t) for t in (tensors, spoiled))
+    others = torch.arange(rows, device=spoiled["x"].device) != rows // 2
+    one, other = (t["out"][..., others, :] for t in (clean, dirty))
+    assert torch.equal(one, other), "a row's output changed with another's input"
+    assert torch.equal(clean["dx"][others], dirty["dx"][others]), "a row's gradient changed with another's input"
+
+
+def _norm_beyond_int32(where: Where) -> None:
+    rows, hidden_size = 2**31 // 768 + 4096, 768
+    tensors = {"x": where.randn(rows, hidden_size), "weight": where.randn(hidden_size)}
+    last = {"x": tensors["x"][-64:].clone(), "weight": tensors["weight"]}
+    out = ops.add_layer_norm(tensors["x"], None, tensors["weight"], None, eps=1e-5, backend=where.backend)
+    alone = ops.add_layer_norm(last["x"], None, last["weight"], None, eps=1e-5, backend=where.backend)
+    assert isinstance(out, torch.Tensor) and isinstance(alone, torch.Tensor)
+    assert torch.equal(out[-64:], alone), "the last rows' bits depend on how many come before them"
+
+
+def add_layer_norm(where: Where) -> Checks:
+    for rows, hidden_size in where.choose(ROWS[1:4], (*ROWS[1:], (65536, 768), (8193, 1024), (4096, 4100))):
+        yield f"{rows}x{hidden_size}", partial(_norm_against_oracle, where, rows, hidden_size)
+    rows, hidden_size = where.choose((5, 64), (1000, 768))
+    yield "large mean", partial(_norm_against_oracle, where, rows, hidden_size, 100.0)
+    yield "same bits", lambda: repeats(_norm(where, 1e-5, 0.1), _norm_operands(where, rows, hidden_size))
+    spoilt = _norm_operands(where, *where.choose((9, 80), (4097, 768)))
+    yield "isolation", partial(_isolation, _norm(where, 1e-5), spoilt)
+    yield "dropout", partial(_norm_dropout, where)
+    if not where.smoke and where.dtype is torch.bfloat16:
+        yield "beyond 2^31 elements", partial(_norm_beyond_int32, where)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# feed_forward
+
+
+@contextmanager
+def planned(plan: object) -> Iterator[None]:
+    """feed_forward's Triton kernels as `plan` says, in place of kernels/feed_forward.py's choice."""
+    kernels = importlib.import_module("fastbert.kernels.feed_forward")
+    chosen = kernels.PLAN
+    kernels.PLAN = plan  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        kernels.PLAN = chosen  # type: ignore[attr-defined]
+
+
+def feed_forward_plans(where: Where, gated: bool = False) -> dict[str, object]:
+    """Both ways of kernels/feed_forward.py: a kernel after torch's GEMM, which is its choice, and an epilogue, which it
+    may choose once that has been timed, with the blocks of kernels/blocks.py and with others. The CUDA backend, which
+    has one way alone, heeds none of them."""
+    blocks = importlib.import_module("fastbert.kernels.blocks")
+
+    def epilogue(up: tuple[int, ...], down: tuple[int, ...]) -> object:
+        plan: object = blocks.FeedForwardPlan(blocks.gemm_blocks(*up), blocks.gemm_blocks(*down))
+        return plan
+
+    elementwise: dict[str, object] = {"elementwise": blocks.FeedForwardPlan()}
+    if where.smoke:
+        return elementwise | {"epilogue": epilogue((16, 32, 16, 4, 2), (16, 32, 16, 4, 2))}
+    columns = 64 if gated else 128  # of a program, which has two sums where they are gated
+    return elementwise | {
+        "epilogue": blocks.epilogue_of(torch.device(where.device), gated),
+        "epilogue 4 stages": epilogue((128, columns, 64, 8, 4), (128, 64, 64, 8, 4)),
+        "epilogue 4 warps": epilogue((128, columns, 64, 4, 3), (64, 64, 64, 4, 3)),
+    }
+
+
+def _feed_forward_operands(where: Where, rows: int, hidden_size: int, inner: int, gated: bool = False) -> Tensors:
+    up_size = 2 * inner if gated else inner
+    return {
+        "x": where.randn(rows, hidden_size),
+        "up_weight": where.randn(up_size, hidden_size, scale=hidden_size**-0.5, seed=1),
+        "up_bias": where.randn(up_size, seed=2),
+        "down_weight": where.randn(hidden_size, inner, scale=inner**-0.5, seed=3),
+    }
+
+
+def _feed_forward_case(
+    where: Where, plan: object, shape: tuple[int, int, int], activation: str, has_bias: bool = True, gated: bool = False
+) -> None:
+    tensors = _feed_forward_operands(where, *shape, gated)
+    ours = partial(ops.feed_forward, activation=activation, gated=gated, backend=where.backend)
+    literal = partial(reference.feed_forward, name=activation, gated=gated)
+    if not has_bias:
+        tensors.pop("up_bias")
+        ours, literal = partial(ours, up_bias=None), partial(literal, up_bias=None)
+    with planned(plan):
+        compare(ours, literal, tensors)
+        repeats(ours, tensors)
+
+
+def feed_forward_elementwise(where: Where) -> Checks:
+    plan = feed_forward_plans(where)["elementwise"]
+    for shape in where.choose(((17, 33, 40),), ((1, 768, 3072), (1000, 384, 1536), (16384, 768, 3072))):
+        yield _shape_id(shape), partial(_feed_forward_case, where, plan, shape, "gelu")
+    yield from _feed_forward_features(where, plan)
+    yield from _gated(where, [plan])
+
+
+def feed_forward_epilogue(where: Where) -> Checks:
+    plans, gated_plans = (
+        [plan for name, plan in feed_forward_plans(where, gated).items() if name != "elementwise"]
+        for gated in (False, True)
+    )
+    for i, plan in enumerate(plans):
+        large = ((4099, 1024, 4096), *(((16384, 768, 3072),) if i == 0 else ()))
+        for shape in where.choose(((17, 33, 40),), large):
+            yield f"{i} {_shape_id(shape)}", partial(_feed_forward_case, where, plan, shape, "gelu")
+    yield from _feed_forward_features(where, plans[0])
+    yield from _gated(where, gated_plans)
+
+
+def _gated(where: Where, plans: list[object]) -> Checks:
+    """ModernBERT's sizes (base, large), which have no bias, and every activation with one."""
+    for i, plan in enumerate(plans):
+        for shape in where.choose(((17, 33, 40),), ((8193, 768, 1152), (4099, 1024, 2624))):
+            yield f"gated {i} {_shape_id(shape)}", partial(_feed_forward_case, where, plan, shape, "gelu", False, True)
+    shape = where.choose((17, 33, 40), (1025, 768, 1152))
+    for activation in where.choose(("silu",), ("gelu", "gelu_tanh", "relu", "silu", "tanh")):
+        yield f"gated {activation}", partial(_feed_forward_case, where, plans[0], shape, activation, True, True)
+
+
+def _shape_id(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _feed_forward_features(where: Where, plan: object) -> Checks:
+    shape = where.choose((17, 33, 40), (1025, 768, 3072))
+    for activation in where.choose(("gelu_tanh",), ("gelu_tanh", "relu", "silu", "tanh")):
+        yield activation, partial(_feed_forward_case, where, plan, shape, activation)
+    yield "no bias", partial(_feed_forward_case, where, plan, shape, "gelu", False)
+
+    def isolation() -> None:
+        # On a CPU torch's own products may mix rows of other sizes, with AMX (fastbert/ops/_product.py):
+        # that is no fault of the kernels under test, which run in the interpreter there.
+        sizes = (17, 32, 64) if where.device.type == "cpu" else shape
+        with planned(plan):
+            _isolation(partial(ops.feed_forward, backend=where.backend), _feed_forward_operands(where, *sizes))
+
+    yield "isolation", isolation
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# cross_entropy
+
+
+def _cross_entropy_case(where: Where, rows: int, hidden_size: int, classes: int, labelled: int, **options) -> None:
+    labels = torch.full((rows,), -100, device=where.device)
+    chosen = torch.linspace(0, rows - 1, labelled).long().to(where.device)
+    labels[chosen] = where.integers(classes, labelled)
+    tensors = {
+        "hidden_states": where.randn(rows, hidden_size),
+        "weight": where.randn(classes, hidden_size, scale=hidden_size**-0.5, seed=1),
+        "bias": where.randn(classes, seed=2),
+    }
+    ours = partial(ops.cross_entropy, labels=labels, backend=where.backend, **options)
+    compare(ours, partial(reference.cross_entropy, labels=labels, **options), tensors)
+    repeats(ours, tensors)
+
+
+def cross_entropy(where: Where) -> Checks:
+    shapes: tuple[tuple[int, int, int, int], ...] = where.choose(
+        ((9, 16, 37, 5),), ((9, 64, 37, 5), (65536, 768, 30522, 300), (4096, 1024, 30522, 250))
+    )
+    for shape in shapes:
+        yield "x".join(map(str, shape)), partial(_cross_entropy_case, where, *shape)
+    rows, hidden_size, classes, labelled = shapes[0]
+    smoothed = partial(_cross_entropy_case, label_smoothing=0.1, z_loss=1e-3)
+    yield "smoothing and z-loss", partial(smoothed, where, rows, hidden_size, classes, labelled)
+    yield "no label", partial(_cross_entropy_case, where, rows, hidden_size, classes, 0)
+
+
+CHECKS: dict[str, Callable[[Where], Checks]] = {
+    "add_layer_norm": add_layer_norm,
+    "feed_forward/elementwise": feed_forward_elementwise,
+    "feed_forward/epilogue": feed_forward_epilogue,
+    "cross_entropy": cross_entropy,
+}

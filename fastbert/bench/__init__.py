@@ -1,0 +1,1 @@
+"""What `fastbert bench` runs: contestants, peers, ceilings, the report and its chart."""

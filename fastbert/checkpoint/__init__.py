@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints: loading, saving, and the files themselves."""

@@ -1,0 +1,193 @@
+"""Folders that are written whole or not at all, whenever the writer is killed or the power fails.
+
+What is new is written into a folder beside, made durable, and then renamed. A checkpoint is two files, which cannot be
+renamed in one step, so the weights' rename is the step that counts: their metadata holds a hash of the config.json that
+was saved with them and the entries of it that decide shapes. Between the two renames the new config.json still lies in
+the folder beside; `config_of` finds it there by its hash, and the next save puts it in place. So a folder always loads
+as one save or the other.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from fastbert.checkpoint.weight_files import CHECKSUM, WEIGHTS, CheckpointError, checksum, read_metadata
+from fastbert.config import ConfigError, EncoderConfig, parse_json
+
+CONFIG = "config.json"
+SAVED_WITH = "fastbert_config"  # metadata of the weights: {"sha256": of config.json, "shapes": EncoderConfig.shapes()}
+Found = TypeVar("Found")
+BESIDE = ".fastbert-saving-"  # what the names of folders beside begin with
+
+
+def save(folder: Path, weights: dict[str, torch.Tensor], entries: dict[str, Any]) -> None:
+    """Replace a folder's model.safetensors and config.json by these, both or neither. Raises OSError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    text = json.dumps(entries, indent=2, sort_keys=True) + "\n"
+    shapes = EncoderConfig.from_dict(json.loads(text)).shapes()
+    metadata = {
+        "format": "pt",
+        CHECKSUM: json.dumps({key: checksum(t) for key, t in weights.items()}),
+        SAVED_WITH: json.dumps({"sha256": _digest(text.encode()), "shapes": shapes}),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    with beside(folder) as new:
+        try:
+            save_file(weights, new / WEIGHTS, metadata=metadata)
+        except SafetensorError as error:  # which is no OSError, not even where the disk is full
+            raise OSError(f"{folder / WEIGHTS} cannot be written: {error}") from None
+        (new / CONFIG).write_text(text, encoding="utf-8")
+        for path in (new / WEIGHTS, new / CONFIG, new, folder):
+            sync(path)
+        os.replace(new / WEIGHTS, folder / WEIGHTS)
+        sync(folder)  # so that no power failure undoes this rename and keeps the next, which is beside()'s
+
+
+@contextmanager
+def beside(folder: Path) -> Iterator[Path]:
+    """A new folder in `folder` to write in, removed at the end, whatever happens, as are those of dead writers.
+
+    Whoever writes into `folder` meanwhile waits, so that every other folder beside is a dead writer's. On a file system
+    without such locks (some network ones) nobody waits and nothing of others is removed.
+    """
+    import fcntl  # here: it is POSIX's, and loading needs none of it
+
+    descriptor, locked = os.open(folder, os.O_RDONLY), True
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            warnings.warn(f"fastbert: waiting until another process has saved into {folder}", stacklevel=5)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:
+            locked = False
+        for left in folder.glob(f"{BESIDE}*") if locked else ():
+            _finish(folder, left)
+        new = Path(tempfile.mkdtemp(prefix=BESIDE, dir=folder))
+        try:
+            yield new
+        finally:
+            _finish(folder, new)
+    finally:
+        if locked:  # a process that was forked meanwhile holds the descriptor, too: closing it would not unlock
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def _finish(folder: Path, left: Path) -> None:
+    """Put the config.json in place that `folder`'s weights wait for, if it lies in `left`, and remove `left`."""
+    try:
+        saved = _saved_with(folder, read_metadata(folder))
+    except CheckpointError:  # damaged weights must not keep a save from replacing them
+        saved = None
+    if saved is not None and left / CONFIG in _unfinished(folder) and _hash(left / CONFIG) == saved["sha256"]:
+        os.replace(left / CONFIG, folder / CONFIG)
+        sync(folder)
+    (left / CONFIG).unlink(missing_ok=True)  # before the weights, without which it would look like a committed one
+    shutil.rmtree(left, ignore_errors=True)
+
+
+def _unfinished(folder: Path) -> list[Path]:
+    """Each config.json in a folder beside whose weights have been renamed already."""
+    return [left / CONFIG for left in folder.glob(f"{BESIDE}*") if not (left / WEIGHTS).exists()]
+
+
+def config_of(folder: Path, metadata: dict[str, str]) -> EncoderConfig:
+    """The config that belongs to weights with this metadata: config.json, or an unfinished save's.
+
+    Weights of other writers say nothing of it. Raises ConfigError: absent, or it cannot be run. CheckpointError: an
+    entry that decides shapes is another than the weights were saved with.
+    """
+    path = folder / CONFIG
+    saved = _saved_with(folder, metadata)
+    if saved is None:
+        return EncoderConfig.from_file(path)
+    # Twice, since a save may finish between the look at config.json and the look beside.
+    for candidate in (path, *_unfinished(folder), path):
+        try:
+            content = candidate.read_bytes()
+        except OSError:
+            continue
+        if _digest(content) == saved["sha256"]:
+            return EncoderConfig.from_dict(parse_json(content, candidate, ConfigError))
+    config = EncoderConfig.from_file(path)  # edited since, which is nobody's fault as long as shapes agree
+    shapes = config.shapes()
+    for name, value in saved["shapes"].items():
+        if name in shapes and shapes[name] != value:
+            raise CheckpointError(
+                f"{path} has {name} {shapes[name]!r}, but {WEIGHTS} was saved with {value!r}: they do not belong"
+                " together. Undo the change, or pass config=EncoderConfig.from_file(...) to go by it all the same"
+            )
+    return config
+
+
+def of_one_save(folder: Path, read: Callable[[dict[str, str]], Found]) -> Found:
+    """What `read` makes of the folder and of its weights' metadata, again if another process has saved meanwhile.
+
+    Then an error, too, may come from files of two saves: only what is raised with the folder at rest is the folder's.
+    """
+    while True:
+        metadata = read_metadata(folder)
+        try:
+            found = read(metadata)
+        except (CheckpointError, ConfigError):
+            if read_metadata(folder) == metadata:
+                raise
+            continue
+        if read_metadata(folder) == metadata:
+            return found
+
+
+def _saved_with(folder: Path, metadata: dict[str, str]) -> dict[str, Any] | None:
+    """What the weights say of their config.json; None if they are another writer's. Raises CheckpointError."""
+    if SAVED_WITH not in metadata:
+        return None
+    where = f"{folder / WEIGHTS}: {SAVED_WITH}"
+    saved = parse_json(metadata[SAVED_WITH], where, CheckpointError)
+    if not isinstance(saved.get("sha256"), str) or not isinstance(saved.get("shapes"), dict):
+        raise CheckpointError(f"{where} holds no sha256 with shapes: the file is damaged")
+    return saved
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _hash(path: Path) -> str | None:
+    try:
+        return _digest(path.read_bytes())
+    except OSError:
+        return None
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():  # folders have no fsync everywhere
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(root: Path) -> None:
+    """`sync` of a folder and of all that is in it."""
+    for at, _, names in os.walk(root):
+        for path in (*(Path(at) / name for name in names), Path(at)):
+            sync(path)

@@ -1,0 +1,66 @@
+"""`fastbert bench`: from the command line's options to a run of the benchmark."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastbert.cli.texts import UsageError
+
+ROUNDS = 9
+
+
+def add_options(parser: argparse.ArgumentParser, positive: Callable[[str], int]) -> None:
+    parser.add_argument("--model", metavar="M", default="bert-base", help="bert-base (default), minilm or tiny")
+    parser.add_argument("--dtypes", metavar="D,D", default="all", help="float32, bfloat16, int8; default: all")
+    parser.add_argument("--workloads", metavar="W,W", default="all", help="1x16, 1x128, 8x128, 4x512, 32-ragged")
+    parser.add_argument("--contestants", metavar="C,C", default="all", help="who competes; default: all")
+    parser.add_argument("--rounds", metavar="N", type=positive, default=ROUNDS, help=f"turns (default {ROUNDS})")
+    parser.add_argument("--restarts", metavar="N", type=positive, default=1, help="starts a contestant (default 1)")
+    parser.add_argument("--threads", metavar="N", type=positive, help="default: what torch takes, one a core")
+    parser.add_argument("--output", metavar="DIR", type=Path, help="folder for results.json, .md and .png")
+    parser.add_argument("--resume", action="store_true", help="keep what an interrupted run left in DIR")
+
+
+def run_bench(options: argparse.Namespace, say: Callable[[str], None]) -> str:
+    """The Markdown table. Raises UsageError or BenchmarkError."""
+    import torch
+
+    from fastbert.bench.compete import Settings, run
+    from fastbert.bench.contestants import CONTESTANTS
+    from fastbert.bench.jobs import PRECISIONS
+    from fastbert.bench.report import to_markdown
+    from fastbert.testing.cases import MODELS, WORKLOADS
+
+    if options.threads is not None and options.threads > (cores := os.cpu_count() or 1):
+        raise UsageError(f"--threads {options.threads}: this machine has {cores} cores")
+    if options.resume and options.output is None:
+        raise UsageError("--resume needs --output: the folder of the run to go on with")
+    (model,) = _choose("--model", options.model, tuple(MODELS))
+    workloads = {workload.id: workload for workload in WORKLOADS}
+    settings = Settings(
+        model=model,
+        precisions=_choose("--dtypes", options.dtypes, PRECISIONS),
+        workloads=tuple(workloads[name] for name in _choose("--workloads", options.workloads, tuple(workloads))),
+        contestants=_choose("--contestants", options.contestants, tuple(CONTESTANTS)),
+        rounds=options.rounds,
+        restarts=options.restarts,
+        threads=options.threads or torch.get_num_threads(),
+        output=options.output,
+        resume=options.resume,
+    )
+    return to_markdown(run(settings, say))
+
+
+def _choose(option: str, text: str, known: Sequence[Any]) -> tuple[Any, ...]:
+    """The names of a comma-separated list, in the order of `known`; "all" is all of them."""
+    names = text.split(",")
+    if text == "all":
+        return tuple(known)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UsageError(f"{option}: unknown {', '.join(map(repr, unknown))}; known are {', '.join(known)}")
+    return tuple(name for name in known if name in names)

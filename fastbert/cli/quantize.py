@@ -1,0 +1,120 @@
+"""`fastbert quantize`: a model's folder with its layers in int8, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fastbert.checkpoint.pretrained import read_config, resolve
+from fastbert.checkpoint.saving import BESIDE, beside, sync, sync_tree
+from fastbert.cli.texts import UsageError, read_texts
+from fastbert.data.sentence_folder import Recipe, load_encoder, transformer_folder
+from fastbert.data.tokenization import load_tokenizer
+from fastbert.layers.quantized import QuantizedLinear
+from fastbert.models.auto import model_classes
+from fastbert.models.base import EncoderModel, PreTrainedModel
+from fastbert.quantization import is_quantized, quantization_error, quantize
+from fastbert.sentences import SentenceEncoder, position_limit
+
+# Weights in whatever format, which the new folder must not hold beside its own.
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.h5", "*.msgpack", "*.ot")
+_EXPORTS = ("onnx", "openvino")
+
+
+@dataclass(frozen=True)
+class Job:
+    """The arguments of one `fastbert quantize`."""
+
+    model: str
+    output: Path
+    keep: list[str]
+    report: Path | None
+
+
+def quantize_folder(job: Job, show: Callable[[str], None]) -> str:
+    """Write `job.model`, in int8, to `job.output`; returns a one-line summary. `show` prints a line of the report.
+
+    Killed, it leaves a folder beside the output, which the next run removes. Raises UsageError, before anything is
+    written, for an output or texts that cannot be had, and for a model that is int8 already; the errors of
+    from_pretrained and of fastbert.quantize; OSError, with nothing left behind, for a full disk.
+    """
+    if job.output.exists() and (not job.output.is_dir() or any(job.output.iterdir())):
+        raise UsageError(f"{job.output} exists already, and is no empty folder")
+    if not job.output.absolute().parent.is_dir():
+        raise UsageError(f"{job.output}: {job.output.absolute().parent} is not a folder")
+    texts = None if job.report is None else list(read_texts(job.report))
+    root = resolve(job.model)
+    folder = transformer_folder(root)
+    model = _load(folder, job.model)
+    if is_quantized(model):
+        raise UsageError(f"{job.model} is int8 already")
+    before = _size(model)
+    errors = {} if texts is None else _errors(model, folder, texts)
+    quantize(model, keep=job.keep)
+    if texts is not None:
+        _report(model, errors, len(texts), show)
+    parent = job.output.absolute().parent
+    with beside(parent) as new:
+        copy = new / "model"
+        try:
+            shutil.copytree(root, copy, ignore=lambda at, names: _left_out(names, at == str(folder)))
+        except shutil.Error as error:  # a list of all files that failed
+            raise OSError(f"{job.output} cannot be written: {error.args[0][0][2]}") from None
+        model.save_pretrained(copy / folder.relative_to(root))
+        sync_tree(copy)
+        os.replace(copy, job.output)
+        sync(parent)
+    leaves = [leaf for leaf in model.modules() if isinstance(leaf, QuantizedLinear)]
+    return f"{len(leaves)} layers in int8, {before / 1e6:,.1f} MB -> {_size(model) / 1e6:,.1f} MB -> {job.output}"
+
+
+def _load(folder: Path, name: str) -> PreTrainedModel:
+    """The model with the head that the folder was saved with, or without one where fastbert has no such head."""
+    config = read_config(folder)
+    architectures = config.extra.get("architectures") or [""]
+    kind = model_classes(config.model_type).get(architectures[0])
+    if kind is None or issubclass(kind, EncoderModel):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a pooler that is not there is left out
+            base = None if kind is None else kind.from_pretrained(folder)
+        return base if base is not None and not base.missing_keys else load_encoder(folder, name, None)
+    model = kind.from_pretrained(folder)
+    if model.missing_keys:
+        raise UsageError(f"{name} lacks {', '.join(model.missing_keys[:3])}, ...: train its head first")
+    return model
+
+
+def _errors(model: PreTrainedModel, folder: Path, texts: list[str]) -> dict[str, float]:
+    base = model.base_model
+    encoder = SentenceEncoder(base, load_tokenizer(folder), Recipe(), position_limit(base))
+    prefix = "" if base is model else f"{model.family.prefix}."
+    return {prefix + name: error for name, error in quantization_error(encoder, texts).items()}
+
+
+def _report(model: PreTrainedModel, errors: dict[str, float], num_texts: int, show: Callable[[str], None]) -> None:
+    show(f"||int8 output - output|| / ||output|| of each layer, over {num_texts:,} texts")
+    modules = dict(model.named_modules())
+    for name, error in errors.items():
+        kept = "" if isinstance(modules[name], QuantizedLinear) else "   kept"
+        show(f"  {error:7.2%}  {name}{kept}")
+
+
+def _left_out(names: list[str], of_the_model: bool) -> set[str]:
+    """What is not copied of a folder: what killed saves have left, and the model's own weights in any format."""
+    left_out = {name for name in names if name.startswith(BESIDE)}
+    if of_the_model:
+        left_out |= {name for name in names for pattern in _WEIGHTS if Path(name).match(pattern)}
+        left_out |= set(_EXPORTS).intersection(names)
+    return left_out
+
+
+def _size(model: nn.Module) -> int:
+    tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
+    return sum(t.numel() * t.element_size() for t in tensors)

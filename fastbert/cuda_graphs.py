@@ -1,0 +1,389 @@
+"""fastbert.graphs(model): CUDA graphs for inference, where batches are so small that launching kernels takes the time.
+
+A graph replays the kernels of one shape. Batches come in every shape, so they are rounded up to buckets: the tokens of
+a batch are copied to the front of a bucket's own buffers, rows behind them are slack, and cu_seqlens goes on with
+sequences of no tokens, both of which every op defines. A bucket's graph is captured when it is first used. Checks and
+packing run before, eagerly, since they ask the host; unpacking and the pooler run after. Whatever a graph cannot do, or
+would not make faster, runs as the model itself does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from fastbert.backend import Backend, _Choice, select_fused
+from fastbert.models.base import EncoderModel, must_be_called
+from fastbert.models.inputs import PackedInputs
+from fastbert.models.outputs import ModelOutput
+from fastbert.packing import PackedBatch
+
+GPU = "cuda"
+ARGUMENTS = (
+    "input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "cu_seqlens", "max_seqlen",
+)  # fmt: skip
+
+
+class Bucket(NamedTuple):
+    """The shape of one graph: upper bounds of a batch's tokens, sequences and longest sequence."""
+
+    total_tokens: int
+    batch_size: int
+    max_seqlen: int
+    has_types: bool
+
+
+def bucket_of(total_tokens: int, batch_size: int, max_seqlen: int, has_types: bool, max_tokens: int) -> Bucket | None:
+    """The smallest bucket that holds a batch; None where it is empty or has more than `max_tokens` tokens.
+
+    Sequences and the longest are rounded to powers of two, tokens to those and the middles between them: from 32 tokens
+    on at most a third of a graph's rows are slack.
+    """
+    if not 0 < total_tokens <= max_tokens:
+        return None
+    tokens = max(16, _power_of_two(total_tokens))
+    if tokens >= 64 and total_tokens <= tokens // 4 * 3:
+        tokens = tokens // 4 * 3
+    return Bucket(tokens, _power_of_two(batch_size), max(16, _power_of_two(max_seqlen)), has_types)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+@dataclass
+class StaticBatch:
+    """A bucket's buffers, where its graph reads: int64 ids (3, total_tokens) and int32 cu_seqlens (batch_size + 1,)."""
+
+    bucket: Bucket
+    ids: torch.Tensor
+    cu_seqlens: torch.Tensor
+
+    @classmethod
+    def empty(cls, bucket: Bucket, device: torch.device) -> StaticBatch:
+        """One sequence as long as the bucket allows, of ids 0: what a capture runs on."""
+        with torch.inference_mode(False):  # or the buffers could not be written outside of inference mode
+            ids = torch.zeros(3, bucket.total_tokens, dtype=torch.int64, device=device)
+            length = min(bucket.total_tokens, bucket.max_seqlen)
+            cu_seqlens = torch.full((bucket.batch_size + 1,), length, dtype=torch.int32, device=device)
+            cu_seqlens[:1].zero_()
+        return cls(bucket, ids, cu_seqlens)
+
+    def fill(self, inputs: PackedInputs) -> None:
+        """Copy a checked batch in. Slack rows keep an earlier batch's ids: they are valid, and nobody reads them."""
+        assert inputs.input_ids is not None
+        batch, tokens = inputs.batch, inputs.batch.total_tokens
+        self.ids[0, :tokens].copy_(inputs.input_ids)
+        self.ids[1, :tokens].copy_(inputs.position_ids)
+        if inputs.token_type_ids is not None:
+            self.ids[2, :tokens].copy_(inputs.token_type_ids)
+        self.cu_seqlens[: batch.batch_size + 1].copy_(batch.cu_seqlens)
+        self.cu_seqlens[batch.batch_size + 1 :].fill_(tokens)
+
+    def inputs(self) -> PackedInputs:
+        """The buffers as a batch, with a cache of its own: what is derived from cu_seqlens belongs into the graph."""
+        tokens, sequences, longest, has_types = self.bucket
+        batch = PackedBatch(None, self.cu_seqlens, longest, sequences, None, tokens)
+        return PackedInputs(batch, self.ids[0], self.ids[1], self.ids[2] if has_types else None, None)
+
+    def nbytes(self) -> int:
+        return self.ids.nbytes + self.cu_seqlens.nbytes
+
+
+class Turns:
+    """What the graphs of one encoder share, because of which they run one after the other on the GPU.
+
+    All are captured on one stream: the scratch memory of cuBLAS belongs to a stream, so they have one such memory and
+    not 32 MiB a graph, and two of them must not run at once. `begin` and `end` stand around everything that touches a
+    graph's buffers, whatever the caller's stream.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        with torch.cuda.device(device):
+            self.stream, self.done = torch.cuda.Stream(device), torch.cuda.Event()
+
+    def begin(self) -> None:
+        """A caller on another stream than the last one's must not overwrite what that one still reads."""
+        torch.cuda.current_stream(self.device).wait_event(self.done)
+
+    def end(self) -> None:
+        self.done.record(torch.cuda.current_stream(self.device))
+
+
+# Of all encoders: two captures at once would count on in one random number generator, which torch refuses.
+_capturing = threading.Lock()
+
+
+class Captured:
+    """One bucket's graph: `replay` runs `encode` over what the static batch holds, into `out`."""
+
+    def __init__(self, encode: Callable[[PackedInputs], torch.Tensor], static: StaticBatch, turns: Turns):
+        self.static, self.turns = static, turns
+        device, stream = turns.device, turns.stream
+        with _capturing, torch.cuda.device(device):
+            callers = torch.cuda.current_stream(device)
+            turns.begin()
+            stream.wait_stream(callers)
+            with torch.cuda.stream(stream):  # compiles what is not compiled yet, and makes libraries' handles
+                for _ in range(2):
+                    encode(static.inputs())
+            callers.wait_stream(stream)
+            torch.cuda.empty_cache()  # as the capture does: what it then reserves is the graph's own
+            before = torch.cuda.memory_reserved(device)
+            self.graph = torch.cuda.CUDAGraph()
+            try:
+                # thread_local: other threads may allocate meanwhile, on streams that are not captured.
+                with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+                    self.out = encode(static.inputs())
+            finally:
+                torch.cuda.set_stream(callers)  # torch leaves the capture's stream set where the capture is invalid
+            self.nbytes = max(0, torch.cuda.memory_reserved(device) - before) + static.nbytes()
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+    def free(self) -> None:
+        self.turns.done.synchronize()
+        self.graph.reset()
+
+
+@dataclass
+class _Leaves:
+    """What a captured graph has written down of a model, and how to see that it is still so."""
+
+    held: list[tuple[dict, str, torch.Tensor | None, tuple]] = field(default_factory=list)
+    modules: list[nn.Module] = field(default_factory=list)
+    kinds: list[type] = field(default_factory=list)  # of those modules
+    others: list[tuple[dict, str, object]] = field(default_factory=list)  # a module's dict, a name, what it has there
+    hooks: list[tuple[dict, str]] = field(default_factory=list)  # a module's dict, and the name of what must be empty
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Leaves:
+        leaves = cls()
+        for module in model.modules():
+            attributes = module.__dict__
+            leaves.modules.append(module)
+            leaves.kinds.append(type(module))
+            leaves.others.append((attributes, "forward", attributes.get("forward")))
+            # These dicts themselves, too: a module's __init__ puts others in their place.
+            leaves.others += [
+                (attributes, n, d) for n in ("_modules", "_parameters", "_buffers") if (d := attributes[n])
+            ]
+            leaves.others += [(module._modules, name, child) for name, child in module._modules.items()]
+            for tensors in (module._parameters, module._buffers):
+                leaves.held += [(tensors, n, t, () if t is None else _memory_of(t)) for n, t in tensors.items()]
+            if module is not model:  # whose own hooks are for its caller
+                leaves.hooks += [(attributes, name) for name in ("_forward_hooks", "_forward_pre_hooks")]
+        return leaves
+
+    def have_hooks(self) -> bool:
+        return any([attributes[name] for attributes, name in self.hooks])
+
+    def are_current(self) -> bool:
+        """Whether the same modules hold the same memory; in-place changes of weights are seen by a graph anyway."""
+        return (
+            [type(module) for module in self.modules] == self.kinds
+            and all([values.get(name) is value for values, name, value in self.others])
+            and all([d.get(n) is t and (t is None or _memory_of(t) == memory) for d, n, t, memory in self.held])
+        )
+
+
+def _memory_of(t: torch.Tensor) -> tuple:
+    """A dtype has come and gone where a model was converted and back: its old address may be another's by then."""
+    return t.data_ptr(), t.dtype
+
+
+class GraphedEncoder:
+    """A fastbert encoder whose small batches run through CUDA graphs; call it as the model is called.
+
+    `why_eager`: why the last call ran without a graph, None where it ran through one.
+    """
+
+    def __init__(self, model: EncoderModel, max_tokens: int, max_graphs: int, max_memory: int):
+        if not isinstance(model, EncoderModel):
+            raise TypeError(f"fastbert.graphs takes a fastbert encoder (a base model), not {type(model).__name__}")
+        if min(max_tokens, max_graphs, max_memory) < 1:
+            raise ValueError(
+                f"max_tokens {max_tokens}, max_graphs {max_graphs}, max_memory {max_memory}: at least 1 each"
+            )
+        self.model, self.max_tokens, self.max_graphs, self.max_memory = model, max_tokens, max_graphs, max_memory
+        self.why_eager: str | None = "nothing has run yet"
+        self._graphs: OrderedDict[tuple[Bucket, Backend | None], Captured] = OrderedDict()
+        self._leaves: _Leaves | None = None
+        self._turns: Turns | None = None
+        self._lock = threading.Lock()  # a graph's buffers hold one batch at a time
+
+    # ----------------------------------------------------------------------------------------------------------------
+    # What is there
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Those captured, the least recently used first."""
+        return [bucket for bucket, _ in self._graphs]
+
+    @property
+    def nbytes(self) -> int:
+        """GPU memory that the graphs hold."""
+        return sum(captured.nbytes for captured in self._graphs.values())
+
+    def clear(self) -> None:
+        """Let go of all graphs and their memory."""
+        with self._lock:
+            self._clear()
+
+    def _clear(self) -> None:
+        for captured in self._graphs.values():
+            captured.free()
+        self._graphs.clear()
+        self._leaves = None
+
+    # ----------------------------------------------------------------------------------------------------------------
+    # Calls
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        *,
+        cu_seqlens: torch.Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> ModelOutput | tuple:
+        """`model.forward`; raises what that raises, before anything is launched."""
+        model = self.model
+        self.why_eager = self._objection()
+        if output_attentions or output_hidden_states:
+            self.why_eager = "output_attentions and output_hidden_states leave a graph"
+        if must_be_called(model):
+            self.why_eager = "the model has hooks, or a forward of its own"
+        if self.why_eager is not None:
+            return model(
+                input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, output_attentions,
+                output_hidden_states, return_dict, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+            )  # fmt: skip
+        arguments = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen)
+        inputs = model.prepare(*arguments)
+        packed = self._encode(inputs)
+        output = ModelOutput(
+            last_hidden_state=inputs.batch.unpack(packed),
+            pooler_output=model.pool(packed, inputs.batch) if model.has_pooler else None,
+        )
+        return output.to_tuple() if return_dict is False else output
+
+    def encode_packed(
+        self,
+        input_ids: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`model.encode_packed`: packed in, packed out."""
+        self.why_eager = self._objection()
+        inputs = self.model.prepare(input_ids, None, token_type_ids, position_ids, None, cu_seqlens, max_seqlen)
+        return self.model.encode(inputs) if self.why_eager is not None else self._encode(inputs)
+
+    def _objection(self) -> str | None:
+        """Why no call can go through a graph now."""
+        model = self.model
+        if torch.compiler.is_compiling():
+            return "torch.compile has graphs of its own"
+        if model.training:
+            return "the model is in training mode"
+        if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
+            return "gradients are on: call under torch.no_grad() or torch.inference_mode()"
+        device = model.device
+        if device.type != GPU:
+            return f"the model is on {device.type}"
+        if torch.is_autocast_enabled("cuda"):
+            return "autocast keeps copies of weights that a graph would outlive"
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return "the caller is capturing a graph"
+        heads = model.config.num_attention_heads
+        probe = torch.empty(2, heads, model.config.hidden_size // heads, device=device, dtype=model.dtype)
+        if select_fused("attention", probe, probe, probe) in (None, Backend.TORCH):
+            return "attention runs in torch, which asks the host for the lengths"
+        return None
+
+    def _leaves_objection(self) -> str | None:
+        """Forget the graphs where the model is not what they were captured from; why its leaves must be called."""
+        if self._leaves is None or not self._leaves.are_current():
+            self._clear()
+            self._leaves = _Leaves.of(self.model)
+        if torch_module._has_any_global_hook() or self._leaves.have_hooks():
+            return "a module inside the model has hooks"
+        if any([module.training for module in self._leaves.modules]):
+            return "a module inside the model is in training mode"
+        return None
+
+    def _encode(self, inputs: PackedInputs) -> torch.Tensor:
+        """The packed last hidden state of checked inputs."""
+        batch, has_types = inputs.batch, inputs.token_type_ids is not None
+        longest = min(batch.max_seqlen, batch.total_tokens)
+        bucket = bucket_of(batch.total_tokens, batch.batch_size, longest, has_types, self.max_tokens)
+        with self._lock:
+            self.why_eager = self._leaves_objection()
+            if inputs.input_ids is None:
+                self.why_eager = "inputs_embeds are not copied"
+            elif bucket is None:
+                self.why_eager = f"{batch.total_tokens} tokens are not within 1 to {self.max_tokens}"
+            if self.why_eager is None:
+                assert bucket is not None
+                return self._replay(bucket, inputs)
+        return self.model.encode(inputs)
+
+    def _replay(self, bucket: Bucket, inputs: PackedInputs) -> torch.Tensor:
+        device = inputs.position_ids.device
+        key = (bucket, _Choice.forced)
+        captured = self._graphs.get(key)
+        if captured is None:
+            captured = self._capture(bucket, device)
+            self._graphs[key] = captured
+            self._evict()
+        self._graphs.move_to_end(key)
+        captured.turns.begin()
+        captured.static.fill(inputs)
+        captured.replay()
+        out = captured.out[: inputs.batch.total_tokens].clone()  # the next batch is written where this one is
+        captured.turns.end()
+        return out
+
+    def _capture(self, bucket: Bucket, device: torch.device) -> Captured:
+        if self._turns is None or self._turns.device != device:
+            self._turns = Turns(device)
+        with torch.inference_mode(False), torch.no_grad():
+            return Captured(self.model.encode, StaticBatch.empty(bucket, device), self._turns)
+
+    def _evict(self) -> None:
+        """The least recently used graphs, but never the newest: a batch's own is what it runs on."""
+        while len(self._graphs) > 1 and (len(self._graphs) > self.max_graphs or self.nbytes > self.max_memory):
+            self._graphs.popitem(last=False)[1].free()
+
+
+def graphs(
+    model: EncoderModel, *, max_tokens: int = 8192, max_graphs: int = 32, max_memory: int = 2 << 30
+) -> GraphedEncoder:
+    """`model` with CUDA graphs for inference: call the result as the model, under torch.no_grad() or inference_mode().
+
+    Args:
+        model: a fastbert encoder (a base model, without a head), in eval mode, on a GPU; elsewhere it runs as it is.
+        max_tokens: batches with more real tokens run without a graph: launching takes no time beside their kernels.
+        max_graphs, max_memory: how many graphs are kept, and how many bytes of GPU memory; the least recently used go.
+
+    Graphs see weights that change in place, and are captured anew where weights are replaced. Raises TypeError for a
+    model with a head: wrap its `base_model`, ValueError for a bound below 1.
+    """
+    return GraphedEncoder(model, max_tokens, max_graphs, max_memory)

@@ -1,0 +1,1 @@
+"""From text to tokens: tokenizers, and the folders of sentence-transformers."""

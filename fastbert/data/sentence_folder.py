@@ -1,0 +1,217 @@
+"""A sentence-transformers folder: modules.json names modules, each in a folder of its own, in the order they run.
+
+Transformer, then Pooling, then any of Dense, Normalize and Dropout. A plain encoder's folder, which has no
+modules.json, is read as a Transformer with mean pooling, as sentence-transformers does.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fastbert.checkpoint.pretrained import (
+    CheckpointError,
+    check_layers,
+    load_weights,
+    read_checkpoint,
+    read_weights,
+    without_pooler,
+)
+from fastbert.config import MAX_SIZE, ConfigError, read_json
+from fastbert.models.auto import FAMILIES
+from fastbert.models.base import EncoderModel
+
+POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens")
+# The flags of older folders; with several set the vectors are concatenated in this order.
+_POOLING_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_DENSE_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "Tanh": nn.Tanh,
+    "Identity": nn.Identity,
+    "ReLU": nn.ReLU,
+    "GELU": nn.GELU,
+    "Sigmoid": nn.Sigmoid,
+}
+
+
+@dataclass
+class Recipe:
+    """What follows the encoder: pooling modes, concatenated, then modules, (batch, width) -> (batch, other width).
+
+    `prompts` are texts, by name, that may be put before every text.
+    """
+
+    pooling: tuple[str, ...] = ("mean",)
+    modules: list[nn.Module] = field(default_factory=list)
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt_name: str | None = None
+    prompt_is_pooled: bool = True
+
+
+class Normalize(nn.Module):
+    """x / ||x||, row by row, in fp32; a zero row stays zero."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.normalize(x.float(), dim=-1)
+
+
+def _list_modules(root: Path) -> list[tuple[str, Path]]:
+    """(class name, folder) of each module; empty for a folder without modules.json. Raises CheckpointError."""
+    path = root / "modules.json"
+    if not path.is_file():
+        return []
+    modules: list[tuple[str, str]] = []
+    for entry in read_json(path, CheckpointError, list):
+        kind, folder = (entry.get("type"), entry.get("path")) if isinstance(entry, dict) else (None, None)
+        if not isinstance(kind, str) or not isinstance(folder, str):
+            raise CheckpointError(f"{path} is no list of modules with a type and a path, which are texts")
+        modules.append((kind.rpartition(".")[2], folder))
+    for _, folder in modules:
+        if Path(folder).is_absolute() or ".." in Path(folder).parts:
+            raise CheckpointError(f"{path} names the folder {folder!r}, which is not inside its own")
+    return [(name, root / folder) for name, folder in modules]
+
+
+def transformer_folder(root: Path) -> Path:
+    """Where config.json, weights and tokenizer are. Raises ConfigError if the first module is no Transformer."""
+    modules = _list_modules(root)
+    if not modules:
+        return root
+    name, folder = modules[0]
+    if name != "Transformer":
+        raise ConfigError(f"{root / 'modules.json'} starts with {name}; fastbert needs a Transformer there")
+    return folder
+
+
+def transformer_settings(folder: Path) -> dict[str, Any]:
+    """sentence_bert_config.json, or what older releases called it; max_seq_length is None where no file has one."""
+    path = next(iter(sorted(folder.glob("sentence_*_config.json"))), folder / "sentence_bert_config.json")
+    length = _length(folder / "tokenizer_config.json", "model_max_length")
+    settings = _optional_json(path)
+    if "max_seq_length" in settings:
+        length = _length(path, "max_seq_length")
+    task = settings.get("transformer_task", "feature-extraction")
+    if task != "feature-extraction":
+        raise ConfigError(f"{path} has transformer_task {task!r}; fastbert has 'feature-extraction'")
+    return {**settings, "max_seq_length": length, "do_lower_case": _flag(path, settings, "do_lower_case", False)}
+
+
+def _length(path: Path, name: str) -> int | None:
+    """A number of tokens; transformers writes 1e30 where there is no limit. Raises CheckpointError."""
+    length = _optional_json(path).get(name)
+    if length is None:
+        return None
+    whole = type(length) is int or (isinstance(length, float) and length.is_integer())
+    if not whole or length < 1:
+        raise CheckpointError(f"{path}: {name} is {reprlib.repr(length)}; it must be a whole number of at least 1")
+    return int(length)
+
+
+def _flag(path: Path, entries: dict[str, Any], name: str, default: bool) -> bool:
+    value = entries.get(name, default)
+    if type(value) is not bool:
+        raise CheckpointError(f"{path}: {name} is {reprlib.repr(value)}; it must be true or false")
+    return value
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path, CheckpointError) if path.is_file() else {}
+
+
+def load_encoder(folder: Path, source: str, dtype: torch.dtype | None) -> EncoderModel:
+    """The encoder without its pooler, which no sentence vector goes through."""
+    config, weights = read_checkpoint(folder)
+    check_layers(FAMILIES[config.model_type].family, config, weights, source)
+    with torch.device("meta"):
+        model = FAMILIES[config.model_type](config, add_pooling_layer=False)
+    load_weights(model, without_pooler(model, weights), source, dtype)
+    return model.requires_grad_(False)
+
+
+def read_recipe(root: Path, hidden_size: int) -> Recipe:
+    """What follows the Transformer. Raises ConfigError, naming the folder, for a module that fastbert does not have."""
+    recipe, modules = Recipe(), _list_modules(root)
+    if modules:
+        names = [name for name, _ in modules]
+        if names[1:2] != ["Pooling"]:
+            raise ConfigError(f"{root / 'modules.json'} has {', '.join(names)}; fastbert needs Pooling in second place")
+        path = modules[1][1] / "config.json"
+        entries = read_json(path, CheckpointError)
+        recipe.pooling = _pooling_modes(path, entries)
+        recipe.prompt_is_pooled = _flag(path, entries, "include_prompt", True)
+    width = hidden_size * len(recipe.pooling)
+    for name, folder in modules[2:]:
+        if name == "Normalize":
+            recipe.modules.append(Normalize())
+        elif name == "Dense":
+            linear, activation = _read_dense(folder, width)
+            recipe.modules += [linear, activation]
+            width = linear.out_features
+        elif name != "Dropout":  # nothing at inference
+            raise ConfigError(f"{folder} is a {name}; fastbert has Transformer, Pooling, Dense, Normalize and Dropout")
+    path = root / "config_sentence_transformers.json"
+    settings = _optional_json(path)
+    prompts, default = settings.get("prompts"), settings.get("default_prompt_name")
+    if not isinstance(prompts, dict | None) or not all(isinstance(t, str | None) for t in (prompts or {}).values()):
+        raise CheckpointError(f"{path}: prompts is {reprlib.repr(prompts)}; it must map names to texts")
+    if not isinstance(default, str | None):
+        raise CheckpointError(f"{path}: default_prompt_name is {reprlib.repr(default)}; it must be a text or null")
+    recipe.prompts = {name: text or "" for name, text in (prompts or {}).items()}
+    recipe.default_prompt_name = default
+    return recipe
+
+
+def _pooling_modes(path: Path, entries: dict[str, Any]) -> tuple[str, ...]:
+    """From today's `pooling_mode`, a name or a list of them, or from the flags of older folders."""
+    named = entries.get("pooling_mode")
+    if named is None:
+        named = [mode for flag, mode in _POOLING_FLAGS.items() if _flag(path, entries, flag, False)] or "mean"
+    modes = named if isinstance(named, list) else [named]
+    for mode in modes:
+        if mode not in POOLING_MODES:
+            raise ConfigError(f"{path}: pooling mode {reprlib.repr(mode)}; fastbert has: {', '.join(POOLING_MODES)}")
+    if not modes:
+        raise ConfigError(f"{path}: pooling_mode is empty; fastbert has: {', '.join(POOLING_MODES)}")
+    return tuple(modes)
+
+
+def _read_dense(folder: Path, width: int) -> tuple[nn.Linear, nn.Module]:
+    """x -> activation(weight x + bias). Raises ConfigError, naming the module's folder, for anything more."""
+    entries = read_json(folder / "config.json", CheckpointError)
+    activation = str(entries.get("activation_function", "torch.nn.modules.activation.Tanh"))
+    kind = activation.rpartition(".")[2]
+    if not activation.startswith("torch.nn.") or kind not in _DENSE_ACTIVATIONS:
+        raise ConfigError(f"{folder} has activation {activation!r}; fastbert has: {', '.join(_DENSE_ACTIVATIONS)}")
+    vector = "sentence_embedding"
+    plain = {"use_residual": False, "module_input_name": vector, "module_output_name": vector, "in_features": width}
+    for name, only in plain.items():
+        if entries.get(name) not in (only, None):
+            raise ConfigError(f"{folder} is a Dense with {name} {entries[name]!r}; fastbert takes {only!r} here")
+    out, bias = entries.get("out_features"), _flag(folder / "config.json", entries, "bias", True)
+    if type(out) is not int or not 1 <= out <= MAX_SIZE:
+        raise ConfigError(f"{folder} has out_features {reprlib.repr(out)}; it must be an integer from 1 to {MAX_SIZE}")
+    with torch.device("meta"):
+        linear = nn.Linear(width, out, bias=bias)
+    weights = {key.removeprefix("linear."): tensor for key, tensor in read_weights(folder).items()}
+    for key, tensor in weights.items():
+        if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
+            raise CheckpointError(f"{folder}: tensor {key} holds integers, or values that are not finite")
+    try:
+        # A map of the file, which must not change when the file does: its own memory, and float32.
+        linear.load_state_dict({key: t.to(torch.float32, copy=True) for key, t in weights.items()}, assign=True)
+    except RuntimeError as error:
+        raise CheckpointError(f"{folder}: the config contradicts the weights: {' '.join(str(error).split())}") from None
+    return linear, _DENSE_ACTIVATIONS[kind]()

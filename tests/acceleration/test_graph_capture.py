@@ -1,0 +1,122 @@
+"""What fastbert.graphs asks of torch.cuda while it captures and replays, in which order; no GPU needed."""
+
+from __future__ import annotations
+
+import types
+from contextlib import contextmanager
+
+import pytest
+import torch
+from test_graphs import ON_GPU, make_model
+
+from fastbert import cuda_graphs
+from fastbert.cuda_graphs import StaticBatch, bucket_of
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """A recording stand-in for torch.cuda, which lists in `log` the calls that are made; `current` is its stream."""
+    log: list[str] = []
+
+    class Stream:
+        def __init__(self, device=None, name="side"):
+            self.name = name
+
+        def wait_stream(self, other):
+            log.append(f"{self.name} waits for {other.name}")
+
+        def wait_event(self, event):
+            log.append(f"{self.name} waits for the last replay")
+
+    class Event:
+        def record(self, stream):
+            log.append(f"replay recorded on {stream.name}")
+
+        def synchronize(self):
+            log.append("synchronize")
+
+    class Graph:
+        def replay(self):
+            log.append("replay")
+
+        def reset(self):
+            log.append("reset")
+
+    @contextmanager
+    def device(which):
+        log.append("device")
+        yield
+
+    @contextmanager
+    def stream(which):
+        before, fake.current = fake.current, which
+        log.append(f"on {which.name}")
+        yield
+        fake.current = before
+
+    @contextmanager
+    def graph(which, stream, capture_error_mode):
+        fake.current = stream
+        log.append(f"capture on {stream.name}, {capture_error_mode}")
+        yield
+        if fake.is_invalid:  # as torch does: the stream stays where it is
+            raise RuntimeError("operation failed due to a previous error during capture")
+        fake.current = caller
+
+    def set_stream(stream):
+        fake.current = stream
+        log.append(f"back on {stream.name}")
+
+    reserved, caller = iter((100, 164)), Stream(name="current")
+    fake = types.SimpleNamespace(
+        Stream=Stream, Event=Event, CUDAGraph=Graph, device=device, stream=stream, graph=graph, set_stream=set_stream,
+        current_stream=lambda device: fake.current, empty_cache=lambda: log.append("empty_cache"),
+        memory_reserved=lambda device: next(reserved), current=caller, is_invalid=False, log=log,
+    )  # fmt: skip
+    return fake
+
+
+@pytest.fixture
+def batch():
+    model = make_model()
+    inputs = model.prepare(torch.randint(1, 40, (2, 8)), *[None] * 6)
+    return model, inputs, StaticBatch.empty(bucket_of(16, 2, 8, False, 64), model.device)
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU runs the real ones")
+def test_a_capture_waits_warms_up_and_keeps_streams_in_order(monkeypatch, cuda, batch):
+    model, inputs, static = batch
+    caches = []
+
+    def encode(packed):
+        cuda.log.append("encode")
+        caches.append(packed.batch.cache)
+        return model.encode(packed)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda_graphs.torch, "cuda", cuda)
+        captured = cuda_graphs.Captured(encode, static, cuda_graphs.Turns(model.device))
+        captured.turns.begin()
+        static.fill(inputs)
+        captured.replay()
+        captured.turns.end()
+        captured.free()
+    assert cuda.log == [
+        "device", "device", "current waits for the last replay", "side waits for current", "on side", "encode",
+        "encode", "current waits for side", "empty_cache", "capture on side, thread_local", "encode",
+        "back on current", "current waits for the last replay", "replay", "replay recorded on current", "synchronize",
+        "reset",
+    ]  # fmt: skip
+    assert captured.nbytes == 64 + static.nbytes() and captured.out.shape == (16, 64)
+    assert len({id(cache) for cache in caches}) == 3  # what a warm-up derived from cu_seqlens is not in the graph
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU runs the real ones")
+def test_a_capture_that_fails_leaves_the_caller_on_its_stream(monkeypatch, cuda, batch):
+    model, _, static = batch
+    cuda.is_invalid = True
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda_graphs.torch, "cuda", cuda)
+        with pytest.raises(RuntimeError, match="during capture"):
+            cuda_graphs.Captured(model.encode, static, cuda_graphs.Turns(model.device))
+        assert cuda.current.name == "current" and not cuda_graphs._capturing.locked()

@@ -1,0 +1,278 @@
+"""fastbert.graphs: buckets, padding and bookkeeping; where there is no GPU, with eager calls in place of graphs."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hf import FAMILIES, families_axis, make_batch, make_config
+
+import fastbert
+from fastbert import cuda_graphs
+from fastbert.cuda_graphs import ARGUMENTS, Bucket, StaticBatch, bucket_of
+from fastbert.models.auto import model_class
+from fastbert.packing import InputError
+from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+
+def make_model(model_type: str = "bert", index: int = 0, **changes):
+    torch.manual_seed(1)
+    return model_class(model_type, "Model")(make_config(model_type, index, **changes)).to(DEVICE).eval()
+
+
+class Eager:
+    """In place of a captured graph: runs what it would replay, on the static buffers."""
+
+    freed = 0
+
+    def __init__(self, encode, static, turns):
+        self.encode, self.static, self.turns, self.nbytes = encode, static, turns, 1000
+        self.out = encode(static.inputs())
+
+    def replay(self):
+        self.out.copy_(self.encode(self.static.inputs()))
+
+    def free(self):
+        Eager.freed += 1
+
+
+class NoTurns:
+    """In place of streams and events."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def begin(self):
+        pass
+
+    end = begin
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """Makes graphs of CPU models, and lists the buckets that were captured."""
+    seen = []
+
+    class Counted(Eager):
+        def __init__(self, encode, static, turns):
+            seen.append(static.bucket)
+            super().__init__(encode, static, turns)
+
+    if not ON_GPU:
+        monkeypatch.setattr(cuda_graphs, "Captured", Counted)
+        monkeypatch.setattr(cuda_graphs, "Turns", NoTurns)
+        monkeypatch.setattr(cuda_graphs, "select_fused", lambda *args: fastbert.Backend.CPU)
+        monkeypatch.setattr(cuda_graphs, "GPU", "cpu")
+    Eager.freed = 0
+    return seen
+
+
+def compare(found, model, arguments) -> None:
+    """Every field of `found` with the plain model's, by the error rule; a fp64 copy of the model is the oracle."""
+    with torch.no_grad():
+        plain = model(**arguments)
+        doubles = {n: t.double() if n == "inputs_embeds" else t for n, t in arguments.items()}
+        oracle = copy.deepcopy(model).double()(**doubles)
+    assert list(found) == list(plain)
+    for name in ("last_hidden_state", "pooler_output")[: len(plain)]:
+        assert_close_to_reference(found[name], oracle[name], plain[name], GRADIENT_FACTOR, name)
+
+
+def to_device(inputs):
+    return {name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in inputs.items()}
+
+
+def test_buckets_hold_their_batches_and_waste_at_most_a_third():
+    for tokens in range(1, 5000):
+        bucket = bucket_of(tokens, 3, min(tokens, 100), False, 8192)
+        assert bucket.total_tokens >= tokens and bucket.max_seqlen >= min(tokens, 100) and bucket.batch_size == 4
+        assert bucket.total_tokens <= max(16, tokens * 3 / 2) or bucket.total_tokens <= 32
+    assert bucket_of(8192, 1, 512, True, 8192) == Bucket(8192, 1, 512, True)
+    assert bucket_of(40, 5, 9, False, 100) == Bucket(48, 8, 16, False)
+    assert bucket_of(0, 1, 0, False, 100) is None and bucket_of(101, 1, 101, False, 100) is None
+    assert len({bucket_of(n, 1, n, False, 8192).total_tokens for n in range(1, 8193)}) < 20
+
+
+@pytest.mark.parametrize(
+    ("model_type", "pattern"),
+    (*((family, "all") for family in FAMILIES), ("bert", "none"), ("bert", "left"), ("roberta", "holes")),
+)
+def test_a_static_batch_gives_the_same_outputs(model_type, pattern):
+    """Slack rows hold an earlier batch, cu_seqlens goes on with empty sequences: real tokens do not notice."""
+    model = make_model(model_type)
+    batch = make_batch(model.config, pattern)
+    inputs = model.prepare(*(to_device(batch.inputs).get(name) for name in ARGUMENTS))
+    has_types = inputs.token_type_ids is not None
+    bucket = bucket_of(inputs.batch.total_tokens, inputs.batch.batch_size, 11, has_types, 8192)
+    static = StaticBatch.empty(bucket, model.device)
+    static.ids[:2].fill_(2)  # as an earlier batch left it
+    static.ids[2].fill_(max(0, model.config.type_vocab_size - 1))
+    static.fill(inputs)
+    assert static.cu_seqlens.tolist() == [*inputs.batch.cu_seqlens.tolist(), *[inputs.batch.total_tokens] * 2]
+    with torch.no_grad():
+        found = model.encode(static.inputs())[: inputs.batch.total_tokens]
+        plain, oracle = model.encode(inputs), copy.deepcopy(model).double().encode(inputs)
+        assert_close_to_reference(found, oracle, plain, GRADIENT_FACTOR)
+        static.ids[:2, inputs.batch.total_tokens :] = 5
+        static.ids[2, inputs.batch.total_tokens :] = 0
+        assert torch.equal(found, model.encode(static.inputs())[: inputs.batch.total_tokens])
+
+
+@families_axis
+def test_padded_and_packed_calls(captures, model_type):
+    model = make_model(model_type)
+    graphed = fastbert.graphs(model)
+    with torch.no_grad():
+        for seed, pattern in enumerate(("right", "holes", "none", "right")):
+            batch = make_batch(model.config, pattern, seed=seed)
+            arguments = to_device(batch.inputs)
+            found = graphed(**arguments)
+            assert graphed.why_eager is None
+            compare(found, model, arguments)
+            packed = to_device(batch.packed())
+            compare(graphed(**packed), model, packed)
+            if "token_type_ids" not in packed:
+                out = graphed.encode_packed(**packed)
+                assert torch.equal(out, graphed(**packed).last_hidden_state) and graphed.why_eager is None
+    assert graphed(**arguments, return_dict=False)[0].shape == found.last_hidden_state.shape
+    if not ON_GPU:
+        assert captures and len(captures) == len(set(captures)) == len(graphed.buckets)
+
+
+def test_an_output_survives_the_next_batch(captures):
+    model = make_model()
+    graphed = fastbert.graphs(model)
+    with torch.inference_mode():
+        first = to_device(make_batch(model.config, "none").inputs)
+        out = graphed(**first).last_hidden_state
+        kept = out.clone()
+        graphed(**to_device(make_batch(model.config, "none", seed=5).inputs))
+        assert torch.equal(out, kept) and graphed.why_eager is None
+    with torch.no_grad():  # buffers made in inference mode serve outside of it, too
+        assert torch.equal(graphed(**first).last_hidden_state, kept)
+
+
+def test_bounds_drop_the_least_recently_used(captures):
+    model = make_model()
+    ids = [torch.randint(1, 40, (batch, 8), device=DEVICE) for batch in (1, 2, 4, 8)]
+    graphed = fastbert.graphs(model, max_graphs=2)
+    with torch.no_grad():
+        for i in (0, 1, 0, 2, 0, 3):
+            graphed(ids[i])
+    assert [bucket.batch_size for bucket in graphed.buckets] == [1, 8]
+    by_memory = fastbert.graphs(model, max_memory=1)
+    with torch.no_grad():
+        for batch in ids:
+            compare(by_memory(batch), model, {"input_ids": batch})
+            assert len(by_memory.buckets) == 1  # the newest stays, whatever it holds
+    by_memory.clear()
+    assert by_memory.buckets == [] and by_memory.nbytes == 0
+    if not ON_GPU:
+        assert Eager.freed == 2 + 3 + 1
+
+
+def test_graphs_of_one_encoder_share_their_turns(captures, monkeypatch):
+    """cuBLAS' scratch memory belongs to the stream of the capture: graphs that share it must wait for each other."""
+    seen = []
+    kept = cuda_graphs.Captured
+
+    def capture(encode, static, turns):
+        seen.append(turns)
+        return kept(encode, static, turns)
+
+    monkeypatch.setattr(cuda_graphs, "Captured", capture)
+    graphed = fastbert.graphs(make_model())
+    with torch.no_grad():
+        for batch_size in (1, 2, 4):
+            graphed(torch.randint(1, 40, (batch_size, 8), device=graphed.model.device))
+    assert len(seen) == 3 and len({id(turns) for turns in seen}) == 1
+
+
+def test_weights_may_change(captures):
+    model = make_model()
+    graphed, ids = fastbert.graphs(model), torch.randint(1, 40, (2, 8), device=DEVICE)
+    norm = model.encoder.layer[0].output.LayerNorm
+    with torch.no_grad():
+        graphed(ids)
+        norm.weight.mul_(2)  # in place: the graph reads the same memory
+        compare(graphed(ids), model, {"input_ids": ids})
+        count = len(captures)
+        norm.weight = torch.nn.Parameter(norm.weight * 3)  # replaced
+        compare(graphed(ids), model, {"input_ids": ids})
+        norm.weight.data = norm.weight.data.clone() / 2  # replaced behind the parameter, as model.to() does
+        compare(graphed(ids), model, {"input_ids": ids})
+        leaves = graphed._leaves
+        assert leaves.are_current()
+        norm.weight.data = norm.weight.data.view(torch.float16)  # the same address, another dtype
+        assert not leaves.are_current()
+        norm.weight.data = norm.weight.data.view(torch.float32)
+        model.encoder.layer[0] = copy.deepcopy(model.encoder.layer[1])
+        compare(graphed(ids), model, {"input_ids": ids})
+    assert ON_GPU or len(captures) == count + 3
+
+
+def test_what_cannot_go_through_a_graph_runs_as_the_model_does(captures):
+    model = make_model()
+    graphed = fastbert.graphs(model, max_tokens=32)
+    ids = torch.randint(1, 40, (2, 8), device=DEVICE)
+
+    def reason(*args, **kwargs) -> str:
+        with torch.no_grad():
+            compare(graphed(*args, **kwargs), model, {**dict(zip(("input_ids",), args, strict=False)), **kwargs})
+        return graphed.why_eager
+
+    assert reason(ids) is None
+    assert "output_attentions" in reason(ids, output_attentions=True)
+    assert "output_hidden_states" in reason(ids, output_hidden_states=True)
+    assert "40 tokens are not within 1 to 32" in reason(torch.randint(1, 40, (5, 8), device=DEVICE))
+    mask = torch.zeros_like(ids)
+    assert "0 tokens" in reason(ids, attention_mask=mask)
+    assert "inputs_embeds" in reason(inputs_embeds=torch.randn(2, 8, 64, device=DEVICE))
+    out = graphed(ids)
+    assert "gradients" in graphed.why_eager and out.last_hidden_state.requires_grad
+    model.train()
+    with torch.no_grad():
+        graphed(ids)
+    assert "training" in graphed.why_eager
+    model.eval()
+    for leaf, expected in ((model, "the model has hooks"), (model.encoder.layer[0].output.dense, "inside")):
+        handle = leaf.register_forward_hook(lambda module, args, out: None)
+        assert expected in reason(ids)
+        handle.remove()
+    model.encoder.layer[0].train()
+    assert "in training mode" in reason(ids)
+    model.eval()
+    assert reason(ids) is None
+
+
+@pytest.mark.skipif(ON_GPU, reason="it is about machines without a GPU")
+def test_without_a_gpu_everything_is_the_plain_model():
+    model = make_model()
+    graphed, ids = fastbert.graphs(model), torch.randint(1, 40, (3, 9))
+    with torch.no_grad():
+        for arguments in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": (ids > 5).long()}):
+            found, plain = graphed(**arguments), model(**arguments)
+            assert list(found) == list(plain) and all(torch.equal(found[name], plain[name]) for name in plain)
+        cu_seqlens = torch.tensor([0, 9, 27], dtype=torch.int32)
+        arguments = (ids.flatten(), cu_seqlens, 18)
+        assert torch.equal(graphed.encode_packed(*arguments), model.encode_packed(*arguments))
+    assert graphed.why_eager == "the model is on cpu" and graphed.buckets == []
+
+
+def test_bad_input_is_refused_before_anything_is_copied(captures):
+    model = make_model()
+    graphed = fastbert.graphs(model)
+    ids = torch.randint(1, 40, (2, 8), device=DEVICE)
+    with torch.no_grad():
+        before = graphed(ids).last_hidden_state
+        with pytest.raises(InputError, match="input_ids holds 43; valid values are 0 to 42"):
+            graphed(torch.full_like(ids, 43))
+        assert torch.equal(graphed(ids).last_hidden_state, before)
+    with pytest.raises(TypeError, match="not BertForMaskedLM"):
+        fastbert.graphs(fastbert.BertForMaskedLM(model.config))
+    with pytest.raises(ValueError, match="max_graphs 0"):
+        fastbert.graphs(model, max_graphs=0)

@@ -1,0 +1,77 @@
+"""`fastbert quantize` that is killed, or has no room: the folder is there whole or not at all, and nothing else is."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+
+import pytest
+import tiny
+
+from fastbert.checkpoint.saving import BESIDE
+from fastbert.models.auto import AutoModel
+from fastbert.quantization import is_quantized
+
+# Runs the command line, and is killed before a whole folder is renamed.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+replace = os.replace
+def kill(source, goal):
+    if Path(source).is_dir():
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(source, goal)
+os.replace = kill
+from fastbert.cli import main
+sys.exit(main())
+"""
+
+
+def run(*command, largest_file: int | None = None) -> subprocess.CompletedProcess:
+    def limit():
+        if largest_file is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+
+    arguments = [sys.executable, *map(str, command)]
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=300, preexec_fn=limit, check=False)
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tiny.write_model(tmp_path / "float")
+    (folder / f"{BESIDE}dead").mkdir()  # what a killed save left
+    return folder
+
+
+def names(folder) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_killed(source, tmp_path):
+    out = tmp_path / "int8"
+    done = run("-c", KILLED, "quantize", source, out)
+    assert done.returncode == -signal.SIGKILL
+    assert not out.exists() and [name for name in names(tmp_path) if name.startswith(BESIDE)]
+    done = run("-m", "fastbert", "quantize", source, out)
+    assert done.returncode == 0, done.stderr
+    assert names(tmp_path) == ["float", "int8"]
+    assert names(out) == [name for name in names(source) if not name.startswith(BESIDE)]
+    assert is_quantized(AutoModel.from_pretrained(out))
+
+
+@pytest.mark.parametrize("what", ["a copied file", "the weights"])
+def test_full_disk(what, source, tmp_path):
+    """One line of error, and everything is as it was."""
+    size = os.path.getsize(source / "tokenizer.json")
+    if what == "a copied file":
+        (source / "large.json").write_bytes(b" " * 10 * size)
+    before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
+    out = tmp_path / "int8"
+    done = run("-m", "fastbert", "quantize", source, out, largest_file=size)
+    assert done.returncode == 2 and done.stderr.startswith("fastbert: error: ") and done.stderr.count("\n") == 1
+    assert "cannot be written" in done.stderr and "File too large" in done.stderr
+    assert names(tmp_path) == ["float"]
+    assert {path: path.read_bytes() for path in source.rglob("*") if path.is_file()} == before

@@ -1,0 +1,262 @@
+"""What stops a command half-way: signals at any moment, full disks, readers that go away. Nothing is lost or mixed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+from command_line import ENVIRONMENT, command, fails, run
+
+CHUNKS, CHUNK = 5, 1024
+
+# `fastbert ARGUMENTS` that sends itself a signal when it has appended its third chunk: not a moment sooner or later.
+STOPPED = """
+import signal, sys
+from fastbert import cli, cli_encode
+append, appended = cli_encode.GrowingArray.append, 0
+def counted(self, vectors):
+    global appended
+    append(self, vectors)
+    appended += 1
+    if appended == 3:
+        signal.raise_signal(int(sys.argv[1]))
+cli_encode.GrowingArray.append = counted
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+# `fastbert ARGUMENTS` that may write so many bytes into a file: what a full disk or a quota does, with another number.
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)
+from fastbert import cli
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
+def run_program(program: str, *arguments: object, **options) -> subprocess.CompletedProcess:
+    line = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(
+        line, capture_output=True, text=True, timeout=300, check=False, **{"env": ENVIRONMENT, **options}
+    )
+
+
+@pytest.fixture(autouse=True)
+def heard_interrupts():
+    """A shell starts a job in the background with interrupts ignored, and what that job starts ignores them, too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny.write_model(tmp_path_factory.mktemp("encoder"), num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    words, path = tiny.WORDS.split(), tmp_path_factory.mktemp("source") / "texts.txt"
+    texts = [" ".join(words[(i * j) % len(words)] for j in range(1 + i % 9)) for i in range(CHUNKS * CHUNK)]
+    path.write_text("".join(f"{text}\n" for text in texts))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, model, source) -> bytes:
+    """The file that a run which nothing stops writes."""
+    out = tmp_path_factory.mktemp("whole") / "out.npy"
+    done = run("encode", source, "--model", model, "--device", "cpu", "--output", out)
+    assert done.returncode == 0, done.stderr
+    return out.read_bytes()
+
+
+@pytest.mark.parametrize("stop,code", ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130), (signal.SIGTERM, 143)))
+def test_a_killed_run_goes_on_and_gives_the_same_bits(tmp_path, model, source, whole, stop, code):
+    out, other, progress = (tmp_path / name for name in ("out.npy", "other.txt", "out.npy.progress"))
+    arguments = ("encode", source, "--model", model, "--device", "cpu", "--output", out)
+    stopped = run_program(STOPPED, int(stop), *arguments)
+    assert stopped.returncode == code and "Traceback" not in stopped.stderr
+    if code > 0:
+        word = "interrupted" if stop == signal.SIGINT else "terminated"
+        kept = f"fastbert: stopped; the same command goes on with what {out}.partial has\nfastbert: {word}\n"
+        assert stopped.stderr == kept
+    rows = json.loads(progress.read_text())["rows"]
+    # A kill loses what was not committed, and the first chunk always is; what can be caught loses nothing.
+    assert rows == 3 * CHUNK if code > 0 else rows in (CHUNK, 2 * CHUNK, 3 * CHUNK)
+    assert not out.exists()
+    # Of another input it is not taken up, and not lost either.
+    other.write_text("the cat\n")
+    error = fails("encode", other, "--model", model, "--output", out)
+    assert "out.npy.partial was begun with another input" in error and "--force starts again" in error
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert f"{rows:,} of {CHUNKS * CHUNK:,} texts were encoded before" in done.stderr
+    assert f"{CHUNKS * CHUNK - rows:,} texts, " in done.stderr  # and no more than those
+    assert out.read_bytes() == whole
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other.txt", "out.npy"]
+
+
+# Writes 4 chunks of 2 rows, each committed, in children that kill themselves before the nth call that changes a file.
+# For each n a second child, which nobody kills, goes on with what the first has left.
+KILLED_AT_EVERY_CALL = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+from fastbert import cli_encode
+cli_encode.COMMIT_S = 0.0
+folder, names = Path(sys.argv[1]), ("open", "write", "ftruncate", "fsync", "replace")
+
+def child(output, kill_at):
+    calls = 0
+    def counted(original):
+        def call(*arguments):
+            nonlocal calls
+            if calls == kill_at:
+                signal.raise_signal(signal.SIGKILL)
+            calls += 1
+            return original(*arguments)
+        return call
+    for name in names:
+        setattr(os, name, counted(getattr(os, name)))
+    rows = np.arange(24, dtype=np.float32).reshape(8, 3)
+    with cli_encode.GrowingArray.open(output, rows.shape, {"input": "a"}, False) as array:
+        for first in range(array.rows, 8, 2):
+            array.append(rows[first : first + 2])
+        array.finish()
+    return calls
+
+def fork(output, kill_at):
+    pid = os.fork()
+    if pid == 0:
+        os._exit(child(output, kill_at))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+moments = fork(folder / "whole.npy", -1)
+for moment in range(moments):
+    output = folder / f"{moment}.npy"
+    assert fork(output, moment) == -signal.SIGKILL
+    if not output.exists():
+        assert fork(output, -1) > 0
+print(moments)
+"""
+
+
+def test_a_kill_at_any_moment_of_writing_loses_no_file(tmp_path):
+    done = run_program(KILLED_AT_EVERY_CALL, tmp_path)
+    assert done.returncode == 0, done.stderr
+    moments = int(done.stdout)
+    assert moments >= 20
+    expected = np.arange(24, dtype=np.float32).reshape(8, 3)
+    for moment in [*range(moments), "whole"]:
+        assert np.array_equal(np.load(tmp_path / f"{moment}.npy"), expected), moment
+    # Only a kill after the file has its name leaves its note, which the next run would overwrite.
+    left = {path.name for path in tmp_path.iterdir()} - {f"{moment}.npy" for moment in [*range(moments), "whole"]}
+    assert left <= {f"{moment}.npy.progress" for moment in (moments - 2, moments - 1)}, left
+
+
+def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, model, source, whole):
+    out = tmp_path / "out.npy"
+    arguments = ("encode", source, "--model", model, "--device", "cpu", "--output", out)
+    limit = 2 * CHUNK * 32 * 4 + 1000  # two chunks, and a piece of the third
+    full = run_program(LIMITED, limit, *arguments)
+    assert full.returncode == 2
+    assert full.stderr == f"fastbert: error: [Errno 27] File too large: '{out}.partial'\n"
+    assert json.loads((tmp_path / "out.npy.progress").read_text())["rows"] == 2 * CHUNK
+    done = run(*arguments)
+    assert done.returncode == 0 and "2,048 of 5,120 texts were encoded before" in done.stderr
+    assert out.read_bytes() == whole and [path.name for path in tmp_path.iterdir()] == ["out.npy"]
+
+
+def test_a_disk_too_full_for_anything_gets_no_file(tmp_path, model, source):
+    out = tmp_path / "out.npy"
+    full = run_program(LIMITED, 64, "encode", source, "--model", model, "--device", "cpu", "--output", out)
+    assert full.returncode == 2
+    assert full.stderr == f"fastbert: error: [Errno 27] File too large: '{out}.partial'\n"
+    assert not list(tmp_path.iterdir())
+
+
+# Modules at whose import a signal comes, by a finder of ours.
+STOP_AT = """
+import os, signal, sys
+class Stop:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == os.environ["STOP_AT"]:
+            signal.raise_signal(int(os.environ["STOP_BY"]))
+sys.meta_path.insert(0, Stop)
+"""
+
+
+@pytest.mark.parametrize("stop,code,said", ((signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")))
+@pytest.mark.parametrize("module", ("fastbert.cli.commands", "argparse", "numpy", "torch", "torch.nn", "tokenizers"))
+def test_a_signal_during_an_import_is_one_line(tmp_path, model, source, module, stop, code, said):
+    environment = {**ENVIRONMENT, "STOP_AT": module, "STOP_BY": str(int(stop))}
+    arguments = ["encode", source, "--model", model, "--device", "cpu", "--output", tmp_path / "out.npy"]
+    entry = "import re, sys\nfrom fastbert.cli import main\nsys.exit(main())"  # as pip's script has it
+    done = run_program(f"{STOP_AT}\n{entry}", *arguments, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", f"fastbert: {said}\n")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", ("encode", "fill-mask", "quantize", "info", "doctor"))
+def test_a_signal_that_an_import_swallows_is_not_lost(tmp_path, model, source, words):
+    """As some of torch's own do, in `except:`."""
+    out = tmp_path / "out.npy"
+    arguments = {
+        "encode": (source, "--model", model, "--device", "cpu", "--output", out),
+        "fill-mask": ("a [MASK]", "--model", model),
+        "quantize": (model, tmp_path / "int8"),
+        "info": (model,),
+        "doctor": (),
+    }[words]
+    swallowing = STOP_AT.replace(
+        '            signal.raise_signal(int(os.environ["STOP_BY"]))\n',
+        "            try: signal.raise_signal(signal.SIGINT)\n            except: pass\n",
+    )
+    entry = "from fastbert.cli import main\nsys.exit(main())"
+    done = run_program(f"{swallowing}\n{entry}", words, *arguments, env={**ENVIRONMENT, "STOP_AT": "torch"})
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "fastbert: interrupted\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_python_m_is_the_same_entry(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(STOP_AT)
+    path = f"{tmp_path}:{ENVIRONMENT['PYTHONPATH']}"
+    done = run("doctor", STOP_AT="argparse", STOP_BY=str(int(signal.SIGINT)), PYTHONPATH=path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "fastbert: interrupted\n")
+
+
+def test_broken_pipe_is_silent(model):
+    arguments = command("info", model)
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT)
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait(120) == 141
+
+
+def shell(line: str, *arguments: object) -> subprocess.CompletedProcess:
+    """The command with what a shell does to its streams."""
+    words = ["sh", "-c", f'"$@" {line}', "sh", *command(*arguments)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=300, check=False, env=ENVIRONMENT)
+
+
+def test_streams_that_are_closed_or_full(tmp_path, model):
+    done = shell(">/dev/full", "info", model)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("fastbert: error: ") and done.stderr.endswith("No space left on device\n")
+    assert shell(">&-", "info", model).returncode == 0
+    for streams in ("2>/dev/full", "2>&-", "<&- >&- 2>&-"):
+        done = shell(streams, "info", tmp_path / "nothing")
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", ""), streams
+
+
+def test_what_is_printed_does_not_get_into_the_file(tmp_path, model, source, whole):
+    """Without stdout and stderr, the next file that is opened would be number 1 or 2."""
+    out = tmp_path / "out.npy"
+    done = shell("<&- >&- 2>&-", "encode", source, "--model", model, "--device", "cpu", "--output", out)
+    assert done.returncode == 0 and out.read_bytes() == whole

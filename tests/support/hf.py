@@ -1,0 +1,250 @@
+"""fastbert models beside transformers' own with the same weights, and batches to feed both."""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import dataclass
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from fastbert.config import EncoderConfig
+from fastbert.models.auto import _CLASSES
+from fastbert.testing.cases import attention_mask
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+
+FAMILIES = ("bert", "roberta", "xlm-roberta", "distilbert", "albert", "electra", "megatron-bert")
+MODELS = sorted(_CLASSES)  # (model_type, head)
+models_axis = pytest.mark.parametrize(("model_type", "head"), MODELS, ids=[f"{m}-{h}" for m, h in MODELS])
+families_axis = pytest.mark.parametrize("model_type", FAMILIES)
+
+# head_dim 32, 80 and 64; 1 to 4 layers; LayerNorm eps that is seen in the result; tied and untied.
+_SHAPES = (
+    {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 4, "intermediate_size": 96},
+    {"hidden_size": 160, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 56,
+     "hidden_act": "silu", "layer_norm_eps": 1e-5},
+    {"hidden_size": 128, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 72,
+     "hidden_act": "gelu_new", "layer_norm_eps": 1e-2, "tie_word_embeddings": False},
+    # The "baby" of fastbert.models.baby, in every family.
+    {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 3, "intermediate_size": 128,
+     "hidden_act": "relu", "initializer_range": 0.05},
+)  # fmt: skip
+_OF_FAMILY = {
+    "albert": (
+        {"embedding_size": 48},
+        {"embedding_size": 160, "num_hidden_layers": 3, "num_hidden_groups": 2, "inner_group_num": 2},
+        {"embedding_size": 32, "num_hidden_layers": 2, "num_hidden_groups": 2},
+        {"embedding_size": 64, "num_hidden_groups": 3},
+    ),
+    "electra": (
+        {"embedding_size": 48},
+        {"embedding_size": 160, "summary_activation": "silu"},
+        {"embedding_size": 32, "summary_activation": "tanh"},
+        {"embedding_size": 64, "summary_activation": ""},
+    ),
+    "roberta": ({"type_vocab_size": 1}, {}, {"type_vocab_size": 1, "pad_token_id": 3}, {}),
+    "xlm-roberta": ({}, {"type_vocab_size": 1}, {}, {}),
+}
+NUM_CONFIGS = len(_SHAPES)
+CHOICES = 2
+
+
+def make_config(model_type: str, index: int = 0, **changes) -> EncoderConfig:
+    """The family's configuration number `index`, small and without dropout."""
+    own = _OF_FAMILY.get(model_type, ({},) * NUM_CONFIGS)[index]
+    dropout = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "qa_dropout")
+    fields = {"vocab_size": 43, "max_position_embeddings": 20, **dict.fromkeys(dropout, 0.0), **_SHAPES[index], **own}
+    if model_type == "electra":
+        fields["summary_last_dropout"] = 0.0
+    if model_type == "distilbert":
+        fields.pop("layer_norm_eps", None)  # fixed in that family
+    return EncoderConfig.of_family(model_type, **{**fields, **changes})
+
+
+def config_for(model_type: str, head: str, index: int = 0, **changes) -> EncoderConfig:
+    """make_config with the number of labels that the head needs, three where it is free."""
+    two = head in ("QuestionAnswering", "MultipleChoice", "NextSentencePrediction")
+    return make_config(model_type, index, **{"num_labels": 2 if two else 3, **changes})
+
+
+def hf_config(config: EncoderConfig) -> transformers.PretrainedConfig:
+    theirs = transformers.CONFIG_MAPPING[config.model_type].from_dict(config.to_dict())
+    theirs._attn_implementation = "eager"
+    return theirs
+
+
+def hf_class(model_type: str, head: str) -> type[nn.Module]:
+    return getattr(transformers, _CLASSES[model_type, head].__name__)
+
+
+# The leaves before a hidden_act: layers' first GEMM, and heads' dense ones.
+_BEFORE_ACTIVATION = re.compile(
+    r"(intermediate\.dense|\.ffn|\.lin1|transform\.dense|predictions\.dense|vocab_transform)\.bias$"
+)
+
+
+@torch.no_grad()
+def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Weights and biases large enough for every error to show; LayerNorm's too.
+
+    Before a ReLU, biases open or shut each unit for good: its derivative jumps at 0, where any rounding flips it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    relu = getattr(model.config, "hidden_act", None) or model.config.activation
+    for name, parameter in sorted(model.named_parameters()):
+        noise = torch.randn(parameter.shape, generator=generator)
+        if name.startswith("pre_classifier.bias") or (relu == "relu" and _BEFORE_ACTIVATION.search(name)):
+            parameter.copy_(noise.sign() * 4)
+        elif parameter.dim() == 1 and name.lower().endswith(("norm.weight", "ln.weight")):
+            parameter.copy_(1 + 0.3 * noise)
+        else:
+            parameter.copy_(noise * (0.2 if parameter.dim() == 1 else 0.8 * parameter.shape[1] ** -0.5))
+    return model
+
+
+@dataclass
+class Trio:
+    """One set of weights three times: fastbert's model, transformers' in the same dtype, transformers' in float64."""
+
+    ours: nn.Module
+    baseline: nn.Module
+    oracle: nn.Module
+
+
+def make_hf(config: EncoderConfig, head: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    """transformers' model with random weights, in train mode (there is no dropout to make a difference)."""
+    return randomise(hf_class(config.model_type, head)(hf_config(config)), seed).to(dtype).train()
+
+
+def make_ours(config: EncoderConfig, head: str, theirs: nn.Module) -> nn.Module:
+    """fastbert's model with the weights of `theirs`, by state_dict."""
+    ours = _CLASSES[config.model_type, head](config).to(next(theirs.parameters()).dtype)
+    assert set(ours.state_dict()) == set(theirs.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    return ours.train()
+
+
+def make_trio(config: EncoderConfig, head: str, dtype: torch.dtype, seed: int = 0) -> Trio:
+    baseline = make_hf(config, head, dtype, seed)
+    return Trio(make_ours(config, head, baseline), baseline, copy.deepcopy(baseline).double())
+
+
+@dataclass
+class Batch:
+    """Inputs of both libraries; which tokens are real, and every token's position, both (batch_size, seqlen)."""
+
+    inputs: dict[str, torch.Tensor]
+    real: torch.Tensor
+    positions: torch.Tensor
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor:
+        return torch.nn.functional.pad(self.real.sum(1).cumsum(0), (1, 0)).int()
+
+    def packed(self) -> dict[str, torch.Tensor]:
+        """The same batch as packed input, at the same positions."""
+        inputs = {name: t[self.real] for name, t in self.inputs.items() if name != "attention_mask"}
+        layout = {"cu_seqlens": self.cu_seqlens, "max_seqlen": int(self.real.sum(1).max())}
+        return {**inputs, "position_ids": self.positions[self.real], **layout}
+
+    def front(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(batch_size, seqlen) values of tokens, each sequence's real ones moved to the left."""
+        return tokens.gather(1, (~self.real).long().argsort(dim=1, stable=True))
+
+    def real_tokens_first(self) -> Batch:
+        """The same sequences at the left, at the positions that they have here.
+
+        transformers' pooled heads read column 0, fastbert's each sequence's first real token: here they are the same.
+        """
+        inputs = {name: self.front(t) for name, t in {**self.inputs, "position_ids": self.positions}.items()}
+        return Batch(inputs, self.front(self.real), inputs["position_ids"])
+
+
+def make_batch(
+    config: EncoderConfig, pattern: str = "right", batch_size: int = 6, seqlen: int = 11, seed: int = 0
+) -> Batch:
+    """Random ids, pad ids among them; at padding the pad id, except among the holes."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    mask = attention_mask(pattern, batch_size, seqlen, seed)
+    real = torch.ones(batch_size, seqlen, dtype=torch.bool) if mask is None else mask.bool()
+    ids = torch.randint(config.vocab_size, (batch_size, seqlen), generator=generator)
+    ids = ids if pattern == "holes" else ids.where(real, config.pad_token_id)
+    positions = torch.arange(seqlen).expand(batch_size, -1)
+    if config.model_type in ("roberta", "xlm-roberta"):
+        counted = (ids != config.pad_token_id).long()
+        positions = counted.cumsum(1) * counted + config.pad_token_id
+    inputs = {"input_ids": ids}
+    if config.type_vocab_size:
+        inputs["token_type_ids"] = torch.randint(config.type_vocab_size, (batch_size, seqlen), generator=generator)
+    if mask is not None:
+        inputs["attention_mask"] = mask
+    return Batch(inputs, real, positions)
+
+
+def token_level(model_type: str, head: str) -> bool:
+    """Whether the field `logits` holds one row a token."""
+    return head in ("MaskedLM", "TokenClassification") or (model_type, head) == ("electra", "PreTraining")
+
+
+def make_labels(config, head: str, batch: Batch, seed: int) -> dict[str, torch.Tensor]:
+    """Labels under transformers' names; -100 at padding, and for sequences without a token."""
+    generator = torch.Generator().manual_seed(seed)
+    (rows, columns), real, comparable = batch.real.shape, batch.real, batch.real.any(1)
+
+    def draw(limit: int, *shape: int) -> torch.Tensor:
+        return torch.randint(limit, shape, generator=generator)
+
+    if head == "Model":
+        return {}
+    few = real & (torch.rand(rows, columns, generator=generator) < 0.4)
+    few[0] |= real[0] & (real[0].cumsum(0) == 1)  # transformers' loss of no label at all is NaN
+    masked_lm = draw(config.vocab_size, rows, columns).where(few, -100)
+    if head == "MaskedLM":
+        return {"labels": masked_lm}
+    if head == "TokenClassification":
+        return {"labels": draw(config.num_labels, rows, columns).where(few, -100)}
+    if head == "NextSentencePrediction":
+        return {"labels": draw(2, rows).where(comparable, -100)}
+    if head == "SequenceClassification":
+        return {"labels": draw(config.num_labels, rows).where(comparable, -100)}
+    if head == "MultipleChoice":
+        return {"labels": draw(CHOICES, rows // CHOICES).where(comparable.view(-1, CHOICES).all(1), -100)}
+    if head == "QuestionAnswering":
+        # One answer beyond the input does not count; among the others some stand at padding, which does not either.
+        start, end = draw(columns, rows), draw(columns, rows)
+        start[0] = end[0] = real[0].long().argmax()
+        end[1] = columns + 7
+        return {"start_positions": start, "end_positions": end}
+    if config.model_type == "electra":
+        return {"labels": draw(2, rows, columns)}
+    pair = "sentence_order_label" if config.model_type == "albert" else "next_sentence_label"
+    return {"labels": masked_lm, pair: draw(2, rows).where(comparable, -100)}
+
+
+def random_like(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Standard normal values that bf16 holds exactly."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().double()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Every parameter's gradient; shared parameters under both of their names."""
+    return {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def leaf_gradients(grads: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    """One tensor a leaf, its weight and its bias; query, key and value together.
+
+    A tensor of few elements, or one that cancels to nearly 0 (the key's bias, which softmax cannot see, and the scores'
+    gradient where attention is flat), holds a rounding error that says nothing beside another rounding error.
+    """
+    leaves: dict[str, list[torch.Tensor]] = {}
+    for name, grad in grads.items():
+        leaf = re.sub(r"\.(query|key|value|[qkv]_lin)$", ".qkv", name.rpartition(".")[0])
+        leaves.setdefault(leaf, []).extend([] if grad is None else [grad.flatten()])
+    return {leaf: torch.cat(parts) for leaf, parts in leaves.items() if parts}
