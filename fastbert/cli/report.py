@@ -31,11 +31,12 @@ TOKENS = 16384  # tokens at once that info reckons with
 
 def info_lines(name: str) -> list[str]:
     """A model's size and cost, from its config.json. Raises CheckpointError or ConfigError."""
+    from fastbert.checkpoint.unfilled import unfilled
     from fastbert.models.auto import FAMILIES
     from fastbert.sentences import position_limit
 
     config = _read_config(name)
-    with torch.device("meta"):
+    with unfilled():
         model = FAMILIES[config.model_type](config)
     total, encoder = model.num_parameters(), matmul_parameters(model)
     embeddings = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))

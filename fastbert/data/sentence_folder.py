@@ -24,6 +24,7 @@ from fastbert.checkpoint.pretrained import (
     read_weights,
     without_pooler,
 )
+from fastbert.checkpoint.unfilled import unfilled
 from fastbert.config import MAX_SIZE, ConfigError, read_json
 from fastbert.models.auto import FAMILIES
 from fastbert.models.base import EncoderModel
@@ -135,7 +136,7 @@ def load_encoder(folder: Path, source: str, dtype: torch.dtype | None) -> Encode
     """The encoder without its pooler, which no sentence vector goes through."""
     config, weights = read_checkpoint(folder)
     check_layers(FAMILIES[config.model_type].family, config, weights, source)
-    with torch.device("meta"):
+    with unfilled():
         model = FAMILIES[config.model_type](config, add_pooling_layer=False)
     load_weights(model, without_pooler(model, weights), source, dtype)
     return model.requires_grad_(False)
@@ -203,7 +204,7 @@ def _read_dense(folder: Path, width: int) -> tuple[nn.Linear, nn.Module]:
     out, bias = entries.get("out_features"), _flag(folder / "config.json", entries, "bias", True)
     if type(out) is not int or not 1 <= out <= MAX_SIZE:
         raise ConfigError(f"{folder} has out_features {reprlib.repr(out)}; it must be an integer from 1 to {MAX_SIZE}")
-    with torch.device("meta"):
+    with unfilled():
         linear = nn.Linear(width, out, bias=bias)
     weights = {key.removeprefix("linear."): tensor for key, tensor in read_weights(folder).items()}
     for key, tensor in weights.items():
