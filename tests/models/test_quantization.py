@@ -23,7 +23,7 @@ from torch import nn
 import fastbert
 from fastbert import CheckpointError, ConfigError, InputError, SentenceEncoder
 from fastbert.checkpoint.pretrained import resolve
-from fastbert.cli.report import doctor_lines
+from fastbert.cli.doctor import doctor_lines
 from fastbert.layers.leaves import get_leaf
 from fastbert.layers.quantized import QuantizedLinear
 from fastbert.models.auto import _CLASSES, AutoModel
