@@ -157,7 +157,7 @@ def _identity(job: Job, encoder: SentenceEncoder, total: int, batch_tokens: int)
     """What the vectors depend on; rows of one identity may stand in one file."""
     from fastbert import __version__
     from fastbert.checkpoint.pretrained import resolve
-    from fastbert.quantization import is_quantized
+    from fastbert.models.quantized import is_quantized
 
     stat = job.source.stat()
     return {

@@ -77,7 +77,8 @@ def quantize_folder(job: Job, show: Callable[[str], None]) -> str:
     from fastbert.checkpoint.saving import beside, sync, sync_tree
     from fastbert.data.sentence_folder import transformer_folder
     from fastbert.layers.quantized import QuantizedLinear
-    from fastbert.quantization import is_quantized, quantize
+    from fastbert.models.quantized import is_quantized
+    from fastbert.quantization import quantize
 
     raise_if_stopped()
     root = resolve(job.model)
@@ -108,8 +109,7 @@ def quantize_folder(job: Job, show: Callable[[str], None]) -> str:
 def _load(folder: Path, name: str) -> PreTrainedModel:
     """The model with the head that the folder was saved with, or without one where fastbert has no such head."""
     from fastbert.checkpoint.pretrained import read_config
-    from fastbert.data.sentence_folder import load_encoder
-    from fastbert.models.auto import model_classes
+    from fastbert.models.auto import load_encoder, model_classes
     from fastbert.models.base import EncoderModel
 
     config = read_config(folder)

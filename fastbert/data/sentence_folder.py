@@ -16,18 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastbert.checkpoint.pretrained import (
-    CheckpointError,
-    check_layers,
-    load_weights,
-    read_checkpoint,
-    read_weights,
-    without_pooler,
-)
 from fastbert.checkpoint.unfilled import unfilled
+from fastbert.checkpoint.weight_files import CheckpointError, read_weights
 from fastbert.config import MAX_SIZE, ConfigError, read_json
-from fastbert.models.auto import FAMILIES
-from fastbert.models.base import EncoderModel
 
 POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens")
 # The flags of older folders; with several set the vectors are concatenated in this order.
@@ -130,16 +121,6 @@ def _flag(path: Path, entries: dict[str, Any], name: str, default: bool) -> bool
 
 def _optional_json(path: Path) -> dict[str, Any]:
     return read_json(path, CheckpointError) if path.is_file() else {}
-
-
-def load_encoder(folder: Path, source: str, dtype: torch.dtype | None) -> EncoderModel:
-    """The encoder without its pooler, which no sentence vector goes through."""
-    config, weights = read_checkpoint(folder)
-    check_layers(FAMILIES[config.model_type].family, config, weights, source)
-    with unfilled():
-        model = FAMILIES[config.model_type](config, add_pooling_layer=False)
-    load_weights(model, without_pooler(model, weights), source, dtype)
-    return model.requires_grad_(False)
 
 
 def read_recipe(root: Path, hidden_size: int) -> Recipe:

@@ -211,3 +211,14 @@ def linear(
         activation=activation,
         backend=backend,
     )[0]
+
+
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether products of bfloat16 have an instruction on a device; where not, they are emulated, and slow."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if extension_error() is not None:
+        return False
+    from fastbert import _C
+
+    return _C.has_bf16()
