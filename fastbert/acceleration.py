@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from fastbert.backend import warn_of_missing_kernels
+from fastbert import ops
 from fastbert.config import ConfigError, EncoderConfig
 from fastbert.layers.encoder import run_layer
 from fastbert.models.auto import FAMILIES
@@ -349,7 +349,7 @@ def accelerate(hf_model: Any) -> Any:
 
     Raises ValueError where there is nothing to accelerate: with what is there, why not, and what could be.
     """
-    warn_of_missing_kernels()
+    ops.warn_of_missing_kernels()
     modules = dict(hf_model.named_modules()) if isinstance(hf_model, nn.Module) else {}
     heads: dict[int, list[str]] = {}
     for parent in modules.values():

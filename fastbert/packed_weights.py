@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from fastbert import ops
 from fastbert.models.base import HasModel
-from fastbert.ops._library import extension_error
 
 
 def repack(model: nn.Module | HasModel) -> None:
@@ -28,7 +28,4 @@ def repack(model: nn.Module | HasModel) -> None:
     module = model.model if isinstance(model, HasModel) else model
     if not isinstance(module, nn.Module):
         raise TypeError(f"repack takes a module or a SentenceEncoder, not {type(model).__name__}")
-    if extension_error() is None:  # without the extension nothing is packed
-        from fastbert import _C
-
-        _C.repack([t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())])
+    ops.repack((*module.parameters(), *module.buffers()))
