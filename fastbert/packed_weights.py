@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from fastbert.ops._library import extension_error
+from fastbert.ops._common import extension_error
 from fastbert.sentences import SentenceEncoder
 
 

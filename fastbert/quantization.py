@@ -22,7 +22,7 @@ from fastbert.layers.whole import forget_layers
 from fastbert.models.base import EncoderModel
 from fastbert.models.family import Family
 from fastbert.models.quantized import ENTRY, entry_of
-from fastbert.ops._library import extension_error
+from fastbert.ops._common import extension_error
 from fastbert.packing import InputError
 from fastbert.sentences import SentenceEncoder
 

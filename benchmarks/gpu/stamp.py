@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import fastbert
-from fastbert.ops._library import cuda_error, extension_error
+from fastbert.ops._common import cuda_error, extension_error
 
 PACKAGE = Path(fastbert.__file__).resolve().parent
 ROOT = PACKAGE.parent

@@ -17,7 +17,7 @@ from benchmarks.gpu.record import open_record
 from benchmarks.gpu.subject import Subject, lengths
 from benchmarks.gpu.timer import Timer
 from fastbert.bench.compete import Worker
-from fastbert.ops._library import triton_error
+from fastbert.ops._common import triton_error
 
 pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
 STAMP = {**stamp.make_stamp("0123456789ab"), "dirty": False}
