@@ -104,7 +104,7 @@ def _cpu_model() -> str:
 
 
 def _extension() -> str:
-    from fastbert.ops._library import extension_error
+    from fastbert.ops._common import extension_error
 
     error = extension_error()
     if error is not None:
@@ -116,7 +116,7 @@ def _extension() -> str:
 
 def _native_products() -> list[tuple[str, str]]:
     """Whether the processor has instructions for products of bfloat16 and of int8, where our kernels would use them."""
-    from fastbert.ops._library import extension_error
+    from fastbert.ops._common import extension_error
 
     if extension_error() is not None:
         return []
