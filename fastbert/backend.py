@@ -1,8 +1,8 @@
 """Which backend serves an op: the choice, the reasons, and the report behind `fastbert doctor`.
 
-A backend is chosen before anything is launched, from tensor metadata alone (DESIGN 4.6, 4.7). `auto` takes the first
-backend of `ORDER` whose `supports` function gives no objection; a backend that is asked for by name and cannot serve
-raises `BackendError` with its reason. `torch` supports every call.
+A backend is chosen before anything is launched, from shapes, dtypes and devices alone (docs/design.md, Ops). `auto`
+takes the first backend of `ORDER` whose `supports` function gives no objection. A backend that is asked for by name and
+cannot serve raises `BackendError` with its reason. `torch` serves every call.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Every registered op on two pages, this and _library_products.py: schema, fake kernel, lazily imported kernels.
 
 The backend stands in the op's name, so the choice is visible in profiles and compiled graphs, and each name has one
-kernel per dispatch key (DESIGN 4.4). Autograd lives outside, in the op's own file. The C++ extension registers its
-kernels when it is loaded; Triton kernels are imported by the functions below on their first call.
+kernel per dispatch key (docs/design.md, Ops). Autograd lives outside, in the op's own file. The C++ extension registers
+its kernels when it is loaded; Triton kernels are imported by the functions below on their first call.
 """
 
 from __future__ import annotations
