@@ -98,11 +98,6 @@ def register(op: str, backend: Backend, supports: Supports, probe: Probe | None 
         _probes[op] = probe
 
 
-def declare(op: str) -> None:
-    """Declare an op; the torch backend, which serves every op, needs no registration of its own."""
-    _supports.setdefault(op, {})
-
-
 @contextmanager
 def use_backend(name: str | Backend) -> Iterator[None]:
     """Within the block every op that has kernels for backend `name` runs them, or raises `BackendError`.

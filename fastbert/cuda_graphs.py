@@ -26,9 +26,6 @@ from fastbert.models.outputs import ModelOutput
 from fastbert.packing import PackedBatch
 
 GPU = "cuda"
-ARGUMENTS = (
-    "input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "cu_seqlens", "max_seqlen",
-)  # fmt: skip
 
 
 class Bucket(NamedTuple):
