@@ -1,4 +1,4 @@
-"""Checkpoints: Hugging Face folders and hub ids, read and written with their file and key names, bit for bit."""
+"""Reads and writes Hugging Face checkpoints, folders and hub ids, with their names of files and keys, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fastbert bench`: from the command line's options to a run of the benchmark."""
+"""`fastbert bench`: turns the options of the command line into a run of the benchmark."""
 
 from __future__ import annotations
 

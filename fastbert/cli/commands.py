@@ -1,4 +1,4 @@
-"""The commands of `fastbert ...`. torch is imported by those that need it, so that --help is quick."""
+"""The commands of `fastbert ...`. Only commands that need torch import it, so that --help is quick."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _short(text: str, width: int) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """One whose errors are one line, like every other."""
+    """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (`{self.prog} --help` explains)")
@@ -101,7 +101,7 @@ class Parser(argparse.ArgumentParser):
 def make_parser() -> Parser:
     parser = Parser(
         prog="fastbert",
-        description="BERT-family encoders, packed and fused: text to vectors, masked words, what your machine can do.",
+        description="Runs BERT encoders: turns texts into vectors, fills in masked words, measures speed.",
         epilog=f"`fastbert COMMAND --help` explains a command and gives an example. MODEL is {A_MODEL}.",
     )
     parser.add_argument("-V", "--version", action="version", version=f"fastbert {__version__}")
@@ -110,27 +110,27 @@ def make_parser() -> Parser:
     encode = _command(
         commands, "encode", run_encode, "turn a file of texts into a .npy of vectors",
         f"""
-        Encodes every text of FILE and writes the vectors, in the file's order, as a float32 array that numpy.load
-        reads. FILE is {TEXT_KINDS} (of .txt a line is a text), and may be larger than the memory. A run
-        that was killed goes on where it stopped when the same command is given again.
+        Turns every text of FILE into a vector. Writes the vectors in the order of the file, as a float32 array that
+        numpy.load reads. FILE is {TEXT_KINDS}; each line of a .txt is a text. FILE may be larger than the
+        memory. If a run is stopped, the same command continues it.
         """,
         "fastbert encode reviews.csv --column text --model all-MiniLM-L6-v2 --output reviews.npy",
     )  # fmt: skip
     encode.add_argument("file", metavar="FILE", type=Path, help=f"the texts: {TEXT_KINDS}")
     _add_model(encode)
     encode.add_argument("--output", metavar="OUT.npy", type=Path, required=True, help="where the vectors go")
-    encode.add_argument("--column", metavar="NAME", help="which column holds the texts, where there are several")
+    encode.add_argument("--column", metavar="NAME", help="the column that holds the texts, if there are several")
     encode.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16", "int8"), default="auto",
-        help="what to compute in; auto (the default) is the model's own; the vectors are written as float32",
+        help="the number format to compute in; auto (the default) is the model's own. Vectors are written as float32",
     )  # fmt: skip
-    encode.add_argument("--device", metavar="D", help="cpu, cuda or cuda:1; default: a GPU if there is one")
+    encode.add_argument("--device", metavar="D", help="cpu, cuda or cuda:1; by default a GPU if there is one")
     encode.add_argument("--batch-tokens", metavar="N", type=_positive, help="tokens in a batch; fewer need less memory")
-    encode.add_argument("--force", action="store_true", help="replace OUT.npy, and begin again what cannot be resumed")
+    encode.add_argument("--force", action="store_true", help="replace OUT.npy; start again if a run cannot go on")
 
     fill_mask = _command(
         commands, "fill-mask", run_fill_mask, "guess the words behind [MASK]",
-        "Shows the most probable tokens for every [MASK] (or <mask>) in TEXT. MODEL needs its masked-LM head.",
+        "Shows the most probable tokens for every [MASK] (or <mask>) in TEXT. MODEL must have a masked-LM head.",
         'fastbert fill-mask "The [MASK] sat on the mat." --model ./bert-base-uncased --top 5',
     )  # fmt: skip
     fill_mask.add_argument("text", metavar="TEXT", help="a text with one [MASK] or more")
@@ -140,16 +140,16 @@ def make_parser() -> Parser:
     quantize = _command(
         commands, "quantize", _run_quantize, "write a model with its layers in int8",
         """
-        Writes MODEL's folder to OUTPUT, which must not be there yet, with the products of its layers in int8: a quarter
-        of the size of float32. fastbert loads it like any other folder. --report shows what int8 costs each layer, on
-        your own texts; a layer that loses too much stays as it was by its name, or a pattern of it, after --keep.
+        Writes MODEL to the new folder OUTPUT with its layers in int8, a quarter of the size of float32. fastbert loads
+        OUTPUT like any other folder. --report measures, on your own texts, the error that int8 causes in each layer. A
+        layer that loses too much can stay as it is: give its name, or a pattern, to --keep.
         """,
         "fastbert quantize all-MiniLM-L6-v2 ./minilm-int8 --report reviews.txt --keep '*.layer.0.*'",
     )  # fmt: skip
     quantize.add_argument("model", metavar="MODEL", help=A_MODEL)
     quantize.add_argument("output", metavar="OUTPUT", type=Path, help="the folder to write")
     quantize.add_argument(
-        "--keep", metavar="NAME", action="append", default=[], help="a layer to keep; may be repeated"
+        "--keep", metavar="NAME", action="append", default=[], help="a layer that stays as it is; may be repeated"
     )
     quantize.add_argument(
         "--report", metavar="TEXTS", type=Path,
@@ -158,25 +158,26 @@ def make_parser() -> Parser:
 
     info = _command(
         commands, "info", _run_info, "size, cost per token and memory of a model",
-        "Says what a model is and costs, from its config.json alone: no weights are read.",
+        "Shows the size of a model, its cost per token and its memory. Reads only its config.json, no weights.",
         "fastbert info all-MiniLM-L6-v2",
     )  # fmt: skip
     info.add_argument("model", metavar="MODEL", help=f"a config.json, {A_MODEL}")
 
     _command(
         commands, "doctor", _run_doctor, "what this machine has, and which kernels would run",
-        "Shows versions, processor and GPU, and for every operation which backend would serve it and why the others"
-        " would not. Exits with 1 when something needs mending.",
+        "Shows versions, processor and GPU. For every operation it shows which backend serves it, and why the others"
+        " do not. Exits with 1 if something must be repaired.",
         "fastbert doctor",
     )  # fmt: skip
 
     bench = _command(
-        commands, "bench", _run_bench, "speed of whole encoders on this machine, beside its peers",
+        commands, "bench", _run_bench, "measure the speed of encoders on this machine, beside other engines",
         """
-        Times BERT encoders with random weights against transformers, ONNX Runtime and OpenVINO on the CPU, each in a
-        process of its own and in turn, and prints real tokens/s, the ratio to the best peer and the share of the
-        machine's own GEMM ceiling. Outputs are checked against float64 first. All of it for bert-base takes about 25
-        minutes on 2 cores; the machine must be quiet. Peers: pip install 'fastbert-kernels[bench]'.
+        Times BERT encoders with random weights beside transformers, ONNX Runtime and OpenVINO on the CPU. Each runs in
+        a process of its own, and they take turns. Prints real tokens/s, the ratio to the fastest other engine, and the
+        share of the best matrix product of this machine. Outputs are checked against float64 first. All of it takes
+        about 25 minutes for bert-base on 2 cores, which must do nothing else. To install the other engines: pip
+        install 'fastbert-kernels[bench]'.
         """,
         "fastbert bench --dtypes bfloat16 --workloads 8x128,32-ragged --output results",
     )  # fmt: skip
@@ -243,7 +244,7 @@ def _run_bench(options: argparse.Namespace) -> int:
 
 
 def _user_errors() -> tuple[type[Exception], ...]:
-    """The errors that a user can mend. Those of modules that were never imported cannot have been raised."""
+    """The errors that a user can correct. An error of a module that was never imported cannot have been raised."""
     names = {
         "config": ["ConfigError"],
         "hub": ["CheckpointError"],
@@ -283,7 +284,7 @@ def _flush_stdout() -> None:
 
 
 def run(arguments: list[str] | None) -> int:
-    """Parse, run, and turn what a user can mend into one line. Returns the exit code; Ctrl-C is the caller's."""
+    """Run a command; an error that a user can correct becomes one line. Returns the exit code. Lets Ctrl-C through."""
     _fill_standard_descriptors()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a token that the terminal cannot show is no reason to fail

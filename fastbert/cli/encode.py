@@ -1,8 +1,8 @@
-"""`fastbert encode`: a file of texts to a .npy of vectors, which a kill does not lose.
+"""`fastbert encode`: turns a file of texts into a .npy of vectors. A run that is killed can be continued.
 
-OUT.npy.partial grows chunk by chunk; OUT.npy.progress says how many of its rows are whole and from what they were made.
-The rows are on the disk before the note that counts them, so a run that starts again trusts the note and goes on there.
-Chunks are cut by the texts alone: taken up again, a file gets the bits that it would have got in one go.
+OUT.npy.partial grows chunk by chunk. OUT.npy.progress, the note, says how many of its rows are complete and from what
+they were made. The rows are on the disk before the note that counts them, so the next run trusts the note and continues
+there. Chunks depend on the texts alone: a continued run writes the same bits as a run without a stop.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`fastbert quantize`: a model's folder with its layers in int8, whole or not at all."""
+"""`fastbert quantize`: writes a model's folder with its layers in int8, whole or not at all."""
 
 from __future__ import annotations
 

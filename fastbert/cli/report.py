@@ -1,4 +1,4 @@
-"""`fastbert info` and `fastbert doctor`: what a model costs, and what this machine would run it with."""
+"""`fastbert info` shows what a model costs, `fastbert doctor` which backends this machine would run it with."""
 
 from __future__ import annotations
 

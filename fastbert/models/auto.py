@@ -1,4 +1,4 @@
-"""The Auto classes: the model class from a checkpoint's model_type."""
+"""The Auto classes. They choose the class of a model by the model_type of its checkpoint."""
 
 from __future__ import annotations
 

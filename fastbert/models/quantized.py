@@ -1,4 +1,4 @@
-"""Which layers of a model are int8, and how its config.json says so."""
+"""The layers of a model that are int8, and the entry of config.json that says so."""
 
 from __future__ import annotations
 
