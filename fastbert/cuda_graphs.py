@@ -1,10 +1,10 @@
-"""fastbert.graphs(model): CUDA graphs for inference, where batches are so small that launching kernels takes the time.
+"""fastbert.graphs(model): CUDA graphs for inference on batches so small that launching their kernels takes the time.
 
-A graph replays the kernels of one shape. Batches come in every shape, so they are rounded up to buckets: the tokens of
-a batch are copied to the front of a bucket's own buffers, rows behind them are slack, and cu_seqlens goes on with
-sequences of no tokens, both of which every op defines. A bucket's graph is captured when it is first used. Checks and
-packing run before, eagerly, since they ask the host; unpacking and the pooler run after. Whatever a graph cannot do, or
-would not make faster, runs as the model itself does.
+A graph replays the kernels of one shape. Batches have many shapes, so they are rounded up to buckets. The tokens of a
+batch are copied to the front of a bucket's own buffers; the rows behind them are slack, and cu_seqlens continues with
+empty sequences. Every op defines both. A bucket's graph is captured when it is first used. Checks and packing run
+before the graph, because they ask the host; unpacking and the pooler run after it. Calls that a graph cannot serve, or
+would not make faster, run in the model itself.
 """
 
 from __future__ import annotations
@@ -26,9 +26,6 @@ from fastbert.models.outputs import ModelOutput
 from fastbert.packing import PackedBatch
 
 GPU = "cuda"
-ARGUMENTS = (
-    "input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "cu_seqlens", "max_seqlen",
-)  # fmt: skip
 
 
 class Bucket(NamedTuple):
@@ -204,7 +201,7 @@ def _memory_of(t: torch.Tensor) -> tuple:
 class GraphedEncoder:
     """A fastbert encoder whose small batches run through CUDA graphs; call it as the model is called.
 
-    `why_eager`: why the last call ran without a graph, None where it ran through one.
+    `why_eager` says why the last call ran without a graph. It is None if the call ran through one.
     """
 
     def __init__(self, model: EncoderModel, max_tokens: int, max_graphs: int, max_memory: int):
@@ -376,14 +373,17 @@ class GraphedEncoder:
 def graphs(
     model: EncoderModel, *, max_tokens: int = 8192, max_graphs: int = 32, max_memory: int = 2 << 30
 ) -> GraphedEncoder:
-    """`model` with CUDA graphs for inference: call the result as the model, under torch.no_grad() or inference_mode().
+    """CUDA graphs for inference. Call the result as you call `model`, under torch.no_grad() or inference_mode().
+
+    Graphs see weights that change in place. If a weight is replaced, the next call captures a new graph.
 
     Args:
-        model: a fastbert encoder (a base model, without a head), in eval mode, on a GPU; elsewhere it runs as it is.
-        max_tokens: batches with more real tokens run without a graph: launching takes no time beside their kernels.
-        max_graphs, max_memory: how many graphs are kept, and how many bytes of GPU memory; the least recently used go.
+        model: a fastbert encoder (a base model, without a head), in eval mode, on a GPU. Elsewhere it runs as it is.
+        max_tokens: batches with more real tokens run without a graph. Launching takes little time beside their kernels.
+        max_graphs: how many graphs are kept. Beyond it, the graph that was not used for the longest time is freed.
+        max_memory: how many bytes of GPU memory the graphs may hold, with the same rule.
 
-    Graphs see weights that change in place, and are captured anew where weights are replaced. Raises TypeError for a
-    model with a head: wrap its `base_model`, ValueError for a bound below 1.
+    Raises:
+        TypeError: the model has a head; wrap its `base_model`. ValueError: a bound is below 1.
     """
     return GraphedEncoder(model, max_tokens, max_graphs, max_memory)

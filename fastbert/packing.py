@@ -17,7 +17,7 @@ from fastbert import ops
 
 
 class InputError(ValueError):
-    """An input that no kernel may see; the message names the value and the limit."""
+    """An input is out of bounds. No kernel has seen it; the message names the value and the limit."""
 
 
 # What torch's aminmax takes of integers: the unsigned ones of more than 8 bits are not among them.
@@ -31,14 +31,16 @@ class _Checks:
 
 
 def check_inputs(enabled: bool) -> None:
-    """Whether models look at the values of ids, offsets and labels before they use them; they do unless told not to.
+    """Turn on or off that models check the values of ids, offsets and labels before they use them. It is on at first.
 
-    On a GPU looking means that the host waits, once a call. Without, packed input with its max_seqlen is never waited
-    for, nor is padded input without a mask. Then, and under torch.compile, which never checks values, an id, an offset
-    or a label that is out of bounds still touches no memory but the call's own: on a CPU the ops raise IndexError,
-    RuntimeError or ValueError, but that torch's own operations, when compiled, give numbers that mean nothing for
-    offsets; on a GPU our kernels give NaN for an id or a label, and numbers that mean nothing for offsets, and torch's
-    own assert. Shapes, dtypes, devices and masks are checked all the same. Process-wide, like torch.set_num_threads.
+    On a GPU the check makes the host wait, once a call. Without it the host never waits for packed input with its
+    max_seqlen, or for padded input without a mask. Under torch.compile values are never checked. Shapes, dtypes,
+    devices and masks always are. The choice holds for the whole process, like torch.set_num_threads.
+
+    An id, an offset or a label out of bounds reads and writes no memory but the call's own, also without the check. On
+    a CPU the ops raise IndexError, RuntimeError or ValueError; only torch's own operations, when compiled, give
+    meaningless numbers for offsets. On a GPU fastbert's kernels give NaN for an id or a label, and meaningless numbers
+    for offsets; torch's own operations fail an assertion.
     """
     _Checks.enabled = enabled
 

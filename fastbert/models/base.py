@@ -303,10 +303,18 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         token_type_ids: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Packed in, packed out; this is what torch.compile(fullgraph=True) takes.
+        """Encode a packed batch. torch.compile(fullgraph=True) and torch.export take this method.
 
-        input_ids, token_type_ids, position_ids: int64 (total_tokens,); cu_seqlens: int32 (batch + 1,); max_seqlen: an
-        upper bound of the lengths, on the host. Returns (total_tokens, hidden_size). Raises InputError.
+        Args:
+            input_ids, token_type_ids, position_ids: int64 (total_tokens,).
+            cu_seqlens: int32 (batch + 1,), the offsets of the sequences.
+            max_seqlen: an upper bound of their lengths, a Python int.
+
+        Returns:
+            The last hidden state, (total_tokens, hidden_size).
+
+        Raises:
+            InputError: an id, a shape, a dtype or an offset is out of bounds.
         """
         return self.encode(self.prepare(input_ids, None, token_type_ids, position_ids, None, cu_seqlens, max_seqlen))
 
@@ -341,17 +349,18 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
 
         Args:
             input_ids, token_type_ids, position_ids: (batch, seqlen), or (total_tokens,) with `cu_seqlens`.
-            attention_mask: (batch, seqlen), 1 = real; any side and holes allowed.
-            inputs_embeds: (batch, seqlen, embedding_size) in place of input_ids.
-            cu_seqlens, max_seqlen: int32 (batch + 1,) and its longest sequence: the input is packed already.
+            attention_mask: (batch, seqlen), 1 at real tokens. Padding may be on any side, and between tokens.
+            inputs_embeds: (batch, seqlen, embedding_size), instead of input_ids.
+            cu_seqlens, max_seqlen: int32 (batch + 1,) and the longest sequence's length, if the input is packed.
 
         Returns:
-            `last_hidden_state` (batch, seqlen, hidden_size), zeros at padding; (total_tokens, hidden_size) if packed.
-            `pooler_output` (batch, hidden_size), from each sequence's first real token; zeros' pooled value where a
-            sequence has none. `hidden_states`, `attentions` (batch, heads, seqlen, seqlen) when asked for.
+            `last_hidden_state`: (batch, seqlen, hidden_size), zeros at padding; (total_tokens, hidden_size) if packed.
+            `pooler_output`: (batch, hidden_size), from each sequence's first real token. A sequence without tokens
+            gives the pooler's value of zeros. `hidden_states`, and `attentions` (batch, heads, seqlen, seqlen), if they
+            were asked for.
 
         Raises:
-            InputError: an id, a shape, a dtype or an offset is out of bounds; nothing has been launched.
+            InputError: an id, a shape, a dtype or an offset is out of bounds. Nothing has been launched.
         """
         arguments = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen)
         packed, batch, extras = self.run(arguments, output_attentions, output_hidden_states)

@@ -1,8 +1,8 @@
 """What all ops share: whether a backend's kernels are there, how they are registered, and autograd around them.
 
 The backend stands in a registered op's name, so the choice is visible in profiles and compiled graphs, and each name
-has one kernel per dispatch key (DESIGN 4.4). The C++ extension registers its kernels when it is loaded; a Triton kernel
-is imported by its first call.
+has one kernel per dispatch key (docs/design.md, Ops). The C++ extension registers its kernels when it is loaded; a
+Triton kernel is imported by its first call.
 """
 
 from __future__ import annotations
