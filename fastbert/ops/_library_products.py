@@ -108,7 +108,7 @@ def _cross_entropy_fake(hidden_states, weight, bias, labels, ignore_index, label
 
 define_triton(
     "cross_entropy",
-    "(Tensor hidden_states, Tensor weight, Tensor? bias, Tensor labels, int ignore_index, float label_smoothing,"
+    "(Tensor hidden_states, Tensor weight, Tensor? bias, Tensor labels, int? ignore_index, float label_smoothing,"
     " float z_loss, bool needs_grad) -> (Tensor loss, Tensor dhidden_states, Tensor dweight, Tensor dbias)",
     "cross_entropy",
     _cross_entropy_fake,

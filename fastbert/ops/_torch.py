@@ -306,12 +306,6 @@ def linear_int8(x, weight, bias, weight_scale, input_scale):
     return (y if bias is None else y + bias.to(rows.dtype)).to(compute_dtype(x))
 
 
-def cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoothing, z_loss):
-    kept = (labels != ignore_index).nonzero().flatten()
-    logits = product(hidden_states.index_select(0, kept), weight, bias)
-    return logits_cross_entropy(logits, labels.index_select(0, kept), ignore_index, label_smoothing, z_loss)
-
-
 def logits_cross_entropy(logits, labels, ignore_index, label_smoothing, z_loss=0.0):
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     logits = at_least_fp32(logits)

@@ -49,7 +49,7 @@ def cross_entropy(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     *,
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     backend: str | None = None,
@@ -59,6 +59,7 @@ def cross_entropy(
     Args:
         hidden_states: (total_tokens, hidden_size); weight: (num_classes, hidden_size); bias: (num_classes,).
         labels: int64 (total_tokens,).
+        ignore_index: None where every token has a label: nobody looks for those that have, which is a wait on a GPU.
         label_smoothing: of the target, towards all classes (Szegedy et al. 2016, section 7).
         z_loss: this times the mean of (log sum exp)^2 is added (Chowdhery et al. 2022, section 5).
 
@@ -70,10 +71,6 @@ def cross_entropy(
     """
     check_devices("cross_entropy", hidden_states=hidden_states, weight=weight, bias=bias, labels=labels)
     chosen = select("cross_entropy", backend, hidden_states, weight, bias, labels)
-    if chosen is Backend.CPU:
-        kept = (labels != ignore_index).nonzero().flatten()
-        logits = linear(hidden_states.index_select(0, kept), weight, bias, backend="cpu")
-        return _torch.logits_cross_entropy(logits, labels.index_select(0, kept), ignore_index, label_smoothing, z_loss)
     if chosen is Backend.TRITON:
         dtype = _torch.compute_dtype(hidden_states)
         operands = (hidden_states.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), labels)
@@ -81,7 +78,16 @@ def cross_entropy(
             return _CrossEntropy.apply(*operands, ignore_index, label_smoothing, z_loss)
         options = (ignore_index, label_smoothing, z_loss, False)
         return torch.ops.fastbert.cross_entropy_triton(*operands, *options)[0]
-    return _torch.cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoothing, z_loss)
+    if ignore_index is None:
+        ignore_index = -100
+    else:
+        kept = (labels != ignore_index).nonzero().flatten()
+        hidden_states, labels = hidden_states.index_select(0, kept), labels.index_select(0, kept)
+    if chosen is Backend.CPU:
+        logits = linear(hidden_states, weight, bias, backend="cpu")
+    else:
+        logits = _torch.product(hidden_states, weight, bias)
+    return _torch.logits_cross_entropy(logits, labels, ignore_index, label_smoothing, z_loss)
 
 
 def logits_cross_entropy(
