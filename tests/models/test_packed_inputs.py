@@ -1,14 +1,12 @@
-"""PackedInputs: what a model makes of one is what it makes of the batch itself; how it travels; what it refuses."""
+"""PackedInputs: what a model makes of one is what it makes of the batch itself, and what is refused."""
 
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
 from hf import CHOICES, config_for, gradients, make_batch, make_config, make_labels, randomise
-from torch.utils.data import DataLoader
 
 import fastbert
 from fastbert.models.auto import _CLASSES
@@ -116,67 +114,6 @@ def test_joint_pre_training_samples_the_same():
         torch.manual_seed(0)
         outputs.append(model(**given))
     assert torch.equal(outputs[0].loss, outputs[1].loss) and torch.equal(outputs[0].logits, outputs[1].logits)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Travelling
-
-
-def collate(rows: list[int]) -> fastbert.PackedInputs:
-    return fastbert.pack_inputs([[1] * (row + 1) for row in rows], labels=[row % 3 for row in rows])
-
-
-def as_lists(packed: fastbert.PackedInputs) -> dict:
-    fields = {name: v.tolist() for name, v in packed.items() if isinstance(v, torch.Tensor)}
-    return {**fields, "offsets": packed["batch"].cu_seqlens.tolist(), "bounds": packed["batch"].bounds}
-
-
-def test_workers_pickle_and_trainers_carry_it():
-    packed = collate([0, 1, 2, 3])
-    (loaded,) = DataLoader(range(4), batch_size=4, collate_fn=collate, num_workers=1)
-    rebuilt = type(packed)({name: value for name, value in packed.items()})  # transformers' Trainer does
-    for other in (loaded, rebuilt, pickle.loads(pickle.dumps(packed)), packed.to("cpu", non_blocking=True)):
-        assert type(other) is fastbert.PackedInputs and as_lists(other) == as_lists(packed)
-    moved = make_packed_everything().to("meta")
-    batch = moved["batch"]
-    tensors = [v for v in moved.values() if isinstance(v, torch.Tensor)] + [
-        batch.cu_seqlens,
-        batch.indices,
-        batch.labelled,
-    ]
-    assert all(t.is_meta for t in tensors) and moved["batch"].bounds == make_packed_everything()["batch"].bounds
-
-
-def make_packed_everything() -> fastbert.PackedInputs:
-    return fastbert.pack_inputs(**make_fields("bert", "PreTraining", "holes"))
-
-
-def test_a_data_loader_pins_all_of_it(monkeypatch):
-    """By torch's own function, which a DataLoader with pin_memory=True runs; no memory is pinned without a GPU."""
-    from torch.utils.data._utils.pin_memory import pin_memory
-
-    pinned: list[int] = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t, *device: pinned.append(t.data_ptr()) or t)
-    packed = make_packed_everything()
-    batch, ways = packed["batch"], (pin_memory, lambda packed: packed.pin_memory())
-    tensors = [v for v in packed.values() if isinstance(v, torch.Tensor)] + [
-        batch.cu_seqlens,
-        batch.indices,
-        batch.labelled,
-    ]
-    for way in ways:
-        pinned.clear()
-        assert type(way(packed)) is fastbert.PackedInputs
-        assert sorted(pinned) == sorted(t.data_ptr() for t in tensors)
-
-
-def test_one_batch_runs_in_inference_mode_and_then_trains():
-    """What a backend derives from it belongs to the call: tensors of inference mode cannot be kept for backward."""
-    model, packed = make_model("bert", "SequenceClassification"), collate([0, 1, 2])
-    with torch.inference_mode():
-        expected = model(packed).loss
-    assert torch.equal(model(packed).loss, expected) and not packed["batch"].cache
-    model(packed).loss.backward()
 
 
 # --------------------------------------------------------------------------------------------------------------------
