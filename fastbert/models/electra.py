@@ -162,15 +162,20 @@ class ElectraForJointPreTraining(nn.Module):
             probs = linear(generator.get_output_embeddings(), hidden).float().softmax(-1)
             # torch.multinomial's own way and bits, but for its look at whether all are numbers: that is a wait.
             sampled = (probs / torch.empty_like(probs).exponential_(1)).argmax(-1) if kept.numel() else targets
-            assert inputs.input_ids is not None
-            corrupted = inputs.input_ids.index_copy(0, kept, sampled)
-            replaced = torch.zeros_like(corrupted).index_copy(0, kept, (sampled != targets).long())
-        # The samples are words of the generator's table, so the bounds of the ids before hold for those after.
-        bounds = None if batch.bounds is None else {**batch.bounds, "labels": (0, 1)}
-        out = self.discriminator(
-            corrupted,
-            token_type_ids=inputs.token_type_ids,
-            labels=batch.unpack(replaced),
-            batch=replace(batch, bounds=bounds, labelled=None),
-        )
+            is_replaced = (sampled != targets).long()
+            if isinstance(input_ids, PackedInputs):
+                ids, at = input_ids["input_ids"], kept
+                # The samples are words of the generator's table, so the bounds of the ids before hold for those after.
+                bounds = {**(batch.bounds or {}), "labels": (0, 1)}
+                layout = {name: input_ids.get(name) for name in ("token_type_ids", "position_ids")}
+                layout["batch"] = replace(batch, bounds=bounds, labelled=None)
+            else:
+                ids, at = input_ids.long(), kept if batch.indices is None else batch.indices[kept]
+                layout = {"attention_mask": attention_mask, "token_type_ids": token_type_ids}
+                layout |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+            corrupted = ids.flatten().index_copy(0, at, sampled).view(ids.shape)
+            replaced = torch.zeros_like(ids).flatten().index_copy(0, at, is_replaced).view(ids.shape)
+            if isinstance(input_ids, PackedInputs):
+                replaced = batch.unpack(replaced)
+        out = self.discriminator(corrupted, labels=replaced, **layout)
         return ModelOutput(loss=generator_loss + self.discriminator_weight * out.loss, logits=out.logits)
