@@ -12,8 +12,8 @@ import fastbert
 from fastbert import packing
 from fastbert.backend import use_backend
 from fastbert.models.auto import _CLASSES
-from fastbert.ops import _checks
-from fastbert.ops._library import triton_error
+from fastbert.ops import packing as packing_op
+from fastbert.ops._common import triton_error
 from fastbert.packing import InputError, PackedBatch
 
 aten = torch.ops.aten
@@ -91,7 +91,7 @@ def make_inputs(kind: str, model_type: str = "bert") -> dict:
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(packing, "_is_on_host", lambda t: False)
-    monkeypatch.setattr(_checks, "_is_on_cpu", lambda t: False)
+    monkeypatch.setattr(packing_op, "_is_on_cpu", lambda t: False)
 
 
 @pytest.fixture
