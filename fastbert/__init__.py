@@ -48,6 +48,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "fastbert.cuda_graphs": ("graphs",),
     "fastbert.checkpoint.weight_files": ("CheckpointError",),
     "fastbert.master_weights": ("MasterWeights",),
+    "fastbert.packed_inputs": ("PackedInputs", "pack_inputs"),
     "fastbert.packed_weights": ("repack",),
     "fastbert.packing": ("InputError", "PackedBatch", "check_inputs"),
     "fastbert.quantization": ("quantization_error", "quantize"),

@@ -25,7 +25,7 @@ from fastbert.layers.encoder import run_layer
 from fastbert.models.auto import FAMILIES
 from fastbert.models.base import first_tokens, run_encoder, run_pooler
 from fastbert.models.family import Family, RunsBaseModel
-from fastbert.models.inputs import PackedInputs, TableSizes, prepare_inputs, table_sizes
+from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs, table_sizes
 
 # model_type -> transformers' folder, its base model there, and what that model's forward returns.
 _BASES = {
@@ -252,7 +252,7 @@ class _Forward(RunsBaseModel):
             return "padding on the left: column 0, which poolers and heads read, holds no token; pad on the right"
         return None
 
-    def run(self, module: Any, config: EncoderConfig, inputs: PackedInputs, options: dict, older: bool) -> Any:
+    def run(self, module: Any, config: EncoderConfig, inputs: EncoderInputs, options: dict, older: bool) -> Any:
         """Encode, pool and unpack; transformers' own output, down to its habits."""
         family, batch, layer_options = self.plan.family, inputs.batch, self.plan.family.layer_options(config)
         hidden_states: list | None = [] if options["output_hidden_states"] else None

@@ -21,8 +21,9 @@ from torch.nn.modules import module as torch_module
 
 from fastbert.backend import Backend, _Choice, select_fused
 from fastbert.models.base import EncoderModel, must_be_called
-from fastbert.models.inputs import PackedInputs
+from fastbert.models.inputs import EncoderInputs
 from fastbert.models.outputs import ModelOutput
+from fastbert.packed_inputs import PackedInputs
 from fastbert.packing import PackedBatch
 
 GPU = "cuda"
@@ -73,7 +74,7 @@ class StaticBatch:
             cu_seqlens[:1].zero_()
         return cls(bucket, ids, cu_seqlens)
 
-    def fill(self, inputs: PackedInputs) -> None:
+    def fill(self, inputs: EncoderInputs) -> None:
         """Copy a checked batch in. Slack rows keep an earlier batch's ids: they are valid, and nobody reads them."""
         assert inputs.input_ids is not None
         batch, tokens = inputs.batch, inputs.batch.total_tokens
@@ -84,11 +85,11 @@ class StaticBatch:
         self.cu_seqlens[: batch.batch_size + 1].copy_(batch.cu_seqlens)
         self.cu_seqlens[batch.batch_size + 1 :].fill_(tokens)
 
-    def inputs(self) -> PackedInputs:
+    def inputs(self) -> EncoderInputs:
         """The buffers as a batch, with a cache of its own: what is derived from cu_seqlens belongs into the graph."""
         tokens, sequences, longest, has_types = self.bucket
         batch = PackedBatch(None, self.cu_seqlens, longest, sequences, None, tokens)
-        return PackedInputs(batch, self.ids[0], self.ids[1], self.ids[2] if has_types else None, None)
+        return EncoderInputs(batch, self.ids[0], self.ids[1], self.ids[2] if has_types else None, None)
 
     def nbytes(self) -> int:
         return self.ids.nbytes + self.cu_seqlens.nbytes
@@ -122,7 +123,7 @@ _capturing = threading.Lock()
 class Captured:
     """One bucket's graph: `replay` runs `encode` over what the static batch holds, into `out`."""
 
-    def __init__(self, encode: Callable[[PackedInputs], torch.Tensor], static: StaticBatch, turns: Turns):
+    def __init__(self, encode: Callable[[EncoderInputs], torch.Tensor], static: StaticBatch, turns: Turns):
         self.static, self.turns = static, turns
         device, stream = turns.device, turns.stream
         with _capturing, torch.cuda.device(device):
@@ -247,7 +248,7 @@ class GraphedEncoder:
 
     def __call__(
         self,
-        input_ids: torch.Tensor | None = None,
+        input_ids: torch.Tensor | PackedInputs | None = None,
         attention_mask: torch.Tensor | None = None,
         token_type_ids: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
@@ -258,6 +259,7 @@ class GraphedEncoder:
         *,
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
+        batch: PackedBatch | None = None,
     ) -> ModelOutput | tuple:
         """`model.forward`; raises what that raises, before anything is launched."""
         model = self.model
@@ -269,10 +271,11 @@ class GraphedEncoder:
         if self.why_eager is not None:
             return model(
                 input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, output_attentions,
-                output_hidden_states, return_dict, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+                output_hidden_states, return_dict, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, batch=batch,
             )  # fmt: skip
-        arguments = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen)
-        inputs = model.prepare(*arguments)
+        inputs = model.prepare(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen, batch
+        )
         packed = self._encode(inputs)
         output = ModelOutput(
             last_hidden_state=inputs.batch.unpack(packed),
@@ -326,7 +329,7 @@ class GraphedEncoder:
             return "a module inside the model is in training mode"
         return None
 
-    def _encode(self, inputs: PackedInputs) -> torch.Tensor:
+    def _encode(self, inputs: EncoderInputs) -> torch.Tensor:
         """The packed last hidden state of checked inputs."""
         batch, has_types = inputs.batch, inputs.token_type_ids is not None
         longest = min(batch.max_seqlen, batch.total_tokens)
@@ -342,7 +345,7 @@ class GraphedEncoder:
                 return self._replay(bucket, inputs)
         return self.model.encode(inputs)
 
-    def _replay(self, bucket: Bucket, inputs: PackedInputs) -> torch.Tensor:
+    def _replay(self, bucket: Bucket, inputs: EncoderInputs) -> torch.Tensor:
         device = inputs.position_ids.device
         key = (bucket, _Choice.forced)
         captured = self._graphs.get(key)

@@ -6,8 +6,8 @@ that is the one time that a forward call waits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -122,6 +122,9 @@ class PackedBatch:
     max_seqlen: an upper bound of the sequence lengths, on the host.
     seqlen: the width of the padded grid; None when the caller's input was packed already.
     total_tokens: the number of packed tokens, on the host.
+    labelled: int64 (n,), the packed tokens that have a label, in order; None where nobody has looked.
+    bounds: the smallest and the largest of the ids and labels that belong to the batch, by name, as the host has seen
+        them; None where nobody has looked. `fastbert.pack_inputs` fills both in, so that no model has to wait for them.
     cache: what backends derive from cu_seqlens, kept for the layers of one forward pass.
     """
 
@@ -131,7 +134,21 @@ class PackedBatch:
     batch_size: int
     seqlen: int | None
     total_tokens: int
+    labelled: torch.Tensor | None = None
+    bounds: Mapping[str, tuple[int, int]] | None = None
     cache: dict = field(default_factory=dict, repr=False, compare=False)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
+        """The same batch on another device, with a cache of its own."""
+        return self._moved(lambda t: t.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> PackedBatch:
+        """The same batch in page-locked memory, which a GPU copies from while the host goes on."""
+        return self._moved(torch.Tensor.pin_memory)
+
+    def _moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> PackedBatch:
+        indices, labelled = (None if t is None else move(t) for t in (self.indices, self.labelled))
+        return replace(self, indices=indices, cu_seqlens=move(self.cu_seqlens), labelled=labelled, cache={})
 
     @classmethod
     def from_mask(
@@ -204,6 +221,20 @@ class PackedBatch:
                 raise InputError("under torch.compile a packed batch needs max_seqlen, an int known on the host")
             max_seqlen = int(cu_seqlens.diff().max())
         return cls(None, cu_seqlens.int(), max_seqlen, batch_size, None, total_tokens)
+
+    def check(self, ranges: Sequence[IdRange]) -> None:
+        """Raise InputError for packed ids out of range: by `bounds`, or by a look at those that the host has not seen.
+
+        The look is a wait where they are on a GPU.
+        """
+        if not checks_values() or not self.total_tokens:
+            return
+        bounds = self.bounds or {}
+        if all(name in bounds for name, _, _ in ranges):
+            lows, highs = ([bounds[name][end] for name, _, _ in ranges] for end in (0, 1))
+            _check_ranges(ranges, [*lows, *highs])
+        else:
+            _check_ranges(ranges, _to_host(_extremes(ranges)))
 
     def pack(self, padded: torch.Tensor) -> torch.Tensor:
         """(batch_size, seqlen, ...) -> (total_tokens, ...); a view where there is no padding."""

@@ -75,11 +75,13 @@ def _cross_entropy_kernel(
 def cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoothing, z_loss, needs_grad):
     """-> loss (fp32 scalar), dhidden_states, dweight, dbias for a loss's gradient of 1; fastbert/ops/loss.py.
 
-    One host sync: the number of labelled tokens is the GEMMs' size.
+    One host sync: the number of labelled tokens is the GEMMs' size. None where ignore_index is None: all have a label.
     """
-    kept = (labels != ignore_index).nonzero().flatten()
-    hidden, labels = hidden_states.index_select(0, kept), labels.index_select(0, kept)
-    count, num_classes = kept.numel(), weight.shape[0]
+    kept, hidden = None, hidden_states
+    if ignore_index is not None:
+        kept = (labels != ignore_index).nonzero().flatten()
+        hidden, labels = hidden_states.index_select(0, kept), labels.index_select(0, kept)
+    count, num_classes = hidden.shape[0], weight.shape[0]
     losses = hidden.new_empty(count, dtype=torch.float32)
     gradients = (
         [
@@ -106,7 +108,11 @@ def cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoot
                 NEEDS_GRAD=needs_grad, BLOCK_V=block_v, num_warps=max(1, min(8, block_v // 256)),
             )  # fmt: skip
         if needs_grad:
-            gradients[0].index_copy_(0, kept[start : start + chunk], (logits @ weight).float())
+            dhidden = (logits @ weight).float()
+            if kept is None:
+                gradients[0][start : start + chunk] = dhidden
+            else:
+                gradients[0].index_copy_(0, kept[start : start + chunk], dhidden)
             gradients[1] += logits.t() @ h
             if bias is not None:
                 gradients[2] += logits.sum(0, dtype=torch.float32)
