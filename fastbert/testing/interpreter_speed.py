@@ -1,7 +1,7 @@
 """Triton 3.6's interpreter without the work that it repeats: the same numbers in less than half of the time.
 
 An interpreted kernel is hundreds of thousands of small calls. Most of their time goes into facts that do not change:
-which functions of the language are replaced, what the type of a shape is, which NumPy type belongs to a type of Triton's.
+which functions of the language are replaced, what the type of a shape is, which NumPy type belongs to which of Triton.
 """
 
 from __future__ import annotations
