@@ -19,15 +19,16 @@ CHUNKS, CHUNK = 5, 1024
 # `fastbert ARGUMENTS` that sends itself a signal when it has appended its third chunk: not a moment sooner or later.
 STOPPED = """
 import signal, sys
-from fastbert import cli, cli_encode
-append, appended = cli_encode.GrowingArray.append, 0
+from fastbert import cli
+from fastbert.cli import encode
+append, appended = encode.GrowingArray.append, 0
 def counted(self, vectors):
     global appended
     append(self, vectors)
     appended += 1
     if appended == 3:
         signal.raise_signal(int(sys.argv[1]))
-cli_encode.GrowingArray.append = counted
+encode.GrowingArray.append = counted
 sys.exit(cli.main(sys.argv[2:]))
 """
 
@@ -109,8 +110,8 @@ KILLED_AT_EVERY_CALL = """
 import os, signal, sys
 from pathlib import Path
 import numpy as np
-from fastbert import cli_encode
-cli_encode.COMMIT_S = 0.0
+from fastbert.cli import encode
+encode.COMMIT_S = 0.0
 folder, names = Path(sys.argv[1]), ("open", "write", "ftruncate", "fsync", "replace")
 
 def child(output, kill_at):
@@ -126,7 +127,7 @@ def child(output, kill_at):
     for name in names:
         setattr(os, name, counted(getattr(os, name)))
     rows = np.arange(24, dtype=np.float32).reshape(8, 3)
-    with cli_encode.GrowingArray.open(output, rows.shape, {"input": "a"}, False) as array:
+    with encode.GrowingArray.open(output, rows.shape, {"input": "a"}, False) as array:
         for first in range(array.rows, 8, 2):
             array.append(rows[first : first + 2])
         array.finish()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -33,7 +32,6 @@ def backend(request):
 
 each_backend = pytest.mark.parametrize("backend", ("torch", *CPU_BACKENDS, "triton"), indirect=True)
 each_kernel = pytest.mark.parametrize("backend", (*CPU_BACKENDS, "triton"), indirect=True)
-each_isa = pytest.mark.parametrize("backend", CPU_BACKENDS, indirect=True)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 needs_extension = pytest.mark.skipif(extension_error() is not None, reason=str(extension_error()))
 
@@ -205,39 +203,6 @@ def test_nothing_crosses_from_one_sequence_to_another(backend):
     assert torch.equal(out[clean], spoiled_out[clean]) and torch.equal(grad[:, clean], spoiled_grad[:, clean])
     assert not spoiled_out[81:].any() and not spoiled_grad[:, 81:].any()
     assert spoiled_out[7:72].isnan().all()
-
-
-@pytest.mark.parametrize("num_heads,lengths", ((1, (700, 3, 190)), (4, (20, 31) * 12)), ids=("long", "short"))
-@each_dtype
-@each_isa
-def test_threads_do_not_change_bits(backend, dtype, num_heads, lengths):
-    """Long sequences are cut into tasks, by queries and by keys, where threads would idle; short ones are joined."""
-    case, before = Lengths("", lengths), torch.get_num_threads()
-    qkv = make(case, num_heads, 64, dtype)
-
-    def f(q, k, v):
-        torch.manual_seed(1)
-        return attention(q, k, v, case.cu_seqlens, max(lengths), dropout_p=0.1, backend=backend)
-
-    results = []
-    for threads in (1, 2, 3, 4, 1):
-        torch.set_num_threads(threads)
-        results.append(differentiate(f, qkv, qkv[0]))
-    torch.set_num_threads(before)
-    assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
-
-
-@pytest.mark.parametrize("backend", ("cpu",), indirect=True)
-def test_python_threads_share_the_kernels(backend):
-    qkv = [make(RAGGED, 4, 64) for _ in range(4)]
-
-    def run(x):
-        with torch.no_grad():
-            return [attention(*x, RAGGED.cu_seqlens, 41, backend=backend) for _ in range(20)]
-
-    with ThreadPoolExecutor(4) as pool:
-        for found, x in zip(pool.map(run, qkv), qkv, strict=True):
-            assert all(map(torch.equal, found, run(x)))
 
 
 @each_kernel
