@@ -246,10 +246,10 @@ def _user_errors() -> tuple[type[Exception], ...]:
     """The errors that a user can mend. Those of modules that were never imported cannot have been raised."""
     names = {
         "config": ["ConfigError"],
-        "hub": ["CheckpointError"],
+        "checkpoint.weight_files": ["CheckpointError"],
         "packing": ["InputError"],
         "backend": ["BackendError"],
-        "testing.compete": ["BenchmarkError", "WorkerError"],
+        "bench.compete": ["BenchmarkError", "WorkerError"],
     }
     loaded = ((sys.modules.get(f"fastbert.{module}"), of_module) for module, of_module in names.items())
     found = (vars(module)[name] for module, of_module in loaded if module is not None for name in of_module)
