@@ -72,7 +72,7 @@ def _cross_entropy_kernel(
 
 
 def cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoothing, z_loss, needs_grad):
-    """-> loss (fp32 scalar), dhidden_states, dweight, dbias for a loss's gradient of 1; fastbert/ops/_library.py.
+    """-> loss (fp32 scalar), dhidden_states, dweight, dbias for a loss's gradient of 1; fastbert/ops/loss.py.
 
     One host sync: the number of labelled tokens is the GEMMs' size.
     """

@@ -15,7 +15,7 @@ from isas import CPU_BACKENDS, backend_with_isa
 
 from fastbert import ops
 from fastbert.backend import BackendError
-from fastbert.ops._library import extension_error, triton_error
+from fastbert.ops._common import extension_error, triton_error
 from fastbert.testing import reference
 from fastbert.testing.cases import Lengths
 

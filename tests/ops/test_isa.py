@@ -9,7 +9,7 @@ import sys
 import pytest
 from command_line import fails, run_python
 
-from fastbert.ops._library import extension_error
+from fastbert.ops._common import extension_error
 
 pytestmark = pytest.mark.skipif(extension_error() is not None, reason=str(extension_error()))
 PROGRAM = """

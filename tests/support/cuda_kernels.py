@@ -19,7 +19,7 @@ import pytest
 import torch
 from built import ROOT, built
 
-from fastbert.ops._library import cuda_error
+from fastbert.ops._common import cuda_error
 
 HERE = Path(__file__).parent
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # fastbert::DType
