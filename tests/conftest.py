@@ -18,6 +18,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from full import mark_those_left_to_full
+
 import fastbert
 from fastbert.testing.interpreter import mend_triton_interpreter
 
@@ -33,6 +35,11 @@ _PACKAGE_FOLDERS = tuple(
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     mend_triton_interpreter()
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m is looked at
+def pytest_collection_modifyitems(items):
+    mark_those_left_to_full(items)
 
 
 @pytest.fixture(autouse=True)

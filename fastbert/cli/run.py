@@ -47,9 +47,12 @@ def _user_errors() -> tuple[type[Exception], ...]:
     return (UsageError, OSError, *found)
 
 
-def _check_backend_choice() -> None:
+def _check_choices() -> None:
     try:
-        import fastbert.backend  # noqa: F401  (reads the variable)
+        import fastbert.backend  # noqa: F401  (reads FASTBERT_BACKEND)
+        from fastbert.ops._common import extension_error
+
+        extension_error()  # reads FASTBERT_ISA
     except ValueError as error:
         raise UsageError(str(error)) from None
 
@@ -81,8 +84,8 @@ def run(arguments: list[str] | None) -> int:
     warnings.showwarning = lambda message, *where, **options: say(f"warning: {message}")
     try:
         options = make_parser().parse_args(arguments)
-        if "FASTBERT_BACKEND" in os.environ:
-            _check_backend_choice()
+        if "FASTBERT_BACKEND" in os.environ or "FASTBERT_ISA" in os.environ:
+            _check_choices()
         code = options.run(options)
         _flush_stdout()
         return code

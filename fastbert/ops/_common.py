@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,18 +24,27 @@ _extension_error: str | None = "not asked yet"
 
 
 def extension_error() -> str | None:
-    """None when the C++ extension is loaded, else why it is not."""
+    """None when the C++ extension is loaded, else why it is not. ValueError: FASTBERT_ISA is none that runs here."""
     global _extension_error
     if _extension_error == "not asked yet":
         try:
-            import fastbert._C  # noqa: F401  (loading it registers its kernels)
-
-            _extension_error = None
+            from fastbert import _C  # loading it registers its kernels
         except ModuleNotFoundError as error:
             _extension_error = f"the C++ extension is not built ({error})"
         except ImportError as error:  # mostly a symbol that another torch had
             _extension_error = f"the C++ extension does not load, build it for this torch ({error})"
+        else:
+            if (isa := os.environ.get("FASTBERT_ISA")) is not None:
+                _hold_down(_C, isa)
+            _extension_error = None
     return _extension_error
+
+
+def _hold_down(extension: ModuleType, isa: str) -> None:
+    try:
+        extension.set_isa(isa)
+    except ValueError as error:
+        raise ValueError(f"FASTBERT_ISA: {error}") from None
 
 
 _triton_error: str | None = "not asked yet"

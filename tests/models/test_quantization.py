@@ -15,7 +15,7 @@ import tiny
 import torch
 import transformers
 from command_line import fails
-from command_line import run as run_cli
+from command_line import run_here as run_cli_here
 from hf import config_for, hf_class, make_hf, models_axis, randomise
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -251,7 +251,7 @@ def test_command_line(tmp_path):
     save_file(dense, folder / "2_Dense/model.safetensors")
     texts, out = tmp_path / "texts.txt", tmp_path / "int8"
     texts.write_text("the cat sat on the mat.\na dog ran in\nwho?\n")
-    done = run_cli("quantize", folder, out, "--report", texts, "--keep", "*.layer.1.output")
+    done = run_cli_here("quantize", folder, out, "--report", texts, "--keep", "*.layer.1.output")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].endswith("of each layer, over 3 texts") and len(lines) == 13
@@ -262,7 +262,7 @@ def test_command_line(tmp_path):
     vectors = {}
     for name, model, *options in (("a", out), ("b", out, "--dtype", "int8"), ("c", folder, "--dtype", "int8")):
         arguments = ("encode", texts, "--model", model, "--output", tmp_path / f"{name}.npy", "--device", "cpu")
-        assert run_cli(*arguments, *options).returncode == 0
+        assert run_cli_here(*arguments, *options).returncode == 0
         vectors[name] = np.load(tmp_path / f"{name}.npy")
     assert np.array_equal(vectors["a"], vectors["b"]) and vectors["c"].shape == (3, 8)
     quantized = SentenceEncoder.from_pretrained(folder, dtype=torch.int8, device="cpu")
