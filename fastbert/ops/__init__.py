@@ -8,7 +8,7 @@ from fastbert.ops.embedding import embed_layer_norm
 from fastbert.ops.encoder_layers import LinearWeights, encoder_layer, encoder_layers
 from fastbert.ops.feed_forward import activation, feed_forward
 from fastbert.ops.layer_norm import add_layer_norm
-from fastbert.ops.linear import linear, linears
+from fastbert.ops.linear import linear, linears, multiplies_bf16, repack
 from fastbert.ops.loss import cross_entropy, logits_cross_entropy, sequence_cross_entropy
 from fastbert.ops.packing import pack, unpack
 from fastbert.ops.pooling import pooling
@@ -29,8 +29,10 @@ __all__ = [
     "linear",
     "linears",
     "logits_cross_entropy",
+    "multiplies_bf16",
     "pack",
     "pooling",
+    "repack",
     "sequence_cross_entropy",
     "unpack",
     "warn_of_missing_kernels",

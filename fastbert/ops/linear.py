@@ -10,7 +10,7 @@ quantised on the fly by their own largest value, or by a scale that calibration 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -247,6 +247,25 @@ def linear(
         activation=activation,
         backend=backend,
     )[0]
+
+
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether products of bfloat16 have an instruction on a device; where not, they are emulated, and slow."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if extension_error() is not None:
+        return False
+    from fastbert import _C
+
+    return _C.has_bf16()
+
+
+def repack(tensors: Iterable[torch.Tensor]) -> None:
+    """Forget the packed copies of weights on CPUs; nothing happens to tensors that have none."""
+    if extension_error() is None:  # without the extension nothing is packed
+        from fastbert import _C
+
+        _C.repack([t.untyped_storage()._cdata for t in tensors])
 
 
 # --------------------------------------------------------------------------------------------------------------------

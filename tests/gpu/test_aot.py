@@ -91,6 +91,8 @@ def compile_case(case: Case, capability: int) -> dict:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from benchmarks.gpu.kernels import complaints
+
     module, name = case.kernel.split(".")
     kernel = getattr(importlib.import_module(f"fastbert.kernels.{module}"), name)
     signature = {arg: "constexpr" if arg in case.constants else case.types[arg] for arg in kernel.arg_names}
@@ -110,6 +112,10 @@ def compile_case(case: Case, capability: int) -> dict:
             subprocess.run([tool, option, cubin.name], capture_output=True, text=True, check=True).stdout
             for option in ("--dump-resource-usage", "--dump-sass")
         )
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
+        ptx.write(compiled.asm["ptx"])
+        ptx.flush()
+        serialised = complaints(Path(ptx.name), capability) if "wgmma.mma_async" in compiled.asm["ptx"] else []
     found = {key: int(re.search(rf"{key}:(\d+)", usage).group(1)) for key in ("REG", "STACK", "LOCAL")}  # type: ignore[union-attr]
     warps = compiled.metadata.num_warps
     by_registers = 65536 // (-(-found["REG"] // 8) * 8 * 32 * warps)
@@ -124,6 +130,7 @@ def compile_case(case: Case, capability: int) -> dict:
         "loads": re.findall(r"\b(?:LDG|LDGSTS)\.\S+", sass),
         "early_copies": copies_before_reads_end(compiled.asm["llir"]),
         "single": single_buffers(compiled.asm["ttgir"]),
+        "serialised": serialised,
         "products": sorted(set(re.findall(r"\b(HGMMA|HMMA|UTCHMMA|FFMA)\b", sass))),
     }
 
@@ -205,6 +212,13 @@ def test_products_run_on_the_tensor_cores(compiled):
             facts = case["facts"].get(capability)
             if case["has_products"] and facts is not None:
                 assert instruction in facts["products"], f"{name} sm_{capability}: {facts['products']}"
+
+
+def test_products_of_a_warpgroup_do_not_wait_for_each_other(compiled):
+    """ptxas says where it had to serialise wgmma; tests/gpu/test_gpu_tune.py provokes it."""
+    for name, case in compiled["cases"].items():
+        for capability, facts in case["facts"].items():
+            assert facts["serialised"] == [], f"{name} sm_{capability}: {facts['serialised']}"
 
 
 def test_fp32_attention_has_no_tensor_cores(compiled):
