@@ -70,6 +70,7 @@ _MOVED = {
     "_saving": "checkpoint.saving",
     "_weight_files": "checkpoint.weight_files",
     "accelerate": "acceleration",
+    "cli.commands": "cli.run",
     "graphs": "cuda_graphs",
     "hub": "checkpoint.pretrained",
     "sentence_folder": "data.sentence_folder",

@@ -19,12 +19,12 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from fastbert.backend import warn_of_missing_kernels
+from fastbert import ops
 from fastbert.config import ConfigError, EncoderConfig
 from fastbert.layers.encoder import run_layer
 from fastbert.models.auto import FAMILIES
 from fastbert.models.base import first_tokens, run_encoder, run_pooler
-from fastbert.models.family import Family
+from fastbert.models.family import Family, RunsBaseModel
 from fastbert.models.inputs import PackedInputs, TableSizes, prepare_inputs, table_sizes
 
 # model_type -> transformers' folder, its base model there, and what that model's forward returns.
@@ -146,7 +146,7 @@ def _signature(kind: Any) -> inspect.Signature:
     return signature.replace(parameters=list(signature.parameters.values())[1:])  # without self
 
 
-class _Forward:
+class _Forward(RunsBaseModel):
     """The forward of one accelerated base model, which it holds weakly: dropping the model frees its weights at once.
 
     A copy of the model (deepcopy, pickle, torch.save) gets a forward bound to the copy.
@@ -164,6 +164,9 @@ class _Forward:
         if module is None:
             raise ReferenceError(f"the accelerated model {self.plan.label} is gone; only its forward was kept")
         return module
+
+    def family_and_config(self) -> tuple[Family, EncoderConfig]:
+        return self.plan.family, _live(self.module, self.plan)[0]
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -346,7 +349,7 @@ def accelerate(hf_model: Any) -> Any:
 
     Raises ValueError where there is nothing to accelerate: with what is there, why not, and what could be.
     """
-    warn_of_missing_kernels()
+    ops.warn_of_missing_kernels()
     modules = dict(hf_model.named_modules()) if isinstance(hf_model, nn.Module) else {}
     heads: dict[int, list[str]] = {}
     for parent in modules.values():

@@ -68,7 +68,7 @@ _has_warned = False
 
 def missing_kernels() -> str | None:
     """None when the C++ kernels are there, else why not, what that costs and what to do, in one line."""
-    from fastbert.ops._library import extension_error
+    from fastbert.ops._common import extension_error
 
     if extension_error() is None:
         return None

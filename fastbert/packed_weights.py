@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from fastbert.ops._library import extension_error
-from fastbert.sentences import SentenceEncoder
+from fastbert import ops
+from fastbert.models.base import HasModel
 
 
-def repack(model: nn.Module | SentenceEncoder) -> None:
+def repack(model: nn.Module | HasModel) -> None:
     """Forget the packed copies of a model's weights: the next call packs what the weights hold by then.
 
     On CPUs the kernels multiply by packed copies of the weights, made at the first call. A copy is made anew by itself
@@ -25,10 +25,7 @@ def repack(model: nn.Module | SentenceEncoder) -> None:
 
     Raises TypeError where `model` is neither. Nothing happens to weights that have no packed copy.
     """
-    module = model.model if isinstance(model, SentenceEncoder) else model
+    module = model.model if isinstance(model, HasModel) else model
     if not isinstance(module, nn.Module):
         raise TypeError(f"repack takes a module or a SentenceEncoder, not {type(model).__name__}")
-    if extension_error() is None:  # without the extension nothing is packed
-        from fastbert import _C
-
-        _C.repack([t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())])
+    ops.repack((*module.parameters(), *module.buffers()))

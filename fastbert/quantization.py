@@ -8,25 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from fastbert.acceleration import _Forward, _live
-from fastbert.config import ConfigError, EncoderConfig
-from fastbert.layers.leaves import get_leaf, is_plain, place
+from fastbert.config import ConfigError
 from fastbert.layers.quantized import QuantizedLinear
-from fastbert.layers.whole import forget_layers
-from fastbert.models.base import EncoderModel
-from fastbert.models.family import Family
-from fastbert.models.quantized import ENTRY, entry_of
-from fastbert.ops._library import extension_error
+from fastbert.models.base import HasModel
+from fastbert.models.family import base_models
+from fastbert.models.quantized import linears_of, make_int8
 from fastbert.packing import InputError
-from fastbert.sentences import SentenceEncoder
 
-Quantizable = TypeVar("Quantizable", bound="nn.Module | SentenceEncoder")
+Quantizable = TypeVar("Quantizable", bound="nn.Module | HasModel")
 
 
 def quantize(
@@ -61,24 +55,13 @@ def quantize(
     if dtype not in ("int8", torch.int8):
         raise ConfigError(f"unknown dtype {dtype!r}; fastbert quantises to int8")
     module = _module_of(model)
-    leaves = _linears(module, [keep] if isinstance(keep, str) else list(keep))
+    leaves = linears_of(module, [keep] if isinstance(keep, str) else list(keep))
     scales = {} if calibration is None else _input_scales(model, leaves, calibration)
-    encoders = list(_encoders(module))
-    device = next(iter(leaves.values())).weight.device if leaves else torch.device("cpu")
-    for _, root, _, _ in encoders:
-        forget_layers(root)
-    with torch.inference_mode(False):  # tensors made in inference mode keep no version of what is written to them
-        for name in list(leaves):
-            place(module, name, QuantizedLinear.from_linear(leaves.pop(name), scales.get(name, 0.0)))
-        module.to(_companion_dtype(device)).requires_grad_(False).eval()
-    for _, root, family, config in encoders:
-        entry = entry_of(root, family, config)
-        if entry is not None and not isinstance(root, EncoderModel):
-            setattr(root.config, ENTRY, entry)  # which is what transformers' save_pretrained writes
+    make_int8(module, leaves, scales)
     return model
 
 
-def quantization_error(model: nn.Module | SentenceEncoder, inputs: Iterable[Any]) -> dict[str, float]:
+def quantization_error(model: nn.Module | HasModel, inputs: Iterable[Any]) -> dict[str, float]:
     """What int8 would cost each layer of a model that is still in floating point, by its name, the largest first.
 
     The cost is ||int8 output - output|| / ||output|| over all tokens of the inputs, where the layer gets what it gets
@@ -90,7 +73,7 @@ def quantization_error(model: nn.Module | SentenceEncoder, inputs: Iterable[Any]
 
     Raises as `quantize` does.
     """
-    leaves = _linears(_module_of(model), [])
+    leaves = linears_of(_module_of(model))
     int8 = {name: QuantizedLinear.from_linear(leaf).eval() for name, leaf in leaves.items()}
     squares: dict[str, torch.Tensor] = {}
 
@@ -103,78 +86,15 @@ def quantization_error(model: nn.Module | SentenceEncoder, inputs: Iterable[Any]
     return dict(sorted(errors.items(), key=lambda item: -item[1]))
 
 
-def is_quantized(model: nn.Module) -> bool:
-    return any(isinstance(module, QuantizedLinear) for module in model.modules())
-
-
 def _module_of(model: Any) -> nn.Module:
-    module = model.model if isinstance(model, SentenceEncoder) else model
-    if not isinstance(module, nn.Module) or not any(_encoders(module)):
+    module = model.model if isinstance(model, HasModel) else model
+    if not isinstance(module, nn.Module) or not any(base_models(module)):
         hint = "; call fastbert.accelerate on it first" if hasattr(model, "config") else ""
         raise TypeError(f"{type(model).__name__} is no model of fastbert, nor one that it has accelerated{hint}")
     return module
 
 
-def _encoders(model: nn.Module) -> Iterator[tuple[str, Any, Family, EncoderConfig]]:
-    """(name, base model, family, config) of every base model in a tree, ours or transformers'."""
-    for name, module in model.named_modules():
-        forward = module.__dict__.get("forward")
-        if isinstance(module, EncoderModel):
-            yield name, module, module.family, module.running_config
-        elif isinstance(forward, _Forward):
-            yield name, module, forward.plan.family, _live(module, forward.plan)[0]
-
-
-def _linears(model: nn.Module, keep: list[str]) -> dict[str, nn.Linear]:
-    """The Linear leaves of the layers, by name, without those that `keep` names. Raises ConfigError."""
-    names = {
-        f"{name}.{path}".removeprefix("."): get_leaf(root, path)
-        for name, root, family, config in _encoders(model)
-        for path in family.linear_paths(config)
-    }
-    matches = {pattern: [name for name in names if _names(pattern, name)] for pattern in keep}
-    for pattern, matched in matches.items():
-        if not matched:
-            raise ConfigError(f"keep: {pattern!r} names no layer; they are called {', '.join(list(names)[:6])}, ...")
-    leaves: dict[str, nn.Linear] = {}
-    for name, leaf in names.items():
-        if any(name in matched for matched in matches.values()):
-            continue
-        if isinstance(leaf, QuantizedLinear):
-            raise ConfigError(f"{name} is int8 already")
-        if not is_plain(leaf, nn.Linear):
-            raise ConfigError(
-                f"{name} is a {type(leaf).__name__} with hooks or a forward of its own, or no nn.Linear: merge adapters"
-                " and remove hooks first, or keep it"
-            )
-        if not torch.isfinite(leaf.weight).all():
-            raise ConfigError(f"{name} has a weight that is not finite")
-        leaves[name] = leaf
-    return leaves
-
-
-def _names(pattern: str, name: str) -> bool:
-    """Whether `pattern` matches a module's name, or that of a module which holds it."""
-    parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
-
-
-def _companion_dtype(device: torch.device) -> torch.dtype:
-    """What a model computes in between its int8 layers: bfloat16, but never an emulated one."""
-    if device.type == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-    elif extension_error() is None:
-        from fastbert import _C
-
-        native = _C.has_bf16()
-    else:
-        native = False
-    return torch.bfloat16 if native else torch.float32
-
-
-def _input_scales(
-    model: nn.Module | SentenceEncoder, leaves: dict[str, nn.Linear], inputs: Iterable[Any]
-) -> dict[str, float]:
+def _input_scales(model: nn.Module | HasModel, leaves: dict[str, nn.Linear], inputs: Iterable[Any]) -> dict[str, float]:
     """For each leaf max|x| / 127 over all inputs. Percentiles and the scale of least squares lost: docs/int8.md."""
     largest: dict[str, torch.Tensor] = {}
 
@@ -190,7 +110,7 @@ def _input_scales(
 
 
 def _watch(
-    model: nn.Module | SentenceEncoder,
+    model: nn.Module | HasModel,
     leaves: dict[str, nn.Linear],
     inputs: Iterable[Any],
     observe: Callable[[str, torch.Tensor, torch.Tensor], None],
@@ -205,8 +125,8 @@ def _watch(
         for name, leaf in leaves.items():
             stack.callback(leaf.register_forward_hook(hook(name)).remove)
         count = 0
-        for given in [inputs] if isinstance(model, SentenceEncoder) else inputs:
-            if isinstance(model, SentenceEncoder):
+        for given in [inputs] if isinstance(model, HasModel) else inputs:
+            if isinstance(model, HasModel):
                 count += len(model.encode(given))
             elif isinstance(given, Mapping):
                 model(**given)

@@ -23,13 +23,14 @@ from fastbert.config import ConfigError
 from fastbert.data.sentence_folder import (
     Normalize,
     Recipe,
-    load_encoder,
     read_recipe,
     transformer_folder,
     transformer_settings,
 )
 from fastbert.data.tokenization import load_tokenizer
-from fastbert.models.base import EncoderModel, must_be_called
+from fastbert.models.auto import load_encoder
+from fastbert.models.base import EncoderModel, HasModel, must_be_called
+from fastbert.models.quantized import is_quantized, linears_of, make_int8
 from fastbert.packing import InputError
 
 # Tokens in one batch. CPU, measured (all-MiniLM-L6-v2, 430 texts of 5 to 180 tokens, processor seconds on one Zen 5
@@ -44,7 +45,7 @@ CHUNK_CHARS = 4 << 20
 PROGRESS_DELAY_S = 2.0  # shorter work shows no progress bar
 
 
-class SentenceEncoder:
+class SentenceEncoder(HasModel):
     """Encodes texts to vectors. Made by `from_pretrained`; `dim` is a vector's length, `max_seq_length` in tokens."""
 
     def __init__(self, model: EncoderModel, tokenizer: Tokenizer, recipe: Recipe, max_seq_length: int):
@@ -82,10 +83,8 @@ class SentenceEncoder:
         root, device, torch_dtype = resolve(name_or_path), pick_device(device), None if int8 else parse_dtype(dtype)
         folder = transformer_folder(root)
         model = load_encoder(folder, str(name_or_path), torch_dtype).to(device)
-        if int8:
-            from fastbert.quantization import is_quantized, quantize
-
-            model = model if is_quantized(model) else quantize(model)
+        if int8 and not is_quantized(model):
+            make_int8(model, linears_of(model), {})
         settings = transformer_settings(folder)
         tokenizer = load_tokenizer(folder, lowercase=bool(settings.get("do_lower_case")))
         recipe = read_recipe(root, model.config.hidden_size)

@@ -25,8 +25,9 @@ def _cross_entropy_kernel(
 ):  # fmt: skip
     """losses (rows,), fp32, of logits (rows, num_classes), which NEEDS_GRAD overwrites with their gradients.
 
-    `stride` is num_classes rounded up to whole 16-byte loads: what lies between is read, and left out. A label that is
-    no class gives NaN, and reads nothing.
+    `stride` is num_classes rounded up to whole 16-byte loads: what lies between is read, and left out. Its gradients
+    are 0: oneDNN with AMX multiplies whole blocks of columns, and NaN times 0 is NaN. A label that is no class gives
+    NaN, and reads nothing.
 
     Gradients overwrite what they are made of, so no thread may still want to read what another stores. The label's
     logit is read by all threads, and stored by one: a barrier stands between. All other reads need none. In the second
@@ -67,12 +68,12 @@ def _cross_entropy_kernel(
             z = tl.load(logits_ptr + columns, mask=columns < stride, other=0.0).to(tl.float32)
             gradient = factor * tl.exp(z - row_top) - label_smoothing / num_classes
             gradient -= tl.where(columns == label, 1.0 - label_smoothing, 0.0)
-            gradient *= inverse_count
+            gradient = tl.where(columns < num_classes, gradient * inverse_count, 0.0)
             tl.store(logits_ptr + columns, gradient.to(logits_ptr.dtype.element_ty), mask=columns < stride)
 
 
 def cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoothing, z_loss, needs_grad):
-    """-> loss (fp32 scalar), dhidden_states, dweight, dbias for a loss's gradient of 1; fastbert/ops/_library.py.
+    """-> loss (fp32 scalar), dhidden_states, dweight, dbias for a loss's gradient of 1; fastbert/ops/loss.py.
 
     One host sync: the number of labelled tokens is the GEMMs' size.
     """

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fastbert.checkpoint.saving import config_of, of_one_save, save
+from fastbert.checkpoint.unfilled import unfilled
 from fastbert.checkpoint.weight_files import CheckpointError, read_weights, some
 from fastbert.config import ConfigError, EncoderConfig
 
@@ -182,7 +183,7 @@ def load_weights(
     for key in own:
         if key in weights and weights[key].is_floating_point():
             goal = weights[key].dtype if dtype is None else dtype
-            if not torch.isfinite(weights[key].to(goal)).all():
+            if not _is_finite(weights[key].to(goal)):
                 raise CheckpointError(f"{source}: tensor {key} holds values that are not finite in {goal}")
     missing = sorted(key for key in own if key not in weights and key not in tied)
     unexpected = sorted(key for key in weights if key not in own)
@@ -216,6 +217,11 @@ def load_weights(
         import warnings
 
         warnings.warn(f"{type(model).__name__} from {source}: {'; '.join(parts)}", stacklevel=4)
+
+
+def _is_finite(t: torch.Tensor) -> bool:
+    """Whether all values are: what is not finite makes the sum so, and a sum is read once, without a copy."""
+    return bool(t.sum().isfinite()) or bool(t.isfinite().all())  # finite values, too, may have a sum that is not
 
 
 def _common_dtype(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> tuple[torch.dtype | None, list[str]]:
@@ -253,8 +259,8 @@ def _materialise(model: PreTrainedModel, dtype: torch.dtype | None) -> None:
     """Give memory and initial values, in the checkpoint's dtype, to what it did not hold."""
     for module in model.modules():
         parameters = {name: p for name, p in module._parameters.items() if p is not None}
-        loaded = {name: p.detach().clone() for name, p in parameters.items() if not p.is_meta}
-        if len(loaded) < len(parameters):
+        if any(p.is_meta for p in parameters.values()):
+            loaded = {name: p.detach().clone() for name, p in parameters.items() if not p.is_meta}
             for name in parameters.keys() - loaded.keys():
                 module._parameters[name] = nn.Parameter(torch.empty_like(parameters[name], device="cpu", dtype=dtype))
             model._init_leaf(module)
@@ -322,7 +328,7 @@ class CheckpointMixin(nn.Module):
                 config = config.replace(**config_changes)
             if not given and not {"num_hidden_layers", "num_hidden_groups", "inner_group_num"} & set(config_changes):
                 check_layers(cls.family, config, weights, str(name_or_path))  # type: ignore[attr-defined]
-            with torch.device("meta"):
+            with unfilled():
                 options: dict[str, Any] = {} if add_pooling_layer else {"add_pooling_layer": False}
                 model = cls(config, **options)
             if not add_pooling_layer:

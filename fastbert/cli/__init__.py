@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     restore = []
     try:
         restore = _catch_signals()
-        from fastbert.cli.commands import run
+        from fastbert.cli.run import run
 
         return run(arguments)
     except KeyboardInterrupt as error:

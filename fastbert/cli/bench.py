@@ -8,12 +8,24 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastbert.cli import raise_if_stopped, say
+from fastbert.cli.parser import add_command, positive
 from fastbert.cli.texts import UsageError
 
 ROUNDS = 9
 
 
-def add_options(parser: argparse.ArgumentParser, positive: Callable[[str], int]) -> None:
+def add(commands: Any) -> None:
+    parser = add_command(
+        commands, "bench", run, "speed of whole encoders on this machine, beside its peers",
+        """
+        Times BERT encoders with random weights against transformers, ONNX Runtime and OpenVINO on the CPU, each in a
+        process of its own and in turn, and prints real tokens/s, the ratio to the best peer and the share of the
+        machine's own GEMM ceiling. Outputs are checked against float64 first. All of it for bert-base takes about 25
+        minutes on 2 cores; the machine must be quiet. Peers: pip install 'fastbert-kernels[bench]'.
+        """,
+        "fastbert bench --dtypes bfloat16 --workloads 8x128,32-ragged --output results",
+    )  # fmt: skip
     parser.add_argument("--model", metavar="M", default="bert-base", help="bert-base (default), minilm or tiny")
     parser.add_argument("--dtypes", metavar="D,D", default="all", help="float32, bfloat16, int8; default: all")
     parser.add_argument("--workloads", metavar="W,W", default="all", help="1x16, 1x128, 8x128, 4x512, 32-ragged")
@@ -25,23 +37,29 @@ def add_options(parser: argparse.ArgumentParser, positive: Callable[[str], int])
     parser.add_argument("--resume", action="store_true", help="keep what an interrupted run left in DIR")
 
 
+def run(options: argparse.Namespace) -> int:
+    print(run_bench(options, say))
+    return 0
+
+
 def run_bench(options: argparse.Namespace, say: Callable[[str], None]) -> str:
     """The Markdown table. Raises UsageError or BenchmarkError."""
     import torch
 
-    from fastbert.bench.compete import Settings, run
+    from fastbert.bench import compete
     from fastbert.bench.contestants import CONTESTANTS
     from fastbert.bench.jobs import PRECISIONS
     from fastbert.bench.report import to_markdown
     from fastbert.testing.cases import MODELS, WORKLOADS
 
+    raise_if_stopped()
     if options.threads is not None and options.threads > (cores := os.cpu_count() or 1):
         raise UsageError(f"--threads {options.threads}: this machine has {cores} cores")
     if options.resume and options.output is None:
         raise UsageError("--resume needs --output: the folder of the run to go on with")
     (model,) = _choose("--model", options.model, tuple(MODELS))
     workloads = {workload.id: workload for workload in WORKLOADS}
-    settings = Settings(
+    settings = compete.Settings(
         model=model,
         precisions=_choose("--dtypes", options.dtypes, PRECISIONS),
         workloads=tuple(workloads[name] for name in _choose("--workloads", options.workloads, tuple(workloads))),
@@ -52,7 +70,7 @@ def run_bench(options: argparse.Namespace, say: Callable[[str], None]) -> str:
         output=options.output,
         resume=options.resume,
     )
-    return to_markdown(run(settings, say))
+    return to_markdown(compete.run(settings, say))
 
 
 def _choose(option: str, text: str, known: Sequence[Any]) -> tuple[Any, ...]:

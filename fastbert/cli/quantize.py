@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
+from fastbert.cli import raise_if_stopped, say
+from fastbert.cli.parser import A_MODEL, add_command
+from fastbert.cli.texts import TEXT_KINDS, UsageError, read_texts
 
-from fastbert.checkpoint.pretrained import read_config, resolve
-from fastbert.checkpoint.saving import BESIDE, beside, sync, sync_tree
-from fastbert.cli.texts import UsageError, read_texts
-from fastbert.data.sentence_folder import Recipe, load_encoder, transformer_folder
-from fastbert.data.tokenization import load_tokenizer
-from fastbert.layers.quantized import QuantizedLinear
-from fastbert.models.auto import model_classes
-from fastbert.models.base import EncoderModel, PreTrainedModel
-from fastbert.quantization import is_quantized, quantization_error, quantize
-from fastbert.sentences import SentenceEncoder, position_limit
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from fastbert.models.base import PreTrainedModel
 
 # Weights in whatever format, which the new folder must not hold beside its own.
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.h5", "*.msgpack", "*.ot")
 _EXPORTS = ("onnx", "openvino")
+
+
+def add(commands: Any) -> None:
+    parser = add_command(
+        commands, "quantize", run, "write a model with its layers in int8",
+        """
+        Writes MODEL's folder to OUTPUT, which must not be there yet, with the products of its layers in int8: a quarter
+        of the size of float32. fastbert loads it like any other folder. --report shows what int8 costs each layer, on
+        your own texts; a layer that loses too much stays as it was by its name, or a pattern of it, after --keep.
+        """,
+        "fastbert quantize all-MiniLM-L6-v2 ./minilm-int8 --report reviews.txt --keep '*.layer.0.*'",
+    )  # fmt: skip
+    parser.add_argument("model", metavar="MODEL", help=A_MODEL)
+    parser.add_argument("output", metavar="OUTPUT", type=Path, help="the folder to write")
+    parser.add_argument("--keep", metavar="NAME", action="append", default=[], help="a layer to keep; may be repeated")
+    parser.add_argument(
+        "--report", metavar="TEXTS", type=Path,
+        help=f"texts to measure each layer's error on: {TEXT_KINDS}",
+    )  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    say(quantize_folder(Job(options.model, options.output, options.keep, options.report), print))
+    return 0
 
 
 @dataclass(frozen=True)
@@ -50,6 +72,15 @@ def quantize_folder(job: Job, show: Callable[[str], None]) -> str:
     if not job.output.absolute().parent.is_dir():
         raise UsageError(f"{job.output}: {job.output.absolute().parent} is not a folder")
     texts = None if job.report is None else list(read_texts(job.report))
+
+    from fastbert.checkpoint.pretrained import resolve
+    from fastbert.checkpoint.saving import beside, sync, sync_tree
+    from fastbert.data.sentence_folder import transformer_folder
+    from fastbert.layers.quantized import QuantizedLinear
+    from fastbert.models.quantized import is_quantized
+    from fastbert.quantization import quantize
+
+    raise_if_stopped()
     root = resolve(job.model)
     folder = transformer_folder(root)
     model = _load(folder, job.model)
@@ -77,6 +108,10 @@ def quantize_folder(job: Job, show: Callable[[str], None]) -> str:
 
 def _load(folder: Path, name: str) -> PreTrainedModel:
     """The model with the head that the folder was saved with, or without one where fastbert has no such head."""
+    from fastbert.checkpoint.pretrained import read_config
+    from fastbert.models.auto import load_encoder, model_classes
+    from fastbert.models.base import EncoderModel
+
     config = read_config(folder)
     architectures = config.extra.get("architectures") or [""]
     kind = model_classes(config.model_type).get(architectures[0])
@@ -92,6 +127,11 @@ def _load(folder: Path, name: str) -> PreTrainedModel:
 
 
 def _errors(model: PreTrainedModel, folder: Path, texts: list[str]) -> dict[str, float]:
+    from fastbert.data.sentence_folder import Recipe
+    from fastbert.data.tokenization import load_tokenizer
+    from fastbert.quantization import quantization_error
+    from fastbert.sentences import SentenceEncoder, position_limit
+
     base = model.base_model
     encoder = SentenceEncoder(base, load_tokenizer(folder), Recipe(), position_limit(base))
     prefix = "" if base is model else f"{model.family.prefix}."
@@ -99,6 +139,8 @@ def _errors(model: PreTrainedModel, folder: Path, texts: list[str]) -> dict[str,
 
 
 def _report(model: PreTrainedModel, errors: dict[str, float], num_texts: int, show: Callable[[str], None]) -> None:
+    from fastbert.layers.quantized import QuantizedLinear
+
     show(f"||int8 output - output|| / ||output|| of each layer, over {num_texts:,} texts")
     modules = dict(model.named_modules())
     for name, error in errors.items():
@@ -108,6 +150,8 @@ def _report(model: PreTrainedModel, errors: dict[str, float], num_texts: int, sh
 
 def _left_out(names: list[str], of_the_model: bool) -> set[str]:
     """What is not copied of a folder: what killed saves have left, and the model's own weights in any format."""
+    from fastbert.checkpoint.saving import BESIDE
+
     left_out = {name for name in names if name.startswith(BESIDE)}
     if of_the_model:
         left_out |= {name for name in names for pattern in _WEIGHTS if Path(name).match(pattern)}

@@ -16,17 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastbert.checkpoint.pretrained import (
-    CheckpointError,
-    check_layers,
-    load_weights,
-    read_checkpoint,
-    read_weights,
-    without_pooler,
-)
+from fastbert.checkpoint.unfilled import unfilled
+from fastbert.checkpoint.weight_files import CheckpointError, read_weights
 from fastbert.config import MAX_SIZE, ConfigError, read_json
-from fastbert.models.auto import FAMILIES
-from fastbert.models.base import EncoderModel
 
 POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens")
 # The flags of older folders; with several set the vectors are concatenated in this order.
@@ -131,16 +123,6 @@ def _optional_json(path: Path) -> dict[str, Any]:
     return read_json(path, CheckpointError) if path.is_file() else {}
 
 
-def load_encoder(folder: Path, source: str, dtype: torch.dtype | None) -> EncoderModel:
-    """The encoder without its pooler, which no sentence vector goes through."""
-    config, weights = read_checkpoint(folder)
-    check_layers(FAMILIES[config.model_type].family, config, weights, source)
-    with torch.device("meta"):
-        model = FAMILIES[config.model_type](config, add_pooling_layer=False)
-    load_weights(model, without_pooler(model, weights), source, dtype)
-    return model.requires_grad_(False)
-
-
 def read_recipe(root: Path, hidden_size: int) -> Recipe:
     """What follows the Transformer. Raises ConfigError, naming the folder, for a module that fastbert does not have."""
     recipe, modules = Recipe(), _list_modules(root)
@@ -203,7 +185,7 @@ def _read_dense(folder: Path, width: int) -> tuple[nn.Linear, nn.Module]:
     out, bias = entries.get("out_features"), _flag(folder / "config.json", entries, "bias", True)
     if type(out) is not int or not 1 <= out <= MAX_SIZE:
         raise ConfigError(f"{folder} has out_features {reprlib.repr(out)}; it must be an integer from 1 to {MAX_SIZE}")
-    with torch.device("meta"):
+    with unfilled():
         linear = nn.Linear(width, out, bias=bias)
     weights = {key.removeprefix("linear."): tensor for key, tensor in read_weights(folder).items()}
     for key, tensor in weights.items():

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
-from fastbert.checkpoint.pretrained import read_config, resolve
+import torch
+
+from fastbert.checkpoint.pretrained import (
+    check_layers,
+    load_weights,
+    read_checkpoint,
+    read_config,
+    resolve,
+    without_pooler,
+)
+from fastbert.checkpoint.unfilled import unfilled
 from fastbert.config import ConfigError, EncoderConfig
 from fastbert.models import albert, baby, bert, distilbert, electra, roberta
 from fastbert.models.base import EncoderModel, PreTrainedModel
@@ -36,6 +47,16 @@ def model_class(model_type: str, head: str = "Model") -> type[PreTrainedModel]:
 def model_classes(model_type: str) -> dict[str, type[PreTrainedModel]]:
     """A family's classes by the names that config.json's `architectures` has."""
     return {kind.__name__: kind for (family, _), kind in _CLASSES.items() if family == model_type}
+
+
+def load_encoder(folder: Path, source: str, dtype: torch.dtype | None) -> EncoderModel:
+    """A folder's encoder without its pooler, which no sentence vector goes through; frozen. Errors name `source`."""
+    config, weights = read_checkpoint(folder)
+    check_layers(FAMILIES[config.model_type].family, config, weights, source)
+    with unfilled():
+        model = FAMILIES[config.model_type](config, add_pooling_layer=False)
+    load_weights(model, without_pooler(model, weights), source, dtype)
+    return model.requires_grad_(False)
 
 
 class _Auto:

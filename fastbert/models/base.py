@@ -16,7 +16,7 @@ from fastbert.layers.embeddings import run_embeddings
 from fastbert.layers.encoder import EncoderLayer, add_norm
 from fastbert.layers.leaves import get_leaf, has_hooks, is_called, linear, parent_of, place, within
 from fastbert.layers.whole import run_whole_layers
-from fastbert.models.family import Family, Scopes
+from fastbert.models.family import Family, RunsBaseModel, Scopes
 from fastbert.models.inputs import PackedInputs, TableSizes, prepare_inputs, table_sizes
 from fastbert.models.outputs import ModelOutput
 from fastbert.models.quantized import entry_of, place_int8
@@ -140,6 +140,16 @@ class PreTrainedModel(CheckpointMixin):
                     parameter.zero_()
 
 
+class HasModel:
+    """What is no module but runs one (SentenceEncoder): fastbert.quantize and fastbert.repack take it in its place."""
+
+    model: EncoderModel
+
+    def encode(self, inputs: Any) -> Any:
+        """Run the model on inputs; what comes back has a length, the number of them."""
+        raise NotImplementedError
+
+
 def _refuse_recording(is_padded: bool) -> None:
     """Raise InputError where a recorded graph would hold one batch's packing, and give wrong numbers for the next."""
     if torch.jit.is_tracing():
@@ -233,7 +243,7 @@ def run_pooler(root: nn.Module, family: Family, first: torch.Tensor) -> torch.Te
     return torch.tanh(linear(get_leaf(root, family.pooler), first))
 
 
-class EncoderModel(PreTrainedModel):
+class EncoderModel(PreTrainedModel, RunsBaseModel):
     """A family's encoder. Subclasses name their family; the leaves sit at Hugging Face's paths."""
 
     def __init__(self, config: EncoderConfig, add_pooling_layer: bool = True):
@@ -267,6 +277,9 @@ class EncoderModel(PreTrainedModel):
     @property
     def base_model(self) -> EncoderModel:
         return self
+
+    def family_and_config(self) -> tuple[Family, EncoderConfig]:
+        return self.family, self.running_config
 
     def encode(
         self, inputs: PackedInputs, hidden_states: list | None = None, probs: list | None = None

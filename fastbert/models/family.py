@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -146,3 +146,21 @@ class Family:
         if names.project is None or self.model_type == "albert" or config.embedding_width != config.hidden_size:
             return names
         return replace(names, project=None)
+
+
+class RunsBaseModel:
+    """What runs a family's base model on fastbert's layers: our own base model itself, or the forward that takes the
+    place of another library's, on the instance (fastbert.accelerate).
+    """
+
+    def family_and_config(self) -> tuple[Family, EncoderConfig]:
+        """The config is as `PreTrainedModel.running_config`: with the layers that are there now."""
+        raise NotImplementedError
+
+
+def base_models(tree: nn.Module) -> Iterator[tuple[str, nn.Module, Family, EncoderConfig]]:
+    """(name, base model, its family, its config) of every base model in a tree that runs on fastbert's layers."""
+    for name, module in tree.named_modules():
+        runner = module if isinstance(module, RunsBaseModel) else module.__dict__.get("forward")
+        if isinstance(runner, RunsBaseModel):
+            yield name, module, *runner.family_and_config()

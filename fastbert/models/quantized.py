@@ -1,16 +1,20 @@
-"""Which layers of a model are int8, and how its config.json says so."""
+"""Layers of a model in int8: which may be, how they become it, and how config.json says so."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
+from fastbert import ops
 from fastbert.config import ConfigError, EncoderConfig
-from fastbert.layers.leaves import get_leaf, place
+from fastbert.layers.leaves import get_leaf, is_plain, place
 from fastbert.layers.quantized import QuantizedLinear
-from fastbert.models.family import Family
+from fastbert.layers.whole import forget_layers
+from fastbert.models.family import Family, RunsBaseModel, base_models
 
 # Where transformers, too, looks for how a checkpoint was quantised. A quant_method that it does not know makes it warn
 # and read the integers as weights; an entry without one makes it raise. So ours has none.
@@ -44,3 +48,66 @@ def place_int8(root: nn.Module, family: Family, config: EncoderConfig) -> bool:
             like = {"device": leaf.weight.device, "dtype": leaf.weight.dtype}
             place(root, path, QuantizedLinear(leaf.in_features, leaf.out_features, leaf.bias is not None, **like))
     return len(entry[KEEP]) < len(paths)
+
+
+def is_quantized(model: nn.Module) -> bool:
+    return any(isinstance(module, QuantizedLinear) for module in model.modules())
+
+
+def linears_of(model: nn.Module, keep: Iterable[str] = ()) -> dict[str, nn.Linear]:
+    """The Linear leaves of the layers, by name, without those that `keep` names. Raises ConfigError."""
+    names = {
+        f"{name}.{path}".removeprefix("."): get_leaf(root, path)
+        for name, root, family, config in base_models(model)
+        for path in family.linear_paths(config)
+    }
+    matches = {pattern: [name for name in names if _names(pattern, name)] for pattern in keep}
+    for pattern, matched in matches.items():
+        if not matched:
+            raise ConfigError(f"keep: {pattern!r} names no layer; they are called {', '.join(list(names)[:6])}, ...")
+    leaves: dict[str, nn.Linear] = {}
+    for name, leaf in names.items():
+        if any(name in matched for matched in matches.values()):
+            continue
+        if isinstance(leaf, QuantizedLinear):
+            raise ConfigError(f"{name} is int8 already")
+        if not is_plain(leaf, nn.Linear):
+            raise ConfigError(
+                f"{name} is a {type(leaf).__name__} with hooks or a forward of its own, or no nn.Linear: merge adapters"
+                " and remove hooks first, or keep it"
+            )
+        if not torch.isfinite(leaf.weight).all():
+            raise ConfigError(f"{name} has a weight that is not finite")
+        leaves[name] = leaf
+    return leaves
+
+
+def _names(pattern: str, name: str) -> bool:
+    """Whether `pattern` matches a module's name, or that of a module which holds it."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
+
+
+def make_int8(model: nn.Module, leaves: dict[str, nn.Linear], scales: Mapping[str, float]) -> None:
+    """Put int8 layers in the places of `leaves`, which is emptied meanwhile: each old weight is freed at once.
+
+    The rest of the model becomes frozen, in eval mode, and of the dtype that fits int8 layers on its device. `scales`:
+    those of the inputs; without one a layer measures what it gets.
+    """
+    bases = list(base_models(model))
+    device = next(iter(leaves.values())).weight.device if leaves else torch.device("cpu")
+    for _, root, _, _ in bases:
+        forget_layers(root)
+    with torch.inference_mode(False):  # tensors made in inference mode keep no version of what is written to them
+        for name in list(leaves):
+            place(model, name, QuantizedLinear.from_linear(leaves.pop(name), scales.get(name, 0.0)))
+        model.to(_companion_dtype(device)).requires_grad_(False).eval()
+    for _, root, family, config in bases:
+        entry = entry_of(root, family, config)
+        if entry is not None and not isinstance(root, RunsBaseModel):
+            setattr(root.config, ENTRY, entry)  # which is what transformers' save_pretrained writes
+
+
+def _companion_dtype(device: torch.device) -> torch.dtype:
+    """What a model computes in between its int8 layers: bfloat16, but never an emulated one."""
+    return torch.bfloat16 if ops.multiplies_bf16(device) else torch.float32

@@ -1,15 +1,15 @@
 """The op level: functions over tensors, no nn.Module, no config. One contract, one oracle, several backends each."""
 
 from fastbert.backend import warn_of_missing_kernels  # models know no backend, and call this
-from fastbert.ops import _library_products  # noqa: F401  (its ops must be defined before an op's file asks for them)
+from fastbert.ops._common import at_least_fp32
 from fastbert.ops.attention import attention, attention_probs
 from fastbert.ops.dropout import dropout
 from fastbert.ops.embedding import embed_layer_norm
 from fastbert.ops.encoder_layers import LinearWeights, encoder_layer, encoder_layers
 from fastbert.ops.feed_forward import activation, feed_forward
 from fastbert.ops.layer_norm import add_layer_norm
-from fastbert.ops.linear import linear, linears
-from fastbert.ops.loss import at_least_fp32, cross_entropy, logits_cross_entropy, sequence_cross_entropy
+from fastbert.ops.linear import linear, linears, multiplies_bf16, repack
+from fastbert.ops.loss import cross_entropy, logits_cross_entropy, sequence_cross_entropy
 from fastbert.ops.packing import pack, unpack
 from fastbert.ops.pooling import pooling
 
@@ -29,8 +29,10 @@ __all__ = [
     "linear",
     "linears",
     "logits_cross_entropy",
+    "multiplies_bf16",
     "pack",
     "pooling",
+    "repack",
     "sequence_cross_entropy",
     "unpack",
     "warn_of_missing_kernels",

@@ -9,9 +9,58 @@ from typing import NamedTuple
 import torch
 
 from fastbert.backend import Backend, register, select_fused
-from fastbert.ops._checks import check_devices, int32_offsets
-from fastbert.ops._library import extension_error, needs_grad
-from fastbert.ops._torch import compute_dtype
+from fastbert.ops._common import check_devices, compute_dtype, define, extension_error, needs_grad
+from fastbert.ops.packing import int32_offsets
+
+# encoder_layers on the CPU: post-norm layers for inference, from the CPU's kernels
+#
+# weights, biases, weight_scales, input_scales: query, key, value, attention output, up, down of every layer; norms:
+# weight and bias of the attention's LayerNorm, then of the feed-forward's, of every layer.
+
+define(
+    "encoder_layers_cpu",
+    "(Tensor x, Tensor cu_seqlens, Tensor[] weights, Tensor?[] biases, Tensor?[] weight_scales, float[] input_scales,"
+    " Tensor[] norms, float[] eps, int num_heads, str activation) -> Tensor",
+    lambda x, *others: torch.empty_like(x),
+)
+
+
+# encoder_layer on the CPU: one post-norm layer for training, forward and backward
+#
+# weights and biases as above, norms those of one layer; philox int64 (3, 2): attention's dropout, its output's, the
+# feed-forward's. Products and attention run in `dtype`, everything else in x's, which may be wider (autocast).
+# Forward returns out and what backward wants as `kept`: q, k, v, context, softmax_stats, then of the first
+# add_layer_norm summed, mean, rstd and out, the feed-forward's pre, of the second summed, mean and rstd. Backward
+# returns the gradients of x (zero rows unless needs_dx), weights, biases and norms.
+
+_ENCODER_LAYER_FWD = (
+    "(Tensor x, Tensor cu_seqlens, Tensor[] weights, Tensor[] biases, Tensor[] norms, Tensor? philox, float[] dropouts,"
+    " float[] eps, int num_heads, str activation, ScalarType dtype) -> Tensor[]"
+)
+_ENCODER_LAYER_BWD = (
+    "(Tensor dout, Tensor x, Tensor cu_seqlens, Tensor[] weights, Tensor[] norms, Tensor[] kept, Tensor? philox,"
+    " float[] dropouts, str activation, bool needs_dx) -> Tensor[]"
+)
+
+
+def _encoder_layer_fwd_fake(x, cu_seqlens, weights, biases, norms, philox, dropouts, eps, num_heads, activation, dtype):
+    tokens, width = x.shape[0], weights[0].shape[0]
+    heads = [x.new_empty(tokens, num_heads, width // num_heads, dtype=dtype) for _ in range(4)]
+    softmax_stats = x.new_empty(2, num_heads, tokens, dtype=torch.float32)
+    mean, rstd, mean2, rstd2 = (x.new_empty(tokens, dtype=torch.float32) for _ in range(4))
+    out, summed, middle, summed2 = (torch.empty_like(x) for _ in range(4))
+    pre = x.new_empty(tokens, weights[4].shape[0], dtype=dtype)
+    return [out, *heads, softmax_stats, summed, mean, rstd, middle, pre, summed2, mean2, rstd2]
+
+
+def _encoder_layer_bwd_fake(dout, x, cu_seqlens, weights, norms, kept, philox, dropouts, activation, needs_dx):
+    dbiases = [w.new_empty(w.shape[0]) for w in weights]
+    dx = x.new_empty(x.shape[0] if needs_dx else 0, x.shape[1])
+    return [dx, *map(torch.empty_like, weights), *dbiases, *map(torch.empty_like, norms)]
+
+
+define("encoder_layer_fwd_cpu", _ENCODER_LAYER_FWD, _encoder_layer_fwd_fake)
+define("encoder_layer_bwd_cpu", _ENCODER_LAYER_BWD, _encoder_layer_bwd_fake)
 
 
 class LinearWeights(NamedTuple):

@@ -18,7 +18,7 @@ from fastbert.bench.contestants import CONTESTANTS, Contestant
 from fastbert.bench.jobs import Job
 from fastbert.bench.timing import Timing, describe_machine, interleave
 from fastbert.cli import main
-from fastbert.cli.report import matmul_parameters
+from fastbert.cli.info import matmul_parameters
 from fastbert.models.bert import BertModel
 from fastbert.testing.cases import MODELS, WORKLOADS, Workload
 

@@ -13,8 +13,7 @@ from tiny import edit_config
 from fastbert.checkpoint.pretrained import CheckpointError
 from fastbert.checkpoint.saving import BESIDE
 from fastbert.config import EncoderConfig
-from fastbert.data.sentence_folder import load_encoder
-from fastbert.models.auto import AutoModel, model_class
+from fastbert.models.auto import AutoModel, load_encoder, model_class
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import tiny
 
 from fastbert.checkpoint.saving import BESIDE
 from fastbert.models.auto import AutoModel
-from fastbert.quantization import is_quantized
+from fastbert.models.quantized import is_quantized
 
 # Runs the command line, and is killed before a whole folder is renamed.
 KILLED = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import re
 import sys
@@ -17,8 +18,10 @@ from command_line import ROOT, fails, run, run_python
 import fastbert
 from fastbert import EncoderConfig, SentenceEncoder
 from fastbert.backend import BUILD_KERNELS
-from fastbert.cli.encode import GrowingArray
-from fastbert.cli.report import matmul_parameters, torch_fault
+from fastbert.cli.doctor import torch_fault
+from fastbert.cli.growing_array import GrowingArray
+from fastbert.cli.info import matmul_parameters
+from fastbert.cli.run import USER_ERRORS
 from fastbert.cli.texts import UsageError, read_texts
 from fastbert.models.auto import AutoModel
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
@@ -243,11 +246,23 @@ def test_doctor_without_optional_parts():
     assert "the C++ extension is not built" in done.stdout and BUILD_KERNELS in done.stdout
 
 
+COMMANDS = ("encode", "fill-mask", "quantize", "info", "doctor", "bench")
+
+
 def test_help_is_quick_and_has_examples():
-    program = (
-        "import sys; from fastbert.cli import main\ntry: main(['--help'])\nfinally: assert 'torch' not in sys.modules"
-    )
-    assert run_python([sys.executable, "-c", program]).returncode == 0
-    for name in ("encode", "fill-mask", "quantize", "info", "doctor"):
+    for name in COMMANDS:
         assert f"example:\n  fastbert {name}" in run(name, "--help").stdout
+    program = "import sys; from fastbert.cli import main\n"
+    for arguments in (["--help"], *([name, "--help"] for name in COMMANDS)):
+        program += f"try: main({arguments})\nexcept SystemExit: assert 'torch' not in sys.modules, {arguments}\n"
+    assert run_python([sys.executable, "-c", program]).returncode == 0
     assert run("--version").stdout == f"fastbert {fastbert.__version__}\n"
+
+
+def test_every_error_that_a_user_can_mend_is_one_line():
+    """They are named by strings, so that nothing is imported for them; a class that moves must not be a traceback."""
+    for module, names in USER_ERRORS.items():
+        for name in names:
+            assert issubclass(getattr(importlib.import_module(f"fastbert.{module}"), name), Exception)
+    public = {name for name in fastbert.__all__ if name.endswith("Error")}
+    assert public <= {name for names in USER_ERRORS.values() for name in names}

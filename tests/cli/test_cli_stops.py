@@ -18,15 +18,16 @@ CHUNKS, CHUNK = 5, 1024
 # `fastbert ARGUMENTS` that sends itself a signal when it has appended its third chunk: not a moment sooner or later.
 STOPPED = """
 import signal, sys
-from fastbert import cli, cli_encode
-append, appended = cli_encode.GrowingArray.append, 0
+from fastbert import cli
+from fastbert.cli.growing_array import GrowingArray
+append, appended = GrowingArray.append, 0
 def counted(self, vectors):
     global appended
     append(self, vectors)
     appended += 1
     if appended == 3:
         signal.raise_signal(int(sys.argv[1]))
-cli_encode.GrowingArray.append = counted
+GrowingArray.append = counted
 sys.exit(cli.main(sys.argv[2:]))
 """
 
@@ -108,8 +109,8 @@ KILLED_AT_EVERY_CALL = """
 import os, signal, sys
 from pathlib import Path
 import numpy as np
-from fastbert import cli_encode
-cli_encode.COMMIT_S = 0.0
+from fastbert.cli import growing_array
+growing_array.COMMIT_S = 0.0
 folder, names = Path(sys.argv[1]), ("open", "write", "ftruncate", "fsync", "replace")
 
 def child(output, kill_at):
@@ -125,7 +126,7 @@ def child(output, kill_at):
     for name in names:
         setattr(os, name, counted(getattr(os, name)))
     rows = np.arange(24, dtype=np.float32).reshape(8, 3)
-    with cli_encode.GrowingArray.open(output, rows.shape, {"input": "a"}, False) as array:
+    with growing_array.GrowingArray.open(output, rows.shape, {"input": "a"}, False) as array:
         for first in range(array.rows, 8, 2):
             array.append(rows[first : first + 2])
         array.finish()
@@ -194,7 +195,7 @@ sys.meta_path.insert(0, Stop)
 
 
 @pytest.mark.parametrize("stop,code,said", ((signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")))
-@pytest.mark.parametrize("module", ("fastbert.cli.commands", "argparse", "numpy", "torch", "torch.nn", "tokenizers"))
+@pytest.mark.parametrize("module", ("fastbert.cli.run", "argparse", "numpy", "torch", "torch.nn", "tokenizers"))
 def test_a_signal_during_an_import_is_one_line(tmp_path, model, source, module, stop, code, said):
     environment = {**ENVIRONMENT, "STOP_AT": module, "STOP_BY": str(int(stop))}
     arguments = ["encode", source, "--model", model, "--device", "cpu", "--output", tmp_path / "out.npy"]

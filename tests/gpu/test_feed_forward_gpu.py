@@ -12,7 +12,7 @@ import torch
 import fastbert.backend
 from fastbert import ops
 from fastbert.backend import Backend, BackendError
-from fastbert.ops._library import triton_error
+from fastbert.ops._common import triton_error
 from fastbert.testing import reference
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
 

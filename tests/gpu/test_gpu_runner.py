@@ -16,7 +16,7 @@ from benchmarks.gpu.models import entry_of, figures, memory_figures
 from benchmarks.gpu.record import TARGETS, open_record
 from benchmarks.gpu.subject import Subject, lengths
 from fastbert.bench.compete import Worker
-from fastbert.ops._library import triton_error
+from fastbert.ops._common import triton_error
 
 pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
 STAMP = {**stamp.make_stamp("0123456789ab"), "dirty": False}

@@ -12,7 +12,7 @@ import fastbert
 from fastbert import packing
 from fastbert.backend import use_backend
 from fastbert.models.auto import _CLASSES
-from fastbert.ops._library import triton_error
+from fastbert.ops._common import triton_error
 from fastbert.packing import InputError, PackedBatch
 
 aten = torch.ops.aten

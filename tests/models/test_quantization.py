@@ -23,11 +23,11 @@ from torch import nn
 import fastbert
 from fastbert import CheckpointError, ConfigError, InputError, SentenceEncoder
 from fastbert.checkpoint.pretrained import resolve
-from fastbert.cli.report import doctor_lines
+from fastbert.cli.doctor import doctor_lines
 from fastbert.layers.leaves import get_leaf
 from fastbert.layers.quantized import QuantizedLinear
 from fastbert.models.auto import _CLASSES, AutoModel
-from fastbert.quantization import is_quantized
+from fastbert.models.quantized import is_quantized
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 STSB = Path(__file__).resolve().parents[3] / "shared" / "data" / "stsb" / "dev.tsv"

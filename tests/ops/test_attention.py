@@ -10,8 +10,8 @@ import torch
 from isas import CPU_BACKENDS, backend_with_isa
 
 from fastbert.backend import Backend, BackendError, select, use_backend
-from fastbert.ops._library import extension_error, triton_error
-from fastbert.ops.attention import attention, attention_probs
+from fastbert.ops._common import extension_error, triton_error
+from fastbert.ops.attention import AttentionOptions, attention, attention_probs
 from fastbert.testing import reference
 from fastbert.testing.cases import DTYPES, LENGTHS, Lengths
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
@@ -248,9 +248,9 @@ def test_opcheck(dropout_p):
 
 @pytest.mark.parametrize("backend", ("torch", "cpu", "triton"), indirect=True)
 def test_the_backend_that_was_asked_for_runs(backend):
-    qkv = make(RAGGED)
-    assert select("attention", backend, *qkv) is Backend(backend)
-    assert select("attention", None, *qkv) is (Backend.CPU if extension_error() is None else Backend.TORCH)
+    qkv, options = make(RAGGED), AttentionOptions(1.0)
+    assert select("attention", backend, *qkv, options) is Backend(backend)
+    assert select("attention", None, *qkv, options) is (Backend.CPU if extension_error() is None else Backend.TORCH)
     with use_backend(backend), torch.profiler.profile() as profile:
         attention(*qkv, RAGGED.cu_seqlens, 41)
     ours = [event.name for event in profile.events() if event.name.startswith("fastbert::")]

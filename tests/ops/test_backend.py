@@ -11,7 +11,7 @@ import torch
 import fastbert
 from fastbert import ops
 from fastbert.backend import Backend, BackendError, parse_backend, register, select, use_backend
-from fastbert.ops._library import cuda_error, extension_error
+from fastbert.ops._common import cuda_error, extension_error
 
 
 @pytest.fixture

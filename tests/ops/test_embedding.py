@@ -11,7 +11,7 @@ from test_ops import check
 
 from fastbert import ops
 from fastbert.backend import BackendError
-from fastbert.ops._library import extension_error
+from fastbert.ops._common import extension_error
 from fastbert.testing import reference
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 

@@ -9,7 +9,7 @@ import torch
 from isas import CPU_BACKENDS, backend_with_isa, device_of
 
 from fastbert import ops
-from fastbert.ops._library import triton_error
+from fastbert.ops._common import triton_error
 
 IDS = {"input_ids": "word", "position_ids": "position", "token_type_ids": "token_type"}
 BAD = (-1, 9, 2**20, 2**32 + 3, -(2**40))  # of 9 rows; two of them are rows as 32-bit numbers

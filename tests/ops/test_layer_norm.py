@@ -7,7 +7,7 @@ import torch
 from isas import CPU_BACKENDS, backend_with_isa, device_of
 
 from fastbert.backend import Backend, BackendError, select, use_backend
-from fastbert.ops._library import extension_error
+from fastbert.ops._common import extension_error
 from fastbert.ops.layer_norm import add_layer_norm
 from fastbert.testing import reference
 from fastbert.testing.cases import DTYPES, ROWS

@@ -11,9 +11,10 @@ from test_attention import RAGGED, SLACK, check, differentiate, each_dtype, make
 from test_attention_dropout import dropped_probabilities
 
 from fastbert import ops
-from fastbert.ops import _torch
-from fastbert.ops._library import triton_error
+from fastbert.ops._common import triton_error
 from fastbert.ops.attention import _tiles
+from fastbert.ops.packing import token_positions
+from fastbert.ops.rotary import rotary_torch
 from fastbert.testing import reference
 from fastbert.testing.cases import LENGTHS, Lengths
 from fastbert.testing.numerics import assert_close_to_reference
@@ -101,9 +102,9 @@ def test_rotates_as_the_oracle_does(backend, dtype):
         rotated = torch.ops.fastbert.rotary_triton(q, k, *rotary, tiles, 16)
         rotate_back(*(back := (q.clone(), k.clone())), *rotary, tiles, 16)
     else:
-        positions = _torch.token_positions(RAGGED.cu_seqlens, RAGGED.total_tokens)
+        positions = token_positions(RAGGED.cu_seqlens, RAGGED.total_tokens)
         cos, sin = (t[positions] for t in rotary)
-        rotated, back = ([_torch.rotary(t, cos, s) for t in (q, k)] for s in (sin, -sin))
+        rotated, back = ([rotary_torch(t, cos, s) for t in (q, k)] for s in (sin, -sin))
     for found, sign in ((rotated, 1), (back, -1)):
         for x, out in zip((q, k), found, strict=True):
             literal = partial(reference.rotary, cos=rotary[0], sin=sign * rotary[1], cu_seqlens=RAGGED.cu_seqlens)

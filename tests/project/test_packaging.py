@@ -26,12 +26,29 @@ spec = importlib.util.find_spec("fastbert.kernels.layer_norm")
 assert spec is not None and spec.origin.startswith({home!r}), spec
 kernels = importlib.util.find_spec("kernels")
 assert kernels is None or not (kernels.origin or "").startswith({home!r}), "the name belongs to another package"
-from fastbert.ops._library import extension_error
+from fastbert.ops._common import extension_error
 assert (extension_error() is None) == {built}, extension_error()
 import torch
 model = fastbert.BertModel(fastbert.EncoderConfig(vocab_size=9, hidden_size=16, num_hidden_layers=1,
                                                   num_attention_heads=1, intermediate_size=16))
 assert model(torch.ones(1, 3, dtype=torch.long)).last_hidden_state.isfinite().all()
+"""
+
+# What pip's `fastbert` script does, and `python -m fastbert`.
+COMMAND_LINE = """
+import runpy, sys
+from importlib.metadata import distribution
+sys.meta_path[:] = [f for f in sys.meta_path if "__editable__" not in f.__module__]
+(script,) = (e for e in distribution("fastbert-kernels").entry_points if e.group == "console_scripts")
+main = script.load()
+assert script.name == "fastbert" and sys.modules[main.__module__].__file__.startswith({home!r})
+for command in ("doctor", "encode", "fill-mask", "quantize", "info", "bench"):
+    try:
+        assert main([command] if command == "doctor" else [command, "--help"]) == 0
+    except SystemExit as stop:
+        assert stop.code == 0, command
+sys.argv = ["fastbert", "--version"]
+runpy.run_module("fastbert", run_name="__main__", alter_sys=True)
 """
 
 
@@ -45,6 +62,18 @@ def run(command: list[str], cwd: Path, **environment: str) -> str:
 def check(home: Path, cwd: Path, built: bool) -> None:
     program = CHECK.format(home=str(home), built=built)
     run([sys.executable, "-c", program], cwd, PYTHONPATH=str(home))
+
+
+def check_wheel(home: Path, checkout: Path) -> None:
+    """Every module of the package is in the wheel, and its command line runs."""
+    for source, target in (
+        (checkout / "fastbert", home / "fastbert"),
+        (checkout / "kernels", home / "fastbert/kernels"),
+    ):
+        for path in source.rglob("*.py"):
+            assert (target / path.relative_to(source)).is_file(), path
+    said = run([sys.executable, "-c", COMMAND_LINE.format(home=str(home))], home, PYTHONPATH=str(home))
+    assert "Which backend serves each operation" in said and "fastbert quantize all-MiniLM-L6-v2" in said
 
 
 def unzip(wheel: Path, target: Path) -> Path:
@@ -90,13 +119,14 @@ def test_the_sdist_holds_the_sources_and_runs_in_place(sdist, tmp_path):
 
 
 @pytest.mark.full  # a second build of the extension, two minutes on one core
-def test_a_wheel_from_the_sdist_has_the_kernels(sdist, tmp_path):
+def test_a_wheel_from_the_sdist_has_the_kernels(checkout, sdist, tmp_path):
     log = run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(tmp_path)], sdist)
     assert any(line.startswith("fastbert: with the C++ kernels") for line in log.splitlines()), log[-2000:]
     (wheel,) = tmp_path.glob("*.whl")
     home = unzip(wheel, tmp_path / "unzipped")
     assert not (home / "kernels").exists()
     check(home, tmp_path, built=True)
+    check_wheel(home, checkout)
 
 
 def test_a_cuda_part_that_cannot_be_built_is_refused_with_the_reason(tmp_path):
@@ -112,14 +142,16 @@ def test_a_cuda_part_that_cannot_be_built_is_refused_with_the_reason(tmp_path):
         assert done.returncode == 1 and re.search(reason, done.stderr), done.stderr
 
 
-def test_without_a_compiler_the_wheel_is_pure_python_and_works(sdist, tmp_path):
+def test_without_a_compiler_the_wheel_is_pure_python_and_works(checkout, sdist, tmp_path):
     copy = tmp_path / "source"
     shutil.copytree(sdist, copy, ignore=shutil.ignore_patterns("build"))
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(tmp_path)]
     log = run(command, copy, CXX="/nonexistent/c++", CC="/nonexistent/cc")
     assert any(line.startswith("fastbert: ") and "pure Python" in line for line in log.splitlines()), log[-2000:]
     (wheel,) = tmp_path.glob("*.whl")
-    check(unzip(wheel, tmp_path / "unzipped"), tmp_path, built=False)
+    home = unzip(wheel, tmp_path / "unzipped")
+    check(home, tmp_path, built=False)
+    check_wheel(home, checkout)
 
 
 def test_the_cpu_kernels_are_cpp17():

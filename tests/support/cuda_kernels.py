@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastbert.ops._library import cuda_error
+from fastbert.ops._common import cuda_error
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

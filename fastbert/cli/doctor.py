@@ -1,100 +1,47 @@
-"""`fastbert info` and `fastbert doctor`: what a model costs, and what this machine would run it with."""
+"""`fastbert doctor`: what this machine has, and what it would run a model with."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import platform
 import re
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import torch
-from torch import nn
+from typing import Any
 
 from fastbert import __version__
-from fastbert.config import EncoderConfig
-
-if TYPE_CHECKING:
-    from fastbert.models.base import EncoderModel
+from fastbert.cli import raise_if_stopped
+from fastbert.cli.parser import add_command
 
 OLDEST_TORCH = (2, 11)
 WIDTH = 100
-LENGTHS = (16, 128, 512)  # sequence lengths that info reckons with
 _PACKAGES = ("triton", "tokenizers", "safetensors", "transformers", "sentence-transformers")
-TOKENS = 16384  # tokens at once that info reckons with
-
-# --------------------------------------------------------------------------------------------------------------------
-# info
 
 
-def info_lines(name: str) -> list[str]:
-    """A model's size and cost, from its config.json. Raises CheckpointError or ConfigError."""
-    from fastbert.models.auto import FAMILIES
-    from fastbert.sentences import position_limit
-
-    config = _read_config(name)
-    with torch.device("meta"):
-        model = FAMILIES[config.model_type](config)
-    total, encoder = model.num_parameters(), matmul_parameters(model)
-    embeddings = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
-    limit = position_limit(model)
-    lengths = [*(n for n in LENGTHS if n < limit), limit]
-    rows = [
-        ("family", config.model_type),
-        ("parameters", f"{total:,}; {embeddings:,} of them embeddings"),
-        ("layers", f"{config.num_hidden_layers}" + _sharing(config)),
-        ("hidden size", f"{config.hidden_size}; feed-forward {config.intermediate_size} ({config.hidden_act})"),
-        ("heads", f"{config.num_attention_heads} of {config.head_dim}"),
-        ("vocabulary", f"{config.vocab_size:,}"),
-        ("longest input", f"{limit:,} tokens"),
-    ]
-    lines = [f"{name}", *(f"  {label:<15}{value}" for label, value in rows), ""]
-    lines += [f"Operations per token, forward: 2 P + 4 S H L; P = {encoder:,} weights in layers, S tokens long"]
-    for length in lengths:
-        attention = 4 * length * config.hidden_size * config.num_hidden_layers
-        share = attention / (2 * encoder + attention)
-        lines.append(f"  S = {length:<9}{(2 * encoder + attention) / 1e6:10,.1f} M   attention {share:.0%}")
-    lines += ["", f"Memory{'float32':>21}{'bfloat16':>12}"]
-    # What is alive at the widest point of a layer with the torch backend, the hungriest: measured for MiniLM-L6 on the
-    # CPU, 416 MB where this says 403.
-    activations = TOKENS * (4 * config.hidden_size + 3 * config.intermediate_size)
-    for label, values in (("weights", total), (f"{TOKENS:,} tokens", activations)):
-        lines.append(f"  {label:<15}{4 * values / 1e6:7,.1f} MB{2 * values / 1e6:9,.1f} MB")
-    return [*lines, "  (tokens in one batch: activations of inference, at most about; training keeps every layer's)"]
+def add(commands: Any) -> None:
+    add_command(
+        commands, "doctor", run, "what this machine has, and which kernels would run",
+        "Shows versions, processor and GPU, and for every operation which backend would serve it and why the others"
+        " would not. Exits with 1 when something needs mending.",
+        "fastbert doctor",
+    )  # fmt: skip
 
 
-def _read_config(name: str) -> EncoderConfig:
-    from fastbert.checkpoint.pretrained import resolve
-    from fastbert.data.sentence_folder import transformer_folder
-
-    if Path(name).is_file():
-        return EncoderConfig.from_file(name)
-    return EncoderConfig.from_file(transformer_folder(resolve(name, config_only=True)) / "config.json")
-
-
-def _sharing(config: EncoderConfig) -> str:
-    shared = config.num_unique_layers
-    return f", sharing the weights of {shared}" if shared != config.num_hidden_layers else ""
-
-
-def matmul_parameters(model: EncoderModel) -> int:
-    """Weights of the matrix products that a token passes in the layers; a shared layer counts each time it runs."""
-    from fastbert.layers.leaves import get_leaf
-
-    layers = (get_leaf(model, path) for path in model.family.layer_paths(model.config))
-    return sum(m.weight.numel() for layer in layers for m in layer.modules() if isinstance(m, nn.Linear))
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# doctor
+def run(options: argparse.Namespace) -> int:
+    lines, healthy = doctor_lines()
+    print("\n".join(lines))
+    return 0 if healthy else 1
 
 
 def doctor_lines() -> tuple[list[str], bool]:
     """The report, and whether all is well."""
+    import torch
+
     from fastbert.backend import missing_kernels
 
+    raise_if_stopped()
     fault = torch_fault(torch.__version__)
     versions = [("fastbert", __version__), ("python", platform.python_version())]
     versions.append(("torch", torch.__version__ + (f"   <-- {fault}" if fault else "")))
@@ -133,6 +80,8 @@ def _version(package: str) -> str:
 
 
 def _machine() -> list[tuple[str, str]]:
+    import torch
+
     rows = [
         ("processor", f"{_cpu_model()}, {os.cpu_count()} cores; torch uses {torch.get_num_threads()} threads"),
         ("torch's ISA", torch.backends.cpu.get_cpu_capability()),
@@ -155,7 +104,7 @@ def _cpu_model() -> str:
 
 
 def _extension() -> str:
-    from fastbert.ops._library import extension_error
+    from fastbert.ops._common import extension_error
 
     error = extension_error()
     if error is not None:
@@ -167,7 +116,7 @@ def _extension() -> str:
 
 def _native_products() -> list[tuple[str, str]]:
     """Whether the processor has instructions for products of bfloat16 and of int8, where our kernels would use them."""
-    from fastbert.ops._library import extension_error
+    from fastbert.ops._common import extension_error
 
     if extension_error() is not None:
         return []
@@ -183,6 +132,8 @@ def _native_products() -> list[tuple[str, str]]:
 
 def _backend_table(device: str) -> list[str]:
     """A table for each group of dtypes that are served alike, with the reasons as notes below it."""
+    import torch
+
     from fastbert.backend import Backend, asked_for, backends
 
     reports = {dtype: backends(device, dtype) for dtype in (torch.float32, torch.bfloat16)}

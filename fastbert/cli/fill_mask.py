@@ -1,0 +1,60 @@
+"""`fastbert fill-mask`: the most probable tokens behind [MASK]."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from typing import Any
+
+from fastbert.cli import raise_if_stopped
+from fastbert.cli.parser import add_command, add_model_option, positive, short
+from fastbert.cli.texts import UsageError
+
+
+def add(commands: Any) -> None:
+    parser = add_command(
+        commands, "fill-mask", run, "guess the words behind [MASK]",
+        "Shows the most probable tokens for every [MASK] (or <mask>) in TEXT. MODEL needs its masked-LM head.",
+        'fastbert fill-mask "The [MASK] sat on the mat." --model ./bert-base-uncased --top 5',
+    )  # fmt: skip
+    parser.add_argument("text", metavar="TEXT", help="a text with one [MASK] or more")
+    add_model_option(parser)
+    parser.add_argument("--top", metavar="N", type=positive, default=5, help="how many tokens to show (default 5)")
+
+
+def run(options: argparse.Namespace) -> int:
+    import torch
+
+    from fastbert.checkpoint.pretrained import resolve
+    from fastbert.data.tokenization import load_tokenizer, mask_token
+    from fastbert.models.auto import AutoModelForMaskedLM
+
+    raise_if_stopped()
+    folder = resolve(options.model)
+    tokenizer = load_tokenizer(folder)
+    mask = mask_token(folder, tokenizer)
+    if mask is None:
+        raise UsageError(f"the tokenizer of {options.model} has no mask token")
+    text = options.text.replace("[MASK]", mask).replace("<mask>", mask)
+    ids = tokenizer.encode(text).ids
+    places = [i for i, token in enumerate(ids) if token == tokenizer.token_to_id(mask)]
+    if not places:
+        raise UsageError(f'no mask in "{options.text}": write {mask} where a word is missing')
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of missing keys: below
+        model = AutoModelForMaskedLM.from_pretrained(folder)
+    if model.missing_keys:
+        raise UsageError(f"{options.model} has no masked-LM head; missing: {', '.join(model.missing_keys[:3])}, ...")
+    with torch.inference_mode():
+        logits = model(torch.tensor([ids])).logits[0, places].float()
+    top = logits.softmax(-1).topk(min(options.top, logits.shape[-1]))
+    pieces = text.split(mask)
+    for i, (probabilities, tokens) in enumerate(zip(top.values.tolist(), top.indices.tolist(), strict=True)):
+        print(f"mask {i + 1} of {len(places)}" if len(places) > 1 else text)
+        # A special token decodes to nothing.
+        words = [tokenizer.decode([token]).strip() or str(tokenizer.id_to_token(token)) for token in tokens]
+        width = max(map(len, words))
+        before, after = mask.join(pieces[: i + 1]), mask.join(pieces[i + 1 :])
+        for word, probability in zip(words, probabilities, strict=True):
+            print(f"  {probability:7.2%}  {word:<{width}}  {short(before + word + after, 85 - width)}")
+    return 0

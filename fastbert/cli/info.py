@@ -1,0 +1,96 @@
+"""`fastbert info`: what a model is and costs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastbert.cli import raise_if_stopped
+from fastbert.cli.parser import A_MODEL, add_command
+
+if TYPE_CHECKING:
+    from fastbert.config import EncoderConfig
+    from fastbert.models.base import EncoderModel
+
+LENGTHS = (16, 128, 512)  # sequence lengths that info reckons with
+TOKENS = 16384  # tokens at once that info reckons with
+
+
+def add(commands: Any) -> None:
+    parser = add_command(
+        commands, "info", run, "size, cost per token and memory of a model",
+        "Says what a model is and costs, from its config.json alone: no weights are read.",
+        "fastbert info all-MiniLM-L6-v2",
+    )  # fmt: skip
+    parser.add_argument("model", metavar="MODEL", help=f"a config.json, {A_MODEL}")
+
+
+def run(options: argparse.Namespace) -> int:
+    print("\n".join(info_lines(options.model)))
+    return 0
+
+
+def info_lines(name: str) -> list[str]:
+    """A model's size and cost, from its config.json. Raises CheckpointError or ConfigError."""
+    from torch import nn
+
+    from fastbert.checkpoint.unfilled import unfilled
+    from fastbert.models.auto import FAMILIES
+    from fastbert.sentences import position_limit
+
+    raise_if_stopped()
+    config = _read_config(name)
+    with unfilled():
+        model = FAMILIES[config.model_type](config)
+    total, encoder = model.num_parameters(), matmul_parameters(model)
+    embeddings = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
+    limit = position_limit(model)
+    lengths = [*(n for n in LENGTHS if n < limit), limit]
+    rows = [
+        ("family", config.model_type),
+        ("parameters", f"{total:,}; {embeddings:,} of them embeddings"),
+        ("layers", f"{config.num_hidden_layers}" + _sharing(config)),
+        ("hidden size", f"{config.hidden_size}; feed-forward {config.intermediate_size} ({config.hidden_act})"),
+        ("heads", f"{config.num_attention_heads} of {config.head_dim}"),
+        ("vocabulary", f"{config.vocab_size:,}"),
+        ("longest input", f"{limit:,} tokens"),
+    ]
+    lines = [f"{name}", *(f"  {label:<15}{value}" for label, value in rows), ""]
+    lines += [f"Operations per token, forward: 2 P + 4 S H L; P = {encoder:,} weights in layers, S tokens long"]
+    for length in lengths:
+        attention = 4 * length * config.hidden_size * config.num_hidden_layers
+        share = attention / (2 * encoder + attention)
+        lines.append(f"  S = {length:<9}{(2 * encoder + attention) / 1e6:10,.1f} M   attention {share:.0%}")
+    lines += ["", f"Memory{'float32':>21}{'bfloat16':>12}"]
+    # What is alive at the widest point of a layer with the torch backend, the hungriest: measured for MiniLM-L6 on the
+    # CPU, 416 MB where this says 403.
+    activations = TOKENS * (4 * config.hidden_size + 3 * config.intermediate_size)
+    for label, values in (("weights", total), (f"{TOKENS:,} tokens", activations)):
+        lines.append(f"  {label:<15}{4 * values / 1e6:7,.1f} MB{2 * values / 1e6:9,.1f} MB")
+    return [*lines, "  (tokens in one batch: activations of inference, at most about; training keeps every layer's)"]
+
+
+def _read_config(name: str) -> EncoderConfig:
+    from fastbert.checkpoint.pretrained import resolve
+    from fastbert.config import EncoderConfig
+    from fastbert.data.sentence_folder import transformer_folder
+
+    if Path(name).is_file():
+        return EncoderConfig.from_file(name)
+    return EncoderConfig.from_file(transformer_folder(resolve(name, config_only=True)) / "config.json")
+
+
+def _sharing(config: EncoderConfig) -> str:
+    shared = config.num_unique_layers
+    return f", sharing the weights of {shared}" if shared != config.num_hidden_layers else ""
+
+
+def matmul_parameters(model: EncoderModel) -> int:
+    """Weights of the matrix products that a token passes in the layers; a shared layer counts each time it runs."""
+    from torch import nn
+
+    from fastbert.layers.leaves import get_leaf
+
+    layers = (get_leaf(model, path) for path in model.family.layer_paths(model.config))
+    return sum(m.weight.numel() for layer in layers for m in layer.modules() if isinstance(m, nn.Linear))

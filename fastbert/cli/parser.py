@@ -1,0 +1,53 @@
+"""What the commands' parsers share; a command's own options are in its file."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import textwrap
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from fastbert.cli.texts import UsageError
+
+A_MODEL = "a folder, a hub id, or all-MiniLM-L6-v2"
+LARGEST = 2**31 - 1  # of whatever is a number on the command line: counts are int32 further down
+
+
+class Parser(argparse.ArgumentParser):
+    """One whose errors are one line, like every other."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (`{self.prog} --help` explains)")
+
+
+def add_command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str, description: str, example: str
+) -> Parser:
+    """A command's parser, whose options are then added to it; `run(options)` returns the exit code."""
+    width = min(100, shutil.get_terminal_size().columns) - 2
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=textwrap.fill(" ".join(description.split()), width),
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_model_option(parser: Parser) -> None:
+    parser.add_argument("--model", metavar="M", required=True, help=A_MODEL)
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or not text.strip("0"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    if len(text) > len(str(LARGEST)) or int(text) > LARGEST:
+        raise argparse.ArgumentTypeError(f"{short(text, 20)} is above {LARGEST}")
+    return int(text)
+
+
+def short(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."

@@ -1,0 +1,99 @@
+"""A run of the command line: parse, call the command, and turn what a user can mend into one line.
+
+torch is imported by the commands that need it, when they run, so that --help is quick.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import warnings
+
+from fastbert import __version__
+from fastbert.cli import BROKEN_PIPE, USER_ERROR, bench, discard, doctor, encode, fill_mask, info, quantize, say
+from fastbert.cli.parser import A_MODEL, Parser
+from fastbert.cli.texts import UsageError
+
+COMMANDS = (encode, fill_mask, quantize, info, doctor, bench)
+
+# The errors that a user can mend, by their modules below fastbert.
+USER_ERRORS = {
+    "config": ("ConfigError",),
+    "checkpoint.weight_files": ("CheckpointError",),
+    "packing": ("InputError",),
+    "backend": ("BackendError",),
+    "bench.compete": ("BenchmarkError", "WorkerError"),
+}
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        prog="fastbert",
+        description="BERT-family encoders, packed and fused: text to vectors, masked words, what your machine can do.",
+        epilog=f"`fastbert COMMAND --help` explains a command and gives an example. MODEL is {A_MODEL}.",
+    )
+    parser.add_argument("-V", "--version", action="version", version=f"fastbert {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add(commands)
+    return parser
+
+
+def _user_errors() -> tuple[type[Exception], ...]:
+    """Those of modules that were never imported cannot have been raised."""
+    loaded = ((sys.modules.get(f"fastbert.{module}"), names) for module, names in USER_ERRORS.items())
+    found = (vars(module)[name] for module, names in loaded if module is not None for name in names)
+    return (UsageError, OSError, *found)
+
+
+def _check_backend_choice() -> None:
+    try:
+        import fastbert.backend  # noqa: F401  (reads the variable)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _fill_standard_descriptors() -> None:
+    """A file that is opened while one of them is closed would take its number, and get what is printed there."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+
+
+def _flush_stdout() -> None:
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a full disk
+        discard(sys.stdout)
+        raise UsageError(f"standard output: {error.strerror}") from None
+
+
+def run(arguments: list[str] | None) -> int:
+    """Parse, run, and turn what a user can mend into one line. Returns the exit code; Ctrl-C is the caller's."""
+    _fill_standard_descriptors()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a token that the terminal cannot show is no reason to fail
+    warnings.showwarning = lambda message, *where, **options: say(f"warning: {message}")
+    try:
+        options = make_parser().parse_args(arguments)
+        if "FASTBERT_BACKEND" in os.environ:
+            _check_backend_choice()
+        code = options.run(options)
+        _flush_stdout()
+        return code
+    except BrokenPipeError:
+        discard(sys.stdout)
+        return BROKEN_PIPE
+    except _user_errors() as error:
+        say(f"error: {' '.join(str(error).split())}")
+        if isinstance(error, OSError):  # perhaps of stdout itself
+            try:
+                _flush_stdout()
+            except (OSError, UsageError):
+                discard(sys.stdout)
+        return USER_ERROR
