@@ -57,14 +57,16 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def cpu_name() -> str:
+    name, cpuinfo = platform.processor(), Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), name)
+
+
 def describe_machine() -> dict:
     """What a result must say about where it came from."""
     import fastbert
 
-    cpu = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        cpu = next((li.split(":", 1)[1].strip() for li in cpuinfo.read_text().splitlines() if "model name" in li), cpu)
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"],
         capture_output=True,
@@ -73,7 +75,7 @@ def describe_machine() -> dict:
         check=False,
     ).stdout.strip()
     return {
-        "cpu": cpu,
+        "cpu": cpu_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
