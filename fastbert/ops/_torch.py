@@ -8,7 +8,9 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
+from fastbert.backend import Backend, asked_for
 from fastbert.ops._checks import check_offsets, check_offsets_on_cpu
+from fastbert.ops._library import needs_grad
 from fastbert.ops._product import compute_dtype, product
 
 _ACTIVATIONS = {
@@ -149,7 +151,8 @@ def _rectangle_attention(q, k, v, mask, softmax_scale, dropout_p):
     """q, k, v (num_sequences, width, num_heads, head_dim) -> q's shape; mask (num_sequences, 1, 1 or width, width)."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     has_window = mask is not None and mask.shape[2] > 1  # SDPA's gradients err more where a query sees few keys
-    if has_window or _writes_scores(q, q.shape[2]):
+    is_twice = asked_for(None) is Backend.TORCH and needs_grad(q, k, v)  # SDPA's kernels are differentiable once
+    if has_window or is_twice or _writes_scores(q, q.shape[2]):
         out = _written_attention(q, k, v, mask, softmax_scale, dropout_p)
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, scale=softmax_scale)
