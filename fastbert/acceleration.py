@@ -139,14 +139,13 @@ def _tree_objection(root: nn.Module, plan: _Plan, config: EncoderConfig) -> str 
         snapshot.watch_children(module)
         for name in ("training", *HOOKS):  # transformers' recorder may stay
             snapshot.hold(module.__dict__, name)
-        kind = type(module)
-        if kind is not plan.classes.get(key):
-            return f"{path} is a {kind.__name__}, which was not there when the model was accelerated"
+        if type(module) is not plan.classes.get(key):
+            return f"{path} is a {type(module).__name__}, which was not there when the model was accelerated"
         if FORWARD in module.__dict__:
             return f"{path} has a forward of its own on the instance"
         if _has_hooks(module):
             return f"{path} has hooks, and packed execution does not call that module"
-        if kind is nn.Dropout:
+        if type(module) is nn.Dropout:
             attention = path.endswith(_ATTENTION_DROPOUT)
             p = config.attention_probs_dropout_prob if attention else config.hidden_dropout_prob
             if (module.p if module.training else 0.0) != (p if owner.training else 0.0):

@@ -16,9 +16,9 @@ from torch import nn
 
 from fastbert.acceleration import _Forward, _live
 from fastbert.config import ConfigError, EncoderConfig
+from fastbert.layers.fused import forget_layers
 from fastbert.layers.leaves import get_leaf, is_plain, place
 from fastbert.layers.quantized import QuantizedLinear
-from fastbert.layers.fused import forget_layers
 from fastbert.models.base import EncoderModel
 from fastbert.models.family import Family
 from fastbert.models.quantized import ENTRY, entry_of

@@ -23,13 +23,18 @@ has_kernels = pytest.mark.skipif(extension_error() is not None, reason=str(exten
 def looks(monkeypatch) -> list[str]:
     """What was made of a tree: the operands that its leaves hold, and what to remember them by."""
     made: list[str] = []
-    for name in ("_operands", "_snapshot"):
 
-        def counted(*args, name=name, function=getattr(fused, name)):
+    def count(name: str) -> None:
+        function = getattr(fused, name)
+
+        def counted(*args):
             made.append(name)
             return function(*args)
 
         monkeypatch.setattr(fused, name, counted)
+
+    count("_operands")
+    count("_snapshot")
     return made
 
 

@@ -33,8 +33,9 @@ def test_gradients_of_gradients(model_type, head):
     name = next(name for name, _ in model.named_parameters() if name.endswith(("query.weight", "q_lin.weight")))
 
     def run(embeds, weight):
-        given = {} if head == "Model" else {"labels": labels[head]}
-        out = torch.func.functional_call(model, {name: weight}, (), {"inputs_embeds": embeds, "attention_mask": mask, **given})
+        given = {"inputs_embeds": embeds, "attention_mask": mask}
+        given |= {} if head == "Model" else {"labels": labels[head]}
+        out = torch.func.functional_call(model, {name: weight}, (), given)
         return out[0] if head == "Model" else out["loss"]
 
     embeds = torch.randn(*mask.shape, 8, dtype=torch.float64, requires_grad=True)

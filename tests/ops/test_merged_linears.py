@@ -1,4 +1,4 @@
-"""Query, key and value as one product, which is how they run on a GPU; here on a CPU, by the Triton interpreter's rule."""
+"""Query, key and value as one product, which is how they run on a GPU; here on a CPU, as the interpreter has it."""
 
 from __future__ import annotations
 
