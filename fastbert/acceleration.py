@@ -123,22 +123,21 @@ def _tree_objection(root: nn.Module, plan: _Plan, config: EncoderConfig) -> str 
         return "global module hooks are registered"
     if _remembered.get(root, (plan, config)):
         return None
-    if (objection := plan.family.groups_objection(root, config)) is not None:
+    if objection := plan.family.groups_objection(root, config):
         return objection
     snapshot = Snapshot()  # of all that is read below
     snapshot.watch_children(root)
     snapshot.hold(root.__dict__, "training")
     for key, path, module, owner in _modules_of(root, plan.family, config):
         if key is None:
-            hooks = module._forward_pre_hooks
             snapshot.hold(module.__dict__, "_forward_pre_hooks")
-            if hooks and any(isinstance(h, partial) and h.func.__module__.startswith("peft.") for h in hooks.values()):
+            hooks = module._forward_pre_hooks.values()
+            if any(isinstance(h, partial) and h.func.__module__.startswith("peft.") for h in hooks):
                 return "PEFT's adapter_names and alora_offsets choose by the row of a batch"
             continue
         snapshot.watch(module, ())
         snapshot.watch_children(module)
-        for name in ("training", *HOOKS):  # transformers' recorder may stay
-            snapshot.hold(module.__dict__, name)
+        snapshot.hold(module.__dict__, "training", *HOOKS)  # not none of them: transformers' recorder may stay
         if type(module) is not plan.classes.get(key):
             return f"{path} is a {type(module).__name__}, which was not there when the model was accelerated"
         if FORWARD in module.__dict__:

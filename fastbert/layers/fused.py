@@ -68,7 +68,9 @@ def _operands(
         return "there are no layers"
     if any([layer.training for layer in layers]):
         return "a layer is in training mode"
-    linears, norms, eps = [], [], []
+    linears: list[ops.LinearWeights] = []
+    norms: list[torch.Tensor] = []
+    eps: list[float] = []
     for at, layer in zip(paths, layers, strict=True):
         if layer_type is not None:
             if not is_plain(layer, layer_type):

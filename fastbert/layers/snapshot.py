@@ -63,8 +63,8 @@ class Snapshot:
                 self.hold(attributes, name)
         self.modules.append(module)
         self._kinds.append(type(module))
-        for column, values in zip(self._absent, ([attributes] * len(hooks), hooks), strict=True):
-            column.extend(values)
+        self._absent[0].extend([attributes] * len(hooks))
+        self._absent[1].extend(hooks)
 
     def watch_children(self, module: nn.Module) -> None:
         """Which modules are right below this one, all of them."""
@@ -80,17 +80,19 @@ class Snapshot:
             self.watch_children(root)
             root = root._modules[name]  # type: ignore[assignment]
 
-    def hold(self, values: dict, name: str) -> None:
-        """What a dict has under a name, None where it has nothing; dicts and numbers are copied, to be compared."""
-        self._hold(self._others, values, name)
+    def hold(self, values: dict, *names: str) -> None:
+        """What a dict has under these names, None where it has nothing; a dict there is copied, to be compared."""
+        for name in names:
+            self._hold(self._others, values, name)
 
     def _hold(self, columns: tuple[list[dict], list[str], list[Any]], values: dict, name: str) -> None:
         if (id(values), name) not in self._held:  # the paths of leaves have their beginnings in common
             self._held.add((id(values), name))
             value = values.get(name)
             copied = columns is self._others and isinstance(value, dict)
-            for column, entry in zip(columns, (values, name, type(value)(value) if copied else value), strict=True):
-                column.append(entry)
+            columns[0].append(values)
+            columns[1].append(name)
+            columns[2].append(value.copy() if copied else value)
 
     # ----------------------------------------------------------------------------------------------------------------
     # Whether it is still so. By maps, which make no Python frame or loop: this is the longest of all that stands before
@@ -102,12 +104,12 @@ class Snapshot:
 
     def is_same(self) -> bool:
         """Whether the same modules hold the same tensors, hooks left aside."""
-        *tensor_keys, tensors = self._tensors
-        *keys, values = self._others
+        tensor_dicts, tensor_names, tensors = self._tensors
+        dicts, names, values = self._others
         parents, children = self._parents
         return (
-            all(map(is_, map(dict.get, *tensor_keys), tensors))
-            and list(map(dict.get, *keys)) == values
+            all(map(is_, map(dict.get, tensor_dicts, tensor_names), tensors))
+            and list(map(dict.get, dicts, names)) == values
             and list(map(_children_of, parents)) == children
             and list(map(type, self.modules)) == self._kinds
             and (not self._with_memory or list(map(_memory_of, self._located)) == self._memory)
