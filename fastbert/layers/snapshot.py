@@ -89,10 +89,11 @@ class Snapshot:
         if (id(values), name) not in self._held:  # the paths of leaves have their beginnings in common
             self._held.add((id(values), name))
             value = values.get(name)
-            copied = columns is self._others and isinstance(value, dict)
+            if columns is self._others and isinstance(value, dict):
+                value = value.copy()
             columns[0].append(values)
             columns[1].append(name)
-            columns[2].append(value.copy() if copied else value)
+            columns[2].append(value)
 
     # ----------------------------------------------------------------------------------------------------------------
     # Whether it is still so. By maps, which make no Python frame or loop: this is the longest of all that stands before

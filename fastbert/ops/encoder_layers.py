@@ -54,7 +54,8 @@ class LayerOperands(NamedTuple):
     def of(
         cls, linears: Sequence[LinearWeights], norms, eps, num_heads: int, activation: str, dropouts=(0.0, 0.0, 0.0)
     ) -> LayerOperands:
-        return cls(*zip(*linears, strict=True), norms, eps, num_heads, activation, dropouts)  # type: ignore[arg-type]
+        weights, biases, scales, input_scales = zip(*linears, strict=True)
+        return cls(weights, biases, scales, input_scales, norms, eps, num_heads, activation, dropouts)
 
 
 def _supports(x: torch.Tensor) -> str | None:
