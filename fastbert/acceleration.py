@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 
 from fastbert import ops
 from fastbert.config import ConfigError, EncoderConfig
 from fastbert.layers.encoder import run_layer
+from fastbert.layers.leaves import FORWARD, HOOKS, has_global_hooks
+from fastbert.layers.snapshot import Remembered, Snapshot
 from fastbert.models.auto import FAMILIES
 from fastbert.models.base import first_tokens, run_encoder, run_pooler
 from fastbert.models.family import Family, RunsBaseModel
@@ -80,7 +81,7 @@ def _live(module: Any, plan: _Plan) -> tuple[EncoderConfig, TableSizes]:
     return config, table_sizes(module, family.embeddings, module.config, config.embedding_width)
 
 
-def _modules_of(root: nn.Module, family: Family, config: EncoderConfig) -> Iterator:
+def _modules_of(root: nn.Module, family: Family, config: EncoderConfig) -> Iterator[tuple[str | None, str, Any, Any]]:
     """(key, path, module, the module whose `training` our path goes by) of every module below `root`, leaves included.
 
     `key` is None for a leaf, which our path calls. The others (containers, dropouts, activations) it does not call;
@@ -113,30 +114,42 @@ def _has_hooks(module: nn.Module) -> bool:
     return bool(others) or (bool(hooks) and any(hook.__module__ != recorder for hook in hooks.values()))
 
 
+_remembered = Remembered()  # models in whose trees the last look found no objection
+
+
 def _tree_objection(root: nn.Module, plan: _Plan, config: EncoderConfig) -> str | None:
     """Why our path would not do what calling every module of the tree does; None where it does."""
-    if torch_module._has_any_global_hook():
+    if has_global_hooks():
         return "global module hooks are registered"
-    if (objection := plan.family.groups_objection(root, config)) is not None:
+    if _remembered.get(root, (plan, config)):
+        return None
+    if objection := plan.family.groups_objection(root, config):
         return objection
+    snapshot = Snapshot()  # of all that is read below
+    snapshot.watch_children(root)
+    snapshot.hold(root.__dict__, "training")
     for key, path, module, owner in _modules_of(root, plan.family, config):
         if key is None:
-            hooks = module._forward_pre_hooks
-            if hooks and any(isinstance(h, partial) and h.func.__module__.startswith("peft.") for h in hooks.values()):
+            snapshot.hold(module.__dict__, "_forward_pre_hooks")
+            hooks = module._forward_pre_hooks.values()
+            if any(isinstance(h, partial) and h.func.__module__.startswith("peft.") for h in hooks):
                 return "PEFT's adapter_names and alora_offsets choose by the row of a batch"
             continue
-        kind = type(module)
-        if kind is not plan.classes.get(key):
-            return f"{path} is a {kind.__name__}, which was not there when the model was accelerated"
-        if "forward" in module.__dict__:
+        snapshot.watch(module, ())
+        snapshot.watch_children(module)
+        snapshot.hold(module.__dict__, "training", *HOOKS)  # not none of them: transformers' recorder may stay
+        if type(module) is not plan.classes.get(key):
+            return f"{path} is a {type(module).__name__}, which was not there when the model was accelerated"
+        if FORWARD in module.__dict__:
             return f"{path} has a forward of its own on the instance"
         if _has_hooks(module):
             return f"{path} has hooks, and packed execution does not call that module"
-        if kind is nn.Dropout:
+        if type(module) is nn.Dropout:
             attention = path.endswith(_ATTENTION_DROPOUT)
             p = config.attention_probs_dropout_prob if attention else config.hidden_dropout_prob
             if (module.p if module.training else 0.0) != (p if owner.training else 0.0):
                 return f"{path} has p={module.p}, training={module.training}; by config and owner {p}, {owner.training}"
+    _remembered.put(root, (plan, config), snapshot, True)
     return None
 
 
@@ -297,7 +310,7 @@ def _make_plan(module: Any, label: str, heads: list[str]) -> _Plan | str:
     model_type = _MODEL_TYPES[type(module).__module__, type(module).__name__]
     if module.config.model_type != model_type:
         return f"its config is of model_type {module.config.model_type!r}, not {model_type!r}"
-    if "forward" in module.__dict__ or _is_patched(module):
+    if FORWARD in module.__dict__ or _is_patched(module):
         return "its forward has been replaced already"
     reads = "tokens" if heads and all(head.endswith(_TOKEN_HEADS) for head in heads) else "first"
     reads = "padding" if any(head.endswith(_SPAN_HEADS) for head in heads) else reads

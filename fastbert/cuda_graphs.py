@@ -12,14 +12,15 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 
-from fastbert.backend import Backend, _Choice, select_fused
+from fastbert.backend import Backend, _Choice, first_to_serve
+from fastbert.layers.leaves import FORWARD_HOOKS
+from fastbert.layers.snapshot import Snapshot
 from fastbert.models.base import EncoderModel, must_be_called
 from fastbert.models.inputs import EncoderInputs
 from fastbert.models.outputs import ModelOutput
@@ -153,50 +154,14 @@ class Captured:
         self.graph.reset()
 
 
-@dataclass
-class _Leaves:
-    """What a captured graph has written down of a model, and how to see that it is still so."""
-
-    held: list[tuple[dict, str, torch.Tensor | None, tuple]] = field(default_factory=list)
-    modules: list[nn.Module] = field(default_factory=list)
-    kinds: list[type] = field(default_factory=list)  # of those modules
-    others: list[tuple[dict, str, object]] = field(default_factory=list)  # a module's dict, a name, what it has there
-    hooks: list[tuple[dict, str]] = field(default_factory=list)  # a module's dict, and the name of what must be empty
-
-    @classmethod
-    def of(cls, model: nn.Module) -> _Leaves:
-        leaves = cls()
-        for module in model.modules():
-            attributes = module.__dict__
-            leaves.modules.append(module)
-            leaves.kinds.append(type(module))
-            leaves.others.append((attributes, "forward", attributes.get("forward")))
-            # These dicts themselves, too: a module's __init__ puts others in their place.
-            leaves.others += [
-                (attributes, n, d) for n in ("_modules", "_parameters", "_buffers") if (d := attributes[n])
-            ]
-            leaves.others += [(module._modules, name, child) for name, child in module._modules.items()]
-            for tensors in (module._parameters, module._buffers):
-                leaves.held += [(tensors, n, t, () if t is None else _memory_of(t)) for n, t in tensors.items()]
-            if module is not model:  # whose own hooks are for its caller
-                leaves.hooks += [(attributes, name) for name in ("_forward_hooks", "_forward_pre_hooks")]
-        return leaves
-
-    def have_hooks(self) -> bool:
-        return any([attributes[name] for attributes, name in self.hooks])
-
-    def are_current(self) -> bool:
-        """Whether the same modules hold the same memory; in-place changes of weights are seen by a graph anyway."""
-        return (
-            [type(module) for module in self.modules] == self.kinds
-            and all([values.get(name) is value for values, name, value in self.others])
-            and all([d.get(n) is t and (t is None or _memory_of(t) == memory) for d, n, t, memory in self.held])
-        )
-
-
-def _memory_of(t: torch.Tensor) -> tuple:
-    """A dtype has come and gone where a model was converted and back: its old address may be another's by then."""
-    return t.data_ptr(), t.dtype
+def _look_at(model: nn.Module) -> Snapshot:
+    """All that a captured graph has written down of a model: weights' memory, and what calling its modules does."""
+    snapshot = Snapshot(with_memory=True)
+    for module in model.modules():
+        snapshot.watch(module, () if module is model else FORWARD_HOOKS)  # the model's own hooks are for its caller
+        if module._modules:
+            snapshot.watch_children(module)
+    return snapshot
 
 
 class GraphedEncoder:
@@ -215,7 +180,7 @@ class GraphedEncoder:
         self.model, self.max_tokens, self.max_graphs, self.max_memory = model, max_tokens, max_graphs, max_memory
         self.why_eager: str | None = "nothing has run yet"
         self._graphs: OrderedDict[tuple[Bucket, Backend | None], Captured] = OrderedDict()
-        self._leaves: _Leaves | None = None
+        self._captured: Snapshot | None = None  # what they were captured from
         self._turns: Turns | None = None
         self._lock = threading.Lock()  # a graph's buffers hold one batch at a time
 
@@ -241,7 +206,7 @@ class GraphedEncoder:
         for captured in self._graphs.values():
             captured.free()
         self._graphs.clear()
-        self._leaves = None
+        self._captured = None
 
     # ----------------------------------------------------------------------------------------------------------------
     # Calls
@@ -314,18 +279,18 @@ class GraphedEncoder:
             return "the caller is capturing a graph"
         heads = model.config.num_attention_heads
         probe = torch.empty(2, heads, model.config.hidden_size // heads, device=device, dtype=model.dtype)
-        if select_fused("attention", probe, probe, probe) in (None, Backend.TORCH):
+        if first_to_serve("attention", probe, probe, probe) in (None, Backend.TORCH):
             return "attention runs in torch, which asks the host for the lengths"
         return None
 
-    def _leaves_objection(self) -> str | None:
+    def _tree_objection(self) -> str | None:
         """Forget the graphs where the model is not what they were captured from; why its leaves must be called."""
-        if self._leaves is None or not self._leaves.are_current():
+        if self._captured is None or not self._captured.is_same():
             self._clear()
-            self._leaves = _Leaves.of(self.model)
-        if torch_module._has_any_global_hook() or self._leaves.have_hooks():
+            self._captured = _look_at(self.model)
+        if self._captured.has_hooks():
             return "a module inside the model has hooks"
-        if any([module.training for module in self._leaves.modules]):
+        if any([module.training for module in self._captured.modules]):
             return "a module inside the model is in training mode"
         return None
 
@@ -335,7 +300,7 @@ class GraphedEncoder:
         longest = min(batch.max_seqlen, batch.total_tokens)
         bucket = bucket_of(batch.total_tokens, batch.batch_size, longest, has_types, self.max_tokens)
         with self._lock:
-            self.why_eager = self._leaves_objection()
+            self.why_eager = self._tree_objection()
             if inputs.input_ids is None:
                 self.why_eager = "inputs_embeds are not copied"
             elif bucket is None:

@@ -14,8 +14,8 @@ from fastbert.checkpoint.pretrained import CheckpointMixin
 from fastbert.config import ConfigError, EncoderConfig
 from fastbert.layers.embeddings import run_embeddings
 from fastbert.layers.encoder import EncoderLayer, add_norm
+from fastbert.layers.fused import offer_layers
 from fastbert.layers.leaves import get_leaf, has_hooks, is_called, is_plain, linear, parent_of, place, within
-from fastbert.layers.whole import run_whole_layers
 from fastbert.models.family import Family, RunsBaseModel, Scopes
 from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs, table_sizes
 from fastbert.models.outputs import ModelOutput
@@ -206,9 +206,9 @@ def run_encoder(
         # The groups of ALBERT, which nothing below looks at; a list, so that each is asked whether it is a container.
         called = scopes.groups and any([is_called(root, path) for path in dict.fromkeys(scopes.groups)])
         if may_fuse and not called and hidden_states is None and not root.training:
-            fused = run_whole_layers(root, paths, layer_type, family.layer, options, x, inputs.batch)
-        if fused is not None:
-            x = fused
+            fused = offer_layers(root, paths, layer_type, family.layer, options, x)
+        if callable(fused):
+            x = fused(inputs.batch.cu_seqlens)
         elif not scopes.groups:
             x = group(paths)(x)
         else:  # the layers of each of ALBERT's groups, as often as it runs

@@ -11,9 +11,9 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.config import ConfigError, EncoderConfig
+from fastbert.layers.fused import forget_layers
 from fastbert.layers.leaves import get_leaf, is_plain, place
 from fastbert.layers.quantized import QuantizedLinear
-from fastbert.layers.whole import forget_layers
 from fastbert.models.family import Family, RunsBaseModel, base_models
 
 # Where transformers, too, looks for how a checkpoint was quantised. A quant_method that it does not know makes it warn

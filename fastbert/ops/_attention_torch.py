@@ -13,7 +13,8 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from fastbert.ops._common import at_least_fp32
+from fastbert.backend import Backend, asked_for
+from fastbert.ops._common import at_least_fp32, needs_grad
 from fastbert.ops.dropout import dropout_torch
 from fastbert.ops.packing import check_offsets, check_offsets_on_cpu, token_sequences
 
@@ -110,7 +111,8 @@ def _rectangle_attention(q, k, v, mask, options):
     """q, k, v (num_sequences, width, num_heads, head_dim) -> q's shape; mask (num_sequences, 1, 1 or width, width)."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     has_window = mask is not None and mask.shape[2] > 1  # SDPA's gradients err more where a query sees few keys
-    if has_window or _writes_scores(q, q.shape[2]):
+    is_twice = asked_for(None) is Backend.TORCH and needs_grad(q, k, v)  # SDPA's kernels are differentiable once
+    if has_window or is_twice or _writes_scores(q, q.shape[2]):
         out = _written_attention(q, k, v, mask, options)
     else:
         out = F.scaled_dot_product_attention(

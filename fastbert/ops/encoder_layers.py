@@ -1,5 +1,10 @@
 """Whole post-norm layers (Vaswani et al. 2017, section 3.1) in one call. Calling their ops one by one takes a third of
-a short text's time in inference, and 3 % of a fine-tuning step on 32 sentences."""
+a short text's time in inference, and 3 % of a fine-tuning step on 32 sentences.
+
+Both are offers: `offer("encoder_layers", x, look)` for inference, `offer("encoder_layer", x, look)` for training, where
+`look()` gives LayerOperands. What they answer is called with cu_seqlens, int32 (batch + 1,), the offsets of the
+sequences, and returns what x is, (total_tokens, hidden_size).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastbert.backend import Backend, register, select_fused
+from fastbert.backend import Backend, register_offer
 from fastbert.ops._common import check_devices, compute_dtype, define, extension_error, needs_grad
 from fastbert.ops.packing import int32_offsets
 
@@ -72,76 +77,87 @@ class LinearWeights(NamedTuple):
     input_scale: float
 
 
-def _supports_cpu(x, head_dim, *tensors) -> str | None:
+class LayerOperands(NamedTuple):
+    """What layers run on.
+
+    weights, biases, weight_scales, input_scales: query, key, value, attention output, up and down, of every layer in
+        turn, each as `linears` takes it.
+    norms: weight and bias, (hidden_size,) each, of the attention's LayerNorm, then of the feed-forward's, likewise.
+    eps: of the two LayerNorms, likewise.
+    num_heads: hidden_size / num_heads is the heads' width.
+    activation: a name that the op `activation` knows.
+    dropouts: of the attention's probabilities, of its output and of the feed-forward's; in training only.
+    """
+
+    weights: tuple[torch.Tensor, ...]
+    biases: tuple[torch.Tensor | None, ...]
+    weight_scales: tuple[torch.Tensor | None, ...]
+    input_scales: tuple[float, ...]
+    norms: Sequence[torch.Tensor]
+    eps: Sequence[float]
+    num_heads: int
+    activation: str
+    dropouts: tuple[float, float, float]
+
+    @classmethod
+    def of(
+        cls, linears: Sequence[LinearWeights], norms, eps, num_heads: int, activation: str, dropouts=(0.0, 0.0, 0.0)
+    ) -> LayerOperands:
+        weights, biases, scales, input_scales = zip(*linears, strict=True)
+        return cls(weights, biases, scales, input_scales, norms, eps, num_heads, activation, dropouts)
+
+
+def _supports(x: torch.Tensor) -> str | None:
     """What training and inference have in common. int8 weights have no gradient: their layers never get to training."""
     if x.device.type != "cpu":
         return f"tensors are on {x.device.type}"
-    dtype = x.dtype
-    if dtype not in (torch.float32, torch.bfloat16):
-        return f"dtype {dtype} (has float32 and bfloat16)"
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        return f"dtype {x.dtype} (has float32 and bfloat16)"
     if x.dim() != 2:
         return f"x has {x.dim()} dimensions, the kernels take (total_tokens, hidden_size)"
-    if not 2 <= head_dim <= 256:
-        return f"head_dim is {head_dim} (attention has 2 to 256)"
-    # A set, not a loop with a choice for each tensor: there are a hundred, and a short text takes half a millisecond.
-    if not {t.dtype if t.is_cpu else t.device for t in tensors if t is not None} <= {dtype, torch.int8}:
-        others = sorted({f"{t.dtype} on {t.device}" for t in tensors if t is not None})
-        return f"x is {dtype} on {x.device}, the weights {' and '.join(others)}"
     return extension_error()
 
 
-def _supports_inference(x, head_dim, *tensors) -> str | None:
+def _accepts(x: torch.Tensor, operands: LayerOperands) -> str | None:
+    head_dim = operands.weights[0].shape[0] // operands.num_heads
+    if not 2 <= head_dim <= 256:
+        return f"head_dim is {head_dim} (attention has 2 to 256)"
+    # A set, not a loop with a choice for each tensor: there are a hundred, and a short text takes half a millisecond.
+    tensors = (*operands.weights, *operands.biases, *operands.norms)
+    if not {t.dtype if t.is_cpu else t.device for t in tensors if t is not None} <= {x.dtype, torch.int8}:
+        others = sorted({f"{t.dtype} on {t.device}" for t in tensors if t is not None})
+        return f"x is {x.dtype} on {x.device}, the weights {' and '.join(others)}"
+    return None
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# encoder_layers, for inference
+
+
+def _supports_inference(x: torch.Tensor) -> str | None:
     if torch.is_autocast_enabled("cpu"):
         return "autocast chooses a dtype for each op"
-    if needs_grad(x, *tensors):
+    return "it is for inference: autograd records each op" if needs_grad(x) else _supports(x)
+
+
+def _accepts_inference(x: torch.Tensor, operands: LayerOperands) -> str | None:
+    if needs_grad(*operands.weights, *operands.biases, *operands.norms):
         return "it is for inference: autograd records each op"
-    return _supports_cpu(x, head_dim, *tensors)
+    return _accepts(x, operands)
 
 
-def _supports_training(x, head_dim, *tensors) -> str | None:
-    if compute_dtype(x) not in (torch.float32, torch.bfloat16):
-        return f"autocast to {compute_dtype(x)}"
-    return _supports_cpu(x, head_dim, *tensors)
-
-
-register("encoder_layers", Backend.CPU, _supports_inference, probe=lambda x, vector: (x, 64, vector))
-register("encoder_layer", Backend.CPU, _supports_training, probe=lambda x, vector: (x, 64, vector))
-
-
-def encoder_layers(
-    x: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    linears: Sequence[LinearWeights],
-    norms: Sequence[torch.Tensor],
-    *,
-    eps: Sequence[float],
-    num_heads: int,
-    activation: str = "gelu",
-) -> torch.Tensor | None:
-    """Layers for inference: self-attention and feed-forward, each with its residual and LayerNorm after it.
-
-    Args:
-        x: (total_tokens, hidden_size), packed.
-        cu_seqlens: int32 (batch + 1,), the offsets of the sequences.
-        linears: query, key, value, attention output, up and down, of every layer in turn.
-        norms: weight and bias, (hidden_size,) each, of the attention's LayerNorm, then of the feed-forward's, likewise.
-        eps: of the two LayerNorms, likewise.
-        num_heads: hidden_size / num_heads is the heads' width.
-        activation: a name that the op `activation` knows.
-
-    Returns:
-        (total_tokens, hidden_size); None where no backend has whole layers for this call (gradients, autocast,
-        another dtype or device): the caller then runs them op by op.
-    """
-    weights, biases, scales, input_scales = zip(*linears, strict=True)
-    head_dim = weights[0].shape[0] // num_heads
-    if select_fused("encoder_layers", x, head_dim, *weights, *biases, *norms) is None:
-        return None
+def _run_inference(x: torch.Tensor, operands: LayerOperands, cu_seqlens: torch.Tensor) -> torch.Tensor:
     check_devices("encoder_layers", x=x, cu_seqlens=cu_seqlens)
     cu_seqlens = int32_offsets("encoder_layers", cu_seqlens)
-    return torch.ops.fastbert.encoder_layers_cpu(
-        x, cu_seqlens, weights, biases, scales, input_scales, norms, eps, num_heads, activation
-    )
+    *of_layers, _ = operands
+    return torch.ops.fastbert.encoder_layers_cpu(x, cu_seqlens, *of_layers)
+
+
+register_offer("encoder_layers", Backend.CPU, _supports_inference, _accepts_inference, _run_inference)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# encoder_layer, for training: under autocast products and attention run in its dtype, the residual stream stays in x's
 
 
 class _EncoderLayer(torch.autograd.Function):
@@ -169,35 +185,29 @@ class _EncoderLayer(torch.autograd.Function):
         return dx if needs_dx else None, None, None, None, None, None, None, None, *gradients
 
 
-def encoder_layer(
-    x: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    linears: Sequence[LinearWeights],
-    norms: Sequence[torch.Tensor],
-    *,
-    dropouts: tuple[float, float, float],
-    eps: Sequence[float],
-    num_heads: int,
-    activation: str = "gelu",
-) -> torch.Tensor | None:
-    """One layer for training, all of its weights; the other arguments are those of `encoder_layers`.
+def _supports_training(x: torch.Tensor) -> str | None:
+    if not torch.is_grad_enabled():
+        return "it is for training: gradients are off"
+    if compute_dtype(x) not in (torch.float32, torch.bfloat16):
+        return f"autocast to {compute_dtype(x)}"
+    return _supports(x)
 
-    `dropouts`: of the attention's probabilities, of its output and of the feed-forward's. Under autocast products and
-    attention run in its dtype, the residual stream stays in x's.
 
-    Returns (total_tokens, hidden_size); None where no backend has it for this call, or a weight takes no gradient: the
-    caller then runs the layer op by op.
-    """
-    weights, biases, _, _ = zip(*linears, strict=True)
-    parameters = (*weights, *biases, *norms)
-    if not torch.is_grad_enabled() or any(p is None or not p.requires_grad for p in parameters):
-        return None
-    head_dim = weights[0].shape[0] // num_heads
-    if select_fused("encoder_layer", x, head_dim, *parameters) is None:
-        return None
+def _accepts_training(x: torch.Tensor, operands: LayerOperands) -> str | None:
+    parameters = (*operands.weights, *operands.biases, *operands.norms)
+    if any(p is None or not p.requires_grad for p in parameters):
+        return "it is for training all of a layer: a weight takes no gradient, or is not there"
+    return _accepts(x, operands)
+
+
+def _run_training(x: torch.Tensor, operands: LayerOperands, cu_seqlens: torch.Tensor) -> torch.Tensor:
     check_devices("encoder_layer", x=x, cu_seqlens=cu_seqlens)
     cu_seqlens = int32_offsets("encoder_layer", cu_seqlens)
+    weights, biases, _, _, norms, eps, num_heads, activation, dropouts = operands
     philox = torch.randint(2**62, (3, 2), dtype=torch.int64) if any(dropouts) else None
     return _EncoderLayer.apply(
-        x, cu_seqlens, philox, dropouts, tuple(eps), num_heads, activation, compute_dtype(x), *parameters
+        x, cu_seqlens, philox, dropouts, tuple(eps), num_heads, activation, compute_dtype(x), *weights, *biases, *norms
     )
+
+
+register_offer("encoder_layer", Backend.CPU, _supports_training, _accepts_training, _run_training)

@@ -1,7 +1,8 @@
 """Products with a weight: one or several over the same x, with bias and activation in the GEMM's epilogue.
 
-On a GPU several products without an activation, those of query, key and value, run as one over weights laid beside
-each other: x is read once, and backward's dx is added up inside its product instead of by two passes over memory.
+On a GPU several products without an activation, those of query, key and value, are offered as one (`merged_linears`),
+over weights laid beside each other: x is read once, and backward's dx is added up inside its product instead of by two
+passes over memory.
 
 int8 weights (Dettmers et al. 2022, section 2.1) hold round(w / scale) with one scale an output channel; rows of x are
 quantised on the fly by their own largest value, or by a scale that calibration has found.
@@ -9,13 +10,14 @@ quantised on the fly by their own largest value, or by a scale that calibration 
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from fastbert.backend import Backend, register, select
+from fastbert.backend import Backend, asked_for, offer, register, register_offer, select
 from fastbert.ops._common import (
     Differentiable,
     Rule,
@@ -107,24 +109,44 @@ def _backward(backend, options, needed, saved, *douts):
 _RULE = Rule(_forward, _backward)
 
 
-# Where products are merged. Laying three weights of BERT-base beside each other moves 7 MB, 2 us on an H200: in
-# inference that must be little beside the products, in training it costs less than backward's additions.
-_MERGED_DEVICE = "cuda"
+# --------------------------------------------------------------------------------------------------------------------
+# merged_linears: products without an activation as one, an offer on GPUs. Laying three weights of BERT-base beside each
+# other moves 7 MB, 2 us on an H200: in inference that must be little beside the products, in training it costs less
+# than backward's additions.
+
 _MERGED_TOKENS = 4096
 
 
-def _are_merged(x, weights, biases, scales, activation, has_grad: bool) -> bool:
-    return (
-        x.device.type == _MERGED_DEVICE
-        and x.dim() == 2
-        and len(weights) > 1
-        and activation == "none"
-        and all(scale is None for scale in scales)
-        and len({bias is None for bias in biases}) == 1
-        and len({t.dtype for t in (*weights, *biases) if t is not None}) == 1
-        and (weights[0].dtype is x.dtype or torch.is_autocast_enabled(x.device.type))
-        and (has_grad or x.shape[0] >= _MERGED_TOKENS)
-    )
+def _supports_merged(x: torch.Tensor) -> str | None:
+    if x.device.type != "cuda":
+        return f"tensors are on {x.device.type}"
+    return None if x.dim() == 2 else f"x has {x.dim()} dimensions, products are merged of (total_tokens, in_features)"
+
+
+def _supports_merged_triton(x: torch.Tensor) -> str | None:
+    is_interpreted = x.device.type != "cuda" and x.dim() == 2 and os.environ.get("TRITON_INTERPRET") == "1"
+    return None if is_interpreted else _supports_merged(x)
+
+
+def _accepts_merged(x: torch.Tensor, operands) -> str | None:
+    weights, biases, scales, activation = operands
+    if len(weights) < 2 or activation != "none":
+        return "there is one product, or an activation after them"
+    if any(scale is not None for scale in scales):
+        return "weights are int8"
+    if len({bias is None for bias in biases}) != 1:
+        return "some of the products have a bias, others not"
+    dtypes = {t.dtype for t in (*weights, *biases) if t is not None}
+    if len(dtypes) != 1 or (weights[0].dtype is not x.dtype and not torch.is_autocast_enabled(x.device.type)):
+        return f"x is {x.dtype}, the weights {' and '.join(sorted(map(str, dtypes)))}"
+    if x.shape[0] < _MERGED_TOKENS and not needs_grad(x, *weights, *biases):
+        return f"{x.shape[0]} tokens without gradients (merged from {_MERGED_TOKENS} on)"
+    return None
+
+
+def _run_merged(x: torch.Tensor, operands) -> list[torch.Tensor]:
+    weights, biases, _, _ = operands
+    return list(_MergedLinears.apply(x, compute_dtype(x), len(weights), *weights, *biases))
 
 
 def _side_by_side(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -175,6 +197,14 @@ class _MergedLinears(torch.autograd.Function):
         return dx, None, None, *(gradient if needed else None for gradient, needed in gradients)
 
 
+# cuBLAS's product, beside the kernels of either backend.
+register_offer("merged_linears", Backend.CUDA, _supports_merged, _accepts_merged, _run_merged)
+register_offer("merged_linears", Backend.TRITON, _supports_merged_triton, _accepts_merged, _run_merged)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
 def linears(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
@@ -209,15 +239,16 @@ def linears(
         check_devices("linears", x=x, weight=weight, bias=bias, weight_scale=scale)
     chosen = select("linears", backend, x, *weights)
     check_gradient(x, scales)
-    has_grad = needs_grad(x, *weights, *biases)
-    if chosen is Backend.TORCH and _are_merged(x, weights, biases, scales, activation, has_grad):
-        return list(_MergedLinears.apply(x, compute_dtype(x), len(weights), *weights, *biases))
     if chosen is Backend.TORCH:
+        if asked_for(backend) is not Backend.TORCH:
+            merged = offer("merged_linears", x, lambda: (weights, biases, scales, activation))
+            if not isinstance(merged, str):
+                return merged()
         return [
             linear_torch(x, w, b, s, i, activation) for w, b, s, i in zip(weights, biases, scales, inputs, strict=True)
         ]
     options = LinearOptions(inputs, activation, compute_dtype(x))
-    if has_grad:
+    if needs_grad(x, *weights, *biases):
         return list(Differentiable.apply(_RULE, chosen, options, x, *weights, *biases))
     return _launch(options, x, weights, biases, scales, False)
 

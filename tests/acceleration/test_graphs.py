@@ -17,6 +17,9 @@ from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
+ARGUMENTS = (
+    "input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "cu_seqlens", "max_seqlen",
+)  # fmt: skip
 
 
 def make_model(model_type: str = "bert", index: int = 0, **changes):
@@ -65,7 +68,7 @@ def captures(monkeypatch):
     if not ON_GPU:
         monkeypatch.setattr(cuda_graphs, "Captured", Counted)
         monkeypatch.setattr(cuda_graphs, "Turns", NoTurns)
-        monkeypatch.setattr(cuda_graphs, "select_fused", lambda *args: fastbert.Backend.CPU)
+        monkeypatch.setattr(cuda_graphs, "first_to_serve", lambda *args: fastbert.Backend.CPU)
         monkeypatch.setattr(cuda_graphs, "GPU", "cpu")
     Eager.freed = 0
     return seen
@@ -207,10 +210,10 @@ def test_weights_may_change(captures):
         compare(graphed(ids), model, {"input_ids": ids})
         norm.weight.data = norm.weight.data.clone() / 2  # replaced behind the parameter, as model.to() does
         compare(graphed(ids), model, {"input_ids": ids})
-        leaves = graphed._leaves
-        assert leaves.are_current()
+        captured_from = graphed._captured
+        assert captured_from.is_same()
         norm.weight.data = norm.weight.data.view(torch.float16)  # the same address, another dtype
-        assert not leaves.are_current()
+        assert not captured_from.is_same()
         norm.weight.data = norm.weight.data.view(torch.float32)
         model.encoder.layer[0] = copy.deepcopy(model.encoder.layer[1])
         compare(graphed(ids), model, {"input_ids": ids})

@@ -39,6 +39,7 @@ def test_a_named_backend_serves_or_raises_with_its_reason(probe_op):
 
 
 def test_use_backend_is_strict_where_the_backend_has_kernels(probe_op):
+    register("plain", Backend.CUDA, lambda x: "no GPU")
     with use_backend("cpu"):
         assert select("probe", None, torch.zeros(2, 1)) is Backend.CPU
         assert select("plain", None, torch.zeros(2, 1)) is Backend.TORCH
@@ -68,7 +69,7 @@ def test_report_names_every_op_and_every_other_backends_reason():
     report = fastbert.backends("cpu", torch.float32)
     assert set(report) == {
         "add_layer_norm", "attention", "cross_entropy", "dropout", "embed_layer_norm", "encoder_layer",
-        "encoder_layers", "feed_forward", "linears", "pack", "pooling", "unpack",
+        "encoder_layers", "feed_forward", "linears", "merged_linears", "pack", "pooling", "unpack",
     }  # fmt: skip
     for op, row in report.items():
         assert set(row) - {"selected"} == {b.value for b in Backend} - {row["selected"], "torch"}, op
