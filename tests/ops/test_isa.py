@@ -11,6 +11,7 @@ import torch
 from command_line import fails, run_python
 
 import fastbert
+from fastbert.cli.doctor import doctor_lines
 from fastbert.ops._common import extension_error
 
 pytestmark = pytest.mark.skipif(extension_error() is not None, reason=str(extension_error()))
@@ -56,5 +57,6 @@ def test_without_bfloat16_products_a_quantized_model_is_float32():
     try:
         _C.set_isa("generic")
         assert fastbert.quantize(fastbert.BertModel(config)).dtype == torch.float32
+        assert "bfloat16 checkpoints compute in float32" in "".join(doctor_lines()[0])
     finally:
         _C.set_isa(chosen)
