@@ -1,8 +1,8 @@
-"""fastbert.accelerate(hf_model): a live transformers model, made faster in place, its parameters shared.
+"""fastbert.accelerate(hf_model) makes a live transformers model faster, in place. Its parameters stay its own.
 
-The forward of each base model in the tree is replaced on the instance by one that packs the batch, runs fastbert's
-encoder over the very leaves of that model, and unpacks. Nothing is registered in the module tree. What that would not
-honour is found before anything is launched, said once, and runs in transformers' own forward.
+Each base model in the tree gets a new forward, on the instance. It packs the batch, runs fastbert's encoder over the
+model's own leaves, and unpacks the result. Nothing is registered in the module tree. Before anything is launched it
+looks for what it would not honour. Such a call runs in transformers' own forward, and a warning says why, once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastbert.layers.encoder import run_layer
 from fastbert.models.auto import FAMILIES
 from fastbert.models.base import first_tokens, run_encoder, run_pooler
 from fastbert.models.family import Family, RunsBaseModel
-from fastbert.models.inputs import PackedInputs, TableSizes, prepare_inputs, table_sizes
+from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs, table_sizes
 
 # model_type -> transformers' folder, its base model there, and what that model's forward returns.
 _BASES = {
@@ -252,7 +252,7 @@ class _Forward(RunsBaseModel):
             return "padding on the left: column 0, which poolers and heads read, holds no token; pad on the right"
         return None
 
-    def run(self, module: Any, config: EncoderConfig, inputs: PackedInputs, options: dict, older: bool) -> Any:
+    def run(self, module: Any, config: EncoderConfig, inputs: EncoderInputs, options: dict, older: bool) -> Any:
         """Encode, pool and unpack; transformers' own output, down to its habits."""
         family, batch, layer_options = self.plan.family, inputs.batch, self.plan.family.layer_options(config)
         hidden_states: list | None = [] if options["output_hidden_states"] else None
@@ -337,17 +337,25 @@ def _is_accelerated(module: nn.Module) -> bool:
 def accelerate(hf_model: Any) -> Any:
     """Speed up a live transformers model in place: its base models run packed, on fastbert's ops.
 
-    `hf_model` is any module that holds base models of BERT, RoBERTa, XLM-RoBERTa, DistilBERT, ALBERT, ELECTRA or
-    Megatron-BERT: the base model itself, a model with a head, a SentenceTransformer, a PEFT model. Parameters, state
-    dict, config, saving and training stay transformers'. What stands in the place of a Linear, LayerNorm or Embedding
-    (LoRA, quantised ones), and hooks there, are called, with packed tensors (total_tokens, hidden_size).
+    Parameters, state dict, config, saving and training stay those of transformers. Modules that replace a Linear, a
+    LayerNorm or an Embedding (LoRA, quantised ones) are called, and so are hooks on these. They get packed tensors,
+    (total_tokens, hidden_size).
 
-    Outputs are transformers' at every real token and zeros at padding. Where a call needs more than that (masks of
-    another shape, a cache, hooks on an inner container, a head that reads padding, torch.export), transformers' own
-    forward runs, and a warning says why, once for each reason. A call with an id out of range raises InputError before
-    anything is launched. Returns `hf_model`; a second call changes nothing, `restore` undoes the first.
+    Outputs are those of transformers at every real token, and zeros at padding. A call that needs more than that (a
+    mask of another shape, a cache, hooks on an inner container, a head that reads padding, torch.export) runs in
+    transformers' own forward. A warning says why, once for each reason. An id out of range raises InputError before
+    anything is launched.
 
-    Raises ValueError where there is nothing to accelerate: with what is there, why not, and what could be.
+    Args:
+        hf_model: any module that holds base models of BERT, RoBERTa, XLM-RoBERTa, DistilBERT, ALBERT, ELECTRA or
+            Megatron-BERT: a base model, a model with a head, a SentenceTransformer, a PEFT model.
+
+    Returns:
+        `hf_model`. A second call changes nothing; `restore` undoes the first.
+
+    Raises:
+        ValueError: there is nothing to accelerate. The message says what is there, why it cannot be accelerated, and
+        what could be.
     """
     ops.warn_of_missing_kernels()
     modules = dict(hf_model.named_modules()) if isinstance(hf_model, nn.Module) else {}

@@ -1,8 +1,8 @@
-"""Which backend serves an op: the choice, the reasons, and the report behind `fastbert doctor`.
+"""The choice of a backend for each op, the reasons for it, and the report behind `fastbert doctor`.
 
-A backend is chosen before anything is launched, from tensor metadata alone (DESIGN 4.6, 4.7). `auto` takes the first
-backend of `ORDER` whose `supports` function gives no objection; a backend that is asked for by name and cannot serve
-raises `BackendError` with its reason. `torch` supports every call.
+A backend is chosen before anything is launched, from shapes, dtypes and devices alone (docs/design.md, Ops). `auto`
+takes the first backend of `ORDER` whose `supports` function gives no objection. A backend that is asked for by name and
+cannot serve raises `BackendError` with its reason. `torch` serves every call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Backend(str, enum.Enum):
 
 
 class BackendError(RuntimeError):
-    """A backend was asked for by name and cannot serve the call; the message holds its reason."""
+    """A backend that was asked for by name cannot serve the call. The message holds its reason."""
 
 
 # What `auto` tries, by the tensors' device. Triton's interpreter serves CPU tensors too, but only when asked by name.
@@ -98,17 +98,12 @@ def register(op: str, backend: Backend, supports: Supports, probe: Probe | None 
         _probes[op] = probe
 
 
-def declare(op: str) -> None:
-    """Declare an op; the torch backend, which serves every op, needs no registration of its own."""
-    _supports.setdefault(op, {})
-
-
 @contextmanager
 def use_backend(name: str | Backend) -> Iterator[None]:
-    """Within the block every op that has kernels for backend `name` runs them, or raises `BackendError`.
+    """Within the block every op runs the kernels of backend `name`, or raises `BackendError` if they cannot serve it.
 
-    An op for which that backend has no kernel at all runs in torch: `backends()` says which those are. The choice is
-    process-wide, like torch.set_num_threads; the environment variable FASTBERT_BACKEND sets its start value.
+    Ops for which that backend has no kernel at all run in torch; `backends()` shows which they are. The choice holds
+    for the whole process, like torch.set_num_threads. The environment variable FASTBERT_BACKEND sets its start value.
     """
     previous, _Choice.forced = _Choice.forced, parse_backend(name)
     try:
@@ -151,10 +146,11 @@ def select_fused(op: str, x: torch.Tensor, *args) -> Backend | None:
 
 
 def backends(device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, dict[str, str]]:
-    """What would serve each op for contiguous tensors of `device` and `dtype`, and why the others would not.
+    """Which backend would serve each op for contiguous tensors of `device` and `dtype`, and why others would not.
 
-    Returns {op: {"selected": backend, other backend: reason, ...}}; "none" is selected where the backend that was asked
-    for, by use_backend() or FASTBERT_BACKEND, cannot serve: calls of the op raise BackendError with its reason.
+    Returns:
+        {op: {"selected": backend, other backend: reason, ...}}. "none" is selected if use_backend() or FASTBERT_BACKEND
+        asks for a backend that cannot serve the op. Calls of the op then raise BackendError with the reason.
     """
     import fastbert.ops  # noqa: F401  (registers every op)
 

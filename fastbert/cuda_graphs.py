@@ -1,10 +1,10 @@
-"""fastbert.graphs(model): CUDA graphs for inference, where batches are so small that launching kernels takes the time.
+"""fastbert.graphs(model): CUDA graphs for inference on batches so small that launching their kernels takes the time.
 
-A graph replays the kernels of one shape. Batches come in every shape, so they are rounded up to buckets: the tokens of
-a batch are copied to the front of a bucket's own buffers, rows behind them are slack, and cu_seqlens goes on with
-sequences of no tokens, both of which every op defines. A bucket's graph is captured when it is first used. Checks and
-packing run before, eagerly, since they ask the host; unpacking and the pooler run after. Whatever a graph cannot do, or
-would not make faster, runs as the model itself does.
+A graph replays the kernels of one shape. Batches have many shapes, so they are rounded up to buckets. The tokens of a
+batch are copied to the front of a bucket's own buffers; the rows behind them are slack, and cu_seqlens continues with
+empty sequences. Every op defines both. A bucket's graph is captured when it is first used. Checks and packing run
+before the graph, because they ask the host; unpacking and the pooler run after it. Calls that a graph cannot serve, or
+would not make faster, run in the model itself.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ from torch.nn.modules import module as torch_module
 
 from fastbert.backend import Backend, _Choice, select_fused
 from fastbert.models.base import EncoderModel, must_be_called
-from fastbert.models.inputs import PackedInputs
+from fastbert.models.inputs import EncoderInputs
 from fastbert.models.outputs import ModelOutput
+from fastbert.packed_inputs import PackedInputs
 from fastbert.packing import PackedBatch
 
 GPU = "cuda"
-ARGUMENTS = (
-    "input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "cu_seqlens", "max_seqlen",
-)  # fmt: skip
 
 
 class Bucket(NamedTuple):
@@ -76,7 +74,7 @@ class StaticBatch:
             cu_seqlens[:1].zero_()
         return cls(bucket, ids, cu_seqlens)
 
-    def fill(self, inputs: PackedInputs) -> None:
+    def fill(self, inputs: EncoderInputs) -> None:
         """Copy a checked batch in. Slack rows keep an earlier batch's ids: they are valid, and nobody reads them."""
         assert inputs.input_ids is not None
         batch, tokens = inputs.batch, inputs.batch.total_tokens
@@ -87,11 +85,11 @@ class StaticBatch:
         self.cu_seqlens[: batch.batch_size + 1].copy_(batch.cu_seqlens)
         self.cu_seqlens[batch.batch_size + 1 :].fill_(tokens)
 
-    def inputs(self) -> PackedInputs:
+    def inputs(self) -> EncoderInputs:
         """The buffers as a batch, with a cache of its own: what is derived from cu_seqlens belongs into the graph."""
         tokens, sequences, longest, has_types = self.bucket
         batch = PackedBatch(None, self.cu_seqlens, longest, sequences, None, tokens)
-        return PackedInputs(batch, self.ids[0], self.ids[1], self.ids[2] if has_types else None, None)
+        return EncoderInputs(batch, self.ids[0], self.ids[1], self.ids[2] if has_types else None, None)
 
     def nbytes(self) -> int:
         return self.ids.nbytes + self.cu_seqlens.nbytes
@@ -125,7 +123,7 @@ _capturing = threading.Lock()
 class Captured:
     """One bucket's graph: `replay` runs `encode` over what the static batch holds, into `out`."""
 
-    def __init__(self, encode: Callable[[PackedInputs], torch.Tensor], static: StaticBatch, turns: Turns):
+    def __init__(self, encode: Callable[[EncoderInputs], torch.Tensor], static: StaticBatch, turns: Turns):
         self.static, self.turns = static, turns
         device, stream = turns.device, turns.stream
         with _capturing, torch.cuda.device(device):
@@ -204,7 +202,7 @@ def _memory_of(t: torch.Tensor) -> tuple:
 class GraphedEncoder:
     """A fastbert encoder whose small batches run through CUDA graphs; call it as the model is called.
 
-    `why_eager`: why the last call ran without a graph, None where it ran through one.
+    `why_eager` says why the last call ran without a graph. It is None if the call ran through one.
     """
 
     def __init__(self, model: EncoderModel, max_tokens: int, max_graphs: int, max_memory: int):
@@ -250,7 +248,7 @@ class GraphedEncoder:
 
     def __call__(
         self,
-        input_ids: torch.Tensor | None = None,
+        input_ids: torch.Tensor | PackedInputs | None = None,
         attention_mask: torch.Tensor | None = None,
         token_type_ids: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
@@ -261,6 +259,7 @@ class GraphedEncoder:
         *,
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
+        batch: PackedBatch | None = None,
     ) -> ModelOutput | tuple:
         """`model.forward`; raises what that raises, before anything is launched."""
         model = self.model
@@ -272,10 +271,11 @@ class GraphedEncoder:
         if self.why_eager is not None:
             return model(
                 input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, output_attentions,
-                output_hidden_states, return_dict, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+                output_hidden_states, return_dict, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, batch=batch,
             )  # fmt: skip
-        arguments = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen)
-        inputs = model.prepare(*arguments)
+        inputs = model.prepare(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen, batch
+        )
         packed = self._encode(inputs)
         output = ModelOutput(
             last_hidden_state=inputs.batch.unpack(packed),
@@ -329,7 +329,7 @@ class GraphedEncoder:
             return "a module inside the model is in training mode"
         return None
 
-    def _encode(self, inputs: PackedInputs) -> torch.Tensor:
+    def _encode(self, inputs: EncoderInputs) -> torch.Tensor:
         """The packed last hidden state of checked inputs."""
         batch, has_types = inputs.batch, inputs.token_type_ids is not None
         longest = min(batch.max_seqlen, batch.total_tokens)
@@ -345,7 +345,7 @@ class GraphedEncoder:
                 return self._replay(bucket, inputs)
         return self.model.encode(inputs)
 
-    def _replay(self, bucket: Bucket, inputs: PackedInputs) -> torch.Tensor:
+    def _replay(self, bucket: Bucket, inputs: EncoderInputs) -> torch.Tensor:
         device = inputs.position_ids.device
         key = (bucket, _Choice.forced)
         captured = self._graphs.get(key)
@@ -376,14 +376,17 @@ class GraphedEncoder:
 def graphs(
     model: EncoderModel, *, max_tokens: int = 8192, max_graphs: int = 32, max_memory: int = 2 << 30
 ) -> GraphedEncoder:
-    """`model` with CUDA graphs for inference: call the result as the model, under torch.no_grad() or inference_mode().
+    """CUDA graphs for inference. Call the result as you call `model`, under torch.no_grad() or inference_mode().
+
+    Graphs see weights that change in place. If a weight is replaced, the next call captures a new graph.
 
     Args:
-        model: a fastbert encoder (a base model, without a head), in eval mode, on a GPU; elsewhere it runs as it is.
-        max_tokens: batches with more real tokens run without a graph: launching takes no time beside their kernels.
-        max_graphs, max_memory: how many graphs are kept, and how many bytes of GPU memory; the least recently used go.
+        model: a fastbert encoder (a base model, without a head), in eval mode, on a GPU. Elsewhere it runs as it is.
+        max_tokens: batches with more real tokens run without a graph. Launching takes little time beside their kernels.
+        max_graphs: how many graphs are kept. Beyond it, the graph that was not used for the longest time is freed.
+        max_memory: how many bytes of GPU memory the graphs may hold, with the same rule.
 
-    Graphs see weights that change in place, and are captured anew where weights are replaced. Raises TypeError for a
-    model with a head: wrap its `base_model`, ValueError for a bound below 1.
+    Raises:
+        TypeError: the model has a head; wrap its `base_model`. ValueError: a bound is below 1.
     """
     return GraphedEncoder(model, max_tokens, max_graphs, max_memory)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import fastbert
-from fastbert.bench.timing import describe_machine
+from fastbert.bench.timing import cpu_name
 from fastbert.ops._common import cuda_error, extension_error
 
 PACKAGE = Path(fastbert.__file__).resolve().parent
@@ -85,7 +85,7 @@ def make_stamp(commit: str | None = None) -> dict[str, Any]:
         "kernel_hash": kernel_hash(sources),
         "sources": sources,
         "gpu": gpu_name(),
-        "cpu": describe_machine()["cpu"],
+        "cpu": cpu_name(),
         "driver": driver.splitlines()[0] if driver else None,
         "cuda": torch.version.cuda,
         "torch": torch.__version__,

@@ -30,7 +30,7 @@ USER_ERRORS = {
 def make_parser() -> Parser:
     parser = Parser(
         prog="fastbert",
-        description="BERT-family encoders, packed and fused: text to vectors, masked words, what your machine can do.",
+        description="Runs BERT encoders: turns texts into vectors, fills in masked words, measures speed.",
         epilog=f"`fastbert COMMAND --help` explains a command and gives an example. MODEL is {A_MODEL}.",
     )
     parser.add_argument("-V", "--version", action="version", version=f"fastbert {__version__}")
@@ -77,7 +77,7 @@ def _flush_stdout() -> None:
 
 
 def run(arguments: list[str] | None) -> int:
-    """Parse, run, and turn what a user can mend into one line. Returns the exit code; Ctrl-C is the caller's."""
+    """Run a command; an error that a user can correct becomes one line. Returns the exit code. Lets Ctrl-C through."""
     _fill_standard_descriptors()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a token that the terminal cannot show is no reason to fail

@@ -1,4 +1,4 @@
-"""Layers of a model in int8: which may be, how they become it, and how config.json says so."""
+"""The layers of a model in int8: which can be, how they become int8, and the entry of config.json that says so."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What all ops share: whether a backend's kernels are there, how they are registered, and autograd around them.
 
 The backend stands in a registered op's name, so the choice is visible in profiles and compiled graphs, and each name
-has one kernel per dispatch key (DESIGN 4.4). The C++ extension registers its kernels when it is loaded; a Triton kernel
-is imported by its first call.
+has one kernel per dispatch key (docs/design.md, Ops). The C++ extension registers its kernels when it is loaded; a
+Triton kernel is imported by its first call.
 """
 
 from __future__ import annotations
@@ -102,7 +102,11 @@ def cuda_objection(x: torch.Tensor, max_columns: int | None = 8192) -> str | Non
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
     """Whether autograd must record this call."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for t in tensors:  # not any(): a generator takes longer than all of them
+            if t is not None and t.requires_grad:
+                return True
+    return False
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
@@ -118,11 +122,14 @@ def at_least_fp32(x: torch.Tensor) -> torch.Tensor:
 
 def check_devices(op: str, **tensors: torch.Tensor | None) -> None:
     """Raise ValueError, naming both devices, unless all of an op's tensors are where the first of them is."""
-    (first, x), *others = tensors.items()
-    assert x is not None
-    for name, t in others:
-        if t is not None and t.device != x.device:
-            raise ValueError(f"{op}: {name} is on {t.device}, {first} on {x.device}; all must be on one device")
+    device = None
+    for name, t in tensors.items():
+        if t is None:
+            continue
+        if device is None:
+            device, first = t.device, name
+        elif t.device != device:
+            raise ValueError(f"{op}: {name} is on {t.device}, {first} on {device}; all must be on one device")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -179,14 +186,15 @@ class Differentiable(torch.autograd.Function):
     def forward(ctx, rule: Rule, backend: Backend, options, *tensors):
         results, saved = rule.forward(backend, options, *tensors)
         ctx.save_for_backward(*saved)
-        ctx.set_materialize_grads(rule.materialize_grads)
-        ctx.rule, ctx.backend, ctx.options = rule, backend, options
+        if not rule.materialize_grads:
+            ctx.set_materialize_grads(False)
+        ctx.call = (rule, backend, options)
         return results
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *douts):
+        rule, backend, options = ctx.call
         needed = ctx.needs_input_grad[3:]
-        gradients = ctx.rule.backward(ctx.backend, ctx.options, needed, ctx.saved_tensors, *douts)
-        kept = (gradient if wanted else None for gradient, wanted in zip(gradients, needed, strict=True))
-        return None, None, None, *kept
+        gradients = rule.backward(backend, options, needed, ctx.saved_tensors, *douts)
+        return None, None, None, *[g if wanted else None for g, wanted in zip(gradients, needed, strict=True)]

@@ -37,7 +37,7 @@ def _fake(hidden_states, weight, bias, labels, ignore_index, label_smoothing, z_
 
 _CROSS_ENTROPY = define_triton(
     "cross_entropy",
-    "(Tensor hidden_states, Tensor weight, Tensor? bias, Tensor labels, int ignore_index, float label_smoothing,"
+    "(Tensor hidden_states, Tensor weight, Tensor? bias, Tensor labels, int? ignore_index, float label_smoothing,"
     " float z_loss, bool needs_grad) -> (Tensor loss, Tensor dhidden_states, Tensor dweight, Tensor dbias)",
     "cross_entropy",
     _fake,
@@ -45,19 +45,14 @@ _CROSS_ENTROPY = define_triton(
 
 
 class CrossEntropyOptions(NamedTuple):
-    ignore_index: int = -100
+    ignore_index: int | None = -100
     label_smoothing: float = 0.0
     z_loss: float = 0.0
 
 
-def _cross_entropy_torch(hidden_states, weight, bias, labels, options):
-    kept = (labels != options.ignore_index).nonzero().flatten()
-    logits = product(hidden_states.index_select(0, kept), weight, bias)
-    return _logits_cross_entropy_torch(logits, labels.index_select(0, kept), options)
-
-
 def _logits_cross_entropy_torch(logits, labels, options):
     ignore_index, label_smoothing, z_loss = options
+    ignore_index = -100 if ignore_index is None else ignore_index
     logits = at_least_fp32(logits)
     total = F.cross_entropy(logits, labels, reduction="sum", ignore_index=ignore_index, label_smoothing=label_smoothing)
     if z_loss > 0:
@@ -114,7 +109,7 @@ def cross_entropy(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     *,
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     backend: str | None = None,
@@ -124,6 +119,7 @@ def cross_entropy(
     Args:
         hidden_states: (total_tokens, hidden_size); weight: (num_classes, hidden_size); bias: (num_classes,).
         labels: int64 (total_tokens,).
+        ignore_index: None where every token has a label: nobody looks for those that have, which is a wait on a GPU.
         label_smoothing: of the target, towards all classes (Szegedy et al. 2016, section 7).
         z_loss: this times the mean of (log sum exp)^2 is added (Chowdhery et al. 2022, section 5).
 
@@ -136,17 +132,20 @@ def cross_entropy(
     check_devices("cross_entropy", hidden_states=hidden_states, weight=weight, bias=bias, labels=labels)
     options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss)
     chosen = select("cross_entropy", backend, hidden_states, weight, bias, labels)
-    if chosen is Backend.CPU:
-        kept = (labels != ignore_index).nonzero().flatten()
-        logits = linear(hidden_states.index_select(0, kept), weight, bias, backend="cpu")
-        return _logits_cross_entropy_torch(logits, labels.index_select(0, kept), options)
     if chosen is Backend.TRITON:
         dtype = compute_dtype(hidden_states)
         operands = (hidden_states.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), labels)
         if needs_grad(*operands[:3]):
             return Differentiable.apply(_RULE, chosen, options, *operands)
         return _CROSS_ENTROPY(*operands, *options, False)[0]
-    return _cross_entropy_torch(hidden_states, weight, bias, labels, options)
+    if ignore_index is not None:
+        kept = (labels != ignore_index).nonzero().flatten()
+        hidden_states, labels = hidden_states.index_select(0, kept), labels.index_select(0, kept)
+    if chosen is Backend.CPU:
+        logits = linear(hidden_states, weight, bias, backend="cpu")
+    else:
+        logits = product(hidden_states, weight, bias)
+    return _logits_cross_entropy_torch(logits, labels, options)
 
 
 def logits_cross_entropy(

@@ -10,7 +10,7 @@ from hf import FAMILIES, families_axis, make_batch, make_config
 
 import fastbert
 from fastbert import cuda_graphs
-from fastbert.cuda_graphs import ARGUMENTS, Bucket, StaticBatch, bucket_of
+from fastbert.cuda_graphs import Bucket, StaticBatch, bucket_of
 from fastbert.models.auto import model_class
 from fastbert.packing import InputError
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
@@ -105,7 +105,9 @@ def test_a_static_batch_gives_the_same_outputs(model_type, pattern):
     """Slack rows hold an earlier batch, cu_seqlens goes on with empty sequences: real tokens do not notice."""
     model = make_model(model_type)
     batch = make_batch(model.config, pattern)
-    inputs = model.prepare(*(to_device(batch.inputs).get(name) for name in ARGUMENTS))
+    given, names = to_device(batch.inputs), ("input_ids", "attention_mask", "token_type_ids")
+    assert set(given) <= set(names)
+    inputs = model.prepare(*map(given.get, names), *[None] * 4)
     has_types = inputs.token_type_ids is not None
     bucket = bucket_of(inputs.batch.total_tokens, inputs.batch.batch_size, 11, has_types, 8192)
     static = StaticBatch.empty(bucket, model.device)

@@ -15,7 +15,7 @@ import fastbert
 from fastbert import ops
 from fastbert.backend import use_backend
 from fastbert.ops._common import extension_error
-from fastbert.testing.numerics import assert_close_to_reference
+from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 pytestmark = pytest.mark.skipif(extension_error() is not None, reason=str(extension_error()))
 
@@ -231,8 +231,16 @@ def test_heads_that_the_kernels_do_not_have(head_dim):
 
 def test_gradients_in_eval_with_the_backend_forced():
     """The op for inference is an offer: where gradients are wanted, a forced backend runs its ops one by one."""
+
+    def gradient(model: nn.Module) -> torch.Tensor:
+        (model(IDS, MASK).last_hidden_state ** 3).sum().backward()
+        return query(model).weight.grad
+
     with use_backend("cpu"):
-        make()(IDS, MASK).last_hidden_state.sum().backward()
+        ours = gradient(make())
+    with use_backend("torch"):
+        oracle, baseline = gradient(make().double()), gradient(make())
+    assert_close_to_reference(ours, oracle, baseline, GRADIENT_FACTOR)
 
 
 def test_memory_between_calls():

@@ -16,8 +16,8 @@ from fastbert.ops._common import cuda_error, extension_error
 
 @pytest.fixture
 def probe_op(monkeypatch):
-    """An op whose cpu backend objects to more than 2 rows and whose triton backend always objects."""
-    monkeypatch.setattr(fastbert.backend, "_supports", {})
+    """An op whose cpu backend objects to more than 2 rows and whose triton backend always objects, and a plain one."""
+    monkeypatch.setattr(fastbert.backend, "_supports", {"plain": {}})
     register("probe", Backend.CPU, lambda x: f"{x.shape[0]} rows, the limit is 2" if x.shape[0] > 2 else None)
     register("probe", Backend.TRITON, lambda x: "no GPU")
 
@@ -39,7 +39,6 @@ def test_a_named_backend_serves_or_raises_with_its_reason(probe_op):
 
 
 def test_use_backend_is_strict_where_the_backend_has_kernels(probe_op):
-    fastbert.backend.declare("plain")
     with use_backend("cpu"):
         assert select("probe", None, torch.zeros(2, 1)) is Backend.CPU
         assert select("plain", None, torch.zeros(2, 1)) is Backend.TORCH

@@ -206,6 +206,25 @@ def test_cross_entropy(backend, dtype, labelled, options):
     )
 
 
+@pytest.mark.parametrize("count", (0, 12))
+@pytest.mark.parametrize("backend", ("torch", "cpu", "triton"))
+def test_cross_entropy_of_tokens_that_are_known_to_have_a_label(backend, count):
+    """The bits of a call that looks for them."""
+    error = {"cpu": extension_error, "triton": triton_error}.get(backend, lambda: None)()
+    if error is not None:
+        pytest.skip(error)
+    labels, results = torch.randint(0, 30, (count,)), []
+    shapes = ((count, 16), (30, 16), (30,))
+    tensors = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    for ignore_index in (-100, None):
+        loss = ops.cross_entropy(*tensors, labels, ignore_index=ignore_index, z_loss=0.01, backend=backend)
+        results.append((loss, *torch.autograd.grad(loss, tensors)))
+        with torch.no_grad():
+            inferred = ops.cross_entropy(*tensors, labels, ignore_index=ignore_index, z_loss=0.01, backend=backend)
+        assert torch.equal(inferred, loss)
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize("case", [c for c in LENGTHS if not c.slack], ids=lambda c: c.id)
 @dtype_axis
 def test_sequence_cross_entropy(case, dtype):

@@ -154,10 +154,35 @@ def test_without_a_compiler_the_wheel_is_pure_python_and_works(checkout, sdist, 
     check_wheel(home, checkout)
 
 
-def test_the_cpu_kernels_are_cpp17():
-    """torch before 2.13 builds extensions as that; the one here may build them as something newer."""
+def check_cpu_kernels(*flags: str) -> None:
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         pytest.skip("there is no C++ compiler")
     for source in sorted(ROOT.glob("csrc/cpu/*.cpp")):
-        run([compiler, "-std=c++17", "-fsyntax-only", "-fno-math-errno", str(source)], ROOT)
+        run([compiler, "-std=c++17", "-fsyntax-only", "-fno-math-errno", *flags, str(source)], ROOT)
+
+
+def test_the_cpu_kernels_are_cpp17():
+    """torch before 2.13 builds extensions as that; the one here may build them as something newer."""
+    check_cpu_kernels()
+
+
+X86_HEADERS = ("cpuid.h", "immintrin.h")
+# Every other header first: the C library's must still know which machine this is. What is not in a header is poisoned.
+NO_X86 = """
+#undef __x86_64__
+#pragma GCC poison asm __asm __asm__ __builtin_cpu_init __builtin_cpu_supports __builtin_cpu_is
+#define target(...) not on this machine
+"""
+
+
+def test_the_generic_kernels_need_no_x86(tmp_path):
+    """Compiled as for another machine: whatever only an x86 has must stand behind __x86_64__."""
+    sources = [p.read_text() for p in ROOT.glob("csrc/**/*.*") if p.parent.name in ("cpu", "include")]
+    included = {name for text in sources for name in re.findall("^#include <(.*)>", text, re.MULTILINE)}
+    assert included.issuperset(X86_HEADERS)
+    for header in X86_HEADERS:
+        (tmp_path / header).write_text("#error only an x86 has this header\n")
+    prelude = tmp_path / "prelude.h"
+    prelude.write_text("".join(f"#include <{name}>\n" for name in sorted(included - {*X86_HEADERS})) + NO_X86)
+    check_cpu_kernels("-I", str(tmp_path), "-include", str(prelude))
