@@ -7,8 +7,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from command_line import fails, run_python
 
+import fastbert
+from fastbert.cli.doctor import doctor_lines
 from fastbert.ops._common import extension_error
 
 pytestmark = pytest.mark.skipif(extension_error() is not None, reason=str(extension_error()))
@@ -42,3 +45,18 @@ def test_a_name_that_this_machine_cannot_run_is_one_clear_error(name):
 
 def test_nothing_is_wrong_before_the_kernels_are_used():
     subprocess.run([sys.executable, "-c", "import fastbert"], env={**os.environ, "FASTBERT_ISA": "avx3"}, check=True)
+
+
+def test_without_bfloat16_products_a_quantized_model_is_float32():
+    from fastbert import _C
+
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    config = fastbert.EncoderConfig.of_family("bert", vocab_size=20, **shape)
+    chosen, expected = _C.isa(), torch.bfloat16 if _C.has_bf16() else torch.float32
+    assert fastbert.quantize(fastbert.BertModel(config)).dtype == expected
+    try:
+        _C.set_isa("generic")
+        assert fastbert.quantize(fastbert.BertModel(config)).dtype == torch.float32
+        assert "bfloat16 checkpoints compute in float32" in "".join(doctor_lines()[0])
+    finally:
+        _C.set_isa(chosen)
