@@ -81,7 +81,7 @@ def _live(module: Any, plan: _Plan) -> tuple[EncoderConfig, TableSizes]:
     return config, table_sizes(module, family.embeddings, module.config, config.embedding_width)
 
 
-def _modules_of(root: nn.Module, family: Family, config: EncoderConfig) -> Iterator[tuple[str | None, str, Any, Any]]:
+def _modules_of(root: nn.Module, family: Family, config: EncoderConfig) -> Iterator:
     """(key, path, module, the module whose `training` our path goes by) of every module below `root`, leaves included.
 
     `key` is None for a leaf, which our path calls. The others (containers, dropouts, activations) it does not call;
@@ -138,7 +138,8 @@ def _tree_objection(root: nn.Module, plan: _Plan, config: EncoderConfig) -> str 
         snapshot.watch(module, ())
         snapshot.watch_children(module)
         snapshot.hold(module.__dict__, "training", *HOOKS)  # not none of them: transformers' recorder may stay
-        if type(module) is not plan.classes.get(key):
+        known: Any = plan.classes.get(key)
+        if type(module) is not known:
             return f"{path} is a {type(module).__name__}, which was not there when the model was accelerated"
         if FORWARD in module.__dict__:
             return f"{path} has a forward of its own on the instance"
