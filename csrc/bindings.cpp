@@ -1,4 +1,4 @@
-// The extension module: the CPU kernels of the schemas in fastbert/ops/_library.py, and the choice of ISA.
+// The extension module: the CPU kernels of the schemas in fastbert/ops/bindings.c.py, and the choice of ISA.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

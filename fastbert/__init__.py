@@ -1,7 +1,7 @@
 """fastbert: BERT-family encoders, packed and fused, as a drop-in for PyTorch and Hugging Face users.
 
-Everything public is here. Names are imported when they are first used, so that `import fastbert` costs little more than
-`import torch`, and no optional backend (the C++ extension, Triton, transformers) is touched.
+All public names are here. They are imported when they are first used: `import fastbert` then takes little longer than
+`import torch`, and imports no optional part (the C++ extension, Triton, transformers).
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "fastbert.cuda_graphs": ("graphs",),
     "fastbert.checkpoint.weight_files": ("CheckpointError",),
     "fastbert.master_weights": ("MasterWeights",),
+    "fastbert.packed_inputs": ("PackedInputs", "pack_inputs"),
     "fastbert.packed_weights": ("repack",),
     "fastbert.packing": ("InputError", "PackedBatch", "check_inputs"),
     "fastbert.quantization": ("quantization_error", "quantize"),
@@ -59,7 +60,7 @@ __all__ = ["__version__", "from_pretrained", *_HOME]
 
 
 def from_pretrained(name_or_path: str, **options: Any) -> Any:
-    """The encoder of a folder, hub id or packaged model: `AutoModel.from_pretrained`."""
+    """Load an encoder from a folder, a hub id or a packaged model, as `AutoModel.from_pretrained` does."""
     from fastbert.models.auto import AutoModel
 
     return AutoModel.from_pretrained(name_or_path, **options)

@@ -1,8 +1,8 @@
-"""fastbert.accelerate(hf_model): a live transformers model, made faster in place, its parameters shared.
+"""fastbert.accelerate(hf_model) makes a live transformers model faster, in place. Its parameters stay its own.
 
-The forward of each base model in the tree is replaced on the instance by one that packs the batch, runs fastbert's
-encoder over the very leaves of that model, and unpacks. Nothing is registered in the module tree. What that would not
-honour is found before anything is launched, said once, and runs in transformers' own forward.
+Each base model in the tree gets a new forward, on the instance. It packs the batch, runs fastbert's encoder over the
+model's own leaves, and unpacks the result. Nothing is registered in the module tree. Before anything is launched it
+looks for what it would not honour. Such a call runs in transformers' own forward, and a warning says why, once.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 
 from fastbert import ops
 from fastbert.config import ConfigError, EncoderConfig
 from fastbert.layers.encoder import run_layer
+from fastbert.layers.leaves import FORWARD, HOOKS, has_global_hooks
+from fastbert.layers.snapshot import Remembered, Snapshot
 from fastbert.models.auto import FAMILIES
 from fastbert.models.base import first_tokens, run_encoder, run_pooler
 from fastbert.models.family import Family, RunsBaseModel
-from fastbert.models.inputs import PackedInputs, TableSizes, prepare_inputs, table_sizes
+from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs, table_sizes
 
 # model_type -> transformers' folder, its base model there, and what that model's forward returns.
 _BASES = {
@@ -113,30 +114,43 @@ def _has_hooks(module: nn.Module) -> bool:
     return bool(others) or (bool(hooks) and any(hook.__module__ != recorder for hook in hooks.values()))
 
 
+_remembered = Remembered()  # models in whose trees the last look found no objection
+
+
 def _tree_objection(root: nn.Module, plan: _Plan, config: EncoderConfig) -> str | None:
     """Why our path would not do what calling every module of the tree does; None where it does."""
-    if torch_module._has_any_global_hook():
+    if has_global_hooks():
         return "global module hooks are registered"
-    if (objection := plan.family.groups_objection(root, config)) is not None:
+    if _remembered.get(root, (plan, config)):
+        return None
+    if objection := plan.family.groups_objection(root, config):
         return objection
+    snapshot = Snapshot()  # of all that is read below
+    snapshot.watch_children(root)
+    snapshot.hold(root.__dict__, "training")
     for key, path, module, owner in _modules_of(root, plan.family, config):
         if key is None:
-            hooks = module._forward_pre_hooks
-            if hooks and any(isinstance(h, partial) and h.func.__module__.startswith("peft.") for h in hooks.values()):
+            snapshot.hold(module.__dict__, "_forward_pre_hooks")
+            hooks = module._forward_pre_hooks.values()
+            if any(isinstance(h, partial) and h.func.__module__.startswith("peft.") for h in hooks):
                 return "PEFT's adapter_names and alora_offsets choose by the row of a batch"
             continue
-        kind = type(module)
-        if kind is not plan.classes.get(key):
-            return f"{path} is a {kind.__name__}, which was not there when the model was accelerated"
-        if "forward" in module.__dict__:
+        snapshot.watch(module, ())
+        snapshot.watch_children(module)
+        snapshot.hold(module.__dict__, "training", *HOOKS)  # not none of them: transformers' recorder may stay
+        known: Any = plan.classes.get(key)
+        if type(module) is not known:
+            return f"{path} is a {type(module).__name__}, which was not there when the model was accelerated"
+        if FORWARD in module.__dict__:
             return f"{path} has a forward of its own on the instance"
         if _has_hooks(module):
             return f"{path} has hooks, and packed execution does not call that module"
-        if kind is nn.Dropout:
+        if type(module) is nn.Dropout:
             attention = path.endswith(_ATTENTION_DROPOUT)
             p = config.attention_probs_dropout_prob if attention else config.hidden_dropout_prob
             if (module.p if module.training else 0.0) != (p if owner.training else 0.0):
                 return f"{path} has p={module.p}, training={module.training}; by config and owner {p}, {owner.training}"
+    _remembered.put(root, (plan, config), snapshot, True)
     return None
 
 
@@ -252,7 +266,7 @@ class _Forward(RunsBaseModel):
             return "padding on the left: column 0, which poolers and heads read, holds no token; pad on the right"
         return None
 
-    def run(self, module: Any, config: EncoderConfig, inputs: PackedInputs, options: dict, older: bool) -> Any:
+    def run(self, module: Any, config: EncoderConfig, inputs: EncoderInputs, options: dict, older: bool) -> Any:
         """Encode, pool and unpack; transformers' own output, down to its habits."""
         family, batch, layer_options = self.plan.family, inputs.batch, self.plan.family.layer_options(config)
         hidden_states: list | None = [] if options["output_hidden_states"] else None
@@ -297,7 +311,7 @@ def _make_plan(module: Any, label: str, heads: list[str]) -> _Plan | str:
     model_type = _MODEL_TYPES[type(module).__module__, type(module).__name__]
     if module.config.model_type != model_type:
         return f"its config is of model_type {module.config.model_type!r}, not {model_type!r}"
-    if "forward" in module.__dict__ or _is_patched(module):
+    if FORWARD in module.__dict__ or _is_patched(module):
         return "its forward has been replaced already"
     reads = "tokens" if heads and all(head.endswith(_TOKEN_HEADS) for head in heads) else "first"
     reads = "padding" if any(head.endswith(_SPAN_HEADS) for head in heads) else reads
@@ -337,17 +351,25 @@ def _is_accelerated(module: nn.Module) -> bool:
 def accelerate(hf_model: Any) -> Any:
     """Speed up a live transformers model in place: its base models run packed, on fastbert's ops.
 
-    `hf_model` is any module that holds base models of BERT, RoBERTa, XLM-RoBERTa, DistilBERT, ALBERT, ELECTRA or
-    Megatron-BERT: the base model itself, a model with a head, a SentenceTransformer, a PEFT model. Parameters, state
-    dict, config, saving and training stay transformers'. What stands in the place of a Linear, LayerNorm or Embedding
-    (LoRA, quantised ones), and hooks there, are called, with packed tensors (total_tokens, hidden_size).
+    Parameters, state dict, config, saving and training stay those of transformers. Modules that replace a Linear, a
+    LayerNorm or an Embedding (LoRA, quantised ones) are called, and so are hooks on these. They get packed tensors,
+    (total_tokens, hidden_size).
 
-    Outputs are transformers' at every real token and zeros at padding. Where a call needs more than that (masks of
-    another shape, a cache, hooks on an inner container, a head that reads padding, torch.export), transformers' own
-    forward runs, and a warning says why, once for each reason. A call with an id out of range raises InputError before
-    anything is launched. Returns `hf_model`; a second call changes nothing, `restore` undoes the first.
+    Outputs are those of transformers at every real token, and zeros at padding. A call that needs more than that (a
+    mask of another shape, a cache, hooks on an inner container, a head that reads padding, torch.export) runs in
+    transformers' own forward. A warning says why, once for each reason. An id out of range raises InputError before
+    anything is launched.
 
-    Raises ValueError where there is nothing to accelerate: with what is there, why not, and what could be.
+    Args:
+        hf_model: any module that holds base models of BERT, RoBERTa, XLM-RoBERTa, DistilBERT, ALBERT, ELECTRA or
+            Megatron-BERT: a base model, a model with a head, a SentenceTransformer, a PEFT model.
+
+    Returns:
+        `hf_model`. A second call changes nothing; `restore` undoes the first.
+
+    Raises:
+        ValueError: there is nothing to accelerate. The message says what is there, why it cannot be accelerated, and
+        what could be.
     """
     ops.warn_of_missing_kernels()
     modules = dict(hf_model.named_modules()) if isinstance(hf_model, nn.Module) else {}

@@ -1,8 +1,12 @@
-"""Which backend serves an op: the choice, the reasons, and the report behind `fastbert doctor`.
+"""The choice of a backend for each op, the reasons for it, and the report behind `fastbert doctor`.
 
-A backend is chosen before anything is launched, from tensor metadata alone (DESIGN 4.6, 4.7). `auto` takes the first
-backend of `ORDER` whose `supports` function gives no objection; a backend that is asked for by name and cannot serve
-raises `BackendError` with its reason. `torch` supports every call.
+A backend is chosen before anything is launched, from shapes, dtypes and devices alone (docs/design.md, Ops). `auto`
+takes the first backend of `ORDER` whose `supports` function gives no objection. A backend that is asked for by name and
+cannot serve raises `BackendError` with its reason. `torch` serves every call.
+
+An op that stands for several others is an offer (docs/design.md, Ops): nobody calls it by name. Before a layer runs
+the others, it asks `offer`, which answers with something to call or with the reason why they run one by one. The torch
+backend is those others, so `use_backend("torch")` never meets an offer.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -24,7 +30,7 @@ class Backend(str, enum.Enum):
 
 
 class BackendError(RuntimeError):
-    """A backend was asked for by name and cannot serve the call; the message holds its reason."""
+    """A backend that was asked for by name cannot serve the call. The message holds its reason."""
 
 
 # What `auto` tries, by the tensors' device. Triton's interpreter serves CPU tensors too, but only when asked by name.
@@ -33,6 +39,8 @@ ORDER = {"cuda": (Backend.CUDA, Backend.TRITON), "cpu": (Backend.CPU,)}
 Supports = Callable[..., "str | None"]
 _supports: dict[str, dict[Backend, Supports]] = {}  # op -> backend -> objection, or None when it can serve
 Probe = Callable[[torch.Tensor, torch.Tensor], tuple]
+# Of the ops that are offers: what their backends ask of operands, and the function that runs on them.
+_offers: dict[str, dict[Backend, tuple[Supports, Callable[..., Any]]]] = {}
 _probes: dict[str, Probe] = {}  # op -> what `backends()` asks its `supports` with, where that is not the usual
 
 
@@ -68,7 +76,7 @@ _has_warned = False
 
 def missing_kernels() -> str | None:
     """None when the C++ kernels are there, else why not, what that costs and what to do, in one line."""
-    from fastbert.ops._library import extension_error
+    from fastbert.ops._common import extension_error
 
     if extension_error() is None:
         return None
@@ -98,17 +106,28 @@ def register(op: str, backend: Backend, supports: Supports, probe: Probe | None 
         _probes[op] = probe
 
 
-def declare(op: str) -> None:
-    """Declare an op; the torch backend, which serves every op, needs no registration of its own."""
-    _supports.setdefault(op, {})
+def register_offer(
+    op: str,
+    backend: Backend,
+    supports: Callable[[torch.Tensor], str | None],
+    accepts: Callable[[torch.Tensor, Any], str | None],
+    run: Callable[..., Any],
+) -> None:
+    """Declare that `backend` has kernels for `op`, which stands for several ops.
+
+    supports(x) returns None or a reason, from the tensor and the modes of the process (gradients, autocast) alone;
+    accepts(x, operands) likewise, from what it would run on; run(x, operands, *rest) runs it.
+    """
+    register(op, backend, supports, lambda x, vector: (x,))
+    _offers.setdefault(op, {})[backend] = accepts, run
 
 
 @contextmanager
 def use_backend(name: str | Backend) -> Iterator[None]:
-    """Within the block every op that has kernels for backend `name` runs them, or raises `BackendError`.
+    """Within the block every op runs the kernels of backend `name`, or raises `BackendError` if they cannot serve it.
 
-    An op for which that backend has no kernel at all runs in torch: `backends()` says which those are. The choice is
-    process-wide, like torch.set_num_threads; the environment variable FASTBERT_BACKEND sets its start value.
+    Ops for which that backend has no kernel at all run in torch; `backends()` shows which they are. The choice holds
+    for the whole process, like torch.set_num_threads. The environment variable FASTBERT_BACKEND sets its start value.
     """
     previous, _Choice.forced = _Choice.forced, parse_backend(name)
     try:
@@ -131,7 +150,7 @@ def select(op: str, asked: str | Backend | None, x: torch.Tensor, *args) -> Back
     explicit = parse_backend(asked) if asked is not None else None
     backend = explicit or _Choice.forced
     if backend is None:
-        return select_fused(op, x, *args) or Backend.TORCH
+        return first_to_serve(op, x, *args) or Backend.TORCH
     if backend is Backend.TORCH or (explicit is None and backend not in table):
         return Backend.TORCH
     reason = table[backend](x, *args) if backend in table else f"there is no {backend.value} kernel for {op}"
@@ -140,21 +159,54 @@ def select(op: str, asked: str | Backend | None, x: torch.Tensor, *args) -> Back
     return backend
 
 
-def select_fused(op: str, x: torch.Tensor, *args) -> Backend | None:
-    """The backend for an op that stands for several: None where these must run one by one, each with its own choice."""
+def _order(x: torch.Tensor) -> tuple[Backend, ...]:
+    return ORDER.get(x.device.type, ()) if _Choice.forced is None else (_Choice.forced,)
+
+
+def first_to_serve(op: str, x: torch.Tensor, *args) -> Backend | None:
+    """The backend whose kernels would serve this call; None where none would, or torch was asked for."""
     table = _supports[op]
-    order = ORDER.get(x.device.type, ()) if _Choice.forced is None else (_Choice.forced,)
-    for backend in order:
+    for backend in _order(x):
         if backend in table and table[backend](x, *args) is None:
             return backend
     return None
 
 
-def backends(device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, dict[str, str]]:
-    """What would serve each op for contiguous tensors of `device` and `dtype`, and why the others would not.
+def offer(op: str, x: torch.Tensor, look: Callable[[], Any]) -> Callable[..., Any] | str:
+    """`op`, which stands for several ops, bound to x and to what `look()` returns; or why they run one by one.
 
-    Returns {op: {"selected": backend, other backend: reason, ...}}; "none" is selected where the backend that was asked
-    for, by use_backend() or FASTBERT_BACKEND, cannot serve: calls of the op raise BackendError with its reason.
+    `look()` finds out what the op would run on, or gives a reason, a str: the dear part. It is asked only where x, the
+    modes of the process and the choice of a backend leave it open.
+    """
+    table, operands, reason = _supports[op], None, None
+    for backend in _order(x):
+        if backend not in table:
+            continue
+        objection = table[backend](x)
+        if objection is None:
+            operands = look() if operands is None else operands
+            if isinstance(operands, str):
+                return operands
+            accepts, run = _offers[op][backend]
+            objection = accepts(x, operands)
+            if objection is None:
+                return partial(run, x, operands)
+        reason = objection
+    if reason is not None:
+        return reason
+    if _Choice.forced is None:
+        return f"no backend has it for tensors on {x.device.type}"
+    return f"{_Choice.forced.value}, the backend that was asked for, does not have it"
+
+
+def backends(device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, dict[str, str]]:
+    """Which backend would serve each op for contiguous tensors of `device` and `dtype`, and why others would not.
+
+    Returns:
+        {op: {"selected": backend, other backend: reason, ...}}. "none" is selected if use_backend() or FASTBERT_BACKEND
+        asks for a backend that cannot serve the op. Calls of the op then raise BackendError with the reason.
+
+        For an op that stands for several, "torch" means that these run one by one.
     """
     import fastbert.ops  # noqa: F401  (registers every op)
 
@@ -163,7 +215,8 @@ def backends(device: str | torch.device = "cpu", dtype: torch.dtype = torch.floa
     for op, table in sorted(_supports.items()):
         probe = _probes[op](x, vector) if op in _probes else (x, None, vector, vector)
         try:
-            selected = select(op, None, *probe).value
+            chosen = first_to_serve(op, *probe) or Backend.TORCH if op in _offers else select(op, None, *probe)
+            selected = chosen.value
         except BackendError:
             selected = "none"
         report[op] = {"selected": selected}

@@ -1,4 +1,4 @@
-"""EncoderConfig: one frozen dataclass with Hugging Face's field names, from and to a config.json of any family."""
+"""EncoderConfig: one frozen dataclass with Hugging Face's field names. Reads and writes any family's config.json."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be run; the message names the field, its value and what is allowed."""
+    """A configuration cannot be run. The message names the field, its value and what is allowed."""
 
 
 def read_json(path: Path, error: type[ValueError], expected: type = dict) -> Any:
@@ -148,9 +148,9 @@ _SHAPES = tuple(name for name in _RANGES if name not in ("embedding_size", "num_
 class EncoderConfig:
     """The shape and the behaviour of an encoder and its heads. Defaults are BERT-base's.
 
-    `embedding_size` None means hidden_size; `classifier_dropout` None means hidden_dropout_prob; `type_vocab_size` 0
-    means that the family has no token types. `extra` keeps the entries of a config.json that fastbert does not read, so
-    that saving loses nothing.
+    If `embedding_size` is None, it is hidden_size. If `classifier_dropout` is None, it is hidden_dropout_prob. If
+    `type_vocab_size` is 0, the family has no token types. `extra` keeps the entries of a config.json that fastbert does
+    not read, so that saving loses nothing.
     """
 
     model_type: str = "bert"
@@ -265,7 +265,7 @@ class EncoderConfig:
 
     @property
     def activation(self) -> str:
-        """The op-level name of hidden_act: erf and tanh GELU are never swapped."""
+        """The name that ops use for hidden_act. The exact GELU (erf) and its tanh form are never exchanged."""
         return ACTIVATIONS[self.hidden_act]
 
     @property
@@ -281,28 +281,28 @@ class EncoderConfig:
         return self.num_hidden_groups * self.inner_group_num if self.num_hidden_groups else self.num_hidden_layers
 
     def shapes(self) -> dict[str, Any]:
-        """What decides how tensors are laid out and cut, as JSON has it: configs that differ here need other weights.
+        """The fields that decide the shapes of tensors, as JSON has them. Configs that differ here need other weights.
 
-        Not the number of labels: a base model has no such tensor, and a head's own shape tells.
+        The number of labels is not among them: a base model has no such tensor, and a head's own shape tells it.
         """
         shapes = {name: self.__dict__[name] for name in ("model_type", *_SHAPES, "tie_word_embeddings")}
         quantization = self.extra.get("quantization_config")
         return {**shapes, "embedding_size": self.embedding_width, "quantization_config": quantization}
 
     def replace(self, **changes: Any) -> EncoderConfig:
-        """A copy with other fields. Another number of labels takes away the names of the old ones."""
+        """A copy with other fields. If the number of labels changes, the names of the old labels are dropped."""
         if changes.get("num_labels", self.num_labels) != self.num_labels:
             changes.setdefault("id2label", {})
         return dataclasses.replace(self, **changes)
 
     @classmethod
     def of_family(cls, model_type: str, **fields: Any) -> EncoderConfig:
-        """A configuration of `model_type` with that family's defaults where `fields` says nothing."""
+        """A configuration of `model_type`. Fields that are not given have that family's defaults."""
         return cls(**{"model_type": model_type, **_FAMILY_DEFAULTS.get(model_type, {}), **fields})
 
     @classmethod
     def from_dict(cls, entries: Mapping[str, Any]) -> EncoderConfig:
-        """From the entries of a config.json. Raises ConfigError, naming the field, for what cannot be run."""
+        """A configuration from the entries of a config.json. Raises ConfigError, naming the field, if it cannot run."""
         entries = dict(entries)
         model_type = entries.pop("model_type", None)
         if not isinstance(model_type, str):
@@ -325,7 +325,7 @@ class EncoderConfig:
         return cls.from_dict(read_json(Path(path), ConfigError))
 
     def to_dict(self) -> dict[str, Any]:
-        """The entries of the family's config.json: what from_dict reads, under Hugging Face's names."""
+        """The entries of the family's config.json, under Hugging Face's names. `from_dict` reads them."""
         names = _THEIR_NAMES.get(self.model_type, {})
         defaults = EncoderConfig.of_family(self.model_type)
         entries: dict[str, Any] = {"model_type": self.model_type}

@@ -1,10 +1,10 @@
-"""fastbert.graphs(model): CUDA graphs for inference, where batches are so small that launching kernels takes the time.
+"""fastbert.graphs(model): CUDA graphs for inference on batches so small that launching their kernels takes the time.
 
-A graph replays the kernels of one shape. Batches come in every shape, so they are rounded up to buckets: the tokens of
-a batch are copied to the front of a bucket's own buffers, rows behind them are slack, and cu_seqlens goes on with
-sequences of no tokens, both of which every op defines. A bucket's graph is captured when it is first used. Checks and
-packing run before, eagerly, since they ask the host; unpacking and the pooler run after. Whatever a graph cannot do, or
-would not make faster, runs as the model itself does.
+A graph replays the kernels of one shape. Batches have many shapes, so they are rounded up to buckets. The tokens of a
+batch are copied to the front of a bucket's own buffers; the rows behind them are slack, and cu_seqlens continues with
+empty sequences. Every op defines both. A bucket's graph is captured when it is first used. Checks and packing run
+before the graph, because they ask the host; unpacking and the pooler run after it. Calls that a graph cannot serve, or
+would not make faster, run in the model itself.
 """
 
 from __future__ import annotations
@@ -12,23 +12,22 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 
-from fastbert.backend import Backend, _Choice, select_fused
+from fastbert.backend import Backend, _Choice, first_to_serve
+from fastbert.layers.leaves import FORWARD_HOOKS
+from fastbert.layers.snapshot import Snapshot
 from fastbert.models.base import EncoderModel, must_be_called
-from fastbert.models.inputs import PackedInputs
+from fastbert.models.inputs import EncoderInputs
 from fastbert.models.outputs import ModelOutput
+from fastbert.packed_inputs import PackedInputs
 from fastbert.packing import PackedBatch
 
 GPU = "cuda"
-ARGUMENTS = (
-    "input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "cu_seqlens", "max_seqlen",
-)  # fmt: skip
 
 
 class Bucket(NamedTuple):
@@ -76,7 +75,7 @@ class StaticBatch:
             cu_seqlens[:1].zero_()
         return cls(bucket, ids, cu_seqlens)
 
-    def fill(self, inputs: PackedInputs) -> None:
+    def fill(self, inputs: EncoderInputs) -> None:
         """Copy a checked batch in. Slack rows keep an earlier batch's ids: they are valid, and nobody reads them."""
         assert inputs.input_ids is not None
         batch, tokens = inputs.batch, inputs.batch.total_tokens
@@ -87,11 +86,11 @@ class StaticBatch:
         self.cu_seqlens[: batch.batch_size + 1].copy_(batch.cu_seqlens)
         self.cu_seqlens[batch.batch_size + 1 :].fill_(tokens)
 
-    def inputs(self) -> PackedInputs:
+    def inputs(self) -> EncoderInputs:
         """The buffers as a batch, with a cache of its own: what is derived from cu_seqlens belongs into the graph."""
         tokens, sequences, longest, has_types = self.bucket
         batch = PackedBatch(None, self.cu_seqlens, longest, sequences, None, tokens)
-        return PackedInputs(batch, self.ids[0], self.ids[1], self.ids[2] if has_types else None, None)
+        return EncoderInputs(batch, self.ids[0], self.ids[1], self.ids[2] if has_types else None, None)
 
     def nbytes(self) -> int:
         return self.ids.nbytes + self.cu_seqlens.nbytes
@@ -125,7 +124,7 @@ _capturing = threading.Lock()
 class Captured:
     """One bucket's graph: `replay` runs `encode` over what the static batch holds, into `out`."""
 
-    def __init__(self, encode: Callable[[PackedInputs], torch.Tensor], static: StaticBatch, turns: Turns):
+    def __init__(self, encode: Callable[[EncoderInputs], torch.Tensor], static: StaticBatch, turns: Turns):
         self.static, self.turns = static, turns
         device, stream = turns.device, turns.stream
         with _capturing, torch.cuda.device(device):
@@ -155,56 +154,20 @@ class Captured:
         self.graph.reset()
 
 
-@dataclass
-class _Leaves:
-    """What a captured graph has written down of a model, and how to see that it is still so."""
-
-    held: list[tuple[dict, str, torch.Tensor | None, tuple]] = field(default_factory=list)
-    modules: list[nn.Module] = field(default_factory=list)
-    kinds: list[type] = field(default_factory=list)  # of those modules
-    others: list[tuple[dict, str, object]] = field(default_factory=list)  # a module's dict, a name, what it has there
-    hooks: list[tuple[dict, str]] = field(default_factory=list)  # a module's dict, and the name of what must be empty
-
-    @classmethod
-    def of(cls, model: nn.Module) -> _Leaves:
-        leaves = cls()
-        for module in model.modules():
-            attributes = module.__dict__
-            leaves.modules.append(module)
-            leaves.kinds.append(type(module))
-            leaves.others.append((attributes, "forward", attributes.get("forward")))
-            # These dicts themselves, too: a module's __init__ puts others in their place.
-            leaves.others += [
-                (attributes, n, d) for n in ("_modules", "_parameters", "_buffers") if (d := attributes[n])
-            ]
-            leaves.others += [(module._modules, name, child) for name, child in module._modules.items()]
-            for tensors in (module._parameters, module._buffers):
-                leaves.held += [(tensors, n, t, () if t is None else _memory_of(t)) for n, t in tensors.items()]
-            if module is not model:  # whose own hooks are for its caller
-                leaves.hooks += [(attributes, name) for name in ("_forward_hooks", "_forward_pre_hooks")]
-        return leaves
-
-    def have_hooks(self) -> bool:
-        return any([attributes[name] for attributes, name in self.hooks])
-
-    def are_current(self) -> bool:
-        """Whether the same modules hold the same memory; in-place changes of weights are seen by a graph anyway."""
-        return (
-            [type(module) for module in self.modules] == self.kinds
-            and all([values.get(name) is value for values, name, value in self.others])
-            and all([d.get(n) is t and (t is None or _memory_of(t) == memory) for d, n, t, memory in self.held])
-        )
-
-
-def _memory_of(t: torch.Tensor) -> tuple:
-    """A dtype has come and gone where a model was converted and back: its old address may be another's by then."""
-    return t.data_ptr(), t.dtype
+def _look_at(model: nn.Module) -> Snapshot:
+    """All that a captured graph has written down of a model: weights' memory, and what calling its modules does."""
+    snapshot = Snapshot(with_memory=True)
+    for module in model.modules():
+        snapshot.watch(module, () if module is model else FORWARD_HOOKS)  # the model's own hooks are for its caller
+        if module._modules:
+            snapshot.watch_children(module)
+    return snapshot
 
 
 class GraphedEncoder:
     """A fastbert encoder whose small batches run through CUDA graphs; call it as the model is called.
 
-    `why_eager`: why the last call ran without a graph, None where it ran through one.
+    `why_eager` says why the last call ran without a graph. It is None if the call ran through one.
     """
 
     def __init__(self, model: EncoderModel, max_tokens: int, max_graphs: int, max_memory: int):
@@ -217,7 +180,7 @@ class GraphedEncoder:
         self.model, self.max_tokens, self.max_graphs, self.max_memory = model, max_tokens, max_graphs, max_memory
         self.why_eager: str | None = "nothing has run yet"
         self._graphs: OrderedDict[tuple[Bucket, Backend | None], Captured] = OrderedDict()
-        self._leaves: _Leaves | None = None
+        self._captured: Snapshot | None = None  # what they were captured from
         self._turns: Turns | None = None
         self._lock = threading.Lock()  # a graph's buffers hold one batch at a time
 
@@ -243,14 +206,14 @@ class GraphedEncoder:
         for captured in self._graphs.values():
             captured.free()
         self._graphs.clear()
-        self._leaves = None
+        self._captured = None
 
     # ----------------------------------------------------------------------------------------------------------------
     # Calls
 
     def __call__(
         self,
-        input_ids: torch.Tensor | None = None,
+        input_ids: torch.Tensor | PackedInputs | None = None,
         attention_mask: torch.Tensor | None = None,
         token_type_ids: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
@@ -261,6 +224,7 @@ class GraphedEncoder:
         *,
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
+        batch: PackedBatch | None = None,
     ) -> ModelOutput | tuple:
         """`model.forward`; raises what that raises, before anything is launched."""
         model = self.model
@@ -272,10 +236,11 @@ class GraphedEncoder:
         if self.why_eager is not None:
             return model(
                 input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, output_attentions,
-                output_hidden_states, return_dict, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+                output_hidden_states, return_dict, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, batch=batch,
             )  # fmt: skip
-        arguments = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen)
-        inputs = model.prepare(*arguments)
+        inputs = model.prepare(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen, batch
+        )
         packed = self._encode(inputs)
         output = ModelOutput(
             last_hidden_state=inputs.batch.unpack(packed),
@@ -314,28 +279,28 @@ class GraphedEncoder:
             return "the caller is capturing a graph"
         heads = model.config.num_attention_heads
         probe = torch.empty(2, heads, model.config.hidden_size // heads, device=device, dtype=model.dtype)
-        if select_fused("attention", probe, probe, probe) in (None, Backend.TORCH):
+        if first_to_serve("attention", probe, probe, probe) in (None, Backend.TORCH):
             return "attention runs in torch, which asks the host for the lengths"
         return None
 
-    def _leaves_objection(self) -> str | None:
+    def _tree_objection(self) -> str | None:
         """Forget the graphs where the model is not what they were captured from; why its leaves must be called."""
-        if self._leaves is None or not self._leaves.are_current():
+        if self._captured is None or not self._captured.is_same():
             self._clear()
-            self._leaves = _Leaves.of(self.model)
-        if torch_module._has_any_global_hook() or self._leaves.have_hooks():
+            self._captured = _look_at(self.model)
+        if self._captured.has_hooks():
             return "a module inside the model has hooks"
-        if any([module.training for module in self._leaves.modules]):
+        if any([module.training for module in self._captured.modules]):
             return "a module inside the model is in training mode"
         return None
 
-    def _encode(self, inputs: PackedInputs) -> torch.Tensor:
+    def _encode(self, inputs: EncoderInputs) -> torch.Tensor:
         """The packed last hidden state of checked inputs."""
         batch, has_types = inputs.batch, inputs.token_type_ids is not None
         longest = min(batch.max_seqlen, batch.total_tokens)
         bucket = bucket_of(batch.total_tokens, batch.batch_size, longest, has_types, self.max_tokens)
         with self._lock:
-            self.why_eager = self._leaves_objection()
+            self.why_eager = self._tree_objection()
             if inputs.input_ids is None:
                 self.why_eager = "inputs_embeds are not copied"
             elif bucket is None:
@@ -345,7 +310,7 @@ class GraphedEncoder:
                 return self._replay(bucket, inputs)
         return self.model.encode(inputs)
 
-    def _replay(self, bucket: Bucket, inputs: PackedInputs) -> torch.Tensor:
+    def _replay(self, bucket: Bucket, inputs: EncoderInputs) -> torch.Tensor:
         device = inputs.position_ids.device
         key = (bucket, _Choice.forced)
         captured = self._graphs.get(key)
@@ -376,14 +341,17 @@ class GraphedEncoder:
 def graphs(
     model: EncoderModel, *, max_tokens: int = 8192, max_graphs: int = 32, max_memory: int = 2 << 30
 ) -> GraphedEncoder:
-    """`model` with CUDA graphs for inference: call the result as the model, under torch.no_grad() or inference_mode().
+    """CUDA graphs for inference. Call the result as you call `model`, under torch.no_grad() or inference_mode().
+
+    Graphs see weights that change in place. If a weight is replaced, the next call captures a new graph.
 
     Args:
-        model: a fastbert encoder (a base model, without a head), in eval mode, on a GPU; elsewhere it runs as it is.
-        max_tokens: batches with more real tokens run without a graph: launching takes no time beside their kernels.
-        max_graphs, max_memory: how many graphs are kept, and how many bytes of GPU memory; the least recently used go.
+        model: a fastbert encoder (a base model, without a head), in eval mode, on a GPU. Elsewhere it runs as it is.
+        max_tokens: batches with more real tokens run without a graph. Launching takes little time beside their kernels.
+        max_graphs: how many graphs are kept. Beyond it, the graph that was not used for the longest time is freed.
+        max_memory: how many bytes of GPU memory the graphs may hold, with the same rule.
 
-    Graphs see weights that change in place, and are captured anew where weights are replaced. Raises TypeError for a
-    model with a head: wrap its `base_model`, ValueError for a bound below 1.
+    Raises:
+        TypeError: the model has a head; wrap its `base_model`. ValueError: a bound is below 1.
     """
     return GraphedEncoder(model, max_tokens, max_graphs, max_memory)

@@ -1,4 +1,4 @@
-"""float32 masters of a bfloat16 model's weights (Micikevicius et al. 2018, section 3.1)."""
+"""MasterWeights: an optimizer that keeps float32 copies of bfloat16 weights (Micikevicius et al. 2018, section 3.1)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 
 class MasterWeights:
-    """An optimizer whose updates happen in float32, around one that was made for a bfloat16 model's parameters.
+    """Wraps an optimizer of a bfloat16 model's parameters, so that updates happen in float32.
 
-    bfloat16 has 8 bits of precision: an update below 1/256 of its weight, which is most of them, would be rounded away.
-    The optimizer keeps and steps float32 copies; after each step the model gets them rounded. Parameters that are
-    float32 already are stepped in place. Schedulers take `.optimizer`.
+    bfloat16 has 8 bits of precision. An update below 1/256 of its weight would be rounded away, and most updates are.
+    MasterWeights keeps float32 copies of the weights and steps those. After each step the model gets them, rounded.
+    Parameters that are float32 already are stepped in place. Give `.optimizer` to a scheduler.
 
         optimizer = fastbert.MasterWeights(torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True))
 
@@ -40,7 +40,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the optimizer from the model's gradients; `closure` as optimizers take it."""
+        """Step the optimizer with the model's gradients. `closure` is that of torch's optimizers."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -57,7 +57,7 @@ class MasterWeights:
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of the model's gradients. The masters' keep their memory: step() writes them anew."""
+        """Clear the model's gradients. Those of the float32 copies keep their memory; step() writes them again."""
         masters = set(map(id, self.masters))
         stepped = [weight for group in self.optimizer.param_groups for weight in group["params"]]
         for weight in (*self.model_weights, *(w for w in stepped if id(w) not in masters)):
@@ -71,7 +71,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError when the masters are those of another model; nothing is changed then."""
+        """Load a saved state. Raises ValueError, and changes nothing, if it is that of another model."""
         saved = state_dict["masters"]
         shapes, expected = [tuple(m.shape) for m in saved], [tuple(m.shape) for m in self.masters]
         if shapes != expected:

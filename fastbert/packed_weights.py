@@ -1,4 +1,4 @@
-"""fastbert.repack(model): for writes to weights that PyTorch keeps no record of."""
+"""fastbert.repack(model), to be called after a write to weights that PyTorch does not record."""
 
 from __future__ import annotations
 
@@ -9,21 +9,27 @@ from fastbert.models.base import HasModel
 
 
 def repack(model: nn.Module | HasModel) -> None:
-    """Forget the packed copies of a model's weights: the next call packs what the weights hold by then.
+    """Forget the packed copies of a model's weights. The next call packs the weights as they are then.
 
-    On CPUs the kernels multiply by packed copies of the weights, made at the first call. A copy is made anew by itself
-    when its weight changes in a way that PyTorch records: an optimizer's step, load_state_dict, operations in place on
-    the parameter, a new parameter, another dtype. A write around that record is found late, within
-    `fastbert._C.packed_check_calls` calls: through `.data`, `.detach().numpy()`, DLPack or a storage, by `apply_` and
-    `map_`, by torch.distributed's broadcast, all_reduce, reduce, scatter and recv, to the flat vector that parameters
-    became views of, to any other tensor with the parameter's memory (`x` after `p.data = x`), or by another process.
-    Call this function after such a write and before the next forward pass. It also gives back the memory of the copies:
-    call it after a weight's storage was resized to nothing (offloading).
+    On CPUs the kernels multiply by packed copies of the weights, which are made at the first call. If a weight changes
+    in a way that PyTorch records (an optimizer's step, load_state_dict, an operation in place on the parameter, a new
+    parameter, another dtype), its copy is made again without this function. PyTorch does not record a write
+
+    - through `.data`, `.detach().numpy()`, DLPack or a storage, or by `apply_` and `map_`;
+    - by broadcast, all_reduce, reduce, scatter and recv of torch.distributed;
+    - to a flat vector that the parameters are views of, or to another tensor with the parameter's memory (`x` after
+      `p.data = x`);
+    - by another process.
+
+    Such a write is found only within `fastbert._C.packed_check_calls` calls. Call this function after it, before the
+    next forward pass. The function also frees the memory of the copies: call it after a weight's storage was resized to
+    nothing (offloading). Weights without a packed copy are not changed.
 
     Args:
-        model: any module whose parameters and buffers are meant, wherever their copies came from; or a SentenceEncoder.
+        model: any module, or a SentenceEncoder. All of its parameters and buffers are meant.
 
-    Raises TypeError where `model` is neither. Nothing happens to weights that have no packed copy.
+    Raises:
+        TypeError: `model` is neither.
     """
     module = model.model if isinstance(model, HasModel) else model
     if not isinstance(module, nn.Module):

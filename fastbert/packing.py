@@ -6,8 +6,8 @@ that is the one time that a forward call waits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from fastbert import ops
 
 
 class InputError(ValueError):
-    """An input that no kernel may see; the message names the value and the limit."""
+    """An input is out of bounds. No kernel has seen it; the message names the value and the limit."""
 
 
 # What torch's aminmax takes of integers: the unsigned ones of more than 8 bits are not among them.
@@ -31,14 +31,16 @@ class _Checks:
 
 
 def check_inputs(enabled: bool) -> None:
-    """Whether models look at the values of ids, offsets and labels before they use them; they do unless told not to.
+    """Turn on or off that models check the values of ids, offsets and labels before they use them. It is on at first.
 
-    On a GPU looking means that the host waits, once a call. Without, packed input with its max_seqlen is never waited
-    for, nor is padded input without a mask. Then, and under torch.compile, which never checks values, an id, an offset
-    or a label that is out of bounds still touches no memory but the call's own: on a CPU the ops raise IndexError,
-    RuntimeError or ValueError, but that torch's own operations, when compiled, give numbers that mean nothing for
-    offsets; on a GPU our kernels give NaN for an id or a label, and numbers that mean nothing for offsets, and torch's
-    own assert. Shapes, dtypes, devices and masks are checked all the same. Process-wide, like torch.set_num_threads.
+    On a GPU the check makes the host wait, once a call. Without it the host never waits for packed input with its
+    max_seqlen, or for padded input without a mask. Under torch.compile values are never checked. Shapes, dtypes,
+    devices and masks always are. The choice holds for the whole process, like torch.set_num_threads.
+
+    An id, an offset or a label out of bounds reads and writes no memory but the call's own, also without the check. On
+    a CPU the ops raise IndexError, RuntimeError or ValueError; only torch's own operations, when compiled, give
+    meaningless numbers for offsets. On a GPU fastbert's kernels give NaN for an id or a label, and meaningless numbers
+    for offsets; torch's own operations fail an assertion.
     """
     _Checks.enabled = enabled
 
@@ -120,6 +122,9 @@ class PackedBatch:
     max_seqlen: an upper bound of the sequence lengths, on the host.
     seqlen: the width of the padded grid; None when the caller's input was packed already.
     total_tokens: the number of packed tokens, on the host.
+    labelled: int64 (n,), the packed tokens that have a label, in order; None where nobody has looked.
+    bounds: the smallest and the largest of the ids and labels that belong to the batch, by name, as the host has seen
+        them; None where nobody has looked. `fastbert.pack_inputs` fills both in, so that no model has to wait for them.
     cache: what backends derive from cu_seqlens, kept for the layers of one forward pass.
     """
 
@@ -129,7 +134,21 @@ class PackedBatch:
     batch_size: int
     seqlen: int | None
     total_tokens: int
+    labelled: torch.Tensor | None = None
+    bounds: Mapping[str, tuple[int, int]] | None = None
     cache: dict = field(default_factory=dict, repr=False, compare=False)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
+        """The same batch on another device, with a cache of its own."""
+        return self._moved(lambda t: t.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> PackedBatch:
+        """The same batch in page-locked memory, which a GPU copies from while the host goes on."""
+        return self._moved(torch.Tensor.pin_memory)
+
+    def _moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> PackedBatch:
+        indices, labelled = (None if t is None else move(t) for t in (self.indices, self.labelled))
+        return replace(self, indices=indices, cu_seqlens=move(self.cu_seqlens), labelled=labelled, cache={})
 
     @classmethod
     def from_mask(
@@ -202,6 +221,20 @@ class PackedBatch:
                 raise InputError("under torch.compile a packed batch needs max_seqlen, an int known on the host")
             max_seqlen = int(cu_seqlens.diff().max())
         return cls(None, cu_seqlens.int(), max_seqlen, batch_size, None, total_tokens)
+
+    def check(self, ranges: Sequence[IdRange]) -> None:
+        """Raise InputError for packed ids out of range: by `bounds`, or by a look at those that the host has not seen.
+
+        The look is a wait where they are on a GPU.
+        """
+        if not checks_values() or not self.total_tokens:
+            return
+        bounds = self.bounds or {}
+        if all(name in bounds for name, _, _ in ranges):
+            lows, highs = ([bounds[name][end] for name, _, _ in ranges] for end in (0, 1))
+            _check_ranges(ranges, [*lows, *highs])
+        else:
+            _check_ranges(ranges, _to_host(_extremes(ranges)))
 
     def pack(self, padded: torch.Tensor) -> torch.Tensor:
         """(batch_size, seqlen, ...) -> (total_tokens, ...); a view where there is no padding."""

@@ -1,7 +1,7 @@
-"""fastbert.quantize: the layers of a live model in int8, in place; and what that costs in accuracy, layer by layer.
+"""fastbert.quantize puts the layers of a live model into int8, in place. quantization_error says what that would cost.
 
-Weights are rounded to 255 steps a row, activations to 255 steps a token while the model runs (Dettmers et al. 2022,
-"LLM.int8()", section 2.1). docs/int8.md has what was measured.
+Each row of a weight is rounded to 255 steps. Each token's activations are rounded to 255 steps while the model runs
+(Dettmers et al. 2022, "LLM.int8()", section 2.1). docs/int8.md has the measurements.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ def quantize(
     keep: str | Iterable[str] = (),
     calibration: Iterable[Any] | None = None,
 ) -> Quantizable:
-    """Make the Linear leaves of the encoder's layers int8, in place, and return `model`, in eval mode.
+    """Put the Linear modules of the encoder's layers into int8, in place. Returns `model`, in eval mode.
 
-    Those are query, key, value, attention output and both of the feed-forward. Heads, pooler, embeddings and LayerNorms
-    stay in floating point, and so does attention itself: all of that becomes bfloat16 where the device multiplies
-    bfloat16, float32 elsewhere. Each layer's old weight is freed as soon as its int8 one is there. Nothing can be
-    trained afterwards: parameters are frozen, and a forward pass in train mode raises RuntimeError.
+    These are query, key, value, the attention's output and both of the feed-forward. Attention itself, heads, pooler,
+    embeddings and LayerNorms stay in floating point: in bfloat16 if the device multiplies bfloat16, else in float32.
+    Each old weight is freed as soon as its int8 weight is there. The model cannot be trained afterwards: its parameters
+    are frozen, and a forward pass in train mode raises RuntimeError.
 
     Args:
         model: a fastbert model, with or without a head; a SentenceEncoder; a transformers model that
             fastbert.accelerate has sped up; or any module that holds some of these.
         dtype: "int8".
-        keep: names of layers, as model.named_modules() has them, that stay in floating point; fnmatch patterns
-            ("*.layer.0.*", "*.output.dense"). The name of a module keeps all that is below it.
-        calibration: None measures every token while the model runs, which is most accurate. Inputs (as
-            `quantization_error` takes them) fix one scale for each layer instead, from the largest value that it gets
-            while they run through the model: measuring is saved, and what is larger later on is cut to it.
+        keep: names of layers that stay in floating point, as model.named_modules() has them, or fnmatch patterns
+            ("*.layer.0.*", "*.output.dense"). The name of a module keeps everything below it.
+        calibration: None (the default) gives each token a scale while the model runs, which is most accurate. Inputs,
+            as `quantization_error` takes them, fix one scale for each layer instead: the largest value that the layer
+            gets from them. This saves the measuring later; larger values are then cut off.
 
-    Raises (the model is then as it was):
+    Raises:
         TypeError: no such model. ConfigError: an unknown dtype, a pattern that names no layer, a layer that is int8
-        already or is no plain nn.Linear (hooks, LoRA), a weight that is not finite. InputError: calibration without
-        inputs, or with values that are not finite.
+        already or no plain nn.Linear (hooks, LoRA), a weight that is not finite. InputError: calibration without
+        inputs, or with values that are not finite. In each case the model is as it was.
     """
     if dtype not in ("int8", torch.int8):
         raise ConfigError(f"unknown dtype {dtype!r}; fastbert quantises to int8")
@@ -62,16 +62,17 @@ def quantize(
 
 
 def quantization_error(model: nn.Module | HasModel, inputs: Iterable[Any]) -> dict[str, float]:
-    """What int8 would cost each layer of a model that is still in floating point, by its name, the largest first.
+    """The error that int8 would cause in each layer of a model in floating point: {name: error}, the largest first.
 
-    The cost is ||int8 output - output|| / ||output|| over all tokens of the inputs, where the layer gets what it gets
-    in the model as it is: errors of earlier layers are not in it. The names are those that `quantize(keep=...)` takes.
+    The error is ||int8 output - output|| / ||output|| over all tokens of the inputs. Each layer gets the input that it
+    gets in the model as it is, so the errors of earlier layers are not in it. `quantize(keep=...)` takes the names.
 
     Args:
-        model: as for `quantize`; it is not changed.
-        inputs: dicts of the model's keyword arguments; for a SentenceEncoder texts.
+        model: as for `quantize`. It is not changed.
+        inputs: dicts of the model's keyword arguments; texts for a SentenceEncoder.
 
-    Raises as `quantize` does.
+    Raises:
+        The errors of `quantize`.
     """
     leaves = linears_of(_module_of(model))
     int8 = {name: QuantizedLinear.from_linear(leaf).eval() for name, leaf in leaves.items()}

@@ -1,7 +1,7 @@
-"""SentenceEncoder: text in, one vector a text out (Reimers & Gurevych 2019); reads sentence-transformers folders.
+"""SentenceEncoder turns each text into a vector (Reimers & Gurevych 2019). It reads sentence-transformers folders.
 
-Texts are tokenised without padding, sorted by length, cut into batches of a token budget and given to the encoder
-packed, so a batch of mixed lengths costs what its real tokens cost.
+Texts are tokenised without padding, sorted by length, and cut into batches of a number of tokens. The encoder gets them
+packed, so a batch of mixed lengths takes the time of its real tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PROGRESS_DELAY_S = 2.0  # shorter work shows no progress bar
 
 
 class SentenceEncoder(HasModel):
-    """Encodes texts to vectors. Made by `from_pretrained`; `dim` is a vector's length, `max_seq_length` in tokens."""
+    """Turns texts into vectors of `dim` numbers; cuts texts to `max_seq_length` tokens. `from_pretrained` makes one."""
 
     def __init__(self, model: EncoderModel, tokenizer: Tokenizer, recipe: Recipe, max_seq_length: int):
         limit, added = position_limit(model), tokenizer.num_special_tokens_to_add(False)
@@ -67,17 +67,17 @@ class SentenceEncoder(HasModel):
         device: torch.device | str | None = None,
         max_seq_length: int | None = None,
     ) -> SentenceEncoder:
-        """The encoder of a sentence-transformers folder, or of a plain encoder's: mean pooling, not normalised.
+        """An encoder from a sentence-transformers folder, or from a plain encoder's: mean pooling, not normalised.
 
         Args:
             name_or_path: a folder, a hub id, or a name in fastbert.checkpoint.pretrained.PACKAGED_MODELS.
-            dtype: a torch dtype or its name; "auto" keeps the checkpoint's own, "int8" does so and quantises it.
-            device: default CUDA where there is a GPU, else the CPU.
-            max_seq_length: longer texts are cut to so many tokens, [CLS] and [SEP] included; default the folder's.
+            dtype: a torch dtype or its name. "auto" keeps the checkpoint's own; "int8" quantises it.
+            device: where to run. The default is CUDA if there is a GPU, else the CPU.
+            max_seq_length: longer texts are cut to so many tokens, [CLS] and [SEP] included. Default: the folder's.
 
         Raises:
-            CheckpointError: a file is absent or damaged. ConfigError: a module, a pooling mode, a device or a length
-            that cannot be had.
+            CheckpointError: a file is absent or damaged. ConfigError: fastbert does not have a module or a pooling mode
+            of the folder, the device is not there, or the length is out of range.
         """
         int8 = dtype in ("int8", torch.int8)
         root, device, torch_dtype = resolve(name_or_path), pick_device(device), None if int8 else parse_dtype(dtype)
@@ -116,23 +116,24 @@ class SentenceEncoder(HasModel):
         show_progress: bool | None = None,
         output: str = "numpy",
     ) -> np.ndarray | torch.Tensor:
-        """Vectors of texts, in their order.
+        """The vectors of texts, in the order of the texts.
 
         Args:
             texts: one string, or many.
-            batch_tokens: tokens that the encoder takes at a time, by default as many as the device is fastest with; a
-                longer text is a batch of its own.
-            normalize: True gives vectors of length 1, False as they are pooled; None does what the model's folder says.
-            prompt_name: which of the model's prompts to put before every text; None: its default, mostly none.
-            show_progress: None shows a bar on a terminal when the work takes longer than 2 s.
+            batch_tokens: how many tokens the encoder gets at a time; a longer text is a batch of its own. The default
+                is the number with which the device is fastest.
+            normalize: True gives vectors of length 1, False leaves them as they are pooled. None does what the model's
+                folder says.
+            prompt_name: which of the model's prompts is put before every text. None: the model's default, mostly none.
+            show_progress: None shows a bar on a terminal if the work takes longer than 2 s.
             output: "numpy", or "torch" for a tensor on the model's device.
 
         Returns:
-            float32 (dim,) for one string, (number of texts, dim) for many, none included.
+            float32, (dim,) for one string and (number of texts, dim) for a list, which may be empty.
 
         Raises:
-            TypeError: a text that is no string, by its index. InputError: a text that is not valid Unicode, or an
-            option out of bounds.
+            TypeError: a text is no string; the message has its index. InputError: a text is not valid Unicode, or an
+            option is out of bounds.
         """
         if output not in ("numpy", "torch"):
             raise InputError(f"unknown output {output!r}; valid names: numpy, torch")
@@ -163,11 +164,10 @@ class SentenceEncoder(HasModel):
         prompt_name: str | None = None,
         chunk_texts: int = CHUNK_TEXTS,
     ) -> Iterator[tuple[np.ndarray, int]]:
-        """For each `chunk_texts` texts in turn, fewer where they are long: their vectors, float32 (texts, dim), and how
-        many tokens they had.
+        """Yields, for one chunk of texts after the other, its vectors (float32, (texts, dim)) and its number of tokens.
 
-        Holds one chunk at a time. A chunk's vectors depend on that chunk alone: a stream that is taken up again at the
-        start of a chunk gives the same bits.
+        A chunk has `chunk_texts` texts, or fewer if they are long. Only one chunk is in memory at a time. Its vectors
+        depend on this chunk alone, so a stream that starts again at the beginning of a chunk gives the same bits.
         """
         prompt = self.prompt(prompt_name)
         for chunk in _chunks(texts, chunk_texts):
@@ -176,7 +176,7 @@ class SentenceEncoder(HasModel):
             yield rows.cpu().numpy(), sum(map(len, ids))
 
     def prompt(self, name: str | None = None) -> str:
-        """The text that a prompt's name stands for; None: the model's default. Raises InputError if unknown."""
+        """The text of the prompt called `name`; None means the model's default. Raises InputError if it is unknown."""
         name = name if name is not None else self.recipe.default_prompt_name
         if name is None:
             return ""
@@ -189,7 +189,7 @@ class SentenceEncoder(HasModel):
         return text
 
     def tokenize(self, texts: list[str], prompt: str = "") -> list[list[int]]:
-        """Token ids of each text, special tokens included, cut to max_seq_length."""
+        """The token ids of each text, with special tokens, cut to max_seq_length."""
         if prompt:
             texts = [prompt + text for text in texts]
         return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts)]
@@ -203,7 +203,7 @@ class SentenceEncoder(HasModel):
         normalize: bool | None = None,
         on_batch: Callable[[int], Any] = lambda texts: None,
     ) -> torch.Tensor:
-        """Vectors of token ids, in their order: float32 (sequences, dim) on the model's device.
+        """The vectors of sequences of token ids, in their order: float32 (sequences, dim) on the model's device.
 
         `on_batch(sequences)` is called after each batch. Raises InputError for a budget below 1.
         """

@@ -245,7 +245,7 @@ def _attention_dq_kernel(
 def attention_bwd(
     dout, q, k, v, out, softmax_stats, tiles, philox, tile, softmax_scale, dropout_p, window_size, cos, sin
 ):  # fmt: skip
-    """dout as out -> dqkv (total_tokens, 3, num_heads, head_dim); the schema in fastbert/ops/_library.py."""
+    """dout as out -> dqkv (total_tokens, 3, num_heads, head_dim); the schema in fastbert/ops/attention.py."""
     dout, q, k, v = (rows_whole(t) for t in (dout, q, k, v))
     total_tokens, num_heads, head_dim = q.shape
     dqkv = q.new_empty(total_tokens, 3, num_heads, head_dim)

@@ -107,7 +107,7 @@ def _attention_fwd_kernel(
 def attention_fwd(
     q, k, v, tiles, philox, tile, softmax_scale, dropout_p, window_size, return_stats
 ):  # fmt: skip
-    """q, k, v (total_tokens, num_heads, head_dim) -> out, softmax_stats; the schema in fastbert/ops/_library.py."""
+    """q, k, v (total_tokens, num_heads, head_dim) -> out, softmax_stats; the schema in fastbert/ops/attention.py."""
     q, k, v = (rows_whole(t) for t in (q, k, v))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     stats = q.new_empty(2 if return_stats else 0, q.shape[1], q.shape[0], dtype=torch.float32)

@@ -25,8 +25,9 @@ def _cross_entropy_kernel(
 ):  # fmt: skip
     """losses (rows,), fp32, of logits (rows, num_classes), which NEEDS_GRAD overwrites with their gradients.
 
-    `stride` is num_classes rounded up to whole 16-byte loads: what lies between is read, and left out. A label that is
-    no class gives NaN, and reads nothing.
+    `stride` is num_classes rounded up to whole 16-byte loads: what lies between is read, and left out. Its gradients
+    are 0: oneDNN with AMX multiplies whole blocks of columns, and NaN times 0 is NaN. A label that is no class gives
+    NaN, and reads nothing.
 
     Gradients overwrite what they are made of, so no thread may still want to read what another stores. The label's
     logit is read by all threads, and stored by one: a barrier stands between. All other reads need none. In the second
@@ -67,18 +68,20 @@ def _cross_entropy_kernel(
             z = tl.load(logits_ptr + columns, mask=columns < stride, other=0.0).to(tl.float32)
             gradient = factor * tl.exp(z - row_top) - label_smoothing / num_classes
             gradient -= tl.where(columns == label, 1.0 - label_smoothing, 0.0)
-            gradient *= inverse_count
+            gradient = tl.where(columns < num_classes, gradient * inverse_count, 0.0)
             tl.store(logits_ptr + columns, gradient.to(logits_ptr.dtype.element_ty), mask=columns < stride)
 
 
 def cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoothing, z_loss, needs_grad):
-    """-> loss (fp32 scalar), dhidden_states, dweight, dbias for a loss's gradient of 1; fastbert/ops/_library.py.
+    """-> loss (fp32 scalar), dhidden_states, dweight, dbias for a loss's gradient of 1; fastbert/ops/loss.py.
 
-    One host sync: the number of labelled tokens is the GEMMs' size.
+    One host sync: the number of labelled tokens is the GEMMs' size. None where ignore_index is None: all have a label.
     """
-    kept = (labels != ignore_index).nonzero().flatten()
-    hidden, labels = hidden_states.index_select(0, kept), labels.index_select(0, kept)
-    count, num_classes = kept.numel(), weight.shape[0]
+    kept, hidden = None, hidden_states
+    if ignore_index is not None:
+        kept = (labels != ignore_index).nonzero().flatten()
+        hidden, labels = hidden_states.index_select(0, kept), labels.index_select(0, kept)
+    count, num_classes = hidden.shape[0], weight.shape[0]
     losses = hidden.new_empty(count, dtype=torch.float32)
     gradients = (
         [
@@ -105,7 +108,11 @@ def cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoot
                 NEEDS_GRAD=needs_grad, BLOCK_V=block_v, num_warps=max(1, min(8, block_v // 256)),
             )  # fmt: skip
         if needs_grad:
-            gradients[0].index_copy_(0, kept[start : start + chunk], (logits @ weight).float())
+            dhidden = (logits @ weight).float()
+            if kept is None:
+                gradients[0][start : start + chunk] = dhidden
+            else:
+                gradients[0].index_copy_(0, kept[start : start + chunk], dhidden)
             gradients[1] += logits.t() @ h
             if bias is not None:
                 gradients[2] += logits.sum(0, dtype=torch.float32)

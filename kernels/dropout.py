@@ -35,7 +35,7 @@ def tile(hidden_size: int) -> tuple[int, int]:
 
 
 def dropout(x, philox, dropout_p):
-    """x (..., hidden_size) -> out, contiguous; the schema in fastbert/ops/_library.py."""
+    """x (..., hidden_size) -> out, contiguous; the schema in fastbert/ops/dropout.py."""
     x = x.contiguous()
     out = torch.empty_like(x)
     if x.numel() == 0:

@@ -76,7 +76,7 @@ def _embed_fwd_kernel(
 
 
 def embed_fwd(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, eps):
-    """-> out (total_tokens, hidden_size); the schema in fastbert/ops/_library.py."""
+    """-> out (total_tokens, hidden_size); the schema in fastbert/ops/embedding.py."""
     operands = (input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias)
     operands = [None if t is None else t.contiguous() for t in operands]
     total_tokens, hidden_size = position_ids.shape[0], position.shape[1]
@@ -173,7 +173,7 @@ def sum_block(hidden_size: int) -> int:
 
 
 def embed_bwd(dout, ids, table, padding_idx):
-    """dout (total_tokens, hidden_size), ids (total_tokens,) -> dtable; the schema in fastbert/ops/_library.py."""
+    """dout (total_tokens, hidden_size), ids (total_tokens,) -> dtable; the schema in fastbert/ops/embedding.py."""
     dout = dout.contiguous()
     total_tokens, hidden_size = dout.shape
     dtable = torch.zeros(table.shape, dtype=table.dtype, device=table.device)

@@ -180,7 +180,7 @@ def _activation_bwd_kernel(
 
 
 def feed_forward(x, up_weight, up_bias, down_weight, activation, gated, return_pre):
-    """x (total_tokens, hidden_size) -> out, pre; the schema in fastbert/ops/_library_products.py."""
+    """x (total_tokens, hidden_size) -> out, pre; the schema in fastbert/ops/feed_forward.py."""
     M, K, N, width = x.shape[0], x.shape[1], down_weight.shape[1], up_weight.shape[0]
     if M == 0 or N == 0:
         return x.new_zeros(M, down_weight.shape[0]), x.new_empty(M if return_pre else 0, width)
@@ -208,7 +208,7 @@ def feed_forward(x, up_weight, up_bias, down_weight, activation, gated, return_p
 
 
 def feed_forward_bwd(dout, x, pre, up_weight, down_weight, activation, gated, needs_dx, needs_dweight, needs_dbias):
-    """dout as out -> dx, dup_weight, dup_bias, ddown_weight; the schema in fastbert/ops/_library_products.py."""
+    """dout as out -> dx, dup_weight, dup_bias, ddown_weight; the schema in fastbert/ops/feed_forward.py."""
     M, N, K, width = pre.shape[0], down_weight.shape[1], dout.shape[1], pre.shape[1]
     if M == 0 or N == 0:
         dup, ddown = (w.new_zeros(w.shape[0] if needs_dweight else 0, w.shape[1]) for w in (up_weight, down_weight))

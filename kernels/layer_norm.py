@@ -87,7 +87,7 @@ def row_tile(hidden_size: int) -> tuple[int, int]:
 
 
 def add_layer_norm_fwd(x, x_bias, residual, weight, bias, philox, dropout_p, eps, return_sum, return_stats):
-    """x, residual (total_tokens, hidden_size) -> out, summed, mean, rstd; the schema in fastbert/ops/_library.py."""
+    """x, residual (total_tokens, hidden_size) -> out, summed, mean, rstd; the schema in fastbert/ops/layer_norm.py."""
     x = x.contiguous()
     x_bias, residual, bias = (None if t is None else t.contiguous() for t in (x_bias, residual, bias))
     weight = weight.contiguous()
@@ -188,7 +188,7 @@ def _bwd_tile(hidden_size: int) -> tuple[int, int, int]:
 
 
 def add_layer_norm_bwd(dout, dsum, summed, mean, rstd, weight, philox, dropout_p, has_x_bias):
-    """dout, dsum (total_tokens, hidden_size) -> dx, dsummed, dx_bias, dweight, dbias; the schema in ops/_library.py."""
+    """dout, dsum (total_tokens, hidden_size) -> dx, dsummed, dx_bias, dweight, dbias (ops/layer_norm.py)."""
     dout, summed, weight = dout.contiguous(), summed.contiguous(), weight.contiguous()
     dsum = None if dsum is None else dsum.contiguous()
     total_tokens, hidden_size = dout.shape

@@ -88,7 +88,7 @@ def tile(width: int) -> tuple[int, int]:
 
 
 def pack(padded, indices):
-    """padded (num_rows, hidden_size), indices (total_tokens,) -> packed; the schema in fastbert/ops/_library.py."""
+    """padded (num_rows, hidden_size), indices (total_tokens,) -> packed; the schema in fastbert/ops/packing.py."""
     padded, indices = padded.contiguous(), indices.contiguous()
     packed = padded.new_empty(indices.shape[0], padded.shape[1])
     if packed.numel() == 0:

@@ -133,7 +133,7 @@ def _splits(total_tokens: int, batch_size: int, blocks: int, mode: str) -> int:
 
 
 def pooling_fwd(x, cu_seqlens, mode, return_ties):
-    """x (total_tokens, hidden_size) -> out, ties (batch, hidden_size); the schema in fastbert/ops/_library.py."""
+    """x (total_tokens, hidden_size) -> out, ties (batch, hidden_size); the schema in fastbert/ops/pooling.py."""
     x, cu_seqlens = x.contiguous(), cu_seqlens.contiguous()
     total_tokens, hidden_size = x.shape
     batch_size = cu_seqlens.shape[0] - 1

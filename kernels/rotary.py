@@ -93,7 +93,7 @@ def blocks(half: int, tile: int) -> tuple[int, int, int]:
 
 
 def rotary(q, k, cos, sin, tiles, tile):
-    """q, k (total_tokens, num_heads, head_dim) -> both rotated, contiguous; the schema in fastbert/ops/_library.py."""
+    """q, k (total_tokens, num_heads, head_dim) -> both rotated, contiguous; the schema in fastbert/ops/rotary.py."""
     q, k = rows_whole(q), rows_whole(k)
     q_out, k_out = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
     _launch(q, k, q_out, k_out, cos, sin, tiles, tile, inverse=False)

@@ -7,34 +7,38 @@ is such a process: it writes a line of JSON for every check.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import pkgutil
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import fastbert
-from benchmarks.gpu import attention, rowwise, tokens
+from benchmarks.gpu import rowwise, sequences
 from benchmarks.gpu.checks import Where
-from benchmarks.gpu.record import Record, failures_of_a_kernel, run_limited
+from benchmarks.gpu.record import Record, failures_of_a_kernel, results_in, results_of, run_limited, say_result
 from fastbert.backend import ORDER, Backend, _supports
 from fastbert.testing.interpreter import mend_triton_interpreter
 
 DTYPES = ("bfloat16", "float16", "float32")
 CHECKS = {
-    **{f"attention/{group}": checks for group, checks in attention.CHECKS.items()},
+    **sequences.CHECKS,
     **rowwise.CHECKS,
-    **tokens.CHECKS,
 }
+SERIALISED = "serialised wgmma"
 LIMIT_SECONDS = 200.0  # of a job
 SANITIZER_SECONDS = 180.0  # of a job under it
-RESULT = "result: "  # what a line of a job's process begins with
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ def run_checks(job: Job) -> Iterator[tuple[str, str | None]]:
             torch.cuda.empty_cache()  # jobs share the GPU
 
 
-def summary(results: list[tuple[str, str | None]], died: str | None = None) -> dict[str, Any]:
+def summary(results: Sequence[tuple[str, str | None]], died: str | None = None) -> dict[str, Any]:
     """A job's entry."""
     failed = [f"{name}: {why}" for name, why in results if why is not None]
     if died is not None:
@@ -110,22 +114,7 @@ def summary(results: list[tuple[str, str | None]], died: str | None = None) -> d
 
 def in_a_process(record: Record, job: Job) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.gpu.kernels", json.dumps(asdict(job))]
-    died, seconds = None, min(LIMIT_SECONDS, record.left)
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-        out = done.stdout
-        if done.returncode != 0:
-            died = f"exit code {done.returncode}: {(done.stderr.strip().splitlines() or [''])[-1][:300]}"
-    except subprocess.TimeoutExpired as expired:
-        out = expired.stdout.decode() if isinstance(expired.stdout, bytes) else expired.stdout or ""
-        died = f"not ready after {seconds:.0f} s"
-    return summary(results_in(out), died)
-
-
-def results_in(out: str) -> list[tuple[str, str | None]]:
-    """What `main` wrote, among what libraries write."""
-    lines = [line.removeprefix(RESULT) for line in out.splitlines() if line.startswith(RESULT) and line[-1] == "]"]
-    return [(name, why) for name, why in map(json.loads, lines)]
+    return summary(*results_of(command, min(LIMIT_SECONDS, record.left)))
 
 
 def run_part(record: Record) -> None:
@@ -141,11 +130,62 @@ def run_part(record: Record) -> None:
     if record.smoke:  # starting a process takes longer than the checks
         for job in asked:
             record.run(job.id, lambda job=job: summary(list(run_checks(job))))  # type: ignore[misc]
-        return
+        asked = []
     with ThreadPoolExecutor(max(1, min(15, (os.cpu_count() or 2) - 1))) as pool:
         futures = {pool.submit(in_a_process, record, job): job for job in asked}
         for future in as_completed(futures):
             record.add(futures[future].id, future.result())
+    if record.device.type == "cpu":
+        record.add(SERIALISED, {"skipped": "Triton's interpreter compiles nothing"})
+    else:
+        record.run(SERIALISED, partial(serialised, triton_cache()))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What ptxas says of products: on sm_90 they run beside other work, unless it had to make them wait for each other
+
+
+def complaints(ptx: Path, arch: int) -> list[str]:
+    """The assembler's lines on wgmma: serialised products, waits and fences of its own between them."""
+    import triton
+
+    target = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
+    tool = (triton.knobs.nvidia.ptxas_blackwell if arch >= 100 else triton.knobs.nvidia.ptxas).path
+    command = [tool, "-v", f"--gpu-name={target}", "-o", os.devnull, str(ptx)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return [line.split(":", 1)[-1].strip() for line in said.splitlines() if re.search("wgmma|warpgroup|GMMA", line)]
+
+
+def triton_cache() -> Path:
+    import triton
+
+    return Path(triton.knobs.cache.dir)
+
+
+def compiled_products(cache: Path) -> Iterator[tuple[str, Path, int]]:
+    """(label, PTX, architecture) of our kernels with wgmma in them, as Triton keeps what it has compiled."""
+    import fastbert.kernels as package
+
+    modules = [importlib.import_module(f"fastbert.kernels.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
+    ours = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
+    for ptx in sorted(cache.glob("*/*.ptx")):
+        if ptx.stem in ours and "wgmma.mma_async" in ptx.read_text(encoding="utf-8"):
+            made = json.loads(ptx.with_suffix(".json").read_text(encoding="utf-8"))
+            label = f"{ptx.stem}, {made['num_warps']} warps, {made['num_stages']} stages, {ptx.parent.name[:8]}"
+            yield label, ptx, made["target"]["arch"]
+
+
+def serialised(cache: Path) -> dict[str, Any]:
+    """An entry: the kernels that ptxas complains of, among all with wgmma."""
+    found = list(compiled_products(cache))
+    if not found:
+        return {"skipped": "no kernel with wgmma has been compiled"}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        said = list(pool.map(lambda each: complaints(each[1], each[2]), found))
+    numbers = {
+        label: {"ptxas": "; ".join(lines)[:300]} for (label, _, _), lines in zip(found, said, strict=True) if lines
+    }
+    return {"numbers": numbers, "note": f"of {len(found)} kernels with wgmma ptxas complains of {len(numbers)}"}
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -215,8 +255,7 @@ def main() -> None:
         mend_triton_interpreter()
     job = Job(**json.loads(sys.argv[1]))
     for result in run_checks(job):
-        sys.stdout.write(f"{RESULT}{json.dumps(result)}\n")
-        sys.stdout.flush()
+        say_result(result)
 
 
 if __name__ == "__main__":

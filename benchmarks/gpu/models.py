@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from benchmarks.gpu.record import Record, open_record
-from benchmarks.gpu.subject import BATCHES, CONTESTANTS, Subject, prepared
+from benchmarks.gpu.record import Record
+from benchmarks.gpu.subject import BATCHES, CONTESTANTS, TIME_LIMIT, Subject, prepared
 from fastbert.bench.compete import Worker, WorkerError
 from fastbert.bench.timing import Timing
 
@@ -35,10 +35,12 @@ class Cell:
 FORWARD = tuple(Cell(model, "forward", "bf16") for model in ("bert-base", "bert-large", "minilm"))
 TRAINING = tuple(Cell(model, "training", "amp") for model in ("bert-base", "minilm", "bert-large"))
 # Cells of one group prepare themselves beside each other: as many as the GPU's memory holds. (Share of the seconds left
-# for preparing, cells): a quarter as much again may pass until a contestant gives up, and the turns take their time.
-GROUPS = ((0.3, (*FORWARD, *TRAINING[:2])), (0.5, TRAINING[2:]))
+# until the last one must be ready, cells): the turns take the others.
+GROUPS = ((0.5, (*FORWARD, *TRAINING[:2])), (0.75, TRAINING[2:]))
 SMOKE_GROUPS = ((0.5, (Cell("tiny", "forward", "bf16"), Cell("tiny", "training", "amp"))),)
-LONGEST_SECONDS = 180  # to prepare, however many are left
+# Seconds to prepare, however many are left. torch.compile has a budget of its own, which the others do not wait for
+# beyond its end; what Inductor has compiled by then is on disk, so the next command goes on from there.
+LONGEST, LONGEST_COMPILED = 120, 300
 MEMORY_CELLS = ("training bert-base amp", "training bert-large amp")
 
 
@@ -60,6 +62,10 @@ class Local:
         self.subject = None
 
 
+def seconds_to_prepare(contestant: str, share: float, left: float) -> int:
+    return int(min(LONGEST_COMPILED if contestant == COMPILED else LONGEST, share * left))
+
+
 def start(cell: Cell, contestant: str, limit: int, smoke: bool) -> Worker | Local:
     threads = max(1, min(4, (os.cpu_count() or 1) // 3))
     task = {"threads": threads, "contestant": contestant, "limit": limit, "smoke": smoke}
@@ -75,16 +81,17 @@ def contestants(cell: Cell, smoke: bool) -> tuple[str, ...]:
 
 def run_group(record: Record, share: float, cells: tuple[Cell, ...], rounds: int) -> None:
     """Entries of cells: {"results": {batch: {contestant: figures, or why there are none}}}."""
-    limit = int(min(LONGEST_SECONDS, share * record.left))
+    limits = {name: seconds_to_prepare(name, share, record.left) for name in CONTESTANTS}
     asked = [(cell, name) for cell in cells for name in contestants(cell, record.smoke)]
-    workers = {(cell, name): start(cell, name, limit, record.smoke) for cell, name in asked}
+    workers = {(cell, name): start(cell, name, limits[name], record.smoke) for cell, name in asked}
     ready: dict[tuple[Cell, str], dict[str, Any]] = {}
     try:
         for key, worker in workers.items():
             try:
                 ready[key] = worker.answer()
             except WorkerError as error:
-                ready[key] = {batch: {"failed": str(error)} for batch in BATCHES}
+                is_late = str(error).startswith(TIME_LIMIT) and key[1] != OURS
+                ready[key] = {batch: {"skipped" if is_late else "failed": str(error)} for batch in BATCHES}
         for cell in cells:
             record.run(cell.id, partial(run_cell, cell, workers, ready, rounds))
     finally:
@@ -151,7 +158,7 @@ def run_part(record: Record) -> None:
         asked = tuple(cell for cell in cells if cell.id not in done)
         if asked:
             run_group(record, share, asked, 1 if record.smoke else ROUNDS)
-    record.figures = dict(figures(record.entries))
+    record.figures = dict(figures(record.entries)) | memory_figures(record.entries)
 
 
 def figures(entries: dict[str, dict[str, Any]]) -> Iterator[tuple[str, float]]:
@@ -170,26 +177,8 @@ def figures(entries: dict[str, dict[str, Any]]) -> Iterator[tuple[str, float]]:
                 yield f"{mode}_over_compile_{batch}", min(ratios)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-
-
-def run_memory(record: Record) -> None:
-    """The part `memory`: peaks of one training step, as the part `models` has seen them, or measured for it."""
-    if record.device.type != "cuda":
-        record.add("memory", {"skipped": "there is no GPU, and torch counts a GPU's memory only"})
-        return
-    seen = open_record("models", record.path.parent, record.stamp, record.say, record.smoke)
-    for _, cells in GROUPS:
-        for cell in (cell for cell in cells if cell.id in MEMORY_CELLS):
-            if "results" in seen.entries.get(cell.id, {}):
-                record.add(cell.id, seen.entries[cell.id])
-            elif "results" not in record.entries.get(cell.id, {}):
-                run_group(record, 0.4, (cell,), 0)
-    record.figures = memory_figures(record.entries)
-    record.add("ratios", {"numbers": {"ours / theirs, the larger of base and large": dict(record.figures)}})
-
-
 def memory_figures(entries: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Peaks of a training step, ours over the least of the others: the larger ratio of base and large."""
     ratios = []
     for name in MEMORY_CELLS:
         found = entries.get(name, {}).get("results", {}).get("full", {})

@@ -15,39 +15,33 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu import tune
-from benchmarks.gpu.checks import Where
-from benchmarks.gpu.kernels import objections
+from benchmarks.gpu.checks import Call, Timer, Where, ceilings
+from benchmarks.gpu.products import Bench, Rows, feed_forward, leaves_of, products, runnable
 from benchmarks.gpu.record import Record, failures_of_a_kernel
-from benchmarks.gpu.rowwise import feed_forward_plans, planned
-from benchmarks.gpu.timer import Call, Timer, ceilings
+from benchmarks.gpu.rowwise import feed_forward_sizes
 from fastbert import ops
 from fastbert.testing.cases import Lengths
-
-Bench = tuple[Record, Where, Timer]
-Rows = dict[str, dict[str, float | str]]
 
 
 def run_part(record: Record) -> None:
     """The part `ops`."""
     where = Where(record.device, torch.bfloat16, "triton", record.smoke)
-    timer = Timer(record.device, where.choose(2, 40))
+    timer = Timer(record.device, where.choose(1, 40))
     record.facts |= record.run("ceilings", lambda: ceilings(timer, record.smoke))
     bench = (record, where, timer)
     for head_dim in where.choose((32,), (64, 128)):
         record.run(f"attention head_dim {head_dim}", partial(attention, bench, head_dim))
     record.run("attention ragged", partial(ragged, bench))
-    record.run("attention blocks", partial(tune.few, timer, where))
+    record.run("attention with dropout", partial(attention_with_dropout, bench))
+    record.run("candidates", partial(tune.try_for_ops, record, where))
+    record.run("attention blocks", partial(tune.few, record, timer, where))
     for hidden_size in where.choose((64,), (768, 1024)):
         record.run(f"memory-bound, hidden_size {hidden_size}", partial(memory_bound, bench, hidden_size))
     record.run("cross_entropy", partial(cross_entropy, bench))
-    for hidden_size in where.choose((32,), (384, 768, 1024)):
-        record.run(f"feed_forward, hidden_size {hidden_size}", partial(feed_forward, bench, hidden_size))
-    for hidden_size, inner in where.choose(((32, 48),), ((768, 1152), (1024, 2624))):  # ModernBERT's
-        record.run(f"gated feed_forward, hidden_size {hidden_size}", partial(feed_forward, bench, hidden_size, inner))
-
-
-def _leaves(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    return [t.detach().requires_grad_() for t in tensors]
+    record.run("products", partial(products, bench))
+    for hidden_size, gated_size in feed_forward_sizes(where):
+        name = f"{'gated ' if gated_size else ''}feed_forward, hidden_size {hidden_size}"
+        record.run(name, partial(feed_forward, bench, hidden_size, gated_size))
 
 
 def backward_of(function: Callable[..., torch.Tensor], leaves: list[torch.Tensor], dout: torch.Tensor) -> Call:
@@ -62,12 +56,13 @@ def backward_of(function: Callable[..., torch.Tensor], leaves: list[torch.Tensor
 Peer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def peers(case: Lengths, where: Where) -> dict[str, Peer]:
-    """Everyone over packed q, k, v (total_tokens, num_heads, head_dim); SDPA only where lengths are equal."""
+def peers(case: Lengths, where: Where, dropout_p: float = 0.0) -> dict[str, Peer]:
+    """Everyone over packed q, k, v (total_tokens, num_heads, head_dim); SDPA only where lengths are equal, and
+    varlen_attn, which has no dropout, only without it."""
     cu_seqlens, longest = case.cu_seqlens.to(where.device), max(case.lengths)
 
     def ours(q, k, v):
-        return ops.attention(q, k, v, cu_seqlens, longest, cache=cache, backend=where.backend)
+        return ops.attention(q, k, v, cu_seqlens, longest, dropout_p=dropout_p, cache=cache, backend=where.backend)
 
     cache: dict = {}  # as in a model: the list of tiles is made once for all layers
     found: dict[str, Peer] = {"fastbert": ours}
@@ -77,12 +72,12 @@ def peers(case: Lengths, where: Where) -> dict[str, Peer]:
         def sdpa(backend, q, k, v):
             q, k, v = (t.view(-1, longest, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
             with sdpa_kernel(backend):
-                out = F.scaled_dot_product_attention(q, k, v)
+                out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
             return out.transpose(1, 2).reshape(-1, out.shape[1], out.shape[3])
 
         kinds = {"sdpa flash": SDPBackend.FLASH_ATTENTION, "sdpa cudnn": SDPBackend.CUDNN_ATTENTION}
         found |= {name: partial(sdpa, kind) for name, kind in (kinds if not where.smoke else {}).items()}
-    if importlib.util.find_spec("torch.nn.attention.varlen") is not None and not where.smoke:
+    if importlib.util.find_spec("torch.nn.attention.varlen") is not None and not where.smoke and not dropout_p:
         from torch.nn.attention.varlen import varlen_attn
 
         def varlen(q, k, v):
@@ -92,8 +87,13 @@ def peers(case: Lengths, where: Where) -> dict[str, Peer]:
     return found
 
 
-def _attention_seconds(bench: Bench, case: Lengths, heads: int, head_dim: int) -> dict[str, dict[str, float | str]]:
-    """{contestant: {"fwd": seconds, "bwd": seconds}}, or why it has none; peers must give what ours gives."""
+def _attention_seconds(
+    bench: Bench, case: Lengths, heads: int, head_dim: int, dropout_p: float = 0.0
+) -> dict[str, dict[str, float | str]]:
+    """{contestant: {"fwd": seconds, "bwd": seconds}}, or why it has none; peers must give what ours gives.
+
+    With dropout, whose masks differ, everyone must drop and keep the mean; forward is then that of training.
+    """
     _, where, timer = bench
     q, k, v = (where.randn(case.total_tokens, heads, head_dim, seed=i) for i in range(3))
     dout = where.randn(case.total_tokens, heads, head_dim, seed=3)
@@ -101,14 +101,18 @@ def _attention_seconds(bench: Bench, case: Lengths, heads: int, head_dim: int) -
     backward: dict[str, Call] = {}
     results: dict[str, dict[str, float | str]] = {}
     expected: torch.Tensor | None = None
-    for name, peer in peers(case, where).items():
+    for name, peer in peers(case, where, dropout_p).items():
         try:
-            out = peer(q, k, v)
-            expected = out if expected is None else expected
-            error = (out.double() - expected.double()).abs().max().item()
-            eps = torch.finfo(where.dtype).eps
-            assert error <= 4 * eps * expected.abs().max().item(), f"differs from ours by {error:.3g}"
-            backward[name] = backward_of(peer, _leaves(q, k, v), dout)
+            if dropout_p:
+                assert_dropout_keeps_the_mean(peer(q, k, torch.ones_like(v))[..., 0])
+            else:
+                out = peer(q, k, v)
+                expected = out if expected is None else expected
+                error = (out.double() - expected.double()).abs().max().item()
+                eps = torch.finfo(where.dtype).eps
+                assert error <= 4 * eps * expected.abs().max().item(), f"differs from ours by {error:.3g}"
+            leaves = leaves_of(q, k, v)
+            backward[name] = backward_of(peer, leaves, dout)
             backward[name]()
             timer.synchronize()
         except failures_of_a_kernel() as failure:
@@ -117,8 +121,8 @@ def _attention_seconds(bench: Bench, case: Lengths, heads: int, head_dim: int) -
             backward.pop(name, None)
             results[name] = {"fwd": f"none: {' '.join(str(failure).split())[:120]}"}
             continue
-        forward[name] = partial(peer, q, k, v)
-    with torch.no_grad():
+        forward[name] = partial(peer, *(leaves if dropout_p else (q, k, v)))
+    with torch.set_grad_enabled(dropout_p > 0):
         fwd = timer.medians(forward)
     bwd = timer.medians(backward)
     return {**{name: {"fwd": fwd[name], "bwd": bwd[name]} for name in forward}, **results}
@@ -140,7 +144,7 @@ def _rates(case: Lengths, heads: int, head_dim: int, seconds: dict[str, dict[str
 
 def attention(bench: Bench, head_dim: int) -> dict[str, Any]:
     record, where, timer = bench
-    total, lengths, width = where.choose((64, (16, 32), 64), (16384, (512, 1024, 2048), 1024))
+    total, lengths, width = where.choose((32, (16, 32), 32), (16384, (512, 1024, 2048), 1024))
     heads = width // head_dim
     numbers: Rows = {}
     for length in lengths:
@@ -153,13 +157,35 @@ def attention(bench: Bench, head_dim: int) -> dict[str, Any]:
     return {"numbers": numbers, "unit": f"TFLOP/s, {total} tokens, {heads} heads of {head_dim}", **timer.note()}
 
 
+def assert_dropout_keeps_the_mean(sums: torch.Tensor) -> None:
+    """Of the probabilities that dropout leaves, which are 1 in the mean: six standard deviations, and rounding."""
+    sums = sums.double()
+    spread, eps = sums.std().item(), torch.finfo(torch.bfloat16).eps
+    assert spread > eps, "nothing is dropped"
+    off = abs(sums.mean().item() - 1)
+    assert off <= 6 * spread / sums.numel() ** 0.5 + eps, f"the mean is off by {off:.3g}"
+
+
+def attention_with_dropout(bench: Bench) -> dict[str, Any]:
+    """As in training, with what transformers' BERT has: 0.1."""
+    _, where, timer = bench
+    total, lengths, heads, head_dim = where.choose((16, (16,), 1, 32), (16384, (128, 512, 1024), 16, 64))
+    numbers: Rows = {}
+    for length in lengths:
+        case = Lengths("", (length,) * (total // length))
+        seconds = _attention_seconds(bench, case, heads, head_dim, dropout_p=0.1)
+        for name, row in _rates(case, heads, head_dim, seconds).items():
+            numbers.setdefault(name, {}).update({f"{kind} {length}": value for kind, value in row.items()})
+    return {"numbers": numbers, "unit": f"TFLOP/s, {total} tokens, {heads} heads of {head_dim}", **timer.note()}
+
+
 def ragged(bench: Bench) -> dict[str, Any]:
     """Lengths from 64 to 960 in steps of 28, shuffled, beside equal ones of their mean, 512."""
     record, where, timer = bench
-    step, mean = where.choose((7, 16), (28, 512))
+    step, mean = where.choose((1, 16), (28, 512))
     lengths = torch.arange(mean - 16 * step, mean + 16 * step + 1, step)
     lengths = lengths[lengths > 0][torch.randperm(int((lengths > 0).sum()), generator=torch.Generator().manual_seed(0))]
-    heads, head_dim = where.choose((2, 32), (16, 64))
+    heads, head_dim = where.choose((1, 32), (16, 64))
     cases = {
         "equal": Lengths("", (mean,) * where.choose(2, 33)),
         "ragged": Lengths("", tuple(lengths.tolist()[: where.choose(3, 33)])),
@@ -177,11 +203,6 @@ def ragged(bench: Bench) -> dict[str, Any]:
 
 # --------------------------------------------------------------------------------------------------------------------
 # what memory bounds
-
-
-def runnable(where: Where, op: str) -> list[str]:
-    """The backends that have a kernel of `op` for GPUs and can run it here; the first is what a GPU gets."""
-    return [backend.value for backend, objection in objections(where.device)[op].items() if objection is None]
 
 
 def without_autograd(call: Call) -> Call:
@@ -202,7 +223,7 @@ def memory_bound(bench: Bench, hidden_size: int) -> dict[str, Any]:
     word, position, token_type = (where.randn(n, hidden_size, seed=n) for n in (30522, 512, 2))
     ids, positions = where.integers(30522, rows), where.integers(512, rows)
     types = where.integers(2, rows)
-    norm_leaves = _leaves(x, residual, weight, bias, x_bias)
+    norm_leaves = leaves_of(x, residual, weight, bias, x_bias)
     matrix = x.nbytes
     # A table's row is read from memory once, however many tokens it stands for.
     gathered = 3 * ids.nbytes + sum(len(i.unique()) * weight.nbytes for i in (ids, positions, types))
@@ -248,7 +269,7 @@ def cross_entropy(bench: Bench) -> dict[str, Any]:
         labels = torch.where(where.integers(100, rows) < 15, where.integers(classes, rows, seed=1), -100)
         count = int((labels != -100).sum())
         x, weight, bias = where.randn(rows, hidden_size), where.randn(classes, hidden_size), where.randn(classes)
-        leaves = _leaves(x, weight, bias)
+        leaves = leaves_of(x, weight, bias)
 
         def step(function, leaves=leaves, labels=labels):
             return torch.autograd.grad(function(*leaves, labels), leaves)
@@ -265,65 +286,3 @@ def cross_entropy(bench: Bench) -> dict[str, Any]:
             row = {"ms": 1e3 * found, "share of floor": (products + logits) / found}
             numbers[f"{name}, hidden_size {hidden_size}"] = {**row, "labelled": float(count)}
     return {"numbers": numbers, "unit": f"forward and backward, {rows} tokens, {classes} classes", **timer.note()}
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# feed_forward: which way wins where
-
-
-def feed_forward(bench: Bench, hidden_size: int, gated_size: int = 0) -> dict[str, Any]:
-    """Each plan of kernels/feed_forward.py, the CUDA backend where it is built, and torch's GEMM, GELU, GEMM; shares of
-    the GEMM ceiling. A plain one is four times as wide as x; a gated one has `gated_size` columns and no bias."""
-    record, where, timer = bench
-    gated, inner = gated_size > 0, gated_size or 4 * hidden_size
-    shapes = ((2 * inner if gated else inner, hidden_size), (hidden_size, inner))
-    up, down = (where.randn(*shape, scale=hidden_size**-0.5) for shape in shapes)
-    bias = None if gated else where.randn(inner)
-    plans = feed_forward_plans(where, gated)
-    if "cuda" in runnable(where, "feed_forward"):
-        plans["cuda"] = plans["elementwise"]
-    numbers: Rows = {}
-    winners = []
-
-    def in_torch(x, up, bias, down):
-        pre = F.linear(x, up, bias)
-        if gated:
-            first, second = pre.chunk(2, -1)
-            return F.linear(F.gelu(first) * second, down)
-        return F.linear(F.gelu(pre), down)
-
-    def with_plan(plan, call):
-        def run() -> object:
-            with planned(plan):
-                return call()
-
-        return run
-
-    def step(function, leaves, dout):
-        return torch.autograd.grad(function(*leaves), [leaf for leaf in leaves if leaf is not None], dout)
-
-    for rows in where.choose((16,), (1024, 4096, 16384, 65536)):
-        x, dout = where.randn(rows, hidden_size), where.randn(rows, hidden_size, seed=1)
-        leaves = [None if t is None else t.detach().requires_grad_() for t in (x, up, bias, down)]
-        forward: dict[str, Call] = {"torch": partial(in_torch, x, up, bias, down)}
-        both: dict[str, Call] = {"torch": partial(step, in_torch, leaves, dout)}
-        for name, plan in plans.items():
-            backend = "cuda" if name == "cuda" else where.backend
-            ours = partial(ops.feed_forward, gated=gated, backend=backend)
-            forward[name] = with_plan(plan, partial(ours, x, up, bias, down))
-            both[name] = with_plan(plan, partial(step, ours, leaves, dout))
-        with torch.no_grad():
-            fwd = timer.medians(forward)
-        seconds = {"fwd": fwd, "fwd+bwd": timer.medians(both)}
-        floor = 2 * rows * (up.numel() + down.numel()) / record.facts["gemm_flops_per_second"]
-        for kind, found in seconds.items():
-            scale = 1 if kind == "fwd" else 3
-            for name, s in found.items():
-                numbers.setdefault(name, {})[f"{kind} {rows}"] = scale * floor / s
-            ours_only = {name: s for name, s in found.items() if name in plans}
-            winners.append(f"{rows} tokens {kind}: {min(ours_only, key=ours_only.__getitem__)}")
-    return {
-        "numbers": numbers,
-        "unit": f"share of the GEMM ceiling, {hidden_size} -> {inner}{' gated' if gated else ''}",
-        "note": "; ".join([*winners, *timer.note().values()]),
-    }

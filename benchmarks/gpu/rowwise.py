@@ -1,4 +1,4 @@
-"""add_layer_norm, feed_forward and cross_entropy on their own device."""
+"""Ops over rows on their own device: add_layer_norm, feed_forward, cross_entropy, embed_layer_norm and dropout."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from benchmarks.gpu.checks import (
     assert_keep_rate,
     compare,
     differentiate,
+    has_kernel,
     repeats,
 )
 from fastbert import ops
@@ -109,7 +110,7 @@ def _norm_beyond_int32(where: Where) -> None:
 
 
 def add_layer_norm(where: Where) -> Checks:
-    for rows, hidden_size in where.choose(ROWS[1:4], (*ROWS[1:], (65536, 768), (8193, 1024), (4096, 4100))):
+    for rows, hidden_size in where.choose(ROWS[2:3], (*ROWS[1:], (65536, 768), (8193, 1024), (4096, 4100))):
         yield f"{rows}x{hidden_size}", partial(_norm_against_oracle, where, rows, hidden_size)
     rows, hidden_size = where.choose((5, 64), (1000, 768))
     yield "large mean", partial(_norm_against_oracle, where, rows, hidden_size, 100.0)
@@ -158,7 +159,21 @@ def feed_forward_plans(where: Where, gated: bool = False) -> dict[str, object]:
     }
 
 
-def _feed_forward_operands(where: Where, rows: int, hidden_size: int, inner: int, gated: bool = False) -> Tensors:
+def feed_forward_sizes(where: Where) -> tuple[tuple[int, int], ...]:
+    """(hidden_size, columns of a gated one's halves, or 0) of what is timed; ModernBERT's are gated."""
+    sizes: tuple[tuple[int, int], ...] = where.choose(
+        ((32, 0), (32, 48)), ((384, 0), (768, 0), (1024, 0), (768, 1152), (1024, 2624))
+    )
+    return sizes
+
+
+def feed_forward_rows(where: Where) -> tuple[int, ...]:
+    """Counts of tokens on which it is timed."""
+    rows: tuple[int, ...] = where.choose((16,), (1024, 4096, 16384, 65536))
+    return rows
+
+
+def feed_forward_operands(where: Where, rows: int, hidden_size: int, inner: int, gated: bool = False) -> Tensors:
     up_size = 2 * inner if gated else inner
     return {
         "x": where.randn(rows, hidden_size),
@@ -168,10 +183,10 @@ def _feed_forward_operands(where: Where, rows: int, hidden_size: int, inner: int
     }
 
 
-def _feed_forward_case(
+def feed_forward_case(
     where: Where, plan: object, shape: tuple[int, int, int], activation: str, has_bias: bool = True, gated: bool = False
 ) -> None:
-    tensors = _feed_forward_operands(where, *shape, gated)
+    tensors = feed_forward_operands(where, *shape, gated)
     ours = partial(ops.feed_forward, activation=activation, gated=gated, backend=where.backend)
     literal = partial(reference.feed_forward, name=activation, gated=gated)
     if not has_bias:
@@ -185,7 +200,7 @@ def _feed_forward_case(
 def feed_forward_elementwise(where: Where) -> Checks:
     plan = feed_forward_plans(where)["elementwise"]
     for shape in where.choose(((17, 33, 40),), ((1, 768, 3072), (1000, 384, 1536), (16384, 768, 3072))):
-        yield _shape_id(shape), partial(_feed_forward_case, where, plan, shape, "gelu")
+        yield _shape_id(shape), partial(feed_forward_case, where, plan, shape, "gelu")
     yield from _feed_forward_features(where, plan)
     yield from _gated(where, [plan])
 
@@ -198,7 +213,7 @@ def feed_forward_epilogue(where: Where) -> Checks:
     for i, plan in enumerate(plans):
         large = ((4099, 1024, 4096), *(((16384, 768, 3072),) if i == 0 else ()))
         for shape in where.choose(((17, 33, 40),), large):
-            yield f"{i} {_shape_id(shape)}", partial(_feed_forward_case, where, plan, shape, "gelu")
+            yield f"{i} {_shape_id(shape)}", partial(feed_forward_case, where, plan, shape, "gelu")
     yield from _feed_forward_features(where, plans[0])
     yield from _gated(where, gated_plans)
 
@@ -207,10 +222,10 @@ def _gated(where: Where, plans: list[object]) -> Checks:
     """ModernBERT's sizes (base, large), which have no bias, and every activation with one."""
     for i, plan in enumerate(plans):
         for shape in where.choose(((17, 33, 40),), ((8193, 768, 1152), (4099, 1024, 2624))):
-            yield f"gated {i} {_shape_id(shape)}", partial(_feed_forward_case, where, plan, shape, "gelu", False, True)
+            yield f"gated {i} {_shape_id(shape)}", partial(feed_forward_case, where, plan, shape, "gelu", False, True)
     shape = where.choose((17, 33, 40), (1025, 768, 1152))
     for activation in where.choose(("silu",), ("gelu", "gelu_tanh", "relu", "silu", "tanh")):
-        yield f"gated {activation}", partial(_feed_forward_case, where, plans[0], shape, activation, True, True)
+        yield f"gated {activation}", partial(feed_forward_case, where, plans[0], shape, activation, True, True)
 
 
 def _shape_id(shape: tuple[int, ...]) -> str:
@@ -220,15 +235,15 @@ def _shape_id(shape: tuple[int, ...]) -> str:
 def _feed_forward_features(where: Where, plan: object) -> Checks:
     shape = where.choose((17, 33, 40), (1025, 768, 3072))
     for activation in where.choose(("gelu_tanh",), ("gelu_tanh", "relu", "silu", "tanh")):
-        yield activation, partial(_feed_forward_case, where, plan, shape, activation)
-    yield "no bias", partial(_feed_forward_case, where, plan, shape, "gelu", False)
+        yield activation, partial(feed_forward_case, where, plan, shape, activation)
+    yield "no bias", partial(feed_forward_case, where, plan, shape, "gelu", False)
 
     def isolation() -> None:
-        # On a CPU torch's own products may mix rows of other sizes, with AMX (fastbert/ops/_product.py):
+        # On a CPU torch's own products may mix rows of other sizes, with AMX (fastbert/ops/_linear_torch.py):
         # that is no fault of the kernels under test, which run in the interpreter there.
         sizes = (17, 32, 64) if where.device.type == "cpu" else shape
         with planned(plan):
-            _isolation(partial(ops.feed_forward, backend=where.backend), _feed_forward_operands(where, *sizes))
+            _isolation(partial(ops.feed_forward, backend=where.backend), feed_forward_operands(where, *sizes))
 
     yield "isolation", isolation
 
@@ -263,9 +278,94 @@ def cross_entropy(where: Where) -> Checks:
     yield "no label", partial(_cross_entropy_case, where, rows, hidden_size, classes, 0)
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# embed_layer_norm
+
+
+def _table_rows(where: Where) -> tuple[int, int]:
+    """Of words, and of positions."""
+    rows: tuple[int, int] = where.choose((40, 20), (3000, 512))
+    return rows
+
+
+def _embed_operands(where: Where, width: int) -> Tensors:
+    words, positions = _table_rows(where)
+    tables = {"word": words, "position": positions, "token_type": 2}
+    matrices = {name: where.randn(rows, width, seed=rows) for name, rows in tables.items()}
+    return {**matrices, "weight": where.randn(width, seed=1), "bias": where.randn(width, seed=5)}
+
+
+def _embed_case(where: Where, rows: int, width: int) -> None:
+    """With and without token types and LayerNorm."""
+    ids, positions = (where.integers(n, rows, seed=i) for i, n in enumerate(_table_rows(where)))
+    tensors = _embed_operands(where, width)
+    variants: tuple[tuple[torch.Tensor | None, tuple[str, ...]], ...] = (
+        (where.integers(2, rows), ()),
+        (None, ("token_type",)),
+        (None, ()),
+        (where.integers(2, rows), ("weight", "bias")),
+    )
+    for types, absent in variants:
+        given: dict[str, Any] = dict.fromkeys(absent)
+        present = {name: t for name, t in tensors.items() if name not in absent}
+        ours = partial(ops.embed_layer_norm, ids, positions, types, eps=1e-5, backend=where.backend, **given)
+        literal = partial(reference.embed_layer_norm, ids, positions, types, eps=1e-5, **given)
+        compare(ours, literal, present)
+        if has_kernel(where) and types is not None and not absent:
+            repeats(ours, present)
+
+
+def _embed_padding(where: Where) -> None:
+    """The padding row takes no gradient, the others take theirs."""
+    ids = torch.arange(6, device=where.device).repeat(where.choose(3, 20))
+    tensors = _embed_operands(where, where.choose(16, 768))
+    ours = partial(ops.embed_layer_norm, ids, ids, None, eps=1e-5, backend=where.backend)
+    free, padded = (differentiate(partial(ours, padding_idx=row), tensors)["dword"] for row in (None, 3))
+    assert free[3].any() and not padded[3].any(), "row padding_idx has a gradient"
+    free[3] = 0
+    assert torch.equal(free, padded) or not has_kernel(where), "padding_idx changes other rows' gradients"
+
+
+def embed_layer_norm(where: Where) -> Checks:
+    for rows, width in where.choose(((9, 48),), ((1, 64), (4097, 384), (16384, 768), (16384, 1024))):
+        yield f"{rows}x{width}", partial(_embed_case, where, rows, width)
+    yield "padding_idx", partial(_embed_padding, where)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# dropout
+
+
+def _dropout_case(where: Where, rows: int, width: int, dropout_p: float) -> None:
+    """The keep rate, the scale, the same mask in backward, one mask a seed."""
+    x = where.randn(rows, width).abs() + 1
+
+    def run(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        torch.manual_seed(seed)
+        out = ops.dropout(leaf, dropout_p, backend=where.backend)
+        return out.detach(), torch.autograd.grad(out, leaf, x)[0]
+
+    out, gradient = run(3)
+    assert torch.equal(out, gradient), "backward has another mask than forward"
+    assert torch.equal(out, run(3)[0]) and not torch.equal(out, run(4)[0]), "masks do not follow the seed"
+    assert_keep_rate(out != 0, dropout_p)
+    expected = (x.double() / (1 - dropout_p))[out != 0]
+    error = (out.double()[out != 0] - expected).abs() / expected
+    assert error.max() <= 2 * torch.finfo(where.dtype).eps, "what is kept is not divided by the keep rate"
+
+
+def dropout(where: Where) -> Checks:
+    for dropout_p in (0.1, 0.5):
+        rows, width = where.choose((33, 80), (16384, 768))
+        yield f"{rows}x{width} p {dropout_p}", partial(_dropout_case, where, rows, width, dropout_p)
+
+
 CHECKS: dict[str, Callable[[Where], Checks]] = {
     "add_layer_norm": add_layer_norm,
     "feed_forward/elementwise": feed_forward_elementwise,
     "feed_forward/epilogue": feed_forward_epilogue,
     "cross_entropy": cross_entropy,
+    "embed_layer_norm": embed_layer_norm,
+    "dropout": dropout,
 }

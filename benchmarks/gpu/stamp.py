@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 import fastbert
-from fastbert.ops._library import cuda_error, extension_error
+from fastbert.bench.timing import cpu_name
+from fastbert.ops._common import cuda_error, extension_error
 
 PACKAGE = Path(fastbert.__file__).resolve().parent
 ROOT = PACKAGE.parent
@@ -84,6 +85,7 @@ def make_stamp(commit: str | None = None) -> dict[str, Any]:
         "kernel_hash": kernel_hash(sources),
         "sources": sources,
         "gpu": gpu_name(),
+        "cpu": cpu_name(),
         "driver": driver.splitlines()[0] if driver else None,
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
@@ -97,6 +99,7 @@ IDENTITY = (
     "commit",
     "kernel_hash",
     "gpu",
+    "cpu",
     "torch",
     "triton",
     "extension",

@@ -26,6 +26,7 @@ CONTESTANTS = ("fastbert", "transformers-sdpa", "transformers-compile")
 BATCHES = ("full", "half")
 CHECKED = 4  # sequences: float64 is slow, and its attention large
 TURN_SECONDS = 0.25
+TIME_LIMIT = "TimeLimit"  # what the last line of one that gave up begins with
 OUT_OF_MEMORY_TRIES = 4  # contestants prepare themselves beside each other
 
 
@@ -251,11 +252,11 @@ def contest(task: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> N
     """A worker's process: prepares all batches, then each line on stdin names the batch of a turn."""
 
     def give_up() -> None:
-        sys.stderr.write(f"TimeLimit: not prepared within {task['limit']} s\n")
+        sys.stderr.write(f"{TIME_LIMIT}: {task['contestant']} was not prepared within {task['limit']} s\n")
         sys.stderr.flush()
         os._exit(3)
 
-    timer = threading.Timer(1.25 * task["limit"], give_up)
+    timer = threading.Timer(task["limit"], give_up)
     timer.daemon = True
     timer.start()
     subject, found = prepared(task)

@@ -1,9 +1,10 @@
 """`make gpu`: everything that needs a GPU, in parts, each in a process of its own and with a file of its own.
 
-A part whose results of this commit, these kernels and this GPU are there is not run again, so an interrupted run goes
-on where it was, in another `--output` too: what the default folder has is taken over. `--smoke` runs the parts on small
-sizes, on a CPU too, with Triton's interpreter: its numbers mean nothing, its checks do. `--stale` asks whether the
-committed results belong to the present kernels.
+A part whose results of this commit, these kernels and this machine are there is not run again, so an interrupted run
+goes on where it was, in another `--output` too: what the default folder has is taken over, and the copy below build/.
+What Triton and Inductor compile is kept there as well, so that the next command finds it. `--smoke` runs the parts on
+small sizes, on a CPU too, with Triton's interpreter: its numbers mean nothing, its checks do. `--part cpu` needs no
+GPU. `--stale` asks whether the committed results belong to the present kernels.
 """
 
 from __future__ import annotations
@@ -23,8 +24,16 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.gpu import stamp as stamps
-from benchmarks.gpu.record import Record, failures_of_a_kernel, open_record, run_limited
-from benchmarks.gpu.report import parts_table, problems, targets_table, to_markdown
+from benchmarks.gpu.record import (
+    Record,
+    failures_of_a_kernel,
+    open_record,
+    parts_table,
+    problems,
+    run_limited,
+    targets_table,
+    to_markdown,
+)
 
 
 class Part(NamedTuple):
@@ -39,13 +48,15 @@ class Part(NamedTuple):
 # What is soon through and tells the most comes first; the kernels' part leaves them compiled for the others.
 PARTS = {
     "kernels": Part("benchmarks.gpu.kernels", "run_part", 300),
-    "ops": Part("benchmarks.gpu.ops", "run_part", 240),
-    "graphs": Part("benchmarks.gpu.latency", "run_part", 150),
-    "models": Part("benchmarks.gpu.models", "run_part", 480),
-    "memory": Part("benchmarks.gpu.models", "run_memory", 300),
+    "ops": Part("benchmarks.gpu.ops", "run_part", 300),
+    "profile": Part("benchmarks.gpu.profile", "run_part", 200),
+    "models": Part("benchmarks.gpu.models", "run_part", 580),
     "sanitizer": Part("benchmarks.gpu.kernels", "run_sanitizer", 300),
+    "cpu": Part("benchmarks.gpu.cpu", "run_part", 300),
     "tune": Part("benchmarks.gpu.tune", "run_part", 480, is_extra=True),
 }
+NO_GPU = ("cpu",)  # the parts that need none
+CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}  # below build/gpu-cache
 LEAST_SECONDS = 30.0  # a part is not begun with less
 MARGIN_SECONDS = 10.0  # that a part has to end by itself, before it is ended
 HAS_FAILED = 4  # the exit code of a part's process; 1 is that of an exception that nobody expected
@@ -95,14 +106,22 @@ def write_tables(folder: Path) -> list[dict[str, Any]]:
     return contents
 
 
-def take_over(default: Path, folder: Path, stamp: dict[str, Any]) -> None:
-    """Copy to `folder` what the default folder has of the same run, so that it goes on there."""
+def take_over(earlier: Path, folder: Path, stamp: dict[str, Any]) -> None:
+    """Copy to `folder` what another one has of the same run, so that it goes on there."""
     for part in PARTS:
-        source, target = default / f"{part}.json", folder / f"{part}.json"
+        source, target = earlier / f"{part}.json", folder / f"{part}.json"
         if not source.exists() or target.exists():
             continue
         if stamps.same_run(json.loads(source.read_text(encoding="utf-8"))["stamp"], stamp):
             shutil.copyfile(source, target)
+
+
+def keep_copy(folder: Path, kept: Path) -> None:
+    """Of the parts' files, where a later command with another `--output` finds them."""
+    kept.mkdir(parents=True, exist_ok=True)
+    for part in PARTS:
+        if (folder / f"{part}.json").exists():
+            shutil.copyfile(folder / f"{part}.json", kept / f"{part}.json")
 
 
 def run(
@@ -111,8 +130,11 @@ def run(
     again: bool = False,
     arguments: list[str] | None = None,
     within: float = math.inf,
+    kept: Path | None = None,
 ) -> int:
     """Run what is not there yet; `arguments` are those of the parts' processes, None runs them here.
+
+    `kept`: a folder that gets a copy of the parts' files after each part.
 
     The exit code: 1 where a part failed, or was not begun because less than LEAST_SECONDS were left `within` the
     seconds given. `template`: a record of any part, whose folder, stamp and manners all share.
@@ -136,8 +158,10 @@ def run(
                 record.path.unlink(missing_ok=True)
             run_in_a_process(record, arguments, left)
         write_tables(folder)
+        if kept is not None:
+            keep_copy(folder, kept)
     contents = write_tables(folder)
-    for line in ("", *targets_table(contents), "", *parts_table(contents), "", *problems(contents)):
+    for line in ("", *problems(contents), "", *targets_table(contents), "", *parts_table(contents)):
         say(line)
     if late:
         say(f"not begun within {within:.0f} s, the same command goes on with: {', '.join(late)}")
@@ -145,6 +169,12 @@ def run(
     is_good = len(asked) == len(parts) and all(_is_good(content) for content in asked)
     say(f"results: {folder}")
     return 0 if is_good else 1
+
+
+def keep_caches() -> None:
+    """What this command compiles, the next one finds: in a folder of the checkout, unless the user has named others."""
+    for variable, name in CACHES.items():
+        os.environ.setdefault(variable, str(stamps.ROOT / "build" / "gpu-cache" / name))
 
 
 def _is_good(content: dict[str, Any]) -> bool:
@@ -177,29 +207,38 @@ def main(argv: list[str] | None = None) -> int:
         is_current, line = stamps.staleness(stamps.committed_results(), stamps.source_hashes())
         _say(line)
         return 0 if is_current else 1
-    if not torch.cuda.is_available():
-        if not args.smoke:
-            _say("there is no GPU here; --smoke runs the parts on small sizes, in Triton's interpreter")
-            return 1
+    parts = args.part or [name for name, part in PARTS.items() if not part.is_extra]
+    has_gpu = torch.cuda.is_available()
+    if not has_gpu and not args.smoke and not {*([args.inside] if args.inside else parts)} <= {*NO_GPU}:
+        _say(
+            "there is no GPU here; --smoke runs the parts on small sizes, in Triton's interpreter, and"
+            f" --part {' --part '.join(NO_GPU)} needs none"
+        )
+        return 1
+    if has_gpu:
+        keep_caches()
+    elif args.smoke:
         from fastbert.testing.interpreter import mend_triton_interpreter
 
         os.environ["TRITON_INTERPRET"] = "1"  # which Triton reads when it is imported
         mend_triton_interpreter()
     stamp = stamps.make_stamp(args.commit)
-    default = (
-        stamps.ROOT / "build" / "gpu-smoke" if args.smoke else stamps.RESULTS / stamps.slug(stamps.gpu_name() or "")
-    )
+    machine = stamps.slug(stamp["gpu"] or stamp["cpu"])
+    default = stamps.ROOT / "build" / "gpu-smoke" if args.smoke else stamps.RESULTS / machine
     folder: Path = args.output or default
     folder.mkdir(parents=True, exist_ok=True)
+    if args.smoke:
+        torch.set_num_threads(1)  # sizes are small, and threads that wait spin
     if args.inside:
         record = open_record(args.inside, folder, stamp, _say, args.smoke)
         record.deadline = time.monotonic() + args.within
         run_part(record)
         return 0 if record.is_done else HAS_FAILED
-    if not args.smoke and folder != default:
-        take_over(default, folder, stamp)
+    kept = None if args.smoke else stamps.ROOT / "build" / "gpu-results" / machine
+    for earlier in (default, kept):
+        if earlier is not None and not args.smoke and folder != earlier:
+            take_over(earlier, folder, stamp)
     arguments = ["--output", str(folder), *(["--smoke"] if args.smoke else [])]
     arguments += ["--commit", args.commit] if args.commit else []
     template = open_record("kernels", folder, stamp, _say, args.smoke)
-    parts = args.part or [name for name, part in PARTS.items() if not part.is_extra]
-    return run(parts, template, args.again, arguments, args.within)
+    return run(parts, template, args.again, arguments, args.within, kept)

@@ -1,7 +1,8 @@
-"""Attention's blocks on this GPU: candidates beside what kernels/blocks.py has, each pass alone, in turn.
+"""Candidates beside what ships: attention's blocks, each pass alone, and the plans of feed-forward.
 
-`make gpu PART=tune`; nothing is changed by it. First processes beside each other compile the candidates and run each
-once: what spills says so, and what does not compile, or crashes, is not timed. Triton keeps what it compiled on disk.
+`make gpu PART=tune`, and a few of them in `ops`; nothing is changed by it. A candidate is tried before it is timed, by
+processes beside each other that compile it, run it on what it will be timed on, and compare it with what ships. One
+that does not compile, is wrong, faults or hangs takes nothing else with it. Triton keeps what they compiled on disk.
 `python -m benchmarks.gpu.tune '{...}'` is such a process.
 """
 
@@ -10,7 +11,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,17 +20,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.gpu.checks import Where
-from benchmarks.gpu.record import Record, failures_of_a_kernel
-from benchmarks.gpu.timer import Timer
+from benchmarks.gpu.checks import Timer, Where
+from benchmarks.gpu.record import Record, failures_of_a_kernel, results_of, say_result
+from benchmarks.gpu.rowwise import (
+    feed_forward_case,
+    feed_forward_operands,
+    feed_forward_plans,
+    feed_forward_rows,
+    feed_forward_sizes,
+    planned,
+)
+from fastbert import ops
 from fastbert.testing.cases import Lengths
 
 LENGTHS = (128, 512, 1024, 2048)
 PRODUCTS = {"fwd": 2, "dkdv": 4, "dq": 3}  # of a pass, each of 2 operations a score and element of a head
 KERNELS = {"delta": "_attention_records_kernel", "dkdv": "_attention_dkdv_kernel", "dq": "_attention_dq_kernel"}
-COMPILE_SHARE, COMPILE_SECONDS = 0.5, 240.0  # of the time that is left, and at most
+SHIPPED_PLAN = "elementwise"  # of feed_forward_plans
+TRIAL_SHARE, TRIAL_SECONDS = 0.5, 240.0  # of the time that is left, and at most
 LEAST_SECONDS = 5.0  # a candidate is not begun with less
-RESULT = "result: "  # what a line of a compiling process begins with
 
 
 class Candidate(NamedTuple):
@@ -182,61 +190,130 @@ def contest(timer: Timer, batches: list[Batch], which: str, candidate: Candidate
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Compiling, in processes beside each other
+# Trials, in processes beside each other
 
 
-def compile_here(where: Where, task: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Each candidate run once: {"candidate", "spills" and "registers", or "why not"}."""
-    for head_dim, which, values in task["asked"]:
-        candidate = Candidate(*values)
-        found: dict[str, Any] = {"candidate": [head_dim, which, *candidate]}
-        module, name = (
-            ("attention_fwd", "_attention_fwd_kernel") if which == "fwd" else ("attention_bwd", KERNELS[which])
-        )
+def try_blocks(where: Where, head_dim: int, which: str, values: list[int], lengths: list[int]) -> dict[str, Any]:
+    """One of attention's candidates, on batches of every length: what it spills, or why it may not be timed."""
+    candidate = Candidate(*values)
+    found: dict[str, Any] = {}
+    for length in lengths:
+        batch = Batch(where, head_dim, length)
+        batch.run(which, candidate)
+        if where.device.type == "cuda" and not found:
+            module, name = ("fwd", "_attention_fwd_kernel") if which == "fwd" else ("bwd", KERNELS[which])
+            caches = getattr(_module(f"attention_{module}"), name).device_caches[torch.cuda.current_device()]
+            *_, kernel = caches[0].values()  # the newest is the candidate's
+            found = {"spills": kernel.n_spills, "registers": kernel.n_regs}
+        batch.check(which, candidate)
+    return found
+
+
+def try_plan(where: Where, hidden_size: int, inner: int, gated: bool, name: str) -> dict[str, Any]:
+    """One of feed-forward's plans, against the oracle, and on every count of tokens that it will be timed on."""
+    plan = feed_forward_plans(where, gated)[name]
+    feed_forward_case(where, plan, (where.choose(16, 1000), hidden_size, inner), "gelu", not gated, gated)
+    for rows in feed_forward_rows(where):
+        operands = feed_forward_operands(where, rows, hidden_size, inner, gated)
+        leaves = {n: t.requires_grad_() for n, t in operands.items() if not gated or n != "up_bias"}
+        x, up, bias, down = (leaves.get(n) for n in ("x", "up_weight", "up_bias", "down_weight"))
+        assert x is not None and up is not None and down is not None
+        with planned(plan):
+            out = ops.feed_forward(x, up, bias, down, gated=gated, backend=where.backend)
+            torch.autograd.grad(out, list(leaves.values()), out.detach())
+    return {}
+
+
+TRIALS: dict[str, Callable[..., dict[str, Any]]] = {"blocks": try_blocks, "plan": try_plan}
+Trial = tuple[Any, ...]  # one of TRIALS and its arguments
+
+
+def try_here(where: Where, trials: list[Trial]) -> Iterator[dict[str, Any]]:
+    """What each found, or {"why not"}. After an error of the GPU itself nothing can run in this process."""
+    for kind, *arguments in trials:
         try:
-            Batch(where, head_dim, where.choose(32, 512)).run(which, candidate)
+            found = TRIALS[kind](where, *arguments)
             if where.device.type == "cuda":
                 torch.cuda.synchronize()
-                caches = getattr(_module(module), name).device_caches[torch.cuda.current_device()]
-                *_, kernel = caches[0].values()  # the newest is the candidate's
-                found |= {"spills": kernel.n_spills, "registers": kernel.n_regs}
+                torch.cuda.empty_cache()  # they share the GPU
         except failures_of_a_kernel() as error:
-            found["why not"] = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            found = {"why not": f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"}
         yield found
         if "CUDA error" in found.get("why not", ""):
             return
 
 
-def compile_all(record: Record, asked: list[tuple[int, str, Candidate]]) -> dict[tuple, dict[str, Any]]:
-    """{(head_dim, pass, *candidate): what `compile_here` found} of those that were ready in time."""
+def tried(record: Record, where: Where, trials: list[Trial]) -> list[dict[str, Any] | None]:
+    """What `try_here` found of each; None for those that were not reached in time."""
+    if record.smoke:  # starting a process takes longer than the trials
+        return list(try_here(where, trials))
     workers = max(1, min(15, (os.cpu_count() or 2) - 1))
-    seconds = min(COMPILE_SECONDS, COMPILE_SHARE * record.left)
+    seconds = min(TRIAL_SECONDS, TRIAL_SHARE * record.left)
 
-    def compile_share(share: list[tuple[int, str, Candidate]]) -> list[dict[str, Any]]:
-        command = [sys.executable, "-m", "benchmarks.gpu.tune", json.dumps({"asked": share})]
-        try:
-            out = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False).stdout
-        except subprocess.TimeoutExpired as expired:
-            out = expired.stdout.decode() if isinstance(expired.stdout, bytes) else expired.stdout or ""
-        lines = [line.removeprefix(RESULT) for line in out.splitlines() if line.startswith(RESULT) and line[-1] == "}"]
-        return [json.loads(line) for line in lines]
+    def try_share(share: list[Trial]) -> list[dict[str, Any] | None]:
+        found, died = results_of([sys.executable, "-m", "benchmarks.gpu.tune", json.dumps(share)], seconds)
+        if died is not None and found and "CUDA error" in found[-1].get("why not", ""):
+            died = None
+        if died is not None and len(found) < len(share):  # the next one has ended the process, or has hung in it
+            found.append({"why not": died})
+        return [*found, *[None] * (len(share) - len(found))]
 
     with ThreadPoolExecutor(workers) as pool:
-        shares = [share for share in (asked[i::workers] for i in range(workers)) if share]
-        return {tuple(found["candidate"]): found for share in pool.map(compile_share, shares) for found in share}
+        shares = list(pool.map(try_share, [trials[i::workers] for i in range(min(workers, len(trials)))]))
+    return [shares[i % workers][i // workers] for i in range(len(trials))]
 
 
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def few(timer: Timer, where: Where) -> dict[str, Any]:
+def try_for_ops(record: Record, where: Where) -> dict[str, Any]:
+    """All candidates that the part `ops` times, tried: {"numbers": {label: what was found}}."""
+    head_dim, length = few_shape(where)
+    trials: dict[str, Trial] = {
+        f"{which}, {candidate.label}": ("blocks", head_dim, which, candidate, [length])
+        for which, candidate in few_candidates(where)
+    }
+    for hidden_size, gated_size in feed_forward_sizes(where):
+        for name in feed_forward_plans(where, gated_size > 0):
+            if name != SHIPPED_PLAN:
+                sizes = (hidden_size, gated_size or 4 * hidden_size, gated_size > 0)
+                trials[plan_label(hidden_size, gated_size, name)] = ("plan", *sizes, name)
+    found = tried(record, where, list(trials.values()))
+    rows = [{"why not": "not tried in time"} if each is None else each for each in found]
+    return {"numbers": dict(zip(trials, rows, strict=True))}
+
+
+def is_tried(record: Record, label: str) -> bool:
+    """Whether it may be timed in this process."""
+    trials = record.entries.get("candidates", {}).get("numbers", {})
+    return label in trials and "why not" not in trials[label]
+
+
+def plan_label(hidden_size: int, gated_size: int, name: str) -> str:
+    return f"{'gated ' if gated_size else ''}feed_forward {hidden_size}, {name}"
+
+
+def few_shape(where: Where) -> tuple[int, int]:
+    """(head_dim, length) of `few`."""
+    shape: tuple[int, int] = where.choose((32, 32), (64, 512))
+    return shape
+
+
+def few_candidates(where: Where) -> Iterator[tuple[str, Candidate]]:
+    for (head_dim, which), some in candidates(where.smoke).items():
+        if head_dim == few_shape(where)[0]:
+            yield from ((which, candidate) for candidate in some[:: where.choose(2, 4)])
+
+
+def few(record: Record, timer: Timer, where: Where) -> dict[str, Any]:
     """For the part `ops`: whether the table's blocks are far from the best, by a few candidates a pass."""
-    head_dim, length = where.choose((32, 32), (64, 512))
+    head_dim, length = few_shape(where)
     batch, numbers = Batch(where, head_dim, length), {}
     table = [f"{which}, {batch.present(which).label}" for which in PRODUCTS]
-    for (_, which), some in ((key, some) for key, some in candidates(where.smoke).items() if key[0] == head_dim):
-        for candidate in some[:: where.choose(2, 4)]:
-            numbers[f"{which}, {candidate.label}"] = contest(timer, [batch], which, candidate)
+    for which, candidate in few_candidates(where):
+        label = f"{which}, {candidate.label}"
+        if is_tried(record, label):
+            numbers[label] = contest(timer, [batch], which, candidate)
     return {"numbers": numbers, "unit": f"TFLOP/s, head_dim {head_dim}", "note": f"the table has {'; '.join(table)}"}
 
 
@@ -248,18 +325,18 @@ def run_part(record: Record) -> None:
     done = {(name, label) for name, entry in record.entries.items() for label in entry["numbers"]}
     asked = [(d, which, c) for (d, which), some in candidates(record.smoke).items() for c in some]
     asked = [(d, which, c) for d, which, c in asked if (_entry_of(d, which), c.label) not in done]
-    compiled = {} if record.smoke else compile_all(record, asked)
+    lengths = where.choose((32,), LENGTHS)
+    trials = tried(record, where, [("blocks", head_dim, which, c, lengths) for head_dim, which, c in asked])
     batches: dict[int, list[Batch]] = {}
     late = 0
-    for head_dim, which, candidate in asked:
-        found = compiled.get((head_dim, which, *candidate), {"registers": "", "spills": ""} if record.smoke else None)
+    for (head_dim, which, candidate), found in zip(asked, trials, strict=True):
         if found is None or record.left < LEAST_SECONDS:
             late += 1
             continue
         row: dict[str, Any] = {name: found[name] for name in ("registers", "spills", "why not") if name in found}
         if "why not" not in row:
             if head_dim not in batches:
-                batches[head_dim] = [Batch(where, head_dim, n) for n in where.choose((32,), LENGTHS)]
+                batches[head_dim] = [Batch(where, head_dim, n) for n in lengths]
             row = {**contest(timer, batches[head_dim], which, candidate), **row}
         name = _entry_of(head_dim, which)
         entry = record.entries.get(name, {"numbers": {}, "unit": "TFLOP/s by sequence length, 16384 tokens"})
@@ -271,7 +348,7 @@ def run_part(record: Record) -> None:
             f"{name}: {', '.join(f'{k} {v:.3g}' if isinstance(v, float) else f'{k} {v}' for k, v in row.items())}"
         )
     if late:
-        summary["failed"] = f"{late} of {len(asked)} candidates were not compiled, or not reached, in time"
+        summary["failed"] = f"{late} of {len(asked)} candidates were not tried, or not reached, in time"
     record.add("candidates", summary)
 
 
@@ -297,9 +374,8 @@ def best(record: Record, where: Where) -> dict[str, dict[str, float | str]]:
 
 def main() -> None:
     where = Where(torch.device("cuda"), torch.bfloat16, "triton", False)
-    for found in compile_here(where, json.loads(sys.argv[1])):
-        sys.stdout.write(f"{RESULT}{json.dumps(found)}\n")
-        sys.stdout.flush()
+    for found in try_here(where, json.loads(sys.argv[1])):
+        say_result(found)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-// The registered attention operators of the CPU backend; fastbert/ops/_library.py has their schemas.
+// The registered attention operators of the CPU backend; fastbert/ops/attention.py has their schemas.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-// The registered dropout operator of the CPU backend (fastbert/ops/_library.py has its schema), and the dropout
+// The registered dropout operator of the CPU backend (fastbert/ops/dropout.py has its schema), and the dropout
 // arguments of every operator: a probability, and philox, the int64 tensor [seed, offset].
 #pragma once
 

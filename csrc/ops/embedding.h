@@ -1,4 +1,4 @@
-// The registered embedding operators of the CPU backend; fastbert/ops/_library.py has their schemas.
+// The registered embedding operators of the CPU backend; fastbert/ops/embedding.py has their schemas.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,5 @@
-// The registered encoder_layer operators of the CPU backend, for training; fastbert/ops/_library.py has their schemas.
+// The registered encoder_layer operators of the CPU backend, for training; fastbert/ops/encoder_layer.py has their
+// schemas.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-// The registered encoder_layers operator of the CPU backend; fastbert/ops/_library.py has its schema.
+// The registered encoder_layers operator of the CPU backend; fastbert/ops/encoder_layers.py has its schema.
 #pragma once
 
 #include <ATen/core/List.h>

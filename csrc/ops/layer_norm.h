@@ -1,4 +1,4 @@
-// The registered add_layer_norm operators of the CPU backend; fastbert/ops/_library.py has their schemas.
+// The registered add_layer_norm operators of the CPU backend; fastbert/ops/layer_norm.py has their schemas.
 #pragma once
 
 #include <ATen/core/Tensor.h>

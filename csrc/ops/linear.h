@@ -1,4 +1,4 @@
-// The registered GEMM operators of the CPU backend; fastbert/ops/_library.py has their schemas.
+// The registered GEMM operators of the CPU backend; fastbert/ops/linear.py has their schemas.
 #pragma once
 
 #include <ATen/core/List.h>

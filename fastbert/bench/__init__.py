@@ -1,1 +1,1 @@
-"""What `fastbert bench` runs: contestants, peers, ceilings, the report and its chart."""
+"""The code behind `fastbert bench`: contestants, ceilings, timing, the report and its chart."""

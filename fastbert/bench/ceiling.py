@@ -1,4 +1,4 @@
-"""What this machine's GEMMs reach at best: the ceiling that a whole model is measured against."""
+"""The ceiling: the best rate of this machine's matrix products, which a whole model is compared with."""
 
 from __future__ import annotations
 

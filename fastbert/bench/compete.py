@@ -1,8 +1,8 @@
-"""Whole encoders side by side: runs the contestants of `fastbert bench` against each other, in turn.
+"""Runs the contestants of `fastbert bench` against each other, in turn.
 
-Every contestant has a process of its own (idle thread pools spin, and sharing a process halves the others) for one
-batch at one precision, as has the measurement of the ceiling. A turn is one timing; the turns of a round follow each
-other, so that what disturbs the machine disturbs everyone. An output that fails its check gets no time.
+Every contestant has a process of its own for one batch at one precision, and so has the measurement of the ceiling:
+idle thread pools spin, and would halve the speed of others in the same process. A turn is one timing. The turns of a
+round follow each other, so a disturbance of the machine reaches everyone. An output that fails its check gets no time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Who competes in `fastbert bench`, at which precisions, and how ours and transformers are loaded.
+"""The contestants of `fastbert bench`, their precisions, and how fastbert and transformers are loaded.
 
-Everyone computes the last hidden states of one padded batch and nothing else, and is used as its own documentation
-recommends for the least time a batch. `runtimes.py` has those that run an exported model.
+Each computes the last hidden states of one padded batch and nothing else. It is used as its own documentation
+recommends for the shortest time of a batch. `runtimes.py` has the contestants that run an exported model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a contestant of `fastbert bench` is told, and what it gives back."""
+"""The messages of `fastbert bench`: a contestant's task, and its answer."""
 
 from __future__ import annotations
 

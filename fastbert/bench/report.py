@@ -1,4 +1,4 @@
-"""What `fastbert bench` makes of its timings: rates, ratios, shares of the ceiling, a Markdown table and a chart."""
+"""The report of `fastbert bench`: rates, ratios, shares of the ceiling, a Markdown table and a chart."""
 
 from __future__ import annotations
 

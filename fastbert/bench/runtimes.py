@@ -1,4 +1,4 @@
-"""ONNX Runtime and OpenVINO as contestants: export, optimise and quantise once, load for one batch's shape."""
+"""ONNX Runtime and OpenVINO as contestants: exported, optimised and quantised once, loaded for one batch's shape."""
 
 from __future__ import annotations
 

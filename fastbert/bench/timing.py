@@ -1,4 +1,4 @@
-"""The one timer: contestants in turn over several rounds, medians and quantiles, and what machine it was."""
+"""The timer: seconds a call, medians and quantiles of several rounds, peak memory, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import resource
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,7 +33,7 @@ class Timing:
         return asdict(self)
 
 
-def measure_once(call: Callable[[], object], min_seconds: float = 0.0) -> float:
+def measure_once(call: Callable[[], object], min_seconds: float) -> float:
     """Seconds a call, over as many calls as fill `min_seconds` (at least one). Waits for the GPU where there is one."""
     calls, start = 0, time.perf_counter()
     while True:
@@ -44,20 +44,6 @@ def measure_once(call: Callable[[], object], min_seconds: float = 0.0) -> float:
         elapsed = time.perf_counter() - start
         if elapsed >= min_seconds:
             return elapsed / calls
-
-
-def interleave(
-    contestants: Mapping[str, Callable[[], object]], rounds: int = 9, min_seconds: float = 0.0, warmup: int = 2
-) -> dict[str, Timing]:
-    """Time contestants in turn, so that what disturbs the machine disturbs all of them. Check their outputs first."""
-    for call in contestants.values():
-        for _ in range(warmup):
-            call()
-    samples: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(rounds):
-        for name, call in contestants.items():
-            samples[name].append(measure_once(call, min_seconds))
-    return {name: Timing.of(seconds) for name, seconds in samples.items()}
 
 
 def peak_memory() -> int:
@@ -71,14 +57,16 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def cpu_name() -> str:
+    name, cpuinfo = platform.processor(), Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), name)
+
+
 def describe_machine() -> dict:
     """What a result must say about where it came from."""
     import fastbert
 
-    cpu = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        cpu = next((li.split(":", 1)[1].strip() for li in cpuinfo.read_text().splitlines() if "model name" in li), cpu)
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"],
         capture_output=True,
@@ -87,7 +75,7 @@ def describe_machine() -> dict:
         check=False,
     ).stdout.strip()
     return {
-        "cpu": cpu,
+        "cpu": cpu_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

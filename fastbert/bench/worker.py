@@ -1,6 +1,6 @@
-"""A process of `fastbert bench`: does one task, given as JSON, and answers in JSON lines on stdout.
+"""A process of `fastbert bench`. It gets one task as JSON, and answers in lines of JSON on stdout.
 
-A contestant answers once when it is ready, its output checked, and then each line on stdin with one timing.
+A contestant answers once when its output has passed the check. Then it answers each line on stdin with one timing.
 """
 
 from __future__ import annotations

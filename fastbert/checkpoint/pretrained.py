@@ -1,4 +1,4 @@
-"""Checkpoints: Hugging Face folders and hub ids, read and written with their file and key names, bit for bit."""
+"""Reads and writes Hugging Face checkpoints, folders and hub ids, with their names of files and keys, bit for bit."""
 
 from __future__ import annotations
 
@@ -303,21 +303,21 @@ class CheckpointMixin(nn.Module):
         add_pooling_layer: bool = True,
         **config_changes: Any,
     ) -> Model:
-        """The model of a folder or hub id, in eval mode.
+        """Load the model of a folder or hub id, in eval mode.
 
         Args:
             name_or_path: a folder with config.json and weights, a hub id, or a name in PACKAGED_MODELS.
             dtype: a torch dtype or its name; "auto" keeps the checkpoint's own.
-            device: where to put the model; default the CPU.
-            config: used in place of the folder's config.json, with which nothing is compared then.
-            add_pooling_layer: False leaves the pooler of a base model out, as transformers' does.
-            config_changes: fields of EncoderConfig to set otherwise (`num_labels=3`), after the folder's own config
-                was compared with its weights. `num_hidden_layers` takes fewer layers, or adds fresh ones.
+            device: where to put the model; the default is the CPU.
+            config: replaces the folder's config.json. The weights are then compared with no other config.
+            add_pooling_layer: False leaves out the pooler of a base model, as in transformers.
+            config_changes: fields of EncoderConfig to change (`num_labels=3`), after the folder's own config was
+                compared with its weights. `num_hidden_layers` takes fewer layers, or adds new, random ones.
 
         Raises:
-            CheckpointError: nothing there, a damaged file, or weights that contradict the config: shapes, the number
-            of layers, or a config.json that is not the one they were saved with in what decides shapes.
-            ConfigError: a config.json that cannot be run.
+            CheckpointError: there is no checkpoint, a file is damaged, or the weights contradict the config: in their
+            shapes, in the number of layers, or because they were saved with a config.json of other shapes.
+            ConfigError: the config.json cannot be run.
         """
         # Also where the caller is in inference mode: tensors made there keep no version of what is written to them.
         with torch.inference_mode(False):
@@ -342,17 +342,21 @@ class CheckpointMixin(nn.Module):
         return cls(config)
 
     def save_pretrained(self, folder: str | os.PathLike) -> None:
-        """Write config.json and model.safetensors, with Hugging Face's names; what is there is replaced whole or not.
+        """Write config.json and model.safetensors with Hugging Face's names. Replaces old files whole or not at all.
 
-        Each tensor's checksum goes into the file's metadata, and a hash of config.json; loading verifies them. After a
-        kill at any point, a full disk or a power failure, the folder loads here as one save, the old or the new. Other
-        programs, which know nothing of the hash, find the new weights beside the old config.json if the kill came
-        between the renames of the two, a few milliseconds at the end. Two processes that save into one folder wait for
-        each other, and what killed ones have left is removed. Raises OSError where the folder cannot be written.
+        The metadata of the weights hold a checksum of each tensor and a hash of config.json, which loading verifies.
+        After a kill, a full disk or a power failure at any point, fastbert loads the folder as one save, the old or the
+        new. Other programs do not know the hash: if the kill comes in the few milliseconds between the two renames at
+        the end, they find the new weights beside the old config.json. Two processes that save into one folder wait for
+        each other. Files that a killed process has left are removed.
 
-        Of a quantised model (fastbert.quantize) the files hold the integers and their scales: from_pretrained reads
-        them, transformers raises ValueError. Layers and tables that were replaced are saved as they are; ConfigError is
-        raised, and nothing written, for those that no config describes: a decoder of other words than the word table.
+        The files of a quantised model (fastbert.quantize) hold integers and their scales. from_pretrained reads them;
+        transformers raises ValueError. Layers and tables that were replaced are saved as they are.
+
+        Raises:
+            OSError: the folder cannot be written.
+            ConfigError: no config describes the model, for example a decoder of other words than the word table has.
+            Nothing is written then.
         """
         config, state, tied = self.live_config, self.state_dict(), self.tied_keys()
         if _untied(state, tied):  # then all of them are saved, each with memory of its own, as safetensors wants it

@@ -1,10 +1,10 @@
-"""Folders that are written whole or not at all, whenever the writer is killed or the power fails.
+"""Writes a folder whole or not at all, even if the writer is killed or the power fails.
 
-What is new is written into a folder beside, made durable, and then renamed. A checkpoint is two files, which cannot be
-renamed in one step, so the weights' rename is the step that counts: their metadata holds a hash of the config.json that
-was saved with them and the entries of it that decide shapes. Between the two renames the new config.json still lies in
-the folder beside; `config_of` finds it there by its hash, and the next save puts it in place. So a folder always loads
-as one save or the other.
+New files are written into a second folder beside, made durable, and then renamed. A checkpoint is two files, which
+cannot be renamed in one step. The rename of the weights is the step that counts: their metadata holds a hash of the
+config.json that was saved with them, and its entries that decide shapes. Between the two renames the new config.json is
+still in the second folder. `config_of` finds it there by its hash, and the next save moves it into place. So a folder
+always loads as one save or the other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The files that hold a checkpoint's tensors: safetensors, one or in shards, and pickles, read with care."""
+"""Reads the tensors of a checkpoint: safetensors, one file or shards, and pickles, without running code from them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PICKLE_ERRORS = (
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be found, read or fitted to the model; the message names the file or the keys."""
+    """A checkpoint cannot be found or read, or does not fit the model. The message names the file or the keys."""
 
 
 def some(keys: list[str], limit: int = 8) -> str:

@@ -1,4 +1,4 @@
-"""`fastbert ...`: the entry. All that costs time is imported inside `main`, where a Ctrl-C is caught."""
+"""The entry of `fastbert ...`. Whatever takes time is imported inside `main`, which catches a Ctrl-C."""
 
 from __future__ import annotations
 

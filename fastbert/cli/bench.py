@@ -1,4 +1,4 @@
-"""`fastbert bench`: from the command line's options to a run of the benchmark."""
+"""`fastbert bench`: turns the options of the command line into a run of the benchmark."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ ROUNDS = 9
 
 def add(commands: Any) -> None:
     parser = add_command(
-        commands, "bench", run, "speed of whole encoders on this machine, beside its peers",
+        commands, "bench", run, "measure the speed of encoders on this machine, beside other engines",
         """
-        Times BERT encoders with random weights against transformers, ONNX Runtime and OpenVINO on the CPU, each in a
-        process of its own and in turn, and prints real tokens/s, the ratio to the best peer and the share of the
-        machine's own GEMM ceiling. Outputs are checked against float64 first. All of it for bert-base takes about 25
-        minutes on 2 cores; the machine must be quiet. Peers: pip install 'fastbert-kernels[bench]'.
+        Times BERT encoders with random weights beside transformers, ONNX Runtime and OpenVINO on the CPU. Each runs in
+        a process of its own, and they take turns. Prints real tokens/s, the ratio to the fastest other engine, and the
+        share of the best matrix product of this machine. Outputs are checked against float64 first. All of it takes
+        about 25 minutes for bert-base on 2 cores, which must do nothing else. To install the other engines: pip
+        install 'fastbert-kernels[bench]'.
         """,
         "fastbert bench --dtypes bfloat16 --workloads 8x128,32-ragged --output results",
     )  # fmt: skip

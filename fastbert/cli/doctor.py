@@ -1,4 +1,4 @@
-"""`fastbert doctor`: what this machine has, and what it would run a model with."""
+"""`fastbert doctor` shows what this machine has, and which backends it would run a model with."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _PACKAGES = ("triton", "tokenizers", "safetensors", "transformers", "sentence-tr
 def add(commands: Any) -> None:
     add_command(
         commands, "doctor", run, "what this machine has, and which kernels would run",
-        "Shows versions, processor and GPU, and for every operation which backend would serve it and why the others"
-        " would not. Exits with 1 when something needs mending.",
+        "Shows versions, processor and GPU. For every operation it shows which backend serves it, and why the others"
+        " do not. Exits with 1 if something must be repaired.",
         "fastbert doctor",
     )  # fmt: skip
 
@@ -104,7 +104,7 @@ def _cpu_model() -> str:
 
 
 def _extension() -> str:
-    from fastbert.ops._library import extension_error
+    from fastbert.ops._common import extension_error
 
     error = extension_error()
     if error is not None:
@@ -116,7 +116,7 @@ def _extension() -> str:
 
 def _native_products() -> list[tuple[str, str]]:
     """Whether the processor has instructions for products of bfloat16 and of int8, where our kernels would use them."""
-    from fastbert.ops._library import extension_error
+    from fastbert.ops._common import extension_error
 
     if extension_error() is not None:
         return []

@@ -1,6 +1,6 @@
-"""`fastbert encode`: a file of texts to a .npy of vectors.
+"""`fastbert encode`: turns a file of texts into a .npy of vectors.
 
-Chunks are cut by the texts alone: taken up again after a kill, a file gets the bits that it would have got in one go.
+Chunks depend on the texts alone: a run that continues after a kill writes the same bits as a run without a stop.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ def add(commands: Any) -> None:
     parser = add_command(
         commands, "encode", run, "turn a file of texts into a .npy of vectors",
         f"""
-        Encodes every text of FILE and writes the vectors, in the file's order, as a float32 array that numpy.load
-        reads. FILE is {TEXT_KINDS} (of .txt a line is a text), and may be larger than the memory. A run
-        that was killed goes on where it stopped when the same command is given again.
+        Turns every text of FILE into a vector. Writes the vectors in the order of the file, as a float32 array that
+        numpy.load reads. FILE is {TEXT_KINDS}; each line of a .txt is a text. FILE may be larger than the
+        memory. If a run is stopped, the same command continues it.
         """,
         "fastbert encode reviews.csv --column text --model all-MiniLM-L6-v2 --output reviews.npy",
     )  # fmt: skip
     parser.add_argument("file", metavar="FILE", type=Path, help=f"the texts: {TEXT_KINDS}")
     add_model_option(parser)
     parser.add_argument("--output", metavar="OUT.npy", type=Path, required=True, help="where the vectors go")
-    parser.add_argument("--column", metavar="NAME", help="which column holds the texts, where there are several")
+    parser.add_argument("--column", metavar="NAME", help="the column that holds the texts, if there are several")
     parser.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16", "int8"), default="auto",
-        help="what to compute in; auto (the default) is the model's own; the vectors are written as float32",
+        help="the number format to compute in; auto (the default) is the model's own. Vectors are written as float32",
     )  # fmt: skip
-    parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:1; default: a GPU if there is one")
+    parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:1; by default a GPU if there is one")
     parser.add_argument("--batch-tokens", metavar="N", type=positive, help="tokens in a batch; fewer need less memory")
-    parser.add_argument("--force", action="store_true", help="replace OUT.npy, and begin again what cannot be resumed")
+    parser.add_argument("--force", action="store_true", help="replace OUT.npy; start again if a run cannot go on")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from fastbert.cli.texts import UsageError
 def add(commands: Any) -> None:
     parser = add_command(
         commands, "fill-mask", run, "guess the words behind [MASK]",
-        "Shows the most probable tokens for every [MASK] (or <mask>) in TEXT. MODEL needs its masked-LM head.",
+        "Shows the most probable tokens for every [MASK] (or <mask>) in TEXT. MODEL must have a masked-LM head.",
         'fastbert fill-mask "The [MASK] sat on the mat." --model ./bert-base-uncased --top 5',
     )  # fmt: skip
     parser.add_argument("text", metavar="TEXT", help="a text with one [MASK] or more")

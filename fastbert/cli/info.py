@@ -20,7 +20,7 @@ TOKENS = 16384  # tokens at once that info reckons with
 def add(commands: Any) -> None:
     parser = add_command(
         commands, "info", run, "size, cost per token and memory of a model",
-        "Says what a model is and costs, from its config.json alone: no weights are read.",
+        "Shows the size of a model, its cost per token and its memory. Reads only its config.json, no weights.",
         "fastbert info all-MiniLM-L6-v2",
     )  # fmt: skip
     parser.add_argument("model", metavar="MODEL", help=f"a config.json, {A_MODEL}")

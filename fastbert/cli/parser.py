@@ -15,7 +15,7 @@ LARGEST = 2**31 - 1  # of whatever is a number on the command line: counts are i
 
 
 class Parser(argparse.ArgumentParser):
-    """One whose errors are one line, like every other."""
+    """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (`{self.prog} --help` explains)")

@@ -1,4 +1,4 @@
-"""`fastbert quantize`: a model's folder with its layers in int8, whole or not at all."""
+"""`fastbert quantize`: writes a model's folder with its layers in int8, whole or not at all."""
 
 from __future__ import annotations
 
@@ -30,15 +30,17 @@ def add(commands: Any) -> None:
     parser = add_command(
         commands, "quantize", run, "write a model with its layers in int8",
         """
-        Writes MODEL's folder to OUTPUT, which must not be there yet, with the products of its layers in int8: a quarter
-        of the size of float32. fastbert loads it like any other folder. --report shows what int8 costs each layer, on
-        your own texts; a layer that loses too much stays as it was by its name, or a pattern of it, after --keep.
+        Writes MODEL to the new folder OUTPUT with its layers in int8, a quarter of the size of float32. fastbert loads
+        OUTPUT like any other folder. --report measures, on your own texts, the error that int8 causes in each layer. A
+        layer that loses too much can stay as it is: give its name, or a pattern, to --keep.
         """,
         "fastbert quantize all-MiniLM-L6-v2 ./minilm-int8 --report reviews.txt --keep '*.layer.0.*'",
     )  # fmt: skip
     parser.add_argument("model", metavar="MODEL", help=A_MODEL)
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="the folder to write")
-    parser.add_argument("--keep", metavar="NAME", action="append", default=[], help="a layer to keep; may be repeated")
+    parser.add_argument(
+        "--keep", metavar="NAME", action="append", default=[], help="a layer that stays as it is; may be repeated"
+    )
     parser.add_argument(
         "--report", metavar="TEXTS", type=Path,
         help=f"texts to measure each layer's error on: {TEXT_KINDS}",

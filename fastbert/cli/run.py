@@ -30,7 +30,7 @@ USER_ERRORS = {
 def make_parser() -> Parser:
     parser = Parser(
         prog="fastbert",
-        description="BERT-family encoders, packed and fused: text to vectors, masked words, what your machine can do.",
+        description="Runs BERT encoders: turns texts into vectors, fills in masked words, measures speed.",
         epilog=f"`fastbert COMMAND --help` explains a command and gives an example. MODEL is {A_MODEL}.",
     )
     parser.add_argument("-V", "--version", action="version", version=f"fastbert {__version__}")
@@ -47,9 +47,12 @@ def _user_errors() -> tuple[type[Exception], ...]:
     return (UsageError, OSError, *found)
 
 
-def _check_backend_choice() -> None:
+def _check_choices() -> None:
     try:
-        import fastbert.backend  # noqa: F401  (reads the variable)
+        import fastbert.backend  # noqa: F401  (reads FASTBERT_BACKEND)
+        from fastbert.ops._common import extension_error
+
+        extension_error()  # reads FASTBERT_ISA
     except ValueError as error:
         raise UsageError(str(error)) from None
 
@@ -74,15 +77,15 @@ def _flush_stdout() -> None:
 
 
 def run(arguments: list[str] | None) -> int:
-    """Parse, run, and turn what a user can mend into one line. Returns the exit code; Ctrl-C is the caller's."""
+    """Run a command; an error that a user can correct becomes one line. Returns the exit code. Lets Ctrl-C through."""
     _fill_standard_descriptors()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a token that the terminal cannot show is no reason to fail
     warnings.showwarning = lambda message, *where, **options: say(f"warning: {message}")
     try:
         options = make_parser().parse_args(arguments)
-        if "FASTBERT_BACKEND" in os.environ:
-            _check_backend_choice()
+        if "FASTBERT_BACKEND" in os.environ or "FASTBERT_ISA" in os.environ:
+            _check_choices()
         code = options.run(options)
         _flush_stdout()
         return code

@@ -1,4 +1,4 @@
-"""Texts from a file, one at a time: txt, jsonl, csv, tsv and parquet, whose size does not matter."""
+"""Reads texts from a file, one at a time: txt, jsonl, csv, tsv and parquet. The file may be larger than the memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A sentence-transformers folder: modules.json names modules, each in a folder of its own, in the order they run.
+"""Reads a sentence-transformers folder. Its modules.json names modules, each with a folder, in the order of their run.
 
-Transformer, then Pooling, then any of Dense, Normalize and Dropout. A plain encoder's folder, which has no
-modules.json, is read as a Transformer with mean pooling, as sentence-transformers does.
+The order is Transformer, Pooling, then any of Dense, Normalize and Dropout. The folder of a plain encoder has no
+modules.json. It is read as a Transformer with mean pooling, as sentence-transformers does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A folder's tokenizer, through Hugging Face's `tokenizers`: tokenizer.json, or a WordPiece vocab.txt."""
+"""Loads a folder's tokenizer with Hugging Face's `tokenizers`, from tokenizer.json or from a WordPiece vocab.txt."""
 
 from __future__ import annotations
 

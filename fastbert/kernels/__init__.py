@@ -1,6 +1,6 @@
-"""The Triton kernels: beside this file once installed, in the top-level kernels/ folder in a checkout.
+"""The Triton kernels. They are beside this file in an installation, and in the top-level kernels/ in a checkout.
 
-The guard matters: installed, the path below would be the top-level `kernels` package of another project.
+The guard matters: in an installation, the path below would be the top-level `kernels` package of another project.
 """
 
 from pathlib import Path

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fastbert import ops
+from fastbert.layers.fused import offer_layer
 from fastbert.layers.leaves import (
     get_leaf,
     is_called,
@@ -22,7 +23,6 @@ from fastbert.layers.leaves import (
     weights_of,
     within,
 )
-from fastbert.layers.whole import run_training_layer
 
 if TYPE_CHECKING:
     from fastbert.packing import PackedBatch
@@ -135,10 +135,10 @@ def run_layer(
 
     `probs`, a list, receives the attention probabilities.
     """
-    if torch.is_grad_enabled() and probs is None and not options.norm_first:
-        out = run_training_layer(layer, names, options, x, batch)
-        if out is not None:
-            return out
+    if probs is None:
+        fused = offer_layer(layer, names, options, x)
+        if not isinstance(fused, str):
+            return fused(batch.cu_seqlens)
     output_dropout = options.attention_output_dropout if layer.training else 0.0
     feed_forward_dropout = options.feed_forward_dropout if layer.training else 0.0
     attention_norm, feed_forward_norm = get_leaf(layer, names.attention_norm), get_leaf(layer, names.feed_forward_norm)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -38,7 +39,7 @@ def is_called(root: nn.Module, path: str) -> bool:
     Raises TypeError where something else has taken its place: passing it by would ignore what it computes.
     """
     container = get_leaf(root, path)
-    if type(container) is not Container or "forward" in container.__dict__:
+    if type(container) is not Container or FORWARD in container.__dict__:
         raise TypeError(
             f"{path} is a {type(container).__name__} with a forward of its own, which fastbert's models never call:"
             " they compute what a container of leaves stands for themselves. Replace the leaves (Linear, LayerNorm,"
@@ -82,25 +83,30 @@ def place(root: nn.Module, path: str, module: nn.Module) -> None:
     root.add_module(last, module)
 
 
+# What decides what calling a module does, beside its class, its tensors and the modules below it: the one list of what
+# makes a leaf plain, and of what a Snapshot watches.
+FORWARD = "forward"  # on the instance
+FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+HOOKS = (*FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks")
+ATTRIBUTES = ("eps", "p", "input_scale_value")  # of a LayerNorm, a Dropout and a QuantizedLinear
+# Those of every module of a process (torch.nn.modules.module.register_module_forward_hook and its kin).
+_GLOBAL_HOOKS: tuple[dict, ...] = tuple(getattr(torch_module, f"_global{name}") for name in HOOKS)
+
+_own_hooks = attrgetter(*HOOKS)
+
+
 def is_plain(module: nn.Module, kind: type[Leaf]) -> TypeGuard[Leaf]:
     """Whether calling `module` does exactly what its weights say: nothing subclassed, patched or hooked."""
-    return type(module) is kind and "forward" not in module.__dict__ and not has_hooks(module)
+    return type(module) is kind and FORWARD not in module.__dict__ and not has_hooks(module)
 
 
-# Those of every module of a process (torch.nn.modules.module.register_module_forward_hook and its kin).
-GLOBAL_HOOKS: tuple[dict, ...] = (
-    torch_module._global_forward_hooks,
-    torch_module._global_forward_pre_hooks,
-    torch_module._global_backward_hooks,
-    torch_module._global_backward_pre_hooks,
-)
+def has_global_hooks() -> bool:
+    return any(_GLOBAL_HOOKS)
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling `module` calls something beside its forward: hooks of its own, or those of every module."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    ) or any(GLOBAL_HOOKS)
+    return any(_own_hooks(module)) or any(_GLOBAL_HOOKS)
 
 
 def is_linear(module: nn.Module) -> bool:

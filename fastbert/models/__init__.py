@@ -1,1 +1,1 @@
-"""Assembly: a family is the difference from bert.py in names, configuration and heads."""
+"""Models, assembled from layers. A family is its difference from bert.py in names, configuration and heads."""

@@ -1,4 +1,4 @@
-"""The Auto classes: the model class from a checkpoint's model_type."""
+"""The Auto classes. They choose the class of a model by the model_type of its checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ for _module in (albert, baby, bert, distilbert, electra, roberta):
 
 
 def model_class(model_type: str, head: str = "Model") -> type[PreTrainedModel]:
-    """The class of a family's base model ("Model") or head. Raises ConfigError, listing what there is."""
+    """The class of a family's base model ("Model") or head. Raises ConfigError, with the ones there are."""
     if (model_type, head) not in _CLASSES:
         heads = ", ".join(h for m, h in sorted(_CLASSES) if m == model_type and h != "Model")
         if heads:
@@ -45,7 +45,7 @@ def model_class(model_type: str, head: str = "Model") -> type[PreTrainedModel]:
 
 
 def model_classes(model_type: str) -> dict[str, type[PreTrainedModel]]:
-    """A family's classes by the names that config.json's `architectures` has."""
+    """A family's classes, by their names in the `architectures` of a config.json."""
     return {kind.__name__: kind for (family, _), kind in _CLASSES.items() if family == model_type}
 
 
@@ -64,14 +64,14 @@ class _Auto:
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | os.PathLike, **options: Any) -> Any:
-        """The model that a folder's or hub id's config.json describes; options as for a model class."""
+        """Load the model that config.json describes. The options are those of a model class's `from_pretrained`."""
         folder = resolve(name_or_path)
         config = options.get("config") or read_config(folder)
         return model_class(config.model_type, cls.head).from_pretrained(folder, **options)
 
     @classmethod
     def from_config(cls, config: EncoderConfig) -> Any:
-        """A model with fresh weights."""
+        """A model with new, random weights."""
         return model_class(config.model_type, cls.head)(config)
 
 

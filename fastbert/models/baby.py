@@ -18,7 +18,7 @@ from fastbert.models.family import BERT_LAYER, Family
 
 
 def baby_config(vocab_size: int = 1000, **fields) -> EncoderConfig:
-    """A 64-wide, 2-layer ReLU model, small enough to watch; any field can be given otherwise."""
+    """The config of a model with 2 layers of width 64 and ReLU, small enough to watch. `fields` change any of it."""
     small = {
         "hidden_size": 64,
         "num_hidden_layers": 2,

@@ -14,12 +14,13 @@ from fastbert.checkpoint.pretrained import CheckpointMixin
 from fastbert.config import ConfigError, EncoderConfig
 from fastbert.layers.embeddings import run_embeddings
 from fastbert.layers.encoder import EncoderLayer, add_norm
-from fastbert.layers.leaves import get_leaf, has_hooks, is_called, linear, parent_of, place, within
-from fastbert.layers.whole import run_whole_layers
+from fastbert.layers.fused import offer_layers
+from fastbert.layers.leaves import get_leaf, has_hooks, is_called, is_plain, linear, parent_of, place, within
 from fastbert.models.family import Family, RunsBaseModel, Scopes
-from fastbert.models.inputs import PackedInputs, TableSizes, prepare_inputs, table_sizes
+from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs, table_sizes
 from fastbert.models.outputs import ModelOutput
 from fastbert.models.quantized import entry_of, place_int8
+from fastbert.packed_inputs import PackedInputs, arguments_of
 from fastbert.packing import InputError, PackedBatch
 
 
@@ -166,7 +167,7 @@ def run_encoder(
     root: nn.Module,
     family: Family,
     config: EncoderConfig,
-    inputs: PackedInputs,
+    inputs: EncoderInputs,
     run_one_layer: Callable[[nn.Module, torch.Tensor, PackedBatch], torch.Tensor],
     may_fuse: bool,
     layer_type: type[nn.Module] | None = None,
@@ -205,9 +206,9 @@ def run_encoder(
         # The groups of ALBERT, which nothing below looks at; a list, so that each is asked whether it is a container.
         called = scopes.groups and any([is_called(root, path) for path in dict.fromkeys(scopes.groups)])
         if may_fuse and not called and hidden_states is None and not root.training:
-            fused = run_whole_layers(root, paths, layer_type, family.layer, options, x, inputs.batch)
-        if fused is not None:
-            x = fused
+            fused = offer_layers(root, paths, layer_type, family.layer, options, x)
+        if callable(fused):
+            x = fused(inputs.batch.cu_seqlens)
         elif not scopes.groups:
             x = group(paths)(x)
         else:  # the layers of each of ALBERT's groups, as often as it runs
@@ -282,7 +283,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         return self.family, self.running_config
 
     def encode(
-        self, inputs: PackedInputs, hidden_states: list | None = None, probs: list | None = None
+        self, inputs: EncoderInputs, hidden_states: list | None = None, probs: list | None = None
     ) -> torch.Tensor:
         """The packed last hidden state (total_tokens, hidden_size) of checked inputs."""
 
@@ -303,14 +304,29 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         token_type_ids: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Packed in, packed out; this is what torch.compile(fullgraph=True) takes.
+        """Encode a packed batch. torch.compile(fullgraph=True) and torch.export take this method.
 
-        input_ids, token_type_ids, position_ids: int64 (total_tokens,); cu_seqlens: int32 (batch + 1,); max_seqlen: an
-        upper bound of the lengths, on the host. Returns (total_tokens, hidden_size). Raises InputError.
+        Args:
+            input_ids, token_type_ids, position_ids: int64 (total_tokens,).
+            cu_seqlens: int32 (batch + 1,), the offsets of the sequences.
+            max_seqlen: an upper bound of their lengths, a Python int.
+
+        Returns:
+            The last hidden state, (total_tokens, hidden_size).
+
+        Raises:
+            InputError: an id, a shape, a dtype or an offset is out of bounds.
         """
         return self.encode(self.prepare(input_ids, None, token_type_ids, position_ids, None, cu_seqlens, max_seqlen))
 
-    def prepare(self, *arguments) -> PackedInputs:
+    def prepare(self, *arguments) -> EncoderInputs:
+        """Check and pack the arguments of `prepare_inputs`, the first of which may be a PackedInputs."""
+        if isinstance(arguments[0], PackedInputs):
+            arguments = arguments_of(*arguments)
+            word = get_leaf(self, self.family.embeddings.word)
+            # Where hooks are, they may bring weights from elsewhere before a leaf is called.
+            if is_plain(word, nn.Embedding) and not has_hooks(self) and word.weight.device != arguments[0].device:
+                raise InputError(f"the PackedInputs is on {arguments[0].device}, the model on {word.weight.device}")
         _refuse_recording(is_padded=arguments[1] is not None)
         return prepare_inputs(self.family, self.config, self.table_sizes(), *arguments)
 
@@ -325,7 +341,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
 
     def forward(
         self,
-        input_ids: torch.Tensor | None = None,
+        input_ids: torch.Tensor | PackedInputs | None = None,
         attention_mask: torch.Tensor | None = None,
         token_type_ids: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
@@ -336,25 +352,31 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         *,
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
+        batch: PackedBatch | None = None,
     ) -> ModelOutput | tuple:
-        """Encode a batch, padded or packed.
+        """Encode a batch, padded or packed, or a PackedInputs, which stands for all of the arguments but the options.
 
         Args:
-            input_ids, token_type_ids, position_ids: (batch, seqlen), or (total_tokens,) with `cu_seqlens`.
-            attention_mask: (batch, seqlen), 1 = real; any side and holes allowed.
-            inputs_embeds: (batch, seqlen, embedding_size) in place of input_ids.
-            cu_seqlens, max_seqlen: int32 (batch + 1,) and its longest sequence: the input is packed already.
+            input_ids, token_type_ids, position_ids: (batch, seqlen), or (total_tokens,) with `cu_seqlens` or `batch`.
+            attention_mask: (batch, seqlen), 1 at real tokens. Padding may be on any side, and between tokens.
+            inputs_embeds: (batch, seqlen, embedding_size), instead of input_ids.
+            cu_seqlens, max_seqlen: int32 (batch + 1,) and the longest sequence's length, if the input is packed.
+            batch: instead of these two, that of a PackedInputs, as in `model(**packed_inputs)`.
 
         Returns:
-            `last_hidden_state` (batch, seqlen, hidden_size), zeros at padding; (total_tokens, hidden_size) if packed.
-            `pooler_output` (batch, hidden_size), from each sequence's first real token; zeros' pooled value where a
-            sequence has none. `hidden_states`, `attentions` (batch, heads, seqlen, seqlen) when asked for.
+            `last_hidden_state`: (batch, seqlen, hidden_size), zeros at padding; (total_tokens, hidden_size) if packed.
+            For a PackedInputs, what there would be for the batch that it was made from.
+            `pooler_output`: (batch, hidden_size), from each sequence's first real token. A sequence without tokens
+            gives the pooler's value of zeros. `hidden_states`, and `attentions` (batch, heads, seqlen, seqlen), if they
+            were asked for.
 
         Raises:
-            InputError: an id, a shape, a dtype or an offset is out of bounds; nothing has been launched.
+            InputError: an id, a shape, a dtype or an offset is out of bounds. Nothing has been launched.
         """
-        arguments = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen)
-        packed, batch, extras = self.run(arguments, output_attentions, output_hidden_states)
+        inputs = self.prepare(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen, batch
+        )
+        packed, batch, extras = self.run(inputs, output_attentions, output_hidden_states)
         output = ModelOutput(
             last_hidden_state=batch.unpack(packed),
             pooler_output=self.pool(packed, batch) if self.has_pooler else None,
@@ -362,9 +384,8 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         )
         return output.to_tuple() if return_dict is False else output
 
-    def run(self, arguments, output_attentions: bool | None, output_hidden_states: bool | None):
-        """Check, pack and encode; (packed hidden states, batch, the unpacked extras that were asked for)."""
-        inputs = self.prepare(*arguments)
+    def run(self, inputs: EncoderInputs, output_attentions: bool | None, output_hidden_states: bool | None):
+        """Encode; (packed hidden states, batch, the unpacked extras that were asked for)."""
         hidden_states: list | None = [] if output_hidden_states else None
         probs: list | None = [] if output_attentions else None
         packed, batch = self.encode(inputs, hidden_states, probs), inputs.batch

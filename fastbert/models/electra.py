@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -13,6 +15,8 @@ from fastbert.models import heads, masked_lm
 from fastbert.models.base import EncoderModel
 from fastbert.models.family import Family, MaskedLMNames, SequenceHead
 from fastbert.models.outputs import ModelOutput
+from fastbert.packed_inputs import PackedInputs, labels_of
+from fastbert.packing import InputError
 
 
 class ElectraModel(EncoderModel):
@@ -61,6 +65,9 @@ class ElectraForPreTraining(heads.HeadModel):
         place(self, "discriminator_predictions.dense", nn.Linear(config.hidden_size, config.hidden_size))
         place(self, "discriminator_predictions.dense_prediction", nn.Linear(config.hidden_size, 1))
 
+    def check_given(self, given, batch):
+        return {name: heads.token_labels(labels, batch, 2) for name, labels in given.items()}
+
     def compute(self, encoded, given):
         batch, head = encoded.batch, "discriminator_predictions"
 
@@ -70,7 +77,7 @@ class ElectraForPreTraining(heads.HeadModel):
 
         logits, loss = within(self, head, run, encoded.packed), None
         if given:
-            labels = self.pack_labels(given["labels"], batch, 2)
+            labels = given["labels"]
             scores = ops.at_least_fp32(logits)
             losses = F.binary_cross_entropy_with_logits(scores, labels.to(scores.dtype), reduction="none")
             loss = losses.where(labels != -100, 0.0).sum() / (labels != -100).sum().clamp(min=1)
@@ -121,8 +128,8 @@ class ElectraForJointPreTraining(nn.Module):
 
     def forward(
         self,
-        input_ids: torch.Tensor,
-        labels: torch.Tensor,
+        input_ids: torch.Tensor | PackedInputs,
+        labels: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         token_type_ids: torch.Tensor | None = None,
         *,
@@ -131,30 +138,44 @@ class ElectraForJointPreTraining(nn.Module):
     ) -> ModelOutput:
         """input_ids (batch, seqlen) or packed, with [MASK] where labels hold the original id and -100 elsewhere.
 
-        Returns `loss`, and `logits`, the discriminator's, of input_ids' shape. Replacements are sampled from the
-        generator with torch's generator; a sample that equals the original counts as original.
+        Or a PackedInputs with such labels: no device is waited for. Returns `loss`, and `logits`, the discriminator's,
+        of input_ids' shape. Replacements are sampled from the generator with torch's generator; a sample that equals
+        the original counts as original.
         """
-        layout = {
-            "attention_mask": attention_mask,
-            "token_type_ids": token_type_ids,
-            "cu_seqlens": cu_seqlens,
-            "max_seqlen": max_seqlen,
-        }
-        arguments = (input_ids, attention_mask, token_type_ids, None, None, cu_seqlens, max_seqlen)
-        encoded, _ = self.generator.run_base(arguments)
+        given = {} if labels is None else {"labels": labels}
+        if isinstance(input_ids, PackedInputs):
+            given = labels_of(input_ids, given)
+        if "labels" not in given:
+            raise InputError("joint pre-training needs labels")
+        generator = self.generator
+        arguments = (input_ids, attention_mask, token_type_ids, None, None, cu_seqlens, max_seqlen, None)
+        inputs = generator.base_model.prepare(*arguments)
+        packed_labels = generator.check_given(given, inputs.batch)["labels"]
+        encoded, _ = generator.run_base(inputs, arguments)
         packed, batch = encoded.packed, encoded.batch
-        packed_labels = self.generator.pack_labels(labels, batch, self.generator.num_words())
-        kept = (packed_labels != -100).nonzero().flatten()
-        hidden = self.generator.masked_lm_hidden(packed.index_select(0, kept))
+        kept = masked_lm.labelled_tokens(packed_labels, batch)
+        hidden = generator.masked_lm_hidden(packed.index_select(0, kept))
         targets = packed_labels.index_select(0, kept)
-        generator_loss = self.generator.decoder_loss(hidden, targets)
+        generator_loss = generator.decoder_loss(hidden, targets)
 
         with torch.no_grad():  # the sampling step passes no gradient back (section 2)
-            probs = linear(self.generator.get_output_embeddings(), hidden).float().softmax(-1)
-            sampled = torch.multinomial(probs, 1).flatten() if kept.numel() else targets
-            flat_kept = kept if batch.indices is None else batch.indices[kept]
-            ids, is_replaced = input_ids.long().flatten(), (sampled != targets).long()
-            corrupted = ids.index_copy(0, flat_kept, sampled).view(input_ids.shape)
-            replaced = torch.zeros_like(ids).index_copy(0, flat_kept, is_replaced).view(input_ids.shape)
+            probs = linear(generator.get_output_embeddings(), hidden).float().softmax(-1)
+            # torch.multinomial's own way and bits, but for its look at whether all are numbers: that is a wait.
+            sampled = (probs / torch.empty_like(probs).exponential_(1)).argmax(-1) if kept.numel() else targets
+            is_replaced = (sampled != targets).long()
+            if isinstance(input_ids, PackedInputs):
+                ids, at = input_ids["input_ids"], kept
+                # The samples are words of the generator's table, so the bounds of the ids before hold for those after.
+                bounds = {**(batch.bounds or {}), "labels": (0, 1)}
+                layout = {name: input_ids.get(name) for name in ("token_type_ids", "position_ids")}
+                layout["batch"] = replace(batch, bounds=bounds, labelled=None)
+            else:
+                ids, at = input_ids.long(), kept if batch.indices is None else batch.indices[kept]
+                layout = {"attention_mask": attention_mask, "token_type_ids": token_type_ids}
+                layout |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+            corrupted = ids.flatten().index_copy(0, at, sampled).view(ids.shape)
+            replaced = torch.zeros_like(ids).flatten().index_copy(0, at, is_replaced).view(ids.shape)
+            if isinstance(input_ids, PackedInputs):
+                replaced = batch.unpack(replaced)
         out = self.discriminator(corrupted, labels=replaced, **layout)
         return ModelOutput(loss=generator_loss + self.discriminator_weight * out.loss, logits=out.logits)

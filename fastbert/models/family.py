@@ -1,4 +1,4 @@
-"""What makes a family: the names of its leaves and the few ways in which it differs from BERT."""
+"""Family: the names of a family's leaves, and the few ways in which it differs from BERT."""
 
 from __future__ import annotations
 

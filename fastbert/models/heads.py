@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,10 +12,12 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.config import ACTIVATIONS, EncoderConfig
-from fastbert.layers.leaves import get_leaf, linear, parent_of, place, within
+from fastbert.layers.leaves import get_leaf, is_linear, linear, parent_of, place, weights_of, within
 from fastbert.models.base import EncoderModel, PreTrainedModel, first_tokens, must_be_called
 from fastbert.models.family import SequenceHead
+from fastbert.models.inputs import EncoderInputs
 from fastbert.models.outputs import ModelOutput
+from fastbert.packed_inputs import PackedInputs, labels_of
 from fastbert.packing import InputError, PackedBatch, checks_values
 
 
@@ -33,7 +36,9 @@ class Encoded:
 
 
 class HeadModel(PreTrainedModel):
-    """A base model with a head. Subclasses say what to make of packed hidden states in `compute`."""
+    """A base model with a head. Subclasses say what labels they take in `check_given`, what to make of packed hidden
+    states in `compute`.
+    """
 
     base_class: ClassVar[type[EncoderModel]]
     needs_pooler: bool = False
@@ -53,11 +58,15 @@ class HeadModel(PreTrainedModel):
     def build_head(self, config: EncoderConfig) -> None:
         raise NotImplementedError
 
-    def compute(self, encoded: Encoded, given: dict) -> dict:
-        """Fields of the output, loss first.
+    def check_given(self, given: dict, batch: PackedBatch) -> dict:
+        """What `compute` takes of the `option_names` that the caller passed: checked, labels of tokens packed, too.
 
-        `given` holds those of `option_names` that the caller passed.
+        Raises InputError; nothing has been launched yet.
         """
+        raise NotImplementedError
+
+    def compute(self, encoded: Encoded, given: dict) -> dict:
+        """Fields of the output, loss first."""
         raise NotImplementedError
 
     @property
@@ -81,7 +90,7 @@ class HeadModel(PreTrainedModel):
 
     def forward(
         self,
-        input_ids: torch.Tensor | None = None,
+        input_ids: torch.Tensor | PackedInputs | None = None,
         attention_mask: torch.Tensor | None = None,
         token_type_ids: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
@@ -93,86 +102,121 @@ class HeadModel(PreTrainedModel):
         *,
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
+        batch: PackedBatch | None = None,
         **options,
     ) -> ModelOutput | tuple:
         """As the base model's forward; with labels the output starts with `loss`.
 
         Labels have the input's own layout: per token (batch, seqlen) or packed (total_tokens,), per sequence (batch,).
+        Those of a PackedInputs are in it, and no device is waited for because of them.
         """
         given = {"labels": labels, **options}
         given = {name: value for name, value in given.items() if value is not None}
+        if isinstance(input_ids, PackedInputs):
+            given = labels_of(input_ids, given)
         unknown = set(given) - set(self.option_names)
         if unknown:
             raise TypeError(
                 f"{type(self).__name__} takes no {', '.join(sorted(unknown))}; it has {', '.join(self.option_names)}"
             )
-        arguments = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen)
-        encoded, extras = self.run_base(arguments, output_attentions, output_hidden_states)
+        arguments = (
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            cu_seqlens,
+            max_seqlen,
+            batch,
+        )
+        inputs = self.base_model.prepare(*arguments)
+        given = self.check_given(given, inputs.batch)
+        encoded, extras = self.run_base(inputs, arguments, output_attentions, output_hidden_states)
         output = ModelOutput(**self.compute(encoded, given), **extras)
         return output.to_tuple() if return_dict is False else output
 
     def run_base(
-        self, arguments: tuple, output_attentions: bool | None = None, output_hidden_states: bool | None = None
+        self,
+        inputs: EncoderInputs,
+        arguments: tuple,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
     ) -> tuple[Encoded, dict]:
-        """Run the base model on the arguments of its `prepare`; also the extras that were asked for, unpacked."""
+        """Run the base model on what its `prepare` made of `arguments`; also the extras asked for, unpacked."""
         base = self.base_model
         if not must_be_called(base):
-            packed, batch, extras = base.run(arguments, output_attentions, output_hidden_states)
+            packed, batch, extras = base.run(inputs, output_attentions, output_hidden_states)
             return Encoded(base, packed, batch), extras
-        *inputs, cu_seqlens, max_seqlen = arguments
-        output = base(*inputs, output_attentions, output_hidden_states, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
-        batch, hidden = base.prepare(*arguments).batch, output.last_hidden_state
+        *others, cu_seqlens, max_seqlen, given_batch = arguments
+        layout = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "batch": given_batch}
+        layout = {name: value for name, value in layout.items() if value is not None}  # a forward may take fewer
+        output = base(*others, output_attentions, output_hidden_states, **layout)
+        batch, hidden = inputs.batch, output.last_hidden_state
         packed = hidden if batch.seqlen is None else batch.pack(hidden)
         extras = {name: output[name] for name in ("hidden_states", "attentions") if name in output}
         return Encoded(base, packed, batch, output.pooler_output if base.has_pooler else None), extras
 
-    def pack_labels(self, labels: torch.Tensor, batch: PackedBatch, limit: int, name: str = "labels") -> torch.Tensor:
-        """Token labels in packed order, checked: -100 or within [0, limit)."""
-        shape = (batch.total_tokens,) if batch.seqlen is None else (batch.batch_size, batch.seqlen)
-        if labels.shape != shape:
-            raise InputError(f"{name} has shape {tuple(labels.shape)}; it must be {shape}")
-        labels = labels.long() if batch.seqlen is None else batch.pack(labels.long())
-        return check_labels(labels, limit, name)
+    def classes_at(self, path: str) -> int | None:
+        """How many classes the Linear at `path` has; None where something else is there, whose result shows it."""
+        leaf = get_leaf(self, path)
+        return weights_of(leaf).weight.shape[0] if is_linear(leaf) else None
+
+    def class_loss(
+        self, path: str, logits: torch.Tensor, labels: torch.Tensor, batch: PackedBatch, name: str = "labels"
+    ) -> torch.Tensor:
+        """Mean cross-entropy of what the leaf at `path` made, (n, num_classes), with labels (n,) of `check_given`."""
+        if self.classes_at(path) is None:
+            check_labels(labels, logits.shape[-1], name, batch)
+        return ops.logits_cross_entropy(logits, labels)
 
 
-def check_labels(labels: torch.Tensor, limit: int, name: str) -> torch.Tensor:
+def token_labels(labels: torch.Tensor, batch: PackedBatch, limit: int | None) -> torch.Tensor:
+    """Labels of tokens in packed order, checked: -100 or within [0, limit); None: the classes are not known yet."""
+    shape = (batch.total_tokens,) if batch.seqlen is None else (batch.batch_size, batch.seqlen)
+    if labels.shape != shape:
+        raise InputError(f"labels has shape {tuple(labels.shape)}; it must be {shape}")
+    labels = labels.long() if batch.seqlen is None else batch.pack(labels.long())
+    return labels if limit is None else check_labels(labels, limit, "labels", batch)
+
+
+def class_labels(
+    labels: torch.Tensor, num_sequences: int, batch: PackedBatch, limit: int | None, name: str = "labels"
+) -> torch.Tensor:
+    """A label a sequence, int64 (num_sequences,), checked as those of tokens."""
+    labels = labels.reshape(-1)
+    if labels.shape[0] != num_sequences:
+        raise InputError(f"{name} has {labels.shape[0]} entries for {num_sequences} sequences")
+    return labels.long() if limit is None else check_labels(labels.long(), limit, name, batch)
+
+
+def check_labels(labels: torch.Tensor, limit: int, name: str, batch: PackedBatch) -> torch.Tensor:
+    """`labels` if all are -100 or within [0, limit): by the bounds that the host has of them, or by a look."""
     if labels.numel() and checks_values():
-        low, high = torch.stack(torch.where(labels == -100, 0, labels).aminmax()).tolist()
+        seen = (batch.bounds or {}).get(name)
+        low, high = torch.stack(torch.where(labels == -100, 0, labels).aminmax()).tolist() if seen is None else seen
         if low < 0 or high >= limit:
             raise InputError(f"{name} holds {low if low < 0 else high}; valid values are 0 to {limit - 1}, and -100")
     return labels
 
 
-def sequence_loss(config: EncoderConfig, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Regression, single- or multi-label loss of (batch, num_labels) logits; kinds as transformers infers them."""
-    kind = config.problem_type
-    if kind is None:
-        if config.num_labels == 1:
-            kind = "regression"
-        else:
-            kind = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
-    if kind == "single_label_classification":
-        return class_loss(logits, labels)
-    if labels.numel() != logits.numel():
-        raise InputError(f"labels has shape {tuple(labels.shape)}; the logits' is {tuple(logits.shape)}")
-    logits = ops.at_least_fp32(logits)
-    labels = labels.reshape(logits.shape).to(logits.dtype)
-    if kind == "regression":
-        return F.mse_loss(logits, labels)
-    if kind == "multi_label_classification":
-        return F.binary_cross_entropy_with_logits(logits, labels)
-    raise InputError(
-        f"problem_type {kind!r} is none of regression, single_label_classification, multi_label_classification"
-    )
+_PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
 
 
-def class_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of (batch, num_classes) logits, a label a sequence."""
-    labels = labels.reshape(-1)
-    if labels.shape[0] != logits.shape[0]:
-        raise InputError(f"labels has {labels.shape[0]} entries for {logits.shape[0]} sequences")
-    labels = check_labels(labels.long(), logits.shape[-1], "labels")
-    return ops.logits_cross_entropy(logits, labels)
+def problem_type(config: EncoderConfig, labels: torch.Tensor) -> str:
+    """What labels of sequences mean: as the config says, else as transformers infers it."""
+    if config.problem_type is None:
+        kinds = _PROBLEMS[:1] if config.num_labels == 1 else _PROBLEMS[1:]
+        return kinds[-1] if labels.is_floating_point() else kinds[0]
+    if config.problem_type not in _PROBLEMS:
+        raise InputError(f"problem_type {config.problem_type!r} is none of {', '.join(_PROBLEMS)}")
+    return config.problem_type
+
+
+def check_numbers(labels: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Labels of a regression, or of several at once: a number a logit."""
+    if labels.numel() != math.prod(shape):
+        raise InputError(f"labels has shape {tuple(labels.shape)}; the logits' is {shape}")
+    return labels.reshape(shape)
 
 
 class SequenceHeadModel(HeadModel):
@@ -225,10 +269,28 @@ class ForSequenceClassification(SequenceHeadModel):
     def build_head(self, config):
         self.build_sequence_head(config, config.num_labels)
 
+    def check_given(self, given, batch):
+        if not given:
+            return {}
+        labels, classes = given["labels"], self.classes_at(self.label_leaf)
+        if problem_type(self.config, labels) == "single_label_classification":
+            return {"labels": class_labels(labels, batch.batch_size, batch, classes)}
+        return {"labels": labels if classes is None else check_numbers(labels, (batch.batch_size, classes))}
+
     def compute(self, encoded, given):
         logits = self.sequence_logits(encoded)
-        loss = sequence_loss(self.config, logits, given["labels"]) if given else None
-        return {"loss": loss, "logits": logits}
+        return {"loss": self.loss(logits, given["labels"], encoded.batch) if given else None, "logits": logits}
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+        """Regression, single- or multi-label loss of (batch, num_labels) logits."""
+        kind = problem_type(self.config, labels)
+        if kind == "single_label_classification":
+            return self.class_loss(self.label_leaf, logits, labels, batch)
+        logits = ops.at_least_fp32(logits)
+        labels = check_numbers(labels, tuple(logits.shape)).to(logits.dtype)
+        return (
+            F.mse_loss(logits, labels) if kind == "regression" else F.binary_cross_entropy_with_logits(logits, labels)
+        )
 
 
 class ForMultipleChoice(SequenceHeadModel):
@@ -249,26 +311,34 @@ class ForMultipleChoice(SequenceHeadModel):
     def forward(self, input_ids=None, attention_mask=None, token_type_ids=None, position_ids=None, inputs_embeds=None,
                 *args, num_choices: int | None = None, **kwargs):  # fmt: skip
         """As other heads; packed input needs `num_choices`, padded input has it in its shape."""
-        if kwargs.get("cu_seqlens") is None:
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        padded = kwargs.get("cu_seqlens") is None and kwargs.get("batch") is None
+        if padded and not isinstance(input_ids, PackedInputs):
             given, rank = (input_ids, 3) if input_ids is not None else (inputs_embeds, 4)
             if given is None or given.dim() != rank:
                 shape = None if given is None else tuple(given.shape)
                 raise InputError(f"multiple choice takes inputs of shape (batch, num_choices, seqlen), not {shape}")
             num_choices = given.shape[1]
-            inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-            flat = (t if t is None or t.dim() < 3 else t.flatten(0, 1) for t in inputs)
-            return super().forward(*flat, *args, num_choices=num_choices, **kwargs)
-        if num_choices is None:
-            raise InputError("packed input of a multiple-choice model needs num_choices")
-        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+            inputs = tuple(t if t is None or t.dim() < 3 else t.flatten(0, 1) for t in inputs)
         return super().forward(*inputs, *args, num_choices=num_choices, **kwargs)
 
+    def check_given(self, given, batch):
+        num_choices = given.get("num_choices")
+        if num_choices is None:
+            raise InputError("packed input of a multiple-choice model needs num_choices")
+        if batch.batch_size % num_choices:
+            raise InputError(f"{batch.batch_size} sequences are no multiple of num_choices {num_choices}")
+        if "labels" not in given:
+            return given
+        examples = batch.batch_size // num_choices
+        return given | {"labels": class_labels(given["labels"], examples, batch, num_choices)}
+
     def compute(self, encoded, given):
-        num_choices, sequences = given["num_choices"], encoded.batch.batch_size
-        if sequences % num_choices:
-            raise InputError(f"{sequences} sequences are no multiple of num_choices {num_choices}")
-        logits = self.sequence_logits(encoded).view(-1, num_choices)
-        return {"loss": class_loss(logits, given["labels"]) if "labels" in given else None, "logits": logits}
+        logits = self.sequence_logits(encoded).view(-1, given["num_choices"])
+        return {
+            "loss": ops.logits_cross_entropy(logits, given["labels"]) if "labels" in given else None,
+            "logits": logits,
+        }
 
 
 class ForTokenClassification(HeadModel):
@@ -279,14 +349,14 @@ class ForTokenClassification(HeadModel):
     def build_head(self, config):
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
 
+    def check_given(self, given, batch):
+        return {name: token_labels(labels, batch, self.classes_at("classifier")) for name, labels in given.items()}
+
     def compute(self, encoded, given):
         packed, batch = encoded.packed, encoded.batch
         x = self.drop(packed, self.family.token_dropout(self.config))
         logits = linear(self.classifier, x)
-        loss = None
-        if given:
-            packed_labels = self.pack_labels(given["labels"], batch, logits.shape[-1])
-            loss = ops.logits_cross_entropy(logits, packed_labels)
+        loss = self.class_loss("classifier", logits, given["labels"], batch) if given else None
         return {"loss": loss, "logits": batch.unpack(logits)}
 
 
@@ -303,6 +373,11 @@ class ForQuestionAnswering(HeadModel):
     def build_head(self, config):
         self.qa_outputs = nn.Linear(config.hidden_size, config.num_labels)
 
+    def check_given(self, given, batch):
+        if len(given) < 2:
+            return {}
+        return {name: class_labels(positions, batch.batch_size, batch, None, name) for name, positions in given.items()}
+
     def compute(self, encoded, given):
         packed, batch = encoded.packed, encoded.batch
         logits = linear(self.qa_outputs, self.drop(packed, self.config.qa_dropout))
@@ -310,12 +385,9 @@ class ForQuestionAnswering(HeadModel):
             raise InputError(f"question answering needs num_labels 2, not {logits.shape[-1]}")
         start, end = logits.unbind(-1)
         loss = None
-        if len(given) == 2:
+        if given:
             losses = []
             for one, name in ((start, "start_positions"), (end, "end_positions")):
-                targets = given[name].long().reshape(-1)
-                if targets.shape[0] != batch.batch_size:
-                    raise InputError(f"{name} has {targets.shape[0]} entries for {batch.batch_size} sequences")
-                losses.append(ops.sequence_cross_entropy(one, batch.cu_seqlens, batch.local_targets(targets)))
+                losses.append(ops.sequence_cross_entropy(one, batch.cu_seqlens, batch.local_targets(given[name])))
             loss = (losses[0] + losses[1]) / 2
         return {"loss": loss, "start_logits": batch.unpack(start), "end_logits": batch.unpack(end)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +12,13 @@ from fastbert.config import EncoderConfig
 from fastbert.layers.embeddings import EmbeddingNames
 from fastbert.layers.leaves import get_leaf
 from fastbert.models.family import Family
+from fastbert.packed_inputs import MASKED_IDS
 from fastbert.packing import IdRange, InputError, PackedBatch
 
 
 @dataclass(frozen=True)
-class PackedInputs:
-    """A checked batch: ids are int64 (total_tokens,), or None."""
+class EncoderInputs:
+    """What an encoder runs on: a checked batch. Ids are int64 (total_tokens,), or None."""
 
     batch: PackedBatch
     input_ids: torch.Tensor | None
@@ -76,17 +77,19 @@ def prepare_inputs(
     inputs_embeds: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     max_seqlen: int | None,
-) -> PackedInputs:
-    """Check and pack what a user passed, padded (batch, seqlen) or packed (total_tokens,) with `cu_seqlens`.
+    batch: PackedBatch | None = None,
+) -> EncoderInputs:
+    """Check and pack what a user passed: padded (batch, seqlen); or packed, (total_tokens,), with offsets or a batch.
 
-    Ids are checked against `tables`, whatever `config` says of them. Raises InputError, naming the value and the limit.
+    Ids are checked against `tables`, whatever `config` says of them; where `batch` knows their bounds, the device is
+    not waited for. Raises InputError, naming the value and the limit.
     """
     if (input_ids is None) == (inputs_embeds is None):
         raise InputError("give exactly one of input_ids and inputs_embeds")
     given = input_ids if input_ids is not None else inputs_embeds
     assert given is not None
     grid = given.shape if input_ids is not None else given.shape[:-1]
-    packed = cu_seqlens is not None
+    packed = cu_seqlens is not None or batch is not None
     if len(grid) != (1 if packed else 2):
         expected = "(total_tokens,), packed" if packed else "(batch, seqlen)"
         raise InputError(f"the input has shape {tuple(given.shape)}; its leading shape must be {expected}")
@@ -96,6 +99,8 @@ def prepare_inputs(
         raise InputError(f"inputs_embeds has width {inputs_embeds.shape[-1]}; the model's is {tables.width}")
     if not packed and 0 in grid:
         raise InputError(f"an empty batch: the input has shape {tuple(given.shape)}")
+    if batch is not None:
+        _check_batch(batch, given, grid, attention_mask=attention_mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
     if cu_seqlens is not None:
         if attention_mask is not None:
             raise InputError("attention_mask and cu_seqlens exclude each other: a packed batch has no padding")
@@ -111,8 +116,8 @@ def prepare_inputs(
         if position_ids.dim() == 2 and position_ids.shape[0] == 1 and not packed:
             position_ids = position_ids.expand(grid)  # transformers takes one row for the whole batch
         position_ids = _like_input("position_ids", position_ids, grid, given.device)
-    elif not packed:
-        _check_length(grid[1], limit)
+    elif (width := batch.seqlen if batch is not None else None if packed else grid[1]) is not None:
+        _check_length(width, limit)
 
     rows_of = (
         ("input_ids", input_ids, tables.words),
@@ -120,13 +125,17 @@ def prepare_inputs(
         ("position_ids", position_ids, tables.positions),
     )
     ranges = [IdRange(name, ids, rows) for name, ids, rows in rows_of if ids is not None]
-    if cu_seqlens is not None:
+    if batch is not None:
+        batch.check(ranges)
+        batch = replace(batch, cache={})  # the caller's may come back, with other tensors in use
+    elif cu_seqlens is not None:
         batch = PackedBatch.from_cu_seqlens(cu_seqlens, max_seqlen, grid[0], ranges)
-        if position_ids is None:
-            _check_length(batch.max_seqlen, limit)
     else:
         batch = PackedBatch.from_mask(attention_mask, grid[0], grid[1], given.device, ranges)
+    if position_ids is None and batch.seqlen is None:
+        _check_length(batch.max_seqlen, limit)
     if position_ids is None and family.positions_from_ids:
+        _check_masked(config, batch)
         position_ids = _positions_from_ids(config, input_ids, grid, batch)
 
     def pack(t: torch.Tensor | None) -> torch.Tensor | None:
@@ -134,7 +143,17 @@ def prepare_inputs(
 
     positions = batch.local_positions() if position_ids is None else pack(position_ids)
     assert positions is not None
-    return PackedInputs(batch, pack(input_ids), positions, pack(token_type_ids), pack(inputs_embeds))
+    return EncoderInputs(batch, pack(input_ids), positions, pack(token_type_ids), pack(inputs_embeds))
+
+
+def _check_batch(batch: PackedBatch, given: torch.Tensor, grid, **others: Any) -> None:
+    for name, value in others.items():
+        if value is not None:
+            raise InputError(f"{name} and batch exclude each other: a PackedBatch says which tokens there are")
+    if grid[0] != batch.total_tokens:
+        raise InputError(f"the input has {grid[0]} tokens; its batch has {batch.total_tokens}")
+    if batch.cu_seqlens.device != given.device:
+        raise InputError(f"the batch is on {batch.cu_seqlens.device}; the input is on {given.device}")
 
 
 def _check_length(longest: int, limit: int) -> None:
@@ -146,6 +165,16 @@ def _first_position(config: EncoderConfig) -> int:
     if config.pad_token_id is None:
         raise InputError(f"{config.model_type} counts positions from pad_token_id, which this config does not have")
     return config.pad_token_id + 1
+
+
+def _check_masked(config: EncoderConfig, batch: PackedBatch) -> None:
+    """Ids that a mask has left out of `pack_inputs` cannot be counted any more."""
+    masked = (batch.bounds or {}).get(MASKED_IDS)
+    if masked is not None and masked != (config.pad_token_id, config.pad_token_id):
+        raise InputError(
+            f"ids {masked[0]} to {masked[1]} are masked before other tokens; {config.model_type} counts positions from"
+            f" all ids but {config.pad_token_id}: give position_ids to fastbert.pack_inputs"
+        )
 
 
 def _positions_from_ids(config, input_ids, grid, batch: PackedBatch) -> torch.Tensor:

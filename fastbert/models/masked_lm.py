@@ -21,9 +21,14 @@ from fastbert.layers.leaves import (
     weights_of,
     within,
 )
-from fastbert.models.heads import HeadModel, class_loss
+from fastbert.models.heads import HeadModel, class_labels, token_labels
 from fastbert.models.outputs import Deferred
 from fastbert.packing import PackedBatch
+
+
+def labelled_tokens(labels: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """int64 (n,): where packed labels are not -100; a wait where the host has not looked."""
+    return (labels != -100).nonzero().flatten() if batch.labelled is None else batch.labelled
 
 
 class MaskedLMHeadModel(HeadModel):
@@ -74,7 +79,7 @@ class MaskedLMHeadModel(HeadModel):
         """Mean cross-entropy of decoder(hidden) (tokens, vocab_size), every token labelled."""
         decoder = self.get_output_embeddings()
         if is_plain(decoder, nn.Linear):
-            return ops.cross_entropy(hidden, decoder.weight, decoder.bias, labels)
+            return ops.cross_entropy(hidden, decoder.weight, decoder.bias, labels, ignore_index=None)
         logits = decoder(hidden)  # hooked, or LoRA's: called, as every leaf is
         return ops.logits_cross_entropy(logits, labels)
 
@@ -116,9 +121,8 @@ class MaskedLMHeadModel(HeadModel):
         return batch.unpack(self.masked_lm_scores(packed))
 
     def masked_lm_loss(self, packed: torch.Tensor, batch: PackedBatch, labels: torch.Tensor) -> torch.Tensor:
-        """The whole head runs for labelled tokens only."""
-        labels = self.pack_labels(labels, batch, self.num_words())
-        kept = (labels != -100).nonzero().flatten()
+        """The whole head runs for labelled tokens only; `labels` of tokens, packed."""
+        kept = labelled_tokens(labels, batch)
         packed, labels = packed.index_select(0, kept), labels.index_select(0, kept)
         if self.needs_scores():
             return ops.logits_cross_entropy(self.masked_lm_scores(packed), labels)
@@ -133,6 +137,9 @@ class ForMaskedLM(MaskedLMHeadModel):
 
     def build_head(self, config):
         self.build_masked_lm(config)
+
+    def check_given(self, given, batch):
+        return {name: token_labels(labels, batch, self.num_words()) for name, labels in given.items()}
 
     def compute(self, encoded, given):
         packed, batch = encoded.packed, encoded.batch
@@ -150,10 +157,14 @@ class ForNextSentencePrediction(HeadModel):
     def build_head(self, config):
         place(self, self.family.pair, nn.Linear(config.hidden_size, 2))
 
+    def check_given(self, given, batch):
+        classes = self.classes_at(self.family.pair)
+        return {name: class_labels(labels, batch.batch_size, batch, classes) for name, labels in given.items()}
+
     def compute(self, encoded, given):
         path = self.family.pair
         logits = within(self, parent_of(path), lambda x: linear(get_leaf(self, path), x), encoded.pooled())
-        loss = class_loss(logits, given["labels"]) if given else None
+        loss = self.class_loss(path, logits, given["labels"], encoded.batch) if given else None
         return {"loss": loss, "logits": logits}
 
 
@@ -172,24 +183,33 @@ class ForPreTraining(MaskedLMHeadModel):
     def pair_size(self, config: EncoderConfig) -> int:
         return 2
 
+    def check_given(self, given, batch):
+        if len(given) < 2:  # as transformers: the loss needs both kinds of labels
+            return {}
+        name = self.pair_label
+        pairs = class_labels(given[name], batch.batch_size, batch, self.classes_at(self.family.pair), name)
+        return {"labels": token_labels(given["labels"], batch, self.num_words()), name: pairs}
+
     def compute(self, encoded, given):
         packed, batch, pooled = encoded.packed, encoded.batch, encoded.pooled()
-        outer, has_loss = self.outer_container, len(given) == 2  # as transformers: the loss needs both kinds of labels
+        outer, has_loss = self.outer_container, bool(given)
         if outer is not None and is_called(self, outer):
             scores, pair = within(
                 self, outer, lambda *both: (self.token_scores(both[0]), self.pair(both[1])), packed, pooled
             )
             logits = batch.unpack(scores)
             if has_loss:
-                labels = self.pack_labels(given["labels"], batch, self.num_words())
-                loss = ops.logits_cross_entropy(scores, labels)
+                loss = ops.logits_cross_entropy(scores, given["labels"])
         elif has_loss:
             pair, loss = self.pair(pooled), self.masked_lm_loss(packed, batch, given["labels"])
             logits = Deferred(lambda: self.masked_lm_logits(packed, batch), packed.device.type)
         else:
             pair, logits = self.pair(pooled), self.masked_lm_logits(packed, batch)
         fields = {"prediction_logits": logits, self.pair_logits: pair}
-        return {"loss": loss + class_loss(pair, given[self.pair_label]), **fields} if has_loss else fields
+        if not has_loss:
+            return fields
+        name = self.pair_label
+        return {"loss": loss + self.class_loss(self.family.pair, pair, given[name], batch, name), **fields}
 
     def pair(self, pooled: torch.Tensor) -> torch.Tensor:
         """Scores of a pair of sentences: (batch, hidden_size) -> (batch, 2)."""

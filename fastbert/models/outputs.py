@@ -1,4 +1,4 @@
-"""What a model returns: read by attribute, key or position, as transformers' outputs are."""
+"""ModelOutput, which a model returns. It is read by attribute, key or position, as transformers' outputs are."""
 
 from __future__ import annotations
 

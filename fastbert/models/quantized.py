@@ -1,4 +1,4 @@
-"""Layers of a model in int8: which may be, how they become it, and how config.json says so."""
+"""The layers of a model in int8: which can be, how they become int8, and the entry of config.json that says so."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.config import ConfigError, EncoderConfig
+from fastbert.layers.fused import forget_layers
 from fastbert.layers.leaves import get_leaf, is_plain, place
 from fastbert.layers.quantized import QuantizedLinear
-from fastbert.layers.whole import forget_layers
 from fastbert.models.family import Family, RunsBaseModel, base_models
 
 # Where transformers, too, looks for how a checkpoint was quantised. A quant_method that it does not know makes it warn

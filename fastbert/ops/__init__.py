@@ -1,19 +1,20 @@
 """The op level: functions over tensors, no nn.Module, no config. One contract, one oracle, several backends each."""
 
-from fastbert.backend import warn_of_missing_kernels  # models know no backend, and call this
-from fastbert.ops import _library_products  # noqa: F401  (its ops must be defined before an op's file asks for them)
+from fastbert.backend import offer, warn_of_missing_kernels  # layers and models know no backend, and call these
+from fastbert.ops._common import at_least_fp32
 from fastbert.ops.attention import attention, attention_probs
 from fastbert.ops.dropout import dropout
 from fastbert.ops.embedding import embed_layer_norm
-from fastbert.ops.encoder_layers import LinearWeights, encoder_layer, encoder_layers
+from fastbert.ops.encoder_layers import LayerOperands, LinearWeights
 from fastbert.ops.feed_forward import activation, feed_forward
 from fastbert.ops.layer_norm import add_layer_norm
 from fastbert.ops.linear import linear, linears, multiplies_bf16, repack
-from fastbert.ops.loss import at_least_fp32, cross_entropy, logits_cross_entropy, sequence_cross_entropy
+from fastbert.ops.loss import cross_entropy, logits_cross_entropy, sequence_cross_entropy
 from fastbert.ops.packing import pack, unpack
 from fastbert.ops.pooling import pooling
 
 __all__ = [
+    "LayerOperands",
     "LinearWeights",
     "activation",
     "add_layer_norm",
@@ -23,13 +24,12 @@ __all__ = [
     "cross_entropy",
     "dropout",
     "embed_layer_norm",
-    "encoder_layer",
-    "encoder_layers",
     "feed_forward",
     "linear",
     "linears",
     "logits_cross_entropy",
     "multiplies_bf16",
+    "offer",
     "pack",
     "pooling",
     "repack",

@@ -3,17 +3,95 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
 from fastbert.backend import Backend, register, select
-from fastbert.ops import _torch
-from fastbert.ops._checks import check_devices, int32_offsets
-from fastbert.ops._library import extension_error, needs_grad, triton_objection
-from fastbert.ops.rotary import Pair, check_rotary, rotate
+from fastbert.ops._attention_torch import attention_probs_torch, attention_torch
+from fastbert.ops._common import (
+    Differentiable,
+    Rule,
+    check_devices,
+    define,
+    define_triton,
+    extension_error,
+    needs_grad,
+    triton_objection,
+)
+from fastbert.ops.packing import int32_offsets
+from fastbert.ops.rotary import Pair, check_rotary, rotary_triton, rotate
 
 Window = tuple[int, int]
 UNLIMITED: Window = (-1, -1)
+
+# out, (total_tokens, num_heads, head_dim): dropout(softmax(q k^T * softmax_scale)) v within each sequence
+# softmax_stats, fp32 (2, num_heads, total_tokens): each query's top q k^T and its sum of
+#   exp(softmax_scale * (q k^T - top)); two numbers, for their log-sum-exp in fp32 loses digits where scores are large
+#
+# philox is int64 (2,) = [seed, offset] on q's device, read only when dropout_p > 0; softmax_stats is (0, num_heads,
+# total_tokens) unless return_stats. Results are contiguous whatever the strides of q, k and v, and zeros in slack rows.
+
+_FWD_CPU_SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? philox, float softmax_scale, float dropout_p,"
+    " bool return_stats) -> (Tensor out, Tensor softmax_stats)"
+)
+_BWD_CPU_SCHEMA = (
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_stats, Tensor cu_seqlens, Tensor? philox,"
+    " float softmax_scale, float dropout_p) -> (Tensor dq, Tensor dk, Tensor dv)"
+)
+
+
+def _fwd_fake(q, k, v, cu_seqlens, philox, softmax_scale, dropout_p, return_stats):
+    tokens, num_heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty(2 if return_stats else 0, num_heads, tokens, dtype=torch.float32)
+
+
+def _bwd_fake(dout, q, k, v, out, softmax_stats, cu_seqlens, philox, softmax_scale, dropout_p):
+    return q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(q.shape)
+
+
+_FWD_CPU = define("attention_fwd_cpu", _FWD_CPU_SCHEMA, _fwd_fake)
+_BWD_CPU = define("attention_bwd_cpu", _BWD_CPU_SCHEMA, _bwd_fake)
+
+# The Triton kernels take the list of tiles instead, which is made once a batch: int32 (num_tiles, 4), of `tile` tokens
+# each. window_size: (left, right), -1 = unlimited. Statistics are of scores times the sign of softmax_scale. The
+# gradients stand beside each other, (total_tokens, 3, num_heads, head_dim), as the merged projection's backward wants
+# them; with cos and sin they are those of q and k before `rotary`.
+
+_FWD_TRITON_SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor tiles, Tensor? philox, int tile, float softmax_scale, float dropout_p,"
+    " SymInt[] window_size, bool return_stats) -> (Tensor out, Tensor softmax_stats)"
+)
+_BWD_TRITON_SCHEMA = (
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_stats, Tensor tiles, Tensor? philox,"
+    " int tile, float softmax_scale, float dropout_p, SymInt[] window_size, Tensor? cos, Tensor? sin) -> Tensor dqkv"
+)
+
+
+def _fwd_triton_fake(q, k, v, tiles, philox, tile, softmax_scale, dropout_p, window_size, return_stats):
+    return _fwd_fake(q, k, v, None, philox, softmax_scale, dropout_p, return_stats)
+
+
+def _bwd_triton_fake(dout, q, *others):
+    return q.new_empty(q.shape[0], 3, *q.shape[1:])
+
+
+_MAKE_TILES = define_triton(
+    "attention_tiles",
+    "(Tensor cu_seqlens, SymInt total_tokens, int tile) -> Tensor",
+    "attention",
+    lambda cu_seqlens, total_tokens, tile: cu_seqlens.new_empty(total_tokens // tile + cu_seqlens.numel(), 4),
+)
+_FWD_TRITON = define_triton("attention_fwd", _FWD_TRITON_SCHEMA, "attention_fwd", _fwd_triton_fake)
+_BWD_TRITON = define_triton("attention_bwd", _BWD_TRITON_SCHEMA, "attention_bwd", _bwd_triton_fake)
+
+
+class AttentionOptions(NamedTuple):
+    softmax_scale: float
+    dropout_p: float = 0.0
+    window_size: Window = UNLIMITED
+    tile: int = 0  # of the Triton kernels: see `_tile`
 
 
 def _supports_common(q, k, v) -> str | None:
@@ -29,17 +107,17 @@ def _supports_common(q, k, v) -> str | None:
     return None
 
 
-def _supports_cpu(q, k, v, window_size=UNLIMITED) -> str | None:
+def _supports_cpu(q, k, v, options) -> str | None:
     if q.device.type != "cpu":
         return f"tensors are on {q.device.type}"
     if q.dtype not in (torch.float32, torch.bfloat16):
         return f"dtype {q.dtype} (has float32 and bfloat16)"
-    if window_size != UNLIMITED:
-        return f"window_size is {window_size} (has no windows)"
+    if options.window_size != UNLIMITED:
+        return f"window_size is {options.window_size} (has no windows)"
     return _supports_common(q, k, v) or extension_error()
 
 
-def _supports_triton(q, k, v, window_size=UNLIMITED) -> str | None:
+def _supports_triton(q, k, v, options) -> str | None:
     return triton_objection(q) or _supports_common(q, k, v)
 
 
@@ -52,7 +130,7 @@ def _scale(op: str, q: torch.Tensor, softmax_scale: float | None) -> float:
 
 
 def _probe(x, vector):
-    return (x[:, None],) * 3
+    return *(x[:, None],) * 3, AttentionOptions(1.0)
 
 
 register("attention", Backend.CPU, _supports_cpu, probe=_probe)
@@ -77,45 +155,40 @@ def _tiles(cu_seqlens: torch.Tensor, total_tokens: int, tile: int, cache: dict |
     """The list of tiles of a batch, made once for all layers."""
     tiles = None if cache is None else cache.get(("triton_tiles", tile))
     if tiles is None:
-        tiles = torch.ops.fastbert.attention_tiles_triton(cu_seqlens, total_tokens, tile)
+        tiles = _MAKE_TILES(cu_seqlens, total_tokens, tile)
         if cache is not None:
             cache["triton_tiles", tile] = tiles
     return tiles
 
 
-class _Attention(torch.autograd.Function):
-    """Autograd around the registered forward and backward; probabilities are recomputed from softmax_stats.
-
-    `where`: cu_seqlens (cpu), or the tiles (triton), whose own arguments `tile` and `window` are empty otherwise.
-    cos, sin: q and k are rotated here, so that the gradients are, too, where attention's backward has put them.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v, where, philox, cos, sin, backend, tile, softmax_scale, dropout_p, window):
-        if cos is not None:
-            q, k = torch.ops.fastbert.rotary_triton(q, k, cos, sin, where, *tile)
-        out, softmax_stats = _FWD[backend](q, k, v, where, philox, *tile, softmax_scale, dropout_p, *window, True)
-        ctx.save_for_backward(q, k, v, out, softmax_stats, where, philox, cos, sin)
-        ctx.options = (backend, tile, softmax_scale, dropout_p, window)
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout):
-        q, k, v, out, softmax_stats, where, philox, cos, sin = ctx.saved_tensors
-        backend, tile, softmax_scale, dropout_p, window = ctx.options
-        operands = (dout, q, k, v, out, softmax_stats, where, philox, *tile, softmax_scale, dropout_p, *window)
-        if backend is Backend.TRITON:
-            gradients = torch.ops.fastbert.attention_bwd_triton(*operands, cos, sin).unbind(1)
-        else:
-            gradients = torch.ops.fastbert.attention_bwd_cpu(*operands)
-        return *gradients, *(None,) * 9
+def _launch(backend, options, q, k, v, where, philox, return_stats):
+    """where: cu_seqlens (cpu), or the tiles (triton)."""
+    softmax_scale, dropout_p, window_size, tile = options
+    if backend is Backend.CPU:
+        return _FWD_CPU(q, k, v, where, philox, softmax_scale, dropout_p, return_stats)
+    return _FWD_TRITON(q, k, v, where, philox, tile, softmax_scale, dropout_p, window_size, return_stats)
 
 
-_FWD = {
-    Backend.CPU: torch.ops.fastbert.attention_fwd_cpu,
-    Backend.TRITON: torch.ops.fastbert.attention_fwd_triton,
-}
+def _forward(backend, options, q, k, v, where, philox, cos, sin):
+    """cos, sin: q and k are rotated here, so that the gradients are, too, where attention's backward has put them."""
+    if cos is not None:
+        q, k = rotary_triton(q, k, cos, sin, where, options.tile)
+    out, softmax_stats = _launch(backend, options, q, k, v, where, philox, True)
+    return out, (q, k, v, out, softmax_stats, where, philox, cos, sin)
+
+
+def _backward(backend, options, needed, saved, dout):
+    """Probabilities are recomputed from softmax_stats."""
+    softmax_scale, dropout_p, window_size, tile = options
+    *operands, cos, sin = saved
+    if backend is Backend.CPU:
+        gradients = _BWD_CPU(dout, *operands, softmax_scale, dropout_p)
+    else:
+        gradients = _BWD_TRITON(dout, *operands, tile, softmax_scale, dropout_p, window_size, cos, sin).unbind(1)
+    return *gradients, None, None, None, None
+
+
+_RULE = Rule(_forward, _backward)
 
 
 def attention(
@@ -164,26 +237,26 @@ def attention(
     cu_seqlens = int32_offsets("attention", cu_seqlens)
     if rotary is not None:
         check_rotary(q, rotary, max_seqlen)
-    softmax_scale = _scale("attention", q, softmax_scale)
+    options = AttentionOptions(_scale("attention", q, softmax_scale), dropout_p, window_size)
     if torch.is_autocast_enabled(q.device.type) and q.dtype is not torch.float64:
         q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))  # as autocast does for SDPA
-    chosen = select("attention", backend, q, k, v, window_size)
+    chosen = select("attention", backend, q, k, v, options)
     if rotary is not None and chosen is not Backend.TRITON:
         q, k = rotate(q, k, rotary, cu_seqlens, cache)
     if chosen is Backend.TORCH:
-        return _torch.attention(q, k, v, cu_seqlens, max_seqlen, softmax_scale, dropout_p, window_size, cache)
+        return attention_torch(q, k, v, cu_seqlens, max_seqlen, options, cache)
     philox = torch.randint(2**62, (2,), dtype=torch.int64, device=q.device) if dropout_p > 0 else None
-    where, tile, window, cos, sin = cu_seqlens, [], [], None, None
+    where, cos, sin = cu_seqlens, None, None
     if chosen is Backend.TRITON:
-        size = _tile(q.shape[-1], max_seqlen, q.dtype is torch.float32)
-        where, tile, window = _tiles(cu_seqlens, q.shape[0], size, cache), [size], [window_size]
+        options = options._replace(tile=_tile(q.shape[-1], max_seqlen, q.dtype is torch.float32))
+        where = _tiles(cu_seqlens, q.shape[0], options.tile, cache)
         if rotary is not None:
             cos, sin = (t if t.stride(1) == 1 else t.contiguous() for t in rotary)
     if needs_grad(q, k, v):
-        return _Attention.apply(q, k, v, where, philox, cos, sin, chosen, tile, softmax_scale, dropout_p, window)
+        return Differentiable.apply(_RULE, chosen, options, q, k, v, where, philox, cos, sin)
     if cos is not None:
-        q, k = torch.ops.fastbert.rotary_triton(q, k, cos, sin, where, *tile)
-    return _FWD[chosen](q, k, v, where, philox, *tile, softmax_scale, dropout_p, *window, False)[0]
+        q, k = rotary_triton(q, k, cos, sin, where, options.tile)
+    return _launch(chosen, options, q, k, v, where, philox, False)[0]
 
 
 def attention_probs(
@@ -206,4 +279,4 @@ def attention_probs(
         check_rotary(q, rotary, max_seqlen)
         q, k = rotate(q, k, rotary, cu_seqlens)
     softmax_scale = _scale("attention_probs", q, softmax_scale)
-    return _torch.attention_probs(q, k, cu_seqlens, max_seqlen, softmax_scale)
+    return attention_probs_torch(q, k, cu_seqlens, max_seqlen, softmax_scale)

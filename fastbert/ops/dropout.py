@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from fastbert.backend import Backend, register, select
-from fastbert.ops import _torch
-from fastbert.ops._library import extension_error, needs_grad, triton_objection
+from fastbert.ops._common import (
+    Differentiable,
+    Rule,
+    define,
+    define_triton,
+    extension_error,
+    needs_grad,
+    triton_objection,
+)
+
+# x (..., width) by the mask of philox, int64 (2,) = [seed, offset] on x's device, which add_layer_norm would have for
+# the same rows. Backward is the same op over dout: the mask is not kept, but made again.
+_SCHEMA = "(Tensor x, Tensor philox, float dropout_p) -> Tensor"
+
+
+def _fake(x, philox, dropout_p):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
 
 _OPS = {
-    Backend.CPU: torch.ops.fastbert.dropout_cpu,
-    Backend.TRITON: torch.ops.fastbert.dropout_triton,
+    Backend.CPU: define("dropout_cpu", _SCHEMA, _fake),
+    Backend.TRITON: define_triton("dropout", _SCHEMA, "dropout", _fake),
 }
+
+
+def dropout_torch(x: torch.Tensor, p: float) -> torch.Tensor:
+    return F.dropout(x, p) if p > 0 else x
 
 
 def _supports_cpu(x) -> str | None:
@@ -30,21 +51,15 @@ register("dropout", Backend.CPU, _supports_cpu, probe=_probe)
 register("dropout", Backend.TRITON, triton_objection, probe=_probe)
 
 
-class _Dropout(torch.autograd.Function):
-    """The mask is not kept: backward makes it again."""
+def _forward(backend, dropout_p, x, philox):
+    return _OPS[backend](x, philox, dropout_p), (philox,)
 
-    @staticmethod
-    def forward(ctx, x, philox, dropout_p, backend):
-        ctx.save_for_backward(philox)
-        ctx.options = (dropout_p, backend)
-        return _OPS[backend](x, philox, dropout_p)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout):
-        (philox,) = ctx.saved_tensors
-        dropout_p, backend = ctx.options
-        return _OPS[backend](dout, philox, dropout_p), None, None, None
+def _backward(backend, dropout_p, needed, saved, dout):
+    return _OPS[backend](dout, *saved, dropout_p), None
+
+
+_RULE = Rule(_forward, _backward)
 
 
 def dropout(x: torch.Tensor, dropout_p: float, *, backend: str | None = None) -> torch.Tensor:
@@ -56,8 +71,8 @@ def dropout(x: torch.Tensor, dropout_p: float, *, backend: str | None = None) ->
         return x
     chosen = select("dropout", backend, x)
     if chosen is Backend.TORCH:
-        return _torch.dropout(x, dropout_p)
+        return dropout_torch(x, dropout_p)
     philox = torch.randint(2**62, (2,), dtype=torch.int64, device=x.device)
     if needs_grad(x):
-        return _Dropout.apply(x, philox, dropout_p, chosen)
+        return Differentiable.apply(_RULE, chosen, dropout_p, x, philox)
     return _OPS[chosen](x, philox, dropout_p)

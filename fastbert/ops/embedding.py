@@ -2,23 +2,76 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 
 from fastbert.backend import Backend, register, select
-from fastbert.ops import _torch
-from fastbert.ops._checks import check_devices
-from fastbert.ops._library import cuda_objection, extension_error, needs_grad, triton_objection
-from fastbert.ops.dropout import dropout
+from fastbert.ops._common import (
+    Differentiable,
+    Rule,
+    check_devices,
+    cuda_objection,
+    define,
+    define_triton,
+    extension_error,
+    needs_grad,
+    triton_objection,
+)
+from fastbert.ops.dropout import dropout, dropout_torch
 from fastbert.ops.layer_norm import add_layer_norm
 
+# out, (total_tokens, width): word[input_ids] + token_type[token_type_ids] + position[position_ids]
+#
+# rounded once, and its LayerNorm where weight is given (inference; autograd has add_layer_norm for that). Without
+# input_ids `word` holds the tokens' own rows; without token_type_ids every token is of type 0.
+# Backward, which CUDA has not, gives one table's gradient, dense; row padding_idx takes none (-1: every row does).
+
+_FWD_SCHEMA = (
+    "(Tensor? input_ids, Tensor position_ids, Tensor? token_type_ids, Tensor word, Tensor position,"
+    " Tensor? token_type, Tensor? weight, Tensor? bias, float eps) -> Tensor"
+)
+_BWD_SCHEMA = "(Tensor dout, Tensor ids, Tensor table, int padding_idx) -> Tensor"
+
+
+def _fwd_fake(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, eps):
+    return position.new_empty(position_ids.shape[0], position.shape[1])
+
+
+def _bwd_fake(dout, ids, table, padding_idx):
+    return torch.empty_like(table)
+
+
 _FWD = {
-    Backend.CPU: torch.ops.fastbert.embed_fwd_cpu,
-    Backend.TRITON: torch.ops.fastbert.embed_fwd_triton,
+    Backend.CPU: define("embed_fwd_cpu", _FWD_SCHEMA, _fwd_fake),
+    Backend.TRITON: define_triton("embed_fwd", _FWD_SCHEMA, "embedding", _fwd_fake),
+    Backend.CUDA: define("embed_fwd_cuda", _FWD_SCHEMA, _fwd_fake),
 }
 _BWD = {
-    Backend.CPU: torch.ops.fastbert.embed_bwd_cpu,
-    Backend.TRITON: torch.ops.fastbert.embed_bwd_triton,
+    Backend.CPU: define("embed_bwd_cpu", _BWD_SCHEMA, _bwd_fake),
+    Backend.TRITON: define_triton("embed_bwd", _BWD_SCHEMA, "embedding", _bwd_fake),
 }
+
+
+class EmbedLayerNormOptions(NamedTuple):
+    padding_idx: int | None
+    position_padding_idx: int | None
+    dropout_p: float
+    eps: float
+
+
+def _embed_layer_norm_torch(
+    input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, inputs_embeds, options
+):
+    x = F.embedding(input_ids, word, options.padding_idx) if inputs_embeds is None else inputs_embeds
+    if token_type is not None:
+        # Types are few and mostly 0: one row when none were given, as transformers does with its zero buffer.
+        x = x + (token_type[0] if token_type_ids is None else F.embedding(token_type_ids, token_type))
+    x = x + F.embedding(position_ids, position, options.position_padding_idx)
+    if weight is not None:
+        x = F.layer_norm(x, x.shape[-1:], weight, bias, options.eps)
+    return dropout_torch(x, options.dropout_p)
 
 
 def _supports_common(x, *others) -> str | None:
@@ -91,35 +144,28 @@ def _check_rows(ids, tables) -> None:
                 raise IndexError(f"embed_layer_norm: {name} holds {value}; valid values are 0 to {last}")
 
 
-class _Embed(torch.autograd.Function):
-    """Autograd around the registered forward and backward: one sorted, deterministic sum a table."""
+def _forward(backend, options, *operands):
+    return _FWD[backend](*operands, None, None, 0.0), operands
 
-    @staticmethod
-    def forward(
-        ctx, input_ids, position_ids, token_type_ids, word, position, token_type, padding_idx, position_padding, backend
-    ):
-        ctx.save_for_backward(input_ids, position_ids, token_type_ids, word, position, token_type)
-        ctx.options = (padding_idx, position_padding, backend)
-        operands = (input_ids, position_ids, token_type_ids, word, position, token_type)
-        return _FWD[backend](*operands, None, None, 0.0)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout):
-        input_ids, position_ids, token_type_ids, word, position, token_type = ctx.saved_tensors
-        *paddings, backend = ctx.options
-        padding_idx, position_padding = (-1 if p is None else p for p in paddings)
-        _, _, _, needs_word, needs_position, needs_type, _, _, _ = ctx.needs_input_grad
-        embed_bwd = _BWD[backend]
-        dword = dposition = dtype = None
-        if needs_word:
-            dword = dout if input_ids is None else embed_bwd(dout, input_ids, word, padding_idx)
-        if needs_position:
-            dposition = embed_bwd(dout, position_ids, position, position_padding)
-        if needs_type:
-            types = torch.zeros_like(position_ids) if token_type_ids is None else token_type_ids
-            dtype = embed_bwd(dout, types, token_type, -1)
-        return None, None, None, dword, dposition, dtype, None, None, None
+def _backward(backend, options, needed, saved, dout):
+    """One sorted, deterministic sum a table."""
+    input_ids, position_ids, token_type_ids, word, position, token_type = saved
+    _, _, _, needs_word, needs_position, needs_type = needed
+    embed_bwd = _BWD[backend]
+    padding_idx, position_padding = (-1 if p is None else p for p in options[:2])
+    dword = dposition = dtype = None
+    if needs_word:
+        dword = dout if input_ids is None else embed_bwd(dout, input_ids, word, padding_idx)
+    if needs_position:
+        dposition = embed_bwd(dout, position_ids, position, position_padding)
+    if needs_type:
+        types = torch.zeros_like(position_ids) if token_type_ids is None else token_type_ids
+        dtype = embed_bwd(dout, types, token_type, -1)
+    return None, None, None, dword, dposition, dtype
+
+
+_RULE = Rule(_forward, _backward)
 
 
 def embed_layer_norm(
@@ -170,6 +216,7 @@ def embed_layer_norm(
     else:
         table, ids = inputs_embeds, None
     _check_padding("position_padding_idx", position_padding_idx, position)
+    options = EmbedLayerNormOptions(padding_idx, position_padding_idx, dropout_p, eps)
     chosen = select("embed_layer_norm", backend, position, table, token_type, weight, bias)
     if chosen in (Backend.TORCH, Backend.TRITON):
         given = {"position_ids": position_ids, "input_ids": ids, "token_type_ids": token_type_ids}
@@ -178,18 +225,26 @@ def embed_layer_norm(
         _check_shapes(given, tables, {"weight": weight, "bias": bias})
     if chosen is Backend.TORCH:
         try:
-            return _torch.embed_layer_norm(
-                input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias,
-                inputs_embeds, padding_idx, position_padding_idx, dropout_p, eps,
-            )  # fmt: skip
+            return _embed_layer_norm_torch(
+                input_ids,
+                position_ids,
+                token_type_ids,
+                word,
+                position,
+                token_type,
+                weight,
+                bias,
+                inputs_embeds,
+                options,
+            )
         except IndexError:  # on a CPU; it names neither the value nor the limit
             _check_rows(given, tables)
             raise
     operands = (ids, position_ids, token_type_ids, table, position, token_type)
     if chosen is Backend.CUDA:
-        return dropout(torch.ops.fastbert.embed_fwd_cuda(*operands, weight, bias, eps), dropout_p)
+        return dropout(_FWD[chosen](*operands, weight, bias, eps), dropout_p)
     if needs_grad(table, position, token_type):
-        x = _Embed.apply(*operands, padding_idx, position_padding_idx, chosen)
+        x = Differentiable.apply(_RULE, chosen, options, *operands)
     elif not needs_grad(position, weight, bias):
         return dropout(_FWD[chosen](*operands, weight, bias, eps), dropout_p, backend=backend)
     else:

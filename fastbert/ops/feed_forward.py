@@ -3,28 +3,99 @@ gated one, GeGLU with its relatives (Shazeer 2020, section 2)."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from fastbert.backend import Backend, register, select
-from fastbert.ops import _torch
-from fastbert.ops._checks import check_devices
-from fastbert.ops._library import cuda_objection, needs_grad, triton_objection
-from fastbert.ops.linear import check_gradient, compute_dtype, supports_gemm_cpu
+from fastbert.ops._common import (
+    Differentiable,
+    Rule,
+    check_devices,
+    compute_dtype,
+    cuda_objection,
+    define,
+    define_triton,
+    needs_grad,
+    triton_objection,
+)
+from fastbert.ops._linear_torch import ACTIVATIONS_IN_PLACE, activation_torch, linear_torch
+from fastbert.ops.linear import check_gradient, supports_gemm_cpu
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh")
 
+# out: (total_tokens, hidden_size) in `dtype`; pre: the first product, which backward needs, no rows unless return_pre.
+# The CPU's operands are as those of `linears`; input_scales are those of the two products. On GPUs all operands have
+# one dtype, which is the results', too. gated: up_weight, up_bias and pre are twice as wide as the second product's
+# operand, which is activation(first half of pre) * second half. Gradients that are not needed are empty.
+
+_FWD_CPU_SCHEMA = (
+    "(Tensor x, Tensor up_weight, Tensor? up_bias, Tensor down_weight, Tensor? up_scale, Tensor? down_scale,"
+    " float[] input_scales, str activation, ScalarType dtype, bool return_pre) -> (Tensor out, Tensor pre)"
+)
+_BWD_CPU_SCHEMA = (
+    "(Tensor dout, Tensor x, Tensor pre, Tensor up_weight, Tensor down_weight, str activation, bool needs_dx,"
+    " bool needs_dweight, bool needs_dbias) -> (Tensor dx, Tensor dup_weight, Tensor dup_bias, Tensor ddown_weight)"
+)
+_FWD_GPU_SCHEMA = (
+    "(Tensor x, Tensor up_weight, Tensor? up_bias, Tensor down_weight, str activation, bool gated, bool return_pre)"
+    " -> (Tensor out, Tensor pre)"
+)
+_BWD_GPU_SCHEMA = _BWD_CPU_SCHEMA.replace("str activation,", "str activation, bool gated,")
+
+
+def _fwd_cpu_fake(x, up_weight, up_bias, down_weight, up_scale, down_scale, scales, activation, dtype, return_pre):
+    pre = x.new_empty(x.shape[0] if return_pre else 0, up_weight.shape[0], dtype=dtype)
+    return x.new_empty(x.shape[0], down_weight.shape[0], dtype=dtype), pre
+
+
+def _bwd_cpu_fake(dout, x, pre, up_weight, down_weight, activation, needs_dx, needs_dweight, needs_dbias):
+    dup, ddown = (w.new_empty(w.shape[0] if needs_dweight else 0, w.shape[1]) for w in (up_weight, down_weight))
+    dup_bias = up_weight.new_empty(up_weight.shape[0] if needs_dbias else 0)
+    return x.new_empty(x.shape[0] if needs_dx else 0, x.shape[1]), dup, dup_bias, ddown
+
+
+def _fwd_gpu_fake(x, up_weight, up_bias, down_weight, activation, gated, return_pre):
+    return _fwd_cpu_fake(x, up_weight, up_bias, down_weight, None, None, None, activation, x.dtype, return_pre)
+
+
+def _bwd_gpu_fake(dout, x, pre, up_weight, down_weight, activation, gated, *needs):
+    return _bwd_cpu_fake(dout, x, pre, up_weight, down_weight, activation, *needs)
+
+
 _FWD = {
-    Backend.TRITON: torch.ops.fastbert.feed_forward_triton,
-    Backend.CUDA: torch.ops.fastbert.feed_forward_cuda,
+    Backend.CPU: define("feed_forward_cpu", _FWD_CPU_SCHEMA, _fwd_cpu_fake),
+    Backend.TRITON: define_triton("feed_forward", _FWD_GPU_SCHEMA, "feed_forward", _fwd_gpu_fake),
+    Backend.CUDA: define("feed_forward_cuda", _FWD_GPU_SCHEMA, _fwd_gpu_fake),
 }
 _BWD = {
-    Backend.TRITON: torch.ops.fastbert.feed_forward_bwd_triton,
-    Backend.CUDA: torch.ops.fastbert.feed_forward_bwd_cuda,
+    Backend.CPU: define("feed_forward_bwd_cpu", _BWD_CPU_SCHEMA, _bwd_cpu_fake),
+    Backend.TRITON: define_triton("feed_forward_bwd", _BWD_GPU_SCHEMA, "feed_forward", _bwd_gpu_fake),
+    Backend.CUDA: define("feed_forward_bwd_cuda", _BWD_GPU_SCHEMA, _bwd_gpu_fake),
 }
 
 
-def _supports_cpu(x, up_weight, up_bias, down_weight, gated) -> str | None:
-    if gated:
+class FeedForwardOptions(NamedTuple):
+    activation: str
+    gated: bool
+    input_scales: tuple[float, float]
+    dtype: torch.dtype
+
+
+def _feed_forward_torch(x, up_weight, up_bias, down_weight, weight_scales, options):
+    (up_scale, down_scale), (up_input, down_input) = weight_scales, options.input_scales
+    inner = linear_torch(x, up_weight, up_bias, up_scale, up_input, "none" if options.gated else options.activation)
+    if options.gated:
+        first, second = inner.chunk(2, -1)
+        if inner.requires_grad:
+            inner = activation_torch(first, options.activation) * second
+        else:
+            inner = ACTIVATIONS_IN_PLACE[options.activation](first).mul_(second)
+    return linear_torch(inner, down_weight, None, down_scale, down_input, "none")
+
+
+def _supports_cpu(x, up_weight, up_bias, down_weight, options) -> str | None:
+    if options.gated:
         return "it has no gated feed-forward"
     return supports_gemm_cpu(x, up_weight, up_bias, down_weight)
 
@@ -40,17 +111,17 @@ def _supports_gpu(x, *weights) -> str | None:
     return None
 
 
-def _supports_triton(x, up_weight, up_bias, down_weight, gated) -> str | None:
+def _supports_triton(x, up_weight, up_bias, down_weight, options) -> str | None:
     return _supports_gpu(x, up_weight, up_bias, down_weight) or triton_objection(x)
 
 
-def _supports_cuda(x, up_weight, up_bias, down_weight, gated) -> str | None:
+def _supports_cuda(x, up_weight, up_bias, down_weight, options) -> str | None:
     # Any intermediate_size: rows that 16-byte loads do not take go element by element.
     return _supports_gpu(x, up_weight, up_bias, down_weight) or cuda_objection(x, max_columns=None)
 
 
 def _probe(x: torch.Tensor, vector: torch.Tensor) -> tuple:
-    return x, x, None, x.t(), False
+    return x, x, None, x.t(), FeedForwardOptions("gelu", False, (0.0, 0.0), x.dtype)
 
 
 # On a GPU both backends are cuBLAS's products with a kernel between them; `auto` takes CUDA's where it is built.
@@ -66,35 +137,31 @@ def activation(x: torch.Tensor, name: str) -> torch.Tensor:
     NaN stays NaN. In the products' epilogues (`linears`, `feed_forward`) infinities give the functions' limits, as in
     gelu(-inf) = 0; here, and in the torch backend, they give what PyTorch makes of them, NaN for gelu and silu of -inf.
     """
-    return _torch.activation(x, name)
+    return activation_torch(x, name)
 
 
-class _FeedForward(torch.autograd.Function):
-    """Autograd around the registered forward and backward. What is kept between them is x and the first product: its
-    activation is computed again."""
+def _launch(backend, options, operands, weight_scales, return_pre):
+    """Returns out and pre."""
+    activation, gated, input_scales, dtype = options
+    if backend is Backend.CPU:
+        return _FWD[backend](*operands, *weight_scales, input_scales, activation, dtype, return_pre)
+    return _FWD[backend](*operands, activation, gated, return_pre)
 
-    @staticmethod
-    def forward(ctx, x, up_weight, up_bias, down_weight, activation, gated, dtype, backend):
-        operands = (x, up_weight, up_bias, down_weight)
-        if backend is Backend.CPU:
-            out, pre = torch.ops.fastbert.feed_forward_cpu(*operands, None, None, (0.0, 0.0), activation, dtype, True)
-            ctx.bwd, ctx.options = torch.ops.fastbert.feed_forward_bwd_cpu, (activation,)
-        else:
-            out, pre = _FWD[backend](*operands, activation, gated, True)
-            ctx.bwd, ctx.options = _BWD[backend], (activation, gated)
-        ctx.save_for_backward(x, pre, up_weight, down_weight)
-        return out
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout):
-        x, pre, up_weight, down_weight = ctx.saved_tensors
-        needs_dx, needs_dup, needs_dbias, needs_ddown = ctx.needs_input_grad[:4]
-        dx, dup, dbias, ddown = ctx.bwd(
-            dout, x, pre, up_weight, down_weight, *ctx.options, needs_dx, needs_dup or needs_ddown, needs_dbias
-        )
-        needed = zip((dx, dup, dbias, ddown), ctx.needs_input_grad, strict=False)
-        return *(gradient if wanted else None for gradient, wanted in needed), None, None, None, None
+def _forward(backend, options, *operands):
+    """What is kept is x and the first product: its activation is computed again."""
+    x, up_weight, _, down_weight = operands
+    out, pre = _launch(backend, options, operands, (None, None), True)
+    return out, (x, pre, up_weight, down_weight)
+
+
+def _backward(backend, options, needed, saved, dout):
+    needs_dx, needs_dup, needs_dbias, needs_ddown = needed
+    form = (options.activation,) if backend is Backend.CPU else (options.activation, options.gated)
+    return _BWD[backend](dout, *saved, *form, needs_dx, needs_dup or needs_ddown, needs_dbias)
+
+
+_RULE = Rule(_forward, _backward)
 
 
 def _check(x, up_weight, up_bias, down_weight, activation: str, gated: bool) -> None:
@@ -146,16 +213,14 @@ def feed_forward(
         up_scale=weight_scales[0], down_scale=weight_scales[1],
     )  # fmt: skip
     _check(x, up_weight, up_bias, down_weight, activation, gated)
-    chosen = select("feed_forward", backend, x, up_weight, up_bias, down_weight, gated)
+    options = FeedForwardOptions(activation, gated, input_scales, compute_dtype(x))
+    chosen = select("feed_forward", backend, x, up_weight, up_bias, down_weight, options)
     check_gradient(x, weight_scales)
     if chosen is Backend.TORCH:
-        return _torch.feed_forward(x, up_weight, up_bias, down_weight, weight_scales, input_scales, activation, gated)
+        return _feed_forward_torch(x, up_weight, up_bias, down_weight, weight_scales, options)
     operands: tuple[torch.Tensor | None, ...] = (x, up_weight, up_bias, down_weight)
-    dtype = compute_dtype(x)
     if chosen is not Backend.CPU:
-        operands = tuple(None if t is None else t.to(dtype) for t in operands)
+        operands = tuple(None if t is None else t.to(options.dtype) for t in operands)
     if needs_grad(*operands):
-        return _FeedForward.apply(*operands, activation, gated, dtype, chosen)
-    if chosen is not Backend.CPU:
-        return _FWD[chosen](*operands, activation, gated, False)[0]
-    return torch.ops.fastbert.feed_forward_cpu(*operands, *weight_scales, input_scales, activation, dtype, False)[0]
+        return Differentiable.apply(_RULE, chosen, options, *operands)
+    return _launch(chosen, options, operands, weight_scales, False)[0]

@@ -2,23 +2,81 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 
 from fastbert.backend import Backend, asked_for, register, select
-from fastbert.ops import _torch
-from fastbert.ops._checks import check_devices
-from fastbert.ops._library import cuda_objection, extension_error, needs_grad, triton_objection
+from fastbert.ops._common import (
+    Differentiable,
+    Rule,
+    check_devices,
+    cuda_objection,
+    define,
+    define_triton,
+    extension_error,
+    needs_grad,
+    triton_objection,
+)
+from fastbert.ops.dropout import dropout_torch
+
+# summed, (total_tokens, hidden_size): dropout(x + x_bias) + residual
+# out, (total_tokens, hidden_size): (summed - mean) * rstd * weight + bias; mean, rstd: fp32 (total_tokens,)
+#
+# The sum is rounded to x's dtype before it is normalised: backward differentiates exactly what forward computed.
+# philox is int64 (2,) = [seed, offset] on x's device, read only when dropout_p > 0. `summed` has zero rows unless
+# return_sum; mean and rstd are empty unless return_stats. In backward dx has zero rows unless dropout_p > 0: without
+# dropout it equals dsummed. dx_bias is fp32-accumulated over tokens and empty unless has_x_bias.
+
+_FWD_SCHEMA = (
+    "(Tensor x, Tensor? x_bias, Tensor? residual, Tensor weight, Tensor? bias, Tensor? philox, float dropout_p,"
+    " float eps, bool return_sum, bool return_stats) -> (Tensor out, Tensor summed, Tensor mean, Tensor rstd)"
+)
+_BWD_SCHEMA = (
+    "(Tensor dout, Tensor? dsum, Tensor summed, Tensor mean, Tensor rstd, Tensor weight, Tensor? philox,"
+    " float dropout_p, bool has_x_bias) -> (Tensor dx, Tensor dsummed, Tensor dx_bias, Tensor dweight, Tensor dbias)"
+)
+
+
+def _fwd_fake(x, x_bias, residual, weight, bias, philox, dropout_p, eps, return_sum, return_stats):
+    tokens, hidden_size = x.shape
+    stats = tokens if return_stats else 0
+    summed = x.new_empty(tokens if return_sum else 0, hidden_size)
+    mean, rstd = (x.new_empty(stats, dtype=torch.float32) for _ in range(2))
+    return x.new_empty(tokens, hidden_size), summed, mean, rstd
+
+
+def _bwd_fake(dout, dsum, summed, mean, rstd, weight, philox, dropout_p, has_x_bias):
+    tokens, hidden_size = dout.shape
+    dx = dout.new_empty(tokens if dropout_p > 0 else 0, hidden_size)
+    dx_bias = weight.new_empty(hidden_size if has_x_bias else 0)
+    return dx, dout.new_empty(tokens, hidden_size), dx_bias, torch.empty_like(weight), torch.empty_like(weight)
+
 
 _FWD = {
-    Backend.CPU: torch.ops.fastbert.add_layer_norm_fwd_cpu,
-    Backend.TRITON: torch.ops.fastbert.add_layer_norm_fwd_triton,
-    Backend.CUDA: torch.ops.fastbert.add_layer_norm_fwd_cuda,
+    Backend.CPU: define("add_layer_norm_fwd_cpu", _FWD_SCHEMA, _fwd_fake),
+    Backend.TRITON: define_triton("add_layer_norm_fwd", _FWD_SCHEMA, "layer_norm", _fwd_fake),
+    Backend.CUDA: define("add_layer_norm_fwd_cuda", _FWD_SCHEMA, _fwd_fake),
 }
 _BWD = {
-    Backend.CPU: torch.ops.fastbert.add_layer_norm_bwd_cpu,
-    Backend.TRITON: torch.ops.fastbert.add_layer_norm_bwd_triton,
-    Backend.CUDA: torch.ops.fastbert.add_layer_norm_bwd_cuda,
+    Backend.CPU: define("add_layer_norm_bwd_cpu", _BWD_SCHEMA, _bwd_fake),
+    Backend.TRITON: define_triton("add_layer_norm_bwd", _BWD_SCHEMA, "layer_norm", _bwd_fake),
+    Backend.CUDA: define("add_layer_norm_bwd_cuda", _BWD_SCHEMA, _bwd_fake),
 }
+
+
+class AddLayerNormOptions(NamedTuple):
+    dropout_p: float
+    eps: float
+
+
+def _add_layer_norm_torch(x, residual, weight, bias, x_bias, options):
+    if x_bias is not None:
+        x = x + x_bias
+    x = dropout_torch(x, options.dropout_p)
+    summed = x if residual is None else x + residual
+    return F.layer_norm(summed, summed.shape[-1:], weight, bias, options.eps), summed
 
 
 def _supports_common(x, residual, weight, bias, x_bias) -> str | None:
@@ -64,46 +122,24 @@ register("add_layer_norm", Backend.TRITON, _supports_triton)
 register("add_layer_norm", Backend.CUDA, _supports_cuda)
 
 
-class _AddLayerNorm(torch.autograd.Function):
-    """Autograd around the registered forward and backward; statistics stay in fp32 between them."""
+def _launch(backend, options, x, residual, weight, bias, x_bias, philox, return_sum, return_stats):
+    return _FWD[backend](x, x_bias, residual, weight, bias, philox, *options, return_sum, return_stats)
 
-    @staticmethod
-    def forward(ctx, x, residual, weight, bias, x_bias, philox, dropout_p, eps, backend):
-        out, summed, mean, rstd = _FWD[backend](x, x_bias, residual, weight, bias, philox, dropout_p, eps, True, True)
-        ctx.save_for_backward(summed, mean, rstd, weight, philox)
-        ctx.options = (dropout_p, backend, residual is not None, bias is not None, x_bias is not None)
-        ctx.set_materialize_grads(False)
-        return out, summed
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout, dsum):
-        summed, mean, rstd, weight, philox = ctx.saved_tensors
-        dropout_p, backend, has_residual, has_bias, has_x_bias = ctx.options
-        if dout is None:
-            dout = torch.zeros_like(summed)
-        dx, dsummed, dx_bias, dweight, dbias = _BWD[backend](
-            dout.contiguous(),
-            None if dsum is None else dsum.contiguous(),
-            summed,
-            mean,
-            rstd,
-            weight,
-            philox,
-            dropout_p,
-            has_x_bias,
-        )
-        return (
-            dx if dropout_p > 0 else dsummed,
-            dsummed if has_residual else None,
-            dweight,
-            dbias if has_bias else None,
-            dx_bias if has_x_bias else None,
-            None,
-            None,
-            None,
-            None,
-        )
+def _forward(backend, options, x, residual, weight, bias, x_bias, philox):
+    out, summed, mean, rstd = _launch(backend, options, x, residual, weight, bias, x_bias, philox, True, True)
+    return (out, summed), (summed, mean, rstd, weight, philox)
+
+
+def _backward(backend, options, needed, saved, dout, dsum):
+    summed = saved[0]
+    dout = torch.zeros_like(summed) if dout is None else dout.contiguous()
+    dsum = None if dsum is None else dsum.contiguous()
+    dx, dsummed, dx_bias, dweight, dbias = _BWD[backend](dout, dsum, *saved, options.dropout_p, needed[4])
+    return dx if options.dropout_p > 0 else dsummed, dsummed, dweight, dbias, dx_bias, None
+
+
+_RULE = Rule(_forward, _backward, materialize_grads=False)
 
 
 def _autocast_dtype(x: torch.Tensor, backend: str | None) -> torch.dtype:
@@ -156,14 +192,14 @@ def add_layer_norm(
         weight = weight.float()
         bias, x_bias = (None if t is None else t.float() for t in (bias, x_bias))
     chosen = select("add_layer_norm", backend, x, residual, weight, bias, x_bias)
+    options = AddLayerNormOptions(dropout_p, eps)
     if chosen is Backend.TORCH:
-        out, summed = _torch.add_layer_norm(x, residual, weight, bias, x_bias, dropout_p, eps)
+        out, summed = _add_layer_norm_torch(x, residual, weight, bias, x_bias, options)
         return (out, summed) if prenorm else out
     philox = torch.randint(2**62, (2,), dtype=torch.int64, device=x.device) if dropout_p > 0 else None
-    x = x.contiguous()
-    residual = None if residual is None else residual.contiguous()
-    if needs_grad(x, residual, weight, bias, x_bias):
-        out, summed = _AddLayerNorm.apply(x, residual, weight, bias, x_bias, philox, dropout_p, eps, chosen)
+    operands = (x.contiguous(), None if residual is None else residual.contiguous(), weight, bias, x_bias)
+    if needs_grad(*operands):
+        out, summed = Differentiable.apply(_RULE, chosen, options, *operands, philox)
     else:
-        out, summed, _, _ = _FWD[chosen](x, x_bias, residual, weight, bias, philox, dropout_p, eps, prenorm, False)
+        out, summed, _, _ = _launch(chosen, options, *operands, philox, prenorm, False)
     return (out, summed) if prenorm else out

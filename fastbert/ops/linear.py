@@ -1,7 +1,8 @@
 """Products with a weight: one or several over the same x, with bias and activation in the GEMM's epilogue.
 
-On a GPU several products without an activation, those of query, key and value, run as one over weights laid beside
-each other: x is read once, and backward's dx is added up inside its product instead of by two passes over memory.
+On a GPU several products without an activation, those of query, key and value, are offered as one (`merged_linears`),
+over weights laid beside each other: x is read once, and backward's dx is added up inside its product instead of by two
+passes over memory.
 
 int8 weights (Dettmers et al. 2022, section 2.1) hold round(w / scale) with one scale an output channel; rows of x are
 quantised on the fly by their own largest value, or by a scale that calibration has found.
@@ -9,15 +10,62 @@ quantised on the fly by their own largest value, or by a scale that calibration 
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
-from fastbert.backend import Backend, register, select
-from fastbert.ops import _torch
-from fastbert.ops._checks import check_devices
-from fastbert.ops._library import extension_error, needs_grad
-from fastbert.ops._torch import compute_dtype
+from fastbert.backend import Backend, asked_for, offer, register, register_offer, select
+from fastbert.ops._common import (
+    Differentiable,
+    Rule,
+    check_devices,
+    compute_dtype,
+    define,
+    extension_error,
+    needs_grad,
+)
+from fastbert.ops._linear_torch import linear_torch
+
+# out_i, (total_tokens, out_features_i) in `dtype`: activation(x weight_i^T + bias_i), for every weight of the list
+#
+# x is fp32 or bf16; weights are fp32, bf16, or int8 with weight_scales fp32 (out_features,). An input scale is read for
+# int8 weights only: 0 quantises each row of x by its own largest value. The kernels pack a weight on its first use and
+# keep the copy until the weight changes or dies. With return_pre each out is followed by its value before the
+# activation, which backward needs. Gradients come in the dtypes of x and of the weights, a bias's in its weight's;
+# those that are not needed are empty.
+
+_FWD_SCHEMA = (
+    "(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor?[] weight_scales, float[] input_scales, str activation,"
+    " ScalarType dtype, bool return_pre) -> Tensor[]"
+)
+_BWD_SCHEMA = (
+    "(Tensor[] douts, Tensor x, Tensor[] weights, Tensor[] pres, str activation, bool needs_dx, bool needs_dweight,"
+    " bool needs_dbias) -> (Tensor dx, Tensor[] dweights, Tensor[] dbiases)"
+)
+
+
+def _fwd_fake(x, weights, biases, weight_scales, input_scales, activation, dtype, return_pre):
+    copies = 2 if return_pre else 1
+    return [x.new_empty(x.shape[0], w.shape[0], dtype=dtype) for w in weights for _ in range(copies)]
+
+
+def _bwd_fake(douts, x, weights, pres, activation, needs_dx, needs_dweight, needs_dbias):
+    dweights = [torch.empty_like(w) for w in weights] if needs_dweight else []
+    dbiases = [w.new_empty(w.shape[0]) for w in weights] if needs_dbias else []
+    return x.new_empty(x.shape[0] if needs_dx else 0, x.shape[1]), dweights, dbiases
+
+
+_FWD = define("linear_cpu", _FWD_SCHEMA, _fwd_fake)
+_BWD = define("linear_bwd_cpu", _BWD_SCHEMA, _bwd_fake)
+
+
+class LinearOptions(NamedTuple):
+    input_scales: Sequence[float]
+    activation: str
+    dtype: torch.dtype
 
 
 def supports_gemm_cpu(x, *weights) -> str | None:
@@ -37,59 +85,68 @@ def supports_gemm_cpu(x, *weights) -> str | None:
 register("linears", Backend.CPU, supports_gemm_cpu)
 
 
-class _Linears(torch.autograd.Function):
-    """Autograd around the registered forward and backward."""
-
-    @staticmethod
-    def forward(ctx, x, activation, dtype, count, *weights_and_biases):
-        weights, biases = weights_and_biases[:count], weights_and_biases[count:]
-        has_pre = activation != "none"
-        out = torch.ops.fastbert.linear_cpu(
-            x, weights, biases, [None] * count, [0.0] * count, activation, dtype, has_pre
-        )
-        outs, pres = (out[::2], out[1::2]) if has_pre else (out, [])
-        ctx.save_for_backward(x, *weights, *pres)
-        ctx.activation, ctx.count = activation, count
-        return tuple(outs)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *douts):
-        x, *rest = ctx.saved_tensors
-        weights, pres = rest[: ctx.count], rest[ctx.count :]
-        needs_dweight, needs_dbias = (any(ctx.needs_input_grad[4 + i * ctx.count :][: ctx.count]) for i in (0, 1))
-        dx, dweights, dbiases = torch.ops.fastbert.linear_bwd_cpu(
-            douts, x, weights, pres, ctx.activation, ctx.needs_input_grad[0], needs_dweight, needs_dbias
-        )
-        none = [None] * ctx.count
-        gradients = [*(dweights or none), *(dbiases or none)]
-        return (
-            dx if ctx.needs_input_grad[0] else None,
-            None,
-            None,
-            None,
-            *(g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad[4:], strict=True)),
-        )
+def _launch(options, x, weights, biases, weight_scales, return_pre):
+    return _FWD(x, weights, biases, weight_scales, *options, return_pre)
 
 
-# Where products are merged. Laying three weights of BERT-base beside each other moves 7 MB, 2 us on an H200: in
-# inference that must be little beside the products, in training it costs less than backward's additions.
-_MERGED_DEVICE = "cuda"
+def _forward(backend, options, x, *weights_and_biases):
+    count, has_pre = len(weights_and_biases) // 2, options.activation != "none"
+    weights, biases = weights_and_biases[:count], weights_and_biases[count:]
+    out = _launch(options, x, weights, biases, [None] * count, has_pre)
+    outs, pres = (out[::2], out[1::2]) if has_pre else (out, [])
+    return tuple(outs), (x, *weights, *pres)
+
+
+def _backward(backend, options, needed, saved, *douts):
+    count = len(douts)
+    x, weights, pres = saved[0], saved[1 : 1 + count], saved[1 + count :]
+    needs_dweight, needs_dbias = any(needed[1 : 1 + count]), any(needed[1 + count :])
+    dx, dweights, dbiases = _BWD(douts, x, weights, pres, options.activation, needed[0], needs_dweight, needs_dbias)
+    none = [None] * count
+    return dx, *(dweights or none), *(dbiases or none)
+
+
+_RULE = Rule(_forward, _backward)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# merged_linears: products without an activation as one, an offer on GPUs. Laying three weights of BERT-base beside each
+# other moves 7 MB, 2 us on an H200: in inference that must be little beside the products, in training it costs less
+# than backward's additions.
+
 _MERGED_TOKENS = 4096
 
 
-def _are_merged(x, weights, biases, scales, activation, has_grad: bool) -> bool:
-    return (
-        x.device.type == _MERGED_DEVICE
-        and x.dim() == 2
-        and len(weights) > 1
-        and activation == "none"
-        and all(scale is None for scale in scales)
-        and len({bias is None for bias in biases}) == 1
-        and len({t.dtype for t in (*weights, *biases) if t is not None}) == 1
-        and (weights[0].dtype is x.dtype or torch.is_autocast_enabled(x.device.type))
-        and (has_grad or x.shape[0] >= _MERGED_TOKENS)
-    )
+def _supports_merged(x: torch.Tensor) -> str | None:
+    if x.device.type != "cuda":
+        return f"tensors are on {x.device.type}"
+    return None if x.dim() == 2 else f"x has {x.dim()} dimensions, products are merged of (total_tokens, in_features)"
+
+
+def _supports_merged_triton(x: torch.Tensor) -> str | None:
+    is_interpreted = x.device.type != "cuda" and x.dim() == 2 and os.environ.get("TRITON_INTERPRET") == "1"
+    return None if is_interpreted else _supports_merged(x)
+
+
+def _accepts_merged(x: torch.Tensor, operands) -> str | None:
+    weights, biases, scales, activation = operands
+    if len(weights) < 2 or activation != "none":
+        return "there is one product, or an activation after them"
+    if any(scale is not None for scale in scales):
+        return "weights are int8"
+    if len({bias is None for bias in biases}) != 1:
+        return "some of the products have a bias, others not"
+    dtypes = {t.dtype for t in (*weights, *biases) if t is not None}
+    if len(dtypes) != 1 or (weights[0].dtype is not x.dtype and not torch.is_autocast_enabled(x.device.type)):
+        return f"x is {x.dtype}, the weights {' and '.join(sorted(map(str, dtypes)))}"
+    if x.shape[0] < _MERGED_TOKENS and not needs_grad(x, *weights, *biases):
+        return f"{x.shape[0]} tokens without gradients (merged from {_MERGED_TOKENS} on)"
+    return None
+
+
+def _run_merged(x: torch.Tensor, operands) -> list[torch.Tensor]:
+    weights, biases, _, _ = operands
+    return list(_MergedLinears.apply(x, compute_dtype(x), len(weights), *weights, *biases))
 
 
 def _side_by_side(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -140,6 +197,14 @@ class _MergedLinears(torch.autograd.Function):
         return dx, None, None, *(gradient if needed else None for gradient, needed in gradients)
 
 
+# cuBLAS's product, beside the kernels of either backend.
+register_offer("merged_linears", Backend.CUDA, _supports_merged, _accepts_merged, _run_merged)
+register_offer("merged_linears", Backend.TRITON, _supports_merged_triton, _accepts_merged, _run_merged)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
 def linears(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
@@ -174,16 +239,18 @@ def linears(
         check_devices("linears", x=x, weight=weight, bias=bias, weight_scale=scale)
     chosen = select("linears", backend, x, *weights)
     check_gradient(x, scales)
-    has_grad = needs_grad(x, *weights, *biases)
-    if chosen is Backend.TORCH and _are_merged(x, weights, biases, scales, activation, has_grad):
-        return list(_MergedLinears.apply(x, compute_dtype(x), len(weights), *weights, *biases))
     if chosen is Backend.TORCH:
+        if asked_for(backend) is not Backend.TORCH:
+            merged = offer("merged_linears", x, lambda: (weights, biases, scales, activation))
+            if not isinstance(merged, str):
+                return merged()
         return [
-            _torch.linear(x, w, b, s, i, activation) for w, b, s, i in zip(weights, biases, scales, inputs, strict=True)
+            linear_torch(x, w, b, s, i, activation) for w, b, s, i in zip(weights, biases, scales, inputs, strict=True)
         ]
-    if has_grad:
-        return list(_Linears.apply(x, activation, compute_dtype(x), len(weights), *weights, *biases))
-    return torch.ops.fastbert.linear_cpu(x, weights, biases, scales, inputs, activation, compute_dtype(x), False)
+    options = LinearOptions(inputs, activation, compute_dtype(x))
+    if needs_grad(x, *weights, *biases):
+        return list(Differentiable.apply(_RULE, chosen, options, x, *weights, *biases))
+    return _launch(options, x, weights, biases, scales, False)
 
 
 def check_gradient(x: torch.Tensor, weight_scales: Sequence[torch.Tensor | None]) -> None:
@@ -230,3 +297,54 @@ def repack(tensors: Iterable[torch.Tensor]) -> None:
         from fastbert import _C
 
         _C.repack([t.untyped_storage()._cdata for t in tensors])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What the extension asks Python for on behalf of packed weights (csrc/ops/packed_weights.cpp)
+#
+# watch_weight: before it packs a weight of a storage that it has not met. The packed copies go when the storage does:
+# torch keeps one Python object for as long as a storage lives, whoever holds it, and finalizes it before the storage's
+# address can be another's.
+# warn_of_weight: a warning that goes through Python's filters.
+
+_sees_fused_steps = False
+
+
+def _watch_weight(weight):
+    from fastbert._C import forget_packed
+
+    global _sees_fused_steps
+    if not _sees_fused_steps:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        register_optimizer_step_post_hook(_after_step)
+        _sees_fused_steps = True
+    storage = weight.untyped_storage()
+    weakref.finalize(storage, forget_packed, storage._cdata).atexit = False
+
+
+def _after_step(optimizer, args, kwargs):
+    """torch's fused optimizers count no version of what they write. That a gradient is None says nothing here: the step
+    itself, or a hook of the optimizer's own, may have dropped it."""
+    groups = [group for group in optimizer.param_groups if group.get("fused")]
+    if groups:
+        from fastbert._C import weights_changed
+
+        parameters = [p for group in groups for p in group["params"] if type(p) in (torch.Tensor, torch.nn.Parameter)]
+        weights_changed([p.untyped_storage()._cdata for p in parameters])
+
+
+# What torch.compiler.disable does, without its import of torch._dynamo: a compiled step calls the hook, untraced.
+_after_step._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def _warn_of_weight(weight, message):
+    import warnings
+
+    warnings.warn(message, stacklevel=2)
+
+
+define("watch_weight_cpu", "(Tensor weight) -> ()", lambda weight: None)
+define("warn_of_weight_cpu", "(Tensor weight, str message) -> ()", lambda weight, message: None)
+torch.library.impl("fastbert::watch_weight_cpu", "CPU", _watch_weight)
+torch.library.impl("fastbert::warn_of_weight_cpu", "CPU", _warn_of_weight)

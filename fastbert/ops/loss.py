@@ -2,13 +2,81 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 
 from fastbert.backend import Backend, register, select
-from fastbert.ops import _torch
-from fastbert.ops._checks import check_devices, int32_offsets
-from fastbert.ops._library import needs_grad, triton_objection
+from fastbert.ops._common import (
+    Differentiable,
+    Rule,
+    at_least_fp32,
+    check_devices,
+    compute_dtype,
+    define_triton,
+    needs_grad,
+    triton_objection,
+)
+from fastbert.ops._linear_torch import product
 from fastbert.ops.linear import linear, supports_gemm_cpu
+from fastbert.ops.packing import check_offsets_on_cpu, int32_offsets, token_sequences
+
+# The loss over labelled tokens and, unless needs_grad is False, its gradients for a dloss of 1.
+
+
+def _fake(hidden_states, weight, bias, labels, ignore_index, label_smoothing, z_loss, needs_grad):
+    loss = hidden_states.new_empty((), dtype=torch.float32)
+    empty = weight.new_empty(0)
+    if not needs_grad:
+        return loss, hidden_states.new_empty(0), empty, weight.new_empty(0)
+    dbias = empty if bias is None else torch.empty_like(bias)
+    return loss, torch.empty_like(hidden_states), torch.empty_like(weight), dbias
+
+
+_CROSS_ENTROPY = define_triton(
+    "cross_entropy",
+    "(Tensor hidden_states, Tensor weight, Tensor? bias, Tensor labels, int? ignore_index, float label_smoothing,"
+    " float z_loss, bool needs_grad) -> (Tensor loss, Tensor dhidden_states, Tensor dweight, Tensor dbias)",
+    "cross_entropy",
+    _fake,
+)
+
+
+class CrossEntropyOptions(NamedTuple):
+    ignore_index: int | None = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+
+def _logits_cross_entropy_torch(logits, labels, options):
+    ignore_index, label_smoothing, z_loss = options
+    ignore_index = -100 if ignore_index is None else ignore_index
+    logits = at_least_fp32(logits)
+    total = F.cross_entropy(logits, labels, reduction="sum", ignore_index=ignore_index, label_smoothing=label_smoothing)
+    if z_loss > 0:
+        total = total + z_loss * (logits.logsumexp(-1).square() * (labels != ignore_index)).sum()
+    return total / (labels != ignore_index).sum().clamp(min=1)
+
+
+def _sequence_cross_entropy_torch(logits, cu_seqlens, targets):
+    total_tokens, batch_size = logits.shape[0], cu_seqlens.shape[0] - 1
+    check_offsets_on_cpu("sequence_cross_entropy", cu_seqlens, total_tokens)
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+    kept = (targets >= 0) & (targets < lengths)
+    if total_tokens == 0:
+        return at_least_fp32(logits).sum()
+    logits = at_least_fp32(logits)
+    sequence, inside = token_sequences(cu_seqlens, total_tokens)
+    logits = torch.where(inside, logits, -math.inf)
+    largest = logits.new_zeros(batch_size).scatter_reduce(0, sequence, logits.detach(), "amax", include_self=False)
+    total = logits.new_zeros(batch_size).index_add(0, sequence, (logits - largest[sequence]).exp())
+    chosen = (cu_seqlens[:-1].long() + targets).clamp(0, total_tokens - 1)
+    # The log of an empty sequence's zero total is never used: it is replaced before, so no gradient is NaN.
+    # The difference of the logits first: what they have in common would take the digits of the small logarithm.
+    losses = torch.where(kept, total, 1.0).log() + (largest - logits.index_select(0, chosen))
+    return torch.where(kept, losses, 0.0).sum() / kept.sum().clamp(min=1)
 
 
 def _supports_triton(x, weight, bias, labels) -> str | None:
@@ -21,26 +89,18 @@ def _supports_triton(x, weight, bias, labels) -> str | None:
 register("cross_entropy", Backend.CPU, lambda x, weight, *others: supports_gemm_cpu(x, weight))
 register("cross_entropy", Backend.TRITON, _supports_triton)
 
-at_least_fp32 = _torch.at_least_fp32
 
-
-class _CrossEntropy(torch.autograd.Function):
+def _forward(backend, options, hidden_states, weight, bias, labels):
     """Gradients are made with the loss, while the logits are there; backward scales them."""
+    loss, *gradients = _CROSS_ENTROPY(hidden_states, weight, bias, labels, *options, True)
+    return loss, gradients
 
-    @staticmethod
-    def forward(ctx, hidden_states, weight, bias, labels, ignore_index, label_smoothing, z_loss):
-        loss, *gradients = torch.ops.fastbert.cross_entropy_triton(
-            hidden_states, weight, bias, labels, ignore_index, label_smoothing, z_loss, True
-        )
-        ctx.save_for_backward(*gradients)
-        ctx.has_bias = bias is not None
-        return loss
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dloss):
-        dhidden, dweight, dbias = (g * dloss.to(g.dtype) for g in ctx.saved_tensors)
-        return dhidden, dweight, dbias if ctx.has_bias else None, None, None, None, None
+def _backward(backend, options, needed, saved, dloss):
+    return *(gradient * dloss.to(gradient.dtype) for gradient in saved), None
+
+
+_RULE = Rule(_forward, _backward)
 
 
 def cross_entropy(
@@ -49,7 +109,7 @@ def cross_entropy(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     *,
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     backend: str | None = None,
@@ -59,6 +119,7 @@ def cross_entropy(
     Args:
         hidden_states: (total_tokens, hidden_size); weight: (num_classes, hidden_size); bias: (num_classes,).
         labels: int64 (total_tokens,).
+        ignore_index: None where every token has a label: nobody looks for those that have, which is a wait on a GPU.
         label_smoothing: of the target, towards all classes (Szegedy et al. 2016, section 7).
         z_loss: this times the mean of (log sum exp)^2 is added (Chowdhery et al. 2022, section 5).
 
@@ -69,19 +130,22 @@ def cross_entropy(
         ValueError: tensors on two devices. BackendError: the backend that was asked for cannot serve the call.
     """
     check_devices("cross_entropy", hidden_states=hidden_states, weight=weight, bias=bias, labels=labels)
+    options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss)
     chosen = select("cross_entropy", backend, hidden_states, weight, bias, labels)
-    if chosen is Backend.CPU:
-        kept = (labels != ignore_index).nonzero().flatten()
-        logits = linear(hidden_states.index_select(0, kept), weight, bias, backend="cpu")
-        return _torch.logits_cross_entropy(logits, labels.index_select(0, kept), ignore_index, label_smoothing, z_loss)
     if chosen is Backend.TRITON:
-        dtype = _torch.compute_dtype(hidden_states)
+        dtype = compute_dtype(hidden_states)
         operands = (hidden_states.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), labels)
         if needs_grad(*operands[:3]):
-            return _CrossEntropy.apply(*operands, ignore_index, label_smoothing, z_loss)
-        options = (ignore_index, label_smoothing, z_loss, False)
-        return torch.ops.fastbert.cross_entropy_triton(*operands, *options)[0]
-    return _torch.cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoothing, z_loss)
+            return Differentiable.apply(_RULE, chosen, options, *operands)
+        return _CROSS_ENTROPY(*operands, *options, False)[0]
+    if ignore_index is not None:
+        kept = (labels != ignore_index).nonzero().flatten()
+        hidden_states, labels = hidden_states.index_select(0, kept), labels.index_select(0, kept)
+    if chosen is Backend.CPU:
+        logits = linear(hidden_states, weight, bias, backend="cpu")
+    else:
+        logits = product(hidden_states, weight, bias)
+    return _logits_cross_entropy_torch(logits, labels, options)
 
 
 def logits_cross_entropy(
@@ -89,7 +153,7 @@ def logits_cross_entropy(
 ) -> torch.Tensor:
     """`cross_entropy` of logits that are wanted anyway: (n, num_classes), labels int64 (n,) -> fp32 scalar."""
     check_devices("logits_cross_entropy", logits=logits, labels=labels)
-    return _torch.logits_cross_entropy(logits, labels, ignore_index, label_smoothing)
+    return _logits_cross_entropy_torch(logits, labels, CrossEntropyOptions(ignore_index, label_smoothing))
 
 
 def sequence_cross_entropy(logits: torch.Tensor, cu_seqlens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -107,4 +171,4 @@ def sequence_cross_entropy(logits: torch.Tensor, cu_seqlens: torch.Tensor, targe
     """
     check_devices("sequence_cross_entropy", logits=logits, cu_seqlens=cu_seqlens, targets=targets)
     cu_seqlens = int32_offsets("sequence_cross_entropy", cu_seqlens)
-    return _torch.sequence_cross_entropy(logits, cu_seqlens, targets)
+    return _sequence_cross_entropy_torch(logits, cu_seqlens, targets)

@@ -1,45 +1,57 @@
-"""pack and unpack: rows of a padded matrix to packed tokens, and back with zeros at padding."""
+"""The packed form: pack and unpack (rows of a padded matrix to packed tokens, and back with zeros at padding), and what
+cu_seqlens says of the tokens: its checks, and the sequence and place of each."""
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 
 from fastbert.backend import Backend, register, select
-from fastbert.ops import _torch
-from fastbert.ops._checks import check_devices
-from fastbert.ops._library import needs_grad, triton_objection
+from fastbert.ops._common import Differentiable, Rule, check_devices, define_triton, needs_grad, triton_objection
+
+# Rows of x (num_rows, width) to (total_tokens, width), and back with zeros in the rows that indices leaves out.
+# indices: int64 (total_tokens,), ascending. Each op is the other's backward.
+
+_PACK = define_triton(
+    "pack",
+    "(Tensor x, Tensor indices) -> Tensor",
+    "packing",
+    lambda x, indices: x.new_empty(indices.shape[0], x.shape[1]),
+)
+_UNPACK = define_triton(
+    "unpack",
+    "(Tensor packed, Tensor indices, SymInt num_rows) -> Tensor",
+    "packing",
+    lambda packed, indices, num_rows: packed.new_empty(num_rows, packed.shape[1]),
+)
 
 for _op in ("pack", "unpack"):
     register(_op, Backend.TRITON, triton_objection, probe=lambda x, vector: (x,))
 
 
 class _Pack(torch.autograd.Function):
+    """Not `Differentiable`: backward needs a size that no saved tensor has, and torch.compile wants such a one to be
+    read from a shape inside of forward."""
+
     @staticmethod
     def forward(ctx, x, indices):
         ctx.save_for_backward(indices)
         ctx.num_rows = x.shape[0]
-        return torch.ops.fastbert.pack_triton(x, indices)
+        return _PACK(x, indices)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
         (indices,) = ctx.saved_tensors
-        return torch.ops.fastbert.unpack_triton(dout, indices, ctx.num_rows), None
+        return _UNPACK(dout, indices, ctx.num_rows), None
 
 
-class _Unpack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, packed, indices, num_rows):
-        ctx.save_for_backward(indices)
-        return torch.ops.fastbert.unpack_triton(packed, indices, num_rows)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout):
-        (indices,) = ctx.saved_tensors
-        return torch.ops.fastbert.pack_triton(dout, indices), None, None
+_UNPACK_RULE = Rule(
+    lambda backend, num_rows, packed, indices: (_UNPACK(packed, indices, num_rows), (indices,)),
+    lambda backend, num_rows, needed, saved, dout: (_PACK(dout, *saved), None),
+)
 
 
 def _check_indices(op: str, indices: torch.Tensor) -> None:
@@ -72,10 +84,10 @@ def pack(x: torch.Tensor, indices: torch.Tensor, *, backend: str | None = None) 
     """
     check_devices("pack", x=x, indices=indices)
     if select("pack", backend, x) is Backend.TORCH:
-        return _torch.pack(x, indices)
+        return x.index_select(0, indices)
     _check_indices("pack", indices)
     matrix = _matrix(x)
-    packed = _Pack.apply(matrix, indices) if needs_grad(x) else torch.ops.fastbert.pack_triton(matrix, indices)
+    packed = _Pack.apply(matrix, indices) if needs_grad(x) else _PACK(matrix, indices)
     return packed.view(indices.shape[0], *x.shape[1:])
 
 
@@ -88,13 +100,68 @@ def unpack(packed: torch.Tensor, indices: torch.Tensor, num_rows: int, *, backen
     """
     check_devices("unpack", packed=packed, indices=indices)
     if select("unpack", backend, packed) is Backend.TORCH:
-        return _torch.unpack(packed, indices, num_rows)
+        return packed.new_zeros(num_rows, *packed.shape[1:]).index_copy(0, indices, packed)
     _check_indices("unpack", indices)
     if indices.shape[0] != packed.shape[0]:
         raise ValueError(f"unpack: there are {indices.shape[0]} indices for {packed.shape[0]} tokens")
     matrix = _matrix(packed)
     if needs_grad(packed):
-        padded = _Unpack.apply(matrix, indices, num_rows)
+        padded = Differentiable.apply(_UNPACK_RULE, Backend.TRITON, num_rows, matrix, indices)
     else:
-        padded = torch.ops.fastbert.unpack_triton(matrix, indices, num_rows)
+        padded = _UNPACK(matrix, indices, num_rows)
     return padded.view(num_rows, *packed.shape[1:])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# cu_seqlens
+
+
+def int32_offsets(op: str, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """cu_seqlens as kernels take it; int64 is converted. Raises ValueError for another dtype or shape."""
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{op}: cu_seqlens is {cu_seqlens.dtype}; it must be int32 (or int64)")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+        raise ValueError(f"{op}: cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (batch + 1,)")
+    return cu_seqlens.int()
+
+
+def check_offsets(op: str, offsets: list[int], total_tokens: int) -> None:
+    """Raise ValueError unless offsets, which are on the host, begin at 0, never fall, and stay within the tokens."""
+    if offsets[0] != 0:
+        raise ValueError(f"{op}: cu_seqlens starts at {offsets[0]}, not at 0")
+    for i, (start, stop) in enumerate(pairwise(offsets)):
+        if stop < start:
+            raise ValueError(f"{op}: cu_seqlens falls from {start} to {stop} at sequence {i}; it must never fall")
+    if offsets[-1] > total_tokens:
+        raise ValueError(f"{op}: cu_seqlens ends at {offsets[-1]}, but there are {total_tokens} tokens")
+
+
+def _is_on_cpu(t: torch.Tensor) -> bool:
+    """tests/gpu/test_host_syncs.py says no for all, as on a GPU."""
+    return t.is_cpu
+
+
+def check_offsets_on_cpu(op: str, cu_seqlens: torch.Tensor, total_tokens: int, max_seqlen: int | None = None) -> None:
+    """`check_offsets` where a look costs no wait: on a CPU, not in a traced call. max_seqlen must bound the lengths."""
+    if not _is_on_cpu(cu_seqlens) or torch.compiler.is_compiling():
+        return
+    offsets = cu_seqlens.tolist()
+    check_offsets(op, offsets, total_tokens)
+    longest = max((stop - start for start, stop in pairwise(offsets)), default=0)
+    if max_seqlen is not None and max_seqlen < longest:
+        raise ValueError(f"{op}: max_seqlen is {max_seqlen}, but the longest sequence has {longest} tokens")
+
+
+def token_sequences(cu_seqlens, total_tokens):
+    """The sequence each token belongs to (total_tokens,), and False for slack rows beyond cu_seqlens[-1]."""
+    token = torch.arange(total_tokens, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].long(), token, right=True)
+    batch_size = cu_seqlens.shape[0] - 1
+    return sequence.clamp(max=max(batch_size - 1, 0)), sequence < batch_size
+
+
+def token_positions(cu_seqlens, total_tokens):
+    """The place of each token in its sequence (total_tokens,); 0 in slack rows."""
+    sequence, inside = token_sequences(cu_seqlens, total_tokens)
+    place = torch.arange(total_tokens, device=cu_seqlens.device) - cu_seqlens[sequence].long()
+    return torch.where(inside, place, 0)

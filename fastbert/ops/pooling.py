@@ -2,14 +2,82 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from fastbert.backend import Backend, register, select
-from fastbert.ops import _torch
-from fastbert.ops._checks import check_devices, int32_offsets
-from fastbert.ops._library import needs_grad, triton_objection
+from fastbert.ops._common import (
+    at_least_fp32,
+    check_devices,
+    define_triton,
+    needs_grad,
+    triton_objection,
+)
+from fastbert.ops.packing import check_offsets_on_cpu, int32_offsets, token_sequences
 
 MODES = ("mean", "cls", "max")
+
+
+# x (total_tokens, hidden_size) -> out (batch, hidden_size). ties: int32, as out: how many tokens have a maximum; no
+# rows unless return_ties. Backward reads x, out and ties for "max" only.
+
+
+def _fwd_fake(x, cu_seqlens, mode, return_ties):
+    batch_size = cu_seqlens.shape[0] - 1
+    ties = x.new_empty(batch_size if return_ties else 0, x.shape[1], dtype=torch.int32)
+    return x.new_empty(batch_size, x.shape[1]), ties
+
+
+_FWD = define_triton(
+    "pooling_fwd",
+    "(Tensor x, Tensor cu_seqlens, str mode, bool return_ties) -> (Tensor out, Tensor ties)",
+    "pooling",
+    _fwd_fake,
+)
+_BWD = define_triton(
+    "pooling_bwd",
+    "(Tensor dout, Tensor? x, Tensor? out, Tensor? ties, Tensor cu_seqlens, str mode, SymInt total_tokens) -> Tensor",
+    "pooling",
+    lambda dout, x, out, ties, cu_seqlens, mode, total_tokens: dout.new_empty(total_tokens, dout.shape[1]),
+)
+
+
+# Tokens of the longest chain of additions: beyond a few hundred, fp32 loses more than the formula's pairwise sum does.
+_CHUNK = 64
+
+
+def _sequence_sums(x, sequence, batch_size):
+    """(total_tokens, ...) -> (batch_size, ...): a sequence's rows added up chunk by chunk, then its chunks."""
+    total_tokens = x.shape[0]
+    # Neither a token's chunk nor its sequence ever falls, so their sum is another one in every part of a sequence.
+    part = torch.arange(total_tokens, device=x.device) // _CHUNK + sequence
+    num_parts = total_tokens // _CHUNK + batch_size
+    parts = x.new_zeros(num_parts, *x.shape[1:]).index_add(0, part, x)
+    owner = sequence.new_zeros(num_parts).scatter(0, part, sequence)
+    return x.new_zeros(batch_size, *x.shape[1:]).index_add(0, owner, parts)
+
+
+def _pooling_torch(hidden_states, cu_seqlens, mode):
+    total_tokens, hidden_size = hidden_states.shape
+    check_offsets_on_cpu("pooling", cu_seqlens, total_tokens)
+    batch_size = cu_seqlens.shape[0] - 1
+    pooled = hidden_states.new_zeros(batch_size, hidden_size)
+    if total_tokens == 0:
+        return pooled + hidden_states.sum()  # keeps the graph: gradients are defined, and zero
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1])[:, None]
+    if mode == "cls":
+        first = cu_seqlens[:-1].long().clamp(max=total_tokens - 1)
+        return torch.where(lengths > 0, hidden_states.index_select(0, first), 0.0)
+    sequence, inside = token_sequences(cu_seqlens, total_tokens)
+    if mode == "mean":
+        real = torch.where(inside[:, None], at_least_fp32(hidden_states), 0.0)
+        return (_sequence_sums(real, sequence, batch_size) / lengths.clamp(min=1)).to(hidden_states.dtype)
+    real = torch.where(inside[:, None], hidden_states, -math.inf)
+    index = sequence[:, None].expand_as(hidden_states)
+    # Not from zeros: scatter_reduce's backward shares the gradient with what it starts from, where that is the maximum.
+    pooled = torch.full_like(pooled, -math.inf).scatter_reduce(0, index, real, "amax", include_self=False)
+    return torch.where(lengths > 0, pooled, 0.0)
 
 
 def _supports_triton(x, cu_seqlens) -> str | None:
@@ -22,12 +90,15 @@ register("pooling", Backend.TRITON, _supports_triton, probe=lambda x, vector: (x
 
 
 class _Pooling(torch.autograd.Function):
-    """A maximum's gradient is shared evenly by the tokens that have it, as torch's is."""
+    """A maximum's gradient is shared evenly by the tokens that have it, as torch's is.
+
+    Not `Differentiable`: backward needs a size that no saved tensor has (see `pack`).
+    """
 
     @staticmethod
     def forward(ctx, hidden_states, cu_seqlens, mode):
         is_max = mode == "max"
-        out, ties = torch.ops.fastbert.pooling_fwd_triton(hidden_states, cu_seqlens, mode, is_max)
+        out, ties = _FWD(hidden_states, cu_seqlens, mode, is_max)
         ctx.save_for_backward(cu_seqlens, *((hidden_states, out, ties) if is_max else (None, None, None)))
         ctx.options = (mode, hidden_states.shape[0])
         return out
@@ -36,7 +107,7 @@ class _Pooling(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
         cu_seqlens, *of_max = ctx.saved_tensors
-        return torch.ops.fastbert.pooling_bwd_triton(dout, *of_max, cu_seqlens, *ctx.options), None, None
+        return _BWD(dout, *of_max, cu_seqlens, *ctx.options), None, None
 
 
 def pooling(
@@ -56,7 +127,7 @@ def pooling(
     check_devices("pooling", hidden_states=hidden_states, cu_seqlens=cu_seqlens)
     cu_seqlens = int32_offsets("pooling", cu_seqlens)
     if select("pooling", backend, hidden_states, cu_seqlens) is Backend.TORCH:
-        return _torch.pooling(hidden_states, cu_seqlens, mode)
+        return _pooling_torch(hidden_states, cu_seqlens, mode)
     if needs_grad(hidden_states):
         return _Pooling.apply(hidden_states, cu_seqlens, mode)
-    return torch.ops.fastbert.pooling_fwd_triton(hidden_states, cu_seqlens, mode, False)[0]
+    return _FWD(hidden_states, cu_seqlens, mode, False)[0]

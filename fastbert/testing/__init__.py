@@ -1,1 +1,1 @@
-"""What the tests are made of, shipped so that users can check their own machine: oracle, cases, error rule, timer."""
+"""The oracle, the cases and the error rule of the tests, shipped so that users can check their own machine."""

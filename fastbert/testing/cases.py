@@ -38,7 +38,7 @@ LENGTHS = (
     Lengths("all-empty", (0, 0)),
 )
 
-# The 32-sequence ragged batch of DESIGN 7: log-normal like sentences of mixed text, mean 55, max 167.
+# The ragged batch of 32 sequences: log-normal like sentences of mixed text, mean 55, max 167.
 RAGGED_32 = Lengths(
     "32-ragged",
     (
@@ -50,7 +50,7 @@ RAGGED_32 = Lengths(
 
 @dataclass(frozen=True)
 class Workload:
-    """A padded batch of DESIGN 7's table."""
+    """A padded batch that `fastbert bench` times."""
 
     id: str
     lengths: tuple[int, ...]

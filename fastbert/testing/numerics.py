@@ -1,4 +1,4 @@
-"""The error rule (DESIGN 5): a kernel may err about as much as the literal formula does in the kernel's dtype."""
+"""The error rule (docs/design.md, Numerics): a kernel may err about as much as the literal formula in its dtype."""
 
 from __future__ import annotations
 

@@ -10,13 +10,16 @@ from hf import FAMILIES, families_axis, make_batch, make_config
 
 import fastbert
 from fastbert import cuda_graphs
-from fastbert.cuda_graphs import ARGUMENTS, Bucket, StaticBatch, bucket_of
+from fastbert.cuda_graphs import Bucket, StaticBatch, bucket_of
 from fastbert.models.auto import model_class
 from fastbert.packing import InputError
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
+ARGUMENTS = (
+    "input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "cu_seqlens", "max_seqlen",
+)  # fmt: skip
 
 
 def make_model(model_type: str = "bert", index: int = 0, **changes):
@@ -65,7 +68,7 @@ def captures(monkeypatch):
     if not ON_GPU:
         monkeypatch.setattr(cuda_graphs, "Captured", Counted)
         monkeypatch.setattr(cuda_graphs, "Turns", NoTurns)
-        monkeypatch.setattr(cuda_graphs, "select_fused", lambda *args: fastbert.Backend.CPU)
+        monkeypatch.setattr(cuda_graphs, "first_to_serve", lambda *args: fastbert.Backend.CPU)
         monkeypatch.setattr(cuda_graphs, "GPU", "cpu")
     Eager.freed = 0
     return seen
@@ -105,7 +108,9 @@ def test_a_static_batch_gives_the_same_outputs(model_type, pattern):
     """Slack rows hold an earlier batch, cu_seqlens goes on with empty sequences: real tokens do not notice."""
     model = make_model(model_type)
     batch = make_batch(model.config, pattern)
-    inputs = model.prepare(*(to_device(batch.inputs).get(name) for name in ARGUMENTS))
+    given, names = to_device(batch.inputs), ("input_ids", "attention_mask", "token_type_ids")
+    assert set(given) <= set(names)
+    inputs = model.prepare(*map(given.get, names), *[None] * 4)
     has_types = inputs.token_type_ids is not None
     bucket = bucket_of(inputs.batch.total_tokens, inputs.batch.batch_size, 11, has_types, 8192)
     static = StaticBatch.empty(bucket, model.device)
@@ -205,10 +210,10 @@ def test_weights_may_change(captures):
         compare(graphed(ids), model, {"input_ids": ids})
         norm.weight.data = norm.weight.data.clone() / 2  # replaced behind the parameter, as model.to() does
         compare(graphed(ids), model, {"input_ids": ids})
-        leaves = graphed._leaves
-        assert leaves.are_current()
+        captured_from = graphed._captured
+        assert captured_from.is_same()
         norm.weight.data = norm.weight.data.view(torch.float16)  # the same address, another dtype
-        assert not leaves.are_current()
+        assert not captured_from.is_same()
         norm.weight.data = norm.weight.data.view(torch.float32)
         model.encoder.layer[0] = copy.deepcopy(model.encoder.layer[1])
         compare(graphed(ids), model, {"input_ids": ids})

@@ -16,7 +16,7 @@ from fastbert import EncoderConfig
 from fastbert.bench import compete, report, worker
 from fastbert.bench.contestants import CONTESTANTS, Contestant
 from fastbert.bench.jobs import Job
-from fastbert.bench.timing import Timing, describe_machine, interleave
+from fastbert.bench.timing import Timing, describe_machine, measure_once
 from fastbert.cli import main
 from fastbert.cli.info import matmul_parameters
 from fastbert.models.bert import BertModel
@@ -29,23 +29,18 @@ SETTINGS = compete.Settings(
 )  # fmt: skip
 
 
-def test_timer_interleaves_and_orders(monkeypatch):
+def test_the_timer_calls_until_the_time_is_full(monkeypatch):
     """By a clock that goes on with the calls alone: a busy machine's own would say anything."""
     calls, now = [], [0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
-    def taking(name, seconds):
-        def call():
-            calls.append(name)
-            now[0] += seconds
+    def taking_two():
+        calls.append(1)
+        now[0] += 2
 
-        return call
-
-    timings = interleave({"short": taking("short", 2), "long": taking("long", 20)}, rounds=3, warmup=1)
-    assert calls == ["short", "long"] + ["short", "long"] * 3
-    assert timings == {"short": Timing(2, 2, 2, 3), "long": Timing(20, 20, 20, 3)}
-    assert interleave({"short": taking("short", 2)}, rounds=1, min_seconds=5, warmup=0)["short"].median == 2
-    assert calls[8:] == ["short"] * 3  # the first number of calls that takes 5 seconds
+    assert measure_once(taking_two, min_seconds=5) == 2
+    assert len(calls) == 3  # the first number of calls that takes 5 seconds
+    assert measure_once(taking_two, min_seconds=0) == 2 and len(calls) == 4
 
 
 def test_quantiles():

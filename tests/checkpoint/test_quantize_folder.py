@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import tiny
+from command_line import run_here
 
 from fastbert.checkpoint.saving import BESIDE
 from fastbert.models.auto import AutoModel
@@ -55,7 +56,7 @@ def test_killed(source, tmp_path):
     done = run("-c", KILLED, "quantize", source, out)
     assert done.returncode == -signal.SIGKILL
     assert not out.exists() and [name for name in names(tmp_path) if name.startswith(BESIDE)]
-    done = run("-m", "fastbert", "quantize", source, out)
+    done = run_here("quantize", source, out)
     assert done.returncode == 0, done.stderr
     assert names(tmp_path) == ["float", "int8"]
     assert names(out) == [name for name in names(source) if not name.startswith(BESIDE)]

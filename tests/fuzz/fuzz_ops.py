@@ -15,13 +15,15 @@ from isas import CPU_BACKENDS, backend_with_isa
 
 from fastbert import ops
 from fastbert.backend import BackendError
-from fastbert.ops._library import extension_error, triton_error
+from fastbert.ops._common import extension_error, triton_error
 from fastbert.testing import reference
 from fastbert.testing.cases import Lengths
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "tanh", "silu")
 SIZES = (8, 1, 2, 3, 16, 17, 33, 48, 64, 80, 100)
-WIDTHS = tuple(size for size in SIZES if size > 1)  # of LayerNorm: exactly its bias where there is one column
+# Of LayerNorm. Of one column it is its bias, of two its bias and plus or minus its weight, whatever x is: the gradient
+# of x is then what rounding has left, and twice another formula's is no fault.
+WIDTHS = tuple(size for size in SIZES if size > 2)
 
 
 def backends() -> list[str]:

@@ -6,7 +6,7 @@ import cuda_kernels as cuda
 import pytest
 import torch
 
-from fastbert.ops._library import extension_error
+from fastbert.ops._common import extension_error
 from fastbert.testing import reference
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
 

@@ -10,8 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+from built import ROOT, built
 
-ROOT = Path(__file__).parents[2]
 SOURCES = sorted(ROOT.glob("csrc/cuda/*.cu"))
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100")
 # Matrices and vectors in the dtype that a thread reads, each in loads of 16 bytes where rows allow them.
@@ -45,31 +46,27 @@ def output_of(command: list[str]) -> str:
     return done.stdout
 
 
+def cubin_of(source: Path, architecture: str) -> Path:
+    virtual = f"arch={architecture.replace('sm', 'compute')},code={architecture}"
+    command = [nvcc(), "-std=c++17", "-O3", "-Werror=all-warnings", "-cubin", "-gencode", virtual]
+    parts = [source, *sorted(ROOT.glob("csrc/cuda/*.h")), *sorted(ROOT.glob("csrc/include/*.h"))]
+    key = (command, output_of([nvcc(), "--version"]))
+
+    def make(cubin: Path) -> None:
+        output_of([*command, "-o", str(cubin), str(source)])
+
+    return built("cubins", f"{source.stem}-{architecture}", key, parts, make)
+
+
 @pytest.fixture(
     scope="module",
     params=[pytest.param(name, marks=[] if name == "sm_90a" else [pytest.mark.full]) for name in ARCHITECTURES],
 )
-def kernels(request, tmp_path_factory) -> dict[str, dict]:
+def kernels(request) -> dict[str, dict]:
     """{mangled name: stack, local and shared bytes, registers, threads a block, loads} for one architecture."""
-    folder, facts = tmp_path_factory.mktemp("cubins"), {}
-    compiler, reader = nvcc(), cuobjdump()
+    facts, reader = {}, cuobjdump()
     for source in SOURCES:
-        cubin = str(folder / f"{source.stem}.cubin")
-        virtual = f"arch={request.param.replace('sm', 'compute')},code={request.param}"
-        output_of(
-            [
-                compiler,
-                "-std=c++17",
-                "-O3",
-                "-Werror=all-warnings",
-                "-cubin",
-                "-gencode",
-                virtual,
-                "-o",
-                cubin,
-                str(source),
-            ]
-        )
+        cubin = str(cubin_of(source, request.param))
         usage = output_of([reader, "--dump-resource-usage", cubin])
         for name, text in re.findall(r"Function (\S+):\n(.*)", usage):
             facts[name] = {key.lower(): int(value) for key, value in re.findall(r"(\w+):(\d+)", text)}
@@ -137,7 +134,14 @@ def test_operators_compile_against_torch_s_headers_for_cuda(source):
     system = [word for path in headers for word in ("-isystem", path)]
     # A header that only a build with CUDA writes says how that was configured.
     flags = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE"]
-    output_of([compiler, "-fsyntax-only", *flags, *system, str(source)])
+    command = [compiler, "-fsyntax-only", *flags, *system, str(source)]
+    parts = [
+        *sorted(ROOT.glob("csrc/ops/**/*")),
+        *sorted(ROOT.glob("csrc/cuda/*.h")),
+        *sorted(ROOT.glob("csrc/include/*.h")),
+    ]
+    key = (command, torch.__version__)
+    built("syntax", source.stem, key, filter(Path.is_file, parts), lambda path: path.write_text(output_of(command)))
 
 
 def test_setup_builds_for_the_same_architectures():

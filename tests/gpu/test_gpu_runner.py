@@ -10,14 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.gpu import kernels, report, rowwise, stamp, suite, tokens
-from benchmarks.gpu.checks import assert_keep_rate
+from benchmarks.gpu import cpu, kernels, profile, rowwise, sequences, stamp, suite
+from benchmarks.gpu.checks import Timer, assert_keep_rate
 from benchmarks.gpu.models import entry_of, figures, memory_figures
-from benchmarks.gpu.record import open_record
+from benchmarks.gpu.record import TARGETS, open_record
 from benchmarks.gpu.subject import Subject, lengths
-from benchmarks.gpu.timer import Timer
 from fastbert.bench.compete import Worker
-from fastbert.ops._library import triton_error
+from fastbert.ops._common import triton_error
 
 pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
 STAMP = {**stamp.make_stamp("0123456789ab"), "dirty": False}
@@ -36,7 +35,7 @@ def content_of(template, part: str) -> dict:
     return json.loads((template.path.parent / f"{part}.json").read_text())
 
 
-@pytest.mark.parametrize("part", (pytest.param("kernels", marks=pytest.mark.full), "ops", "models", "graphs"))
+@pytest.mark.parametrize("part", (pytest.param("kernels", marks=pytest.mark.full), "ops", "models", "profile", "cpu"))
 def test_a_part_runs_and_is_not_run_again(part, template, monkeypatch):
     assert suite.run([part], template) == 0
     content = content_of(template, part)
@@ -44,7 +43,8 @@ def test_a_part_runs_and_is_not_run_again(part, template, monkeypatch):
     entries = content["entries"]
     skipped = {name for name, entry in entries.items() if "skipped" in entry}
     assert not any("failed" in entry for entry in entries.values())
-    assert skipped == {name for name in entries if name.endswith(" cuda") and not torch.cuda.is_available()}
+    only_on_gpus = {name for name in entries if name.endswith(" cuda") or name == kernels.SERIALISED}
+    assert skipped == (set() if torch.cuda.is_available() else only_on_gpus)
     if part == "kernels":
         assert {job.id for job in kernels.jobs(True, template.device)} == set(entries) - skipped
         assert all(entry["checks"] for name, entry in entries.items() if name not in skipped)
@@ -52,14 +52,30 @@ def test_a_part_runs_and_is_not_run_again(part, template, monkeypatch):
         assert ran["attention"] == ran["add_layer_norm"] == ran["feed_forward"] == ran["cross_entropy"] == "triton"
     if part == "ops":
         assert content["facts"]["copy_bytes_per_second"] > 0 and content["figures"]["add_layer_norm_fwd"] > 0
-        assert content["entries"]["attention head_dim 32"]["numbers"]["fastbert"]["bwd 32"] > 0
+        assert entries["attention head_dim 32"]["numbers"]["fastbert"]["bwd 32"] > 0
+        assert entries["attention with dropout"]["numbers"]["fastbert"]["bwd 16"] > 0
+        products = {name: row["32 -> 128"] for name, row in entries["products"]["numbers"].items()}
+        timed = {name for name, rate in products.items() if isinstance(rate, float)}
+        assert {"x w + bias", "x w + matrix (addmm, beta = 1)", "gelu of x w + bias, fastbert's epilogue"} <= timed
+        assert all(name.startswith("fp8") for name in products.keys() - timed)  # which needs a torch that has it
+        assert not any(entries["candidates"]["numbers"].values())  # each was tried, and nothing speaks against it
     if part == "models":
         for name in ("forward tiny bf16", "training tiny amp"):
             results = content["entries"][name]["results"]
             assert all(results[b][c]["tokens_per_second"] > 0 for b in results for c in results[b])
             assert results["half"]["fastbert"]["tokens"] == sum(lengths("half", True)) == 4 + 8 + 12 + 16
-    if part == "graphs":
-        assert content["entries"]["outputs tiny"]["batches"] == 20
+    if part == "profile":
+        assert entries["outputs tiny"]["batches"] == 20
+        rows = entries["launches and gaps"]["numbers"]
+        assert len(rows) == 2 * 2 * 2 + 3 and all(0 <= row["share of gaps"] <= 1 for row in rows.values())
+        assert rows["training tiny, fastbert, half"]["launches"] > rows["forward tiny, fastbert, half"]["launches"]
+        kernels_of_a_step = entries["training tiny, transformers-sdpa"]["numbers"]
+        assert abs(sum(row["share"] for row in kernels_of_a_step.values()) - 1) < 1e-6
+    if part == "cpu":
+        numbers = entries["scaling"]["numbers"]
+        assert len(numbers) == 2 * len(cpu.KINDS)
+        assert all(list(row) == [str(n) for n in cpu.counts()] for row in numbers.values())
+        assert all(numbers[f"{kind}, over one thread"]["1"] == 1 for kind in cpu.KINDS)
     table = (template.path.parent / "results.md").read_text()
     assert f"| {part} | {len(entries)} | 0 | {len(skipped)} |" in table
     monkeypatch.setitem(suite.PARTS, part, suite.Part("no.such.module", "run", 1))
@@ -72,18 +88,19 @@ def test_a_failing_entry_fails_its_part_alone_and_is_tried_again(template, monke
     jobs = kernels.jobs
     few = ("pooling", "cross_entropy")
     monkeypatch.setattr(kernels, "jobs", lambda *of: [job for job in jobs(*of) if job.checks in few])
-    literal = tokens.reference.pooling
-    monkeypatch.setattr(tokens.reference, "pooling", lambda *args, **kwargs: literal(*args, **kwargs) * 1.5)
+    literal = sequences.reference.pooling
+    monkeypatch.setattr(sequences.reference, "pooling", lambda *args, **kwargs: literal(*args, **kwargs) * 1.5)
     monkeypatch.setitem(suite.PARTS, "sanitizer", suite.Part("no.such.module", "run", 1))
-    assert suite.run(["sanitizer", "kernels", "memory"], template) == 1
+    monkeypatch.setattr(cpu, "run_part", lambda record: record.write())
+    assert suite.run(["sanitizer", "kernels", "cpu"], template) == 1
     entries = content_of(template, "kernels")["entries"]
     (pooling,) = (name for name in entries if name.startswith("pooling"))
-    assert "ragged mean: AssertionError: out: max error" in entries[pooling]["failed"]
+    assert "slack mean: AssertionError: out: max error" in entries[pooling]["failed"]
     assert "failed" not in entries["cross_entropy bfloat16 triton"]
     assert "No module named 'no'" in content_of(template, "sanitizer")["entries"]["sanitizer"]["failed"]
-    assert content_of(template, "memory")["complete"]
+    assert content_of(template, "cpu")["complete"]
     assert any(line.startswith(f"- kernels {pooling}: failed: ") for line in template.said)
-    monkeypatch.setattr(tokens.reference, "pooling", literal)
+    monkeypatch.setattr(sequences.reference, "pooling", literal)
     kept = kernels.CHECKS["cross_entropy"]
     monkeypatch.setitem(kernels.CHECKS, "cross_entropy", None)  # is not run again
     assert suite.run(["kernels"], template) == 0
@@ -107,16 +124,21 @@ def test_inference_must_have_the_bits_of_training(monkeypatch):
 
 
 def test_a_process_of_its_own(tmp_path, capfd, monkeypatch):
-    arguments = ["--smoke", "--part", "memory", "--output", str(tmp_path), "--commit", "0123456789ab"]
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))  # no sanitizer there either
+    arguments = ["--smoke", "--part", "sanitizer", "--output", str(tmp_path), "--commit", "0123456789ab"]
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     assert suite.main(arguments) == 0
-    content = json.loads((tmp_path / "memory.json").read_text())
-    assert content["entries"]["memory"]["skipped"].startswith("there is no GPU") or torch.cuda.is_available()
-    assert "| latency, 1 x 32, CUDA graphs, ms | <= 0.6 |  | not measured |" in capfd.readouterr().out
+    content = json.loads((tmp_path / "sanitizer.json").read_text())
+    assert content["entries"]["compute-sanitizer"]["skipped"].startswith("compute-sanitizer is neither")
+    out = capfd.readouterr().out
+    assert "| latency, 1 x 32, CUDA graphs, ms | <= 0.6 |  | not measured |" in out
+    assert out.splitlines()[-2].startswith("| sanitizer | 1 | 0 | 1 |")  # the short table comes last
 
     monkeypatch.setattr(suite, "run_limited", lambda command, seconds: subprocess.CompletedProcess(command, -11))
     monkeypatch.setattr(suite.stamps, "make_stamp", lambda commit: STAMP)
     assert suite.main([*arguments, "--again"]) == 1
-    failed = json.loads((tmp_path / "memory.json").read_text())["entries"]["memory"]["failed"]
+    failed = json.loads((tmp_path / "sanitizer.json").read_text())["entries"]["sanitizer"]["failed"]
     assert failed == "its process ended with exit code -11"
 
 
@@ -124,6 +146,29 @@ def test_a_process_of_its_own(tmp_path, capfd, monkeypatch):
 def test_without_a_gpu_it_says_so(capsys):
     assert suite.main([]) == 1
     assert capsys.readouterr().out.startswith("there is no GPU here")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without a GPU")
+def test_scaling_of_the_cpu_needs_no_gpu(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(suite, "run", lambda parts, template, *others: asked.append((parts, template.smoke)) or 0)
+    assert suite.main(["--part", "cpu", "--output", str(tmp_path)]) == 0 and asked == [(["cpu"], False)]
+    assert suite.main(["--part", "cpu", "--part", "ops", "--output", str(tmp_path)]) == 1
+
+
+def test_gaps_are_when_nothing_runs():
+    span = profile.Span
+    # Two steps: b runs beside a's end, then nothing does for 5 us.
+    spans = [span("a", 0.0, 10.0), span("b", 8.0, 12.0), span("a", 17.0, 20.0), span("b", 20.0, 22.0)]
+    assert profile.gaps_of(spans, 2) == {
+        "launches": 2.0, "ms": 0.011, "busy ms": 0.0085, "share of gaps": 5 / 22, "longest gap, us": 5.0
+    }  # fmt: skip
+    rows = profile.top_kernels(spans, 2)
+    assert rows == {
+        "a": {"calls": 1.0, "us": 6.5, "share": 13 / 19}, "b": {"calls": 1.0, "us": 3.0, "share": 6 / 19}
+    }  # fmt: skip
+    many = [span(f"kernel {i}", float(i), i + 1.0) for i in range(profile.TOP + 3)]
+    assert profile.top_kernels(many, 1)["all others"]["calls"] == 3
 
 
 @pytest.mark.parametrize("verdict", ("clean", "error"))
@@ -189,14 +234,14 @@ def test_figures_take_the_smaller_ratio_and_the_larger_memory():
         "training_over_compile_full": 2.0, "training_over_compile_half": 2.0,
     }  # fmt: skip
     assert memory_figures(entries) == {"training_memory_ratio": 1.5}
-    assert set(found) | {"training_memory_ratio"} <= set(report.TARGETS)
+    assert set(found) | {"training_memory_ratio"} <= set(TARGETS)
     failed = entry_of({"full": {"fastbert": {"failed": "why"}, "transformers-sdpa": {"tokens_per_second": 2.0}}})
     assert failed["failed"] == "full: why" and failed["numbers"]["transformers-sdpa"] == {"full, tokens/s": 2.0}
 
 
 def test_targets_and_timer(monkeypatch):
-    assert report.TARGETS["latency_ms"].is_met(0.6) and not report.TARGETS["latency_ms"].is_met(0.61)
-    assert report.TARGETS["attention_fwd_512"].is_met(335.0) and not report.TARGETS["pooling_fwd"].is_met(0.8)
+    assert TARGETS["latency_ms"].is_met(0.6) and not TARGETS["latency_ms"].is_met(0.61)
+    assert TARGETS["attention_fwd_512"].is_met(335.0) and not TARGETS["pooling_fwd"].is_met(0.8)
     calls = []
     timer = Timer(torch.device("cpu"), rounds=3)
     found = timer.medians({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")})
@@ -228,56 +273,3 @@ def test_targets_and_timer(monkeypatch):
     assert timer.note() == {"note": "the GPU waited for the host: a"} and timer.note() == {}
     with pytest.raises(AssertionError, match="were kept"):
         assert_keep_rate(torch.rand(10000) < 0.8, 0.25)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Stale or not
-
-
-def test_stale_results_name_what_changed(tmp_path):
-    def write(folder: str, part: str, time: str, sources: dict, name: str | None = "NVIDIA H200"):
-        path = tmp_path / folder / f"{part}.json"
-        path.parent.mkdir(exist_ok=True)
-        content = {"gpu": name, "time": time, "sources": sources, "kernel_hash": stamp.kernel_hash(sources)}
-        path.write_text(json.dumps({"part": part, "stamp": content}))
-
-    now = {"kernels/a.py": "1", "kernels/b.py": "2"}
-
-    def verdict():
-        return stamp.staleness(sorted(tmp_path.glob("*/*.json")), now)
-
-    assert verdict() == (False, "no GPU results yet")
-    write("cpu", "kernels", "2026-09-01", {}, name=None)
-    (tmp_path / "cpu" / "results.json").write_text('{"machine": {}}')
-    (tmp_path / "cpu" / "list.json").write_text("[]")
-    assert verdict() == (False, "no GPU results yet")
-    write("old", "kernels", "2026-01-01", {"kernels/a.py": "0"})
-    write("new", "kernels", "2026-02-01", now)
-    is_current, line = verdict()
-    assert is_current and line.startswith("new: GPU results are those of the present kernels")
-    write("new", "ops", "2026-02-02", {"kernels/a.py": "1", "kernels/b.py": "9", "kernels/c.py": "3"})
-    is_current, line = verdict()
-    assert not is_current and line.splitlines()[1:] == ["  ops: kernels/b.py, kernels/c.py"]
-
-
-def test_only_committed_results_count(tmp_path, monkeypatch):
-    for folder, name in (("one", "ops"), ("two", "ops")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / f"{name}.json").write_text("{}")
-    monkeypatch.setattr(stamp, "ROOT", tmp_path)
-    assert len(stamp.committed_results(tmp_path)) == 2  # no git here
-    for command in (["init", "-q"], ["add", "one"]):
-        subprocess.run(["git", *command], cwd=tmp_path, check=True)
-    assert [path.parent.name for path in stamp.committed_results(tmp_path)] == ["one"]
-
-
-def test_the_hash_is_of_all_that_kernels_are_made_from(tmp_path):
-    names = {name.split("/")[0] + "/" + name.split("/")[1] for name in stamp.source_hashes()}
-    assert {"kernels/blocks.py", "csrc/include", "fastbert/ops"} <= names
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels" / "a.py").write_text("1")
-    first = stamp.source_hashes(tmp_path)
-    (tmp_path / "kernels" / "a.py").write_text("2")
-    (tmp_path / "kernels" / "notes.txt").write_text("no source")
-    assert list(first) == ["kernels/a.py"] and stamp.changed_files(first, stamp.source_hashes(tmp_path)) == set(first)
-    assert stamp.slug("NVIDIA H200") == "nvidia-h200"

@@ -7,16 +7,16 @@ import math
 import os
 import select
 import subprocess
+import sys
 import time
 
 import pytest
 import torch
 
-from benchmarks.gpu import kernels, ops, stamp, suite
-from benchmarks.gpu.checks import Where
-from benchmarks.gpu.record import open_record, run_limited
-from benchmarks.gpu.timer import Timer
-from fastbert.ops._library import triton_error
+from benchmarks.gpu import kernels, models, ops, stamp, suite
+from benchmarks.gpu.checks import Timer, Where
+from benchmarks.gpu.record import open_record, results_in, results_of, run_limited
+from fastbert.ops._common import triton_error
 
 pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
 STAMP = {**stamp.make_stamp("0123456789ab"), "dirty": False}
@@ -31,14 +31,14 @@ def template(tmp_path):
 
 
 def test_a_part_is_not_begun_when_too_little_time_is_left(template):
-    assert suite.run(["memory", "ops"], template, within=suite.LEAST_SECONDS - 1) == 1
+    assert suite.run(["cpu", "ops"], template, within=suite.LEAST_SECONDS - 1) == 1
     assert not list(template.path.parent.iterdir())
-    assert template.said[-2] == "not begun within 29 s, the same command goes on with: memory, ops"
+    assert template.said[-2] == "not begun within 29 s, the same command goes on with: cpu, ops"
 
 
 def test_one_command_ends_within_eight_minutes(tmp_path, monkeypatch):
     given = []
-    monkeypatch.setattr(suite, "run", lambda *arguments: given.append(arguments[-1]) or 0)
+    monkeypatch.setattr(suite, "run", lambda *arguments: given.append(arguments[4]) or 0)
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # which main sets, and which must not be left behind
     assert suite.main(["--smoke", "--output", str(tmp_path)]) == 0
     assert suite.main(["--smoke", "--output", str(tmp_path), "--within", "500"]) == 0
@@ -54,7 +54,7 @@ def test_a_part_gets_what_is_left_and_a_little_less_for_itself(template, monkeyp
 
     monkeypatch.setattr(suite, "run_limited", process)
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0 + 50 * len(commands))  # a part takes 50 seconds
-    suite.run(["memory", "models"], template, arguments=["--smoke"], within=400)
+    suite.run(["cpu", "models"], template, arguments=["--smoke"], within=400)
     assert commands == [("290", 300), ("340", 350)]
 
 
@@ -67,26 +67,29 @@ def test_an_exception_that_nobody_expected_is_not_taken_for_a_result(code, said,
     assert said is None or json.loads(path.read_text())["entries"]["ops"]["failed"] == said
 
 
-def test_a_run_goes_on_in_another_folder(template, tmp_path):
+def test_a_run_goes_on_in_another_folder(template, tmp_path, monkeypatch):
     default = tmp_path / "default"
-    for part, of in (("ops", STAMP), ("graphs", {**STAMP, "extension": "another"}), ("memory", STAMP)):
+    for part, of in (("ops", STAMP), ("profile", {**STAMP, "extension": "another"}), ("cpu", STAMP)):
         record = open_record(part, default, of, template.say, smoke=True)
         record.complete = True
         record.add("entry", {"numbers": {part: {"a": 1.0}}})
     folder = template.path.parent
-    open_record("memory", folder, STAMP, template.say, smoke=True).write()  # what is there stays
+    open_record("cpu", folder, STAMP, template.say, smoke=True).write()  # what is there stays
     suite.take_over(default, folder, STAMP)
-    assert sorted(path.name for path in folder.iterdir()) == ["memory.json", "ops.json"]
-    assert not json.loads((folder / "memory.json").read_text())["entries"]
+    assert sorted(path.name for path in folder.iterdir()) == ["cpu.json", "ops.json"]
+    assert not json.loads((folder / "cpu.json").read_text())["entries"]
     assert suite.run(["ops"], template) == 0 and f"ops: done already, in {folder / 'ops.json'}" in template.said
+    monkeypatch.setattr(suite, "run_part", lambda record: record.write())
+    assert suite.run(["cpu"], template, kept=tmp_path / "kept") == 1  # for a command that has another folder
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["cpu.json", "ops.json"]
 
 
 def test_the_tables_are_written_after_every_part(template, monkeypatch):
     seen = []
     monkeypatch.setattr(suite, "run_part", lambda record: (record.write(), seen.append(record.part)))
     monkeypatch.setattr(suite, "write_tables", lambda folder: seen.append("tables") or [])
-    suite.run(["ops", "memory"], template)
-    assert seen == ["ops", "tables", "memory", "tables", "tables"]
+    suite.run(["ops", "cpu"], template)
+    assert seen == ["ops", "tables", "cpu", "tables", "tables"]
 
 
 def test_what_a_command_has_started_ends_with_it(tmp_path, monkeypatch):
@@ -139,7 +142,67 @@ def test_the_sanitizer_may_be_beside_nvcc(tmp_path, monkeypatch):
 
 def test_only_its_own_lines_are_a_jobs_results():
     noise = '[W730 a warning]\n[]\nresult: ["a", null]\nresult: ["b", "why"]\nresult: ["cut'
-    assert kernels.results_in(noise) == [("a", None), ("b", "why")]
+    assert results_in(noise) == [["a", None], ["b", "why"]]
+
+
+def test_a_child_that_dies_or_hangs_leaves_what_it_has_found(monkeypatch):
+    says = "import os; print('result: [1]', flush=True); "
+    assert results_of([sys.executable, "-c", says], 60) == ([[1]], None)
+    assert results_of([sys.executable, "-c", says + "os.kill(os.getpid(), 9)"], 60) == ([[1]], "exit code -9: ")
+
+    def times_out(command, **options):  # as a child that has hung after its first result
+        raise subprocess.TimeoutExpired(command, options["timeout"], b"result: [1]\nresult: [2")
+
+    monkeypatch.setattr(subprocess, "run", times_out)
+    assert results_of(["never run"], 7) == ([[1]], "not ready after 7 s")
+
+
+def test_what_was_compiled_is_kept_for_the_next_command(monkeypatch):
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/the/user's")
+    suite.keep_caches()
+    assert os.environ["TRITON_CACHE_DIR"] == str(stamp.ROOT / "build" / "gpu-cache" / "triton")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/the/user's"
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+
+
+def test_at_most_eight_files_come_back():
+    assert len(suite.PARTS) + 1 <= 8  # a file a part, and results.md
+
+
+def test_a_peer_that_is_not_compiled_in_time_is_skipped_and_says_so(template, monkeypatch):
+    limits = {}
+
+    class Late:
+        def __init__(self, task, module):
+            self.task = task
+            limits[task["contestant"]] = task["limit"]
+
+        def answer(self):
+            if self.task["contestant"] == models.COMPILED:
+                raise models.WorkerError(f"{models.TIME_LIMIT}: {models.COMPILED} was not prepared within 300 s")
+            return {batch: {"tokens": 8, "peak_memory": None} for batch in models.BATCHES}
+
+        def ask(self, batch):
+            return {"seconds": 2.0}
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(models, "Worker", Late)
+    monkeypatch.setattr(models, "GROUPS", ((0.5, models.FORWARD[:1]),))
+    template.smoke, template.deadline = False, math.inf
+    models.run_part(template)
+    assert limits[models.COMPILED] == models.LONGEST_COMPILED > limits["fastbert"] == models.LONGEST
+    (entry,) = template.entries.values()
+    assert entry["results"]["full"][models.COMPILED] == {
+        "skipped": f"{models.TIME_LIMIT}: {models.COMPILED} was not prepared within 300 s"
+    }
+    assert entry["numbers"]["fastbert"]["full, tokens/s"] == 4.0 and "failed" not in entry
+    monkeypatch.setattr(models, "COMPILED", "fastbert")  # ours is late: that is a failure
+    template.entries.clear()
+    models.run_part(template)
+    assert "TimeLimit" in template.entries["forward bert-base bf16"]["failed"]
 
 
 def test_a_stamp_tells_which_kernels_were_there(monkeypatch):

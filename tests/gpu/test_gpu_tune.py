@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 
 import pytest
 import torch
 
-from benchmarks.gpu import stamp, suite, tune
+from benchmarks.gpu import kernels, stamp, suite, tune
 from benchmarks.gpu.checks import Where
 from benchmarks.gpu.record import open_record
 from benchmarks.gpu.tune import Candidate
-from fastbert.ops._library import triton_error
+from fastbert.ops._common import triton_error
 
 pytestmark = [
     pytest.mark.skipif(triton_error() is not None, reason=str(triton_error())),
@@ -75,13 +74,9 @@ def test_what_does_not_compile_is_reported_and_what_spills_is_not_the_best(recor
     asked = {(64, "fwd"): [Candidate(128, step, 8, 3) for step in (16, 32, 64, 128)]}
     monkeypatch.setattr(tune, "candidates", lambda smoke: asked)
     monkeypatch.setattr(tune, "LENGTHS", (512,))
-    found = [{"candidate": [64, "fwd", 128, 16, 8, 3], "why not": "OutOfResources: shared memory"}]
-    found += [{"candidate": [64, "fwd", 128, step, 8, 3], "spills": step - 32, "registers": 255} for step in (32, 64)]
-    out = "".join(f"result: {json.dumps(each)}\n" for each in found) + "result: {cut"
-
-    def process(command, **options):
-        share = out if json.loads(command[-1])["asked"][0][2][1] == 16 else ""
-        return subprocess.CompletedProcess(command, 0, share, "")
+    trials = {16: {"why not": "OutOfResources: shared memory"}, 32: {"spills": 0, "registers": 255}}
+    trials |= {64: {"spills": 32, "registers": 255}, 128: None}  # the last one was not reached
+    monkeypatch.setattr(tune, "tried", lambda record, where, asked: [trials[trial[3].step] for trial in asked])
 
     class Batch:
         def __init__(self, where, head_dim, length):
@@ -96,7 +91,6 @@ def test_what_does_not_compile_is_reported_and_what_spills_is_not_the_best(recor
         def rates(self, timer, which, candidate):
             return 100.0 * candidate.step, candidate.step / 50
 
-    monkeypatch.setattr(tune.subprocess, "run", process)
     monkeypatch.setattr(tune, "Batch", Batch)
     tune.run_part(record)
     numbers = record.entries["fwd, head_dim 64"]["numbers"]
@@ -105,12 +99,80 @@ def test_what_does_not_compile_is_reported_and_what_spills_is_not_the_best(recor
         ["512", "512, over the table's", "registers", "spills"],
     ]  # fmt: skip
     summary = record.entries["candidates"]
-    assert summary["failed"] == "1 of 4 candidates were not compiled, or not reached, in time"
+    assert summary["failed"] == "1 of 4 candidates were not tried, or not reached, in time"
     assert summary["numbers"]["fwd head_dim 64 S 512"]["best"] == "128 x 32, 8 warps, 3 stages"
 
 
-def test_compiling_runs_each_candidate_once():
-    asked = [(32, "fwd", (16, 16, 4, 2)), (32, "dq", (24, 16, 4, 2))]
-    right, wrong = tune.compile_here(WHERE, {"asked": asked})
-    assert right == {"candidate": [32, "fwd", 16, 16, 4, 2]}
-    assert wrong["candidate"] == [32, "dq", 24, 16, 4, 2] and "Error" in wrong["why not"]
+def test_a_trial_says_why_a_candidate_may_not_be_timed(monkeypatch):
+    trials = [("blocks", 32, "fwd", (16, 16, 4, 2), [32]), ("blocks", 32, "dq", (24, 16, 4, 2), [32])]
+    right, wrong = tune.try_here(WHERE, trials)
+    assert right == {} and "Error" in wrong["why not"]
+    plan = ("plan", 16, 32, False, "epilogue")
+    assert list(tune.try_here(WHERE, [plan])) == [{}]
+    exact = tune.ops.feed_forward
+    monkeypatch.setattr(tune.ops, "feed_forward", lambda *args, **options: exact(*args, **options) * 1.1)
+    (wrong,) = tune.try_here(WHERE, [plan])
+    assert wrong["why not"].startswith("AssertionError: out: max error")
+
+
+def test_one_that_faults_or_hangs_takes_no_other_with_it(record, monkeypatch):
+    """Four candidates in two processes, the first of which ends in its second: what the others found is kept."""
+    record.smoke = False
+    trials = [("blocks", i) for i in range(4)]
+
+    def children(command, seconds):
+        share = json.loads(command[-1])
+        assert seconds == tune.TRIAL_SECONDS
+        if share[0][1] == 0:
+            return [{"spills": 0}], "exit code -11: "
+        return [{"spills": trial[1]} for trial in share], None
+
+    monkeypatch.setattr(tune, "results_of", children)
+    monkeypatch.setattr(tune.os, "cpu_count", lambda: 3)
+    found = tune.tried(record, WHERE, trials)
+    assert found == [{"spills": 0}, {"spills": 1}, {"why not": "exit code -11: "}, {"spills": 3}]
+    monkeypatch.setattr(tune.os, "cpu_count", lambda: 2)  # one process, whose others are not reached
+    assert tune.tried(record, WHERE, trials) == [{"spills": 0}, {"why not": "exit code -11: "}, None, None]
+
+
+def test_what_was_not_tried_or_has_failed_is_not_timed(record):
+    labels = [f"{which}, {candidate.label}" for which, candidate in tune.few_candidates(WHERE)]
+    assert len(labels) == 2
+    record.add("candidates", {"numbers": {labels[0]: {}, labels[1]: {"why not": "exit code -11: "}}})
+    assert [tune.is_tried(record, label) for label in (*labels, "another")] == [True, False, False]
+    assert list(tune.few(record, tune.Timer(WHERE.device, 1), WHERE)["numbers"]) == labels[:1]
+
+
+def ptx_of(between: str) -> str:
+    """Two products of a warpgroup, each of which adds to the same sums, and what stands between them."""
+    sums = "%f1, %f2, %f3, %f4"
+    product = f"wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{{sums}}}, %rd1, %rd2, 1, 1, 1, 0, 0;"
+    lines = (
+        ".version 8.0", ".target sm_90a", ".address_size 64", ".visible .entry _down_bwd_kernel(.param .u64 out)",
+        ".reqntid 128", "{", ".reg .f32 %f<5>;", ".reg .b64 %rd<4>;", "ld.param.u64 %rd3, [out];",
+        "mov.b64 %rd1, 4611686293305294848;", "mov.b64 %rd2, 4611686293305294848;",
+        *(f"mov.f32 %f{i}, 0f00000000;" for i in range(1, 5)), "wgmma.fence.sync.aligned;", product, between, product,
+        "wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;",
+        *(f"st.global.f32 [%rd3+{4 * i}], %f{i};" for i in range(1, 5)), "ret;", "}", "",
+    )  # fmt: skip
+    return "\n".join(lines)
+
+
+def test_waits_that_ptxas_puts_between_products_are_found(tmp_path, record):
+    """Its real output: products whose sums are read before they have ended."""
+    asked = tmp_path / "_down_bwd_kernel.ptx"
+    good, bad = (ptx_of(spoilt) for spoilt in ("", "add.f32 %f1, %f1, %f1;"))
+    asked.write_text(good)
+    assert kernels.complaints(asked, 90) == []
+    asked.write_text(bad)
+    assert any("warpgroup.wait is injected" in line for line in kernels.complaints(asked, 90))
+    for key, text in (("good", good), ("bad", bad)):
+        (tmp_path / key).mkdir()
+        (tmp_path / key / asked.name).write_text(text)
+        made = {"num_warps": 4, "num_stages": 3, "target": {"arch": 90}}
+        (tmp_path / key / "_down_bwd_kernel.json").write_text(json.dumps(made))
+    entry = kernels.serialised(tmp_path)
+    assert list(entry["numbers"]) == ["_down_bwd_kernel, 4 warps, 3 stages, bad"]
+    assert entry["note"] == "of 2 kernels with wgmma ptxas complains of 1"
+    (tmp_path / "none").mkdir()
+    assert "skipped" in kernels.serialised(tmp_path / "none")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf import config_for, make_batch, make_config
+from hf import CHOICES, config_for, make_batch, make_config, make_labels
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -12,12 +12,13 @@ import fastbert
 from fastbert import packing
 from fastbert.backend import use_backend
 from fastbert.models.auto import _CLASSES
-from fastbert.ops._library import triton_error
+from fastbert.ops import packing as packing_op
+from fastbert.ops._common import triton_error
 from fastbert.packing import InputError, PackedBatch
 
 aten = torch.ops.aten
-# What reads a value, and what makes a tensor whose size is a value.
-READS = (aten._local_scalar_dense, aten.equal)
+# What reads a value (multinomial: whether all of them are numbers), and what makes a tensor whose size is a value.
+READS = (aten._local_scalar_dense, aten.equal, aten.multinomial)
 SIZES = (aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim, aten.unique_consecutive)
 
 
@@ -68,6 +69,7 @@ def test_what_waits_is_counted():
         lambda: x.tolist(), lambda: x[0].item(), lambda: int(x[0]), lambda: bool(x[0]), lambda: [0, 1][x[0]],
         lambda: x.nonzero(), lambda: x[x > 1], lambda: x.masked_select(x > 1), lambda: x.repeat_interleave(x),
         lambda: x.unique(), lambda: x.equal(x), lambda: x.cpu(), lambda: x.clone().index_put_((x > 1,), x[0]),
+        lambda: x.float().multinomial(1),
     )  # fmt: skip
     for i, way in enumerate(ways):
         with HostSyncs() as syncs:
@@ -89,6 +91,7 @@ def make_inputs(kind: str, model_type: str = "bert") -> dict:
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(packing, "_is_on_host", lambda t: False)
+    monkeypatch.setattr(packing_op, "_is_on_cpu", lambda t: False)
 
 
 @pytest.fixture
@@ -173,3 +176,55 @@ def test_the_switch(unchecked):
         model.prepare(ids, None, None, None, None, offsets, 4)
     with pytest.raises(InputError, match="input_ids holds 1000000; valid values are 0 to 42"):
         model.prepare(ids, None, None, None, None, torch.tensor([0, 4, 6]), 4)
+
+
+# What the interpreter runs in a moment: the kernels' shapes make no difference to who waits.
+TINY = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "intermediate_size": 16}
+ALL_HEADS = [("bert", head) for model_type, head in _CLASSES if model_type == "bert"]
+ALL_HEADS += [("electra", "PreTraining"), ("albert", "PreTraining"), ("roberta", "SequenceClassification")]
+
+
+def make_packed(model_type: str, head: str, kind: str) -> fastbert.PackedInputs:
+    """`kind`: padded, with holes and without, or lists; with every label that the head takes."""
+    config = config_for(model_type, head, 0)
+    batch = make_batch(config, "none" if kind == "none" else "holes", batch_size=CHOICES, seqlen=5)
+    fields = {**batch.inputs, **make_labels(config, head, batch, seed=0), "position_ids": batch.positions}
+    if kind == "lists":
+        real = fields.pop("attention_mask").bool()
+        fields = {name: [*map(torch.masked_select, t, real)] if t.dim() == 2 else t for name, t in fields.items()}
+    if head == "MultipleChoice":
+        labels = {"labels": fields.pop("labels")}
+        fields = {name: [t] if kind == "lists" else t[None] for name, t in fields.items()} | labels
+    return fastbert.pack_inputs(**fields)
+
+
+@pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
+@pytest.mark.parametrize(("model_type", "head"), ALL_HEADS)
+def test_a_training_step_on_packed_inputs_waits_for_nothing(model_type, head):
+    """Forward, loss and backward, on the kernels that a GPU runs; dropout, too."""
+    model = _CLASSES[model_type, head](config_for(model_type, head, 0, hidden_dropout_prob=0.1, **TINY)).train()
+    packed = make_packed(model_type, head, "holes")
+    with use_backend("triton"), HostSyncs() as syncs:
+        out = model(packed)
+        (out.last_hidden_state.sum() if head == "Model" else out.loss).backward()
+    assert syncs.found == []
+
+
+@pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
+@pytest.mark.parametrize(("head", "kind"), (("Model", "none"), ("MaskedLM", "holes"), ("MultipleChoice", "lists")))
+@torch.no_grad()
+def test_inference_on_packed_inputs_waits_for_nothing(head, kind):
+    model, packed = _CLASSES["bert", head](config_for("bert", head, 0, **TINY)).eval(), make_packed("bert", head, kind)
+    with use_backend("triton"), HostSyncs() as syncs:
+        fields = list(model(**packed).values())  # what is deferred is computed, too
+    assert syncs.found == [] and all(torch.isfinite(t).all() for t in fields)
+
+
+@pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
+def test_joint_pre_training_on_packed_inputs_waits_for_nothing():
+    config = config_for("electra", "MaskedLM", 0, **TINY)
+    models = (_CLASSES["electra", head](config) for head in ("MaskedLM", "PreTraining"))
+    packed = make_packed("electra", "MaskedLM", "none")
+    with use_backend("triton"), HostSyncs() as syncs:
+        fastbert.ElectraForJointPreTraining(*models).train()(packed).loss.backward()
+    assert syncs.found == []

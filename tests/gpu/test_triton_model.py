@@ -9,7 +9,7 @@ import torch
 from training_step import make, step
 
 from fastbert.backend import use_backend
-from fastbert.ops._library import triton_error
+from fastbert.ops._common import triton_error
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))

@@ -144,7 +144,7 @@ BAD_LABELS = {
     "pre-training": (
         "PreTraining",
         {"labels": IDS, "next_sentence_label": IDS[:, 2]},
-        "labels holds 8; valid values are 0 to 1",
+        "next_sentence_label holds 8; valid values are 0 to 1",
     ),
     "pairs": ("NextSentencePrediction", {"labels": torch.tensor([0])}, "labels has 1 entries for 2 sequences"),
     "class": (

@@ -15,7 +15,7 @@ import tiny
 import torch
 import transformers
 from command_line import fails
-from command_line import run as run_cli
+from command_line import run_here as run_cli_here
 from hf import config_for, hf_class, make_hf, models_axis, randomise
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -23,7 +23,6 @@ from torch import nn
 import fastbert
 from fastbert import CheckpointError, ConfigError, InputError, SentenceEncoder
 from fastbert.checkpoint.pretrained import resolve
-from fastbert.cli.doctor import doctor_lines
 from fastbert.layers.leaves import get_leaf
 from fastbert.layers.quantized import QuantizedLinear
 from fastbert.models.auto import _CLASSES, AutoModel
@@ -69,9 +68,12 @@ def test_every_model_and_its_files(model_type, head, tmp_path):
     assert not any(p.requires_grad for p in model.parameters())
     hidden = run(model.base_model, hidden_inputs)
     assert hidden.dtype == model.dtype and (hidden - exact).norm() < 0.1 * exact.norm()
+    # In bfloat16 on any machine: in float32 an activation between two steps of int8 falls to either side by chance.
+    narrow = copy.deepcopy(model.base_model).bfloat16()
+    hidden = run(narrow, hidden_inputs)
     with fastbert.use_backend("torch"):  # in float64 that is the int8 model without any other rounding
-        oracle = run(copy.deepcopy(model.base_model).double(), hidden_inputs)
-        assert_close_to_reference(hidden, oracle, run(model.base_model, hidden_inputs), GRADIENT_FACTOR)
+        oracle = run(copy.deepcopy(narrow).double(), hidden_inputs)
+        assert_close_to_reference(hidden, oracle, run(narrow, hidden_inputs), GRADIENT_FACTOR)
     out = run(model, inputs)
     model.save_pretrained(tmp_path)
     with warnings.catch_warnings():
@@ -81,18 +83,6 @@ def test_every_model_and_its_files(model_type, head, tmp_path):
     assert torch.equal(run(again, inputs), out) and not any(p.requires_grad for p in again.parameters())
     with pytest.raises(ValueError, match="Make sure that the model has been correctly quantized"):
         getattr(transformers, type(model).__name__).from_pretrained(tmp_path)
-
-
-def test_without_bfloat16_products_the_rest_is_float32():
-    _C = pytest.importorskip("fastbert._C")
-    chosen, expected = _C.isa(), torch.bfloat16 if _C.has_bf16() else torch.float32
-    assert fastbert.quantize(make()).dtype == expected
-    try:
-        _C.set_isa("generic")
-        assert fastbert.quantize(make()).dtype == torch.float32
-        assert "bfloat16 checkpoints compute in float32" in "".join(doctor_lines()[0])
-    finally:
-        _C.set_isa(chosen)
 
 
 def test_the_old_weights_are_freed():
@@ -177,7 +167,11 @@ def test_accelerated_transformers_model(tmp_path):
         assert (hidden[real] - exact[real]).norm() < 0.1 * exact[real].norm()
         theirs.save_pretrained(tmp_path)
         ours = fastbert.AutoModelForSequenceClassification.from_pretrained(tmp_path)
-        assert torch.equal(ours(**inputs).logits, theirs(**inputs).logits)
+        pooled, head = theirs.bert(**inputs).pooler_output, theirs.classifier
+        assert torch.equal(ours.bert(**inputs).pooler_output, pooled)
+        oracle = torch.nn.functional.linear(pooled.double(), head.weight.double(), head.bias.double())
+        for model in (ours, theirs):  # one's head is our product, the other's is torch's
+            assert_close_to_reference(model(**inputs).logits, oracle, head(pooled))
     with pytest.raises(ValueError, match="Make sure that the model has been correctly quantized"):
         hf_class("bert", "SequenceClassification").from_pretrained(tmp_path)
     assert not fastbert.restore(theirs)(**inputs).logits.requires_grad  # their own forward calls the int8 layers
@@ -251,7 +245,7 @@ def test_command_line(tmp_path):
     save_file(dense, folder / "2_Dense/model.safetensors")
     texts, out = tmp_path / "texts.txt", tmp_path / "int8"
     texts.write_text("the cat sat on the mat.\na dog ran in\nwho?\n")
-    done = run_cli("quantize", folder, out, "--report", texts, "--keep", "*.layer.1.output")
+    done = run_cli_here("quantize", folder, out, "--report", texts, "--keep", "*.layer.1.output")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].endswith("of each layer, over 3 texts") and len(lines) == 13
@@ -262,7 +256,7 @@ def test_command_line(tmp_path):
     vectors = {}
     for name, model, *options in (("a", out), ("b", out, "--dtype", "int8"), ("c", folder, "--dtype", "int8")):
         arguments = ("encode", texts, "--model", model, "--output", tmp_path / f"{name}.npy", "--device", "cpu")
-        assert run_cli(*arguments, *options).returncode == 0
+        assert run_cli_here(*arguments, *options).returncode == 0
         vectors[name] = np.load(tmp_path / f"{name}.npy")
     assert np.array_equal(vectors["a"], vectors["b"]) and vectors["c"].shape == (3, 8)
     quantized = SentenceEncoder.from_pretrained(folder, dtype=torch.int8, device="cpu")

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import test_attention
 import torch
-from test_attention import RAGGED, SLACK, check, differentiate, each_dtype, each_kernel, make
+from full import left_to_full
+from test_attention import (
+    RAGGED,
+    SLACK,
+    check,
+    differentiate,
+    each_dtype,
+    each_kernel,
+    is_interpreted_in_16_bits,
+    make,
+)
 from test_attention_dropout import dropped_probabilities
 from test_attention_tiles import needs_triton
 
@@ -17,6 +27,7 @@ backend = test_attention.backend  # the fixture
 SCALES = (0.0, -0.0, -1e-300, 1e-45, -0.25)  # 1e-45 is the smallest number of fp32
 
 
+@left_to_full(lambda p: is_interpreted_in_16_bits(p) and p["softmax_scale"] not in (0.0, -0.25))
 @pytest.mark.parametrize("softmax_scale", SCALES)
 @each_dtype
 @each_kernel
@@ -35,6 +46,7 @@ def test_any_scale_with_dropout(backend, dtype, softmax_scale):
 
 
 @needs_triton
+@left_to_full(lambda p: p["dtype"] is torch.bfloat16 and p["window_size"] != (1, 3))
 @pytest.mark.parametrize("window_size", ((0, 0), (1, 3), (17, -1)), ids=str)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_any_scale_in_windows(dtype, window_size):
@@ -44,6 +56,7 @@ def test_any_scale_in_windows(dtype, window_size):
         check("triton", qkv, case, window_size=window_size, softmax_scale=softmax_scale)
 
 
+@left_to_full(is_interpreted_in_16_bits)
 @each_dtype
 @each_kernel
 def test_a_scale_of_zero_is_the_mean_and_q_and_k_take_no_gradient(backend, dtype):

@@ -11,13 +11,13 @@ import torch
 import fastbert
 from fastbert import ops
 from fastbert.backend import Backend, BackendError, parse_backend, register, select, use_backend
-from fastbert.ops._library import cuda_error, extension_error
+from fastbert.ops._common import cuda_error, extension_error
 
 
 @pytest.fixture
 def probe_op(monkeypatch):
-    """An op whose cpu backend objects to more than 2 rows and whose triton backend always objects."""
-    monkeypatch.setattr(fastbert.backend, "_supports", {})
+    """An op whose cpu backend objects to more than 2 rows and whose triton backend always objects, and a plain one."""
+    monkeypatch.setattr(fastbert.backend, "_supports", {"plain": {}})
     register("probe", Backend.CPU, lambda x: f"{x.shape[0]} rows, the limit is 2" if x.shape[0] > 2 else None)
     register("probe", Backend.TRITON, lambda x: "no GPU")
 
@@ -39,7 +39,7 @@ def test_a_named_backend_serves_or_raises_with_its_reason(probe_op):
 
 
 def test_use_backend_is_strict_where_the_backend_has_kernels(probe_op):
-    fastbert.backend.declare("plain")
+    register("plain", Backend.CUDA, lambda x: "no GPU")
     with use_backend("cpu"):
         assert select("probe", None, torch.zeros(2, 1)) is Backend.CPU
         assert select("plain", None, torch.zeros(2, 1)) is Backend.TORCH
@@ -69,7 +69,7 @@ def test_report_names_every_op_and_every_other_backends_reason():
     report = fastbert.backends("cpu", torch.float32)
     assert set(report) == {
         "add_layer_norm", "attention", "cross_entropy", "dropout", "embed_layer_norm", "encoder_layer",
-        "encoder_layers", "feed_forward", "linears", "pack", "pooling", "unpack",
+        "encoder_layers", "feed_forward", "linears", "merged_linears", "pack", "pooling", "unpack",
     }  # fmt: skip
     for op, row in report.items():
         assert set(row) - {"selected"} == {b.value for b in Backend} - {row["selected"], "torch"}, op

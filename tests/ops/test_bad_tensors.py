@@ -97,14 +97,15 @@ def test_a_tensor_on_another_device(op, name, backend):
 
 def encoder_layers(x, cu_seqlens):
     linears = [ops.LinearWeights(rows(32, 32), rows(32), None, 0.0) for _ in range(6)]
-    return ops.encoder_layers(x, cu_seqlens, linears, [rows(32)] * 4, eps=(1e-5, 1e-5), num_heads=2)
+    operands = ops.LayerOperands.of(linears, [rows(32)] * 4, (1e-5, 1e-5), 2, "gelu")
+    return ops.offer("encoder_layers", x, lambda: operands)(cu_seqlens)
 
 
 def encoder_layer(x, cu_seqlens):
     parameter = partial(torch.nn.Parameter, requires_grad=True)
     linears = [ops.LinearWeights(parameter(rows(32, 32)), parameter(rows(32)), None, 0.0) for _ in range(6)]
-    norms = [parameter(rows(32)) for _ in range(4)]
-    return ops.encoder_layer(x, cu_seqlens, linears, norms, dropouts=(0, 0, 0), eps=(1e-5, 1e-5), num_heads=2)
+    operands = ops.LayerOperands.of(linears, [parameter(rows(32)) for _ in range(4)], (1e-5, 1e-5), 2, "gelu")
+    return ops.offer("encoder_layer", x, lambda: operands)(cu_seqlens)
 
 
 WITH_OFFSETS = {

@@ -6,12 +6,13 @@ from functools import partial
 
 import pytest
 import torch
+from full import left_to_full
 from isas import backend_with_isa, device_of
 from test_ops import check
 
 from fastbert import ops
 from fastbert.backend import BackendError
-from fastbert.ops._library import extension_error
+from fastbert.ops._common import extension_error
 from fastbert.testing import reference
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
@@ -62,6 +63,7 @@ def check_embedding(backend, dtype, ids, tensors, **options):
     check(ours, call(reference.embed_layer_norm, ids, "cpu", **options), tensors, dtype, device=device)
 
 
+@left_to_full(lambda p: p["backend"] == "triton" and p["dtype"] is not torch.float32 and p["tokens"] != 19)
 @pytest.mark.parametrize("names", ((), ("token_type",), ("weight",), ("token_type", "weight", "bias")), ids=str)
 @pytest.mark.parametrize("tokens,width", ((0, 64), (1, 33), (19, 80), (37, 384)), ids=str)
 @each_dtype
@@ -165,7 +167,8 @@ def literal(dout, ids, rows):
 @pytest.mark.parametrize("backend", ("cpu", "triton"), indirect=True)
 def test_gradient_of_a_table(backend, name, width):
     ids = RUNS[name][torch.randperm(len(RUNS[name]))]
-    for dtype in (torch.float32, torch.bfloat16, torch.float16)[: 2 if backend == "cpu" else 3]:
+    dtypes = [torch.float32, torch.bfloat16, torch.float16][: 2 if backend == "cpu" else 3]
+    for dtype in dtypes if backend == "cpu" or len(ids) == 300 else dtypes[:1]:  # a run is a run in any dtype
         dout, table = torch.randn(len(ids), width).to(dtype), torch.randn(ROWS, width).to(dtype)
         expected = literal(dout.double(), ids, ROWS)
         baseline = literal(dout.float(), ids, ROWS).to(dtype)  # sums are fp32's, rounded once

@@ -10,7 +10,7 @@ from isas import CPU_BACKENDS, backend_with_isa
 
 from fastbert import ops
 from fastbert.backend import Backend, BackendError, select
-from fastbert.ops._library import extension_error
+from fastbert.ops._common import extension_error
 from fastbert.testing import reference
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
 

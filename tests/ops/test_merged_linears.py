@@ -1,8 +1,10 @@
-"""Query, key and value as one product, which is how they run on a GPU; here on a CPU, told to do as a GPU does."""
+"""Query, key and value as one product, which is how they run on a GPU; here on a CPU, as the interpreter has it."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import torch
@@ -10,19 +12,22 @@ from test_ops import check, dtype_axis
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastbert import ops
-from fastbert.backend import use_backend
+from fastbert.backend import backends, use_backend
 from fastbert.testing import reference
 
+MERGING = "triton"
 WIDTHS = (24, 8, 16)
 ROWS = 11
 
 
 @pytest.fixture(autouse=True)
-def merged(monkeypatch):
+def merged(monkeypatch) -> Iterator[ModuleType]:
+    """The module, where inference merges few rows too; the offer is Triton's: on a CPU it has to be asked for."""
     module = sys.modules["fastbert.ops.linear"]  # the package's attribute of this name is the function
-    monkeypatch.setattr(module, "_MERGED_DEVICE", "cpu")
     monkeypatch.setattr(module, "_MERGED_TOKENS", ROWS)
-    return module
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with use_backend(MERGING):
+        yield module
 
 
 class Calls(TorchDispatchMode):
@@ -49,7 +54,7 @@ def split(tensors):
 def product(x, **tensors):
     """The three results side by side, from three tensors that are no neighbours in backward."""
     weights, biases = split(tensors)
-    return torch.cat(ops.linears(x, weights, biases, backend="torch"), 1)
+    return torch.cat(ops.linears(x, weights, biases), 1)
 
 
 def formula(x, **tensors):
@@ -85,8 +90,8 @@ def test_attentions_gradients_are_such_neighbours():
     pytest.importorskip("triton", reason="Triton is not installed")
     x = torch.randn(ROWS, 32, requires_grad=True)
     weights, biases = [torch.randn(32, 32) for _ in range(3)], [torch.randn(32) for _ in range(3)]
-    q, k, v = (t.view(-1, 2, 16) for t in ops.linears(x, weights, biases, backend="torch"))
-    out = ops.attention(q, k, v, torch.tensor([0, 7, ROWS], dtype=torch.int32), 7, backend="triton")
+    q, k, v = (t.view(-1, 2, 16) for t in ops.linears(x, weights, biases))
+    out = ops.attention(q, k, v, torch.tensor([0, 7, ROWS], dtype=torch.int32), 7)
     with Calls() as calls:
         out.sum().backward()
     assert calls.names.count("cat") == 1  # the weights, in backward
@@ -121,7 +126,7 @@ def test_what_stays_apart():
 
     def products(*args, **options):
         with Calls() as calls:
-            ops.linears(*args, backend="torch", **options)
+            ops.linears(*args, **options)
         return sum(name in ("mm", "addmm") for name in calls.names)
 
     assert products(x, weights, biases) == 1
@@ -150,7 +155,21 @@ def test_traced():
     assert all(torch.equal(t.grad, gradients[name]) for name, t in tensors.items())
 
 
-def test_a_model_in_training(monkeypatch):
+def test_whoever_asks_for_torch_gets_three_products():
+    """By name for the call, or for all calls; they are differentiable twice, the merged product is once."""
+    weights, biases = split(tensors := {name: t.requires_grad_() for name, t in operands().items()})
+    for name, backend in (("auto", "torch"), ("torch", None), (MERGING, "torch")):
+        with use_backend(name), Calls() as calls:
+            outs = ops.linears(tensors["x"], weights, biases, backend=backend)
+        assert sum(name in ("mm", "addmm") for name in calls.names) == 3
+        (dx,) = torch.autograd.grad(sum(out.square().sum() for out in outs), tensors["x"], create_graph=True)
+        dx.square().sum().backward()
+    with use_backend("torch"):
+        row = backends()["merged_linears"]
+    assert row["selected"] == "torch" and row[MERGING] == "only when asked for by name"
+
+
+def test_a_model_in_training():
     """The same gradients, to the last bits of a sum in another order, as with three products."""
     from training_step import make, step
 
@@ -160,10 +179,7 @@ def test_a_model_in_training(monkeypatch):
     model.eval()
     oracle = step(model.double(), batch, "torch")
     model.float()
-    with use_backend("torch"):
-        ours = step(model, batch, "triton")
-        monkeypatch.undo()
-        baseline = step(model, batch, "torch")
+    ours, baseline = step(model, batch, "triton"), step(model, batch, "torch")
     for name, found in ours.items():
         if "key.bias" not in name:
             assert_close_to_reference(found, oracle[name], baseline[name], GRADIENT_FACTOR, name)

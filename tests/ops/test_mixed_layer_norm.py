@@ -10,7 +10,7 @@ import torch
 import fastbert
 from fastbert import ops
 from fastbert.backend import BackendError, use_backend
-from fastbert.ops._library import triton_error
+from fastbert.ops._common import triton_error
 from fastbert.testing import reference
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
 

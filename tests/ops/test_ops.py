@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fastbert import ops
-from fastbert.ops import _torch
-from fastbert.ops._library import extension_error, triton_error
+from fastbert.ops import _attention_torch
+from fastbert.ops._common import extension_error, triton_error
+from fastbert.ops.attention import AttentionOptions
 from fastbert.testing import reference
 from fastbert.testing.cases import DTYPES, LENGTHS, Lengths
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
@@ -57,7 +58,7 @@ def test_attention_as_it_is_traced(case, dtype):
     """The form that torch.compile takes is another: one padded rectangle."""
     cu_seqlens, longest = case.cu_seqlens, max(case.lengths)
     check_attention(
-        lambda q, k, v: _torch._attention_padded(q, k, v, cu_seqlens, longest, 32**-0.5, 0.0, (-1, -1)),
+        lambda q, k, v: _attention_torch._attention_padded(q, k, v, cu_seqlens, longest, AttentionOptions(32**-0.5)),
         lambda q, k, v: reference.attention(q, k, v, cu_seqlens),
         qkv(case),
         dtype,
@@ -68,7 +69,7 @@ def test_attention_as_it_is_traced(case, dtype):
 def test_attention_with_scores_in_several_pieces(dtype, monkeypatch):
     """Scores are written down in pieces that fit the cache: here two heads at a time, and a remainder."""
     case = LENGTHS[3]
-    monkeypatch.setattr(_torch, "_SCORE_BYTES", 2 * 41 * 41 * dtype.itemsize)
+    monkeypatch.setattr(_attention_torch, "_SCORE_BYTES", 2 * 41 * 41 * dtype.itemsize)
     check_attention(
         lambda q, k, v: ops.attention(q, k, v, case.cu_seqlens, max(case.lengths), backend="torch"),
         lambda q, k, v: reference.attention(q, k, v, case.cu_seqlens),
@@ -104,7 +105,7 @@ def test_attention_probs_are_those_of_the_output():
 
 def test_buckets_hold_every_sequence_once_and_waste_little():
     lengths = [int(n) for n in torch.randint(0, 300, (200,))]
-    buckets = _torch.make_buckets(lengths, torch.device("cpu"))
+    buckets = _attention_torch.make_buckets(lengths, torch.device("cpu"))
     tokens = torch.cat([b.tokens for b in buckets])
     assert sorted(tokens.tolist()) == list(range(sum(lengths)))
     assert sum(b.num_sequences * b.width for b in buckets) <= 1.15 * sum(lengths)
@@ -203,6 +204,25 @@ def test_cross_entropy(backend, dtype, labelled, options):
         {"x": torch.randn(12, 16), "weight": torch.randn(30, 16), "bias": torch.randn(30)},
         dtype,
     )
+
+
+@pytest.mark.parametrize("count", (0, 12))
+@pytest.mark.parametrize("backend", ("torch", "cpu", "triton"))
+def test_cross_entropy_of_tokens_that_are_known_to_have_a_label(backend, count):
+    """The bits of a call that looks for them."""
+    error = {"cpu": extension_error, "triton": triton_error}.get(backend, lambda: None)()
+    if error is not None:
+        pytest.skip(error)
+    labels, results = torch.randint(0, 30, (count,)), []
+    shapes = ((count, 16), (30, 16), (30,))
+    tensors = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    for ignore_index in (-100, None):
+        loss = ops.cross_entropy(*tensors, labels, ignore_index=ignore_index, z_loss=0.01, backend=backend)
+        results.append((loss, *torch.autograd.grad(loss, tensors)))
+        with torch.no_grad():
+            inferred = ops.cross_entropy(*tensors, labels, ignore_index=ignore_index, z_loss=0.01, backend=backend)
+        assert torch.equal(inferred, loss)
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("case", [c for c in LENGTHS if not c.slack], ids=lambda c: c.id)

@@ -8,16 +8,17 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 
 import pytest
 import torch
 
 import fastbert
 from fastbert import ops
-from fastbert.ops import _library
+from fastbert.ops._common import extension_error
 
-if _library.extension_error() is not None:
-    pytest.skip(_library.extension_error(), allow_module_level=True)
+if extension_error() is not None:
+    pytest.skip(extension_error(), allow_module_level=True)
 from fastbert import _C
 
 OUT, IN = 128, 64
@@ -122,8 +123,8 @@ def test_slices_that_move_along_a_storage_do_not_add_up(before):
 
 def test_a_storage_is_watched_once(monkeypatch):
     watched: list[object] = []
-    finalize = _library.weakref.finalize
-    monkeypatch.setattr(_library.weakref, "finalize", lambda *args: watched.append(args) or finalize(*args))
+    finalize = weakref.finalize
+    monkeypatch.setattr(weakref, "finalize", lambda *args: watched.append(args) or finalize(*args))
     weight = torch.nn.Linear(IN, OUT, bias=False)
     for _ in range(3):
         call(weight.weight)

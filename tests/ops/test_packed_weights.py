@@ -12,11 +12,11 @@ from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector
 import fastbert
 from fastbert import ops
 from fastbert.layers.quantized import QuantizedLinear
-from fastbert.ops import _library
+from fastbert.ops._common import extension_error
 from fastbert.testing.numerics import OUTPUT_FACTOR, assert_close_to_reference
 
-if _library.extension_error() is not None:
-    pytest.skip(_library.extension_error(), allow_module_level=True)
+if extension_error() is not None:
+    pytest.skip(extension_error(), allow_module_level=True)
 from fastbert import _C
 
 CALLS = _C.packed_check_calls

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from full import left_to_full
 from isas import backend_with_isa, device_of
 
 from fastbert import ops
@@ -128,13 +129,15 @@ def test_opcheck(backend):
         torch.library.opcheck(torch.ops.fastbert.unpack_triton.default, (x[indices], indices, 21))
 
 
-def test_compiles_into_one_graph():
+@left_to_full(lambda p: p["compiler"] == "inductor")  # ours ends where the graph does; test_compile.py runs inductor
+@pytest.mark.parametrize("compiler", ("aot_eager", "inductor"))
+def test_compiles_into_one_graph(compiler):
     """The shapes vary and nothing waits for the host. The interpreter cannot be compiled: `auto`, which is torch."""
 
     def both(x, indices):
         return ops.unpack(2 * ops.pack(x, indices), indices, x.shape[0])
 
-    compiled = torch.compile(both, fullgraph=True)
+    compiled = torch.compile(both, fullgraph=True, backend=compiler)
     for pattern, shape in (("right", (3, 7)), ("holes", (4, 9)), ("left", (2, 5))):
         mask = attention_mask(pattern, *shape)
         indices = indices_of(mask, "torch")

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from fastbert import ops
-from fastbert.ops import _product
+from fastbert.ops import _linear_torch
+from fastbert.ops._common import triton_error
 from fastbert.testing import reference
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
 
@@ -41,7 +42,7 @@ class _Linear(torch.autograd.Function):
 
 @pytest.fixture
 def mixing_linear(monkeypatch):
-    monkeypatch.setattr(_product, "_HAS_AMX", True)
+    monkeypatch.setattr(_linear_torch, "_HAS_AMX", True)
     monkeypatch.setattr(F, "linear", _Linear.apply)
 
 
@@ -95,7 +96,7 @@ def test_the_emulated_fault_is_one(mixing_linear, columns):
 @each_bias
 @each_size
 def test_numbers_with_the_zeros(monkeypatch, hidden_size, inner, has_bias):
-    monkeypatch.setattr(_product, "_HAS_AMX", True)
+    monkeypatch.setattr(_linear_torch, "_HAS_AMX", True)
     tensors, dout = make(hidden_size, inner, has_bias, torch.bfloat16), torch.randn(17, hidden_size).bfloat16()
 
     def literal(x, up_weight, up_bias, down_weight):
@@ -106,3 +107,19 @@ def test_numbers_with_the_zeros(monkeypatch, hidden_size, inner, has_bias):
     for name, actual in results[0].items():
         factor = OUTPUT_FACTOR if name == "out" else GRADIENT_FACTOR
         assert_close_to_reference(actual, results[1][name], results[2][name], factor, name)
+
+
+@pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
+def test_what_lies_behind_a_row_of_logits_is_zero():
+    """The logits' gradients are rows of wider memory, and the next product may read all of it."""
+    from fastbert.kernels.cross_entropy import _cross_entropy_kernel
+
+    memory = torch.full((3, 128), float("nan")).half()
+    memory[:, :101] = logits = torch.randn(3, 101).half()
+    labels, losses = torch.tensor([7, 100, 0]), torch.empty(3)
+    _cross_entropy_kernel[(3,)](
+        memory, labels, losses, 101, 128, 0.0, 0.0, 1.0, NEEDS_GRAD=True, BLOCK_V=128, num_warps=1
+    )
+    expected = logits.double().softmax(1) - F.one_hot(labels, 101)
+    assert (memory[:, :101] - expected).abs().max() < torch.finfo(torch.half).eps
+    assert torch.equal(memory[:, 101:], torch.zeros(3, 27).half())

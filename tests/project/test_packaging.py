@@ -26,7 +26,7 @@ spec = importlib.util.find_spec("fastbert.kernels.layer_norm")
 assert spec is not None and spec.origin.startswith({home!r}), spec
 kernels = importlib.util.find_spec("kernels")
 assert kernels is None or not (kernels.origin or "").startswith({home!r}), "the name belongs to another package"
-from fastbert.ops._library import extension_error
+from fastbert.ops._common import extension_error
 assert (extension_error() is None) == {built}, extension_error()
 import torch
 model = fastbert.BertModel(fastbert.EncoderConfig(vocab_size=9, hidden_size=16, num_hidden_layers=1,

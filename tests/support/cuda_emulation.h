@@ -1,8 +1,8 @@
-// CUDA as plain C++, as far as csrc/cuda uses it: FASTBERT_CUDA_EMULATION names this file, tests/gpu/test_cuda.py builds
-// the kernels with it and runs them under AddressSanitizer. The threads of a block are fibers that switch at barriers
-// and shuffles, nowhere else. Warp after warp runs as far as the next barrier, in ascending or in descending order: a
-// barrier that is missing shows as two results. What would hang or be undefined on a GPU ends the program. Shared
-// memory holds NaN when a block begins.
+// CUDA as plain C++, as far as csrc/cuda uses it: FASTBERT_CUDA_EMULATION names this file, tests/gpu/test_cuda.py
+// builds the kernels with it and runs them under AddressSanitizer. The threads of a block are fibers that switch at
+// barriers and shuffles, nowhere else. Warp after warp runs as far as the next barrier, in ascending or in descending
+// order: a barrier that is missing shows as two results. What would hang or be undefined on a GPU ends the program.
+// Shared memory holds NaN when a block begins.
 #pragma once
 
 #include <math.h>

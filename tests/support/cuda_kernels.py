@@ -5,9 +5,7 @@ A process a call: AddressSanitizer then needs no preloading, and what it finds i
 
 from __future__ import annotations
 
-import fcntl
 import functools
-import hashlib
 import os
 import shutil
 import struct
@@ -19,11 +17,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from built import ROOT, built
 
-from fastbert.ops._library import cuda_error
+from fastbert.ops._common import cuda_error
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # fastbert::DType
 ACTIVATIONS = {"gelu": 1, "gelu_tanh": 2, "relu": 3, "tanh": 4, "silu": 5}  # fastbert::Activation
 EMULATED = ["-O1", "-fno-strict-aliasing", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
@@ -40,27 +38,19 @@ def compiler() -> str:
 
 
 def compile_once(name: str, sources: list[Path], flags: Sequence[str] = FLAGS, links: Sequence[str] = ()) -> Path:
-    """A program of `sources`, kept in build/ under a hash of all that it is made of."""
+    """A program of `sources`, built once."""
     parts = [*sources, *sorted(ROOT.glob("csrc/cuda/*")), *sorted(ROOT.glob("csrc/include/*.h"))]
     parts += [*sorted(ROOT.glob("csrc/ops/*.h")), *sorted(ROOT.glob("csrc/ops/cuda/*"))]
     parts += [p for p in sorted(HERE.glob("cuda_*/**/*")) + sorted(HERE.glob("cuda_*")) if p.is_file()]
-    digest = hashlib.sha256(repr((compiler(), flags, links, torch.__version__)).encode())
-    for part in parts:
-        digest.update(part.read_bytes())
-    folder = ROOT / "build" / "cuda-emulation"
-    folder.mkdir(parents=True, exist_ok=True)
-    program = folder / f"{name}-{digest.hexdigest()[:16]}"
-    with open(folder / f"{name}.lock", "w") as lock:  # pytest-xdist's workers want it at once
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not program.exists():
-            for old in folder.glob(f"{name}-*"):
-                old.unlink()
-            objects = []
-            for source in sources:
-                objects.append(folder / f"{name}-{source.parent.name}-{source.stem}-{source.suffix[1:]}.o")
-                build([*flags, "-c", "-x", "c++", str(source), "-o", str(objects[-1])])
-            build([*flags, *map(str, objects), *links, "-o", str(program)])
-    return program
+
+    def make(program: Path) -> None:
+        objects = []
+        for source in sources:
+            objects.append(program.parent / f"{name}-{source.parent.name}-{source.stem}-{source.suffix[1:]}.o")
+            build([*flags, "-c", "-x", "c++", str(source), "-o", str(objects[-1])])
+        build([*flags, *map(str, objects), *links, "-o", str(program)])
+
+    return built("cuda-emulation", name, (compiler(), flags, links, torch.__version__), parts, make)
 
 
 def build(arguments: list[str]) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from fastbert.ops._library import extension_error, triton_error
+from fastbert.ops._common import extension_error, triton_error
 
 
 def _amx() -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-// The CUDA kernels of the schemas in fastbert/ops/_library.py.
+// The CUDA kernels of the schemas in fastbert/ops/bindings.c.py.
 
 #include <torch/library.h>
 

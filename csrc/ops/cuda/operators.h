@@ -1,4 +1,4 @@
-// The registered operators of the CUDA backend; fastbert/ops/_library.py has their schemas.
+// The registered operators of the CUDA backend; fastbert/ops/operators.py has their schemas.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,8 @@
-"""Attention on its own device: what the tests check in the interpreter, and the sizes that it cannot do."""
+"""Ops over sequences on their own device: attention, pooling, pack and unpack.
+
+What the tests check in the interpreter, and the sizes that it cannot do. An op without a kernel for GPUs is checked in
+torch, as a GPU runs it.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,25 @@ from itertools import pairwise
 
 import torch
 
-from benchmarks.gpu.checks import Checks, Where, assert_keep_rate, compare, differentiate, repeats, same_bits
+from benchmarks.gpu.checks import (
+    Checks,
+    Where,
+    assert_keep_rate,
+    compare,
+    differentiate,
+    has_kernel,
+    repeats,
+    same_bits,
+)
 from fastbert import ops
 from fastbert.testing import reference
 from fastbert.testing.cases import LENGTHS, Lengths
+
+# --------------------------------------------------------------------------------------------------------------------
+# attention
+
+
+FEW = Lengths("few", (3, 41))  # for the interpreter: more than one tile
 
 
 def _even(length: int, total: int) -> Lengths:
@@ -50,9 +69,8 @@ def against_oracle(where: Where, case: Lengths, heads: int, head_dim: int, scale
 
 def small(head_dim: int, where: Where) -> Checks:
     """Lengths around the smallest tiles, empty sequences, slack: a kernel for each, hence a job a head size."""
-    few = (LENGTHS[3], LENGTHS[5]) if head_dim == 16 else (LENGTHS[3],)
-    for case in where.choose(few, LENGTHS):
-        yield case.id, partial(against_oracle, where, case, 3, head_dim)
+    for case in where.choose((LENGTHS[5] if head_dim == 16 else FEW,), LENGTHS):
+        yield case.id, partial(against_oracle, where, case, where.choose(1, 3), head_dim)
 
 
 def wide(where: Where) -> Checks:
@@ -86,9 +104,9 @@ def features(where: Where) -> Checks:
     for window in where.choose(((3, 3),), ((64, 64), (0, 0), (-1, 100), (130, -1))):
         yield f"window {window}", partial(against_oracle, where, case, 2, 64, window_size=window)
     rotary = _rotary_tables(where, max(case.lengths), 64)
-    for window in ((-1, -1), (3, 3)):
+    for window in where.choose(((3, 3),), ((-1, -1), (3, 3))):
         yield f"rotary, window {window}", partial(against_oracle, where, case, 2, 64, rotary=rotary, window_size=window)
-    longer = where.choose(LENGTHS[3], case)  # where saturated softmaxes are not all that there is
+    longer = where.choose(FEW, case)  # where saturated softmaxes are not all that there is
     yield "large logits", partial(against_oracle, where, longer, 2, 64, scale=30.0)
     yield "negative scale", partial(against_oracle, where, case, 2, 64, softmax_scale=-0.3)
     yield "same bits", partial(same_bits_twice, where, case)
@@ -183,9 +201,73 @@ def beyond_int32(where: Where) -> None:
     assert all(map(torch.equal, whole, single)), "the last sequence's bits depend on how many come before it"
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# pooling
+
+
+def _pooling_case(where: Where, case: Lengths, width: int, mode: str) -> None:
+    cu_seqlens = case.cu_seqlens.to(where.device)
+    tensors = {"hidden_states": where.randn(case.total_tokens, width)}
+    ours = partial(ops.pooling, cu_seqlens=cu_seqlens, mode=mode, backend=where.backend)
+    compare(ours, partial(reference.pooling, cu_seqlens=case.cu_seqlens, mode=mode), tensors)
+    if has_kernel(where):
+        repeats(ours, tensors)
+
+
+def _pooling_isolation(where: Where, mode: str) -> None:
+    case = Lengths("", where.choose((7, 18, 9), (200, 333, 129)), slack=5)
+    first, last, end = case.cu_seqlens[1:].tolist()
+    clean = where.randn(case.total_tokens, where.choose(32, 768))
+    spoiled = clean.clone()
+    spoiled[first:last] = spoiled[end:] = float("nan")
+    function = partial(ops.pooling, cu_seqlens=case.cu_seqlens.to(where.device), mode=mode, backend=where.backend)
+    one, other = (differentiate(function, {"hidden_states": t}) for t in (clean, spoiled))
+    assert torch.equal(one["out"][::2], other["out"][::2]), "a sequence's vector changed with another's input"
+
+
+def pooling(where: Where) -> Checks:
+    large = (Lengths("128x512", (512,) * 128), Lengths("ragged", tuple(range(1, 300, 3)), slack=5))
+    for mode in ("mean", "cls", "max"):
+        for case in where.choose((LENGTHS[5],), (LENGTHS[3], LENGTHS[5], *large)):
+            yield f"{case.id} {mode}", partial(_pooling_case, where, case, where.choose(32, 768), mode)
+        yield f"isolation {mode}", partial(_pooling_isolation, where, mode)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# pack, unpack
+
+
+def _packing_case(where: Where, op: str, batch_size: int, seqlen: int, width: int) -> None:
+    """The bits of plain indexing, both ways; widths with loads of 16, 4 and 2 bytes."""
+    num_rows = batch_size * seqlen
+    indices = (where.integers(10, num_rows) < 7).nonzero().flatten()
+    if op == "pack":
+        ours = partial(ops.pack, indices=indices, backend=where.backend)
+        found, literal = (
+            differentiate(f, {"x": where.randn(num_rows, width)}) for f in (ours, lambda x: x.index_select(0, indices))
+        )
+    else:
+        ours = partial(ops.unpack, indices=indices, num_rows=num_rows, backend=where.backend)
+        found, literal = (
+            differentiate(f, {"packed": where.randn(indices.numel(), width)})
+            for f in (ours, lambda packed: packed.new_zeros(num_rows, width).index_copy(0, indices, packed))
+        )
+    same_bits(found, literal)
+
+
+def packing(op: str, where: Where) -> Checks:
+    for batch_size, seqlen, width in where.choose(
+        ((3, 17, 24), (2, 9, 15)), ((128, 512, 768), (8, 512, 30522), (8, 512, 50265))
+    ):
+        yield f"{batch_size}x{seqlen}x{width}", partial(_packing_case, where, op, batch_size, seqlen, width)
+
+
 CHECKS: dict[str, Callable[[Where], Checks]] = {
-    **{f"small-{head_dim}": partial(small, head_dim) for head_dim in (16, 64, 80)},
-    "large": large,
-    "wide": wide,
-    "features": features,
+    **{f"attention/small-{head_dim}": partial(small, head_dim) for head_dim in (16, 64, 80)},
+    "attention/large": large,
+    "attention/wide": wide,
+    "attention/features": features,
+    "pooling": pooling,
+    "pack": partial(packing, "pack"),
+    "unpack": partial(packing, "unpack"),
 }

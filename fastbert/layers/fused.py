@@ -1,0 +1,136 @@
+"""Layers as one op: all of an encoder for inference, one for training, where a backend offers that.
+
+Each function answers with something to call on cu_seqlens, or with the reason why the layers run op by op. The tree is
+looked at only where the device, the dtype and the modes of the process leave it to the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from fastbert import ops
+from fastbert.layers.leaves import Container, get_leaf, is_linear, is_norm, is_plain, weights_of
+from fastbert.layers.snapshot import Remembered, Snapshot
+
+if TYPE_CHECKING:
+    from fastbert.layers.encoder import LayerNames, LayerOptions
+
+Fused = Callable[[torch.Tensor], torch.Tensor]  # cu_seqlens -> (total_tokens, hidden_size)
+
+_PRE_NORM = "pre-norm layers: there are fused ones of post-norm layers only"
+
+_remembered = Remembered()
+
+
+def forget_layers(root: nn.Module) -> None:
+    """Let go of the weights of `root`'s layers, which are otherwise held until it runs again."""
+    _remembered.forget(root)
+
+
+def offer_layers(
+    root: nn.Module,
+    paths: Sequence[str],
+    layer_type: type[nn.Module] | None,
+    names: LayerNames,
+    options: LayerOptions,
+    x: torch.Tensor,
+) -> Fused | str:
+    """The layers at `paths` below `root` as one op over x, for inference, or why they are called one by one.
+
+    `layer_type`: layers of another type, or with hooks on them or on a container in them, are called; None where the
+    caller has looked at them.
+    """
+
+    def look() -> ops.LayerOperands | str:
+        if torch.compiler.is_compiling():  # a trace looks at the tree anew: see Remembered
+            return _operands(root, paths, layer_type, names, options)
+        question = (paths, options.num_attention_heads, options.activation)
+        operands = _remembered.get(root, question)
+        if operands is None:
+            operands = _operands(root, paths, layer_type, names, options)
+            if not isinstance(operands, str):
+                _remembered.put(root, question, _snapshot(root, paths, names, layer_type is not None), operands)
+        return operands
+
+    return _PRE_NORM if options.norm_first else ops.offer("encoder_layers", x, look)
+
+
+def _operands(
+    root: nn.Module, paths: Sequence[str], layer_type: type[nn.Module] | None, names: LayerNames, options: LayerOptions
+) -> ops.LayerOperands | str:
+    """What the layers hold now, or which of them must be called, and why."""
+    layers = [get_leaf(root, path) for path in paths]
+    if not layers:
+        return "there are no layers"
+    if any([layer.training for layer in layers]):
+        return "a layer is in training mode"
+    linears: list[ops.LinearWeights] = []
+    norms: list[torch.Tensor] = []
+    eps: list[float] = []
+    for at, layer in zip(paths, layers, strict=True):
+        if layer_type is not None:
+            if not is_plain(layer, layer_type):
+                return _not_plain(at, layer)
+            for path in names.containers:  # the outer ones first: below one that was replaced nothing is looked for
+                if not is_plain(get_leaf(layer, path), Container):
+                    return _not_plain(f"{at}.{path}", get_leaf(layer, path))
+        for path in names.linears:
+            leaf = get_leaf(layer, path)
+            if not is_linear(leaf):
+                return _not_plain(f"{at}.{path}", leaf)
+            linears.append(weights_of(leaf))
+        for path in names.norms:
+            norm = get_leaf(layer, path)
+            if not is_norm(norm) or norm.bias is None:
+                return _not_plain(f"{at}.{path}", norm)
+            norms.extend((norm.weight, norm.bias))
+            eps.append(norm.eps)
+    return ops.LayerOperands.of(linears, norms, eps, options.num_attention_heads, options.activation)
+
+
+def _not_plain(path: str, module: nn.Module) -> str:
+    return f"{path} is no plain module ({type(module).__name__}; hooks, a forward of its own, or a weight that is None)"
+
+
+def _snapshot(root: nn.Module, paths: Sequence[str], names: LayerNames, called: bool) -> Snapshot:
+    """All by which `_operands` goes. `called`: layers and the containers in them have hooks of their own."""
+    snapshot = Snapshot()
+    for path in dict.fromkeys(paths):  # ALBERT's layers come again
+        snapshot.watch_path(root, path)
+        layer = get_leaf(root, path)
+        snapshot.hold(layer.__dict__, "training")
+        for leaf in (*names.linears, *names.norms):
+            snapshot.watch_path(layer, leaf)
+            snapshot.watch(get_leaf(layer, leaf))
+        for module in (layer, *(get_leaf(layer, path) for path in names.containers)) if called else ():
+            snapshot.watch(module)
+    return snapshot
+
+
+def offer_layer(layer: nn.Module, names: LayerNames, options: LayerOptions, x: torch.Tensor) -> Fused | str:
+    """One layer over x as an op with a backward, or why its ops run one by one. Whoever asks has called its hooks."""
+
+    def look() -> ops.LayerOperands | str:
+        linears = [get_leaf(layer, path) for path in names.linears]
+        first, second = get_leaf(layer, names.attention_norm), get_leaf(layer, names.feed_forward_norm)
+        for path, leaf in zip(names.linears, linears, strict=True):
+            if not is_linear(leaf):
+                return _not_plain(path, leaf)
+        for path, norm in zip(names.norms, (first, second), strict=True):
+            if not is_norm(norm):
+                return _not_plain(path, norm)
+        dropouts = (options.attention_dropout, options.attention_output_dropout, options.feed_forward_dropout)
+        return ops.LayerOperands.of(
+            [weights_of(leaf) for leaf in linears],
+            [first.weight, first.bias, second.weight, second.bias],
+            [first.eps, second.eps],
+            options.num_attention_heads,
+            options.activation,
+            dropouts if layer.training else (0.0, 0.0, 0.0),
+        )
+
+    return _PRE_NORM if options.norm_first else ops.offer("encoder_layer", x, look)

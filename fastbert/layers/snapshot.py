@@ -1,0 +1,150 @@
+"""Whether a module tree is still what was looked at: one answer for fused layers, CUDA graphs and `accelerate`.
+
+Looking at every leaf takes 10 us a layer, and three times that once the weights have gone through the caches: a tenth
+of a short text's time in int8. Seeing that nothing was replaced since takes a fraction of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_, itemgetter
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from fastbert.layers.leaves import ATTRIBUTES, FORWARD, FORWARD_HOOKS, has_global_hooks
+
+_children_of = itemgetter("_modules")
+
+
+class Snapshot:
+    """Modules, and all that decided what calling them did when they were watched.
+
+    `with_memory`: also where the tensors' memory was, and its dtype. Weights that change in place never count.
+    Everything is held by the dict that holds it and its name there, never by a module above what is watched: a table
+    that goes by weak references to the root can keep a Snapshot.
+    """
+
+    def __init__(self, with_memory: bool = False):
+        # Columns of equal length: a module's dict, a name, and what it has there. Tensors are the same objects or
+        # others; `==` would compare their values.
+        self._tensors: tuple[list[dict], list[str], list[Any]] = [], [], []
+        self._others: tuple[list[dict], list[str], list[Any]] = [], [], []
+        self._absent: tuple[list[dict], list[str]] = [], []  # hooks, of which there must be none
+        self._parents: tuple[list[dict], list[dict]] = [], []  # modules' dicts, and which modules were below them
+        self._held: set[tuple[int, str]] = set()
+        self.modules: list[nn.Module] = []
+        self._kinds: list[type] = []  # of those modules
+        self._with_memory = with_memory
+        self._located: list[torch.Tensor] = []
+        self._memory: list[tuple] = []  # of those tensors
+
+    # ----------------------------------------------------------------------------------------------------------------
+    # What is watched
+
+    def watch(self, module: nn.Module, hooks: Sequence[str] = FORWARD_HOOKS) -> None:
+        """Everything of a module itself that decides what calling it does; `hooks`: it must go on having none of them.
+
+        Not those for backward, unless asked for: most of what is remembered is for calls without gradients.
+        """
+        attributes = module.__dict__
+        for kept in ("_parameters", "_buffers"):
+            for name, t in attributes[kept].items():
+                self._hold(self._tensors, attributes, kept)  # this dict itself: __init__ puts another in its place
+                self._hold(self._tensors, attributes[kept], name)
+                if self._with_memory and t is not None:
+                    self._located.append(t)
+                    self._memory.append(_memory_of(t))
+        self.hold(attributes, FORWARD)
+        for name in ATTRIBUTES:
+            if name in attributes:
+                self.hold(attributes, name)
+        self.modules.append(module)
+        self._kinds.append(type(module))
+        self._absent[0].extend([attributes] * len(hooks))
+        self._absent[1].extend(hooks)
+
+    def watch_children(self, module: nn.Module) -> None:
+        """Which modules are right below this one, all of them."""
+        attributes = module.__dict__
+        if (id(attributes), "_modules") not in self._held:
+            self._held.add((id(attributes), "_modules"))
+            self._parents[0].append(attributes)
+            self._parents[1].append(dict(module._modules))
+
+    def watch_path(self, root: nn.Module, path: str) -> None:
+        """What stands on the way from `root` to `path`."""
+        for name in path.split("."):
+            self.watch_children(root)
+            root = root._modules[name]  # type: ignore[assignment]
+
+    def hold(self, values: dict, *names: str) -> None:
+        """What a dict has under these names, None where it has nothing; a dict there is copied, to be compared."""
+        for name in names:
+            self._hold(self._others, values, name)
+
+    def _hold(self, columns: tuple[list[dict], list[str], list[Any]], values: dict, name: str) -> None:
+        if (id(values), name) not in self._held:  # the paths of leaves have their beginnings in common
+            self._held.add((id(values), name))
+            value = values.get(name)
+            if columns is self._others and isinstance(value, dict):
+                value = value.copy()
+            columns[0].append(values)
+            columns[1].append(name)
+            columns[2].append(value)
+
+    # ----------------------------------------------------------------------------------------------------------------
+    # Whether it is still so. By maps, which make no Python frame or loop: this is the longest of all that stands before
+    # a short text.
+
+    def has_hooks(self) -> bool:
+        """Whether a module that was watched has hooks now, or every module has."""
+        return has_global_hooks() or any(map(dict.get, *self._absent))
+
+    def is_same(self) -> bool:
+        """Whether the same modules hold the same tensors, hooks left aside."""
+        tensor_dicts, tensor_names, tensors = self._tensors
+        dicts, names, values = self._others
+        parents, children = self._parents
+        return (
+            all(map(is_, map(dict.get, tensor_dicts, tensor_names), tensors))
+            and list(map(dict.get, dicts, names)) == values
+            and list(map(_children_of, parents)) == children
+            and list(map(type, self.modules)) == self._kinds
+            and (not self._with_memory or list(map(_memory_of, self._located)) == self._memory)
+        )
+
+    def is_current(self) -> bool:
+        return not self.has_hooks() and self.is_same()
+
+
+def _memory_of(t: torch.Tensor) -> tuple:
+    """A dtype has come and gone where a model was converted and back: its old address may be another's by then."""
+    return t.data_ptr(), t.dtype
+
+
+class Remembered:
+    """An answer for each root, for as long as the root lives, the tree is what it was and the question is the same.
+
+    Only eager calls may ask here. A graph of torch.compile guards what it has read of a model, but not which entry of a
+    table it found: two models that share one compilation would share one model's weights.
+    """
+
+    def __init__(self) -> None:
+        self._answers: WeakKeyDictionary[nn.Module, tuple[Any, Snapshot, Any]] = WeakKeyDictionary()
+
+    def get(self, root: nn.Module, question: Any) -> Any:
+        """None where there is none, or not any more: what it held of the tree is let go."""
+        found = self._answers.get(root)
+        if found is not None and found[0] == question and found[1].is_current():
+            return found[2]
+        self.forget(root)
+        return None
+
+    def put(self, root: nn.Module, question: Any, snapshot: Snapshot, answer: Any) -> None:
+        self._answers[root] = question, snapshot, answer
+
+    def forget(self, root: nn.Module) -> None:
+        self._answers.pop(root, None)

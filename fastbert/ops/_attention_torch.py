@@ -1,0 +1,213 @@
+"""The torch backend of attention: plain, traceable, differentiable PyTorch.
+
+Batched products want equal lengths. Sequences are grouped into buckets of nearly equal length, so that a batch needs
+a handful of calls and little padding, and a bucket of exactly equal lengths needs no mask. docs/attention.md has the
+measurements against the alternatives (a loop, one padded call, nested tensors).
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+
+from fastbert.backend import Backend, asked_for
+from fastbert.ops._common import at_least_fp32, needs_grad
+from fastbert.ops.dropout import dropout_torch
+from fastbert.ops.packing import check_offsets, check_offsets_on_cpu, token_sequences
+
+
+class _Bucket:
+    """Sequences of nearly one length: where their tokens are, and which slots of the padded rectangle are real."""
+
+    __slots__ = ("mask", "num_sequences", "real_slots", "span", "token_index", "tokens", "width")
+
+    def __init__(self, starts: list[int], lengths: list[int], device: torch.device):
+        self.num_sequences, self.width = len(starts), max(lengths)
+        starts_t, lengths_t = torch.tensor(starts), torch.tensor(lengths)
+        slot = torch.arange(self.width).expand(self.num_sequences, -1)
+        real = slot < lengths_t[:, None]
+        # A padding slot repeats its own sequence's last token: what is masked never comes from another sequence, so
+        # not even a NaN crosses from one to the next.
+        index = (starts_t[:, None] + torch.minimum(slot, lengths_t[:, None] - 1)).flatten()
+        first, tokens = starts[0], self.num_sequences * self.width
+        equal = bool(real.all())
+        contiguous = equal and starts == list(range(first, first + tokens, self.width))
+        self.span = (first, first + tokens) if contiguous else None  # a plain view serves, no gather
+        self.token_index = index.to(device)
+        self.mask = None if equal else real[:, None, None, :].to(device)
+        self.real_slots = None if equal else real.flatten().nonzero().flatten().to(device)
+        self.tokens = self.token_index if self.real_slots is None else self.token_index[self.real_slots]
+
+
+def make_buckets(lengths: list[int], device: torch.device) -> list[_Bucket]:
+    """Groups of sequences within 1/8 (at least 16 tokens) of their longest; zero-length ones are in no group."""
+    starts, total = [], 0
+    for length in lengths:
+        starts.append(total)
+        total += length
+    if len(set(lengths)) == 1 and total:
+        return [_Bucket(starts, lengths, device)]
+    groups: list[list[int]] = []
+    for i in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i)):
+        longest = lengths[groups[-1][0]] if groups else 0
+        if groups and lengths[i] > longest - max(16, longest // 8):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return [_Bucket([starts[i] for i in g], [lengths[i] for i in g], device) for g in groups]
+
+
+# Scores are written down this many bytes at a time: they stay in the second-level cache, and the allocator hands the
+# same memory out again instead of faulting in fresh pages, which cost three times the products.
+_SCORE_BYTES = 2 << 20
+
+
+def _writes_scores(q, width: int) -> bool:
+    """Whether writing the scores down beats SDPA: on CPUs, where it also errs less in backward.
+
+    Measured on a 2-core AVX-512-BF16 machine, 12 heads of 64 (docs/attention.md): bf16 is 2x faster forward and 1.5-4x
+    with backward, up to 1024 tokens; fp32 is up to 1.3x faster, up to 256. Backward keeps width^2 probabilities a head,
+    which bounds its width.
+    """
+    if q.device.type != "cpu":
+        return False
+    if q.dtype in (torch.bfloat16, torch.float16):
+        return width <= (512 if q.requires_grad else 1024)
+    return width <= 256
+
+
+def _written_attention(q, k, v, mask, options):
+    """As _rectangle_attention, by way of the scores; q, k, v (num_sequences, num_heads, width, head_dim)."""
+    num_sequences, num_heads, width, head_dim = q.shape
+    softmax_scale = options.softmax_scale
+    rows = num_sequences * num_heads
+    chunk = rows if torch.compiler.is_compiling() else max(1, _SCORE_BYTES // max(1, width * width * q.element_size()))
+    splits = [t.reshape(rows, width, head_dim).split(max(1, chunk)) for t in (q, k, v)]
+    if mask is None:
+        padding = [None] * len(splits[0])
+    else:
+        padding = (~mask).expand(-1, num_heads, -1, -1).reshape(rows, mask.shape[2], width).split(max(1, chunk))
+    pieces = []
+    for qs, ks, vs, padded in zip(*splits, padding, strict=True):
+        if abs(softmax_scale) < torch.finfo(torch.float32).tiny:
+            # On CPUs baddbmm returns memory that nobody has written where alpha is 0, or 0 in fp32 (bf16, torch 2.13).
+            scores = torch.bmm(qs, ks.mT) * softmax_scale
+        else:
+            # alpha scales the GEMM's fp32 accumulator; with beta = 0 the first operand is never read.
+            scores = torch.baddbmm(
+                q.new_zeros(()).expand(qs.shape[0], width, width), qs, ks.mT, beta=0, alpha=softmax_scale
+            )
+        if padded is not None:
+            scores.masked_fill_(padded, -math.inf)
+        pieces.append(torch.bmm(dropout_torch(scores.softmax(-1), options.dropout_p), vs))
+    out = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return out.view(num_sequences, num_heads, width, head_dim)
+
+
+def _rectangle_attention(q, k, v, mask, options):
+    """q, k, v (num_sequences, width, num_heads, head_dim) -> q's shape; mask (num_sequences, 1, 1 or width, width)."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    has_window = mask is not None and mask.shape[2] > 1  # SDPA's gradients err more where a query sees few keys
+    is_twice = asked_for(None) is Backend.TORCH and needs_grad(q, k, v)  # SDPA's kernels are differentiable once
+    if has_window or is_twice or _writes_scores(q, q.shape[2]):
+        out = _written_attention(q, k, v, mask, options)
+    else:
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=options.dropout_p, scale=options.softmax_scale
+        )
+    return out.transpose(1, 2)
+
+
+def _zeros_of_nothing(shape, *operands):
+    """The result where there is no sequence to see. It keeps the graph: every gradient is defined, and zero."""
+    return operands[0].new_zeros(shape) + sum(t[:0].sum() for t in operands)
+
+
+def _attention_bucketed(q, k, v, buckets, options):
+    total_tokens, num_heads, head_dim = q.shape
+    pieces, order = [], []
+    for b in buckets:
+        shape = (b.num_sequences, b.width, num_heads, head_dim)
+        if b.span is not None:
+            operands = [t[b.span[0] : b.span[1]].view(shape) for t in (q, k, v)]
+        else:
+            operands = [t.index_select(0, b.token_index).view(shape) for t in (q, k, v)]
+        out = _rectangle_attention(*operands, b.mask, options).reshape(-1, num_heads, head_dim)
+        pieces.append(out if b.real_slots is None else out.index_select(0, b.real_slots))
+        order.append(b.tokens)
+    if len(buckets) == 1 and buckets[0].span == (0, total_tokens):
+        return pieces[0]
+    if not pieces:
+        return _zeros_of_nothing(q.shape, q, k, v)
+    # Tokens of no bucket (slack rows beyond cu_seqlens[-1]) stay zero. Autocast may lower the dtype.
+    return pieces[0].new_zeros(q.shape).index_copy(0, torch.cat(order), torch.cat(pieces))
+
+
+def _padded_slots(total_tokens, cu_seqlens, max_seqlen):
+    """(batch, max_seqlen) token index of each slot, and whether the slot is real; no host sync, traceable."""
+    starts, lengths = cu_seqlens[:-1].long(), (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+    slot = torch.arange(max_seqlen, device=cu_seqlens.device)
+    real = slot < lengths[:, None]
+    last = (lengths - 1).clamp(min=0)
+    index = (starts[:, None] + torch.minimum(slot, last[:, None])).clamp(max=max(total_tokens - 1, 0))
+    return index, real
+
+
+def _attention_padded(q, k, v, cu_seqlens, max_seqlen, options):
+    """One SDPA call on the (batch, max_seqlen) rectangle: what torch.compile traces, with no data-dependent shape."""
+    total_tokens, window_size = q.shape[0], options.window_size
+    if 0 in (total_tokens, cu_seqlens.shape[0] - 1, max_seqlen):
+        return _zeros_of_nothing(q.shape, q, k, v)
+    index, real = _padded_slots(total_tokens, cu_seqlens, max_seqlen)
+    operands = [t.index_select(0, index.flatten()).view(*index.shape, *t.shape[1:]) for t in (q, k, v)]
+    # A sequence without tokens attends to slot 0, which is then dropped: no row is fully masked.
+    mask = (real | (torch.arange(max_seqlen, device=q.device) == 0))[:, None, None, :]
+    if max(window_size) >= 0:
+        # A query sees itself whatever the window, in padding too: no row is fully masked.
+        mask = mask & _window(max_seqlen, window_size, q.device) | torch.eye(
+            max_seqlen, dtype=torch.bool, device=q.device
+        )
+    out = _rectangle_attention(*operands, mask, options)
+    # Back to tokens: token t of sequence s sits in slot (s, t - start(s)).
+    sequence, inside = token_sequences(cu_seqlens, total_tokens)
+    slot = (torch.arange(total_tokens, device=q.device) - cu_seqlens[sequence].long()).clamp(max=max_seqlen - 1)
+    flat = (sequence * max_seqlen + slot).clamp(min=0)
+    out = out.reshape(-1, *q.shape[1:]).index_select(0, flat)
+    return torch.where(inside[:, None, None], out, 0.0)
+
+
+def _window(width, window_size, device):
+    """(width, width): whether a query (row) sees a key (column)."""
+    left, right = (width if side < 0 else side for side in window_size)
+    distance = torch.arange(width, device=device)[None, :] - torch.arange(width, device=device)[:, None]
+    return (distance >= -left) & (distance <= right)
+
+
+def attention_torch(q, k, v, cu_seqlens, max_seqlen, options, cache):
+    if torch.compiler.is_compiling() or max(options.window_size) >= 0:
+        check_offsets_on_cpu("attention", cu_seqlens, q.shape[0], max_seqlen)
+        return _attention_padded(q, k, v, cu_seqlens, max_seqlen, options)
+    buckets = None if cache is None else cache.get("torch_buckets")
+    if buckets is None:
+        offsets = cu_seqlens.tolist()
+        check_offsets("attention", offsets, q.shape[0])
+        buckets = make_buckets([stop - start for start, stop in pairwise(offsets)], q.device)
+        if cache is not None:
+            cache["torch_buckets"] = buckets
+    return _attention_bucketed(q, k, v, buckets, options)
+
+
+def attention_probs_torch(q, k, cu_seqlens, max_seqlen, softmax_scale):
+    """(batch, num_heads, max_seqlen, max_seqlen); zero where a query or key slot is padding."""
+    check_offsets_on_cpu("attention_probs", cu_seqlens, q.shape[0], max_seqlen)
+    if q.shape[0] == 0:
+        return _zeros_of_nothing((cu_seqlens.shape[0] - 1, q.shape[1], max_seqlen, max_seqlen), q, k)
+    index, real = _padded_slots(q.shape[0], cu_seqlens, max_seqlen)
+    q, k = (t.index_select(0, index.flatten()).view(*index.shape, *t.shape[1:]).transpose(1, 2) for t in (q, k))
+    scores = at_least_fp32(q @ k.transpose(-1, -2)) * softmax_scale
+    scores = scores.masked_fill(~real[:, None, None, :], -math.inf)
+    both = real[:, None, None, :] & real[:, None, :, None]
+    return torch.where(both, scores.softmax(-1), 0.0).to(q.dtype)

@@ -1,0 +1,200 @@
+"""What all ops share: whether a backend's kernels are there, how they are registered, and autograd around them.
+
+The backend stands in a registered op's name, so the choice is visible in profiles and compiled graphs, and each name
+has one kernel per dispatch key (docs/design.md, Ops). The C++ extension registers its kernels when it is loaded; a
+Triton kernel is imported by its first call.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from fastbert.backend import Backend
+
+# --------------------------------------------------------------------------------------------------------------------
+# Availability: asked once, in `supports`, never at import.
+
+_extension_error: str | None = "not asked yet"
+
+
+def extension_error() -> str | None:
+    """None when the C++ extension is loaded, else why it is not. ValueError: FASTBERT_ISA is none that runs here."""
+    global _extension_error
+    if _extension_error == "not asked yet":
+        try:
+            from fastbert import _C  # loading it registers its kernels
+        except ModuleNotFoundError as error:
+            _extension_error = f"the C++ extension is not built ({error})"
+        except ImportError as error:  # mostly a symbol that another torch had
+            _extension_error = f"the C++ extension does not load, build it for this torch ({error})"
+        else:
+            if (isa := os.environ.get("FASTBERT_ISA")) is not None:
+                _hold_down(_C, isa)
+            _extension_error = None
+    return _extension_error
+
+
+def _hold_down(extension: ModuleType, isa: str) -> None:
+    try:
+        extension.set_isa(isa)
+    except ValueError as error:
+        raise ValueError(f"FASTBERT_ISA: {error}") from None
+
+
+_triton_error: str | None = "not asked yet"
+
+
+def triton_error() -> str | None:
+    """None when Triton can be imported, else why not."""
+    global _triton_error
+    if _triton_error == "not asked yet":
+        try:
+            import triton  # noqa: F401
+
+            _triton_error = None
+        except ImportError as error:
+            _triton_error = f"Triton is not installed ({error})"
+    return _triton_error
+
+
+def cuda_error() -> str | None:
+    """None when the C++ extension is loaded with its CUDA part, else why not."""
+    if extension_error() is not None:
+        return extension_error()
+    from fastbert._C import has_cuda
+
+    return None if has_cuda else "the C++ extension was built without its CUDA part"
+
+
+# What torch.compiler.assume_constant_result does, without its import of torch._dynamo (0.7 s): a trace calls these
+# functions instead of tracing their imports, also when it is the process's first call.
+for _asked_once in (extension_error, triton_error, cuda_error):
+    _asked_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def triton_objection(x: torch.Tensor) -> str | None:
+    """Why Triton's kernels cannot run on x: no GPU and no interpreter, no Triton, or a dtype that they do not have."""
+    if x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"tensors are on {x.device.type}"
+    if x.device.type != "cuda" and torch.compiler.is_compiling():
+        return "the Triton interpreter does not run under torch.compile"
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"dtype {x.dtype} (has float32, bfloat16 and float16)"
+    return triton_error()
+
+
+def cuda_objection(x: torch.Tensor, max_columns: int | None = 8192) -> str | None:
+    """Why the CUDA kernels cannot run on x (total_tokens, width); max_columns None: they do not keep whole rows."""
+    if x.device.type != "cuda":
+        return f"tensors are on {x.device.type}"
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"dtype {x.dtype} (has float32, bfloat16 and float16)"
+    if max_columns is not None and x.shape[-1] > max_columns:
+        return f"rows have {x.shape[-1]} columns, the kernels keep up to {max_columns} in registers"
+    return cuda_error()
+
+
+def needs_grad(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd must record this call."""
+    if torch.is_grad_enabled():
+        for t in tensors:  # not any(): a generator takes longer than all of them
+            if t is not None and t.requires_grad:
+                return True
+    return False
+
+
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype of a product of x: autocast's where it is on, as F.linear has it."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def at_least_fp32(x: torch.Tensor) -> torch.Tensor:
+    """Sums and losses run in fp32, or in fp64 where that is what came in."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def check_devices(op: str, **tensors: torch.Tensor | None) -> None:
+    """Raise ValueError, naming both devices, unless all of an op's tensors are where the first of them is."""
+    device = None
+    for name, t in tensors.items():
+        if t is None:
+            continue
+        if device is None:
+            device, first = t.device, name
+        elif t.device != device:
+            raise ValueError(f"{op}: {name} is on {t.device}, {first} on {device}; all must be on one device")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Registration
+
+
+def define(name: str, schema: str, fake: Callable) -> Callable[..., Any]:
+    """Register fastbert::{name}, whose kernels the C++ extension brings, and return it."""
+    torch.library.define(f"fastbert::{name}", schema)
+    torch.library.register_fake(f"fastbert::{name}", fake)
+    return getattr(torch.ops.fastbert, name)
+
+
+def define_triton(op: str, schema: str, module: str, fake: Callable) -> Callable[..., Any]:
+    """Register fastbert::{op}_triton, function `op` of fastbert.kernels.{module}, and return it.
+
+    Its CPU key is for TRITON_INTERPRET=1, which tests the kernels without a GPU.
+    """
+    kernel = None
+
+    def implementation(*args):
+        nonlocal kernel
+        if kernel is None:
+            kernel = getattr(importlib.import_module(f"fastbert.kernels.{module}"), op)
+        return kernel(*args)
+
+    registered = define(f"{op}_triton", schema, fake)
+    for key in ("CUDA", "CPU"):
+        torch.library.impl(f"fastbert::{op}_triton", key, implementation)
+    return registered
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Autograd
+
+
+class Rule(NamedTuple):
+    """How an op is differentiated, for every backend that has kernels of it.
+
+    forward(backend, options, *tensors) returns the result, or a tuple of results, and the tensors that backward wants.
+    backward(backend, options, needed, saved, *gradients of the results) returns a gradient for each of `tensors`;
+    `needed` says which of them take one, what stands at the others' places does not matter.
+    """
+
+    forward: Callable[..., tuple]
+    backward: Callable[..., Any]
+    materialize_grads: bool = True  # False: the gradient of a result that nobody used is None, not a tensor of zeros
+
+
+class Differentiable(torch.autograd.Function):
+    """Autograd around the registered forward and backward of any op: apply(rule, backend, options, *tensors)."""
+
+    @staticmethod
+    def forward(ctx, rule: Rule, backend: Backend, options, *tensors):
+        results, saved = rule.forward(backend, options, *tensors)
+        ctx.save_for_backward(*saved)
+        if not rule.materialize_grads:
+            ctx.set_materialize_grads(False)
+        ctx.call = (rule, backend, options)
+        return results
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *douts):
+        rule, backend, options = ctx.call
+        needed = ctx.needs_input_grad[3:]
+        gradients = rule.backward(backend, options, needed, ctx.saved_tensors, *douts)
+        return None, None, None, *[g if wanted else None for g, wanted in zip(gradients, needed, strict=True)]

@@ -1,0 +1,306 @@
+"""A batch that is packed and checked on the host before it goes to the device: no model waits for it there.
+
+Whoever makes batches (a collate function, a DataLoader's worker) calls `pack_inputs`, whoever trains calls
+`model(packed.to(device))`; docs/packing.md has an example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from fastbert.packing import InputError, PackedBatch
+
+# What a model's forward takes of a PackedInputs, by its own argument names.
+_IDS = ("input_ids", "token_type_ids", "position_ids")
+_ENCODER_FIELDS = (*_IDS, "batch")
+_SEQUENCE_LABELS = ("start_positions", "end_positions", "next_sentence_label", "sentence_order_label")
+_FIELDS = (*_ENCODER_FIELDS, "num_choices", "labels", *_SEQUENCE_LABELS)
+# In `PackedBatch.bounds`: the ids that a mask hides before a sequence's last token. Some families count them.
+MASKED_IDS = "masked input_ids"
+
+
+class PackedInputs(Mapping[str, Any]):
+    """What `pack_inputs` makes: `model(packed)` and `model(**packed)` give what the batch itself would give.
+
+    Its fields are arguments of a model's forward, those only that were given: `input_ids`, `token_type_ids` and
+    `position_ids`, int64 (total_tokens,); `batch`, the PackedBatch that says which tokens are whose; `labels`, in the
+    layout that they were given in, and the labels of other names; `num_choices`.
+
+    It never changes. One with other fields is made by `pack_inputs`, which looks at their values, too: models take its
+    word for them.
+    """
+
+    __slots__ = ("_fields",)
+
+    def __init__(self, fields: Mapping[str, Any]):
+        """From the fields of another one, moved or copied: so DataLoader's pin_memory and trainers rebuild mappings."""
+        unknown = [name for name in fields if name not in _FIELDS]
+        if unknown or "input_ids" not in fields or not isinstance(fields.get("batch"), PackedBatch):
+            raise InputError(
+                f"fields {', '.join(map(repr, fields)) or 'of no name'} make no PackedInputs; use fastbert.pack_inputs"
+            )
+        self._fields = dict(fields)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def __repr__(self) -> str:
+        batch = self._fields["batch"]
+        shape = f"{batch.batch_size} sequences, {batch.total_tokens} tokens, {batch.cu_seqlens.device}"
+        return f"PackedInputs({shape}: {', '.join(self)})"
+
+    def __reduce__(self) -> tuple:
+        return PackedInputs, (self._fields,)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedInputs:
+        """The same batch on another device."""
+        return self._moved(lambda value: value.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> PackedInputs:
+        """The same batch in page-locked memory, from which `.to(device, non_blocking=True)` does not wait."""
+        return self._moved(lambda value: value.pin_memory())
+
+    def _moved(self, move: Callable[[Any], Any]) -> PackedInputs:
+        return PackedInputs({name: v if isinstance(v, int) else move(v) for name, v in self._fields.items()})
+
+
+def arguments_of(packed: PackedInputs, *others: Any) -> tuple:
+    """The arguments of an encoder's `prepare`; InputError where others than a PackedInputs were given."""
+    if any(value is not None for value in others):
+        raise InputError("a PackedInputs is all of a batch: give the rest of it to fastbert.pack_inputs")
+    input_ids, token_type_ids, position_ids = map(packed.get, _IDS)
+    return input_ids, None, token_type_ids, position_ids, None, None, None, packed["batch"]
+
+
+def labels_of(packed: PackedInputs, given: dict[str, Any]) -> dict[str, Any]:
+    """What a head takes beside its encoder's arguments; InputError where it was `given` labels otherwise, too."""
+    if given:
+        raise InputError(f"{', '.join(given)} and a PackedInputs exclude each other: fastbert.pack_inputs takes labels")
+    return {name: value for name, value in packed.items() if name not in _ENCODER_FIELDS}
+
+
+def pack_inputs(
+    input_ids: Any,
+    attention_mask: Any = None,
+    token_type_ids: Any = None,
+    position_ids: Any = None,
+    *,
+    labels: Any = None,
+    start_positions: Any = None,
+    end_positions: Any = None,
+    next_sentence_label: Any = None,
+    sentence_order_label: Any = None,
+) -> PackedInputs:
+    """Pack and check a batch on the host, labels included.
+
+    Args:
+        input_ids: a list of sequences, each a list (array, tensor) of ids; or a padded tensor (batch, seqlen). Multiple
+            choice: a list of examples, each a list of as many sequences; or (batch, num_choices, seqlen).
+        attention_mask, token_type_ids, position_ids: in the same form. The mask of a padded tensor has padding on any
+            side, and holes; in lists 0 may stand behind a sequence's last token only.
+        labels: integers for every token, in the form of input_ids, -100 where a token has none; or one for every
+            sequence (example, for multiple choice), (batch,). Floats, (batch,) or (batch, num_labels), are always of
+            sequences: values of a regression, or several labels at once.
+        start_positions, end_positions, next_sentence_label, sentence_order_label: (batch,) integers; positions count as
+            the model's forward says: columns of a padded tensor, places in the sequence of a list.
+
+    Returns:
+        A PackedInputs on the CPU. A model gives for it, bit for bit, what it gives for the batch that it was made from:
+        from a padded tensor (batch, seqlen, ...) outputs with zeros at padding, from lists (total_tokens, ...) ones.
+
+    Raises:
+        InputError: a form, length, dtype or device that does not fit. Ids and labels are compared with a model's tables
+            when it is called: by the smallest and the largest, which are noted here, without a wait.
+    """
+    ids, num_choices = _without_choices(input_ids)
+    tokens = {
+        name: _without_choices(values, num_choices, name)[0]
+        for name, values in (("token_type_ids", token_type_ids), ("position_ids", position_ids))
+        if values is not None
+    }
+    mask = None if attention_mask is None else _without_choices(attention_mask, num_choices, "attention_mask")[0]
+    per_token = None
+    if labels is not None and (per_token := _token_labels(labels, num_choices)) is not None:
+        tokens["labels"] = per_token
+    pack = _pack_padded if _is_array(ids) else _pack_lists
+    batch, fields, masked_ids = pack(ids, mask, tokens)
+
+    packed_labels = None
+    if per_token is not None:
+        packed_labels = batch.pack(fields["labels"]) if batch.seqlen is not None else fields["labels"]
+    others = (start_positions, end_positions, next_sentence_label, sentence_order_label)
+    given = dict(zip(_SEQUENCE_LABELS, others, strict=True)) | ({"labels": labels} if per_token is None else {})
+    num_examples = batch.batch_size // (num_choices or 1)
+    for name, values in given.items():
+        if values is not None:
+            fields[name] = _sequence_labels(name, values, num_examples)
+    # What models compare with their tables: real tokens' ids and labels, -100 being no label.
+    seen = {name: packed_labels if name == "labels" and packed_labels is not None else t for name, t in fields.items()}
+    bounds = {name: _ends(t if name in _IDS else t.where(t != -100, 0)) for name, t in seen.items() if _is_integer(t)}
+    if masked_ids.numel():
+        bounds[MASKED_IDS] = _ends(masked_ids)
+    labelled = None if packed_labels is None else (packed_labels != -100).nonzero().flatten()
+    fields["batch"] = replace(batch, bounds=bounds, labelled=labelled)
+    if num_choices is not None:
+        fields["num_choices"] = num_choices
+    return PackedInputs({name: fields[name] for name in _FIELDS if name in fields})
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Forms: one tensor, or a list of sequences
+
+
+def _is_array(values: Any) -> bool:
+    """A tensor or a NumPy array, whose rows are of one length."""
+    return hasattr(values, "shape") and hasattr(values, "dtype")
+
+
+def _is_many(values: Any) -> bool:
+    return len(values.shape) > 0 if _is_array(values) else isinstance(values, Sequence)
+
+
+def _is_integer(t: torch.Tensor) -> bool:
+    return not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
+
+
+def _tensor(name: str, values: Any) -> torch.Tensor:
+    try:
+        t = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise InputError(f"{name} makes no tensor: {error}") from None
+    if not t.is_cpu:
+        raise InputError(f"{name} is on {t.device}; pack_inputs works on the host: move what it returns")
+    return t
+
+
+def _integers(name: str, values: Any) -> torch.Tensor:
+    t = _tensor(name, values)
+    if t.numel() and not _is_integer(t):
+        raise InputError(f"{name} is {t.dtype}; it must hold integers")
+    return t.long()
+
+
+def _rows(name: str, values: Any) -> Sequence[Any]:
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise InputError(f"{name} is a {type(values).__name__}; it must be a list of sequences, as input_ids is")
+    return values
+
+
+def _without_choices(values: Any, num_choices: int | None = None, name: str = "input_ids") -> tuple[Any, int | None]:
+    """The choices of all examples one after the other, and how many an example has; None where there are none.
+
+    `num_choices`: of the input_ids, where `values` are other fields of them.
+    """
+    if _is_array(values):
+        t = _tensor(name, values)
+        if t.dim() != 3:
+            return t, None
+        if num_choices not in (None, t.shape[1]):
+            raise InputError(f"{name} has {t.shape[1]} choices an example; input_ids has {num_choices}")
+        return t.flatten(0, 1), t.shape[1]
+    rows = _rows(name, values)
+    nested = [isinstance(row, Sequence) and len(row) > 0 and _is_many(row[0]) for row in rows]
+    if not any(nested):
+        return rows, None
+    counts = {len(row) if inner else 0 for row, inner in zip(rows, nested, strict=True)}
+    if len(counts | ({num_choices} - {None})) > 1:
+        raise InputError(f"every example must have as many choices in every field; {name} has {sorted(counts)}")
+    return [choice for row in rows for choice in row], len(rows[0])
+
+
+def _token_labels(labels: Any, num_choices: int | None) -> Any:
+    """The labels if they are integers in two dimensions, of tokens; None if they are of sequences."""
+    if num_choices is not None:
+        return None
+    dim = 2 if _is_array(labels) else 1
+    rows = [labels] if _is_array(labels) else _rows("labels", labels)
+    tensors = [_tensor("labels", row) for row in rows]
+    return labels if any(row.dim() >= dim and (_is_integer(row) or not row.numel()) for row in tensors) else None
+
+
+def _sequence_labels(name: str, values: Any, num_examples: int) -> torch.Tensor:
+    t = _tensor(name, values)
+    if t.dim() == 0 or t.shape[0] != num_examples:
+        raise InputError(f"{name} has shape {tuple(t.shape)}; there are {num_examples} sequences")
+    if t.is_floating_point() and name == "labels":
+        return t
+    return _integers(name, t)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Packing: the batch, its fields, and the ids before a sequence's last token that a mask hides
+
+
+def _pack_padded(ids: Any, mask: Any, tokens: dict[str, Any]) -> tuple[PackedBatch, dict, torch.Tensor]:
+    ids = _integers("input_ids", ids)
+    if ids.dim() != 2 or 0 in ids.shape:
+        raise InputError(f"input_ids has shape {tuple(ids.shape)}; it must be (batch, seqlen), both at least 1")
+    grid = {"input_ids": ids}
+    for name, values in tokens.items():
+        grid[name] = t = _integers(name, values)
+        if name == "position_ids" and t.dim() == 2 and t.shape[0] == 1:
+            grid[name] = t = t.expand(ids.shape)  # as transformers, one row for the whole batch
+        if t.shape != ids.shape:
+            raise InputError(f"{name} has shape {tuple(t.shape)}; input_ids has {tuple(ids.shape)}")
+    mask = None if mask is None else _tensor("attention_mask", mask)
+    batch = PackedBatch.from_mask(mask, ids.shape[0], ids.shape[1], ids.device)
+    hidden = ids[:0].flatten()
+    if batch.indices is not None:
+        assert mask is not None
+        real = mask != 0
+        hidden = ids[~real & real.flip(1).cummax(1).values.flip(1)]
+    # Labels stay as they are: what is read of a model's outputs has their layout.
+    return batch, {name: t if name == "labels" else batch.pack(t) for name, t in grid.items()}, hidden
+
+
+def _pack_lists(ids: Any, mask: Any, tokens: dict[str, Any]) -> tuple[PackedBatch, dict, torch.Tensor]:
+    lists = {"input_ids": ids, **tokens}
+    rows = {name: [_row(name, row) for row in _rows(name, given)] for name, given in lists.items()}
+    lengths = [row.numel() for row in rows["input_ids"]]
+    if not lengths:
+        raise InputError("an empty batch: input_ids holds no sequence")
+    masks = None if mask is None else [_row("attention_mask", row) for row in _rows("attention_mask", mask)]
+    for name, given in {**rows, **({} if masks is None else {"attention_mask": masks})}.items():
+        if len(given) != len(lengths):
+            raise InputError(f"{name} has {len(given)} sequences; input_ids has {len(lengths)}")
+        for i, (row, length) in enumerate(zip(given, lengths, strict=True)):
+            if row.numel() != length:
+                raise InputError(f"{name} has {row.numel()} values for sequence {i}, which has {length} tokens")
+    if masks is not None:
+        for i, row in enumerate(masks):
+            lengths[i] = int(row.sum())
+            if not torch.equal(row, (torch.arange(row.numel()) < lengths[i]).long()):
+                raise InputError(
+                    f"attention_mask of sequence {i} is not ones and then zeros; give input_ids as a tensor for"
+                    " padding elsewhere"
+                )
+    offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    batch = PackedBatch(None, offsets, max(lengths), len(lengths), None, sum(lengths))
+    packed = {name: torch.cat([row[:n] for row, n in zip(given, lengths, strict=True)]) for name, given in rows.items()}
+    return batch, packed, packed["input_ids"][:0]
+
+
+def _row(name: str, values: Any) -> torch.Tensor:
+    row = _integers(name, values)
+    if row.dim() != 1:
+        raise InputError(f"{name} holds a sequence of shape {tuple(row.shape)}; it must be a list of lists of integers")
+    return row
+
+
+def _ends(t: torch.Tensor) -> tuple[int, int]:
+    """The smallest and the largest; 0, which every table has, where there is none."""
+    if not t.numel():
+        return 0, 0
+    low, high = t.aminmax()
+    return int(low), int(high)

@@ -1,0 +1,156 @@
+"""Layers as one op are an offer: asked for cheapest first, refused with a reason, and never met by plain torch."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from fastbert.cli.report import doctor_lines
+from fastbert.ops._library import extension_error
+from test_fused_layers import IDS, MASK, make, query
+
+import fastbert
+from fastbert import ops
+from fastbert.backend import offer, register_offer, use_backend
+from fastbert.layers import fused
+from fastbert.layers.encoder import EncoderLayer
+
+has_kernels = pytest.mark.skipif(extension_error() is not None, reason=str(extension_error()))
+
+
+@pytest.fixture
+def looks(monkeypatch) -> list[str]:
+    """What was made of a tree: the operands that its leaves hold, and what to remember them by."""
+    made: list[str] = []
+
+    def count(name: str) -> None:
+        function = getattr(fused, name)
+
+        def counted(*args):
+            made.append(name)
+            return function(*args)
+
+        monkeypatch.setattr(fused, name, counted)
+
+    count("_operands")
+    count("_snapshot")
+    return made
+
+
+def answer(model: fastbert.BertModel, x: torch.Tensor, layer_type=EncoderLayer):
+    """What is answered for all of a model's layers, without a call of them."""
+    family, config = model.family, model.config
+    paths = family.layer_paths(config)
+    return fused.offer_layers(model, paths, layer_type, family.layer, family.layer_options(config), x)
+
+
+@pytest.mark.parametrize("device", ("meta", "cpu"))
+def test_no_tree_is_looked_at_where_the_tensor_decides(device, looks):
+    """As on a GPU, which has no such op: what decides is the hidden states' device, dtype and shape."""
+    dtype = torch.float32 if device == "meta" else torch.float64
+    reason = answer(make(), torch.empty(7, 32, device=device, dtype=dtype))
+    assert ("meta" if device == "meta" else "float64") in reason and looks == []
+
+
+@has_kernels
+@pytest.mark.parametrize("mode", ("torch", "triton", "autocast", "gradients", "dtype"))
+def test_no_tree_is_looked_at_where_the_modes_decide(mode, looks):
+    model = make()
+    model.double() if mode == "dtype" else model
+    with (
+        torch.set_grad_enabled(mode == "gradients"),
+        torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"),
+        use_backend(mode if mode == "torch" else "auto"),
+    ):
+        if mode == "triton":  # whose other kernels need a GPU
+            with use_backend("triton"):
+                assert answer(model, torch.empty(7, 32)) == "triton, the backend that was asked for, does not have it"
+        else:
+            model(IDS, MASK)
+    assert looks == []
+
+
+@has_kernels
+def test_the_tree_is_looked_at_once(looks):
+    model = make()
+    with torch.no_grad():
+        for _ in range(3):
+            model(IDS, MASK)
+        assert looks == ["_operands", "_snapshot"]
+        query(model).weight = torch.nn.Parameter(query(model).weight * 2)
+        model(IDS, MASK)
+    assert looks == ["_operands", "_snapshot"] * 2
+
+
+def hook_a_leaf(model):
+    query(model).register_forward_hook(lambda *_: None)
+
+
+def hook_a_container(model):
+    model.encoder.layer[1].attention.register_forward_hook(lambda *_: None)
+
+
+def train_a_layer(model):
+    model.encoder.layer[2].train()
+
+
+REASONS = {
+    hook_a_leaf: r"encoder.layer.1.attention.self.query is no plain module \(Linear; hooks, ",
+    hook_a_container: r"encoder.layer.1.attention is no plain module \(Container; hooks, ",
+    train_a_layer: "a layer is in training mode",
+    lambda model: model.half(): "x is torch.float32 on cpu, the weights torch.float16 on cpu",
+}
+
+
+@has_kernels
+@pytest.mark.parametrize(("change", "reason"), REASONS.items())
+def test_the_reason_names_what_is_in_the_way(change, reason):
+    model = make()
+    with torch.inference_mode():
+        assert callable(answer(model, torch.empty(7, 32)))
+        change(model)
+        found = answer(model, torch.empty(7, 32))
+    assert isinstance(found, str) and re.match(reason, found), found
+
+
+@pytest.fixture
+def pairs(monkeypatch):
+    """An offer of two backends, the first of which takes no more than 2 rows."""
+    monkeypatch.setattr(fastbert.backend, "_supports", {})
+    monkeypatch.setattr(fastbert.backend, "_offers", {})
+    monkeypatch.setitem(fastbert.backend.ORDER, "cpu", (fastbert.Backend.CPU, fastbert.Backend.TRITON))
+    few = lambda x: None if len(x) <= 2 else f"{len(x)} rows"  # noqa: E731
+    positive = lambda x, operands: None if operands > 0 else f"{operands} is not positive"  # noqa: E731
+    register_offer("pair", fastbert.Backend.CPU, few, positive, lambda x, operands, more: ("cpu", operands, more))
+    register_offer("pair", fastbert.Backend.TRITON, lambda x: None, positive, lambda *args: ("triton", *args[1:]))
+
+
+def test_an_offer_is_the_first_that_takes_it(pairs):
+    assert offer("pair", torch.zeros(2), lambda: 5)(7) == ("cpu", 5, 7)
+    assert offer("pair", torch.zeros(3), lambda: 5)(7) == ("triton", 5, 7)
+    assert offer("pair", torch.zeros(3), lambda: -5) == "-5 is not positive"
+    assert offer("pair", torch.zeros(2), lambda: "a reason of the tree's") == "a reason of the tree's"
+    with use_backend("cpu"):
+        assert offer("pair", torch.zeros(3), lambda: 5) == "3 rows"  # by name: no other one, and nothing is raised
+    with use_backend("torch"):
+        assert "torch" in offer("pair", torch.zeros(3), lambda: 5)
+
+
+@has_kernels
+def test_doctor_prints_the_reasons():
+    report = fastbert.backends("cpu", torch.float64)
+    assert report["encoder_layers"]["selected"] == report["encoder_layer"]["selected"] == "torch"
+    assert "float64" in report["encoder_layers"]["cpu"] and report["merged_linears"]["cuda"] == "tensors are on cpu"
+    with torch.no_grad():
+        assert fastbert.backends("cpu")["encoder_layer"]["cpu"] == "it is for training: gradients are off"
+    with use_backend("cpu"):  # which cannot serve: its ops, each of which says so itself, run one by one
+        assert fastbert.backends("cpu", torch.float64)["encoder_layers"]["selected"] == "torch"
+    text = "\n".join(doctor_lines()[0])
+    assert re.search(r"^ +encoder_layers +could +serves +no \[\d\] +no \[\d\]$", text, re.MULTILINE)
+    assert re.search(r"^ +merged_linears +serves +no \[\d\] ", text, re.MULTILINE)
+
+
+def test_every_offer_is_in_ops():
+    assert {"encoder_layer", "encoder_layers", "merged_linears"} == set(fastbert.backend._offers)
+    assert ops.offer is offer

@@ -1,0 +1,118 @@
+"""Whether a tree is still what was looked at: what fused layers, CUDA graphs and `accelerate` all ask."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from fastbert.layers.leaves import ATTRIBUTES, HOOKS, is_plain
+from fastbert.layers.quantized import QuantizedLinear
+from fastbert.layers.snapshot import Remembered, Snapshot
+
+
+def make() -> nn.Module:
+    root = nn.Module()
+    root.norm, root.linear, root.dropout = nn.LayerNorm(4), nn.Linear(4, 4), nn.Dropout(0.1)
+    root.int8 = QuantizedLinear.from_linear(nn.Linear(4, 4))
+    return root
+
+
+def look_at(root: nn.Module, **options) -> Snapshot:
+    snapshot = Snapshot(**options)
+    snapshot.watch_children(root)
+    for child in root.children():
+        snapshot.watch(child, HOOKS)
+    return snapshot
+
+
+def register(hooks: str):
+    def change(root):
+        setattr(root.linear, hooks, OrderedDict({0: print}))
+
+    return change
+
+
+CHANGES = {
+    **{f"{name} of a module": register(name) for name in HOOKS},
+    "forward": lambda root: setattr(root.linear, "forward", print),
+    "class": lambda root: setattr(root.linear, "__class__", nn.Bilinear),
+    "parameter": lambda root: setattr(root.linear, "weight", nn.Parameter(root.linear.weight.detach())),
+    "no parameter": lambda root: setattr(root.linear, "bias", None),
+    "buffer": lambda root: setattr(root.int8, "weight_scale", root.int8.weight_scale.clone()),
+    "child": lambda root: setattr(root, "linear", nn.Linear(4, 4)),
+    "no child": lambda root: delattr(root, "linear"),
+    "one more child": lambda root: root.add_module("other", nn.Linear(4, 4)),
+    "eps": lambda root: setattr(root.norm, "eps", 0.5),
+    "p": lambda root: setattr(root.dropout, "p", 0.5),
+    "input_scale_value": lambda root: setattr(root.int8, "input_scale_value", 0.5),
+}
+
+
+def test_every_attribute_of_the_list_is_tried():
+    assert set(ATTRIBUTES) <= set(CHANGES)
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_is_seen(change):
+    root = make()
+    snapshot = look_at(root)
+    assert snapshot.is_current() and snapshot.is_same()
+    change(root)
+    assert not snapshot.is_current()
+
+
+@pytest.mark.parametrize("name", (*HOOKS, "forward", "class"))
+def test_what_makes_a_leaf_no_plain_one_is_watched(name):
+    root = make()
+    CHANGES[name if name in CHANGES else f"{name} of a module"](root)
+    assert not is_plain(root.linear, nn.Linear)
+
+
+def test_hooks_are_not_the_tree():
+    root = make()
+    snapshot = look_at(root)
+    handle = root.linear.register_forward_hook(lambda *_: None)
+    assert snapshot.is_same() and snapshot.has_hooks()
+    handle.remove()
+    assert snapshot.is_current()
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert snapshot.is_same() and snapshot.has_hooks()
+    handle.remove()
+    assert snapshot.is_current()
+
+
+def test_values_in_place_are_not_the_tree_and_memory_is_where_it_is_asked_for():
+    root = make()
+    plain, located = look_at(root), look_at(root, with_memory=True)
+    with torch.no_grad():
+        root.linear.weight.mul_(2)
+    assert plain.is_current() and located.is_current()
+    root.linear.weight.data = root.linear.weight.data.clone()
+    assert plain.is_current() and not located.is_current()
+
+
+def test_a_dict_is_remembered_by_what_it_held():
+    root = make()
+    snapshot = Snapshot()
+    handle = root.linear.register_forward_hook(lambda *_: None)
+    snapshot.hold(root.linear.__dict__, "_forward_hooks")
+    assert snapshot.is_same()
+    handle.remove()
+    assert not snapshot.is_same()
+
+
+def test_answers_go_with_the_tree_and_with_the_root():
+    root, remembered = make(), Remembered()
+    remembered.put(root, "question", look_at(root), "answer")
+    assert remembered.get(root, "question") == "answer" and remembered.get(make(), "question") is None
+    assert remembered.get(root, "another") is None and remembered.get(root, "question") is None  # it was let go
+    remembered.put(root, "question", look_at(root), "answer")
+    weight = weakref.ref(root.linear.weight)
+    del root
+    gc.collect()
+    assert weight() is None

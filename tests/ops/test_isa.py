@@ -1,0 +1,62 @@
+"""FASTBERT_ISA: the instruction set that the CPU kernels run with, where it is not to be the machine's best."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from command_line import fails, run_python
+
+import fastbert
+from fastbert.cli.doctor import doctor_lines
+from fastbert.ops._common import extension_error
+
+pytestmark = pytest.mark.skipif(extension_error() is not None, reason=str(extension_error()))
+PROGRAM = """
+import torch
+from fastbert import ops
+x = torch.ones(2, 8)
+ops.add_layer_norm(x, x, x[0], x[0])
+from fastbert import _C
+print(_C.isa())
+"""
+
+
+def test_the_kernels_are_held_down():
+    from fastbert import _C
+
+    for isa in (_C.isas()[0], _C.isas()[-1]):
+        done = run_python([sys.executable, "-c", PROGRAM], FASTBERT_ISA=isa)
+        assert done.stdout == f"{isa}\n", done.stderr
+
+
+@pytest.mark.parametrize("name", ("avx3", ""))
+def test_a_name_that_this_machine_cannot_run_is_one_clear_error(name):
+    from fastbert import _C
+
+    message = f"FASTBERT_ISA: this machine cannot run ISA '{name}'; it can run: {', '.join(_C.isas())}"
+    done = run_python([sys.executable, "-c", PROGRAM], FASTBERT_ISA=name)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == f"ValueError: {message}"
+    assert fails("doctor", FASTBERT_ISA=name) == f"fastbert: error: {message}\n"
+
+
+def test_nothing_is_wrong_before_the_kernels_are_used():
+    subprocess.run([sys.executable, "-c", "import fastbert"], env={**os.environ, "FASTBERT_ISA": "avx3"}, check=True)
+
+
+def test_without_bfloat16_products_a_quantized_model_is_float32():
+    from fastbert import _C
+
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    config = fastbert.EncoderConfig.of_family("bert", vocab_size=20, **shape)
+    chosen, expected = _C.isa(), torch.bfloat16 if _C.has_bf16() else torch.float32
+    assert fastbert.quantize(fastbert.BertModel(config)).dtype == expected
+    try:
+        _C.set_isa("generic")
+        assert fastbert.quantize(fastbert.BertModel(config)).dtype == torch.float32
+        assert "bfloat16 checkpoints compute in float32" in "".join(doctor_lines()[0])
+    finally:
+        _C.set_isa(chosen)
