@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -92,8 +91,6 @@ ATTRIBUTES = ("eps", "p", "input_scale_value")  # of a LayerNorm, a Dropout and 
 # Those of every module of a process (torch.nn.modules.module.register_module_forward_hook and its kin).
 _GLOBAL_HOOKS: tuple[dict, ...] = tuple(getattr(torch_module, f"_global{name}") for name in HOOKS)
 
-_own_hooks = attrgetter(*HOOKS)
-
 
 def is_plain(module: nn.Module, kind: type[Leaf]) -> TypeGuard[Leaf]:
     """Whether calling `module` does exactly what its weights say: nothing subclassed, patched or hooked."""
@@ -106,7 +103,7 @@ def has_global_hooks() -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling `module` calls something beside its forward: hooks of its own, or those of every module."""
-    return any(_own_hooks(module)) or any(_GLOBAL_HOOKS)
+    return any([getattr(module, name) for name in HOOKS]) or any(_GLOBAL_HOOKS)
 
 
 def is_linear(module: nn.Module) -> bool:

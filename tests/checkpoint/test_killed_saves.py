@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 from hf import hf_class, hf_config
 
-from fastbert import _saving
+from fastbert.checkpoint import saving
 from fastbert.checkpoint.saving import BESIDE
 from fastbert.config import EncoderConfig
 from fastbert.models.auto import AutoModel, model_class
@@ -276,7 +276,7 @@ def test_an_interrupt_between_the_renames(tmp_path, monkeypatch):
         if len(replaced) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(_saving.os, "replace", replace)
+    monkeypatch.setattr(saving.os, "replace", replace)
     with pytest.raises(KeyboardInterrupt):
         new.save_pretrained(tmp_path)
     assert is_same(load(tmp_path), new) and names(tmp_path) == ["config.json", "model.safetensors"]
@@ -286,7 +286,7 @@ def test_a_save_while_another_process_loads(tmp_path, monkeypatch):
     """What is loaded is one save, though config.json and the weights are read one after the other."""
     make(3).save_pretrained(tmp_path)
     new = make(2)
-    read = _saving.EncoderConfig.from_dict
+    read = saving.EncoderConfig.from_dict
 
     def from_dict(entries):
         config = read(entries)
@@ -294,5 +294,5 @@ def test_a_save_while_another_process_loads(tmp_path, monkeypatch):
         new.save_pretrained(tmp_path)
         return config
 
-    monkeypatch.setattr(_saving.EncoderConfig, "from_dict", from_dict)
+    monkeypatch.setattr(saving.EncoderConfig, "from_dict", from_dict)
     assert is_same(model_class("bert").from_pretrained(tmp_path), new)

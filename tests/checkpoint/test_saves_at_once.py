@@ -9,7 +9,7 @@ import os
 import pytest
 from test_killed_saves import is_same, load, make
 
-from fastbert import _saving, hub
+from fastbert.checkpoint import pretrained, saving
 from fastbert.config import ConfigError
 
 
@@ -18,7 +18,7 @@ def after_the_metadata(monkeypatch):
     """Does something when the metadata of weights has been read, for once: another process may do it just then."""
 
     def then(action):
-        read = _saving.read_metadata
+        read = saving.read_metadata
 
         def read_metadata(folder):
             metadata = read(folder)
@@ -26,7 +26,7 @@ def after_the_metadata(monkeypatch):
             action()
             return metadata
 
-        monkeypatch.setattr(_saving, "read_metadata", read_metadata)
+        monkeypatch.setattr(saving, "read_metadata", read_metadata)
 
     return then
 
@@ -39,19 +39,19 @@ def test_another_process_saves_before_the_config_is_read(tmp_path, after_the_met
     assert is_same(load(tmp_path), new)
     old.save_pretrained(tmp_path)
     after_the_metadata(lambda: new.save_pretrained(tmp_path))
-    assert hub.read_config(tmp_path).num_hidden_layers == 2
+    assert pretrained.read_config(tmp_path).num_hidden_layers == 2
 
 
 def test_another_process_saves_other_labels_before_the_config_is_read(tmp_path, after_the_metadata):
     """Of the same shapes: no error, but the config alone is of one save, too."""
     make(2).save_pretrained(tmp_path)
     after_the_metadata(lambda: make(2, id2label={0: "x", 1: "y"}).save_pretrained(tmp_path))
-    assert hub.read_config(tmp_path).id2label == {0: "x", 1: "y"}
+    assert pretrained.read_config(tmp_path).id2label == {0: "x", 1: "y"}
 
 
 def test_another_process_saves_for_the_first_time(tmp_path, monkeypatch):
     """The folder was empty when it was looked at."""
-    new, read = make(2), _saving.EncoderConfig.from_file
+    new, read = make(2), saving.EncoderConfig.from_file
 
     def from_file(path):
         try:
@@ -61,14 +61,14 @@ def test_another_process_saves_for_the_first_time(tmp_path, monkeypatch):
             new.save_pretrained(tmp_path)
             raise
 
-    monkeypatch.setattr(_saving.EncoderConfig, "from_file", from_file)
+    monkeypatch.setattr(saving.EncoderConfig, "from_file", from_file)
     assert is_same(load(tmp_path), new)
 
 
 def test_an_error_of_the_folder_is_raised(tmp_path):
     make(2).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    for read in (load, hub.read_config):
+    for read in (load, pretrained.read_config):
         with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
             read(tmp_path)
 

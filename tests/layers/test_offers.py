@@ -6,15 +6,15 @@ import re
 
 import pytest
 import torch
-from fastbert.cli.report import doctor_lines
-from fastbert.ops._library import extension_error
 from test_fused_layers import IDS, MASK, make, query
 
 import fastbert
 from fastbert import ops
 from fastbert.backend import offer, register_offer, use_backend
+from fastbert.cli.doctor import doctor_lines
 from fastbert.layers import fused
 from fastbert.layers.encoder import EncoderLayer
+from fastbert.ops._common import extension_error
 
 has_kernels = pytest.mark.skipif(extension_error() is not None, reason=str(extension_error()))
 

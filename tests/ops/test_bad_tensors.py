@@ -64,9 +64,11 @@ OPTIONS = {
 ALONE = {"activation", "at_least_fp32", "dropout"}  # take one tensor
 OF_OTHERS = {
     "linears",
-    "encoder_layer",
-    "encoder_layers",
+    "LayerOperands",
     "LinearWeights",
+    "multiplies_bf16",
+    "offer",
+    "repack",
     "warn_of_missing_kernels",
 }  # tested below, or through `linear`
 
