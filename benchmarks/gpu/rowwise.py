@@ -1,4 +1,4 @@
-"""Ops over rows on their own device: add_layer_norm, feed_forward, cross_entropy, embed_layer_norm and dropout."""
+"""Ops over rows on their own device: norms, feed-forward, merged products, cross-entropy, embeddings and dropout."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from benchmarks.gpu.checks import (
     repeats,
 )
 from fastbert import ops
+from fastbert.backend import use_backend
 from fastbert.testing import reference
 from fastbert.testing.cases import ROWS
 
@@ -361,10 +362,42 @@ def dropout(where: Where) -> Checks:
         yield f"{rows}x{width} p {dropout_p}", partial(_dropout_case, where, rows, width, dropout_p)
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# merged_linears
+
+
+def _merged_case(where: Where, rows: int, hidden_size: int, has_bias: bool) -> None:
+    tensors = {"x": where.randn(rows, hidden_size)}
+    for i in range(3):
+        tensors[f"weight{i}"] = where.randn(hidden_size, hidden_size, scale=hidden_size**-0.5, seed=i)
+        if has_bias:
+            tensors[f"bias{i}"] = where.randn(hidden_size, seed=3 + i)
+
+    def ours(x, **parameters):
+        weights, biases = ([parameters.get(f"{name}{i}") for i in range(3)] for name in ("weight", "bias"))
+        with use_backend(where.backend):
+            return torch.stack(ops.linears(x, weights, biases))
+
+    def literal(x, **parameters):
+        return torch.stack(
+            [reference.linear(x, parameters[f"weight{i}"], parameters.get(f"bias{i}")) for i in range(3)]
+        )
+
+    compare(ours, literal, tensors)
+    repeats(ours, tensors)
+
+
+def merged_linears(where: Where) -> Checks:
+    shape = where.choose((4096, 16), (8192, 768))  # inference merges as many rows, too
+    for has_bias in (True, False):
+        yield f"{shape}{'' if has_bias else ' without a bias'}", partial(_merged_case, where, *shape, has_bias)
+
+
 CHECKS: dict[str, Callable[[Where], Checks]] = {
     "add_layer_norm": add_layer_norm,
     "feed_forward/elementwise": feed_forward_elementwise,
     "feed_forward/epilogue": feed_forward_epilogue,
+    "merged_linears": merged_linears,
     "cross_entropy": cross_entropy,
     "embed_layer_norm": embed_layer_norm,
     "dropout": dropout,

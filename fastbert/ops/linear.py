@@ -140,7 +140,8 @@ def _accepts_merged(x: torch.Tensor, operands) -> str | None:
     if len(dtypes) != 1 or (weights[0].dtype is not x.dtype and not torch.is_autocast_enabled(x.device.type)):
         return f"x is {x.dtype}, the weights {' and '.join(sorted(map(str, dtypes)))}"
     if x.shape[0] < _MERGED_TOKENS and not needs_grad(x, *weights, *biases):
-        return f"{x.shape[0]} tokens without gradients (merged from {_MERGED_TOKENS} on)"
+        # Their number is not told: formatting it would tie a traced graph to it.
+        return f"fewer than {_MERGED_TOKENS} tokens without gradients"
     return None
 
 

@@ -99,8 +99,8 @@ def table(cases: dict[str, dict]) -> str:
     lines = [
         "# Registers, shared memory and occupancy of the Triton kernels",
         "",
-        "Written by `python tests/gpu/test_aot.py --write`, checked by `make test` (sm_90) and `make test-full`."
-        " Registers a thread / KiB of shared memory a block / warps resident on a multiprocessor, of 64.",
+        "Written by `PYTHONPATH=.:tests/support python tests/gpu/test_aot.py --write`, checked by `make test` (sm_90) and"
+        " `make test-full`. Registers a thread / KiB of shared memory a block / warps resident on a multiprocessor, of 64.",
         "",
         "| kernel | sm_80 | sm_90 | sm_100 |",
         "|---|---|---|---|",
@@ -229,7 +229,7 @@ def test_the_table_that_is_kept_is_this_one(compiled):
 
     kept = columns(TABLE.read_text(encoding="utf-8").replace(" |\n", "\n"))
     now = columns(table(compiled["cases"]).replace(" |\n", "\n"))
-    assert kept == now, "run python tests/gpu/test_aot.py --write"
+    assert kept == now, "run PYTHONPATH=.:tests/support python tests/gpu/test_aot.py --write"
 
 
 def main() -> None:
