@@ -99,8 +99,9 @@ def table(cases: dict[str, dict]) -> str:
     lines = [
         "# Registers, shared memory and occupancy of the Triton kernels",
         "",
-        "Written by `PYTHONPATH=.:tests/support python tests/gpu/test_aot.py --write`, checked by `make test` (sm_90) and"
-        " `make test-full`. Registers a thread / KiB of shared memory a block / warps resident on a multiprocessor, of 64.",
+        "Written by `PYTHONPATH=.:tests/support python tests/gpu/test_aot.py --write`, checked by `make test` (sm_90)"
+        " and `make test-full`. Registers a thread / KiB of shared memory a block / warps resident on a multiprocessor,"
+        " of 64.",
         "",
         "| kernel | sm_80 | sm_90 | sm_100 |",
         "|---|---|---|---|",
