@@ -352,24 +352,17 @@ def accelerate(hf_model: Any) -> Any:
     """Speed up a live transformers model in place: its base models run packed, on fastbert's ops.
 
     Parameters, state dict, config, saving and training stay those of transformers. Modules that replace a Linear, a
-    LayerNorm or an Embedding (LoRA, quantised ones) are called, and so are hooks on these. They get packed tensors,
-    (total_tokens, hidden_size).
+    LayerNorm or an Embedding (LoRA, quantised ones), and hooks on these, are called with packed tensors.
 
     Outputs are those of transformers at every real token, and zeros at padding. A call that needs more than that (a
     mask of another shape, a cache, hooks on an inner container, a head that reads padding, torch.export) runs in
-    transformers' own forward. A warning says why, once for each reason. An id out of range raises InputError before
-    anything is launched.
+    transformers' own forward, and a warning says why. An id out of range raises InputError before any launch.
 
     Args:
         hf_model: any module that holds base models of BERT, RoBERTa, XLM-RoBERTa, DistilBERT, ALBERT, ELECTRA or
             Megatron-BERT: a base model, a model with a head, a SentenceTransformer, a PEFT model.
 
-    Returns:
-        `hf_model`. A second call changes nothing; `restore` undoes the first.
-
-    Raises:
-        ValueError: there is nothing to accelerate. The message says what is there, why it cannot be accelerated, and
-        what could be.
+    Returns `hf_model`; `restore` undoes it. Raises ValueError if there is nothing to accelerate, and says why.
     """
     ops.warn_of_missing_kernels()
     modules = dict(hf_model.named_modules()) if isinstance(hf_model, nn.Module) else {}

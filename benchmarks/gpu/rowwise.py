@@ -362,10 +362,6 @@ def dropout(where: Where) -> Checks:
         yield f"{rows}x{width} p {dropout_p}", partial(_dropout_case, where, rows, width, dropout_p)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# merged_linears
-
-
 def _merged_case(where: Where, rows: int, hidden_size: int, has_bias: bool) -> None:
     tensors = {"x": where.randn(rows, hidden_size)}
     for i in range(3):

@@ -17,7 +17,7 @@ from fastbert.layers.encoder import EncoderLayer, add_norm
 from fastbert.layers.fused import offer_layers
 from fastbert.layers.leaves import get_leaf, has_hooks, is_called, is_plain, linear, parent_of, place, within
 from fastbert.models.family import Family, RunsBaseModel, Scopes
-from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs, table_sizes
+from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs, refuse_recording, table_sizes
 from fastbert.models.outputs import ModelOutput
 from fastbert.models.quantized import entry_of, place_int8
 from fastbert.packed_inputs import PackedInputs, arguments_of
@@ -149,18 +149,6 @@ class HasModel:
     def encode(self, inputs: Any) -> Any:
         """Run the model on inputs; what comes back has a length, the number of them."""
         raise NotImplementedError
-
-
-def _refuse_recording(is_padded: bool) -> None:
-    """Raise InputError where a recorded graph would hold one batch's packing, and give wrong numbers for the next."""
-    if torch.jit.is_tracing():
-        raise InputError(
-            "torch.jit.trace would record which tokens of this batch are real, and pack all others alike; torch.compile"
-            " runs this model, and torch.export records its encode_packed"
-        )
-    # torch 2.11 says of torch.compile, too, that it exports.
-    if is_padded and torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
-        raise InputError("torch.export cannot record how a mask packs a batch; it records encode_packed")
 
 
 def run_encoder(
@@ -327,7 +315,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             # Where hooks are, they may bring weights from elsewhere before a leaf is called.
             if is_plain(word, nn.Embedding) and not has_hooks(self) and word.weight.device != arguments[0].device:
                 raise InputError(f"the PackedInputs is on {arguments[0].device}, the model on {word.weight.device}")
-        _refuse_recording(is_padded=arguments[1] is not None)
+        refuse_recording(is_padded=arguments[1] is not None)
         return prepare_inputs(self.family, self.config, self.table_sizes(), *arguments)
 
     def table_sizes(self) -> TableSizes:

@@ -156,6 +156,18 @@ def _check_batch(batch: PackedBatch, given: torch.Tensor, grid, **others: Any) -
         raise InputError(f"the batch is on {batch.cu_seqlens.device}; the input is on {given.device}")
 
 
+def refuse_recording(is_padded: bool) -> None:
+    """Raise InputError where a recorded graph would hold one batch's packing, and give wrong numbers for the next."""
+    if torch.jit.is_tracing():
+        raise InputError(
+            "torch.jit.trace would record which tokens of this batch are real, and pack all others alike; torch.compile"
+            " runs this model, and torch.export records its encode_packed"
+        )
+    # torch 2.11 says of torch.compile, too, that it exports.
+    if is_padded and torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+        raise InputError("torch.export cannot record how a mask packs a batch; it records encode_packed")
+
+
 def _check_length(longest: int, limit: int) -> None:
     if longest > limit:
         raise InputError(f"a sequence of {longest} tokens is longer than the position table, which has {limit}")

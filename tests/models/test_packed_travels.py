@@ -6,7 +6,6 @@ import pickle
 import re
 from pathlib import Path
 
-import pytest
 import torch
 import transformers
 from hf import config_for, make_batch, make_labels
