@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -25,7 +24,7 @@ from fastbert.layers.leaves import FORWARD, HOOKS, has_global_hooks
 from fastbert.layers.snapshot import Remembered, Snapshot
 from fastbert.models.auto import FAMILIES
 from fastbert.models.base import first_tokens, run_encoder, run_pooler
-from fastbert.models.family import Family, RunsBaseModel
+from fastbert.models.family import Family, RunsBaseModel, modules_of
 from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs, table_sizes
 
 # model_type -> transformers' folder, its base model there, and what that model's forward returns.
@@ -63,7 +62,7 @@ class _Plan:
     label: str
     model_type: str
     config: EncoderConfig
-    classes: dict[str, type]  # of the modules that our path does not call; keys as _modules_of yields them
+    classes: dict[str, type]  # of the modules that our path does not call; keys as modules_of yields them
     reads: str  # what is made of last_hidden_state: "tokens", "first" (column 0, too) or "padding"
 
     @property
@@ -79,26 +78,6 @@ def _live(module: Any, plan: _Plan) -> tuple[EncoderConfig, TableSizes]:
     count = module.config.num_hidden_layers if layers is None else layers
     config = config if count == config.num_hidden_layers else config.replace(num_hidden_layers=count)
     return config, table_sizes(module, family.embeddings, module.config, config.embedding_width)
-
-
-def _modules_of(root: nn.Module, family: Family, config: EncoderConfig) -> Iterator:
-    """(key, path, module, the module whose `training` our path goes by) of every module below `root`, leaves included.
-
-    `key` is None for a leaf, which our path calls. The others (containers, dropouts, activations) it does not call;
-    they have a key in _Plan.classes, where all layers are one, "*", since they are alike.
-    """
-    names, layers = family.embedding_names(config), set(family.layer_paths(config))
-    leaves = {getattr(names, role) for role in names.order} | {family.final_norm, family.pooler}
-    leaves |= {f"*.{getattr(family.layer, role)}" for role in family.layer.order}
-    pending = [("", "", root, root)]
-    for at, key_at, parent, owner in pending:  # which grows meanwhile
-        for name, child in parent._modules.items():
-            if child is None:
-                continue
-            key, goes_by = ("*", child) if at + name in layers else (key_at + name, owner)
-            yield None if key in leaves else key, at + name, child, goes_by
-            if child._modules and key not in leaves:
-                pending.append((f"{at}{name}.", f"{key}.", child, goes_by))
 
 
 def _is_patched(module: nn.Module) -> bool:
@@ -128,7 +107,7 @@ def _tree_objection(root: nn.Module, plan: _Plan, config: EncoderConfig) -> str 
     snapshot = Snapshot()  # of all that is read below
     snapshot.watch_children(root)
     snapshot.hold(root.__dict__, "training")
-    for key, path, module, owner in _modules_of(root, plan.family, config):
+    for key, path, module, owner in modules_of(root, plan.family, config):
         if key is None:
             snapshot.hold(module.__dict__, "_forward_pre_hooks")
             hooks = module._forward_pre_hooks.values()
@@ -321,7 +300,7 @@ def _make_plan(module: Any, label: str, heads: list[str]) -> _Plan | str:
         if family.positions_from_ids:  # transformers counts from what the embeddings were built with
             config = config.replace(pad_token_id=module.embeddings.padding_idx)
         plan = _Plan(label, model_type, config, {}, reads)
-        found = [module for module in _modules_of(module, family, _live(module, plan)[0]) if module[0] is not None]
+        found = [module for module in modules_of(module, family, _live(module, plan)[0]) if module[0] is not None]
     except (ConfigError, KeyError) as error:  # of a field; of a module that is not there
         return f"it is not what fastbert can run: {error}"
     activation = type(ACT2FN[config.hidden_act])

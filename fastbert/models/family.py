@@ -164,3 +164,23 @@ def base_models(tree: nn.Module) -> Iterator[tuple[str, nn.Module, Family, Encod
         runner = module if isinstance(module, RunsBaseModel) else module.__dict__.get("forward")
         if isinstance(runner, RunsBaseModel):
             yield name, module, *runner.family_and_config()
+
+
+def modules_of(root: nn.Module, family: Family, config: EncoderConfig) -> Iterator:
+    """(key, path, module, the module by whose `training` packed execution goes) of all modules below `root`, leaves too.
+
+    `key` is None for a leaf, which packed execution calls. The others (containers, dropouts, activations) it does not
+    call; all layers have one key, "*", since they are alike.
+    """
+    names, layers = family.embedding_names(config), set(family.layer_paths(config))
+    leaves = {getattr(names, role) for role in names.order} | {family.final_norm, family.pooler}
+    leaves |= {f"*.{getattr(family.layer, role)}" for role in family.layer.order}
+    pending = [("", "", root, root)]
+    for at, key_at, parent, owner in pending:  # which grows meanwhile
+        for name, child in parent._modules.items():
+            if child is None:
+                continue
+            key, goes_by = ("*", child) if at + name in layers else (key_at + name, owner)
+            yield None if key in leaves else key, at + name, child, goes_by
+            if child._modules and key not in leaves:
+                pending.append((f"{at}{name}.", f"{key}.", child, goes_by))
