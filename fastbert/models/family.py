@@ -167,7 +167,7 @@ def base_models(tree: nn.Module) -> Iterator[tuple[str, nn.Module, Family, Encod
 
 
 def modules_of(root: nn.Module, family: Family, config: EncoderConfig) -> Iterator:
-    """(key, path, module, the module by whose `training` packed execution goes) of all modules below `root`, leaves too.
+    """(key, path, module, the module by whose `training` packed execution goes) of all modules below `root`.
 
     `key` is None for a leaf, which packed execution calls. The others (containers, dropouts, activations) it does not
     call; all layers have one key, "*", since they are alike.
