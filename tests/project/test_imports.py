@@ -18,7 +18,7 @@ from fastbert.backend import BUILD_KERNELS
 
 PACKAGE = Path(__file__).parents[2] / "fastbert"
 
-SLOW = "models run several times slower on CPUs; in fastbert's source folder, with a C++ compiler, this builds it: "
+SLOW = "models run several times slower on CPUs; with a C++ compiler, this builds it: "
 
 FORWARD_AND_BACKWARD = """
     import torch, fastbert
@@ -147,7 +147,8 @@ MAY_IMPORT = {
     "backend": {"ops"},
     "packing": {"ops"},
     "packed_inputs": {"packing"},
-    "ops": {"backend"},  # kernels and _C inside of functions only: see below
+    "native": set(),
+    "ops": {"backend", "native"},  # kernels and _C inside of functions only: see below
     "layers": {"ops", "packing"},
     "checkpoint": {"config"},
     "models": {"layers", "ops", "config", "packed_inputs", "packing", "checkpoint"},
@@ -161,7 +162,7 @@ MAY_IMPORT = {
     "kernels": set(),
     "testing": set(),
     "bench": {"testing"},
-    "cli": {"_C", "__version__", "backend", "bench", "checkpoint", "config", "data", "layers", "models", "ops",
+    "cli": {"_C", "__version__", "backend", "bench", "checkpoint", "config", "data", "layers", "models", "native", "ops",
             "quantization", "sentences", "testing"},
 }  # fmt: skip
 
