@@ -7,6 +7,7 @@ what was chosen and why. There is no network access, no submodule and no query o
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 from pathlib import Path
 
@@ -29,6 +30,8 @@ class BuildPython(build_py):
             shutil.rmtree(shipped, ignore_errors=True)
             shutil.copytree(ROOT / "csrc", shipped)
         if objection is not None:
+            if os.environ.get("FASTBERT_BUILD_CUDA") == "1":
+                raise SystemExit(f"FASTBERT_BUILD_CUDA=1: {objection}")
             recipe.say(f"pure Python, because {objection}; once it is mended, `fastbert build` makes the C++ kernels")
 
 
