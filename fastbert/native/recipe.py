@@ -105,6 +105,8 @@ def compiler_version() -> str:
 
 def objection() -> str | None:
     """Why no extension can be built here, or None."""
+    if not sources():
+        return f"there is no csrc in {home()}"
     if os.name == "nt":
         return "the C++ kernels build with gcc and clang only"
     if compiler() is None:
