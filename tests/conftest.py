@@ -13,6 +13,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# What is tested is this checkout's extension, not one that `fastbert build` has made on this machine.
+os.environ["FASTBERT_CACHE"] = os.devnull
+
 # pytest-xdist's workers, and the processes they start, share the cores: one thread each, or they only wait for another.
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
