@@ -23,13 +23,13 @@ OLDEST_TORCH = (2, 11)  # whose stable ABI the extension is compiled for: the fi
 PACKAGE = Path(__file__).resolve().parents[1]
 STAMP = "_C.json"  # beside the extension: what it was built from and against
 
-# -O3 and no errno from sqrt: the kernels' loops vectorise. -fopenmp is what makes at::parallel_for parallel. There is
-# no -march: wider instruction sets are chosen by cpuid at run time. torch itself adds the -std that it needs. What is
-# not warned of are the undefined values in gcc's own AVX-512 headers.
-OPENMP_FLAG = "-fopenmp" if sys.platform.startswith("linux") else "-fopenmp-simd"
-COMPILE_FLAGS = ["-O3", "-fno-math-errno", "-fvisibility=hidden", "-Wall", "-g0", OPENMP_FLAG]
+# -O3 and no errno from sqrt: the kernels' loops vectorise; of OpenMP only its `simd`, for the threads are torch's. There
+# is no -march: wider instruction sets are chosen by cpuid at run time. torch itself adds the -std that it needs. What is
+# not warned of are the undefined values in gcc's own AVX-512 headers. The target is OLDEST_TORCH, as torch counts it.
+COMPILE_FLAGS = ["-O3", "-fno-math-errno", "-fopenmp-simd", "-fvisibility=hidden", "-Wall", "-g0"]
 COMPILE_FLAGS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
-LINK_FLAGS = ["-fopenmp"] if OPENMP_FLAG == "-fopenmp" else []
+TARGET_FLAGS = [f"-DTORCH_TARGET_VERSION=0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000ull"]
+COMPILE_FLAGS += TARGET_FLAGS
 
 # PTX of the last is what newer GPUs compile for themselves.
 ARCHITECTURES = ("80", "90a", "100")
@@ -182,9 +182,9 @@ def extension(with_cuda: bool) -> Any:
     paths = [p.relative_to(home()) for p in sources() if p.suffix != ".h" and (with_cuda or "cuda" not in p.parts)]
     flags: Any = COMPILE_FLAGS
     if with_cuda:
-        flags = {"cxx": [*COMPILE_FLAGS, "-DFASTBERT_WITH_CUDA"], "nvcc": NVCC_FLAGS}
+        flags = {"cxx": [*COMPILE_FLAGS, "-DFASTBERT_WITH_CUDA", "-DUSE_CUDA"], "nvcc": NVCC_FLAGS}
     kind = CUDAExtension if with_cuda else CppExtension
-    made = kind("fastbert._C", [str(p) for p in paths], extra_compile_args=flags, extra_link_args=LINK_FLAGS)
+    made = kind("fastbert._C", [str(p) for p in paths], extra_compile_args=flags)
     made.optional = True  # editable installs then do not look for a library that was not built
     return made
 

@@ -134,8 +134,7 @@ def test_operators_compile_against_torch_s_headers_for_cuda(source):
         pytest.skip("there is no C++ compiler")
     headers = [*include_paths(), str(cuda_headers())]
     system = [word for path in headers for word in ("-isystem", path)]
-    # A header that only a build with CUDA writes says how that was configured.
-    flags = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE"]
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-DUSE_CUDA", *recipe.TARGET_FLAGS]
     command = [compiler, "-fsyntax-only", *flags, *system, str(source)]
     parts = [
         *sorted(ROOT.glob("csrc/ops/**/*")),

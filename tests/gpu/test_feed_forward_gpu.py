@@ -178,7 +178,7 @@ def test_inference_makes_no_second_wide_matrix(way, request, monkeypatch):
     with torch.no_grad(), torch.profiler.profile(profile_memory=True) as profile:
         ops.feed_forward(x, up, bias, down, backend=backend)
     wide = [event.name for event in profile.events() if event.self_cpu_memory_usage >= 64 * 256 * 4]
-    assert wide == ["aten::addmm"]
+    assert wide == ["aten::empty" if way == "cuda" else "aten::addmm"]  # of which the CUDA operators give it the memory
 
 
 @each_gating

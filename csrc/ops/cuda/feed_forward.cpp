@@ -52,7 +52,7 @@ std::tuple<Array, Array> feed_forward_cuda(const Array& x_, const Array& up_weig
   const Device device = x_.device();
   const int64_t rows = x_.size(0), width = up_size(down_weight_, gated);
   const Array up_weight = checked("up_weight", up_weight_, {width, x_.size(1)}, dtype, device);
-  const Array up_bias = checked("up_bias", up_bias_, {width}, dtype, device);
+  const Array up_bias = checked_if_defined("up_bias", up_bias_, {width}, dtype, device);
   const Array down_weight = checked("down_weight", down_weight_, down_weight_.sizes(), dtype, device);
   const int64_t columns = down_weight.size(1);
 
