@@ -13,6 +13,7 @@ import pytest
 import torch
 from built import ROOT, built
 
+pytestmark = pytest.mark.dear_to_set_up
 SOURCES = sorted(ROOT.glob("csrc/cuda/*.cu"))
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100")
 # Matrices and vectors in the dtype that a thread reads, each in loads of 16 bytes where rows allow them.
