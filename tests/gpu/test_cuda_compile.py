@@ -15,6 +15,7 @@ from built import ROOT, built
 
 from fastbert.native import recipe
 
+pytestmark = pytest.mark.dear_to_set_up
 SOURCES = sorted(ROOT.glob("csrc/cuda/*.cu"))
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100")
 # Matrices and vectors in the dtype that a thread reads, each in loads of 16 bytes where rows allow them.

@@ -17,6 +17,7 @@ from fastbert.ops._common import triton_error
 from fastbert.testing import reference
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
 
+pytestmark = pytest.mark.dear_to_set_up
 needs_triton = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh")
@@ -96,6 +97,7 @@ def check(backend, tensors, activation, gated=False):
     assert torch.equal(inference, actual["out"])
 
 
+@left_to_full(lambda p: p["dtype"] is torch.float16)  # which the rule does not tell from bfloat16
 @needs_triton
 @each_gating
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

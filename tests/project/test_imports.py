@@ -12,6 +12,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from full import left_to_full
 
 import fastbert
 from fastbert.backend import BUILD_KERNELS
@@ -47,7 +48,11 @@ def warnings_of(program: str, **environment: str) -> list[str]:
     return [line for line in finish(program, **environment).stderr.splitlines() if "Warning: fastbert: " in line]
 
 
-@pytest.mark.parametrize("blocked", ("transformers", "triton", "fastbert._C", "transformers triton fastbert._C"))
+EVERY_PART = "transformers triton fastbert._C"
+
+
+@left_to_full(lambda p: p["blocked"] in ("transformers", "triton", EVERY_PART))  # one by one, and all: others' paths
+@pytest.mark.parametrize("blocked", ("transformers", "triton", "transformers triton", "fastbert._C", EVERY_PART))
 def test_works_without_optional_parts(blocked):
     block = f"""
         import sys
@@ -119,9 +124,9 @@ def test_an_installation_without_kernels_says_so_once(way):
 
 def test_whoever_asks_for_torch_is_told_nothing_of_kernels():
     blocked = "import sys; sys.modules['fastbert._C'] = None\n" + textwrap.dedent(MODELS)
-    assert not warnings_of(blocked + "with fastbert.use_backend('torch'): fastbert.BertModel(config)")
+    imports = blocked.replace("shape =", "import fastbert.ops, fastbert.models.auto; shape =")  # nor who imports alone
+    assert not warnings_of(imports + "with fastbert.use_backend('torch'): fastbert.BertModel(config)")
     assert not warnings_of(blocked + "fastbert.BertModel(config)", FASTBERT_BACKEND="torch")
-    assert not warnings_of(blocked.replace("shape =", "import fastbert.ops, fastbert.models.auto; shape ="))
 
 
 def test_an_extension_that_does_not_load_is_told_from_one_that_is_not_there(tmp_path):
