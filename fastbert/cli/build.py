@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix=".building-", dir=folder, ignore_cleanup_errors=True) as work:
         log: list[str] = []
         if not _compile(Path(recipe.__file__), Path(work), log):
-            raise UsageError(_reason(log) + _kept(log, folder / "build.log"))
+            raise UsageError(_reason(log, folder / "build.log"))
         (made,) = Path(work, "fastbert").glob("_C.*.so")
         build = cache.keep(made, torch.__version__)
     say(f"{_last_line(log)} -> {build.path}")
@@ -118,17 +118,15 @@ def _last_line(log: list[str]) -> str:
     return (ours or said or ["nothing was said"])[-1]
 
 
-def _reason(log: list[str]) -> str:
+def _reason(log: list[str], path: Path) -> str:
+    """Why there is no library, in one line; what a compiler has said is kept in a file."""
     last = _last_line(log)
-    faults = [found.group().strip() for line in log if (found := FAULT.search(line))]
     if not last.startswith(NOTHING):
         return last
-    return f"the C++ extension did not compile: {faults[0]}" if faults else last.removeprefix(NOTHING)
-
-
-def _kept(log: list[str], path: Path) -> str:
+    faults = [found.group().strip() for line in log if (found := FAULT.search(line))]
+    reason = f"the C++ extension did not compile: {faults[0]}" if faults else last.removeprefix(NOTHING)
     try:
         path.write_text("".join(log), encoding="utf-8")
     except OSError:  # a full disk may be what went wrong
-        return ""
-    return f"; {path} has what the compiler said"
+        return reason
+    return f"{reason}; {path} has what the compiler said"

@@ -23,8 +23,8 @@ OLDEST_TORCH = (2, 11)  # whose stable ABI the extension is compiled for: the fi
 PACKAGE = Path(__file__).resolve().parents[1]
 STAMP = "_C.json"  # beside the extension: what it was built from and against
 
-# -O3 and no errno from sqrt: the kernels' loops vectorise; of OpenMP only its `simd`, for the threads are torch's. There
-# is no -march: wider instruction sets are chosen by cpuid at run time. torch itself adds the -std that it needs. What is
+# -O3 and no errno from sqrt: the kernels' loops vectorise. Of OpenMP only its `simd`: the threads are torch's. There is
+# no -march: wider instruction sets are chosen by cpuid at run time. torch itself adds the -std that it needs. What is
 # not warned of are the undefined values in gcc's own AVX-512 headers. The target is OLDEST_TORCH, as torch counts it.
 COMPILE_FLAGS = ["-O3", "-fno-math-errno", "-fopenmp-simd", "-fvisibility=hidden", "-Wall", "-g0"]
 COMPILE_FLAGS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
@@ -130,16 +130,23 @@ def nvcc_home() -> str | None:
     return top and os.path.realpath(top[1])
 
 
-def cuda_objection() -> str | None:
-    """Why the CUDA part cannot be built here, or None. The first call decides which toolkit torch will use."""
+def cpp_extension() -> Any:
+    """torch's module of this name, told where the CUDA toolkit is: it looks for it when it is imported."""
     if not {"CUDA_HOME", "CUDA_PATH"} & {*os.environ} and (toolkit := nvcc_home()):
         os.environ["CUDA_HOME"] = toolkit
+    from torch.utils import cpp_extension
+
+    return cpp_extension
+
+
+def cuda_objection() -> str | None:
+    """Why the CUDA part cannot be built here, or None."""
+    toolkit = cpp_extension().CUDA_HOME
     import torch
-    from torch.utils.cpp_extension import CUDA_HOME
 
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
-    nvcc = Path(CUDA_HOME or "", "bin", "nvcc")
+    nvcc = Path(toolkit or "", "bin", "nvcc")
     if not nvcc.is_file():
         return "there is no nvcc; CUDA_HOME says where it is"
     said = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
@@ -176,14 +183,13 @@ def say(line: str) -> None:
 
 
 def extension(with_cuda: bool) -> Any:
-    from torch.utils.cpp_extension import CppExtension, CUDAExtension
-
+    torch_builds = cpp_extension()
     # Relative paths, as setuptools wants them: whoever builds is in `home()`.
     paths = [p.relative_to(home()) for p in sources() if p.suffix != ".h" and (with_cuda or "cuda" not in p.parts)]
     flags: Any = COMPILE_FLAGS
     if with_cuda:
         flags = {"cxx": [*COMPILE_FLAGS, "-DFASTBERT_WITH_CUDA", "-DUSE_CUDA"], "nvcc": NVCC_FLAGS}
-    kind = CUDAExtension if with_cuda else CppExtension
+    kind = torch_builds.CUDAExtension if with_cuda else torch_builds.CppExtension
     made = kind("fastbert._C", [str(p) for p in paths], extra_compile_args=flags)
     made.optional = True  # editable installs then do not look for a library that was not built
     return made
@@ -193,10 +199,9 @@ def build_command() -> type:
     """setuptools' `build_ext` of the extension, which leaves no library where it does not compile, and says why."""
     from setuptools.errors import BaseError
     from torch import __version__ as torch_version
-    from torch.utils.cpp_extension import BuildExtension
     from torch.version import cuda
 
-    class BuildOrFallBack(BuildExtension):
+    class BuildOrFallBack(cpp_extension().BuildExtension):  # type: ignore[misc]
         def run(self) -> None:
             self.stamp: dict[str, Any] | None = None
             library = Path(self.get_ext_fullpath("fastbert._C"))

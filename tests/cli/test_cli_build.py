@@ -164,6 +164,7 @@ def test_a_file_for_a_newer_torch_is_not_loaded(package, built):
     assert f"does not load: it was built for torch 99.1 and newer, here is {torch.__version__})" in said
 
 
+@pytest.mark.full  # both make the same names, each in one step
 def test_two_builds_at_once(package):
     processes = [start(COMMAND, package, "build") for _ in range(2)]
     assert [finish(process)[0] for process in processes] == [0, 0]
@@ -252,6 +253,26 @@ def test_an_nvcc_that_does_not_fit(tmp_path, monkeypatch, says, reason):
         monkeypatch.setenv("FASTBERT_BUILD_CUDA", "1")
         with pytest.raises(SystemExit, match="FASTBERT_BUILD_CUDA=1: "):
             recipe.cuda_choice()
+
+
+def test_torch_is_told_of_the_toolkit_before_it_looks(tmp_path):
+    """nvcc on PATH may be a script, which knows where its toolkit is."""
+    (tmp_path / "nvcc").write_text(f"#!/bin/sh\necho '#$ TOP={tmp_path}' >&2\n")
+    (tmp_path / "nvcc").chmod(0o755)
+    program = """
+import os, sys
+from fastbert.native import recipe
+class Look:
+    def find_spec(name, path=None, target=None):
+        if name == "torch.utils.cpp_extension":
+            print(os.environ.get("CUDA_HOME"))
+sys.meta_path.insert(0, Look)
+recipe.build_command()
+"""
+    env = {key: value for key, value in ENVIRONMENT.items() if key not in ("CUDA_HOME", "CUDA_PATH")}
+    env["PATH"] = f"{tmp_path}{os.pathsep}{env['PATH']}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}\n"), done.stderr
 
 
 def test_where_the_cache_is(monkeypatch):

@@ -30,7 +30,7 @@ def device_of(backend: str) -> str:
 
 @contextmanager
 def filled_memory() -> Iterator[None]:
-    """NaN in what C++ allocates: torch fills tensors under deterministic algorithms, the extension what it keeps itself.
+    """NaN in what C++ allocates: torch fills tensors under deterministic algorithms, the extension what it keeps.
 
     conftest.py does it for Python.
     """
