@@ -22,7 +22,8 @@ from fastbert.cli.texts import UsageError
 STEP = re.compile(r"\[(\d+)/(\d+)\] ")  # ninja's, before a command
 FAULT = re.compile(r"\b(?:fatal |internal compiler |collect2: )?error: .*|.*No space left on device.*")
 
-NOTHING = "pure Python, because "  # what the recipe says where an installation goes on without kernels
+OURS = "fastbert: "  # before what the recipe says
+NOTHING = "pure Python, because "  # what it says where an installation goes on without kernels
 
 
 def add(commands: Any) -> None:
@@ -55,11 +56,12 @@ def run(options: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".building-", dir=folder, ignore_cleanup_errors=True) as work:
         log: list[str] = []
-        if not _compile(Path(recipe.__file__), Path(work), log):
-            raise UsageError(_reason(log, folder / "build.log"))
+        if (code := _compile(Path(recipe.__file__), Path(work), log)) != 0:
+            raise UsageError(_reason(code, log, folder / "build.log"))
         (made,) = Path(work, "fastbert").glob("_C.*.so")
         build = cache.keep(made, torch.__version__)
-    say(f"{_last_line(log)} -> {build.path}")
+    (chosen,) = (line for line in log if line.startswith(OURS))
+    say(f"{chosen.removeprefix(OURS).strip()} -> {build.path}")
     return 0
 
 
@@ -68,8 +70,8 @@ def _is_what_is_asked_for(stamp: dict[str, Any], compiler: str) -> bool:
     return stamp["compiler"] == compiler and not lacks_cuda
 
 
-def _compile(program: Path, work: Path, log: list[str]) -> bool:
-    """Run the recipe in `work`, and keep what it prints; whether it succeeded. Nothing of it outlives this call."""
+def _compile(program: Path, work: Path, log: list[str]) -> int:
+    """Run the recipe in `work`, and keep what it prints; its exit code. Nothing of it outlives this call."""
     scripts = sysconfig.get_path("scripts")  # where pip puts ninja, in an environment that was not activated, too
     environment = {**os.environ, "TMPDIR": str(work), "PATH": f"{scripts}{os.pathsep}{os.environ.get('PATH', '')}"}
     with _progress() as show:
@@ -83,7 +85,7 @@ def _compile(program: Path, work: Path, log: list[str]) -> bool:
                 log.append(line)
                 if step := STEP.match(line):
                     show(int(step[1]), int(step[2]))
-            return child.wait() == 0
+            return child.wait()
         except BaseException:
             os.killpg(child.pid, signal.SIGTERM)  # on which ninja ends the compilers, which are in groups of their own
             with suppress(subprocess.TimeoutExpired):
@@ -111,16 +113,11 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
         yield show
 
 
-def _last_line(log: list[str]) -> str:
-    """The recipe's own, or else the last that a program has said."""
-    said = [line.strip() for line in log if line.strip()]
-    ours = [line.removeprefix("fastbert: ") for line in said if line.startswith("fastbert: ")]
-    return (ours or said or ["nothing was said"])[-1]
-
-
-def _reason(log: list[str], path: Path) -> str:
+def _reason(code: int, log: list[str], path: Path) -> str:
     """Why there is no library, in one line; what a compiler has said is kept in a file."""
-    last = _last_line(log)
+    if code < 0:
+        return f"it was built, but ends the process that loads it (signal {-code})"
+    last = next((line.strip().removeprefix(OURS) for line in reversed(log) if line.strip()), "nothing was said")
     if not last.startswith(NOTHING):
         return last
     faults = [found.group().strip() for line in log if (found := FAULT.search(line))]

@@ -204,6 +204,9 @@ def test_a_build_that_fails_is_one_line(package, tmp_path):
     source.write_text(f"extern int nowhere();\nint asked = nowhere();\n{SMALL}")
     line = run_here("build").stderr.splitlines()[-1]
     assert "it was built, but does not load (" in line and "undefined symbol" in line
+    source.write_text(f"static int ends = (__builtin_trap(), 0);\n{SMALL}")
+    line = run_here("build").stderr.splitlines()[-1]
+    assert "it was built, but ends the process that loads it (signal " in line  # SIGILL or SIGTRAP, by the processor
     assert kept(package) == {".log"}
 
 
