@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
-SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
+SOURCES := setup.py build_backend.py fastbert/native/recipe.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
 .PHONY: demo test lint type format unit test-full sanitize fuzz bench bench-ops gpu gpu-stale clean help
 
@@ -107,4 +107,4 @@ fuzz: $(VENV)/.installed-test  ## ops, models, damaged files and the command lin
 	@$(BIN)/python tests/fuzz $(FUZZERS) --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 clean:  ## remove the virtual environment and build products
-	rm -rf $(VENV) build dist *.egg-info fastbert/_C*.so
+	rm -rf $(VENV) build dist *.egg-info fastbert/_C.*

@@ -1,8 +1,7 @@
-// The extension module: the CPU kernels of the schemas in fastbert/ops/bindings.c.py, and the choice of ISA.
+// The extension module: the CPU kernels of the schemas in fastbert/ops/*.py, and the choice of ISA.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <torch/library.h>
 
 #include <stdexcept>
 #include <string>
@@ -17,22 +16,25 @@
 #include "ops/layer_norm.h"
 #include "ops/linear.h"
 #include "ops/packed_weights.h"
+#include "ops/register.h"
+#include "ops/storages.h"
+#include "ops/workspace.h"
 
-TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
-  m.impl("attention_fwd_cpu", &fastbert::attention_fwd_cpu);
-  m.impl("attention_bwd_cpu", &fastbert::attention_bwd_cpu);
-  m.impl("add_layer_norm_fwd_cpu", &fastbert::add_layer_norm_fwd_cpu);
-  m.impl("add_layer_norm_bwd_cpu", &fastbert::add_layer_norm_bwd_cpu);
-  m.impl("dropout_cpu", &fastbert::dropout_cpu);
-  m.impl("embed_fwd_cpu", &fastbert::embed_fwd_cpu);
-  m.impl("embed_bwd_cpu", &fastbert::embed_bwd_cpu);
-  m.impl("encoder_layer_fwd_cpu", &fastbert::encoder_layer_fwd_cpu);
-  m.impl("encoder_layer_bwd_cpu", &fastbert::encoder_layer_bwd_cpu);
-  m.impl("encoder_layers_cpu", &fastbert::encoder_layers_cpu);
-  m.impl("linear_cpu", &fastbert::linear_cpu);
-  m.impl("linear_bwd_cpu", &fastbert::linear_bwd_cpu);
-  m.impl("feed_forward_bwd_cpu", &fastbert::feed_forward_bwd_cpu);
-  m.impl("feed_forward_cpu", &fastbert::feed_forward_cpu);
+STABLE_TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
+  m.impl("attention_fwd_cpu", fastbert::boxed_operator<&fastbert::attention_fwd_cpu>);
+  m.impl("attention_bwd_cpu", fastbert::boxed_operator<&fastbert::attention_bwd_cpu>);
+  m.impl("add_layer_norm_fwd_cpu", fastbert::boxed_operator<&fastbert::add_layer_norm_fwd_cpu>);
+  m.impl("add_layer_norm_bwd_cpu", fastbert::boxed_operator<&fastbert::add_layer_norm_bwd_cpu>);
+  m.impl("dropout_cpu", fastbert::boxed_operator<&fastbert::dropout_cpu>);
+  m.impl("embed_fwd_cpu", fastbert::boxed_operator<&fastbert::embed_fwd_cpu>);
+  m.impl("embed_bwd_cpu", fastbert::boxed_operator<&fastbert::embed_bwd_cpu>);
+  m.impl("encoder_layer_fwd_cpu", fastbert::boxed_operator<&fastbert::encoder_layer_fwd_cpu>);
+  m.impl("encoder_layer_bwd_cpu", fastbert::boxed_operator<&fastbert::encoder_layer_bwd_cpu>);
+  m.impl("encoder_layers_cpu", fastbert::boxed_operator<&fastbert::encoder_layers_cpu>);
+  m.impl("linear_cpu", fastbert::boxed_operator<&fastbert::linear_cpu>);
+  m.impl("linear_bwd_cpu", fastbert::boxed_operator<&fastbert::linear_bwd_cpu>);
+  m.impl("feed_forward_bwd_cpu", fastbert::boxed_operator<&fastbert::feed_forward_bwd_cpu>);
+  m.impl("feed_forward_cpu", fastbert::boxed_operator<&fastbert::feed_forward_cpu>);
 }
 
 namespace {
@@ -66,12 +68,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("isa", &isa, "The instruction set that the CPU kernels run with: cpuid's choice, unless set_isa changed it.");
   m.def("isas", &isas, "The instruction sets that this machine can run, narrowest first.");
   m.def("packed_bytes", &fastbert::packed_bytes, "Bytes of all packed copies of weights that are kept.");
-  m.def("forget_packed", &fastbert::forget_packed, pybind11::arg("storage"),
-        "Drop all that is known of the storage with this address, untyped_storage()._cdata: it is about to go.");
+  m.def("forget_storage", &fastbert::forget_storage, pybind11::arg("storage"),
+        "Drop all that is kept for the storage with this address, untyped_storage().data_ptr(): it is about to go.");
   m.def("repack", &fastbert::repack, pybind11::arg("storages"),
         "Drop the packed copies of these storages' weights: the next call packs them anew.");
   m.def("weights_changed", &fastbert::weights_changed, pybind11::arg("storages"),
         "The next call packs these storages' weights anew, into the memory that is there.");
+  m.def("fill_memory", &fastbert::fill_memory, pybind11::arg("fills"),
+        "Fill the memory of intermediate results and of weights' gradients with NaN before it is used; for tests.");
   m.attr("packed_check_calls") = fastbert::kCheckCalls;
   m.def("has_bf16", &fastbert::has_bf16_dot, "Whether the ISA in use multiplies bfloat16; without, bf16 runs in fp32.");
   m.def("set_isa", &set_isa, pybind11::arg("name"), "Run the CPU kernels with another of isas(); for tests.");

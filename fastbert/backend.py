@@ -68,8 +68,7 @@ class _Choice:
     forced: Backend | None = _start_value()
 
 
-# What README says of an installation; it builds the extension for the torch that is there.
-BUILD_KERNELS = "pip install torch setuptools ninja && pip install --no-build-isolation ."
+BUILD_KERNELS = "fastbert build"  # for the torch that is there, from the sources that every installation has
 
 _has_warned = False
 
@@ -81,8 +80,8 @@ def missing_kernels() -> str | None:
     if extension_error() is None:
         return None
     return (
-        f"{extension_error()}: models run several times slower on CPUs; in fastbert's source folder, with a C++"
-        f" compiler, this builds it: {BUILD_KERNELS}"
+        f"{extension_error()}: models run several times slower on CPUs; with a C++ compiler, this builds it:"
+        f" {BUILD_KERNELS}"
     )
 
 

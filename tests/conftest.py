@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -12,6 +13,9 @@ import torch
 # Read by Triton when it is imported, which must therefore come after.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# What is tested is this checkout's extension, not one that `fastbert build` has made on this machine.
+os.environ["FASTBERT_CACHE"] = os.devnull
 
 # pytest-xdist's workers, and the processes they start, share the cores: one thread each, or they only wait for another.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -37,9 +41,23 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     mend_triton_interpreter()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported and collected lives to the end: the garbage collector need not look through it each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(items):
     mark_those_left_to_full(items)
+    # pytest-xdist's workers take tests from the ends of each other's lists. What is dear to set up stands at the
+    # beginning, so that no second worker sets it up again.
+    items.sort(key=lambda item: item.get_closest_marker("dear_to_set_up") is None)
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,5 @@
 #include "attention.h"
 
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-
 #include <algorithm>
 #include <atomic>
 #include <vector>
@@ -18,31 +14,31 @@ namespace {
 constexpr int64_t kLargestHeadDim = 256;
 
 template <typename T>
-HeadRows<T> head_rows(const at::Tensor& t) {
-  return {data<T>(t), t.stride(0), t.stride(1)};
+HeadRows<T> head_rows(const Array& t) {
+  return {t.data<T>(), t.stride(0), t.stride(1)};
 }
 
 // The tensor itself where its rows' elements are neighbours, as they are in a slice of a fused projection.
-at::Tensor with_rows(const char* name, const at::Tensor& t, const at::Tensor& like) {
-  TORCH_CHECK(t.device().is_cpu(), name, " is on ", t.device(), ", expected cpu");
-  TORCH_CHECK(t.sizes() == like.sizes(), name, " has shape ", t.sizes(), ", expected ", like.sizes());
-  TORCH_CHECK(t.scalar_type() == like.scalar_type(), name, " is ", t.scalar_type(), ", expected ", like.scalar_type());
-  return t.size(2) <= 1 || t.stride(2) == 1 ? t : t.contiguous();
+Array with_rows(const char* name, const Array& t, const Array& like) {
+  check(t.is_cpu(), name, " is on ", t.device(), ", expected cpu");
+  check(t.sizes() == like.sizes(), name, " has shape ", t.sizes(), ", expected ", like.sizes());
+  check(t.scalar_type() == like.scalar_type(), name, " is ", t.scalar_type(), ", expected ", like.scalar_type());
+  return t.size(2) <= 1 || t.stride(2) == 1 ? t : contiguous(t);
 }
 
-std::vector<int64_t> checked_offsets(const at::Tensor& cu_seqlens, int64_t total_tokens) {
-  TORCH_CHECK(cu_seqlens.dim() == 1 && cu_seqlens.size(0) > 0, "cu_seqlens has shape ", cu_seqlens.sizes(),
-              ", expected (batch + 1,)");
-  const at::Tensor words = checked("cu_seqlens", cu_seqlens, cu_seqlens.sizes(), at::kInt);
-  const auto* from = words.const_data_ptr<int32_t>();
+std::vector<int64_t> checked_offsets(const Array& cu_seqlens, int64_t total_tokens) {
+  check(cu_seqlens.dim() == 1 && cu_seqlens.size(0) > 0, "cu_seqlens has shape ", cu_seqlens.sizes(),
+        ", expected (batch + 1,)");
+  const Array words = checked("cu_seqlens", cu_seqlens, cu_seqlens.sizes(), ScalarType::Int);
+  const auto* from = words.data<const int32_t>();
   const std::vector<int64_t> offsets(from, from + words.size(0));
-  TORCH_CHECK(offsets.front() == 0, "cu_seqlens[0] is ", offsets.front(), ", expected 0");
+  check(offsets.front() == 0, "cu_seqlens[0] is ", offsets.front(), ", expected 0");
   for (size_t i = 1; i < offsets.size(); ++i) {
-    TORCH_CHECK(offsets[i] >= offsets[i - 1], "cu_seqlens[", i, "] is ", offsets[i], ", below cu_seqlens[", i - 1,
-                "] which is ", offsets[i - 1]);
+    check(offsets[i] >= offsets[i - 1], "cu_seqlens[", i, "] is ", offsets[i], ", below cu_seqlens[", i - 1,
+          "] which is ", offsets[i - 1]);
   }
-  TORCH_CHECK(offsets.back() <= total_tokens, "cu_seqlens[-1] is ", offsets.back(), ", above total_tokens, which is ",
-              total_tokens);
+  check(offsets.back() <= total_tokens, "cu_seqlens[-1] is ", offsets.back(), ", above total_tokens, which is ",
+        total_tokens);
   return offsets;
 }
 
@@ -65,7 +61,7 @@ Plan make_plan(const std::vector<int64_t>& offsets, int64_t num_heads, bool is_b
   int64_t total = 0;
   for (size_t i = 1; i < offsets.size(); ++i) total += scores_of(offsets[i] - offsets[i - 1]) * num_heads;
   if (total == 0) return {{}, 0};
-  const int64_t threads = at::get_num_threads();
+  const int64_t threads = num_threads();
   const int64_t target = threads == 1 ? total : std::max(kSmallestTask, total / (8 * threads));
   const int64_t largest = is_backward ? std::max(target, total / threads) : target;
   Plan plan;
@@ -96,13 +92,13 @@ Plan make_plan(const std::vector<int64_t>& offsets, int64_t num_heads, bool is_b
 template <typename F>
 void run_tasks(const Plan& plan, const F& run) {
   std::atomic<size_t> next{0};
-  at::parallel_for(0, plan.workers, 1, [&](int64_t, int64_t) {
+  parallel_for(0, plan.workers, 1, [&](int64_t, int64_t) {
     for (size_t i = next++; i < plan.tasks.size(); i = next++) run(plan.tasks[i]);
   });
 }
 
 template <typename T>
-AttentionInputs<T> inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double softmax_scale,
+AttentionInputs<T> inputs(const Array& q, const Array& k, const Array& v, double softmax_scale,
                           const Dropout& dropout) {
   return {head_rows<const T>(q),
           head_rows<const T>(k),
@@ -113,9 +109,9 @@ AttentionInputs<T> inputs(const at::Tensor& q, const at::Tensor& k, const at::Te
           dropout};
 }
 
-void check_q(const at::Tensor& q) {
-  TORCH_CHECK(q.dim() == 3, "q has shape ", q.sizes(), ", expected (total_tokens, num_heads, head_dim)");
-  TORCH_CHECK(q.size(2) <= kLargestHeadDim, "head_dim is ", q.size(2), ", expected at most ", kLargestHeadDim);
+void check_q(const Array& q) {
+  check(q.dim() == 3, "q has shape ", q.sizes(), ", expected (total_tokens, num_heads, head_dim)");
+  check(q.size(2) <= kLargestHeadDim, "head_dim is ", q.size(2), ", expected at most ", kLargestHeadDim);
 }
 
 }  // namespace
@@ -123,65 +119,64 @@ void check_q(const at::Tensor& q) {
 namespace {
 
 // `stats` is empty where it is not wanted.
-void run_forward(const at::Tensor& q_, const at::Tensor& k_, const at::Tensor& v_, const at::Tensor& cu_seqlens,
-                 const Dropout& dropout, double softmax_scale, const at::Tensor& out, const at::Tensor& stats) {
-  const at::Tensor q = with_rows("q", q_, q_), k = with_rows("k", k_, q_), v = with_rows("v", v_, q_);
+void run_forward(const Array& q_, const Array& k_, const Array& v_, const Array& cu_seqlens, const Dropout& dropout,
+                 double softmax_scale, const Array& out, const Array& stats) {
+  const Array q = with_rows("q", q_, q_), k = with_rows("k", k_, q_), v = with_rows("v", v_, q_);
   const int64_t total_tokens = q.size(0), num_heads = q.size(1);
   const std::vector<int64_t> offsets = checked_offsets(cu_seqlens, total_tokens);
   if (const int64_t slack = total_tokens - offsets.back(); slack > 0) {
-    out.narrow(0, offsets.back(), slack).zero_();
-    stats.narrow(2, offsets.back(), slack).zero_();
+    zero(out.narrow(0, offsets.back(), slack));
+    zero(stats.narrow(2, offsets.back(), slack));
   }
   for_dtype(q.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     const AttentionFwd<T> args{inputs<T>(q, k, v, softmax_scale, dropout), head_rows<T>(out),
-                               stats.numel() > 0 ? data<float>(stats) : nullptr, total_tokens};
+                               stats.numel() > 0 ? stats.data<float>() : nullptr, total_tokens};
     run_tasks(make_plan(offsets, num_heads, false), [&](const AttentionTask& task) { attention_fwd(args, task); });
   });
 }
 
-at::Tensor empty_stats(const at::Tensor& q, bool wanted) {
-  return at::empty({wanted ? 2 : 0, q.size(1), q.size(0)}, q.options().dtype(at::kFloat));
+Array empty_stats(const Array& q, bool wanted) {
+  return empty({wanted ? 2 : 0, q.size(1), q.size(0)}, ScalarType::Float);
 }
 
 }  // namespace
 
-std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                                     const at::Tensor& cu_seqlens,
-                                                     const std::optional<at::Tensor>& philox, double softmax_scale,
-                                                     double dropout_p, bool return_stats) {
+std::tuple<Array, Array> attention_fwd_cpu(const Array& q, const Array& k, const Array& v, const Array& cu_seqlens,
+                                           const OptionalArray& philox, double softmax_scale, double dropout_p,
+                                           bool return_stats) {
   check_q(q);
-  const at::Tensor out = at::empty(q.sizes(), q.options()), stats = empty_stats(q, return_stats);
+  const Array out = empty_like(q), stats = empty_stats(q, return_stats);
   run_forward(q, k, v, cu_seqlens, make_dropout(dropout_p, philox), softmax_scale, out, stats);
   return {out, stats};
 }
 
-void attention_rows(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& cu_seqlens,
-                    double softmax_scale, const at::Tensor& out) {
+void attention_rows(const Array& q, const Array& k, const Array& v, const Array& cu_seqlens, double softmax_scale,
+                    const Array& out) {
   check_q(q);
-  run_forward(q, k, v, cu_seqlens, make_dropout(0.0, std::nullopt), softmax_scale, out, empty_stats(q, false));
+  run_forward(q, k, v, cu_seqlens, make_dropout(0.0, {}), softmax_scale, out, empty_stats(q, false));
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd_cpu(
-    const at::Tensor& dout_, const at::Tensor& q_, const at::Tensor& k_, const at::Tensor& v_, const at::Tensor& out_,
-    const at::Tensor& softmax_stats, const at::Tensor& cu_seqlens, const std::optional<at::Tensor>& philox,
-    double softmax_scale, double dropout_p) {
+std::tuple<Array, Array, Array> attention_bwd_cpu(const Array& dout_, const Array& q_, const Array& k_, const Array& v_,
+                                                  const Array& out_, const Array& softmax_stats,
+                                                  const Array& cu_seqlens, const OptionalArray& philox,
+                                                  double softmax_scale, double dropout_p) {
   check_q(q_);
-  const at::Tensor q = with_rows("q", q_, q_), k = with_rows("k", k_, q_), v = with_rows("v", v_, q_);
-  const at::Tensor out = with_rows("out", out_, q_), dout = with_rows("dout", dout_, q_);
+  const Array q = with_rows("q", q_, q_), k = with_rows("k", k_, q_), v = with_rows("v", v_, q_);
+  const Array out = with_rows("out", out_, q_), dout = with_rows("dout", dout_, q_);
   const int64_t total_tokens = q.size(0), num_heads = q.size(1);
-  const at::Tensor stats = checked("softmax_stats", softmax_stats, {2, num_heads, total_tokens}, at::kFloat);
+  const Array stats = checked("softmax_stats", softmax_stats, {2, num_heads, total_tokens}, ScalarType::Float);
   const std::vector<int64_t> offsets = checked_offsets(cu_seqlens, total_tokens);
   const Dropout dropout = make_dropout(dropout_p, philox);
 
-  const at::Tensor dq = at::empty(q.sizes(), q.options()), dk = at::empty_like(dq), dv = at::empty_like(dq);
-  for (const at::Tensor& t : {dq, dk, dv}) t.narrow(0, offsets.back(), total_tokens - offsets.back()).zero_();
+  const Array dq = empty_like(q), dk = empty_like(dq), dv = empty_like(dq);
+  for (const Array& t : {dq, dk, dv}) zero(t.narrow(0, offsets.back(), total_tokens - offsets.back()));
   for_dtype(q.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     const AttentionBwd<T> args{inputs<T>(q, k, v, softmax_scale, dropout),
                                head_rows<const T>(out),
                                head_rows<const T>(dout),
-                               data<const float>(stats),
+                               stats.data<const float>(),
                                head_rows<T>(dq),
                                head_rows<T>(dk),
                                head_rows<T>(dv),

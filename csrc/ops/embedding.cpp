@@ -1,7 +1,5 @@
 #include "embedding.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <cstring>
 #include <numeric>
@@ -17,44 +15,43 @@ namespace fastbert {
 namespace {
 
 // Before anything is written: every id is a row of its table. One comparison an id, beside the rows that it stands for.
-void check_ids(const char* name, const at::Tensor& ids, int64_t rows) {
+void check_ids(const char* name, const Array& ids, int64_t rows) {
   if (!ids.defined()) return;
-  const auto* id = ids.const_data_ptr<int64_t>();
+  const auto* id = ids.data<const int64_t>();
   const int64_t tokens = ids.numel();
   const auto is_outside = [&](int64_t i) { return static_cast<uint64_t>(id[i]) >= static_cast<uint64_t>(rows); };
   bool any = false;
   for (int64_t i = 0; i < tokens; ++i) any |= is_outside(i);
   for (int64_t i = 0; any && i < tokens; ++i) {
-    TORCH_CHECK_INDEX(!is_outside(i), "embed_layer_norm: ", name, " holds ", id[i], "; valid values are 0 to ",
-                      rows - 1);
+    check_index(!is_outside(i), "embed_layer_norm: ", name, " holds ", id[i], "; valid values are 0 to ", rows - 1);
   }
 }
 
 }  // namespace
 
-at::Tensor embed_fwd_cpu(const std::optional<at::Tensor>& input_ids, const at::Tensor& position_ids,
-                         const std::optional<at::Tensor>& token_type_ids, const at::Tensor& word,
-                         const at::Tensor& position, const std::optional<at::Tensor>& token_type,
-                         const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, double eps) {
+Array embed_fwd_cpu(const OptionalArray& input_ids, const Array& position_ids, const OptionalArray& token_type_ids,
+                    const Array& word, const Array& position, const OptionalArray& token_type,
+                    const OptionalArray& weight, const OptionalArray& bias, double eps) {
   const auto t =
-      embed_fwd_tensors(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, at::kCPU);
+      embed_fwd_tensors(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, cpu());
   const int64_t tokens = t.out.size(0), width = t.out.size(1);
   check_ids("input_ids", t.ids, t.word.size(0));
   check_ids("position_ids", t.positions, t.position.size(0));
   if (t.token_type.defined()) check_ids("token_type_ids", t.types, t.token_type.size(0));
   for_dtype(t.out.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    const EmbedFwd<T> args{{data<const T>(t.word), data<const T>(t.token_type), data<const T>(t.position)},
-                           {data<const int64_t>(t.ids), data<const int64_t>(t.types), data<const int64_t>(t.positions)},
-                           {1, 0, 0},
-                           width,
-                           data<T>(t.out)};
+    const EmbedFwd<T> args{
+        {t.word.data<const T>(), t.token_type.data<const T>(), t.position.data<const T>()},
+        {t.ids.data<const int64_t>(), t.types.data<const int64_t>(), t.positions.data<const int64_t>()},
+        {1, 0, 0},
+        width,
+        t.out.data<T>()};
     const int64_t grain = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, width));
     std::function<void(int64_t, int64_t)> norm;
     if (t.weight.defined()) {
-      norm = add_layer_norm_rows(t.out, at::Tensor(), at::Tensor(), t.weight, t.bias, eps, t.out);
+      norm = add_layer_norm_rows(t.out, Array(), Array(), t.weight, t.bias, eps, t.out);
     }
-    at::parallel_for(0, tokens, grain, [&](int64_t begin, int64_t end) {
+    parallel_for(0, tokens, grain, [&](int64_t begin, int64_t end) {
       embed_fwd(args, begin, end);
       if (norm) norm(begin, end);
     });
@@ -62,26 +59,24 @@ at::Tensor embed_fwd_cpu(const std::optional<at::Tensor>& input_ids, const at::T
   return t.out;
 }
 
-at::Tensor embed_bwd_cpu(const at::Tensor& dout_, const at::Tensor& ids_, const at::Tensor& table,
-                         int64_t padding_idx) {
-  TORCH_CHECK(table.dim() == 2, "table has shape ", table.sizes(), ", expected (rows, width)");
+Array embed_bwd_cpu(const Array& dout_, const Array& ids_, const Array& table, int64_t padding_idx) {
+  check(table.dim() == 2, "table has shape ", table.sizes(), ", expected (rows, width)");
   const int64_t tokens = ids_.numel(), width = table.size(1);
-  const at::Tensor dout = checked("dout", dout_, {tokens, width}, table.scalar_type());
-  const at::Tensor ids = checked("ids", ids_, {tokens}, at::kLong);
+  const Array dout = checked("dout", dout_, {tokens, width}, table.scalar_type());
+  const Array ids = checked("ids", ids_, {tokens}, ScalarType::Long);
   check_ids("ids", ids, table.size(0));
-  const auto* id = ids.const_data_ptr<int64_t>();
+  const auto* id = ids.data<const int64_t>();
   std::vector<int64_t> order(static_cast<size_t>(tokens));
   std::iota(order.begin(), order.end(), 0);
   std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return id[a] != id[b] ? id[a] < id[b] : a < b; });
-  const at::Tensor dtable = gradient_like(table);
-  auto* bytes = static_cast<char*>(dtable.mutable_data_ptr());
-  at::parallel_for(0, static_cast<int64_t>(dtable.nbytes()), 1 << 18, [&](int64_t begin, int64_t end) {
-    std::memset(bytes + begin, 0, static_cast<size_t>(end - begin));
-  });
+  const Array dtable = gradient_like(table);
+  auto* bytes = static_cast<char*>(dtable.data());
+  parallel_for(0, static_cast<int64_t>(dtable.nbytes()), 1 << 18,
+               [&](int64_t begin, int64_t end) { std::memset(bytes + begin, 0, static_cast<size_t>(end - begin)); });
   for_dtype(table.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    const EmbedBwd<T> args{data<const T>(dout), order.data(), id, tokens, width, padding_idx, data<T>(dtable)};
-    at::parallel_for(0, width, 64, [&](int64_t begin, int64_t end) { embed_bwd(args, begin, end); });
+    const EmbedBwd<T> args{dout.data<const T>(), order.data(), id, tokens, width, padding_idx, dtable.data<T>()};
+    parallel_for(0, width, 64, [&](int64_t begin, int64_t end) { embed_bwd(args, begin, end); });
   });
   return dtable;
 }

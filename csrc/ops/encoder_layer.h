@@ -2,22 +2,24 @@
 // schemas.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <string>
 
-#include <optional>
 #include <vector>
+
+#include "array.h"
 
 namespace fastbert {
 
-std::vector<at::Tensor> encoder_layer_fwd_cpu(const at::Tensor& x, const at::Tensor& cu_seqlens, at::TensorList weights,
-                                              at::TensorList biases, at::TensorList norms,
-                                              const std::optional<at::Tensor>& philox, at::ArrayRef<double> dropouts,
-                                              at::ArrayRef<double> eps, int64_t num_heads, c10::string_view activation,
-                                              at::ScalarType dtype);
+std::vector<Array> encoder_layer_fwd_cpu(const Array& x, const Array& cu_seqlens, const std::vector<Array>& weights,
+                                         const std::vector<Array>& biases, const std::vector<Array>& norms,
+                                         const OptionalArray& philox, const std::vector<double>& dropouts,
+                                         const std::vector<double>& eps, int64_t num_heads,
+                                         const std::string& activation, ScalarType dtype);
 
-std::vector<at::Tensor> encoder_layer_bwd_cpu(const at::Tensor& dout, const at::Tensor& x, const at::Tensor& cu_seqlens,
-                                              at::TensorList weights, at::TensorList norms, at::TensorList kept,
-                                              const std::optional<at::Tensor>& philox, at::ArrayRef<double> dropouts,
-                                              c10::string_view activation, bool needs_dx);
+std::vector<Array> encoder_layer_bwd_cpu(const Array& dout, const Array& x, const Array& cu_seqlens,
+                                         const std::vector<Array>& weights, const std::vector<Array>& norms,
+                                         const std::vector<Array>& kept, const OptionalArray& philox,
+                                         const std::vector<double>& dropouts, const std::string& activation,
+                                         bool needs_dx);
 
 }  // namespace fastbert

@@ -1,17 +1,16 @@
 // The registered encoder_layers operator of the CPU backend; fastbert/ops/encoder_layers.py has its schema.
 #pragma once
 
-#include <ATen/core/List.h>
-#include <ATen/core/Tensor.h>
-
-#include <optional>
+#include <string>
+#include <vector>
+#include "array.h"
 
 namespace fastbert {
 
-at::Tensor encoder_layers_cpu(const at::Tensor& x, const at::Tensor& cu_seqlens, at::TensorList weights,
-                              const c10::List<std::optional<at::Tensor>>& biases,
-                              const c10::List<std::optional<at::Tensor>>& weight_scales,
-                              at::ArrayRef<double> input_scales, at::TensorList norms, at::ArrayRef<double> eps,
-                              int64_t num_heads, c10::string_view activation);
+Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const std::vector<Array>& weights,
+                         const std::vector<OptionalArray>& biases, const std::vector<OptionalArray>& weight_scales,
+                         const std::vector<double>& input_scales, const std::vector<Array>& norms,
+                         const std::vector<double>& eps, int64_t num_heads, const std::string& activation,
+                         const std::vector<int64_t>& versions);
 
 }  // namespace fastbert

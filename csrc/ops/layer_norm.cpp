@@ -1,13 +1,12 @@
 #include "layer_norm.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 
 #include "../cpu/layer_norm.h"
 #include "dropout.h"
 #include "layer_norm_tensors.h"
 #include "tensors.h"
+#include "workspace.h"
 
 namespace fastbert {
 namespace {
@@ -17,49 +16,50 @@ int64_t grain_rows(int64_t width) { return std::max<int64_t>(1, 32768 / std::max
 
 // Undefined tensors leave their operand or result out.
 template <typename T>
-AddLayerNormFwd<T> fwd_args(const at::Tensor& x, const at::Tensor& x_bias, const at::Tensor& residual,
-                            const at::Tensor& weight, const at::Tensor& bias, const Dropout& dropout, double eps,
-                            const at::Tensor& out, const at::Tensor& summed, const at::Tensor& mean,
-                            const at::Tensor& rstd) {
-  return {data<const T>(x),
-          data<const T>(x_bias),
-          data<const T>(residual),
-          data<const T>(weight),
-          data<const T>(bias),
+AddLayerNormFwd<T> fwd_args(const Array& x, const Array& x_bias, const Array& residual, const Array& weight,
+                            const Array& bias, const Dropout& dropout, double eps, const Array& out,
+                            const Array& summed, const Array& mean, const Array& rstd) {
+  return {x.data<const T>(),
+          x_bias.data<const T>(),
+          residual.data<const T>(),
+          weight.data<const T>(),
+          bias.data<const T>(),
           dropout,
           static_cast<float>(eps),
           x.size(1),
-          data<T>(out),
-          data<T>(summed),
-          data<float>(mean),
-          data<float>(rstd)};
+          out.data<T>(),
+          summed.data<T>(),
+          mean.data<float>(),
+          rstd.data<float>()};
 }
 
 }  // namespace
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer_norm_fwd_cpu(
-    const at::Tensor& x, const std::optional<at::Tensor>& x_bias, const std::optional<at::Tensor>& residual,
-    const at::Tensor& weight, const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& philox,
-    double dropout_p, double eps, bool return_sum, bool return_stats) {
-  const auto t = add_layer_norm_fwd_tensors(x, x_bias, residual, weight, bias, return_sum, return_stats, at::kCPU);
+std::tuple<Array, Array, Array, Array> add_layer_norm_fwd_cpu(const Array& x, const OptionalArray& x_bias,
+                                                              const OptionalArray& residual, const Array& weight,
+                                                              const OptionalArray& bias, const OptionalArray& philox,
+                                                              double dropout_p, double eps, bool return_sum,
+                                                              bool return_stats) {
+  const auto t = add_layer_norm_fwd_tensors(x, x_bias, residual, weight, bias, return_sum, return_stats, cpu());
   const Dropout dropout = make_dropout(dropout_p, philox);
   for_dtype(t.x.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    const at::Tensor none;
+    const Array none;
     const auto args =
         fwd_args<T>(t.x, t.x_bias, t.residual, t.weight, t.bias, dropout, eps, t.out, return_sum ? t.summed : none,
                     return_stats ? t.mean : none, return_stats ? t.rstd : none);
-    at::parallel_for(0, t.x.size(0), grain_rows(t.x.size(1)),
-                     [&](int64_t begin, int64_t end) { add_layer_norm_fwd(args, begin, end); });
+    parallel_for(0, t.x.size(0), grain_rows(t.x.size(1)),
+                 [&](int64_t begin, int64_t end) { add_layer_norm_fwd(args, begin, end); });
   });
   return {t.out, t.summed, t.mean, t.rstd};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer_norm_bwd_cpu(
-    const at::Tensor& dout, const std::optional<at::Tensor>& dsum, const at::Tensor& summed, const at::Tensor& mean,
-    const at::Tensor& rstd, const at::Tensor& weight, const std::optional<at::Tensor>& philox, double dropout_p,
-    bool has_x_bias) {
-  const auto t = add_layer_norm_bwd_tensors(dout, dsum, summed, mean, rstd, weight, dropout_p, has_x_bias, at::kCPU);
+std::tuple<Array, Array, Array, Array, Array> add_layer_norm_bwd_cpu(const Array& dout, const OptionalArray& dsum,
+                                                                     const Array& summed, const Array& mean,
+                                                                     const Array& rstd, const Array& weight,
+                                                                     const OptionalArray& philox, double dropout_p,
+                                                                     bool has_x_bias) {
+  const auto t = add_layer_norm_bwd_tensors(dout, dsum, summed, mean, rstd, weight, dropout_p, has_x_bias, cpu());
   const int64_t rows = t.dout.size(0), hidden_size = t.dout.size(1);
   const Dropout dropout = make_dropout(dropout_p, philox);
 
@@ -68,42 +68,42 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer
   const int64_t rows_per_chunk = std::max<int64_t>(32, (rows + 255) / 256);
   const int64_t chunks = (rows + rows_per_chunk - 1) / rows_per_chunk;
 
-  const at::Tensor partial = at::empty({chunks, 3, hidden_size}, t.mean.options());
+  const Array partial = workspace({chunks, 3, hidden_size}, ScalarType::Float);
   for_dtype(t.dout.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    const AddLayerNormBwd<T> args{data<const T>(t.dout),
-                                  data<const T>(t.dsum),
-                                  data<const T>(t.summed),
-                                  data<const float>(t.mean),
-                                  data<const float>(t.rstd),
-                                  data<const T>(t.weight),
+    const AddLayerNormBwd<T> args{t.dout.data<const T>(),
+                                  t.dsum.data<const T>(),
+                                  t.summed.data<const T>(),
+                                  t.mean.data<const float>(),
+                                  t.rstd.data<const float>(),
+                                  t.weight.data<const T>(),
                                   dropout,
                                   rows,
                                   hidden_size,
                                   rows_per_chunk,
-                                  dropout_p > 0.0 ? data<T>(t.dx) : nullptr,
-                                  data<T>(t.dsummed),
-                                  data<float>(partial)};
+                                  dropout_p > 0.0 ? t.dx.data<T>() : nullptr,
+                                  t.dsummed.data<T>(),
+                                  partial.data<float>()};
     const int64_t grain = std::max<int64_t>(1, grain_rows(hidden_size) / rows_per_chunk);
-    at::parallel_for(0, chunks, grain, [&](int64_t begin, int64_t end) { add_layer_norm_bwd(args, begin, end); });
+    parallel_for(0, chunks, grain, [&](int64_t begin, int64_t end) { add_layer_norm_bwd(args, begin, end); });
 
-    const ColumnSums<T> sums{data<const float>(partial),
+    const ColumnSums<T> sums{partial.data<const float>(),
                              chunks,
                              hidden_size,
-                             {data<T>(t.dweight), data<T>(t.dbias), has_x_bias ? data<T>(t.dx_bias) : nullptr}};
-    at::parallel_for(0, hidden_size, grain_rows(3 * chunks),
-                     [&](int64_t begin, int64_t end) { add_column_sums(sums, begin, end); });
+                             {t.dweight.data<T>(), t.dbias.data<T>(), has_x_bias ? t.dx_bias.data<T>() : nullptr}};
+    parallel_for(0, hidden_size, grain_rows(3 * chunks),
+                 [&](int64_t begin, int64_t end) { add_column_sums(sums, begin, end); });
   });
   return {t.dx, t.dsummed, t.dx_bias, t.dweight, t.dbias};
 }
 
-std::function<void(int64_t, int64_t)> add_layer_norm_rows(const at::Tensor& x, const at::Tensor& x_bias,
-                                                          const at::Tensor& residual, const at::Tensor& weight,
-                                                          const at::Tensor& bias, double eps, const at::Tensor& out) {
+std::function<void(int64_t, int64_t)> add_layer_norm_rows(const Array& x, const Array& x_bias, const Array& residual,
+                                                          const Array& weight, const Array& bias, double eps,
+                                                          const Array& out) {
   std::function<void(int64_t, int64_t)> rows;
   for_dtype(x.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    const at::Tensor none;
+    const Array none;
     const auto args = fwd_args<T>(x, x_bias, residual, weight, bias, Dropout{0.0, 0, 0}, eps, out, none, none, none);
     rows = [args](int64_t begin, int64_t end) { add_layer_norm_fwd(args, begin, end); };
   });

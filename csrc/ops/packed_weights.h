@@ -1,41 +1,46 @@
 // Weights packed for the GEMMs, kept for as long as the weight itself lives unchanged.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
+#include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "../cpu/gemm.h"
+#include "workspace.h"
 
 namespace fastbert {
 
-DType dtype_of(const at::Tensor& t);
+DType dtype_of(const Array& t);
 
-// A packed weight and the memory behind it.
-struct PackedTensor {
-  at::Tensor panels;           // bytes
-  at::Tensor channel_offsets;  // int32, int8 weights only
+// A packed weight's memory.
+struct PackedMemory {
+  std::shared_ptr<Block> panels;
+  std::shared_ptr<Block> channel_offsets;  // int32, int8 weights only
 };
 
 // Calls with a weight within which all of its packed copy is compared with it once, a share at each call, so that a
 // write that left no trace is found. Chosen so that this takes under 1 % of a forward pass of 16 tokens (docs/gemm.md).
 constexpr int64_t kCheckCalls = 1024;
 
+// A weight's version as torch counts it, and what stands for it where the tensor keeps none, an inference tensor.
+constexpr int64_t kNoVersion = -1;
+int64_t version_of(const Array& weight);
+
 // weight (out_features, in_features) packed in `format`; `weight.t()` serves the gradient's product. Packs where there
 // is no packed copy yet, or where the weight has changed since:
-// - its version counter is another or has moved, or it lies elsewhere, or did since at a call;
-// - it keeps no version (an inference tensor), and the whole of it, compared at each call, is not what was packed;
+// - `version`, what version_of gives, is another, or the weight lies elsewhere;
+// - it keeps no version, and the whole of it, compared at each call, is not what was packed;
 // - one of 16 sampled elements is another: a write that left no trace, of the whole weight;
 // - the share of it that this call compares is another: any write that left no trace.
 // Several threads may ask at once.
-PackedTensor packed_weight(const at::Tensor& weight, DType format);
+PackedMemory packed_weight(const Array& weight, DType format, int64_t version);
 
-// These take addresses of storages, `untyped_storage()._cdata`, and wait for a thread that is packing, which never
+// These take addresses of storages, `untyped_storage().data_ptr()`, and wait for a thread that is packing, which never
 // waits for Python: so Python may call them at any time, a finalizer too.
 // - forget_packed: for a storage that goes.
 // - repack: frees the packed copies; the next call makes them again.
 // - weights_changed: the next call packs anew, into the memory that is there.
-void forget_packed(uintptr_t storage);
+void forget_packed(const void* storage);
 void repack(const std::vector<uintptr_t>& storages);
 void weights_changed(const std::vector<uintptr_t>& storages);
 

@@ -1,42 +1,44 @@
-// What every operator does with its tensors: checks, pointers, storage types.
+// What every operator does with its tensors: checks, and storage types.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/util/Exception.h>
-
-#include <optional>
-
 #include "../include/bf16.h"
+#include "array.h"
 
 namespace fastbert {
 
-// `device` without an index means any of its type.
-inline at::Tensor checked(const char* name, const at::Tensor& t, at::IntArrayRef shape, at::ScalarType dtype,
-                          at::Device device = at::kCPU) {
-  TORCH_CHECK(t.device() == device || (!device.has_index() && t.device().type() == device.type()), name, " is on ",
-              t.device(), ", expected ", device);
-  TORCH_CHECK(t.sizes() == shape, name, " has shape ", t.sizes(), ", expected ", shape);
-  TORCH_CHECK(t.scalar_type() == dtype, name, " is ", t.scalar_type(), ", expected ", dtype);
-  return t.contiguous();
+// An operand, whole in memory.
+inline Array checked(const char* name, const Array& t, const Shape& shape, ScalarType dtype, Device device) {
+  const Device found = t.device();
+  check(found.type == device.type && (device.index < 0 || found.index == device.index), name, " is on ", found,
+        ", expected ", device);
+  check(t.sizes() == shape, name, " has shape ", t.sizes(), ", expected ", shape);
+  check(t.scalar_type() == dtype, name, " is ", t.scalar_type(), ", expected ", dtype);
+  return contiguous(t);
+}
+inline Array checked(const char* name, const Array& t, const Shape& shape, ScalarType dtype) {
+  return checked(name, t, shape, dtype, cpu());
 }
 
-inline at::Tensor checked(const char* name, const std::optional<at::Tensor>& t, at::IntArrayRef shape,
-                          at::ScalarType dtype, at::Device device = at::kCPU) {
-  return t.has_value() ? checked(name, *t, shape, dtype, device) : at::Tensor();
+// One that may be absent, which is then undefined.
+inline Array checked_if_defined(const char* name, const Array& t, const Shape& shape, ScalarType dtype, Device device) {
+  return t.defined() ? checked(name, t, shape, dtype, device) : t;
 }
 
-// An undefined tensor, which is how an absent operand or result is passed on, gives null.
-template <typename T>
-T* data(const at::Tensor& t) {
-  return t.defined() ? static_cast<T*>(t.data_ptr()) : nullptr;
+// Throws what Python raises as an IndexError.
+template <typename... Message>
+void check_index(bool holds, const Message&... message) {
+  if (holds) return;
+  std::ostringstream text;
+  (text << ... << message);
+  throw std::out_of_range(text.str());
 }
 
 // f is called with a value of the storage type that stands for dtype.
 template <typename F>
-void for_dtype(at::ScalarType dtype, const F& f) {
-  if (dtype == at::kFloat) return f(float{});
-  if (dtype == at::kBFloat16) return f(BFloat16{});
-  TORCH_CHECK(false, "dtype is ", dtype, ", expected Float or BFloat16");
+void for_dtype(ScalarType dtype, const F& f) {
+  if (dtype == ScalarType::Float) return f(float{});
+  if (dtype == ScalarType::BFloat16) return f(BFloat16{});
+  fail("dtype is ", dtype, ", expected Float or BFloat16");
 }
 
 }  // namespace fastbert

@@ -1,45 +1,67 @@
 #include "workspace.h"
 
-#include <ATen/Context.h>
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
 #include <vector>
 
 namespace fastbert {
 namespace {
 
-constexpr size_t kMostKept = size_t{64} << 20;
-constexpr size_t kSmall = size_t{64} << 10;  // the allocator serves these at once
+constexpr int64_t kLine = 64;
+constexpr int64_t kMostKept = int64_t{64} << 20;
+constexpr int64_t kSmall = int64_t{64} << 10;  // the allocator serves these at once
+
+std::atomic<bool>& is_filled() {
+  static std::atomic<bool> filled{false};
+  return filled;
+}
 
 }  // namespace
 
-at::Tensor workspace(at::IntArrayRef sizes, at::ScalarType dtype) {
-  static thread_local std::vector<c10::Storage> kept;
-  const auto options = at::TensorOptions().dtype(dtype);
-  const size_t bytes = static_cast<size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
-  // Deterministic algorithms ask for memory that is filled, so that what was not written shows.
-  const bool fills = at::globalContext().deterministicAlgorithms();
-  if (bytes < kSmall || bytes > kMostKept || fills) return at::empty(sizes, options);
-  size_t total = bytes;
-  const c10::Storage* best = nullptr;
-  for (const c10::Storage& storage : kept) {
-    total += storage.nbytes();
-    const bool fits = storage.use_count() == 1 && storage.nbytes() >= bytes && storage.nbytes() / 2 <= bytes;
-    if (fits && (best == nullptr || storage.nbytes() < best->nbytes())) best = &storage;
+Block::Block(int64_t bytes) : bytes_(bytes) {
+  const auto rounded = static_cast<size_t>(std::max(kLine, (bytes + kLine - 1) / kLine * kLine));
+  data_ = static_cast<char*>(std::aligned_alloc(kLine, rounded));
+  if (data_ == nullptr) throw std::bad_alloc();
+}
+
+Block::~Block() { std::free(data_); }
+
+std::shared_ptr<Block> new_block(int64_t bytes) {
+  auto block = std::make_shared<Block>(bytes);
+  if (is_filled()) std::memset(block->data(), 0xff, static_cast<size_t>(bytes));
+  return block;
+}
+
+Array workspace(const Shape& sizes, ScalarType dtype) {
+  static thread_local std::vector<std::shared_ptr<Block>> kept;
+  const int64_t bytes = sizes.product() * element_size(dtype);
+  const auto array = [&](const std::shared_ptr<Block>& block) { return Array(block, block->data(), sizes, dtype); };
+  if (bytes < kSmall || bytes > kMostKept || is_filled()) return array(new_block(bytes));
+  int64_t total = bytes;
+  const std::shared_ptr<Block>* best = nullptr;
+  for (const auto& block : kept) {
+    total += block->bytes();
+    const bool fits = block.use_count() == 1 && block->bytes() >= bytes && block->bytes() / 2 <= bytes;
+    if (fits && (best == nullptr || block->bytes() < (*best)->bytes())) best = &block;
   }
-  if (best != nullptr) return at::empty({0}, options).set_(*best, 0, sizes, {});
+  if (best != nullptr) return array(*best);
   // The oldest make room.
   kept.erase(std::remove_if(kept.begin(), kept.end(),
-                            [&](const c10::Storage& storage) {
-                              const bool goes = total > kMostKept && storage.use_count() == 1;
-                              total -= goes ? storage.nbytes() : 0;
+                            [&](const std::shared_ptr<Block>& block) {
+                              const bool goes = total > kMostKept && block.use_count() == 1;
+                              total -= goes ? block->bytes() : 0;
                               return goes;
                             }),
              kept.end());
-  const at::Tensor fresh = at::empty(sizes, options);
-  if (total <= kMostKept) kept.push_back(fresh.storage());
-  return fresh;
+  const auto fresh = new_block(bytes);
+  if (total <= kMostKept) kept.push_back(fresh);
+  return array(fresh);
 }
+
+void fill_memory(bool fills) { is_filled() = fills; }
 
 }  // namespace fastbert

@@ -1,13 +1,34 @@
-// Memory for what an operator makes and does not return.
+// Memory for what an operator makes and does not return, and for what is kept from call to call.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include "array.h"
 
 namespace fastbert {
 
-// An uninitialised tensor in memory that the calling thread keeps, up to 64 MB in all, and hands out again once nothing
-// holds it: a large tensor of the system allocator's goes back to the system each time, and its pages' faults are 1.5 %
-// of a whole forward pass of four texts of 512 tokens in float32.
-at::Tensor workspace(at::IntArrayRef sizes, at::ScalarType dtype);
+// Bytes from a cache line's start, freed with the last that holds them.
+class Block {
+ public:
+  explicit Block(int64_t bytes);
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+  ~Block();
+
+  char* data() const { return data_; }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  char* data_;
+  int64_t bytes_;
+};
+
+std::shared_ptr<Block> new_block(int64_t bytes);
+
+// Uninitialised memory that the calling thread keeps, up to 64 MB in all, and hands out again once nothing holds it: a
+// large piece of the system allocator's goes back to the system each time, and its pages' faults are 1.5 % of a whole
+// forward pass of four texts of 512 tokens in float32.
+Array workspace(const Shape& sizes, ScalarType dtype);
+
+// For tests: from now on workspaces and blocks are new and filled with NaN, so that what was not written shows.
+void fill_memory(bool fills);
 
 }  // namespace fastbert

@@ -14,8 +14,8 @@ from typing import Any
 from fastbert import __version__
 from fastbert.cli import raise_if_stopped
 from fastbert.cli.parser import add_command
+from fastbert.native import recipe
 
-OLDEST_TORCH = (2, 11)
 WIDTH = 100
 _PACKAGES = ("triton", "tokenizers", "safetensors", "transformers", "sentence-transformers")
 
@@ -67,9 +67,9 @@ def _table(rows: list[tuple[str, str]]) -> list[str]:
 
 def torch_fault(version: str) -> str | None:
     """What is wrong with a version of torch; None if nothing."""
-    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    oldest = ".".join(map(str, OLDEST_TORCH))
-    return f"too old: fastbert needs torch {oldest} or newer" if found < OLDEST_TORCH else None
+    if recipe.version_pair(version) >= recipe.OLDEST_TORCH:
+        return None
+    return f"too old: fastbert needs torch {recipe.dotted(recipe.OLDEST_TORCH)} or newer"
 
 
 def _version(package: str) -> str:
@@ -86,6 +86,7 @@ def _machine() -> list[tuple[str, str]]:
         ("processor", f"{_cpu_model()}, {os.cpu_count()} cores; torch uses {torch.get_num_threads()} threads"),
         ("torch's ISA", torch.backends.cpu.get_cpu_capability()),
         ("extension", _extension()),
+        *_extension_file(),
         *_native_products(),
     ]
     if not torch.cuda.is_available():
@@ -112,6 +113,27 @@ def _extension() -> str:
     from fastbert import _C
 
     return f"loaded, running {_C.isa()} kernels"
+
+
+def _extension_file() -> list[tuple[str, str]]:
+    """Which file it is, what it was built from and against, and what is wrong with one that `fastbert build` made."""
+    import torch
+
+    from fastbert.native import cache
+
+    rows = []
+    if (build := cache.loaded()) is not None:
+        rows.append(("", str(build.path)))
+        if built := build.stamp:
+            cuda = f"with CUDA {built['cuda']}" if built["cuda"] else "without the CUDA part"
+            rows.append(("", f"built against torch {built['torch']}, for {built['target']} and newer, {cuda}"))
+            rows.append(("", f"by {built['compiler']}"))
+            if built["sources"] != recipe.source_hash():
+                rows.append(("", "its sources have changed since: build it again"))
+        else:
+            rows.append(("", "not known what it was built against"))
+    _, stale = cache.find(torch.__version__)
+    return rows if stale is None else [*rows, ("cache", stale)]
 
 
 def _native_products() -> list[tuple[str, str]]:

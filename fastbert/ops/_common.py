@@ -27,13 +27,17 @@ def extension_error() -> str | None:
     """None when the C++ extension is loaded, else why it is not. ValueError: FASTBERT_ISA is none that runs here."""
     global _extension_error
     if _extension_error == "not asked yet":
+        from fastbert.native import cache
+
         try:
-            from fastbert import _C  # loading it registers its kernels
+            cache.load()  # which registers its kernels
         except ModuleNotFoundError as error:
             _extension_error = f"the C++ extension is not built ({error})"
         except ImportError as error:  # mostly a symbol that another torch had
             _extension_error = f"the C++ extension does not load, build it for this torch ({error})"
         else:
+            from fastbert import _C
+
             if (isa := os.environ.get("FASTBERT_ISA")) is not None:
                 _hold_down(_C, isa)
             _extension_error = None

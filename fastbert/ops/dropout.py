@@ -16,7 +16,7 @@ from fastbert.ops._common import (
     triton_objection,
 )
 
-# x (..., width) by the mask of philox, int64 (2,) = [seed, offset] on x's device, which add_layer_norm would have for
+# x (rows, width) by the mask of philox, int64 (2,) = [seed, offset] on x's device, which add_layer_norm would have for
 # the same rows. Backward is the same op over dout: the mask is not kept, but made again.
 _SCHEMA = "(Tensor x, Tensor philox, float dropout_p) -> Tensor"
 
@@ -51,12 +51,18 @@ register("dropout", Backend.CPU, _supports_cpu, probe=_probe)
 register("dropout", Backend.TRITON, triton_objection, probe=_probe)
 
 
+def _launch(backend, dropout_p, x, philox):
+    width = x.shape[-1]
+    rows = x.reshape(x.numel() // width if width else 0, width)
+    return _OPS[backend](rows, philox, dropout_p).view(x.shape)
+
+
 def _forward(backend, dropout_p, x, philox):
-    return _OPS[backend](x, philox, dropout_p), (philox,)
+    return _launch(backend, dropout_p, x, philox), (philox,)
 
 
 def _backward(backend, dropout_p, needed, saved, dout):
-    return _OPS[backend](dout, *saved, dropout_p), None
+    return _launch(backend, dropout_p, dout, *saved), None
 
 
 _RULE = Rule(_forward, _backward)
@@ -75,4 +81,4 @@ def dropout(x: torch.Tensor, dropout_p: float, *, backend: str | None = None) ->
     philox = torch.randint(2**62, (2,), dtype=torch.int64, device=x.device)
     if needs_grad(x):
         return Differentiable.apply(_RULE, chosen, dropout_p, x, philox)
-    return _OPS[chosen](x, philox, dropout_p)
+    return _launch(chosen, dropout_p, x, philox)

@@ -20,12 +20,13 @@ from fastbert.ops.packing import int32_offsets
 # encoder_layers on the CPU: post-norm layers for inference, from the CPU's kernels
 #
 # weights, biases, weight_scales, input_scales: query, key, value, attention output, up, down of every layer; norms:
-# weight and bias of the attention's LayerNorm, then of the feed-forward's, of every layer.
+# weight and bias of the attention's LayerNorm, then of the feed-forward's, of every layer; versions: the weights', or
+# none, and the kernels ask for each.
 
 define(
     "encoder_layers_cpu",
     "(Tensor x, Tensor cu_seqlens, Tensor[] weights, Tensor?[] biases, Tensor?[] weight_scales, float[] input_scales,"
-    " Tensor[] norms, float[] eps, int num_heads, str activation) -> Tensor",
+    " Tensor[] norms, float[] eps, int num_heads, str activation, int[] versions) -> Tensor",
     lambda x, *others: torch.empty_like(x),
 )
 
@@ -150,7 +151,17 @@ def _run_inference(x: torch.Tensor, operands: LayerOperands, cu_seqlens: torch.T
     check_devices("encoder_layers", x=x, cu_seqlens=cu_seqlens)
     cu_seqlens = int32_offsets("encoder_layers", cu_seqlens)
     *of_layers, _ = operands
-    return torch.ops.fastbert.encoder_layers_cpu(x, cu_seqlens, *of_layers)
+    return torch.ops.fastbert.encoder_layers_cpu(x, cu_seqlens, *of_layers, _versions(operands.weights))
+
+
+def _versions(weights: tuple[torch.Tensor, ...]) -> list[int]:
+    """Of all of them at once: one by one they take the kernels as long as a layer's LayerNorms."""
+    if torch.compiler.is_compiling():  # a graph must not hold what they are now
+        return []
+    try:
+        return [weight._version for weight in weights]
+    except RuntimeError:  # one is an inference tensor, which has none
+        return []
 
 
 register_offer("encoder_layers", Backend.CPU, _supports_inference, _accepts_inference, _run_inference)

@@ -297,22 +297,28 @@ def repack(tensors: Iterable[torch.Tensor]) -> None:
     if extension_error() is None:  # without the extension nothing is packed
         from fastbert import _C
 
-        _C.repack([t.untyped_storage()._cdata for t in tensors])
+        storages = [t.untyped_storage() for t in tensors if t.device.type == "cpu"]
+        for storage in storages:
+            _let_go_of_moved(storage)
+        _C.repack([storage.data_ptr() for storage in storages])
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What the extension asks Python for on behalf of packed weights (csrc/ops/packed_weights.cpp)
+# What the extension asks Python for on behalf of packed weights (csrc/ops/storages.cpp, packed_weights.cpp)
 #
-# watch_weight: before it packs a weight of a storage that it has not met. The packed copies go when the storage does:
-# torch keeps one Python object for as long as a storage lives, whoever holds it, and finalizes it before the storage's
-# address can be another's.
+# watch_storage: before it keeps something for a storage whose memory it has not met. That goes when the storage does,
+# or when its memory is seen to be another: torch keeps one Python object for as long as a storage lives, whoever holds
+# it.
 # warn_of_weight: a warning that goes through Python's filters.
 
 _sees_fused_steps = False
 
 
-def _watch_weight(weight):
-    from fastbert._C import forget_packed
+_watched: weakref.WeakKeyDictionary[torch.UntypedStorage, weakref.finalize] = weakref.WeakKeyDictionary()
+
+
+def _watch_storage(tensor):
+    from fastbert._C import forget_storage
 
     global _sees_fused_steps
     if not _sees_fused_steps:
@@ -320,8 +326,18 @@ def _watch_weight(weight):
 
         register_optimizer_step_post_hook(_after_step)
         _sees_fused_steps = True
-    storage = weight.untyped_storage()
-    weakref.finalize(storage, forget_packed, storage._cdata).atexit = False
+    storage = tensor.untyped_storage()
+    _let_go_of_moved(storage)
+    _watched[storage] = weakref.finalize(storage, forget_storage, storage.data_ptr())
+    _watched[storage].atexit = False
+
+
+def _let_go_of_moved(storage):
+    """Of what is kept where the storage's memory was before it was resized."""
+    finalizer = _watched.get(storage)
+    watched = finalizer and finalizer.peek()
+    if watched and watched[2] != (storage.data_ptr(),):
+        finalizer()
 
 
 def _after_step(optimizer, args, kwargs):
@@ -332,7 +348,7 @@ def _after_step(optimizer, args, kwargs):
         from fastbert._C import weights_changed
 
         parameters = [p for group in groups for p in group["params"] if type(p) in (torch.Tensor, torch.nn.Parameter)]
-        weights_changed([p.untyped_storage()._cdata for p in parameters])
+        weights_changed([p.untyped_storage().data_ptr() for p in parameters if p.device.type == "cpu"])
 
 
 # What torch.compiler.disable does, without its import of torch._dynamo: a compiled step calls the hook, untraced.
@@ -345,7 +361,7 @@ def _warn_of_weight(weight, message):
     warnings.warn(message, stacklevel=2)
 
 
-define("watch_weight_cpu", "(Tensor weight) -> ()", lambda weight: None)
+define("watch_storage_cpu", "(Tensor tensor) -> ()", lambda tensor: None)
 define("warn_of_weight_cpu", "(Tensor weight, str message) -> ()", lambda weight, message: None)
-torch.library.impl("fastbert::watch_weight_cpu", "CPU", _watch_weight)
+torch.library.impl("fastbert::watch_storage_cpu", "CPU", _watch_storage)
 torch.library.impl("fastbert::warn_of_weight_cpu", "CPU", _warn_of_weight)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from full import left_to_full
 from hf import config_for, hf_class, make_hf
 from test_accelerate import (  # noqa: F401
     IDS,
@@ -262,6 +263,7 @@ def fine_tune(model, folder: Path, **options) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@left_to_full(lambda p: not p["options"])  # a part of what the others do
 @pytest.mark.parametrize("options", ({}, {"gradient_checkpointing": True}, {"bf16": True}), ids=str)
 def test_trainer(options, tmp_path, packed_layers, no_fallback):
     model = make_hf(config_for("bert", "SequenceClassification", 0, num_labels=2), "SequenceClassification")

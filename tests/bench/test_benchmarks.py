@@ -22,6 +22,7 @@ from fastbert.cli.info import matmul_parameters
 from fastbert.models.bert import BertModel
 from fastbert.testing.cases import MODELS, WORKLOADS, Workload
 
+pytestmark = pytest.mark.dear_to_set_up
 BY_NAME = {workload.id: workload for workload in WORKLOADS}
 SETTINGS = compete.Settings(
     model="tiny", precisions=("float32",), workloads=(BY_NAME["1x16"],),

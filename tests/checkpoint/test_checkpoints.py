@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 import transformers
+from full import left_to_full
 from hf import (
     config_for,
     families_axis,
@@ -73,6 +74,7 @@ def file_keys(folder) -> set[str]:
         return set(file.keys())
 
 
+@left_to_full(lambda p: p["index"] == 2 and p["head"] != "Model" and (p["model_type"], p["head"]) not in TIED)
 @pytest.mark.parametrize("index", [0, 2], ids=["tied", "untied"])
 @models_axis
 def test_both_ways_bit_for_bit(model_type, head, index, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -224,7 +225,9 @@ def test_doctor():
     assert f"{torch.__version__}" in done.stdout and torch.backends.cpu.get_cpu_capability() in done.stdout
     for op in fastbert.backends():
         assert re.search(rf"^ +{op} .*serves", done.stdout, re.MULTILINE), op
-    assert max(map(len, done.stdout.splitlines())) <= 100
+    assert (
+        max(len(line) for line in done.stdout.splitlines() if os.sep not in line) <= 100
+    )  # a path is as long as it is
     assert torch_fault("2.11.0") is None and torch_fault("2.13.0+cpu") is None and torch_fault("3.0.1") is None
     assert torch_fault("2.9.1+cu128") == "too old: fastbert needs torch 2.11 or newer"
 
@@ -247,7 +250,7 @@ def test_doctor_without_optional_parts():
     assert "the C++ extension is not built" in done.stdout and BUILD_KERNELS in done.stdout
 
 
-COMMANDS = ("encode", "fill-mask", "quantize", "info", "doctor", "bench")
+COMMANDS = ("encode", "fill-mask", "quantize", "info", "doctor", "build", "bench")
 
 
 def test_help_is_quick_and_has_examples():

@@ -78,6 +78,7 @@ def whole(tmp_path_factory, model, source) -> bytes:
     return out.read_bytes()
 
 
+@left_to_full(lambda p: p["stop"] == signal.SIGTERM)  # SIGINT's way; test_a_signal_during_an_import has both
 @pytest.mark.parametrize("stop,code", ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130), (signal.SIGTERM, 143)))
 def test_a_killed_run_goes_on_and_gives_the_same_bits(tmp_path, model, source, whole, stop, code):
     out, other, progress = (tmp_path / name for name in ("out.npy", "other.txt", "out.npy.progress"))

@@ -1,7 +1,7 @@
 """Every Triton kernel, compiled ahead of time for GPUs that need not be here, and what the machine code then tells.
 
-The compiler does not run in a process whose Triton is the interpreter, so the tests start this file as a program. Run
-by hand with --write it also writes the table of registers, shared memory and occupancy that is kept with the results.
+The tests start this file as a program (tests/support/triton_programs.py). Run by hand with --write it also writes the
+table of registers, shared memory and occupancy that is kept with the results.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from itertools import repeat
 from pathlib import Path
 
 import pytest
-from aot_cases import SHARED_LIMIT, Case, all_cases
+from aot_cases import SHARED_LIMIT, Case, all_cases, is_left_to_full
+from built import ROOT
 from machine_code import copies_before_reads_end, single_buffers
+from triton_programs import facts_of
 
+pytestmark = pytest.mark.dear_to_set_up
 # What a multiprocessor has of it.
 SHARED_TOTAL = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
-TABLE = Path(__file__).parents[2] / "benchmarks" / "results" / "aot" / "triton.md"
+TABLE = ROOT / "benchmarks" / "results" / "aot" / "triton.md"
 
 
 def all_kernels() -> set[str]:
@@ -62,10 +65,13 @@ def compile_case(case: Case, capability: int) -> dict:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
-        tool = triton.knobs.nvidia.cuobjdump.path
+        tools = triton.knobs.nvidia
         usage, sass = (
-            subprocess.run([tool, option, cubin.name], capture_output=True, text=True, check=True).stdout
-            for option in ("--dump-resource-usage", "--dump-sass")
+            subprocess.run([*command, cubin.name], capture_output=True, text=True, check=True).stdout
+            for command in (
+                (tools.cuobjdump.path, "--dump-resource-usage"),
+                (tools.nvdisasm.path, "--print-code", "--no-dataflow"),  # jumps' targets, which take half the time
+            )
         )
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
         ptx.write(compiled.asm["ptx"])
@@ -119,21 +125,13 @@ def table(cases: dict[str, dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-# What `make test` leaves out: float16's code is bfloat16's, and test_launches.py compiles models of it.
-LEFT_OUT = "fp16"
-EVERYTHING = pytest.param((), id="every dtype and architecture", marks=pytest.mark.full)
+EVERYTHING = pytest.param((), id="every case and architecture", marks=pytest.mark.full)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(("90", LEFT_OUT), id="sm_90"), EVERYTHING])
+@pytest.fixture(scope="module", params=[pytest.param(("90",), id="sm_90"), EVERYTHING])
 def compiled(request):
     """{case id: {capability: facts}}, and the kernels that exist, from a process with the real compiler."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    command = [sys.executable, __file__, *request.param]
-    process = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout.splitlines()[-1])
+    return facts_of(Path(__file__), request.param, ROOT.glob("benchmarks/gpu/*.py"))
 
 
 def test_every_kernel_is_compiled(compiled):
@@ -223,9 +221,10 @@ def test_copies_that_do_not_wait_are_found():
 def test_the_table_that_is_kept_is_this_one(compiled):
     def columns(text: str) -> list[list[str]]:
         rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
-        rows = [row for row in rows if f"-{compiled['left out']}" not in row[0]]
         return [
-            [row[0], *(row[1 + list(SHARED_LIMIT).index(int(c))] for c in compiled["capabilities"])] for row in rows
+            [row[0], *(row[1 + list(SHARED_LIMIT).index(int(c))] for c in compiled["capabilities"])]
+            for row in rows
+            if row[0].removeprefix("| ") not in compiled["left out"]
         ]
 
     kept = columns(TABLE.read_text(encoding="utf-8").replace(" |\n", "\n"))
@@ -234,12 +233,12 @@ def test_the_table_that_is_kept_is_this_one(compiled):
 
 
 def main() -> None:
-    """Without arguments of everything; of one architecture and without one dtype with `90 fp16`."""
+    """Without arguments of everything; with `90` of that architecture and what `make test` has of it."""
     writes = "--write" in sys.argv
-    capabilities, left_out = tuple(SHARED_LIMIT), "no dtype"
-    if not writes and len(sys.argv) > 1:
-        capabilities, left_out = (int(sys.argv[1]),), sys.argv[2]
-    cases = [case for case in all_cases() if case.dtype != left_out]
+    everything = writes or len(sys.argv) == 1
+    capabilities = tuple(SHARED_LIMIT) if everything else (int(sys.argv[1]),)
+    left_out = [] if everything else [case.id for case in all_cases() if is_left_to_full(case)]
+    cases = [case for case in all_cases() if case.id not in left_out]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         facts = list(pool.map(compile_everywhere, cases, repeat(capabilities)))
     report = {

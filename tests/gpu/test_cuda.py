@@ -5,6 +5,7 @@ from __future__ import annotations
 import cuda_kernels as cuda
 import pytest
 import torch
+from full import left_to_full
 
 from fastbert.ops._common import extension_error
 from fastbert.testing import reference
@@ -62,6 +63,7 @@ def ours(operands, cotangents, dropout_p=0.0, **options):
 
 def check(operands, with_dsum=True, keep=None, dropout_p=0.0, **options):
     x, eps = operands["x"], EPS[operands["x"].dtype]
+    torch.manual_seed(1)  # the same cotangents for the same shape
     cotangents = [torch.randn_like(x), torch.randn_like(x) if with_dsum else None]
     actual = ours(operands, cotangents, dropout_p, **options)
     formula = {"keep": keep, "dropout_p": dropout_p, "eps": eps}
@@ -77,6 +79,7 @@ def check(operands, with_dsum=True, keep=None, dropout_p=0.0, **options):
         reference.layer_norm(summed.to(kind), one, None, eps) for kind in (torch.float64, torch.float32)
     )
     assert_close_to_reference(xhat.float(), oracle, baseline, name="mean and rstd")
+    return actual
 
 
 @each_shape
@@ -127,9 +130,7 @@ def test_dropping_everything_leaves_the_residual():
 @pytest.mark.parametrize("rows,width", ((1100, 8), (280, 1600)), ids=str)
 def test_blocks_of_backward_that_take_several_rows(rows, width):
     operands = make(rows, width, torch.float32)
-    check(operands)
-    cotangents = [torch.randn(rows, width) for _ in range(2)]
-    up, down = (ours(operands, cotangents, order=order) for order in ("up", "down"))
+    up, down = (check(operands, order=order) for order in ("up", "down"))
     assert all(torch.equal(up[name], down[name]) for name in up)
 
 
@@ -166,6 +167,12 @@ def make_pre(rows, columns, dtype, gated):
     return (3 * torch.randn(rows, (2 if gated else 1) * columns)).clamp(-8, 8).to(dtype)
 
 
+def is_taken_by_others(p) -> bool:
+    """Activations and float16 differ in what a thread makes of a number, shapes in which numbers are whose."""
+    return p["rows"] != 6 and (p["activation"] != "gelu" or p["dtype"] is torch.float16)
+
+
+@left_to_full(is_taken_by_others)
 @each_gating
 @pytest.mark.parametrize("rows,columns", ACTIVATION_SHAPES, ids=str)
 @pytest.mark.parametrize("activation", cuda.ACTIVATIONS)
@@ -251,11 +258,11 @@ def test_embed_makes_a_token_of_unknown_ids_nan(dtype, width):
     """And reads nothing for it: what lies beyond a table is poisoned memory."""
     ids = dict(zip(("words", "positions", "types"), torch.randint(3, (3, 6)), strict=True))
     tables = [torch.randn(3, width).to(dtype) for _ in range(3)]
-    weight = torch.ones(width, dtype=dtype)
-    for name, bad in (("words", 3), ("positions", -1), ("types", 2**32 + 1), ("words", -(2**62))):
-        spoiled = {**ids, name: ids[name].clone()}
-        spoiled[name][4] = bad
-        others = torch.arange(6) != 4
-        for vector in (weight, None):
-            one, other = (cuda.embed_fwd(*given.values(), *tables, vector, None, 1e-5) for given in (ids, spoiled))
+    others = torch.arange(6) != 4
+    for vector in (torch.ones(width, dtype=dtype), None):
+        one = cuda.embed_fwd(*ids.values(), *tables, vector, None, 1e-5)
+        for name, bad in (("words", 3), ("positions", -1), ("types", 2**32 + 1), ("words", -(2**62))):
+            spoiled = {**ids, name: ids[name].clone()}
+            spoiled[name][4] = bad
+            other = cuda.embed_fwd(*spoiled.values(), *tables, vector, None, 1e-5)
             assert other[4].isnan().all() and torch.equal(one[others], other[others])

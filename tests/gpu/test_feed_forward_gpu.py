@@ -17,6 +17,7 @@ from fastbert.ops._common import triton_error
 from fastbert.testing import reference
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
 
+pytestmark = pytest.mark.dear_to_set_up
 needs_triton = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh")
@@ -96,6 +97,7 @@ def check(backend, tensors, activation, gated=False):
     assert torch.equal(inference, actual["out"])
 
 
+@left_to_full(lambda p: p["dtype"] is torch.float16)  # which the rule does not tell from bfloat16
 @needs_triton
 @each_gating
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -178,7 +180,7 @@ def test_inference_makes_no_second_wide_matrix(way, request, monkeypatch):
     with torch.no_grad(), torch.profiler.profile(profile_memory=True) as profile:
         ops.feed_forward(x, up, bias, down, backend=backend)
     wide = [event.name for event in profile.events() if event.self_cpu_memory_usage >= 64 * 256 * 4]
-    assert wide == ["aten::addmm"]
+    assert wide == ["aten::empty" if way == "cuda" else "aten::addmm"]  # of which the CUDA operators give it the memory
 
 
 @each_gating

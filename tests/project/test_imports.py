@@ -12,13 +12,14 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from full import left_to_full
 
 import fastbert
 from fastbert.backend import BUILD_KERNELS
 
 PACKAGE = Path(__file__).parents[2] / "fastbert"
 
-SLOW = "models run several times slower on CPUs; in fastbert's source folder, with a C++ compiler, this builds it: "
+SLOW = "models run several times slower on CPUs; with a C++ compiler, this builds it: "
 
 FORWARD_AND_BACKWARD = """
     import torch, fastbert
@@ -47,7 +48,11 @@ def warnings_of(program: str, **environment: str) -> list[str]:
     return [line for line in finish(program, **environment).stderr.splitlines() if "Warning: fastbert: " in line]
 
 
-@pytest.mark.parametrize("blocked", ("transformers", "triton", "fastbert._C", "transformers triton fastbert._C"))
+EVERY_PART = "transformers triton fastbert._C"
+
+
+@left_to_full(lambda p: p["blocked"] in ("transformers", "triton", EVERY_PART))  # one by one, and all: others' paths
+@pytest.mark.parametrize("blocked", ("transformers", "triton", "transformers triton", "fastbert._C", EVERY_PART))
 def test_works_without_optional_parts(blocked):
     block = f"""
         import sys
@@ -119,9 +124,9 @@ def test_an_installation_without_kernels_says_so_once(way):
 
 def test_whoever_asks_for_torch_is_told_nothing_of_kernels():
     blocked = "import sys; sys.modules['fastbert._C'] = None\n" + textwrap.dedent(MODELS)
-    assert not warnings_of(blocked + "with fastbert.use_backend('torch'): fastbert.BertModel(config)")
+    imports = blocked.replace("shape =", "import fastbert.ops, fastbert.models.auto; shape =")  # nor who imports alone
+    assert not warnings_of(imports + "with fastbert.use_backend('torch'): fastbert.BertModel(config)")
     assert not warnings_of(blocked + "fastbert.BertModel(config)", FASTBERT_BACKEND="torch")
-    assert not warnings_of(blocked.replace("shape =", "import fastbert.ops, fastbert.models.auto; shape ="))
 
 
 def test_an_extension_that_does_not_load_is_told_from_one_that_is_not_there(tmp_path):
@@ -135,8 +140,9 @@ def test_an_extension_that_does_not_load_is_told_from_one_that_is_not_there(tmp_
     assert f"): {SLOW}" in said[0] and said[0].strip().endswith(BUILD_KERNELS)
 
 
-def test_the_command_that_builds_the_kernels_is_the_readmes():
-    assert f"\n{BUILD_KERNELS}\n" in (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
+def test_the_command_that_builds_the_kernels_is_the_docs():
+    for page in ("README.md", "docs/install.md"):
+        assert f"`{BUILD_KERNELS}`" in (PACKAGE.parent / page).read_text(encoding="utf-8")
 
 
 # Which room, or file beside the rooms, may import which of the others (docs/design.md). What no row names fails.
@@ -147,7 +153,8 @@ MAY_IMPORT = {
     "backend": {"ops"},
     "packing": {"ops"},
     "packed_inputs": {"packing"},
-    "ops": {"backend"},  # kernels and _C inside of functions only: see below
+    "native": set(),
+    "ops": {"backend", "native"},  # kernels and _C inside of functions only: see below
     "layers": {"ops", "packing"},
     "checkpoint": {"config"},
     "models": {"layers", "ops", "config", "packed_inputs", "packing", "checkpoint"},
@@ -161,8 +168,8 @@ MAY_IMPORT = {
     "kernels": set(),
     "testing": set(),
     "bench": {"testing"},
-    "cli": {"_C", "__version__", "backend", "bench", "checkpoint", "config", "data", "layers", "models", "ops",
-            "quantization", "sentences", "testing"},
+    "cli": {"_C", "__version__", "backend", "bench", "checkpoint", "config", "data", "layers", "models", "native",
+            "ops", "quantization", "sentences", "testing"},
 }  # fmt: skip
 
 

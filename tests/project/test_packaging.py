@@ -1,7 +1,8 @@
-"""The package as users get it: a plain checkout, an sdist, a wheel built from it, and a wheel without a compiler."""
+"""The package as users get it: a checkout, an sdist, wheels from it with and without a compiler, an isolated build."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -9,10 +10,14 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+
+from fastbert.native import recipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,12 +31,8 @@ spec = importlib.util.find_spec("fastbert.kernels.layer_norm")
 assert spec is not None and spec.origin.startswith({home!r}), spec
 kernels = importlib.util.find_spec("kernels")
 assert kernels is None or not (kernels.origin or "").startswith({home!r}), "the name belongs to another package"
-from fastbert.ops._common import extension_error
-assert (extension_error() is None) == {built}, extension_error()
-import torch
-model = fastbert.BertModel(fastbert.EncoderConfig(vocab_size=9, hidden_size=16, num_hidden_layers=1,
-                                                  num_attention_heads=1, intermediate_size=16))
-assert model(torch.ones(1, 3, dtype=torch.long)).last_hidden_state.isfinite().all()
+import runpy
+runpy.run_path({program!r})["main"]({built})
 """
 
 # What pip's `fastbert` script does, and `python -m fastbert`.
@@ -42,7 +43,7 @@ sys.meta_path[:] = [f for f in sys.meta_path if "__editable__" not in f.__module
 (script,) = (e for e in distribution("fastbert-kernels").entry_points if e.group == "console_scripts")
 main = script.load()
 assert script.name == "fastbert" and sys.modules[main.__module__].__file__.startswith({home!r})
-for command in ("doctor", "encode", "fill-mask", "quantize", "info", "bench"):
+for command in ("doctor", "encode", "fill-mask", "quantize", "info", "build", "bench"):
     try:
         assert main([command] if command == "doctor" else [command, "--help"]) == 0
     except SystemExit as stop:
@@ -60,20 +61,33 @@ def run(command: list[str], cwd: Path, **environment: str) -> str:
 
 
 def check(home: Path, cwd: Path, built: bool) -> None:
-    program = CHECK.format(home=str(home), built=built)
+    program = CHECK.format(home=str(home), built=built, program=str(ROOT / "tests" / "support" / "installed.py"))
     run([sys.executable, "-c", program], cwd, PYTHONPATH=str(home))
 
 
 def check_wheel(home: Path, checkout: Path) -> None:
-    """Every module of the package is in the wheel, and its command line runs."""
+    """Every module of the package is in the wheel, the sources of its kernels are, and its command line runs."""
     for source, target in (
         (checkout / "fastbert", home / "fastbert"),
         (checkout / "kernels", home / "fastbert/kernels"),
     ):
         for path in source.rglob("*.py"):
             assert (target / path.relative_to(source)).is_file(), path
+    assert load_recipe(home).source_hash() == recipe.source_hash()
     said = run([sys.executable, "-c", COMMAND_LINE.format(home=str(home))], home, PYTHONPATH=str(home))
     assert "Which backend serves each operation" in said and "fastbert quantize all-MiniLM-L6-v2" in said
+
+
+def load_recipe(folder: Path) -> ModuleType:
+    return load(folder / "fastbert" / "native" / "recipe.py")
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def unzip(wheel: Path, target: Path) -> Path:
@@ -113,7 +127,13 @@ def test_a_checkout_runs_uninstalled(checkout, tmp_path):
 
 
 def test_the_sdist_holds_the_sources_and_runs_in_place(sdist, tmp_path):
-    for name in ("csrc/bindings.cpp", "csrc/include/philox.h", "kernels/layer_norm.py", "fastbert/kernels/__init__.py"):
+    for name in (
+        "build_backend.py",
+        "csrc/bindings.cpp",
+        "csrc/include/philox.h",
+        "kernels/layer_norm.py",
+        "fastbert/kernels/__init__.py",
+    ):
         assert (sdist / name).is_file(), name
     check(sdist, tmp_path, built=False)
 
@@ -130,7 +150,7 @@ def test_a_wheel_from_the_sdist_has_the_kernels(checkout, sdist, tmp_path):
 
 
 def test_a_cuda_part_that_cannot_be_built_is_refused_with_the_reason(tmp_path):
-    command = [sys.executable, str(ROOT / "setup.py"), "--name"]
+    command = [sys.executable, recipe.__file__, str(tmp_path)]
     for asked, reason in (
         ("1", "FASTBERT_BUILD_CUDA=1: torch .* is built without CUDA"),
         ("yes", "FASTBERT_BUILD_CUDA='yes': valid values are auto, 0 and 1"),
@@ -149,9 +169,60 @@ def test_without_a_compiler_the_wheel_is_pure_python_and_works(checkout, sdist, 
     log = run(command, copy, CXX="/nonexistent/c++", CC="/nonexistent/cc")
     assert any(line.startswith("fastbert: ") and "pure Python" in line for line in log.splitlines()), log[-2000:]
     (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
     home = unzip(wheel, tmp_path / "unzipped")
     check(home, tmp_path, built=False)
     check_wheel(home, checkout)
+
+
+def test_what_does_not_compile_leaves_no_library(sdist, tmp_path):
+    """An earlier build's would pass for this one's, in the wheel and beside the sources."""
+    copy = tmp_path / "source"
+    shutil.copytree(sdist, copy, ignore=shutil.ignore_patterns("build", "csrc"))
+    (copy / "csrc").mkdir()
+    (copy / "csrc" / "broken.cpp").write_text("#error broken\n")
+    name = f"_C{EXTENSION_SUFFIXES[0]}"
+    for folder, where in ((copy / "fastbert", ["--inplace"]), (copy / "out" / "fastbert", ["--build-lib", "out"])):
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in (name, recipe.STAMP):
+            (folder / left).write_text("earlier")
+        log = run([sys.executable, "setup.py", "build_ext", *where], copy)
+        assert "fastbert: pure Python, because the C++ extension did not compile (" in log
+        assert not [path.name for path in folder.glob("_C*")]
+
+
+def test_what_an_isolated_build_asks_for(monkeypatch, tmp_path):
+    """torch only where there is a compiler, and no torch that is new enough in the environment that installs."""
+    backend = load(ROOT / "build_backend.py")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(backend.recipe, "site_folders", lambda: [str(tmp_path)])
+    monkeypatch.setattr(backend.recipe, "compiler", lambda: None)
+    assert backend.get_requires_for_build_wheel() == backend.get_requires_for_build_sdist() == []
+    monkeypatch.setattr(backend.recipe, "compiler", lambda: ["c++"])
+    for version, asks in ((None, True), ("2.10.1+cu128", True), ("2.11.0", False), ("3.0", False)):
+        sys.path[:] = [str(tmp_path / "isolated")]
+        if version is not None:
+            (tmp_path / "torch-0.dist-info").mkdir(exist_ok=True)
+            (tmp_path / "torch-0.dist-info" / "METADATA").write_text(f"Name: torch\nVersion: {version}\n")
+        assert ("torch>=2.11" in backend.get_requires_for_build_editable()) == asks, version
+        assert (str(tmp_path) in sys.path) == (not asks)  # where setup.py's `import torch` then finds it
+
+
+@pytest.mark.full  # installs a torch
+def test_an_isolated_build_has_the_kernels(sdist, tmp_path):
+    copy = tmp_path / "source"
+    shutil.copytree(sdist, copy, ignore=shutil.ignore_patterns("build", "csrc"))
+    (copy / "csrc").mkdir()
+    small = '#include <Python.h>\nPyMODINIT_FUNC PyInit__C() { return PyModule_New("_C"); }\n'
+    (copy / "csrc" / "small.cpp").write_text(small)
+    constraints = str(ROOT / "constraints.txt")
+    environment = {"PIP_CONSTRAINT": constraints, "PIP_BUILD_CONSTRAINT": constraints}
+    command = [sys.executable, "-m", "build", "--wheel", "-o", str(tmp_path)]
+    log = run(command, copy, **environment)
+    assert any(line.startswith("fastbert: with the C++ kernels") for line in log.splitlines()), log[-2000:]
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {f"fastbert/_C{EXTENSION_SUFFIXES[0]}", f"fastbert/{recipe.STAMP}", "fastbert/csrc/small.cpp"} <= {*names}
 
 
 def check_cpu_kernels(*flags: str) -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from built import ROOT, built
 
+from fastbert.native import recipe
 from fastbert.ops._common import cuda_error
 
 HERE = Path(__file__).parent
@@ -69,18 +70,11 @@ def operators() -> Path:
     from torch.utils.cpp_extension import include_paths, library_paths
 
     sources = [HERE / "cuda_operators.cpp", *sorted(ROOT.glob("csrc/cuda/*.cu"))]
-    sources += sorted(ROOT.glob("csrc/ops/cuda/*.cpp"))
-    flags = [
-        "-std=c++20",
-        *EMULATED,
-        "-fPIC",
-        "-fvisibility=hidden",
-        "-I",
-        str(HERE / "cuda_stubs"),
-    ]
-    flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    sources += [*sorted(ROOT.glob("csrc/ops/cuda/*.cpp")), ROOT / "csrc" / "ops" / "array.cpp"]
+    flags = ["-std=c++17", *EMULATED, "-fPIC", "-fvisibility=hidden", "-DUSE_CUDA", *recipe.TARGET_FLAGS]
     flags += [word for path in include_paths() for word in ("-isystem", path)]
-    links = ["-shared", *(f"-L{path}" for path in library_paths()), "-ltorch_cpu", "-lc10"]
+    # What this library has of libtorch's functions goes before libtorch's own.
+    links = ["-shared", "-Wl,-Bsymbolic", *(f"-L{path}" for path in library_paths()), "-ltorch_cpu"]
     return compile_once("operators", sources, flags, links)
 
 

@@ -29,11 +29,25 @@ def device_of(backend: str) -> str:
 
 
 @contextmanager
-def backend_with_isa(param: str) -> Iterator[str]:
-    """The backend's name, "cpu" for "cpu-avx2", while its ISA is set; a visible skip where this machine lacks it.
+def filled_memory() -> Iterator[None]:
+    """NaN in what C++ allocates: torch fills tensors under deterministic algorithms, the extension what it keeps.
 
-    Memory that the C++ code takes is filled with NaN meanwhile: conftest's poison reaches Python's calls only.
+    conftest.py does it for Python.
     """
+    from fastbert import _C
+
+    torch.use_deterministic_algorithms(True)
+    _C.fill_memory(True)
+    try:
+        yield
+    finally:
+        _C.fill_memory(False)
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def backend_with_isa(param: str) -> Iterator[str]:
+    """The backend's name, "cpu" for "cpu-avx2", while its ISA is set; a visible skip where this machine lacks it."""
     name, _, isa = param.partition("-")
     if name == "triton" and triton_error() is not None:
         pytest.skip(triton_error())
@@ -48,9 +62,8 @@ def backend_with_isa(param: str) -> Iterator[str]:
         pytest.skip(f"this CPU cannot run {isa} (it can run {', '.join(_C.isas())})")
     chosen = _C.isa()
     _C.set_isa(isa)
-    torch.use_deterministic_algorithms(True)
     try:
-        yield name
+        with filled_memory():
+            yield name
     finally:
-        torch.use_deterministic_algorithms(False)
         _C.set_isa(chosen)

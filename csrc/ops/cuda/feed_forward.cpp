@@ -1,4 +1,4 @@
-// The products of a feed-forward are cuBLASLt's, through ATen: addmm has the bias in their epilogue, so that a kernel
+// The products of a feed-forward are cuBLASLt's, through torch: addmm has the bias in their epilogue, so that a kernel
 // reads the wide matrix once and writes it once, in inference in place. What stands between them is ours.
 //
 // The activation in cuBLASLt's epilogue too (GELU_AUX_BIAS forward, DGELU_BGRAD backward) would move less. By columns
@@ -9,11 +9,7 @@
 
 #include "../../cuda/feed_forward.h"
 
-#include <ATen/ops/addmm.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/mm.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
 
 #include "../activation.h"
 #include "launch.h"
@@ -22,73 +18,80 @@
 namespace fastbert {
 namespace {
 
-// Autocast, which chose the operands' dtype, must not choose again: kernels read what the products give as it is.
-using WithoutAutocast = c10::impl::ExcludeDispatchKeyGuard;
+// a b, and bias + a b. libtorch's own kernels, not its dispatcher: autocast, which chose the operands' dtype, must not
+// choose again, for kernels read what the products give as it is.
+Array mm(const Array& a_, const Array& b_) {
+  const Array a = as_tensor(a_), b = as_tensor(b_), out = empty({a.size(0), b.size(1)}, a);
+  call(aoti_torch_cuda_mm_out(out.handle(), a.handle(), b.handle()), "mm");
+  return out;
+}
 
-int64_t up_size(const at::Tensor& down_weight, bool gated) {
-  TORCH_CHECK(down_weight.dim() == 2, "down_weight has shape ", down_weight.sizes(),
-              ", expected (hidden_size, intermediate_size)");
+Array addmm(const Array& bias, const Array& a_, const Array& b_) {
+  const Array a = as_tensor(a_), b = as_tensor(b_), out = empty({a.size(0), b.size(1)}, a);
+  call(aoti_torch_cuda_addmm_out(out.handle(), bias.handle(), a.handle(), b.handle(), 1.0, 1.0), "addmm");
+  return out;
+}
+
+int64_t up_size(const Array& down_weight, bool gated) {
+  check(down_weight.dim() == 2, "down_weight has shape ", down_weight.sizes(),
+        ", expected (hidden_size, intermediate_size)");
   return (gated ? 2 : 1) * down_weight.size(1);
 }
 
-void check_rows(const char* name, const at::Tensor& t) {
-  TORCH_CHECK(t.dim() == 2, name, " has shape ", t.sizes(), ", expected (total_tokens, hidden_size)");
+void check_rows(const char* name, const Array& t) {
+  check(t.dim() == 2, name, " has shape ", t.sizes(), ", expected (total_tokens, hidden_size)");
 }
 
 }  // namespace
 
-std::tuple<at::Tensor, at::Tensor> feed_forward_cuda(const at::Tensor& x_, const at::Tensor& up_weight_,
-                                                     const std::optional<at::Tensor>& up_bias_,
-                                                     const at::Tensor& down_weight_, c10::string_view activation,
-                                                     bool gated, bool return_pre) {
-  const WithoutAutocast without_autocast(c10::autocast_dispatch_keyset);
+std::tuple<Array, Array> feed_forward_cuda(const Array& x_, const Array& up_weight_, const OptionalArray& up_bias_,
+                                           const Array& down_weight_, const std::string& activation, bool gated,
+                                           bool return_pre) {
   check_rows("x", x_);
-  const at::ScalarType dtype = x_.scalar_type();
-  const at::Device device = x_.device();
+  const ScalarType dtype = x_.scalar_type();
+  const Device device = x_.device();
   const int64_t rows = x_.size(0), width = up_size(down_weight_, gated);
-  const at::Tensor up_weight = checked("up_weight", up_weight_, {width, x_.size(1)}, dtype, device);
-  const at::Tensor up_bias = checked("up_bias", up_bias_, {width}, dtype, device);
-  const at::Tensor down_weight = checked("down_weight", down_weight_, down_weight_.sizes(), dtype, device);
+  const Array up_weight = checked("up_weight", up_weight_, {width, x_.size(1)}, dtype, device);
+  const Array up_bias = checked_if_defined("up_bias", up_bias_, {width}, dtype, device);
+  const Array down_weight = checked("down_weight", down_weight_, down_weight_.sizes(), dtype, device);
   const int64_t columns = down_weight.size(1);
 
-  const at::Tensor pre = up_bias.defined() ? at::addmm(up_bias, x_, up_weight.t()) : at::mm(x_, up_weight.t());
+  const Array pre = up_bias.defined() ? addmm(up_bias, x_, up_weight.t()) : mm(x_, up_weight.t());
   // A gated inner in pre's memory would have gaps between its rows, for which cuBLAS may take another kernel than in
   // training, and so give other bits.
-  const at::Tensor inner = return_pre || gated ? at::empty({rows, columns}, pre.options()) : pre;
-  const ActivationFwdArgs args{storage_of(dtype), activation_of(activation), gated, data<const void>(pre), rows,
-                               columns,           data<void>(inner)};
+  const Array inner = return_pre || gated ? empty({rows, columns}, pre) : pre;
+  const ActivationFwdArgs args{storage_of(dtype), activation_of(activation), gated, pre.data<const void>(), rows,
+                               columns,           inner.data<void>()};
   launch_for(pre, launch_activation_fwd, args);
-  return {at::mm(inner, down_weight.t()), return_pre ? pre : at::empty({0, width}, pre.options())};
+  return {mm(inner, down_weight.t()), return_pre ? pre : empty({0, width}, pre)};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> feed_forward_bwd_cuda(
-    const at::Tensor& dout_, const at::Tensor& x_, const at::Tensor& pre_, const at::Tensor& up_weight_,
-    const at::Tensor& down_weight_, c10::string_view activation, bool gated, bool needs_dx, bool needs_dweight,
-    bool needs_dbias) {
-  const WithoutAutocast without_autocast(c10::autocast_dispatch_keyset);
+std::tuple<Array, Array, Array, Array> feed_forward_bwd_cuda(const Array& dout_, const Array& x_, const Array& pre_,
+                                                             const Array& up_weight_, const Array& down_weight_,
+                                                             const std::string& activation, bool gated, bool needs_dx,
+                                                             bool needs_dweight, bool needs_dbias) {
   check_rows("x", x_);
-  const at::ScalarType dtype = x_.scalar_type();
-  const at::Device device = x_.device();
+  const ScalarType dtype = x_.scalar_type();
+  const Device device = x_.device();
   const int64_t rows = x_.size(0), width = up_size(down_weight_, gated);
-  const at::Tensor dout = checked("dout", dout_, {rows, down_weight_.size(0)}, dtype, device);
-  const at::Tensor pre = checked("pre", pre_, {rows, width}, dtype, device);
-  const at::Tensor up_weight = checked("up_weight", up_weight_, {width, x_.size(1)}, dtype, device);
-  const at::Tensor down_weight = checked("down_weight", down_weight_, down_weight_.sizes(), dtype, device);
+  const Array dout = checked("dout", dout_, {rows, down_weight_.size(0)}, dtype, device);
+  const Array pre = checked("pre", pre_, {rows, width}, dtype, device);
+  const Array up_weight = checked("up_weight", up_weight_, {width, x_.size(1)}, dtype, device);
+  const Array down_weight = checked("down_weight", down_weight_, down_weight_.sizes(), dtype, device);
 
   // Ours, and of the shape of one of the results.
-  const at::Tensor dinner = at::mm(dout, down_weight);
-  const at::Tensor dpre = gated ? at::empty_like(pre) : dinner, inner = gated ? dinner : at::empty_like(pre);
-  const at::Tensor dbias = at::empty({needs_dbias ? width : 0}, pre.options());
-  const at::Tensor shares =
-      at::empty({needs_dbias ? activation_bwd_shares(rows) : 0, width}, pre.options().dtype(at::kFloat));
+  const Array dinner = mm(dout, down_weight);
+  const Array dpre = gated ? empty_like(pre) : dinner, inner = gated ? dinner : empty_like(pre);
+  const Array dbias = empty({needs_dbias ? width : 0}, pre);
+  const Array shares = empty({needs_dbias ? activation_bwd_shares(rows) : 0, width}, ScalarType::Float, device);
   const ActivationBwdArgs args{storage_of(dtype),           activation_of(activation), gated,
-                               data<const void>(dinner),    data<const void>(pre),     rows,
-                               down_weight.size(1),         data<void>(dpre),          data<void>(inner),
-                               data_if(needs_dbias, dbias), data<float>(shares)};
+                               dinner.data<const void>(),   pre.data<const void>(),    rows,
+                               down_weight.size(1),         dpre.data<void>(),         inner.data<void>(),
+                               data_if(needs_dbias, dbias), shares.data<float>()};
   launch_for(pre, launch_activation_bwd, args);
-  return {needs_dx ? at::mm(dpre, up_weight) : at::empty({0, x_.size(1)}, x_.options()),
-          needs_dweight ? at::mm(dpre.t(), x_) : at::empty({0, up_weight.size(1)}, up_weight.options()), dbias,
-          needs_dweight ? at::mm(dout.t(), inner) : at::empty({0, down_weight.size(1)}, down_weight.options())};
+  return {needs_dx ? mm(dpre, up_weight) : empty({0, x_.size(1)}, x_),
+          needs_dweight ? mm(dpre.t(), x_) : empty({0, up_weight.size(1)}, up_weight), dbias,
+          needs_dweight ? mm(dout.t(), inner) : empty({0, down_weight.size(1)}, down_weight)};
 }
 
 }  // namespace fastbert

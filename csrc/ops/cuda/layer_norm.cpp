@@ -6,24 +6,25 @@
 
 namespace fastbert {
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer_norm_fwd_cuda(
-    const at::Tensor& x, const std::optional<at::Tensor>& x_bias, const std::optional<at::Tensor>& residual,
-    const at::Tensor& weight, const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& philox_,
-    double dropout_p, double eps, bool return_sum, bool return_stats) {
+std::tuple<Array, Array, Array, Array> add_layer_norm_fwd_cuda(const Array& x, const OptionalArray& x_bias,
+                                                               const OptionalArray& residual, const Array& weight,
+                                                               const OptionalArray& bias, const OptionalArray& philox_,
+                                                               double dropout_p, double eps, bool return_sum,
+                                                               bool return_stats) {
   const auto t = add_layer_norm_fwd_tensors(x, x_bias, residual, weight, bias, return_sum, return_stats, x.device());
   check_row_width(t.x.size(1));
-  at::Tensor philox;
+  Array philox;
   const AddLayerNormFwdArgs args{storage_of(x.scalar_type()),
-                                 data<const void>(t.x),
-                                 data<const void>(t.x_bias),
-                                 data<const void>(t.residual),
-                                 data<const void>(t.weight),
-                                 data<const void>(t.bias),
+                                 t.x.data<const void>(),
+                                 t.x_bias.data<const void>(),
+                                 t.residual.data<const void>(),
+                                 t.weight.data<const void>(),
+                                 t.bias.data<const void>(),
                                  make_dropout_mask(dropout_p, philox_, x.device(), philox),
                                  static_cast<float>(eps),
                                  t.x.size(0),
                                  static_cast<int>(t.x.size(1)),
-                                 data<void>(t.out),
+                                 t.out.data<void>(),
                                  data_if(return_sum, t.summed),
                                  data_if<float>(return_stats, t.mean),
                                  data_if<float>(return_stats, t.rstd)};
@@ -31,33 +32,34 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer_norm_fwd_cu
   return {t.out, t.summed, t.mean, t.rstd};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer_norm_bwd_cuda(
-    const at::Tensor& dout, const std::optional<at::Tensor>& dsum, const at::Tensor& summed, const at::Tensor& mean,
-    const at::Tensor& rstd, const at::Tensor& weight, const std::optional<at::Tensor>& philox_, double dropout_p,
-    bool has_x_bias) {
+std::tuple<Array, Array, Array, Array, Array> add_layer_norm_bwd_cuda(const Array& dout, const OptionalArray& dsum,
+                                                                      const Array& summed, const Array& mean,
+                                                                      const Array& rstd, const Array& weight,
+                                                                      const OptionalArray& philox_, double dropout_p,
+                                                                      bool has_x_bias) {
   const auto t =
       add_layer_norm_bwd_tensors(dout, dsum, summed, mean, rstd, weight, dropout_p, has_x_bias, dout.device());
   const int64_t rows = t.dout.size(0);
   check_row_width(t.dout.size(1));
   const auto hidden_size = static_cast<int>(t.dout.size(1));
-  const at::Tensor shares = at::empty({add_layer_norm_bwd_shares(rows, hidden_size), 3, hidden_size}, t.mean.options());
-  at::Tensor philox;
+  const Array shares = empty({add_layer_norm_bwd_shares(rows, hidden_size), 3, hidden_size}, t.mean);
+  Array philox;
   const AddLayerNormBwdArgs args{storage_of(dout.scalar_type()),
-                                 data<const void>(t.dout),
-                                 data<const void>(t.dsum),
-                                 data<const void>(t.summed),
-                                 data<const float>(t.mean),
-                                 data<const float>(t.rstd),
-                                 data<const void>(t.weight),
+                                 t.dout.data<const void>(),
+                                 t.dsum.data<const void>(),
+                                 t.summed.data<const void>(),
+                                 t.mean.data<const float>(),
+                                 t.rstd.data<const float>(),
+                                 t.weight.data<const void>(),
                                  make_dropout_mask(dropout_p, philox_, dout.device(), philox),
                                  rows,
                                  hidden_size,
                                  data_if(dropout_p > 0.0, t.dx),
-                                 data<void>(t.dsummed),
+                                 t.dsummed.data<void>(),
                                  data_if(has_x_bias, t.dx_bias),
-                                 data<void>(t.dweight),
-                                 data<void>(t.dbias),
-                                 data<float>(shares)};
+                                 t.dweight.data<void>(),
+                                 t.dbias.data<void>(),
+                                 shares.data<float>()};
   launch_for(dout, launch_add_layer_norm_bwd, args);
   return {t.dx, t.dsummed, t.dx_bias, t.dweight, t.dbias};
 }

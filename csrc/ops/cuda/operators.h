@@ -1,37 +1,37 @@
 // The registered operators of the CUDA backend; fastbert/ops/operators.py has their schemas.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/util/string_view.h>
+#include <string>
 
-#include <optional>
 #include <tuple>
+
+#include "../array.h"
 
 namespace fastbert {
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer_norm_fwd_cuda(
-    const at::Tensor& x, const std::optional<at::Tensor>& x_bias, const std::optional<at::Tensor>& residual,
-    const at::Tensor& weight, const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& philox,
-    double dropout_p, double eps, bool return_sum, bool return_stats);
+std::tuple<Array, Array, Array, Array> add_layer_norm_fwd_cuda(const Array& x, const OptionalArray& x_bias,
+                                                               const OptionalArray& residual, const Array& weight,
+                                                               const OptionalArray& bias, const OptionalArray& philox,
+                                                               double dropout_p, double eps, bool return_sum,
+                                                               bool return_stats);
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer_norm_bwd_cuda(
-    const at::Tensor& dout, const std::optional<at::Tensor>& dsum, const at::Tensor& summed, const at::Tensor& mean,
-    const at::Tensor& rstd, const at::Tensor& weight, const std::optional<at::Tensor>& philox, double dropout_p,
-    bool has_x_bias);
+std::tuple<Array, Array, Array, Array, Array> add_layer_norm_bwd_cuda(const Array& dout, const OptionalArray& dsum,
+                                                                      const Array& summed, const Array& mean,
+                                                                      const Array& rstd, const Array& weight,
+                                                                      const OptionalArray& philox, double dropout_p,
+                                                                      bool has_x_bias);
 
-at::Tensor embed_fwd_cuda(const std::optional<at::Tensor>& input_ids, const at::Tensor& position_ids,
-                          const std::optional<at::Tensor>& token_type_ids, const at::Tensor& word,
-                          const at::Tensor& position, const std::optional<at::Tensor>& token_type,
-                          const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, double eps);
+Array embed_fwd_cuda(const OptionalArray& input_ids, const Array& position_ids, const OptionalArray& token_type_ids,
+                     const Array& word, const Array& position, const OptionalArray& token_type,
+                     const OptionalArray& weight, const OptionalArray& bias, double eps);
 
-std::tuple<at::Tensor, at::Tensor> feed_forward_cuda(const at::Tensor& x, const at::Tensor& up_weight,
-                                                     const std::optional<at::Tensor>& up_bias,
-                                                     const at::Tensor& down_weight, c10::string_view activation,
-                                                     bool gated, bool return_pre);
+std::tuple<Array, Array> feed_forward_cuda(const Array& x, const Array& up_weight, const OptionalArray& up_bias,
+                                           const Array& down_weight, const std::string& activation, bool gated,
+                                           bool return_pre);
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> feed_forward_bwd_cuda(
-    const at::Tensor& dout, const at::Tensor& x, const at::Tensor& pre, const at::Tensor& up_weight,
-    const at::Tensor& down_weight, c10::string_view activation, bool gated, bool needs_dx, bool needs_dweight,
-    bool needs_dbias);
+std::tuple<Array, Array, Array, Array> feed_forward_bwd_cuda(const Array& dout, const Array& x, const Array& pre,
+                                                             const Array& up_weight, const Array& down_weight,
+                                                             const std::string& activation, bool gated, bool needs_dx,
+                                                             bool needs_dweight, bool needs_dbias);
 
 }  // namespace fastbert
