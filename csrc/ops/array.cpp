@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <utility>
 
@@ -29,6 +30,11 @@ Shape contiguous_strides(const Shape& sizes) {
   return strides;
 }
 
+std::atomic<bool>& is_filling() {
+  static std::atomic<bool> fills{false};
+  return fills;
+}
+
 Array of(const torch::stable::Tensor& tensor) { return Array(new_handle(tensor.get())); }
 
 }  // namespace
@@ -40,13 +46,16 @@ AtenTensorHandle new_handle(AtenTensorHandle tensor) {
 }
 
 std::ostream& operator<<(std::ostream& out, const Device& device) {
-  if (device.type == aoti_torch_device_type_cpu()) return out << "cpu";
+  if (device.type == kCpu) return out << "cpu";
   const bool is_cuda = device.type == aoti_torch_device_type_cuda();
   out << (is_cuda ? "cuda" : device.type == aoti_torch_device_type_meta() ? "meta" : "another device");
   return is_cuda && device.index >= 0 ? out << ':' << device.index : out;
 }
 
 int64_t element_size(ScalarType dtype) {
+  if (dtype == ScalarType::Float) return 4;
+  if (dtype == ScalarType::BFloat16) return 2;
+  if (dtype == ScalarType::Char || dtype == ScalarType::Byte) return 1;
   const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   return static_cast<int64_t>(aoti_torch_dtype_element_size(code));
 }
@@ -73,8 +82,20 @@ std::ostream& operator<<(std::ostream& out, const Shape& shape) {
 
 Array::Array(AtenTensorHandle tensor)
     : owner_(tensor, [](void* handle) { aoti_torch_delete_tensor_object(static_cast<AtenTensorHandle>(handle)); }),
-      handle_(tensor),
-      defined_(true) {
+      handle_(tensor) {
+  read_fields();
+}
+
+Array Array::borrowed(AtenTensorHandle tensor) {
+  Array array;
+  array.handle_ = tensor;
+  array.read_fields();
+  return array;
+}
+
+void Array::read_fields() {
+  AtenTensorHandle const tensor = handle_;
+  defined_ = true;
   int64_t dim = 0;
   int64_t *sizes = nullptr, *strides = nullptr;
   int32_t dtype = 0;
@@ -84,7 +105,7 @@ Array::Array(AtenTensorHandle tensor)
   call(aoti_torch_get_strides(tensor, &strides), "strides");
   call(aoti_torch_get_dtype(tensor, &dtype), "dtype");
   call(aoti_torch_get_device_type(tensor, &device_.type), "device");
-  call(aoti_torch_get_device_index(tensor, &device_.index), "device");
+  if (!is_cpu()) call(aoti_torch_get_device_index(tensor, &device_.index), "device");
   call(torch_get_const_data_ptr(tensor, &data), "data_ptr");
   sizes_ = Shape(sizes, dim);
   strides_ = Shape(strides, dim);
@@ -151,16 +172,20 @@ Array Array::view(const Shape& sizes) const {
   return other;
 }
 
+void fill_memory(bool fills) { is_filling() = fills; }
+bool is_filling_memory() { return is_filling(); }
+
 Array empty(const Shape& sizes, ScalarType dtype, Device device) {
   using torch::stable::detail::to;
-  const torch::headeronly::IntHeaderOnlyArrayRef size(sizes.begin(), static_cast<size_t>(sizes.count()));
-  const torch::stable::Device on(to<torch::headeronly::DeviceType>(torch::stable::detail::from(device.type)),
-                                 static_cast<torch::stable::DeviceIndex>(device.index));
-  try {
-    return of(torch::stable::empty(size, dtype, std::nullopt, on));
-  } catch (const std::runtime_error&) {  // which has lost its words on its way through the stable ABI
-    fail("torch has no memory for a tensor of shape ", sizes, " and dtype ", dtype, " on ", device);
-  }
+  const Shape strides = contiguous_strides(sizes);
+  AtenTensorHandle made = nullptr;
+  const AOTITorchError error =
+      aoti_torch_empty_strided(sizes.count(), sizes.begin(), strides.begin(),
+                               to<int32_t>(torch::stable::detail::from(dtype)), device.type, device.index, &made);
+  check(error == 0, "torch has no memory for a tensor of shape ", sizes, " and dtype ", dtype, " on ", device);
+  const Array array(made);
+  if (array.is_cpu() && is_filling_memory()) std::memset(array.data(), 0xff, static_cast<size_t>(array.nbytes()));
+  return array;
 }
 
 Array tensor_in(std::shared_ptr<void> memory, void* data, const Shape& sizes, ScalarType dtype) {

@@ -43,7 +43,8 @@ AtenTensorHandle new_handle(AtenTensorHandle tensor);
 struct Device {
   int32_t type, index;
 };
-inline Device cpu() { return {aoti_torch_device_type_cpu(), -1}; }
+inline const int32_t kCpu = aoti_torch_device_type_cpu();
+inline Device cpu() { return {kCpu, -1}; }
 std::ostream& operator<<(std::ostream& out, const Device& device);
 
 std::ostream& operator<<(std::ostream& out, ScalarType dtype);
@@ -79,7 +80,8 @@ std::ostream& operator<<(std::ostream& out, const Shape& shape);
 class Array {
  public:
   Array() = default;
-  explicit Array(AtenTensorHandle tensor);  // takes the handle over
+  explicit Array(AtenTensorHandle tensor);         // takes the handle over
+  static Array borrowed(AtenTensorHandle tensor);  // the handle must outlive it and its copies
   Array(std::shared_ptr<void> memory, void* data, const Shape& sizes, ScalarType dtype);
 
   bool defined() const { return defined_; }
@@ -93,7 +95,7 @@ class Array {
   int64_t nbytes() const { return numel() * element_size_; }
   ScalarType scalar_type() const { return dtype_; }
   Device device() const { return device_; }
-  bool is_cpu() const { return device_.type == aoti_torch_device_type_cpu(); }
+  bool is_cpu() const { return device_.type == kCpu; }
   bool is_contiguous() const;
 
   // Null where it is undefined.
@@ -110,31 +112,39 @@ class Array {
 
   // Of the tensor that this is, or is a view of; null for other memory.
   AtenTensorHandle handle() const { return handle_; }
+  bool is_view() const { return is_view_; }
   bool is_tensor() const { return handle_ != nullptr && !is_view_; }
 
  private:
+  void read_fields();
+
   std::shared_ptr<void> owner_;
   AtenTensorHandle handle_ = nullptr;
   void* data_ = nullptr;
   Shape sizes_, strides_;
   int64_t element_size_ = 0;
   ScalarType dtype_ = ScalarType::Undefined;
-  Device device_{};
+  Device device_{0, -1};
   bool defined_ = false, is_view_ = false;
 };
 
 // What a schema calls `Tensor?`: undefined for None.
 struct OptionalArray : Array {
-  OptionalArray() = default;
+  using Array::Array;
   OptionalArray(Array array) : Array(std::move(array)) {}
 };
 
-// A new tensor; under deterministic algorithms torch fills it.
+// A new tensor, of which nothing is written: an operator that returns it writes all of it.
 Array empty(const Shape& sizes, ScalarType dtype, Device device);
 inline Array empty(const Shape& sizes, ScalarType dtype) { return empty(sizes, dtype, cpu()); }
 // In the dtype and on the device of `like`.
 inline Array empty(const Shape& sizes, const Array& like) { return empty(sizes, like.scalar_type(), like.device()); }
 inline Array empty_like(const Array& t) { return empty(t.sizes(), t.scalar_type(), t.device()); }
+
+// For tests: from now on new tensors on the CPU, workspaces and blocks are filled with NaN, so that what was not
+// written shows; no workspace is one that was used before.
+void fill_memory(bool fills);
+bool is_filling_memory();
 
 // A view as a tensor of its own, for libtorch's operators.
 Array as_tensor(const Array& view);

@@ -118,20 +118,21 @@ void check_q(const Array& q) {
 
 namespace {
 
-// `stats` is empty where it is not wanted.
+// `stats` is empty, or undefined, where it is not wanted.
 void run_forward(const Array& q_, const Array& k_, const Array& v_, const Array& cu_seqlens, const Dropout& dropout,
                  double softmax_scale, const Array& out, const Array& stats) {
   const Array q = with_rows("q", q_, q_), k = with_rows("k", k_, q_), v = with_rows("v", v_, q_);
   const int64_t total_tokens = q.size(0), num_heads = q.size(1);
   const std::vector<int64_t> offsets = checked_offsets(cu_seqlens, total_tokens);
+  const bool has_stats = stats.defined() && stats.numel() > 0;
   if (const int64_t slack = total_tokens - offsets.back(); slack > 0) {
     zero(out.narrow(0, offsets.back(), slack));
-    zero(stats.narrow(2, offsets.back(), slack));
+    if (has_stats) zero(stats.narrow(2, offsets.back(), slack));
   }
   for_dtype(q.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     const AttentionFwd<T> args{inputs<T>(q, k, v, softmax_scale, dropout), head_rows<T>(out),
-                               stats.numel() > 0 ? stats.data<float>() : nullptr, total_tokens};
+                               has_stats ? stats.data<float>() : nullptr, total_tokens};
     run_tasks(make_plan(offsets, num_heads, false), [&](const AttentionTask& task) { attention_fwd(args, task); });
   });
 }
@@ -154,7 +155,7 @@ std::tuple<Array, Array> attention_fwd_cpu(const Array& q, const Array& k, const
 void attention_rows(const Array& q, const Array& k, const Array& v, const Array& cu_seqlens, double softmax_scale,
                     const Array& out) {
   check_q(q);
-  run_forward(q, k, v, cu_seqlens, make_dropout(0.0, {}), softmax_scale, out, empty_stats(q, false));
+  run_forward(q, k, v, cu_seqlens, make_dropout(0.0, {}), softmax_scale, out, Array());
 }
 
 std::tuple<Array, Array, Array> attention_bwd_cpu(const Array& dout_, const Array& q_, const Array& k_, const Array& v_,

@@ -56,10 +56,10 @@ std::vector<Array> encoder_layer_fwd_cpu(const Array& x_, const Array& cu_seqlen
   const Array x = contiguous(x_);
   const int64_t tokens = x.size(0), width = weights[0].size(0), head_dim = width / num_heads;
   const auto linear = [&](size_t i) -> LinearOperand {
-    return {weights[i], biases[i], {}, 0.0, version_of(weights[i])};
+    return {weights[i], &biases[i], nullptr, 0.0, version_of(weights[i])};
   };
   const auto without_bias = [&](size_t i) -> LinearOperand {
-    return {weights[i], {}, {}, 0.0, version_of(weights[i])};
+    return {weights[i], nullptr, nullptr, 0.0, version_of(weights[i])};
   };
 
   std::vector<Array> qkv, flat;

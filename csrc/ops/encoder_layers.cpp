@@ -1,5 +1,6 @@
 #include "encoder_layers.h"
 
+#include <array>
 #include <cmath>
 
 #include "attention.h"
@@ -11,9 +12,9 @@
 
 namespace fastbert {
 
-Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const std::vector<Array>& weights,
-                         const std::vector<OptionalArray>& biases, const std::vector<OptionalArray>& weight_scales,
-                         const std::vector<double>& input_scales, const std::vector<Array>& norms,
+Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Array>& weights,
+                         const List<OptionalArray>& biases, const List<OptionalArray>& weight_scales,
+                         const std::vector<double>& input_scales, const List<Array>& norms,
                          const std::vector<double>& eps, int64_t num_heads, const std::string& activation,
                          const std::vector<int64_t>& versions) {
   const size_t layers = weights.size() / 6;
@@ -23,25 +24,11 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const std::vec
         "expected 6 weights, biases, weight_scales and input_scales, 4 norms and 2 eps a layer, got ", weights.size(),
         ", ", biases.size(), ", ", weight_scales.size(), ", ", input_scales.size(), ", ", norms.size(), " and ",
         eps.size());
-  check(x.dim() == 2 && num_heads > 0 && weights[0].size(0) % num_heads == 0, "num_heads is ", num_heads,
-        ", the query has ", weights[0].size(0), " features");
+  const int64_t width = weights[0].size(0);
+  check(x.dim() == 2 && num_heads > 0 && width % num_heads == 0, "num_heads is ", num_heads, ", the query has ", width,
+        " features");
   const auto dtype = x.scalar_type();
-  const int64_t tokens = x.size(0), hidden_size = x.size(1), width = weights[0].size(0), head_dim = width / num_heads;
-  for (size_t i = 0; i < 6 * layers; ++i) {
-    const int64_t features = i % 6 < 3 ? width : i % 6 == 4 ? weights[i].size(0) : hidden_size;
-    check(weights[i].dim() == 2 && weights[i].size(0) == features, "weight ", i % 6, " of layer ", i / 6, " is ",
-          weights[i].sizes(), ", expected ", features, " features");
-  }
-  const auto version = [&](size_t i) { return versions.empty() ? version_of(weights[i]) : versions[i]; };
-  const auto linear = [&](size_t i) -> LinearOperand {
-    return {weights[i], biases[i], weight_scales[i], input_scales[i], version(i)};
-  };
-  const auto without_bias = [&](size_t i) -> LinearOperand {
-    return {weights[i], {}, weight_scales[i], input_scales[i], version(i)};
-  };
-  const auto vector = [&](const char* name, const Array& t) {
-    return checked_if_defined(name, t, {hidden_size}, dtype, cpu());
-  };
+  const int64_t tokens = x.size(0), hidden_size = x.size(1), head_dim = width / num_heads;
 
   // One set of buffers serves all layers: it stays in the cache.
   const Array out = empty_like(x);
@@ -55,18 +42,41 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const std::vec
 
   Array hidden = contiguous(x);
   for (size_t layer = 0; layer < layers; ++layer) {
-    const size_t first = 6 * layer;
-    linear_rows(hidden, {linear(first), linear(first + 1), linear(first + 2)}, qkv, dtype, nullptr);
+    std::array<Array, 6> weight;
+    std::array<OptionalArray, 6> bias, scale;
+    std::array<Array, 4> norm;
+    for (size_t i = 0; i < 6; ++i) {
+      weight[i] = weights[6 * layer + i];
+      bias[i] = biases[6 * layer + i];
+      scale[i] = weight_scales[6 * layer + i];
+      const int64_t features = i < 3 ? width : i == 4 ? weight[i].size(0) : hidden_size;
+      check(weight[i].dim() == 2 && weight[i].size(0) == features, "weight ", i, " of layer ", layer, " is ",
+            weight[i].sizes(), ", expected ", features, " features");
+    }
+    // What LayerNorms take: their weights and biases, and the biases of the products before them.
+    const auto check_vector = [&](const char* name, Array& t) {
+      if (t.defined()) check_tensor(name, t, {hidden_size}, dtype, cpu());
+      if (!t.is_contiguous()) t = contiguous(t);
+    };
+    for (size_t i = 0; i < 4; ++i) {
+      norm[i] = norms[4 * layer + i];
+      check_vector(i % 2 == 0 ? "norm" : "norm bias", norm[i]);
+    }
+    check_vector("attention output bias", bias[3]);
+    check_vector("down bias", bias[5]);
+    const auto linear = [&](size_t i, bool with_bias = true) -> LinearOperand {
+      const size_t at = 6 * layer + i;
+      return {weight[i], with_bias ? &bias[i] : nullptr, &scale[i], input_scales[at],
+              versions.empty() ? version_of(weight[i]) : versions[at]};
+    };
+
+    linear_rows(hidden, {linear(0), linear(1), linear(2)}, qkv, dtype, nullptr);
     attention_rows(q, k, v, cu_seqlens, softmax_scale, context);
     // Both LayerNorms run over rows as the products before them finish them.
-    const Array out_bias = vector("attention output bias", biases[first + 3]);
-    const Array down_bias = vector("down bias", biases[first + 5]);
-    const Array norm = vector("norm", norms[4 * layer]), norm_bias = vector("norm bias", norms[4 * layer + 1]);
-    const Array norm2 = vector("norm", norms[4 * layer + 2]), norm2_bias = vector("norm bias", norms[4 * layer + 3]);
-    linear_rows(flat_context, {without_bias(first + 3)}, {product}, dtype,
-                add_layer_norm_rows(product, out_bias, hidden, norm, norm_bias, eps[2 * layer], middle));
-    feed_forward_rows(middle, linear(first + 4), without_bias(first + 5), activation, product, Array(), dtype,
-                      add_layer_norm_rows(product, down_bias, middle, norm2, norm2_bias, eps[2 * layer + 1], out));
+    linear_rows(flat_context, {linear(3, false)}, {product}, dtype,
+                add_layer_norm_rows(product, bias[3], hidden, norm[0], norm[1], eps[2 * layer], middle));
+    feed_forward_rows(middle, linear(4), linear(5, false), activation, product, Array(), dtype,
+                      add_layer_norm_rows(product, bias[5], middle, norm[2], norm[3], eps[2 * layer + 1], out));
     hidden = out;  // nothing reads a layer's input once its last product runs
   }
   return out;

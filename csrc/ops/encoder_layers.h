@@ -3,13 +3,14 @@
 
 #include <string>
 #include <vector>
-#include "array.h"
+
+#include "register.h"
 
 namespace fastbert {
 
-Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const std::vector<Array>& weights,
-                         const std::vector<OptionalArray>& biases, const std::vector<OptionalArray>& weight_scales,
-                         const std::vector<double>& input_scales, const std::vector<Array>& norms,
+Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Array>& weights,
+                         const List<OptionalArray>& biases, const List<OptionalArray>& weight_scales,
+                         const std::vector<double>& input_scales, const List<Array>& norms,
                          const std::vector<double>& eps, int64_t num_heads, const std::string& activation,
                          const std::vector<int64_t>& versions);
 

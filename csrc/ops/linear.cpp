@@ -100,7 +100,7 @@ RowsArg rows_of(const Array& x) { return {x.data(), dtype_of(x), x.stride(0)}; }
 // A weight, packed, with what its product needs beside it.
 struct Operand {
   PackedMemory packed;
-  Array bias, scale;
+  Array bias_copy, scale_copy;  // of those with gaps
   GemmTarget target{};
 
   Operand(const LinearOperand& linear, int64_t in_features, ScalarType dtype) {
@@ -109,16 +109,23 @@ struct Operand {
     check(weight.dim() == 2 && weight.size(1) == in_features, "weight has shape ", weight.sizes(),
           ", expected (out_features, ", in_features, ")");
     const bool is_int8 = weight.scalar_type() == ScalarType::Char;
-    check(is_int8 == linear.weight_scale.defined(), "weight is ", weight.scalar_type(), " but weight_scale is ",
-          linear.weight_scale.defined() ? "given" : "None", ": int8 weights have a scale, others have none");
+    const bool has_scale = linear.weight_scale != nullptr && linear.weight_scale->defined();
+    check(is_int8 == has_scale, "weight is ", weight.scalar_type(), " but weight_scale is ",
+          has_scale ? "given" : "None", ": int8 weights have a scale, others have none");
     const int64_t out_features = weight.size(0);
-    if (linear.bias.defined()) {
-      const ScalarType type = linear.bias.scalar_type();
+    target.bias_dtype = DType::kFloat32;
+    if (linear.bias != nullptr && linear.bias->defined()) {
+      const ScalarType type = linear.bias->scalar_type();
       check(type == ScalarType::Float || type == ScalarType::BFloat16, "bias is ", type,
             ", expected Float or BFloat16");
-      bias = checked("bias", linear.bias, {out_features}, type);
+      target.bias = checked("bias", *linear.bias, {out_features}, type, bias_copy).data<const void>();
+      target.bias_dtype = dtype_of(*linear.bias);
     }
-    if (is_int8) scale = checked("weight_scale", linear.weight_scale, {out_features}, ScalarType::Float);
+    const float* scale = nullptr;
+    if (has_scale) {
+      scale =
+          checked("weight_scale", *linear.weight_scale, {out_features}, ScalarType::Float, scale_copy).data<float>();
+    }
     const DType format = is_int8 ? DType::kInt8 : format_for(dtype);
     packed = packed_weight(weight, format, linear.version);
     target.weight = {packed.panels->data(),
@@ -126,10 +133,8 @@ struct Operand {
                      out_features,
                      in_features,
                      is_int8 ? reinterpret_cast<const int32_t*>(packed.channel_offsets->data()) : nullptr,
-                     scale.data<const float>(),
+                     scale,
                      static_cast<float>(linear.input_scale)};
-    target.bias = bias.data<const void>();
-    target.bias_dtype = bias.defined() ? dtype_of(bias) : DType::kFloat32;
   }
 
   void write_to(const Array& out, const Array& pre, Activation activation) {
@@ -141,9 +146,9 @@ struct Operand {
 };
 
 // The right side of a gradient's product.
-LinearOperand transposed(const Array& weight_) {
+Operand transposed(const Array& weight_, int64_t in_features, ScalarType dtype) {
   const Array weight = weight_.stride(0) == 1 || weight_.stride(1) == 1 ? weight_ : contiguous(weight_);
-  return {weight.t(), {}, {}, 0.0, version_of(weight)};
+  return Operand({weight.t(), nullptr, nullptr, 0.0, version_of(weight)}, in_features, dtype);
 }
 
 // x with its rows whole; their stride is free, so that a slice of a wider matrix needs no copy.
@@ -214,7 +219,7 @@ std::vector<Array> linear_cpu(const Array& x_, const std::vector<Array>& weights
   operands.reserve(count);
   for (size_t i = 0; i < count; ++i) {
     operands.emplace_back(
-        LinearOperand{weights[i], biases[i], weight_scales[i], input_scales[i], version_of(weights[i])}, x.size(1),
+        LinearOperand{weights[i], &biases[i], &weight_scales[i], input_scales[i], version_of(weights[i])}, x.size(1),
         dtype);
     results.push_back(empty({x.size(0), weights[i].size(0)}, dtype));
     const Array out = results.back();
@@ -241,7 +246,7 @@ Gradients linear_gradients(const std::vector<Array>& douts, const Array& x_, con
     std::vector<GemmAddend> addends;
     operands.reserve(count);
     for (size_t i = 0; i < count; ++i) {
-      operands.emplace_back(transposed(weights[i]), weights[i].size(0), dtype);
+      operands.push_back(transposed(weights[i], weights[i].size(0), dtype));
       if (i > 0) addends.push_back({rows_of(douts[i]), operands[i].target.weight});
     }
     GemmTarget& target = operands[0].target;
@@ -290,6 +295,7 @@ void linear_rows(const Array& x_, const std::vector<LinearOperand>& linears, con
   const Array x = checked_x(x_, dtype);
   std::vector<Operand> operands;
   std::vector<GemmTarget> targets;
+  operands.reserve(linears.size());
   for (size_t i = 0; i < linears.size(); ++i) {
     operands.emplace_back(linears[i], x.size(1), dtype);
     operands[i].write_to(outs[i], Array(), Activation::kNone);
@@ -339,8 +345,8 @@ std::tuple<Array, Array> feed_forward_cpu(const Array& x, const Array& up_weight
   const Array out = empty({x.size(0), down_weight.size(0)}, dtype);
   const Array pre = empty({return_pre ? x.size(0) : 0, up_weight.size(0)}, dtype);
   check(input_scales.size() == 2, "input_scales has ", input_scales.size(), " elements, expected 2");
-  feed_forward_rows(x, {up_weight, up_bias, up_scale, input_scales[0], version_of(up_weight)},
-                    {down_weight, {}, down_scale, input_scales[1], version_of(down_weight)}, activation, out,
+  feed_forward_rows(x, {up_weight, &up_bias, &up_scale, input_scales[0], version_of(up_weight)},
+                    {down_weight, nullptr, &down_scale, input_scales[1], version_of(down_weight)}, activation, out,
                     return_pre ? pre : Array(), dtype, nullptr);
   return {out, pre};
 }
@@ -358,7 +364,7 @@ std::tuple<Array, Array, Array, Array> feed_forward_bwd_cpu(const Array& dout_, 
 
   // The first product's epilogue makes both what its gradient is and, again, what forward did not keep.
   const Array dpre = workspace(pre.sizes(), dtype), inner = workspace(pre.sizes(), dtype);
-  Operand down(transposed(down_weight), down_weight.size(0), dtype);
+  Operand down = transposed(down_weight, down_weight.size(0), dtype);
   down.write_to(dpre, Array(), activation_of(activation));
   down.target.slope_of = pre.data();
   down.target.activated = inner.data();
@@ -375,7 +381,7 @@ std::tuple<Array, Array, Array, Array> feed_forward_bwd_cpu(const Array& dout_, 
   if (needs_dbias) dbias = bias_gradient(dpre, up_weight.scalar_type());
   const Array dx = empty({needs_dx ? rows : 0, x.size(1)}, x);
   if (needs_dx) {
-    Operand up(transposed(up_weight), intermediate_size, dtype);
+    Operand up = transposed(up_weight, intermediate_size, dtype);
     up.write_to(dx, Array(), Activation::kNone);
     run_gemm(gemm_args(dpre, x.scalar_type(), &up.target, 1), rows);
   }

@@ -37,10 +37,12 @@ std::tuple<Array, Array, Array, Array> feed_forward_bwd_cpu(const Array& dout, c
 // that is possible: what comes next finds them in its cache.
 using RowsDone = std::function<void(int64_t begin, int64_t end)>;
 
-// What is multiplied with: weight (out_features, in_features), bias (out_features,), and for int8 its scales.
+// What is multiplied with: weight (out_features, in_features), bias (out_features,), and for int8 its scales. They are
+// the caller's: a stack of layers names hundreds.
 struct LinearOperand {
-  Array weight;
-  Array bias, weight_scale;  // or undefined
+  const Array& weight;
+  const Array* bias;          // null, or undefined: there is none
+  const Array* weight_scale;  // likewise
   double input_scale;
   int64_t version;  // of the weight: packed_weights.h
 };

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <unordered_map>
@@ -48,17 +49,27 @@ CopiesOfStorages& copies_of_storages() {
   return *map;
 }
 
-uint64_t sample_of(const Array& weight) {
+// Bits: an unsigned integer as wide as an element.
+template <typename Bits>
+uint64_t sample_as(const Array& weight) {
   const auto* bytes = weight.data<const char>();
-  const int64_t out = weight.size(0), in = weight.size(1), size = weight.element_size();
-  uint64_t hash = 1469598103934665603u;
+  const int64_t out = weight.size(0), in = weight.size(1), row_stride = weight.stride(0), stride = weight.stride(1);
+  uint64_t hash = 0, factor = 1;
   for (int64_t i = 0; i < 16; ++i) {
     const int64_t row = i * (out - 1) / 15, column = (i * 7 % 16) * (in - 1) / 15;
-    uint32_t bits = 0;
-    std::memcpy(&bits, bytes + (row * weight.stride(0) + column * weight.stride(1)) * size, static_cast<size_t>(size));
-    hash = (hash ^ bits) * 1099511628211u;
+    Bits bits;
+    std::memcpy(&bits, bytes + (row * row_stride + column * stride) * int64_t{sizeof(Bits)}, sizeof(Bits));
+    hash += bits * factor;  // no element waits for the one before it
+    factor *= 0x9e3779b97f4a7c15u;
   }
   return hash;
+}
+
+uint64_t sample_of(const Array& weight) {
+  if (weight.numel() == 0) return 0;
+  return weight.element_size() == 4   ? sample_as<uint32_t>(weight)
+         : weight.element_size() == 2 ? sample_as<uint16_t>(weight)
+                                      : sample_as<uint8_t>(weight);
 }
 
 PackArgs pack_args(const Array& weight, DType format) {
@@ -112,9 +123,10 @@ struct Found {
   int64_t check_begin = 0, check_end = 0;  // units that this call is to compare
 };
 
-// The copy of `weight`, packed where it has none, has one that is seen to be old, or `anew`.
-Found find_or_pack(const Array& weight, DType format, int64_t version, bool anew) {
-  const char* const storage = storage_of(weight);
+// The copy of `weight`, packed where it has none, has one that is seen to be old, or `anew`. Nothing is found in a
+// storage for which nothing is kept, unless it `is_watched`: from the first copy on it must be.
+std::optional<Found> find_or_pack(const Array& weight, const char* storage, DType format, int64_t version, bool anew,
+                                  bool is_watched) {
   const View view{weight.data<const char>() - storage,
                   weight.size(0),
                   weight.size(1),
@@ -122,10 +134,15 @@ Found find_or_pack(const Array& weight, DType format, int64_t version, bool anew
                   weight.stride(1),
                   weight.scalar_type(),
                   format};
-  const uint64_t sample = weight.numel() == 0 ? 0 : sample_of(weight);
+  const uint64_t sample = sample_of(weight);
   std::map<View, Entry> crowded;  // freed after the lock
   const std::lock_guard<std::mutex> lock(mutex);
-  std::map<View, Entry>& entries = copies_of_storages()[storage];
+  auto of_storage = copies_of_storages().find(storage);
+  if (of_storage == copies_of_storages().end()) {
+    if (!is_watched) return std::nullopt;
+    of_storage = copies_of_storages().try_emplace(storage).first;
+  }
+  std::map<View, Entry>& entries = of_storage->second;
   const auto known = entries.find(view);
   if (known == entries.end()) {
     static int64_t serial = 0;
@@ -136,7 +153,7 @@ Found find_or_pack(const Array& weight, DType format, int64_t version, bool anew
     // Weights begin at different places of their round, so that the work spreads over the calls.
     Entry entry{version, sample, serial++ * 633, {}};
     pack(weight, format, entry.packed);
-    return {entries.emplace(view, std::move(entry)).first->second.packed};
+    return Found{entries.emplace(view, std::move(entry)).first->second.packed};
   }
   Entry& entry = known->second;
   const int64_t units = num_panels(weight.size(0)) * units_of_panel(weight, format), use = entry.uses++ % kCheckCalls;
@@ -144,10 +161,10 @@ Found find_or_pack(const Array& weight, DType format, int64_t version, bool anew
     pack(weight, format, entry.packed);
     entry.version = version;
     entry.sample = sample;
-    return {entry.packed};
+    return Found{entry.packed};
   }
-  if (version == kNoVersion) return {entry.packed, 0, units};
-  return {entry.packed, use * units / kCheckCalls, (use + 1) * units / kCheckCalls};
+  if (version == kNoVersion) return Found{entry.packed, 0, units};
+  return Found{entry.packed, use * units / kCheckCalls, (use + 1) * units / kCheckCalls};
 }
 
 // Once for each `warned`, through Python's filters.
@@ -159,8 +176,8 @@ void warn(const Array& weight, std::atomic<bool>& warned, const std::string& mes
   check(call_python("fastbert::warn_of_weight_cpu", stack), message);  // a filter has made it an error
 }
 
-void check_memory(const Array& weight) {
-  const int64_t first = (weight.data<const char>() - storage_of(weight)) / weight.element_size();
+void check_memory(const Array& weight, const char* storage) {
+  const int64_t first = (weight.data<const char>() - storage) / weight.element_size();
   const int64_t last = first + (weight.size(0) - 1) * weight.stride(0) + (weight.size(1) - 1) * weight.stride(1);
   const int64_t needed = weight.numel() == 0 ? 0 : (last + 1) * weight.element_size(), bytes = storage_bytes(weight);
   check(bytes >= needed, "weight needs ", needed, " bytes of storage, but its storage has ", bytes, ": it was resized");
@@ -193,34 +210,43 @@ int64_t version_of(const Array& weight) {
 }
 
 PackedMemory packed_weight(const Array& weight, DType format, int64_t version) {
-  check_memory(weight);
+  const char* const storage = storage_of(weight);
+  check_memory(weight, storage);
   if (weight.numel() == 0 || (weight.stride(0) != 1 && weight.stride(1) != 1)) {
     PackedMemory packed;  // neither rows nor columns lie whole: of no use to the next call, which makes another copy
     pack(contiguous(weight), format, packed);
     return packed;
   }
-  watch_storage(weight);
-  Found found = find_or_pack(weight, format, version, /*anew=*/false);
+  const auto find = [&](bool anew, bool is_watched) {
+    return find_or_pack(weight, storage, format, version, anew, is_watched);
+  };
+  std::optional<Found> found = find(false, false);
+  if (!found.has_value()) {
+    watch_storage(weight);
+    found = find(false, true);
+  }
   static std::atomic<bool> warned_of_write{false}, warned_of_inference{false};
   if (version != kNoVersion) {
-    if (is_packed_as(weight, format, found.packed, found.check_begin, found.check_end)) return found.packed;
-    found = find_or_pack(weight, format, version, /*anew=*/true);
+    if (is_packed_as(weight, format, found->packed, found->check_begin, found->check_end)) {
+      return std::move(found->packed);
+    }
+    found = find(true, true);
     warn(weight, warned_of_write,
          "a weight was written in a way that PyTorch does not record (through .data, NumPy, DLPack, a storage, apply_, "
          "torch.distributed, or another tensor with its memory), and some calls have computed with its old values "
          "before this was found; now the new ones are used. Call fastbert.repack(model) right after such a write.");
-    return found.packed;
+    return std::move(found->packed);
   }
   std::atomic<bool> is_same{true};
-  parallel_for(found.check_begin, found.check_end, 4, [&](int64_t begin, int64_t end) {
-    if (!is_packed_as(weight, format, found.packed, begin, end)) is_same = false;
+  parallel_for(found->check_begin, found->check_end, 4, [&](int64_t begin, int64_t end) {
+    if (!is_packed_as(weight, format, found->packed, begin, end)) is_same = false;
   });
-  if (!is_same) found = find_or_pack(weight, format, version, /*anew=*/true);
+  if (!is_same) found = find(true, true);
   warn(weight, warned_of_inference,
        "a weight is an inference tensor, which keeps no version: all of it is compared with its packed copy at each "
        "call, which takes longer than the product of a few rows itself. Load, convert or move the model outside of "
        "torch.inference_mode; to run it there is fine.");
-  return found.packed;
+  return std::move(found->packed);
 }
 
 void forget_packed(const void* storage) {

@@ -65,6 +65,46 @@ struct Unboxed<std::vector<T>> {
   }
 };
 
+// A list of tensors that are Arrays only where they are used: hundreds of those would drive everything else out of the
+// first-level cache. Its elements must not outlive it.
+template <typename T>
+class List {
+ public:
+  explicit List(StableListHandle list) {
+    size_t size = 0;
+    call(torch_list_size(list, &size), "a list's size");
+    handles_.reserve(size);
+    for (size_t i = 0; i < size; ++i) {  // all of them: nobody else frees what is not taken
+      StableIValue item;
+      call(torch_list_get_item(list, i, &item), "a list's item");
+      if constexpr (std::is_same_v<T, OptionalArray>) {
+        handles_.push_back(torch::stable::detail::to<std::optional<AtenTensorHandle>>(item).value_or(nullptr));
+      } else {
+        handles_.push_back(torch::stable::detail::to<AtenTensorHandle>(item));
+      }
+    }
+    call(torch_delete_list(list), "to delete a list");
+  }
+  List(List&&) noexcept = default;  // leaves none behind
+  List& operator=(List&&) = delete;
+  ~List() {
+    for (AtenTensorHandle handle : handles_) {
+      if (handle != nullptr) aoti_torch_delete_tensor_object(handle);
+    }
+  }
+
+  size_t size() const { return handles_.size(); }
+  T operator[](size_t i) const { return handles_[i] == nullptr ? T() : T(Array::borrowed(handles_[i])); }
+
+ private:
+  std::vector<AtenTensorHandle> handles_;
+};
+
+template <typename T>
+struct Unboxed<List<T>> {
+  static List<T> of(StableIValue value) { return List<T>(torch::stable::detail::to<StableListHandle>(value)); }
+};
+
 // Results.
 template <typename T>
 StableIValue boxed(const T& value) {

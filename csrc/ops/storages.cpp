@@ -21,9 +21,9 @@ std::unordered_set<const void*>& watched() {
 }  // namespace
 
 const char* storage_of(const Array& t) {
-  const void* data = nullptr;
+  const void* data = t.data();
   int64_t offset = 0;
-  call(torch_get_const_data_ptr(t.handle(), &data), "data_ptr");
+  if (t.is_view()) call(torch_get_const_data_ptr(t.handle(), &data), "data_ptr");
   call(aoti_torch_get_storage_offset(t.handle(), &offset), "storage_offset");
   return static_cast<const char*>(data) - offset * t.element_size();
 }

@@ -6,17 +6,27 @@
 
 namespace fastbert {
 
-// An operand, whole in memory.
-inline Array checked(const char* name, const Array& t, const Shape& shape, ScalarType dtype, Device device) {
+inline void check_tensor(const char* name, const Array& t, const Shape& shape, ScalarType dtype, Device device) {
   const Device found = t.device();
   check(found.type == device.type && (device.index < 0 || found.index == device.index), name, " is on ", found,
         ", expected ", device);
   check(t.sizes() == shape, name, " has shape ", t.sizes(), ", expected ", shape);
   check(t.scalar_type() == dtype, name, " is ", t.scalar_type(), ", expected ", dtype);
+}
+
+// An operand, whole in memory.
+inline Array checked(const char* name, const Array& t, const Shape& shape, ScalarType dtype, Device device) {
+  check_tensor(name, t, shape, dtype, device);
   return contiguous(t);
 }
 inline Array checked(const char* name, const Array& t, const Shape& shape, ScalarType dtype) {
   return checked(name, t, shape, dtype, cpu());
+}
+
+// The same without a copy of its fields: t itself, or `copy` where it has gaps.
+inline const Array& checked(const char* name, const Array& t, const Shape& shape, ScalarType dtype, Array& copy) {
+  check_tensor(name, t, shape, dtype, cpu());
+  return t.is_contiguous() ? t : (copy = contiguous(t));
 }
 
 // One that may be absent, which is then undefined.

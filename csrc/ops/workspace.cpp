@@ -1,7 +1,6 @@
 #include "workspace.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -15,11 +14,6 @@ constexpr int64_t kLine = 64;
 constexpr int64_t kMostKept = int64_t{64} << 20;
 constexpr int64_t kSmall = int64_t{64} << 10;  // the allocator serves these at once
 
-std::atomic<bool>& is_filled() {
-  static std::atomic<bool> filled{false};
-  return filled;
-}
-
 }  // namespace
 
 Block::Block(int64_t bytes) : bytes_(bytes) {
@@ -32,7 +26,7 @@ Block::~Block() { std::free(data_); }
 
 std::shared_ptr<Block> new_block(int64_t bytes) {
   auto block = std::make_shared<Block>(bytes);
-  if (is_filled()) std::memset(block->data(), 0xff, static_cast<size_t>(bytes));
+  if (is_filling_memory()) std::memset(block->data(), 0xff, static_cast<size_t>(bytes));
   return block;
 }
 
@@ -40,7 +34,7 @@ Array workspace(const Shape& sizes, ScalarType dtype) {
   static thread_local std::vector<std::shared_ptr<Block>> kept;
   const int64_t bytes = sizes.product() * element_size(dtype);
   const auto array = [&](const std::shared_ptr<Block>& block) { return Array(block, block->data(), sizes, dtype); };
-  if (bytes < kSmall || bytes > kMostKept || is_filled()) return array(new_block(bytes));
+  if (bytes < kSmall || bytes > kMostKept || is_filling_memory()) return array(new_block(bytes));
   int64_t total = bytes;
   const std::shared_ptr<Block>* best = nullptr;
   for (const auto& block : kept) {
@@ -61,7 +55,5 @@ Array workspace(const Shape& sizes, ScalarType dtype) {
   if (total <= kMostKept) kept.push_back(fresh);
   return array(fresh);
 }
-
-void fill_memory(bool fills) { is_filled() = fills; }
 
 }  // namespace fastbert

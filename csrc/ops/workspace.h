@@ -28,7 +28,4 @@ std::shared_ptr<Block> new_block(int64_t bytes);
 // forward pass of four texts of 512 tokens in float32.
 Array workspace(const Shape& sizes, ScalarType dtype);
 
-// For tests: from now on workspaces and blocks are new and filled with NaN, so that what was not written shows.
-void fill_memory(bool fills);
-
 }  // namespace fastbert
