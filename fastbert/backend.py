@@ -63,9 +63,13 @@ def _start_value() -> Backend | None:
 
 
 class _Choice:
-    """The process-wide choice. An attribute of a plain object, because torch.compile can guard on it."""
+    """The process-wide choice. torch.compile guards on an object's attribute, while torch 2.11 bakes in a class's."""
 
-    forced: Backend | None = _start_value()
+    def __init__(self) -> None:
+        self.forced: Backend | None = _start_value()
+
+
+_choice = _Choice()
 
 
 BUILD_KERNELS = "fastbert build"  # for the torch that is there, from the sources that every installation has
@@ -88,7 +92,7 @@ def missing_kernels() -> str | None:
 def warn_of_missing_kernels() -> None:
     """Warn, once a process, where the C++ kernels are missing and nobody asked for a backend without them."""
     global _has_warned
-    if not _has_warned and _Choice.forced not in (Backend.TORCH, Backend.TRITON):
+    if not _has_warned and _choice.forced not in (Backend.TORCH, Backend.TRITON):
         _has_warned = True
         if (missing := missing_kernels()) is not None:
             warnings.warn(f"fastbert: {missing}", stacklevel=3)
@@ -128,16 +132,16 @@ def use_backend(name: str | Backend) -> Iterator[None]:
     Ops for which that backend has no kernel at all run in torch; `backends()` shows which they are. The choice holds
     for the whole process, like torch.set_num_threads. The environment variable FASTBERT_BACKEND sets its start value.
     """
-    previous, _Choice.forced = _Choice.forced, parse_backend(name)
+    previous, _choice.forced = _choice.forced, parse_backend(name)
     try:
         yield
     finally:
-        _Choice.forced = previous
+        _choice.forced = previous
 
 
 def asked_for(name: str | Backend | None) -> Backend | None:
     """The backend that a call asks for by its `backend=`, or else use_backend() for all; None: the choice is open."""
-    return (parse_backend(name) if name is not None else None) or _Choice.forced
+    return (parse_backend(name) if name is not None else None) or _choice.forced
 
 
 def select(op: str, asked: str | Backend | None, x: torch.Tensor, *args) -> Backend:
@@ -147,7 +151,7 @@ def select(op: str, asked: str | Backend | None, x: torch.Tensor, *args) -> Back
     """
     table = _supports[op]
     explicit = parse_backend(asked) if asked is not None else None
-    backend = explicit or _Choice.forced
+    backend = explicit or _choice.forced
     if backend is None:
         return first_to_serve(op, x, *args) or Backend.TORCH
     if backend is Backend.TORCH or (explicit is None and backend not in table):
@@ -159,7 +163,7 @@ def select(op: str, asked: str | Backend | None, x: torch.Tensor, *args) -> Back
 
 
 def _order(x: torch.Tensor) -> tuple[Backend, ...]:
-    return ORDER.get(x.device.type, ()) if _Choice.forced is None else (_Choice.forced,)
+    return ORDER.get(x.device.type, ()) if _choice.forced is None else (_choice.forced,)
 
 
 def first_to_serve(op: str, x: torch.Tensor, *args) -> Backend | None:
@@ -193,9 +197,9 @@ def offer(op: str, x: torch.Tensor, look: Callable[[], Any]) -> Callable[..., An
         reason = objection
     if reason is not None:
         return reason
-    if _Choice.forced is None:
+    if _choice.forced is None:
         return f"no backend has it for tensors on {x.device.type}"
-    return f"{_Choice.forced.value}, the backend that was asked for, does not have it"
+    return f"{_choice.forced.value}, the backend that was asked for, does not have it"
 
 
 def backends(device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, dict[str, str]]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fastbert.backend import Backend, _Choice, first_to_serve
+from fastbert.backend import Backend, _choice, first_to_serve
 from fastbert.layers.leaves import FORWARD_HOOKS
 from fastbert.layers.snapshot import Snapshot
 from fastbert.models.base import EncoderModel, must_be_called
@@ -312,7 +312,7 @@ class GraphedEncoder:
 
     def _replay(self, bucket: Bucket, inputs: EncoderInputs) -> torch.Tensor:
         device = inputs.position_ids.device
-        key = (bucket, _Choice.forced)
+        key = (bucket, _choice.forced)
         captured = self._graphs.get(key)
         if captured is None:
             captured = self._capture(bucket, device)

@@ -25,9 +25,13 @@ _WITH_ENDS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class _Checks:
-    """The process-wide choice. An attribute of a plain object, because torch.compile can guard on it."""
+    """The process-wide choice. torch.compile guards on an object's attribute, while torch 2.11 bakes in a class's."""
 
-    enabled = True
+    def __init__(self) -> None:
+        self.enabled = True
+
+
+_checks = _Checks()
 
 
 def check_inputs(enabled: bool) -> None:
@@ -42,12 +46,12 @@ def check_inputs(enabled: bool) -> None:
     meaningless numbers for offsets. On a GPU fastbert's kernels give NaN for an id or a label, and meaningless numbers
     for offsets; torch's own operations fail an assertion.
     """
-    _Checks.enabled = enabled
+    _checks.enabled = enabled
 
 
 def checks_values() -> bool:
     """Whether values are looked at in this call. Not in a traced one: a compiled graph cannot raise on data."""
-    return _Checks.enabled and not torch.compiler.is_compiling()
+    return _checks.enabled and not torch.compiler.is_compiling()
 
 
 class IdRange(NamedTuple):

@@ -52,7 +52,7 @@ def test_use_backend_is_strict_where_the_backend_has_kernels(probe_op):
 
 
 def test_environment_variable_sets_the_start_value():
-    program = "from fastbert.backend import _Choice; print(_Choice.forced.value)"
+    program = "from fastbert.backend import _choice; print(_choice.forced.value)"
     run = [sys.executable, "-c", program]
     out = subprocess.run(run, env={"FASTBERT_BACKEND": "torch", "PATH": ""}, capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "torch"
