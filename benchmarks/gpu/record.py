@@ -272,12 +272,12 @@ def entry_tables(contents: list[Content]) -> list[str]:
                 continue
             columns = list(dict.fromkeys(column for row in rows.values() for column in row))
             unit = f", {entry['unit']}" if "unit" in entry else ""
-            lines += ["", f"{content['part']}: {name}{unit}", "", f"| | {' | '.join(columns)} |"]
+            lines += ["", f"{content['part']}: {name}{unit}", "", f"| {' | '.join(['', *columns])} |"]
             lines.append("|---|" + "--:|" * len(columns))
             for label, row in rows.items():
                 cells = [row.get(column, "") for column in columns]
                 text = [c if isinstance(c, str) else number(c) for c in cells]
-                lines.append(f"| {label} | {' | '.join(text)} |")
+                lines.append(f"| {' | '.join([label, *text])} |")
             if "note" in entry:
                 lines += ["", entry["note"]]
     return lines

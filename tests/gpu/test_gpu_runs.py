@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.gpu import kernels, models, ops, stamp, suite
 from benchmarks.gpu.checks import Timer, Where
-from benchmarks.gpu.record import open_record, results_in, results_of, run_limited
+from benchmarks.gpu.record import entry_tables, open_record, results_in, results_of, run_limited
 from fastbert.ops._common import triton_error
 
 pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
@@ -90,6 +90,14 @@ def test_the_tables_are_written_after_every_part(template, monkeypatch):
     monkeypatch.setattr(suite, "write_tables", lambda folder: seen.append("tables") or [])
     suite.run(["ops", "cpu"], template)
     assert seen == ["ops", "tables", "cpu", "tables", "tables"]
+
+
+def test_every_row_of_a_table_has_the_cells_of_its_head():
+    numbers = {"tried": {"a": {}, "b": {}}, "timed": {"a": {"x": 1.0}, "b": {"y": "late"}}}
+    entries = {name: {"numbers": rows} for name, rows in numbers.items()}
+    lines = entry_tables([{"part": "ops", "entries": entries}])
+    cells = [line.count("|") - 1 for line in lines if line.startswith("|")]
+    assert cells == [1] * 4 + [3] * 4
 
 
 def test_what_a_command_has_started_ends_with_it(tmp_path, monkeypatch):
