@@ -30,10 +30,7 @@ Shape contiguous_strides(const Shape& sizes) {
   return strides;
 }
 
-std::atomic<bool>& is_filling() {
-  static std::atomic<bool> fills{false};
-  return fills;
-}
+std::atomic<bool> is_filling{false};
 
 Array of(const torch::stable::Tensor& tensor) { return Array(new_handle(tensor.get())); }
 
@@ -172,8 +169,8 @@ Array Array::view(const Shape& sizes) const {
   return other;
 }
 
-void fill_memory(bool fills) { is_filling() = fills; }
-bool is_filling_memory() { return is_filling(); }
+void fill_memory(bool fills) { is_filling = fills; }
+bool is_filling_memory() { return is_filling; }
 
 Array empty(const Shape& sizes, ScalarType dtype, Device device) {
   using torch::stable::detail::to;
@@ -184,7 +181,7 @@ Array empty(const Shape& sizes, ScalarType dtype, Device device) {
                                to<int32_t>(torch::stable::detail::from(dtype)), device.type, device.index, &made);
   check(error == 0, "torch has no memory for a tensor of shape ", sizes, " and dtype ", dtype, " on ", device);
   const Array array(made);
-  if (array.is_cpu() && is_filling_memory()) std::memset(array.data(), 0xff, static_cast<size_t>(array.nbytes()));
+  if (array.is_cpu() && is_filling) std::memset(array.data(), 0xff, static_cast<size_t>(array.nbytes()));
   return array;
 }
 

@@ -65,8 +65,8 @@ struct Unboxed<std::vector<T>> {
   }
 };
 
-// A list of tensors that are Arrays only where they are used, and have one owner: for hundreds of them an owner each
-// costs more than all else that is done with the list. Its elements must not outlive it.
+// A list of tensors that are Arrays only where they are used, and have one owner: with hundreds of them, an owner
+// each would be hundreds of allocations a call. Its elements must not outlive it.
 template <typename T>
 class List {
  public:
