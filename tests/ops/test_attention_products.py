@@ -47,8 +47,8 @@ def test_the_error_rule_holds(dtype):
 @each_dtype
 def test_the_error_rule_holds_for_adversarial_inputs(dtype, kind, softmax_scale):
     """Where one key has all of the probability, gradients are differences that cancel, times large keys: the largest
-    error is that of a few tokens. Of one head it is as often ours as the baseline's (torch 2.11 draws other numbers
-    than 2.13), so the rule looks at four.
+    error is that of a few tokens. Of one head, in 24 draws, ours was 0.12 to 8 times the baseline's, and mostly below
+    it; torch 2.11 draws other numbers than 2.13. So the rule looks at four.
     """
     qkv = torch.stack(ADVERSARIAL[kind](*make(RAGGED, 4, 64, dtype)))
     check("triton", qkv, RAGGED, softmax_scale=softmax_scale)
