@@ -19,26 +19,22 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.config import ConfigError, EncoderConfig
+from fastbert.families import FAMILIES
+from fastbert.families.form import Family
 from fastbert.layers.encoder import run_layer
 from fastbert.layers.leaves import FORWARD, HOOKS, has_global_hooks
 from fastbert.layers.snapshot import Remembered, Snapshot
-from fastbert.models.auto import FAMILIES
-from fastbert.models.base import first_tokens, run_encoder, run_pooler
-from fastbert.models.family import Family, RunsBaseModel, modules_of
+from fastbert.models.base import first_tokens, run_encoder, run_pooler, unpacked_extras
 from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs, table_sizes
+from fastbert.models.tree import RunsBaseModel, groups_objection, layers_of, modules_of
 
-# model_type -> transformers' folder, its base model there, and what that model's forward returns.
-_BASES = {
-    "albert": ("albert", "AlbertModel", "BaseModelOutputWithPooling"),
-    "bert": ("bert", "BertModel", "BaseModelOutputWithPoolingAndCrossAttentions"),
-    "distilbert": ("distilbert", "DistilBertModel", "BaseModelOutput"),
-    "electra": ("electra", "ElectraModel", "BaseModelOutputWithPastAndCrossAttentions"),
-    "megatron-bert": ("megatron_bert", "MegatronBertModel", "BaseModelOutputWithPoolingAndCrossAttentions"),
-    "roberta": ("roberta", "RobertaModel", "BaseModelOutputWithPoolingAndCrossAttentions"),
-    "xlm-roberta": ("xlm_roberta", "XLMRobertaModel", "BaseModelOutputWithPoolingAndCrossAttentions"),
-}
-_MODEL_TYPES = {(f"transformers.models.{home}.modeling_{home}", name): key for key, (home, name, _) in _BASES.items()}
-_SUPPORTED = f"base models, alone or under a head, of {', '.join(_BASES)} (transformers' own classes)"
+
+def _home(family: Family) -> str:
+    return f"transformers.models.{family.theirs.folder}.modeling_{family.theirs.folder}"
+
+
+_MODEL_TYPES = {(_home(family), f"{family.classes}Model"): name for name, family in FAMILIES.items()}
+_SUPPORTED = f"base models, alone or under a head, of {', '.join(sorted(FAMILIES))} (transformers' own classes)"
 
 _TENSORS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
 _OPTIONS = ("output_attentions", "output_hidden_states", "return_dict")
@@ -67,17 +63,17 @@ class _Plan:
 
     @property
     def family(self) -> Family:
-        return FAMILIES[self.model_type].family
+        return FAMILIES[self.model_type]
 
 
 def _live(module: Any, plan: _Plan) -> tuple[EncoderConfig, TableSizes]:
     """The plan's config with the layers of now, and the tables of now: both change behind a config's back."""
-    family, config = plan.family, plan.config
+    config = plan.config
     # transformers' encoders run the layers that are there; ALBERT counts them by its config.
-    layers = family.layers_of(module, config)
+    layers = layers_of(module, config)
     count = module.config.num_hidden_layers if layers is None else layers
     config = config if count == config.num_hidden_layers else config.replace(num_hidden_layers=count)
-    return config, table_sizes(module, family.embeddings, module.config, config.embedding_width)
+    return config, table_sizes(module, config.embeddings, module.config, config.embedding_width)
 
 
 def _is_patched(module: nn.Module) -> bool:
@@ -102,7 +98,7 @@ def _tree_objection(root: nn.Module, plan: _Plan, config: EncoderConfig) -> str 
         return "global module hooks are registered"
     if _remembered.get(root, (plan, config)):
         return None
-    if objection := plan.family.groups_objection(root, config):
+    if objection := groups_objection(root, config):
         return objection
     snapshot = Snapshot()  # of all that is read below
     snapshot.watch_children(root)
@@ -158,8 +154,8 @@ class _Forward(RunsBaseModel):
             raise ReferenceError(f"the accelerated model {self.plan.label} is gone; only its forward was kept")
         return module
 
-    def family_and_config(self) -> tuple[Family, EncoderConfig]:
-        return self.plan.family, _live(self.module, self.plan)[0]
+    def config_now(self) -> EncoderConfig:
+        return _live(self.module, self.plan)[0]
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -199,11 +195,11 @@ class _Forward(RunsBaseModel):
             self.say(objection)
             return None
         tensors = {name: given.get(name) for name in _TENSORS}
-        if self.plan.family.embeddings.token_type is None:
+        if config.embeddings.token_type is None:
             tensors["token_type_ids"] = None  # as DistilBERT's forward, which swallows what a BERT tokenizer made
         if tensors["attention_mask"] is not None:
             tensors["attention_mask"] = tensors["attention_mask"] != 0  # every other value is "real" to transformers
-        inputs = prepare_inputs(self.plan.family, config, tables, **tensors, cu_seqlens=None, max_seqlen=None)
+        inputs = prepare_inputs(config, tables, **tensors, cu_seqlens=None, max_seqlen=None)
         return config, inputs, options, older
 
     def say(self, reason: str) -> None:
@@ -234,7 +230,8 @@ class _Forward(RunsBaseModel):
             if shape != grid and (name != "position_ids" or shape != (1, *grid[1:])):
                 return f"{name} is not of shape (batch, seqlen)"
         counted = self.plan.family.positions_from_ids and "position_ids" not in tensors
-        if counted and grid[-1] > tables.longest(self.plan.family, self.plan.config):
+        limit = tables.longest(self.plan.config)
+        if counted and limit is not None and grid[-1] > limit:
             return "the batch is wider than the position table: transformers lets padding be out there"
         mask = tensors.get("attention_mask")
         if mask is None or self.plan.reads == "tokens":
@@ -247,39 +244,31 @@ class _Forward(RunsBaseModel):
 
     def run(self, module: Any, config: EncoderConfig, inputs: EncoderInputs, options: dict, older: bool) -> Any:
         """Encode, pool and unpack; transformers' own output, down to its habits."""
-        family, batch, layer_options = self.plan.family, inputs.batch, self.plan.family.layer_options(config)
-        hidden_states: list | None = [] if options["output_hidden_states"] else None
-        probs: list | None = [] if options["output_attentions"] else None
+        family, batch = self.plan.family, inputs.batch
 
-        def run_one_layer(layer, x, batch):
-            def run(x):  # returns all that it makes, since backward may run it a second time
-                found = None if probs is None else []
-                return run_layer(layer, family.layer, layer_options, x, batch, found), *(found or ())
+        def run_one_layer(layer, spec, x, context, wants_probs):
+            def run(x):
+                return run_layer(layer, spec, x, context, wants_probs)
 
             # What gradient_checkpointing_enable() sets on transformers' layers.
             checkpointed = layer.training and layer.__dict__.get("gradient_checkpointing")
-            x, *found = layer._gradient_checkpointing_func(run, x) if checkpointed else run(x)
-            if probs is not None:
-                probs.extend(found)
-            return x
+            return layer._gradient_checkpointing_func(run, x) if checkpointed else run(x)
 
-        packed = run_encoder(module, family, config, inputs, run_one_layer, probs is None, None, hidden_states)
-        fields: dict[str, Any] = {"last_hidden_state": batch.unpack(packed)}
+        wants_hidden_states, wants_probs = bool(options["output_hidden_states"]), bool(options["output_attentions"])
+        made = run_encoder(module, config, inputs, run_one_layer, None, wants_hidden_states, wants_probs)
+        fields: dict[str, Any] = {"last_hidden_state": batch.unpack(made.packed)}
         if family.pooler is not None:
-            first = None if module.pooler is None else first_tokens(packed, batch)
+            first = None if module.pooler is None else first_tokens(made.packed, batch)
             fields["pooler_output"] = None if first is None else run_pooler(module, family, first)
-        if hidden_states is not None:
-            fields["hidden_states"] = tuple(batch.unpack(x) for x in hidden_states)
-        if probs is not None:
-            fields["attentions"] = tuple(batch.unpack_attentions(p) for p in probs)
+        fields |= unpacked_extras(made, batch)
 
         if older and not options["return_dict"]:
             return tuple(fields.values())  # which keeps the place of a pooled output that there is not
-        if probs is not None and not older and "cross_attentions" in module._can_record_outputs:
+        if wants_probs and not older and "cross_attentions" in module._can_record_outputs:
             fields["cross_attentions"] = ()  # transformers' recorder has found none
         from transformers import modeling_outputs
 
-        output = getattr(modeling_outputs, _BASES[self.plan.model_type][2])(**fields)
+        output = getattr(modeling_outputs, family.theirs.output)(**fields)
         return output.to_tuple() if options["return_dict"] is False else output
 
 
@@ -294,7 +283,7 @@ def _make_plan(module: Any, label: str, heads: list[str]) -> _Plan | str:
         return "its forward has been replaced already"
     reads = "tokens" if heads and all(head.endswith(_TOKEN_HEADS) for head in heads) else "first"
     reads = "padding" if any(head.endswith(_SPAN_HEADS) for head in heads) else reads
-    family = FAMILIES[model_type].family
+    family = FAMILIES[model_type]
     try:
         config = EncoderConfig.from_dict(module.config.to_dict())
         if family.positions_from_ids:  # transformers counts from what the embeddings were built with
@@ -304,8 +293,10 @@ def _make_plan(module: Any, label: str, heads: list[str]) -> _Plan | str:
     except (ConfigError, KeyError) as error:  # of a field; of a module that is not there
         return f"it is not what fastbert can run: {error}"
     activation = type(ACT2FN[config.hidden_act])
-    expected = {"*.intermediate.intermediate_act_fn": activation, "*.ffn.activation": activation}
-    expected |= {"*.activation": activation, "pooler.activation": nn.Tanh, "pooler_activation": nn.Tanh}
+    expected: dict[str, Any] = {"pooler.activation": nn.Tanh, "pooler_activation": nn.Tanh}
+    of_layers = ("intermediate.intermediate_act_fn", "ffn.activation", "activation")
+    numbers = range(len(dict.fromkeys(config.layer_specs)))
+    expected |= {f"*{i}.{path}": activation for i in numbers for path in of_layers}
     for key, path, child, _ in found:
         kind = plan.classes[key] = type(child)
         plain = (expected[key],) if key in expected else (nn.Dropout, nn.ModuleList)

@@ -7,8 +7,24 @@ import json
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from fastbert.families import FAMILIES
+from fastbert.families.form import (
+    ActivationName,
+    Choice,
+    Count,
+    Distances,
+    Embeddings,
+    Family,
+    Field,
+    Flag,
+    Invalid,
+    LayerSpec,
+    Share,
+)
 
 
 class ConfigError(ValueError):
@@ -52,70 +68,6 @@ ACTIVATIONS = {
     "tanh": "tanh",
 }
 
-# Fields that a family's config.json calls otherwise: ours -> theirs.
-_THEIR_NAMES = {
-    "distilbert": {
-        "hidden_size": "dim",
-        "num_hidden_layers": "n_layers",
-        "num_attention_heads": "n_heads",
-        "intermediate_size": "hidden_dim",
-        "hidden_act": "activation",
-        "hidden_dropout_prob": "dropout",
-        "attention_probs_dropout_prob": "attention_dropout",
-        "classifier_dropout": "seq_classif_dropout",
-    },
-    "albert": {"classifier_dropout": "classifier_dropout_prob"},
-}
-
-# What a config.json that leaves a field out means by it, where a family differs from BERT.
-_FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
-    "bert": {},
-    "roberta": {"vocab_size": 50265, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
-    "xlm-roberta": {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
-    "distilbert": {"num_hidden_layers": 6, "type_vocab_size": 0, "classifier_dropout": 0.2, "qa_dropout": 0.1},
-    "albert": {
-        "vocab_size": 30000,
-        "embedding_size": 128,
-        "hidden_size": 4096,
-        "num_attention_heads": 64,
-        "intermediate_size": 16384,
-        "hidden_act": "gelu_new",
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-        "classifier_dropout": 0.1,
-        "num_hidden_groups": 1,
-        "inner_group_num": 1,
-        "bos_token_id": 2,
-        "eos_token_id": 3,
-    },
-    "electra": {
-        "embedding_size": 128,
-        "hidden_size": 256,
-        "num_attention_heads": 4,
-        "intermediate_size": 1024,
-        "summary_activation": "gelu",
-        "summary_last_dropout": 0.1,
-    },
-    "megatron-bert": {
-        "vocab_size": 29056,
-        "hidden_size": 1024,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "intermediate_size": 4096,
-    },
-}
-
-# A config.json may ask for these; nothing but the value given here is implemented.
-_ONLY_VALUES = {
-    "is_decoder": (False,),
-    "add_cross_attention": (False,),
-    "position_embedding_type": ("absolute",),
-    "embedding_size_per_layer": (None,),
-    "summary_type": ("first",),
-    "summary_use_proj": (True,),
-}
-
-
 MAX_SIZE = 2**31 - 1  # kernels count in 32 bits
 MAX_ELEMENTS = 2**40  # of one table: 4 TB in float32
 MAX_LAYERS = 10_000  # that one token passes; the deepest Transformers have 1,000 (Wang et al. 2022, "DeepNet")
@@ -149,8 +101,9 @@ class EncoderConfig:
     """The shape and the behaviour of an encoder and its heads. Defaults are BERT-base's.
 
     If `embedding_size` is None, it is hidden_size. If `classifier_dropout` is None, it is hidden_dropout_prob. If
-    `type_vocab_size` is 0, the family has no token types. `extra` keeps the entries of a config.json that fastbert does
-    not read, so that saving loses nothing.
+    `type_vocab_size` is 0, the family has no token types. `own` holds the fields that only the model_type's family has
+    (families/), with its defaults; they are read as attributes, too. `extra` keeps the entries of a config.json that
+    fastbert does not read, so that saving loses nothing.
     """
 
     model_type: str = "bert"
@@ -180,12 +133,20 @@ class EncoderConfig:
     num_labels: int = 2
     problem_type: str | None = None
     id2label: Mapping[int, str] = field(default_factory=dict)
+    own: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model_type, str) or self.model_type not in _FAMILY_DEFAULTS:
-            known = ", ".join(sorted(_FAMILY_DEFAULTS))
-            raise ConfigError(f"unknown model_type {_shown(self.model_type)}; fastbert has: {known}")
+        if not isinstance(self.model_type, str) or self.model_type not in FAMILIES:
+            raise ConfigError(f"unknown model_type {_shown(self.model_type)}; fastbert has: {_known_types()}")
+        fields = self.family.fields
+        if unknown := [name for name in self.own if name not in fields]:
+            raise ConfigError(f"{self.model_type} has no field {_shown(unknown[0])}")
+        own = {name: self.own.get(name, kind.default) for name, kind in fields.items()}
+        object.__setattr__(self, "own", own)
+        for name, kind in fields.items():
+            if (allowed := _objection(kind, own[name])) is not None:
+                raise ConfigError(f"{self.family.their_names.get(name, name)} is {_shown(own[name])}; {allowed}")
         self._check_sizes()
         summary = self.summary_activation
         activations = {
@@ -211,9 +172,13 @@ class EncoderConfig:
         names = self.extra.get("architectures")
         if names is not None and not (isinstance(names, (list, tuple)) and all(isinstance(n, str) for n in names)):
             raise ConfigError(f"architectures is {_shown(names)}; it must be a list of class names")
-        for name, allowed in _ONLY_VALUES.items():
-            if name in self.extra and self.extra[name] not in allowed:
-                raise ConfigError(f"{name}={_shown(self.extra[name])} is not supported; fastbert has {allowed[0]!r}")
+        for name, values in self.family.only_values.items():
+            if name in self.extra and self.extra[name] not in values:
+                raise ConfigError(f"{name}={_shown(self.extra[name])} is not supported; fastbert has {values[0]!r}")
+        try:
+            _ = self.layer_specs, self.embeddings
+        except Invalid as error:
+            raise ConfigError(f"{error.name} is {_shown(error.value)}; it must be {error.allowed}") from None
 
     def _check_sizes(self) -> None:
         for name, (low, high) in _RANGES.items():
@@ -222,7 +187,7 @@ class EncoderConfig:
                 continue
             if type(value) is not int or not low <= value <= high:
                 raise ConfigError(f"{name} is {_shown(value)}; it must be an integer from {low} to {high}")
-        if self.hidden_size % self.num_attention_heads:
+        if self.own.get("head_dim") is None and self.hidden_size % self.num_attention_heads:
             raise ConfigError(
                 f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
             )
@@ -259,9 +224,40 @@ class EncoderConfig:
         if self.id2label and len(self.id2label) != self.num_labels:
             raise ConfigError(f"id2label names {len(self.id2label)} labels, and num_labels is {self.num_labels}")
 
+    def __getattr__(self, name: str) -> Any:
+        own = self.__dict__.get("own", {})
+        if name not in own:
+            raise AttributeError(f"EncoderConfig has no field {name!r}")
+        return own[name]
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.model_type]
+
+    @cached_property
+    def layer_specs(self) -> tuple[LayerSpec, ...]:
+        """What the layer at each depth computes."""
+        return self.family.layer_specs(self)
+
+    @cached_property
+    def layer_paths(self) -> tuple[str, ...]:
+        """Where the layer that runs at each depth is, below the base model; shared layers come again."""
+        return self.family.layer_paths(self)
+
+    @cached_property
+    def distances(self) -> Distances:
+        kinds = dict.fromkeys(spec.attention for spec in self.layer_specs)
+        rotaries = dict.fromkeys(kind.position for kind in kinds if kind.position is not None)
+        return Distances(tuple(rotaries), any(kind.window_size != (-1, -1) for kind in kinds))
+
+    @cached_property
+    def embeddings(self) -> Embeddings:
+        """The embedding leaves."""
+        return self.family.embedding_spec(self)
+
     @property
     def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
+        return self.own.get("head_dim") or self.hidden_size // self.num_attention_heads
 
     @property
     def activation(self) -> str:
@@ -286,19 +282,26 @@ class EncoderConfig:
         The number of labels is not among them: a base model has no such tensor, and a head's own shape tells it.
         """
         shapes = {name: self.__dict__[name] for name in ("model_type", *_SHAPES, "tie_word_embeddings")}
+        own = {name: self.own[name] for name, kind in self.family.fields.items() if isinstance(kind, (Count, Flag))}
         quantization = self.extra.get("quantization_config")
-        return {**shapes, "embedding_size": self.embedding_width, "quantization_config": quantization}
+        return {**shapes, **own, "embedding_size": self.embedding_width, "quantization_config": quantization}
 
     def replace(self, **changes: Any) -> EncoderConfig:
         """A copy with other fields. If the number of labels changes, the names of the old labels are dropped."""
         if changes.get("num_labels", self.num_labels) != self.num_labels:
             changes.setdefault("id2label", {})
+        if own := {name: changes.pop(name) for name in self.own if name in changes}:
+            changes["own"] = {**self.own, **own}
         return dataclasses.replace(self, **changes)
 
     @classmethod
     def of_family(cls, model_type: str, **fields: Any) -> EncoderConfig:
         """A configuration of `model_type`. Fields that are not given have that family's defaults."""
-        return cls(**{"model_type": model_type, **_FAMILY_DEFAULTS.get(model_type, {}), **fields})
+        family = FAMILIES.get(model_type)
+        if family is None:
+            return cls(model_type=model_type, **fields)
+        own = {name: fields.pop(name) for name in family.fields if name in fields}
+        return cls(**{"model_type": model_type, **family.defaults, "own": own, **fields})
 
     @classmethod
     def from_dict(cls, entries: Mapping[str, Any]) -> EncoderConfig:
@@ -306,11 +309,14 @@ class EncoderConfig:
         entries = dict(entries)
         model_type = entries.pop("model_type", None)
         if not isinstance(model_type, str):
-            raise ConfigError("config.json has no model_type; fastbert has: " + ", ".join(sorted(_FAMILY_DEFAULTS)))
-        names = _THEIR_NAMES.get(model_type, {})
-        known = {f.name for f in dataclasses.fields(cls)} - {"model_type", "extra", "id2label", "num_labels"}
+            raise ConfigError(f"config.json has no model_type; fastbert has: {_known_types()}")
+        family = FAMILIES.get(model_type)
+        names = {} if family is None else family.their_names
+        if family is not None and family.modernised is not None:
+            entries = family.modernised(entries)
+        known = {f.name for f in dataclasses.fields(cls)} - {"model_type", "own", "extra", "id2label", "num_labels"}
         fields: dict[str, Any] = {}
-        for name in known:
+        for name in (*known, *(() if family is None else family.fields)):
             for theirs in (names.get(name, name), name):
                 if theirs in entries:
                     fields[name] = entries.pop(theirs)
@@ -326,27 +332,45 @@ class EncoderConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The entries of the family's config.json, under Hugging Face's names. `from_dict` reads them."""
-        names = _THEIR_NAMES.get(self.model_type, {})
-        defaults = EncoderConfig.of_family(self.model_type)
+        family = self.family
+        names, defaults = family.their_names, EncoderConfig.of_family(self.model_type)
         entries: dict[str, Any] = {"model_type": self.model_type}
         for f in dataclasses.fields(self):
             value = self.__dict__[f.name]
-            if f.name in ("model_type", "extra", "id2label", "num_labels"):
+            if f.name in ("model_type", "own", "extra", "id2label", "num_labels", *family.fixed):
                 continue
             # A field that only other families have stands at its neutral default, and is not theirs to write.
-            if (
-                f.name in _OWN_FIELDS
-                and value == defaults.__dict__[f.name]
-                and f.name not in _FAMILY_DEFAULTS[self.model_type]
-            ):
+            if f.name in _OWN_FIELDS and value == defaults.__dict__[f.name] and f.name not in family.defaults:
                 continue
             entries[names.get(f.name, f.name)] = value
-        if self.model_type == "distilbert":
-            del entries["type_vocab_size"], entries["layer_norm_eps"]  # fixed in that family: not in its config.json
+        entries |= {names.get(name, name): value for name, value in self.own.items()}
         id2label = self.id2label or {i: f"LABEL_{i}" for i in range(self.num_labels)}
         entries["id2label"] = {str(i): label for i, label in id2label.items()}
         entries["label2id"] = {label: i for i, label in id2label.items()}
         return {**self.extra, **entries}
+
+
+def _known_types() -> str:
+    return ", ".join(sorted(FAMILIES))
+
+
+def _objection(kind: Field, value: Any) -> str | None:
+    """What a family's own field must be, where `value` is not that."""
+    if isinstance(kind, Flag):
+        return None if type(value) is bool else "it must be true or false"
+    if isinstance(kind, Share):
+        return None if _is_number(value) and 0.0 <= value < 1.0 else "it must be at least 0 and below 1"
+    if isinstance(kind, Count):
+        if value is None and kind.default is None:
+            return None
+        ends = f"it must be an integer from {kind.low} to {kind.high}"
+        return None if type(value) is int and kind.low <= value <= kind.high else ends
+    if isinstance(kind, Choice):
+        return None if value in kind.values else f"it must be one of: {', '.join(kind.values)}"
+    if isinstance(kind, ActivationName):
+        is_known = isinstance(value, str) and value in ACTIVATIONS
+        return None if is_known else f"it must be one of: {', '.join(ACTIVATIONS)}"
+    return None
 
 
 def _is_number(value: Any) -> bool:

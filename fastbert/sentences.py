@@ -300,7 +300,7 @@ def _pool(hidden: torch.Tensor, cu_seqlens: torch.Tensor, mode: str) -> torch.Te
 
 def position_limit(model: EncoderModel) -> int:
     """The longest sequence, in tokens, that the position table has room for."""
-    return model.table_sizes().longest(model.family, model.config)
+    return model.table_sizes().longest(model.config)
 
 
 def pick_device(device: torch.device | str | None) -> torch.device:

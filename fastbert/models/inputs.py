@@ -9,54 +9,57 @@ import torch
 from torch import nn
 
 from fastbert.config import EncoderConfig
-from fastbert.layers.embeddings import EmbeddingNames
+from fastbert.families.form import Embeddings
+from fastbert.layers.embeddings import EmbeddingIds
 from fastbert.layers.leaves import get_leaf
-from fastbert.models.family import Family
 from fastbert.packed_inputs import MASKED_IDS
 from fastbert.packing import IdRange, InputError, PackedBatch
 
 
 @dataclass(frozen=True)
 class EncoderInputs:
-    """What an encoder runs on: a checked batch. Ids are int64 (total_tokens,), or None."""
+    """What an encoder runs on: a checked batch. rotary_positions: int64 (total_tokens,), where a caller gave them."""
 
     batch: PackedBatch
-    input_ids: torch.Tensor | None
-    position_ids: torch.Tensor
-    token_type_ids: torch.Tensor | None
-    inputs_embeds: torch.Tensor | None
+    ids: EmbeddingIds
+    rotary_positions: torch.Tensor | None = None
 
 
 class TableSizes(NamedTuple):
-    """The rows of the embedding tables, and the width of a row."""
+    """The rows of the embedding tables, and the width of a row; `positions` None: there is no table of them."""
 
     words: int
-    positions: int
+    positions: int | None
     token_types: int
     width: int
 
-    def longest(self, family: Family, config: EncoderConfig) -> int:
-        """The longest sequence, in tokens, that the position table has room for."""
-        return max(0, self.positions - (_first_position(config) if family.positions_from_ids else 0))
+    def longest(self, config: EncoderConfig) -> int | None:
+        """The longest sequence, in tokens, that the position table has room for; None where there is none."""
+        if self.positions is None:
+            return None
+        return max(0, self.positions - (_first_position(config) if config.family.positions_from_ids else 0))
 
 
-def table_sizes(root: nn.Module, names: EmbeddingNames, config: Any, width: int) -> TableSizes:
+def table_sizes(root: nn.Module, names: Embeddings, config: Any, width: int) -> TableSizes:
     """Those of the tables below `root` as they are now: tables are resized and replaced behind a config's back.
 
     `config` (an EncoderConfig, or transformers' config object) and `width` speak for a leaf that has no table to look
     at: one that is not nn.Embedding (LoRA's, a user's own), or that computes its weight. Such a leaf is called, and
     what it cannot look up it refuses by itself.
     """
-    words, positions = _shape_of(root, names.word), _shape_of(root, names.position)
-    token_types = 0
+    words, num_positions, token_types = _shape_of(root, names.word), None, 0
+    columns = words
+    if names.position is not None:
+        columns = _shape_of(root, names.position)
+        num_positions = config.max_position_embeddings if columns is None else columns[0]
     if names.token_type is not None:
         types = _shape_of(root, names.token_type)
         token_types = config.type_vocab_size if types is None else types[0]
     return TableSizes(
         config.vocab_size if words is None else words[0],
-        config.max_position_embeddings if positions is None else positions[0],
+        num_positions,
         token_types,
-        width if positions is None else positions[1],
+        width if columns is None else columns[1],
     )
 
 
@@ -67,7 +70,6 @@ def _shape_of(root: nn.Module, path: str) -> torch.Size | None:
 
 
 def prepare_inputs(
-    family: Family,
     config: EncoderConfig,
     tables: TableSizes,
     input_ids: torch.Tensor | None,
@@ -109,9 +111,9 @@ def prepare_inputs(
 
     input_ids = None if input_ids is None else input_ids.long()
     token_type_ids = _like_input("token_type_ids", token_type_ids, grid, given.device)
-    if token_type_ids is not None and family.embeddings.token_type is None:
+    if token_type_ids is not None and config.embeddings.token_type is None:
         raise InputError(f"token_type_ids were given, but {config.model_type} has no token types")
-    limit = tables.longest(family, config)
+    limit = tables.longest(config)
     if position_ids is not None:
         if position_ids.dim() == 2 and position_ids.shape[0] == 1 and not packed:
             position_ids = position_ids.expand(grid)  # transformers takes one row for the whole batch
@@ -124,7 +126,8 @@ def prepare_inputs(
         ("token_type_ids", token_type_ids, tables.token_types),
         ("position_ids", position_ids, tables.positions),
     )
-    ranges = [IdRange(name, ids, rows) for name, ids, rows in rows_of if ids is not None]
+    # Without a table any position does: rotary embedding turns by it.
+    ranges = [IdRange(name, ids, 2**31 - 1 if rows is None else rows) for name, ids, rows in rows_of if ids is not None]
     if batch is not None:
         batch.check(ranges)
         batch = replace(batch, cache={})  # the caller's may come back, with other tensors in use
@@ -134,16 +137,19 @@ def prepare_inputs(
         batch = PackedBatch.from_mask(attention_mask, grid[0], grid[1], given.device, ranges)
     if position_ids is None and batch.seqlen is None:
         _check_length(batch.max_seqlen, limit)
-    if position_ids is None and family.positions_from_ids:
+    if position_ids is None and config.family.positions_from_ids and limit is not None:
         _check_masked(config, batch)
         position_ids = _positions_from_ids(config, input_ids, grid, batch)
 
     def pack(t: torch.Tensor | None) -> torch.Tensor | None:
         return t if t is None or packed else batch.pack(t)
 
-    positions = batch.local_positions() if position_ids is None else pack(position_ids)
-    assert positions is not None
-    return EncoderInputs(batch, pack(input_ids), positions, pack(token_type_ids), pack(inputs_embeds))
+    given_positions = pack(position_ids)
+    positions = given_positions
+    if tables.positions is not None and positions is None:
+        positions = batch.local_positions()
+    ids = EmbeddingIds(pack(input_ids), positions, pack(token_type_ids), None, pack(inputs_embeds))
+    return EncoderInputs(batch, ids, None if tables.positions is not None else given_positions)
 
 
 def _check_batch(batch: PackedBatch, given: torch.Tensor, grid, **others: Any) -> None:
@@ -168,8 +174,8 @@ def refuse_recording(is_padded: bool) -> None:
         raise InputError("torch.export cannot record how a mask packs a batch; it records encode_packed")
 
 
-def _check_length(longest: int, limit: int) -> None:
-    if longest > limit:
+def _check_length(longest: int, limit: int | None) -> None:
+    if limit is not None and longest > limit:
         raise InputError(f"a sequence of {longest} tokens is longer than the position table, which has {limit}")
 
 

@@ -1,0 +1,20 @@
+"""The families, by the model_type of their config.json. A family is one file here and its line in the list below."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from fastbert.families.form import Family
+
+_FILES = (
+    "albert",
+    "bert",
+    "distilbert",
+    "electra",
+    "megatron_bert",
+    "roberta",
+    "xlm_roberta",
+)
+
+_LIST: tuple[Family, ...] = tuple(import_module(f"{__name__}.{file}").FAMILY for file in _FILES)
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _LIST}

@@ -1,0 +1,494 @@
+"""The form that a family's file fills in: plain data in dataclasses, without torch.
+
+A default is BERT's (Devlin et al. 2018), so a file says what is different. What depends on a config's values is a
+`FromConfig`, which names the field, or a small named function over the config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+
+class FromConfig(NamedTuple):
+    """The value that this field of the config has, in the place of a value."""
+
+    field: str
+
+
+def value_of(value: Any, config: Any) -> Any:
+    return getattr(config, value.field) if isinstance(value, FromConfig) else value
+
+
+class Invalid(ValueError):
+    """A field of a config has a value that the family's data does not allow; `allowed` says in words what is."""
+
+    def __init__(self, name: str, value: Any, allowed: str):
+        super().__init__(f"{name} is {value!r}; it must be {allowed}")
+        self.name, self.value, self.allowed = name, value, allowed
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Fields of the config that only some families have
+
+
+@dataclass(frozen=True)
+class Flag:
+    default: bool
+
+
+@dataclass(frozen=True)
+class Share:
+    """A number of at least 0 and below 1: a dropout."""
+
+    default: float
+
+
+@dataclass(frozen=True)
+class Count:
+    """An integer from `low` to `high`, or None where that is the default."""
+
+    default: int | None
+    low: int = 1
+    high: int = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Choice:
+    default: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ActivationName:
+    """A name that transformers has for an activation, and we, too."""
+
+    default: str
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A list or a dictionary, which the family's own functions read and check."""
+
+    default: Any = None
+
+
+Field = Flag | Share | Count | Choice | ActivationName | Structure
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What a layer computes
+
+
+class Rotary(NamedTuple):
+    """Rotary position embedding (Su et al. 2021, section 3.4.2) of queries and keys.
+
+    dim: the width that is rotated, a head's. interleaved: dimension 2i is paired with 2i + 1 instead of i with
+    dim / 2 + i. rotates_values: of values, too. scaling: (rope_type, its parameters as sorted pairs); () is the plain
+    table of theta. table: the path of a leaf that holds the table's sines and then cosines, which is saved.
+    frequencies: the path of a buffer that holds the inverse frequencies, which is saved.
+    """
+
+    theta: float
+    dim: int
+    interleaved: bool = False
+    rotates_values: bool = False
+    scaling: tuple[Any, ...] = ()
+    table: str | None = None
+    frequencies: str | None = None
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """window_size: (left, right), how far before and behind itself a query sees keys; -1 is unlimited."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    softmax_scale: float | None = None  # None: 1 / sqrt(head_dim)
+    dropout: float = 0.0
+    window_size: tuple[int, int] = (-1, -1)
+    position: Rotary | None = None
+
+
+@dataclass(frozen=True)
+class FeedForwardSpec:
+    """gated: activation(gate) * up (Shazeer 2020, section 2). dropout: of what goes into the last product."""
+
+    intermediate_size: int
+    activation: str
+    gated: bool = False
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """kind "rms": RMSNorm (Zhang & Sennrich 2019, eq. 4), which has no bias."""
+
+    kind: Literal["layer", "rms"] = "layer"
+    eps: float = 1e-12
+    bias: bool = True
+
+
+class Distances(NamedTuple):
+    """What in a stack of layers goes by the distance of two tokens."""
+
+    rotaries: tuple[Rotary, ...] = ()
+    has_windows: bool = False
+
+
+_QKV = ("query", "key", "value")
+LINEARS = (*_QKV, "attention_output", "gate", "up", "down")
+
+
+@dataclass(frozen=True)
+class LayerNames:
+    """Where the leaves of one layer are, below the layer, by role.
+
+    Where one leaf serves several roles (query, key and value; gate and up), these have one path: its rows are theirs,
+    in this order. `gate`: of gated feed-forwards. `order` is the order in which transformers registers the leaves: an
+    optimizer's saved state goes by it.
+    """
+
+    query: str = "attention.self.query"
+    key: str = "attention.self.key"
+    value: str = "attention.self.value"
+    attention_output: str = "attention.output.dense"
+    attention_norm: str = "attention.output.LayerNorm"
+    up: str = "intermediate.dense"
+    down: str = "output.dense"
+    feed_forward_norm: str = "output.LayerNorm"
+    gate: str | None = None
+    order: tuple[str, ...] = (*_QKV, "attention_output", "attention_norm", "up", "down", "feed_forward_norm")
+
+    # What follows from the paths, worked out once: a model looks at them with every call.
+    qkv: tuple[str, ...] = field(init=False)  # one path, or three
+    ups: tuple[str, ...] = field(init=False)  # up; or gate and up; or the one of both
+    linears: tuple[str, ...] = field(init=False)
+    norms: tuple[str, ...] = field(init=False)
+    containers: tuple[str, ...] = field(init=False)  # all that stands before a dot, the outer ones first
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        put("qkv", tuple(dict.fromkeys((self.query, self.key, self.value))))
+        put("ups", tuple(dict.fromkeys(path for path in (self.gate, self.up) if path is not None)))
+        put("linears", (*self.qkv, self.attention_output, *self.ups, self.down))
+        put("norms", (self.attention_norm, self.feed_forward_norm))
+        leaves = [path.split(".") for path in (*self.linears, *self.norms)]
+        put("containers", tuple(dict.fromkeys(".".join(n[:i]) for n in leaves for i in range(1, len(n)))))
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What the layer at one depth computes, without tensors.
+
+    norm_first: the norms stand before each half (pre-norm) instead of behind it (post-norm). biases: the roles whose
+    Linear has one. The dropouts are those of the two halves' results.
+    """
+
+    names: LayerNames
+    attention: AttentionSpec
+    feed_forward: FeedForwardSpec
+    norm: NormSpec
+    norm_first: bool = False
+    has_attention_norm: bool = True
+    attention_output_dropout: float = 0.0
+    feed_forward_dropout: float = 0.0
+    biases: tuple[str, ...] = LINEARS
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What stands before and behind the layers
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """Where the embedding leaves are, below the base model; None where the family has no such leaf.
+
+    project: embedding_size -> hidden_size, where they differ, or always. word_scaling "esm": see
+    layers/embeddings.py. dropout: of the sum. `order` is the order in which transformers registers the leaves.
+    """
+
+    word: str = "embeddings.word_embeddings"
+    position: str | None = "embeddings.position_embeddings"
+    token_type: str | None = "embeddings.token_type_embeddings"
+    task_type: str | None = None
+    norm: str | None = "embeddings.LayerNorm"
+    project: str | None = None
+    always_projects: bool = False
+    pads_positions: bool = False  # whether the position table has a padding row, which takes no gradient
+    word_scaling: Literal["esm"] | None = None
+    dropout: float | FromConfig = FromConfig("hidden_dropout_prob")
+    order: tuple[str, ...] = ("word", "position", "token_type", "task_type", "norm", "project")
+
+
+@dataclass(frozen=True)
+class MaskedLM:
+    """[dense -> activation -> norm ->] decoder, whose weight is the word table where the config ties them.
+
+    bias: the decoder bias's second name, None where it has one. width: what `dense` makes.
+    """
+
+    dense: str | None = "cls.predictions.transform.dense"
+    norm: str | None = "cls.predictions.transform.LayerNorm"
+    decoder: str = "cls.predictions.decoder"
+    bias: str | None = "cls.predictions.bias"
+    activation: str | FromConfig = FromConfig("hidden_act")
+    width: int | FromConfig = FromConfig("embedding_width")
+    dense_bias: bool | FromConfig = True
+    decoder_bias: bool | FromConfig = True
+    may_tie: bool = True
+    order: tuple[str, ...] = ("dense", "norm")  # in which transformers registers them
+
+
+Pooling = Literal["pooler", "first", "mean", "late", "tokens"]
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """[dropout ->] [dense -> activation [-> norm]] -> dropout -> out.
+
+    pooling: what it runs over: the pooler's output, each sequence's first token, the mean of its tokens, or its tokens;
+    "late" is the mean of what comes out for the tokens. poolings: other names that a config has for these.
+    """
+
+    out: str = "classifier"
+    pooling: str | FromConfig = "pooler"
+    poolings: Mapping[str, Pooling] = field(default_factory=dict)
+    dense: str | None = None
+    dense_bias: bool | FromConfig = True
+    activation: str | FromConfig | None = "tanh"
+    norm: str | None = None
+    out_bias: bool = True
+    dropout: float | FromConfig = FromConfig("head_dropout")
+    drops_first: bool = False
+
+    def pooling_of(self, config: Any) -> str:
+        name = value_of(self.pooling, config)
+        return self.poolings.get(name, name)
+
+
+@dataclass(frozen=True)
+class SentencePair:
+    """Two scores of a pair of sentences, from the pooler's output: next sentence, or sentence order."""
+
+    out: str = "cls.seq_relationship"
+
+
+@dataclass(frozen=True)
+class PreTraining:
+    """Masked LM and a sentence pair in one model; the names are those of its arguments and results."""
+
+    masked_lm: MaskedLM
+    pair: str = "cls.seq_relationship"
+    pair_size: int | FromConfig = 2
+    pair_dropout: float | FromConfig = 0.0
+    pair_label: str = "next_sentence_label"
+    pair_logits: str = "seq_relationship_logits"
+
+
+@dataclass(frozen=True)
+class ReplacedTokens:
+    """ELECTRA's discriminator: dense -> hidden_act -> out."""
+
+    dense: str = "discriminator_predictions.dense"
+    out: str = "discriminator_predictions.dense_prediction"
+
+
+Head = MaskedLM | Classifier | SentencePair | PreTraining | ReplacedTokens
+
+
+def heads(
+    masked_lm: MaskedLM,
+    sequence: Classifier = Classifier(),
+    tokens: Classifier = Classifier(pooling="tokens"),
+    answers: Classifier | None = Classifier(out="qa_outputs", pooling="tokens", dropout=FromConfig("qa_dropout")),
+    choice: Classifier | None = Classifier(),
+    **others: Head,
+) -> dict[str, Head]:
+    """The heads that nearly every family has, by the names that transformers' classes end in, and `others`."""
+    made: dict[str, Head] = {"MaskedLM": masked_lm, **others}
+    made |= {"SequenceClassification": sequence, "TokenClassification": tokens}
+    if answers is not None:
+        made["QuestionAnswering"] = answers
+    return made if choice is None else {**made, "MultipleChoice": choice}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Files that are laid out otherwise than the tree
+
+
+class Rename(NamedTuple):
+    """`old`, in a key of a hub file, is `new` in the tree: whole names between dots ("attn.out_proj")."""
+
+    old: str
+    new: str
+
+
+class Split(NamedTuple):
+    """One tensor of a hub file holds, along its first dimension in equal parts, those of several leaves in the tree."""
+
+    old: str
+    new: tuple[str, ...]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The family
+
+
+class TheirClass(NamedTuple):
+    """Where transformers has the base model: transformers.models.{folder}.modeling_{folder}, and what it returns."""
+
+    folder: str
+    output: str = "BaseModelOutputWithPoolingAndCrossAttentions"
+
+
+# What nobody but the value given here is implemented for; a config.json may ask for these.
+ONLY_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "is_decoder": (False,),
+    "add_cross_attention": (False,),
+    "position_embedding_type": ("absolute",),
+    "embedding_size_per_layer": (None,),
+    "summary_type": ("first",),
+    "summary_use_proj": (True,),
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Paths are relative to the base model, those of heads to the model with the head."""
+
+    model_type: str
+    classes: str  # what the names of its classes begin with: "Bert" is BertModel, BertForMaskedLM, ...
+    prefix: str  # the attribute that holds the base model in a model with a head
+    theirs: TheirClass
+    heads: Mapping[str, Head]
+
+    # The config
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that a config.json leaves out; else BERT's
+    their_names: Mapping[str, str] = field(default_factory=dict)  # our names of fields -> theirs
+    fields: Mapping[str, Field] = field(default_factory=dict)  # that only this family, or few, have
+    fixed: tuple[str, ...] = ()  # fields that its config.json does not have: only the default is possible
+    only_values: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: ONLY_VALUES)
+    modernised: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # entries as old files have them -> as today's
+
+    # The tree
+    embeddings: Embeddings | Callable[[Any], Embeddings] = Embeddings()
+    layer_path: str = "encoder.layer.{i}"  # {group} and {inner}: where layers share their weights
+    layer: LayerNames = LayerNames()
+    norm: Callable[[Any], NormSpec] | None = None  # None: a LayerNorm of layer_norm_eps
+    spec: Callable[[Any, int], LayerSpec] | None = None  # of the layer at a depth; None: what the next three say
+    norm_first: bool = False
+    attention_output_dropout: bool = True
+    feed_forward_dropout: bool = True
+    pooler: str | None = "pooler.dense"
+    has_pooler: bool = True  # whether a base model has it where nobody asked
+    final_norm: str | None = None
+    positions_from_ids: bool = False  # RoBERTa: cumsum(ids != pad) + pad
+    buffers: Mapping[str, str] = field(default_factory=dict)  # saved ones: path -> what fills them (layers/rotary.py)
+
+    # The files
+    files: tuple[Rename | Split, ...] = ()
+    ignored_keys: tuple[str, ...] = ()  # endings of keys that old files hold and no model needs
+
+    def norm_spec(self, config: Any) -> NormSpec:
+        return NormSpec(eps=config.layer_norm_eps) if self.norm is None else self.norm(config)
+
+    def layer_spec(self, config: Any, depth: int) -> LayerSpec:
+        """What the layer at this depth computes."""
+        if self.spec is not None:
+            return self.spec(config, depth)
+        heads, dropout = config.num_attention_heads, config.hidden_dropout_prob
+        attention = AttentionSpec(
+            heads, heads, config.hidden_size // heads, dropout=config.attention_probs_dropout_prob
+        )
+        return LayerSpec(
+            self.layer,
+            attention,
+            FeedForwardSpec(config.intermediate_size, config.activation),
+            self.norm_spec(config),
+            norm_first=self.norm_first,
+            attention_output_dropout=dropout if self.attention_output_dropout else 0.0,
+            feed_forward_dropout=dropout if self.feed_forward_dropout else 0.0,
+            biases=tuple(role for role in LINEARS if role != "gate"),
+        )
+
+    def layer_specs(self, config: Any) -> tuple[LayerSpec, ...]:
+        """What the layers compute, one spec a depth; those that are alike are one object."""
+        made: dict[LayerSpec, LayerSpec] = {}
+        specs = (self.layer_spec(config, depth) for depth in range(len(self.layer_paths(config))))
+        return tuple(made.setdefault(spec, spec) for spec in specs)
+
+    def path_of_layer(self, config: Any, i: int) -> str:
+        """The path of the layer that comes i-th in the tree."""
+        group, inner = divmod(i, config.inner_group_num)
+        return self.layer_path.format(i=i, group=group, inner=inner)
+
+    def layer_paths(self, config: Any) -> tuple[str, ...]:
+        """The path of the layer that runs at each depth; ALBERT's groups repeat theirs (Lan et al. 2019, 3.1)."""
+        if not config.num_hidden_groups:
+            return tuple(self.path_of_layer(config, i) for i in range(config.num_hidden_layers))
+        paths: list[str] = []
+        for depth in range(config.num_hidden_layers):
+            group = int(depth / (config.num_hidden_layers / config.num_hidden_groups))
+            first = group * config.inner_group_num
+            paths += [self.path_of_layer(config, first + inner) for inner in range(config.inner_group_num)]
+        return tuple(paths)
+
+    def embedding_spec(self, config: Any) -> Embeddings:
+        """The embedding leaves that a model of this config has."""
+        from dataclasses import replace
+
+        leaves = self.embeddings if isinstance(self.embeddings, Embeddings) else self.embeddings(config)
+        is_needed = leaves.always_projects or config.embedding_width != config.hidden_size
+        return leaves if leaves.project is None or is_needed else replace(leaves, project=None)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Rotary embedding as config.json files describe it
+
+_ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+        "mscale_all_dim", "truncate",
+    ),
+}  # fmt: skip
+_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+
+
+def rotary(parameters: Any, dim: int, theta: float, name: str = "rope_parameters", **options: Any) -> Rotary:
+    """What `parameters` (rope_type, rope_theta, ...) mean for heads of width `dim`; `theta` where they have none.
+
+    Raises Invalid for a type that is unknown, or whose table depends on the longest sequence of a batch: one sequence
+    would change another's result.
+    """
+    parameters = {} if parameters is None else parameters
+    if not isinstance(parameters, Mapping):
+        raise Invalid(name, parameters, "an object with rope_type and rope_theta, or null")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind in ("dynamic", "longrope"):
+        raise Invalid(f"{name}.rope_type", kind, "one whose table does not depend on the longest sequence of a batch:"
+                      f" {', '.join(_ROPE_PARAMETERS)}")  # fmt: skip
+    if kind not in _ROPE_PARAMETERS:
+        raise Invalid(f"{name}.rope_type", kind, f"one of {', '.join(_ROPE_PARAMETERS)}")
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise Invalid(f"{name}.partial_rotary_factor", parameters["partial_rotary_factor"], "1.0")
+    theta = parameters.get("rope_theta", theta)
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 1 < theta < 3e38:
+        raise Invalid(f"{name}.rope_theta", theta, "a number above 1")
+    scaling: list[tuple[str, Any]] = []
+    for key in _ROPE_PARAMETERS[kind]:
+        value = parameters.get(key)
+        if value is None and key in _OPTIONAL:
+            continue
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 3e38
+        if not is_number and key != "truncate":
+            raise Invalid(f"{name}.{key}", value, "a number above 0")
+        scaling.append((key, value))
+    return Rotary(float(theta), dim, scaling=(kind, tuple(scaling)) if scaling else (), **options)

@@ -1,0 +1,46 @@
+"""What all layers of one forward pass share, made once, by the encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from fastbert import ops
+from fastbert.families.form import Distances, Rotary
+from fastbert.layers.rotary import rotary_tables
+
+if TYPE_CHECKING:
+    from fastbert.packing import PackedBatch
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """batch: where the sequences are.
+
+    window_positions: int32 (total_tokens,), by which windows measure distances; None: a token's place in its sequence.
+    rotary: the tables of each kind of rotary embedding that the layers have.
+    """
+
+    batch: PackedBatch
+    window_positions: torch.Tensor | None = None
+    rotary: Mapping[Rotary, ops.Rotary] = field(default_factory=dict)
+
+
+def make_context(
+    root: nn.Module, distances: Distances, batch: PackedBatch, positions: torch.Tensor | None
+) -> LayerContext:
+    """The context of layers below `root`. `positions`: int64 (total_tokens,), those that a caller gave for rotary
+    embedding. Distances are those of columns in the padded grid, as in transformers: a hole in a mask keeps its width.
+    """
+    rotaries, has_windows = distances
+    if not rotaries and not has_windows:
+        return LayerContext(batch)
+    columns = batch.columns_with_gaps()
+    positions = columns if positions is None else positions
+    device = batch.cu_seqlens.device
+    tables = {each: rotary_tables(root, each, positions, batch.max_seqlen, device) for each in rotaries}
+    return LayerContext(batch, columns.int() if has_windows and columns is not None else None, tables)

@@ -1,0 +1,120 @@
+"""The tables of rotary embedding (Su et al. 2021, section 3.4.2), and those that stretch it to longer texts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from fastbert import ops
+from fastbert.families.form import Rotary
+from fastbert.layers.leaves import get_leaf
+
+
+def inverse_frequencies(rotary: Rotary) -> tuple[torch.Tensor, float]:
+    """fp32 (dim / 2,): by how much each pair of dimensions turns from one position to the next; and a factor of the
+    cosines and sines.
+    """
+    exponents = torch.arange(0, rotary.dim, 2, dtype=torch.float32) / rotary.dim
+    plain = 1.0 / rotary.theta**exponents
+    if not rotary.scaling:
+        return plain, 1.0
+    kind, parameters = rotary.scaling
+    given = dict(parameters)
+    if kind == "linear":
+        return plain / given["factor"], 1.0
+    return (_llama3 if kind == "llama3" else _yarn)(rotary, plain, given)
+
+
+def _llama3(rotary: Rotary, plain: torch.Tensor, given: dict) -> tuple[torch.Tensor, float]:
+    """Long waves are stretched by `factor`, short ones left alone, those between in proportion (Llama 3.1)."""
+    factor, low, high = given["factor"], given["low_freq_factor"], given["high_freq_factor"]
+    turns = given["original_max_position_embeddings"] * plain / (2 * math.pi)  # over the original length
+    smooth = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - smooth) * plain / factor + smooth * plain, 1.0
+
+
+def _yarn(rotary: Rotary, plain: torch.Tensor, given: dict) -> tuple[torch.Tensor, float]:
+    """Peng et al. 2023, "YaRN", sections 3.2 and 3.4."""
+    factor, length = given["factor"], given["original_max_position_embeddings"]
+
+    def scale_of(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    attention = given.get("attention_factor")
+    if attention is None and given.get("mscale") and given.get("mscale_all_dim"):
+        attention = scale_of(given["mscale"]) / scale_of(given["mscale_all_dim"])
+    attention = scale_of(1.0) if attention is None else attention
+
+    def dimension_that_turns(times: float) -> float:
+        return rotary.dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(rotary.theta))
+
+    low = dimension_that_turns(given.get("beta_fast") or 32)
+    high = dimension_that_turns(given.get("beta_slow") or 1)
+    if given.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary.dim - 1)
+    high = high + 0.001 if high == low else high
+    ramp = ((torch.arange(rotary.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
+    return plain / factor * ramp + plain * (1 - ramp), attention
+
+
+# Tables of positions, made once and again where a text is longer. Only eager calls may ask here: see Remembered.
+_made: dict[tuple[Rotary, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+_MOST_TABLES = 64
+
+
+def rotary_tables(
+    root: nn.Module, rotary: Rotary, positions: torch.Tensor | None, max_seqlen: int, device
+) -> ops.Rotary:
+    """The tables that attention takes: by a token's place in its sequence, or, with `positions` (total_tokens,), by
+    token. `root` holds what the family saves of them.
+    """
+    if rotary.table is not None:
+        rows = get_leaf(root, rotary.table)._parameters["weight"]
+        assert rows is not None
+        rows = rows.detach().float()
+        rows = rows if positions is None else rows.index_select(0, positions)
+        sin, cos = rows.chunk(2, -1)
+        return ops.Rotary(cos, sin, rotary.interleaved, positions is not None)
+    if rotary.frequencies is not None:
+        parent, _, name = rotary.frequencies.rpartition(".")
+        saved = get_leaf(root, parent)._buffers[name]
+        assert saved is not None
+        cos, sin = _turned(saved.float(), 1.0, _all_positions(max_seqlen, device) if positions is None else positions)
+    elif positions is not None:
+        cos, sin = _turned(*_on(rotary, device), positions)
+    elif torch.compiler.is_compiling():
+        cos, sin = _turned(*_on(rotary, device), _all_positions(max_seqlen, device))
+    else:
+        cos, sin = _remembered(rotary, max_seqlen, device)
+    return ops.Rotary(cos, sin, rotary.interleaved, positions is not None)
+
+
+def _remembered(rotary: Rotary, max_seqlen: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+    found = _made.get((rotary, device))
+    if found is None or found[0].shape[0] < max_seqlen:
+        length = 1 << max(max_seqlen - 1, 127).bit_length()
+        with torch.inference_mode(False), torch.no_grad():
+            found = _turned(*_on(rotary, device), _all_positions(length, device))
+        if len(_made) >= _MOST_TABLES:
+            _made.clear()
+        _made[rotary, device] = found
+    return found
+
+
+def _on(rotary: Rotary, device) -> tuple[torch.Tensor, float]:
+    frequencies, factor = inverse_frequencies(rotary)
+    return frequencies.to(device), factor
+
+
+def _all_positions(length: int, device) -> torch.Tensor:
+    return torch.arange(length, device=device)
+
+
+def _turned(frequencies: torch.Tensor, factor: float, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, fp32 (positions, dim / 2)."""
+    angles = positions[:, None].float() * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
