@@ -31,16 +31,19 @@ class LayerContext:
 
 
 def make_context(
-    root: nn.Module, distances: Distances, batch: PackedBatch, positions: torch.Tensor | None
+    root: nn.Module,
+    distances: Distances,
+    batch: PackedBatch,
+    rotary_positions: torch.Tensor | None,
+    window_positions: torch.Tensor | None,
 ) -> LayerContext:
-    """The context of layers below `root`. `positions`: int64 (total_tokens,), those that a caller gave for rotary
-    embedding. Distances are those of columns in the padded grid, as in transformers: a hole in a mask keeps its width.
+    """The context of layers below `root`. The positions are int64 (total_tokens,), or None for a token's place in its
+    sequence.
     """
     rotaries, has_windows = distances
     if not rotaries and not has_windows:
         return LayerContext(batch)
-    columns = batch.columns_with_gaps()
-    positions = columns if positions is None else positions
     device = batch.cu_seqlens.device
-    tables = {each: rotary_tables(root, each, positions, batch.max_seqlen, device) for each in rotaries}
-    return LayerContext(batch, columns.int() if has_windows and columns is not None else None, tables)
+    tables = {each: rotary_tables(root, each, rotary_positions, batch.max_seqlen, device) for each in rotaries}
+    has_columns = has_windows and window_positions is not None
+    return LayerContext(batch, window_positions.int() if has_columns else None, tables)  # type: ignore[union-attr]

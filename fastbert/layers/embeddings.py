@@ -10,11 +10,11 @@ from torch import nn
 from fastbert import ops
 from fastbert.families.form import Embeddings
 from fastbert.layers.encoder import add_norm
-from fastbert.layers.leaves import eps_of, get_leaf, is_plain, norm_kind
+from fastbert.layers.leaves import get_leaf, is_plain, norm_kind, norm_weights
 
 
 class EmbeddingIds(NamedTuple):
-    """What is looked up, int64 (total_tokens,), or None; inputs_embeds (total_tokens, embedding_size) instead of words."""
+    """What is looked up, int64 (total_tokens,), or None; or inputs_embeds (total_tokens, embedding_size) for words."""
 
     input_ids: torch.Tensor | None
     position_ids: torch.Tensor | None
@@ -23,18 +23,24 @@ class EmbeddingIds(NamedTuple):
     inputs_embeds: torch.Tensor | None
 
 
-def _table(root: nn.Module, path: str | None) -> nn.Module | None:
-    return None if path is None else get_leaf(root, path)
-
-
 def run_embeddings(root: nn.Module, names: Embeddings, ids: EmbeddingIds, dropout_p: float) -> torch.Tensor:
     """The packed embedding output (total_tokens, embedding_size), over the leaves of `root`, ours or Hugging Face's."""
-    word, position = get_leaf(root, names.word), _table(root, names.position)
-    token_type, norm = _table(root, names.token_type), _table(root, names.norm)
-    tables = (word, *(table for table in (position, token_type) if table is not None))
+
+    def leaf(path: str | None) -> nn.Module | None:
+        return None if path is None else get_leaf(root, path)
+
+    word, position, token_type, norm = map(leaf, (names.word, names.position, names.token_type, names.norm))
+    assert word is not None
     kind = "none" if norm is None else norm_kind(norm)
-    is_one_op = names.task_type is None and names.word_scaling is None and kind in ("none", "layer")
-    if is_one_op and all([is_plain(table, nn.Embedding) for table in tables]):
+    if (
+        is_plain(word, nn.Embedding)
+        and (position is None or is_plain(position, nn.Embedding))
+        and (token_type is None or is_plain(token_type, nn.Embedding))
+        and kind in ("none", "layer")
+        and names.task_type is None
+        and names.word_scaling is None
+    ):
+        weight, bias, eps = (None, None, 0.0) if norm is None else norm_weights(norm)
         return ops.embed_layer_norm(
             ids.input_ids,
             ids.position_ids,
@@ -42,13 +48,13 @@ def run_embeddings(root: nn.Module, names: Embeddings, ids: EmbeddingIds, dropou
             word.weight,
             None if position is None else position.weight,
             None if token_type is None else token_type.weight,
-            None if norm is None else norm.weight,
-            None if norm is None else norm.bias,
+            weight,
+            bias,
             inputs_embeds=ids.inputs_embeds,
             padding_idx=word.padding_idx,
             position_padding_idx=None if position is None else position.padding_idx,
             dropout_p=dropout_p,
-            eps=0.0 if norm is None else eps_of(norm),
+            eps=eps,
         )
     # A leaf is hooked, or LoRA's, or the op does not have the sum: each is called, as every leaf is.
     x = word(ids.input_ids) if ids.inputs_embeds is None else ids.inputs_embeds

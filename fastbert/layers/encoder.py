@@ -12,13 +12,13 @@ from fastbert.families.form import LayerSpec, NormSpec
 from fastbert.layers.context import LayerContext
 from fastbert.layers.fused import offer_layer
 from fastbert.layers.leaves import (
-    eps_of,
     get_leaf,
     is_called,
     is_linear,
     linear,
     linears,
     norm_kind,
+    norm_weights,
     parent_of,
     place,
     projection,
@@ -30,14 +30,12 @@ from fastbert.layers.leaves import (
 def add_norm(norm: nn.Module, x, bias, residual, dropout_p: float, prenorm: bool = False):
     """add_layer_norm or add_rms_norm with a leaf's weights, or its own call where the leaf is no plain norm."""
     kind = norm_kind(norm)
-    if kind == "layer":
-        return ops.add_layer_norm(
-            x, residual, norm.weight, norm.bias, x_bias=bias, dropout_p=dropout_p, eps=norm.eps, prenorm=prenorm
-        )
-    if kind == "rms":
-        return ops.add_rms_norm(
-            x, residual, norm.weight, x_bias=bias, dropout_p=dropout_p, eps=eps_of(norm), prenorm=prenorm
-        )
+    if kind is not None:
+        weight, norm_bias, eps = norm_weights(norm)
+        options: dict[str, Any] = {"x_bias": bias, "dropout_p": dropout_p, "eps": eps, "prenorm": prenorm}
+        if kind == "rms":
+            return ops.add_rms_norm(x, residual, weight, **options)
+        return ops.add_layer_norm(x, residual, weight, norm_bias, **options)
     summed = add(x, bias, residual, dropout_p)
     return (norm(summed), summed) if prenorm else norm(summed)
 

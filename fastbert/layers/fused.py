@@ -1,7 +1,7 @@
 """Layers as one op: all of an encoder for inference, one for training, where a backend offers that.
 
-Each function answers with something to call on the LayerContext, or with the reason why the layers run op by op. The tree is
-looked at only where the device, the dtype and the modes of the process leave it to the tree.
+Each function answers with something to call on the LayerContext, or with the reason why the layers run op by op. The
+tree is looked at only where the device, the dtype and the modes of the process leave it to the tree.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.families.form import LayerSpec
-from fastbert.layers.leaves import Container, eps_of, get_leaf, is_linear, is_plain, norm_kind, weights_of
+from fastbert.layers.leaves import Container, get_leaf, is_linear, is_plain, norm_kind, norm_weights, weights_of
 from fastbert.layers.snapshot import Remembered, Snapshot
 
 if TYPE_CHECKING:
@@ -105,10 +105,11 @@ def _leaves(layer: nn.Module, spec: LayerSpec) -> tuple[list, list, list] | str:
         linears.append(weights_of(leaf))
     for path in spec.names.norms if spec.has_attention_norm else spec.names.norms[1:]:
         norm = get_leaf(layer, path)
-        if norm_kind(norm) != spec.norm.kind or norm.bias is None:
+        if norm_kind(norm) != spec.norm.kind:
             return _not_plain(path, norm)
-        norms += [norm.weight, norm.bias]
-        eps.append(eps_of(norm))
+        *vectors, norm_eps = norm_weights(norm)
+        norms += vectors
+        eps.append(norm_eps)
     return linears, norms, eps
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fastbert.config import EncoderConfig
-from fastbert.families.form import Embeddings
+from fastbert.families.form import Distances, Embeddings
 from fastbert.layers.embeddings import EmbeddingIds
 from fastbert.layers.leaves import get_leaf
 from fastbert.packed_inputs import MASKED_IDS
@@ -18,11 +18,17 @@ from fastbert.packing import IdRange, InputError, PackedBatch
 
 @dataclass(frozen=True)
 class EncoderInputs:
-    """What an encoder runs on: a checked batch. rotary_positions: int64 (total_tokens,), where a caller gave them."""
+    """What an encoder runs on: a checked batch.
+
+    rotary_positions, window_positions: int64 (total_tokens,), by which rotary embedding and windows measure distances;
+    None: by a token's place in its sequence. As in transformers, these are columns of the padded grid, so that a hole
+    in a mask keeps its width, and rotary embedding goes by the caller's position_ids where there are some.
+    """
 
     batch: PackedBatch
     ids: EmbeddingIds
     rotary_positions: torch.Tensor | None = None
+    window_positions: torch.Tensor | None = None
 
 
 class TableSizes(NamedTuple):
@@ -149,7 +155,10 @@ def prepare_inputs(
     if tables.positions is not None and positions is None:
         positions = batch.local_positions()
     ids = EmbeddingIds(pack(input_ids), positions, pack(token_type_ids), None, pack(inputs_embeds))
-    return EncoderInputs(batch, ids, None if tables.positions is not None else given_positions)
+    if config.distances == Distances():
+        return EncoderInputs(batch, ids)
+    columns = batch.columns_with_gaps()
+    return EncoderInputs(batch, ids, columns if given_positions is None else given_positions, columns)
 
 
 def _check_batch(batch: PackedBatch, given: torch.Tensor, grid, **others: Any) -> None:
