@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "../cpu/add.h"
+#include "activation.h"
 #include "attention.h"
 #include "layer_norm.h"
 #include "linear.h"
@@ -77,7 +78,7 @@ std::vector<Array> encoder_layer_fwd_cpu(const Array& x_, const Array& cu_seqlen
   const auto [middle, summed, mean, rstd] = add_layer_norm_fwd_cpu(
       product, biases[3], x, norms[0], norms[1], philox_of(philox, 1), dropouts[1], eps[0], true, true);
   const Array pre = empty({tokens, weights[4].size(0)}, dtype);
-  feed_forward_rows(middle, linear(4), without_bias(5), activation, product, pre, dtype, nullptr);
+  feed_forward_rows(middle, {{linear(4)}, without_bias(5), activation_of(activation)}, product, pre, dtype, nullptr);
   const auto [out, summed2, mean2, rstd2] = add_layer_norm_fwd_cpu(
       product, biases[5], middle, norms[2], norms[3], philox_of(philox, 2), dropouts[2], eps[1], true, true);
   return {out, qkv[0], qkv[1], qkv[2], context, stats, summed, mean, rstd, middle, pre, summed2, mean2, rstd2};
@@ -98,8 +99,8 @@ std::vector<Array> encoder_layer_bwd_cpu(const Array& dout, const Array& x_, con
       dout, {}, kept[kSummed2], kept[kMean2], kept[kRstd2], norms[2], philox_of(philox, 2), dropouts[2], true);
   // Without dropout a sum's gradient is its product's.
   const auto [dmiddle, dup, dup_bias, ddown] =
-      feed_forward_bwd_cpu(dropouts[2] > 0.0 ? dproduct2 : dsummed2, kept[kMiddle], kept[kPre], weights[4], weights[5],
-                           activation, true, true, true);
+      feed_forward_bwd_cpu(dropouts[2] > 0.0 ? dproduct2 : dsummed2, kept[kMiddle], kept[kPre], {weights[4]},
+                           weights[5], {}, 0.0, activation, false, true, true, true);
   add_to(dmiddle, dsummed2);
 
   const auto [dproduct, dsummed, doutput_bias, dnorm, dnorm_bias] = add_layer_norm_bwd_cpu(
@@ -114,8 +115,8 @@ std::vector<Array> encoder_layer_bwd_cpu(const Array& dout, const Array& x_, con
   const auto [dx, dqkv, dqkv_biases] = linear_gradients(
       {flat(dq), flat(dk), flat(dv)}, x, {weights[0], weights[1], weights[2]}, dtype, needs_dx, true, true);
   if (needs_dx) add_to(dx, dsummed);
-  return {dx,         dqkv[0],        dqkv[1],        dqkv[2],        doutput[0],   dup,
-          ddown,      dqkv_biases[0], dqkv_biases[1], dqkv_biases[2], doutput_bias, dup_bias,
+  return {dx,         dqkv[0],        dqkv[1],        dqkv[2],        doutput[0],   dup[0],
+          ddown,      dqkv_biases[0], dqkv_biases[1], dqkv_biases[2], doutput_bias, dup_bias[0],
           ddown_bias, dnorm,          dnorm_bias,     dnorm2,         dnorm2_bias};
 }
 
