@@ -91,6 +91,7 @@ class StaticBatch:
         if ids.token_type_ids is not None:
             self.ids[2, :tokens].copy_(ids.token_type_ids)
         if self.goes_by == Distances():
+            assert ids.position_ids is not None
             self.ids[1, :tokens].copy_(ids.position_ids)
         else:
             places = batch.local_positions()
@@ -105,7 +106,9 @@ class StaticBatch:
         batch = PackedBatch(None, self.cu_seqlens, longest, sequences, None, tokens)
         words, positions, types, columns = self.ids
         ids = EmbeddingIds(words, positions, types if has_types else None, None, None)
-        return EncoderInputs(batch, ids) if self.goes_by == Distances() else EncoderInputs(batch, ids, positions, columns)
+        return (
+            EncoderInputs(batch, ids) if self.goes_by == Distances() else EncoderInputs(batch, ids, positions, columns)
+        )
 
     def nbytes(self) -> int:
         return self.ids.nbytes + self.cu_seqlens.nbytes

@@ -66,7 +66,7 @@ FAMILY = Family(
             "attention_norm",
             "up",
             "down",
-        ),  # fmt: skip
+        ),
     ),
     layer_path="encoder.albert_layer_groups.{group}.albert_layers.{inner}",
     pooler="pooler",

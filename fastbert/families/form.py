@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 
-class FromConfig(NamedTuple):
+@dataclass(frozen=True)
+class FromConfig:
     """The value that this field of the config has, in the place of a value."""
 
     field: str

@@ -41,7 +41,7 @@ FAMILY = Family(
             "feed_forward_norm",
             "up",
             "down",
-        ),  # fmt: skip
+        ),
     ),
     final_norm="encoder.ln",
     norm_first=True,

@@ -72,9 +72,9 @@ def rotary_tables(
     token. `root` holds what the family saves of them.
     """
     if rotary.table is not None:
-        rows = get_leaf(root, rotary.table)._parameters["weight"]
-        assert rows is not None
-        rows = rows.detach().float()
+        table = get_leaf(root, rotary.table)._parameters["weight"]
+        assert table is not None
+        rows = table.detach().float()
         rows = rows if positions is None else rows.index_select(0, positions)
         sin, cos = rows.chunk(2, -1)
         return ops.Rotary(cos, sin, rotary.interleaved, positions is not None)

@@ -191,9 +191,7 @@ def run_encoder(
     scopes = scopes_of(config) if layer_type is not None else Scopes()
     hidden_states: list[torch.Tensor] = []
     probs: list[torch.Tensor] = []
-    context = make_context(
-        root, config.distances, inputs.batch, inputs.rotary_positions, inputs.window_positions
-    )
+    context = make_context(root, config.distances, inputs.batch, inputs.rotary_positions, inputs.window_positions)
 
     def embeddings(*ids):
         return run_embeddings(root, names, EmbeddingIds(*ids), dropout_p)

@@ -35,9 +35,8 @@ def head_class(name: str, head: Head) -> type[HeadModel]:
 
 def _add(name: str, key: tuple[str, str], kind: type[PreTrainedModel], **attributes) -> type[PreTrainedModel]:
     attributes |= {"__module__": __name__, "__doc__": kind.__doc__}
-    made = type(kind)(name, (kind,), attributes)
-    globals()[name] = CLASSES[key] = made  # where pickle looks for it
-    return made
+    CLASSES[key] = globals()[name] = type(name, (kind,), attributes)  # the module's own name is what pickle looks for
+    return CLASSES[key]
 
 
 for _family in FAMILIES.values():

@@ -34,7 +34,7 @@ class ClassifierModel(HeadModel):
         return self.pooling == "pooler"
 
     @property
-    def label_leaf(self) -> str | None:
+    def label_leaf(self):
         return self.head.out
 
     def num_outputs(self, config: EncoderConfig) -> int:

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from fastbert.layers.leaves import get_leaf, linear
-from fastbert.models import masked_lm
-from fastbert.models.classes import ElectraForMaskedLM, ElectraForPreTraining
+from fastbert.models import classes, masked_lm
 from fastbert.models.outputs import ModelOutput
 from fastbert.packed_inputs import PackedInputs, labels_of
 from fastbert.packing import InputError
@@ -24,8 +23,8 @@ class ElectraForJointPreTraining(nn.Module):
 
     def __init__(
         self,
-        generator: ElectraForMaskedLM,
-        discriminator: ElectraForPreTraining,
+        generator: classes.ElectraForMaskedLM,
+        discriminator: classes.ElectraForPreTraining,
         discriminator_weight: float = 50.0,
     ):
         super().__init__()

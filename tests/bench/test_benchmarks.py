@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fastbert.models.bert import BertModel
 
 from fastbert import EncoderConfig
 from fastbert.bench import compete, report, worker
@@ -19,7 +20,6 @@ from fastbert.bench.jobs import Job
 from fastbert.bench.timing import Timing, describe_machine, measure_once
 from fastbert.cli import main
 from fastbert.cli.info import matmul_parameters
-from fastbert.models.bert import BertModel
 from fastbert.testing.cases import MODELS, WORKLOADS, Workload
 
 pytestmark = pytest.mark.dear_to_set_up

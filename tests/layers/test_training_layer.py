@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
+from fastbert.models.bert import BertModel
 from isas import CPU_BACKENDS, backend_with_isa
 
 from fastbert import ops
 from fastbert.backend import use_backend
 from fastbert.layers.encoder import EncoderLayer, LayerOptions
-from fastbert.models.bert import BertModel
 from fastbert.ops._common import extension_error
 from fastbert.packing import PackedBatch
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
