@@ -12,19 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fastbert.families import FAMILIES
-from fastbert.families.form import (
-    ActivationName,
-    Choice,
-    Count,
-    Distances,
-    Embeddings,
-    Family,
-    Field,
-    Flag,
-    Invalid,
-    LayerSpec,
-    Share,
-)
+from fastbert.families.form import ActivationName, Choice, Count, Embeddings, Family, Field, Flag, Share
+from fastbert.families.spec import Distances, Invalid, LayerSpec
 
 
 class ConfigError(ValueError):

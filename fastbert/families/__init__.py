@@ -12,6 +12,7 @@ _FILES = (
     "distilbert",
     "electra",
     "megatron_bert",
+    "modernbert",
     "roberta",
     "xlm_roberta",
 )

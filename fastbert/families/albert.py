@@ -1,15 +1,7 @@
 """ALBERT (Lan et al. 2019): factorised embeddings, layers that share their weights, sentence order prediction."""
 
-from fastbert.families.form import (
-    Embeddings,
-    Family,
-    FromConfig,
-    LayerNames,
-    MaskedLM,
-    PreTraining,
-    TheirClass,
-    heads,
-)
+from fastbert.families.form import Embeddings, Family, FromConfig, MaskedLM, PreTraining, TheirClass, heads
+from fastbert.families.spec import LayerNames
 
 _MASKED_LM = MaskedLM(
     "predictions.dense", "predictions.LayerNorm", "predictions.decoder", "predictions.bias", order=("norm", "dense")

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from fastbert.families.spec import LINEARS, AttentionSpec, FeedForwardSpec, LayerNames, LayerSpec, NormSpec
+
 
 @dataclass(frozen=True)
 class FromConfig:
@@ -20,14 +22,6 @@ class FromConfig:
 
 def value_of(value: Any, config: Any) -> Any:
     return getattr(config, value.field) if isinstance(value, FromConfig) else value
-
-
-class Invalid(ValueError):
-    """A field of a config has a value that the family's data does not allow; `allowed` says in words what is."""
-
-    def __init__(self, name: str, value: Any, allowed: str):
-        super().__init__(f"{name} is {value!r}; it must be {allowed}")
-        self.name, self.value, self.allowed = name, value, allowed
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -76,129 +70,6 @@ class Structure:
 
 
 Field = Flag | Share | Count | Choice | ActivationName | Structure
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# What a layer computes
-
-
-class Rotary(NamedTuple):
-    """Rotary position embedding (Su et al. 2021, section 3.4.2) of queries and keys.
-
-    dim: the width that is rotated, a head's. interleaved: dimension 2i is paired with 2i + 1 instead of i with
-    dim / 2 + i. rotates_values: of values, too. scaling: (rope_type, its parameters as sorted pairs); () is the plain
-    table of theta. table: the path of a leaf that holds the table's sines and then cosines, which is saved.
-    frequencies: the path of a buffer that holds the inverse frequencies, which is saved.
-    """
-
-    theta: float
-    dim: int
-    interleaved: bool = False
-    rotates_values: bool = False
-    scaling: tuple[Any, ...] = ()
-    table: str | None = None
-    frequencies: str | None = None
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """window_size: (left, right), how far before and behind itself a query sees keys; -1 is unlimited."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    softmax_scale: float | None = None  # None: 1 / sqrt(head_dim)
-    dropout: float = 0.0
-    window_size: tuple[int, int] = (-1, -1)
-    position: Rotary | None = None
-
-
-@dataclass(frozen=True)
-class FeedForwardSpec:
-    """gated: activation(gate) * up (Shazeer 2020, section 2). dropout: of what goes into the last product."""
-
-    intermediate_size: int
-    activation: str
-    gated: bool = False
-    dropout: float = 0.0
-
-
-@dataclass(frozen=True)
-class NormSpec:
-    """kind "rms": RMSNorm (Zhang & Sennrich 2019, eq. 4), which has no bias."""
-
-    kind: Literal["layer", "rms"] = "layer"
-    eps: float = 1e-12
-    bias: bool = True
-
-
-class Distances(NamedTuple):
-    """What in a stack of layers goes by the distance of two tokens."""
-
-    rotaries: tuple[Rotary, ...] = ()
-    has_windows: bool = False
-
-
-_QKV = ("query", "key", "value")
-LINEARS = (*_QKV, "attention_output", "gate", "up", "down")
-
-
-@dataclass(frozen=True)
-class LayerNames:
-    """Where the leaves of one layer are, below the layer, by role.
-
-    Where one leaf serves several roles (query, key and value; gate and up), these have one path: its rows are theirs,
-    in this order. `gate`: of gated feed-forwards. `order` is the order in which transformers registers the leaves: an
-    optimizer's saved state goes by it.
-    """
-
-    query: str = "attention.self.query"
-    key: str = "attention.self.key"
-    value: str = "attention.self.value"
-    attention_output: str = "attention.output.dense"
-    attention_norm: str = "attention.output.LayerNorm"
-    up: str = "intermediate.dense"
-    down: str = "output.dense"
-    feed_forward_norm: str = "output.LayerNorm"
-    gate: str | None = None
-    order: tuple[str, ...] = (*_QKV, "attention_output", "attention_norm", "up", "down", "feed_forward_norm")
-
-    # What follows from the paths, worked out once: a model looks at them with every call.
-    qkv: tuple[str, ...] = field(init=False)  # one path, or three
-    ups: tuple[str, ...] = field(init=False)  # up; or gate and up; or the one of both
-    linears: tuple[str, ...] = field(init=False)
-    norms: tuple[str, ...] = field(init=False)
-    containers: tuple[str, ...] = field(init=False)  # all that stands before a dot, the outer ones first
-
-    def __post_init__(self) -> None:
-        def put(name: str, value: Any) -> None:
-            object.__setattr__(self, name, value)
-
-        put("qkv", tuple(dict.fromkeys((self.query, self.key, self.value))))
-        put("ups", tuple(dict.fromkeys(path for path in (self.gate, self.up) if path is not None)))
-        put("linears", (*self.qkv, self.attention_output, *self.ups, self.down))
-        put("norms", (self.attention_norm, self.feed_forward_norm))
-        leaves = [path.split(".") for path in (*self.linears, *self.norms)]
-        put("containers", tuple(dict.fromkeys(".".join(n[:i]) for n in leaves for i in range(1, len(n)))))
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """What the layer at one depth computes, without tensors.
-
-    norm_first: the norms stand before each half (pre-norm) instead of behind it (post-norm). biases: the roles whose
-    Linear has one. The dropouts are those of the two halves' results.
-    """
-
-    names: LayerNames
-    attention: AttentionSpec
-    feed_forward: FeedForwardSpec
-    norm: NormSpec
-    norm_first: bool = False
-    has_attention_norm: bool = True
-    attention_output_dropout: float = 0.0
-    feed_forward_dropout: float = 0.0
-    biases: tuple[str, ...] = LINEARS
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -379,7 +250,7 @@ class Family:
     # The tree
     embeddings: Embeddings | Callable[[Any], Embeddings] = Embeddings()
     layer_path: str = "encoder.layer.{i}"  # {group} and {inner}: where layers share their weights
-    layer: LayerNames = LayerNames()
+    layer: LayerNames = field(default_factory=LayerNames)
     norm: Callable[[Any], NormSpec] | None = None  # None: a LayerNorm of layer_norm_eps
     spec: Callable[[Any, int], LayerSpec] | None = None  # of the layer at a depth; None: what the next three say
     norm_first: bool = False
@@ -446,50 +317,3 @@ class Family:
         leaves = self.embeddings if isinstance(self.embeddings, Embeddings) else self.embeddings(config)
         is_needed = leaves.always_projects or config.embedding_width != config.hidden_size
         return leaves if leaves.project is None or is_needed else replace(leaves, project=None)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Rotary embedding as config.json files describe it
-
-_ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": (
-        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-        "mscale_all_dim", "truncate",
-    ),
-}  # fmt: skip
-_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
-
-
-def rotary(parameters: Any, dim: int, theta: float, name: str = "rope_parameters", **options: Any) -> Rotary:
-    """What `parameters` (rope_type, rope_theta, ...) mean for heads of width `dim`; `theta` where they have none.
-
-    Raises Invalid for a type that is unknown, or whose table depends on the longest sequence of a batch: one sequence
-    would change another's result.
-    """
-    parameters = {} if parameters is None else parameters
-    if not isinstance(parameters, Mapping):
-        raise Invalid(name, parameters, "an object with rope_type and rope_theta, or null")
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind in ("dynamic", "longrope"):
-        raise Invalid(f"{name}.rope_type", kind, "one whose table does not depend on the longest sequence of a batch:"
-                      f" {', '.join(_ROPE_PARAMETERS)}")  # fmt: skip
-    if kind not in _ROPE_PARAMETERS:
-        raise Invalid(f"{name}.rope_type", kind, f"one of {', '.join(_ROPE_PARAMETERS)}")
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise Invalid(f"{name}.partial_rotary_factor", parameters["partial_rotary_factor"], "1.0")
-    theta = parameters.get("rope_theta", theta)
-    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 1 < theta < 3e38:
-        raise Invalid(f"{name}.rope_theta", theta, "a number above 1")
-    scaling: list[tuple[str, Any]] = []
-    for key in _ROPE_PARAMETERS[kind]:
-        value = parameters.get(key)
-        if value is None and key in _OPTIONAL:
-            continue
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 3e38
-        if not is_number and key != "truncate":
-            raise Invalid(f"{name}.{key}", value, "a number above 0")
-        scaling.append((key, value))
-    return Rotary(float(theta), dim, scaling=(kind, tuple(scaling)) if scaling else (), **options)

@@ -4,16 +4,8 @@ Pre-norm (Xiong et al. 2020) normalises before each half of a layer and once at 
 without warm-up: fastbert.baby_config is one.
 """
 
-from fastbert.families.form import (
-    Embeddings,
-    Family,
-    LayerNames,
-    MaskedLM,
-    PreTraining,
-    SentencePair,
-    TheirClass,
-    heads,
-)
+from fastbert.families.form import Embeddings, Family, MaskedLM, PreTraining, SentencePair, TheirClass, heads
+from fastbert.families.spec import LayerNames
 
 FAMILY = Family(
     model_type="megatron-bert",

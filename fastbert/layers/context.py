@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fastbert import ops
-from fastbert.families.form import Distances, Rotary
+from fastbert.families.spec import Distances, Rotary
 from fastbert.layers.rotary import rotary_tables
 
 if TYPE_CHECKING:

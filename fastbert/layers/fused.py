@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fastbert import ops
-from fastbert.families.form import LayerSpec
+from fastbert.families.spec import LayerSpec
 from fastbert.layers.leaves import Container, get_leaf, is_linear, is_plain, norm_kind, norm_weights, weights_of
 from fastbert.layers.snapshot import Remembered, Snapshot
 

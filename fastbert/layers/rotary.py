@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fastbert import ops
-from fastbert.families.form import Rotary
+from fastbert.families.spec import Rotary
 from fastbert.layers.leaves import get_leaf
 
 

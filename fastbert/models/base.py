@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from fastbert import ops
 from fastbert.checkpoint.pretrained import CheckpointMixin
 from fastbert.config import ConfigError, EncoderConfig
-from fastbert.families.form import Family, LayerSpec, value_of
+from fastbert.families.form import Family, value_of
+from fastbert.families.spec import LayerSpec
 from fastbert.layers.context import LayerContext, make_context
 from fastbert.layers.embeddings import EmbeddingIds, run_embeddings
 from fastbert.layers.encoder import EncoderLayer, add_norm, make_norm

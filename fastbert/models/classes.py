@@ -43,6 +43,6 @@ for _family in FAMILIES.values():
     _type, _begin = _family.model_type, _family.classes
     _base = _add(f"{_begin}Model", (_type, "Model"), EncoderModel, family=_family)
     for _name, _head in _family.heads.items():
-        _add(f"{_begin}For{_name}", (_type, _name), head_class(_name, _head), base_class=_base, head=_head)
+        _add(f"{_begin}For{_name}", (_type, _name), head_class(_name, _head), base_class=_base, head_form=_head)
 
 __all__ = [kind.__name__ for kind in CLASSES.values()]

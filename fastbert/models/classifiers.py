@@ -1,4 +1,4 @@
-"""Heads that classify: whole sequences, choices, tokens and the ends of answers. A family's data say what is in them."""
+"""Heads that classify: sequences, choices, tokens and the ends of answers. A family's data say what is in them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from fastbert.packing import InputError, PackedBatch
 class ClassifierModel(HeadModel):
     """A Linear, and what may stand before it, over one vector a sequence or over each token: a form.Classifier."""
 
-    head: ClassVar[Classifier]
+    head_form: ClassVar[Classifier]
 
     @property
     def pooling(self) -> str:
-        return self.head.pooling_of(self.config)
+        return self.head_form.pooling_of(self.config)
 
     @property
     def needs_pooler(self) -> bool:
@@ -35,13 +35,13 @@ class ClassifierModel(HeadModel):
 
     @property
     def label_leaf(self):
-        return self.head.out
+        return self.head_form.out
 
     def num_outputs(self, config: EncoderConfig) -> int:
         return config.num_labels
 
     def build_head(self, config):
-        head, width = self.head, config.hidden_size
+        head, width = self.head_form, config.hidden_size
         if head.dense is not None:
             place(self, head.dense, nn.Linear(width, width, bias=value_of(head.dense_bias, config)))
         if head.norm is not None:
@@ -62,7 +62,7 @@ class ClassifierModel(HeadModel):
 
     def classified(self, x: torch.Tensor) -> torch.Tensor:
         """(n, hidden_size) -> (n, num_outputs), containers with hooks included."""
-        head, p = self.head, value_of(self.head.dropout, self.config)
+        head, p = self.head_form, value_of(self.head_form.dropout, self.config)
         around = parent_of(head.out)  # holds dense, too, where there is one
 
         def dense(x):
@@ -179,12 +179,12 @@ class ForTokenClassification(ClassifierModel):
     """A class for every token; tokens labelled -100 do not count."""
 
     def check_given(self, given, batch):
-        classes = self.classes_at(self.head.out)
+        classes = self.classes_at(self.head_form.out)
         return {name: token_labels(labels, batch, classes) for name, labels in given.items()}
 
     def compute(self, encoded, given):
         batch, logits = encoded.batch, self.scores(encoded)
-        loss = self.class_loss(self.head.out, logits, given["labels"], batch) if given else None
+        loss = self.class_loss(self.head_form.out, logits, given["labels"], batch) if given else None
         return {"loss": loss, "logits": batch.unpack(logits)}
 
 
@@ -221,17 +221,17 @@ class ForReplacedTokens(HeadModel):
     section 2). Tokens labelled -100 do not count either.
     """
 
-    head: ClassVar[ReplacedTokens]
+    head_form: ClassVar[ReplacedTokens]
 
     def build_head(self, config):
-        place(self, self.head.dense, nn.Linear(config.hidden_size, config.hidden_size))
-        place(self, self.head.out, nn.Linear(config.hidden_size, 1))
+        place(self, self.head_form.dense, nn.Linear(config.hidden_size, config.hidden_size))
+        place(self, self.head_form.out, nn.Linear(config.hidden_size, 1))
 
     def check_given(self, given, batch):
         return {name: token_labels(labels, batch, 2) for name, labels in given.items()}
 
     def compute(self, encoded, given):
-        batch, head = encoded.batch, self.head
+        batch, head = encoded.batch, self.head_form
 
         def run(x):
             x = linear(get_leaf(self, head.dense), x, self.config.activation)

@@ -38,7 +38,7 @@ class HeadModel(PreTrainedModel):
     """
 
     base_class: ClassVar[type[EncoderModel]]
-    head: ClassVar[Any]  # what the family's data say of the head
+    head_form: ClassVar[Any]  # what the family's data say of the head
     option_names: ClassVar[tuple[str, ...]] = ("labels",)  # keyword arguments that `compute` receives
 
     def __init_subclass__(cls, **kwargs):

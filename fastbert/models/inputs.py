@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from fastbert.config import EncoderConfig
-from fastbert.families.form import Distances, Embeddings
+from fastbert.families.form import Embeddings
+from fastbert.families.spec import Distances
 from fastbert.layers.embeddings import EmbeddingIds
 from fastbert.layers.leaves import get_leaf
 from fastbert.packed_inputs import MASKED_IDS

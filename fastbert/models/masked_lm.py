@@ -37,7 +37,7 @@ class MaskedLMHeadModel(HeadModel):
 
     @property
     def masked_lm(self) -> MaskedLM:
-        return self.head
+        return self.head_form
 
     def build_masked_lm(self, config: EncoderConfig) -> None:
         names = self.masked_lm
@@ -168,21 +168,21 @@ class ForMaskedLM(MaskedLMHeadModel):
 class ForNextSentencePrediction(HeadModel):
     """Is sentence B what follows A (0) or a random one (1)?"""
 
-    head: ClassVar[SentencePair]
+    head_form: ClassVar[SentencePair]
 
     @property
     def needs_pooler(self):
         return True
 
     def build_head(self, config):
-        place(self, self.head.out, nn.Linear(config.hidden_size, 2))
+        place(self, self.head_form.out, nn.Linear(config.hidden_size, 2))
 
     def check_given(self, given, batch):
-        classes = self.classes_at(self.head.out)
+        classes = self.classes_at(self.head_form.out)
         return {name: class_labels(labels, batch.batch_size, batch, classes) for name, labels in given.items()}
 
     def compute(self, encoded, given):
-        path = self.head.out
+        path = self.head_form.out
         logits = within(self, parent_of(path), lambda x: linear(get_leaf(self, path), x), encoded.pooled())
         loss = self.class_loss(path, logits, given["labels"], encoded.batch) if given else None
         return {"loss": loss, "logits": logits}
@@ -191,11 +191,11 @@ class ForNextSentencePrediction(HeadModel):
 class ForPreTraining(MaskedLMHeadModel):
     """Masked LM and a sentence-pair head together: next sentence (BERT) or sentence order (ALBERT)."""
 
-    head: ClassVar[PreTraining]
+    head_form: ClassVar[PreTraining]
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        cls.option_names = ("labels", cls.head.pair_label)
+        cls.option_names = ("labels", cls.head_form.pair_label)
 
     @property
     def needs_pooler(self):
@@ -203,21 +203,21 @@ class ForPreTraining(MaskedLMHeadModel):
 
     @property
     def masked_lm(self):
-        return self.head.masked_lm
+        return self.head_form.masked_lm
 
     @property
     def label_leaf(self):
-        return None if isinstance(self.head.pair_size, int) else self.head.pair
+        return None if isinstance(self.head_form.pair_size, int) else self.head_form.pair
 
     def build_head(self, config):
         self.build_masked_lm(config)
-        place(self, self.head.pair, nn.Linear(config.hidden_size, value_of(self.head.pair_size, config)))
+        place(self, self.head_form.pair, nn.Linear(config.hidden_size, value_of(self.head_form.pair_size, config)))
 
     def check_given(self, given, batch):
         if len(given) < 2:  # as transformers: the loss needs both kinds of labels
             return {}
-        name = self.head.pair_label
-        pairs = class_labels(given[name], batch.batch_size, batch, self.classes_at(self.head.pair), name)
+        name = self.head_form.pair_label
+        pairs = class_labels(given[name], batch.batch_size, batch, self.classes_at(self.head_form.pair), name)
         return {"labels": token_labels(given["labels"], batch, self.num_words()), name: pairs}
 
     def compute(self, encoded, given):
@@ -235,15 +235,15 @@ class ForPreTraining(MaskedLMHeadModel):
             logits = Deferred(lambda: self.masked_lm_logits(packed, batch), packed.device.type)
         else:
             pair, logits = self.pair(pooled), self.masked_lm_logits(packed, batch)
-        fields = {"prediction_logits": logits, self.head.pair_logits: pair}
+        fields = {"prediction_logits": logits, self.head_form.pair_logits: pair}
         if not has_loss:
             return fields
-        name = self.head.pair_label
-        return {"loss": loss + self.class_loss(self.head.pair, pair, given[name], batch, name), **fields}
+        name = self.head_form.pair_label
+        return {"loss": loss + self.class_loss(self.head_form.pair, pair, given[name], batch, name), **fields}
 
     def pair(self, pooled: torch.Tensor) -> torch.Tensor:
         """Scores of a pair of sentences: (batch, hidden_size) -> (batch, 2)."""
-        head = self.head
+        head = self.head_form
         scope = parent_of(head.pair)
 
         def run(x):

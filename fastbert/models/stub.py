@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fastbert.families import FAMILIES
 from fastbert.models.classes import head_class
+from fastbert.models.heads import HeadModel
 
 STUB = Path(__file__).with_name("classes.pyi")
 
@@ -19,19 +20,15 @@ def stub() -> str:
             kind = head_class(name, head)
             kinds.add((kind.__module__, kind.__name__))
             body.append(f"class {family.classes}For{name}({kind.__name__}): ...")
-    modules = sorted({module for module, _ in kinds})
+    kinds.add((HeadModel.__module__, HeadModel.__name__))
     lines = ["# Written by `python -m fastbert.models.stub` from the families; a test compares.", ""]
-    lines += [
-        "from fastbert.families.form import Head",
-        "from fastbert.models.base import EncoderModel, PreTrainedModel",
-    ]
-    for module in modules:
-        names = ", ".join(sorted(name for other, name in kinds if other == module))
-        line = f"from {module} import {names}"
-        lines.append(
-            line if len(line) <= 120 else f"from {module} import (\n    " + names.replace(", ", ",\n    ") + ",\n)"
-        )
-    lines += ["from fastbert.models.heads import HeadModel", ""]
+    lines.append("from fastbert.families.form import Head")
+    lines.append("from fastbert.models.base import EncoderModel, PreTrainedModel")
+    for module in sorted({module for module, _ in kinds}):
+        names = sorted(name for other, name in kinds if other == module)
+        line = f"from {module} import {', '.join(names)}"
+        lines += [line] if len(line) <= 120 else [f"from {module} import (", *(f"    {name}," for name in names), ")"]
+    lines.append("")
     lines += ["CLASSES: dict[tuple[str, str], type[PreTrainedModel]]", ""]
     lines += ["def head_class(name: str, head: Head) -> type[HeadModel]: ...", ""]
     return "\n".join([*lines, *body, ""])
