@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from fastbert.checkpoint.layouts import to_file, to_tree
 from fastbert.checkpoint.saving import config_of, of_one_save, save
 from fastbert.checkpoint.unfilled import unfilled
 from fastbert.checkpoint.weight_files import CheckpointError, read_weights, some
@@ -85,7 +86,8 @@ def read_checkpoint(folder: Path, config: EncoderConfig | None = None) -> tuple[
     """
 
     def read(metadata):
-        return config_of(folder, metadata) if config is None else config, read_weights(folder)
+        chosen = config_of(folder, metadata) if config is None else config
+        return chosen, to_tree(read_weights(folder), chosen.family)
 
     return of_one_save(folder, read)
 
@@ -379,6 +381,8 @@ class CheckpointMixin(nn.Module):
         entries.pop("quantization_config", None)  # what a config says and what the model is may differ by now
         if (quantization := self.quantization_entry()) is not None:
             entries["quantization_config"] = quantization
+        else:  # integers are for us alone, under the names of the tree
+            weights = to_file(weights, config.family)
         save(Path(folder), weights, entries)
 
 

@@ -9,12 +9,20 @@ from fastbert.families.form import Family
 _FILES = (
     "albert",
     "bert",
+    "camembert",
     "distilbert",
     "electra",
+    "eurobert",
+    "gte",
+    "jina_embeddings_v3",
     "megatron_bert",
     "modernbert",
+    "nomic_bert",
+    "rembert",
     "roberta",
+    "roberta_prelayernorm",
     "xlm_roberta",
+    "xlm_roberta_xl",
 )
 
 _LIST: tuple[Family, ...] = tuple(import_module(f"{__name__}.{file}").FAMILY for file in _FILES)

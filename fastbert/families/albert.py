@@ -4,7 +4,11 @@ from fastbert.families.form import Embeddings, Family, FromConfig, MaskedLM, Pre
 from fastbert.families.spec import LayerNames
 
 _MASKED_LM = MaskedLM(
-    "predictions.dense", "predictions.LayerNorm", "predictions.decoder", "predictions.bias", order=("norm", "dense")
+    "predictions.dense",
+    "predictions.LayerNorm",
+    "predictions.decoder",
+    "predictions.bias",
+    order=("norm", "dense", "decoder"),
 )
 
 FAMILY = Family(

@@ -23,7 +23,7 @@ FAMILY = Family(
             "generator_lm_head",
             None,
             activation="gelu",
-            order=("norm", "dense"),
+            order=("norm", "dense", "decoder"),
         ),
         sequence=Classifier(
             "classifier.out_proj", "first", dense="classifier.dense", activation="gelu", drops_first=True

@@ -112,8 +112,9 @@ class MaskedLM:
     width: int | FromConfig = FromConfig("embedding_width")
     dense_bias: bool | FromConfig = True
     decoder_bias: bool | FromConfig = True
+    sparse: bool | FromConfig = False  # logits of labelled tokens only, where there are labels
     may_tie: bool = True
-    order: tuple[str, ...] = ("dense", "norm")  # in which transformers registers them
+    order: tuple[str, ...] = ("dense", "norm", "decoder")  # in which transformers registers them
 
 
 Pooling = Literal["pooler", "first", "mean", "late", "tokens"]
@@ -257,6 +258,7 @@ class Family:
     attention_output_dropout: bool = True
     feed_forward_dropout: bool = True
     pooler: str | None = "pooler.dense"
+    pooler_first: bool = False  # whether transformers registers it before the layers
     has_pooler: bool = True  # whether a base model has it where nobody asked
     final_norm: str | None = None
     positions_from_ids: bool = False  # RoBERTa: cumsum(ids != pad) + pad

@@ -282,6 +282,10 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             path = getattr(names, role)
             if path is not None:
                 place(self, path, make[role]())
+        wants_pooler = family.has_pooler if add_pooling_layer is None else add_pooling_layer
+        self.has_pooler = family.pooler is not None and wants_pooler
+        if family.pooler_first:
+            self._place_pooler()
         layers = dict(zip(config.layer_paths, config.layer_specs, strict=True))
         for i in range(config.num_unique_layers):
             path = family.path_of_layer(config, i)
@@ -289,11 +293,14 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             place(self, path, EncoderLayer(spec, config.hidden_size))
         if family.final_norm is not None:
             place(self, family.final_norm, make_norm(norm, config.hidden_size))
-        wants_pooler = family.has_pooler if add_pooling_layer is None else add_pooling_layer
-        self.has_pooler = family.pooler is not None and wants_pooler
-        if family.pooler is not None and wants_pooler:
-            place(self, family.pooler, nn.Linear(config.hidden_size, config.hidden_size))
+        if not family.pooler_first:
+            self._place_pooler()
         self.init_weights()
+
+    def _place_pooler(self) -> None:
+        if self.has_pooler:
+            assert self.family.pooler is not None
+            place(self, self.family.pooler, nn.Linear(self.config.hidden_size, self.config.hidden_size))
 
     @property
     def base_model(self) -> EncoderModel:

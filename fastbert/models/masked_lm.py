@@ -45,6 +45,7 @@ class MaskedLMHeadModel(HeadModel):
         leaves = {
             "dense": lambda: nn.Linear(config.hidden_size, width, bias=value_of(names.dense_bias, config)),
             "norm": lambda: make_norm(self.family.norm_spec(config), width),
+            "decoder": lambda: nn.Linear(width, config.vocab_size, bias=value_of(names.decoder_bias, config)),
         }
         for role in names.order:
             path = getattr(names, role)
@@ -53,7 +54,6 @@ class MaskedLMHeadModel(HeadModel):
         if names.bias is not None:
             parent, _, leaf = names.bias.rpartition(".")
             get_leaf(self, parent).register_parameter(leaf, nn.Parameter(torch.zeros(config.vocab_size)))
-        place(self, names.decoder, nn.Linear(width, config.vocab_size, bias=value_of(names.decoder_bias, config)))
 
     def decoder_width(self, config: EncoderConfig) -> int:
         names = self.masked_lm
@@ -161,6 +161,10 @@ class ForMaskedLM(MaskedLMHeadModel):
         packed, batch = encoded.packed, encoded.batch
         if not given:
             return {"logits": self.masked_lm_logits(packed, batch)}
+        if value_of(self.head_form.sparse, self.config):
+            kept = labelled_tokens(given["labels"], batch)
+            logits = self.masked_lm_scores(packed.index_select(0, kept))
+            return {"loss": ops.logits_cross_entropy(logits, given["labels"].index_select(0, kept)), "logits": logits}
         logits = Deferred(lambda: self.masked_lm_logits(packed, batch), packed.device.type)
         return {"loss": self.masked_lm_loss(packed, batch, given["labels"]), "logits": logits}
 
