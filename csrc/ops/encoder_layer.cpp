@@ -24,7 +24,7 @@ OptionalArray philox_of(const OptionalArray& philox, int64_t i) {
   return philox.select(0, i);
 }
 
-double softmax_scale_of(const Array& q) { return 1.0 / std::sqrt(static_cast<double>(q.size(2))); }
+AttentionForm form_of(const Array& q) { return {1.0 / std::sqrt(static_cast<double>(q.size(2)))}; }
 
 // sum += x, of one shape and dtype, without gaps.
 void add_to(const Array& sum, const Array& x) {
@@ -69,8 +69,8 @@ std::vector<Array> encoder_layer_fwd_cpu(const Array& x_, const Array& cu_seqlen
     flat.push_back(qkv.back().view({tokens, width}));
   }
   linear_rows(x, {linear(0), linear(1), linear(2)}, flat, dtype, nullptr);
-  const auto [context, stats] = attention_fwd_cpu(qkv[0], qkv[1], qkv[2], cu_seqlens, philox_of(philox, 0),
-                                                  softmax_scale_of(qkv[0]), dropouts[0], true);
+  const auto [context, stats] =
+      attention_fwd_cpu(qkv[0], qkv[1], qkv[2], cu_seqlens, philox_of(philox, 0), form_of(qkv[0]), dropouts[0], true);
   // The sums of residual and product are in x's dtype: where that is wider, the product is not rounded on its way.
   const Array product = workspace(x.sizes(), x.scalar_type());
   linear_rows(context.view({tokens, width}), {without_bias(3)}, {product}, dtype, nullptr);
@@ -109,7 +109,7 @@ std::vector<Array> encoder_layer_bwd_cpu(const Array& dout, const Array& x_, con
                        dtype, true, true, false);
   const auto [dq, dk, dv] =
       attention_bwd_cpu(dcontext.view(kept[kQ].sizes()), kept[kQ], kept[kK], kept[kV], kept[kContext], kept[kStats],
-                        cu_seqlens, philox_of(philox, 0), softmax_scale_of(kept[kQ]), dropouts[0]);
+                        cu_seqlens, philox_of(philox, 0), form_of(kept[kQ]), dropouts[0]);
   const auto flat = [&](const Array& t) { return t.view({tokens, width}); };
   const auto [dx, dqkv, dqkv_biases] = linear_gradients(
       {flat(dq), flat(dk), flat(dv)}, x, {weights[0], weights[1], weights[2]}, dtype, needs_dx, true, true);

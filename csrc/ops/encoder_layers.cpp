@@ -38,7 +38,7 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
                                workspace({tokens, width}, dtype)};
   const auto heads = [&](const Array& t) { return t.view({tokens, num_heads, head_dim}); };
   const Array q = heads(qkv[0]), k = heads(qkv[1]), v = heads(qkv[2]), flat_context = context.view({tokens, width});
-  const double softmax_scale = 1.0 / std::sqrt(static_cast<double>(head_dim));
+  const AttentionForm form{1.0 / std::sqrt(static_cast<double>(head_dim))};
 
   Array hidden = contiguous(x);
   for (size_t layer = 0; layer < layers; ++layer) {
@@ -71,7 +71,7 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
     };
 
     linear_rows(hidden, {linear(0), linear(1), linear(2)}, qkv, dtype, nullptr);
-    attention_rows(q, k, v, cu_seqlens, softmax_scale, context);
+    attention_rows(q, k, v, cu_seqlens, form, context);
     // Both LayerNorms run over rows as the products before them finish them.
     linear_rows(flat_context, {linear(3, false)}, {product}, dtype,
                 add_norm_rows(product, bias[3], hidden, {false, norm[0], norm[1], eps[2 * layer]}, middle, {}));
