@@ -16,7 +16,7 @@ inline EmbedFwdTensors embed_fwd_tensors(const OptionalArray& input_ids, const O
                                          const OptionalArray& weight, const OptionalArray& bias, Device device) {
   check(position_ids.defined() == position.defined(), "position_ids and their table belong together");
   const Array& one_a_token = position_ids.defined() ? position_ids : input_ids.defined() ? input_ids : word;
-  const int64_t tokens = one_a_token.size(0), width = word.size(1);
+  const int64_t tokens = one_a_token.size(0), width = (position.defined() ? position : word).size(1);
   const auto dtype = word.scalar_type();
   EmbedFwdTensors t;
   t.ids = checked_if_defined("input_ids", input_ids, {tokens}, ScalarType::Long, device);
