@@ -7,13 +7,13 @@ tree is looked at only where the device, the dtype and the modes of the process 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
 from fastbert import ops
-from fastbert.families.spec import LayerSpec
+from fastbert.families.spec import LayerSpec, Rotary
 from fastbert.layers.leaves import Container, get_leaf, is_linear, is_plain, norm_kind, norm_weights, weights_of
 from fastbert.layers.snapshot import Remembered, Snapshot
 
@@ -30,20 +30,16 @@ def forget_layers(root: nn.Module) -> None:
     _remembered.forget(root)
 
 
-def _objection(spec: LayerSpec) -> str | None:
-    plain = not spec.norm_first and spec.norm.kind == "layer" and not spec.feed_forward.gated
-    return None if plain and spec.attention.position is None else "layers of this kind run op by op"
-
-
 def offer_layers(
     root: nn.Module,
     paths: Sequence[str],
     specs: Sequence[LayerSpec],
+    final_norm: str | None,
     layer_type: type[nn.Module] | None,
     x: torch.Tensor,
 ) -> Fused | str:
-    """The layers at `paths` below `root`, of `specs`, as one op over x, for inference, or why they are called one by
-    one.
+    """The layers at `paths` below `root`, of `specs`, and the norm behind the last one, as one op over x, for
+    inference; or why they are called one by one.
 
     `layer_type`: layers of another type, or with hooks on them or on a container in them, are called; None where the
     caller has looked at them.
@@ -51,23 +47,37 @@ def offer_layers(
 
     def look() -> ops.LayerOperands | str:
         if torch.compiler.is_compiling():  # a trace looks at the tree anew: see Remembered
-            return _operands(root, paths, specs, layer_type)
-        question = (paths, specs)
+            return _operands(root, paths, specs, final_norm, layer_type)
+        question = (paths, specs, final_norm)
         operands = _remembered.get(root, question)
         if operands is None:
-            operands = _operands(root, paths, specs, layer_type)
+            operands = _operands(root, paths, specs, final_norm, layer_type)
             if not isinstance(operands, str):
-                _remembered.put(root, question, _snapshot(root, paths, specs, layer_type is not None), operands)
+                snapshot = _snapshot(root, paths, specs, final_norm, layer_type is not None)
+                _remembered.put(root, question, snapshot, operands)
         return operands
 
-    if specs and (objection := _objection(specs[0])):
-        return objection
-    made = ops.offer("encoder_layers", x, look)
-    return made if isinstance(made, str) else lambda context: made(context.batch.cu_seqlens)
+    return _with_context(ops.offer("encoder_layers", x, look))
+
+
+def _with_context(offered: Callable[..., torch.Tensor] | str, position: Rotary | None = None) -> Fused | str:
+    """What takes a LayerContext; `position`: which of its tables the op takes, None all of them."""
+    if isinstance(offered, str):
+        return offered
+
+    def run(context: LayerContext) -> torch.Tensor:
+        tables = tuple(context.rotary.values()) if position is None else (context.rotary[position],)
+        return offered(context.batch.cu_seqlens, tables, context.window_positions)
+
+    return run
 
 
 def _operands(
-    root: nn.Module, paths: Sequence[str], specs: Sequence[LayerSpec], layer_type: type[nn.Module] | None
+    root: nn.Module,
+    paths: Sequence[str],
+    specs: Sequence[LayerSpec],
+    final_norm: str | None,
+    layer_type: type[nn.Module] | None,
 ) -> ops.LayerOperands | str:
     """What the layers hold now, or which of them must be called, and why."""
     layers = [get_leaf(root, path) for path in paths]
@@ -75,49 +85,90 @@ def _operands(
         return "there are no layers"
     if any([layer.training for layer in layers]):
         return "a layer is in training mode"
-    linears: list[ops.LinearWeights] = []
-    norms: list[torch.Tensor] = []
-    eps: list[float] = []
+    # The tables come in this order: LayerContext.rotary has it, too.
+    rotaries = list(dict.fromkeys(spec.attention.position for spec in specs if spec.attention.position is not None))
+    found: list[_Leaves] = []
     for at, layer, spec in zip(paths, layers, specs, strict=True):
-        names = spec.names
         if layer_type is not None:
             if not is_plain(layer, layer_type):
                 return _not_plain(at, layer)
-            for path in names.containers:  # the outer ones first: below one that was replaced nothing is looked for
+            for path in spec.names.containers:  # the outer ones first: what is below one that was replaced may be gone
                 if not is_plain(get_leaf(layer, path), Container):
                     return _not_plain(f"{at}.{path}", get_leaf(layer, path))
-        found = _leaves(layer, spec)
-        if isinstance(found, str):
-            return f"{at}.{found}"
-        linears += found[0]
-        norms += found[1]
-        eps += found[2]
-    return ops.LayerOperands.of(linears, norms, eps, specs[0].attention.num_heads, specs[0].feed_forward.activation)
+        position = spec.attention.position
+        leaves = _leaves(layer, spec, -1 if position is None else rotaries.index(position))
+        if isinstance(leaves, str):
+            return f"{at}.{leaves}"
+        found.append(leaves)
+    last = None
+    if final_norm is not None:
+        leaf = get_leaf(root, final_norm)
+        if norm_kind(leaf) != specs[-1].norm.kind:
+            return _not_plain(final_norm, leaf)
+        last = ops.FinalNorm(*norm_weights(leaf))
+    linears = [linear for leaves in found for linear in leaves.linears]
+    norms = [t for leaves in found for t in leaves.norms]
+    return ops.LayerOperands.of(linears, norms, [leaves.form for leaves in found], last)
 
 
-def _leaves(layer: nn.Module, spec: LayerSpec) -> tuple[list, list, list] | str:
-    """The Linear leaves' weights, the norms' weights and biases, and their eps; or which leaf must be called."""
-    linears, norms, eps = [], [], []
-    for path in spec.names.linears:
+class _Leaves(NamedTuple):
+    """What LayerOperands.of takes of one layer."""
+
+    linears: list[ops.LinearWeights]
+    norms: list[torch.Tensor | None]
+    form: ops.LayerForm
+
+
+def _leaves(layer: nn.Module, spec: LayerSpec, rotary: int, with_dropout: bool = False) -> _Leaves | str:
+    """What the leaves of a layer hold, or which of them must be called. `rotary`: which table it turns by."""
+    names, attention, feed_forward = spec.names, spec.attention, spec.feed_forward
+    linears, norms, eps = [], list[torch.Tensor | None](), list[float]()
+    for path in names.linears:
         leaf = get_leaf(layer, path)
         if not is_linear(leaf):
             return _not_plain(path, leaf)
         linears.append(weights_of(leaf))
-    for path in spec.names.norms if spec.has_attention_norm else spec.names.norms[1:]:
+    for i, path in enumerate(names.norms):
+        if i == 0 and not spec.has_attention_norm:
+            norms += [None, None]
+            eps.append(0.0)
+            continue
         norm = get_leaf(layer, path)
         if norm_kind(norm) != spec.norm.kind:
             return _not_plain(path, norm)
-        *vectors, norm_eps = norm_weights(norm)
-        norms += vectors
+        weight, bias, norm_eps = norm_weights(norm)
+        norms += [weight, bias]
         eps.append(norm_eps)
-    return linears, norms, eps
+    if attention.position is not None and attention.position.rotates_values:
+        return "attention rotates values, too"
+    dropouts = (attention.dropout, spec.attention_output_dropout, feed_forward.dropout, spec.feed_forward_dropout)
+    form = ops.LayerForm(
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        softmax_scale=attention.softmax_scale,
+        window_size=attention.window_size,
+        rotary=rotary,
+        norm=spec.norm.kind,
+        norm_first=spec.norm_first,
+        has_attention_norm=spec.has_attention_norm,
+        merged_qkv=len(names.qkv) == 1,
+        gated=feed_forward.gated,
+        merged_gate=feed_forward.gated and len(names.ups) == 1,
+        activation=feed_forward.activation,
+        eps=(eps[0], eps[1]),
+        dropouts=dropouts if with_dropout else (0.0, 0.0, 0.0, 0.0),
+    )
+    return _Leaves(linears, norms, form)
 
 
 def _not_plain(path: str, module: nn.Module) -> str:
     return f"{path} is no plain module ({type(module).__name__}; hooks, a forward of its own, or a weight that is None)"
 
 
-def _snapshot(root: nn.Module, paths: Sequence[str], specs: Sequence[LayerSpec], called: bool) -> Snapshot:
+def _snapshot(
+    root: nn.Module, paths: Sequence[str], specs: Sequence[LayerSpec], final_norm: str | None, called: bool
+) -> Snapshot:
     """All by which `_operands` goes. `called`: layers and the containers in them have hooks of their own."""
     snapshot = Snapshot()
     for path, spec in dict(zip(paths, specs, strict=True)).items():  # ALBERT's layers come again
@@ -129,28 +180,18 @@ def _snapshot(root: nn.Module, paths: Sequence[str], specs: Sequence[LayerSpec],
             snapshot.watch(get_leaf(layer, leaf))
         for module in (layer, *(get_leaf(layer, path) for path in names.containers)) if called else ():
             snapshot.watch(module)
+    if final_norm is not None:
+        snapshot.watch_path(root, final_norm)
+        snapshot.watch(get_leaf(root, final_norm))
     return snapshot
 
 
 def offer_layer(layer: nn.Module, spec: LayerSpec, x: torch.Tensor) -> Fused | str:
     """One layer over x as an op with a backward, or why its ops run one by one. Whoever asks has called its hooks."""
+    position = spec.attention.position
 
     def look() -> ops.LayerOperands | str:
-        found = _leaves(layer, spec)
-        if isinstance(found, str):
-            return found
-        linears, norms, eps = found
-        dropouts = (spec.attention.dropout, spec.attention_output_dropout, spec.feed_forward_dropout)
-        return ops.LayerOperands.of(
-            linears,
-            norms,
-            eps,
-            spec.attention.num_heads,
-            spec.feed_forward.activation,
-            dropouts if layer.training else (0.0, 0.0, 0.0),
-        )
+        found = _leaves(layer, spec, -1 if position is None else 0, layer.training)
+        return found if isinstance(found, str) else ops.LayerOperands.of(found.linears, found.norms, [found.form])
 
-    if objection := _objection(spec):
-        return objection
-    made = ops.offer("encoder_layer", x, look)
-    return made if isinstance(made, str) else lambda context: made(context.batch.cu_seqlens)
+    return _with_context(ops.offer("encoder_layer", x, look), position)

@@ -218,10 +218,10 @@ def run_encoder(
         # The groups of ALBERT, which nothing below looks at; a list, so that each is asked whether it is a container.
         called = scopes.groups and any([is_called(root, path) for path in dict.fromkeys(scopes.groups)])
         if not (wants_probs or wants_hidden_states or called or root.training):
-            fused = offer_layers(root, paths, specs, layer_type, x)
+            fused = offer_layers(root, paths, specs, family.final_norm if scopes.ends else None, layer_type, x)
         if callable(fused):
-            x = fused(context)
-        elif not scopes.groups:
+            return fused(context)
+        if not scopes.groups:
             x = layers(0, None)(x)
         else:  # the layers of each of ALBERT's groups, as often as it runs
             for i, path in zip(range(0, len(paths), config.inner_group_num), scopes.groups, strict=True):
