@@ -1,0 +1,76 @@
+// What a layer computes, as fastbert/ops/encoder_layers.py writes it down, and what it runs on.
+#pragma once
+
+#include <array>
+#include <vector>
+
+#include "layer_norm.h"
+#include "linear.h"
+#include "register.h"
+
+namespace fastbert {
+
+struct LayerForm {
+  int64_t num_heads, num_kv_heads, head_dim, window_left, window_right, rotary;
+  bool norm_first, merged_qkv, gated, merged_gate, rms;
+  int64_t biases, scales, norms;  // bit i: leaf i has one; bit i: the norms' tensor i is there
+  double softmax_scale;
+  std::array<double, 2> eps;
+  std::array<double, 4> dropouts;
+
+  // Leaves, in this order: those that attention's heads come from, its output, those up, down.
+  size_t num_projections() const { return merged_qkv ? 1 : 3; }
+  size_t attention_output() const { return num_projections(); }
+  size_t first_up() const { return num_projections() + 1; }
+  size_t num_ups() const { return gated && !merged_gate ? 2 : 1; }
+  size_t down() const { return first_up() + num_ups(); }
+  size_t num_leaves() const { return down() + 1; }
+
+  bool has_attention_norm() const { return (norms & 1) != 0; }
+  int64_t heads_of(size_t projection) const {
+    return merged_qkv ? num_heads + 2 * num_kv_heads : projection == 0 ? num_heads : num_kv_heads;
+  }
+};
+
+std::vector<LayerForm> layer_forms(const std::vector<int64_t>& forms, const std::vector<double>& numbers);
+
+// The operands of one layer. Those before it are not needed any more when the next is read.
+struct LayerOperands {
+  static constexpr size_t kMostLeaves = 7;
+  std::array<Array, kMostLeaves> weight, bias, scale;
+  std::array<double, kMostLeaves> input_scale;
+  std::array<int64_t, kMostLeaves> version;
+  NormOperand attention_norm, feed_forward_norm;
+
+  LinearOperand linear(size_t i) const { return {weight[i], &bias[i], &scale[i], input_scale[i], version[i]}; }
+  // For what adds the bias itself.
+  LinearOperand without_bias(size_t i) const { return {weight[i], nullptr, &scale[i], input_scale[i], version[i]}; }
+  std::vector<LinearOperand> projections(const LayerForm& form) const;
+};
+
+// Lists of tensors, taken apart layer by layer.
+class LayerReader {
+ public:
+  // versions: of the weights, or none.
+  LayerReader(const List<Array>& weights, const List<Array>& biases, const List<Array>& scales,
+              const std::vector<double>& input_scales, const List<Array>& norms, const std::vector<int64_t>& versions,
+              int64_t hidden_size, ScalarType dtype);
+
+  // The next layer's. Its shapes are checked where no product checks them.
+  void read(const LayerForm& form, LayerOperands& layer);
+  // The norm that read() gives next, as the attention's: the next layer's, or the one behind the last.
+  NormOperand peek(bool rms, bool has_bias, double eps) const;
+  // Fails unless all was taken but for `norms` tensors.
+  void finish(size_t norms) const;
+
+ private:
+  const List<Array>&weights_, &biases_, &scales_;
+  const std::vector<double>& input_scales_;
+  const List<Array>& norms_;
+  const std::vector<int64_t>& versions_;
+  int64_t hidden_size_;
+  ScalarType dtype_;
+  size_t leaf_ = 0, bias_ = 0, scale_ = 0, norm_ = 0, layer_ = 0;
+};
+
+}  // namespace fastbert
