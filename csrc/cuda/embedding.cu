@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(256, 1) embed_fwd_kernel(EmbedFwdArgs a) {
   if (a.weight == nullptr) return columns.store(a.out, row, summed);
 #pragma unroll
   for (int i = 0; i < R::kPerThread; ++i) values[i] = summed[i];
-  normalise(columns, values, a.eps, shared);
+  normalise(columns, values, false, a.eps, shared);
   scale_and_store(columns, values, a.weight, a.bias, a.out, row);
 }
 

@@ -74,9 +74,9 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
     attention_rows(q, k, v, cu_seqlens, softmax_scale, context);
     // Both LayerNorms run over rows as the products before them finish them.
     linear_rows(flat_context, {linear(3, false)}, {product}, dtype,
-                add_layer_norm_rows(product, bias[3], hidden, norm[0], norm[1], eps[2 * layer], middle));
+                add_norm_rows(product, bias[3], hidden, {false, norm[0], norm[1], eps[2 * layer]}, middle, {}));
     feed_forward_rows(middle, linear(4), linear(5, false), activation, product, Array(), dtype,
-                      add_layer_norm_rows(product, bias[5], middle, norm[2], norm[3], eps[2 * layer + 1], out));
+                      add_norm_rows(product, bias[5], middle, {false, norm[2], norm[3], eps[2 * layer + 1]}, out, {}));
     hidden = out;  // nothing reads a layer's input once its last product runs
   }
   return out;

@@ -31,11 +31,11 @@ from fastbert.ops.dropout import dropout_torch
 
 _FWD_SCHEMA = (
     "(Tensor x, Tensor? x_bias, Tensor? residual, Tensor weight, Tensor? bias, Tensor? philox, float dropout_p,"
-    " float eps, bool return_sum, bool return_stats) -> (Tensor out, Tensor summed, Tensor mean, Tensor rstd)"
+    " float eps, bool return_sum, bool return_stats, bool rms=False) -> (Tensor out, Tensor summed, Tensor mean, Tensor rstd)"
 )
 _BWD_SCHEMA = (
     "(Tensor dout, Tensor? dsum, Tensor summed, Tensor mean, Tensor rstd, Tensor weight, Tensor? philox,"
-    " float dropout_p, bool has_x_bias) -> (Tensor dx, Tensor dsummed, Tensor dx_bias, Tensor dweight, Tensor dbias)"
+    " float dropout_p, bool has_x_bias, bool rms=False) -> (Tensor dx, Tensor dsummed, Tensor dx_bias, Tensor dweight, Tensor dbias)"
 )
 
 

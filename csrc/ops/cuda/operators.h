@@ -13,13 +13,13 @@ std::tuple<Array, Array, Array, Array> add_layer_norm_fwd_cuda(const Array& x, c
                                                                const OptionalArray& residual, const Array& weight,
                                                                const OptionalArray& bias, const OptionalArray& philox,
                                                                double dropout_p, double eps, bool return_sum,
-                                                               bool return_stats);
+                                                               bool return_stats, bool rms);
 
 std::tuple<Array, Array, Array, Array, Array> add_layer_norm_bwd_cuda(const Array& dout, const OptionalArray& dsum,
                                                                       const Array& summed, const Array& mean,
                                                                       const Array& rstd, const Array& weight,
                                                                       const OptionalArray& philox, double dropout_p,
-                                                                      bool has_x_bias);
+                                                                      bool has_x_bias, bool rms);
 
 Array embed_fwd_cuda(const OptionalArray& input_ids, const Array& position_ids, const OptionalArray& token_type_ids,
                      const Array& word, const Array& position, const OptionalArray& token_type,
