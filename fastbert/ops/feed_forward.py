@@ -3,6 +3,7 @@ gated one, GeGLU with its relatives (Shazeer 2020, section 2)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from fastbert.ops._common import (
     triton_objection,
 )
 from fastbert.ops._linear_torch import ACTIVATIONS_IN_PLACE, activation_torch, linear_torch
+from fastbert.ops.dropout import dropout_torch
 from fastbert.ops.linear import check_gradient, supports_gemm_cpu
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh")
@@ -78,50 +80,64 @@ _BWD = {
 class FeedForwardOptions(NamedTuple):
     activation: str
     gated: bool
-    input_scales: tuple[float, float]
+    dropout_p: float
+    input_scales: tuple[float, ...]
     dtype: torch.dtype
 
 
-def _feed_forward_torch(x, up_weight, up_bias, down_weight, weight_scales, options):
-    (up_scale, down_scale), (up_input, down_input) = weight_scales, options.input_scales
-    inner = linear_torch(x, up_weight, up_bias, up_scale, up_input, "none" if options.gated else options.activation)
+def _feed_forward_torch(x, up_weight, up_bias, down_weight, gate_weight, gate_bias, weight_scales, options):
+    *_, up_scale, down_scale = weight_scales
+    *_, up_input, down_input = options.input_scales
+    name = "none" if options.gated else options.activation
+    inner = linear_torch(x, up_weight, up_bias, up_scale, up_input, name)
     if options.gated:
-        first, second = inner.chunk(2, -1)
-        if inner.requires_grad:
-            inner = activation_torch(first, options.activation) * second
+        if gate_weight is None:
+            gate, up = inner.chunk(2, -1)
         else:
-            inner = ACTIVATIONS_IN_PLACE[options.activation](first).mul_(second)
+            up = inner
+            gate = linear_torch(x, gate_weight, gate_bias, weight_scales[0], options.input_scales[0], "none")
+        if gate.requires_grad or up.requires_grad:
+            inner = activation_torch(gate, options.activation) * up
+        else:
+            inner = ACTIVATIONS_IN_PLACE[options.activation](gate).mul_(up)
+    inner = dropout_torch(inner, options.dropout_p)
     return linear_torch(inner, down_weight, None, down_scale, down_input, "none")
 
 
-def _supports_cpu(x, up_weight, up_bias, down_weight, options) -> str | None:
+def _supports_cpu(x, up_weight, up_bias, down_weight, gate_weight, gate_bias, options) -> str | None:
     if options.gated:
         return "it has no gated feed-forward"
+    if options.dropout_p > 0:
+        return "it has no dropout before the second product"
     return supports_gemm_cpu(x, up_weight, up_bias, down_weight)
 
 
-def _supports_gpu(x, *weights) -> str | None:
+def _supports_gpu(x, up_weight, up_bias, down_weight, gate_weight, gate_bias, options) -> str | None:
     if x.dim() != 2:
         return f"x has {x.dim()} dimensions, the kernels take (total_tokens, in_features)"
-    for t in weights:
+    for t in (up_weight, up_bias, down_weight, gate_weight, gate_bias):
         if t is not None and not t.is_floating_point():
             return f"a weight is {t.dtype}"
         if t is not None and t.dtype is not x.dtype and not torch.is_autocast_enabled(x.device.type):
             return f"a weight is {t.dtype}, x is {x.dtype}"
+    if gate_weight is not None:
+        return "gate and up are two weights, the kernels take one that holds both"
+    if options.dropout_p > 0:
+        return "it has no dropout before the second product"
     return None
 
 
-def _supports_triton(x, up_weight, up_bias, down_weight, options) -> str | None:
-    return _supports_gpu(x, up_weight, up_bias, down_weight) or triton_objection(x)
+def _supports_triton(x, *operands) -> str | None:
+    return _supports_gpu(x, *operands) or triton_objection(x)
 
 
-def _supports_cuda(x, up_weight, up_bias, down_weight, options) -> str | None:
+def _supports_cuda(x, *operands) -> str | None:
     # Any intermediate_size: rows that 16-byte loads do not take go element by element.
-    return _supports_gpu(x, up_weight, up_bias, down_weight) or cuda_objection(x, max_columns=None)
+    return _supports_gpu(x, *operands) or cuda_objection(x, max_columns=None)
 
 
 def _probe(x: torch.Tensor, vector: torch.Tensor) -> tuple:
-    return x, x, None, x.t(), FeedForwardOptions("gelu", False, (0.0, 0.0), x.dtype)
+    return x, x, None, x.t(), None, None, FeedForwardOptions("gelu", False, 0.0, (0.0, 0.0), x.dtype)
 
 
 # On a GPU both backends are cuBLAS's products with a kernel between them; `auto` takes CUDA's where it is built.
@@ -142,7 +158,8 @@ def activation(x: torch.Tensor, name: str) -> torch.Tensor:
 
 def _launch(backend, options, operands, weight_scales, return_pre):
     """Returns out and pre."""
-    activation, gated, input_scales, dtype = options
+    activation, gated, _, input_scales, dtype = options
+    operands = operands[:4]
     if backend is Backend.CPU:
         return _FWD[backend](*operands, *weight_scales, input_scales, activation, dtype, return_pre)
     return _FWD[backend](*operands, activation, gated, return_pre)
@@ -150,29 +167,35 @@ def _launch(backend, options, operands, weight_scales, return_pre):
 
 def _forward(backend, options, *operands):
     """What is kept is x and the first product: its activation is computed again."""
-    x, up_weight, _, down_weight = operands
+    x, up_weight, _, down_weight, _, _ = operands
     out, pre = _launch(backend, options, operands, (None, None), True)
     return out, (x, pre, up_weight, down_weight)
 
 
 def _backward(backend, options, needed, saved, dout):
-    needs_dx, needs_dup, needs_dbias, needs_ddown = needed
+    needs_dx, needs_dup, needs_dbias, needs_ddown, _, _ = needed
     form = (options.activation,) if backend is Backend.CPU else (options.activation, options.gated)
-    return _BWD[backend](dout, *saved, *form, needs_dx, needs_dup or needs_ddown, needs_dbias)
+    return *_BWD[backend](dout, *saved, *form, needs_dx, needs_dup or needs_ddown, needs_dbias), None, None
 
 
 _RULE = Rule(_forward, _backward)
 
 
-def _check(x, up_weight, up_bias, down_weight, activation: str, gated: bool) -> None:
+def _check(x, up_weight, up_bias, down_weight, gate_weight, gate_bias, activation: str, gated: bool) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}; valid names: {', '.join(ACTIVATIONS)}")
-    up_size = (2 if gated else 1) * down_weight.shape[1]
-    if tuple(up_weight.shape) != (up_size, x.shape[-1]):
-        whose = f"x {tuple(x.shape)} and down_weight {tuple(down_weight.shape)}{', gated' if gated else ''}"
-        raise ValueError(f"up_weight is {tuple(up_weight.shape)}, {whose} need {(up_size, x.shape[-1])}")
-    if up_bias is not None and tuple(up_bias.shape) != (up_size,):
-        raise ValueError(f"up_bias is {tuple(up_bias.shape)}, up_weight needs {(up_size,)}")
+    if not gated and (gate_weight is not None or gate_bias is not None):
+        raise ValueError("gate_weight and gate_bias go with gated=True")
+    if gate_weight is None and gate_bias is not None:
+        raise ValueError("gate_bias goes with gate_weight; where one weight holds both products, so does up_bias")
+    is_merged = gated and gate_weight is None
+    up_size = (2 if is_merged else 1) * down_weight.shape[1]
+    whose = f"x {tuple(x.shape)} and down_weight {tuple(down_weight.shape)}{', gated' if is_merged else ''}"
+    for name, weight, bias in (("up", up_weight, up_bias), ("gate", gate_weight, gate_bias)):
+        if weight is not None and tuple(weight.shape) != (up_size, x.shape[-1]):
+            raise ValueError(f"{name}_weight is {tuple(weight.shape)}, {whose} need {(up_size, x.shape[-1])}")
+        if bias is not None and tuple(bias.shape) != (up_size,):
+            raise ValueError(f"{name}_bias is {tuple(bias.shape)}, {name}_weight needs {(up_size,)}")
 
 
 def feed_forward(
@@ -183,44 +206,59 @@ def feed_forward(
     *,
     activation: str = "gelu",
     gated: bool = False,
-    weight_scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-    input_scales: tuple[float, float] = (0.0, 0.0),
+    gate_weight: torch.Tensor | None = None,
+    gate_bias: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    weight_scales: Sequence[torch.Tensor | None] | None = None,
+    input_scales: Sequence[float] | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """inner down_weight^T, without the second bias: add_layer_norm takes that one. With pre = x up_weight^T + up_bias,
-    inner is activation(pre), or, gated, activation(first half of pre's columns) * second half: GeGLU where the
-    activation is "gelu", SwiGLU where it is "silu", ReGLU where it is "relu".
+    """dropout(inner) down_weight^T, without the second bias: add_layer_norm takes that one.
+
+    inner is activation(x up_weight^T + up_bias), or, gated, activation(gate) * up: GeGLU where the activation is
+    "gelu", SwiGLU where it is "silu", ReGLU where it is "relu". Then gate = x gate_weight^T + gate_bias where these are
+    given, and up is that of up_weight and up_bias; else these hold both, gate in their first half and up in the second.
 
     Args:
         x: (total_tokens, hidden_size).
-        up_weight: (intermediate_size, hidden_size), or, gated, (2 * intermediate_size, hidden_size).
+        up_weight: (intermediate_size, hidden_size); where it holds both, (2 * intermediate_size, hidden_size).
         up_bias: as many as up_weight has rows, or None.
         down_weight: (hidden_size, intermediate_size).
         activation: a name that the op `activation` knows.
-        weight_scales, input_scales: go with int8 weights, as in `linears`.
+        gate_weight, gate_bias: (intermediate_size, hidden_size) and (intermediate_size,); gated only.
+        dropout_p: with this probability an element of inner is zeroed; the others are divided by 1 - dropout_p.
+        weight_scales, input_scales: go with int8 weights, as in `linears`: gate's if there is one, up's and down's.
         backend: None follows `use_backend`; a name forces that backend for this call.
 
     Returns:
         (total_tokens, hidden_size), in x's dtype, or autocast's.
 
     Raises:
-        ValueError: an unknown activation, or shapes that do not fit.
+        ValueError: an unknown activation, shapes that do not fit, or gate_weight without gated.
         BackendError: the backend that was asked for cannot serve the call.
         RuntimeError: a gradient is wanted through an int8 weight.
     """
+    products = 2 if gate_weight is None else 3
+    scales = (None,) * products if weight_scales is None else tuple(weight_scales)
+    inputs = (0.0,) * products if input_scales is None else tuple(input_scales)
+    if len(scales) != products or len(inputs) != products:
+        raise ValueError(
+            f"weight_scales and input_scales have {len(scales)} and {len(inputs)} elements for {products} weights"
+        )
     check_devices(
-        "feed_forward", x=x, up_weight=up_weight, up_bias=up_bias, down_weight=down_weight,
-        up_scale=weight_scales[0], down_scale=weight_scales[1],
+        "feed_forward", x=x, up_weight=up_weight, up_bias=up_bias, down_weight=down_weight, gate_weight=gate_weight,
+        gate_bias=gate_bias, up_scale=scales[-2], down_scale=scales[-1], gate_scale=scales[0],
     )  # fmt: skip
-    _check(x, up_weight, up_bias, down_weight, activation, gated)
-    options = FeedForwardOptions(activation, gated, input_scales, compute_dtype(x))
-    chosen = select("feed_forward", backend, x, up_weight, up_bias, down_weight, options)
-    check_gradient(x, weight_scales)
+    weights = (up_weight, up_bias, down_weight, gate_weight, gate_bias)
+    _check(x, *weights, activation, gated)
+    options = FeedForwardOptions(activation, gated, dropout_p, inputs, compute_dtype(x))
+    chosen = select("feed_forward", backend, x, *weights, options)
+    check_gradient(x, scales)
     if chosen is Backend.TORCH:
-        return _feed_forward_torch(x, up_weight, up_bias, down_weight, weight_scales, options)
-    operands: tuple[torch.Tensor | None, ...] = (x, up_weight, up_bias, down_weight)
+        return _feed_forward_torch(x, *weights, scales, options)
+    operands: tuple[torch.Tensor | None, ...] = (x, *weights)
     if chosen is not Backend.CPU:
         operands = tuple(None if t is None else t.to(options.dtype) for t in operands)
     if needs_grad(*operands):
         return Differentiable.apply(_RULE, chosen, options, *operands)
-    return _launch(chosen, options, operands, weight_scales, False)[0]
+    return _launch(chosen, options, operands, scales, False)[0]

@@ -108,12 +108,20 @@ def linear(x, weight, bias, name="none"):
     return y if name == "none" else activation(y, name)
 
 
-def feed_forward(x, up_weight, up_bias, down_weight, name, gated=False):
+def feed_forward(
+    x, up_weight, up_bias, down_weight, name, gated=False, gate_weight=None, gate_bias=None, keep=None, dropout_p=0.0
+):
+    """keep: which elements dropout leaves, bool (total_tokens, intermediate_size)."""
     if not gated:
-        return linear(x, up_weight, up_bias, name) @ down_weight.T
-    pre = x @ up_weight.T if up_bias is None else x @ up_weight.T + up_bias
-    first, second = pre.chunk(2, -1)
-    return (activation(first, name) * second) @ down_weight.T
+        inner = linear(x, up_weight, up_bias, name)
+    elif gate_weight is None:
+        gate, up = linear(x, up_weight, up_bias).chunk(2, -1)
+        inner = activation(gate, name) * up
+    else:
+        inner = linear(x, gate_weight, gate_bias, name) * linear(x, up_weight, up_bias)
+    if keep is not None:
+        inner = torch.where(keep, inner / (1.0 - dropout_p), torch.zeros_like(inner))
+    return inner @ down_weight.T
 
 
 def quantize_rows(x, input_scale=0.0):
