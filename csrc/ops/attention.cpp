@@ -158,10 +158,9 @@ void attention_rows(const Array& q, const Array& k, const Array& v, const Array&
   run_forward(q, k, v, cu_seqlens, make_dropout(0.0, {}), softmax_scale, out, Array());
 }
 
-std::tuple<Array, Array, Array> attention_bwd_cpu(const Array& dout_, const Array& q_, const Array& k_, const Array& v_,
-                                                  const Array& out_, const Array& softmax_stats,
-                                                  const Array& cu_seqlens, const OptionalArray& philox,
-                                                  double softmax_scale, double dropout_p) {
+void attention_gradients(const Array& dout_, const Array& q_, const Array& k_, const Array& v_, const Array& out_,
+                         const Array& softmax_stats, const Array& cu_seqlens, const OptionalArray& philox,
+                         double softmax_scale, double dropout_p, const Array& dq, const Array& dk, const Array& dv) {
   check_q(q_);
   const Array q = with_rows("q", q_, q_), k = with_rows("k", k_, q_), v = with_rows("v", v_, q_);
   const Array out = with_rows("out", out_, q_), dout = with_rows("dout", dout_, q_);
@@ -170,7 +169,6 @@ std::tuple<Array, Array, Array> attention_bwd_cpu(const Array& dout_, const Arra
   const std::vector<int64_t> offsets = checked_offsets(cu_seqlens, total_tokens);
   const Dropout dropout = make_dropout(dropout_p, philox);
 
-  const Array dq = empty_like(q), dk = empty_like(dq), dv = empty_like(dq);
   for (const Array& t : {dq, dk, dv}) zero(t.narrow(0, offsets.back(), total_tokens - offsets.back()));
   for_dtype(q.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
@@ -184,6 +182,14 @@ std::tuple<Array, Array, Array> attention_bwd_cpu(const Array& dout_, const Arra
                                total_tokens};
     run_tasks(make_plan(offsets, num_heads, true), [&](const AttentionTask& task) { attention_bwd(args, task); });
   });
+}
+
+std::tuple<Array, Array, Array> attention_bwd_cpu(const Array& dout, const Array& q, const Array& k, const Array& v,
+                                                  const Array& out, const Array& softmax_stats, const Array& cu_seqlens,
+                                                  const OptionalArray& philox, double softmax_scale, double dropout_p) {
+  check_q(q);
+  const Array dq = empty_like(q), dk = empty_like(k), dv = empty_like(v);
+  attention_gradients(dout, q, k, v, out, softmax_stats, cu_seqlens, philox, softmax_scale, dropout_p, dq, dk, dv);
   return {dq, dk, dv};
 }
 

@@ -1,5 +1,8 @@
 #include "layer_form.h"
 
+#include <algorithm>
+
+#include "packed_weights.h"
 #include "tensors.h"
 
 namespace fastbert {
@@ -15,6 +18,7 @@ Array next(const char* name, const List<Array>& list, size_t& at) {
 }
 
 bool has_bit(int64_t bits, size_t i) { return (bits >> i & 1) != 0; }
+size_t norms_of(int64_t bits) { return has_bit(bits, 0) + has_bit(bits, 1); }
 
 }  // namespace
 
@@ -60,6 +64,20 @@ std::vector<LinearOperand> LayerOperands::projections(const LayerForm& form) con
   return all;
 }
 
+Heads::Heads(const LayerForm& form, std::vector<Array> whole_) : whole(std::move(whole_)) {
+  flat.reserve(whole.size());
+  for (const Array& t : whole) flat.push_back(t.view({t.size(0), t.size(1) * t.size(2)}));
+  if (form.merged_qkv) {
+    q = whole[0].narrow(1, 0, form.num_heads);
+    k = whole[0].narrow(1, form.num_heads, form.num_kv_heads);
+    v = whole[0].narrow(1, form.num_heads + form.num_kv_heads, form.num_kv_heads);
+  } else {
+    q = whole[0];
+    k = whole[1];
+    v = whole[2];
+  }
+}
+
 LayerReader::LayerReader(const List<Array>& weights, const List<Array>& biases, const List<Array>& scales,
                          const std::vector<double>& input_scales, const List<Array>& norms,
                          const std::vector<int64_t>& versions, int64_t hidden_size, ScalarType dtype)
@@ -78,29 +96,57 @@ LayerReader::LayerReader(const List<Array>& weights, const List<Array>& biases, 
 }
 
 // What norms take: their weights and biases, and the biases of the products before them.
-Array LayerReader::vector(const char* name, Array t) const {
-  if (t.defined()) check_tensor(name, t, {hidden_size_}, dtype_, cpu());
-  return t.is_contiguous() ? t : contiguous(t);
+Array LayerReader::vector(const char* name, const Array& t) const {
+  check_tensor(name, t, {hidden_size_}, dtype_, cpu());
+  return contiguous(t);
 }
 
 void LayerReader::read(const LayerForm& form, LayerOperands& layer) {
   for (size_t i = 0; i < form.num_leaves(); ++i) {
-    Array& weight = layer.weight[i];
-    layer.version[i] = versions_.empty() ? 0 : versions_[leaf_];
-    weight = next("weights", weights_, leaf_);
-    if (versions_.empty()) layer.version[i] = version_of(weight);
-    const bool has_scale = has_bit(form.scales, i);
+    const bool has_bias = has_bit(form.biases, i), has_scale = has_bit(form.scales, i);
+    layer.version[i] = versions_.empty() ? kNoVersion : versions_[std::min(weight_, versions_.size() - 1)];
     layer.input_scale[i] = has_scale && scale_ < input_scales_.size() ? input_scales_[scale_] : 0.0;
-    layer.bias[i] = has_bit(form.biases, i) ? next("biases", biases_, bias_) : Array();
+    layer.weight[i] = next("weights", weights_, weight_);
+    layer.bias[i] = has_bias ? next("biases", biases_, bias_) : Array();
     layer.scale[i] = has_scale ? next("weight_scales", scales_, scale_) : Array();
-    const int64_t rows = weight.dim() == 2 ? weight.size(0) : -1;
-    const int64_t features = i < form.num_projections()                           ? form.heads_of(i) * form.head_dim
-                             : i == form.attention_output() || i == form.down() ? hidden_size_
-                                                                                  : rows;
-    check(rows == features && rows >= 0, "weight ", i, " of layer ", layer_, " is ", weight.sizes(), ", expected ",
-          features, " features");
+    const Array& weight = layer.weight[i];
+    if (versions_.empty()) layer.version[i] = version_of(weight);
+    const bool is_output = i == form.attention_output() || i == form.down();
+    const int64_t features = i < form.num_projections() ? form.heads_of(i) * form.head_dim
+                             : is_output                ? hidden_size_
+                                                        : weight.size(0);
+    check(weight.dim() == 2 && weight.size(0) == features, "weight ", i, " of layer ", layer_, " is ", weight.sizes(),
+          ", expected ", features, " features");
+    if (is_output && has_bias) layer.bias[i] = vector("an output's bias", layer.bias[i]);
   }
-  ...
+  read_norms(form, layer);
+  ++layer_;
+}
+
+void LayerReader::read_norms(const LayerForm& form, LayerOperands& layer) {
+  layer.attention_norm = norm_ahead(form.rms, form.norms & 3, form.eps[0]);
+  norm_ += norms_of(form.norms & 3);
+  layer.feed_forward_norm = norm_ahead(form.rms, form.norms >> 2, form.eps[1]);
+  norm_ += norms_of(form.norms >> 2);
+}
+
+NormOperand LayerReader::norm_ahead(bool rms, int64_t bits, double eps) const {
+  size_t at = norm_;
+  NormOperand norm{rms, {}, {}, eps};
+  if (has_bit(bits, 0)) norm.weight = vector("norm", next("norms", norms_, at));
+  if (has_bit(bits, 1)) norm.bias = vector("norm bias", next("norms", norms_, at));
+  return norm;
+}
+
+NormOperand LayerReader::norm_ahead(const LayerForm& form) const {
+  return form.norm_first ? norm_ahead(form.rms, form.norms & 3, form.eps[0]) : NormOperand();
+}
+
+size_t LayerReader::norms_left() const {
+  check(weight_ == weights_.size() && bias_ == biases_.size() && scale_ == scales_.size(), "there are ",
+        weights_.size(), " weights, ", biases_.size(), " biases and ", scales_.size(),
+        " weight_scales, the layers' forms have ", weight_, ", ", bias_, " and ", scale_);
+  return norms_.size() - norm_;
 }
 
 }  // namespace fastbert

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 Fused = Callable[[torch.Tensor], torch.Tensor]  # cu_seqlens -> (total_tokens, hidden_size)
 
-_PRE_NORM = "pre-norm layers: there are fused ones of post-norm layers only"
-
 _remembered = Remembered()
 
 
@@ -48,7 +46,7 @@ def offer_layers(
     def look() -> ops.LayerOperands | str:
         if torch.compiler.is_compiling():  # a trace looks at the tree anew: see Remembered
             return _operands(root, paths, layer_type, names, options)
-        question = (paths, options.num_attention_heads, options.activation)
+        question = (paths, options)
         operands = _remembered.get(root, question)
         if operands is None:
             operands = _operands(root, paths, layer_type, names, options)
@@ -56,7 +54,7 @@ def offer_layers(
                 _remembered.put(root, question, _snapshot(root, paths, names, layer_type is not None), operands)
         return operands
 
-    return _PRE_NORM if options.norm_first else ops.offer("encoder_layers", x, look)
+    return ops.offer("encoder_layers", x, look)
 
 
 def _operands(
@@ -69,8 +67,8 @@ def _operands(
     if any([layer.training for layer in layers]):
         return "a layer is in training mode"
     linears: list[ops.LinearWeights] = []
-    norms: list[torch.Tensor] = []
-    eps: list[float] = []
+    norms: list[torch.Tensor | None] = []
+    forms: list[ops.LayerForm] = []
     for at, layer in zip(paths, layers, strict=True):
         if layer_type is not None:
             if not is_plain(layer, layer_type):
@@ -85,11 +83,27 @@ def _operands(
             linears.append(weights_of(leaf))
         for path in names.norms:
             norm = get_leaf(layer, path)
-            if not is_norm(norm) or norm.bias is None:
+            if not is_norm(norm):
                 return _not_plain(f"{at}.{path}", norm)
             norms.extend((norm.weight, norm.bias))
-            eps.append(norm.eps)
-    return ops.LayerOperands.of(linears, norms, eps, options.num_attention_heads, options.activation)
+        forms.append(_form(layer, names, options, (0.0, 0.0, 0.0, 0.0)))
+    return ops.LayerOperands.of(linears, norms, forms)
+
+
+def _form(
+    layer: nn.Module, names: LayerNames, options: LayerOptions, dropouts: tuple[float, float, float, float]
+) -> ops.LayerForm:
+    """Of a layer whose leaves are plain."""
+    heads = options.num_attention_heads
+    return ops.LayerForm(
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=get_leaf(layer, names.query).weight.shape[0] // heads,  # type: ignore[union-attr, operator]
+        norm_first=options.norm_first,
+        activation=options.activation,
+        eps=(get_leaf(layer, names.attention_norm).eps, get_leaf(layer, names.feed_forward_norm).eps),  # type: ignore[arg-type]
+        dropouts=dropouts,
+    )
 
 
 def _not_plain(path: str, module: nn.Module) -> str:
@@ -123,14 +137,16 @@ def offer_layer(layer: nn.Module, names: LayerNames, options: LayerOptions, x: t
         for path, norm in zip(names.norms, (first, second), strict=True):
             if not is_norm(norm):
                 return _not_plain(path, norm)
-        dropouts = (options.attention_dropout, options.attention_output_dropout, options.feed_forward_dropout)
+        dropouts = (0.0, 0.0, 0.0, 0.0)
+        if layer.training:
+            inner = 0.0
+            dropouts = (
+                options.attention_dropout, options.attention_output_dropout, inner, options.feed_forward_dropout
+            )  # fmt: skip
         return ops.LayerOperands.of(
             [weights_of(leaf) for leaf in linears],
             [first.weight, first.bias, second.weight, second.bias],
-            [first.eps, second.eps],
-            options.num_attention_heads,
-            options.activation,
-            dropouts if layer.training else (0.0, 0.0, 0.0),
+            [_form(layer, names, options, dropouts)],
         )
 
-    return _PRE_NORM if options.norm_first else ops.offer("encoder_layer", x, look)
+    return ops.offer("encoder_layer", x, look)
