@@ -115,10 +115,10 @@ def features(where: Where) -> Checks:
     yield "dropout", partial(dropout, where)
 
 
-def _rotary_tables(where: Where, positions: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotary_tables(where: Where, positions: int, head_dim: int) -> ops.Rotary:
     frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, device=where.device) / head_dim)
     angles = torch.arange(positions, device=where.device)[:, None] * frequencies
-    return angles.cos(), angles.sin()
+    return ops.Rotary(angles.cos(), angles.sin())
 
 
 def same_bits_twice(where: Where, case: Lengths) -> None:

@@ -109,6 +109,12 @@ AttentionInputs<T> inputs(const Array& q, const Array& k, const Array& v, double
           dropout};
 }
 
+void check_form(const Array& q, const Array& k, const AttentionForm& form) {
+  check(form.window_left < 0 && form.window_right < 0, "windows are not implemented");
+  check(!form.cos.defined(), "rotary embedding is not implemented");
+  check(k.sizes() == q.sizes(), "grouped heads are not implemented");
+}
+
 void check_q(const Array& q) {
   check(q.dim() == 3, "q has shape ", q.sizes(), ", expected (total_tokens, num_heads, head_dim)");
   check(q.size(2) <= kLargestHeadDim, "head_dim is ", q.size(2), ", expected at most ", kLargestHeadDim);
@@ -144,24 +150,28 @@ Array empty_stats(const Array& q, bool wanted) {
 }  // namespace
 
 std::tuple<Array, Array> attention_fwd_cpu(const Array& q, const Array& k, const Array& v, const Array& cu_seqlens,
-                                           const OptionalArray& philox, double softmax_scale, double dropout_p,
+                                           const OptionalArray& philox, const AttentionForm& form, double dropout_p,
                                            bool return_stats) {
   check_q(q);
+  check_form(q, k, form);
   const Array out = empty_like(q), stats = empty_stats(q, return_stats);
-  run_forward(q, k, v, cu_seqlens, make_dropout(dropout_p, philox), softmax_scale, out, stats);
+  run_forward(q, k, v, cu_seqlens, make_dropout(dropout_p, philox), form.softmax_scale, out, stats);
   return {out, stats};
 }
 
-void attention_rows(const Array& q, const Array& k, const Array& v, const Array& cu_seqlens, double softmax_scale,
+void attention_rows(const Array& q, const Array& k, const Array& v, const Array& cu_seqlens, const AttentionForm& form,
                     const Array& out) {
   check_q(q);
-  run_forward(q, k, v, cu_seqlens, make_dropout(0.0, {}), softmax_scale, out, Array());
+  check_form(q, k, form);
+  run_forward(q, k, v, cu_seqlens, make_dropout(0.0, {}), form.softmax_scale, out, Array());
 }
 
 void attention_gradients(const Array& dout_, const Array& q_, const Array& k_, const Array& v_, const Array& out_,
                          const Array& softmax_stats, const Array& cu_seqlens, const OptionalArray& philox,
-                         double softmax_scale, double dropout_p, const Array& dq, const Array& dk, const Array& dv) {
+                         const AttentionForm& form, double dropout_p, const Array& dq, const Array& dk,
+                         const Array& dv) {
   check_q(q_);
+  check_form(q_, k_, form);
   const Array q = with_rows("q", q_, q_), k = with_rows("k", k_, q_), v = with_rows("v", v_, q_);
   const Array out = with_rows("out", out_, q_), dout = with_rows("dout", dout_, q_);
   const int64_t total_tokens = q.size(0), num_heads = q.size(1);
@@ -172,7 +182,7 @@ void attention_gradients(const Array& dout_, const Array& q_, const Array& k_, c
   for (const Array& t : {dq, dk, dv}) zero(t.narrow(0, offsets.back(), total_tokens - offsets.back()));
   for_dtype(q.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    const AttentionBwd<T> args{inputs<T>(q, k, v, softmax_scale, dropout),
+    const AttentionBwd<T> args{inputs<T>(q, k, v, form.softmax_scale, dropout),
                                head_rows<const T>(out),
                                head_rows<const T>(dout),
                                stats.data<const float>(),
@@ -186,11 +196,36 @@ void attention_gradients(const Array& dout_, const Array& q_, const Array& k_, c
 
 std::tuple<Array, Array, Array> attention_bwd_cpu(const Array& dout, const Array& q, const Array& k, const Array& v,
                                                   const Array& out, const Array& softmax_stats, const Array& cu_seqlens,
-                                                  const OptionalArray& philox, double softmax_scale, double dropout_p) {
+                                                  const OptionalArray& philox, const AttentionForm& form,
+                                                  double dropout_p) {
   check_q(q);
   const Array dq = empty_like(q), dk = empty_like(k), dv = empty_like(v);
-  attention_gradients(dout, q, k, v, out, softmax_stats, cu_seqlens, philox, softmax_scale, dropout_p, dq, dk, dv);
+  attention_gradients(dout, q, k, v, out, softmax_stats, cu_seqlens, philox, form, dropout_p, dq, dk, dv);
   return {dq, dk, dv};
+}
+
+std::tuple<Array, Array> attention_fwd_operator(const Array& q, const Array& k, const Array& v, const Array& cu_seqlens,
+                                                const OptionalArray& philox, const OptionalArray& window_positions,
+                                                const OptionalArray& cos, const OptionalArray& sin,
+                                                double softmax_scale, double dropout_p, int64_t window_left,
+                                                int64_t window_right, bool interleaved, bool by_token,
+                                                bool return_stats) {
+  return attention_fwd_cpu(
+      q, k, v, cu_seqlens, philox,
+      {softmax_scale, window_left, window_right, window_positions, cos, sin, interleaved, by_token}, dropout_p,
+      return_stats);
+}
+
+std::tuple<Array, Array, Array> attention_bwd_operator(const Array& dout, const Array& q, const Array& k,
+                                                       const Array& v, const Array& out, const Array& softmax_stats,
+                                                       const Array& cu_seqlens, const OptionalArray& philox,
+                                                       const OptionalArray& window_positions, const OptionalArray& cos,
+                                                       const OptionalArray& sin, double softmax_scale, double dropout_p,
+                                                       int64_t window_left, int64_t window_right, bool interleaved,
+                                                       bool by_token) {
+  return attention_bwd_cpu(
+      dout, q, k, v, out, softmax_stats, cu_seqlens, philox,
+      {softmax_scale, window_left, window_right, window_positions, cos, sin, interleaved, by_token}, dropout_p);
 }
 
 }  // namespace fastbert

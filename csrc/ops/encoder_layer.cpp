@@ -125,7 +125,7 @@ std::vector<Array> encoder_layer_fwd_cpu(const Array& x_, const Array& cu_seqlen
   linear_rows(form.begins_with_norm() ? kept.first : x, layer.projections(form), heads.flat, dtype, nullptr);
   kept.projected = heads.whole;
   std::tie(kept.context, kept.softmax_stats) =
-      attention_fwd_cpu(heads.q, heads.k, heads.v, cu_seqlens, philox_of(philox, kProbabilities), form.softmax_scale,
+      attention_fwd_cpu(heads.q, heads.k, heads.v, cu_seqlens, philox_of(philox, kProbabilities), {form.softmax_scale},
                         form.dropouts[kProbabilities], true);
 
   // The sums of residual and product are in x's dtype: where that is wider, the product is not rounded on its way.
@@ -191,7 +191,7 @@ std::vector<Array> encoder_layer_bwd_cpu(const Array& dout_, const Array& x_, co
 
   const Heads dheads = make_heads(form, x.size(0), [&](const Shape& shape) { return workspace(shape, dtype); });
   attention_gradients(dcontext.view(kept.context.sizes()), heads.q, heads.k, heads.v, kept.context, kept.softmax_stats,
-                      cu_seqlens, philox_of(philox, kProbabilities), form.softmax_scale, form.dropouts[kProbabilities],
+                      cu_seqlens, philox_of(philox, kProbabilities), {form.softmax_scale}, form.dropouts[kProbabilities],
                       dheads.q, dheads.k, dheads.v);
   std::vector<Array> projections;
   bool has_biases = false;

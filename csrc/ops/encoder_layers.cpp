@@ -49,7 +49,7 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
       parallel_for(0, tokens, 16, add_norm_rows(hidden, none, none, layer.attention_norm, normed, none));
     }
     linear_rows(form.begins_with_norm() ? normed : hidden, layer.projections(form), heads.flat, dtype, nullptr);
-    attention_rows(heads.q, heads.k, heads.v, cu_seqlens, form.softmax_scale, context);
+    attention_rows(heads.q, heads.k, heads.v, cu_seqlens, {form.softmax_scale}, context);
 
     // What ends a half, residual and norm, runs over rows as the product before it finishes them.
     const size_t output = form.attention_output(), down = form.down();

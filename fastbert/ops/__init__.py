@@ -12,12 +12,14 @@ from fastbert.ops.linear import linear, linears, multiplies_bf16, repack
 from fastbert.ops.loss import cross_entropy, logits_cross_entropy, sequence_cross_entropy
 from fastbert.ops.packing import pack, unpack
 from fastbert.ops.pooling import pooling
+from fastbert.ops.rotary import Rotary
 
 __all__ = [
     "FinalNorm",
     "LayerForm",
     "LayerOperands",
     "LinearWeights",
+    "Rotary",
     "activation",
     "add_layer_norm",
     "at_least_fp32",

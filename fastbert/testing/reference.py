@@ -48,15 +48,23 @@ def softmax(scores):
     return e / e.sum(-1, keepdim=True)
 
 
-def rotary(x, cos, sin, cu_seqlens):
-    """x (total_tokens, num_heads, head_dim), cos and sin (max_positions, head_dim // 2); slack stays as it is."""
+def rotary(x, cos, sin, cu_seqlens, interleaved=False, by_token=False):
+    """x (total_tokens, num_heads, head_dim), cos and sin (rows, head_dim // 2); slack stays as it is.
+
+    Rows are those of positions in the sequences or, if `by_token`, of the tokens. Dimension i is paired with
+    head_dim // 2 + i or, if `interleaved`, 2 i with 2 i + 1.
+    """
     offsets = cu_seqlens.tolist()
     half = x.shape[-1] // 2
+    first = range(0, 2 * half, 2) if interleaved else range(half)
+    second = [i + (1 if interleaved else half) for i in first]
     pieces = []
     for start, stop in pairwise(offsets):
-        x1, x2 = x[start:stop, :, :half], x[start:stop, :, half:]
-        c, s = cos[: stop - start, None], sin[: stop - start, None]
-        pieces.append(torch.cat([x1 * c - x2 * s, x2 * c + x1 * s], -1).to(x.dtype))
+        rows = slice(start, stop) if by_token else slice(stop - start)
+        x1, x2 = x[start:stop, :, list(first)], x[start:stop, :, second]
+        c, s = cos[rows, None], sin[rows, None]
+        order = torch.tensor([*first, *second]).argsort()  # from the first of all pairs, then the second of all
+        pieces.append(torch.cat([x1 * c - x2 * s, x2 * c + x1 * s], -1)[..., order].to(x.dtype))
     return torch.cat([*pieces, x[offsets[-1] :]])
 
 
@@ -64,28 +72,36 @@ _rotary = rotary  # attention's argument has the same name
 
 
 def attention(
-    q, k, v, cu_seqlens, softmax_scale=None, keep=None, dropout_p=0.0, window_size=(-1, -1), rotary=None
+    q, k, v, cu_seqlens, softmax_scale=None, keep=None, dropout_p=0.0, window_size=(-1, -1), window_positions=None,
+    rotary=None,
 ):  # fmt: skip
-    """q, k, v (total_tokens, num_heads, head_dim), one sequence after the other; window_size (left, right), -1: no end.
+    """q (total_tokens, num_heads, head_dim), k and v (total_tokens, num_kv_heads, head_dim), one sequence after the
+    other; query head h sees key head h // (num_heads // num_kv_heads).
 
     `keep`, bool (total_tokens, num_heads, at least the longest length), is the dropout mask that was used: for each
-    query, by the key's position in the sequence. `rotary` is (cos, sin).
+    query, by the key's index in the sequence. window_size (left, right), -1: no end; a query at position p sees the
+    keys at p - left to p + right, positions being 0, 1, 2... in each sequence, or those of window_positions
+    (total_tokens,). `rotary` is (cos, sin, interleaved, by_token).
     """
     if rotary is not None:
-        q, k = (_rotary(t, *rotary, cu_seqlens) for t in (q, k))
+        cos, sin, *kind = rotary
+        q, k = (_rotary(t, cos, sin, cu_seqlens, *kind) for t in (q, k))
+    if k.shape[1] != q.shape[1]:
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
     softmax_scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     offsets = cu_seqlens.tolist()
+    left, right = (math.inf if side < 0 else side for side in window_size)
     pieces = []
     for start, stop in pairwise(offsets):
         qs, ks, vs = (t[start:stop].transpose(0, 1) for t in (q, k, v))
         if stop > start:
             scores = qs @ ks.transpose(1, 2) * softmax_scale
-            for i in range(stop - start):  # query i sees the keys from i - left to i + right
-                left, right = window_size
-                if left >= 0:
-                    scores[:, i, : max(0, i - left)] = -math.inf
-                if right >= 0:
-                    scores[:, i, i + right + 1 :] = -math.inf
+            if window_positions is None:
+                position = torch.arange(stop - start, device=q.device)
+            else:
+                position = window_positions[start:stop].long()
+            distance = position[None, :] - position[:, None]  # of a key (column) from a query (row)
+            scores = torch.where((distance >= -left) & (distance <= right), scores, -math.inf)
             probs = softmax(scores)
             if keep is not None:
                 kept = keep[start:stop, :, : stop - start].transpose(0, 1)

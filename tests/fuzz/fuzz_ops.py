@@ -76,7 +76,7 @@ def attention(draw: Draw, backend: str, dtype: torch.dtype):
     draw.note(f"{lengths.lengths} + {lengths.slack}, max_seqlen {longest}, {options}{', rotary' * is_rotary}")
     if is_rotary:
         angles = torch.arange(longest + 2.0)[:, None] * 10000.0 ** -(torch.arange(head_dim // 2) / head_dim)
-        options["rotary"] = (angles.cos(), angles.sin())
+        options["rotary"] = ops.Rotary(angles.cos(), angles.sin())
     cu_seqlens = lengths.cu_seqlens.long() if draw.flag(4) else lengths.cu_seqlens
     shape = (lengths.total_tokens, heads, head_dim)
     op = partial(ops.attention, cu_seqlens=cu_seqlens, max_seqlen=longest, backend=backend, **options)

@@ -63,6 +63,7 @@ OPTIONS = {
 }  # fmt: skip
 ALONE = {"activation", "at_least_fp32", "dropout"}  # take one tensor
 OF_OTHERS = {
+    "Rotary",
     "linears",
     "LayerOperands",
     "LinearWeights",

@@ -135,7 +135,7 @@ def traced() -> int:
 
 def attend_with_rotary() -> None:
     """What no model has yet."""
-    tables = [torch.ones(64, 32) for _ in range(2)]
+    tables = ops.Rotary(torch.ones(64, 32), torch.ones(64, 32))
     for compiled in (ops.attention, torch.compile(ops.attention, fullgraph=True, backend="aot_eager")):
         qkv = torch.ones(70, 3, 2, 64, dtype=torch.bfloat16, requires_grad=True)
         out = compiled(
