@@ -15,7 +15,7 @@ struct Kept {
   Array first, first_mean, first_rstd;  // the norm that a pre-norm layer begins with
   std::vector<Array> projected;
   Array context, softmax_stats;
-  Array summed, mean, rstd, middle;     // the attention's end
+  Array summed, mean, rstd, middle;  // the attention's end
   Array pre;
   Array last_summed, last_mean, last_rstd;  // the norm that a post-norm layer ends with
 };
@@ -30,7 +30,7 @@ void for_each_kept(const LayerForm& form, Kept& kept, const Visit& visit) {
   if (form.begins_with_norm()) visit_all({&kept.first, &kept.first_mean, &kept.first_rstd});
   for (Array& array : kept.projected) visit(array);
   visit_all({&kept.context, &kept.softmax_stats, &kept.summed});
-  if (form.norm_first || form.has_attention_norm()) visit_all({&kept.mean, &kept.rstd, &kept.middle});
+  if (form.norm_first || form.has_attention_norm()) visit_all({&kept.middle, &kept.mean, &kept.rstd});
   visit(kept.pre);
   if (!form.norm_first) visit_all({&kept.last_summed, &kept.last_mean, &kept.last_rstd});
 }
@@ -60,7 +60,7 @@ struct End {
 };
 
 End end_half(const Array& product, const Array& bias, const Array& residual, const NormOperand& norm,
-                const OptionalArray& philox, double dropout_p) {
+             const OptionalArray& philox, double dropout_p) {
   if (!norm.weight.defined()) {
     const Array sum = add_dropped(product, bias, residual, philox, dropout_p);
     return {sum, sum, {}, {}};
@@ -105,7 +105,8 @@ std::vector<Array> encoder_layer_fwd_cpu(const Array& x_, const Array& cu_seqlen
                                          const List<Array>& biases, const List<Array>& norms,
                                          const OptionalArray& philox, const std::string& activation,
                                          const std::vector<int64_t>& ints, const std::vector<double>& numbers,
-                                         ScalarType dtype) {
+                                         const std::vector<Array>& rotary, const std::vector<int64_t>& rotary_layouts,
+                                         const OptionalArray& window_positions, ScalarType dtype) {
   const LayerForm form = form_of(ints, numbers, weights);
   check(x_.dim() == 2, "x has shape ", x_.sizes(), ", expected (total_tokens, hidden_size)");
   const Array x = contiguous(x_);
@@ -124,19 +125,23 @@ std::vector<Array> encoder_layer_fwd_cpu(const Array& x_, const Array& cu_seqlen
   const Heads heads = make_heads(form, x.size(0), [&](const Shape& shape) { return empty(shape, dtype); });
   linear_rows(form.begins_with_norm() ? kept.first : x, layer.projections(form), heads.flat, dtype, nullptr);
   kept.projected = heads.whole;
-  std::tie(kept.context, kept.softmax_stats) =
-      attention_fwd_cpu(heads.q, heads.k, heads.v, cu_seqlens, philox_of(philox, kProbabilities), {form.softmax_scale},
-                        form.dropouts[kProbabilities], true);
+  std::tie(kept.context, kept.softmax_stats) = attention_fwd_cpu(
+      heads.q, heads.k, heads.v, cu_seqlens, philox_of(philox, kProbabilities),
+      attention_form(form, {rotary, rotary_layouts, window_positions}), form.dropouts[kProbabilities], true);
 
   // The sums of residual and product are in x's dtype: where that is wider, the product is not rounded on its way.
   const Array product = workspace(x.sizes(), x.scalar_type());
   linear_rows(flat(kept.context), {layer.without_bias(output)}, {product}, dtype, nullptr);
   const End middle = end_half(product, layer.bias[output], x, layer.middle_norm(form),
                               philox_of(philox, kAttentionOutput), form.dropouts[kAttentionOutput]);
-  std::tie(kept.middle, kept.summed, kept.mean, kept.rstd) = std::tie(middle.out, middle.summed, middle.mean, middle.rstd);
+  std::tie(kept.middle, kept.summed, kept.mean, kept.rstd) =
+      std::tie(middle.out, middle.summed, middle.mean, middle.rstd);
 
-  kept.pre = empty({x.size(0), layer.weight[up].size(0)}, dtype);
-  feed_forward_rows(middle.out, layer.linear(up), layer.without_bias(down), activation, product, kept.pre, dtype, nullptr);
+  const double inner = form.dropouts[kInner];
+  const FeedForwardOperand feed_forward = layer.feed_forward(
+      form, activation_of(activation), make_dropout(inner, inner > 0.0 ? philox_of(philox, kInner) : OptionalArray()));
+  kept.pre = empty({x.size(0), static_cast<int64_t>(form.num_ups()) * layer.weight[up].size(0)}, dtype);
+  feed_forward_rows(middle.out, feed_forward, product, kept.pre, dtype, nullptr);
   const End last = end_half(product, layer.bias[down], form.norm_first ? middle.summed : middle.out,
                             form.norm_first ? NormOperand() : layer.feed_forward_norm, philox_of(philox, kOutput),
                             form.dropouts[kOutput]);
@@ -151,7 +156,9 @@ std::vector<Array> encoder_layer_bwd_cpu(const Array& dout_, const Array& x_, co
                                          const List<Array>& weights, const List<Array>& norms,
                                          const std::vector<Array>& kept_list, const OptionalArray& philox,
                                          const std::string& activation, const std::vector<int64_t>& ints,
-                                         const std::vector<double>& numbers, bool needs_dx) {
+                                         const std::vector<double>& numbers, const std::vector<Array>& rotary,
+                                         const std::vector<int64_t>& rotary_layouts,
+                                         const OptionalArray& window_positions, bool needs_dx) {
   const LayerForm form = form_of(ints, numbers, weights);
   const Array x = contiguous(x_), dout = contiguous(dout_);
   Kept kept;
@@ -169,21 +176,32 @@ std::vector<Array> encoder_layer_bwd_cpu(const Array& dout_, const Array& x_, co
   const auto has_bias = [&](size_t i) { return (form.biases >> i & 1) != 0; };
   std::array<Array, LayerOperands::kMostLeaves> dweight, dbias;
 
-  const EndGradients last =
-      end_gradients(dout, {}, kept.last_summed, kept.last_mean, kept.last_rstd,
-                    form.norm_first ? NormOperand() : layer.feed_forward_norm, philox_of(philox, kOutput),
-                    form.dropouts[kOutput], has_bias(down));
+  const EndGradients last = end_gradients(dout, {}, kept.last_summed, kept.last_mean, kept.last_rstd,
+                                          form.norm_first ? NormOperand() : layer.feed_forward_norm,
+                                          philox_of(philox, kOutput), form.dropouts[kOutput], has_bias(down));
   dbias[down] = last.dbias;
-  Array dmiddle;
-  std::tie(dmiddle, dweight[up], dbias[up], dweight[down]) = feed_forward_bwd_cpu(
-      last.dproduct, kept.middle.defined() ? kept.middle : kept.summed, kept.pre, weights[up], weights[down], activation, true, true, true);
+  std::vector<Array> ups;
+  bool has_up_biases = false;
+  for (size_t i = up; i < down; ++i) {
+    ups.push_back(weights[i]);
+    has_up_biases |= has_bias(i);
+  }
+  const double inner = form.dropouts[kInner];
+  const auto [dmiddle, dups, dup_biases, ddown] =
+      feed_forward_bwd_cpu(last.dproduct, kept.middle.defined() ? kept.middle : kept.summed, kept.pre, ups,
+                           weights[down], inner > 0.0 ? philox_of(philox, kInner) : OptionalArray(), inner, activation,
+                           form.gated, true, true, has_up_biases);
+  dweight[down] = ddown;
+  for (size_t i = up; i < down; ++i) {
+    dweight[i] = dups[i - up];
+    if (has_up_biases) dbias[i] = dup_biases[i - up];
+  }
 
   // The residual goes to what the attention's end gave: to its sum before the norm, or behind it.
   if (!form.norm_first) add_to(dmiddle, last.dresidual);
-  const EndGradients middle =
-      end_gradients(dmiddle, form.norm_first ? last.dresidual : OptionalArray(), kept.summed, kept.mean, kept.rstd,
-                    layer.middle_norm(form), philox_of(philox, kAttentionOutput), form.dropouts[kAttentionOutput],
-                    has_bias(output));
+  const EndGradients middle = end_gradients(
+      dmiddle, form.norm_first ? last.dresidual : OptionalArray(), kept.summed, kept.mean, kept.rstd,
+      layer.middle_norm(form), philox_of(philox, kAttentionOutput), form.dropouts[kAttentionOutput], has_bias(output));
   dbias[output] = middle.dbias;
   const auto [dcontext, doutput, no_bias] =
       linear_gradients({middle.dproduct}, flat(kept.context), {weights[output]}, dtype, true, true, false);
@@ -191,7 +209,8 @@ std::vector<Array> encoder_layer_bwd_cpu(const Array& dout_, const Array& x_, co
 
   const Heads dheads = make_heads(form, x.size(0), [&](const Shape& shape) { return workspace(shape, dtype); });
   attention_gradients(dcontext.view(kept.context.sizes()), heads.q, heads.k, heads.v, kept.context, kept.softmax_stats,
-                      cu_seqlens, philox_of(philox, kProbabilities), {form.softmax_scale}, form.dropouts[kProbabilities],
+                      cu_seqlens, philox_of(philox, kProbabilities),
+                      attention_form(form, {rotary, rotary_layouts, window_positions}), form.dropouts[kProbabilities],
                       dheads.q, dheads.k, dheads.v);
   std::vector<Array> projections;
   bool has_biases = false;
@@ -209,8 +228,8 @@ std::vector<Array> encoder_layer_bwd_cpu(const Array& dout_, const Array& x_, co
 
   EndGradients first;
   if (form.begins_with_norm()) {
-    first = end_gradients(dx, middle.dresidual, x, kept.first_mean, kept.first_rstd, layer.attention_norm, {}, 0.0,
-                          false);
+    first =
+        end_gradients(dx, middle.dresidual, x, kept.first_mean, kept.first_rstd, layer.attention_norm, {}, 0.0, false);
     dx = needs_dx ? first.dresidual : empty({0, x.size(1)}, x);
   } else if (needs_dx) {
     add_to(dx, middle.dresidual);
@@ -218,15 +237,15 @@ std::vector<Array> encoder_layer_bwd_cpu(const Array& dout_, const Array& x_, co
 
   std::vector<Array> results{dx};
   results.insert(results.end(), dweight.begin(), dweight.begin() + static_cast<int64_t>(form.num_leaves()));
-  for (size_t i = 0; i < form.num_leaves(); ++i) {
-    if (has_bias(i)) results.push_back(dbias[i]);
-  }
   // Of the norms in the order of the layer's, not of the passes.
   const EndGradients &attention = form.norm_first ? first : middle, &feed_forward = form.norm_first ? middle : last;
   const std::array<const Array*, 4> dnorms{&attention.dnorm, &attention.dnorm_bias, &feed_forward.dnorm,
                                            &feed_forward.dnorm_bias};
   for (size_t i = 0; i < 4; ++i) {
     if ((form.norms >> i & 1) != 0) results.push_back(*dnorms[i]);
+  }
+  for (size_t i = 0; i < form.num_leaves(); ++i) {
+    if (has_bias(i)) results.push_back(dbias[i]);
   }
   return results;
 }

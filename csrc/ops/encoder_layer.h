@@ -13,12 +13,15 @@ std::vector<Array> encoder_layer_fwd_cpu(const Array& x, const Array& cu_seqlens
                                          const List<Array>& biases, const List<Array>& norms,
                                          const OptionalArray& philox, const std::string& activation,
                                          const std::vector<int64_t>& form, const std::vector<double>& numbers,
-                                         ScalarType dtype);
+                                         const std::vector<Array>& rotary, const std::vector<int64_t>& rotary_layouts,
+                                         const OptionalArray& window_positions, ScalarType dtype);
 
 std::vector<Array> encoder_layer_bwd_cpu(const Array& dout, const Array& x, const Array& cu_seqlens,
                                          const List<Array>& weights, const List<Array>& norms,
                                          const std::vector<Array>& kept, const OptionalArray& philox,
                                          const std::string& activation, const std::vector<int64_t>& form,
-                                         const std::vector<double>& numbers, bool needs_dx);
+                                         const std::vector<double>& numbers, const std::vector<Array>& rotary,
+                                         const std::vector<int64_t>& rotary_layouts,
+                                         const OptionalArray& window_positions, bool needs_dx);
 
 }  // namespace fastbert

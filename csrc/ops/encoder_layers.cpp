@@ -11,7 +11,9 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
                          const List<Array>& weight_scales, const std::vector<double>& input_scales,
                          const List<Array>& norms, const std::string& activation, const std::vector<int64_t>& layers,
                          const std::vector<int64_t>& form_ints, const std::vector<double>& numbers,
-                         const std::optional<double>& final_eps, const std::vector<int64_t>& versions) {
+                         const std::optional<double>& final_eps, const std::vector<Array>& rotary,
+                         const std::vector<int64_t>& rotary_layouts, const OptionalArray& window_positions,
+                         const std::vector<int64_t>& versions) {
   const std::vector<LayerForm> forms = layer_forms(form_ints, numbers);
   check(x.dim() == 2 && !layers.empty(), "x has shape ", x.sizes(), ", there are ", layers.size(), " layers");
   for (const int64_t i : layers) check(i >= 0 && i < static_cast<int64_t>(forms.size()), "there is no form ", i);
@@ -25,6 +27,8 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
   const auto make = [&](const Shape& shape) { return workspace(shape, dtype); };
   Heads heads;
   Array context, flat_context;
+  AttentionForm attention;
+  const Activation act = activation_of(activation);
 
   LayerReader reader(weights, biases, weight_scales, input_scales, norms, versions, hidden_size, dtype);
   const auto final_norm = [&](const LayerForm& last) -> NormOperand {
@@ -40,6 +44,7 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
     const bool is_last = i + 1 == layers.size();
     reader.read(form, layer);
     if (i == 0 || layers[i] != layers[i - 1]) {
+      attention = attention_form(form, {rotary, rotary_layouts, window_positions});
       heads = make_heads(form, tokens, make);
       context = workspace({tokens, form.num_heads, form.head_dim}, dtype);
       flat_context = context.view({tokens, form.num_heads * form.head_dim});
@@ -49,7 +54,7 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
       parallel_for(0, tokens, 16, add_norm_rows(hidden, none, none, layer.attention_norm, normed, none));
     }
     linear_rows(form.begins_with_norm() ? normed : hidden, layer.projections(form), heads.flat, dtype, nullptr);
-    attention_rows(heads.q, heads.k, heads.v, cu_seqlens, {form.softmax_scale}, context);
+    attention_rows(heads.q, heads.k, heads.v, cu_seqlens, attention, context);
 
     // What ends a half, residual and norm, runs over rows as the product before it finishes them.
     const size_t output = form.attention_output(), down = form.down();
@@ -57,14 +62,16 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
       linear_rows(flat_context, {layer.without_bias(output)}, {product}, dtype, end);
     };
     const auto end_layer = [&](const RowsDone& end) {
-      feed_forward_rows(normed, layer.linear(form.first_up()), layer.without_bias(down), activation, product, Array(),
-                        dtype, end);
+      feed_forward_rows(normed, layer.feed_forward(form, act, {0.0, 0, 0}), product, none, dtype, end);
     };
     const NormOperand next = is_last ? final_norm(form) : reader.norm_ahead(form_of(i + 1));
     is_normed = form.norm_first && next.weight.defined();
     if (form.norm_first) {
       end_attention(add_norm_rows(product, layer.bias[output], hidden, layer.feed_forward_norm, normed, out));
-      end_layer(add_norm_rows(product, layer.bias[down], out, next, !is_normed ? none : is_last ? out : normed,
+      end_layer(add_norm_rows(product, layer.bias[down], out, next,
+                              !is_normed ? none
+                              : is_last  ? out
+                                         : normed,
                               is_last && is_normed ? none : out));
     } else {
       check(!is_last || !next.weight.defined(), "there is a norm behind a post-norm layer");

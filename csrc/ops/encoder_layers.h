@@ -13,6 +13,8 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
                          const List<Array>& weight_scales, const std::vector<double>& input_scales,
                          const List<Array>& norms, const std::string& activation, const std::vector<int64_t>& layers,
                          const std::vector<int64_t>& forms, const std::vector<double>& numbers,
-                         const std::optional<double>& final_eps, const std::vector<int64_t>& versions);
+                         const std::optional<double>& final_eps, const std::vector<Array>& rotary,
+                         const std::vector<int64_t>& rotary_layouts, const OptionalArray& window_positions,
+                         const std::vector<int64_t>& versions);
 
 }  // namespace fastbert

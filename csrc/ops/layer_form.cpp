@@ -22,6 +22,19 @@ size_t norms_of(int64_t bits) { return has_bit(bits, 0) + has_bit(bits, 1); }
 
 }  // namespace
 
+AttentionForm attention_form(const LayerForm& form, const AttentionTables& tables) {
+  AttentionForm attention{form.softmax_scale, form.window_left, form.window_right};
+  if (form.window_left >= 0 || form.window_right >= 0) attention.window_positions = tables.window_positions;
+  if (form.rotary < 0) return attention;
+  const auto i = static_cast<size_t>(form.rotary), count = tables.rotary_layouts.size();
+  check(i < count && tables.rotary.size() == 2 * count, "a layer takes rotary table ", i, ", the call has ", count);
+  attention.cos = tables.rotary[2 * i];
+  attention.sin = tables.rotary[2 * i + 1];
+  attention.interleaved = (tables.rotary_layouts[i] & 1) != 0;
+  attention.by_token = (tables.rotary_layouts[i] & 2) != 0;
+  return attention;
+}
+
 std::vector<LayerForm> layer_forms(const std::vector<int64_t>& ints, const std::vector<double>& numbers) {
   const size_t count = ints.size() / kInts;
   check(count > 0 && ints.size() == count * kInts && numbers.size() == count * kNumbers, "a form is ", kInts,
@@ -62,6 +75,14 @@ std::vector<LinearOperand> LayerOperands::projections(const LayerForm& form) con
   all.reserve(form.num_projections());
   for (size_t i = 0; i < form.num_projections(); ++i) all.push_back(linear(i));
   return all;
+}
+
+FeedForwardOperand LayerOperands::feed_forward(const LayerForm& form, Activation activation,
+                                               const Dropout& dropout) const {
+  std::vector<LinearOperand> ups;
+  ups.reserve(form.num_ups());
+  for (size_t i = form.first_up(); i < form.down(); ++i) ups.push_back(linear(i));
+  return {std::move(ups), without_bias(form.down()), activation, form.gated, dropout};
 }
 
 Heads::Heads(const LayerForm& form, std::vector<Array> whole_) : whole(std::move(whole_)) {

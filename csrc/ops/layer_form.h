@@ -4,6 +4,8 @@
 #include <array>
 #include <vector>
 
+#include "activation.h"
+#include "attention.h"
 #include "layer_norm.h"
 #include "linear.h"
 #include "register.h"
@@ -33,6 +35,15 @@ struct LayerForm {
   }
 };
 
+// What the layers of a call share, beside cu_seqlens: see fastbert/ops/encoder_layers.py.
+struct AttentionTables {
+  const std::vector<Array>& rotary;
+  const std::vector<int64_t>& rotary_layouts;
+  const OptionalArray& window_positions;
+};
+
+AttentionForm attention_form(const LayerForm& form, const AttentionTables& tables);
+
 std::vector<LayerForm> layer_forms(const std::vector<int64_t>& forms, const std::vector<double>& numbers);
 
 // The operands of one layer. Those before it are not needed any more when the next is read.
@@ -51,6 +62,7 @@ struct LayerOperands {
   // For what adds the bias itself.
   LinearOperand without_bias(size_t i) const { return {weight[i], nullptr, &scale[i], input_scale[i], version[i]}; }
   std::vector<LinearOperand> projections(const LayerForm& form) const;
+  FeedForwardOperand feed_forward(const LayerForm& form, Activation activation, const Dropout& dropout) const;
 };
 
 // What the projections give, or its gradients.

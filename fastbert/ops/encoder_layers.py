@@ -4,7 +4,8 @@ step on 32 sentences.
 
 Both are offers: `offer("encoder_layers", x, look)` for inference, `offer("encoder_layer", x, look)` for training, where
 `look()` gives LayerOperands. What they answer is called with cu_seqlens, int32 (batch + 1,), the offsets of the
-sequences. It returns what x is, (total_tokens, hidden_size).
+sequences, and where a layer's form says so, a tuple of Rotary and the positions that windows go by, as in `attention`.
+It returns what x is, (total_tokens, hidden_size).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from fastbert.backend import Backend, register_offer
 from fastbert.ops._common import check_devices, compute_dtype, define, extension_error, needs_grad
 from fastbert.ops.packing import int32_offsets
+from fastbert.ops.rotary import Rotary
 
 # --------------------------------------------------------------------------------------------------------------------
 # What layers compute, and what they run on
@@ -69,8 +71,10 @@ class LayerForm(NamedTuple):
             return f"num_heads is {self.num_heads}, num_kv_heads {self.num_kv_heads}"
         if self.softmax_scale is not None and not math.isfinite(self.softmax_scale):
             return f"softmax_scale is {self.softmax_scale}"
-        if self.window_size != (-1, -1) or self.rotary >= 0 or self.norm != "layer" or self.gated or self.dropouts[2]:
-            return "it has no windows, rotary embedding, RMSNorm or gated feed-forwards"
+        if self.window_size != (-1, -1) or self.rotary >= 0:
+            return "it has no windows and rotary embedding"
+        if self.norm not in ("layer", "rms"):
+            return f"norm is {self.norm!r} (has 'layer' and 'rms')"
         return None
 
 
@@ -200,17 +204,23 @@ def _accepts(x: torch.Tensor, operands: LayerOperands) -> str | None:
     return None
 
 
+def _tables(rotary: tuple[Rotary, ...]) -> tuple[list[torch.Tensor], list[int]]:
+    """cos and sin of each, and its layout: bit 0 interleaved, bit 1 by_token."""
+    tables = [t for each in rotary for t in (each.cos, each.sin)]
+    return tables, [each.interleaved | each.by_token << 1 for each in rotary]
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # encoder_layers on the CPU, for inference
 #
-# layers, forms, numbers, final_eps and the lists before them: of LayerOperands. versions: the weights', or none, and
-# the kernels ask for each.
+# layers, forms, numbers, final_eps and the lists before them: of LayerOperands. rotary, rotary_layouts: of `_tables`.
+# versions: the weights', or none, and the kernels ask for each.
 
 define(
     "encoder_layers_cpu",
     "(Tensor x, Tensor cu_seqlens, Tensor[] weights, Tensor[] biases, Tensor[] weight_scales, float[] input_scales,"
-    " Tensor[] norms, str activation, int[] layers, int[] forms, float[] numbers, float? final_eps, int[] versions)"
-    " -> Tensor",
+    " Tensor[] norms, str activation, int[] layers, int[] forms, float[] numbers, float? final_eps, Tensor[] rotary,"
+    " int[] rotary_layouts, Tensor? window_positions, int[] versions) -> Tensor",
     lambda x, *others: torch.empty_like(x),
 )
 
@@ -227,11 +237,19 @@ def _accepts_inference(x: torch.Tensor, operands: LayerOperands) -> str | None:
     return _accepts(x, operands)
 
 
-def _run_inference(x: torch.Tensor, operands: LayerOperands, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    check_devices("encoder_layers", x=x, cu_seqlens=cu_seqlens)
+def _run_inference(
+    x: torch.Tensor,
+    operands: LayerOperands,
+    cu_seqlens: torch.Tensor,
+    rotary: tuple[Rotary, ...] = (),
+    window_positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    check_devices("encoder_layers", x=x, cu_seqlens=cu_seqlens, window_positions=window_positions)
     cu_seqlens = int32_offsets("encoder_layers", cu_seqlens)
     *of_layers, _ = operands
-    return torch.ops.fastbert.encoder_layers_cpu(x, cu_seqlens, *of_layers, _versions(operands.weights))
+    return torch.ops.fastbert.encoder_layers_cpu(
+        x, cu_seqlens, *of_layers, *_tables(rotary), window_positions, _versions(operands.weights)
+    )
 
 
 def _versions(weights: tuple[torch.Tensor, ...]) -> list[int]:
@@ -254,25 +272,27 @@ register_offer("encoder_layers", Backend.CPU, _supports_inference, _accepts_infe
 # output's and the feed-forward's, and with dropout inside of the feed-forward (4, 2), the last two being that one's and
 # the output's. Products and attention run in `dtype`, everything else in x's, which may be wider: under autocast the
 # residual stream stays in x's. Forward returns out, and as `kept` what backward wants. Backward returns the gradients
-# of x (zero rows unless needs_dx), weights, biases and norms.
+# of x (zero rows unless needs_dx), weights, norms and biases.
 
 _FWD_SCHEMA = (
     "(Tensor x, Tensor cu_seqlens, Tensor[] weights, Tensor[] biases, Tensor[] norms, Tensor? philox, str activation,"
-    " int[] form, float[] numbers, ScalarType dtype) -> Tensor[]"
+    " int[] form, float[] numbers, Tensor[] rotary, int[] rotary_layouts, Tensor? window_positions, ScalarType dtype)"
+    " -> Tensor[]"
 )
 _BWD_SCHEMA = (
     "(Tensor dout, Tensor x, Tensor cu_seqlens, Tensor[] weights, Tensor[] norms, Tensor[] kept, Tensor? philox,"
-    " str activation, int[] form, float[] numbers, bool needs_dx) -> Tensor[]"
+    " str activation, int[] form, float[] numbers, Tensor[] rotary, int[] rotary_layouts, Tensor? window_positions,"
+    " bool needs_dx) -> Tensor[]"
 )
 
 
-def _fwd_fake(x, cu_seqlens, weights, biases, norms, philox, activation, form, numbers, dtype):
+def _fwd_fake(x, cu_seqlens, weights, biases, norms, philox, activation, form, numbers, rotary, layouts, at, dtype):
     num_heads, num_kv_heads, head_dim, *_, flags, _, _, norm_bits = form
     tokens = x.shape[0]
 
-    def normed():  # by a norm: the sum before it, mean, rstd, and what it gives
-        mean, rstd = (x.new_empty(tokens, dtype=torch.float32) for _ in range(2))
-        return [torch.empty_like(x), mean, rstd, torch.empty_like(x)]
+    def normed():  # what a norm gives, the sum before it, its mean and rstd
+        mean, rstd = (x.new_empty(n, dtype=torch.float32) for n in (0 if flags & _RMS else tokens, tokens))
+        return [torch.empty_like(x), torch.empty_like(x), mean, rstd]
 
     has_attention_norm, norm_first = norm_bits & 1, flags & _NORM_FIRST
     first = normed()[1:] if norm_first and has_attention_norm else []
@@ -281,43 +301,59 @@ def _fwd_fake(x, cu_seqlens, weights, biases, norms, philox, activation, form, n
     context = x.new_empty(tokens, num_heads, head_dim, dtype=dtype)
     softmax_stats = x.new_empty(2, num_heads, tokens, dtype=torch.float32)
     middle = normed() if norm_first or has_attention_norm else [torch.empty_like(x)]
-    pre = x.new_empty(tokens, weights[-2].shape[0], dtype=dtype)
-    last = [] if norm_first else normed()[:3]
+    pre = x.new_empty(tokens, sum([w.shape[0] for w in weights[len(heads) + 1 : -1]]), dtype=dtype)
+    last = [] if norm_first else normed()[1:]
     return [torch.empty_like(x), *first, *projected, context, softmax_stats, *middle, pre, *last]
 
 
-def _bwd_fake(dout, x, cu_seqlens, weights, norms, kept, philox, activation, form, numbers, needs_dx):
+def _bwd_fake(dout, x, cu_seqlens, weights, norms, kept, philox, activation, form, *others):
+    needs_dx = others[-1]
     dbiases = [w.new_empty(w.shape[0]) for i, w in enumerate(weights) if form[-3] >> i & 1]
     dx = x.new_empty(x.shape[0] if needs_dx else 0, x.shape[1])
-    return [dx, *map(torch.empty_like, weights), *dbiases, *map(torch.empty_like, norms)]
+    return [dx, *map(torch.empty_like, (*weights, *norms)), *dbiases]
 
 
 _FWD = define("encoder_layer_fwd_cpu", _FWD_SCHEMA, _fwd_fake)
 _BWD = define("encoder_layer_bwd_cpu", _BWD_SCHEMA, _bwd_fake)
 
 
+class _Call(NamedTuple):
+    # A layer's, beside its tensors.
+    num_weights: int
+    num_norms: int
+    num_biases: int
+    rotary_layouts: list[int]
+    form: tuple  # activation, form and numbers
+    dtype: torch.dtype
+
+
 class _EncoderLayer(torch.autograd.Function):
-    """Autograd around the registered forward and backward of one layer."""
+    """Autograd around the registered forward and backward of one layer. tensors: weights, norms, biases, rotary."""
 
     @staticmethod
-    def forward(ctx, x, cu_seqlens, philox, counts, options, dtype, *parameters):
-        num_weights, num_biases = counts
-        weights, norms = parameters[:num_weights], parameters[num_weights + num_biases :]
-        biases = parameters[num_weights : num_weights + num_biases]
-        out, *kept = _FWD(x, cu_seqlens, weights, biases, norms, philox, *options, dtype)
-        ctx.save_for_backward(x, cu_seqlens, philox, *weights, *norms, *kept)
-        ctx.call = (num_weights, num_weights + len(norms), options)
+    def forward(ctx, x, cu_seqlens, philox, window_positions, call, *tensors):
+        norms_at, biases_at = call.num_weights, call.num_weights + call.num_norms
+        rotary_at = biases_at + call.num_biases
+        weights, norms = tensors[:norms_at], tensors[norms_at:biases_at]
+        biases, rotary = tensors[biases_at:rotary_at], tensors[rotary_at:]
+        tables = (rotary, call.rotary_layouts, window_positions)
+        out, *kept = _FWD(x, cu_seqlens, weights, biases, norms, philox, *call.form, *tables, call.dtype)
+        ctx.save_for_backward(x, cu_seqlens, philox, window_positions, *weights, *norms, *rotary, *kept)
+        ctx.call = call
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
-        x, cu_seqlens, philox, *saved = ctx.saved_tensors
-        first_norm, first_kept, options = ctx.call
-        weights, norms, kept = saved[:first_norm], saved[first_norm:first_kept], saved[first_kept:]
-        needs_dx = ctx.needs_input_grad[0]
-        dx, *gradients = _BWD(dout, x, cu_seqlens, weights, norms, kept, philox, *options, needs_dx)
-        return dx if needs_dx else None, None, None, None, None, None, *gradients
+        call, needs_dx = ctx.call, ctx.needs_input_grad[0]
+        num_tables = 2 * len(call.rotary_layouts)
+        x, cu_seqlens, philox, window_positions, *saved = ctx.saved_tensors
+        norms_at, rotary_at = call.num_weights, call.num_weights + call.num_norms
+        kept_at = rotary_at + num_tables
+        weights, norms, kept = saved[:norms_at], saved[norms_at:rotary_at], saved[kept_at:]
+        tables = (saved[rotary_at:kept_at], call.rotary_layouts, window_positions)
+        dx, *gradients = _BWD(dout, x, cu_seqlens, weights, norms, kept, philox, *call.form, *tables, needs_dx)
+        return dx if needs_dx else None, None, None, None, None, *gradients, *[None] * num_tables
 
 
 def _supports_training(x: torch.Tensor) -> str | None:
@@ -334,15 +370,24 @@ def _accepts_training(x: torch.Tensor, operands: LayerOperands) -> str | None:
     return _accepts(x, operands)
 
 
-def _run_training(x: torch.Tensor, operands: LayerOperands, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    check_devices("encoder_layer", x=x, cu_seqlens=cu_seqlens)
+def _run_training(
+    x: torch.Tensor,
+    operands: LayerOperands,
+    cu_seqlens: torch.Tensor,
+    rotary: tuple[Rotary, ...] = (),
+    window_positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    check_devices("encoder_layer", x=x, cu_seqlens=cu_seqlens, window_positions=window_positions)
     cu_seqlens = int32_offsets("encoder_layer", cu_seqlens)
     weights, biases, _, _, norms, activation, _, form, numbers, _, _ = operands
     dropouts = numbers[-4:]
     philox = torch.randint(2**62, (4 if dropouts[2] else 3, 2), dtype=torch.int64) if any(dropouts) else None
-    options, counts = (activation, form, numbers), (len(weights), len(biases))
+    tables, layouts = _tables(rotary)
+    call = _Call(
+        len(weights), len(norms), len(biases), layouts, (activation, form, numbers), compute_dtype(x)
+    )
     return _EncoderLayer.apply(
-        x, cu_seqlens, philox, counts, options, compute_dtype(x), *weights, *biases, *norms
+        x, cu_seqlens, philox, window_positions, call, *weights, *norms, *biases, *tables
     )
 
 

@@ -27,51 +27,65 @@ from fastbert.ops.linear import check_gradient, supports_gemm_cpu
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh")
 
 # out: (total_tokens, hidden_size) in `dtype`; pre: the first product, which backward needs, no rows unless return_pre.
-# The CPU's operands are as those of `linears`; input_scales are those of the two products. On GPUs all operands have
-# one dtype, which is the results', too. gated: up_weight, up_bias and pre are twice as wide as the second product's
-# operand, which is activation(first half of pre) * second half. Gradients that are not needed are empty.
+# ups: the first product's weight, or, gated, gate's and up's, or one that holds both, gate first; pre is as wide as all
+# rows of them, and a gated inner is activation(first half of pre) * second half. weight_scales and input_scales are
+# those of ups and of down_weight. Operands on the CPU are as those of `linears`; on GPUs they have one dtype, which is
+# the results', too. philox is int64 (2,) = [seed, offset] on x's device, read only when dropout_p > 0, which only the
+# CPU's takes. Gradients that are not needed are empty.
 
 _FWD_CPU_SCHEMA = (
-    "(Tensor x, Tensor up_weight, Tensor? up_bias, Tensor down_weight, Tensor? up_scale, Tensor? down_scale,"
-    " float[] input_scales, str activation, ScalarType dtype, bool return_pre) -> (Tensor out, Tensor pre)"
+    "(Tensor x, Tensor[] ups, Tensor?[] up_biases, Tensor down_weight, Tensor?[] weight_scales, float[] input_scales,"
+    " Tensor? philox, float dropout_p, str activation, bool gated, ScalarType dtype, bool return_pre)"
+    " -> (Tensor out, Tensor pre)"
 )
 _BWD_CPU_SCHEMA = (
-    "(Tensor dout, Tensor x, Tensor pre, Tensor up_weight, Tensor down_weight, str activation, bool needs_dx,"
-    " bool needs_dweight, bool needs_dbias) -> (Tensor dx, Tensor dup_weight, Tensor dup_bias, Tensor ddown_weight)"
+    "(Tensor dout, Tensor x, Tensor pre, Tensor[] ups, Tensor down_weight, Tensor? philox, float dropout_p,"
+    " str activation, bool gated, bool needs_dx, bool needs_dweight, bool needs_dbias)"
+    " -> (Tensor dx, Tensor[] dups, Tensor[] dup_biases, Tensor ddown_weight)"
 )
 _FWD_GPU_SCHEMA = (
     "(Tensor x, Tensor up_weight, Tensor? up_bias, Tensor down_weight, str activation, bool gated, bool return_pre)"
     " -> (Tensor out, Tensor pre)"
 )
-_BWD_GPU_SCHEMA = _BWD_CPU_SCHEMA.replace("str activation,", "str activation, bool gated,")
+_BWD_GPU_SCHEMA = (
+    "(Tensor dout, Tensor x, Tensor pre, Tensor up_weight, Tensor down_weight, str activation, bool gated,"
+    " bool needs_dx, bool needs_dweight, bool needs_dbias)"
+    " -> (Tensor dx, Tensor dup_weight, Tensor dup_bias, Tensor ddown_weight)"
+)
 
 
-def _fwd_cpu_fake(x, up_weight, up_bias, down_weight, up_scale, down_scale, scales, activation, dtype, return_pre):
-    pre = x.new_empty(x.shape[0] if return_pre else 0, up_weight.shape[0], dtype=dtype)
+def _fwd_fake(x, ups, up_biases, down_weight, scales, inputs, philox, dropout_p, activation, gated, dtype, return_pre):
+    pre = x.new_empty(x.shape[0] if return_pre else 0, sum(up.shape[0] for up in ups), dtype=dtype)
     return x.new_empty(x.shape[0], down_weight.shape[0], dtype=dtype), pre
 
 
-def _bwd_cpu_fake(dout, x, pre, up_weight, down_weight, activation, needs_dx, needs_dweight, needs_dbias):
+def _bwd_fake(
+    dout, x, pre, ups, down_weight, philox, dropout_p, activation, gated, needs_dx, needs_dweight, needs_dbias
+):  # fmt: skip
+    dups = [torch.empty_like(up) for up in ups] if needs_dweight else []
+    dbiases = [up.new_empty(up.shape[0]) for up in ups] if needs_dbias else []
+    ddown = down_weight.new_empty(down_weight.shape[0] if needs_dweight else 0, down_weight.shape[1])
+    return x.new_empty(x.shape[0] if needs_dx else 0, x.shape[1]), dups, dbiases, ddown
+
+
+def _fwd_gpu_fake(x, up_weight, up_bias, down_weight, activation, gated, return_pre):
+    pre = x.new_empty(x.shape[0] if return_pre else 0, up_weight.shape[0])
+    return x.new_empty(x.shape[0], down_weight.shape[0]), pre
+
+
+def _bwd_gpu_fake(dout, x, pre, up_weight, down_weight, activation, gated, needs_dx, needs_dweight, needs_dbias):
     dup, ddown = (w.new_empty(w.shape[0] if needs_dweight else 0, w.shape[1]) for w in (up_weight, down_weight))
     dup_bias = up_weight.new_empty(up_weight.shape[0] if needs_dbias else 0)
     return x.new_empty(x.shape[0] if needs_dx else 0, x.shape[1]), dup, dup_bias, ddown
 
 
-def _fwd_gpu_fake(x, up_weight, up_bias, down_weight, activation, gated, return_pre):
-    return _fwd_cpu_fake(x, up_weight, up_bias, down_weight, None, None, None, activation, x.dtype, return_pre)
-
-
-def _bwd_gpu_fake(dout, x, pre, up_weight, down_weight, activation, gated, *needs):
-    return _bwd_cpu_fake(dout, x, pre, up_weight, down_weight, activation, *needs)
-
-
 _FWD = {
-    Backend.CPU: define("feed_forward_cpu", _FWD_CPU_SCHEMA, _fwd_cpu_fake),
+    Backend.CPU: define("feed_forward_cpu", _FWD_CPU_SCHEMA, _fwd_fake),
     Backend.TRITON: define_triton("feed_forward", _FWD_GPU_SCHEMA, "feed_forward", _fwd_gpu_fake),
     Backend.CUDA: define("feed_forward_cuda", _FWD_GPU_SCHEMA, _fwd_gpu_fake),
 }
 _BWD = {
-    Backend.CPU: define("feed_forward_bwd_cpu", _BWD_CPU_SCHEMA, _bwd_cpu_fake),
+    Backend.CPU: define("feed_forward_bwd_cpu", _BWD_CPU_SCHEMA, _bwd_fake),
     Backend.TRITON: define_triton("feed_forward_bwd", _BWD_GPU_SCHEMA, "feed_forward", _bwd_gpu_fake),
     Backend.CUDA: define("feed_forward_bwd_cuda", _BWD_GPU_SCHEMA, _bwd_gpu_fake),
 }
@@ -105,11 +119,7 @@ def _feed_forward_torch(x, up_weight, up_bias, down_weight, gate_weight, gate_bi
 
 
 def _supports_cpu(x, up_weight, up_bias, down_weight, gate_weight, gate_bias, options) -> str | None:
-    if options.gated:
-        return "it has no gated feed-forward"
-    if options.dropout_p > 0:
-        return "it has no dropout before the second product"
-    return supports_gemm_cpu(x, up_weight, up_bias, down_weight)
+    return supports_gemm_cpu(x, up_weight, up_bias, down_weight, gate_weight, gate_bias)
 
 
 def _supports_gpu(x, up_weight, up_bias, down_weight, gate_weight, gate_bias, options) -> str | None:
@@ -156,26 +166,37 @@ def activation(x: torch.Tensor, name: str) -> torch.Tensor:
     return activation_torch(x, name)
 
 
-def _launch(backend, options, operands, weight_scales, return_pre):
+def _launch(backend, options, x, philox, down_weight, ups, up_biases, weight_scales, return_pre):
     """Returns out and pre."""
-    activation, gated, _, input_scales, dtype = options
-    operands = operands[:4]
-    if backend is Backend.CPU:
-        return _FWD[backend](*operands, *weight_scales, input_scales, activation, dtype, return_pre)
-    return _FWD[backend](*operands, activation, gated, return_pre)
+    activation, gated, dropout_p, input_scales, dtype = options
+    if backend is not Backend.CPU:
+        return _FWD[backend](x, *ups, *up_biases, down_weight, activation, gated, return_pre)
+    return _FWD[backend](
+        x, ups, up_biases, down_weight, weight_scales, input_scales, philox, dropout_p, activation, gated, dtype,
+        return_pre,
+    )  # fmt: skip
 
 
-def _forward(backend, options, *operands):
+def _forward(backend, options, x, philox, down_weight, *ups_and_biases):
     """What is kept is x and the first product: its activation is computed again."""
-    x, up_weight, _, down_weight, _, _ = operands
-    out, pre = _launch(backend, options, operands, (None, None), True)
-    return out, (x, pre, up_weight, down_weight)
+    count = len(ups_and_biases) // 2
+    ups, up_biases = ups_and_biases[:count], ups_and_biases[count:]
+    out, pre = _launch(backend, options, x, philox, down_weight, ups, up_biases, (None,) * (count + 1), True)
+    return out, (x, philox, pre, down_weight, *ups)
 
 
 def _backward(backend, options, needed, saved, dout):
-    needs_dx, needs_dup, needs_dbias, needs_ddown, _, _ = needed
-    form = (options.activation,) if backend is Backend.CPU else (options.activation, options.gated)
-    return *_BWD[backend](dout, *saved, *form, needs_dx, needs_dup or needs_ddown, needs_dbias), None, None
+    x, philox, pre, down_weight, *ups = saved
+    count = len(ups)
+    needs_ddown, needs_dups, needs_dbias = needed[2], any(needed[3 : 3 + count]), any(needed[3 + count :])
+    needs = (needed[0], needs_dups or needs_ddown, needs_dbias)
+    form = (options.activation, options.gated)
+    if backend is not Backend.CPU:
+        dx, dup, dup_bias, ddown = _BWD[backend](dout, x, pre, *ups, down_weight, *form, *needs)
+        return dx, None, ddown, dup, dup_bias
+    dx, dups, dbiases, ddown = _BWD[backend](dout, x, pre, ups, down_weight, philox, options.dropout_p, *form, *needs)
+    none = [None] * count
+    return dx, None, ddown, *(dups or none), *(dbiases or none)
 
 
 _RULE = Rule(_forward, _backward)
@@ -256,9 +277,13 @@ def feed_forward(
     check_gradient(x, scales)
     if chosen is Backend.TORCH:
         return _feed_forward_torch(x, *weights, scales, options)
-    operands: tuple[torch.Tensor | None, ...] = (x, *weights)
+    ups: tuple[torch.Tensor, ...] = (up_weight,) if gate_weight is None else (gate_weight, up_weight)
+    biases: tuple[torch.Tensor | None, ...] = (up_bias,) if gate_weight is None else (gate_bias, up_bias)
     if chosen is not Backend.CPU:
-        operands = tuple(None if t is None else t.to(options.dtype) for t in operands)
-    if needs_grad(*operands):
-        return Differentiable.apply(_RULE, chosen, options, *operands)
-    return _launch(chosen, options, operands, scales, False)[0]
+        x, down_weight = x.to(options.dtype), down_weight.to(options.dtype)
+        ups = tuple(t.to(options.dtype) for t in ups)
+        biases = tuple(None if t is None else t.to(options.dtype) for t in biases)
+    philox = torch.randint(2**62, (2,), dtype=torch.int64, device=x.device) if dropout_p > 0 else None
+    if needs_grad(x, down_weight, *ups, *biases):
+        return Differentiable.apply(_RULE, chosen, options, x, philox, down_weight, *ups, *biases)
+    return _launch(chosen, options, x, philox, down_weight, ups, biases, scales, False)[0]

@@ -251,8 +251,11 @@ def test_what_cannot_be_served_raises_with_the_reason():
             ops.feed_forward(x[None], up, None, down, backend=name)
     with pytest.raises(BackendError, match="tensors are on cpu"):
         ops.feed_forward(x, up, None, down, backend="cuda")
-    with pytest.raises(BackendError, match="it has no gated feed-forward"):
-        ops.feed_forward(x, up.repeat(2, 1), None, down, gated=True, backend="cpu")
+    for name in ("triton", "cuda"):
+        with pytest.raises(BackendError, match="gate and up are two weights"):
+            ops.feed_forward(x, up, None, down, gated=True, gate_weight=up, backend=name)
+        with pytest.raises(BackendError, match="no dropout before the second product"):
+            ops.feed_forward(x, up, None, down, dropout_p=0.1, backend=name)
     assert fastbert.backends("cpu")["feed_forward"]["cuda"] == "tensors are on cpu"
 
 
