@@ -67,7 +67,7 @@ def _embed_fwd_kernel(
 
     out = summed.to(out_ptr.dtype.element_ty)
     if HAS_NORM:  # of the rounded sum, as add_layer_norm has it in training
-        centred, _, rstd = centre(out.to(tl.float32), inside, hidden_size, eps)
+        centred, _, rstd = centre(out.to(tl.float32), inside, hidden_size, eps, False)
         normed = centred * rstd * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         if HAS_BIAS:
             normed += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)

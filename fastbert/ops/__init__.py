@@ -7,7 +7,7 @@ from fastbert.ops.dropout import dropout
 from fastbert.ops.embedding import embed_layer_norm
 from fastbert.ops.encoder_layers import FinalNorm, LayerForm, LayerOperands, LinearWeights
 from fastbert.ops.feed_forward import activation, feed_forward
-from fastbert.ops.layer_norm import add_layer_norm
+from fastbert.ops.layer_norm import add_layer_norm, add_rms_norm, rms_norm
 from fastbert.ops.linear import linear, linears, multiplies_bf16, repack
 from fastbert.ops.loss import cross_entropy, logits_cross_entropy, sequence_cross_entropy
 from fastbert.ops.packing import pack, unpack
@@ -22,6 +22,7 @@ __all__ = [
     "Rotary",
     "activation",
     "add_layer_norm",
+    "add_rms_norm",
     "at_least_fp32",
     "attention",
     "attention_probs",
@@ -37,6 +38,7 @@ __all__ = [
     "pack",
     "pooling",
     "repack",
+    "rms_norm",
     "sequence_cross_entropy",
     "unpack",
     "warn_of_missing_kernels",

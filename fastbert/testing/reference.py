@@ -33,14 +33,27 @@ def layer_norm(x, weight, bias, eps):
     return out if bias is None else out + bias
 
 
-def add_layer_norm(x, residual, weight, bias, x_bias=None, eps=1e-12, keep=None, dropout_p=0.0):
-    """`keep` (bool, x's shape) is the dropout mask that was used; returns (out, summed)."""
+def rms_norm(x, weight, eps):
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+
+def _add(x, residual, x_bias, keep, dropout_p):
     if x_bias is not None:
         x = x + x_bias
     if keep is not None:
         x = torch.where(keep, x / (1.0 - dropout_p), torch.zeros_like(x))
-    summed = x if residual is None else x + residual
+    return x if residual is None else x + residual
+
+
+def add_layer_norm(x, residual, weight, bias, x_bias=None, eps=1e-12, keep=None, dropout_p=0.0):
+    """`keep` (bool, x's shape) is the dropout mask that was used; returns (out, summed)."""
+    summed = _add(x, residual, x_bias, keep, dropout_p)
     return layer_norm(summed, weight, bias, eps), summed
+
+
+def add_rms_norm(x, residual, weight, x_bias=None, eps=1e-6, keep=None, dropout_p=0.0):
+    summed = _add(x, residual, x_bias, keep, dropout_p)
+    return rms_norm(summed, weight, eps), summed
 
 
 def softmax(scores):

@@ -38,13 +38,13 @@ class Case:
 def layer_norm_cases() -> Iterator[Case]:
     from fastbert.kernels import layer_norm
 
-    for dtype, dropout, vectors in (
-        ("bf16", False, "bf16"), ("bf16", True, "bf16"), ("fp16", True, "fp16"), ("fp32", True, "fp32"),
-        ("bf16", True, "fp32"),
+    for dtype, dropout, vectors, rms in (
+        ("bf16", False, "bf16", False), ("bf16", True, "bf16", False), ("fp16", True, "fp16", False),
+        ("fp32", True, "fp32", False), ("bf16", True, "fp32", False), ("bf16", True, "bf16", True),
     ):  # fmt: skip
         pointer, variant = f"*{dtype}", "dropout" if dropout else ""
-        variant += "" if vectors == dtype else f"-vectors-{vectors}"
-        no_mask = {} if dropout else {"philox_ptr": None}
+        variant += ("" if vectors == dtype else f"-vectors-{vectors}") + ("-rms" if rms else "")
+        kind = {"HAS_DROPOUT": dropout, "IS_RMS": rms, **({} if dropout else {"philox_ptr": None})}
         block_n, num_warps = layer_norm.row_tile(HIDDEN_SIZE)
         types = {
             **dict.fromkeys(("x_bias_ptr", "weight_ptr", "bias_ptr"), f"*{vectors}"),
@@ -52,9 +52,10 @@ def layer_norm_cases() -> Iterator[Case]:
             "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "philox_ptr": "*i64",
             "hidden_size": "i32", "threshold": "i64", "scale": "fp32", "eps": "fp32",
         }  # fmt: skip
-        flags = ("HAS_X_BIAS", "HAS_RESIDUAL", "HAS_BIAS", "RETURN_SUM", "RETURN_STATS")
-        constants = {**dict.fromkeys(flags, True), "HAS_DROPOUT": dropout, "BLOCK_N": block_n, **no_mask}
-        yield Case("layer_norm._add_layer_norm_fwd_kernel", dtype, types, constants, num_warps, 5, variant=variant)
+        constants = dict.fromkeys(("HAS_X_BIAS", "HAS_RESIDUAL", "RETURN_SUM", "RETURN_STATS"), True)
+        constants |= {"HAS_BIAS": not rms, "BLOCK_N": block_n, **({"bias_ptr": None} if rms else {}), **kind}
+        loads = 4 if rms else 5
+        yield Case("layer_norm._add_layer_norm_fwd_kernel", dtype, types, constants, num_warps, loads, variant=variant)
 
         block_m, block_n, num_warps = layer_norm._bwd_tile(HIDDEN_SIZE)
         types = {
@@ -63,15 +64,14 @@ def layer_norm_cases() -> Iterator[Case]:
             "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "philox_ptr": "*i64",
             "total_tokens": "i32", "hidden_size": "i32", "threshold": "i64", "scale": "fp32",
         }  # fmt: skip
-        constants = {"HAS_DSUM": True, "HAS_X_BIAS": True, "HAS_DROPOUT": dropout, **no_mask}
-        constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n}
+        constants = {"HAS_DSUM": True, "HAS_X_BIAS": True, "BLOCK_M": block_m, "BLOCK_N": block_n, **kind}
         yield Case("layer_norm._add_layer_norm_bwd_kernel", dtype, types, constants, num_warps, 4, variant=variant)
 
-    for dtype in ("bf16", "fp16", "fp32"):
+    for dtype, rms in (("bf16", False), ("fp16", False), ("fp32", False), ("bf16", True)):
         types = dict.fromkeys(("dweight_ptr", "dbias_ptr", "dx_bias_ptr"), f"*{dtype}")
         types |= {"shares_ptr": "*fp32", "num_shares": "i32", "hidden_size": "i32"}
-        constants = {"BLOCK_M": 32, "BLOCK_N": 32}
-        yield Case("layer_norm._add_shares_kernel", dtype, types, constants, num_warps=4, wide_loads=1)
+        constants, variant = {"IS_RMS": rms, "BLOCK_M": 32, "BLOCK_N": 32}, "rms" if rms else ""
+        yield Case("layer_norm._add_shares_kernel", dtype, types, constants, 4, wide_loads=1, variant=variant)
 
 
 _STRIDES = [f"stride_{name}{axis}" for name in "qkvd" for axis in "th"] + ["stride_gt"]
