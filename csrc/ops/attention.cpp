@@ -157,16 +157,15 @@ void attention_rows(const Array& q, const Array& k, const Array& v, const Array&
   run_forward(checked_operands(q, k, v, cu_seqlens, form, make_dropout(0.0, {})), out, Array());
 }
 
-std::tuple<Array, Array, Array> attention_bwd_cpu(const Array& dout_, const Array& q, const Array& k, const Array& v,
-                                                  const Array& out_, const Array& softmax_stats,
-                                                  const Array& cu_seqlens, const OptionalArray& philox,
-                                                  const AttentionForm& form, double dropout_p) {
+void attention_gradients(const Array& dout_, const Array& q, const Array& k, const Array& v, const Array& out_,
+                         const Array& softmax_stats, const Array& cu_seqlens, const OptionalArray& philox,
+                         const AttentionForm& form, double dropout_p, const Array& dq, const Array& dk,
+                         const Array& dv) {
   const Operands operands = checked_operands(q, k, v, cu_seqlens, form, make_dropout(dropout_p, philox));
   const Array out = with_rows("out", out_, q.sizes(), q), dout = with_rows("dout", dout_, q.sizes(), q);
   const int64_t total_tokens = operands.total_tokens, num_heads = operands.num_heads, end = operands.offsets.back();
   const Array stats = checked("softmax_stats", softmax_stats, {2, num_heads, total_tokens}, ScalarType::Float);
 
-  const Array dq = empty_like(q), dk = empty_like(k), dv = empty_like(dk);
   for (const Array& t : {dq, dk, dv}) zero(t.narrow(0, end, total_tokens - end));
   for_dtype(q.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
@@ -176,6 +175,14 @@ std::tuple<Array, Array, Array> attention_bwd_cpu(const Array& dout_, const Arra
     run_tasks(make_plan(operands.offsets, operands.seen, num_heads, operands.group(), true),
               [&](const AttentionTask& task) { attention_bwd(args, task); });
   });
+}
+
+std::tuple<Array, Array, Array> attention_bwd_cpu(const Array& dout, const Array& q, const Array& k, const Array& v,
+                                                  const Array& out, const Array& softmax_stats, const Array& cu_seqlens,
+                                                  const OptionalArray& philox, const AttentionForm& form,
+                                                  double dropout_p) {
+  const Array dq = empty_like(q), dk = empty_like(k), dv = empty_like(v);
+  attention_gradients(dout, q, k, v, out, softmax_stats, cu_seqlens, philox, form, dropout_p, dq, dk, dv);
   return {dq, dk, dv};
 }
 

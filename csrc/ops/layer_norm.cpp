@@ -101,6 +101,25 @@ std::tuple<Array, Array, Array, Array, Array> add_layer_norm_bwd_cpu(const Array
   return {t.dx, t.dsummed, t.dx_bias, t.dweight, t.dbias};
 }
 
+Array add_dropped(const Array& x_, const OptionalArray& x_bias_, const OptionalArray& residual_,
+                  const OptionalArray& philox, double dropout_p) {
+  check(x_.dim() == 2, "x has shape ", x_.sizes(), ", expected (total_tokens, hidden_size)");
+  const auto dtype = x_.scalar_type();
+  const Array x = checked("x", x_, x_.sizes(), dtype);
+  const Array x_bias = checked_if_defined("x_bias", x_bias_, {x.size(1)}, dtype, cpu());
+  const Array residual = checked_if_defined("residual", residual_, x.sizes(), dtype, cpu());
+  const Dropout dropout = make_dropout(dropout_p, philox);
+  const Array out = empty_like(x);
+  for_dtype(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const Array none;
+    const auto args = fwd_args<T>(Norm::kNone, x, x_bias, residual, none, none, dropout, 0.0, out, none, none, none);
+    parallel_for(0, x.size(0), grain_rows(x.size(1)),
+                 [&](int64_t begin, int64_t end) { add_layer_norm_fwd(args, begin, end); });
+  });
+  return out;
+}
+
 RowsDone add_norm_rows(const Array& product, const Array& x_bias, const Array& residual, const NormOperand& norm,
                        const Array& normed_out, const Array& sum_out) {
   RowsDone rows;

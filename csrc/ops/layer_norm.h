@@ -21,6 +21,10 @@ std::tuple<Array, Array, Array, Array, Array> add_layer_norm_bwd_cpu(const Array
                                                                      const OptionalArray& philox, double dropout_p,
                                                                      bool has_x_bias, bool rms = false);
 
+// dropout(x + x_bias) + residual.
+Array add_dropped(const Array& x, const OptionalArray& x_bias, const OptionalArray& residual,
+                  const OptionalArray& philox, double dropout_p);
+
 // LayerNorm, or RMSNorm; an undefined weight stands for no norm at all.
 struct NormOperand {
   bool rms = false;

@@ -262,6 +262,8 @@ Array weight_gradient(const Array& dout, const Array& x, DType format, int64_t t
   return dweight;
 }
 
+}  // namespace
+
 Array bias_gradient(const Array& dout, ScalarType dtype) {
   const Array dbias = empty({dout.size(1)}, dtype);
   parallel_for(0, num_panels(dout.size(1)), 1, [&](int64_t begin, int64_t end) {
@@ -270,8 +272,6 @@ Array bias_gradient(const Array& dout, ScalarType dtype) {
   });
   return dbias;
 }
-
-}  // namespace
 
 std::vector<Array> linear_cpu(const Array& x_, const std::vector<Array>& weights,
                               const std::vector<OptionalArray>& biases, const std::vector<OptionalArray>& weight_scales,

@@ -77,4 +77,7 @@ void feed_forward_rows(const Array& x, const FeedForwardOperand& operand, const 
 Gradients linear_gradients(const std::vector<Array>& douts, const Array& x, const std::vector<Array>& weights,
                            ScalarType dtype, bool needs_dx, bool needs_dweight, bool needs_dbias);
 
+// The sums over tokens.
+Array bias_gradient(const Array& dout, ScalarType dtype);
+
 }  // namespace fastbert

@@ -5,7 +5,7 @@ from fastbert.ops._common import at_least_fp32
 from fastbert.ops.attention import attention, attention_probs
 from fastbert.ops.dropout import dropout
 from fastbert.ops.embedding import embed_layer_norm
-from fastbert.ops.encoder_layers import LayerOperands, LinearWeights
+from fastbert.ops.encoder_layers import FinalNorm, LayerForm, LayerOperands, LinearWeights
 from fastbert.ops.feed_forward import activation, feed_forward
 from fastbert.ops.layer_norm import add_layer_norm, add_rms_norm, rms_norm
 from fastbert.ops.linear import linear, linears, multiplies_bf16, repack
@@ -15,6 +15,8 @@ from fastbert.ops.pooling import pooling
 from fastbert.ops.rotary import Rotary
 
 __all__ = [
+    "FinalNorm",
+    "LayerForm",
     "LayerOperands",
     "LinearWeights",
     "Rotary",

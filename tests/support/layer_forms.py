@@ -1,0 +1,132 @@
+"""Layers of every form that ops.LayerForm describes: their operands, the op over them, and the literal formula."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from fastbert import ops
+from fastbert.testing import reference
+
+HIDDEN, INTERMEDIATE, HEAD_DIM = 48, 72, 16
+LENGTHS = (5, 1, 12, 0, 33)
+TOKENS = sum(LENGTHS)
+CU_SEQLENS = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
+
+POST = ops.LayerForm(num_heads=4, num_kv_heads=4, head_dim=HEAD_DIM, eps=(1e-5, 1e-6))
+PRE = POST._replace(norm_first=True)
+RMS = PRE._replace(norm="rms")
+
+
+@dataclass(frozen=True)
+class Case:
+    """`biases`: which Linears have one, by their place; None: all."""
+
+    form: ops.LayerForm
+    biases: tuple[int, ...] | None = None
+    norm_biases: bool = True
+
+    def with_dropouts(self, *dropouts: float) -> Case:
+        return replace(self, form=self.form._replace(dropouts=dropouts))
+
+
+CASES = {
+    "post": Case(POST),
+    "post, tanh": Case(POST._replace(activation="gelu_tanh", softmax_scale=0.4)),
+    "post, no biases": Case(POST, (), False),
+    "post, no attention norm": Case(POST._replace(has_attention_norm=False)),
+    "post, merged": Case(POST._replace(merged_qkv=True, gated=True, merged_gate=True), (3,)),  # as in GTE
+    "pre": Case(PRE),
+    "pre, some biases": Case(PRE, (0, 2, 4)),
+    "pre, no attention norm": Case(PRE._replace(has_attention_norm=False, merged_qkv=True), (), False),
+    "pre, merged": Case(PRE._replace(merged_qkv=True, gated=True, merged_gate=True), (), False),  # as in ModernBERT
+    "pre, two gates": Case(PRE._replace(gated=True, activation="silu")),
+    "rms": Case(RMS._replace(gated=True, activation="silu"), (), False),  # as in EuroBERT
+    "post, rms": Case(RMS._replace(norm_first=False), None, False),
+}
+
+
+@dataclass
+class Layer:
+    form: ops.LayerForm
+    linears: list[ops.LinearWeights]
+    norms: list[torch.Tensor | None]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those that take a gradient, by name."""
+        named = {f"weight {i}": leaf.weight for i, leaf in enumerate(self.linears)}
+        named |= {f"norm {i}": t for i, t in enumerate(self.norms) if t is not None}
+        return named | {f"bias {i}": leaf.bias for i, leaf in enumerate(self.linears) if leaf.bias is not None}
+
+    def map(self, f) -> Layer:
+        """f over the tensors, but for int8 and its scales."""
+
+        def over(t):
+            return t if t is None or t.dtype is torch.int8 else f(t)
+
+        linears = [leaf._replace(weight=over(leaf.weight), bias=over(leaf.bias)) for leaf in self.linears]
+        return Layer(self.form, linears, [over(t) for t in self.norms])
+
+    def quantized(self) -> Layer:
+        def int8(leaf: ops.LinearWeights, i: int) -> ops.LinearWeights:
+            scale = leaf.weight.abs().amax(1) / 127
+            integers = torch.round(leaf.weight / scale[:, None]).to(torch.int8)
+            return leaf._replace(weight=integers, weight_scale=scale, input_scale=0.03 if i == 1 else 0.0)
+
+        return Layer(self.form, [int8(leaf, i) for i, leaf in enumerate(self.linears)], self.norms)
+
+
+def make(case: Case, seed: int = 0) -> Layer:
+    """In float32."""
+    noise = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int, scale: float = 1.0, around: float = 0.0) -> torch.Tensor:
+        return torch.randn(*shape, generator=noise) * scale + around
+
+    form = case.form
+    width, kv_width = form.num_heads * HEAD_DIM, form.num_kv_heads * HEAD_DIM
+    projections = [width + 2 * kv_width] if form.merged_qkv else [width, kv_width, kv_width]
+    ups = [INTERMEDIATE] * (1 + form.gated)
+    ups = [sum(ups)] if form.merged_gate else ups
+    shapes = [(n, HIDDEN) for n in projections] + [(HIDDEN, width)] + [(n, HIDDEN) for n in ups]
+    linears = []
+    for i, (out_features, in_features) in enumerate([*shapes, (HIDDEN, INTERMEDIATE)]):
+        weight, bias = random(out_features, in_features, scale=in_features**-0.5), random(out_features, scale=0.3)
+        has_bias = case.biases is None or i in case.biases
+        linears.append(ops.LinearWeights(weight, bias if has_bias else None, None, 0.0))
+    norms: list[torch.Tensor | None] = []
+    for is_there in (form.has_attention_norm, True):
+        weight, bias = random(HIDDEN, scale=0.3, around=1.0), random(HIDDEN, scale=0.3)
+        norms += [weight if is_there else None, bias if is_there and case.norm_biases else None]
+    return Layer(form, linears, norms)
+
+
+def make_final_norm(kind: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    noise = torch.Generator().manual_seed(99)
+    weight, bias = torch.randn(2, HIDDEN, generator=noise)
+    return weight + 3, None if kind == "rms" else bias
+
+
+def fused(op: str, layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU_SEQLENS, **shared):
+    """The layers as one op; a refusal is an error."""
+    found = ops.offer(op, x, lambda: operands_of(layers, final_norm))
+    assert callable(found), found
+    return found(cu_seqlens, **shared)
+
+
+def operands_of(layers: list[Layer], final_norm=None) -> ops.LayerOperands:
+    linears = [leaf for layer in layers for leaf in layer.linears]
+    norms = [t for layer in layers for t in layer.norms]
+    final = None if final_norm is None else ops.FinalNorm(*final_norm, 1e-5)
+    return ops.LayerOperands.of(linears, norms, [layer.form for layer in layers], final)
+
+
+def literal(layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU_SEQLENS, rotary=(), **shared):
+    for layer in layers:
+        x = reference.encoder_layer(x, layer.form, layer.linears, layer.norms, cu_seqlens, rotary, **shared)
+    if final_norm is not None:
+        weight, bias = final_norm
+        is_rms = layers[-1].form.norm == "rms"
+        x = reference.rms_norm(x, weight, 1e-5) if is_rms else reference.layer_norm(x, weight, bias, 1e-5)
+    return x
