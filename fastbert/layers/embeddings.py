@@ -34,8 +34,7 @@ def run_embeddings(root: nn.Module, names: Embeddings, ids: EmbeddingIds, dropou
     kind = "none" if norm is None else norm_kind(norm)
     if (
         is_plain(word, nn.Embedding)
-        and position is not None
-        and is_plain(position, nn.Embedding)
+        and (position is None or is_plain(position, nn.Embedding))
         and (token_type is None or is_plain(token_type, nn.Embedding))
         and kind in ("none", "layer")
         and names.task_type is None

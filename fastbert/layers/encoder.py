@@ -61,7 +61,7 @@ def run_attention(layer: nn.Module, spec: LayerSpec, x, context: LayerContext, w
     q, k, v = (t.unflatten(-1, (count, form.head_dim)) for t, count in zip(products, heads, strict=True))
     rotary = None if form.position is None else context.rotary[form.position]
     if rotary is not None and form.position is not None and form.position.rotates_values:
-        v = ops.rotate(v, rotary, batch.cu_seqlens, batch.cache)
+        (v,) = ops.rotate((v,), rotary, batch.cu_seqlens, batch.cache)
     options: dict[str, Any] = {
         "softmax_scale": form.softmax_scale,
         "window_size": form.window_size,

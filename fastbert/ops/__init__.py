@@ -12,7 +12,7 @@ from fastbert.ops.linear import linear, linears, multiplies_bf16, repack
 from fastbert.ops.loss import cross_entropy, logits_cross_entropy, sequence_cross_entropy
 from fastbert.ops.packing import pack, unpack
 from fastbert.ops.pooling import pooling
-from fastbert.ops.rotary import Rotary
+from fastbert.ops.rotary import Rotary, rotate
 
 __all__ = [
     "FinalNorm",
@@ -39,6 +39,7 @@ __all__ = [
     "pooling",
     "repack",
     "rms_norm",
+    "rotate",
     "sequence_cross_entropy",
     "unpack",
     "warn_of_missing_kernels",

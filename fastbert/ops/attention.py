@@ -300,14 +300,16 @@ def attention(
     chosen = select("attention", backend, q, k, v, options)
     if chosen is Backend.TORCH:
         if rotary is not None:
-            q, k = rotate(q, k, rotary, cu_seqlens, cache)
+            q, k = rotate((q, k), rotary, cu_seqlens, cache)
         return attention_torch(q, k, v, cu_seqlens, max_seqlen, window_positions, options, cache)
     philox = torch.randint(2**62, (2,), dtype=torch.int64, device=q.device) if dropout_p > 0 else None
-    where, (cos, sin) = cu_seqlens, (None, None) if rotary is None else rotary[:2]
+    where, cos, sin = cu_seqlens, None, None
+    if rotary is not None:
+        cos, sin = rotary.cos, rotary.sin
     if chosen is Backend.TRITON:
         options = options._replace(tile=_tile(q.shape[-1], max_seqlen, q.dtype is torch.float32))
         where = _tiles(cu_seqlens, q.shape[0], options.tile, cache)
-        if rotary is not None:
+        if cos is not None and sin is not None:
             cos, sin = (t if t.stride(1) == 1 else t.contiguous() for t in (cos, sin))
     if needs_grad(q, k, v):
         return Differentiable.apply(_RULE, chosen, options, q, k, v, where, philox, window_positions, cos, sin)
@@ -339,6 +341,6 @@ def attention_probs(
     _check_dtypes("attention_probs", q, k=k)
     if rotary is not None:
         check_rotary(q, rotary, max_seqlen)
-        q, k = rotate(q, k, rotary, cu_seqlens)
+        q, k = rotate((q, k), rotary, cu_seqlens)
     options = AttentionOptions(_scale("attention_probs", q, softmax_scale), 0.0, window_size)
     return attention_probs_torch(q, k, cu_seqlens, max_seqlen, window_positions, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -70,11 +71,11 @@ def _positions(cu_seqlens: torch.Tensor, total_tokens: int, cache: dict | None) 
 
 
 def rotate(
-    q: torch.Tensor, k: torch.Tensor, rotary: Rotary, cu_seqlens: torch.Tensor, cache: dict | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k (total_tokens, their heads, head_dim), rotated by torch."""
+    tensors: Sequence[torch.Tensor], rotary: Rotary, cu_seqlens: torch.Tensor, cache: dict | None = None
+) -> list[torch.Tensor]:
+    """Queries, keys or values, (total_tokens, their heads, head_dim) each, rotated by torch."""
     cos, sin = rotary.cos, rotary.sin
     if not rotary.by_token:
-        positions = _positions(cu_seqlens, q.shape[0], cache)
+        positions = _positions(cu_seqlens, tensors[0].shape[0], cache)
         cos, sin = cos.index_select(0, positions), sin.index_select(0, positions)
-    return rotary_torch(q, cos, sin, rotary.interleaved), rotary_torch(k, cos, sin, rotary.interleaved)
+    return [rotary_torch(t, cos, sin, rotary.interleaved) for t in tensors]
