@@ -315,7 +315,7 @@ def attention(
         options = options._replace(tile=_tile(q.shape[-1], max_seqlen, q.dtype is torch.float32))
         where = _tiles(cu_seqlens, q.shape[0], options.tile, cache)
         if rotary is not None:
-            cos, sin = (t if t.stride(1) == 1 else t.contiguous() for t in (cos, sin))
+            cos, sin = (t if t.stride(1) == 1 else t.contiguous() for t in rotary[:2])
     if needs_grad(q, k, v):
         return Differentiable.apply(_RULE, chosen, options, q, k, v, where, philox, window_positions, cos, sin)
     if chosen is Backend.TRITON:
