@@ -103,10 +103,6 @@ def _supports_cpu(q, k, v, options) -> str | None:
         return f"tensors are on {q.device.type}"
     if q.dtype not in (torch.float32, torch.bfloat16):
         return f"dtype {q.dtype} (has float32 and bfloat16)"
-    if options.window_size != UNLIMITED:
-        return f"window_size is {options.window_size} (has no windows)"
-    if k.shape[1] != q.shape[1]:
-        return f"there are {q.shape[1]} heads of q and {k.shape[1]} of k and v (has no grouped heads)"
     return _head_dim_objection(q) or extension_error()
 
 
@@ -302,12 +298,12 @@ def attention(
         q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))  # as autocast does for SDPA
     _check_dtypes("attention", q, k=k, v=v)
     chosen = select("attention", backend, q, k, v, options)
-    if rotary is not None and chosen is not Backend.TRITON:
-        q, k = rotate(q, k, rotary, cu_seqlens, cache)
     if chosen is Backend.TORCH:
+        if rotary is not None:
+            q, k = rotate(q, k, rotary, cu_seqlens, cache)
         return attention_torch(q, k, v, cu_seqlens, max_seqlen, window_positions, options, cache)
     philox = torch.randint(2**62, (2,), dtype=torch.int64, device=q.device) if dropout_p > 0 else None
-    where, cos, sin = cu_seqlens, None, None
+    where, (cos, sin) = cu_seqlens, (None, None) if rotary is None else rotary[:2]
     if chosen is Backend.TRITON:
         options = options._replace(tile=_tile(q.shape[-1], max_seqlen, q.dtype is torch.float32))
         where = _tiles(cu_seqlens, q.shape[0], options.tile, cache)

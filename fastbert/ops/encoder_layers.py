@@ -67,12 +67,10 @@ class LayerForm(NamedTuple):
         """Why the CPU's kernels cannot run it."""
         if not 2 <= self.head_dim <= 256:
             return f"head_dim is {self.head_dim} (attention has 2 to 256)"
-        if self.num_heads != self.num_kv_heads:
-            return f"num_heads is {self.num_heads}, num_kv_heads {self.num_kv_heads}"
+        if self.num_heads % self.num_kv_heads:
+            return f"num_heads is {self.num_heads}, no multiple of num_kv_heads, which is {self.num_kv_heads}"
         if self.softmax_scale is not None and not math.isfinite(self.softmax_scale):
             return f"softmax_scale is {self.softmax_scale}"
-        if self.window_size != (-1, -1) or self.rotary >= 0:
-            return "it has no windows and rotary embedding"
         if self.norm not in ("layer", "rms"):
             return f"norm is {self.norm!r} (has 'layer' and 'rms')"
         return None
