@@ -67,6 +67,8 @@ class LayerForm(NamedTuple):
         """Why the CPU's kernels cannot run it."""
         if not 2 <= self.head_dim <= 256:
             return f"head_dim is {self.head_dim} (attention has 2 to 256)"
+        if self.num_heads % self.num_kv_heads:
+            return f"num_heads is {self.num_heads}, no multiple of num_kv_heads, which is {self.num_kv_heads}"
         if self.softmax_scale is not None and not math.isfinite(self.softmax_scale):
             return f"softmax_scale is {self.softmax_scale}"
         if self.norm not in ("layer", "rms"):
@@ -379,8 +381,12 @@ def _run_training(
     dropouts = numbers[-4:]
     philox = torch.randint(2**62, (4 if dropouts[2] else 3, 2), dtype=torch.int64) if any(dropouts) else None
     tables, layouts = _tables(rotary)
-    call = _Call(len(weights), len(norms), len(biases), layouts, (activation, form, numbers), compute_dtype(x))
-    return _EncoderLayer.apply(x, cu_seqlens, philox, window_positions, call, *weights, *norms, *biases, *tables)
+    call = _Call(
+        len(weights), len(norms), len(biases), layouts, (activation, form, numbers), compute_dtype(x)
+    )
+    return _EncoderLayer.apply(
+        x, cu_seqlens, philox, window_positions, call, *weights, *norms, *biases, *tables
+    )
 
 
 register_offer("encoder_layer", Backend.CPU, _supports_training, _accepts_training, _run_training)
