@@ -108,6 +108,8 @@ def _leaves(layer: nn.Module, spec: LayerSpec) -> tuple[list, list, list] | str:
         if norm_kind(norm) != spec.norm.kind:
             return _not_plain(path, norm)
         *vectors, norm_eps = norm_weights(norm)
+        if spec.norm.kind == "layer" and spec.norm.bias and vectors[1] is None:
+            return _not_plain(path, norm)
         norms += vectors
         eps.append(norm_eps)
     return linears, norms, eps

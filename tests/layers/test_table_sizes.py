@@ -11,7 +11,7 @@ from torch import nn
 
 import fastbert
 from fastbert.backend import use_backend
-from fastbert.models.auto import _CLASSES
+from fastbert.models.classes import CLASSES
 from fastbert.models.inputs import TableSizes
 from fastbert.packing import InputError
 from fastbert.sentences import position_limit
@@ -34,7 +34,7 @@ ROWS = {"input_ids": "vocab_size", "position_ids": "max_position_embeddings", "t
 
 def make_model(model_type="bert", head="Model", **fields):
     torch.manual_seed(0)
-    return _CLASSES[model_type, head](make_config(model_type).replace(**fields)).eval()
+    return CLASSES[model_type, head](make_config(model_type).replace(**fields)).eval()
 
 
 def with_rows(model, name: str, rows: int):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hf import config_for, families_axis, make_batch, make_config
 
-from fastbert.models.auto import _CLASSES
+from fastbert.models.classes import CLASSES
 from fastbert.packing import InputError
 
 IDS = torch.arange(12).view(2, 6)
@@ -24,7 +24,7 @@ def with_value(tensor: torch.Tensor, value: int) -> torch.Tensor:
 
 
 def make_model(model_type: str = "bert", head: str = "Model", **changes):
-    return _CLASSES[model_type, head](config_for(model_type, head, 0, **changes)).eval()
+    return CLASSES[model_type, head](config_for(model_type, head, 0, **changes)).eval()
 
 
 BAD_INPUTS = {

@@ -22,7 +22,7 @@ from hf import (
     token_level,
 )
 
-from fastbert.models.auto import _CLASSES
+from fastbert.models.classes import CLASSES
 from fastbert.testing.cases import DTYPES, MASKS
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
@@ -30,7 +30,7 @@ TOKEN_FIELDS = ("last_hidden_state", "prediction_logits", "start_logits", "end_l
 
 
 def make_model(config, head: str = "Model", dtype: torch.dtype = torch.float32):
-    return randomise(_CLASSES[config.model_type, head](config)).to(dtype).train()
+    return randomise(CLASSES[config.model_type, head](config)).to(dtype).train()
 
 
 def assert_same_gradients(a, b) -> None:

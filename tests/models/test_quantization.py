@@ -26,7 +26,8 @@ from fastbert import CheckpointError, ConfigError, InputError, SentenceEncoder
 from fastbert.checkpoint.pretrained import resolve
 from fastbert.layers.leaves import get_leaf
 from fastbert.layers.quantized import QuantizedLinear
-from fastbert.models.auto import _CLASSES, AutoModel
+from fastbert.models.auto import AutoModel
+from fastbert.models.classes import CLASSES
 from fastbert.models.quantized import is_quantized
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
@@ -39,7 +40,7 @@ def batch(config, rows=3, columns=9) -> dict:
 
 
 def make(model_type="bert", head="Model", index=0):
-    return randomise(_CLASSES[model_type, head](config_for(model_type, head, index))).eval()
+    return randomise(CLASSES[model_type, head](config_for(model_type, head, index))).eval()
 
 
 def run(model, inputs):
@@ -79,7 +80,7 @@ def test_every_model_and_its_files(model_type, head, tmp_path):
     model.save_pretrained(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        again = _CLASSES[model_type, head].from_pretrained(tmp_path)
+        again = CLASSES[model_type, head].from_pretrained(tmp_path)
     assert_same_state(again, state(model))
     assert torch.equal(run(again, inputs), out) and not any(p.requires_grad for p in again.parameters())
     with pytest.raises(ValueError, match="Make sure that the model has been correctly quantized"):

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from fastbert.config import EncoderConfig
-from fastbert.models.auto import _CLASSES
+from fastbert.models.classes import CLASSES
 from fastbert.testing.cases import attention_mask
 
 transformers.logging.set_verbosity_error()
@@ -20,7 +20,7 @@ transformers.logging.disable_progress_bar()
 
 
 FAMILIES = ("bert", "roberta", "xlm-roberta", "distilbert", "albert", "electra", "megatron-bert")
-MODELS = sorted(_CLASSES)  # (model_type, head)
+MODELS = sorted(CLASSES)  # (model_type, head)
 models_axis = pytest.mark.parametrize(("model_type", "head"), MODELS, ids=[f"{m}-{h}" for m, h in MODELS])
 families_axis = pytest.mark.parametrize("model_type", FAMILIES)
 
@@ -80,7 +80,7 @@ def hf_config(config: EncoderConfig) -> transformers.PretrainedConfig:
 
 
 def hf_class(model_type: str, head: str) -> type[nn.Module]:
-    return getattr(transformers, _CLASSES[model_type, head].__name__)
+    return getattr(transformers, CLASSES[model_type, head].__name__)
 
 
 # The leaves before a hidden_act: layers' first GEMM, and heads' dense ones.
@@ -124,7 +124,7 @@ def make_hf(config: EncoderConfig, head: str, dtype: torch.dtype = torch.float32
 
 def make_ours(config: EncoderConfig, head: str, theirs: nn.Module) -> nn.Module:
     """fastbert's model with the weights of `theirs`, by state_dict."""
-    ours = _CLASSES[config.model_type, head](config).to(next(theirs.parameters()).dtype)
+    ours = CLASSES[config.model_type, head](config).to(next(theirs.parameters()).dtype)
     assert set(ours.state_dict()) == set(theirs.state_dict())
     ours.load_state_dict(theirs.state_dict())
     return ours.train()
