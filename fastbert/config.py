@@ -139,6 +139,8 @@ class EncoderConfig:
         if not isinstance(self.model_type, str) or self.model_type not in FAMILIES:
             raise ConfigError(f"unknown model_type {_shown(self.model_type)}; fastbert has: {_known_types()}")
         fields = self.family.fields
+        if not isinstance(self.own, Mapping):
+            raise ConfigError(f"own is {_shown(self.own)}; it must map the names of fields to values")
         if unknown := [name for name in self.own if name not in fields]:
             raise ConfigError(f"{self.model_type} has no field {_shown(unknown[0])}")
         own = {name: self.own.get(name, kind.default) for name, kind in fields.items()}

@@ -24,6 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from fastbert.config import ConfigError
+from fastbert.families import FAMILIES
 from fastbert.models.auto import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
 from fastbert.models.classes import CLASSES
 
@@ -172,7 +173,7 @@ def test_base_checkpoint_into_a_head_and_back(model_type, tmp_path):
     base, theirs = (make_hf(config_for(model_type, h), h) for h in ("Model", head))
     base.save_pretrained(tmp_path / "base")
     theirs.save_pretrained(tmp_path / "head")
-    pooled = CLASSES[model_type, head].needs_pooler is not False and model_type in ("bert", "albert", "megatron-bert")
+    pooled = FAMILIES[model_type].heads[head].pooling_of(make_config(model_type)) == "pooler"
     with pytest.warns(UserWarning, match=r"initialised: .*classifier"):
         ours = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=5)
     assert ours.config.num_labels == 5
@@ -211,7 +212,7 @@ def test_tied_weights_under_one_name(model_type, head, tmp_path):
     batch = make_batch(config).inputs
     labels = {"labels": batch["input_ids"]}
     if head == "PreTraining":
-        pair = "sentence_order_label" if model_type == "albert" else "next_sentence_label"
+        pair = config.family.heads["PreTraining"].pair_label
         labels[pair] = torch.zeros(6, dtype=torch.long)
     ours(**batch, **labels).loss.backward()
     torch.optim.SGD(ours.parameters(), 0.1).step()

@@ -83,7 +83,7 @@ def test_a_table_that_was_replaced(name, change):
 def test_lengths_go_by_the_position_table(model_type):
     """As many tokens as it has rows for; RoBERTa's positions begin beyond the pad id."""
     model = make_model(model_type)
-    first = model.config.pad_token_id + 1 if model_type in ("roberta", "xlm-roberta") else 0
+    first = model.config.pad_token_id + 1 if model.family.positions_from_ids else 0
     for rows in (12, 31):
         with_rows(model, "position_ids", rows)
         assert position_limit(model) == rows - first

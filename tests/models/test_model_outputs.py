@@ -178,7 +178,7 @@ def test_deferred_logits_keep_the_mode_of_their_call(masked_lm, how):
 def test_deferred_prediction_logits(model_type):
     config = config_for(model_type, "PreTraining", num_labels=2)
     model, inputs = CLASSES[model_type, "PreTraining"](config), make_batch(config).inputs
-    pair = "sentence_order_label" if model_type == "albert" else "next_sentence_label"
+    pair = config.family.heads["PreTraining"].pair_label
     out = model(**inputs, labels=inputs["input_ids"], **{pair: torch.zeros(6, dtype=torch.long)})
     assert list(out)[:2] == ["loss", "prediction_logits"]
     assert torch.equal(out.prediction_logits, model(**inputs).prediction_logits)

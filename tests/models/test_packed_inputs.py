@@ -9,8 +9,9 @@ import torch
 from hf import CHOICES, config_for, gradients, make_batch, make_config, make_labels, randomise
 
 import fastbert
-from fastbert.models.classes import CLASSES
+from fastbert.families import FAMILIES
 from fastbert.models.base import EncoderModel
+from fastbert.models.classes import CLASSES
 from fastbert.packing import InputError
 
 HEADS = [("bert", head) for model_type, head in CLASSES if model_type == "bert"]
@@ -31,7 +32,7 @@ def make_fields(model_type: str, head: str, pattern: str) -> dict[str, torch.Ten
     config = config_for(model_type, head, 0)
     batch = make_batch(config, pattern)
     fields = {**batch.inputs, **make_labels(config, head, batch, seed=0)}
-    if model_type in ("roberta", "xlm-roberta") and pattern == "holes":
+    if FAMILIES[model_type].positions_from_ids and pattern == "holes":
         fields["position_ids"] = batch.positions
     if head == "MultipleChoice":
         fields |= {name: t.view(-1, CHOICES, t.shape[-1]) for name, t in fields.items() if t.dim() == 2}
