@@ -165,7 +165,7 @@ def test_the_switch(unchecked):
     """Off, values are not looked at; shapes, dtypes and masks are. On again, they are."""
     model = CLASSES["bert", "Model"](config_for("bert", "Model", 0))
     ids, offsets = torch.full((6,), 10**6), torch.tensor([0, 4, 3])
-    assert model.prepare(ids, None, None, None, None, offsets, 4).input_ids is ids
+    assert model.prepare(ids, None, None, None, None, offsets, 4).ids.input_ids is ids
     PackedBatch.from_cu_seqlens(offsets, None, 6)
     with pytest.raises(InputError, match="cu_seqlens has shape"):
         model.prepare(ids, None, None, None, None, offsets[None], 4)
