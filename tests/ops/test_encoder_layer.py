@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from isas import CPU_BACKENDS, backend_with_isa
 from layer_forms import CASES, CU_SEQLENS, HIDDEN, INTERMEDIATE, LENGTHS, TOKENS, Case, Layer, fused, literal, make
 
 from fastbert.ops._common import extension_error

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from isas import CPU_BACKENDS, backend_with_isa
-from layer_forms import CASES, HIDDEN, LENGTHS, TOKENS, fused, literal, make, make_final_norm
+from layer_forms import CASES, HIDDEN, TOKENS, fused, literal, make, make_final_norm
 
 from fastbert.ops._common import extension_error
 from fastbert.testing.cases import DTYPES
