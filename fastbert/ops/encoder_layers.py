@@ -381,12 +381,8 @@ def _run_training(
     dropouts = numbers[-4:]
     philox = torch.randint(2**62, (4 if dropouts[2] else 3, 2), dtype=torch.int64) if any(dropouts) else None
     tables, layouts = _tables(rotary)
-    call = _Call(
-        len(weights), len(norms), len(biases), layouts, (activation, form, numbers), compute_dtype(x)
-    )
-    return _EncoderLayer.apply(
-        x, cu_seqlens, philox, window_positions, call, *weights, *norms, *biases, *tables
-    )
+    call = _Call(len(weights), len(norms), len(biases), layouts, (activation, form, numbers), compute_dtype(x))
+    return _EncoderLayer.apply(x, cu_seqlens, philox, window_positions, call, *weights, *norms, *biases, *tables)
 
 
 register_offer("encoder_layer", Backend.CPU, _supports_training, _accepts_training, _run_training)
