@@ -76,32 +76,52 @@ def _operands(
             for path in names.containers:  # the outer ones first: below one that was replaced nothing is looked for
                 if not is_plain(get_leaf(layer, path), Container):
                     return _not_plain(f"{at}.{path}", get_leaf(layer, path))
-        for path in names.linears:
-            leaf = get_leaf(layer, path)
-            if not is_linear(leaf):
-                return _not_plain(f"{at}.{path}", leaf)
-            linears.append(weights_of(leaf))
-        for path in names.norms:
-            norm = get_leaf(layer, path)
-            if not is_norm(norm):
-                return _not_plain(f"{at}.{path}", norm)
-            norms.extend((norm.weight, norm.bias))
-        forms.append(_form(layer, names, options, (0.0, 0.0, 0.0, 0.0)))
+        leaves = _leaves(layer, names, f"{at}.")
+        if isinstance(leaves, str):
+            return leaves
+        linears.extend(leaves[0])
+        norms.extend(leaves[1])
+        forms.append(_form(options, *leaves, is_training=False))
     return ops.LayerOperands.of(linears, norms, forms)
 
 
+def _leaves(
+    layer: nn.Module, names: LayerNames, prefix: str = ""
+) -> tuple[list[ops.LinearWeights], list[torch.Tensor | None], list[float]] | str:
+    """A layer's Linears, its norms' weights and biases, and their eps; or which leaf must be called, and why."""
+    linears: list[ops.LinearWeights] = []
+    norms: list[torch.Tensor | None] = []
+    eps: list[float] = []
+    for path in names.linears:
+        leaf = get_leaf(layer, path)
+        if not is_linear(leaf):
+            return _not_plain(prefix + path, leaf)
+        linears.append(weights_of(leaf))
+    for path in names.norms:
+        norm = get_leaf(layer, path)
+        if not is_norm(norm):
+            return _not_plain(prefix + path, norm)
+        norms += norm.weight, norm.bias
+        eps.append(norm.eps)
+    return linears, norms, eps
+
+
 def _form(
-    layer: nn.Module, names: LayerNames, options: LayerOptions, dropouts: tuple[float, float, float, float]
+    options: LayerOptions, linears: list[ops.LinearWeights], norms: list, eps: list[float], is_training: bool
 ) -> ops.LayerForm:
-    """Of a layer whose leaves are plain."""
-    heads = options.num_attention_heads
+    heads, dropouts = options.num_attention_heads, (0.0, 0.0, 0.0, 0.0)
+    if is_training:
+        attention, output, last = (
+            options.attention_dropout, options.attention_output_dropout, options.feed_forward_dropout
+        )  # fmt: skip
+        dropouts = (attention, output, 0.0, last)
     return ops.LayerForm(
         num_heads=heads,
         num_kv_heads=heads,
-        head_dim=get_leaf(layer, names.query).weight.shape[0] // heads,  # type: ignore[union-attr, operator]
+        head_dim=linears[0].weight.shape[0] // heads,
         norm_first=options.norm_first,
         activation=options.activation,
-        eps=(get_leaf(layer, names.attention_norm).eps, get_leaf(layer, names.feed_forward_norm).eps),  # type: ignore[arg-type]
+        eps=(eps[0], eps[1]),
         dropouts=dropouts,
     )
 
@@ -129,24 +149,9 @@ def offer_layer(layer: nn.Module, names: LayerNames, options: LayerOptions, x: t
     """One layer over x as an op with a backward, or why its ops run one by one. Whoever asks has called its hooks."""
 
     def look() -> ops.LayerOperands | str:
-        linears = [get_leaf(layer, path) for path in names.linears]
-        first, second = get_leaf(layer, names.attention_norm), get_leaf(layer, names.feed_forward_norm)
-        for path, leaf in zip(names.linears, linears, strict=True):
-            if not is_linear(leaf):
-                return _not_plain(path, leaf)
-        for path, norm in zip(names.norms, (first, second), strict=True):
-            if not is_norm(norm):
-                return _not_plain(path, norm)
-        dropouts = (0.0, 0.0, 0.0, 0.0)
-        if layer.training:
-            inner = 0.0
-            dropouts = (
-                options.attention_dropout, options.attention_output_dropout, inner, options.feed_forward_dropout
-            )  # fmt: skip
-        return ops.LayerOperands.of(
-            [weights_of(leaf) for leaf in linears],
-            [first.weight, first.bias, second.weight, second.bias],
-            [_form(layer, names, options, dropouts)],
-        )
+        leaves = _leaves(layer, names)
+        if isinstance(leaves, str):
+            return leaves
+        return ops.LayerOperands.of(*leaves[:2], [_form(options, *leaves, layer.training)])
 
     return ops.offer("encoder_layer", x, look)
