@@ -125,9 +125,11 @@ def attention(
 
 
 def embed_layer_norm(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, eps=1e-12):
-    x = word[input_ids] + position[position_ids]
+    x = word[input_ids]
+    if position is not None:
+        x = x + position[position_ids]
     if token_type is not None:
-        types = torch.zeros_like(position_ids) if token_type_ids is None else token_type_ids
+        types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
         x = x + token_type[types]
     return x if weight is None else layer_norm(x, weight, bias, eps)
 

@@ -133,12 +133,14 @@ def embed_layer_norm(draw: Draw, backend: str, dtype: torch.dtype):
     shapes: dict = {name: (n, width) for name, n in rows.items()}
     if draw.flag(4):
         del shapes["token_type"]
+    if draw.flag(4):
+        del shapes["position"]
     types = None if draw.flag(4) else ids["token_type"]
     if not draw.flag(4):
         shapes |= {"weight": (width,), "bias": (width,)}
     draw.note(f"{tokens} tokens, types {types is not None}")
 
-    def run(function, word, position, token_type=None, weight=None, bias=None):
+    def run(function, word, position=None, token_type=None, weight=None, bias=None):
         given = (ids["word"], ids["position"], types, word, position, token_type, weight, bias)
         return function(*given, eps=1e-5)
 

@@ -242,18 +242,20 @@ def test_embed(dtype, rows, width):
     types = torch.randint(0, 2, (rows,))
     word, position, token_type = (torch.randn(n, width).to(dtype) for n in (50, 20, 2))
     weight, bias = torch.randn(width).to(dtype), torch.randn(width).to(dtype)
-    for t_ids, table, w, b in (
-        (types, token_type, weight, bias),
-        (None, token_type, weight, None),
-        (None, None, None, None),
+    for t_ids, place, table, w, b in (
+        (types, position, token_type, weight, bias),
+        (None, position, token_type, weight, None),
+        (None, position, None, None, None),
+        (None, None, None, weight, None),
     ):
-        actual = cuda.embed_fwd(ids, positions, t_ids, word, position, table, w, b, EPS[dtype])
+        p_ids = None if place is None else positions
+        actual = cuda.embed_fwd(ids, p_ids, t_ids, word, place, table, w, b, EPS[dtype])
         oracle, baseline = (
             reference.embed_layer_norm(
                 ids,
-                positions,
+                p_ids,
                 t_ids,
-                *(None if t is None else t.to(kind) for t in (word, position, table, w, b)),
+                *(None if t is None else t.to(kind) for t in (word, place, table, w, b)),
                 eps=EPS[dtype],
             )
             for kind in (torch.float64, dtype)

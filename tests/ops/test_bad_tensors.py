@@ -41,6 +41,7 @@ TENSORS = {
     "add_layer_norm": {
         "x": rows(TOKENS, W), "residual": rows(TOKENS, W), "weight": rows(W), "bias": rows(W), "x_bias": rows(W),
     },
+    "add_rms_norm": {"x": rows(TOKENS, W), "residual": rows(TOKENS, W), "weight": rows(W), "x_bias": rows(W)},
     "embed_layer_norm": {
         "word": rows(9, W), "position": rows(9, W), "token_type": rows(2, W), "weight": rows(W), "bias": rows(W),
         "input_ids": ids(9), "position_ids": ids(9), "token_type_ids": ids(2),
@@ -64,6 +65,7 @@ OPTIONS = {
 ALONE = {"activation", "at_least_fp32", "dropout"}  # take one tensor
 OF_OTHERS = {
     "Rotary",
+    "rms_norm",
     "linears",
     "FinalNorm",
     "LayerForm",
@@ -242,6 +244,7 @@ LITERAL = {
     "add_layer_norm": lambda x, residual, weight, bias, x_bias: reference.add_layer_norm(
         x, residual, weight, bias, x_bias
     )[0],
+    "add_rms_norm": lambda **t: reference.add_rms_norm(**t)[0],
     "embed_layer_norm": lambda **t: reference.embed_layer_norm(
         **{name: t.get(name, TENSORS["embed_layer_norm"].get(name)) for name in TENSORS["embed_layer_norm"]}
     ),

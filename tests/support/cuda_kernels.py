@@ -165,7 +165,7 @@ def add_layer_norm_fwd(
 
 
 def add_layer_norm_bwd(dout, dsum, summed, mean, rstd, weight, philox, dropout_p, has_x_bias, **options):
-    """As the op of that name: dx (dsummed without dropout), dsummed, dx_bias, dweight, dbias; RMSNorm's have no mean."""
+    """As the op of that name: dx (dsummed without dropout), dsummed, dx_bias, dweight, dbias; RMSNorm has no mean."""
     (rows, hidden_size), dtype = dout.shape, dout.dtype
     dx = Out.empty(rows, hidden_size, dtype=dtype) if dropout_p > 0 else None
     dsummed = Out.empty(rows, hidden_size, dtype=dtype)
@@ -183,8 +183,8 @@ def add_layer_norm_bwd(dout, dsum, summed, mean, rstd, weight, philox, dropout_p
 
 
 def embed_fwd(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, eps, **options):
-    rows, width = position_ids.numel(), position.shape[1]
-    sizes = (word.shape[0], position.shape[0], 1 if token_type is None else token_type.shape[0])
+    rows, width = word.shape[0] if input_ids is None else input_ids.numel(), word.shape[1]
+    sizes = (word.shape[0], *(1 if table is None else table.shape[0] for table in (position, token_type)))
     (out,) = run(
         "embed_fwd", DTYPES[word.dtype], word, position, token_type, input_ids, position_ids, token_type_ids,
         *sizes, weight, bias, eps, rows, width, Out.empty(rows, width, dtype=word.dtype), **options,

@@ -21,9 +21,10 @@ std::tuple<Array, Array, Array, Array, Array> add_layer_norm_bwd_cuda(const Arra
                                                                       const OptionalArray& philox, double dropout_p,
                                                                       bool has_x_bias, bool rms);
 
-Array embed_fwd_cuda(const OptionalArray& input_ids, const Array& position_ids, const OptionalArray& token_type_ids,
-                     const Array& word, const Array& position, const OptionalArray& token_type,
-                     const OptionalArray& weight, const OptionalArray& bias, double eps);
+Array embed_fwd_cuda(const OptionalArray& input_ids, const OptionalArray& position_ids,
+                     const OptionalArray& token_type_ids, const Array& word, const OptionalArray& position,
+                     const OptionalArray& token_type, const OptionalArray& weight, const OptionalArray& bias,
+                     double eps);
 
 std::tuple<Array, Array> feed_forward_cuda(const Array& x, const Array& up_weight, const OptionalArray& up_bias,
                                            const Array& down_weight, const std::string& activation, bool gated,
