@@ -99,8 +99,8 @@ std::vector<Array> encoder_layer_bwd_cpu(const Array& dout, const Array& x_, con
       dout, {}, kept[kSummed2], kept[kMean2], kept[kRstd2], norms[2], philox_of(philox, 2), dropouts[2], true);
   // Without dropout a sum's gradient is its product's.
   const auto [dmiddle, dup, dup_bias, ddown] =
-      feed_forward_bwd_cpu(dropouts[2] > 0.0 ? dproduct2 : dsummed2, kept[kMiddle], kept[kPre], {weights[4]},
-                           weights[5], {}, 0.0, activation, false, true, true, true);
+      feed_forward_gradients(dropouts[2] > 0.0 ? dproduct2 : dsummed2, kept[kMiddle], kept[kPre], {weights[4]},
+                             weights[5], activation_of(activation), false, {0.0, 0, 0}, true, true, true);
   add_to(dmiddle, dsummed2);
 
   const auto [dproduct, dsummed, doutput_bias, dnorm, dnorm_bias] = add_layer_norm_bwd_cpu(
