@@ -115,7 +115,8 @@ std::vector<Array> encoder_layer_fwd_cpu(const Array& x_, const Array& cu_seqlen
   const LayerForm form = form_of(ints, numbers, weights);
   check(x_.dim() == 2, "x has shape ", x_.sizes(), ", expected (total_tokens, hidden_size)");
   const Array x = contiguous(x_);
-  LayerReader reader(weights, biases, {}, {}, norms, {}, x.size(1), x.scalar_type());
+  const LayerLists lists{&weights, &biases, nullptr, nullptr, &norms, nullptr};
+  LayerReader reader(lists, x.size(1), x.scalar_type());
   LayerOperands layer;
   reader.read(form, layer);
   check(reader.norms_left() == 0, "there are ", reader.norms_left(), " tensors of norms too many");
@@ -171,7 +172,9 @@ std::vector<Array> encoder_layer_bwd_cpu(const Array& dout_, const Array& x_, co
     check(taken < kept_list.size(), "forward keeps more than ", kept_list.size(), " tensors");
     array = kept_list[taken++];
   });
-  LayerReader reader(weights, {}, {}, {}, norms, {}, x.size(1), x.scalar_type());
+  check(taken == kept_list.size(), "forward keeps ", taken, " tensors, got ", kept_list.size());
+  const LayerLists lists{&weights, nullptr, nullptr, nullptr, &norms, nullptr};
+  LayerReader reader(lists, x.size(1), x.scalar_type());
   LayerOperands layer;
   reader.read_norms(form, layer);
   const size_t output = form.attention_output(), up = form.first_up(), down = form.down();
