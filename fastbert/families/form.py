@@ -257,6 +257,7 @@ class Family:
     norm_first: bool = False
     attention_output_dropout: bool = True
     feed_forward_dropout: bool = True
+    heads_first: bool = False  # whether transformers registers a model's head before its base model
     pooler: str | None = "pooler.dense"
     pooler_first: bool = False  # whether transformers registers it before the layers
     has_pooler: bool = True  # whether a base model has it where nobody asked

@@ -62,6 +62,7 @@ FAMILY = Family(
     layer_path="layers.{i}",
     layer=_LAYER,
     spec=_spec,
+    heads_first=True,
     pooler_first=True,
     files=(
         Rename("emb_ln", "embeddings.LayerNorm"),
