@@ -7,9 +7,8 @@ import json
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastbert.families import FAMILIES
 from fastbert.families.form import ActivationName, Choice, Count, Embeddings, Family, Field, Flag, Share
@@ -129,6 +128,8 @@ class EncoderConfig:
         if not isinstance(self.model_type, str) or self.model_type not in FAMILIES:
             raise ConfigError(f"unknown model_type {_shown(self.model_type)}; fastbert has: {_known_types()}")
         fields = self.family.fields
+        if not isinstance(self.own, Mapping):
+            raise ConfigError(f"own is {_shown(self.own)}; it must map the names of fields to values")
         if unknown := [name for name in self.own if name not in fields]:
             raise ConfigError(f"{self.model_type} has no field {_shown(unknown[0])}")
         own = {name: self.own.get(name, kind.default) for name, kind in fields.items()}
@@ -165,7 +166,7 @@ class EncoderConfig:
             if name in self.extra and self.extra[name] not in values:
                 raise ConfigError(f"{name}={_shown(self.extra[name])} is not supported; fastbert has {values[0]!r}")
         try:
-            _ = self.layer_specs, self.embeddings
+            object.__setattr__(self, "_derived", _derive(self))
         except Invalid as error:
             raise ConfigError(f"{error.name} is {_shown(error.value)}; it must be {error.allowed}") from None
 
@@ -223,26 +224,24 @@ class EncoderConfig:
     def family(self) -> Family:
         return FAMILIES[self.model_type]
 
-    @cached_property
+    @property
     def layer_specs(self) -> tuple[LayerSpec, ...]:
         """What the layer at each depth computes."""
-        return self.family.layer_specs(self)
+        return self.__dict__["_derived"].layer_specs
 
-    @cached_property
+    @property
     def layer_paths(self) -> tuple[str, ...]:
         """Where the layer that runs at each depth is, below the base model; shared layers come again."""
-        return self.family.layer_paths(self)
+        return self.__dict__["_derived"].layer_paths
 
-    @cached_property
+    @property
     def distances(self) -> Distances:
-        kinds = dict.fromkeys(spec.attention for spec in self.layer_specs)
-        rotaries = dict.fromkeys(kind.position for kind in kinds if kind.position is not None)
-        return Distances(tuple(rotaries), any(kind.window_size != (-1, -1) for kind in kinds))
+        return self.__dict__["_derived"].distances
 
-    @cached_property
+    @property
     def embeddings(self) -> Embeddings:
         """The embedding leaves."""
-        return self.family.embedding_spec(self)
+        return self.__dict__["_derived"].embeddings
 
     @property
     def head_dim(self) -> int:
@@ -337,6 +336,24 @@ class EncoderConfig:
         entries["id2label"] = {str(i): label for i, label in id2label.items()}
         entries["label2id"] = {label: i for i, label in id2label.items()}
         return {**self.extra, **entries}
+
+
+class _Derived(NamedTuple):
+    """What follows from a config's fields by its family's data, worked out once: a model looks at it in every call."""
+
+    embeddings: Embeddings
+    layer_paths: tuple[str, ...]
+    layer_specs: tuple[LayerSpec, ...]
+    distances: Distances
+
+
+def _derive(config: EncoderConfig) -> _Derived:
+    family = config.family
+    specs = family.layer_specs(config)
+    kinds = dict.fromkeys(spec.attention for spec in specs)
+    rotaries = dict.fromkeys(kind.position for kind in kinds if kind.position is not None)
+    distances = Distances(tuple(rotaries), any(kind.window_size != (-1, -1) for kind in kinds))
+    return _Derived(family.embedding_spec(config), family.layer_paths(config), specs, distances)
 
 
 def _known_types() -> str:

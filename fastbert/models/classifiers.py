@@ -1,4 +1,4 @@
-"""Heads that classify: sequences, choices, tokens and the ends of answers. A family's data say what is in them."""
+"""Heads that classify: whole sequences, choices, tokens and the ends of answers. A family's data say how."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def make_labels(config, head: str, real: torch.Tensor) -> dict[str, torch.Tensor
     if head == "MultipleChoice":
         return {"labels": per_row.view(-1, CHOICES)[:, 0].where(~empty.view(-1, CHOICES).any(1), -100)}
     if head == "PreTraining" and config.model_type != "electra":
-        pair = "sentence_order_label" if config.model_type == "albert" else "next_sentence_label"
+        pair = config.family.heads["PreTraining"].pair_label
         return {"labels": per_token, pair: per_row}
     if head == "PreTraining":
         return {"labels": per_token.clamp(min=0)}

@@ -27,7 +27,7 @@ from benchmarks.gpu.rowwise import planned
 from fastbert import ops
 from fastbert.backend import Backend, _supports, use_backend
 from fastbert.kernels import blocks
-from fastbert.models.auto import _CLASSES
+from fastbert.models.classes import CLASSES
 
 LARGEST_GRID = (2**31 - 1, 65535, 65535)
 
@@ -82,7 +82,7 @@ def make(model_type: str, head: str, dtype: torch.dtype, **changes) -> torch.nn.
     shape |= {"dim": 128, "n_heads": 2, "hidden_dim": 512, "n_layers": 2} if model_type == "distilbert" else {}
     config = {"model_type": model_type, "vocab_size": 100, "pad_token_id": 0, "max_position_embeddings": 2100}
     torch.manual_seed(0)
-    return _CLASSES[model_type, head](fastbert.EncoderConfig.from_dict({**config, **shape, **changes})).to(dtype)
+    return CLASSES[model_type, head](fastbert.EncoderConfig.from_dict({**config, **shape, **changes})).to(dtype)
 
 
 def batch(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:

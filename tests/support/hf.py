@@ -11,16 +11,19 @@ import torch
 import transformers
 from torch import nn
 
+from fastbert import families
 from fastbert.config import EncoderConfig
-from fastbert.models.auto import _CLASSES
+from fastbert.families import form
+from fastbert.families.form import PreTraining, ReplacedTokens
+from fastbert.models.classes import CLASSES
 from fastbert.testing.cases import attention_mask
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 
-FAMILIES = ("bert", "roberta", "xlm-roberta", "distilbert", "albert", "electra", "megatron-bert")
-MODELS = sorted(_CLASSES)  # (model_type, head)
+FAMILIES = tuple(families.FAMILIES)
+MODELS = sorted(CLASSES)  # (model_type, head)
 models_axis = pytest.mark.parametrize(("model_type", "head"), MODELS, ids=[f"{m}-{h}" for m, h in MODELS])
 families_axis = pytest.mark.parametrize("model_type", FAMILIES)
 
@@ -62,8 +65,8 @@ def make_config(model_type: str, index: int = 0, **changes) -> EncoderConfig:
     fields = {"vocab_size": 43, "max_position_embeddings": 20, **dict.fromkeys(dropout, 0.0), **_SHAPES[index], **own}
     if model_type == "electra":
         fields["summary_last_dropout"] = 0.0
-    if model_type == "distilbert":
-        fields.pop("layer_norm_eps", None)  # fixed in that family
+    for name in families.FAMILIES[model_type].fixed:
+        fields.pop(name, None)
     return EncoderConfig.of_family(model_type, **{**fields, **changes})
 
 
@@ -80,28 +83,37 @@ def hf_config(config: EncoderConfig) -> transformers.PretrainedConfig:
 
 
 def hf_class(model_type: str, head: str) -> type[nn.Module]:
-    return getattr(transformers, _CLASSES[model_type, head].__name__)
+    return getattr(transformers, CLASSES[model_type, head].__name__)
 
 
-# The leaves before a hidden_act: layers' first GEMM, and heads' dense ones.
-_BEFORE_ACTIVATION = re.compile(
-    r"(intermediate\.dense|\.ffn|\.lin1|transform\.dense|predictions\.dense|vocab_transform)\.bias$"
-)
+def _before_relu(config: EncoderConfig) -> tuple[str, ...]:
+    """How the names of biases end that a ReLU follows: layers' first GEMM, and heads' dense ones."""
+    found = []
+    if config.hidden_act == "relu":
+        names = [spec.names for spec in config.layer_specs]
+        found += [f".{name.up if name.gate is None else name.gate}" for name in names]
+    for head in config.family.heads.values():
+        head = head.masked_lm if isinstance(head, PreTraining) else head
+        act = config.hidden_act if isinstance(head, ReplacedTokens) else getattr(head, "activation", None)
+        if form.value_of(act, config) == "relu" and head.dense is not None:
+            found.append(head.dense)
+    return tuple(f"{path}.bias" for path in found)
 
 
 @torch.no_grad()
 def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Weights and biases large enough for every error to show; LayerNorm's too.
+    """Weights and biases large enough for every error to show; a norm's too.
 
     Before a ReLU, biases open or shut each unit for good: its derivative jumps at 0, where any rounding flips it.
     """
     generator = torch.Generator().manual_seed(seed)
-    relu = getattr(model.config, "hidden_act", None) or model.config.activation
+    before_relu = _before_relu(EncoderConfig.from_dict(model.config.to_dict()))
+    norms = {f"{name}.weight" for name, module in model.named_modules() if type(module).__name__.endswith("Norm")}
     for name, parameter in sorted(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator)
-        if name.startswith("pre_classifier.bias") or (relu == "relu" and _BEFORE_ACTIVATION.search(name)):
+        if name.endswith(before_relu):
             parameter.copy_(noise.sign() * 4)
-        elif parameter.dim() == 1 and name.lower().endswith(("norm.weight", "ln.weight")):
+        elif name in norms:
             parameter.copy_(1 + 0.3 * noise)
         else:
             parameter.copy_(noise * (0.2 if parameter.dim() == 1 else 0.8 * parameter.shape[1] ** -0.5))
@@ -124,7 +136,7 @@ def make_hf(config: EncoderConfig, head: str, dtype: torch.dtype = torch.float32
 
 def make_ours(config: EncoderConfig, head: str, theirs: nn.Module) -> nn.Module:
     """fastbert's model with the weights of `theirs`, by state_dict."""
-    ours = _CLASSES[config.model_type, head](config).to(next(theirs.parameters()).dtype)
+    ours = CLASSES[config.model_type, head](config).to(next(theirs.parameters()).dtype)
     assert set(ours.state_dict()) == set(theirs.state_dict())
     ours.load_state_dict(theirs.state_dict())
     return ours.train()
@@ -176,7 +188,7 @@ def make_batch(
     ids = torch.randint(config.vocab_size, (batch_size, seqlen), generator=generator)
     ids = ids if pattern == "holes" else ids.where(real, config.pad_token_id)
     positions = torch.arange(seqlen).expand(batch_size, -1)
-    if config.model_type in ("roberta", "xlm-roberta"):
+    if config.family.positions_from_ids:
         counted = (ids != config.pad_token_id).long()
         positions = counted.cumsum(1) * counted + config.pad_token_id
     inputs = {"input_ids": ids}
@@ -189,7 +201,8 @@ def make_batch(
 
 def token_level(model_type: str, head: str) -> bool:
     """Whether the field `logits` holds one row a token."""
-    return head in ("MaskedLM", "TokenClassification") or (model_type, head) == ("electra", "PreTraining")
+    is_replaced = isinstance(families.FAMILIES[model_type].heads.get(head), ReplacedTokens)
+    return is_replaced or head in ("MaskedLM", "TokenClassification")
 
 
 def make_labels(config, head: str, batch: Batch, seed: int) -> dict[str, torch.Tensor]:
@@ -221,10 +234,10 @@ def make_labels(config, head: str, batch: Batch, seed: int) -> dict[str, torch.T
         start[0] = end[0] = real[0].long().argmax()
         end[1] = columns + 7
         return {"start_positions": start, "end_positions": end}
-    if config.model_type == "electra":
+    data = config.family.heads[head]
+    if isinstance(data, ReplacedTokens):
         return {"labels": draw(2, rows, columns)}
-    pair = "sentence_order_label" if config.model_type == "albert" else "next_sentence_label"
-    return {"labels": masked_lm, pair: draw(2, rows).where(comparable, -100)}
+    return {"labels": masked_lm, data.pair_label: draw(2, rows).where(comparable, -100)}
 
 
 def random_like(shape: tuple[int, ...], seed: int) -> torch.Tensor:
