@@ -12,7 +12,7 @@ struct Channels {
 // A product on its own, or one of a gated pair: the gate is activated and waits in fp32 for what it is multiplied with.
 enum class Pair { kNone, kGate, kUp };
 
-// Rows of one panel's sums, on their way out.
+// Rows of one panel's sums, on their way out. Taken by value: what is written through pointers may lie in no copy.
 struct Tile {
   int64_t row, rows, column;  // of the result
   const char* sums;           // (rows, kPanel)
@@ -23,7 +23,7 @@ struct Tile {
 // What a tile's sums still need in inference: scales, bias, activation, and the way out. Whole panels, without a branch
 // inside: beside the 200 steps of an int8 tile every instruction here shows.
 template <typename T, bool kInt8, Activation kActivation, Pair kPair>
-void finish_whole_tile(const GemmTarget& target, const Channels& channels, const Tile& tile) {
+void finish_whole_tile(const GemmTarget& target, const Channels& channels, const Tile tile) {
   constexpr int64_t kGroup = 4;  // vectors whose bias and scale stay in registers for all rows
   for (int64_t first = tile.column; first < tile.column + kPanel; first += kGroup * kWidth) {
     Floats bias[kGroup], scale[kGroup];
@@ -61,7 +61,7 @@ void finish_whole_tile(const GemmTarget& target, const Channels& channels, const
 
 // The same for whatever is rarer: a panel's rest, other activations, dropout, what backward keeps and makes.
 template <typename T>
-void finish_any_tile(const GemmTarget& target, const Channels& channels, const Tile& tile, Pair pair) {
+void finish_any_tile(const GemmTarget& target, const Channels& channels, const Tile tile, Pair pair) {
   const int64_t columns = std::min(kPanel, target.weight.out_features - tile.column);
   const bool is_int8 = target.weight.format == DType::kInt8;
   const Activation activation = target.activation;

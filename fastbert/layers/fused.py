@@ -136,10 +136,8 @@ def _leaves(layer: nn.Module, spec: LayerSpec, rotary: int, with_dropout: bool =
         norm = get_leaf(layer, path)
         if norm_kind(norm) != spec.norm.kind:
             return _not_plain(path, norm)
-        *vectors, norm_eps = norm_weights(norm)
-        if spec.norm.kind == "layer" and spec.norm.bias and vectors[1] is None:
-            return _not_plain(path, norm)
-        norms += vectors
+        weight, bias, norm_eps = norm_weights(norm)
+        norms += [weight, bias]
         eps.append(norm_eps)
     if attention.position is not None and attention.position.rotates_values:
         return "attention rotates values, too"

@@ -1,4 +1,4 @@
-"""Heads that classify: whole sequences, choices, tokens and the ends of answers. A family's data say how."""
+"""Heads that classify: sequences, choices, tokens and the ends of answers. A family's data say what is in them."""
 
 from __future__ import annotations
 

@@ -133,15 +133,29 @@ def traced() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def attend_with_rotary() -> None:
-    """What no model has yet."""
-    tables = ops.Rotary(torch.ones(64, 32), torch.ones(64, 32))
-    for compiled in (ops.attention, torch.compile(ops.attention, fullgraph=True, backend="aot_eager")):
-        qkv = torch.ones(70, 3, 2, 64, dtype=torch.bfloat16, requires_grad=True)
-        out = compiled(
-            *qkv.unbind(1), torch.tensor([0, 64, 70], dtype=torch.int32), 64, rotary=tables, backend="triton"
-        )
-        out.sum().backward()
+def attend_in_every_kind() -> None:
+    """What no model has yet: heads of k that q's share, windows by position, rotary embedding of both layouts."""
+    offsets = torch.tensor([0, 64, 70], dtype=torch.int32)
+    by_position, by_token = (ops.Rotary(t, t) for t in (torch.ones(64, 32), torch.ones(70, 32)))
+    window = {"window_size": (3, 5), "window_positions": torch.arange(70, dtype=torch.int32)}
+    for options in ({"rotary": by_position}, {"rotary": by_token._replace(interleaved=True, by_token=True), **window}):
+        for compiled in (ops.attention, torch.compile(ops.attention, fullgraph=True, backend="aot_eager")):
+            for num_kv_heads in (4, 1):
+                heads = (4, num_kv_heads, num_kv_heads)
+                qkv = torch.ones(70, sum(heads), 64, dtype=torch.bfloat16, requires_grad=True)
+                out = compiled(*qkv.split(heads, 1), offsets, 64, backend="triton", **options)
+                out.sum().backward()
+
+
+def norm_without_mean_and_positions() -> None:
+    """RMSNorm, and embeddings without a position table."""
+    weight = torch.ones(128, dtype=torch.bfloat16, requires_grad=True)
+    word = torch.ones(100, 128, dtype=torch.bfloat16, requires_grad=True)
+    with use_backend("triton"):
+        x = ops.embed_layer_norm(torch.arange(70), None, None, word, None, None, weight, None)
+        ops.add_rms_norm(x, x, weight, x_bias=weight, dropout_p=0.1).sum().backward()
+        with torch.no_grad():
+            ops.rms_norm(ops.embed_layer_norm(torch.arange(70), None, None, word, None, None, weight, None), weight)
 
 
 def pad_and_pack() -> None:
@@ -182,7 +196,8 @@ def main() -> None:
         run(make("bert", "MaskedLM", dtype), (130, 1, 700, 300))
     for model_type, head in (("albert", "MaskedLM"), ("distilbert", "MaskedLM"), ("electra", "MaskedLM")):
         run(make(model_type, head, torch.bfloat16), (130, 1, 70))
-    attend_with_rotary()
+    attend_in_every_kind()
+    norm_without_mean_and_positions()
     pad_and_pack()
     pool()
     feed_forward_with_epilogues(torch.device("cpu"))

@@ -14,6 +14,7 @@ LENGTHS = (5, 1, 12, 0, 33)
 TOKENS = sum(LENGTHS)
 CU_SEQLENS = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
 
+MERGED: dict[str, bool] = {"merged_qkv": True, "gated": True, "merged_gate": True}
 POST = ops.LayerForm(num_heads=4, num_kv_heads=4, head_dim=HEAD_DIM, eps=(1e-5, 1e-6))
 PRE = POST._replace(norm_first=True)
 RMS = PRE._replace(norm="rms")
@@ -44,7 +45,33 @@ CASES = {
     "pre, two gates": Case(PRE._replace(gated=True, activation="silu")),
     "rms": Case(RMS._replace(gated=True, activation="silu"), (), False),  # as in EuroBERT
     "post, rms": Case(RMS._replace(norm_first=False), None, False),
+    "post, grouped": Case(POST._replace(num_kv_heads=2)),
+    "pre, grouped, merged": Case(PRE._replace(num_kv_heads=1, merged_qkv=True)),
+    "post, rotary": Case(POST._replace(rotary=0)),
+    "pre, local": Case(PRE._replace(window_size=(3, 2))),
+    # As ModernBERT's first layer and its others, EuroBERT, nomic and RoFormer have it.
+    "global": Case(PRE._replace(has_attention_norm=False, rotary=0, **MERGED), (), False),
+    "local": Case(PRE._replace(window_size=(4, 4), rotary=1, **MERGED), (), False),
+    "rms, grouped": Case(RMS._replace(num_kv_heads=2, rotary=0, gated=True, activation="silu"), (), False),
+    "nomic": Case(POST._replace(merged_qkv=True, gated=True, rotary=0, activation="silu"), ()),
+    "interleaved": Case(POST._replace(rotary=2)),
 }
+
+
+# Tables by position, of another theta, and by token and interleaved; and positions with holes.
+POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])
+WITH_HOLES = POSITIONS + POSITIONS // 4
+
+
+def rotary_tables(dtype: torch.dtype = torch.float32) -> tuple[ops.Rotary, ...]:
+    """cos and sin are float32's numbers in any dtype."""
+
+    def table(theta: float, positions: torch.Tensor, *kind: bool) -> ops.Rotary:
+        angles = positions[:, None] * theta ** -(torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
+        return ops.Rotary(angles.cos().to(dtype), angles.sin().to(dtype), *kind)
+
+    longest = torch.arange(max(LENGTHS))
+    return table(1e4, longest), table(100.0, longest), table(50.0, WITH_HOLES, True, True)
 
 
 @dataclass
@@ -108,11 +135,11 @@ def make_final_norm(kind: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     return weight + 3, None if kind == "rms" else bias
 
 
-def fused(op: str, layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU_SEQLENS, **shared):
-    """The layers as one op; a refusal is an error."""
+def fused(op: str, layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU_SEQLENS, positions=None):
+    """The layers as one op; a refusal is an error. `positions`: those that windows go by."""
     found = ops.offer(op, x, lambda: operands_of(layers, final_norm))
     assert callable(found), found
-    return found(cu_seqlens, **shared)
+    return found(cu_seqlens, rotary_tables(), None if positions is None else positions.int())
 
 
 def operands_of(layers: list[Layer], final_norm=None) -> ops.LayerOperands:
@@ -122,9 +149,11 @@ def operands_of(layers: list[Layer], final_norm=None) -> ops.LayerOperands:
     return ops.LayerOperands.of(linears, norms, [layer.form for layer in layers], final)
 
 
-def literal(layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU_SEQLENS, rotary=(), **shared):
+def literal(layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU_SEQLENS, positions=None, **keeps):
+    tables = rotary_tables(torch.promote_types(x.dtype, torch.float32))
     for layer in layers:
-        x = reference.encoder_layer(x, layer.form, layer.linears, layer.norms, cu_seqlens, rotary, **shared)
+        leaves = layer.linears, layer.norms
+        x = reference.encoder_layer(x, layer.form, *leaves, cu_seqlens, tables, positions, **keeps)
     if final_norm is not None:
         weight, bias = final_norm
         is_rms = layers[-1].form.norm == "rms"
