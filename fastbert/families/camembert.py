@@ -14,5 +14,6 @@ FAMILY = Family(
     ),
     defaults={"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
     embeddings=Embeddings(pads_positions=True, order=("word", "token_type", "norm", "position")),
+    heads_first=True,
     positions_from_ids=True,
 )

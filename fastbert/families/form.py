@@ -212,11 +212,26 @@ class Split(NamedTuple):
 # The family
 
 
+_DROPOUTS: Mapping[str, str | None] = {
+    "attention.self.dropout": "attention",
+    "attention.output.dropout": "attention_output",
+    "output.dropout": "feed_forward",
+}
+
+
 class TheirClass(NamedTuple):
-    """Where transformers has the base model: transformers.models.{folder}.modeling_{folder}, and what it returns."""
+    """Where transformers has the base model: transformers.models.{folder}.modeling_{folder}, and what it returns.
+
+    dropouts: where its layers keep the dropouts, as a module or as a number, below the layer -> which of
+    LayerSpec.dropouts it is; None: no forward calls it. embedding_dropout: that of the embeddings. counts_layers: it
+    runs no more layers than its config counts.
+    """
 
     folder: str
     output: str = "BaseModelOutputWithPoolingAndCrossAttentions"
+    dropouts: Mapping[str, str | None] = _DROPOUTS
+    embedding_dropout: str | None = "embeddings.dropout"
+    counts_layers: bool = False
 
 
 # What nobody but the value given here is implemented for; a config.json may ask for these.
@@ -281,6 +296,7 @@ class Family:
     norm_first: bool = False
     attention_output_dropout: bool = True
     feed_forward_dropout: bool = True
+    heads_first: bool = False  # whether transformers registers a model's head before its base model
     pooler: str | None = "pooler.dense"
     pooler_first: bool = False  # whether transformers registers it before the layers
     has_pooler: bool = True  # whether a base model has it where nobody asked

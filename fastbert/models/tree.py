@@ -57,6 +57,11 @@ def base_models(tree: nn.Module) -> Iterator[tuple[str, nn.Module, EncoderConfig
             yield name, module, runner.config_now()
 
 
+def key_of_spec(i: int) -> str:
+    """What the keys of `modules_of` begin with in layers of the i-th of the different specs."""
+    return f"*{i}"
+
+
 def modules_of(root: nn.Module, family: Family, config: EncoderConfig) -> Iterator:
     """(key, path, module, the module by whose `training` packed execution goes) of all modules below `root`.
 
@@ -65,7 +70,7 @@ def modules_of(root: nn.Module, family: Family, config: EncoderConfig) -> Iterat
     """
     names = config.embeddings
     specs = dict(zip(config.layer_paths, config.layer_specs, strict=True))
-    numbers = {spec: f"*{i}" for i, spec in enumerate(dict.fromkeys(config.layer_specs))}
+    numbers = {spec: key_of_spec(i) for i, spec in enumerate(dict.fromkeys(config.layer_specs))}
     layers = {path: numbers[spec] for path, spec in specs.items()}
     leaves = {getattr(names, role) for role in names.order} | {family.final_norm, family.pooler}
     for spec, number in numbers.items():

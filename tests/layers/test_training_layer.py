@@ -127,15 +127,11 @@ def freeze_a_bias(layer):
     layer.output.dense.bias.requires_grad_(False)
 
 
-def drop_a_bias(layer):
-    layer.attention.self.key.bias = None
-
-
 def hook_a_leaf(layer):
     layer.intermediate.dense.register_forward_hook(lambda module, args, out: out * 2)
 
 
-@pytest.mark.parametrize("change", (freeze_a_bias, drop_a_bias, hook_a_leaf), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("change", (freeze_a_bias, hook_a_leaf), ids=lambda f: f.__name__)
 def test_what_must_run_op_by_op_does(monkeypatch, served, change):
     layer = make_layer()
     change(layer)
@@ -151,8 +147,7 @@ def test_what_must_run_op_by_op_does(monkeypatch, served, change):
         assert_close_to_reference(ours[name], exact[name], baseline[name], GRADIENT_FACTOR, name)
 
 
-def test_pre_norm_layers_and_inference_are_left_alone(served):
-    step(make_layer(norm_first=True))
+def test_inference_is_left_alone(served):
     with torch.no_grad():
         make_layer()(torch.randn(TOKENS, HIDDEN), CONTEXT)
     assert True not in served
@@ -163,30 +158,8 @@ def test_a_forced_backend_without_it_runs_the_ops(served):
     with use_backend("torch"):
         step(make_layer())
     with use_backend("cpu"):
-        step(make_layer(norm_first=True))
+        layer = make_layer()
+        freeze_a_bias(layer)
+        step(layer)
         step(make_layer().eval())
-    assert served == [False, True]
-
-
-def test_opcheck():
-    layer = make_layer(dropout=0.2)
-    parameters = dict(layer.named_parameters())
-    names = [f"{path}.weight" for path in layer.spec.names.linears]
-    weights = [parameters[name].detach() for name in names]
-    biases = [parameters[name.replace("weight", "bias")].detach() for name in names]
-    norms = [parameters[f"{norm}.{kind}"].detach() for norm in layer.spec.names.norms for kind in ("weight", "bias")]
-    x, philox = torch.randn(TOKENS, HIDDEN), torch.arange(6).view(3, 2)
-    options = ([0.1, 0.2, 0.3], [1e-12, 1e-12], 2, "gelu", torch.bfloat16)
-    forward, backward = torch.ops.fastbert.encoder_layer_fwd_cpu, torch.ops.fastbert.encoder_layer_bwd_cpu
-    arguments = (x, BATCH.cu_seqlens, weights, biases, norms, philox, *options)
-    torch.library.opcheck(forward, arguments)
-    _, *kept = forward(*arguments)
-    for needs_dx in (True, False):
-        rest = (weights, norms, kept, philox, [0.1, 0.2, 0.3], "gelu", needs_dx)
-        torch.library.opcheck(backward, (x, x, BATCH.cu_seqlens, *rest))
-    with pytest.raises(RuntimeError, match="6 weights"):
-        forward(x, BATCH.cu_seqlens, weights[:5], biases, norms, philox, *options)
-    with pytest.raises(RuntimeError, match=r"expected \(3, 2\)"):
-        forward(x, BATCH.cu_seqlens, weights, biases, norms, philox[0], *options)
-    with pytest.raises(RuntimeError, match="num_heads is 3"):
-        forward(x, BATCH.cu_seqlens, weights, biases, norms, philox, *options[:2], 3, *options[3:])
+    assert served == [False, False, True]
