@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import nn
 
 from fastbert.acceleration.objections import OPTIONS, TENSORS, call_objection, tree_objection
 from fastbert.acceleration.plan import Plan, live

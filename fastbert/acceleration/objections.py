@@ -136,7 +136,9 @@ def _count_objection(root: Any, config: EncoderConfig, snapshot: Snapshot) -> st
         return None
     snapshot.hold(vars(root.config), "num_hidden_layers")
     count = root.config.num_hidden_layers
-    return f"its config counts {count} layers of {config.num_hidden_layers}" if count < config.num_hidden_layers else None
+    return (
+        f"its config counts {count} layers of {config.num_hidden_layers}" if count < config.num_hidden_layers else None
+    )
 
 
 def _has_hooks(module: nn.Module) -> bool:
