@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from fastbert import families
 from fastbert.config import EncoderConfig
@@ -38,6 +40,7 @@ _SHAPES = (
     {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 3, "intermediate_size": 128,
      "hidden_act": "relu", "initializer_range": 0.05},
 )  # fmt: skip
+_SMOOTH = {"hidden_act": "gelu"}  # of gates without a bias, which could keep them from where a ReLU bends
 _OF_FAMILY = {
     "albert": (
         {"embedding_size": 48},
@@ -50,6 +53,31 @@ _OF_FAMILY = {
         {"embedding_size": 160, "summary_activation": "silu"},
         {"embedding_size": 32, "summary_activation": "tanh"},
         {"embedding_size": 64, "summary_activation": ""},
+    ),
+    "eurobert": (
+        {"num_key_value_heads": 1},
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True, "classifier_pooling": "bos"},
+        {"num_key_value_heads": 2, "head_dim": 32, "classifier_pooling": "mean"},
+        {"mlp_bias": True, "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 50.0}},
+    ),
+    "gte": ({}, {"type_vocab_size": 0}, {"type_vocab_size": 2}, _SMOOTH),
+    "modernbert": (
+        {"local_attention": 6},
+        {
+            "local_attention": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "decoder_bias": False,
+            "norm_bias": True,
+            "attention_bias": True,
+            "classifier_bias": True,
+            "classifier_pooling": "mean",
+        },
+        {"local_attention": 8, "layer_types": ["sliding_attention"], "classifier_activation": "silu"},
+        {"local_attention": 4, "mlp_bias": True, "global_attn_every_n_layers": 2},
+    ),
+    "nomic_bert": ({}, {"type_vocab_size": 1}, {"head_dim": 32}, _SMOOTH),
+    "rembert": tuple(
+        {"embedding_size": n, "output_embedding_size": m} for n, m in ((48, 40), (160, 24), (32, 128), (64, 64))
     ),
     "roberta": ({"type_vocab_size": 1}, {}, {"type_vocab_size": 1, "pad_token_id": 3}, {}),
     "xlm-roberta": ({}, {"type_vocab_size": 1}, {}, {}),
@@ -65,7 +93,10 @@ def make_config(model_type: str, index: int = 0, **changes) -> EncoderConfig:
     fields = {"vocab_size": 43, "max_position_embeddings": 20, **dict.fromkeys(dropout, 0.0), **_SHAPES[index], **own}
     if model_type == "electra":
         fields["summary_last_dropout"] = 0.0
-    for name in families.FAMILIES[model_type].fixed:
+    family = families.FAMILIES[model_type]
+    if family.defaults.get("pad_token_id", 0) >= fields["vocab_size"]:
+        fields["pad_token_id"] = 2
+    for name in family.fixed:
         fields.pop(name, None)
     return EncoderConfig.of_family(model_type, **{**fields, **changes})
 
@@ -129,9 +160,47 @@ class Trio:
     oracle: nn.Module
 
 
+def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A model in another dtype, as from_pretrained makes it: rotary embedding's frequencies stay what they are."""
+    frequencies = [(m, m._buffers.copy()) for m in model.modules() if "inv_freq" in m._buffers]
+    model.to(dtype)
+    for module, buffers in frequencies:
+        module._buffers.update(buffers)
+    return model
+
+
+class _Float64(TorchFunctionMode):
+    """What is float64 stays so, where transformers' code says float32: in softmax, RMSNorm and rotary embedding."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.float64:
+            if func is torch.Tensor.float or (
+                func is torch.Tensor.to and torch.float32 in (*args[1:], *kwargs.values())
+            ):
+                return args[0]
+            if kwargs.get("dtype") is torch.float32:
+                del kwargs["dtype"]
+        return func(*args, **kwargs)
+
+
+def make_oracle(model: nn.Module) -> nn.Module:
+    """A copy in float64."""
+    oracle = cast(copy.deepcopy(model), torch.float64)
+    forward = oracle.forward
+
+    @functools.wraps(forward)
+    def in_float64(*args, **kwargs):
+        with _Float64():
+            return forward(*args, **kwargs)
+
+    oracle.forward = in_float64
+    return oracle
+
+
 def make_hf(config: EncoderConfig, head: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
     """transformers' model with random weights, in train mode (there is no dropout to make a difference)."""
-    return randomise(hf_class(config.model_type, head)(hf_config(config)), seed).to(dtype).train()
+    return cast(randomise(hf_class(config.model_type, head)(hf_config(config)), seed), dtype).train()
 
 
 def make_ours(config: EncoderConfig, head: str, theirs: nn.Module) -> nn.Module:
@@ -144,7 +213,7 @@ def make_ours(config: EncoderConfig, head: str, theirs: nn.Module) -> nn.Module:
 
 def make_trio(config: EncoderConfig, head: str, dtype: torch.dtype, seed: int = 0) -> Trio:
     baseline = make_hf(config, head, dtype, seed)
-    return Trio(make_ours(config, head, baseline), baseline, copy.deepcopy(baseline).double())
+    return Trio(make_ours(config, head, baseline), baseline, make_oracle(baseline))
 
 
 @dataclass
@@ -258,6 +327,6 @@ def leaf_gradients(grads: dict[str, torch.Tensor | None]) -> dict[str, torch.Ten
     """
     leaves: dict[str, list[torch.Tensor]] = {}
     for name, grad in grads.items():
-        leaf = re.sub(r"\.(query|key|value|[qkv]_lin)$", ".qkv", name.rpartition(".")[0])
+        leaf = re.sub(r"\.(query|key|value|[qkv]_lin|[qkv]_proj)$", ".qkv", name.rpartition(".")[0])
         leaves.setdefault(leaf, []).extend([] if grad is None else [grad.flatten()])
     return {leaf: torch.cat(parts) for leaf, parts in leaves.items() if parts}
