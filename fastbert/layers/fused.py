@@ -46,7 +46,7 @@ def offer_layers(
     def look() -> ops.LayerOperands | str:
         if torch.compiler.is_compiling():  # a trace looks at the tree anew: see Remembered
             return _operands(root, paths, layer_type, names, options)
-        question = (paths, options)
+        question = (paths, options.num_attention_heads, options.activation, options.norm_first)
         operands = _remembered.get(root, question)
         if operands is None:
             operands = _operands(root, paths, layer_type, names, options)
