@@ -131,7 +131,6 @@ def test_opcheck(dropout_p):
 
 
 def test_what_cannot_be_served_raises_with_the_reason():
-    q = torch.zeros(4, 2, 16)
     cu_seqlens = torch.tensor([0, 4], dtype=torch.int32)
     if triton_error() is None:
         with pytest.raises(BackendError, match="head_dim is 257"):
