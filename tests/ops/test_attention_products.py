@@ -46,8 +46,11 @@ def test_the_error_rule_holds(dtype):
 @pytest.mark.parametrize("kind", ADVERSARIAL)
 @each_dtype
 def test_the_error_rule_holds_for_adversarial_inputs(dtype, kind, softmax_scale):
-    """Where one key has all of the probability, gradients are differences that cancel, times large keys."""
-    qkv = torch.stack(ADVERSARIAL[kind](*make(RAGGED, 1, 64, dtype)))
+    """Where one key has all of the probability, gradients are differences that cancel, times large keys: the largest
+    error is that of a few tokens. Of one head it is as often ours as the baseline's (torch 2.11 draws other numbers
+    than 2.13), so the rule looks at four.
+    """
+    qkv = torch.stack(ADVERSARIAL[kind](*make(RAGGED, 4, 64, dtype)))
     check("triton", qkv, RAGGED, softmax_scale=softmax_scale)
 
 

@@ -250,3 +250,10 @@ def test_compiled_as_one_graph(form, dropout_p):
         torch.manual_seed(2)
         found.append(run(call, named, dout))
     assert all(torch.equal(found[0][name], t) for name, t in found[1].items())
+
+
+def test_tensors_on_two_devices_are_refused():
+    named = make("apart", 5, 16, 24)
+    for name in ("gate_weight", "gate_bias"):
+        with pytest.raises(ValueError, match=f"feed_forward: {name} is on meta, x on cpu"):
+            ops.feed_forward(**{**named, name: named[name].to("meta")}, gated=True)
