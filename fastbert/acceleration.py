@@ -36,7 +36,7 @@ def _home(family: Family) -> str:
 _MODEL_TYPES = {(_home(family), f"{family.classes}Model"): name for name, family in FAMILIES.items()}
 _SUPPORTED = f"base models, alone or under a head, of {', '.join(sorted(FAMILIES))} (transformers' own classes)"
 
-_TENSORS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
+_TENSORS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "task_type_ids")
 _OPTIONS = ("output_attentions", "output_hidden_states", "return_dict")
 # What an encoder's forward ignores: a cache is the decoder's, the Trainer's count of items the loss's.
 _ARGUMENTS = {*_TENSORS, *_OPTIONS, "use_cache", "num_items_in_batch"}
@@ -73,7 +73,7 @@ def _live(module: Any, plan: _Plan) -> tuple[EncoderConfig, TableSizes]:
     layers = layers_of(module, config)
     count = module.config.num_hidden_layers if layers is None else layers
     config = config if count == config.num_hidden_layers else config.replace(num_hidden_layers=count)
-    return config, table_sizes(module, config.embeddings, module.config, config.embedding_width)
+    return config, table_sizes(module, config, module.config)
 
 
 def _is_patched(module: nn.Module) -> bool:
@@ -194,9 +194,11 @@ class _Forward(RunsBaseModel):
         if objection is not None:
             self.say(objection)
             return None
-        tensors = {name: given.get(name) for name in _TENSORS}
+        tensors = {name: given.get(name) if name in names else None for name in _TENSORS}  # it swallows others
         if config.embeddings.token_type is None:
             tensors["token_type_ids"] = None  # as DistilBERT's forward, which swallows what a BERT tokenizer made
+        if config.embeddings.task_type is None:
+            tensors["task_type_ids"] = None
         if tensors["attention_mask"] is not None:
             tensors["attention_mask"] = tensors["attention_mask"] != 0  # every other value is "real" to transformers
         inputs = prepare_inputs(config, tables, **tensors, cu_seqlens=None, max_seqlen=None)
@@ -225,7 +227,7 @@ class _Forward(RunsBaseModel):
         grid: tuple[int, ...] = next((tensors[n].shape[:2] for n in ("input_ids", "inputs_embeds") if n in tensors), ())
         if len(grid) != 2 or 0 in grid:
             return "the batch is empty" if 0 in grid else None
-        for name in ("attention_mask", "token_type_ids", "position_ids"):
+        for name in ("attention_mask", "token_type_ids", "position_ids", "task_type_ids"):
             shape = tensors[name].shape if name in tensors else grid
             if shape != grid and (name != "position_ids" or shape != (1, *grid[1:])):
                 return f"{name} is not of shape (batch, seqlen)"
