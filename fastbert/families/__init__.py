@@ -12,6 +12,7 @@ _FILES = (
     "camembert",
     "distilbert",
     "electra",
+    "ernie",
     "eurobert",
     "gte",
     "jina_embeddings_v3",
