@@ -22,6 +22,7 @@ _FILES = (
     "rembert",
     "roberta",
     "roberta_prelayernorm",
+    "roformer",
     "xlm_roberta",
     "xlm_roberta_xl",
 )
