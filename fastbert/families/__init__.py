@@ -13,6 +13,7 @@ _FILES = (
     "distilbert",
     "electra",
     "ernie",
+    "esm",
     "eurobert",
     "gte",
     "jina_embeddings_v3",
