@@ -7,13 +7,12 @@ import json
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fastbert.families import FAMILIES
-from fastbert.families.form import ActivationName, Choice, Count, Embeddings, Family, Field, Flag, Number, Share
-from fastbert.families.spec import Distances, Invalid, LayerSpec
+from fastbert.families.form import ActivationName, Choice, Count, Embeddings, Family, Field, Flag, Number, Scopes, Share
+from fastbert.families.spec import Distances, Invalid, LayerSpec, Rotary
 
 
 class ConfigError(ValueError):
@@ -129,6 +128,8 @@ class EncoderConfig:
         if not isinstance(self.model_type, str) or self.model_type not in FAMILIES:
             raise ConfigError(f"unknown model_type {_shown(self.model_type)}; fastbert has: {_known_types()}")
         fields = self.family.fields
+        if not isinstance(self.own, Mapping):
+            raise ConfigError(f"own is {_shown(self.own)}; it must map the names of fields to values")
         if unknown := [name for name in self.own if name not in fields]:
             raise ConfigError(f"{self.model_type} has no field {_shown(unknown[0])}")
         own = {name: self.own.get(name, kind.default) for name, kind in fields.items()}
@@ -166,7 +167,7 @@ class EncoderConfig:
             if found not in values:
                 raise ConfigError(f"{name}={_shown(found)} is not supported; fastbert has {values[0]!r}")
         try:
-            _ = self.layer_specs, self.embeddings
+            object.__setattr__(self, "_derived", self.family.derive(self))
         except Invalid as error:
             raise ConfigError(f"{error.name} is {_shown(error.value)}; it must be {error.allowed}") from None
 
@@ -224,26 +225,34 @@ class EncoderConfig:
     def family(self) -> Family:
         return FAMILIES[self.model_type]
 
-    @cached_property
+    @property
     def layer_specs(self) -> tuple[LayerSpec, ...]:
         """What the layer at each depth computes."""
-        return self.family.layer_specs(self)
+        return self.__dict__["_derived"].layer_specs
 
-    @cached_property
+    @property
     def layer_paths(self) -> tuple[str, ...]:
         """Where the layer that runs at each depth is, below the base model; shared layers come again."""
-        return self.family.layer_paths(self)
+        return self.__dict__["_derived"].layer_paths
 
-    @cached_property
-    def distances(self) -> Distances:
-        kinds = dict.fromkeys(spec.attention for spec in self.layer_specs)
-        rotaries = dict.fromkeys(kind.position for kind in kinds if kind.position is not None)
-        return Distances(tuple(rotaries), any(kind.window_size != (-1, -1) for kind in kinds))
+    @property
+    def distances(self) -> Distances | None:
+        """What in the layers goes by the distance of two tokens; None: nothing does."""
+        return self.__dict__["_derived"].distances
 
-    @cached_property
+    @property
+    def rotaries(self) -> tuple[Rotary, ...]:
+        """The kinds of rotary embedding that the layers have."""
+        return () if self.distances is None else self.distances.rotaries
+
+    @property
+    def scopes(self) -> Scopes:
+        return self.__dict__["_derived"].scopes
+
+    @property
     def embeddings(self) -> Embeddings:
         """The embedding leaves."""
-        return self.family.embedding_spec(self)
+        return self.__dict__["_derived"].embeddings
 
     @property
     def head_dim(self) -> int:

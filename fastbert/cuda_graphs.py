@@ -70,11 +70,13 @@ class StaticBatch:
     bucket: Bucket
     ids: torch.Tensor
     cu_seqlens: torch.Tensor
-    goes_by: Distances
+    goes_by: Distances | None
     has_tasks: bool = False
 
     @classmethod
-    def empty(cls, bucket: Bucket, device: torch.device, goes_by: Distances, has_tasks: bool = False) -> StaticBatch:
+    def empty(
+        cls, bucket: Bucket, device: torch.device, goes_by: Distances | None, has_tasks: bool = False
+    ) -> StaticBatch:
         """One sequence as long as the bucket allows, of ids 0: what a capture runs on."""
         with torch.inference_mode(False):  # or the buffers could not be written outside of inference mode
             ids = torch.zeros(5, bucket.total_tokens, dtype=torch.int64, device=device)
@@ -95,7 +97,7 @@ class StaticBatch:
             self.ids[4, :tokens].copy_(ids.task_type_ids)
         else:
             self.ids[4, :tokens].zero_()
-        if self.goes_by == Distances():
+        if self.goes_by is None:
             assert ids.position_ids is not None
             self.ids[1, :tokens].copy_(ids.position_ids)
         else:
@@ -112,9 +114,7 @@ class StaticBatch:
         words, positions, types, columns, tasks = self.ids
         task_type_ids = tasks if self.has_tasks else None
         ids = EmbeddingIds(words, positions, types if has_types else None, task_type_ids, None)
-        return (
-            EncoderInputs(batch, ids) if self.goes_by == Distances() else EncoderInputs(batch, ids, positions, columns)
-        )
+        return EncoderInputs(batch, ids) if self.goes_by is None else EncoderInputs(batch, ids, positions, columns)
 
     def nbytes(self) -> int:
         return self.ids.nbytes + self.cu_seqlens.nbytes

@@ -36,16 +36,15 @@ def centre(x, inside, hidden_size, eps, IS_RMS: tl.constexpr):
     The rounding error of a large mean is of the size of a small spread: what is left after centring is taken off too.
     """
     if IS_RMS:
-        mean = 0.0
+        mean, left = 0.0, 0.0
         centred = tl.where(inside, x, 0.0)
     else:
         mean = tl.sum(x, axis=0) / hidden_size
         centred = tl.where(inside, x - mean, 0.0)
         left = tl.sum(centred, axis=0) / hidden_size
         centred = tl.where(inside, centred - left, 0.0)
-        mean += left
     rstd = 1.0 / tl.sqrt_rn(tl.sum(centred * centred, axis=0) / hidden_size + eps)
-    return centred, mean, rstd
+    return centred, mean + left, rstd
 
 
 @triton.jit(do_not_specialize=["threshold"])

@@ -82,8 +82,7 @@ void attention_fwd(const AttentionFwd<T>& args, const AttentionTask& task);
 template <typename T>
 void attention_bwd(const AttentionBwd<T>& args, const AttentionTask& task);
 
-// Queries and keys are cut at multiples of this; queries of a forward task with a window at multiples of the other,
-// because there the keys that a block of queries takes follow from where it begins.
-constexpr int64_t kAttentionBlock = 64, kWindowBlock = 192;
+// Queries and keys are cut at multiples of this.
+constexpr int64_t kAttentionBlock = 64;
 
 }  // namespace fastbert

@@ -11,12 +11,14 @@ constexpr int64_t kQueryRows = 32, kKeyBlock = 256;
 constexpr int64_t kQueryRows = 48, kKeyBlock = 1024;
 #endif
 
-// Where a window's block of keys begins: a multiple of what a tile's columns and a group of steps have.
+// With a window, fewer queries at once share fewer keys that some of them do not see. Tasks begin at multiples of the
+// rows, and a block's keys at multiples of what a tile's columns and a group of steps have.
 #if defined(FASTBERT_AMX)
-constexpr int64_t kKeyAlignment = 32;
+constexpr int64_t kWindowRows = 32, kKeyAlignment = 32;
 #else
-constexpr int64_t kKeyAlignment = 16;
+constexpr int64_t kWindowRows = 16, kKeyAlignment = 16;
 #endif
+static_assert(kAttentionBlock % kWindowRows == 0 && kPanel % kKeyAlignment == 0);
 
 struct FwdMemory {
   char *k_columns, *v_rows;     // packed, all keys of the task
@@ -211,13 +213,14 @@ template <typename E, bool kHasWindow, typename T>
 void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task) {
   using Dot = typename DotOf<E>::Dot;
   static thread_local Scratch scratch;
+  constexpr int64_t step = kHasWindow ? kWindowRows : kQueryRows;
   const AttentionInputs<T>& in = args.in;
   // Keys are packed from a panel's begin on; the largest range of a block of queries tells the size of the blocks.
   const KeyRange all = keys_of<kHasWindow>(in, task, task.query_begin, task.query_end - task.query_begin);
   const int64_t first_key = all.begin / kPanel * kPanel, n = all.end - first_key;
   int64_t widest = kHasWindow ? 0 : n;
-  for (int64_t query = task.query_begin; kHasWindow && query < task.query_end; query += kQueryRows) {
-    const KeyRange range = keys_of<kHasWindow>(in, task, query, std::min(kQueryRows, task.query_end - query));
+  for (int64_t query = task.query_begin; kHasWindow && query < task.query_end; query += step) {
+    const KeyRange range = keys_of<kHasWindow>(in, task, query, std::min(step, task.query_end - query));
     widest = std::max(widest, range.end - range.begin);
   }
   const int64_t d = in.head_dim, dim_panels = (d + kPanel - 1) / kPanel;
@@ -231,13 +234,14 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task)
   AmxTiles tiles;
 
   for (int64_t head = task.head_begin; head < task.head_end; ++head) {
-    if (head == task.head_begin || head % in.group == 0) {
-      const int64_t key_head = head / in.group;
+    // A division only where heads share keys: it would show beside a short sequence.
+    if (in.group == 1 || head == task.head_begin || head % in.group == 0) {
+      const int64_t key_head = in.group == 1 ? head : head / in.group;
       pack_keys<E>(in, task.first_token, first_key, n, key_head, m);
       pack_rows<E>(in.v.at(task.first_token + first_key, key_head), in.v.token_stride, n, d, key_steps, m.v_rows);
     }
-    for (int64_t query = task.query_begin; query < task.query_end; query += kQueryRows) {
-      const int64_t rows = std::min(kQueryRows, task.query_end - query), token = task.first_token + query;
+    for (int64_t query = task.query_begin; query < task.query_end; query += step) {
+      const int64_t rows = std::min(step, task.query_end - query), token = task.first_token + query;
       const auto q_rows = rotated(in, in.q, task.first_token, query, rows, head, m.q_rotated);
       const Left q = left_rows<E>(q_rows.data, q_rows.stride, rows, d, m.q_copy);
       const KeyRange range = keys_of<kHasWindow>(in, task, query, rows);

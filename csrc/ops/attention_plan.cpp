@@ -52,7 +52,7 @@ constexpr int64_t kPackingScores = 64;
 // A task of 10 to 20 microseconds: nothing is cut smaller, and a thread that has less to do is not woken.
 constexpr int64_t kSmallestTask = 32768;
 // The most queries of a forward task with a window: its packed keys, for which it is alone, stay in the second-level
-// cache. A multiple of kWindowBlock.
+// cache. A multiple of kAttentionBlock.
 constexpr int64_t kWindowQueries = 1536;
 
 // Of a head of sequence i.
@@ -90,14 +90,13 @@ AttentionPlan make_plan(const std::vector<int64_t>& offsets, const SeenKeys& see
   for (size_t i = 1; i < offsets.size(); ++i) {
     const int64_t first = offsets[i - 1], n = offsets[i] - first;
     if (n == 0) continue;
-    const bool has_window = seen.is_cut[i], cuts_by_window = has_window && !is_backward;
+    const bool has_window = seen.is_cut[i];
     const int64_t unit = is_backward ? group : 1, scores = scores_of_sequence[i] * unit;
     int64_t heads = std::clamp<int64_t>(target / scores * unit, unit, num_heads);
     if (heads > group) heads -= heads % group;
     const int64_t pieces = scores > largest ? (scores + target - 1) / target : 1;
-    const int64_t block = cuts_by_window ? kWindowBlock : kAttentionBlock;
-    int64_t rows = (n + pieces * block - 1) / (pieces * block) * block;
-    if (cuts_by_window) rows = std::min(rows, kWindowQueries);
+    int64_t rows = (n + pieces * kAttentionBlock - 1) / (pieces * kAttentionBlock) * kAttentionBlock;
+    if (has_window && !is_backward) rows = std::min(rows, kWindowQueries);
     for (int64_t head = 0; head < num_heads; head += heads) {
       const int64_t head_end = std::min(num_heads, head + heads);
       if (rows >= n) {

@@ -45,6 +45,11 @@ OptionalArray philox_of(const OptionalArray& philox, DropoutOf which) {
   return philox.select(0, which == kOutput ? philox.size(0) - 1 : which);
 }
 
+Dropout inner_dropout(const LayerForm& form, const OptionalArray& philox) {
+  const double p = form.dropouts[kInner];
+  return make_dropout(p, p > 0.0 ? philox_of(philox, kInner) : OptionalArray());
+}
+
 // sum += x, of one shape and dtype, without gaps.
 void add_to(const Array& sum, const Array& x) {
   for_dtype(sum.scalar_type(), [&](auto zero) {
@@ -110,7 +115,8 @@ std::vector<Array> encoder_layer_fwd_cpu(const Array& x_, const Array& cu_seqlen
   const LayerForm form = form_of(ints, numbers, weights);
   check(x_.dim() == 2, "x has shape ", x_.sizes(), ", expected (total_tokens, hidden_size)");
   const Array x = contiguous(x_);
-  LayerReader reader(weights, biases, {}, {}, norms, {}, x.size(1), x.scalar_type());
+  const LayerLists lists{&weights, &biases, nullptr, nullptr, &norms, nullptr};
+  LayerReader reader(lists, x.size(1), x.scalar_type());
   LayerOperands layer;
   reader.read(form, layer);
   check(reader.norms_left() == 0, "there are ", reader.norms_left(), " tensors of norms too many");
@@ -137,9 +143,8 @@ std::vector<Array> encoder_layer_fwd_cpu(const Array& x_, const Array& cu_seqlen
   std::tie(kept.middle, kept.summed, kept.mean, kept.rstd) =
       std::tie(middle.out, middle.summed, middle.mean, middle.rstd);
 
-  const double inner = form.dropouts[kInner];
-  const FeedForwardOperand feed_forward = layer.feed_forward(
-      form, activation_of(activation), make_dropout(inner, inner > 0.0 ? philox_of(philox, kInner) : OptionalArray()));
+  const FeedForwardOperand feed_forward =
+      layer.feed_forward(form, activation_of(activation), inner_dropout(form, philox));
   kept.pre = empty({x.size(0), static_cast<int64_t>(form.num_ups()) * layer.weight[up].size(0)}, dtype);
   feed_forward_rows(middle.out, feed_forward, product, kept.pre, dtype, nullptr);
   const End last = end_half(product, layer.bias[down], form.norm_first ? middle.summed : middle.out,
@@ -167,7 +172,9 @@ std::vector<Array> encoder_layer_bwd_cpu(const Array& dout_, const Array& x_, co
     check(taken < kept_list.size(), "forward keeps more than ", kept_list.size(), " tensors");
     array = kept_list[taken++];
   });
-  LayerReader reader(weights, {}, {}, {}, norms, {}, x.size(1), x.scalar_type());
+  check(taken == kept_list.size(), "forward keeps ", taken, " tensors, got ", kept_list.size());
+  const LayerLists lists{&weights, nullptr, nullptr, nullptr, &norms, nullptr};
+  LayerReader reader(lists, x.size(1), x.scalar_type());
   LayerOperands layer;
   reader.read_norms(form, layer);
   const size_t output = form.attention_output(), up = form.first_up(), down = form.down();
@@ -186,11 +193,9 @@ std::vector<Array> encoder_layer_bwd_cpu(const Array& dout_, const Array& x_, co
     ups.push_back(weights[i]);
     has_up_biases |= has_bias(i);
   }
-  const double inner = form.dropouts[kInner];
-  const auto [dmiddle, dups, dup_biases, ddown] =
-      feed_forward_bwd_cpu(last.dproduct, kept.middle.defined() ? kept.middle : kept.summed, kept.pre, ups,
-                           weights[down], inner > 0.0 ? philox_of(philox, kInner) : OptionalArray(), inner, activation,
-                           form.gated, true, true, has_up_biases);
+  const auto [dmiddle, dups, dup_biases, ddown] = feed_forward_gradients(
+      last.dproduct, kept.middle.defined() ? kept.middle : kept.summed, kept.pre, ups, weights[down],
+      activation_of(activation), form.gated, inner_dropout(form, philox), true, true, has_up_biases);
   dweight[down] = ddown;
   for (size_t i = up; i < down; ++i) {
     dweight[i] = dups[i - up];

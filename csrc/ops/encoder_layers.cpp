@@ -30,7 +30,7 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
   AttentionForm attention;
   const Activation act = activation_of(activation);
 
-  LayerReader reader(weights, biases, weight_scales, input_scales, norms, versions, hidden_size, dtype);
+  LayerReader reader({&weights, &biases, &weight_scales, &input_scales, &norms, &versions}, hidden_size, dtype);
   const auto final_norm = [&](const LayerForm& last) -> NormOperand {
     const size_t left = reader.norms_left();
     check(final_eps.has_value() ? left == 1 || left == 2 : left == 0, "there are ", left, " tensors of norms too many");

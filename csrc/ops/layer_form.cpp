@@ -12,9 +12,10 @@ constexpr size_t kInts = 10, kNumbers = 7;
 enum Flag : int64_t { kNormFirst = 1, kMergedQkv = 2, kGated = 4, kMergedGate = 8, kRms = 16 };
 
 // A list's next element.
-Array next(const char* name, const List<Array>& list, size_t& at) {
-  check(at < list.size(), "there are ", list.size(), " ", name, ", the layers' forms have more");
-  return list[at++];
+Array next(const char* name, const List<Array>* list, size_t& at) {
+  const size_t size = list == nullptr ? 0 : list->size();
+  check(at < size, "there are ", size, " ", name, ", the layers' forms have more");
+  return (*list)[at++];
 }
 
 bool has_bit(int64_t bits, size_t i) { return (bits >> i & 1) != 0; }
@@ -99,21 +100,12 @@ Heads::Heads(const LayerForm& form, std::vector<Array> whole_) : whole(std::move
   }
 }
 
-LayerReader::LayerReader(const List<Array>& weights, const List<Array>& biases, const List<Array>& scales,
-                         const std::vector<double>& input_scales, const List<Array>& norms,
-                         const std::vector<int64_t>& versions, int64_t hidden_size, ScalarType dtype)
-    : weights_(weights),
-      biases_(biases),
-      scales_(scales),
-      input_scales_(input_scales),
-      norms_(norms),
-      versions_(versions),
-      hidden_size_(hidden_size),
-      dtype_(dtype) {
-  check(versions.empty() || versions.size() == weights.size(), "there are ", versions.size(), " versions of ",
-        weights.size(), " weights");
-  check(input_scales.size() == scales.size(), "there are ", input_scales.size(), " input_scales, ", scales.size(),
-        " weight_scales");
+LayerReader::LayerReader(const LayerLists& lists, int64_t hidden_size, ScalarType dtype)
+    : lists_(lists), hidden_size_(hidden_size), dtype_(dtype) {
+  check(!has_versions() || lists.versions->size() == lists.weights->size(), "the versions are not as many as the ",
+        lists.weights->size(), " weights");
+  check(lists.scales == nullptr || lists.input_scales->size() == lists.scales->size(),
+        "input_scales are not as many as weight_scales");
 }
 
 // What norms take: their weights and biases, and the biases of the products before them.
@@ -125,13 +117,13 @@ Array LayerReader::vector(const char* name, const Array& t) const {
 void LayerReader::read(const LayerForm& form, LayerOperands& layer) {
   for (size_t i = 0; i < form.num_leaves(); ++i) {
     const bool has_bias = has_bit(form.biases, i), has_scale = has_bit(form.scales, i);
-    layer.version[i] = versions_.empty() ? kNoVersion : versions_[std::min(weight_, versions_.size() - 1)];
-    layer.input_scale[i] = has_scale && scale_ < input_scales_.size() ? input_scales_[scale_] : 0.0;
-    layer.weight[i] = next("weights", weights_, weight_);
-    layer.bias[i] = has_bias ? next("biases", biases_, bias_) : Array();
-    layer.scale[i] = has_scale ? next("weight_scales", scales_, scale_) : Array();
+    const size_t at = weight_;
+    layer.weight[i] = next("weights", lists_.weights, weight_);
     const Array& weight = layer.weight[i];
-    if (versions_.empty()) layer.version[i] = version_of(weight);
+    layer.version[i] = has_versions() ? (*lists_.versions)[at] : version_of(weight);
+    layer.bias[i] = has_bias ? next("biases", lists_.biases, bias_) : Array();
+    layer.scale[i] = has_scale ? next("weight_scales", lists_.scales, scale_) : Array();
+    layer.input_scale[i] = has_scale ? (*lists_.input_scales)[scale_ - 1] : 0.0;
     const bool is_output = i == form.attention_output() || i == form.down();
     const int64_t features = i < form.num_projections() ? form.heads_of(i) * form.head_dim
                              : is_output                ? hidden_size_
@@ -154,8 +146,8 @@ void LayerReader::read_norms(const LayerForm& form, LayerOperands& layer) {
 NormOperand LayerReader::norm_ahead(bool rms, int64_t bits, double eps) const {
   size_t at = norm_;
   NormOperand norm{rms, {}, {}, eps};
-  if (has_bit(bits, 0)) norm.weight = vector("norm", next("norms", norms_, at));
-  if (has_bit(bits, 1)) norm.bias = vector("norm bias", next("norms", norms_, at));
+  if (has_bit(bits, 0)) norm.weight = vector("norm", next("tensors of norms", lists_.norms, at));
+  if (has_bit(bits, 1)) norm.bias = vector("norm bias", next("tensors of norms", lists_.norms, at));
   return norm;
 }
 
@@ -164,10 +156,10 @@ NormOperand LayerReader::norm_ahead(const LayerForm& form) const {
 }
 
 size_t LayerReader::norms_left() const {
-  check(weight_ == weights_.size() && bias_ == biases_.size() && scale_ == scales_.size(), "there are ",
-        weights_.size(), " weights, ", biases_.size(), " biases and ", scales_.size(),
-        " weight_scales, the layers' forms have ", weight_, ", ", bias_, " and ", scale_);
-  return norms_.size() - norm_;
+  const auto left = [](const List<Array>* list, size_t taken) { return list == nullptr ? 0 : list->size() - taken; };
+  const size_t others = left(lists_.weights, weight_) + left(lists_.biases, bias_) + left(lists_.scales, scale_);
+  check(others == 0, "there are ", others, " weights, biases and weight_scales too many for the layers' forms");
+  return left(lists_.norms, norm_);
 }
 
 }  // namespace fastbert

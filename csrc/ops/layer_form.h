@@ -84,13 +84,18 @@ Heads make_heads(const LayerForm& form, int64_t tokens, const Make& make) {
   return {form, std::move(whole)};
 }
 
-// Takes a stack's lists of tensors apart, layer by layer.
+// A stack's operands as an operator takes them; null where its schema has none. versions: the weights', or none.
+struct LayerLists {
+  const List<Array>*weights, *biases, *scales;
+  const std::vector<double>* input_scales;
+  const List<Array>* norms;
+  const std::vector<int64_t>* versions;
+};
+
+// Takes them apart, layer by layer.
 class LayerReader {
  public:
-  // versions: the weights', or none. The lists must outlive it.
-  LayerReader(const List<Array>& weights, const List<Array>& biases, const List<Array>& scales,
-              const std::vector<double>& input_scales, const List<Array>& norms, const std::vector<int64_t>& versions,
-              int64_t hidden_size, ScalarType dtype);
+  LayerReader(const LayerLists& lists, int64_t hidden_size, ScalarType dtype);
 
   // The next layer's, with those shapes checked that no product checks.
   void read(const LayerForm& form, LayerOperands& layer);
@@ -105,10 +110,9 @@ class LayerReader {
  private:
   Array vector(const char* name, const Array& t) const;
 
-  const List<Array>&weights_, &biases_, &scales_;
-  const std::vector<double>& input_scales_;
-  const List<Array>& norms_;
-  const std::vector<int64_t>& versions_;
+  bool has_versions() const { return lists_.versions != nullptr && !lists_.versions->empty(); }
+
+  LayerLists lists_;
   int64_t hidden_size_;
   ScalarType dtype_;
   size_t layer_ = 0, weight_ = 0, bias_ = 0, scale_ = 0, norm_ = 0;  // the next ones

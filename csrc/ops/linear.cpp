@@ -407,40 +407,38 @@ void feed_forward_rows(const Array& x_, const FeedForwardOperand& operand, const
   });
 }
 
-std::tuple<Array, Array> feed_forward_cpu(const Array& x, const std::vector<Array>& ups,
-                                          const std::vector<OptionalArray>& up_biases, const Array& down_weight,
-                                          const std::vector<OptionalArray>& weight_scales,
+std::tuple<Array, Array> feed_forward_cpu(const Array& x, const Array& up_weight, const OptionalArray& up_bias,
+                                          const Array& down_weight, const OptionalArray& gate_weight,
+                                          const OptionalArray& gate_bias, const OptionalArray& up_scale,
+                                          const OptionalArray& down_scale, const OptionalArray& gate_scale,
                                           const std::vector<double>& input_scales, const OptionalArray& philox,
                                           double dropout_p, const std::string& activation, bool gated, ScalarType dtype,
                                           bool return_pre) {
-  const size_t count = ups.size();
-  check(count > 0 && up_biases.size() == count && weight_scales.size() == count + 1 && input_scales.size() == count + 1,
-        "ups, up_biases, weight_scales and input_scales have ", count, ", ", up_biases.size(), ", ",
-        weight_scales.size(), " and ", input_scales.size(), " elements");
-  FeedForwardOperand operand{
-      {},
-      {down_weight, nullptr, &weight_scales[count], input_scales[count], version_of(down_weight)},
-      activation_of(activation),
-      gated,
-      make_dropout(dropout_p, philox)};
-  int64_t width = 0;
-  for (size_t i = 0; i < count; ++i) {
-    operand.ups.push_back({ups[i], &up_biases[i], &weight_scales[i], input_scales[i], version_of(ups[i])});
-    width += ups[i].size(0);
+  const size_t ups = gate_weight.defined() ? 2 : 1;
+  check(input_scales.size() == ups + 1, "input_scales has ", input_scales.size(), " elements, expected ", ups + 1);
+  FeedForwardOperand operand{{},
+                             {down_weight, nullptr, &down_scale, input_scales[ups], version_of(down_weight)},
+                             activation_of(activation),
+                             gated,
+                             make_dropout(dropout_p, philox)};
+  int64_t width = up_weight.size(0);
+  if (gate_weight.defined()) {
+    operand.ups.push_back({gate_weight, &gate_bias, &gate_scale, input_scales[0], version_of(gate_weight)});
+    width += gate_weight.size(0);
   }
+  operand.ups.push_back({up_weight, &up_bias, &up_scale, input_scales[ups - 1], version_of(up_weight)});
   const Array out = empty({x.size(0), down_weight.size(0)}, dtype);
   const Array pre = empty({return_pre ? x.size(0) : 0, width}, dtype);
   feed_forward_rows(x, operand, out, return_pre ? pre : Array(), dtype, nullptr);
   return {out, pre};
 }
 
-FeedForwardGradients feed_forward_bwd_cpu(const Array& dout_, const Array& x_, const Array& pre_,
-                                          const std::vector<Array>& ups, const Array& down_weight,
-                                          const OptionalArray& philox, double dropout_p, const std::string& activation,
-                                          bool gated, bool needs_dx, bool needs_dweight, bool needs_dbias) {
+FeedForwardGradients feed_forward_gradients(const Array& dout_, const Array& x_, const Array& pre_,
+                                            const std::vector<Array>& ups, const Array& down_weight,
+                                            Activation activation, bool gated, const Dropout& dropout, bool needs_dx,
+                                            bool needs_dweight, bool needs_dbias) {
   const auto dtype = pre_.scalar_type();
   const Array x = checked_x(x_, dtype);
-  const Dropout dropout = make_dropout(dropout_p, philox);
   const int64_t rows = x.size(0), width = down_weight.size(1), pre_width = gated ? 2 * width : width;
   const Array dout = checked("dout", dout_, {rows, down_weight.size(0)}, dout_.scalar_type());
   const Array pre = checked("pre", pre_, {rows, pre_width}, dtype);
@@ -449,16 +447,19 @@ FeedForwardGradients feed_forward_bwd_cpu(const Array& dout_, const Array& x_, c
   // The first product's epilogue makes both what its gradient is and, again, what forward did not keep.
   const Array dpre = workspace(pre.sizes(), dtype), inner = workspace({rows, width}, dtype);
   Operand down = transposed(down_weight, down_weight.size(0), dtype);
-  down.write_to(dpre, Array(), activation_of(activation));
+  down.write_to(dpre, Array(), activation);
   down.target.slope_of = pre.data();
   down.target.activated = inner.data();
   down.target.up_offset = gated ? width : 0;
   down.target.dropout = dropout.p > 0.0 ? &dropout : nullptr;
   run_gemm(gemm_args(dout, dtype, &down.target, 1), rows);
 
-  const Array ddown =
-      needs_dweight ? weight_gradient(pack_tokens(dout, format), pack_tokens(inner, format), format, rows, down_weight)
-                    : empty({0, width}, down_weight);
+  Array ddown;
+  if (needs_dweight) {
+    ddown = weight_gradient(pack_tokens(dout, format), pack_tokens(inner, format), format, rows, down_weight);
+  } else {
+    ddown = empty({0, width}, down_weight);
+  }
   std::vector<Array> dpres;
   int64_t first = 0;
   for (const Array& up : ups) {
@@ -468,6 +469,16 @@ FeedForwardGradients feed_forward_bwd_cpu(const Array& dout_, const Array& x_, c
   check(first == pre_width, "the first product's weights have ", first, " features, pre ", pre_width);
   auto [dx, dups, dbiases] = linear_gradients(dpres, x, ups, dtype, needs_dx, needs_dweight, needs_dbias);
   return {dx, std::move(dups), std::move(dbiases), ddown};
+}
+
+FeedForwardGradients feed_forward_bwd_cpu(const Array& dout, const Array& x, const Array& pre, const Array& up_weight,
+                                          const Array& down_weight, const OptionalArray& gate_weight,
+                                          const OptionalArray& philox, double dropout_p, const std::string& activation,
+                                          bool gated, bool needs_dx, bool needs_dweight, bool needs_dbias) {
+  std::vector<Array> ups{up_weight};
+  if (gate_weight.defined()) ups.insert(ups.begin(), gate_weight);
+  return feed_forward_gradients(dout, x, pre, ups, down_weight, activation_of(activation), gated,
+                                make_dropout(dropout_p, philox), needs_dx, needs_dweight, needs_dbias);
 }
 
 }  // namespace fastbert

@@ -24,9 +24,10 @@ Gradients linear_bwd_cpu(const std::vector<Array>& douts, const Array& x, const 
                          const std::vector<Array>& pres, const std::string& activation, bool needs_dx,
                          bool needs_dweight, bool needs_dbias);
 
-std::tuple<Array, Array> feed_forward_cpu(const Array& x, const std::vector<Array>& ups,
-                                          const std::vector<OptionalArray>& up_biases, const Array& down_weight,
-                                          const std::vector<OptionalArray>& weight_scales,
+std::tuple<Array, Array> feed_forward_cpu(const Array& x, const Array& up_weight, const OptionalArray& up_bias,
+                                          const Array& down_weight, const OptionalArray& gate_weight,
+                                          const OptionalArray& gate_bias, const OptionalArray& up_scale,
+                                          const OptionalArray& down_scale, const OptionalArray& gate_scale,
                                           const std::vector<double>& input_scales, const OptionalArray& philox,
                                           double dropout_p, const std::string& activation, bool gated, ScalarType dtype,
                                           bool return_pre);
@@ -34,8 +35,8 @@ std::tuple<Array, Array> feed_forward_cpu(const Array& x, const std::vector<Arra
 // dx, of every weight of the first product dweight and dbias, and the second product's dweight.
 using FeedForwardGradients = std::tuple<Array, std::vector<Array>, std::vector<Array>, Array>;
 
-FeedForwardGradients feed_forward_bwd_cpu(const Array& dout, const Array& x, const Array& pre,
-                                          const std::vector<Array>& ups, const Array& down_weight,
+FeedForwardGradients feed_forward_bwd_cpu(const Array& dout, const Array& x, const Array& pre, const Array& up_weight,
+                                          const Array& down_weight, const OptionalArray& gate_weight,
                                           const OptionalArray& philox, double dropout_p, const std::string& activation,
                                           bool gated, bool needs_dx, bool needs_dweight, bool needs_dbias);
 
@@ -72,6 +73,12 @@ struct FeedForwardOperand {
 // up beside each other.
 void feed_forward_rows(const Array& x, const FeedForwardOperand& operand, const Array& out, const Array& pre,
                        ScalarType dtype, const RowsDone& done);
+
+// The backward of feed_forward_rows: `pre` is what it kept; ups, activation, gated and dropout are its operand's.
+FeedForwardGradients feed_forward_gradients(const Array& dout, const Array& x, const Array& pre,
+                                            const std::vector<Array>& ups, const Array& down_weight,
+                                            Activation activation, bool gated, const Dropout& dropout, bool needs_dx,
+                                            bool needs_dweight, bool needs_dbias);
 
 // The backward of linear_rows: `douts` whole rows, dx as x is.
 Gradients linear_gradients(const std::vector<Array>& douts, const Array& x, const std::vector<Array>& weights,

@@ -15,7 +15,15 @@ FAMILY = Family(
     model_type="albert",
     classes="Albert",
     prefix="albert",
-    theirs=TheirClass("albert", "BaseModelOutputWithPooling"),
+    theirs=TheirClass(
+        "albert",
+        "BaseModelOutputWithPooling",
+        dropouts={
+            "attention.attention_dropout": "attention",
+            "attention.output_dropout": "attention_output",
+            "dropout": None,
+        },
+    ),
     heads=heads(
         _MASKED_LM,
         PreTraining=PreTraining(  # sentence order: 0 is the original one, 1 switched (section 3.1)

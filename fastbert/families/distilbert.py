@@ -9,7 +9,9 @@ FAMILY = Family(
     model_type="distilbert",
     classes="DistilBert",
     prefix="distilbert",
-    theirs=TheirClass("distilbert", "BaseModelOutput"),
+    theirs=TheirClass(
+        "distilbert", "BaseModelOutput", dropouts={"attention.dropout": "attention", "ffn.dropout": "feed_forward"}
+    ),
     heads=heads(
         MaskedLM("vocab_transform", "vocab_layer_norm", "vocab_projector", None),
         sequence=_SEQUENCE,

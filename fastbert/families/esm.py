@@ -67,7 +67,7 @@ FAMILY = Family(
     model_type="esm",
     classes="Esm",
     prefix="esm",
-    theirs=TheirClass("esm"),
+    theirs=TheirClass("esm", drops_embeddings=False),
     heads=heads(
         MaskedLM(
             "lm_head.dense",

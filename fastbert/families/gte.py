@@ -25,7 +25,7 @@ _LAYER = LayerNames(
 
 def _spec(config: Any, depth: int) -> LayerSpec:
     count, width, dropout = config.num_attention_heads, config.head_dim, config.hidden_dropout_prob
-    position = rotary(config.rope_parameters, width, 160_000.0)
+    position = rotary(config.rope_parameters, width, 160_000.0, their_frequencies="rotary_emb.inv_freq")
     return LayerSpec(
         _LAYER,
         AttentionSpec(count, count, width, dropout=config.attention_probs_dropout_prob, position=position),
@@ -47,7 +47,17 @@ FAMILY = Family(
     model_type="gte",
     classes="Gte",
     prefix="gte",
-    theirs=TheirClass("gte", "BaseModelOutputWithPooling"),
+    theirs=TheirClass(
+        "gte",
+        "BaseModelOutputWithPooling",
+        dropouts={
+            "self_attn.attention_dropout": "attention",
+            "post_attention_dropout": "attention_output",
+            "mlp.dropout": "inner",
+            "post_mlp_dropout": "feed_forward",
+        },
+        counts_layers=True,
+    ),
     heads=heads(
         MaskedLM("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", None, activation="gelu"),
         answers=None,

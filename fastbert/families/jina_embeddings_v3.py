@@ -23,7 +23,7 @@ _LAYER = LayerNames(
 
 def _spec(config: Any, depth: int) -> LayerSpec:
     count, width, dropout = config.num_attention_heads, config.head_dim, config.hidden_dropout_prob
-    position = rotary(config.rope_parameters, width, 20_000.0)
+    position = rotary(config.rope_parameters, width, 20_000.0, their_frequencies="rotary_emb.inv_freq")
     return LayerSpec(
         _LAYER,
         AttentionSpec(count, count, width, dropout=config.attention_probs_dropout_prob, position=position),
@@ -38,7 +38,16 @@ FAMILY = Family(
     model_type="jina_embeddings_v3",
     classes="JinaEmbeddingsV3",
     prefix="roberta",
-    theirs=TheirClass("jina_embeddings_v3", "BaseModelOutputWithPooling"),
+    theirs=TheirClass(
+        "jina_embeddings_v3",
+        "BaseModelOutputWithPooling",
+        dropouts={
+            "self_attn.attention_dropout": "attention",
+            "post_attention_dropout": "attention_output",
+            "post_mlp_dropout": "feed_forward",
+        },
+        counts_layers=True,
+    ),
     heads=heads(
         MaskedLM("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias", activation="gelu"),
         sequence=Classifier("classifier.out_proj", "first", dense="classifier.dense", drops_first=True),

@@ -54,7 +54,8 @@ def _spec(config: Any, depth: int) -> LayerSpec:
     parameters = config.rope_parameters or {}
     if not isinstance(parameters, dict):
         raise Invalid("rope_parameters", parameters, f"an object with {' and '.join(_THETAS)}")
-    position = rotary(parameters.get(kind), width // count, _THETAS[kind], f"rope_parameters.{kind}")
+    name, frequencies = f"rope_parameters.{kind}", f"rotary_emb.{kind}_inv_freq"
+    position = rotary(parameters.get(kind), width // count, _THETAS[kind], name, their_frequencies=frequencies)
     window = (half, half) if kind == "sliding_attention" else (-1, -1)
     dropout = config.attention_probs_dropout_prob
     biases = ("query", "key", "value", "attention_output") if config.attention_bias else ()
@@ -98,7 +99,16 @@ FAMILY = Family(
     model_type="modernbert",
     classes="ModernBert",
     prefix="model",
-    theirs=TheirClass("modernbert", "BaseModelOutput"),
+    theirs=TheirClass(
+        "modernbert",
+        "BaseModelOutput",
+        dropouts={
+            "attn.attention_dropout": "attention",
+            "attn.out_drop": "attention_output",
+            "mlp.drop": "inner",
+        },
+        embedding_dropout="embeddings.drop",
+    ),
     heads=heads(
         MaskedLM(
             "head.dense",

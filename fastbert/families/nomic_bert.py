@@ -34,7 +34,7 @@ _LAYER = LayerNames(
 
 def _spec(config: Any, depth: int) -> LayerSpec:
     count, width, dropout = config.num_attention_heads, config.head_dim, config.hidden_dropout_prob
-    position = rotary(config.rope_parameters, width, 1000.0)
+    position = rotary(config.rope_parameters, width, 1000.0, their_frequencies="rotary_emb.inv_freq")
     return LayerSpec(
         _LAYER,
         AttentionSpec(count, count, width, dropout=config.attention_probs_dropout_prob, position=position),
@@ -50,7 +50,16 @@ FAMILY = Family(
     model_type="nomic_bert",
     classes="NomicBert",
     prefix="nomic_bert",
-    theirs=TheirClass("nomic_bert", "BaseModelOutputWithPooling"),
+    theirs=TheirClass(
+        "nomic_bert",
+        "BaseModelOutputWithPooling",
+        dropouts={
+            "self_attn.attention_dropout": "attention",
+            "post_attention_dropout": "attention_output",
+            "post_mlp_dropout": "feed_forward",
+        },
+        counts_layers=True,
+    ),
     heads=heads(MaskedLM(norm="cls.predictions.transform.layer_norm"), answers=None, choice=None),
     defaults={
         "vocab_size": 30528,

@@ -21,7 +21,8 @@ class Rotary(NamedTuple):
     dim: the width that is rotated, a head's. interleaved: dimension 2i is paired with 2i + 1 instead of i with
     dim / 2 + i. rotates_values: of values, too. scaling: (rope_type, its parameters as sorted pairs); () is the plain
     table of theta. table: the path of a leaf that holds the table's sines and then cosines, which is saved.
-    frequencies: the path of a buffer that holds the inverse frequencies, which is saved.
+    frequencies: the path of a buffer that holds the inverse frequencies, which is saved. their_frequencies: where
+    transformers' tree has them, where they are not saved.
     """
 
     theta: float
@@ -31,6 +32,7 @@ class Rotary(NamedTuple):
     scaling: tuple[Any, ...] = ()
     table: str | None = None
     frequencies: str | None = None
+    their_frequencies: str | None = None
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,16 @@ class LayerSpec:
     attention_output_dropout: float = 0.0
     feed_forward_dropout: float = 0.0
     biases: tuple[str, ...] = LINEARS
+
+    @property
+    def dropouts(self) -> dict[str, float]:
+        """All of them: of the attention probabilities, of what goes into the last product, of the halves' results."""
+        return {
+            "attention": self.attention.dropout,
+            "attention_output": self.attention_output_dropout,
+            "inner": self.feed_forward.dropout,
+            "feed_forward": self.feed_forward_dropout,
+        }
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -31,12 +31,10 @@ def run_embeddings(
     embeds = ids.inputs_embeds
     if embeds is not None and names.skips_given:
         return embeds
-
-    def leaf(path: str | None) -> nn.Module | None:
-        return None if path is None else get_leaf(root, path)
-
-    word, position, token_type, norm = map(leaf, (names.word, names.position, names.token_type, names.norm))
-    assert word is not None
+    word = get_leaf(root, names.word)
+    position = None if names.position is None else get_leaf(root, names.position)
+    token_type = None if names.token_type is None else get_leaf(root, names.token_type)
+    norm = None if names.norm is None else get_leaf(root, names.norm)
     if embeds is None and names.token_dropout is not None:
         embeds = _without_masked(word(ids.input_ids), ids.input_ids, names.token_dropout, cu_seqlens)
     if names.task_type is not None:  # the op has no such table: it gets the sum in the place of words

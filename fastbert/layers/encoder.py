@@ -189,11 +189,15 @@ def run_containers(
     up, down = (None if path == around else path for path in (up, down))
     end, is_inside = half_end(names.down, names.feed_forward_norm, around or down, feed_forward_dropout)
 
-    def feed_forward(x, residual):
-        inner = within(layer, up, lambda x: run_activations(layer, spec, x), x)
-        return within(layer, down, end, inner, residual)
+    norms_inside = up is not None and names.feed_forward_norm.startswith(f"{up}.")  # RoBERTa-PreLayerNorm
 
-    normed = norm(names.feed_forward_norm, x) if spec.norm_first else x
+    def activations(x):
+        return run_activations(layer, spec, norm(names.feed_forward_norm, x) if norms_inside else x)
+
+    def feed_forward(x, residual):
+        return within(layer, down, end, within(layer, up, activations, x), residual)
+
+    normed = norm(names.feed_forward_norm, x) if spec.norm_first and not norms_inside else x
     if around is None:
         out = feed_forward(normed, x)
     else:

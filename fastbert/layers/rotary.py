@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fastbert import ops
 from fastbert.families.spec import Rotary
@@ -101,16 +102,19 @@ def place_rotary(root: nn.Module, rotaries: Iterable[Rotary], rows: int) -> None
             place(root, path, RotaryFrequencies(rotary, name))
 
 
+Table = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, a row for each position
+
 # Tables of positions, made once and again where a text is longer. Only eager calls may ask here: see Remembered.
-_made: dict[tuple[Rotary, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+_made: dict[tuple[Rotary, torch.device], Table] = {}
 _MOST_TABLES = 64
+_made_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # buffer of frequencies -> (its version, table)
 
 
 def rotary_tables(
     root: nn.Module, rotary: Rotary, positions: torch.Tensor | None, max_seqlen: int, device
 ) -> ops.Rotary:
     """The tables that attention takes: by a token's place in its sequence, or, with `positions` (total_tokens,), by
-    token. `root` holds what the family saves of them.
+    token. What `root` holds of them counts: transformers' frequencies are bf16 after `model.bfloat16()`.
     """
     if rotary.table is not None:
         table = get_leaf(root, rotary.table)._parameters["weight"]
@@ -119,43 +123,57 @@ def rotary_tables(
         rows = rows if positions is None else rows.index_select(0, positions)
         sin, cos = rows.chunk(2, -1)
         return ops.Rotary(cos, sin, rotary.interleaved, positions is not None)
-    if rotary.frequencies is not None:
-        parent, _, name = rotary.frequencies.rpartition(".")
-        saved = get_leaf(root, parent)._buffers[name]
-        assert saved is not None
-        cos, sin = _turned(saved.float(), 1.0, _all_positions(max_seqlen, device) if positions is None else positions)
-    elif positions is not None:
-        cos, sin = _turned(*_on(rotary, device), positions)
-    elif torch.compiler.is_compiling():
-        cos, sin = _turned(*_on(rotary, device), _all_positions(max_seqlen, device))
-    else:
+    held = _frequencies_in(root, rotary.frequencies or rotary.their_frequencies)
+    is_remembered = positions is None and not torch.compiler.is_compiling()
+    if is_remembered and held is None:
         cos, sin = _remembered(rotary, max_seqlen, device)
+    elif is_remembered and held is not None and not held.is_inference():  # which has no version
+        cos, sin = _remembered_of(held, rotary, max_seqlen)
+    else:
+        cos, sin = _turned(rotary, held, _all_positions(max_seqlen, device) if positions is None else positions)
     return ops.Rotary(cos, sin, rotary.interleaved, positions is not None)
 
 
-def _remembered(rotary: Rotary, max_seqlen: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+def _frequencies_in(root: nn.Module, path: str | None) -> torch.Tensor | None:
+    """The buffer at `path` below `root`; None where there is none."""
+    parents, _, name = (path or "").rpartition(".")
+    for parent in parents.split("."):
+        if parent not in root._modules:
+            return None
+        root = root._modules[parent]  # type: ignore[assignment]
+    return root._buffers[name]
+
+
+def _remembered(rotary: Rotary, max_seqlen: int, device) -> Table:
     found = _made.get((rotary, device))
     if found is None or found[0].shape[0] < max_seqlen:
-        length = 1 << max(max_seqlen - 1, 127).bit_length()
-        with torch.inference_mode(False), torch.no_grad():
-            found = _turned(*_on(rotary, device), _all_positions(length, device))
+        found = _long_table(rotary, None, max_seqlen, device)
         if len(_made) >= _MOST_TABLES:
             _made.clear()
         _made[rotary, device] = found
     return found
 
 
-def _on(rotary: Rotary, device) -> tuple[torch.Tensor, float]:
-    frequencies, factor = inverse_frequencies(rotary)
-    return frequencies.to(device), factor
+def _remembered_of(held: torch.Tensor, rotary: Rotary, max_seqlen: int) -> Table:
+    version, found = _made_of.get(held, (None, None))
+    if found is None or version != held._version or found[0].shape[0] < max_seqlen:
+        found = _long_table(rotary, held, max_seqlen, held.device)
+        _made_of[held] = held._version, found
+    return found
+
+
+def _long_table(rotary: Rotary, held: torch.Tensor | None, max_seqlen: int, device) -> Table:
+    with torch.inference_mode(False), torch.no_grad():
+        return _turned(rotary, held, _all_positions(1 << max(max_seqlen - 1, 127).bit_length(), device))
 
 
 def _all_positions(length: int, device) -> torch.Tensor:
     return torch.arange(length, device=device)
 
 
-def _turned(frequencies: torch.Tensor, factor: float, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, fp32 (positions, dim / 2)."""
-    angles = positions[:, None].float() * frequencies
+def _turned(rotary: Rotary, held: torch.Tensor | None, positions: torch.Tensor) -> Table:
+    """cos and sin, fp32 (positions, dim / 2), by the frequencies that a tree holds, or else by those of `rotary`."""
+    frequencies, factor = inverse_frequencies(rotary)
+    angles = positions[:, None].float() * (frequencies if held is None else held.float()).to(positions.device)
     cos, sin = angles.cos(), angles.sin()
     return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)

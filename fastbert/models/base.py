@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from fastbert import ops
 from fastbert.checkpoint.pretrained import CheckpointMixin
 from fastbert.config import ConfigError, EncoderConfig
-from fastbert.families.form import Family, value_of
+from fastbert.families.form import Family, Scopes, value_of
 from fastbert.families.spec import LayerSpec
 from fastbert.layers.context import LayerContext, make_context
 from fastbert.layers.embeddings import EmbeddingIds, run_embeddings
@@ -23,7 +23,7 @@ from fastbert.layers.rotary import RotaryFrequencies, RotaryTable, place_rotary
 from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs, refuse_recording, table_sizes
 from fastbert.models.outputs import ModelOutput
 from fastbert.models.quantized import entry_of, place_int8
-from fastbert.models.tree import RunsBaseModel, Scopes, groups_objection, layers_of, scopes_of
+from fastbert.models.tree import RunsBaseModel, groups_objection, layers_of
 from fastbert.packed_inputs import PackedInputs, arguments_of
 from fastbert.packing import InputError, PackedBatch
 
@@ -84,7 +84,7 @@ class PreTrainedModel(CheckpointMixin):
         if names.task_type is not None:
             rows[names.task_type] = config.task_type_vocab_size
         shapes = {path: (count, width) for path, count in rows.items()}
-        for rotary in config.distances.rotaries:
+        for rotary in config.rotaries:
             if rotary.table is not None:
                 shapes[rotary.table] = (config.max_position_embeddings, rotary.dim)
         shapes |= {path: (out, given) for path, (given, out) in self.family.unused_linears(config).items()}
@@ -93,8 +93,7 @@ class PreTrainedModel(CheckpointMixin):
 
     def frequency_keys(self) -> list[str]:
         prefix = "" if self.base_model is self else f"{self.family.prefix}."
-        rotaries = self.config.distances.rotaries
-        return [f"{prefix}{rotary.frequencies}" for rotary in rotaries if rotary.frequencies is not None]
+        return [f"{prefix}{rotary.frequencies}" for rotary in self.config.rotaries if rotary.frequencies is not None]
 
     @property
     def device(self) -> torch.device:
@@ -208,7 +207,7 @@ def run_encoder(
     family, names = config.family, config.embeddings
     paths, specs = config.layer_paths, config.layer_specs
     dropout_p = value_of(names.dropout, config) if root.training else 0.0
-    scopes = scopes_of(config) if layer_type is not None else Scopes()
+    scopes = config.scopes if layer_type is not None else Scopes()
     hidden_states: list[torch.Tensor] = []
     probs: list[torch.Tensor] = []
     context = make_context(root, config.distances, inputs.batch, inputs.rotary_positions, inputs.window_positions)
@@ -305,7 +304,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         self.has_pooler = family.pooler is not None and wants_pooler
         if family.pooler_first:
             self._place_pooler()
-        place_rotary(self, config.distances.rotaries, config.max_position_embeddings)
+        place_rotary(self, config.rotaries, config.max_position_embeddings)
         layers = dict(zip(config.layer_paths, config.layer_specs, strict=True))
         for i in range(config.num_unique_layers):
             path = family.path_of_layer(config, i)

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from fastbert.config import EncoderConfig
-from fastbert.families.spec import Distances
 from fastbert.layers.embeddings import EmbeddingIds
 from fastbert.layers.leaves import get_leaf
 from fastbert.packed_inputs import MASKED_IDS
@@ -72,7 +71,7 @@ def table_sizes(root: nn.Module, running: EncoderConfig, config: Any) -> TableSi
     if names.task_type is not None:
         tasks = _shape_of(root, names.task_type)
         task_types = config.task_type_vocab_size if tasks is None else tasks[0]
-    for rotary in running.distances.rotaries:
+    for rotary in running.rotaries:
         if rotary.table is not None:
             table = _shape_of(root, rotary.table)
             rotary_positions = config.max_position_embeddings if table is None else table[0]
@@ -179,7 +178,7 @@ def prepare_inputs(
     if tables.positions is not None and positions is None:
         positions = batch.local_positions()
     ids = EmbeddingIds(pack(input_ids), positions, pack(token_type_ids), pack(task_type_ids), pack(inputs_embeds))
-    if config.distances == Distances():
+    if config.distances is None:
         return EncoderInputs(batch, ids)
     columns = batch.columns_with_gaps()
     turned = columns if given_positions is None else given_positions

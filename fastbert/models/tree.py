@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from torch import nn
 
 from fastbert.config import EncoderConfig
 from fastbert.families.form import Family
-from fastbert.layers.leaves import get_leaf, parent_of
+from fastbert.layers.leaves import get_leaf
 
 
 def layers_of(root: nn.Module, config: EncoderConfig) -> int | None:
@@ -32,36 +31,6 @@ def groups_objection(root: nn.Module, config: EncoderConfig) -> str | None:
         if count != config.inner_group_num:
             return f"{path} holds {count} layers; its config says {config.inner_group_num}"
     return None
-
-
-class Scopes(NamedTuple):
-    """Containers of the base model that stand for more than one layer; None, or empty, where there is none to call.
-
-    groups: of each run of `inner_group_num` layers. projects: whether the encoder's container holds the projection.
-    ends: whether it holds the final norm.
-    """
-
-    embeddings: str | None = None
-    encoder: str | None = None
-    groups: tuple[str, ...] = ()
-    projects: bool = False
-    ends: bool = True
-
-
-def scopes_of(config: EncoderConfig) -> Scopes:
-    family, paths = config.family, config.layer_paths
-    encoder = parent_of(family.path_of_layer(config, 0).partition(".0")[0])
-    encoder = None if encoder is None else encoder.partition(".")[0]
-    inside = "" if encoder is None else f"{encoder}."
-    projection, final = config.embeddings.project, family.final_norm
-    firsts = paths[:: config.inner_group_num] if config.num_hidden_groups else ()
-    return Scopes(
-        embeddings=parent_of(config.embeddings.word),
-        encoder=encoder,
-        groups=tuple(path.rsplit(".", 2)[0] for path in firsts),
-        projects=projection is not None and projection.startswith(inside),
-        ends=final is None or final.startswith(inside),
-    )
 
 
 def linear_paths(config: EncoderConfig) -> list[str]:
@@ -88,6 +57,11 @@ def base_models(tree: nn.Module) -> Iterator[tuple[str, nn.Module, EncoderConfig
             yield name, module, runner.config_now()
 
 
+def key_of_spec(i: int) -> str:
+    """What the keys of `modules_of` begin with in layers of the i-th of the different specs."""
+    return f"*{i}"
+
+
 def modules_of(root: nn.Module, family: Family, config: EncoderConfig) -> Iterator:
     """(key, path, module, the module by whose `training` packed execution goes) of all modules below `root`.
 
@@ -96,10 +70,12 @@ def modules_of(root: nn.Module, family: Family, config: EncoderConfig) -> Iterat
     """
     names = config.embeddings
     specs = dict(zip(config.layer_paths, config.layer_specs, strict=True))
-    numbers = {spec: f"*{i}" for i, spec in enumerate(dict.fromkeys(config.layer_specs))}
+    numbers = {spec: key_of_spec(i) for i, spec in enumerate(dict.fromkeys(config.layer_specs))}
     layers = {path: numbers[spec] for path, spec in specs.items()}
     leaves = {getattr(names, role) for role in names.order} | {family.final_norm, family.pooler}
-    leaves |= {parent_of(path) or path for path in family.unused_linears(config)}  # what is around them runs as little
+    leaves |= {
+        path.rpartition(".")[0] or path for path in family.unused_linears(config)
+    }  # what is around them runs as little
     for spec, number in numbers.items():
         paths = [path for path in spec.names.linears]
         paths += spec.names.norms if spec.has_attention_norm else spec.names.norms[1:]

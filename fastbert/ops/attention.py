@@ -61,21 +61,24 @@ _BWD_CPU = define("attention_bwd_cpu", _BWD_CPU_SCHEMA, _bwd_fake)
 
 # The Triton kernels take the list of tiles instead, which is made once a batch: int32 (num_tiles, 4), of `tile` tokens
 # each. window_size: (left, right), -1 = unlimited. Statistics are of scores times the sign of softmax_scale. The
-# gradients stand beside each other, (total_tokens, 3, num_heads, head_dim), as the merged projection's backward wants
-# them; with cos and sin they are those of q and k before `rotary`.
+# gradients stand beside each other, (total_tokens, the heads of q, k and v, head_dim), as the merged projection's
+# backward wants them; with cos and sin they are those of q and k before `rotary`.
 
 _FWD_TRITON_SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor tiles, Tensor? philox, int tile, float softmax_scale, float dropout_p,"
-    " SymInt[] window_size, bool return_stats) -> (Tensor out, Tensor softmax_stats)"
+    "(Tensor q, Tensor k, Tensor v, Tensor tiles, Tensor? philox, Tensor? window_positions, int tile,"
+    " float softmax_scale, float dropout_p, SymInt[] window_size, bool return_stats)"
+    " -> (Tensor out, Tensor softmax_stats)"
 )
 _BWD_TRITON_SCHEMA = (
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_stats, Tensor tiles, Tensor? philox,"
-    " int tile, float softmax_scale, float dropout_p, SymInt[] window_size, Tensor? cos, Tensor? sin) -> Tensor dqkv"
+    " Tensor? window_positions, int tile, float softmax_scale, float dropout_p, SymInt[] window_size, Tensor? cos,"
+    " Tensor? sin, bool interleaved, bool by_token) -> Tensor dqkv"
 )
 
 
-def _bwd_triton_fake(dout, q, *others):
-    return q.new_empty(q.shape[0], 3, *q.shape[1:])
+def _bwd_triton_fake(dout, q, k, *others):
+    total_tokens, num_heads, head_dim = q.shape
+    return q.new_empty(total_tokens, num_heads + 2 * k.shape[1], head_dim)
 
 
 _MAKE_TILES = define_triton(
@@ -92,7 +95,6 @@ class AttentionOptions(NamedTuple):
     softmax_scale: float
     dropout_p: float = 0.0
     window_size: Window = UNLIMITED
-    has_positions: bool = False  # window_positions are given, and there is a window
     interleaved: bool = False  # of Rotary
     by_token: bool = False
     tile: int = 0  # of the Triton kernels: see `_tile`
@@ -107,12 +109,6 @@ def _supports_cpu(q, k, v, options) -> str | None:
 
 
 def _supports_triton(q, k, v, options) -> str | None:
-    if k.shape[1] != q.shape[1]:
-        return f"there are {q.shape[1]} heads of q and {k.shape[1]} of k and v (has no grouped heads)"
-    if options.has_positions:
-        return "window_positions are given (has windows by the tokens' places only)"
-    if options.interleaved or options.by_token:
-        return f"rotary is {'interleaved' if options.interleaved else 'by token'} (has halves, by position)"
     return triton_objection(q) or _head_dim_objection(q)
 
 
@@ -199,7 +195,7 @@ def _tiles(cu_seqlens: torch.Tensor, total_tokens: int, tile: int, cache: dict |
 
 def _form(options, window_positions, cos, sin):
     """What the CPU's kernels take of the kind of attention: _FORM."""
-    softmax_scale, dropout_p, window_size, _, interleaved, by_token, _ = options
+    softmax_scale, dropout_p, window_size, interleaved, by_token, _ = options
     return window_positions, cos, sin, softmax_scale, dropout_p, *window_size, interleaved, by_token
 
 
@@ -207,14 +203,22 @@ def _launch(backend, options, q, k, v, where, philox, window_positions, cos, sin
     """where: cu_seqlens (cpu), or the tiles (triton, of which cos and sin have been used before)."""
     if backend is Backend.CPU:
         return _FWD_CPU(q, k, v, where, philox, *_form(options, window_positions, cos, sin), return_stats)
-    softmax_scale, dropout_p, window_size, *_, tile = options
-    return _FWD_TRITON(q, k, v, where, philox, tile, softmax_scale, dropout_p, window_size, return_stats)
+    softmax_scale, dropout_p, window_size, _, _, tile = options
+    return _FWD_TRITON(
+        q, k, v, where, philox, window_positions, tile, softmax_scale, dropout_p, window_size, return_stats
+    )  # fmt: skip
+
+
+def _rotate_triton(options, q, k, tiles, cos, sin):
+    if cos is None:
+        return q, k
+    return rotary_triton(q, k, cos, sin, tiles, options.tile, options.interleaved, options.by_token)
 
 
 def _forward(backend, options, q, k, v, where, philox, window_positions, cos, sin):
     """cos, sin: q and k are rotated here, so that the gradients are, too, where attention's backward has put them."""
-    if cos is not None and backend is Backend.TRITON:
-        q, k = rotary_triton(q, k, cos, sin, where, options.tile)
+    if backend is Backend.TRITON:
+        q, k = _rotate_triton(options, q, k, where, cos, sin)
     out, softmax_stats = _launch(backend, options, q, k, v, where, philox, window_positions, cos, sin, True)
     return out, (q, k, v, out, softmax_stats, where, philox, window_positions, cos, sin)
 
@@ -225,8 +229,13 @@ def _backward(backend, options, needed, saved, dout):
     if backend is Backend.CPU:
         gradients = _BWD_CPU(dout, *operands, *_form(options, window_positions, cos, sin))
     else:
-        softmax_scale, dropout_p, window_size, *_, tile = options
-        gradients = _BWD_TRITON(dout, *operands, tile, softmax_scale, dropout_p, window_size, cos, sin).unbind(1)
+        softmax_scale, dropout_p, window_size, interleaved, by_token, tile = options
+        dqkv = _BWD_TRITON(
+            dout, *operands, window_positions, tile, softmax_scale, dropout_p, window_size, cos, sin, interleaved,
+            by_token,
+        )  # fmt: skip
+        num_heads, num_kv_heads = operands[0].shape[1], operands[1].shape[1]
+        gradients = dqkv.split((num_heads, num_kv_heads, num_kv_heads), 1)
     return *gradients, None, None, None, None, None
 
 
@@ -284,19 +293,19 @@ def attention(
     """
     check_devices("attention", q=q, k=k, v=v, cu_seqlens=cu_seqlens, window_positions=window_positions)
     cu_seqlens = int32_offsets("attention", cu_seqlens)
-    _check_heads("attention", q, k=k, v=v)
-    _check_window("attention", q, window_size, window_positions)
-    if max(window_size) < 0:
-        window_positions = None
-    options = AttentionOptions(
-        _scale("attention", q, softmax_scale), dropout_p, window_size, window_positions is not None
-    )
+    if not (k.shape == q.shape == v.shape and q.dim() == 3):
+        _check_heads("attention", q, k=k, v=v)
+    if window_size != UNLIMITED or window_positions is not None:
+        _check_window("attention", q, window_size, window_positions)
+        window_positions = None if max(window_size) < 0 else window_positions
+    options = AttentionOptions(_scale("attention", q, softmax_scale), dropout_p, window_size)
     if rotary is not None:
         check_rotary(q, rotary, max_seqlen)
         options = options._replace(interleaved=rotary.interleaved, by_token=rotary.by_token)
     if torch.is_autocast_enabled(q.device.type) and q.dtype is not torch.float64:
         q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))  # as autocast does for SDPA
-    _check_dtypes("attention", q, k=k, v=v)
+    if not (k.dtype is q.dtype is v.dtype):
+        _check_dtypes("attention", q, k=k, v=v)
     chosen = select("attention", backend, q, k, v, options)
     if chosen is Backend.TORCH:
         if rotary is not None:
@@ -313,8 +322,8 @@ def attention(
             cos, sin = (t if t.stride(1) == 1 else t.contiguous() for t in (cos, sin))
     if needs_grad(q, k, v):
         return Differentiable.apply(_RULE, chosen, options, q, k, v, where, philox, window_positions, cos, sin)
-    if cos is not None and chosen is Backend.TRITON:
-        q, k = rotary_triton(q, k, cos, sin, where, options.tile)
+    if chosen is Backend.TRITON:
+        q, k = _rotate_triton(options, q, k, where, cos, sin)
     return _launch(chosen, options, q, k, v, where, philox, window_positions, cos, sin, False)[0]
 
 

@@ -27,67 +27,60 @@ from fastbert.ops.linear import check_gradient, supports_gemm_cpu
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh")
 
 # out: (total_tokens, hidden_size) in `dtype`; pre: the first product, which backward needs, no rows unless return_pre.
-# ups: the first product's weight, or, gated, gate's and up's, or one that holds both, gate first; pre is as wide as all
-# rows of them, and a gated inner is activation(first half of pre) * second half. weight_scales and input_scales are
-# those of ups and of down_weight. Operands on the CPU are as those of `linears`; on GPUs they have one dtype, which is
-# the results', too. philox is int64 (2,) = [seed, offset] on x's device, read only when dropout_p > 0, which only the
-# CPU's takes. Gradients that are not needed are empty.
+# Gated, pre is gate and up beside each other, of gate_weight and up_weight, or of up_weight, which then holds both.
+# Operands on the CPU are as those of `linears`, input_scales those of gate (if there is one), up and down; on GPUs all
+# have one dtype, which is the results', too. philox is int64 (2,) = [seed, offset] on x's device, read only when
+# dropout_p > 0. Gradients that are not needed are empty, and so are lists of them; lists are in the order of pre.
 
 _FWD_CPU_SCHEMA = (
-    "(Tensor x, Tensor[] ups, Tensor?[] up_biases, Tensor down_weight, Tensor?[] weight_scales, float[] input_scales,"
-    " Tensor? philox, float dropout_p, str activation, bool gated, ScalarType dtype, bool return_pre)"
-    " -> (Tensor out, Tensor pre)"
+    "(Tensor x, Tensor up_weight, Tensor? up_bias, Tensor down_weight, Tensor? gate_weight, Tensor? gate_bias,"
+    " Tensor? up_scale, Tensor? down_scale, Tensor? gate_scale, float[] input_scales, Tensor? philox, float dropout_p,"
+    " str activation, bool gated, ScalarType dtype, bool return_pre) -> (Tensor out, Tensor pre)"
 )
 _BWD_CPU_SCHEMA = (
-    "(Tensor dout, Tensor x, Tensor pre, Tensor[] ups, Tensor down_weight, Tensor? philox, float dropout_p,"
-    " str activation, bool gated, bool needs_dx, bool needs_dweight, bool needs_dbias)"
+    "(Tensor dout, Tensor x, Tensor pre, Tensor up_weight, Tensor down_weight, Tensor? gate_weight, Tensor? philox,"
+    " float dropout_p, str activation, bool gated, bool needs_dx, bool needs_dweight, bool needs_dbias)"
     " -> (Tensor dx, Tensor[] dups, Tensor[] dup_biases, Tensor ddown_weight)"
 )
 _FWD_GPU_SCHEMA = (
-    "(Tensor x, Tensor up_weight, Tensor? up_bias, Tensor down_weight, str activation, bool gated, bool return_pre)"
-    " -> (Tensor out, Tensor pre)"
+    "(Tensor x, Tensor up_weight, Tensor? up_bias, Tensor down_weight, Tensor? gate_weight, Tensor? gate_bias,"
+    " str activation, bool gated, bool return_pre) -> (Tensor out, Tensor pre)"
 )
-_BWD_GPU_SCHEMA = (
-    "(Tensor dout, Tensor x, Tensor pre, Tensor up_weight, Tensor down_weight, str activation, bool gated,"
-    " bool needs_dx, bool needs_dweight, bool needs_dbias)"
-    " -> (Tensor dx, Tensor dup_weight, Tensor dup_bias, Tensor ddown_weight)"
-)
+_BWD_GPU_SCHEMA = _BWD_CPU_SCHEMA.replace(" Tensor? philox, float dropout_p,", "")
 
 
-def _fwd_fake(x, ups, up_biases, down_weight, scales, inputs, philox, dropout_p, activation, gated, dtype, return_pre):
-    pre = x.new_empty(x.shape[0] if return_pre else 0, sum(up.shape[0] for up in ups), dtype=dtype)
+def _fwd_cpu_fake(
+    x, up_weight, up_bias, down_weight, gate_weight, gate_bias, up_scale, down_scale, gate_scale, input_scales, philox,
+    dropout_p, activation, gated, dtype, return_pre,
+):  # fmt: skip
+    width = up_weight.shape[0] + (0 if gate_weight is None else gate_weight.shape[0])
+    pre = x.new_empty(x.shape[0] if return_pre else 0, width, dtype=dtype)
     return x.new_empty(x.shape[0], down_weight.shape[0], dtype=dtype), pre
 
 
-def _bwd_fake(
-    dout, x, pre, ups, down_weight, philox, dropout_p, activation, gated, needs_dx, needs_dweight, needs_dbias
-):  # fmt: skip
-    dups = [torch.empty_like(up) for up in ups] if needs_dweight else []
+def _bwd_fake(dout, x, pre, up_weight, down_weight, gate_weight, *rest):
+    needs_dx, needs_dweight, needs_dbias = rest[-3:]
+    ups = (up_weight,) if gate_weight is None else (gate_weight, up_weight)
+    dups = [up.new_empty(up.shape) for up in ups] if needs_dweight else []
     dbiases = [up.new_empty(up.shape[0]) for up in ups] if needs_dbias else []
     ddown = down_weight.new_empty(down_weight.shape[0] if needs_dweight else 0, down_weight.shape[1])
     return x.new_empty(x.shape[0] if needs_dx else 0, x.shape[1]), dups, dbiases, ddown
 
 
-def _fwd_gpu_fake(x, up_weight, up_bias, down_weight, activation, gated, return_pre):
-    pre = x.new_empty(x.shape[0] if return_pre else 0, up_weight.shape[0])
-    return x.new_empty(x.shape[0], down_weight.shape[0]), pre
-
-
-def _bwd_gpu_fake(dout, x, pre, up_weight, down_weight, activation, gated, needs_dx, needs_dweight, needs_dbias):
-    dup, ddown = (w.new_empty(w.shape[0] if needs_dweight else 0, w.shape[1]) for w in (up_weight, down_weight))
-    dup_bias = up_weight.new_empty(up_weight.shape[0] if needs_dbias else 0)
-    return x.new_empty(x.shape[0] if needs_dx else 0, x.shape[1]), dup, dup_bias, ddown
+def _fwd_gpu_fake(x, up_weight, up_bias, down_weight, gate_weight, gate_bias, activation, gated, return_pre):
+    operands = (x, up_weight, up_bias, down_weight, gate_weight, gate_bias)
+    return _fwd_cpu_fake(*operands, None, None, None, (), None, 0.0, activation, gated, x.dtype, return_pre)
 
 
 _FWD = {
-    Backend.CPU: define("feed_forward_cpu", _FWD_CPU_SCHEMA, _fwd_fake),
+    Backend.CPU: define("feed_forward_cpu", _FWD_CPU_SCHEMA, _fwd_cpu_fake),
     Backend.TRITON: define_triton("feed_forward", _FWD_GPU_SCHEMA, "feed_forward", _fwd_gpu_fake),
     Backend.CUDA: define("feed_forward_cuda", _FWD_GPU_SCHEMA, _fwd_gpu_fake),
 }
 _BWD = {
     Backend.CPU: define("feed_forward_bwd_cpu", _BWD_CPU_SCHEMA, _bwd_fake),
-    Backend.TRITON: define_triton("feed_forward_bwd", _BWD_GPU_SCHEMA, "feed_forward", _bwd_gpu_fake),
-    Backend.CUDA: define("feed_forward_bwd_cuda", _BWD_GPU_SCHEMA, _bwd_gpu_fake),
+    Backend.TRITON: define_triton("feed_forward_bwd", _BWD_GPU_SCHEMA, "feed_forward", _bwd_fake),
+    Backend.CUDA: define("feed_forward_bwd_cuda", _BWD_GPU_SCHEMA, _bwd_fake),
 }
 
 
@@ -130,8 +123,6 @@ def _supports_gpu(x, up_weight, up_bias, down_weight, gate_weight, gate_bias, op
             return f"a weight is {t.dtype}"
         if t is not None and t.dtype is not x.dtype and not torch.is_autocast_enabled(x.device.type):
             return f"a weight is {t.dtype}, x is {x.dtype}"
-    if gate_weight is not None:
-        return "gate and up are two weights, the kernels take one that holds both"
     if options.dropout_p > 0:
         return "it has no dropout before the second product"
     return None
@@ -166,37 +157,32 @@ def activation(x: torch.Tensor, name: str) -> torch.Tensor:
     return activation_torch(x, name)
 
 
-def _launch(backend, options, x, philox, down_weight, ups, up_biases, weight_scales, return_pre):
+def _launch(backend, options, operands, weight_scales, philox, return_pre):
     """Returns out and pre."""
     activation, gated, dropout_p, input_scales, dtype = options
     if backend is not Backend.CPU:
-        return _FWD[backend](x, *ups, *up_biases, down_weight, activation, gated, return_pre)
+        return _FWD[backend](*operands, activation, gated, return_pre)
     return _FWD[backend](
-        x, ups, up_biases, down_weight, weight_scales, input_scales, philox, dropout_p, activation, gated, dtype,
-        return_pre,
-    )  # fmt: skip
+        *operands, *weight_scales, input_scales, philox, dropout_p, activation, gated, dtype, return_pre
+    )
 
 
-def _forward(backend, options, x, philox, down_weight, *ups_and_biases):
+def _forward(backend, options, *operands):
     """What is kept is x and the first product: its activation is computed again."""
-    count = len(ups_and_biases) // 2
-    ups, up_biases = ups_and_biases[:count], ups_and_biases[count:]
-    out, pre = _launch(backend, options, x, philox, down_weight, ups, up_biases, (None,) * (count + 1), True)
-    return out, (x, philox, pre, down_weight, *ups)
+    x, up_weight, _, down_weight, gate_weight, _, philox = operands
+    out, pre = _launch(backend, options, operands[:-1], (None, None, None), philox, True)
+    return out, (x, pre, up_weight, down_weight, gate_weight, philox)
 
 
 def _backward(backend, options, needed, saved, dout):
-    x, philox, pre, down_weight, *ups = saved
-    count = len(ups)
-    needs_ddown, needs_dups, needs_dbias = needed[2], any(needed[3 : 3 + count]), any(needed[3 + count :])
-    needs = (needed[0], needs_dups or needs_ddown, needs_dbias)
-    form = (options.activation, options.gated)
-    if backend is not Backend.CPU:
-        dx, dup, dup_bias, ddown = _BWD[backend](dout, x, pre, *ups, down_weight, *form, *needs)
-        return dx, None, ddown, dup, dup_bias
-    dx, dups, dbiases, ddown = _BWD[backend](dout, x, pre, ups, down_weight, philox, options.dropout_p, *form, *needs)
-    none = [None] * count
-    return dx, None, ddown, *(dups or none), *(dbiases or none)
+    needs_dx, needs_dup, needs_dup_bias, needs_ddown, needs_dgate, needs_dgate_bias, _ = needed
+    needs = (needs_dx, needs_dup or needs_ddown or needs_dgate, needs_dup_bias or needs_dgate_bias)
+    *saved, philox = saved
+    dropout = (philox, options.dropout_p) if backend is Backend.CPU else ()
+    dx, dups, dbiases, ddown = _BWD[backend](dout, *saved, *dropout, options.activation, options.gated, *needs)
+    dgate, dup = (None, None, *dups)[-2:]
+    dgate_bias, dup_bias = (None, None, *dbiases)[-2:]
+    return dx, dup, dup_bias, ddown, dgate, dgate_bias, None
 
 
 _RULE = Rule(_forward, _backward)
@@ -209,14 +195,19 @@ def _check(x, up_weight, up_bias, down_weight, gate_weight, gate_bias, activatio
         raise ValueError("gate_weight and gate_bias go with gated=True")
     if gate_weight is None and gate_bias is not None:
         raise ValueError("gate_bias goes with gate_weight; where one weight holds both products, so does up_bias")
-    is_merged = gated and gate_weight is None
-    up_size = (2 if is_merged else 1) * down_weight.shape[1]
-    whose = f"x {tuple(x.shape)} and down_weight {tuple(down_weight.shape)}{', gated' if is_merged else ''}"
-    for name, weight, bias in (("up", up_weight, up_bias), ("gate", gate_weight, gate_bias)):
-        if weight is not None and tuple(weight.shape) != (up_size, x.shape[-1]):
-            raise ValueError(f"{name}_weight is {tuple(weight.shape)}, {whose} need {(up_size, x.shape[-1])}")
-        if bias is not None and tuple(bias.shape) != (up_size,):
-            raise ValueError(f"{name}_bias is {tuple(bias.shape)}, {name}_weight needs {(up_size,)}")
+    size = (2 if gated and gate_weight is None else 1) * down_weight.shape[1]
+    _check_product("up", x, up_weight, up_bias, down_weight, size)
+    if gate_weight is not None:
+        _check_product("gate", x, gate_weight, gate_bias, down_weight, size)
+
+
+def _check_product(name: str, x, weight, bias, down_weight, size: int) -> None:
+    if tuple(weight.shape) != (size, x.shape[-1]):
+        whose = f"x {tuple(x.shape)} and down_weight {tuple(down_weight.shape)}"
+        gated = ", gated" if size != down_weight.shape[1] else ""
+        raise ValueError(f"{name}_weight is {tuple(weight.shape)}, {whose}{gated} need {(size, x.shape[-1])}")
+    if bias is not None and tuple(bias.shape) != (size,):
+        raise ValueError(f"{name}_bias is {tuple(bias.shape)}, {name}_weight needs {(size,)}")
 
 
 def feed_forward(
@@ -263,12 +254,12 @@ def feed_forward(
     scales = (None,) * products if weight_scales is None else tuple(weight_scales)
     inputs = (0.0,) * products if input_scales is None else tuple(input_scales)
     if len(scales) != products or len(inputs) != products:
-        raise ValueError(
-            f"weight_scales and input_scales have {len(scales)} and {len(inputs)} elements for {products} weights"
-        )
+        found = f"{len(scales)} and {len(inputs)} elements"
+        raise ValueError(f"weight_scales and input_scales have {found}, there are {products} weights")
+    gate_scale, up_scale, down_scale = scales if products == 3 else (None, *scales)
     check_devices(
         "feed_forward", x=x, up_weight=up_weight, up_bias=up_bias, down_weight=down_weight, gate_weight=gate_weight,
-        gate_bias=gate_bias, up_scale=scales[-2], down_scale=scales[-1], gate_scale=scales[0],
+        gate_bias=gate_bias, up_scale=up_scale, down_scale=down_scale, gate_scale=gate_scale,
     )  # fmt: skip
     weights = (up_weight, up_bias, down_weight, gate_weight, gate_bias)
     _check(x, *weights, activation, gated)
@@ -277,13 +268,10 @@ def feed_forward(
     check_gradient(x, scales)
     if chosen is Backend.TORCH:
         return _feed_forward_torch(x, *weights, scales, options)
-    ups: tuple[torch.Tensor, ...] = (up_weight,) if gate_weight is None else (gate_weight, up_weight)
-    biases: tuple[torch.Tensor | None, ...] = (up_bias,) if gate_weight is None else (gate_bias, up_bias)
+    operands: tuple[torch.Tensor | None, ...] = (x, *weights)
     if chosen is not Backend.CPU:
-        x, down_weight = x.to(options.dtype), down_weight.to(options.dtype)
-        ups = tuple(t.to(options.dtype) for t in ups)
-        biases = tuple(None if t is None else t.to(options.dtype) for t in biases)
+        operands = tuple(None if t is None else t.to(options.dtype) for t in operands)
     philox = torch.randint(2**62, (2,), dtype=torch.int64, device=x.device) if dropout_p > 0 else None
-    if needs_grad(x, down_weight, *ups, *biases):
-        return Differentiable.apply(_RULE, chosen, options, x, philox, down_weight, *ups, *biases)
-    return _launch(chosen, options, x, philox, down_weight, ups, biases, scales, False)[0]
+    if needs_grad(*operands):
+        return Differentiable.apply(_RULE, chosen, options, *operands, philox)
+    return _launch(chosen, options, operands, (up_scale, down_scale, gate_scale), philox, False)[0]

@@ -20,13 +20,14 @@ class Rotary(NamedTuple):
     by_token: bool = False  # row t belongs to token t of the packed batch, else row p to position p of a sequence
 
 
-# q and k turned by their tokens' positions (cos and sin, fp32 (max_positions, head_dim // 2) by position, rows in one
-# piece): both contiguous, zeros in slack rows. tiles and tile: as in attention.
+# q and k turned by their tokens' positions (cos and sin, fp32 (rows, head_dim // 2), rows in one piece): both
+# contiguous, zeros in slack rows. tiles and tile: as in attention; the rest: as in Rotary.
 rotary_triton = define_triton(
     "rotary",
-    "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor tiles, int tile) -> (Tensor q_rotated, Tensor k_rotated)",
+    "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor tiles, int tile, bool interleaved=False, bool by_token=False)"
+    " -> (Tensor q_rotated, Tensor k_rotated)",
     "rotary",
-    lambda q, k, cos, sin, tiles, tile: (q.new_empty(q.shape), k.new_empty(k.shape)),
+    lambda q, k, *others: (q.new_empty(q.shape), k.new_empty(k.shape)),
 )
 
 

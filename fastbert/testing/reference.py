@@ -196,9 +196,10 @@ def encoder_layer(x, form, linears, norms, cu_seqlens, tables=(), window_positio
     *ups, down = linears[len(projections) + 1 :]
     inputs = normed(x, 0) if form.norm_first else x
     heads = torch.cat([product(inputs, leaf) for leaf in projections], -1).unflatten(-1, (-1, form.head_dim))
+    q, k, v = heads.split((form.num_heads, form.num_kv_heads, form.num_kv_heads), 1)
     context = attention(
-        *heads.split((form.num_heads, form.num_kv_heads, form.num_kv_heads), 1), cu_seqlens, form.softmax_scale,
-        keeps[0], form.dropouts[0], form.window_size, window_positions, tables[form.rotary] if form.rotary >= 0 else None,
+        q, k, v, cu_seqlens, form.softmax_scale, keeps[0], form.dropouts[0], form.window_size, window_positions,
+        tables[form.rotary] if form.rotary >= 0 else None,
     )  # fmt: skip
     x = x + dropped(product(context.flatten(1), output), 1)
     x = x if form.norm_first else normed(x, 0)

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fastbert.models.bert import BertModel
 
-from fastbert import EncoderConfig
+from fastbert import BertModel, EncoderConfig
 from fastbert.bench import compete, report, worker
 from fastbert.bench.contestants import CONTESTANTS, Contestant
 from fastbert.bench.jobs import Job

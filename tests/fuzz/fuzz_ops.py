@@ -87,20 +87,20 @@ def attention(draw: Draw, backend: str, dtype: torch.dtype):
 
 def feed_forward(draw: Draw, backend: str, dtype: torch.dtype):
     rows, width, inner = draw.choice((1, 0, 2, 17, 33, 50)), draw.choice(SIZES), draw.choice(SIZES)
-    name, gated = draw.choice(ACTIVATIONS), draw.flag(3)
-    draw.note(f"{name}, gated {gated}")
-    up = inner * (2 if gated else 1)
+    name, form = draw.choice(ACTIVATIONS), draw.choice(("plain", "merged", "apart"))
+    draw.note(f"{name}, {form}")
+    up = inner * (2 if form == "merged" else 1)
     shapes = {"x": (rows, width), "up_weight": (up, width), "up_bias": (up,), "down_weight": (width, inner)}
-    if draw.flag(3):
-        del shapes["up_bias"]
-
-    def op(x, up_weight, down_weight, up_bias=None):
-        return ops.feed_forward(x, up_weight, up_bias, down_weight, activation=name, gated=gated, backend=backend)
-
-    def formula(x, up_weight, down_weight, up_bias=None):
-        return reference.feed_forward(x, up_weight, up_bias, down_weight, name, gated)
-
-    case = Case(op, formula, shapes, dtype, {"up_weight": width**-0.5, "down_weight": inner**-0.5})
+    if form == "apart":
+        shapes |= {"gate_weight": (inner, width), "gate_bias": (inner,)}
+    for bias in ("up_bias", "gate_bias"):
+        if draw.flag(3):
+            shapes.pop(bias, None)
+    options = {"up_bias": None, "gated": form != "plain"}
+    op = partial(ops.feed_forward, **options, activation=name, backend=backend)
+    formula = partial(reference.feed_forward, **options, name=name)
+    scales = {"up_weight": width**-0.5, "gate_weight": width**-0.5, "down_weight": inner**-0.5}
+    case = Case(op, formula, shapes, dtype, {n: scale for n, scale in scales.items() if n in shapes})
     return case, torch.arange(rows), torch.arange(rows)
 
 

@@ -10,7 +10,8 @@ import transformers
 from hf import NUM_CONFIGS, families_axis, hf_config, make_config
 from tiny import edit_config
 
-from fastbert.config import _OWN_FIELDS, _THEIR_NAMES, ConfigError, EncoderConfig
+from fastbert.config import _OWN_FIELDS, ConfigError, EncoderConfig
+from fastbert.families import FAMILIES
 from fastbert.models.auto import AutoModel, model_class
 
 
@@ -38,8 +39,8 @@ def test_config_both_ways(model_type, index):
             assert getattr(theirs, name) == expected, name
         # A field that is not written is one that the family does not have, at its default.
         for field in dataclasses.fields(config):
-            name = _THEIR_NAMES.get(model_type, {}).get(field.name, field.name)
-            if name not in entries and field.name not in ("extra", "num_labels"):
+            name = FAMILIES[model_type].their_names.get(field.name, field.name)
+            if name not in entries and field.name not in ("extra", "own", "num_labels"):
                 default = getattr(EncoderConfig.of_family(model_type), field.name)
                 assert getattr(config, field.name) == default, name
         for source in (entries, theirs.to_dict()):

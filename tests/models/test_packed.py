@@ -22,7 +22,8 @@ from hf import (
     token_level,
 )
 
-from fastbert.models.auto import _CLASSES
+from fastbert.families import FAMILIES
+from fastbert.models.classes import CLASSES
 from fastbert.testing.cases import DTYPES, MASKS
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
@@ -30,7 +31,7 @@ TOKEN_FIELDS = ("last_hidden_state", "prediction_logits", "start_logits", "end_l
 
 
 def make_model(config, head: str = "Model", dtype: torch.dtype = torch.float32):
-    return randomise(_CLASSES[config.model_type, head](config)).to(dtype).train()
+    return randomise(CLASSES[config.model_type, head](config)).to(dtype).train()
 
 
 def assert_same_gradients(a, b) -> None:
@@ -74,7 +75,7 @@ def test_default_positions_of_packed_input(model_type, dtype):
     """Without position_ids, a packed token's position is its place in its sequence; RoBERTa counts from the ids."""
     config = make_config(model_type, 3)
     model = make_model(config, dtype=dtype)
-    for pattern in ("right", "left") if model_type in ("roberta", "xlm-roberta") else ("right",):
+    for pattern in ("right", "left") if FAMILIES[model_type].positions_from_ids else ("right",):
         batch = make_batch(config, pattern)
         assert (batch.inputs["input_ids"][batch.real] == config.pad_token_id).any()
         packed = batch.packed()
@@ -215,7 +216,7 @@ def test_sequences_without_tokens(model_type, head, mask):
         assert out.loss == 0
     if mask == "all rows" and head == "Model" and "pooler_output" in out:
         names = dict(model.named_parameters())
-        bias = names["pooler.bias" if model_type == "albert" else "pooler.dense.bias"]
+        bias = names[f"{model.family.pooler}.bias"]
         assert torch.equal(out.pooler_output, bias.tanh().expand(6, -1))
     (out["loss"] if labels else sum(t.sum() for t in (out[0], out.get("pooler_output")) if t is not None)).backward()
     for name, grad in gradients(model).items():

@@ -67,6 +67,8 @@ OF_OTHERS = {
     "Rotary",
     "rms_norm",
     "linears",
+    "FinalNorm",
+    "LayerForm",
     "LayerOperands",
     "LinearWeights",
     "multiplies_bf16",
@@ -102,14 +104,14 @@ def test_a_tensor_on_another_device(op, name, backend):
 
 def encoder_layers(x, cu_seqlens):
     linears = [ops.LinearWeights(rows(32, 32), rows(32), None, 0.0) for _ in range(6)]
-    operands = ops.LayerOperands.of(linears, [rows(32)] * 4, (1e-5, 1e-5), 2, "gelu")
+    operands = ops.LayerOperands.of(linears, [rows(32)] * 4, [ops.LayerForm(2, 2, 16)])
     return ops.offer("encoder_layers", x, lambda: operands)(cu_seqlens)
 
 
 def encoder_layer(x, cu_seqlens):
     parameter = partial(torch.nn.Parameter, requires_grad=True)
     linears = [ops.LinearWeights(parameter(rows(32, 32)), parameter(rows(32)), None, 0.0) for _ in range(6)]
-    operands = ops.LayerOperands.of(linears, [parameter(rows(32)) for _ in range(4)], (1e-5, 1e-5), 2, "gelu")
+    operands = ops.LayerOperands.of(linears, [parameter(rows(32)) for _ in range(4)], [ops.LayerForm(2, 2, 16)])
     return ops.offer("encoder_layer", x, lambda: operands)(cu_seqlens)
 
 

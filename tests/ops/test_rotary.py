@@ -273,8 +273,8 @@ def test_layers_share_what_is_made_of_cu_seqlens(backend):
     qkv, rotary = make(RAGGED), tables(41, 32)
     outs = [ops.attention(*qkv, RAGGED.cu_seqlens, 41, rotary=rotary, cache=cache, backend=backend) for _ in range(2)]
     assert torch.equal(*outs)
-    torch_makes = {"torch_positions", *(("torch_buckets",) if backend == "torch" else ())}
-    assert set(cache) == ({("triton_tiles", 32)} if backend == "triton" else torch_makes)
+    made = {"torch": {"torch_positions", "torch_buckets"}, "cpu": set(), "triton": {("triton_tiles", 32)}}
+    assert set(cache) == made[backend]
 
 
 @in_torch_cpu_and_triton

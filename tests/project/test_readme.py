@@ -16,7 +16,7 @@ from fastbert.backend import Backend, _supports, missing_kernels
 from fastbert.bench.report import best_peer, ratio, to_markdown
 from fastbert.checkpoint.pretrained import resolve
 from fastbert.cli import main
-from fastbert.models.auto import _CLASSES
+from fastbert.models.classes import CLASSES
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
@@ -48,7 +48,7 @@ HEAD_NAMES = {
 def head_table() -> str:
     lines = ["| head | " + " | ".join(FAMILIES.values()) + " |", "|---|" + ":-:|" * len(FAMILIES)]
     for head in HEAD_NAMES:
-        cells = ["yes" if (family, head) in _CLASSES else "-" for family in FAMILIES]
+        cells = ["yes" if (family, head) in CLASSES else "-" for family in FAMILIES]
         lines.append(f"| {HEAD_NAMES[head]} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -63,8 +63,8 @@ def op_table() -> str:
 
 def test_the_tables_are_those_of_the_registries():
     fastbert.backends()  # registers every op
-    assert {model_type for model_type, _ in _CLASSES} == set(FAMILIES)
-    assert {head for _, head in _CLASSES} == set(HEAD_NAMES)
+    assert {model_type for model_type, _ in CLASSES} == set(FAMILIES)
+    assert {head for _, head in CLASSES} == set(HEAD_NAMES)
     assert head_table() in PAGES["models.md"], "docs/models.md must hold:\n" + head_table()
     assert op_table() in PAGES["backends.md"], "docs/backends.md must hold:\n" + op_table()
 

@@ -87,6 +87,8 @@ def attention_cases() -> Iterator[Case]:
         ("bf16", 32, 128, "dropout"), ("bf16", 32, 64, "plain"), ("bf16", 80, 64, "plain"),
         ("bf16", 96, 64, "plain"), ("bf16", 128, 64, "dropout"), ("bf16", 256, 32, "dropout"),
         ("fp16", 64, 128, "plain"), ("fp32", 64, 32, "dropout"), ("fp32", 128, 16, "plain"),
+        ("bf16", 64, 128, "grouped"), ("bf16", 64, 16, "grouped"), ("bf16", 128, 64, "grouped"),
+        ("bf16", 64, 128, "positions"), ("fp32", 64, 32, "positions"),
     ]  # fmt: skip
     matrices = ("q_ptr", "k_ptr", "v_ptr", "dout_ptr", "out_ptr", "dq_ptr", "dk_ptr", "dv_ptr")
     for dtype, head_dim, tile, kind in variants:
@@ -94,14 +96,16 @@ def attention_cases() -> Iterator[Case]:
         types |= dict.fromkeys(("top_ptr", "sum_ptr", "records_ptr"), "*fp32")
         types |= dict.fromkeys(("softmax_scale", "scale_log2e", "keep_scale"), "fp32")
         types |= dict.fromkeys(("total_tokens", "num_heads", "window_left", "window_right"), "i32")
-        types |= {"tiles_ptr": "*i32", "philox_ptr": "*i64", "threshold": "i32"}
+        types |= {"tiles_ptr": "*i32", "positions_ptr": "*i32", "philox_ptr": "*i64", "threshold": "i32"}
         for major in (8, 9, 10):
             for which, loads in (("fwd", 3), ("dkdv", 4), ("dq", 4)):
                 blocks = blocks_of(which, major, head_dim, 4 if dtype == "fp32" else 2, tile, kind == "dropout")
                 constants = {
                     "HEAD_DIM": head_dim, "BLOCK_D": max(16, 1 << (head_dim - 1).bit_length()), "SIGN": 1,
-                    "HAS_WINDOW": kind == "window", "HAS_DROPOUT": kind == "dropout", "BLOCK_TILE": blocks.tile,
-                    "BLOCK_STEP": blocks.step, "HEADS": blocks.heads,
+                    "HAS_WINDOW": kind in ("window", "positions"), "HAS_POSITIONS": kind == "positions",
+                    "HAS_DROPOUT": kind == "dropout", "BLOCK_TILE": blocks.tile, "BLOCK_STEP": blocks.step,
+                    "HEADS": blocks.heads, "GROUP": 4 if kind == "grouped" else 1,
+                    **({} if kind == "positions" else {"positions_ptr": None}),
                     **({} if kind == "dropout" else {"philox_ptr": None}),
                     **({"RETURN_STATS": True} if which == "fwd" else {}),
                 }  # fmt: skip
@@ -131,17 +135,23 @@ def rotary_cases() -> Iterator[Case]:
     from fastbert.kernels import rotary
 
     for dtype in ("bf16", "fp16", "fp32"):
-        for head_dim, tile, inverse in ((64, 128, False), (64, 128, True), (64, 16, False), (80, 16, False)):
+        for head_dim, tile, kind in (
+            (64, 128, ""), (64, 128, "inverse"), (64, 16, ""), (80, 16, ""), (64, 128, "interleaved"),
+            (64, 128, "grouped"),
+        ):  # fmt: skip
             types = dict.fromkeys(("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr"), f"*{dtype}")
             types |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "tiles_ptr": "*i32"}
-            types |= dict.fromkeys([f"stride_{name}" for name in ("qt", "qh", "kt", "kh", "ot", "ct", "st")], "i32")
-            types |= {"num_heads": "i32", "max_positions": "i32"}
+            types |= dict.fromkeys(
+                [f"stride_{name}" for name in ("qt", "qh", "kt", "kh", "qo", "ko", "ct", "st")], "i32"
+            )
+            types |= dict.fromkeys(("num_heads", "num_kv_heads", "max_positions"), "i32")
             block_m, block_half, num_warps = rotary.blocks(head_dim // 2, tile)
             constants = {
                 "HALF": head_dim // 2, "BLOCK_HALF": block_half, "BLOCK_TILE": tile, "BLOCK_M": block_m,
-                "HEADS": rotary.HEADS, "INVERSE": inverse,
+                "HEADS": rotary.HEADS, "IS_GROUPED": kind == "grouped", "INTERLEAVED": kind == "interleaved",
+                "BY_TOKEN": kind == "interleaved", "INVERSE": kind == "inverse",
             }  # fmt: skip
-            variant = f"{'inverse-' if inverse else ''}{head_dim}-tile{tile}"
+            variant = f"{kind}-{head_dim}-tile{tile}".removeprefix("-")
             loads = 12 if dtype == "fp32" else 8  # two of the rows of cos and sin, which are fp32
             yield Case("rotary._rotary_kernel", dtype, types, constants, num_warps, loads, variant=variant)
 

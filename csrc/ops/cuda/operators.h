@@ -4,6 +4,7 @@
 #include <string>
 
 #include <tuple>
+#include <vector>
 
 #include "../array.h"
 
@@ -27,12 +28,13 @@ Array embed_fwd_cuda(const OptionalArray& input_ids, const OptionalArray& positi
                      double eps);
 
 std::tuple<Array, Array> feed_forward_cuda(const Array& x, const Array& up_weight, const OptionalArray& up_bias,
-                                           const Array& down_weight, const std::string& activation, bool gated,
+                                           const Array& down_weight, const OptionalArray& gate_weight,
+                                           const OptionalArray& gate_bias, const std::string& activation, bool gated,
                                            bool return_pre);
 
-std::tuple<Array, Array, Array, Array> feed_forward_bwd_cuda(const Array& dout, const Array& x, const Array& pre,
-                                                             const Array& up_weight, const Array& down_weight,
-                                                             const std::string& activation, bool gated, bool needs_dx,
-                                                             bool needs_dweight, bool needs_dbias);
+std::tuple<Array, std::vector<Array>, std::vector<Array>, Array> feed_forward_bwd_cuda(
+    const Array& dout, const Array& x, const Array& pre, const Array& up_weight, const Array& down_weight,
+    const OptionalArray& gate_weight, const std::string& activation, bool gated, bool needs_dx, bool needs_dweight,
+    bool needs_dbias);
 
 }  // namespace fastbert
