@@ -63,14 +63,22 @@ _OF_FAMILY = {
     "gte": ({}, {"type_vocab_size": 0}, {"type_vocab_size": 2}, _SMOOTH),
     "modernbert": (
         {"local_attention": 6},
-        {"local_attention": 5, "layer_types": ["sliding_attention", "full_attention"], "decoder_bias": False,
-         "norm_bias": True, "attention_bias": True, "classifier_bias": True, "classifier_pooling": "mean"},
+        {
+            "local_attention": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "decoder_bias": False,
+            "norm_bias": True,
+            "attention_bias": True,
+            "classifier_bias": True,
+            "classifier_pooling": "mean",
+        },
         {"local_attention": 8, "layer_types": ["sliding_attention"], "classifier_activation": "silu"},
         {"local_attention": 4, "mlp_bias": True, "global_attn_every_n_layers": 2},
     ),
     "nomic_bert": ({}, {"type_vocab_size": 1}, {"head_dim": 32}, _SMOOTH),
-    "rembert": tuple({"embedding_size": n, "output_embedding_size": m} for n, m in ((48, 40), (160, 24), (32, 128),
-                     (64, 64))),
+    "rembert": tuple(
+        {"embedding_size": n, "output_embedding_size": m} for n, m in ((48, 40), (160, 24), (32, 128), (64, 64))
+    ),
     "roberta": ({"type_vocab_size": 1}, {}, {"type_vocab_size": 1, "pad_token_id": 3}, {}),
     "xlm-roberta": ({}, {"type_vocab_size": 1}, {}, {}),
 }
@@ -167,7 +175,9 @@ class _Float64(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.float64:
-            if func is torch.Tensor.float or (func is torch.Tensor.to and torch.float32 in (*args[1:], *kwargs.values())):
+            if func is torch.Tensor.float or (
+                func is torch.Tensor.to and torch.float32 in (*args[1:], *kwargs.values())
+            ):
                 return args[0]
             if kwargs.get("dtype") is torch.float32:
                 del kwargs["dtype"]
