@@ -1,6 +1,6 @@
 """This checkout against another one: whether the bits are the same, and times in turn.
 
-    python benchmarks/against.py OTHER             # digests of outputs, losses and gradients of every family
+    python benchmarks/against.py OTHER             # digests of outputs, losses and gradients of every family of both
     python benchmarks/against.py OTHER --speed     # ratios of medians, two processes asked in turn
 
 OTHER is the root of a checkout with its extension built (`python setup.py build_ext --inplace`). Each checkout runs in
@@ -52,18 +52,23 @@ def digest(*tensors) -> str:
     return found.hexdigest()[:16]
 
 
-def bits() -> dict[str, str]:
+def models() -> list[list[str]]:
+    """(model_type, head) of every class."""
+    from fastbert.models import auto
+
+    return sorted(map(list, vars(auto).get("_CLASSES") or auto.CLASSES))  # _CLASSES: before the families' data
+
+
+def bits(classes: list[list[str]]) -> dict[str, str]:
     """A digest for every family, head, dtype, mode and layout."""
     import torch
 
     import fastbert
-    from fastbert.models import auto
 
-    classes = vars(auto).get("_CLASSES") or auto.CLASSES  # as checkouts before the families' data have it
     shape = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 96}
     shape |= {"vocab_size": 99, "max_position_embeddings": 64}
     found = {}
-    for model_type, head in sorted(classes):
+    for model_type, head in classes:
         labels = 2 if head in ("QuestionAnswering", "MultipleChoice", "NextSentencePrediction") else 3
         model = make(model_type, head, num_labels=labels, **shape)
         generator = torch.Generator().manual_seed(1)
@@ -188,8 +193,13 @@ def compare_speed(mine: Path, other: Path, rounds: int, sizes: list[str]) -> int
 
 
 def compare_bits(mine: Path, other: Path) -> int:
-    outputs = [start(root, "bits", stdout=subprocess.PIPE).communicate()[0] for root in (mine, other)]
-    ours, theirs = map(json.loads, outputs)
+    def ask(root: Path, task: str, given: object = None):
+        asked = start(root, task, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        return json.loads(asked.communicate(json.dumps(given))[0])
+
+    ours = ask(mine, "models")
+    shared = [name for name in ask(other, "models") if name in ours]
+    ours, theirs = (ask(root, "bits", shared) for root in (mine, other))
     differing = [name for name in theirs if ours.get(name) != theirs[name]]
     print(f"{len(theirs) - len(differing)} of {len(theirs)} cases have the same bits")
     print(*(f"differs: {name}" for name in differing), sep="\n")
@@ -206,7 +216,10 @@ def main() -> int:
         serve()
         return 0
     if task == "bits":
-        print(json.dumps(bits()))
+        print(json.dumps(bits(json.load(sys.stdin))))
+        return 0
+    if task == "models":
+        print(json.dumps(models()))
         return 0
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("other", type=Path)

@@ -8,10 +8,10 @@ import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastbert.families import FAMILIES
-from fastbert.families.form import ActivationName, Choice, Count, Embeddings, Family, Field, Flag, Share
+from fastbert.families.form import ActivationName, Choice, Count, Embeddings, Family, Field, Flag, Scopes, Share
 from fastbert.families.spec import Distances, Invalid, LayerSpec
 
 
@@ -166,7 +166,7 @@ class EncoderConfig:
             if name in self.extra and self.extra[name] not in values:
                 raise ConfigError(f"{name}={_shown(self.extra[name])} is not supported; fastbert has {values[0]!r}")
         try:
-            object.__setattr__(self, "_derived", _derive(self))
+            object.__setattr__(self, "_derived", self.family.derive(self))
         except Invalid as error:
             raise ConfigError(f"{error.name} is {_shown(error.value)}; it must be {error.allowed}") from None
 
@@ -235,8 +235,13 @@ class EncoderConfig:
         return self.__dict__["_derived"].layer_paths
 
     @property
-    def distances(self) -> Distances:
+    def distances(self) -> Distances | None:
+        """What in the layers goes by the distance of two tokens; None: nothing does."""
         return self.__dict__["_derived"].distances
+
+    @property
+    def scopes(self) -> Scopes:
+        return self.__dict__["_derived"].scopes
 
     @property
     def embeddings(self) -> Embeddings:
@@ -336,24 +341,6 @@ class EncoderConfig:
         entries["id2label"] = {str(i): label for i, label in id2label.items()}
         entries["label2id"] = {label: i for i, label in id2label.items()}
         return {**self.extra, **entries}
-
-
-class _Derived(NamedTuple):
-    """What follows from a config's fields by its family's data, worked out once: a model looks at it in every call."""
-
-    embeddings: Embeddings
-    layer_paths: tuple[str, ...]
-    layer_specs: tuple[LayerSpec, ...]
-    distances: Distances
-
-
-def _derive(config: EncoderConfig) -> _Derived:
-    family = config.family
-    specs = family.layer_specs(config)
-    kinds = dict.fromkeys(spec.attention for spec in specs)
-    rotaries = dict.fromkeys(kind.position for kind in kinds if kind.position is not None)
-    distances = Distances(tuple(rotaries), any(kind.window_size != (-1, -1) for kind in kinds))
-    return _Derived(family.embedding_spec(config), family.layer_paths(config), specs, distances)
 
 
 def _known_types() -> str:

@@ -70,10 +70,10 @@ class StaticBatch:
     bucket: Bucket
     ids: torch.Tensor
     cu_seqlens: torch.Tensor
-    goes_by: Distances
+    goes_by: Distances | None
 
     @classmethod
-    def empty(cls, bucket: Bucket, device: torch.device, goes_by: Distances) -> StaticBatch:
+    def empty(cls, bucket: Bucket, device: torch.device, goes_by: Distances | None) -> StaticBatch:
         """One sequence as long as the bucket allows, of ids 0: what a capture runs on."""
         with torch.inference_mode(False):  # or the buffers could not be written outside of inference mode
             ids = torch.zeros(4, bucket.total_tokens, dtype=torch.int64, device=device)
@@ -90,7 +90,7 @@ class StaticBatch:
         self.ids[0, :tokens].copy_(ids.input_ids)
         if ids.token_type_ids is not None:
             self.ids[2, :tokens].copy_(ids.token_type_ids)
-        if self.goes_by == Distances():
+        if self.goes_by is None:
             assert ids.position_ids is not None
             self.ids[1, :tokens].copy_(ids.position_ids)
         else:
@@ -106,9 +106,7 @@ class StaticBatch:
         batch = PackedBatch(None, self.cu_seqlens, longest, sequences, None, tokens)
         words, positions, types, columns = self.ids
         ids = EmbeddingIds(words, positions, types if has_types else None, None, None)
-        return (
-            EncoderInputs(batch, ids) if self.goes_by == Distances() else EncoderInputs(batch, ids, positions, columns)
-        )
+        return EncoderInputs(batch, ids) if self.goes_by is None else EncoderInputs(batch, ids, positions, columns)
 
     def nbytes(self) -> int:
         return self.ids.nbytes + self.cu_seqlens.nbytes

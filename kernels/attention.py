@@ -155,9 +155,14 @@ def signed(scores, SIGN: tl.constexpr):
 
 @triton.jit
 def window_places(positions_ptr, tokens, end, HAS_POSITIONS: tl.constexpr):
-    """What a window goes by: the tokens' positions, or the tokens themselves."""
+    """What a window goes by: the tokens' positions, or the tokens themselves.
+
+    Loaded in a block of its own: of a plain vector every thread would load again what it wants (_load_records).
+    """
     if HAS_POSITIONS:
-        return tl.load(positions_ptr + tokens, mask=tokens < end, other=0)
+        column = tl.arange(0, 4)[None, :]
+        inside = (tokens < end)[:, None] & (column == 0)
+        return tl.sum(tl.load(positions_ptr + tokens[:, None] + column * 0, mask=inside, other=0), axis=1)
     return tokens
 
 

@@ -234,8 +234,9 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task)
   AmxTiles tiles;
 
   for (int64_t head = task.head_begin; head < task.head_end; ++head) {
-    if (head == task.head_begin || head % in.group == 0) {
-      const int64_t key_head = head / in.group;
+    // A division only where heads share keys: it would show beside a short sequence.
+    if (in.group == 1 || head == task.head_begin || head % in.group == 0) {
+      const int64_t key_head = in.group == 1 ? head : head / in.group;
       pack_keys<E>(in, task.first_token, first_key, n, key_head, m);
       pack_rows<E>(in.v.at(task.first_token + first_key, key_head), in.v.token_stride, n, d, key_steps, m.v_rows);
     }

@@ -58,7 +58,7 @@ struct Operands {
   std::vector<int64_t> offsets;
   SeenKeys seen;
   int64_t total_tokens, num_heads, num_kv_heads;
-  AttentionForm form;
+  const AttentionForm* form;
   Dropout dropout;
 
   int64_t group() const { return num_kv_heads > 0 ? num_heads / num_kv_heads : 1; }
@@ -68,11 +68,11 @@ Array checked_table(const char* name, const Array& table, const Operands& operan
   const int64_t half = operands.q.size(2) / 2, rows = table.dim() == 2 ? table.size(0) : 0;
   check(operands.q.size(2) % 2 == 0, "head_dim is ", operands.q.size(2), ", which rotary embedding cannot halve");
   check_tensor(name, table, {rows, half}, ScalarType::Float, cpu());
-  if (operands.form.by_token) {
+  if (operands.form->by_token) {
     check(rows == operands.total_tokens, name, " has ", rows, " rows, expected one for each of ", operands.total_tokens,
           " tokens");
   }
-  for (size_t i = 1; !operands.form.by_token && i < operands.offsets.size(); ++i) {
+  for (size_t i = 1; !operands.form->by_token && i < operands.offsets.size(); ++i) {
     const int64_t length = operands.offsets[i] - operands.offsets[i - 1];
     check(rows >= length, name, " has ", rows, " positions, sequence ", i - 1, " has ", length, " tokens");
   }
@@ -89,7 +89,7 @@ Operands checked_operands(const Array& q, const Array& k, const Array& v, const 
         num_kv_heads, " of k do not divide");
   Operands operands;
   operands.total_tokens = q.size(0), operands.num_heads = num_heads, operands.num_kv_heads = num_kv_heads;
-  operands.form = form, operands.dropout = dropout;
+  operands.form = &form, operands.dropout = dropout;
   const Shape sizes{q.size(0), num_kv_heads, q.size(2)};
   operands.q = with_rows("q", q, q.sizes(), q);
   operands.k = with_rows("k", k, sizes, q);
@@ -108,7 +108,7 @@ AttentionInputs<T> inputs(const Operands& operands) {
   RotaryTables rotary{};
   if (operands.cos.defined()) {
     rotary = {operands.cos.data<const float>(), operands.sin.data<const float>(), operands.cos.stride(0),
-              operands.sin.stride(0),           operands.form.interleaved,        operands.form.by_token};
+              operands.sin.stride(0),           operands.form->interleaved,       operands.form->by_token};
   }
   return {head_rows<const T>(operands.q),
           head_rows<const T>(operands.k),
@@ -116,7 +116,7 @@ AttentionInputs<T> inputs(const Operands& operands) {
           operands.num_heads,
           operands.group(),
           operands.q.size(2),
-          static_cast<float>(operands.form.softmax_scale),
+          static_cast<float>(operands.form->softmax_scale),
           operands.dropout,
           rotary,
           operands.seen.begin.data(),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from fastbert.families.spec import LINEARS, AttentionSpec, FeedForwardSpec, LayerNames, LayerSpec, NormSpec
+from fastbert.families.spec import LINEARS, AttentionSpec, Distances, FeedForwardSpec, LayerNames, LayerSpec, NormSpec
 
 
 @dataclass(frozen=True)
@@ -245,6 +245,30 @@ ONLY_VALUES: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+class Scopes(NamedTuple):
+    """Containers of the base model that stand for more than one layer; None, or empty, where there is none to call.
+
+    groups: of each run of `inner_group_num` layers. projects: whether the encoder's container holds the projection.
+    ends: whether it holds the final norm.
+    """
+
+    embeddings: str | None = None
+    encoder: str | None = None
+    groups: tuple[str, ...] = ()
+    projects: bool = False
+    ends: bool = True
+
+
+class Derived(NamedTuple):
+    """What follows from a config by its family's data."""
+
+    embeddings: Embeddings
+    layer_paths: tuple[str, ...]  # where the layer that runs at each depth is; shared layers come again
+    layer_specs: tuple[LayerSpec, ...]  # what it computes
+    distances: Distances | None  # None: nothing goes by the distance of two tokens
+    scopes: Scopes
+
+
 @dataclass(frozen=True)
 class Family:
     """Paths are relative to the base model, those of heads to the model with the head."""
@@ -335,3 +359,22 @@ class Family:
         leaves = self.embeddings if isinstance(self.embeddings, Embeddings) else self.embeddings(config)
         is_needed = leaves.always_projects or config.embedding_width != config.hidden_size
         return leaves if leaves.project is None or is_needed else replace(leaves, project=None)
+
+    def derive(self, config: Any) -> Derived:
+        """Worked out once for a config: a model looks at it in every call."""
+        embeddings, paths, specs = self.embedding_spec(config), self.layer_paths(config), self.layer_specs(config)
+        kinds = dict.fromkeys(spec.attention for spec in specs)
+        rotaries = dict.fromkeys(kind.position for kind in kinds if kind.position is not None)
+        distances = Distances(tuple(rotaries), any(kind.window_size != (-1, -1) for kind in kinds))
+        layers = self.path_of_layer(config, 0).partition(".0")[0]
+        encoder = layers.partition(".")[0] if "." in layers else None
+        inside = "" if encoder is None else f"{encoder}."
+        firsts = paths[:: config.inner_group_num] if config.num_hidden_groups else ()
+        scopes = Scopes(
+            embeddings=embeddings.word.rpartition(".")[0] or None,
+            encoder=encoder,
+            groups=tuple(path.rsplit(".", 2)[0] for path in firsts),
+            projects=embeddings.project is not None and embeddings.project.startswith(inside),
+            ends=self.final_norm is None or self.final_norm.startswith(inside),
+        )
+        return Derived(embeddings, paths, specs, distances if any(distances) else None, scopes)

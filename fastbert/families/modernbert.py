@@ -55,7 +55,7 @@ def _spec(config: Any, depth: int) -> LayerSpec:
     if not isinstance(parameters, dict):
         raise Invalid("rope_parameters", parameters, f"an object with {' and '.join(_THETAS)}")
     name, frequencies = f"rope_parameters.{kind}", f"rotary_emb.{kind}_inv_freq"
-    position = rotary(parameters.get(kind), width // count, _THETAS[kind], name, frequencies=frequencies)
+    position = rotary(parameters.get(kind), width // count, _THETAS[kind], name, their_frequencies=frequencies)
     window = (half, half) if kind == "sliding_attention" else (-1, -1)
     dropout = config.attention_probs_dropout_prob
     biases = ("query", "key", "value", "attention_output") if config.attention_bias else ()

@@ -21,7 +21,8 @@ class Rotary(NamedTuple):
     dim: the width that is rotated, a head's. interleaved: dimension 2i is paired with 2i + 1 instead of i with
     dim / 2 + i. rotates_values: of values, too. scaling: (rope_type, its parameters as sorted pairs); () is the plain
     table of theta. table: the path of a leaf that holds the table's sines and then cosines, which is saved.
-    frequencies: the path of a buffer that holds the inverse frequencies, where the tree has one: transformers' has.
+    frequencies: the path of a buffer that holds the inverse frequencies, which is saved. their_frequencies: where
+    transformers' tree has them, where they are not saved.
     """
 
     theta: float
@@ -31,6 +32,7 @@ class Rotary(NamedTuple):
     scaling: tuple[Any, ...] = ()
     table: str | None = None
     frequencies: str | None = None
+    their_frequencies: str | None = None
 
 
 @dataclass(frozen=True)

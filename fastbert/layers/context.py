@@ -32,7 +32,7 @@ class LayerContext:
 
 def make_context(
     root: nn.Module,
-    distances: Distances,
+    distances: Distances | None,
     batch: PackedBatch,
     rotary_positions: torch.Tensor | None,
     window_positions: torch.Tensor | None,
@@ -40,9 +40,9 @@ def make_context(
     """The context of layers below `root`. The positions are int64 (total_tokens,), or None for a token's place in its
     sequence.
     """
-    rotaries, has_windows = distances
-    if not rotaries and not has_windows:
+    if distances is None:
         return LayerContext(batch)
+    rotaries, has_windows = distances
     device = batch.cu_seqlens.device
     tables = {each: rotary_tables(root, each, rotary_positions, batch.max_seqlen, device) for each in rotaries}
     has_columns = has_windows and window_positions is not None

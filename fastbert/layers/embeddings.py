@@ -25,12 +25,10 @@ class EmbeddingIds(NamedTuple):
 
 def run_embeddings(root: nn.Module, names: Embeddings, ids: EmbeddingIds, dropout_p: float) -> torch.Tensor:
     """The packed embedding output (total_tokens, embedding_size), over the leaves of `root`, ours or Hugging Face's."""
-
-    def leaf(path: str | None) -> nn.Module | None:
-        return None if path is None else get_leaf(root, path)
-
-    word, position, token_type, norm = map(leaf, (names.word, names.position, names.token_type, names.norm))
-    assert word is not None
+    word = get_leaf(root, names.word)
+    position = None if names.position is None else get_leaf(root, names.position)
+    token_type = None if names.token_type is None else get_leaf(root, names.token_type)
+    norm = None if names.norm is None else get_leaf(root, names.norm)
     kind = "none" if norm is None else norm_kind(norm)
     if (
         is_plain(word, nn.Embedding)

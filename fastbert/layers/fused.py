@@ -122,7 +122,9 @@ class _Leaves(NamedTuple):
 def _leaves(layer: nn.Module, spec: LayerSpec, rotary: int, with_dropout: bool = False) -> _Leaves | str:
     """What the leaves of a layer hold, or which of them must be called. `rotary`: which table it turns by."""
     names, attention, feed_forward = spec.names, spec.attention, spec.feed_forward
-    linears, norms, eps = [], list[torch.Tensor | None](), list[float]()
+    linears: list[ops.LinearWeights] = []  # annotations: torch.compile does not know list[...]()
+    norms: list[torch.Tensor | None] = []
+    eps: list[float] = []
     for path in names.linears:
         leaf = get_leaf(layer, path)
         if not is_linear(leaf):

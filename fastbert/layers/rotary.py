@@ -82,7 +82,7 @@ def rotary_tables(
         rows = rows if positions is None else rows.index_select(0, positions)
         sin, cos = rows.chunk(2, -1)
         return ops.Rotary(cos, sin, rotary.interleaved, positions is not None)
-    held = _frequencies_in(root, rotary.frequencies)
+    held = _frequencies_in(root, rotary.frequencies or rotary.their_frequencies)
     is_remembered = positions is None and not torch.compiler.is_compiling()
     if is_remembered and held is None:
         cos, sin = _remembered(rotary, max_seqlen, device)

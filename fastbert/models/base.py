@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from fastbert import ops
 from fastbert.checkpoint.pretrained import CheckpointMixin
 from fastbert.config import ConfigError, EncoderConfig
-from fastbert.families.form import Family, value_of
+from fastbert.families.form import Family, Scopes, value_of
 from fastbert.families.spec import LayerSpec
 from fastbert.layers.context import LayerContext, make_context
 from fastbert.layers.embeddings import EmbeddingIds, run_embeddings
@@ -22,7 +22,7 @@ from fastbert.layers.leaves import get_leaf, has_hooks, is_called, is_plain, lin
 from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs, refuse_recording, table_sizes
 from fastbert.models.outputs import ModelOutput
 from fastbert.models.quantized import entry_of, place_int8
-from fastbert.models.tree import RunsBaseModel, Scopes, groups_objection, layers_of, scopes_of
+from fastbert.models.tree import RunsBaseModel, groups_objection, layers_of
 from fastbert.packed_inputs import PackedInputs, arguments_of
 from fastbert.packing import InputError, PackedBatch
 
@@ -189,7 +189,7 @@ def run_encoder(
     family, names = config.family, config.embeddings
     paths, specs = config.layer_paths, config.layer_specs
     dropout_p = value_of(names.dropout, config) if root.training else 0.0
-    scopes = scopes_of(config) if layer_type is not None else Scopes()
+    scopes = config.scopes if layer_type is not None else Scopes()
     hidden_states: list[torch.Tensor] = []
     probs: list[torch.Tensor] = []
     context = make_context(root, config.distances, inputs.batch, inputs.rotary_positions, inputs.window_positions)

@@ -10,7 +10,6 @@ from torch import nn
 
 from fastbert.config import EncoderConfig
 from fastbert.families.form import Embeddings
-from fastbert.families.spec import Distances
 from fastbert.layers.embeddings import EmbeddingIds
 from fastbert.layers.leaves import get_leaf
 from fastbert.packed_inputs import MASKED_IDS
@@ -156,7 +155,7 @@ def prepare_inputs(
     if tables.positions is not None and positions is None:
         positions = batch.local_positions()
     ids = EmbeddingIds(pack(input_ids), positions, pack(token_type_ids), None, pack(inputs_embeds))
-    if config.distances == Distances():
+    if config.distances is None:
         return EncoderInputs(batch, ids)
     columns = batch.columns_with_gaps()
     return EncoderInputs(batch, ids, columns if given_positions is None else given_positions, columns)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from torch import nn
 
 from fastbert.config import EncoderConfig
 from fastbert.families.form import Family
-from fastbert.layers.leaves import get_leaf, parent_of
+from fastbert.layers.leaves import get_leaf
 
 
 def layers_of(root: nn.Module, config: EncoderConfig) -> int | None:
@@ -32,36 +31,6 @@ def groups_objection(root: nn.Module, config: EncoderConfig) -> str | None:
         if count != config.inner_group_num:
             return f"{path} holds {count} layers; its config says {config.inner_group_num}"
     return None
-
-
-class Scopes(NamedTuple):
-    """Containers of the base model that stand for more than one layer; None, or empty, where there is none to call.
-
-    groups: of each run of `inner_group_num` layers. projects: whether the encoder's container holds the projection.
-    ends: whether it holds the final norm.
-    """
-
-    embeddings: str | None = None
-    encoder: str | None = None
-    groups: tuple[str, ...] = ()
-    projects: bool = False
-    ends: bool = True
-
-
-def scopes_of(config: EncoderConfig) -> Scopes:
-    family, paths = config.family, config.layer_paths
-    encoder = parent_of(family.path_of_layer(config, 0).partition(".0")[0])
-    encoder = None if encoder is None else encoder.partition(".")[0]
-    inside = "" if encoder is None else f"{encoder}."
-    projection, final = config.embeddings.project, family.final_norm
-    firsts = paths[:: config.inner_group_num] if config.num_hidden_groups else ()
-    return Scopes(
-        embeddings=parent_of(config.embeddings.word),
-        encoder=encoder,
-        groups=tuple(path.rsplit(".", 2)[0] for path in firsts),
-        projects=projection is not None and projection.startswith(inside),
-        ends=final is None or final.startswith(inside),
-    )
 
 
 def linear_paths(config: EncoderConfig) -> list[str]:

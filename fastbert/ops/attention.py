@@ -293,17 +293,19 @@ def attention(
     """
     check_devices("attention", q=q, k=k, v=v, cu_seqlens=cu_seqlens, window_positions=window_positions)
     cu_seqlens = int32_offsets("attention", cu_seqlens)
-    _check_heads("attention", q, k=k, v=v)
-    _check_window("attention", q, window_size, window_positions)
-    if max(window_size) < 0:
-        window_positions = None
+    if not (k.shape == q.shape == v.shape and q.dim() == 3):
+        _check_heads("attention", q, k=k, v=v)
+    if window_size != UNLIMITED or window_positions is not None:
+        _check_window("attention", q, window_size, window_positions)
+        window_positions = None if max(window_size) < 0 else window_positions
     options = AttentionOptions(_scale("attention", q, softmax_scale), dropout_p, window_size)
     if rotary is not None:
         check_rotary(q, rotary, max_seqlen)
         options = options._replace(interleaved=rotary.interleaved, by_token=rotary.by_token)
     if torch.is_autocast_enabled(q.device.type) and q.dtype is not torch.float64:
         q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))  # as autocast does for SDPA
-    _check_dtypes("attention", q, k=k, v=v)
+    if not (k.dtype is q.dtype is v.dtype):
+        _check_dtypes("attention", q, k=k, v=v)
     chosen = select("attention", backend, q, k, v, options)
     if chosen is Backend.TORCH:
         if rotary is not None:

@@ -51,6 +51,8 @@ class LayerForm(NamedTuple):
         """Why the CPU's kernels cannot run it."""
         if not 2 <= self.head_dim <= 256:
             return f"head_dim is {self.head_dim} (attention has 2 to 256)"
+        if self.rotary >= 0 and self.head_dim % 2:
+            return f"head_dim is {self.head_dim}, rotary embedding takes the dimensions of a head in pairs"
         if self.num_heads % self.num_kv_heads:
             return f"num_heads is {self.num_heads}, no multiple of num_kv_heads, which is {self.num_kv_heads}"
         if self.softmax_scale is not None and not math.isfinite(self.softmax_scale):
@@ -132,8 +134,8 @@ class LayerOperands(NamedTuple):
             if code not in codes:
                 codes[code] = len(codes)
                 objection = objection or form.objection()
-                if form.activation != forms[0].activation:
-                    objection = f"layers have {form.activation} and {forms[0].activation}"
+            if form.activation != forms[0].activation:
+                objection = f"layers have {form.activation} and {forms[0].activation}"
             layers.append(codes[code])
         if first != len(linears) or 4 * len(forms) != len(norms):
             found, expected = (len(linears), len(norms)), (first, 4 * len(forms))

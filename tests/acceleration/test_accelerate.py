@@ -12,7 +12,7 @@ import warnings
 import pytest
 import torch
 from full import left_to_full
-from hf import FAMILIES, MODELS, config_for, families_axis, make_batch, make_hf, random_like
+from hf import FAMILIES, MODELS, config_for, families_axis, make_batch, make_hf, make_oracle, random_like
 from torch import nn
 
 import fastbert
@@ -43,7 +43,7 @@ def assert_as_transformers(model, **inputs) -> torch.Tensor:
     """The first output of an accelerated model, compared with that of its own restored copy; returns it."""
     plain, mask = fastbert.restore(copy.deepcopy(model)), inputs.get("attention_mask")
     exact = {**inputs, "inputs_embeds": inputs["inputs_embeds"].double()} if "inputs_embeds" in inputs else inputs
-    near, actual, oracle = plain(**inputs)[0], model(**inputs)[0], copy.deepcopy(plain).double()(**exact)[0]
+    near, actual, oracle = plain(**inputs)[0], model(**inputs)[0], make_oracle(plain)(**exact)[0]
     real = slice(None) if mask is None or actual.shape[:2] != mask.shape else mask.bool()
     assert_close_to_reference(actual[real], oracle[real].double(), near[real], GRADIENT_FACTOR)
     return actual
@@ -102,7 +102,7 @@ def in_units_of_the_largest(grads, oracle) -> torch.Tensor:
 def check(config, head: str, batch, dtype, **options):
     """One call of the accelerated model by the error rule, and its backward."""
     baseline = make_hf(config, head, dtype)
-    oracle, labels = copy.deepcopy(baseline).double(), make_labels(config, head, batch.real)
+    oracle, labels = make_oracle(baseline), make_labels(config, head, batch.real)
     accelerated = fastbert.accelerate(copy.deepcopy(baseline))
     theirs, expected, expected_grads = run(oracle, head, batch, labels, **options)
     _, near, near_grads = run(baseline, head, batch, labels, **options)
@@ -144,7 +144,7 @@ def test_attentions(model_type, packed_layers, no_fallback):
     batch = make_batch(config, "holes")
     baseline = make_hf(config, "TokenClassification").eval()
     accelerated = fastbert.accelerate(copy.deepcopy(baseline))
-    theirs = copy.deepcopy(baseline).double()(**batch.inputs, output_attentions=True)
+    theirs = make_oracle(baseline)(**batch.inputs, output_attentions=True)
     near, ours = (model(**batch.inputs, output_attentions=True) for model in (baseline, accelerated))
     assert list(ours) == list(theirs) and len(ours.attentions) == len(theirs.attentions) == len(packed_layers)
     for actual, oracle, other in zip(ours.attentions, theirs.attentions, near.attentions, strict=True):
@@ -218,7 +218,7 @@ def test_autocast(model_type, no_fallback):
     config = config_for(model_type, "SequenceClassification", 0)
     batch = make_batch(config, "right")
     baseline = make_hf(config, "SequenceClassification")
-    oracle = copy.deepcopy(baseline).double()(**batch.inputs).logits
+    oracle = make_oracle(baseline)(**batch.inputs).logits
     accelerated = fastbert.accelerate(copy.deepcopy(baseline))
     with torch.autocast("cpu", torch.bfloat16):
         near, actual = baseline(**batch.inputs).logits, accelerated(**batch.inputs).logits

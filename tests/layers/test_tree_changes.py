@@ -23,6 +23,8 @@ MASK = torch.tensor([[1] * 9, [1] * 4 + [0] * 5])
 
 
 def make(model_type: str, **fields) -> EncoderModel:
+    if FAMILIES[model_type].defaults.get("pad_token_id", 0) >= 50:
+        fields["pad_token_id"] = 0
     config = EncoderConfig.of_family(model_type, vocab_size=50, initializer_range=0.2, **{**SHAPE, **fields})
     return base_class(model_type)(config).eval()
 

@@ -136,7 +136,7 @@ def traced() -> int:
 def attend_in_every_kind() -> None:
     """What no model has yet: heads of k that q's share, windows by position, rotary embedding of both layouts."""
     offsets = torch.tensor([0, 64, 70], dtype=torch.int32)
-    by_position, by_token = (ops.Rotary(t, t) for t in (torch.ones(64, 32), torch.ones(70, 32)))
+    by_position, by_token = (ops.Rotary(*torch.ones(2, rows, 32).unbind()) for rows in (64, 70))
     window = {"window_size": (3, 5), "window_positions": torch.arange(70, dtype=torch.int32)}
     for options in ({"rotary": by_position}, {"rotary": by_token._replace(interleaved=True, by_token=True), **window}):
         for compiled in (ops.attention, torch.compile(ops.attention, fullgraph=True, backend="aot_eager")):

@@ -162,7 +162,7 @@ class Trio:
 
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A model in another dtype, as from_pretrained makes it: rotary embedding's frequencies stay what they are."""
-    frequencies = [(m, m._buffers.copy()) for m in model.modules() if "inv_freq" in m._buffers]
+    frequencies = [(m, m._buffers.copy()) for m in model.modules() if any("inv_freq" in name for name in m._buffers)]
     model.to(dtype)
     for module, buffers in frequencies:
         module._buffers.update(buffers)

@@ -97,8 +97,8 @@ class Layer:
 
     def quantized(self) -> Layer:
         def int8(leaf: ops.LinearWeights, i: int) -> ops.LinearWeights:
-            scale = leaf.weight.abs().amax(1) / 127
-            integers = torch.round(leaf.weight / scale[:, None]).to(torch.int8)
+            scale = leaf.weight.float().abs().amax(1) / 127
+            integers = torch.round(leaf.weight.float() / scale[:, None]).to(torch.int8)
             return leaf._replace(weight=integers, weight_scale=scale, input_scale=0.03 if i == 1 else 0.0)
 
         return Layer(self.form, [int8(leaf, i) for i, leaf in enumerate(self.linears)], self.norms)
@@ -159,3 +159,52 @@ def literal(layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU
         is_rms = layers[-1].form.norm == "rms"
         x = reference.rms_norm(x, weight, 1e-5) if is_rms else reference.layer_norm(x, weight, bias, 1e-5)
     return x
+
+
+def apart(layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU_SEQLENS, positions=None) -> torch.Tensor:
+    """The layers op by op, each of which chooses its backend, for inference."""
+
+    def normed(x, residual, weight, bias, eps, x_bias=None):
+        """The norm, and the sum before it."""
+        options = {"x_bias": x_bias, "eps": eps, "prenorm": True}
+        if form.norm == "rms":
+            return ops.add_rms_norm(x, residual, weight, **options)
+        return ops.add_layer_norm(x, residual, weight, bias, **options)
+
+    def add(product, bias, residual):
+        """In fp32, and rounded once, as norms' kernels do it."""
+        summed = product.float() if bias is None else product.float() + bias.float()
+        return (summed + residual.float()).to(x.dtype)
+
+    tables = rotary_tables()
+    for layer in layers:
+        form, (weight, bias, next_weight, next_bias) = layer.form, layer.norms
+        *projections, output = layer.linears[: 2 if form.merged_qkv else 4]
+        *ups, down = layer.linears[len(projections) + 1 :]
+        inputs = normed(x, None, weight, bias, form.eps[0])[0] if form.norm_first and weight is not None else x
+        weights, biases, scales, input_scales = zip(*projections, strict=True)
+        heads = ops.linears(inputs, weights, biases, weight_scales=scales, input_scales=input_scales)
+        q, k, v = torch.cat(heads, 1).view(len(x), -1, HEAD_DIM).split((form.num_heads, *[form.num_kv_heads] * 2), 1)
+        context = ops.attention(
+            q, k, v, cu_seqlens, max(LENGTHS), softmax_scale=form.softmax_scale, window_size=form.window_size,
+            window_positions=None if positions is None else positions.int(),
+            rotary=tables[form.rotary] if form.rotary >= 0 else None,
+        ).flatten(1)  # fmt: skip
+        product = ops.linear(
+            context, output.weight, None, weight_scale=output.weight_scale, input_scale=output.input_scale
+        )
+        if form.norm_first:
+            inputs, x = normed(product, x, next_weight, next_bias, form.eps[1], output.bias)
+        else:
+            x = add(product, output.bias, x)
+            inputs = x = x if weight is None else normed(x, None, weight, bias, form.eps[0])[0]
+        up = ups[-1]
+        gate = {"gate_weight": ups[0].weight, "gate_bias": ups[0].bias} if len(ups) == 2 else {}
+        product = ops.feed_forward(
+            inputs, up.weight, up.bias, down.weight, activation=form.activation, gated=form.gated, **gate,
+            weight_scales=[leaf.weight_scale for leaf in (*ups, down)],
+            input_scales=[leaf.input_scale for leaf in (*ups, down)],
+        )  # fmt: skip
+        x = add(product, down.bias, x)
+        x = x if form.norm_first else normed(x, None, next_weight, next_bias, form.eps[1])[0]
+    return x if final_norm is None else normed(x, None, *final_norm, 1e-5)[0]

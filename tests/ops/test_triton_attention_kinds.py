@@ -1,4 +1,4 @@
-"""attention of grouped heads, windows by position and every kind of rotary embedding, against the float64 oracle."""
+"""The Triton kernels of grouped heads, windows by position and every kind of rotary embedding, against the oracle."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastbert.testing.cases import DTYPES, LENGTHS, Lengths
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
 
 backend = test_attention.backend  # the fixture
-each_backend = pytest.mark.parametrize("backend", ("torch", "cpu", "triton"), indirect=True)
+in_triton = pytest.mark.parametrize("backend", ("triton",), indirect=True)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 needs_triton = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
 RAGGED, SLACK, FEW, LONG = LENGTHS[3], LENGTHS[5], Lengths("few", (5, 33, 1)), Lengths("long", (130, 1))
@@ -68,17 +68,17 @@ def tables(case: Lengths, head_dim: int, interleaved=False, by_token=False) -> R
     return Rotary(angles.cos().float(), angles.sin().float(), interleaved, by_token)
 
 
-@left_to_full(lambda p: p["backend"] == "triton" and p["dtype"] is torch.bfloat16 and p["heads"] != (6, 2))
+@left_to_full(lambda p: p["dtype"] is torch.bfloat16 and p["heads"] != (6, 2))
 @pytest.mark.parametrize("heads", ((6, 2), (5, 1), (8, 4)), ids=str)
 @each_dtype
-@each_backend
+@in_triton
 def test_grouped_heads(backend, dtype, heads):
     for case in (RAGGED, SLACK):
         check(backend, case, heads, dtype=dtype)
 
 
 @each_dtype
-@each_backend
+@in_triton
 def test_grouped_heads_of_long_sequences(backend, dtype):
     """Tiles of 32 and 128 tokens, and of 32 with a head_dim that is padded."""
     for head_dim in (64, 160):
@@ -91,29 +91,29 @@ def test_float16():
 
 
 @each_dtype
-@each_backend
+@in_triton
 def test_grouped_heads_with_dropout(backend, dtype):
     """The mask is by the heads of q."""
     keep = dropped_probabilities(backend, FEW, 4, 0.25, 7, dtype)[0] != 0
     check(backend, FEW, (4, 2), dtype=dtype, keep=keep, dropout_p=0.25, seed=7)
 
 
-@left_to_full(lambda p: p["backend"] == "triton" and (p["window_size"] == (16, 40)) != (p["dtype"] is torch.bfloat16))
+@left_to_full(lambda p: (p["window_size"] == (16, 40)) != (p["dtype"] is torch.bfloat16))
 @pytest.mark.parametrize("window_size", ((3, 3), (-1, 2), (16, 40), (0, 0)), ids=str)
 @each_dtype
-@each_backend
+@in_triton
 def test_windows_by_position(backend, dtype, window_size):
     for case, heads in ((RAGGED, (2, 2)), (SLACK, (2, 1))):
         check(backend, case, heads, dtype=dtype, window_size=window_size, window_positions=positions_of(case))
 
 
 @each_dtype
-@each_backend
+@in_triton
 def test_windows_by_position_in_long_sequences(backend, dtype):
     check(backend, LONG, (1, 1), 64, dtype, window_size=(20, 9), window_positions=positions_of(LONG))
 
 
-@each_backend
+@in_triton
 def test_the_positions_of_no_holes_are_the_places(backend):
     places = torch.cat([*(torch.arange(n) for n in RAGGED.lengths)]).int()
     qkv, options = make(RAGGED, 4, 2, 32), {"window_size": (4, 7)}
@@ -125,11 +125,11 @@ def test_the_positions_of_no_holes_are_the_places(backend):
     assert all(map(torch.equal, found, expected))
 
 
-@left_to_full(lambda p: p["backend"] == "triton" and p["dtype"] is torch.bfloat16 and not p["interleaved"])
+@left_to_full(lambda p: p["dtype"] is torch.bfloat16 and not p["interleaved"])
 @pytest.mark.parametrize("by_token", (False, True), ids=("by-position", "by-token"))
 @pytest.mark.parametrize("interleaved", (False, True), ids=("halves", "interleaved"))
 @each_dtype
-@each_backend
+@in_triton
 def test_kinds_of_rotary(backend, dtype, interleaved, by_token):
     for case, heads, head_dim in ((RAGGED, (4, 2), 32), (SLACK, (5, 5), 80), (SLACK, (6, 1), 2)):
         check(backend, case, heads, head_dim, dtype, rotary=tables(case, head_dim, interleaved, by_token))
@@ -154,14 +154,14 @@ def test_the_rotation_alone(dtype, interleaved, by_token):
             assert torch.equal(out, expected) and out.is_contiguous()
 
 
-@pytest.mark.parametrize("backend", ("cpu", "triton"), indirect=True)  # torch's masks differ with a window
+@in_triton
 def test_everything_at_once(backend):
     options = {"window_size": (6, 6), "window_positions": positions_of(FEW), "rotary": tables(FEW, 32, True, True)}
     keep = dropped_probabilities(backend, FEW, 4, 0.25, 7)[0] != 0
     check(backend, FEW, (4, 2), keep=keep, dropout_p=0.25, seed=7, softmax_scale=-0.3, **options)
 
 
-@each_backend
+@in_triton
 def test_nothing_crosses_from_one_sequence_to_another(backend):
     """Neither values nor positions nor rows of the tables."""
     case, kind = Lengths("", (9, 20, 7)), {"window_size": (4, 5), "backend": backend}
