@@ -187,10 +187,14 @@ OLD = {
         {"global_attn_every_n_layers": 1, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
         {"layer_types": None, "global_rope_theta": 500.0, "reference_compile": False},
     ),
-    "eurobert": (
-        {"rope_theta": 77.0},
-        {"rope_theta": 77.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
-        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    **dict.fromkeys(
+        ("eurobert", "gte", "jina_embeddings_v3", "nomic_bert"),
+        (
+            {"rope_theta": 77.0},
+            {"rope_theta": 77.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            {"rope_theta": 77.0, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        ),
     ),
 }
 
