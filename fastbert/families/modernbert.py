@@ -43,7 +43,7 @@ def _layer_types(config: Any) -> list[str]:
     types, every, count = config.layer_types, config.global_attn_every_n_layers, config.num_hidden_layers
     if types is None:
         return ["sliding_attention" if i % every else "full_attention" for i in range(count)]
-    if not isinstance(types, (list, tuple)) or len(types) < count or not set(types) <= set(_THETAS):
+    if not isinstance(types, (list, tuple)) or len(types) < count or not all(kind in list(_THETAS) for kind in types):
         raise Invalid("layer_types", types, f"a list of {count} or more of {', '.join(_THETAS)}")
     return list(types)
 
@@ -73,16 +73,15 @@ def _spec(config: Any, depth: int) -> LayerSpec:
 
 def _modernised(entries: dict[str, Any]) -> dict[str, Any]:
     """Thetas and scalings as files had them before rope_parameters."""
-    rope = {
-        kind: dict(given or {}) for kind, given in (entries.get("rope_parameters") or {}).items() if kind in _THETAS
-    }
-    scaling = entries.pop("rope_scaling", None)
+    rope, scaling = entries.get("rope_parameters") or {}, entries.pop("rope_scaling", None) or {}
+    if not isinstance(rope, dict) or not isinstance(scaling, dict):
+        return {**entries, "rope_parameters": rope if scaling == {} else scaling}  # which `_spec` refuses
+    made = {}
     for kind, name in zip(_THETAS, ("global_rope_theta", "local_rope_theta"), strict=True):
-        parameters = rope.setdefault(kind, {"rope_type": "default"})
-        parameters.update(scaling or {})
-        theta = entries.pop(name, None)
-        parameters.setdefault("rope_theta", _THETAS[kind] if theta is None else theta)
-    return {**entries, "rope_parameters": rope}
+        given, theta = rope.get(kind) or {"rope_type": "default"}, entries.pop(name, None)
+        others = {"rope_theta": _THETAS[kind] if theta is None else theta}
+        made[kind] = {**others, **given, **scaling} if isinstance(given, dict) else given
+    return {**entries, "rope_parameters": made}
 
 
 _HEAD: dict[str, Any] = {
