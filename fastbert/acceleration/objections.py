@@ -67,6 +67,8 @@ def _config_objection(config: Any, plan: Plan, given: dict, options: dict) -> st
     if options["output_hidden_states"] and live.get("tie_last_hidden_states") is False:
         return "its config asks for the last hidden state as it is before the final norm"
     distances = plan.config.distances
+    if distances is None:
+        return None
     if distances.has_windows:
         windows = {max(spec.attention.window_size) for spec in plan.config.layer_specs} - {-1}
         if windows != {config.sliding_window}:

@@ -102,11 +102,7 @@ FAMILY = Family(
     theirs=TheirClass(
         "modernbert",
         "BaseModelOutput",
-        dropouts={
-            "attn.attention_dropout": "attention",
-            "attn.out_drop": "attention_output",
-            "mlp.drop": "inner",
-        },
+        {"attn.attention_dropout": "attention", "attn.out_drop": "attention_output", "mlp.drop": "inner"},
         embedding_dropout="embeddings.drop",
     ),
     heads=heads(

@@ -21,10 +21,12 @@ from torch import nn
 
 import fastbert
 from fastbert.config import EncoderConfig
+from fastbert.families.spec import Distances
 from fastbert.testing.cases import DTYPES, MASKS
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
-ROTARY = [name for name in FAMILIES if make_config(name).distances.rotaries]
+DISTANCES = {name: make_config(name).distances or Distances() for name in FAMILIES}
+ROTARY = [name for name in FAMILIES if DISTANCES[name].rotaries]
 IDS = torch.randint(3, 43, (4, 11), generator=torch.Generator().manual_seed(5))
 
 
@@ -142,7 +144,7 @@ def test_positions(model_type, no_fallback):
 def test_longer_than_the_config_says(model_type, no_fallback):
     config = make_config(model_type)
     model, longest = accelerated(model_type), config.max_position_embeddings
-    if config.embeddings.position or any(rotary.table for rotary in config.distances.rotaries):
+    if config.embeddings.position or any(rotary.table for rotary in DISTANCES[model_type].rotaries):
         with pytest.raises(fastbert.InputError):
             model(torch.full((1, longest + 1), 5))
     else:
@@ -165,7 +167,7 @@ def test_frequencies_are_those_of_the_tree(model_type, no_fallback):
     assert_as_transformers(model.to(torch.bfloat16), input_ids=torch.randint(3, 43, (2, 19)))
 
 
-@pytest.mark.parametrize("model_type", [name for name in FAMILIES if make_config(name).distances.has_windows])
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if DISTANCES[name].has_windows])
 def test_another_window(model_type):
     model = accelerated(model_type)
     model.config.sliding_window = 1
