@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from importlib import import_module
 from pathlib import Path
+from textwrap import fill
 
 from fastbert.config import EncoderConfig
 from fastbert.families import _FILES, FAMILIES
@@ -65,11 +66,8 @@ def tables() -> str:
     common = [head for head in _HEADS if all(head in family.heads for family in FAMILIES.values())]
     others = [head for head in _HEADS if head not in common]
     heads = ", ".join(_HEADS[head] for head in common)
-    lines = [
-        f"All of them have the encoder, and heads for {heads}. Positions are learned ones",
-        "unless a row says more.",
-        "",
-    ]
+    said = f"All of them have the encoder, and heads for {heads}. Positions are learned ones unless a row says more."
+    lines = [_filled(said), ""]
     lines.append(f"| family | `model_type` | layers | {' | '.join(_HEADS[head] for head in others)} | paper |")
     lines.append(f"|---|---|---|{':-:|' * len(others)}---|")
     for file, family in zip(_FILES, FAMILIES.values(), strict=True):
@@ -82,7 +80,11 @@ def tables() -> str:
 def names() -> str:
     """What stands between the markers of README.md."""
     found = [_documented(file)[0] for file in _FILES]
-    return f"{len(found)} families, with their heads ([table](docs/models.md)): {', '.join(found)}."
+    return _filled(f"{len(found)} families, with their heads ([table](docs/models.md)): {', '.join(found)}.")
+
+
+def _filled(text: str) -> str:
+    return fill(text, 120, break_on_hyphens=False)
 
 
 WRITTEN = {"README.md": names, "docs/models.md": tables}
