@@ -95,9 +95,12 @@ class Forward(RunsBaseModel):
         if objection is not None:
             self.say(objection)
             return None
-        tensors = {name: given.get(name) for name in TENSORS}
+        # Transformers' forward swallows what it does not take, as DistilBERT's what a BERT tokenizer made.
+        tensors = {name: given.get(name) if name in names else None for name in TENSORS}
         if config.embeddings.token_type is None:
-            tensors["token_type_ids"] = None  # as DistilBERT's forward, which swallows what a BERT tokenizer made
+            tensors["token_type_ids"] = None
+        if config.embeddings.task_type is None:
+            tensors["task_type_ids"] = None
         if tensors["attention_mask"] is not None:
             tensors["attention_mask"] = tensors["attention_mask"] != 0  # every other value is "real" to transformers
         inputs = prepare_inputs(config, tables, **tensors, cu_seqlens=None, max_seqlen=None)

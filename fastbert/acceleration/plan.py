@@ -34,7 +34,7 @@ _NUMBERS = (
     *("num_attention_heads", "n_heads", "attention_head_size", "head_dim", "num_key_value_groups", "scaling"),
     *("sliding_window", "attention_type", "is_causal", "is_decoder", "is_cross_attention", "add_cross_attention"),
     *("attention_scaling", "full_attention_attention_scaling", "sliding_attention_attention_scaling"),
-    "padding_idx",
+    *("padding_idx", "position_embedding_type", "token_dropout", "mask_token_id", "use_task_id", "rotary_value"),
 )
 
 
@@ -61,7 +61,7 @@ def live(module: Any, plan: Plan) -> tuple[EncoderConfig, TableSizes]:
     layers = layers_of(module, config)
     count = module.config.num_hidden_layers if layers is None else layers
     config = config if count == config.num_hidden_layers else config.replace(num_hidden_layers=count)
-    return config, table_sizes(module, config.embeddings, module.config, config.embedding_width)
+    return config, table_sizes(module, config, module.config)
 
 
 def is_patched(module: nn.Module) -> bool:
@@ -75,7 +75,8 @@ def dropouts_of(config: EncoderConfig) -> dict[str, float | None]:
     theirs = config.family.theirs
     made: dict[str, float | None] = {}
     if theirs.embedding_dropout is not None:
-        made[theirs.embedding_dropout] = value_of(config.embeddings.dropout, config)
+        p = value_of(config.embeddings.dropout, config)
+        made[theirs.embedding_dropout] = p if theirs.drops_embeddings else None
     for i, spec in enumerate(dict.fromkeys(config.layer_specs)):
         for path, role in theirs.dropouts.items():
             made[f"{key_of_spec(i)}.{path}"] = None if role is None else spec.dropouts[role]

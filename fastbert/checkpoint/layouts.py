@@ -40,7 +40,7 @@ def to_file(weights: Mapping[str, torch.Tensor], family: Family) -> Weights:
         before, made = made, {}
         for key, t in before.items():
             if isinstance(rule, Rename):
-                made[(_replaced(key, rule.new, rule.old) if rule.new else None) or key] = t
+                made[(_replaced(key, rule.new, rule.old) if rule.new and rule.is_written else None) or key] = t
             elif (whole := _merged(key, rule, before)) is not None:
                 made[whole[0]] = whole[1]
             elif not any(_replaced(key, new, rule.old) for new in rule.new[1:]):
