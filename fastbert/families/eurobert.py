@@ -69,11 +69,7 @@ FAMILY = Family(
     classes="EuroBert",
     prefix="model",
     theirs=TheirClass(
-        "eurobert",
-        "BaseModelOutput",
-        dropouts={"self_attn.attention_dropout": "attention"},
-        embedding_dropout=None,
-        counts_layers=True,
+        "eurobert", "BaseModelOutput", {"self_attn.attention_dropout": "attention"}, None, counts_layers=True
     ),
     heads=heads(
         MaskedLM(None, None, "lm_head", None, decoder_bias=FromConfig("mlp_bias"), order=("decoder",)),
