@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 from full import left_to_full
-from hf import FAMILIES, NUM_CONFIGS, Batch, families_axis, make_batch, make_config, make_trio
+from hf import FAMILIES, NUM_CONFIGS, Batch, families_axis, has_rotary, has_windows, make_batch, make_config, make_trio
 from parity import check
 
 from fastbert.testing.cases import DTYPES
@@ -19,7 +19,7 @@ from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 dtype_axis = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 PATTERNS = ("none", "right", "left", "holes", "heavy")
 LENGTHS = (1, 2, 31, 33, 64, 129, 200, 511, 1024, 2048)
-TURNING = tuple(f for f in FAMILIES if make_config(f).distances.rotaries)
+TURNING = tuple(f for f in FAMILIES if has_rotary(make_config(f)))
 turning_axis = pytest.mark.parametrize("model_type", TURNING)
 
 
@@ -68,8 +68,8 @@ def test_modernbert_at_8192(dtype):
 
 def packed_cases() -> list[tuple[str, str]]:
     """Windows go by columns: holes are wider in a padded batch than in a packed one, which does not have them."""
-    has_windows = {f for f in FAMILIES if any(make_config(f, i).distances.has_windows for i in range(NUM_CONFIGS))}
-    return [(f, p) for f in FAMILIES for p in PATTERNS if f not in has_windows or p in ("none", "right", "left")]
+    local = {f for f in FAMILIES if any(has_windows(make_config(f, i)) for i in range(NUM_CONFIGS))}
+    return [(f, p) for f in FAMILIES for p in PATTERNS if f not in local or p in ("none", "right", "left")]
 
 
 @pytest.mark.parametrize(("model_type", "pattern"), packed_cases())
