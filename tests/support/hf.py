@@ -141,6 +141,8 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
     before_relu = _before_relu(EncoderConfig.from_dict(model.config.to_dict()))
     norms = {f"{name}.weight" for name, module in model.named_modules() if type(module).__name__.endswith("Norm")}
     for name, parameter in sorted(model.named_parameters()):
+        if not parameter.requires_grad:  # RoFormer's table of angles
+            continue
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith(before_relu):
             parameter.copy_(noise.sign() * 4)
