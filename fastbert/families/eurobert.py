@@ -27,10 +27,7 @@ _LAYER = LayerNames(
     up="mlp.up_proj",
     down="mlp.down_proj",
     feed_forward_norm="post_attention_layernorm",
-    order=(
-        *("query", "key", "value", "attention_output", "gate", "up", "down"),
-        *("attention_norm", "feed_forward_norm"),
-    ),
+    order=("query", "key", "value", "attention_output", "gate", "up", "down", "attention_norm", "feed_forward_norm"),
 )
 
 

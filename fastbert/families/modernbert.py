@@ -3,7 +3,7 @@
 from typing import Any
 
 from fastbert.families import form
-from fastbert.families.form import Classifier, Embeddings, Family, Flag, FromConfig, MaskedLM, Share, TheirClass, heads
+from fastbert.families.form import Choice, Classifier, Count, Embeddings, Family, Flag, FromConfig, MaskedLM, Share
 from fastbert.families.spec import AttentionSpec, FeedForwardSpec, Invalid, LayerNames, LayerSpec, NormSpec, rotary
 
 _LAYER = LayerNames(
@@ -53,9 +53,8 @@ def _spec(config: Any, depth: int) -> LayerSpec:
 
 def _modernised(entries: dict[str, Any]) -> dict[str, Any]:
     """Thetas and scalings as files had them before rope_parameters."""
-    rope = {
-        kind: dict(given or {}) for kind, given in (entries.get("rope_parameters") or {}).items() if kind in _THETAS
-    }
+    given = entries.get("rope_parameters") or {}
+    rope = {kind: dict(given[kind] or {}) for kind in given if kind in _THETAS}
     scaling = entries.pop("rope_scaling", None)
     for kind, name in zip(_THETAS, ("global_rope_theta", "local_rope_theta"), strict=True):
         parameters = rope.setdefault(kind, {"rope_type": "default"})
@@ -65,48 +64,60 @@ def _modernised(entries: dict[str, Any]) -> dict[str, Any]:
     return {**entries, "rope_parameters": rope}
 
 
-_HEAD: dict[str, Any] = {"dense": "head.dense", "dense_bias": FromConfig("classifier_bias"), "norm": "head.norm"}
-_HEAD |= {"activation": FromConfig("classifier_activation"), "dropout": FromConfig("classifier_dropout")}
-_POOLED = Classifier(pooling=FromConfig("classifier_pooling"), poolings={"cls": "first"}, **_HEAD)
-_TOKENS = Classifier(pooling="tokens", **_HEAD)
+_DEFAULTS = {
+    "vocab_size": 50368, "num_hidden_layers": 22, "intermediate_size": 1152, "max_position_embeddings": 8192,
+    "type_vocab_size": 0, "layer_norm_eps": 1e-5, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    "classifier_dropout": 0.0, "pad_token_id": 50283, "eos_token_id": 50282, "bos_token_id": 50281,
+}  # fmt: skip
+_THEIR_NAMES = {
+    "hidden_act": "hidden_activation", "layer_norm_eps": "norm_eps", "attention_probs_dropout_prob": "attention_dropout"
+}  # fmt: skip
+_FIELDS: dict[str, form.Field] = {
+    "norm_bias": Flag(False), "attention_bias": Flag(False), "mlp_bias": Flag(False),
+    "decoder_bias": Flag(True), "classifier_bias": Flag(False), "sparse_prediction": Flag(False),
+    "embedding_dropout": Share(0.0), "mlp_dropout": Share(0.0),
+    "classifier_activation": form.ActivationName("gelu"), "classifier_pooling": Choice("cls", ("cls", "mean")),
+    "local_attention": Count(128, 0), "global_attn_every_n_layers": Count(3),
+    "layer_types": form.Structure(), "rope_parameters": form.Structure(),
+}  # fmt: skip
+
+_DENSE: dict[str, Any] = {
+    "dense": "head.dense",
+    "dense_bias": FromConfig("classifier_bias"),
+    "activation": FromConfig("classifier_activation"),
+    "norm": "head.norm",
+}
+_DROPOUT = FromConfig("classifier_dropout")
+_POOLED = Classifier("classifier", FromConfig("classifier_pooling"), {"cls": "first"}, dropout=_DROPOUT, **_DENSE)
+_TOKENS = Classifier("classifier", "tokens", dropout=_DROPOUT, **_DENSE)
+_MASKED_LM = MaskedLM(
+    **_DENSE, decoder="decoder", bias=None, decoder_bias=FromConfig("decoder_bias"),
+    width=FromConfig("hidden_size"), sparse=FromConfig("sparse_prediction"),
+)  # fmt: skip
 
 FAMILY = Family(
-    model_type="modernbert", classes="ModernBert", prefix="model",
-    theirs=TheirClass(
-        "modernbert", "BaseModelOutput", embedding_dropout="embeddings.drop",
+    model_type="modernbert",
+    classes="ModernBert",
+    prefix="model",
+    theirs=form.TheirClass(
+        "modernbert",
+        "BaseModelOutput",
         dropouts={"attn.attention_dropout": "attention", "attn.out_drop": "attention_output", "mlp.drop": "inner"},
+        embedding_dropout="embeddings.drop",
     ),
-    heads=heads(
-        MaskedLM(
-            "head.dense", "head.norm", "decoder", None, activation=FromConfig("classifier_activation"),
-            width=FromConfig("hidden_size"), dense_bias=FromConfig("classifier_bias"),
-            decoder_bias=FromConfig("decoder_bias"), sparse=FromConfig("sparse_prediction"),
-        ),
-        sequence=_POOLED, tokens=_TOKENS, answers=_TOKENS, choice=_POOLED,
-    ),
-    defaults={
-        "vocab_size": 50368, "num_hidden_layers": 22, "intermediate_size": 1152, "max_position_embeddings": 8192,
-        "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0, "classifier_dropout": 0.0,
-        "type_vocab_size": 0, "layer_norm_eps": 1e-5,
-        "pad_token_id": 50283, "eos_token_id": 50282, "bos_token_id": 50281,
-    },
-    their_names={
-        "hidden_act": "hidden_activation", "layer_norm_eps": "norm_eps",
-        "attention_probs_dropout_prob": "attention_dropout",
-    },
-    fields={
-        "norm_bias": Flag(False), "attention_bias": Flag(False), "mlp_bias": Flag(False),
-        "decoder_bias": Flag(True), "classifier_bias": Flag(False),
-        "classifier_activation": form.ActivationName("gelu"),
-        "classifier_pooling": form.Choice("cls", ("cls", "mean")),
-        "embedding_dropout": Share(0.0), "mlp_dropout": Share(0.0), "sparse_prediction": Flag(False),
-        "local_attention": form.Count(128, 0), "global_attn_every_n_layers": form.Count(3),
-        "layer_types": form.Structure(), "rope_parameters": form.Structure(),
-    },
+    heads=form.heads(_MASKED_LM, _POOLED, _TOKENS, _TOKENS, _POOLED),
+    defaults=_DEFAULTS,
+    their_names=_THEIR_NAMES,
+    fields=_FIELDS,
     fixed=("hidden_dropout_prob", "type_vocab_size"),
     modernised=_modernised,
     embeddings=Embeddings(
         "embeddings.tok_embeddings", None, None, norm="embeddings.norm", dropout=FromConfig("embedding_dropout")
     ),
-    layer_path="layers.{i}", layer=_LAYER, spec=_spec, norm=_norm, pooler=None, final_norm="final_norm",
-)  # fmt: skip
+    layer_path="layers.{i}",
+    layer=_LAYER,
+    spec=_spec,
+    norm=_norm,
+    pooler=None,
+    final_norm="final_norm",
+)
