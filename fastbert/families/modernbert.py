@@ -53,14 +53,11 @@ def _spec(config: Any, depth: int) -> LayerSpec:
 
 def _modernised(entries: dict[str, Any]) -> dict[str, Any]:
     """Thetas and scalings as files had them before rope_parameters."""
-    given = entries.get("rope_parameters") or {}
-    rope = {kind: dict(given[kind] or {}) for kind in given if kind in _THETAS}
-    scaling = entries.pop("rope_scaling", None)
+    given, scaling = entries.get("rope_parameters") or {}, entries.pop("rope_scaling", None) or {}
+    rope = {kind: {**(given.get(kind, {"rope_type": "default"}) or {}), **scaling} for kind in _THETAS}
     for kind, name in zip(_THETAS, ("global_rope_theta", "local_rope_theta"), strict=True):
-        parameters = rope.setdefault(kind, {"rope_type": "default"})
-        parameters.update(scaling or {})
         theta = entries.pop(name, None)
-        parameters.setdefault("rope_theta", _THETAS[kind] if theta is None else theta)
+        rope[kind].setdefault("rope_theta", _THETAS[kind] if theta is None else theta)
     return {**entries, "rope_parameters": rope}
 
 

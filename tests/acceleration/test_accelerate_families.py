@@ -61,10 +61,6 @@ def test_inference(model_type, pattern, dtype, no_fallback):
         assert_close_to_reference(actual[real], oracle[real].double(), near[real], GRADIENT_FACTOR)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Dropouts
-
-
 def dropout_fields(model_type: str) -> list[str]:
     """The fields of a family's config that are dropouts of its base model."""
     config = make_config(model_type)
@@ -124,10 +120,6 @@ def test_every_dropout_drops(model_type, no_fallback):
         first, second = model(IDS)[0], model(IDS)[0]
         assert not torch.equal(first, second) and not torch.equal(first, expected)
         assert torch.equal(model.eval()(IDS)[0], calm.eval()(IDS)[0])
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Positions and windows
 
 
 @pytest.mark.parametrize("model_type", ROTARY)
@@ -213,10 +205,6 @@ def test_the_state_before_the_final_norm():
     assert_falls_back(model, "as it is before the final norm", input_ids=IDS, output_hidden_states=True)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Modules
-
-
 @families_axis
 def test_hooks(model_type):
     config, model = make_config(model_type), accelerated(model_type)
@@ -272,10 +260,6 @@ def test_compile(no_fallback):
         exact = make_oracle(fastbert.restore(copy.deepcopy(model)))
         actual, near, oracle = (m(ids)[0] for m in (compiled, model, exact))
         assert_close_to_reference(actual, oracle, near)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# ModernBERT in other libraries
 
 
 def test_trainer(tmp_path, packed_layers, no_fallback):
