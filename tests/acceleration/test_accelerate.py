@@ -71,6 +71,7 @@ def run(model, head: str, batch, labels, **options):
     """({name: what can be compared of an output}, {name: gradient}) of one call and its backward."""
     inputs = dict(batch.inputs)
     if head == "MultipleChoice":
+        inputs.pop("task_type_ids", None)  # which ErnieForMultipleChoice does not bring into the others' shape
         inputs = {name: t.view(-1, CHOICES, t.shape[-1]) for name, t in inputs.items()}
     model.zero_grad()
     out, real = model(**inputs, **labels, **options), batch.real

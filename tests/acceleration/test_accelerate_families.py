@@ -76,7 +76,7 @@ def dropouts_of(model: nn.Module) -> dict[str, float]:
     """The path of every dropout, a module or a number, of which all layers have the same."""
     found = {path: child.p for path, child in model.named_modules() if isinstance(child, nn.Dropout)}
     for path, child in model.named_modules():
-        found |= {f"{path}.{name}": p for name, p in vars(child).items() if name.endswith("dropout")}
+        found |= {f"{path}.{name}": p for name, p in vars(child).items() if name in ("dropout", "attention_dropout")}
     return {path: p for path, p in found.items() if ".1." not in path and ".2." not in path and ".3." not in path}
 
 
