@@ -7,6 +7,7 @@ Heads, masks, attentions, tuples and autocast of all families are in test_accele
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from pathlib import Path
 
@@ -60,10 +61,6 @@ def test_inference(model_type, pattern, dtype, no_fallback):
         assert_close_to_reference(actual[real], oracle[real].double(), near[real], GRADIENT_FACTOR)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Dropouts
-
-
 def dropout_fields(model_type: str) -> list[str]:
     """The fields of a family's config that are dropouts of its base model."""
     config = make_config(model_type)
@@ -79,7 +76,7 @@ def dropouts_of(model: nn.Module) -> dict[str, float]:
     """The path of every dropout, a module or a number, of which all layers have the same."""
     found = {path: child.p for path, child in model.named_modules() if isinstance(child, nn.Dropout)}
     for path, child in model.named_modules():
-        found |= {f"{path}.{name}": p for name, p in vars(child).items() if name.endswith("dropout")}
+        found |= {f"{path}.{name}": p for name, p in vars(child).items() if name in ("dropout", "attention_dropout")}
     return {path: p for path, p in found.items() if ".1." not in path and ".2." not in path and ".3." not in path}
 
 
@@ -100,7 +97,9 @@ def test_every_dropout_is_the_specs(model_type, no_fallback):
     fastbert.accelerate(model)(IDS)
     config = EncoderConfig.from_dict(model.config.to_dict())
     assert {p for spec in config.layer_specs for p in spec.dropouts.values()} - {0.0} <= set(found.values())
-    unused = [f"{config.layer_paths[0]}.{at}" for at, role in config.family.theirs.dropouts.items() if role is None]
+    theirs = config.family.theirs
+    unused = [f"{config.layer_paths[0]}.{at}" for at, role in theirs.dropouts.items() if role is None]
+    unused += [] if theirs.drops_embeddings else [theirs.embedding_dropout]
     for path, p in found.items():
         set_dropout(model, path, 0.7)
         with warnings.catch_warnings(record=True) as said:
@@ -123,10 +122,6 @@ def test_every_dropout_drops(model_type, no_fallback):
         assert torch.equal(model.eval()(IDS)[0], calm.eval()(IDS)[0])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Positions and windows
-
-
 @pytest.mark.parametrize("model_type", ROTARY)
 def test_positions(model_type, no_fallback):
     model = accelerated(model_type)
@@ -137,7 +132,8 @@ def test_positions(model_type, no_fallback):
         torch.stack([again, again + 1, again.flip(0), again * 2]),
     ):
         assert_as_transformers(model, input_ids=IDS, position_ids=positions)
-    assert not torch.equal(model(IDS, position_ids=again[None])[0], model(IDS)[0])
+    takes_them = "position_ids" in inspect.signature(type(model).forward).parameters  # RoFormer's does not
+    assert torch.equal(model(IDS, position_ids=again[None])[0], model(IDS)[0]) != takes_them
 
 
 @pytest.mark.parametrize("model_type", ROTARY)
@@ -209,10 +205,6 @@ def test_the_state_before_the_final_norm():
     assert_falls_back(model, "as it is before the final norm", input_ids=IDS, output_hidden_states=True)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Modules
-
-
 @families_axis
 def test_hooks(model_type):
     config, model = make_config(model_type), accelerated(model_type)
@@ -268,10 +260,6 @@ def test_compile(no_fallback):
         exact = make_oracle(fastbert.restore(copy.deepcopy(model)))
         actual, near, oracle = (m(ids)[0] for m in (compiled, model, exact))
         assert_close_to_reference(actual, oracle, near)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# ModernBERT in other libraries
 
 
 def test_trainer(tmp_path, packed_layers, no_fallback):
