@@ -28,6 +28,11 @@ def _signature(kind: Any) -> inspect.Signature:
     return signature.replace(parameters=list(signature.parameters.values())[1:])  # without self
 
 
+@lru_cache(maxsize=32)
+def _argument_names(kind: Any) -> tuple[str, ...]:
+    return tuple(name for name in _signature(kind).parameters if name != "kwargs")
+
+
 class Forward(RunsBaseModel):
     """The forward of one accelerated base model, which it holds weakly: dropping the model frees its weights at once.
 
@@ -72,7 +77,7 @@ class Forward(RunsBaseModel):
 
     def admit(self, module: Any, args: tuple, kwargs: dict) -> tuple | None:
         """What `run` takes, or None where transformers' own forward must run. Raises InputError."""
-        names = [name for name in _signature(module.__class__).parameters if name != "kwargs"]
+        names = _argument_names(module.__class__)
         given = {**dict(zip(names, args)), **kwargs}  # noqa: B905  (transformers complains about too many)
         if len(given) < len(args) + len(kwargs):
             return None

@@ -51,6 +51,8 @@ def call_objection(module: Any, plan: Plan, tables: TableSizes, given: dict, opt
         return None
     if plan.reads == "padding" and not mask.all():
         return "its head's softmax runs over the padding (that of fastbert's own head does not)"
+    if plan.reads == "last" and not mask[:, -1].all():
+        return "padding on the right: the last column, which its head reads, holds no token"
     if (late := mask[:, 0] == 0).any() and mask[late].any():
         return "padding on the left: column 0, which poolers and heads read, holds no token; pad on the right"
     return None
