@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fastbert.families import FAMILIES
-from fastbert.families.form import ActivationName, Choice, Count, Embeddings, Family, Field, Flag, Scopes, Share
-from fastbert.families.spec import Distances, Invalid, LayerSpec
+from fastbert.families.form import ActivationName, Choice, Count, Embeddings, Family, Field, Flag, Number, Scopes, Share
+from fastbert.families.spec import Distances, Invalid, LayerSpec, Rotary
 
 
 class ConfigError(ValueError):
@@ -163,8 +163,9 @@ class EncoderConfig:
         if names is not None and not (isinstance(names, (list, tuple)) and all(isinstance(n, str) for n in names)):
             raise ConfigError(f"architectures is {_shown(names)}; it must be a list of class names")
         for name, values in self.family.only_values.items():
-            if name in self.extra and self.extra[name] not in values:
-                raise ConfigError(f"{name}={_shown(self.extra[name])} is not supported; fastbert has {values[0]!r}")
+            found = self.extra.get(name, self.__dict__.get(name, values[0]))
+            if found not in values:
+                raise ConfigError(f"{name}={_shown(found)} is not supported; fastbert has {values[0]!r}")
         try:
             object.__setattr__(self, "_derived", self.family.derive(self))
         except Invalid as error:
@@ -238,6 +239,11 @@ class EncoderConfig:
     def distances(self) -> Distances | None:
         """What in the layers goes by the distance of two tokens; None: nothing does."""
         return self.__dict__["_derived"].distances
+
+    @property
+    def rotaries(self) -> tuple[Rotary, ...]:
+        """The kinds of rotary embedding that the layers have."""
+        return () if self.distances is None else self.distances.rotaries
 
     @property
     def scopes(self) -> Scopes:
@@ -350,7 +356,10 @@ def _known_types() -> str:
 def _objection(kind: Field, value: Any) -> str | None:
     """What a family's own field must be, where `value` is not that."""
     if isinstance(kind, Flag):
-        return None if type(value) is bool else "it must be true or false"
+        return None if type(value) is bool or value is kind.default else "it must be true or false"
+    if isinstance(kind, Number):
+        fits = _is_number(value) and kind.low < value <= _MAX_FLOAT32
+        return None if fits else f"it must be a number above {kind.low} that float32 holds"
     if isinstance(kind, Share):
         return None if _is_number(value) and 0.0 <= value < 1.0 else "it must be at least 0 and below 1"
     if isinstance(kind, Count):

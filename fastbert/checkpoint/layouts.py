@@ -54,7 +54,7 @@ def to_file(weights: Mapping[str, torch.Tensor], family: Family) -> Weights:
         before, made = made, {}
         for key, t in before.items():
             if isinstance(rule, Rename):
-                made[(_replaced(key, rule.new, rule.old) if rule.new else None) or key] = t
+                made[(_replaced(key, rule.new, rule.old) if rule.new and rule.is_written else None) or key] = t
                 continue
             whole = _replaced(key, rule.new[0], rule.old)
             if whole is not None:

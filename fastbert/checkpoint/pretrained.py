@@ -112,8 +112,13 @@ def check_layers(config: EncoderConfig, weights: dict[str, torch.Tensor], source
         )
 
 
-def rename_keys(weights: dict[str, torch.Tensor], model_keys: set[str], prefix: str) -> dict[str, torch.Tensor]:
-    """A checkpoint's keys as the model names them: old names made new, the base model's prefix added or taken away."""
+def rename_keys(
+    weights: dict[str, torch.Tensor], model_keys: set[str], prefix: str, ignored: tuple[str, ...] = ()
+) -> dict[str, torch.Tensor]:
+    """A checkpoint's keys as the model names them: old names made new, the base model's prefix added or taken away.
+
+    Without those that no model needs: buffers, and what ends in one of `ignored`.
+    """
     renamed = {}
     for key, tensor in weights.items():
         key = key.removeprefix("module.")  # left by DataParallel
@@ -123,7 +128,7 @@ def rename_keys(weights: dict[str, torch.Tensor], model_keys: set[str], prefix: 
             for candidate in (f"{prefix}.{key}", key.removeprefix(f"{prefix}.")):
                 if candidate in model_keys:
                     key = candidate
-        if key in model_keys or not _IGNORED.search(key):
+        if key in model_keys or not (_IGNORED.search(key) or key.endswith(ignored)):
             renamed[key] = tensor
     return renamed
 
@@ -152,7 +157,9 @@ def load_weights(
     """
     int8 = model.place_int8()
     own = model.state_dict()
-    weights = rename_keys(weights, set(own), model.family.prefix)
+    weights = rename_keys(weights, set(own), model.family.prefix, model.family.ignored_keys)
+    in_float32 = [key for key in model.frequency_keys() if key in weights]  # as transformers, whatever the dtype
+    weights |= {key: weights[key].float() for key in in_float32}
     tied = model.tied_keys()
     for copy, original in tied.items():
         if original not in weights and copy in weights:
@@ -178,7 +185,7 @@ def load_weights(
     ]
     if wrong:
         raise CheckpointError(f"{source}: the config contradicts the weights: {some(wrong, 4)}")
-    common, odd = _common_dtype(model, weights) if dtype is None else (dtype, [])
+    common, odd = _common_dtype(model, weights, in_float32) if dtype is None else (dtype, [])
     if odd:
         parts.append(f"converted to {common}: {some([f'{key} ({weights[key].dtype})' for key in odd])}")
         weights = {**weights, **{key: weights[key].to(common) for key in odd}}
@@ -191,8 +198,8 @@ def load_weights(
     unexpected = sorted(key for key in weights if key not in own)
     if len(missing) == len(own) - len(tied):
         raise CheckpointError(f"{source}: none of its keys is one of the model's; it has {some(unexpected, 4)}")
-    buffers = dict(model.named_buffers())  # only int8 layers have any
-    if absent := [key for key in missing if key in buffers]:
+    buffers = dict(model.named_buffers())  # of int8 layers, and frequencies, which the config has, too
+    if absent := [key for key in missing if key in buffers and key not in model.frequency_keys()]:
         raise CheckpointError(f"{source}: the config asks for int8 layers, whose tensors are missing: {some(absent)}")
     try:
         model.load_state_dict({k: t for k, t in weights.items() if k in own}, strict=False, assign=True)
@@ -201,15 +208,18 @@ def load_weights(
     model.tie_weights()  # first, so that a copy is not made anew
     _materialise(model, common)
     model.tie_weights()
+    buffers = dict(model.named_buffers())
+    kept = {id(buffers[key]) for key in model.frequency_keys()}
 
     # A checkpoint's tensors may share storage, and safetensors' are unaligned maps of the file, which change when it
     # does: every tensor gets memory of its own.
     def copied(t: torch.Tensor) -> torch.Tensor:
-        goal = dtype if dtype is not None and t.is_floating_point() else t.dtype
+        goal = dtype if dtype is not None and t.is_floating_point() and id(t) not in kept else t.dtype
         return t.to(goal, copy=True, memory_format=torch.contiguous_format)
 
     model._apply(copied)
-    model.requires_grad_(not int8)
+    if int8:
+        model.requires_grad_(False)
     model.missing_keys, model.unexpected_keys = missing, unexpected
     if missing:
         parts.append(f"not in the checkpoint, so initialised: {some(missing)}")
@@ -226,7 +236,9 @@ def _is_finite(t: torch.Tensor) -> bool:
     return bool(t.sum().isfinite()) or bool(t.isfinite().all())  # finite values, too, may have a sum that is not
 
 
-def _common_dtype(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> tuple[torch.dtype | None, list[str]]:
+def _common_dtype(
+    model: PreTrainedModel, weights: dict[str, torch.Tensor], in_float32: list[str]
+) -> tuple[torch.dtype | None, list[str]]:
     """The floating-point dtype that most of the checkpoint's values have, and the keys that no model could run with it.
 
     A float32 LayerNorm may stand in a model of 16 bits, which runs so. An int8 layer's scales have their own dtype.
@@ -235,7 +247,8 @@ def _common_dtype(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> t
     sizes = {
         key: t.numel()
         for key, t in model.state_dict().items()
-        if key in weights and t.is_floating_point() and not key.endswith(("weight_scale", "input_scale"))
+        if key in weights and key not in in_float32 and t.is_floating_point()
+        if not key.endswith(("weight_scale", "input_scale"))
     }
     values: dict[torch.dtype, int] = {}
     for key, size in sizes.items():
@@ -264,10 +277,14 @@ def _materialise(model: PreTrainedModel, dtype: torch.dtype | None) -> None:
         if any(p.is_meta for p in parameters.values()):
             loaded = {name: p.detach().clone() for name, p in parameters.items() if not p.is_meta}
             for name in parameters.keys() - loaded.keys():
-                module._parameters[name] = nn.Parameter(torch.empty_like(parameters[name], device="cpu", dtype=dtype))
+                empty = torch.empty_like(parameters[name], device="cpu", dtype=dtype)
+                module._parameters[name] = nn.Parameter(empty, requires_grad=parameters[name].requires_grad)
             model._init_leaf(module)
             for name, value in loaded.items():  # half of the leaf was there: what was loaded stays
                 parameters[name].copy_(value)
+        if buffers := {name: b for name, b in module._buffers.items() if b is not None and b.is_meta}:
+            module._buffers.update({name: torch.empty_like(b, device="cpu") for name, b in buffers.items()})
+            model._init_leaf(module)
 
 
 class CheckpointMixin(nn.Module):
@@ -289,6 +306,10 @@ class CheckpointMixin(nn.Module):
     def table_shapes(self, config: EncoderConfig) -> dict[str, tuple[int, ...]]:
         """The shapes of what `config` gives rows by the word, the position or the token type, by their keys."""
         return {}
+
+    def frequency_keys(self) -> list[str]:
+        """The keys of the inverse frequencies that the family saves: they stay in float32."""
+        return []
 
     def quantization_entry(self) -> dict[str, Any] | None:
         """What config.json says of int8 layers, under quantization_config; None where there are none."""

@@ -36,10 +36,7 @@ _LAYER = LayerNames(
     up="mlp.up_proj",
     down="mlp.down_proj",
     feed_forward_norm="post_attention_layernorm",
-    order=(
-        *("query", "key", "value", "attention_output", "gate", "up", "down"),
-        *("attention_norm", "feed_forward_norm"),
-    ),
+    order=("query", "key", "value", "attention_output", "gate", "up", "down", "attention_norm", "feed_forward_norm"),
 )
 
 
@@ -69,11 +66,7 @@ FAMILY = Family(
     classes="EuroBert",
     prefix="model",
     theirs=TheirClass(
-        "eurobert",
-        "BaseModelOutput",
-        dropouts={"self_attn.attention_dropout": "attention"},
-        embedding_dropout=None,
-        counts_layers=True,
+        "eurobert", "BaseModelOutput", {"self_attn.attention_dropout": "attention"}, None, counts_layers=True
     ),
     heads=heads(
         MaskedLM(None, None, "lm_head", None, decoder_bias=FromConfig("mlp_bias"), order=("decoder",)),

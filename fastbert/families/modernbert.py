@@ -2,35 +2,15 @@
 
 from typing import Any
 
-from fastbert.families.form import (
-    ActivationName,
-    Choice,
-    Classifier,
-    Count,
-    Embeddings,
-    Family,
-    Flag,
-    FromConfig,
-    MaskedLM,
-    Share,
-    Structure,
-    TheirClass,
-    heads,
-)
+from fastbert.families import form
+from fastbert.families.form import Classifier, Embeddings, Family, Flag, FromConfig, MaskedLM, Share, TheirClass, heads
 from fastbert.families.spec import AttentionSpec, FeedForwardSpec, Invalid, LayerNames, LayerSpec, NormSpec, rotary
 
 _LAYER = LayerNames(
-    query="attn.Wqkv",
-    key="attn.Wqkv",
-    value="attn.Wqkv",
-    attention_output="attn.Wo",
-    attention_norm="attn_norm",
-    gate="mlp.Wi",
-    up="mlp.Wi",
-    down="mlp.Wo",
-    feed_forward_norm="mlp_norm",
+    query="attn.Wqkv", key="attn.Wqkv", value="attn.Wqkv", attention_output="attn.Wo", attention_norm="attn_norm",
+    gate="mlp.Wi", up="mlp.Wi", down="mlp.Wo", feed_forward_norm="mlp_norm",
     order=("attention_norm", "query", "attention_output", "feed_forward_norm", "up", "down"),
-)
+)  # fmt: skip
 _THETAS = {"full_attention": 160_000.0, "sliding_attention": 10_000.0}
 
 
@@ -84,81 +64,43 @@ def _modernised(entries: dict[str, Any]) -> dict[str, Any]:
     return {**entries, "rope_parameters": made}
 
 
-_HEAD: dict[str, Any] = {
-    "dense": "head.dense",
-    "dense_bias": FromConfig("classifier_bias"),
-    "activation": FromConfig("classifier_activation"),
-    "norm": "head.norm",
-    "dropout": FromConfig("classifier_dropout"),
-}
+_HEAD: dict[str, Any] = {"dense": "head.dense", "dense_bias": FromConfig("classifier_bias"), "norm": "head.norm"}
+_HEAD |= {"activation": FromConfig("classifier_activation"), "dropout": FromConfig("classifier_dropout")}
 _POOLED = Classifier(pooling=FromConfig("classifier_pooling"), poolings={"cls": "first"}, **_HEAD)
 _TOKENS = Classifier(pooling="tokens", **_HEAD)
 
 FAMILY = Family(
-    model_type="modernbert",
-    classes="ModernBert",
-    prefix="model",
+    model_type="modernbert", classes="ModernBert", prefix="model",
     theirs=TheirClass(
-        "modernbert",
-        "BaseModelOutput",
-        dropouts={
-            "attn.attention_dropout": "attention",
-            "attn.out_drop": "attention_output",
-            "mlp.drop": "inner",
-        },
-        embedding_dropout="embeddings.drop",
+        "modernbert", "BaseModelOutput", embedding_dropout="embeddings.drop",
+        dropouts={"attn.attention_dropout": "attention", "attn.out_drop": "attention_output", "mlp.drop": "inner"},
     ),
     heads=heads(
         MaskedLM(
-            "head.dense",
-            "head.norm",
-            "decoder",
-            None,
-            activation=FromConfig("classifier_activation"),
-            width=FromConfig("hidden_size"),
-            dense_bias=FromConfig("classifier_bias"),
-            decoder_bias=FromConfig("decoder_bias"),
-            sparse=FromConfig("sparse_prediction"),
+            "head.dense", "head.norm", "decoder", None, activation=FromConfig("classifier_activation"),
+            width=FromConfig("hidden_size"), dense_bias=FromConfig("classifier_bias"),
+            decoder_bias=FromConfig("decoder_bias"), sparse=FromConfig("sparse_prediction"),
         ),
-        _POOLED,
-        _TOKENS,
-        _TOKENS,
-        _POOLED,
+        sequence=_POOLED, tokens=_TOKENS, answers=_TOKENS, choice=_POOLED,
     ),
     defaults={
-        "vocab_size": 50368,
-        "num_hidden_layers": 22,
-        "intermediate_size": 1152,
-        "max_position_embeddings": 8192,
-        "attention_probs_dropout_prob": 0.0,
-        "hidden_dropout_prob": 0.0,
-        "type_vocab_size": 0,
-        "layer_norm_eps": 1e-5,
-        "classifier_dropout": 0.0,
-        "pad_token_id": 50283,
-        "eos_token_id": 50282,
-        "bos_token_id": 50281,
+        "vocab_size": 50368, "num_hidden_layers": 22, "intermediate_size": 1152, "max_position_embeddings": 8192,
+        "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0, "classifier_dropout": 0.0,
+        "type_vocab_size": 0, "layer_norm_eps": 1e-5,
+        "pad_token_id": 50283, "eos_token_id": 50282, "bos_token_id": 50281,
     },
     their_names={
-        "hidden_act": "hidden_activation",
-        "layer_norm_eps": "norm_eps",
+        "hidden_act": "hidden_activation", "layer_norm_eps": "norm_eps",
         "attention_probs_dropout_prob": "attention_dropout",
     },
     fields={
-        "norm_bias": Flag(False),
-        "attention_bias": Flag(False),
-        "mlp_bias": Flag(False),
-        "decoder_bias": Flag(True),
-        "classifier_bias": Flag(False),
-        "classifier_activation": ActivationName("gelu"),
-        "classifier_pooling": Choice("cls", ("cls", "mean")),
-        "embedding_dropout": Share(0.0),
-        "mlp_dropout": Share(0.0),
-        "sparse_prediction": Flag(False),
-        "local_attention": Count(128, 0),
-        "global_attn_every_n_layers": Count(3),
-        "layer_types": Structure(),
-        "rope_parameters": Structure(),
+        "norm_bias": Flag(False), "attention_bias": Flag(False), "mlp_bias": Flag(False),
+        "decoder_bias": Flag(True), "classifier_bias": Flag(False),
+        "classifier_activation": form.ActivationName("gelu"),
+        "classifier_pooling": form.Choice("cls", ("cls", "mean")),
+        "embedding_dropout": Share(0.0), "mlp_dropout": Share(0.0), "sparse_prediction": Flag(False),
+        "local_attention": form.Count(128, 0), "global_attn_every_n_layers": form.Count(3),
+        "layer_types": form.Structure(), "rope_parameters": form.Structure(),
     },
     fixed=("hidden_dropout_prob", "type_vocab_size"),
     modernised=_modernised,

@@ -73,6 +73,10 @@ class Distances(NamedTuple):
     rotaries: tuple[Rotary, ...] = ()
     has_windows: bool = False
 
+    @property
+    def turns_values(self) -> bool:
+        return any(rotary.rotates_values for rotary in self.rotaries)
+
 
 _QKV = ("query", "key", "value")
 LINEARS = (*_QKV, "attention_output", "gate", "up", "down")

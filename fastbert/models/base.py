@@ -19,6 +19,7 @@ from fastbert.layers.embeddings import EmbeddingIds, run_embeddings
 from fastbert.layers.encoder import EncoderLayer, add_norm, make_norm
 from fastbert.layers.fused import offer_layers
 from fastbert.layers.leaves import get_leaf, has_hooks, is_called, is_plain, linear, parent_of, place, within
+from fastbert.layers.rotary import RotaryFrequencies, RotaryTable, place_rotary
 from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs, refuse_recording, table_sizes
 from fastbert.models.outputs import ModelOutput
 from fastbert.models.quantized import entry_of, place_int8
@@ -62,12 +63,16 @@ class PreTrainedModel(CheckpointMixin):
     def live_config(self) -> EncoderConfig:
         """`running_config` with the rows of the tables that are there now, which forward calls look up themselves."""
         config, tables = self.running_config, self.base_model.table_sizes()
+        positions = tables.rotary_positions if tables.positions is None else tables.positions
         rows = {"vocab_size": tables.words}
-        if tables.positions is not None:
-            rows["max_position_embeddings"] = tables.positions
+        if positions is not None:
+            rows["max_position_embeddings"] = positions
         if config.embeddings.token_type is not None:
             rows["type_vocab_size"] = tables.token_types
-        return config if rows.items() <= vars(config).items() else config.replace(**rows)
+        if config.embeddings.task_type is not None:
+            rows["task_type_vocab_size"] = tables.task_types
+        changed = {name: count for name, count in rows.items() if getattr(config, name) != count}
+        return config.replace(**changed) if changed else config
 
     def table_shapes(self, config: EncoderConfig) -> dict[str, tuple[int, ...]]:
         names, width = config.embeddings, config.embedding_width
@@ -76,8 +81,19 @@ class PreTrainedModel(CheckpointMixin):
             rows[names.position] = config.max_position_embeddings
         if names.token_type is not None:
             rows[names.token_type] = config.type_vocab_size
+        if names.task_type is not None:
+            rows[names.task_type] = config.task_type_vocab_size
+        shapes = {path: (count, width) for path, count in rows.items()}
+        for rotary in config.rotaries:
+            if rotary.table is not None:
+                shapes[rotary.table] = (config.max_position_embeddings, rotary.dim)
+        shapes |= {path: (out, given) for path, (given, out) in self.family.unused_linears(config).items()}
         prefix = "" if self.base_model is self else f"{self.family.prefix}."
-        return {f"{prefix}{path}.weight": (count, width) for path, count in rows.items()}
+        return {f"{prefix}{path}.weight": shape for path, shape in shapes.items()}
+
+    def frequency_keys(self) -> list[str]:
+        prefix = "" if self.base_model is self else f"{self.family.prefix}."
+        return [f"{prefix}{rotary.frequencies}" for rotary in self.config.rotaries if rotary.frequencies is not None]
 
     @property
     def device(self) -> torch.device:
@@ -130,7 +146,9 @@ class PreTrainedModel(CheckpointMixin):
 
     def _init_leaf(self, module: nn.Module) -> None:
         std = self.config.initializer_range
-        if isinstance(module, nn.Linear):
+        if isinstance(module, (RotaryTable, RotaryFrequencies)):
+            module.fill()
+        elif isinstance(module, nn.Linear):
             module.weight.normal_(0.0, std)
             if module.bias is not None:
                 module.bias.zero_()
@@ -195,7 +213,7 @@ def run_encoder(
     context = make_context(root, config.distances, inputs.batch, inputs.rotary_positions, inputs.window_positions)
 
     def embeddings(*ids):
-        return run_embeddings(root, names, EmbeddingIds(*ids), dropout_p)
+        return run_embeddings(root, names, EmbeddingIds(*ids), dropout_p, inputs.batch.cu_seqlens)
 
     def project(x):
         return x if names.project is None else linear(get_leaf(root, names.project), x)
@@ -286,6 +304,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         self.has_pooler = family.pooler is not None and wants_pooler
         if family.pooler_first:
             self._place_pooler()
+        place_rotary(self, config.rotaries, config.max_position_embeddings)
         layers = dict(zip(config.layer_paths, config.layer_specs, strict=True))
         for i in range(config.num_unique_layers):
             path = family.path_of_layer(config, i)
@@ -295,6 +314,8 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             place(self, family.final_norm, make_norm(norm, config.hidden_size))
         if not family.pooler_first:
             self._place_pooler()
+        for path, (columns, rows) in family.unused_linears(config).items():
+            place(self, path, nn.Linear(columns, rows))
         self.init_weights()
 
     def _place_pooler(self) -> None:
@@ -330,11 +351,12 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         max_seqlen: int,
         token_type_ids: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
+        task_type_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Encode a packed batch. torch.compile(fullgraph=True) and torch.export take this method.
 
         Args:
-            input_ids, token_type_ids, position_ids: int64 (total_tokens,).
+            input_ids, token_type_ids, position_ids, task_type_ids: int64 (total_tokens,).
             cu_seqlens: int32 (batch + 1,), the offsets of the sequences.
             max_seqlen: an upper bound of their lengths, a Python int.
 
@@ -344,7 +366,9 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         Raises:
             InputError: an id, a shape, a dtype or an offset is out of bounds.
         """
-        inputs = self.prepare(input_ids, None, token_type_ids, position_ids, None, cu_seqlens, max_seqlen)
+        inputs = self.prepare(
+            input_ids, None, token_type_ids, position_ids, None, cu_seqlens, max_seqlen, None, task_type_ids
+        )
         return self.encode(inputs).packed
 
     def prepare(self, *arguments) -> EncoderInputs:
@@ -359,7 +383,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         return prepare_inputs(self.config, self.table_sizes(), *arguments)
 
     def table_sizes(self) -> TableSizes:
-        return table_sizes(self, self.config.embeddings, self.config, self.config.embedding_width)
+        return table_sizes(self, self.config, self.config)
 
     def pool(self, packed: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         """The pooled output (batch, hidden_size) of each sequence's first real token."""
@@ -381,6 +405,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
         batch: PackedBatch | None = None,
+        task_type_ids: torch.Tensor | None = None,
     ) -> ModelOutput | tuple:
         """Encode a batch, padded or packed, or a PackedInputs, which stands for all of the arguments but the options.
 
@@ -390,6 +415,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             inputs_embeds: (batch, seqlen, embedding_size), instead of input_ids.
             cu_seqlens, max_seqlen: int32 (batch + 1,) and the longest sequence's length, if the input is packed.
             batch: instead of these two, that of a PackedInputs, as in `model(**packed_inputs)`.
+            task_type_ids: as token_type_ids, of families that have task types (ERNIE 2.0 and later).
 
         Returns:
             `last_hidden_state`: (batch, seqlen, hidden_size), zeros at padding; (total_tokens, hidden_size) if packed.
@@ -402,7 +428,8 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             InputError: an id, a shape, a dtype or an offset is out of bounds. Nothing has been launched.
         """
         inputs = self.prepare(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen, batch
+            *(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen),
+            *(batch, task_type_ids),
         )
         packed, batch, extras = self.run(inputs, output_attentions, output_hidden_states)
         output = ModelOutput(

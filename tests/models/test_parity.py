@@ -139,6 +139,6 @@ def test_every_dropout_is_where_transformers_has_it(model_type, head, monkeypatc
     config = make_config(model_type, 0, num_labels=2, **different)
     trio, batch = make_trio(config, head, torch.float32), make_batch(config, "none")
     if head == "MultipleChoice":
-        batch.inputs = {name: t.view(-1, CHOICES, t.shape[-1]) for name, t in batch.inputs.items()}
+        batch.inputs = by_choice(model_type, batch.inputs, CHOICES)
     ours, theirs = (dropout_probabilities(model, batch, monkeypatch) for model in (trio.ours, trio.baseline))
     assert ours == theirs and theirs
