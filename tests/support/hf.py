@@ -63,7 +63,7 @@ _OF_FAMILY = {
         {"pad_token_id": 0, "position_embedding_type": "rotary", "rope_theta": 50.0},
     ),
     "eurobert": (
-        {"num_key_value_heads": 1},
+        {"num_key_value_heads": 1, "tie_word_embeddings": True},
         {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True, "classifier_pooling": "bos"},
         {"num_key_value_heads": 2, "head_dim": 32, "classifier_pooling": "mean"},
         {"mlp_bias": True, "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 50.0}},
