@@ -379,7 +379,7 @@ class CheckpointMixin(nn.Module):
         Raises:
             OSError: the folder cannot be written.
             ConfigError: no config describes the model, for example a decoder of other words than the word table has.
-            Nothing is written then.
+            CheckpointError: it lacks a part of what is one tensor in its family's files. Nothing is written then.
         """
         config, state, tied = self.live_config, self.state_dict(), self.tied_keys()
         if _untied(state, tied):  # then all of them are saved, each with memory of its own, as safetensors wants it

@@ -15,7 +15,16 @@ from fastbert.families.form import (
     TheirClass,
     heads,
 )
-from fastbert.families.spec import AttentionSpec, FeedForwardSpec, Invalid, LayerNames, LayerSpec, NormSpec, rotary
+from fastbert.families.spec import (
+    AttentionSpec,
+    FeedForwardSpec,
+    Invalid,
+    LayerNames,
+    LayerSpec,
+    NormSpec,
+    modern_rope,
+    rotary,
+)
 
 _LAYER = LayerNames(
     query="self_attn.q_proj",
@@ -50,14 +59,6 @@ def _spec(config: Any, depth: int) -> LayerSpec:
         norm_first=True,
         biases=(*attention, *feed_forward),
     )
-
-
-def _modernised(entries: dict[str, Any]) -> dict[str, Any]:
-    """A theta and a scaling as files had them before rope_parameters."""
-    theta, scaling = entries.pop("rope_theta", None), entries.pop("rope_scaling", None)
-    given = dict(entries.get("rope_parameters") or {"rope_type": "default", **(scaling or {})})
-    given.setdefault("rope_theta", 10_000.0 if theta is None else theta)
-    return {**entries, "rope_parameters": given}
 
 
 FAMILY = Family(
@@ -103,7 +104,7 @@ FAMILY = Family(
         "rope_parameters": Structure(),
     },
     fixed=("hidden_dropout_prob", "type_vocab_size"),
-    modernised=_modernised,
+    modernised=modern_rope,
     embeddings=Embeddings("embed_tokens", None, None, norm=None, dropout=0.0),
     layer_path="layers.{i}",
     layer=_LAYER,

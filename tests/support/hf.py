@@ -110,6 +110,14 @@ def make_config(model_type: str, index: int = 0, **changes) -> EncoderConfig:
     return EncoderConfig.of_family(model_type, **{**fields, **changes})
 
 
+def has_rotary(config: EncoderConfig) -> bool:
+    return any(spec.attention.position is not None for spec in config.layer_specs)
+
+
+def has_windows(config: EncoderConfig) -> bool:
+    return any(spec.attention.window_size != (-1, -1) for spec in config.layer_specs)
+
+
 def config_for(model_type: str, head: str, index: int = 0, **changes) -> EncoderConfig:
     """make_config with the number of labels that the head needs, three where it is free."""
     two = head in ("QuestionAnswering", "MultipleChoice", "NextSentencePrediction")
