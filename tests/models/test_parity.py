@@ -28,6 +28,7 @@ from hf import (
     random_like,
 )
 from parity import call, check
+from theirs import by_choice
 
 from fastbert import families
 from fastbert.backend import use_backend

@@ -13,6 +13,7 @@ from hf import (
     random_like,
     token_level,
 )
+from theirs import by_choice
 
 from fastbert.testing import reference
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
@@ -25,10 +26,9 @@ SEQUENCE_FIELDS = ("pooler_output", "seq_relationship_logits", "sop_logits")
 def call(model, head: str, batch: Batch, labels: dict[str, torch.Tensor]):
     inputs = dict(batch.inputs)
     if head == "MultipleChoice":
-        flat = {"position_ids"} if model.config.model_type == "distilbert" else set()  # transformers forgets that one
         if model.config.model_type == "modernbert":
             inputs.setdefault("attention_mask", batch.real.long())  # transformers takes its mean by it
-        inputs = {name: t if name in flat else t.view(-1, CHOICES, t.shape[-1]) for name, t in inputs.items()}
+        inputs = by_choice(model.config.model_type, inputs, CHOICES)
     return model(**inputs, **labels)
 
 
@@ -67,9 +67,10 @@ def check(config, head: str, batch: Batch, labels: dict[str, torch.Tensor], dtyp
     trio = make_trio(config, head, dtype)
     literal = head == "QuestionAnswering" and not batch.real.all()
     out, actual, loss, grads = run(trio.ours, head, batch, labels)
-    if head in POOLED and not batch.real[:, 0].all():
-        labels = {name: batch.front(t) if t.dim() == 2 else t for name, t in labels.items()}
-        their_batch = batch.real_tokens_first()
+    last = getattr(config.family.heads.get(head), "pooling", None) == "last"
+    if head in POOLED and not batch.real[:, -1 if last else 0].all():
+        labels = {name: batch.front(t, last) if t.dim() == 2 else t for name, t in labels.items()}
+        their_batch = batch.real_tokens_first(last)
     else:
         their_batch = batch
     _, oracle, oracle_loss, oracle_grads = run(trio.oracle, head, their_batch, labels, literal)
