@@ -219,7 +219,8 @@ def make_oracle(model: nn.Module) -> nn.Module:
 
 def make_hf(config: EncoderConfig, head: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
     """transformers' model with random weights, in train mode (there is no dropout to make a difference)."""
-    return cast(randomise(hf_class(config.model_type, head)(hf_config(config)), seed), dtype).train()
+    model = cast(randomise(hf_class(config.model_type, head)(hf_config(config)), seed), dtype).train()
+    return model
 
 
 def make_ours(config: EncoderConfig, head: str, theirs: nn.Module) -> nn.Module:
