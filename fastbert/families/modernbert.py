@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fastbert.families import form
+import fastbert.families.form as form
 from fastbert.families.form import Classifier, Embeddings, Family, Flag, FromConfig, MaskedLM, Share, TheirClass, heads
 from fastbert.families.spec import AttentionSpec, FeedForwardSpec, Invalid, LayerNames, LayerSpec, NormSpec, rotary
 
