@@ -124,6 +124,10 @@ class EncoderConfig:
         for name, kind in fields.items():
             if (allowed := kind.objection(own[name])) is not None:
                 raise ConfigError(f"{self.family.their_names.get(name, name)} is {_shown(own[name])}; {allowed}")
+        for name in self.family.fixed:
+            default = self.family.defaults.get(name, self.__dataclass_fields__[name].default)
+            if self.__dict__[name] != default:
+                raise ConfigError(f"{name} is {_shown(self.__dict__[name])}; {self.model_type} has only {default!r}")
         self._check_sizes()
         summary = self.summary_activation
         activations = {
@@ -301,6 +305,7 @@ class EncoderConfig:
         if family is not None and family.modernised is not None:
             entries = family.modernised(entries)
         known = {f.name for f in dataclasses.fields(cls)} - {"model_type", "own", "extra", "id2label", "num_labels"}
+        known -= set() if family is None else {*family.fixed}  # an entry of that name is none that transformers reads
         fields: dict[str, Any] = {}
         for name in (*known, *(() if family is None else family.fields)):
             for theirs in (names.get(name, name), name):

@@ -100,7 +100,8 @@ def test_texts_beyond_max_position_embeddings(model_type):
     theirs = cast(randomise(hf_class(model_type, "Model")(hf_config(config))), torch.float32).eval()
     ours = make_ours(config, "Model", theirs).eval()
     batch = make_batch(config, "none", 2, 40)
-    if config.embeddings.position is not None:
+    saved = [spec.attention.position and spec.attention.position.table for spec in config.layer_specs]
+    if config.embeddings.position is not None or any(saved):
         with pytest.raises(InputError, match=r"a sequence of 40 tokens is longer than the position table"):
             ours(**batch.inputs)
         return

@@ -120,9 +120,12 @@ def test_sequences_longer_than_a_block_of_keys(backend, dtype, window_size):
 @each_dtype
 @each_isa
 def test_large_logits_and_scales_of_nothing(backend, dtype):
+    """The largest error is that of the few queries whose two best keys score nearly alike: of four heads it is as often
+    ours as the baseline's, by a factor of up to 4 either way, so the rule looks at 32.
+    """
     options = {"window_size": (30, 5), "window_positions": positions(EDGES)}
     for factor, softmax_scale in ((30.0, 0.5), (30.0, -0.5), (1.0, 0.0), (1.0, -1e-40)):
-        q, k, v = make(EDGES, dtype=dtype)
+        q, k, v = make(EDGES, 32, 16, dtype=dtype)
         check(backend, EDGES, (factor * q, factor * k, v), softmax_scale=softmax_scale, **options)
 
 

@@ -63,7 +63,7 @@ _OF_FAMILY = {
         {"pad_token_id": 0, "position_embedding_type": "rotary", "rope_theta": 50.0},
     ),
     "eurobert": (
-        {"num_key_value_heads": 1},
+        {"num_key_value_heads": 1, "tie_word_embeddings": True},
         {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True, "classifier_pooling": "bos"},
         {"num_key_value_heads": 2, "head_dim": 32, "classifier_pooling": "mean"},
         {"mlp_bias": True, "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 50.0}},
@@ -279,6 +279,8 @@ def make_batch(
     real = torch.ones(batch_size, seqlen, dtype=torch.bool) if mask is None else mask.bool()
     ids = torch.randint(config.vocab_size, (batch_size, seqlen), generator=generator)
     ids = ids if pattern == "holes" else ids.where(real, config.pad_token_id)
+    if "mask_token_id" in config.own:  # transformers' ESM counts those, too, that a mask leaves out
+        ids = ids.where(real | (ids != config.mask_token_id), config.pad_token_id)
     positions = torch.arange(seqlen).expand(batch_size, -1)
     if config.family.positions_from_ids and config.embeddings.position is not None:
         counted = (ids != config.pad_token_id).long()
