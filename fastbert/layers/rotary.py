@@ -71,6 +71,8 @@ class RotaryTable(nn.Embedding):
 
     @torch.no_grad()
     def fill(self) -> None:
+        if self.weight.is_meta:
+            return  # torch would import its compiler for what has no values
         exponents = torch.arange(0, self.rotary.dim, 2, dtype=torch.float64, device=self.weight.device)
         positions = torch.arange(self.num_embeddings, dtype=torch.float64, device=self.weight.device)
         angles = positions[:, None] / self.rotary.theta ** (exponents / self.rotary.dim)
@@ -89,6 +91,8 @@ class RotaryFrequencies(nn.Module):
     def fill(self) -> None:
         buffer = self._buffers[self.buffer_name]
         assert buffer is not None
+        if buffer.is_meta:
+            return
         buffer.copy_(inverse_frequencies(self.rotary)[0])
 
 

@@ -147,7 +147,7 @@ def test_the_command_that_builds_the_kernels_is_the_docs():
 
 # Which room, or file beside the rooms, may import which of the others, or which files of them (docs/design.md). What no
 # row names fails.
-FORMS = {"families.form", "families.spec"}  # that a family's data fill in
+FORMS = {"families.form", "families.fields", "families.spec"}  # that a family's data fill in
 MAY_IMPORT = {
     "__init__": {"families", "models"},
     "__main__": {"cli"},
