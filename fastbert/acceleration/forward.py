@@ -17,7 +17,7 @@ from fastbert.acceleration.objections import OPTIONS, TENSORS, call_objection, t
 from fastbert.acceleration.plan import Plan, live
 from fastbert.config import ConfigError, EncoderConfig
 from fastbert.layers.encoder import run_layer
-from fastbert.models.base import first_tokens, run_encoder, run_pooler, unpacked_extras
+from fastbert.models.encode import first_tokens, run_encoder, run_pooler, unpacked_extras
 from fastbert.models.inputs import EncoderInputs, prepare_inputs
 from fastbert.models.tree import RunsBaseModel
 

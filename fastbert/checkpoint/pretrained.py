@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from fastbert.checkpoint.dtypes import common_dtype, is_finite, parse_dtype
 from fastbert.checkpoint.layouts import to_file, to_tree
 from fastbert.checkpoint.saving import config_of, of_one_save, save
 from fastbert.checkpoint.unfilled import unfilled
@@ -185,14 +186,14 @@ def load_weights(
     ]
     if wrong:
         raise CheckpointError(f"{source}: the config contradicts the weights: {some(wrong, 4)}")
-    common, odd = _common_dtype(model, weights, in_float32) if dtype is None else (dtype, [])
+    common, odd = common_dtype(model, weights, in_float32) if dtype is None else (dtype, [])
     if odd:
         parts.append(f"converted to {common}: {some([f'{key} ({weights[key].dtype})' for key in odd])}")
         weights = {**weights, **{key: weights[key].to(common) for key in odd}}
     for key in own:
         if key in weights and weights[key].is_floating_point():
             goal = weights[key].dtype if dtype is None else dtype
-            if not _is_finite(weights[key].to(goal)):
+            if not is_finite(weights[key].to(goal)):
                 raise CheckpointError(f"{source}: tensor {key} holds values that are not finite in {goal}")
     missing = sorted(key for key in own if key not in weights and key not in tied)
     unexpected = sorted(key for key in weights if key not in own)
@@ -229,38 +230,6 @@ def load_weights(
         import warnings
 
         warnings.warn(f"{type(model).__name__} from {source}: {'; '.join(parts)}", stacklevel=4)
-
-
-def _is_finite(t: torch.Tensor) -> bool:
-    """Whether all values are: what is not finite makes the sum so, and a sum is read once, without a copy."""
-    return bool(t.sum().isfinite()) or bool(t.isfinite().all())  # finite values, too, may have a sum that is not
-
-
-def _common_dtype(
-    model: PreTrainedModel, weights: dict[str, torch.Tensor], in_float32: list[str]
-) -> tuple[torch.dtype | None, list[str]]:
-    """The floating-point dtype that most of the checkpoint's values have, and the keys that no model could run with it.
-
-    A float32 LayerNorm may stand in a model of 16 bits, which runs so. An int8 layer's scales have their own dtype.
-    """
-    norms = {name for name, module in model.named_modules() if isinstance(module, (nn.LayerNorm, nn.RMSNorm))}
-    sizes = {
-        key: t.numel()
-        for key, t in model.state_dict().items()
-        if key in weights and key not in in_float32 and t.is_floating_point()
-        if not key.endswith(("weight_scale", "input_scale"))
-    }
-    values: dict[torch.dtype, int] = {}
-    for key, size in sizes.items():
-        values[weights[key].dtype] = values.get(weights[key].dtype, 0) + size
-    common = max(values, key=lambda dtype: values[dtype], default=None)
-    may_stay = torch.float32 if common in (torch.bfloat16, torch.float16) else common
-    odd = [
-        key
-        for key in sizes
-        if weights[key].dtype not in (common, may_stay if key.rpartition(".")[0] in norms else common)
-    ]
-    return common, odd
 
 
 def without_pooler(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -405,16 +374,3 @@ class CheckpointMixin(nn.Module):
         else:  # integers are for us alone, under the names of the tree
             weights = to_file(weights, config.family)
         save(Path(folder), weights, entries)
-
-
-def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A torch dtype from itself or its name; None and "auto" mean the checkpoint's own. Raises ConfigError."""
-    if dtype in ("int8", torch.int8):
-        raise ConfigError('a model is loaded in floating point; fastbert.quantize(model, "int8") comes after that')
-    if dtype is None or dtype == "auto" or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        return None if isinstance(dtype, str) else dtype
-    names = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
-             "float16": torch.float16, "fp16": torch.float16, "float64": torch.float64}  # fmt: skip
-    if dtype not in names:
-        raise ConfigError(f"unknown dtype {dtype!r}; valid names: auto, {', '.join(names)}")
-    return names[dtype]

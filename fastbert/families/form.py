@@ -10,7 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from fastbert.families.fields import ActivationName, Choice, Count, Field, Flag, Number, Share, Structure
 from fastbert.families.spec import LINEARS, AttentionSpec, Distances, FeedForwardSpec, LayerNames, LayerSpec, NormSpec
+
+__all__ = ["ActivationName", "Choice", "Count", "Flag", "Number", "Share", "Structure"]  # which family files take here
 
 
 @dataclass(frozen=True)
@@ -22,64 +25,6 @@ class FromConfig:
 
 def value_of(value: Any, config: Any) -> Any:
     return getattr(config, value.field) if isinstance(value, FromConfig) else value
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Fields of the config that only some families have
-
-
-@dataclass(frozen=True)
-class Flag:
-    """True or false, or None where that is the default."""
-
-    default: bool | None
-
-
-@dataclass(frozen=True)
-class Share:
-    """A number of at least 0 and below 1: a dropout."""
-
-    default: float
-
-
-@dataclass(frozen=True)
-class Number:
-    """A number above `low` that float32 holds."""
-
-    default: float
-    low: float = 0.0
-
-
-@dataclass(frozen=True)
-class Count:
-    """An integer from `low` to `high`, or None where that is the default."""
-
-    default: int | None
-    low: int = 1
-    high: int = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class Choice:
-    default: str
-    values: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class ActivationName:
-    """A name that transformers has for an activation, and we, too."""
-
-    default: str
-
-
-@dataclass(frozen=True)
-class Structure:
-    """A list or a dictionary, which the family's own functions read and check."""
-
-    default: Any = None
-
-
-Field = Flag | Share | Number | Count | Choice | ActivationName | Structure
 
 
 # --------------------------------------------------------------------------------------------------------------------

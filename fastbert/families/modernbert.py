@@ -107,10 +107,5 @@ FAMILY = Family(
     embeddings=Embeddings(
         "embeddings.tok_embeddings", None, None, norm="embeddings.norm", dropout=FromConfig("embedding_dropout")
     ),
-    layer_path="layers.{i}",
-    layer=_LAYER,
-    spec=_spec,
-    norm=_norm,
-    pooler=None,
-    final_norm="final_norm",
-)
+    layer_path="layers.{i}", layer=_LAYER, spec=_spec, norm=_norm, pooler=None, final_norm="final_norm",
+)  # fmt: skip

@@ -1,4 +1,4 @@
-# Written by `python -m fastbert.models.stub` from the families; a test compares.
+# Written by `python -m fastbert.models.generated` from the families; a test compares.
 
 from fastbert.families.form import Head
 from fastbert.models.base import EncoderModel, PreTrainedModel

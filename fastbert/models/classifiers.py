@@ -14,7 +14,7 @@ from fastbert.config import ACTIVATIONS, EncoderConfig
 from fastbert.families.form import Classifier, ReplacedTokens, value_of
 from fastbert.layers.encoder import add_norm, make_norm
 from fastbert.layers.leaves import get_leaf, linear, parent_of, place, within
-from fastbert.models.base import first_tokens
+from fastbert.models.encode import first_tokens
 from fastbert.models.heads import Encoded, HeadModel, class_labels, token_labels
 from fastbert.packed_inputs import PackedInputs
 from fastbert.packing import InputError, PackedBatch

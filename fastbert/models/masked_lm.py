@@ -91,8 +91,9 @@ class MaskedLMHeadModel(HeadModel):
     def decoder_loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy of decoder(hidden) (tokens, vocab_size), every token labelled."""
         decoder = self.get_output_embeddings()
-        if is_plain(decoder, nn.Linear):
-            bias = decoder.bias if self.lone_bias is None else self.lone_bias
+        lone = self.lone_bias
+        if is_plain(decoder, nn.Linear) and (lone is None or decoder.bias is None):
+            bias = decoder.bias if lone is None else lone
             return ops.cross_entropy(hidden, decoder.weight, bias, labels, ignore_index=None)
         logits = self.decoded(hidden)
         return ops.logits_cross_entropy(logits, labels)
@@ -109,10 +110,10 @@ class MaskedLMHeadModel(HeadModel):
     def decoded(self, hidden: torch.Tensor) -> torch.Tensor:
         """(tokens, embedding_size) -> scores (tokens, vocab_size)."""
         decoder, bias = self.get_output_embeddings(), self.lone_bias
-        if bias is None or not is_plain(decoder, nn.Linear):
-            scores = linear(decoder, hidden)  # hooked, or LoRA's: called, as every leaf is
-            return scores if bias is None else scores + bias
-        return ops.linear(hidden, decoder.weight, bias)
+        if bias is not None and is_plain(decoder, nn.Linear) and decoder.bias is None:
+            return ops.linear(hidden, decoder.weight, bias)
+        scores = linear(decoder, hidden)  # hooked, or LoRA's: called, as every leaf is
+        return scores if bias is None else scores + bias
 
     def masked_lm_hidden(self, packed: torch.Tensor) -> torch.Tensor:
         """The head before its decoder: (tokens, hidden_size) -> (tokens, embedding_size)."""

@@ -17,7 +17,7 @@ from fastbert.bench.report import best_peer, ratio, to_markdown
 from fastbert.checkpoint.pretrained import resolve
 from fastbert.cli import main
 from fastbert.families import FAMILIES
-from fastbert.models import support
+from fastbert.models import generated
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
@@ -39,10 +39,10 @@ def test_the_tables_are_those_of_the_registries():
     assert op_table() in PAGES["backends.md"], "docs/backends.md must hold:\n" + op_table()
 
 
-@pytest.mark.parametrize("page", support.WRITTEN)
+@pytest.mark.parametrize("page", generated.WRITTEN)
 def test_the_families_are_those_of_the_data(page):
-    (section,) = (found.group() for found in support.SECTION.finditer(PAGES[Path(page).name]))
-    assert f"\n{support.WRITTEN[page]()}\n" in section, "run: python -m fastbert.models.support"
+    (section,) = (found.group() for found in generated.SECTION.finditer(PAGES[Path(page).name]))
+    assert f"\n{generated.WRITTEN[page]()}\n" in section, "run: python -m fastbert.models.generated"
 
 
 def test_models_under_another_name_are_of_families_that_are_there():

@@ -220,7 +220,6 @@ def make_oracle(model: nn.Module) -> nn.Module:
 def make_hf(config: EncoderConfig, head: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
     """transformers' model with random weights, in train mode (there is no dropout to make a difference)."""
     model = cast(randomise(hf_class(config.model_type, head)(hf_config(config)), seed), dtype).train()
-    mend(model)
     return model
 
 
@@ -234,6 +233,7 @@ def make_ours(config: EncoderConfig, head: str, theirs: nn.Module) -> nn.Module:
 
 def make_trio(config: EncoderConfig, head: str, dtype: torch.dtype, seed: int = 0) -> Trio:
     baseline = make_hf(config, head, dtype, seed)
+    mend(baseline)
     return Trio(make_ours(config, head, baseline), baseline, make_oracle(baseline))
 
 

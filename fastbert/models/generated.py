@@ -1,4 +1,6 @@
-"""Writes the table of supported families in docs/models.md and their names in README.md, from the families' data."""
+"""Writes what is generated from the families' data: classes.pyi, which type checkers and IDEs read in the place of
+classes.py; the table of families in docs/models.md; and their names in README.md.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,11 @@ from textwrap import fill
 from fastbert.config import EncoderConfig
 from fastbert.families import _FILES, FAMILIES
 from fastbert.families.form import Choice, Family
+from fastbert.models.classes import head_class
+from fastbert.models.heads import HeadModel
 
 ROOT = Path(__file__).parents[2]
+STUB = Path(__file__).with_name("classes.pyi")
 SECTION = re.compile(r"(<!-- families: .*? -->\n).*?(<!-- end of families -->)", re.DOTALL)
 
 _HEADS = {
@@ -90,7 +95,31 @@ def _filled(text: str) -> str:
 WRITTEN = {"README.md": names, "docs/models.md": tables}
 
 
+def stub() -> str:
+    """The text of classes.pyi."""
+    kinds, body = set(), []
+    for family in FAMILIES.values():
+        body.append(f"class {family.classes}Model(EncoderModel): ...")
+        for name, head in family.heads.items():
+            kind = head_class(name, head)
+            kinds.add((kind.__module__, kind.__name__))
+            body.append(f"class {family.classes}For{name}({kind.__name__}): ...")
+    kinds.add((HeadModel.__module__, HeadModel.__name__))
+    lines = ["# Written by `python -m fastbert.models.generated` from the families; a test compares.", ""]
+    lines.append("from fastbert.families.form import Head")
+    lines.append("from fastbert.models.base import EncoderModel, PreTrainedModel")
+    for module in sorted({module for module, _ in kinds}):
+        names = sorted(name for other, name in kinds if other == module)
+        line = f"from {module} import {', '.join(names)}"
+        lines += [line] if len(line) <= 120 else [f"from {module} import (", *(f"    {name}," for name in names), ")"]
+    lines.append("")
+    lines += ["CLASSES: dict[tuple[str, str], type[PreTrainedModel]]", ""]
+    lines += ["def head_class(name: str, head: Head) -> type[HeadModel]: ...", ""]
+    return "\n".join([*lines, *body, ""])
+
+
 if __name__ == "__main__":
+    STUB.write_text(stub(), encoding="utf-8")
     for page, text in WRITTEN.items():
         path = ROOT / page
         filled, count = SECTION.subn(lambda m: f"{m[1]}{text()}\n{m[2]}", path.read_text(encoding="utf-8"))  # noqa: B023
