@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fastbert.families import form
+from fastbert.families.fields import ActivationName, Choice, Count, Structure
 from fastbert.families.form import Classifier, Embeddings, Family, Flag, FromConfig, MaskedLM, Share, TheirClass, heads
 from fastbert.families.spec import AttentionSpec, FeedForwardSpec, Invalid, LayerNames, LayerSpec, NormSpec, rotary
 
@@ -96,11 +96,11 @@ FAMILY = Family(
     fields={
         "norm_bias": Flag(False), "attention_bias": Flag(False), "mlp_bias": Flag(False),
         "decoder_bias": Flag(True), "classifier_bias": Flag(False),
-        "classifier_activation": form.ActivationName("gelu"),
-        "classifier_pooling": form.Choice("cls", ("cls", "mean")),
+        "classifier_activation": ActivationName("gelu"),
+        "classifier_pooling": Choice("cls", ("cls", "mean")),
         "embedding_dropout": Share(0.0), "mlp_dropout": Share(0.0), "sparse_prediction": Flag(False),
-        "local_attention": form.Count(128, 0), "global_attn_every_n_layers": form.Count(3),
-        "layer_types": form.Structure(), "rope_parameters": form.Structure(),
+        "local_attention": Count(128, 0), "global_attn_every_n_layers": Count(3),
+        "layer_types": Structure(), "rope_parameters": Structure(),
     },
     fixed=("hidden_dropout_prob", "type_vocab_size"),
     modernised=_modernised,
