@@ -2,21 +2,8 @@
 
 from typing import Any
 
-from fastbert.families.form import (
-    ActivationName,
-    Choice,
-    Classifier,
-    Count,
-    Embeddings,
-    Family,
-    Flag,
-    FromConfig,
-    MaskedLM,
-    Share,
-    Structure,
-    TheirClass,
-    heads,
-)
+from fastbert.families.fields import ActivationName, Choice, Count, Structure
+from fastbert.families.form import Classifier, Embeddings, Family, Flag, FromConfig, MaskedLM, Share, TheirClass, heads
 from fastbert.families.spec import AttentionSpec, FeedForwardSpec, Invalid, LayerNames, LayerSpec, NormSpec, rotary
 
 _LAYER = LayerNames(
@@ -102,17 +89,21 @@ FAMILY = Family(
         "type_vocab_size": 0, "layer_norm_eps": 1e-5,
         "pad_token_id": 50283, "eos_token_id": 50282, "bos_token_id": 50281,
     },
-    their_names={"hidden_act": "hidden_activation", "layer_norm_eps": "norm_eps",
-                 "attention_probs_dropout_prob": "attention_dropout"},
+    their_names={
+        "hidden_act": "hidden_activation", "layer_norm_eps": "norm_eps",
+        "attention_probs_dropout_prob": "attention_dropout",
+    },
     fields={
         "norm_bias": Flag(False), "attention_bias": Flag(False), "mlp_bias": Flag(False),
         "decoder_bias": Flag(True), "classifier_bias": Flag(False),
-        "classifier_activation": ActivationName("gelu"), "classifier_pooling": Choice("cls", ("cls", "mean")),
+        "classifier_activation": ActivationName("gelu"),
+        "classifier_pooling": Choice("cls", ("cls", "mean")),
         "embedding_dropout": Share(0.0), "mlp_dropout": Share(0.0), "sparse_prediction": Flag(False),
         "local_attention": Count(128, 0), "global_attn_every_n_layers": Count(3),
         "layer_types": Structure(), "rope_parameters": Structure(),
     },
-    fixed=("hidden_dropout_prob", "type_vocab_size"), modernised=_modernised,
+    fixed=("hidden_dropout_prob", "type_vocab_size"),
+    modernised=_modernised,
     embeddings=Embeddings(
         "embeddings.tok_embeddings", None, None, norm="embeddings.norm", dropout=FromConfig("embedding_dropout")
     ),
