@@ -44,6 +44,8 @@ struct Carver {
   char* take(int64_t bytes) {
     char* part = memory == nullptr ? nullptr : memory + size;
     size += Scratch::rounded(bytes);
+    if (memory != nullptr) forbid(memory + size, kFence);
+    size += kFence;
     return part;
   }
   float* take_floats(int64_t count) { return reinterpret_cast<float*>(take(count * 4)); }

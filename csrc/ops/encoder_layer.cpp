@@ -52,6 +52,7 @@ Dropout inner_dropout(const LayerForm& form, const OptionalArray& philox) {
 
 // sum += x, of one shape and dtype, without gaps.
 void add_to(const Array& sum, const Array& x) {
+  check(sum.sizes() == x.sizes(), "a gradient has shape ", x.sizes(), ", expected ", sum.sizes());
   for_dtype(sum.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     parallel_for(0, sum.numel(), 32768,
@@ -173,6 +174,11 @@ std::vector<Array> encoder_layer_bwd_cpu(const Array& dout_, const Array& x_, co
     array = kept_list[taken++];
   });
   check(taken == kept_list.size(), "forward keeps ", taken, " tensors, got ", kept_list.size());
+  for (size_t i = 0; i < form.num_projections(); ++i) {
+    const Array& projected = kept.projected[i];
+    check_tensor("a projection", projected, {x.size(0), form.heads_of(i), form.head_dim}, projected.scalar_type(),
+                 cpu());
+  }
   const LayerLists lists{&weights, nullptr, nullptr, nullptr, &norms, nullptr};
   LayerReader reader(lists, x.size(1), x.scalar_type());
   LayerOperands layer;

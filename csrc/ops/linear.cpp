@@ -309,6 +309,11 @@ Gradients linear_gradients(const std::vector<Array>& douts, const Array& x_, con
                            ScalarType dtype, bool needs_dx, bool needs_dweight, bool needs_dbias) {
   const Array x = checked_x(x_, dtype);
   const size_t count = weights.size();
+  for (size_t i = 0; i < count; ++i) {
+    check(weights[i].sizes() == Shape{douts[i].size(1), x.size(1)}, "weight has shape ", weights[i].sizes(),
+          ", expected (", douts[i].size(1), ", ", x.size(1), ")");
+    check(douts[i].size(0) == x.size(0), "dout has ", douts[i].size(0), " rows, x ", x.size(0));
+  }
   const DType format = format_for(dtype);
   const Array dx = empty({needs_dx ? x.size(0) : 0, x.size(1)}, x.scalar_type());
   if (needs_dx) {
