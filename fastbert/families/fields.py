@@ -74,6 +74,8 @@ class Count:
 
 @dataclass(frozen=True)
 class Choice:
+    """One of some names."""
+
     default: str
     values: tuple[str, ...]
 
