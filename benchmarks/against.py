@@ -36,10 +36,15 @@ def make(model_type: str, head: str, **fields):
     model = model_class(model_type, head)(fastbert.EncoderConfig.of_family(model_type, **fields))
     noise = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for name, p in sorted(model.named_parameters()):
+        for name, p in parameters(model):
             scale = 0.2 if p.dim() == 1 else 0.7 * p.shape[1] ** -0.5
             p.copy_(torch.randn(p.shape, generator=noise) * scale + (p.dim() == 1 and "orm.weight" in name))
     return model
+
+
+def parameters(model) -> list:
+    """By name, tied ones under both: which is a module's own depends on the order in which it has them."""
+    return sorted(model.named_parameters(remove_duplicate=False))
 
 
 def digest(*tensors) -> str:
@@ -108,7 +113,7 @@ def bits(classes: list[list[str]]) -> dict[str, str]:
                     tensors = [out[k] for k in out if torch.is_tensor(out[k])]
                     runs.zero_grad()
                     (out.loss if labels else tensors[0].sum()).backward()
-                    gradients = [p.grad for _, p in sorted(runs.named_parameters()) if p.grad is not None]
+                    gradients = [p.grad for _, p in parameters(runs) if p.grad is not None]
                     found[f"{name} train"] = digest(*tensors, *gradients)
     return found
 

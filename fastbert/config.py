@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from fastbert.families import FAMILIES
-from fastbert.families.form import ActivationName, Choice, Count, Embeddings, Family, Field, Flag, Scopes, Share
-from fastbert.families.spec import Distances, Invalid, LayerSpec
+from fastbert.families.fields import ACTIVATIONS, MAX_FLOAT32, Count, Flag, is_number
+from fastbert.families.form import Embeddings, Family, Scopes
+from fastbert.families.spec import Distances, Invalid, LayerSpec, Rotary
 
 
 class ConfigError(ValueError):
@@ -43,19 +44,6 @@ def parse_json(content: bytes | str, source: Any, error: type[ValueError], expec
     return entries
 
 
-# transformers' names of activations, and ours.
-ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-    "tanh": "tanh",
-}
-
 MAX_SIZE = 2**31 - 1  # kernels count in 32 bits
 MAX_ELEMENTS = 2**40  # of one table: 4 TB in float32
 MAX_LAYERS = 10_000  # that one token passes; the deepest Transformers have 1,000 (Wang et al. 2022, "DeepNet")
@@ -78,7 +66,6 @@ _RANGES = {
 _DROPOUTS = (
     "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "qa_dropout", "summary_last_dropout",
 )  # fmt: skip
-_MAX_FLOAT32 = 3.4028234663852886e38
 
 # What no tensor's shape need show, but what the numbers in it depend on, and what does show: see `shapes`.
 _SHAPES = tuple(name for name in _RANGES if name not in ("embedding_size", "num_labels"))
@@ -135,8 +122,12 @@ class EncoderConfig:
         own = {name: self.own.get(name, kind.default) for name, kind in fields.items()}
         object.__setattr__(self, "own", own)
         for name, kind in fields.items():
-            if (allowed := _objection(kind, own[name])) is not None:
+            if (allowed := kind.objection(own[name])) is not None:
                 raise ConfigError(f"{self.family.their_names.get(name, name)} is {_shown(own[name])}; {allowed}")
+        for name in self.family.fixed:
+            default = self.family.defaults.get(name, self.__dataclass_fields__[name].default)
+            if self.__dict__[name] != default:
+                raise ConfigError(f"{name} is {_shown(self.__dict__[name])}; {self.model_type} has only {default!r}")
         self._check_sizes()
         summary = self.summary_activation
         activations = {
@@ -148,11 +139,11 @@ class EncoderConfig:
                 raise ConfigError(f"{name} {_shown(value)} is not one of: {', '.join(ACTIVATIONS)}")
         for name in _DROPOUTS:
             value = self.__dict__[name]
-            if not (_is_number(value) and 0.0 <= value < 1.0) and (value is not None or name != "classifier_dropout"):
+            if not (is_number(value) and 0.0 <= value < 1.0) and (value is not None or name != "classifier_dropout"):
                 raise ConfigError(f"{name} is {_shown(value)}; it must be at least 0 and below 1")
         for name in ("layer_norm_eps", "initializer_range"):
             value = self.__dict__[name]
-            if not _is_number(value) or not 0 <= value <= _MAX_FLOAT32:
+            if not is_number(value) or not 0 <= value <= MAX_FLOAT32:
                 raise ConfigError(f"{name} is {_shown(value)}; it must be a number of at least 0 that float32 holds")
         self._check_tokens_and_labels()
         if type(self.tie_word_embeddings) is not bool:
@@ -163,8 +154,9 @@ class EncoderConfig:
         if names is not None and not (isinstance(names, (list, tuple)) and all(isinstance(n, str) for n in names)):
             raise ConfigError(f"architectures is {_shown(names)}; it must be a list of class names")
         for name, values in self.family.only_values.items():
-            if name in self.extra and self.extra[name] not in values:
-                raise ConfigError(f"{name}={_shown(self.extra[name])} is not supported; fastbert has {values[0]!r}")
+            found = self.extra.get(name, self.__dict__.get(name, values[0]))
+            if found not in values:
+                raise ConfigError(f"{name}={_shown(found)} is not supported; fastbert has {values[0]!r}")
         try:
             object.__setattr__(self, "_derived", self.family.derive(self))
         except Invalid as error:
@@ -240,6 +232,11 @@ class EncoderConfig:
         return self.__dict__["_derived"].distances
 
     @property
+    def rotaries(self) -> tuple[Rotary, ...]:
+        """The kinds of rotary embedding that the layers have."""
+        return () if self.distances is None else self.distances.rotaries
+
+    @property
     def scopes(self) -> Scopes:
         return self.__dict__["_derived"].scopes
 
@@ -308,6 +305,7 @@ class EncoderConfig:
         if family is not None and family.modernised is not None:
             entries = family.modernised(entries)
         known = {f.name for f in dataclasses.fields(cls)} - {"model_type", "own", "extra", "id2label", "num_labels"}
+        known -= set() if family is None else {*family.fixed}  # an entry of that name is none that transformers reads
         fields: dict[str, Any] = {}
         for name in (*known, *(() if family is None else family.fields)):
             for theirs in (names.get(name, name), name):
@@ -347,29 +345,6 @@ def _known_types() -> str:
     return ", ".join(sorted(FAMILIES))
 
 
-def _objection(kind: Field, value: Any) -> str | None:
-    """What a family's own field must be, where `value` is not that."""
-    if isinstance(kind, Flag):
-        return None if type(value) is bool else "it must be true or false"
-    if isinstance(kind, Share):
-        return None if _is_number(value) and 0.0 <= value < 1.0 else "it must be at least 0 and below 1"
-    if isinstance(kind, Count):
-        if value is None and kind.default is None:
-            return None
-        ends = f"it must be an integer from {kind.low} to {kind.high}"
-        return None if type(value) is int and kind.low <= value <= kind.high else ends
-    if isinstance(kind, Choice):
-        return None if value in kind.values else f"it must be one of: {', '.join(kind.values)}"
-    if isinstance(kind, ActivationName):
-        is_known = isinstance(value, str) and value in ACTIVATIONS
-        return None if is_known else f"it must be one of: {', '.join(ACTIVATIONS)}"
-    return None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _read_labels(entry: Any) -> dict[int, str]:
     """config.json's id2label, whose keys are texts there, and whose labels may be numbers. Raises ConfigError."""
     labels: dict[int, str] = {}
@@ -384,7 +359,7 @@ def _read_labels(entry: Any) -> dict[int, str]:
             raise ConfigError(f"id2label has the key {_shown(key)}, which is no integer") from None
         if i in labels:
             raise ConfigError(f"id2label names label {i} twice")
-        labels[i] = str(label) if _is_number(label) else label
+        labels[i] = str(label) if is_number(label) else label
     return labels
 
 

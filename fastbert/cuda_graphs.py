@@ -61,27 +61,30 @@ def _power_of_two(n: int) -> int:
 
 @dataclass
 class StaticBatch:
-    """A bucket's buffers, where its graph reads: int64 ids (4, total_tokens) and int32 cu_seqlens (batch_size + 1,).
+    """A bucket's buffers, where its graph reads: int64 ids (5, total_tokens) and int32 cu_seqlens (batch_size + 1,).
 
-    ids: words, positions, token types, and columns, by which windows measure distances. `goes_by` says what the layers
-    measure: where they do, positions are those of rotary embedding.
+    ids: words, positions, token types, columns, by which windows measure distances, and task types. `goes_by` says what
+    the layers measure: where they do, positions are those of rotary embedding. `has_tasks`: the family has task types.
     """
 
     bucket: Bucket
     ids: torch.Tensor
     cu_seqlens: torch.Tensor
     goes_by: Distances | None
+    has_tasks: bool = False
 
     @classmethod
-    def empty(cls, bucket: Bucket, device: torch.device, goes_by: Distances | None) -> StaticBatch:
+    def empty(
+        cls, bucket: Bucket, device: torch.device, goes_by: Distances | None, has_tasks: bool = False
+    ) -> StaticBatch:
         """One sequence as long as the bucket allows, of ids 0: what a capture runs on."""
         with torch.inference_mode(False):  # or the buffers could not be written outside of inference mode
-            ids = torch.zeros(4, bucket.total_tokens, dtype=torch.int64, device=device)
+            ids = torch.zeros(5, bucket.total_tokens, dtype=torch.int64, device=device)
             length = min(bucket.total_tokens, bucket.max_seqlen)
             cu_seqlens = torch.full((bucket.batch_size + 1,), length, dtype=torch.int32, device=device)
             cu_seqlens[:1].zero_()
             ids[3].copy_(torch.arange(bucket.total_tokens, device=device))
-        return cls(bucket, ids, cu_seqlens, goes_by)
+        return cls(bucket, ids, cu_seqlens, goes_by, has_tasks)
 
     def fill(self, inputs: EncoderInputs) -> None:
         """Copy a checked batch in. Slack rows keep an earlier batch's ids: they are valid, and nobody reads them."""
@@ -90,6 +93,10 @@ class StaticBatch:
         self.ids[0, :tokens].copy_(ids.input_ids)
         if ids.token_type_ids is not None:
             self.ids[2, :tokens].copy_(ids.token_type_ids)
+        if ids.task_type_ids is not None:
+            self.ids[4, :tokens].copy_(ids.task_type_ids)
+        else:
+            self.ids[4, :tokens].zero_()
         if self.goes_by is None:
             assert ids.position_ids is not None
             self.ids[1, :tokens].copy_(ids.position_ids)
@@ -104,8 +111,9 @@ class StaticBatch:
         """The buffers as a batch, with a cache of its own: what is derived from cu_seqlens belongs into the graph."""
         tokens, sequences, longest, has_types = self.bucket
         batch = PackedBatch(None, self.cu_seqlens, longest, sequences, None, tokens)
-        words, positions, types, columns = self.ids
-        ids = EmbeddingIds(words, positions, types if has_types else None, None, None)
+        words, positions, types, columns, tasks = self.ids
+        task_type_ids = tasks if self.has_tasks else None
+        ids = EmbeddingIds(words, positions, types if has_types else None, task_type_ids, None)
         return EncoderInputs(batch, ids) if self.goes_by is None else EncoderInputs(batch, ids, positions, columns)
 
     def nbytes(self) -> int:
@@ -241,6 +249,7 @@ class GraphedEncoder:
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
         batch: PackedBatch | None = None,
+        task_type_ids: torch.Tensor | None = None,
     ) -> ModelOutput | tuple:
         """`model.forward`; raises what that raises, before anything is launched."""
         model = self.model
@@ -253,9 +262,11 @@ class GraphedEncoder:
             return model(
                 input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, output_attentions,
                 output_hidden_states, return_dict, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, batch=batch,
+                task_type_ids=task_type_ids,
             )  # fmt: skip
         inputs = model.prepare(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen, batch
+            *(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen),
+            *(batch, task_type_ids),
         )
         packed = self._encode(inputs)
         output = ModelOutput(
@@ -271,10 +282,13 @@ class GraphedEncoder:
         max_seqlen: int,
         token_type_ids: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
+        task_type_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`model.encode_packed`: packed in, packed out."""
         self.why_eager = self._objection()
-        inputs = self.model.prepare(input_ids, None, token_type_ids, position_ids, None, cu_seqlens, max_seqlen)
+        inputs = self.model.prepare(
+            input_ids, None, token_type_ids, position_ids, None, cu_seqlens, max_seqlen, None, task_type_ids
+        )
         return self.model.encode(inputs).packed if self.why_eager is not None else self._encode(inputs)
 
     def _objection(self) -> str | None:
@@ -346,7 +360,9 @@ class GraphedEncoder:
         if self._turns is None or self._turns.device != device:
             self._turns = Turns(device)
         with torch.inference_mode(False), torch.no_grad():
-            static = StaticBatch.empty(bucket, device, self.model.config.distances)
+            config = self.model.config
+            has_tasks = config.embeddings.task_type is not None
+            static = StaticBatch.empty(bucket, device, config.distances, has_tasks)
             return Captured(lambda inputs: self.model.encode(inputs).packed, static, self._turns)
 
     def _evict(self) -> None:

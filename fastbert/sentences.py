@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from fastbert import ops
-from fastbert.checkpoint.pretrained import parse_dtype, resolve
+from fastbert.checkpoint.dtypes import parse_dtype
+from fastbert.checkpoint.pretrained import resolve
 from fastbert.config import ConfigError
 from fastbert.data.sentence_folder import (
     Normalize,

@@ -279,8 +279,10 @@ def attention_bwd(
     top, total = softmax_stats
     records = top.new_empty(num_heads, total_tokens, 4)
     with torch.cuda.device_of(q):
-        blocks = attention_blocks("dkdv", q, tile, dropout_p > 0)
-        options = (num_heads // num_kv_heads, tiles, philox, window_positions, softmax_scale, dropout_p, window_size)
+        group = num_heads // num_kv_heads
+        kind = (dropout_p > 0, group, window_positions is not None)
+        blocks = attention_blocks("dkdv", q, tile, *kind)
+        options = (group, tiles, philox, window_positions, softmax_scale, dropout_p, window_size)
         grid, shared = launch_arguments(k, *options, blocks)
         _attention_records_kernel[(cdiv(total_tokens, 32), num_heads)](
             dout, out, top, total, records, *dout.stride()[:2], *out.stride()[:2], total_tokens, shared["scale_log2e"],
@@ -290,7 +292,7 @@ def attention_bwd(
         operands |= {"softmax_scale": softmax_scale, "stride_gt": dqkv.stride(0)}
         operands |= strides(q=q, k=k, v=v, d=dout)
         _attention_dkdv_kernel[grid](dk_ptr=dk, dv_ptr=dv, **operands, **shared)
-        blocks = attention_blocks("dq", q, tile, dropout_p > 0)
+        blocks = attention_blocks("dq", q, tile, *kind)
         grid, shared = launch_arguments(q, *options, blocks)
         _attention_dq_kernel[grid](dq_ptr=dq, **operands, **shared)
     if cos is not None:

@@ -129,8 +129,8 @@ def attention_fwd(
     if q.numel() == 0:
         return out, stats
     top, total = stats if return_stats else (out, out)
-    blocks = attention_blocks("fwd", q, tile, dropout_p > 0)
     group = q.shape[1] // k.shape[1]
+    blocks = attention_blocks("fwd", q, tile, dropout_p > 0, group, window_positions is not None)
     grid, shared = launch_arguments(
         q, group, tiles, philox, window_positions, softmax_scale, dropout_p, window_size, blocks
     )  # fmt: skip

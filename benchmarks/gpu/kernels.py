@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import fastbert
-from benchmarks.gpu import rowwise, sequences
+from benchmarks.gpu import norms, rowwise, sequences
 from benchmarks.gpu.checks import Where
 from benchmarks.gpu.record import Record, failures_of_a_kernel, results_in, results_of, run_limited, say_result
 from fastbert.backend import ORDER, Backend, _supports
@@ -34,6 +34,7 @@ from fastbert.testing.interpreter import mend_triton_interpreter
 DTYPES = ("bfloat16", "float16", "float32")
 CHECKS = {
     **sequences.CHECKS,
+    **norms.CHECKS,
     **rowwise.CHECKS,
 }
 SERIALISED = "serialised wgmma"
@@ -192,8 +193,9 @@ def serialised(cache: Path) -> dict[str, Any]:
 # compute-sanitizer: small cases in bf16, since everything is ten times slower under it
 
 SANITIZED = (
-    "attention/small-16", "attention/small-64", "attention/features", "add_layer_norm", "feed_forward/elementwise",
-    "feed_forward/epilogue", "cross_entropy", "embed_layer_norm", "pooling", "dropout",
+    "attention/small-16", "attention/small-64", "attention/features", "attention/kinds", "add_layer_norm",
+    "add_rms_norm", "feed_forward/elementwise", "feed_forward/epilogue", "cross_entropy", "embed_layer_norm",
+    "pooling", "dropout",
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from fastbert.acceleration.objections import OPTIONS, TENSORS, call_objection, t
 from fastbert.acceleration.plan import Plan, live
 from fastbert.config import ConfigError, EncoderConfig
 from fastbert.layers.encoder import run_layer
-from fastbert.models.base import first_tokens, run_encoder, run_pooler, unpacked_extras
+from fastbert.models.encode import first_tokens, run_encoder, run_pooler, unpacked_extras
 from fastbert.models.inputs import EncoderInputs, prepare_inputs
 from fastbert.models.tree import RunsBaseModel
 
@@ -26,6 +26,11 @@ from fastbert.models.tree import RunsBaseModel
 def _signature(kind: Any) -> inspect.Signature:
     signature = inspect.signature(kind.forward)
     return signature.replace(parameters=list(signature.parameters.values())[1:])  # without self
+
+
+@lru_cache(maxsize=32)
+def _argument_names(kind: Any) -> tuple[str, ...]:
+    return tuple(name for name in _signature(kind).parameters if name != "kwargs")
 
 
 class Forward(RunsBaseModel):
@@ -72,7 +77,7 @@ class Forward(RunsBaseModel):
 
     def admit(self, module: Any, args: tuple, kwargs: dict) -> tuple | None:
         """What `run` takes, or None where transformers' own forward must run. Raises InputError."""
-        names = [name for name in _signature(module.__class__).parameters if name != "kwargs"]
+        names = _argument_names(module.__class__)
         given = {**dict(zip(names, args)), **kwargs}  # noqa: B905  (transformers complains about too many)
         if len(given) < len(args) + len(kwargs):
             return None
@@ -90,9 +95,12 @@ class Forward(RunsBaseModel):
         if objection is not None:
             self.say(objection)
             return None
-        tensors = {name: given.get(name) for name in TENSORS}
+        # Transformers' forward swallows what it does not take, as DistilBERT's what a BERT tokenizer made.
+        tensors = {name: given.get(name) if name in names else None for name in TENSORS}
         if config.embeddings.token_type is None:
-            tensors["token_type_ids"] = None  # as DistilBERT's forward, which swallows what a BERT tokenizer made
+            tensors["token_type_ids"] = None
+        if config.embeddings.task_type is None:
+            tensors["task_type_ids"] = None
         if tensors["attention_mask"] is not None:
             tensors["attention_mask"] = tensors["attention_mask"] != 0  # every other value is "real" to transformers
         inputs = prepare_inputs(config, tables, **tensors, cu_seqlens=None, max_seqlen=None)

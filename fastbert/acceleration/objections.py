@@ -15,7 +15,7 @@ from fastbert.layers.snapshot import Remembered, Snapshot
 from fastbert.models.inputs import TableSizes
 from fastbert.models.tree import groups_objection, modules_of
 
-TENSORS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
+TENSORS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "task_type_ids")
 OPTIONS = ("output_attentions", "output_hidden_states", "return_dict")
 # What an encoder's forward ignores: a cache is the decoder's, the Trainer's count of items the loss's.
 _ARGUMENTS = {*TENSORS, *OPTIONS, "use_cache", "num_items_in_batch"}
@@ -38,7 +38,7 @@ def call_objection(module: Any, plan: Plan, tables: TableSizes, given: dict, opt
     grid: tuple[int, ...] = next((tensors[n].shape[:2] for n in ("input_ids", "inputs_embeds") if n in tensors), ())
     if len(grid) != 2 or 0 in grid:
         return "the batch is empty" if 0 in grid else None
-    for name in ("attention_mask", "token_type_ids", "position_ids"):
+    for name in ("attention_mask", "token_type_ids", "position_ids", "task_type_ids"):
         shape = tensors[name].shape if name in tensors else grid
         if shape != grid and (name != "position_ids" or shape != (1, *grid[1:])):
             return f"{name} is not of shape (batch, seqlen)"
@@ -51,6 +51,8 @@ def call_objection(module: Any, plan: Plan, tables: TableSizes, given: dict, opt
         return None
     if plan.reads == "padding" and not mask.all():
         return "its head's softmax runs over the padding (that of fastbert's own head does not)"
+    if plan.reads == "last" and not mask[:, -1].all():
+        return "padding on the right: the last column, which its head reads, holds no token"
     if (late := mask[:, 0] == 0).any() and mask[late].any():
         return "padding on the left: column 0, which poolers and heads read, holds no token; pad on the right"
     return None

@@ -10,7 +10,7 @@ from torch import nn
 
 from fastbert.config import ConfigError, EncoderConfig
 from fastbert.families import FAMILIES
-from fastbert.families.form import Family, value_of
+from fastbert.families.form import Classifier, Family, MaskedLM, ReplacedTokens, value_of
 from fastbert.families.spec import AttentionSpec
 from fastbert.layers.leaves import FORWARD
 from fastbert.models.inputs import TableSizes, table_sizes
@@ -23,10 +23,17 @@ def _home(family: Family) -> str:
 
 MODEL_TYPES = {(_home(family), f"{family.classes}Model"): name for name, family in FAMILIES.items()}
 
-# Heads that look at each token for itself: nothing at padding matters to them. Any other user of a base model may read
-# column 0, as poolers do, where a batch that is padded on the left has no token. Span heads read all of the padding.
-_TOKEN_HEADS = ("ForMaskedLM", "ForTokenClassification", "ElectraForPreTraining")
-_SPAN_HEADS = ("ForQuestionAnswering",)
+
+def _read_by(head: str, family: Family, config: EncoderConfig) -> str:
+    """What transformers' head of this class makes of last_hidden_state: see Plan.reads."""
+    form = family.heads.get(head.removeprefix(f"{family.classes}For"))
+    if head.endswith("ForQuestionAnswering"):  # a softmax over all columns
+        return "padding"
+    if isinstance(form, (MaskedLM, ReplacedTokens)):
+        return "tokens"
+    pooling = form.pooling_of(config) if isinstance(form, Classifier) else "first"
+    return pooling if pooling in ("tokens", "last") else "first"
+
 
 # Attributes by which transformers' modules compute, under all names that its families have for them. Those of
 # dropouts are a family's data (TheirClass).
@@ -34,18 +41,23 @@ _NUMBERS = (
     *("num_attention_heads", "n_heads", "attention_head_size", "head_dim", "num_key_value_groups", "scaling"),
     *("sliding_window", "attention_type", "is_causal", "is_decoder", "is_cross_attention", "add_cross_attention"),
     *("attention_scaling", "full_attention_attention_scaling", "sliding_attention_attention_scaling"),
-    "padding_idx",
+    *("padding_idx", "position_embedding_type", "token_dropout", "mask_token_id", "use_task_id", "rotary_value"),
 )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`classes` and `numbers` are of the modules that our path does not call; keys as modules_of yields them."""
+    """What was learnt about a base model when it was accelerated.
+
+    reads: what is made of last_hidden_state: "tokens" where each is looked at for itself and padding does not matter;
+    "first", column 0, too, as poolers do; "last", the last column; "padding", all columns. classes, numbers: of the
+    modules that our path does not call, by key as modules_of yields them.
+    """
 
     label: str
     model_type: str
     config: EncoderConfig
-    reads: str  # what is made of last_hidden_state: "tokens", "first" (column 0, too) or "padding"
+    reads: str
     classes: dict[str, type] = field(default_factory=dict)
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -61,7 +73,7 @@ def live(module: Any, plan: Plan) -> tuple[EncoderConfig, TableSizes]:
     layers = layers_of(module, config)
     count = module.config.num_hidden_layers if layers is None else layers
     config = config if count == config.num_hidden_layers else config.replace(num_hidden_layers=count)
-    return config, table_sizes(module, config.embeddings, module.config, config.embedding_width)
+    return config, table_sizes(module, config, module.config)
 
 
 def is_patched(module: nn.Module) -> bool:
@@ -75,7 +87,8 @@ def dropouts_of(config: EncoderConfig) -> dict[str, float | None]:
     theirs = config.family.theirs
     made: dict[str, float | None] = {}
     if theirs.embedding_dropout is not None:
-        made[theirs.embedding_dropout] = value_of(config.embeddings.dropout, config)
+        p = value_of(config.embeddings.dropout, config)
+        made[theirs.embedding_dropout] = p if theirs.drops_embeddings else None
     for i, spec in enumerate(dict.fromkeys(config.layer_specs)):
         for path, role in theirs.dropouts.items():
             made[f"{key_of_spec(i)}.{path}"] = None if role is None else spec.dropouts[role]
@@ -105,14 +118,13 @@ def make_plan(module: Any, label: str, heads: list[str]) -> Plan | str:
         return f"its config is of model_type {module.config.model_type!r}, not {model_type!r}"
     if FORWARD in module.__dict__ or is_patched(module):
         return "its forward has been replaced already"
-    reads = "tokens" if heads and all(head.endswith(_TOKEN_HEADS) for head in heads) else "first"
-    reads = "padding" if any(head.endswith(_SPAN_HEADS) for head in heads) else reads
     family = FAMILIES[model_type]
     try:
         config = EncoderConfig.from_dict(module.config.to_dict())
         if family.positions_from_ids:  # transformers counts from what the embeddings were built with
             config = config.replace(pad_token_id=module.embeddings.padding_idx)
-        plan = Plan(label, model_type, config, reads)
+        reads = {_read_by(head, family, config) for head in heads} or {"first"}
+        plan = Plan(label, model_type, config, next(r for r in ("padding", "last", "first", "tokens") if r in reads))
         now = live(module, plan)[0]
         found = [each for each in modules_of(module, family, now) if each[0] is not None]
         return _learn(plan, found, now) or plan

@@ -12,6 +12,8 @@ _FILES = (
     "camembert",
     "distilbert",
     "electra",
+    "ernie",
+    "esm",
     "eurobert",
     "gte",
     "jina_embeddings_v3",
@@ -21,6 +23,7 @@ _FILES = (
     "rembert",
     "roberta",
     "roberta_prelayernorm",
+    "roformer",
     "xlm_roberta",
     "xlm_roberta_xl",
 )

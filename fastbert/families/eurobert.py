@@ -15,7 +15,16 @@ from fastbert.families.form import (
     TheirClass,
     heads,
 )
-from fastbert.families.spec import AttentionSpec, FeedForwardSpec, Invalid, LayerNames, LayerSpec, NormSpec, rotary
+from fastbert.families.spec import (
+    AttentionSpec,
+    FeedForwardSpec,
+    Invalid,
+    LayerNames,
+    LayerSpec,
+    NormSpec,
+    modern_rope,
+    rotary,
+)
 
 _LAYER = LayerNames(
     query="self_attn.q_proj",
@@ -27,10 +36,7 @@ _LAYER = LayerNames(
     up="mlp.up_proj",
     down="mlp.down_proj",
     feed_forward_norm="post_attention_layernorm",
-    order=(
-        *("query", "key", "value", "attention_output", "gate", "up", "down"),
-        *("attention_norm", "feed_forward_norm"),
-    ),
+    order=("query", "key", "value", "attention_output", "gate", "up", "down", "attention_norm", "feed_forward_norm"),
 )
 
 
@@ -55,24 +61,12 @@ def _spec(config: Any, depth: int) -> LayerSpec:
     )
 
 
-def _modernised(entries: dict[str, Any]) -> dict[str, Any]:
-    """A theta and a scaling as files had them before rope_parameters."""
-    theta, scaling = entries.pop("rope_theta", None), entries.pop("rope_scaling", None)
-    given = dict(entries.get("rope_parameters") or {"rope_type": "default", **(scaling or {})})
-    given.setdefault("rope_theta", 10_000.0 if theta is None else theta)
-    return {**entries, "rope_parameters": given}
-
-
 FAMILY = Family(
     model_type="eurobert",
     classes="EuroBert",
     prefix="model",
     theirs=TheirClass(
-        "eurobert",
-        "BaseModelOutput",
-        dropouts={"self_attn.attention_dropout": "attention"},
-        embedding_dropout=None,
-        counts_layers=True,
+        "eurobert", "BaseModelOutput", {"self_attn.attention_dropout": "attention"}, None, counts_layers=True
     ),
     heads=heads(
         MaskedLM(None, None, "lm_head", None, decoder_bias=FromConfig("mlp_bias"), order=("decoder",)),
@@ -110,7 +104,7 @@ FAMILY = Family(
         "rope_parameters": Structure(),
     },
     fixed=("hidden_dropout_prob", "type_vocab_size"),
-    modernised=_modernised,
+    modernised=modern_rope,
     embeddings=Embeddings("embed_tokens", None, None, norm=None, dropout=0.0),
     layer_path="layers.{i}",
     layer=_LAYER,

@@ -10,7 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from fastbert.families.fields import ActivationName, Choice, Count, Field, Flag, Number, Share, Structure
 from fastbert.families.spec import LINEARS, AttentionSpec, Distances, FeedForwardSpec, LayerNames, LayerSpec, NormSpec
+
+__all__ = ["ActivationName", "Choice", "Count", "Flag", "Number", "Share", "Structure"]  # which family files take here
 
 
 @dataclass(frozen=True)
@@ -25,63 +28,25 @@ def value_of(value: Any, config: Any) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Fields of the config that only some families have
-
-
-@dataclass(frozen=True)
-class Flag:
-    default: bool
-
-
-@dataclass(frozen=True)
-class Share:
-    """A number of at least 0 and below 1: a dropout."""
-
-    default: float
-
-
-@dataclass(frozen=True)
-class Count:
-    """An integer from `low` to `high`, or None where that is the default."""
-
-    default: int | None
-    low: int = 1
-    high: int = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class Choice:
-    default: str
-    values: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class ActivationName:
-    """A name that transformers has for an activation, and we, too."""
-
-    default: str
-
-
-@dataclass(frozen=True)
-class Structure:
-    """A list or a dictionary, which the family's own functions read and check."""
-
-    default: Any = None
-
-
-Field = Flag | Share | Count | Choice | ActivationName | Structure
-
-
-# --------------------------------------------------------------------------------------------------------------------
 # What stands before and behind the layers
+
+
+class TokenDropout(NamedTuple):
+    """Mask tokens' words are zeros; all are scaled by (1 - share) / (1 - the share of mask tokens in the sequence), as
+    dropout would: in pre-training a `share` of them was masked (Lin et al. 2022). A sequence of mask tokens alone gives
+    zeros.
+    """
+
+    mask_token_id: int
+    share: float
 
 
 @dataclass(frozen=True)
 class Embeddings:
     """Where the embedding leaves are, below the base model; None where the family has no such leaf.
 
-    project: embedding_size -> hidden_size, where they differ, or always. word_scaling "esm": see
-    layers/embeddings.py. dropout: of the sum. `order` is the order in which transformers registers the leaves.
+    project: embedding_size -> hidden_size, where they differ, or always. skips_given: inputs_embeds are the result, and
+    nothing is added to them. dropout: of the sum. `order` is the order in which transformers registers the leaves.
     """
 
     word: str = "embeddings.word_embeddings"
@@ -92,7 +57,8 @@ class Embeddings:
     project: str | None = None
     always_projects: bool = False
     pads_positions: bool = False  # whether the position table has a padding row, which takes no gradient
-    word_scaling: Literal["esm"] | None = None
+    token_dropout: TokenDropout | None = None
+    skips_given: bool = False
     dropout: float | FromConfig = FromConfig("hidden_dropout_prob")
     order: tuple[str, ...] = ("word", "position", "token_type", "task_type", "norm", "project")
 
@@ -101,7 +67,8 @@ class Embeddings:
 class MaskedLM:
     """[dense -> activation -> norm ->] decoder, whose weight is the word table where the config ties them.
 
-    bias: the decoder bias's second name, None where it has one. width: what `dense` makes.
+    bias: the decoder bias's second name, None where it has one; where the decoder has no bias, one that stands alone.
+    width: what `dense` makes.
     """
 
     dense: str | None = "cls.predictions.transform.dense"
@@ -117,15 +84,16 @@ class MaskedLM:
     order: tuple[str, ...] = ("dense", "norm", "decoder")  # in which transformers registers them
 
 
-Pooling = Literal["pooler", "first", "mean", "late", "tokens"]
+Pooling = Literal["pooler", "first", "last", "mean", "late", "tokens"]
 
 
 @dataclass(frozen=True)
 class Classifier:
     """[dropout ->] [dense -> activation [-> norm]] -> dropout -> out.
 
-    pooling: what it runs over: the pooler's output, each sequence's first token, the mean of its tokens, or its tokens;
-    "late" is the mean of what comes out for the tokens. poolings: other names that a config has for these.
+    pooling: what it runs over: the pooler's output, each sequence's first token, its last, the mean of its tokens, or
+    its tokens; "late" is the mean of what comes out for the tokens. The last token is a real one, where transformers
+    reads the last column, padding or not. poolings: other names that a config has for these.
     """
 
     out: str = "classifier"
@@ -195,10 +163,14 @@ def heads(
 
 
 class Rename(NamedTuple):
-    """`old`, in a key of a hub file, is `new` in the tree: whole names between dots ("attn.out_proj")."""
+    """`old`, in a key of a hub file, is `new` in the tree: whole names between dots ("attn.out_proj").
+
+    is_written: whether the files that we write have `old`, too; else older programs wrote it.
+    """
 
     old: str
     new: str
+    is_written: bool = True
 
 
 class Split(NamedTuple):
@@ -223,14 +195,15 @@ class TheirClass(NamedTuple):
     """Where transformers has the base model: transformers.models.{folder}.modeling_{folder}, and what it returns.
 
     dropouts: where its layers keep the dropouts, as a module or as a number, below the layer -> which of
-    LayerSpec.dropouts it is; None: no forward calls it. embedding_dropout: that of the embeddings. counts_layers: it
-    runs no more layers than its config counts.
+    LayerSpec.dropouts it is; None: no forward calls it. embedding_dropout: that of the embeddings; drops_embeddings:
+    whether a forward calls it. counts_layers: it runs no more layers than its config counts.
     """
 
     folder: str
     output: str = "BaseModelOutputWithPoolingAndCrossAttentions"
     dropouts: Mapping[str, str | None] = _DROPOUTS
     embedding_dropout: str | None = "embeddings.dropout"
+    drops_embeddings: bool = True
     counts_layers: bool = False
 
 
@@ -302,11 +275,14 @@ class Family:
     has_pooler: bool = True  # whether a base model has it where nobody asked
     final_norm: str | None = None
     positions_from_ids: bool = False  # RoBERTa: cumsum(ids != pad) + pad
-    buffers: Mapping[str, str] = field(default_factory=dict)  # saved ones: path -> what fills them (layers/rotary.py)
+    unused: Callable[[Any], Mapping[str, tuple[int, int]]] | None = None  # Linears that no forward runs: (in, out)
 
     # The files
     files: tuple[Rename | Split, ...] = ()
-    ignored_keys: tuple[str, ...] = ()  # endings of keys that old files hold and no model needs
+    ignored_keys: tuple[str, ...] = ()  # endings of keys that old files hold and the model may not need
+
+    def unused_linears(self, config: Any) -> Mapping[str, tuple[int, int]]:
+        return {} if self.unused is None else self.unused(config)
 
     def norm_spec(self, config: Any) -> NormSpec:
         return NormSpec(eps=config.layer_norm_eps) if self.norm is None else self.norm(config)

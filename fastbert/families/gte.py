@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from fastbert.families.form import Embeddings, Family, MaskedLM, Rename, Split, Structure, TheirClass, heads
-from fastbert.families.spec import AttentionSpec, FeedForwardSpec, LayerNames, LayerSpec, NormSpec, rotary
+from fastbert.families.spec import AttentionSpec, FeedForwardSpec, LayerNames, LayerSpec, NormSpec, modern_rope, rotary
 
 _LAYER = LayerNames(
     query="self_attn.q_proj",
@@ -71,6 +71,7 @@ FAMILY = Family(
         "pad_token_id": 1,
     },
     fields={"rope_parameters": Structure()},
+    modernised=modern_rope,
     embeddings=_embeddings,
     layer_path="layers.{i}",
     layer=_LAYER,

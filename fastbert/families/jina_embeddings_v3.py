@@ -3,7 +3,7 @@
 from typing import Any
 
 from fastbert.families.form import Classifier, Embeddings, Family, MaskedLM, Rename, Split, Structure, TheirClass, heads
-from fastbert.families.spec import AttentionSpec, FeedForwardSpec, LayerNames, LayerSpec, NormSpec, rotary
+from fastbert.families.spec import AttentionSpec, FeedForwardSpec, LayerNames, LayerSpec, NormSpec, modern_rope, rotary
 
 _LAYER = LayerNames(
     query="self_attn.q_proj",
@@ -67,6 +67,7 @@ FAMILY = Family(
         "eos_token_id": 2,
     },
     fields={"rope_parameters": Structure()},
+    modernised=modern_rope,
     embeddings=Embeddings(position=None),
     layer_path="layers.{i}",
     layer=_LAYER,

@@ -1,4 +1,4 @@
-"""A pre-norm BERT, with the layout and the names of Megatron-BERT (Shoeybi et al. 2019, section 3).
+"""Megatron-BERT (Shoeybi et al. 2019, section 3): BERT with its norms before each half of a layer.
 
 Pre-norm (Xiong et al. 2020) normalises before each half of a layer and once at the end, so that even tiny models train
 without warm-up: fastbert.baby_config is one.

@@ -13,7 +13,7 @@ from fastbert.families.form import (
     TheirClass,
     heads,
 )
-from fastbert.families.spec import AttentionSpec, FeedForwardSpec, LayerNames, LayerSpec, NormSpec, rotary
+from fastbert.families.spec import AttentionSpec, FeedForwardSpec, LayerNames, LayerSpec, NormSpec, modern_rope, rotary
 
 _LAYER = LayerNames(
     query="self_attn.q_proj",
@@ -69,6 +69,7 @@ FAMILY = Family(
         "max_position_embeddings": 2048,
     },
     fields={"head_dim": Count(None), "rope_parameters": Structure()},
+    modernised=modern_rope,
     embeddings=Embeddings(position=None),
     layer_path="layers.{i}",
     layer=_LAYER,

@@ -73,6 +73,10 @@ class Distances(NamedTuple):
     rotaries: tuple[Rotary, ...] = ()
     has_windows: bool = False
 
+    @property
+    def turns_values(self) -> bool:
+        return any(rotary.rotates_values for rotary in self.rotaries)
+
 
 _QKV = ("query", "key", "value")
 LINEARS = (*_QKV, "attention_output", "gate", "up", "down")
@@ -168,13 +172,15 @@ def rotary(parameters: Any, dim: int, theta: float, name: str = "rope_parameters
     would change another's result.
     """
     parameters = {} if parameters is None else parameters
+    if dim % 2:
+        raise Invalid("head_dim", dim, "even: rotary embedding takes the dimensions of a head in pairs")
     if not isinstance(parameters, Mapping):
         raise Invalid(name, parameters, "an object with rope_type and rope_theta, or null")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind in ("dynamic", "longrope"):
         raise Invalid(f"{name}.rope_type", kind, "one whose table does not depend on the longest sequence of a batch:"
                       f" {', '.join(_ROPE_PARAMETERS)}")  # fmt: skip
-    if kind not in _ROPE_PARAMETERS:
+    if not isinstance(kind, str) or kind not in _ROPE_PARAMETERS:
         raise Invalid(f"{name}.rope_type", kind, f"one of {', '.join(_ROPE_PARAMETERS)}")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise Invalid(f"{name}.partial_rotary_factor", parameters["partial_rotary_factor"], "1.0")
@@ -187,7 +193,23 @@ def rotary(parameters: Any, dim: int, theta: float, name: str = "rope_parameters
         if value is None and key in _OPTIONAL:
             continue
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 3e38
-        if not is_number and key != "truncate":
+        if key == "truncate" and type(value) is not bool:
+            raise Invalid(f"{name}.{key}", value, "true or false")
+        if key != "truncate" and not is_number:
             raise Invalid(f"{name}.{key}", value, "a number above 0")
         scaling.append((key, value))
     return Rotary(float(theta), dim, scaling=(kind, tuple(scaling)) if scaling else (), **options)
+
+
+def modern_rope(entries: dict[str, Any]) -> dict[str, Any]:
+    """Entries of a config.json from before there was rope_parameters, with rope_theta and rope_scaling inside of it.
+
+    As in transformers: a scaling goes before rope_parameters, and the others fill in what these lack.
+    """
+    scaling, given = entries.pop("rope_scaling", None), entries.get("rope_parameters")
+    given = scaling or given
+    others = {name: entries.pop(name, None) for name in ("rope_theta", "partial_rotary_factor")}
+    others = {name: value for name, value in others.items() if value is not None}
+    if isinstance(given, Mapping) or (given is None and others):
+        given = {**others, **(given or {"rope_type": "default"})}
+    return entries if given is None else {**entries, "rope_parameters": given}

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from fastbert import ops
-from fastbert.families.form import Embeddings
+from fastbert.families.form import Embeddings, TokenDropout
 from fastbert.layers.encoder import add_norm
 from fastbert.layers.leaves import get_leaf, is_plain, norm_kind, norm_weights
+from fastbert.ops.packing import token_sequences
 
 
 class EmbeddingIds(NamedTuple):
@@ -23,24 +24,34 @@ class EmbeddingIds(NamedTuple):
     inputs_embeds: torch.Tensor | None
 
 
-def run_embeddings(root: nn.Module, names: Embeddings, ids: EmbeddingIds, dropout_p: float) -> torch.Tensor:
+def run_embeddings(
+    root: nn.Module, names: Embeddings, ids: EmbeddingIds, dropout_p: float, cu_seqlens: torch.Tensor
+) -> torch.Tensor:
     """The packed embedding output (total_tokens, embedding_size), over the leaves of `root`, ours or Hugging Face's."""
+    embeds = ids.inputs_embeds
+    if embeds is not None and names.skips_given:
+        return embeds
     word = get_leaf(root, names.word)
     position = None if names.position is None else get_leaf(root, names.position)
     token_type = None if names.token_type is None else get_leaf(root, names.token_type)
     norm = None if names.norm is None else get_leaf(root, names.norm)
+    if embeds is None and names.token_dropout is not None:
+        embeds = _without_masked(word(ids.input_ids), ids.input_ids, names.token_dropout, cu_seqlens)
+    if names.task_type is not None:  # the op has no such table: it gets the sum in the place of words
+        embeds = word(ids.input_ids) if embeds is None else embeds
+        tasks = ids.task_type_ids
+        tasks = embeds.new_zeros(embeds.shape[0], dtype=torch.int64) if tasks is None else tasks
+        embeds = embeds + get_leaf(root, names.task_type)(tasks)
     kind = "none" if norm is None else norm_kind(norm)
     if (
         is_plain(word, nn.Embedding)
         and (position is None or is_plain(position, nn.Embedding))
         and (token_type is None or is_plain(token_type, nn.Embedding))
         and kind in ("none", "layer")
-        and names.task_type is None
-        and names.word_scaling is None
     ):
         weight, bias, eps = (None, None, 0.0) if norm is None else norm_weights(norm)
         return ops.embed_layer_norm(
-            ids.input_ids,
+            ids.input_ids if embeds is None else None,
             ids.position_ids,
             ids.token_type_ids,
             word.weight,
@@ -48,20 +59,32 @@ def run_embeddings(root: nn.Module, names: Embeddings, ids: EmbeddingIds, dropou
             None if token_type is None else token_type.weight,
             weight,
             bias,
-            inputs_embeds=ids.inputs_embeds,
+            inputs_embeds=embeds,
             padding_idx=word.padding_idx,
             position_padding_idx=None if position is None else position.padding_idx,
             dropout_p=dropout_p,
             eps=eps,
         )
     # A leaf is hooked, or LoRA's, or the op does not have the sum: each is called, as every leaf is.
-    x = word(ids.input_ids) if ids.inputs_embeds is None else ids.inputs_embeds
-    zeros = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+    x = word(ids.input_ids) if embeds is None else embeds
     if token_type is not None:
-        x = x + token_type(zeros if ids.token_type_ids is None else ids.token_type_ids)
+        types = ids.token_type_ids
+        x = x + token_type(x.new_zeros(x.shape[0], dtype=torch.int64) if types is None else types)
     if position is not None:
         x = x + position(ids.position_ids)
-    if names.task_type is not None:
-        x = x + get_leaf(root, names.task_type)(zeros if ids.task_type_ids is None else ids.task_type_ids)
     x = x if norm is None else add_norm(norm, x, None, None, 0.0)
     return ops.dropout(x, dropout_p)
+
+
+def _without_masked(
+    words: torch.Tensor, input_ids: torch.Tensor | None, form: TokenDropout, cu_seqlens: torch.Tensor
+) -> torch.Tensor:
+    """What TokenDropout makes of words (total_tokens, embedding_size)."""
+    is_mask = input_ids == form.mask_token_id
+    assert isinstance(is_mask, torch.Tensor)
+    before = torch.nn.functional.pad(is_mask.cumsum(0), (1, 0))[cu_seqlens.long()]
+    kept = 1 - before.diff().float() / cu_seqlens.diff().clamp(min=1)
+    sequence, _ = token_sequences(cu_seqlens, words.shape[0])
+    kept = kept.where(kept > 0, 1.0).index_select(0, sequence)[:, None]
+    scaled = ops.at_least_fp32(words).masked_fill(is_mask[:, None], 0.0) * (1 - form.share) / kept
+    return scaled.to(words.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fastbert import ops
 from fastbert.families.spec import Rotary
-from fastbert.layers.leaves import get_leaf
+from fastbert.layers.leaves import get_leaf, place
 
 
 def inverse_frequencies(rotary: Rotary) -> tuple[torch.Tensor, float]:
@@ -59,6 +60,50 @@ def _yarn(rotary: Rotary, plain: torch.Tensor, given: dict) -> tuple[torch.Tenso
     high = high + 0.001 if high == low else high
     ramp = ((torch.arange(rotary.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
     return plain / factor * ramp + plain * (1 - ramp), attention
+
+
+class RotaryTable(nn.Embedding):
+    """Sines and then cosines by position, (rows, dim), which a family's files hold. No gradient changes them."""
+
+    def __init__(self, rotary: Rotary, rows: int):
+        super().__init__(rows, rotary.dim, _freeze=True)
+        self.rotary = rotary
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        if self.weight.is_meta:
+            return  # torch would import its compiler for what has no values
+        exponents = torch.arange(0, self.rotary.dim, 2, dtype=torch.float64, device=self.weight.device)
+        positions = torch.arange(self.num_embeddings, dtype=torch.float64, device=self.weight.device)
+        angles = positions[:, None] / self.rotary.theta ** (exponents / self.rotary.dim)
+        self.weight.copy_(torch.cat((angles.sin(), angles.cos()), 1))
+
+
+class RotaryFrequencies(nn.Module):
+    """Inverse frequencies, (dim / 2,), which a family's files hold, in a buffer `name`."""
+
+    def __init__(self, rotary: Rotary, name: str):
+        super().__init__()
+        self.rotary, self.buffer_name = rotary, name
+        self.register_buffer(name, torch.empty(rotary.dim // 2))
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        buffer = self._buffers[self.buffer_name]
+        assert buffer is not None
+        if buffer.is_meta:
+            return
+        buffer.copy_(inverse_frequencies(self.rotary)[0])
+
+
+def place_rotary(root: nn.Module, rotaries: Iterable[Rotary], rows: int) -> None:
+    """The leaves below `root` that hold what a family saves of these; `rows`: the positions of a table."""
+    for rotary in rotaries:
+        if rotary.table is not None:
+            place(root, rotary.table, RotaryTable(rotary, rows))
+        if rotary.frequencies is not None:
+            path, _, name = rotary.frequencies.rpartition(".")
+            place(root, path, RotaryFrequencies(rotary, name))
 
 
 Table = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, a row for each position

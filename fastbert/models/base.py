@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -12,13 +11,11 @@ from torch.utils.checkpoint import checkpoint
 from fastbert import ops
 from fastbert.checkpoint.pretrained import CheckpointMixin
 from fastbert.config import ConfigError, EncoderConfig
-from fastbert.families.form import Family, Scopes, value_of
-from fastbert.families.spec import LayerSpec
-from fastbert.layers.context import LayerContext, make_context
-from fastbert.layers.embeddings import EmbeddingIds, run_embeddings
-from fastbert.layers.encoder import EncoderLayer, add_norm, make_norm
-from fastbert.layers.fused import offer_layers
-from fastbert.layers.leaves import get_leaf, has_hooks, is_called, is_plain, linear, parent_of, place, within
+from fastbert.families.form import Family
+from fastbert.layers.encoder import EncoderLayer, make_norm
+from fastbert.layers.leaves import get_leaf, has_hooks, is_plain, parent_of, place, within
+from fastbert.layers.rotary import RotaryFrequencies, RotaryTable, place_rotary
+from fastbert.models.encode import first_tokens, run_encoder, run_pooler, unpacked_extras
 from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs, refuse_recording, table_sizes
 from fastbert.models.outputs import ModelOutput
 from fastbert.models.quantized import entry_of, place_int8
@@ -62,12 +59,16 @@ class PreTrainedModel(CheckpointMixin):
     def live_config(self) -> EncoderConfig:
         """`running_config` with the rows of the tables that are there now, which forward calls look up themselves."""
         config, tables = self.running_config, self.base_model.table_sizes()
+        positions = tables.rotary_positions if tables.positions is None else tables.positions
         rows = {"vocab_size": tables.words}
-        if tables.positions is not None:
-            rows["max_position_embeddings"] = tables.positions
+        if positions is not None:
+            rows["max_position_embeddings"] = positions
         if config.embeddings.token_type is not None:
             rows["type_vocab_size"] = tables.token_types
-        return config if rows.items() <= vars(config).items() else config.replace(**rows)
+        if config.embeddings.task_type is not None:
+            rows["task_type_vocab_size"] = tables.task_types
+        changed = {name: count for name, count in rows.items() if getattr(config, name) != count}
+        return config.replace(**changed) if changed else config
 
     def table_shapes(self, config: EncoderConfig) -> dict[str, tuple[int, ...]]:
         names, width = config.embeddings, config.embedding_width
@@ -76,8 +77,19 @@ class PreTrainedModel(CheckpointMixin):
             rows[names.position] = config.max_position_embeddings
         if names.token_type is not None:
             rows[names.token_type] = config.type_vocab_size
+        if names.task_type is not None:
+            rows[names.task_type] = config.task_type_vocab_size
+        shapes = {path: (count, width) for path, count in rows.items()}
+        for rotary in config.rotaries:
+            if rotary.table is not None:
+                shapes[rotary.table] = (config.max_position_embeddings, rotary.dim)
+        shapes |= {path: (out, given) for path, (given, out) in self.family.unused_linears(config).items()}
         prefix = "" if self.base_model is self else f"{self.family.prefix}."
-        return {f"{prefix}{path}.weight": (count, width) for path, count in rows.items()}
+        return {f"{prefix}{path}.weight": shape for path, shape in shapes.items()}
+
+    def frequency_keys(self) -> list[str]:
+        prefix = "" if self.base_model is self else f"{self.family.prefix}."
+        return [f"{prefix}{rotary.frequencies}" for rotary in self.config.rotaries if rotary.frequencies is not None]
 
     @property
     def device(self) -> torch.device:
@@ -130,7 +142,9 @@ class PreTrainedModel(CheckpointMixin):
 
     def _init_leaf(self, module: nn.Module) -> None:
         std = self.config.initializer_range
-        if isinstance(module, nn.Linear):
+        if isinstance(module, (RotaryTable, RotaryFrequencies)):
+            module.fill()
+        elif isinstance(module, nn.Linear):
             module.weight.normal_(0.0, std)
             if module.bias is not None:
                 module.bias.zero_()
@@ -158,109 +172,6 @@ class HasModel:
         raise NotImplementedError
 
 
-class EncoderOutput(NamedTuple):
-    """The packed last hidden state (total_tokens, hidden_size); where they were asked for, the packed hidden states
-    that went into each layer and came out of the last, and the probabilities (batch, heads, max_seqlen, max_seqlen).
-    """
-
-    packed: torch.Tensor
-    hidden_states: tuple[torch.Tensor, ...] | None = None
-    probs: tuple[torch.Tensor, ...] | None = None
-
-
-# Runs one layer: (layer, its spec, x, context, wants_probs) -> (x, probs or None).
-RunLayer = Callable[[nn.Module, LayerSpec, torch.Tensor, LayerContext, bool], tuple[torch.Tensor, torch.Tensor | None]]
-
-
-def run_encoder(
-    root: nn.Module,
-    config: EncoderConfig,
-    inputs: EncoderInputs,
-    run_one_layer: RunLayer,
-    layer_type: type[nn.Module] | None = None,
-    wants_hidden_states: bool = False,
-    wants_probs: bool = False,
-) -> EncoderOutput:
-    """A forward pass up to the last hidden state, over the leaves of `root`, ours or Hugging Face's.
-
-    `layer_type`: all layers may run as one op, if they are plain ones of that type; None: the tree is not ours, and its
-    owner has looked at its containers.
-    """
-    family, names = config.family, config.embeddings
-    paths, specs = config.layer_paths, config.layer_specs
-    dropout_p = value_of(names.dropout, config) if root.training else 0.0
-    scopes = config.scopes if layer_type is not None else Scopes()
-    hidden_states: list[torch.Tensor] = []
-    probs: list[torch.Tensor] = []
-    context = make_context(root, config.distances, inputs.batch, inputs.rotary_positions, inputs.window_positions)
-
-    def embeddings(*ids):
-        return run_embeddings(root, names, EmbeddingIds(*ids), dropout_p)
-
-    def project(x):
-        return x if names.project is None else linear(get_leaf(root, names.project), x)
-
-    def layers(first, last):
-        def run(x):
-            for path, spec in zip(paths[first:last], specs[first:last], strict=True):
-                if wants_hidden_states:
-                    hidden_states.append(_as_autocast_has_it(x))
-                x, found = run_one_layer(get_leaf(root, path), spec, x, context, wants_probs)
-                if found is not None:
-                    probs.append(found)
-            return x
-
-        return run
-
-    def encoder(x):
-        x = project(x) if scopes.projects else x
-        fused = None
-        # The groups of ALBERT, which nothing below looks at; a list, so that each is asked whether it is a container.
-        called = scopes.groups and any([is_called(root, path) for path in dict.fromkeys(scopes.groups)])
-        if not (wants_probs or wants_hidden_states or called or root.training):
-            fused = offer_layers(root, paths, specs, family.final_norm if scopes.ends else None, layer_type, x)
-        if callable(fused):
-            return fused(context)
-        if not scopes.groups:
-            x = layers(0, None)(x)
-        else:  # the layers of each of ALBERT's groups, as often as it runs
-            for i, path in zip(range(0, len(paths), config.inner_group_num), scopes.groups, strict=True):
-                x = within(root, path, layers(i, i + config.inner_group_num), x)
-        return final_norm(x) if scopes.ends else x
-
-    def final_norm(x):
-        return x if family.final_norm is None else add_norm(get_leaf(root, family.final_norm), x, None, None, 0.0)
-
-    x = within(root, scopes.embeddings, embeddings, *inputs.ids)
-    x = x if scopes.projects else project(x)
-    scope = scopes.encoder if scopes.encoder in root._modules else None  # a model made without layers has none
-    x = within(root, scope, encoder, x)
-    x = _as_autocast_has_it(x if scopes.ends else final_norm(x))
-    if wants_hidden_states:
-        hidden_states.append(x)
-    return EncoderOutput(
-        x, tuple(hidden_states) if wants_hidden_states else None, tuple(probs) if wants_probs else None
-    )
-
-
-def _as_autocast_has_it(x: torch.Tensor) -> torch.Tensor:
-    """What a LayerNorm gives under autocast is fp32 to the caller, whatever runs between layers."""
-    return x.float() if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64 else x
-
-
-def first_tokens(packed: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """(total_tokens, hidden_size) -> each sequence's first real token, (batch, hidden_size); zeros if it has none."""
-    if batch.indices is None and batch.seqlen is not None:  # no padding: nothing to look for
-        return packed.view(batch.batch_size, batch.seqlen, -1)[:, 0]
-    return ops.pooling(packed, batch.cu_seqlens, mode="cls")
-
-
-def run_pooler(root: nn.Module, family: Family, first: torch.Tensor) -> torch.Tensor:
-    """tanh(dense(first token)) (Devlin et al. 2018, appendix A.2): (batch, hidden_size)."""
-    assert family.pooler is not None
-    return torch.tanh(linear(get_leaf(root, family.pooler), first))
-
-
 class EncoderModel(PreTrainedModel, RunsBaseModel):
     """A family's encoder. Subclasses name their family; the leaves sit at Hugging Face's paths."""
 
@@ -286,6 +197,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         self.has_pooler = family.pooler is not None and wants_pooler
         if family.pooler_first:
             self._place_pooler()
+        place_rotary(self, config.rotaries, config.max_position_embeddings)
         layers = dict(zip(config.layer_paths, config.layer_specs, strict=True))
         for i in range(config.num_unique_layers):
             path = family.path_of_layer(config, i)
@@ -295,6 +207,8 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             place(self, family.final_norm, make_norm(norm, config.hidden_size))
         if not family.pooler_first:
             self._place_pooler()
+        for path, (columns, rows) in family.unused_linears(config).items():
+            place(self, path, nn.Linear(columns, rows))
         self.init_weights()
 
     def _place_pooler(self) -> None:
@@ -330,11 +244,12 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         max_seqlen: int,
         token_type_ids: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
+        task_type_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Encode a packed batch. torch.compile(fullgraph=True) and torch.export take this method.
 
         Args:
-            input_ids, token_type_ids, position_ids: int64 (total_tokens,).
+            input_ids, token_type_ids, position_ids, task_type_ids: int64 (total_tokens,).
             cu_seqlens: int32 (batch + 1,), the offsets of the sequences.
             max_seqlen: an upper bound of their lengths, a Python int.
 
@@ -344,7 +259,9 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         Raises:
             InputError: an id, a shape, a dtype or an offset is out of bounds.
         """
-        inputs = self.prepare(input_ids, None, token_type_ids, position_ids, None, cu_seqlens, max_seqlen)
+        inputs = self.prepare(
+            input_ids, None, token_type_ids, position_ids, None, cu_seqlens, max_seqlen, None, task_type_ids
+        )
         return self.encode(inputs).packed
 
     def prepare(self, *arguments) -> EncoderInputs:
@@ -359,7 +276,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         return prepare_inputs(self.config, self.table_sizes(), *arguments)
 
     def table_sizes(self) -> TableSizes:
-        return table_sizes(self, self.config.embeddings, self.config, self.config.embedding_width)
+        return table_sizes(self, self.config, self.config)
 
     def pool(self, packed: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         """The pooled output (batch, hidden_size) of each sequence's first real token."""
@@ -381,6 +298,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
         batch: PackedBatch | None = None,
+        task_type_ids: torch.Tensor | None = None,
     ) -> ModelOutput | tuple:
         """Encode a batch, padded or packed, or a PackedInputs, which stands for all of the arguments but the options.
 
@@ -390,6 +308,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             inputs_embeds: (batch, seqlen, embedding_size), instead of input_ids.
             cu_seqlens, max_seqlen: int32 (batch + 1,) and the longest sequence's length, if the input is packed.
             batch: instead of these two, that of a PackedInputs, as in `model(**packed_inputs)`.
+            task_type_ids: as token_type_ids, of families that have task types (ERNIE 2.0 and later).
 
         Returns:
             `last_hidden_state`: (batch, seqlen, hidden_size), zeros at padding; (total_tokens, hidden_size) if packed.
@@ -402,7 +321,8 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             InputError: an id, a shape, a dtype or an offset is out of bounds. Nothing has been launched.
         """
         inputs = self.prepare(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen, batch
+            *(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen),
+            *(batch, task_type_ids),
         )
         packed, batch, extras = self.run(inputs, output_attentions, output_hidden_states)
         output = ModelOutput(
@@ -416,16 +336,6 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         """Encode; (packed hidden states, batch, the unpacked extras that were asked for)."""
         output, batch = self.encode(inputs, bool(output_hidden_states), bool(output_attentions)), inputs.batch
         return output.packed, batch, unpacked_extras(output, batch)
-
-
-def unpacked_extras(output: EncoderOutput, batch: PackedBatch) -> dict[str, tuple[torch.Tensor, ...]]:
-    """`hidden_states` and `attentions` of an output, as far as it has them, in the layout of the caller's input."""
-    extras = {}
-    if output.hidden_states is not None:
-        extras["hidden_states"] = tuple(batch.unpack(x) for x in output.hidden_states)
-    if output.probs is not None:
-        extras["attentions"] = tuple(batch.unpack_attentions(p) for p in output.probs)
-    return extras
 
 
 _own_forward = EncoderModel.forward

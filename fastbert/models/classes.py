@@ -1,6 +1,6 @@
 """The model classes of every family, made from the families' data (families/): BertModel, BertForMaskedLM, ...
 
-A type checker and an IDE read classes.pyi, which `python -m fastbert.models.stub` writes.
+A type checker and an IDE read classes.pyi, which `python -m fastbert.models.generated` writes.
 """
 
 from __future__ import annotations

@@ -14,10 +14,19 @@ from fastbert.config import ACTIVATIONS, EncoderConfig
 from fastbert.families.form import Classifier, ReplacedTokens, value_of
 from fastbert.layers.encoder import add_norm, make_norm
 from fastbert.layers.leaves import get_leaf, linear, parent_of, place, within
-from fastbert.models.base import first_tokens
+from fastbert.models.encode import first_tokens
 from fastbert.models.heads import Encoded, HeadModel, class_labels, token_labels
 from fastbert.packed_inputs import PackedInputs
 from fastbert.packing import InputError, PackedBatch
+
+
+def last_tokens(packed: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """(total_tokens, hidden_size) -> each sequence's last real token, (batch, hidden_size); zeros if it has none."""
+    if not batch.total_tokens:
+        return first_tokens(packed, batch)
+    ends = batch.cu_seqlens[1:].long()
+    last = packed.index_select(0, (ends - 1).clamp(min=0))
+    return last.where((ends > batch.cu_seqlens[:-1])[:, None], 0.0)
 
 
 class ClassifierModel(HeadModel):
@@ -55,6 +64,8 @@ class ClassifierModel(HeadModel):
             return self.classified(encoded.pooled())
         if pooling == "first":
             return self.classified(first_tokens(packed, batch))
+        if pooling == "last":
+            return self.classified(last_tokens(packed, batch))
         if pooling == "mean":
             return self.classified(ops.pooling(packed, batch.cu_seqlens, mode="mean"))
         scores = self.classified(packed)
@@ -143,9 +154,9 @@ class ForMultipleChoice(ClassifierModel):
         return 1
 
     def forward(self, input_ids=None, attention_mask=None, token_type_ids=None, position_ids=None, inputs_embeds=None,
-                *args, num_choices: int | None = None, **kwargs):  # fmt: skip
+                *args, num_choices: int | None = None, task_type_ids=None, **kwargs):  # fmt: skip
         """As other heads; packed input needs `num_choices`, padded input has it in its shape."""
-        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, task_type_ids)
         padded = kwargs.get("cu_seqlens") is None and kwargs.get("batch") is None
         if padded and not isinstance(input_ids, PackedInputs):
             given, rank = (input_ids, 3) if input_ids is not None else (inputs_embeds, 4)
@@ -154,7 +165,7 @@ class ForMultipleChoice(ClassifierModel):
                 raise InputError(f"multiple choice takes inputs of shape (batch, num_choices, seqlen), not {shape}")
             num_choices = given.shape[1]
             inputs = tuple(t if t is None or t.dim() < 3 else t.flatten(0, 1) for t in inputs)
-        return super().forward(*inputs, *args, num_choices=num_choices, **kwargs)
+        return super().forward(*inputs[:5], *args, num_choices=num_choices, task_type_ids=inputs[5], **kwargs)
 
     def check_given(self, given, batch):
         num_choices = given.get("num_choices")

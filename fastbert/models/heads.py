@@ -106,6 +106,7 @@ class HeadModel(PreTrainedModel):
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
         batch: PackedBatch | None = None,
+        task_type_ids: torch.Tensor | None = None,
         **options,
     ) -> ModelOutput | tuple:
         """As the base model's forward; with labels the output starts with `loss`.
@@ -131,6 +132,7 @@ class HeadModel(PreTrainedModel):
             cu_seqlens,
             max_seqlen,
             batch,
+            task_type_ids,
         )
         inputs = self.base_model.prepare(*arguments)
         given = self.check_given(given, inputs.batch)
@@ -150,8 +152,8 @@ class HeadModel(PreTrainedModel):
         if not must_be_called(base):
             packed, batch, extras = base.run(inputs, output_attentions, output_hidden_states)
             return Encoded(base, packed, batch), extras
-        *others, cu_seqlens, max_seqlen, given_batch = arguments
-        layout = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "batch": given_batch}
+        *others, cu_seqlens, max_seqlen, given_batch, tasks = arguments
+        layout = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "batch": given_batch, "task_type_ids": tasks}
         layout = {name: value for name, value in layout.items() if value is not None}  # a forward may take fewer
         output = base(*others, output_attentions, output_hidden_states, **layout)
         batch, hidden = inputs.batch, output.last_hidden_state

@@ -62,7 +62,7 @@ class ElectraForJointPreTraining(nn.Module):
         if "labels" not in given:
             raise InputError("joint pre-training needs labels")
         generator = self.generator
-        arguments = (input_ids, attention_mask, token_type_ids, None, None, cu_seqlens, max_seqlen, None)
+        arguments = (input_ids, attention_mask, token_type_ids, None, None, cu_seqlens, max_seqlen, None, None)
         inputs = generator.base_model.prepare(*arguments)
         packed_labels = generator.check_given(given, inputs.batch)["labels"]
         encoded, _ = generator.run_base(inputs, arguments)

@@ -65,7 +65,7 @@ class MaskedLMHeadModel(HeadModel):
         tied = {}
         if self.config.tie_word_embeddings and names.may_tie:
             tied[f"{names.decoder}.weight"] = f"{self.family.prefix}.{self.config.embeddings.word}.weight"
-        if self.config.tie_word_embeddings and names.bias is not None:
+        if self.config.tie_word_embeddings and names.bias is not None and value_of(names.decoder_bias, self.config):
             tied[f"{names.decoder}.bias"] = names.bias
         return tied
 
@@ -91,10 +91,29 @@ class MaskedLMHeadModel(HeadModel):
     def decoder_loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy of decoder(hidden) (tokens, vocab_size), every token labelled."""
         decoder = self.get_output_embeddings()
-        if is_plain(decoder, nn.Linear):
-            return ops.cross_entropy(hidden, decoder.weight, decoder.bias, labels, ignore_index=None)
-        logits = decoder(hidden)  # hooked, or LoRA's: called, as every leaf is
+        lone = self.lone_bias
+        if is_plain(decoder, nn.Linear) and (lone is None or decoder.bias is None):
+            bias = decoder.bias if lone is None else lone
+            return ops.cross_entropy(hidden, decoder.weight, bias, labels, ignore_index=None)
+        logits = self.decoded(hidden)
         return ops.logits_cross_entropy(logits, labels)
+
+    @property
+    def lone_bias(self) -> torch.Tensor | None:
+        """The bias of a decoder that has none of its own."""
+        names = self.masked_lm
+        if names.bias is None or value_of(names.decoder_bias, self.config):
+            return None
+        parent, _, leaf = names.bias.rpartition(".")
+        return get_leaf(self, parent)._parameters[leaf]
+
+    def decoded(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(tokens, embedding_size) -> scores (tokens, vocab_size)."""
+        decoder, bias = self.get_output_embeddings(), self.lone_bias
+        if bias is not None and is_plain(decoder, nn.Linear) and decoder.bias is None:
+            return ops.linear(hidden, decoder.weight, bias)
+        scores = linear(decoder, hidden)  # hooked, or LoRA's: called, as every leaf is
+        return scores if bias is None else scores + bias
 
     def masked_lm_hidden(self, packed: torch.Tensor) -> torch.Tensor:
         """The head before its decoder: (tokens, hidden_size) -> (tokens, embedding_size)."""
@@ -115,7 +134,7 @@ class MaskedLMHeadModel(HeadModel):
         """Scores of the vocabulary: (tokens, hidden_size) -> (tokens, vocab_size)."""
 
         def run(x):
-            return linear(self.get_output_embeddings(), self.masked_lm_hidden(x))
+            return self.decoded(self.masked_lm_hidden(x))
 
         return within(self, parent_of(self.masked_lm.decoder), run, packed)
 

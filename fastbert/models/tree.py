@@ -73,6 +73,9 @@ def modules_of(root: nn.Module, family: Family, config: EncoderConfig) -> Iterat
     numbers = {spec: key_of_spec(i) for i, spec in enumerate(dict.fromkeys(config.layer_specs))}
     layers = {path: numbers[spec] for path, spec in specs.items()}
     leaves = {getattr(names, role) for role in names.order} | {family.final_norm, family.pooler}
+    leaves |= {
+        path.rpartition(".")[0] or path for path in family.unused_linears(config)
+    }  # what is around them runs as little
     for spec, number in numbers.items():
         paths = [path for path in spec.names.linears]
         paths += spec.names.norms if spec.has_attention_norm else spec.names.norms[1:]

@@ -1,13 +1,12 @@
 """The op level: functions over tensors, no nn.Module, no config. One contract, one oracle, several backends each."""
 
-import fastbert.ops.encoder_layers  # noqa: F401  (offers: nobody calls them by name)
 from fastbert.backend import offer, warn_of_missing_kernels  # layers and models know no backend, and call these
 from fastbert.ops._common import at_least_fp32
 from fastbert.ops.attention import attention, attention_probs
 from fastbert.ops.dropout import dropout
 from fastbert.ops.embedding import embed_layer_norm
+from fastbert.ops.encoder_layers import FinalNorm, LayerForm, LayerOperands, LinearWeights
 from fastbert.ops.feed_forward import activation, feed_forward
-from fastbert.ops.layer_form import FinalNorm, LayerForm, LayerOperands, LinearWeights
 from fastbert.ops.layer_norm import add_layer_norm, add_rms_norm, rms_norm
 from fastbert.ops.linear import linear, linears, multiplies_bf16, repack
 from fastbert.ops.loss import cross_entropy, logits_cross_entropy, sequence_cross_entropy

@@ -10,15 +10,182 @@ It returns what x is, (total_tokens, hidden_size).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from fastbert.backend import Backend, register_offer
 from fastbert.ops._common import check_devices, compute_dtype, define, extension_error, needs_grad
-from fastbert.ops.layer_form import MERGED_QKV, NORM_FIRST, RMS, LayerOperands
 from fastbert.ops.packing import int32_offsets
 from fastbert.ops.rotary import Rotary
+
+
+class LayerForm(NamedTuple):
+    """What one layer computes: numbers and names, hashable.
+
+    num_heads, num_kv_heads: each group of num_heads / num_kv_heads neighbouring heads shares a key and a value.
+    softmax_scale: None is 1 / sqrt(head_dim).
+    window_size: (left, right), -1 = unlimited, as in `attention`.
+    rotary: which of the call's tables turns queries and keys; -1 is none.
+    norm: "layer" (LayerNorm) or "rms" (RMSNorm).
+    norm_first: pre-norm, the norms stand before the two halves; else behind them, post-norm.
+    has_attention_norm: the norm of the attention's half is there.
+    merged_qkv: one Linear is query, key and value, whose rows stand one after the other; else there are three.
+    gated: the feed-forward is activation(gate) * up; merged_gate: one Linear is gate and up, likewise.
+    activation: a name that the op `activation` knows.
+    eps: of the attention's norm and of the feed-forward's.
+    dropouts: of the attention's probabilities, of its output, inside of the feed-forward and of its output; in training
+        only.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    softmax_scale: float | None = None
+    window_size: tuple[int, int] = (-1, -1)
+    rotary: int = -1
+    norm: str = "layer"
+    norm_first: bool = False
+    has_attention_norm: bool = True
+    merged_qkv: bool = False
+    gated: bool = False
+    merged_gate: bool = False
+    activation: str = "gelu"
+    eps: tuple[float, float] = (1e-12, 1e-12)
+    dropouts: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+
+    @property
+    def num_linears(self) -> int:
+        return (1 if self.merged_qkv else 3) + 1 + (2 if self.gated and not self.merged_gate else 1) + 1
+
+    def objection(self) -> str | None:
+        """Why the CPU's kernels cannot run it."""
+        if not 2 <= self.head_dim <= 256:
+            return f"head_dim is {self.head_dim} (attention has 2 to 256)"
+        if self.rotary >= 0 and self.head_dim % 2:
+            return f"head_dim is {self.head_dim}, rotary embedding takes the dimensions of a head in pairs"
+        if self.num_heads % self.num_kv_heads:
+            return f"num_heads is {self.num_heads}, no multiple of num_kv_heads, which is {self.num_kv_heads}"
+        if self.softmax_scale is not None and not math.isfinite(self.softmax_scale):
+            return f"softmax_scale is {self.softmax_scale}"
+        if self.norm not in ("layer", "rms"):
+            return f"norm is {self.norm!r} (has 'layer' and 'rms')"
+        return None
+
+
+class LinearWeights(NamedTuple):
+    """What `linears` takes of one product: see there."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    weight_scale: torch.Tensor | None
+    input_scale: float
+
+
+class FinalNorm(NamedTuple):
+    """The norm behind the last layer of a pre-norm stack, of the kind that this layer has."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    eps: float
+
+
+class LayerOperands(NamedTuple):
+    """What layers run on, as the operators take it: made by `of`, which says what is what.
+
+    The lists have the tensors that are there, and each form has bits for which they are: None costs an operator more.
+    """
+
+    weights: list[torch.Tensor]
+    biases: list[torch.Tensor]
+    weight_scales: list[torch.Tensor]
+    input_scales: list[float]  # one for each of weight_scales
+    norms: list[torch.Tensor]
+    activation: str
+    layers: list[int]  # which of the forms each layer has
+    forms: list[int]
+    numbers: list[float]
+    final_eps: float | None
+    objection: str | None
+
+    @classmethod
+    def of(
+        cls,
+        linears: Sequence[LinearWeights],
+        norms: Sequence[torch.Tensor | None],
+        forms: Sequence[LayerForm],
+        final_norm: FinalNorm | None = None,
+    ) -> LayerOperands:
+        """
+        Args:
+            linears: of every layer in turn: query, key and value, or the one that is all three; attention output; up,
+                or gate and up, or the one that is both; down.
+            norms: likewise: weight and bias, (hidden_size,) each, of the attention's norm and of the feed-forward's;
+                None where there is none.
+            forms: one a layer.
+        """
+        weights, biases, scales, input_scales, layers = [], [], [], [], []
+        codes: dict[tuple[tuple[int, ...], tuple[float, ...]], int] = {}
+        objection, first = None, 0
+        for at, form in enumerate(forms):
+            bias_bits = scale_bits = norm_bits = 0
+            for i, (weight, bias, scale, input_scale) in enumerate(linears[first : first + form.num_linears]):
+                weights.append(weight)
+                if bias is not None:
+                    biases.append(bias)
+                    bias_bits |= 1 << i
+                if scale is not None:
+                    scales.append(scale)
+                    input_scales.append(input_scale)
+                    scale_bits |= 1 << i
+            for i, t in enumerate(norms[4 * at : 4 * at + 4]):
+                norm_bits |= (t is not None) << i
+            first += form.num_linears
+            code = _encoded(form, bias_bits, scale_bits, norm_bits)
+            if code not in codes:
+                codes[code] = len(codes)
+                objection = objection or form.objection()
+            if form.activation != forms[0].activation:
+                objection = f"layers have {form.activation} and {forms[0].activation}"
+            layers.append(codes[code])
+        if first != len(linears) or 4 * len(forms) != len(norms):
+            found, expected = (len(linears), len(norms)), (first, 4 * len(forms))
+            raise ValueError(f"{found} Linears and tensors of norms, the forms of {len(forms)} layers have {expected}")
+        if final_norm is not None:
+            norms = [*norms, final_norm.weight, final_norm.bias]
+            if not forms[-1].norm_first:
+                objection = "there is a norm behind post-norm layers"
+        return cls(
+            weights,
+            biases,
+            scales,
+            input_scales,
+            [t for t in norms if t is not None],
+            forms[0].activation,
+            layers,
+            [n for ints, _ in codes for n in ints],
+            [n for _, floats in codes for n in floats],
+            None if final_norm is None else final_norm.eps,
+            objection,
+        )
+
+
+# What csrc/ops/layer_form.cpp reads: of a form its whole numbers and its others.
+_NORM_FIRST, _MERGED_QKV, _GATED, _MERGED_GATE, _RMS = (1 << i for i in range(5))
+
+
+def _encoded(
+    form: LayerForm, bias_bits: int, scale_bits: int, norm_bits: int
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Bit i: the layer's Linear i has a bias, or a weight_scale; its norms' tensor i is there."""
+    flags = form.norm_first * _NORM_FIRST | form.merged_qkv * _MERGED_QKV | form.gated * _GATED
+    flags |= form.merged_gate * _MERGED_GATE | (form.norm == "rms") * _RMS
+    heads = (form.num_heads, form.num_kv_heads, form.head_dim)
+    softmax_scale = 1.0 / math.sqrt(form.head_dim) if form.softmax_scale is None else form.softmax_scale
+    whole = (*heads, *form.window_size, form.rotary, flags, bias_bits, scale_bits, norm_bits)
+    return whole, (softmax_scale, *form.eps, *form.dropouts)
 
 
 def _supports(x: torch.Tensor) -> str | None:
@@ -133,12 +300,12 @@ def _fwd_fake(x, cu_seqlens, weights, biases, norms, philox, activation, form, n
     tokens = x.shape[0]
 
     def normed():  # what a norm gives, the sum before it, its mean and rstd
-        mean, rstd = (x.new_empty(n, dtype=torch.float32) for n in (0 if flags & RMS else tokens, tokens))
+        mean, rstd = (x.new_empty(n, dtype=torch.float32) for n in (0 if flags & _RMS else tokens, tokens))
         return [torch.empty_like(x), torch.empty_like(x), mean, rstd]
 
-    has_attention_norm, norm_first = norm_bits & 1, flags & NORM_FIRST
+    has_attention_norm, norm_first = norm_bits & 1, flags & _NORM_FIRST
     first = normed()[1:] if norm_first and has_attention_norm else []
-    heads = [num_heads + 2 * num_kv_heads] if flags & MERGED_QKV else [num_heads, num_kv_heads, num_kv_heads]
+    heads = [num_heads + 2 * num_kv_heads] if flags & _MERGED_QKV else [num_heads, num_kv_heads, num_kv_heads]
     projected = [x.new_empty(tokens, n, head_dim, dtype=dtype) for n in heads]
     context = x.new_empty(tokens, num_heads, head_dim, dtype=dtype)
     softmax_stats = x.new_empty(2, num_heads, tokens, dtype=torch.float32)

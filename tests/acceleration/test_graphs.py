@@ -109,11 +109,12 @@ def test_a_static_batch_gives_the_same_outputs(model_type, pattern):
     model = make_model(model_type)
     batch = make_batch(model.config, pattern)
     given, names = to_device(batch.inputs), ("input_ids", "attention_mask", "token_type_ids")
-    assert set(given) <= set(names)
-    inputs = model.prepare(*map(given.get, names), *[None] * 4)
+    assert set(given) <= {*names, "task_type_ids"}
+    inputs = model.prepare(*map(given.get, names), *[None] * 5, given.get("task_type_ids"))
     has_types = inputs.ids.token_type_ids is not None
     bucket = bucket_of(inputs.batch.total_tokens, inputs.batch.batch_size, 11, has_types, 8192)
-    static = StaticBatch.empty(bucket, model.device, model.config.distances)
+    has_tasks = model.config.embeddings.task_type is not None
+    static = StaticBatch.empty(bucket, model.device, model.config.distances, has_tasks)
     static.ids[:2].fill_(2)  # as an earlier batch left it
     static.ids[2].fill_(max(0, model.config.type_vocab_size - 1))
     static.fill(inputs)

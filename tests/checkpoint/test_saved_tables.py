@@ -12,6 +12,7 @@ from test_checkpoints import assert_same_state, load_hf
 from torch import nn
 
 from fastbert.config import ConfigError
+from fastbert.families.form import value_of
 from fastbert.layers.leaves import get_leaf, place
 from fastbert.models.auto import model_class
 
@@ -37,13 +38,18 @@ def replace_table(model, role: str, more: int) -> None:
     place(model.base_model, path, nn.Embedding(old.num_embeddings + more, old.embedding_dim, old.padding_idx))
 
 
+def has_bias(model) -> bool:
+    """Whether the decoder has one of its own."""
+    return value_of(model.masked_lm.decoder_bias, model.config)
+
+
 def replace_words(model, more: int) -> None:
     """Another vocabulary, in the word table and all that a head has of it."""
     replace_table(model, "word", more)
     if not model.tied_keys():
         return
     names, rows = model.masked_lm, model.config.vocab_size + more
-    place(model, names.decoder, nn.Linear(model.config.embedding_width, rows))
+    place(model, names.decoder, nn.Linear(model.config.embedding_width, rows, bias=has_bias(model)))
     if names.bias is not None:
         parent, _, leaf = names.bias.rpartition(".")
         setattr(model.get_submodule(parent), leaf, nn.Parameter(torch.randn(rows)))
@@ -62,7 +68,7 @@ def assert_round_trip(model, folder) -> None:
         loaded = type(model).from_pretrained(folder)
     assert_same_state(loaded, model)
     assert torch.equal(logits(loaded), logits(model))
-    head = type(model).__name__.partition("For")[2] or "Model"
+    head = type(model).__name__.removeprefix(model.family.classes).removeprefix("For")
     assert_same_state(load_hf(hf_class(model.config.model_type, head), folder), model)
 
 
@@ -131,7 +137,7 @@ def test_what_no_config_describes_is_refused_before_anything_is_written(change, 
 def test_a_decoder_that_is_no_longer_tied(model_type, shared, tmp_path):
     """It was left out, and the word table loaded in its place."""
     model = make(model_type, "MaskedLM")
-    decoder = nn.Linear(model.config.embedding_width, model.config.vocab_size)
+    decoder = nn.Linear(model.config.embedding_width, model.config.vocab_size, bias=has_bias(model))
     if shared == "the weight":
         decoder.weight = model.get_input_embeddings().weight
     place(model, model.masked_lm.decoder, decoder)

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 
 import torch
 from fuzz_driver import Draw, Fuzzer
-from fuzz_literal import Hook, at, literal_forward
+from fuzz_literal import PLAIN, Hook, at, literal_forward
 from fuzz_steps import STEPS
 from fuzz_subject import Subject
-from hf import FAMILIES, leaf_gradients, make_hf, random_like, randomise
+from hf import leaf_gradients, make_hf, random_like, randomise
 from torch import nn
 
 import fastbert
 from fastbert import BackendError, EncoderConfig
-from fastbert.models.auto import FAMILIES as OURS
+from fastbert.families.form import Embeddings
 from fastbert.models.auto import model_class
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
@@ -40,7 +40,7 @@ class Batch:
 
 
 def make_subject(draw: Draw, name: str) -> Subject:
-    model_type, is_ours = draw.choice(FAMILIES), draw.flag()
+    model_type, is_ours = draw.choice(PLAIN), draw.flag()
     heads = draw.choice((2, 1, 4))
     fields = {
         "num_attention_heads": heads, "hidden_size": heads * draw.choice((8, 16, 12)), "vocab_size": 29,
@@ -62,9 +62,13 @@ def make_subject(draw: Draw, name: str) -> Subject:
     return Subject(name, model.eval(), is_ours)
 
 
+def embeddings_of(subject: Subject) -> Embeddings:
+    return EncoderConfig.from_dict(subject.model.config.to_dict()).embeddings
+
+
 def make_batch(draw: Draw, subject: Subject) -> Batch:
     """Padded on the right; ids that the tables have now."""
-    names = OURS[subject.model.config.model_type].family.embeddings
+    names = embeddings_of(subject)
     tables = [at(subject.model, path) for path in (names.word, names.token_type) if path is not None]
     generator = torch.Generator().manual_seed(draw.seed())
     lengths = torch.tensor([draw.choice((5, 1, 2, 9, 17)) for _ in range(draw.integer(1, 3))])
@@ -77,7 +81,7 @@ def make_batch(draw: Draw, subject: Subject) -> Batch:
 
 
 def call(subject: Subject, model, batch: Batch) -> Outputs:
-    has_types = OURS[subject.model.config.model_type].family.embeddings.token_type is not None
+    has_types = embeddings_of(subject).token_type is not None
     types = {"token_type_ids": batch.types} if has_types else {}
     options = {"attention_mask": batch.mask.long(), **types}
     if model is subject.model and subject.replaced is not None:

@@ -17,7 +17,7 @@ from fastbert.checkpoint.pretrained import CheckpointError
 from fastbert.config import MAX_LAYERS, MAX_SIZE, ConfigError, EncoderConfig
 from fastbert.data.tokenization import load_tokenizer
 from fastbert.families import FAMILIES
-from fastbert.families.form import ActivationName, Choice, Count, Field, Flag, Share, Structure
+from fastbert.families.form import ActivationName, Choice, Count, Field, Flag, Number, Share, Structure
 from fastbert.models.auto import AutoModel
 from fastbert.sentences import SentenceEncoder
 
@@ -49,7 +49,8 @@ BAD = {
 
 # Those of the fields that only some families have, by the kind of the field.
 BAD_OF_KIND = {
-    Flag: lambda kind: BAD["tie_word_embeddings"],
+    Flag: lambda kind: [value for value in BAD["tie_word_embeddings"] if value is not kind.default],
+    Number: lambda kind: (None, "", "1", [], {}, True, NAN, float("inf"), kind.low, -1),
     Share: lambda kind: (*BAD["hidden_dropout_prob"], None),
     Count: lambda kind: (*NO_INTEGERS, *HUGE, kind.low - 1, kind.high + 1, *([] if kind.default is None else [None])),
     Choice: lambda kind: (5, None, "", [], {}, True, NAN, "xyzzy"),

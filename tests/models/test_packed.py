@@ -139,6 +139,8 @@ def test_own_embeddings_are_the_ids(model_type):
     model, batch = make_model(config), make_batch(config, "left")
     inputs = {name: t for name, t in batch.inputs.items() if name != "input_ids"}
     inputs["inputs_embeds"] = model.get_input_embeddings()(batch.inputs["input_ids"])
+    if config.embeddings.skips_given:  # nothing is added to them: they go into the first layer
+        inputs["inputs_embeds"] = model(**batch.inputs, output_hidden_states=True).hidden_states[0]
     with_ids = model(**batch.inputs, position_ids=batch.positions)
     assert torch.equal(model(**inputs, position_ids=batch.positions)[0], with_ids[0])
 

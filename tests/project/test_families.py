@@ -11,7 +11,7 @@ import fastbert
 from fastbert.families import _FILES, FAMILIES
 from fastbert.families.form import Classifier
 from fastbert.models.classes import CLASSES
-from fastbert.models.stub import STUB, stub
+from fastbert.models.generated import STUB, stub
 
 PACKAGE = Path(fastbert.__file__).parent
 LONGEST = 120  # lines of a family's file
@@ -27,13 +27,13 @@ def test_a_family_is_a_short_file_of_data(file):
 
 
 def test_every_file_of_the_folder_is_in_the_list():
-    there = {path.stem for path in (PACKAGE / "families").glob("*.py")} - {"__init__", "form", "spec"}
+    there = {path.stem for path in (PACKAGE / "families").glob("*.py")} - {"__init__", "fields", "form", "spec"}
     assert there == set(_FILES) and list(_FILES) == sorted(_FILES)
     assert len(FAMILIES) == len(_FILES) == len({family.classes for family in FAMILIES.values()})
 
 
 def test_the_stub_is_what_the_families_say():
-    assert STUB.read_text(encoding="utf-8") == stub(), "run: python -m fastbert.models.stub"
+    assert STUB.read_text(encoding="utf-8") == stub(), "run: python -m fastbert.models.generated"
 
 
 def test_every_class_is_a_public_name():

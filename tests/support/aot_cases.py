@@ -99,7 +99,8 @@ def attention_cases() -> Iterator[Case]:
         types |= {"tiles_ptr": "*i32", "positions_ptr": "*i32", "philox_ptr": "*i64", "threshold": "i32"}
         for major in (8, 9, 10):
             for which, loads in (("fwd", 3), ("dkdv", 4), ("dq", 4)):
-                blocks = blocks_of(which, major, head_dim, 4 if dtype == "fp32" else 2, tile, kind == "dropout")
+                size = 4 if dtype == "fp32" else 2
+                blocks = blocks_of(which, major, head_dim, size, tile, kind == "dropout", (kind,))
                 constants = {
                     "HEAD_DIM": head_dim, "BLOCK_D": max(16, 1 << (head_dim - 1).bit_length()), "SIGN": 1,
                     "HAS_WINDOW": kind in ("window", "positions"), "HAS_POSITIONS": kind == "positions",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import transformers
+from theirs import mend
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -54,8 +55,15 @@ _OF_FAMILY = {
         {"embedding_size": 32, "summary_activation": "tanh"},
         {"embedding_size": 64, "summary_activation": ""},
     ),
+    "ernie": ({"use_task_id": True}, {}, {"use_task_id": True, "task_type_vocab_size": 5}, {}),
+    "esm": (
+        {"pad_token_id": 0, "position_embedding_type": "rotary", "token_dropout": True, "mask_token_id": 7},
+        {"pad_token_id": 1, "emb_layer_norm_before": True},
+        {"pad_token_id": 3, "token_dropout": True, "mask_token_id": 9, "emb_layer_norm_before": True},
+        {"pad_token_id": 0, "position_embedding_type": "rotary", "rope_theta": 50.0},
+    ),
     "eurobert": (
-        {"num_key_value_heads": 1},
+        {"num_key_value_heads": 1, "tie_word_embeddings": True},
         {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True, "classifier_pooling": "bos"},
         {"num_key_value_heads": 2, "head_dim": 32, "classifier_pooling": "mean"},
         {"mlp_bias": True, "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 50.0}},
@@ -80,6 +88,7 @@ _OF_FAMILY = {
         {"embedding_size": n, "output_embedding_size": m} for n, m in ((48, 40), (160, 24), (32, 128), (64, 64))
     ),
     "roberta": ({"type_vocab_size": 1}, {}, {"type_vocab_size": 1, "pad_token_id": 3}, {}),
+    "roformer": ({}, {"embedding_size": 48}, {"rotary_value": True}, {"embedding_size": 32, "rotary_value": True}),
     "xlm-roberta": ({}, {"type_vocab_size": 1}, {}, {}),
 }
 NUM_CONFIGS = len(_SHAPES)
@@ -94,11 +103,19 @@ def make_config(model_type: str, index: int = 0, **changes) -> EncoderConfig:
     if model_type == "electra":
         fields["summary_last_dropout"] = 0.0
     family = families.FAMILIES[model_type]
-    if family.defaults.get("pad_token_id", 0) >= fields["vocab_size"]:
+    if (family.defaults.get("pad_token_id", 0) or 0) >= fields["vocab_size"]:
         fields["pad_token_id"] = 2
     for name in family.fixed:
         fields.pop(name, None)
     return EncoderConfig.of_family(model_type, **{**fields, **changes})
+
+
+def has_rotary(config: EncoderConfig) -> bool:
+    return any(spec.attention.position is not None for spec in config.layer_specs)
+
+
+def has_windows(config: EncoderConfig) -> bool:
+    return any(spec.attention.window_size != (-1, -1) for spec in config.layer_specs)
 
 
 def config_for(model_type: str, head: str, index: int = 0, **changes) -> EncoderConfig:
@@ -141,6 +158,8 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
     before_relu = _before_relu(EncoderConfig.from_dict(model.config.to_dict()))
     norms = {f"{name}.weight" for name, module in model.named_modules() if type(module).__name__.endswith("Norm")}
     for name, parameter in sorted(model.named_parameters()):
+        if not parameter.requires_grad:
+            continue  # RoFormer's table of sines and cosines: it would turn by no distance any more
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith(before_relu):
             parameter.copy_(noise.sign() * 4)
@@ -200,7 +219,8 @@ def make_oracle(model: nn.Module) -> nn.Module:
 
 def make_hf(config: EncoderConfig, head: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
     """transformers' model with random weights, in train mode (there is no dropout to make a difference)."""
-    return cast(randomise(hf_class(config.model_type, head)(hf_config(config)), seed), dtype).train()
+    model = cast(randomise(hf_class(config.model_type, head)(hf_config(config)), seed), dtype).train()
+    return model
 
 
 def make_ours(config: EncoderConfig, head: str, theirs: nn.Module) -> nn.Module:
@@ -213,6 +233,7 @@ def make_ours(config: EncoderConfig, head: str, theirs: nn.Module) -> nn.Module:
 
 def make_trio(config: EncoderConfig, head: str, dtype: torch.dtype, seed: int = 0) -> Trio:
     baseline = make_hf(config, head, dtype, seed)
+    mend(baseline)
     return Trio(make_ours(config, head, baseline), baseline, make_oracle(baseline))
 
 
@@ -234,17 +255,19 @@ class Batch:
         layout = {"cu_seqlens": self.cu_seqlens, "max_seqlen": int(self.real.sum(1).max())}
         return {**inputs, "position_ids": self.positions[self.real], **layout}
 
-    def front(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(batch_size, seqlen) values of tokens, each sequence's real ones moved to the left."""
-        return tokens.gather(1, (~self.real).long().argsort(dim=1, stable=True))
+    def front(self, tokens: torch.Tensor, last: bool = False) -> torch.Tensor:
+        """(batch_size, seqlen) values of tokens, each sequence's real ones moved to the left, or to the right."""
+        order = self.real if last else ~self.real
+        return tokens.gather(1, order.long().argsort(dim=1, stable=True))
 
-    def real_tokens_first(self) -> Batch:
-        """The same sequences at the left, at the positions that they have here.
+    def real_tokens_first(self, last: bool = False) -> Batch:
+        """The same sequences at the left, at the positions that they have here; or, `last`, at the right.
 
-        transformers' pooled heads read column 0, fastbert's each sequence's first real token: here they are the same.
+        transformers' pooled heads read column 0, or the last, fastbert's each sequence's first, or last, real token:
+        here they are the same.
         """
-        inputs = {name: self.front(t) for name, t in {**self.inputs, "position_ids": self.positions}.items()}
-        return Batch(inputs, self.front(self.real), inputs["position_ids"])
+        inputs = {name: self.front(t, last) for name, t in {**self.inputs, "position_ids": self.positions}.items()}
+        return Batch(inputs, self.front(self.real, last), inputs["position_ids"])
 
 
 def make_batch(
@@ -256,13 +279,18 @@ def make_batch(
     real = torch.ones(batch_size, seqlen, dtype=torch.bool) if mask is None else mask.bool()
     ids = torch.randint(config.vocab_size, (batch_size, seqlen), generator=generator)
     ids = ids if pattern == "holes" else ids.where(real, config.pad_token_id)
+    if "mask_token_id" in config.own:  # transformers' ESM counts those, too, that a mask leaves out
+        ids = ids.where(real | (ids != config.mask_token_id), config.pad_token_id)
     positions = torch.arange(seqlen).expand(batch_size, -1)
-    if config.family.positions_from_ids:
+    if config.family.positions_from_ids and config.embeddings.position is not None:
         counted = (ids != config.pad_token_id).long()
         positions = counted.cumsum(1) * counted + config.pad_token_id
     inputs = {"input_ids": ids}
     if config.type_vocab_size:
         inputs["token_type_ids"] = torch.randint(config.type_vocab_size, (batch_size, seqlen), generator=generator)
+    if config.embeddings.task_type is not None:
+        limit = config.task_type_vocab_size
+        inputs["task_type_ids"] = torch.randint(limit, (batch_size, seqlen), generator=generator)
     if mask is not None:
         inputs["attention_mask"] = mask
     return Batch(inputs, real, positions)
