@@ -40,7 +40,7 @@ def looks(monkeypatch) -> list[str]:
 
 def answer(model: fastbert.BertModel, x: torch.Tensor, layer_type=EncoderLayer):
     """What is answered for all of a model's layers, without a call of them."""
-    return fused.offer_layers(model, model.config.layer_paths, model.config.layer_specs, layer_type, x)
+    return fused.offer_layers(model, model.config.layer_paths, model.config.layer_specs, None, layer_type, x)
 
 
 @pytest.mark.parametrize("device", ("meta", "cpu"))
