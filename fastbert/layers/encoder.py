@@ -153,42 +153,48 @@ def run_containers(
     def norm(path: str, x, residual=None, dropout_p: float = 0.0):
         return add_norm(get_leaf(layer, path), x, None, residual, dropout_p)
 
-    def half_end(leaf: str, norm_path: str, scope: str | None, dropout_p: float):
+    def half_end(leaf: str, norm_path: str, scope: str | None, dropout_p: float, adds: bool):
         """What ends a half: its last Linear, and the residual and the norm as far as they are inside of `scope`."""
-        is_inside = scope is None or spec.norm_first or norm_path.startswith(f"{scope}.")
+        is_inside = spec.norm_first or scope is None or norm_path.startswith(f"{scope}.")
 
         def run(x, residual):
             out = linear(get_leaf(layer, leaf), x)
             if spec.norm_first:
-                return add(out, None, residual, dropout_p)
+                return add(out, None, residual if adds else None, dropout_p)
             return norm(norm_path, out, residual, dropout_p) if is_inside else out
 
         return run, is_inside
 
-    # Attention. A container around all of it is that of its output's container, or of its leaves.
+    # Attention. A container around all of it is that of its output's container, or of its leaves. That of a pre-norm
+    # half has the norm and the residual either both inside of it (Megatron-BERT) or neither (ModernBERT).
     own, last = parent_of(names.query), parent_of(names.attention_output)
     around = last if own == last else parent_of(own or "")
     own, last = (None if path == around else path for path in (own, last))
-    end, is_inside = half_end(names.attention_output, names.attention_norm, around, output_dropout)
+    adds = around is None or names.attention_norm.startswith(f"{around}.")
+    end, is_inside = half_end(names.attention_output, names.attention_norm, around, output_dropout, adds)
 
     def heads(x):
         nonlocal probs
         out, probs = run_attention(layer, spec, x, context, wants_probs)
         return out
 
-    def attention(x):
-        normed = norm(names.attention_norm, x) if spec.norm_first and spec.has_attention_norm else x
-        return within(layer, last, end, within(layer, own, heads, normed), x)
+    def before(x):
+        return norm(names.attention_norm, x) if spec.norm_first and spec.has_attention_norm else x
 
-    out = within(layer, around, attention, x)
-    x = out if is_inside else norm(names.attention_norm, out, x, output_dropout)
+    def attention(x, residual):
+        return within(layer, last, end, within(layer, own, heads, x), residual)
+
+    if spec.norm_first and not adds:
+        x = x + within(layer, around, lambda normed: attention(normed, None), before(x))
+    else:
+        out = within(layer, around, lambda x: attention(before(x), x), x)
+        x = out if is_inside else norm(names.attention_norm, out, x, output_dropout)
 
     # The feed-forward, whose two halves have a container each, or one around both, or none.
     up, down = parent_of(names.up), parent_of(names.down)
     around = up if up == down else None
     up, down = (None if path == around else path for path in (up, down))
-    end, is_inside = half_end(names.down, names.feed_forward_norm, around or down, feed_forward_dropout)
-
+    end, is_inside = half_end(names.down, names.feed_forward_norm, around or down, feed_forward_dropout, around is None)
     norms_inside = up is not None and names.feed_forward_norm.startswith(f"{up}.")  # RoBERTa-PreLayerNorm
 
     def activations(x):
@@ -202,6 +208,7 @@ def run_containers(
         out = feed_forward(normed, x)
     else:
         out = within(layer, around, lambda normed: feed_forward(normed, x), normed)
+        out = x + out if spec.norm_first else out
     return out if is_inside else norm(names.feed_forward_norm, out, x, feed_forward_dropout), probs
 
 
