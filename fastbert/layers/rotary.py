@@ -95,6 +95,15 @@ class RotaryFrequencies(nn.Module):
             return
         buffer.copy_(inverse_frequencies(self.rotary)[0])
 
+    def _apply(self, fn, recurse=True):
+        """Another device, never another dtype: rounded frequencies turn far positions by another angle."""
+        before = self._buffers[self.buffer_name]
+        super()._apply(fn, recurse)
+        after = self._buffers[self.buffer_name]
+        if before is not None and after is not None and after.dtype is not before.dtype:
+            self._buffers[self.buffer_name] = before.to(after.device)
+        return self
+
 
 def place_rotary(root: nn.Module, rotaries: Iterable[Rotary], rows: int) -> None:
     """The leaves below `root` that hold what a family saves of these; `rows`: the positions of a table."""

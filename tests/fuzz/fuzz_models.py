@@ -23,6 +23,7 @@ from torch import nn
 
 import fastbert
 from fastbert import BackendError, EncoderConfig
+from fastbert.families import FAMILIES
 from fastbert.families.form import Embeddings
 from fastbert.models.auto import model_class
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
@@ -51,7 +52,9 @@ def make_subject(draw: Draw, name: str) -> Subject:
         fields["embedding_size"] = draw.choice((8, fields["hidden_size"]))
     if model_type == "albert" and draw.flag():
         fields |= {"num_hidden_groups": fields["num_hidden_layers"], "inner_group_num": draw.choice((1, 2))}
-    dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    fixed = FAMILIES[model_type].fixed
+    fields = {name: value for name, value in fields.items() if name not in fixed}
+    dropouts = {name: 0.0 for name in ("hidden_dropout_prob", "attention_probs_dropout_prob") if name not in fixed}
     config = EncoderConfig.of_family(model_type, **fields, **dropouts)
     seed = draw.integer(0, 99)
     draw.note(f"{name}: {'our' if is_ours else 'accelerated'} {model_type} {fields}")

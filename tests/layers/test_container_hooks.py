@@ -10,6 +10,7 @@ import pytest
 import torch
 from full import left_to_full
 from hf import MODELS, config_for, make_batch, make_labels, make_trio
+from theirs import by_choice
 from tiny import write_model
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -44,6 +45,8 @@ def containers(model: nn.Module) -> list[str]:
     again = tuple(f"{path}." for path in config.layer_paths if path not in kinds.values())
     paths = [path for path, module in model.named_modules() if type(module) is Container]
     paths = [path for path in paths if not path.removeprefix(f"{prefix}.").startswith(again)]
+    unused = {leaf.rpartition(".")[0] for leaf in model.family.unused_linears(model.config)}  # ESM's contact head
+    paths = [path for path in paths if path.removeprefix(f"{prefix}.") not in unused]
     return paths + [prefix] * (prefix in dict(model.named_modules()))
 
 
@@ -51,7 +54,7 @@ def outputs(model, batch, labels, mode=torch.enable_grad) -> dict[str, torch.Ten
     """Every output, and the gradients of the last layer's projections, whose errors drown in each other."""
     inputs = dict(batch.inputs)
     if "MultipleChoice" in type(model).__name__:
-        inputs = {name: t.view(-1, 2, t.shape[-1]) for name, t in inputs.items()}
+        inputs = by_choice(model.config.model_type, inputs, 2)
     with mode():
         out = model(**inputs, **labels)
         found = {name: out[name] for name in out if isinstance(out[name], torch.Tensor)}

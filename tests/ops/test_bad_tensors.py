@@ -74,6 +74,7 @@ OF_OTHERS = {
     "multiplies_bf16",
     "offer",
     "repack",
+    "rotate",
     "warn_of_missing_kernels",
 }  # tested below, or through `linear`
 
