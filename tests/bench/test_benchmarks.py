@@ -197,7 +197,7 @@ def test_runtimes_pass_the_check(name, precision, masked, cells, tmp_path):
     if (missing := contestant.missing()) is not None:
         pytest.skip(missing)
     workload = Workload("two", (9, 4 if masked else 9))
-    worker.write_reference(Path(cells.folder, "checkpoint"), workload, tmp_path / "reference.pt")
+    worker.write_reference("tiny", Path(cells.folder, "checkpoint"), workload, tmp_path / "reference.pt")
     job = Job(Path(cells.folder, "checkpoint"), tmp_path, precision, masked, threads=1)
     facts = contestant.prepare(job)
     assert "onnxruntime" not in name or facts["fused_operators"]["Attention"] == 2
