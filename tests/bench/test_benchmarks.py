@@ -57,7 +57,7 @@ def cells(tmp_path_factory) -> compete.Run:
     """A run whose checkpoint and oracle of 1x16 are there."""
     cells = compete.Run(SETTINGS, str(tmp_path_factory.mktemp("bench")), say=lambda line: None)
     compete.step(**cells.task("checkpoint", model="tiny"))
-    compete.step(**cells.task("reference", workload="1x16"))
+    compete.step(**cells.task("reference", model="tiny", workload="1x16"))
     cells.references.add("1x16")
     return cells
 
