@@ -1,6 +1,6 @@
 """This checkout against another one: whether the bits are the same, and times in turn.
 
-    python benchmarks/against.py OTHER             # digests of outputs, losses and gradients of every family
+    python benchmarks/against.py OTHER             # digests of outputs, losses and gradients of every family of both
     python benchmarks/against.py OTHER --speed     # ratios of medians, two processes asked in turn
 
 OTHER is the root of a checkout with its extension built (`python setup.py build_ext --inplace`). Each checkout runs in
@@ -19,7 +19,6 @@ import sys
 import time
 from pathlib import Path
 
-FAMILIES = ("bert", "roberta", "xlm-roberta", "distilbert", "albert", "electra", "megatron-bert")
 SHAPES = {"1x16": (1, 16), "1x128": (1, 128), "8x128": (8, 128), "ragged": None}
 RAGGED = (12, 31, 55, 7, 90, 44, 167, 23, 61, 18, 102, 36, 5, 73, 49, 28)
 SIZES = {
@@ -37,10 +36,15 @@ def make(model_type: str, head: str, **fields):
     model = model_class(model_type, head)(fastbert.EncoderConfig.of_family(model_type, **fields))
     noise = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for name, p in sorted(model.named_parameters()):
+        for name, p in parameters(model):
             scale = 0.2 if p.dim() == 1 else 0.7 * p.shape[1] ** -0.5
             p.copy_(torch.randn(p.shape, generator=noise) * scale + (p.dim() == 1 and "orm.weight" in name))
     return model
+
+
+def parameters(model) -> list:
+    """By name, tied ones under both: which is a module's own depends on the order in which it has them."""
+    return sorted(model.named_parameters(remove_duplicate=False))
 
 
 def digest(*tensors) -> str:
@@ -53,17 +57,23 @@ def digest(*tensors) -> str:
     return found.hexdigest()[:16]
 
 
-def bits() -> dict[str, str]:
+def models() -> list[list[str]]:
+    """(model_type, head) of every class."""
+    from fastbert.models import auto
+
+    return sorted(map(list, vars(auto).get("_CLASSES") or auto.CLASSES))  # _CLASSES: before the families' data
+
+
+def bits(classes: list[list[str]]) -> dict[str, str]:
     """A digest for every family, head, dtype, mode and layout."""
     import torch
 
     import fastbert
-    from fastbert.models.auto import _CLASSES
 
     shape = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 96}
     shape |= {"vocab_size": 99, "max_position_embeddings": 64}
     found = {}
-    for model_type, head in sorted(_CLASSES):
+    for model_type, head in classes:
         labels = 2 if head in ("QuestionAnswering", "MultipleChoice", "NextSentencePrediction") else 3
         model = make(model_type, head, num_labels=labels, **shape)
         generator = torch.Generator().manual_seed(1)
@@ -103,7 +113,7 @@ def bits() -> dict[str, str]:
                     tensors = [out[k] for k in out if torch.is_tensor(out[k])]
                     runs.zero_grad()
                     (out.loss if labels else tensors[0].sum()).backward()
-                    gradients = [p.grad for _, p in sorted(runs.named_parameters()) if p.grad is not None]
+                    gradients = [p.grad for _, p in parameters(runs) if p.grad is not None]
                     found[f"{name} train"] = digest(*tensors, *gradients)
     return found
 
@@ -188,8 +198,13 @@ def compare_speed(mine: Path, other: Path, rounds: int, sizes: list[str]) -> int
 
 
 def compare_bits(mine: Path, other: Path) -> int:
-    outputs = [start(root, "bits", stdout=subprocess.PIPE).communicate()[0] for root in (mine, other)]
-    ours, theirs = map(json.loads, outputs)
+    def ask(root: Path, task: str, given: object = None):
+        asked = start(root, task, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        return json.loads(asked.communicate(json.dumps(given))[0])
+
+    ours = ask(mine, "models")
+    shared = [name for name in ask(other, "models") if name in ours]
+    ours, theirs = (ask(root, "bits", shared) for root in (mine, other))
     differing = [name for name in theirs if ours.get(name) != theirs[name]]
     print(f"{len(theirs) - len(differing)} of {len(theirs)} cases have the same bits")
     print(*(f"differs: {name}" for name in differing), sep="\n")
@@ -206,7 +221,10 @@ def main() -> int:
         serve()
         return 0
     if task == "bits":
-        print(json.dumps(bits()))
+        print(json.dumps(bits(json.load(sys.stdin))))
+        return 0
+    if task == "models":
+        print(json.dumps(models()))
         return 0
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("other", type=Path)

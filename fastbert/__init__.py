@@ -12,36 +12,28 @@ TYPE_CHECKING = False  # typing's own would cost more than the rest: the command
 if TYPE_CHECKING:
     from typing import Any
 
+    from fastbert.models.classes import *  # noqa: F403
+
 __version__ = "0.1.0"
 
-_HEADS = (
-    "MaskedLM",
-    "PreTraining",
-    "NextSentencePrediction",
-    "SequenceClassification",
-    "TokenClassification",
-    "QuestionAnswering",
-    "MultipleChoice",
-)
 _MODULES: dict[str, tuple[str, ...]] = {
-    "fastbert.models.auto": ("AutoModel", *(f"AutoModelFor{head}" for head in _HEADS)),
-    "fastbert.models.bert": ("BertModel", *(f"BertFor{head}" for head in _HEADS)),
-    "fastbert.models.baby": ("baby_config", "MegatronBertModel", *(f"MegatronBertFor{head}" for head in _HEADS)),
-    "fastbert.models.roberta": tuple(
-        f"{family}{part}"
-        for family in ("Roberta", "XLMRoberta")
-        for part in ("Model", *(f"For{head}" for head in (_HEADS[0], *_HEADS[3:])))
+    "fastbert.models.auto": (
+        "AutoModel",
+        *(
+            f"AutoModelFor{head}"
+            for head in (
+                "MaskedLM",
+                "PreTraining",
+                "NextSentencePrediction",
+                "SequenceClassification",
+                "TokenClassification",
+                "QuestionAnswering",
+                "MultipleChoice",
+            )
+        ),
     ),
-    "fastbert.models.distilbert": (
-        "DistilBertModel",
-        *(f"DistilBertFor{head}" for head in (_HEADS[0], *_HEADS[3:])),
-    ),
-    "fastbert.models.albert": ("AlbertModel", *(f"AlbertFor{head}" for head in (*_HEADS[:2], *_HEADS[3:]))),
-    "fastbert.models.electra": (
-        "ElectraModel",
-        "ElectraForJointPreTraining",
-        *(f"ElectraFor{head}" for head in (*_HEADS[:2], *_HEADS[3:])),
-    ),
+    "fastbert.models.baby": ("baby_config",),
+    "fastbert.models.joint_electra": ("ElectraForJointPreTraining",),
     "fastbert.acceleration": ("accelerate", "restore"),
     "fastbert.backend": ("Backend", "BackendError", "backends", "use_backend"),
     "fastbert.config": ("ConfigError", "EncoderConfig"),
@@ -55,8 +47,6 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "fastbert.sentences": ("SentenceEncoder",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
-
-__all__ = ["__version__", "from_pretrained", *_HOME]
 
 
 def from_pretrained(name_or_path: str, **options: Any) -> Any:
@@ -77,6 +67,8 @@ _MOVED = {
     "sentence_folder": "data.sentence_folder",
     "tokenization": "data.tokenization",
     "testing.bench": "bench.timing",
+    "models.family": "models.tree",
+    **{f"models.{name}": "models.classes" for name in ("albert", "bert", "distilbert", "electra", "roberta")},
     **{f"testing.{name}": f"bench.{name}" for name in ("compete", "contestants", "jobs", "report", "runtimes")},
 }
 
@@ -95,15 +87,31 @@ class _MovedModules:
 sys.meta_path.append(_MovedModules)
 
 
+def _public_names() -> list[str]:
+    """All of them; the model classes are those that the families' data ask for (families/)."""
+    from fastbert.families import FAMILIES
+
+    classes = [
+        f"{family.classes}{end}"
+        for family in FAMILIES.values()
+        for end in ("Model", *(f"For{head}" for head in family.heads))
+    ]
+    return ["__version__", "from_pretrained", *_HOME, *classes]
+
+
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'fastbert' has no attribute {name!r}")
     from importlib import import_module
 
-    home = import_module(_HOME[name])
-    globals().update({sibling: getattr(home, sibling) for sibling in _MODULES[_HOME[name]]})
-    return globals()[name]
+    if name == "__all__":
+        return _public_names()
+    if name in _HOME:
+        home = import_module(_HOME[name])
+        globals().update({sibling: getattr(home, sibling) for sibling in _MODULES[_HOME[name]]})
+        return globals()[name]
+    if not name.startswith("_") and name in _public_names():
+        return getattr(import_module("fastbert.models.classes"), name)
+    raise AttributeError(f"module 'fastbert' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted(_public_names())

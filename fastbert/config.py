@@ -10,6 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastbert.families import FAMILIES
+from fastbert.families.fields import ACTIVATIONS, MAX_FLOAT32, Count, Flag, is_number
+from fastbert.families.form import Embeddings, Family, Scopes
+from fastbert.families.spec import Distances, Invalid, LayerSpec, Rotary
+
 
 class ConfigError(ValueError):
     """A configuration cannot be run. The message names the field, its value and what is allowed."""
@@ -39,83 +44,6 @@ def parse_json(content: bytes | str, source: Any, error: type[ValueError], expec
     return entries
 
 
-# transformers' names of activations, and ours.
-ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-    "tanh": "tanh",
-}
-
-# Fields that a family's config.json calls otherwise: ours -> theirs.
-_THEIR_NAMES = {
-    "distilbert": {
-        "hidden_size": "dim",
-        "num_hidden_layers": "n_layers",
-        "num_attention_heads": "n_heads",
-        "intermediate_size": "hidden_dim",
-        "hidden_act": "activation",
-        "hidden_dropout_prob": "dropout",
-        "attention_probs_dropout_prob": "attention_dropout",
-        "classifier_dropout": "seq_classif_dropout",
-    },
-    "albert": {"classifier_dropout": "classifier_dropout_prob"},
-}
-
-# What a config.json that leaves a field out means by it, where a family differs from BERT.
-_FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
-    "bert": {},
-    "roberta": {"vocab_size": 50265, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
-    "xlm-roberta": {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
-    "distilbert": {"num_hidden_layers": 6, "type_vocab_size": 0, "classifier_dropout": 0.2, "qa_dropout": 0.1},
-    "albert": {
-        "vocab_size": 30000,
-        "embedding_size": 128,
-        "hidden_size": 4096,
-        "num_attention_heads": 64,
-        "intermediate_size": 16384,
-        "hidden_act": "gelu_new",
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-        "classifier_dropout": 0.1,
-        "num_hidden_groups": 1,
-        "inner_group_num": 1,
-        "bos_token_id": 2,
-        "eos_token_id": 3,
-    },
-    "electra": {
-        "embedding_size": 128,
-        "hidden_size": 256,
-        "num_attention_heads": 4,
-        "intermediate_size": 1024,
-        "summary_activation": "gelu",
-        "summary_last_dropout": 0.1,
-    },
-    "megatron-bert": {
-        "vocab_size": 29056,
-        "hidden_size": 1024,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "intermediate_size": 4096,
-    },
-}
-
-# A config.json may ask for these; nothing but the value given here is implemented.
-_ONLY_VALUES = {
-    "is_decoder": (False,),
-    "add_cross_attention": (False,),
-    "position_embedding_type": ("absolute",),
-    "embedding_size_per_layer": (None,),
-    "summary_type": ("first",),
-    "summary_use_proj": (True,),
-}
-
-
 MAX_SIZE = 2**31 - 1  # kernels count in 32 bits
 MAX_ELEMENTS = 2**40  # of one table: 4 TB in float32
 MAX_LAYERS = 10_000  # that one token passes; the deepest Transformers have 1,000 (Wang et al. 2022, "DeepNet")
@@ -138,7 +66,6 @@ _RANGES = {
 _DROPOUTS = (
     "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "qa_dropout", "summary_last_dropout",
 )  # fmt: skip
-_MAX_FLOAT32 = 3.4028234663852886e38
 
 # What no tensor's shape need show, but what the numbers in it depend on, and what does show: see `shapes`.
 _SHAPES = tuple(name for name in _RANGES if name not in ("embedding_size", "num_labels"))
@@ -149,8 +76,9 @@ class EncoderConfig:
     """The shape and the behaviour of an encoder and its heads. Defaults are BERT-base's.
 
     If `embedding_size` is None, it is hidden_size. If `classifier_dropout` is None, it is hidden_dropout_prob. If
-    `type_vocab_size` is 0, the family has no token types. `extra` keeps the entries of a config.json that fastbert does
-    not read, so that saving loses nothing.
+    `type_vocab_size` is 0, the family has no token types. `own` holds the fields that only the model_type's family has
+    (families/), with its defaults; they are read as attributes, too. `extra` keeps the entries of a config.json that
+    fastbert does not read, so that saving loses nothing.
     """
 
     model_type: str = "bert"
@@ -180,12 +108,26 @@ class EncoderConfig:
     num_labels: int = 2
     problem_type: str | None = None
     id2label: Mapping[int, str] = field(default_factory=dict)
+    own: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model_type, str) or self.model_type not in _FAMILY_DEFAULTS:
-            known = ", ".join(sorted(_FAMILY_DEFAULTS))
-            raise ConfigError(f"unknown model_type {_shown(self.model_type)}; fastbert has: {known}")
+        if not isinstance(self.model_type, str) or self.model_type not in FAMILIES:
+            raise ConfigError(f"unknown model_type {_shown(self.model_type)}; fastbert has: {_known_types()}")
+        fields = self.family.fields
+        if not isinstance(self.own, Mapping):
+            raise ConfigError(f"own is {_shown(self.own)}; it must map the names of fields to values")
+        if unknown := [name for name in self.own if name not in fields]:
+            raise ConfigError(f"{self.model_type} has no field {_shown(unknown[0])}")
+        own = {name: self.own.get(name, kind.default) for name, kind in fields.items()}
+        object.__setattr__(self, "own", own)
+        for name, kind in fields.items():
+            if (allowed := kind.objection(own[name])) is not None:
+                raise ConfigError(f"{self.family.their_names.get(name, name)} is {_shown(own[name])}; {allowed}")
+        for name in self.family.fixed:
+            default = self.family.defaults.get(name, self.__dataclass_fields__[name].default)
+            if self.__dict__[name] != default:
+                raise ConfigError(f"{name} is {_shown(self.__dict__[name])}; {self.model_type} has only {default!r}")
         self._check_sizes()
         summary = self.summary_activation
         activations = {
@@ -197,11 +139,11 @@ class EncoderConfig:
                 raise ConfigError(f"{name} {_shown(value)} is not one of: {', '.join(ACTIVATIONS)}")
         for name in _DROPOUTS:
             value = self.__dict__[name]
-            if not (_is_number(value) and 0.0 <= value < 1.0) and (value is not None or name != "classifier_dropout"):
+            if not (is_number(value) and 0.0 <= value < 1.0) and (value is not None or name != "classifier_dropout"):
                 raise ConfigError(f"{name} is {_shown(value)}; it must be at least 0 and below 1")
         for name in ("layer_norm_eps", "initializer_range"):
             value = self.__dict__[name]
-            if not _is_number(value) or not 0 <= value <= _MAX_FLOAT32:
+            if not is_number(value) or not 0 <= value <= MAX_FLOAT32:
                 raise ConfigError(f"{name} is {_shown(value)}; it must be a number of at least 0 that float32 holds")
         self._check_tokens_and_labels()
         if type(self.tie_word_embeddings) is not bool:
@@ -211,9 +153,14 @@ class EncoderConfig:
         names = self.extra.get("architectures")
         if names is not None and not (isinstance(names, (list, tuple)) and all(isinstance(n, str) for n in names)):
             raise ConfigError(f"architectures is {_shown(names)}; it must be a list of class names")
-        for name, allowed in _ONLY_VALUES.items():
-            if name in self.extra and self.extra[name] not in allowed:
-                raise ConfigError(f"{name}={_shown(self.extra[name])} is not supported; fastbert has {allowed[0]!r}")
+        for name, values in self.family.only_values.items():
+            found = self.extra.get(name, self.__dict__.get(name, values[0]))
+            if found not in values:
+                raise ConfigError(f"{name}={_shown(found)} is not supported; fastbert has {values[0]!r}")
+        try:
+            object.__setattr__(self, "_derived", self.family.derive(self))
+        except Invalid as error:
+            raise ConfigError(f"{error.name} is {_shown(error.value)}; it must be {error.allowed}") from None
 
     def _check_sizes(self) -> None:
         for name, (low, high) in _RANGES.items():
@@ -222,7 +169,7 @@ class EncoderConfig:
                 continue
             if type(value) is not int or not low <= value <= high:
                 raise ConfigError(f"{name} is {_shown(value)}; it must be an integer from {low} to {high}")
-        if self.hidden_size % self.num_attention_heads:
+        if self.own.get("head_dim") is None and self.hidden_size % self.num_attention_heads:
             raise ConfigError(
                 f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
             )
@@ -259,9 +206,48 @@ class EncoderConfig:
         if self.id2label and len(self.id2label) != self.num_labels:
             raise ConfigError(f"id2label names {len(self.id2label)} labels, and num_labels is {self.num_labels}")
 
+    def __getattr__(self, name: str) -> Any:
+        own = self.__dict__.get("own", {})
+        if name not in own:
+            raise AttributeError(f"EncoderConfig has no field {name!r}")
+        return own[name]
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.model_type]
+
+    @property
+    def layer_specs(self) -> tuple[LayerSpec, ...]:
+        """What the layer at each depth computes."""
+        return self.__dict__["_derived"].layer_specs
+
+    @property
+    def layer_paths(self) -> tuple[str, ...]:
+        """Where the layer that runs at each depth is, below the base model; shared layers come again."""
+        return self.__dict__["_derived"].layer_paths
+
+    @property
+    def distances(self) -> Distances | None:
+        """What in the layers goes by the distance of two tokens; None: nothing does."""
+        return self.__dict__["_derived"].distances
+
+    @property
+    def rotaries(self) -> tuple[Rotary, ...]:
+        """The kinds of rotary embedding that the layers have."""
+        return () if self.distances is None else self.distances.rotaries
+
+    @property
+    def scopes(self) -> Scopes:
+        return self.__dict__["_derived"].scopes
+
+    @property
+    def embeddings(self) -> Embeddings:
+        """The embedding leaves."""
+        return self.__dict__["_derived"].embeddings
+
     @property
     def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
+        return self.own.get("head_dim") or self.hidden_size // self.num_attention_heads
 
     @property
     def activation(self) -> str:
@@ -286,19 +272,26 @@ class EncoderConfig:
         The number of labels is not among them: a base model has no such tensor, and a head's own shape tells it.
         """
         shapes = {name: self.__dict__[name] for name in ("model_type", *_SHAPES, "tie_word_embeddings")}
+        own = {name: self.own[name] for name, kind in self.family.fields.items() if isinstance(kind, (Count, Flag))}
         quantization = self.extra.get("quantization_config")
-        return {**shapes, "embedding_size": self.embedding_width, "quantization_config": quantization}
+        return {**shapes, **own, "embedding_size": self.embedding_width, "quantization_config": quantization}
 
     def replace(self, **changes: Any) -> EncoderConfig:
         """A copy with other fields. If the number of labels changes, the names of the old labels are dropped."""
         if changes.get("num_labels", self.num_labels) != self.num_labels:
             changes.setdefault("id2label", {})
+        if own := {name: changes.pop(name) for name in self.own if name in changes}:
+            changes["own"] = {**self.own, **own}
         return dataclasses.replace(self, **changes)
 
     @classmethod
     def of_family(cls, model_type: str, **fields: Any) -> EncoderConfig:
         """A configuration of `model_type`. Fields that are not given have that family's defaults."""
-        return cls(**{"model_type": model_type, **_FAMILY_DEFAULTS.get(model_type, {}), **fields})
+        family = FAMILIES.get(model_type)
+        if family is None:
+            return cls(model_type=model_type, **fields)
+        own = {name: fields.pop(name) for name in family.fields if name in fields}
+        return cls(**{"model_type": model_type, **family.defaults, "own": own, **fields})
 
     @classmethod
     def from_dict(cls, entries: Mapping[str, Any]) -> EncoderConfig:
@@ -306,11 +299,15 @@ class EncoderConfig:
         entries = dict(entries)
         model_type = entries.pop("model_type", None)
         if not isinstance(model_type, str):
-            raise ConfigError("config.json has no model_type; fastbert has: " + ", ".join(sorted(_FAMILY_DEFAULTS)))
-        names = _THEIR_NAMES.get(model_type, {})
-        known = {f.name for f in dataclasses.fields(cls)} - {"model_type", "extra", "id2label", "num_labels"}
+            raise ConfigError(f"config.json has no model_type; fastbert has: {_known_types()}")
+        family = FAMILIES.get(model_type)
+        names = {} if family is None else family.their_names
+        if family is not None and family.modernised is not None:
+            entries = family.modernised(entries)
+        known = {f.name for f in dataclasses.fields(cls)} - {"model_type", "own", "extra", "id2label", "num_labels"}
+        known -= set() if family is None else {*family.fixed}  # an entry of that name is none that transformers reads
         fields: dict[str, Any] = {}
-        for name in known:
+        for name in (*known, *(() if family is None else family.fields)):
             for theirs in (names.get(name, name), name):
                 if theirs in entries:
                     fields[name] = entries.pop(theirs)
@@ -326,31 +323,26 @@ class EncoderConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The entries of the family's config.json, under Hugging Face's names. `from_dict` reads them."""
-        names = _THEIR_NAMES.get(self.model_type, {})
-        defaults = EncoderConfig.of_family(self.model_type)
+        family = self.family
+        names, defaults = family.their_names, EncoderConfig.of_family(self.model_type)
         entries: dict[str, Any] = {"model_type": self.model_type}
         for f in dataclasses.fields(self):
             value = self.__dict__[f.name]
-            if f.name in ("model_type", "extra", "id2label", "num_labels"):
+            if f.name in ("model_type", "own", "extra", "id2label", "num_labels", *family.fixed):
                 continue
             # A field that only other families have stands at its neutral default, and is not theirs to write.
-            if (
-                f.name in _OWN_FIELDS
-                and value == defaults.__dict__[f.name]
-                and f.name not in _FAMILY_DEFAULTS[self.model_type]
-            ):
+            if f.name in _OWN_FIELDS and value == defaults.__dict__[f.name] and f.name not in family.defaults:
                 continue
             entries[names.get(f.name, f.name)] = value
-        if self.model_type == "distilbert":
-            del entries["type_vocab_size"], entries["layer_norm_eps"]  # fixed in that family: not in its config.json
+        entries |= {names.get(name, name): value for name, value in self.own.items()}
         id2label = self.id2label or {i: f"LABEL_{i}" for i in range(self.num_labels)}
         entries["id2label"] = {str(i): label for i, label in id2label.items()}
         entries["label2id"] = {label: i for i, label in id2label.items()}
         return {**self.extra, **entries}
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _known_types() -> str:
+    return ", ".join(sorted(FAMILIES))
 
 
 def _read_labels(entry: Any) -> dict[int, str]:
@@ -367,7 +359,7 @@ def _read_labels(entry: Any) -> dict[int, str]:
             raise ConfigError(f"id2label has the key {_shown(key)}, which is no integer") from None
         if i in labels:
             raise ConfigError(f"id2label names label {i} twice")
-        labels[i] = str(label) if _is_number(label) else label
+        labels[i] = str(label) if is_number(label) else label
     return labels
 
 

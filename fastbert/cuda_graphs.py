@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 from fastbert.backend import Backend, _choice, first_to_serve
+from fastbert.families.spec import Distances
+from fastbert.layers.embeddings import EmbeddingIds
 from fastbert.layers.leaves import FORWARD_HOOKS
 from fastbert.layers.snapshot import Snapshot
 from fastbert.models.base import EncoderModel, must_be_called
@@ -59,30 +61,49 @@ def _power_of_two(n: int) -> int:
 
 @dataclass
 class StaticBatch:
-    """A bucket's buffers, where its graph reads: int64 ids (3, total_tokens) and int32 cu_seqlens (batch_size + 1,)."""
+    """A bucket's buffers, where its graph reads: int64 ids (5, total_tokens) and int32 cu_seqlens (batch_size + 1,).
+
+    ids: words, positions, token types, columns, by which windows measure distances, and task types. `goes_by` says what
+    the layers measure: where they do, positions are those of rotary embedding. `has_tasks`: the family has task types.
+    """
 
     bucket: Bucket
     ids: torch.Tensor
     cu_seqlens: torch.Tensor
+    goes_by: Distances | None
+    has_tasks: bool = False
 
     @classmethod
-    def empty(cls, bucket: Bucket, device: torch.device) -> StaticBatch:
+    def empty(
+        cls, bucket: Bucket, device: torch.device, goes_by: Distances | None, has_tasks: bool = False
+    ) -> StaticBatch:
         """One sequence as long as the bucket allows, of ids 0: what a capture runs on."""
         with torch.inference_mode(False):  # or the buffers could not be written outside of inference mode
-            ids = torch.zeros(3, bucket.total_tokens, dtype=torch.int64, device=device)
+            ids = torch.zeros(5, bucket.total_tokens, dtype=torch.int64, device=device)
             length = min(bucket.total_tokens, bucket.max_seqlen)
             cu_seqlens = torch.full((bucket.batch_size + 1,), length, dtype=torch.int32, device=device)
             cu_seqlens[:1].zero_()
-        return cls(bucket, ids, cu_seqlens)
+            ids[3].copy_(torch.arange(bucket.total_tokens, device=device))
+        return cls(bucket, ids, cu_seqlens, goes_by, has_tasks)
 
     def fill(self, inputs: EncoderInputs) -> None:
         """Copy a checked batch in. Slack rows keep an earlier batch's ids: they are valid, and nobody reads them."""
-        assert inputs.input_ids is not None
-        batch, tokens = inputs.batch, inputs.batch.total_tokens
-        self.ids[0, :tokens].copy_(inputs.input_ids)
-        self.ids[1, :tokens].copy_(inputs.position_ids)
-        if inputs.token_type_ids is not None:
-            self.ids[2, :tokens].copy_(inputs.token_type_ids)
+        batch, tokens, ids = inputs.batch, inputs.batch.total_tokens, inputs.ids
+        assert ids.input_ids is not None
+        self.ids[0, :tokens].copy_(ids.input_ids)
+        if ids.token_type_ids is not None:
+            self.ids[2, :tokens].copy_(ids.token_type_ids)
+        if ids.task_type_ids is not None:
+            self.ids[4, :tokens].copy_(ids.task_type_ids)
+        else:
+            self.ids[4, :tokens].zero_()
+        if self.goes_by is None:
+            assert ids.position_ids is not None
+            self.ids[1, :tokens].copy_(ids.position_ids)
+        else:
+            places = batch.local_positions()
+            for row, positions in ((1, inputs.rotary_positions), (3, inputs.window_positions)):
+                self.ids[row, :tokens].copy_(places if positions is None else positions)
         self.cu_seqlens[: batch.batch_size + 1].copy_(batch.cu_seqlens)
         self.cu_seqlens[batch.batch_size + 1 :].fill_(tokens)
 
@@ -90,7 +111,10 @@ class StaticBatch:
         """The buffers as a batch, with a cache of its own: what is derived from cu_seqlens belongs into the graph."""
         tokens, sequences, longest, has_types = self.bucket
         batch = PackedBatch(None, self.cu_seqlens, longest, sequences, None, tokens)
-        return EncoderInputs(batch, self.ids[0], self.ids[1], self.ids[2] if has_types else None, None)
+        words, positions, types, columns, tasks = self.ids
+        task_type_ids = tasks if self.has_tasks else None
+        ids = EmbeddingIds(words, positions, types if has_types else None, task_type_ids, None)
+        return EncoderInputs(batch, ids) if self.goes_by is None else EncoderInputs(batch, ids, positions, columns)
 
     def nbytes(self) -> int:
         return self.ids.nbytes + self.cu_seqlens.nbytes
@@ -225,6 +249,7 @@ class GraphedEncoder:
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
         batch: PackedBatch | None = None,
+        task_type_ids: torch.Tensor | None = None,
     ) -> ModelOutput | tuple:
         """`model.forward`; raises what that raises, before anything is launched."""
         model = self.model
@@ -237,9 +262,11 @@ class GraphedEncoder:
             return model(
                 input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, output_attentions,
                 output_hidden_states, return_dict, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, batch=batch,
+                task_type_ids=task_type_ids,
             )  # fmt: skip
         inputs = model.prepare(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen, batch
+            *(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen),
+            *(batch, task_type_ids),
         )
         packed = self._encode(inputs)
         output = ModelOutput(
@@ -255,11 +282,14 @@ class GraphedEncoder:
         max_seqlen: int,
         token_type_ids: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
+        task_type_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`model.encode_packed`: packed in, packed out."""
         self.why_eager = self._objection()
-        inputs = self.model.prepare(input_ids, None, token_type_ids, position_ids, None, cu_seqlens, max_seqlen)
-        return self.model.encode(inputs) if self.why_eager is not None else self._encode(inputs)
+        inputs = self.model.prepare(
+            input_ids, None, token_type_ids, position_ids, None, cu_seqlens, max_seqlen, None, task_type_ids
+        )
+        return self.model.encode(inputs).packed if self.why_eager is not None else self._encode(inputs)
 
     def _objection(self) -> str | None:
         """Why no call can go through a graph now."""
@@ -296,22 +326,22 @@ class GraphedEncoder:
 
     def _encode(self, inputs: EncoderInputs) -> torch.Tensor:
         """The packed last hidden state of checked inputs."""
-        batch, has_types = inputs.batch, inputs.token_type_ids is not None
+        batch, has_types = inputs.batch, inputs.ids.token_type_ids is not None
         longest = min(batch.max_seqlen, batch.total_tokens)
         bucket = bucket_of(batch.total_tokens, batch.batch_size, longest, has_types, self.max_tokens)
         with self._lock:
             self.why_eager = self._tree_objection()
-            if inputs.input_ids is None:
+            if inputs.ids.input_ids is None:
                 self.why_eager = "inputs_embeds are not copied"
             elif bucket is None:
                 self.why_eager = f"{batch.total_tokens} tokens are not within 1 to {self.max_tokens}"
             if self.why_eager is None:
                 assert bucket is not None
                 return self._replay(bucket, inputs)
-        return self.model.encode(inputs)
+        return self.model.encode(inputs).packed
 
     def _replay(self, bucket: Bucket, inputs: EncoderInputs) -> torch.Tensor:
-        device = inputs.position_ids.device
+        device = inputs.batch.cu_seqlens.device
         key = (bucket, _choice.forced)
         captured = self._graphs.get(key)
         if captured is None:
@@ -330,7 +360,10 @@ class GraphedEncoder:
         if self._turns is None or self._turns.device != device:
             self._turns = Turns(device)
         with torch.inference_mode(False), torch.no_grad():
-            return Captured(self.model.encode, StaticBatch.empty(bucket, device), self._turns)
+            config = self.model.config
+            has_tasks = config.embeddings.task_type is not None
+            static = StaticBatch.empty(bucket, device, config.distances, has_tasks)
+            return Captured(lambda inputs: self.model.encode(inputs).packed, static, self._turns)
 
     def _evict(self) -> None:
         """The least recently used graphs, but never the newest: a batch's own is what it runs on."""

@@ -16,7 +16,7 @@ import torch
 from fastbert.packing import InputError, PackedBatch
 
 # What a model's forward takes of a PackedInputs, by its own argument names.
-_IDS = ("input_ids", "token_type_ids", "position_ids")
+_IDS = ("input_ids", "token_type_ids", "position_ids", "task_type_ids")
 _ENCODER_FIELDS = (*_IDS, "batch")
 _SEQUENCE_LABELS = ("start_positions", "end_positions", "next_sentence_label", "sentence_order_label")
 _FIELDS = (*_ENCODER_FIELDS, "num_choices", "labels", *_SEQUENCE_LABELS)
@@ -27,9 +27,9 @@ MASKED_IDS = "masked input_ids"
 class PackedInputs(Mapping[str, Any]):
     """What `pack_inputs` makes: `model(packed)` and `model(**packed)` give what the batch itself would give.
 
-    Its fields are arguments of a model's forward, those only that were given: `input_ids`, `token_type_ids` and
-    `position_ids`, int64 (total_tokens,); `batch`, the PackedBatch that says which tokens are whose; `labels`, in the
-    layout that they were given in, and the labels of other names; `num_choices`.
+    Its fields are arguments of a model's forward, those only that were given: `input_ids`, `token_type_ids`,
+    `position_ids` and `task_type_ids`, int64 (total_tokens,); `batch`, the PackedBatch that says which tokens are
+    whose; `labels`, in the layout that they were given in, and the labels of other names; `num_choices`.
 
     It never changes. One with other fields is made by `pack_inputs`, which looks at their values, too: models take its
     word for them.
@@ -79,8 +79,8 @@ def arguments_of(packed: PackedInputs, *others: Any) -> tuple:
     """The arguments of an encoder's `prepare`; InputError where others than a PackedInputs were given."""
     if any(value is not None for value in others):
         raise InputError("a PackedInputs is all of a batch: give the rest of it to fastbert.pack_inputs")
-    input_ids, token_type_ids, position_ids = map(packed.get, _IDS)
-    return input_ids, None, token_type_ids, position_ids, None, None, None, packed["batch"]
+    input_ids, token_type_ids, position_ids, task_type_ids = map(packed.get, _IDS)
+    return input_ids, None, token_type_ids, position_ids, None, None, None, packed["batch"], task_type_ids
 
 
 def labels_of(packed: PackedInputs, given: dict[str, Any]) -> dict[str, Any]:
@@ -96,6 +96,7 @@ def pack_inputs(
     token_type_ids: Any = None,
     position_ids: Any = None,
     *,
+    task_type_ids: Any = None,
     labels: Any = None,
     start_positions: Any = None,
     end_positions: Any = None,
@@ -107,8 +108,8 @@ def pack_inputs(
     Args:
         input_ids: a list of sequences, each a list (array, tensor) of ids; or a padded tensor (batch, seqlen). Multiple
             choice: a list of examples, each a list of as many sequences; or (batch, num_choices, seqlen).
-        attention_mask, token_type_ids, position_ids: in the same form. The mask of a padded tensor has padding on any
-            side, and holes; in lists 0 may stand behind a sequence's last token only.
+        attention_mask, token_type_ids, position_ids, task_type_ids: in the same form. The mask of a padded tensor has
+            padding on any side, and holes; in lists 0 may stand behind a sequence's last token only.
         labels: integers for every token, in the form of input_ids, -100 where a token has none; or one for every
             sequence (example, for multiple choice), (batch,). Floats, (batch,) or (batch, num_labels), are always of
             sequences: values of a regression, or several labels at once.
@@ -124,10 +125,9 @@ def pack_inputs(
             when it is called: by the smallest and the largest, which are noted here, without a wait.
     """
     ids, num_choices = _without_choices(input_ids)
+    given_ids = {"token_type_ids": token_type_ids, "position_ids": position_ids, "task_type_ids": task_type_ids}
     tokens = {
-        name: _without_choices(values, num_choices, name)[0]
-        for name, values in (("token_type_ids", token_type_ids), ("position_ids", position_ids))
-        if values is not None
+        name: _without_choices(values, num_choices, name)[0] for name, values in given_ids.items() if values is not None
     }
     mask = None if attention_mask is None else _without_choices(attention_mask, num_choices, "attention_mask")[0]
     per_token = None

@@ -280,6 +280,18 @@ class PackedBatch:
         sequence = torch.searchsorted(self.cu_seqlens[1:].long(), token, right=True)
         return token - self.cu_seqlens[sequence]
 
+    def columns_with_gaps(self) -> torch.Tensor | None:
+        """int64 (total_tokens,), each token's column in the padded grid; None where all tokens of a sequence are known
+        to be neighbours there, so that their places in the sequence have the same distances.
+        """
+        if self.seqlen is None or self.indices is None:
+            return None
+        if _is_on_host(self.indices) and not torch.compiler.is_compiling():
+            rows = self.indices // self.seqlen
+            if bool(((self.indices.diff() == 1) | (rows.diff() != 0)).all()):
+                return None
+        return self.indices % self.seqlen
+
     def local_targets(self, positions: torch.Tensor) -> torch.Tensor:
         """Columns of the padded grid (batch,) -> places among a sequence's real tokens; -1 where there is no token."""
         if self.indices is None or self.seqlen is None:

@@ -16,8 +16,8 @@ from torch import nn
 from fastbert.config import ConfigError
 from fastbert.layers.quantized import QuantizedLinear
 from fastbert.models.base import HasModel
-from fastbert.models.family import base_models
 from fastbert.models.quantized import linears_of, make_int8
+from fastbert.models.tree import base_models
 from fastbert.packing import InputError
 
 Quantizable = TypeVar("Quantizable", bound="nn.Module | HasModel")

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from fastbert import ops
-from fastbert.checkpoint.pretrained import parse_dtype, resolve
+from fastbert.checkpoint.dtypes import parse_dtype
+from fastbert.checkpoint.pretrained import resolve
 from fastbert.config import ConfigError
 from fastbert.data.sentence_folder import (
     Normalize,
@@ -299,8 +300,9 @@ def _pool(hidden: torch.Tensor, cu_seqlens: torch.Tensor, mode: str) -> torch.Te
 
 
 def position_limit(model: EncoderModel) -> int:
-    """The longest sequence, in tokens, that the position table has room for."""
-    return model.table_sizes().longest(model.family, model.config)
+    """The longest sequence, in tokens, that the position table has room for; without one, what the config names."""
+    limit = model.table_sizes().longest(model.config)
+    return model.config.max_position_embeddings if limit is None else limit
 
 
 def pick_device(device: torch.device | str | None) -> torch.device:

@@ -9,6 +9,10 @@ device, the longest sequences' first, so that a long sequence in a batch of shor
 beyond cu_seqlens[-1] are tiles without keys, whose results are zeros. Keys beyond a sequence's end are loaded as zeros,
 not masked afterwards: nothing of one sequence, not even a NaN, reaches another.
 
+GROUP query heads in a row read one head of k and v (Ainslie et al. 2023, "GQA", section 2.2). Windows go by the tokens'
+places, or by positions_ptr (T,), which ascend in a sequence: two tokens' places never differ by more than their
+positions, so that the blocks that a window leaves out go by the places alone.
+
 Legend: T tokens of a batch, M queries, N keys, D head_dim padded to a power of two. Products are in the operands' dtype
 with fp32 sums (fp32 operands: IEEE products, no TF32), softmax and statistics in fp32.
 """
@@ -150,6 +154,19 @@ def signed(scores, SIGN: tl.constexpr):
 
 
 @triton.jit
+def window_places(positions_ptr, tokens, end, HAS_POSITIONS: tl.constexpr):
+    """What a window goes by: the tokens' positions, or the tokens themselves.
+
+    Loaded in a block of its own: of a plain vector every thread would load again what it wants (_load_records).
+    """
+    if HAS_POSITIONS:
+        column = tl.arange(0, 4)[None, :]
+        inside = (tokens < end)[:, None] & (column == 0)
+        return tl.sum(tl.load(positions_ptr + tokens[:, None] + column * 0, mask=inside, other=0), axis=1)
+    return tokens
+
+
+@triton.jit
 def in_window(queries, keys, window_left, window_right):
     return (keys >= queries - window_left) & (keys <= queries + window_right)
 
@@ -175,23 +192,26 @@ def rows_whole(t: torch.Tensor) -> torch.Tensor:
     return t if is_row and t.stride(0) < 2**24 else t.contiguous()
 
 
-def launch_arguments(q, tiles, philox, softmax_scale, dropout_p, window_size, blocks: Blocks):
-    """The grid, and the arguments that all kernels share."""
-    head_dim = q.shape[2]
-    grid = (tiles.shape[0], cdiv(q.shape[1], blocks.heads))
+def launch_arguments(x, group, tiles, philox, positions, softmax_scale, dropout_p, window_size, blocks: Blocks):
+    """The grid over the heads of x, which is q or k, and the arguments that all kernels share."""
+    total_tokens, num_heads, head_dim = x.shape
+    grid = (tiles.shape[0], cdiv(num_heads, blocks.heads))
+    positions = None if positions is None else positions.contiguous()
     # 32-bit sums with tokens' numbers: 2^30 is further than any sequence reaches.
     left, right = (2**30 if side < 0 else min(side, 2**30) for side in window_size)
     scale, sign = abs(softmax_scale) * _LOG2E, -1 if softmax_scale < 0 else 1
     if scale < _SMALLEST:
         scale, sign = 1.0, 0
     return grid, {
-        "tiles_ptr": tiles, "philox_ptr": philox, "total_tokens": q.shape[0], "num_heads": q.shape[1],
+        "tiles_ptr": tiles, "philox_ptr": philox, "positions_ptr": positions,
+        "total_tokens": total_tokens, "num_heads": num_heads,
         "scale_log2e": scale, "threshold": round(dropout_p * 2**16),
         "keep_scale": 1.0 / (1.0 - dropout_p) if dropout_p < 1 else 0.0,
         "window_left": left, "window_right": right,
         "HEAD_DIM": head_dim, "BLOCK_D": max(16, next_power_of_2(head_dim)),
         "SIGN": sign, "HAS_WINDOW": min(window_size) >= 0 or max(window_size) >= 0,
-        "HAS_DROPOUT": dropout_p > 0, "BLOCK_TILE": blocks.tile, "BLOCK_STEP": blocks.step, "HEADS": blocks.heads,
+        "HAS_POSITIONS": positions is not None, "HAS_DROPOUT": dropout_p > 0, "BLOCK_TILE": blocks.tile,
+        "BLOCK_STEP": blocks.step, "HEADS": blocks.heads, "GROUP": group,
         "num_warps": blocks.num_warps, "num_stages": blocks.num_stages,
     }  # fmt: skip
 

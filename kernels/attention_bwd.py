@@ -12,7 +12,18 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention import in_window, kept_probs, launch_arguments, load_rows, rows_whole, signed, store_rows, strides, walk
+from .attention import (
+    in_window,
+    kept_probs,
+    launch_arguments,
+    load_rows,
+    rows_whole,
+    signed,
+    store_rows,
+    strides,
+    walk,
+    window_places,
+)
 from .blocks import attention_blocks
 from .rotary import rotate_back
 from .sizes import cdiv
@@ -94,12 +105,12 @@ def _probs_and_dscores(
 
 @triton.jit
 def _dkdv_step(
-    dk, dv, k, v, q_ptr, dout_ptr, records_ptr, stride_qt, stride_dt, rows, start, first, begin, end, philox_ptr,
-    head, scale_log2e, threshold, keep_scale, window_left, window_right,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, SIGN: tl.constexpr,
-    IS_FP32: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    dk, dv, k, v, q_ptr, dout_ptr, records_ptr, stride_qt, stride_dt, places, start, first, begin, end, philox_ptr,
+    positions_ptr, head, scale_log2e, threshold, keep_scale, window_left, window_right,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, SIGN: tl.constexpr, IS_FP32: tl.constexpr,
+    IS_WHOLE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries into dk and dv of the keys `rows`; all of it transposed: keys down, queries across.
+    """One block of queries into dk and dv of the keys at `places`; all of it transposed: keys down, queries across.
 
     Rows that are no keys any more make numbers that are not stored, and reach no other row.
     """
@@ -112,7 +123,8 @@ def _dkdv_step(
     shift, inverse, delta = _load_records(records_ptr, start, end, BLOCK_M, IS_WHOLE)
     seen = inside[None, :]
     if HAS_WINDOW:
-        seen = seen & in_window(queries[None, :], rows[:, None], window_left, window_right)
+        at = window_places(positions_ptr, queries, end, HAS_POSITIONS)
+        seen = seen & in_window(at[None, :], places[:, None], window_left, window_right)
     kept = 1.0
     if HAS_DROPOUT:
         kept = tl.trans(kept_probs(philox_ptr, queries, first - begin, head, threshold, keep_scale, k.shape[0]))
@@ -126,20 +138,22 @@ def _dkdv_step(
 
 @triton.jit(do_not_specialize=["threshold", "total_tokens", "window_left", "window_right"])
 def _attention_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, records_ptr, dk_ptr, dv_ptr, tiles_ptr, philox_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, records_ptr, dk_ptr, dv_ptr, tiles_ptr, philox_ptr, positions_ptr,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dt, stride_dh, stride_gt,
     total_tokens, num_heads, softmax_scale, scale_log2e, threshold, keep_scale, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TILE: tl.constexpr, BLOCK_STEP: tl.constexpr,
-    HEADS: tl.constexpr, SIGN: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, SIGN: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of keys; a token's heads lie beside each other, tokens stride_gt apart."""
+    """dk and dv of one tile of keys: sums over the GROUP query heads that read them. num_heads is that of k; a token's
+    heads lie beside each other, tokens stride_gt apart."""
     IS_FP32: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     tiles_ptr += tl.program_id(0) * 4
     first, last = tl.load(tiles_ptr), tl.load(tiles_ptr + 1)
     begin, end = tl.load(tiles_ptr + 2), tl.load(tiles_ptr + 3)
     if first == last:
         return
-    rows = first + tl.arange(0, BLOCK_TILE)
+    places = window_places(positions_ptr, first + tl.arange(0, BLOCK_TILE), last, HAS_POSITIONS)
     # A key at j is seen by the queries from j - right to j + left.
     low, high = walk(begin, end, first, last, window_right, window_left, HAS_WINDOW)
     whole = low
@@ -147,37 +161,39 @@ def _attention_dkdv_kernel(
         whole = low + (high - low) // BLOCK_STEP * BLOCK_STEP
     first_head = tl.program_id(1) * HEADS
     for i in range(0, tl.minimum(HEADS, num_heads - first_head)):
-        head = first_head + i
-        h = head.to(tl.int64)
-        k = load_rows(k_ptr + h * stride_kh, stride_kt, first, last, BLOCK_TILE, HEAD_DIM, BLOCK_D, False)
-        v = load_rows(v_ptr + h * stride_vh, stride_vt, first, last, BLOCK_TILE, HEAD_DIM, BLOCK_D, False)
+        kh = (first_head + i).to(tl.int64)
+        k = load_rows(k_ptr + kh * stride_kh, stride_kt, first, last, BLOCK_TILE, HEAD_DIM, BLOCK_D, False)
+        v = load_rows(v_ptr + kh * stride_vh, stride_vt, first, last, BLOCK_TILE, HEAD_DIM, BLOCK_D, False)
         dk = tl.zeros([BLOCK_TILE, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_TILE, BLOCK_D], tl.float32)
-        if not HAS_WINDOW:
-            for start in range(low, whole, BLOCK_STEP):
+        for member in range(0, GROUP):
+            head = (first_head + i) * GROUP + member
+            h = head.to(tl.int64)
+            if not HAS_WINDOW:
+                for start in range(low, whole, BLOCK_STEP):
+                    dk, dv = _dkdv_step(
+                        dk, dv, k, v, q_ptr + h * stride_qh, dout_ptr + h * stride_dh,
+                        records_ptr + h * total_tokens * 4, stride_qt, stride_dt, places, start, first, begin, end,
+                        philox_ptr, positions_ptr, head, scale_log2e, threshold, keep_scale, window_left, window_right,
+                        HEAD_DIM, BLOCK_D, BLOCK_STEP, SIGN, IS_FP32, True, False, False, HAS_DROPOUT,
+                    )  # fmt: skip
+            for start in range(whole, high, BLOCK_STEP):
                 dk, dv = _dkdv_step(
                     dk, dv, k, v, q_ptr + h * stride_qh, dout_ptr + h * stride_dh,
-                    records_ptr + h * total_tokens * 4, stride_qt, stride_dt, rows, start, first, begin, end,
-                    philox_ptr, head, scale_log2e, threshold, keep_scale, window_left, window_right,
-                    HEAD_DIM, BLOCK_D, BLOCK_STEP, SIGN, IS_FP32, True, False, HAS_DROPOUT,
+                    records_ptr + h * total_tokens * 4, stride_qt, stride_dt, places, start, first, begin, end,
+                    philox_ptr, positions_ptr, head, scale_log2e, threshold, keep_scale, window_left, window_right,
+                    HEAD_DIM, BLOCK_D, BLOCK_STEP, SIGN, IS_FP32, False, HAS_WINDOW, HAS_POSITIONS, HAS_DROPOUT,
                 )  # fmt: skip
-        for start in range(whole, high, BLOCK_STEP):
-            dk, dv = _dkdv_step(
-                dk, dv, k, v, q_ptr + h * stride_qh, dout_ptr + h * stride_dh,
-                records_ptr + h * total_tokens * 4, stride_qt, stride_dt, rows, start, first, begin, end,
-                philox_ptr, head, scale_log2e, threshold, keep_scale, window_left, window_right,
-                HEAD_DIM, BLOCK_D, BLOCK_STEP, SIGN, IS_FP32, False, HAS_WINDOW, HAS_DROPOUT,
-            )  # fmt: skip
-        store_rows(dk_ptr + h * HEAD_DIM, stride_gt, first, last, dk * softmax_scale, HEAD_DIM)
-        store_rows(dv_ptr + h * HEAD_DIM, stride_gt, first, last, dv, HEAD_DIM)
+        store_rows(dk_ptr + kh * HEAD_DIM, stride_gt, first, last, dk * softmax_scale, HEAD_DIM)
+        store_rows(dv_ptr + kh * HEAD_DIM, stride_gt, first, last, dv, HEAD_DIM)
 
 
 @triton.jit
 def _dq_step(
-    dq, q, dout, shift, inverse, delta, k_ptr, v_ptr, stride_kt, stride_vt, rows, start, begin, end, philox_ptr, head,
-    scale_log2e, threshold, keep_scale, window_left, window_right,
+    dq, q, dout, shift, inverse, delta, k_ptr, v_ptr, stride_kt, stride_vt, rows, places, start, begin, end, philox_ptr,
+    positions_ptr, head, scale_log2e, threshold, keep_scale, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SIGN: tl.constexpr, IS_FP32: tl.constexpr,
-    IS_WHOLE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    IS_WHOLE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """One block of keys into dq of the queries `rows`."""
     columns = start + tl.arange(0, BLOCK_N)
@@ -187,7 +203,8 @@ def _dq_step(
     dprobs = tl.dot(dout, tl.trans(v), input_precision="ieee")  # [M, N]
     seen = (columns < end)[None, :]
     if HAS_WINDOW:
-        seen = seen & in_window(rows[:, None], columns[None, :], window_left, window_right)
+        keys = window_places(positions_ptr, columns, end, HAS_POSITIONS)
+        seen = seen & in_window(places[:, None], keys[None, :], window_left, window_right)
     kept = 1.0
     if HAS_DROPOUT:
         kept = kept_probs(philox_ptr, rows, start - begin, head, threshold, keep_scale, BLOCK_N)
@@ -199,11 +216,12 @@ def _dq_step(
 
 @triton.jit(do_not_specialize=["threshold", "total_tokens", "window_left", "window_right"])
 def _attention_dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, records_ptr, dq_ptr, tiles_ptr, philox_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, records_ptr, dq_ptr, tiles_ptr, philox_ptr, positions_ptr,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dt, stride_dh, stride_gt,
     total_tokens, num_heads, softmax_scale, scale_log2e, threshold, keep_scale, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TILE: tl.constexpr, BLOCK_STEP: tl.constexpr,
-    HEADS: tl.constexpr, SIGN: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, SIGN: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries, laid out as dk and dv."""
     IS_FP32: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
@@ -213,6 +231,7 @@ def _attention_dq_kernel(
     if first == last:
         return
     rows = first + tl.arange(0, BLOCK_TILE)
+    places = window_places(positions_ptr, rows, last, HAS_POSITIONS)
     low, high = walk(begin, end, first, last, window_left, window_right, HAS_WINDOW)
     whole = low
     if not HAS_WINDOW:
@@ -221,6 +240,7 @@ def _attention_dq_kernel(
     for i in range(0, tl.minimum(HEADS, num_heads - first_head)):
         head = first_head + i
         h = head.to(tl.int64)
+        kh = h // GROUP
         q = load_rows(q_ptr + h * stride_qh, stride_qt, first, last, BLOCK_TILE, HEAD_DIM, BLOCK_D, False)
         dout = load_rows(dout_ptr + h * stride_dh, stride_dt, first, last, BLOCK_TILE, HEAD_DIM, BLOCK_D, False)
         shift, inverse, delta = _load_records(records_ptr + h * total_tokens * 4, first, last, BLOCK_TILE, False)
@@ -229,34 +249,41 @@ def _attention_dq_kernel(
         if not HAS_WINDOW:
             for start in range(low, whole, BLOCK_STEP):
                 dq = _dq_step(
-                    dq, q, dout, shift, inverse, delta, k_ptr + h * stride_kh, v_ptr + h * stride_vh, stride_kt,
-                    stride_vt, rows, start, begin, end, philox_ptr, head, scale_log2e, threshold, keep_scale,
-                    window_left, window_right, HEAD_DIM, BLOCK_D, BLOCK_STEP, SIGN, IS_FP32, True, False, HAS_DROPOUT,
+                    dq, q, dout, shift, inverse, delta, k_ptr + kh * stride_kh, v_ptr + kh * stride_vh, stride_kt,
+                    stride_vt, rows, places, start, begin, end, philox_ptr, positions_ptr, head, scale_log2e, threshold,
+                    keep_scale, window_left, window_right,
+                    HEAD_DIM, BLOCK_D, BLOCK_STEP, SIGN, IS_FP32, True, False, False, HAS_DROPOUT,
                 )  # fmt: skip
         for start in range(whole, high, BLOCK_STEP):
             dq = _dq_step(
-                dq, q, dout, shift, inverse, delta, k_ptr + h * stride_kh, v_ptr + h * stride_vh, stride_kt, stride_vt,
-                rows, start, begin, end, philox_ptr, head, scale_log2e, threshold, keep_scale, window_left,
-                window_right, HEAD_DIM, BLOCK_D, BLOCK_STEP, SIGN, IS_FP32, False, HAS_WINDOW, HAS_DROPOUT,
+                dq, q, dout, shift, inverse, delta, k_ptr + kh * stride_kh, v_ptr + kh * stride_vh, stride_kt,
+                stride_vt, rows, places, start, begin, end, philox_ptr, positions_ptr, head, scale_log2e, threshold,
+                keep_scale, window_left, window_right,
+                HEAD_DIM, BLOCK_D, BLOCK_STEP, SIGN, IS_FP32, False, HAS_WINDOW, HAS_POSITIONS, HAS_DROPOUT,
             )  # fmt: skip
         store_rows(dq_ptr + h * HEAD_DIM, stride_gt, first, last, dq * softmax_scale, HEAD_DIM)
 
 
 def attention_bwd(
-    dout, q, k, v, out, softmax_stats, tiles, philox, tile, softmax_scale, dropout_p, window_size, cos, sin
+    dout, q, k, v, out, softmax_stats, tiles, philox, window_positions, tile, softmax_scale, dropout_p, window_size,
+    cos, sin, interleaved, by_token,
 ):  # fmt: skip
-    """dout as out -> dqkv (total_tokens, 3, num_heads, head_dim); the schema in fastbert/ops/attention.py."""
+    """dout as out -> dqkv (total_tokens, heads of q, k and v, head_dim); the schema in fastbert/ops/attention.py."""
     dout, q, k, v = (rows_whole(t) for t in (dout, q, k, v))
     total_tokens, num_heads, head_dim = q.shape
-    dqkv = q.new_empty(total_tokens, 3, num_heads, head_dim)
+    num_kv_heads = k.shape[1]
+    dqkv = q.new_empty(total_tokens, num_heads + 2 * num_kv_heads, head_dim)
     if q.numel() == 0:
         return dqkv
-    dq, dk, dv = dqkv.unbind(1)
+    dq, dk, dv = dqkv.split((num_heads, num_kv_heads, num_kv_heads), 1)
     top, total = softmax_stats
     records = top.new_empty(num_heads, total_tokens, 4)
     with torch.cuda.device_of(q):
-        blocks = attention_blocks("dkdv", q, tile, dropout_p > 0)
-        grid, shared = launch_arguments(q, tiles, philox, softmax_scale, dropout_p, window_size, blocks)
+        group = num_heads // num_kv_heads
+        kind = (dropout_p > 0, group, window_positions is not None)
+        blocks = attention_blocks("dkdv", q, tile, *kind)
+        options = (group, tiles, philox, window_positions, softmax_scale, dropout_p, window_size)
+        grid, shared = launch_arguments(k, *options, blocks)
         _attention_records_kernel[(cdiv(total_tokens, 32), num_heads)](
             dout, out, top, total, records, *dout.stride()[:2], *out.stride()[:2], total_tokens, shared["scale_log2e"],
             HEAD_DIM=head_dim, BLOCK_D=shared["BLOCK_D"], BLOCK_TILE=32,
@@ -265,9 +292,9 @@ def attention_bwd(
         operands |= {"softmax_scale": softmax_scale, "stride_gt": dqkv.stride(0)}
         operands |= strides(q=q, k=k, v=v, d=dout)
         _attention_dkdv_kernel[grid](dk_ptr=dk, dv_ptr=dv, **operands, **shared)
-        blocks = attention_blocks("dq", q, tile, dropout_p > 0)
-        grid, shared = launch_arguments(q, tiles, philox, softmax_scale, dropout_p, window_size, blocks)
+        blocks = attention_blocks("dq", q, tile, *kind)
+        grid, shared = launch_arguments(q, *options, blocks)
         _attention_dq_kernel[grid](dq_ptr=dq, **operands, **shared)
     if cos is not None:
-        rotate_back(dq, dk, cos, sin, tiles, tile)
+        rotate_back(dq, dk, cos, sin, tiles, tile, interleaved, by_token)
     return dqkv

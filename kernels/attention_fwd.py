@@ -4,16 +4,27 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention import in_window, kept_probs, launch_arguments, load_rows, rows_whole, signed, store_rows, strides, walk
+from .attention import (
+    in_window,
+    kept_probs,
+    launch_arguments,
+    load_rows,
+    rows_whole,
+    signed,
+    store_rows,
+    strides,
+    walk,
+    window_places,
+)
 from .blocks import attention_blocks
 
 
 @triton.jit
 def _fwd_step(
-    acc, top, total, q, k_ptr, v_ptr, stride_kt, stride_vt, rows, start, begin, end, philox_ptr, head,
-    scale_log2e, threshold, keep_scale, window_left, window_right,
+    acc, top, total, q, k_ptr, v_ptr, stride_kt, stride_vt, rows, places, start, begin, end, philox_ptr, positions_ptr,
+    head, scale_log2e, threshold, keep_scale, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SIGN: tl.constexpr, IS_FP32: tl.constexpr,
-    IS_WHOLE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    IS_WHOLE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """One block of keys into the online softmax; IS_WHOLE: every query sees every key of it."""
     columns = start + tl.arange(0, BLOCK_N)
@@ -22,7 +33,8 @@ def _fwd_step(
     if not IS_WHOLE:
         seen = (columns < end)[None, :]
         if HAS_WINDOW:
-            seen = seen & in_window(rows[:, None], columns[None, :], window_left, window_right)
+            keys = window_places(positions_ptr, columns, end, HAS_POSITIONS)
+            seen = seen & in_window(places[:, None], keys[None, :], window_left, window_right)
         scores = tl.where(seen, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=1))
     finite = new_top
@@ -43,13 +55,15 @@ def _fwd_step(
 
 @triton.jit
 def _fwd_head(
-    q_ptr, k_ptr, v_ptr, out_ptr, top_ptr, sum_ptr, philox_ptr, stride_qt, stride_kt, stride_vt, stride_ot,
-    head, first, last, begin, end, scale_log2e, threshold, keep_scale, window_left, window_right,
+    q_ptr, k_ptr, v_ptr, out_ptr, top_ptr, sum_ptr, philox_ptr, positions_ptr, stride_qt, stride_kt, stride_vt,
+    stride_ot, head, first, last, begin, end, scale_log2e, threshold, keep_scale, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TILE: tl.constexpr, BLOCK_STEP: tl.constexpr,
-    SIGN: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr, RETURN_STATS: tl.constexpr,
+    SIGN: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    RETURN_STATS: tl.constexpr,
 ):  # fmt: skip
     IS_FP32: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     rows = first + tl.arange(0, BLOCK_TILE)
+    places = window_places(positions_ptr, rows, last, HAS_POSITIONS)
     q = load_rows(q_ptr, stride_qt, first, last, BLOCK_TILE, HEAD_DIM, BLOCK_D, False)
     acc = tl.zeros([BLOCK_TILE, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_TILE], float("-inf"), tl.float32)
@@ -60,15 +74,15 @@ def _fwd_head(
         whole = low + (high - low) // BLOCK_STEP * BLOCK_STEP
         for start in range(low, whole, BLOCK_STEP):
             acc, top, total = _fwd_step(
-                acc, top, total, q, k_ptr, v_ptr, stride_kt, stride_vt, rows, start, begin, end, philox_ptr, head,
-                scale_log2e, threshold, keep_scale, window_left, window_right,
-                HEAD_DIM, BLOCK_D, BLOCK_STEP, SIGN, IS_FP32, True, False, HAS_DROPOUT,
+                acc, top, total, q, k_ptr, v_ptr, stride_kt, stride_vt, rows, places, start, begin, end, philox_ptr,
+                positions_ptr, head, scale_log2e, threshold, keep_scale, window_left, window_right,
+                HEAD_DIM, BLOCK_D, BLOCK_STEP, SIGN, IS_FP32, True, False, False, HAS_DROPOUT,
             )  # fmt: skip
     for start in range(whole, high, BLOCK_STEP):
         acc, top, total = _fwd_step(
-            acc, top, total, q, k_ptr, v_ptr, stride_kt, stride_vt, rows, start, begin, end, philox_ptr, head,
-            scale_log2e, threshold, keep_scale, window_left, window_right,
-            HEAD_DIM, BLOCK_D, BLOCK_STEP, SIGN, IS_FP32, False, HAS_WINDOW, HAS_DROPOUT,
+            acc, top, total, q, k_ptr, v_ptr, stride_kt, stride_vt, rows, places, start, begin, end, philox_ptr,
+            positions_ptr, head, scale_log2e, threshold, keep_scale, window_left, window_right,
+            HEAD_DIM, BLOCK_D, BLOCK_STEP, SIGN, IS_FP32, False, HAS_WINDOW, HAS_POSITIONS, HAS_DROPOUT,
         )  # fmt: skip
     inverse = tl.div_rn(1.0, tl.where(total == 0.0, 1.0, total))  # 1 for 1, which a GPU's own division does not promise
     store_rows(out_ptr, stride_ot, first, last, acc * inverse[:, None], HEAD_DIM)
@@ -79,12 +93,12 @@ def _fwd_head(
 
 @triton.jit(do_not_specialize=["threshold", "total_tokens", "window_left", "window_right"])
 def _attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, top_ptr, sum_ptr, tiles_ptr, philox_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, top_ptr, sum_ptr, tiles_ptr, philox_ptr, positions_ptr,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
     total_tokens, num_heads, scale_log2e, threshold, keep_scale, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TILE: tl.constexpr, BLOCK_STEP: tl.constexpr,
-    HEADS: tl.constexpr, SIGN: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    RETURN_STATS: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, SIGN: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr, HAS_DROPOUT: tl.constexpr, RETURN_STATS: tl.constexpr,
 ):  # fmt: skip
     tiles_ptr += tl.program_id(0) * 4
     first, last = tl.load(tiles_ptr), tl.load(tiles_ptr + 1)
@@ -95,27 +109,31 @@ def _attention_fwd_kernel(
     for i in range(0, tl.minimum(HEADS, num_heads - first_head)):
         head = first_head + i
         h = head.to(tl.int64)
+        kh = h // GROUP
         _fwd_head(
-            q_ptr + h * stride_qh, k_ptr + h * stride_kh, v_ptr + h * stride_vh, out_ptr + h * HEAD_DIM,
-            top_ptr + h * total_tokens, sum_ptr + h * total_tokens, philox_ptr,
+            q_ptr + h * stride_qh, k_ptr + kh * stride_kh, v_ptr + kh * stride_vh, out_ptr + h * HEAD_DIM,
+            top_ptr + h * total_tokens, sum_ptr + h * total_tokens, philox_ptr, positions_ptr,
             stride_qt, stride_kt, stride_vt, num_heads * HEAD_DIM,
             head, first, last, begin, end, scale_log2e, threshold, keep_scale, window_left, window_right,
-            HEAD_DIM, BLOCK_D, BLOCK_TILE, BLOCK_STEP, SIGN, HAS_WINDOW, HAS_DROPOUT, RETURN_STATS,
+            HEAD_DIM, BLOCK_D, BLOCK_TILE, BLOCK_STEP, SIGN, HAS_WINDOW, HAS_POSITIONS, HAS_DROPOUT, RETURN_STATS,
         )  # fmt: skip
 
 
 def attention_fwd(
-    q, k, v, tiles, philox, tile, softmax_scale, dropout_p, window_size, return_stats
+    q, k, v, tiles, philox, window_positions, tile, softmax_scale, dropout_p, window_size, return_stats
 ):  # fmt: skip
-    """q, k, v (total_tokens, num_heads, head_dim) -> out, softmax_stats; the schema in fastbert/ops/attention.py."""
+    """q, k, v (total_tokens, their heads, head_dim) -> out, softmax_stats; the schema in fastbert/ops/attention.py."""
     q, k, v = (rows_whole(t) for t in (q, k, v))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     stats = q.new_empty(2 if return_stats else 0, q.shape[1], q.shape[0], dtype=torch.float32)
     if q.numel() == 0:
         return out, stats
     top, total = stats if return_stats else (out, out)
-    blocks = attention_blocks("fwd", q, tile, dropout_p > 0)
-    grid, shared = launch_arguments(q, tiles, philox, softmax_scale, dropout_p, window_size, blocks)
+    group = q.shape[1] // k.shape[1]
+    blocks = attention_blocks("fwd", q, tile, dropout_p > 0, group, window_positions is not None)
+    grid, shared = launch_arguments(
+        q, group, tiles, philox, window_positions, softmax_scale, dropout_p, window_size, blocks
+    )  # fmt: skip
     with torch.cuda.device_of(q):
         _attention_fwd_kernel[grid](
             q_ptr=q, k_ptr=k, v_ptr=v, out_ptr=out, top_ptr=top, sum_ptr=total, **strides(q=q, k=k, v=v), **shared,

@@ -46,9 +46,20 @@ _OTHERS = {
 }
 # IEEE products of fp32 run on the plain cores, with a register for every operand.
 _FP32 = {32: {"fwd": (32, 32, 4, 2), "": (32, 32, 8, 1)}, 16: {"dq": (16, 16, 8, 2), "": (16, 16, 8, 1)}}
+# Kinds of attention with more in registers than the others: the longest steps, where those above would spill.
+# {(kind, pass, architecture, bytes of an element, head_dim padded, tile): step}
+_LONGEST_STEP = {
+    ("positions", "dq", 8, 2, 64, 128): 32,
+    ("positions", "fwd", 10, 4, 64, 32): 16,
+    ("grouped", "dkdv", 10, 2, 128, 64): 16,
+}
 
 
-def blocks_of(which: str, major: int, head_dim: int, element_size: int, tile: int, has_dropout: bool) -> Blocks:
+def blocks_of(
+    which: str, major: int, head_dim: int, element_size: int, tile: int, has_dropout: bool, kinds: tuple[str, ...] = ()
+) -> Blocks:
+    """kinds: "positions" where a window goes by them, "grouped" where several query heads read one key head."""
+    major = max(8, min(major, 10))
     padded = max(64, next_power_of_2(head_dim))
     heads = max(1, 64 // tile)
     if element_size == 4:
@@ -59,17 +70,23 @@ def blocks_of(which: str, major: int, head_dim: int, element_size: int, tile: in
         passes = _HOPPER[256, 32]
         step, with_dropout, num_warps, num_stages = passes.get(which) or passes[""]
     else:
-        passes = _OTHERS.get(max(8, min(major, 10)), {}).get((padded, tile)) or _HOPPER[padded, tile]
+        passes = _OTHERS.get(major, {}).get((padded, tile)) or _HOPPER[padded, tile]
         step, with_dropout, num_warps, num_stages = passes.get(which) or passes[""]
     step = min(tile, with_dropout if has_dropout else step)
+    for kind in kinds:
+        step = min(step, _LONGEST_STEP.get((kind, which, major, element_size, padded, tile), step))
     if element_size == 2 and head_dim <= 32 and step < 8 * num_warps:
         num_warps //= 2  # a thread that loads 16 bytes: more of them would load less each
     return Blocks(tile, step, heads, num_warps, num_stages)
 
 
-def attention_blocks(which: str, q: torch.Tensor, tile: int, has_dropout: bool) -> Blocks:
-    """Of the pass `which` ("fwd", "dkdv", "dq") for q (total_tokens, num_heads, head_dim)."""
-    return blocks_of(which, _major(q.device), q.shape[2], q.element_size(), tile, has_dropout)
+def attention_blocks(
+    which: str, q: torch.Tensor, tile: int, has_dropout: bool, group: int = 1, has_positions: bool = False
+) -> Blocks:
+    """Of the pass `which` ("fwd", "dkdv", "dq") for q (total_tokens, num_heads, head_dim), `group` heads of which read
+    one of k."""
+    kinds = (*(("grouped",) if group > 1 else ()), *(("positions",) if has_positions else ()))
+    return blocks_of(which, _major(q.device), q.shape[2], q.element_size(), tile, has_dropout, kinds)
 
 
 class FeedForwardPlan:

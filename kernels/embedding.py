@@ -1,6 +1,7 @@
-"""embed_layer_norm: the three lookups and their LayerNorm in one pass; the gradient of one table.
+"""embed_layer_norm: the lookups and their LayerNorm in one pass; the gradient of one table.
 
-    summed = word[input_ids] + token_type[token_type_ids] + position[position_ids], rounded to the tables' dtype
+    summed = word[input_ids] + token_type[token_type_ids] + position[position_ids], rounded to the tables' dtype;
+             without the tables that are not given
     out    = LayerNorm(summed) where a weight is given, else summed      (Devlin et al. 2018, section 3, figure 2)
     dtable[id] = sum of dout[t] over the tokens t with ids[t] = id; 0 in row padding_idx
 
@@ -41,8 +42,8 @@ def _is_row(id, num_rows):
 def _embed_fwd_kernel(
     input_ids_ptr, position_ids_ptr, token_type_ids_ptr, word_ptr, position_ptr, token_type_ptr, weight_ptr, bias_ptr,
     out_ptr, word_rows, position_rows, token_type_rows, hidden_size, eps,
-    HAS_INPUT_IDS: tl.constexpr, HAS_TYPE: tl.constexpr, HAS_TYPE_IDS: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_INPUT_IDS: tl.constexpr, HAS_TYPE: tl.constexpr, HAS_TYPE_IDS: tl.constexpr, HAS_POSITION: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK_N)
@@ -60,14 +61,17 @@ def _embed_fwd_kernel(
         is_type = _is_row(at, token_type_rows)
         summed += tl.load(token_type_ptr + at * hidden_size + columns, mask=inside & is_type, other=0.0).to(tl.float32)
         known &= is_type
-    at = tl.load(position_ids_ptr + token).to(tl.int64)
-    is_position = _is_row(at, position_rows)
-    summed += tl.load(position_ptr + at * hidden_size + columns, mask=inside & is_position, other=0.0).to(tl.float32)
-    summed = tl.where(known & is_position, summed, float("nan"))
+    if HAS_POSITION:
+        at = tl.load(position_ids_ptr + token).to(tl.int64)
+        is_position = _is_row(at, position_rows)
+        row = tl.load(position_ptr + at * hidden_size + columns, mask=inside & is_position, other=0.0)
+        summed += row.to(tl.float32)
+        known &= is_position
+    summed = tl.where(known, summed, float("nan"))
 
     out = summed.to(out_ptr.dtype.element_ty)
     if HAS_NORM:  # of the rounded sum, as add_layer_norm has it in training
-        centred, _, rstd = centre(out.to(tl.float32), inside, hidden_size, eps)
+        centred, _, rstd = centre(out.to(tl.float32), inside, hidden_size, eps, False)
         normed = centred * rstd * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         if HAS_BIAS:
             normed += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
@@ -79,17 +83,18 @@ def embed_fwd(input_ids, position_ids, token_type_ids, word, position, token_typ
     """-> out (total_tokens, hidden_size); the schema in fastbert/ops/embedding.py."""
     operands = (input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias)
     operands = [None if t is None else t.contiguous() for t in operands]
-    total_tokens, hidden_size = position_ids.shape[0], position.shape[1]
-    out = position.new_empty(total_tokens, hidden_size)
+    out = word.new_empty((word if input_ids is None else input_ids).shape[0], word.shape[1])
+    total_tokens, hidden_size = out.shape
+    rows = [0 if table is None else table.shape[0] for table in (word, position, token_type)]
     if out.numel() == 0:
         return out
     block_n, num_warps = row_tile(hidden_size)
     with torch.cuda.device_of(out):
         _embed_fwd_kernel[(total_tokens,)](
-            *operands, out, word.shape[0], position.shape[0], 0 if token_type is None else token_type.shape[0],
-            hidden_size, eps,
+            *operands, out, *rows, hidden_size, eps,
             HAS_INPUT_IDS=input_ids is not None, HAS_TYPE=token_type is not None,
-            HAS_TYPE_IDS=token_type_ids is not None, HAS_NORM=weight is not None, HAS_BIAS=bias is not None,
+            HAS_TYPE_IDS=token_type_ids is not None, HAS_POSITION=position is not None,
+            HAS_NORM=weight is not None, HAS_BIAS=bias is not None,
             BLOCK_N=block_n, num_warps=num_warps,
         )  # fmt: skip
     return out

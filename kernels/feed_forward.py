@@ -2,15 +2,16 @@
 
     forward:  pre = x up^T + bias,  inner = activation(pre)             (Vaswani et al. 2017, section 3.3, eq. 2)
     backward: dpre = (dout down) * activation'(pre), and inner again, which forward does not keep
-    gated:    inner = activation(first half of pre) * second half, the gate        (Shazeer 2020, section 2, eq. 6)
+    gated:    inner = activation(gate) * up, the halves of pre                     (Shazeer 2020, section 2, eq. 6)
 
 Either as the epilogue of a GEMM, which saves two trips of the wide matrix through memory, or as one elementwise kernel
 after cuBLAS, whose products end in the bias: PLAN says which. The second product, and the products that make dx and the
 weights' gradients, have nothing to be fused with and are torch's. dbias is added up in fp32, over a tile's rows in the
 kernel, over tiles afterwards: no atomics.
 
-Legend: M tokens, N intermediate_size, K hidden_size; gated, pre and dpre are (M, 2 N). Sums, bias and activation are
-fp32; pre is rounded before it is activated, so that backward differentiates what forward computed.
+Legend: M tokens, N intermediate_size, K hidden_size; gated, pre and dpre are (M, 2 N), of one weight or of two. Sums,
+bias and activation are fp32; pre is rounded before it is activated, so that backward differentiates what forward
+computed.
 """
 
 import torch
@@ -39,7 +40,7 @@ def _up_kernel(
     rows, columns, row_inside, column_inside = _tile_of(M, N, BLOCK_M, BLOCK_N, GROUP)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if GATED:
-        gate_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         x_at = rows.to(tl.int64)[:, None] * stride_xm + k[None, :]
@@ -49,9 +50,9 @@ def _up_kernel(
         weight = tl.load(weight_ptr + w_at, mask=w_inside, other=0.0)
         acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
         if GATED:
-            gate_at = (columns + N).to(tl.int64)[:, None] * stride_wn + k[None, :]
-            gate_weight = tl.load(weight_ptr + gate_at, mask=w_inside, other=0.0)
-            gate_acc = tl.dot(x, tl.trans(gate_weight), gate_acc, input_precision="ieee")
+            up_at = (columns + N).to(tl.int64)[:, None] * stride_wn + k[None, :]
+            up_weight = tl.load(weight_ptr + up_at, mask=w_inside, other=0.0)
+            up_acc = tl.dot(x, tl.trans(up_weight), up_acc, input_precision="ieee")
     if HAS_BIAS:
         acc += tl.load(bias_ptr + columns, mask=column_inside, other=0.0).to(tl.float32)[None, :]
     inside = row_inside[:, None] & column_inside[None, :]
@@ -62,11 +63,11 @@ def _up_kernel(
         tl.store(pre_ptr + pre_at, pre, mask=inside)
     if GATED:
         if HAS_BIAS:
-            gate_acc += tl.load(bias_ptr + N + columns, mask=column_inside, other=0.0).to(tl.float32)[None, :]
-        gate = gate_acc.to(inner_ptr.dtype.element_ty)
-        inner *= gate.to(tl.float32)
+            up_acc += tl.load(bias_ptr + N + columns, mask=column_inside, other=0.0).to(tl.float32)[None, :]
+        up = up_acc.to(inner_ptr.dtype.element_ty)
+        inner *= up.to(tl.float32)
         if RETURN_PRE:
-            tl.store(pre_ptr + pre_at + N, gate, mask=inside)
+            tl.store(pre_ptr + pre_at + N, up, mask=inside)
     at = rows.to(tl.int64)[:, None] * N + columns[None, :]
     tl.store(inner_ptr + at, inner.to(inner_ptr.dtype.element_ty), mask=inside)
 
@@ -108,13 +109,13 @@ def _through_activation(
     inner = activate(pre, ACTIVATION, IS_FP32)
     dpre = dinner * activation_slope(pre, ACTIVATION, IS_FP32)
     if GATED:
-        gate = tl.load(pre_ptr + pre_at + N, mask=inside, other=0.0).to(tl.float32)
-        dgate = dinner * inner
-        inner *= gate
-        dpre *= gate
-        tl.store(dpre_ptr + pre_at + N, dgate.to(dpre_ptr.dtype.element_ty), mask=inside)
+        up = tl.load(pre_ptr + pre_at + N, mask=inside, other=0.0).to(tl.float32)
+        dup = dinner * inner
+        inner *= up
+        dpre *= up
+        tl.store(dpre_ptr + pre_at + N, dup.to(dpre_ptr.dtype.element_ty), mask=inside)
         if NEEDS_DBIAS:
-            tl.store(shares_ptr + share_at + N, tl.sum(tl.where(inside, dgate, 0.0), axis=0), mask=column_inside)
+            tl.store(shares_ptr + share_at + N, tl.sum(tl.where(inside, dup, 0.0), axis=0), mask=column_inside)
     tl.store(dpre_ptr + pre_at, dpre.to(dpre_ptr.dtype.element_ty), mask=inside)
     at = rows.to(tl.int64)[:, None] * N + columns[None, :]
     tl.store(inner_ptr + at, inner.to(inner_ptr.dtype.element_ty), mask=inside)
@@ -124,7 +125,7 @@ def _through_activation(
 
 @triton.jit
 def _pre_at(rows, columns, N, GATED: tl.constexpr):
-    """Offsets [BLOCK_M, BLOCK_N] into pre, whose rows are twice as long where they are gated; the gate is N further."""
+    """Offsets [BLOCK_M, BLOCK_N] into pre, whose rows are twice as long where they are gated; up is N further."""
     return rows.to(tl.int64)[:, None] * (2 * N if GATED else N) + columns[None, :]
 
 
@@ -179,13 +180,14 @@ def _activation_bwd_kernel(
     )  # fmt: skip
 
 
-def feed_forward(x, up_weight, up_bias, down_weight, activation, gated, return_pre):
+def feed_forward(x, up_weight, up_bias, down_weight, gate_weight, gate_bias, activation, gated, return_pre):
     """x (total_tokens, hidden_size) -> out, pre; the schema in fastbert/ops/feed_forward.py."""
-    M, K, N, width = x.shape[0], x.shape[1], down_weight.shape[1], up_weight.shape[0]
+    M, K, N = x.shape[0], x.shape[1], down_weight.shape[1]
+    width = 2 * N if gated else N
     if M == 0 or N == 0:
         return x.new_zeros(M, down_weight.shape[0]), x.new_empty(M if return_pre else 0, width)
     with torch.cuda.device_of(x):
-        if PLAN.up is not None:
+        if PLAN.up is not None and gate_weight is None:  # the epilogue takes one weight
             x, up_weight = x.contiguous(), up_weight.contiguous()
             bias = None if up_bias is None else up_bias.contiguous()
             inner, pre = x.new_empty(M, N), x.new_empty(M if return_pre else 0, width)
@@ -195,8 +197,12 @@ def feed_forward(x, up_weight, up_bias, down_weight, activation, gated, return_p
                 GATED=gated, ACTIVATION=activation, **PLAN.up,
             )  # fmt: skip
         else:
-            up = up_weight.t()
-            pre = torch.mm(x, up) if up_bias is None else torch.addmm(up_bias, x, up)
+            pre = x.new_empty(M, width)
+            if gate_weight is None:
+                _product(x, up_weight, up_bias, pre)
+            else:
+                _product(x, gate_weight, gate_bias, pre[:, :N])
+                _product(x, up_weight, up_bias, pre[:, N:])
             # Inference has no second matrix of this size. A gated one's halves would leave gaps in the next product's
             # operand, for which cuBLAS may take another kernel than in training, and so give other bits.
             inner = x.new_empty(M, N) if return_pre or gated else pre
@@ -207,13 +213,24 @@ def feed_forward(x, up_weight, up_bias, down_weight, activation, gated, return_p
     return torch.mm(inner, down_weight.t()), pre
 
 
-def feed_forward_bwd(dout, x, pre, up_weight, down_weight, activation, gated, needs_dx, needs_dweight, needs_dbias):
-    """dout as out -> dx, dup_weight, dup_bias, ddown_weight; the schema in fastbert/ops/feed_forward.py."""
+def _product(x, weight, bias, out):
+    """out = x weight^T + bias, where out's rows may be part of wider ones."""
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
+def feed_forward_bwd(
+    dout, x, pre, up_weight, down_weight, gate_weight, activation, gated, needs_dx, needs_dweight, needs_dbias
+):
+    """dout as out -> dx, dups, dup_biases, ddown_weight; the schema in fastbert/ops/feed_forward.py."""
     M, N, K, width = pre.shape[0], down_weight.shape[1], dout.shape[1], pre.shape[1]
+    ups = (up_weight,) if gate_weight is None else (gate_weight, up_weight)
     if M == 0 or N == 0:
-        dup, ddown = (w.new_zeros(w.shape[0] if needs_dweight else 0, w.shape[1]) for w in (up_weight, down_weight))
-        dx = x.new_zeros(M if needs_dx else 0, x.shape[1])
-        return dx, dup, x.new_zeros(width if needs_dbias else 0), ddown
+        dx, ddown = x.new_zeros(M if needs_dx else 0, x.shape[1]), down_weight.new_zeros(K if needs_dweight else 0, N)
+        dups = [torch.zeros_like(up) for up in ups] if needs_dweight else []
+        return dx, dups, [up.new_zeros(up.shape[0]) for up in ups] if needs_dbias else [], ddown
     tile = _BLOCK_M if PLAN.down is None else PLAN.down["BLOCK_M"]
     row_tiles = cdiv(M, tile)
     shares = pre.new_empty(row_tiles if needs_dbias else 0, width, dtype=torch.float32)
@@ -231,7 +248,12 @@ def feed_forward_bwd(dout, x, pre, up_weight, down_weight, activation, gated, ne
             _activation_bwd_kernel[(row_tiles, cdiv(N, _BLOCK_N))](
                 dinner, pre, dpre, inner, shares, M, N, **options, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N
             )
-    dx = torch.mm(dpre, up_weight) if needs_dx else x.new_empty(0, x.shape[1])
-    dup = torch.mm(dpre.t(), x) if needs_dweight else up_weight.new_empty(0, up_weight.shape[1])
-    ddown = torch.mm(dout.t(), inner) if needs_dweight else down_weight.new_empty(0, down_weight.shape[1])
-    return dx, dup, shares.sum(0).to(x.dtype) if needs_dbias else x.new_empty(0), ddown
+    parts = [dpre] if gate_weight is None else [dpre[:, :N], dpre[:, N:]]
+    dx = torch.mm(parts[0], ups[0]) if needs_dx else x.new_empty(0, x.shape[1])
+    if needs_dx and gate_weight is not None:
+        dx.addmm_(parts[1], up_weight)
+    dups = [torch.mm(part.t(), x) for part in parts] if needs_dweight else []
+    ddown = torch.mm(dout.t(), inner) if needs_dweight else down_weight.new_empty(0, N)
+    # One sum for each: no result may be part of another one.
+    dbiases = [share.sum(0).to(x.dtype) for share in shares.split(width // len(ups), 1)] if needs_dbias else []
+    return dx, dups, dbiases, ddown

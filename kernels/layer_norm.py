@@ -1,7 +1,9 @@
-"""add_layer_norm, forward and backward: bias + dropout + residual + LayerNorm in one pass over memory.
+"""add_layer_norm and add_rms_norm, forward and backward: bias + dropout + residual + norm in one pass over memory.
 
     summed = dropout(x + x_bias) + residual, rounded to x's dtype
     out    = (summed - mean) * rstd * weight + bias                               (Ba et al. 2016, section 3, eq. 4)
+
+IS_RMS: the mean is 0, and there is no bias (Zhang & Sennrich 2019, eq. 4).
 
 Matrices are row-major (total_tokens, hidden_size) without gaps, in bf16, fp16 or fp32; vectors are (hidden_size,) in
 the same dtype. Arithmetic and the saved mean and rstd, (total_tokens,), are fp32. The dropout mask is not saved: Philox
@@ -28,15 +30,19 @@ _MAX_SHARES = 512
 
 
 @triton.jit
-def centre(x, inside, hidden_size, eps):
+def centre(x, inside, hidden_size, eps, IS_RMS: tl.constexpr):
     """x - mean, mean and rstd of a row x [BLOCK_N], in fp32; zeros in the columns that are not inside.
 
     The rounding error of a large mean is of the size of a small spread: what is left after centring is taken off too.
     """
-    mean = tl.sum(x, axis=0) / hidden_size
-    centred = tl.where(inside, x - mean, 0.0)
-    left = tl.sum(centred, axis=0) / hidden_size
-    centred = tl.where(inside, centred - left, 0.0)
+    if IS_RMS:
+        mean, left = 0.0, 0.0
+        centred = tl.where(inside, x, 0.0)
+    else:
+        mean = tl.sum(x, axis=0) / hidden_size
+        centred = tl.where(inside, x - mean, 0.0)
+        left = tl.sum(centred, axis=0) / hidden_size
+        centred = tl.where(inside, centred - left, 0.0)
     rstd = 1.0 / tl.sqrt_rn(tl.sum(centred * centred, axis=0) / hidden_size + eps)
     return centred, mean + left, rstd
 
@@ -47,7 +53,7 @@ def _add_layer_norm_fwd_kernel(
     out_ptr, summed_ptr, mean_ptr, rstd_ptr,
     hidden_size, threshold, scale, eps,
     HAS_X_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    RETURN_SUM: tl.constexpr, RETURN_STATS: tl.constexpr, BLOCK_N: tl.constexpr,
+    RETURN_SUM: tl.constexpr, RETURN_STATS: tl.constexpr, IS_RMS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK_N)
@@ -69,9 +75,10 @@ def _add_layer_norm_fwd_kernel(
     if RETURN_SUM:
         tl.store(summed_ptr + start + columns, rounded, mask=inside)
 
-    centred, mean, rstd = centre(summed, inside, hidden_size, eps)
+    centred, mean, rstd = centre(summed, inside, hidden_size, eps, IS_RMS)
     if RETURN_STATS:
-        tl.store(mean_ptr + row, mean)
+        if not IS_RMS:
+            tl.store(mean_ptr + row, mean)
         tl.store(rstd_ptr + row, rstd)
 
     out = centred * rstd * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
@@ -86,7 +93,9 @@ def row_tile(hidden_size: int) -> tuple[int, int]:
     return block_n, min(max(block_n // 256, 1), 16)
 
 
-def add_layer_norm_fwd(x, x_bias, residual, weight, bias, philox, dropout_p, eps, return_sum, return_stats):
+def add_layer_norm_fwd(
+    x, x_bias, residual, weight, bias, philox, dropout_p, eps, return_sum, return_stats, rms=False
+):  # fmt: skip
     """x, residual (total_tokens, hidden_size) -> out, summed, mean, rstd; the schema in fastbert/ops/layer_norm.py."""
     x = x.contiguous()
     x_bias, residual, bias = (None if t is None else t.contiguous() for t in (x_bias, residual, bias))
@@ -94,7 +103,8 @@ def add_layer_norm_fwd(x, x_bias, residual, weight, bias, philox, dropout_p, eps
     total_tokens, hidden_size = x.shape
     out = torch.empty_like(x)
     summed = x.new_empty(total_tokens if return_sum else 0, hidden_size)
-    mean, rstd = (x.new_empty(total_tokens if return_stats else 0, dtype=torch.float32) for _ in range(2))
+    stats = total_tokens if return_stats else 0
+    mean, rstd = (x.new_empty(rows, dtype=torch.float32) for rows in (0 if rms else stats, stats))
     if total_tokens == 0:
         return out, summed, mean, rstd
     block_n, num_warps = row_tile(hidden_size)
@@ -105,7 +115,7 @@ def add_layer_norm_fwd(x, x_bias, residual, weight, bias, philox, dropout_p, eps
             out, summed, mean, rstd,
             hidden_size, threshold, scale, eps,
             HAS_X_BIAS=x_bias is not None, HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None,
-            HAS_DROPOUT=dropout_p > 0, RETURN_SUM=return_sum, RETURN_STATS=return_stats,
+            HAS_DROPOUT=dropout_p > 0, RETURN_SUM=return_sum, RETURN_STATS=return_stats, IS_RMS=rms,
             BLOCK_N=block_n, num_warps=num_warps,
         )  # fmt: skip
     return out, summed, mean, rstd
@@ -116,7 +126,7 @@ def _add_layer_norm_bwd_kernel(
     dout_ptr, dsum_ptr, summed_ptr, mean_ptr, rstd_ptr, weight_ptr, philox_ptr,
     dx_ptr, dsummed_ptr, shares_ptr,
     total_tokens, hidden_size, threshold, scale,
-    HAS_DSUM: tl.constexpr, HAS_X_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    HAS_DSUM: tl.constexpr, HAS_X_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, IS_RMS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     share = tl.program_id(0)
@@ -130,7 +140,9 @@ def _add_layer_norm_bwd_kernel(
         rows = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)  # [BLOCK_M]
         inside = (rows < total_tokens)[:, None] & (columns < hidden_size)[None, :]  # [BLOCK_M, BLOCK_N]
         at = rows[:, None] * hidden_size + columns[None, :]
-        mean = tl.load(mean_ptr + rows, mask=rows < total_tokens, other=0.0)[:, None]
+        mean = 0.0
+        if not IS_RMS:
+            mean = tl.load(mean_ptr + rows, mask=rows < total_tokens, other=0.0)[:, None]
         rstd = tl.load(rstd_ptr + rows, mask=rows < total_tokens, other=0.0)[:, None]
         dout = tl.load(dout_ptr + at, mask=inside, other=0.0).to(tl.float32)
         summed = tl.load(summed_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -138,10 +150,12 @@ def _add_layer_norm_bwd_kernel(
         xhat = tl.where(inside, (summed - mean) * rstd, 0.0)
         dxhat = dout * weight
         along_xhat = (tl.sum(dxhat * xhat, axis=1) / hidden_size)[:, None]
-        along_ones = (tl.sum(dxhat, axis=1) / hidden_size)[:, None]
+        along_ones = 0.0
+        if not IS_RMS:
+            along_ones = (tl.sum(dxhat, axis=1) / hidden_size)[:, None]
+            dbias += tl.sum(dout, axis=0)
         gradient = (dxhat - along_ones - xhat * along_xhat) * rstd
         dweight += tl.sum(dout * xhat, axis=0)
-        dbias += tl.sum(dout, axis=0)
         if HAS_DSUM:
             gradient += tl.load(dsum_ptr + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(dsummed_ptr + at, gradient.to(dsummed_ptr.dtype.element_ty), mask=inside)
@@ -153,7 +167,8 @@ def _add_layer_norm_bwd_kernel(
 
     shares_ptr += share.to(tl.int64) * 3 * hidden_size
     tl.store(shares_ptr + columns, dweight, mask=columns < hidden_size)
-    tl.store(shares_ptr + hidden_size + columns, dbias, mask=columns < hidden_size)
+    if not IS_RMS:
+        tl.store(shares_ptr + hidden_size + columns, dbias, mask=columns < hidden_size)
     if HAS_X_BIAS:
         tl.store(shares_ptr + 2 * hidden_size + columns, dx_bias, mask=columns < hidden_size)
 
@@ -161,10 +176,15 @@ def _add_layer_norm_bwd_kernel(
 @triton.jit(do_not_specialize=["num_shares"])
 def _add_shares_kernel(
     shares_ptr, dweight_ptr, dbias_ptr, dx_bias_ptr, num_shares, hidden_size,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    IS_RMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """shares (num_shares, 3, hidden_size) fp32 -> the three vectors, in their dtype; axis 1 of the grid says which."""
+    """shares (num_shares, 3, hidden_size) fp32 -> the three vectors, in their dtype; axis 1 of the grid says which.
+
+    IS_RMS: there is no dbias, and its share was not written.
+    """
     which = tl.program_id(1)
+    if IS_RMS:
+        which *= 2
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for tile in range(tl.cdiv(num_shares, BLOCK_M)):
@@ -187,7 +207,7 @@ def _bwd_tile(hidden_size: int) -> tuple[int, int, int]:
     return max(1, min(16, num_warps * 512 // block_n)), block_n, num_warps
 
 
-def add_layer_norm_bwd(dout, dsum, summed, mean, rstd, weight, philox, dropout_p, has_x_bias):
+def add_layer_norm_bwd(dout, dsum, summed, mean, rstd, weight, philox, dropout_p, has_x_bias, rms=False):
     """dout, dsum (total_tokens, hidden_size) -> dx, dsummed, dx_bias, dweight, dbias (ops/layer_norm.py)."""
     dout, summed, weight = dout.contiguous(), summed.contiguous(), weight.contiguous()
     dsum = None if dsum is None else dsum.contiguous()
@@ -195,7 +215,7 @@ def add_layer_norm_bwd(dout, dsum, summed, mean, rstd, weight, philox, dropout_p
     dx = dout.new_empty(total_tokens if dropout_p > 0 else 0, hidden_size)
     dsummed = torch.empty_like(dout)
     dx_bias = weight.new_empty(hidden_size if has_x_bias else 0)
-    dweight, dbias = torch.empty_like(weight), torch.empty_like(weight)
+    dweight, dbias = torch.empty_like(weight), weight.new_empty(0 if rms else hidden_size)
     block_m, block_n, num_warps = _bwd_tile(hidden_size)
     num_shares = min(_MAX_SHARES, cdiv(total_tokens, block_m))
     shares = dout.new_empty(num_shares, 3, hidden_size, dtype=torch.float32)
@@ -206,10 +226,11 @@ def add_layer_norm_bwd(dout, dsum, summed, mean, rstd, weight, philox, dropout_p
                 dout, dsum, summed, mean, rstd, weight, philox,
                 dx, dsummed, shares,
                 total_tokens, hidden_size, threshold, scale,
-                HAS_DSUM=dsum is not None, HAS_X_BIAS=has_x_bias, HAS_DROPOUT=dropout_p > 0,
+                HAS_DSUM=dsum is not None, HAS_X_BIAS=has_x_bias, HAS_DROPOUT=dropout_p > 0, IS_RMS=rms,
                 BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps,
             )  # fmt: skip
-        _add_shares_kernel[(cdiv(hidden_size, 32), 3 if has_x_bias else 2)](
-            shares, dweight, dbias, dx_bias, num_shares, hidden_size, BLOCK_M=32, BLOCK_N=32
+        num_vectors = 1 + has_x_bias + (not rms)
+        _add_shares_kernel[(cdiv(hidden_size, 32), num_vectors)](
+            shares, dweight, dbias, dx_bias, num_shares, hidden_size, IS_RMS=rms, BLOCK_M=32, BLOCK_N=32
         )
     return dx, dsummed, dx_bias, dweight, dbias

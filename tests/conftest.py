@@ -108,7 +108,7 @@ def packed_layers(monkeypatch) -> list[int]:
 
     def counted_offer(op, x, look):
         found = offer(op, x, look)
-        return found if isinstance(found, str) else counted(found, len(found.args[1].norms) // 4)
+        return found if isinstance(found, str) else counted(found, len(found.args[1].layers))
 
     monkeypatch.setattr(ops, "attention", counted(ops.attention, 1))
     monkeypatch.setattr(ops, "offer", counted_offer)

@@ -85,6 +85,18 @@ def repeats(function: Function, tensors: Tensors) -> None:
     same_bits(differentiate(function, tensors), differentiate(function, tensors))
 
 
+def isolates_rows(function: Function, tensors: Tensors) -> None:
+    """NaN in one row of x reaches no other, in out (..., rows, width) or dx."""
+    rows = tensors["x"].shape[0]
+    spoiled = {**tensors, "x": tensors["x"].clone()}
+    spoiled["x"][rows // 2] = float("nan")
+    clean, dirty = (differentiate(function, t) for t in (tensors, spoiled))
+    others = torch.arange(rows, device=spoiled["x"].device) != rows // 2
+    one, other = (t["out"][..., others, :] for t in (clean, dirty))
+    assert torch.equal(one, other), "a row's output changed with another's input"
+    assert torch.equal(clean["dx"][others], dirty["dx"][others]), "a row's gradient changed with another's input"
+
+
 def assert_keep_rate(kept: torch.Tensor, dropout_p: float) -> None:
     """Six standard deviations of a coin's count."""
     share, draws = kept.double().mean().item(), kept.numel()

@@ -34,10 +34,17 @@ class Cell:
 
 FORWARD = tuple(Cell(model, "forward", "bf16") for model in ("bert-base", "bert-large", "minilm"))
 TRAINING = tuple(Cell(model, "training", "amp") for model in ("bert-base", "minilm", "bert-large"))
+MODERN = tuple(Cell("modernbert-base", mode, kind) for mode, kind in (("forward", "bf16"), ("training", "amp")))
 # Cells of one group prepare themselves beside each other: as many as the GPU's memory holds. (Share of the seconds left
 # until the last one must be ready, cells): the turns take the others.
-GROUPS = ((0.5, (*FORWARD, *TRAINING[:2])), (0.75, TRAINING[2:]))
-SMOKE_GROUPS = ((0.5, (Cell("tiny", "forward", "bf16"), Cell("tiny", "training", "amp"))),)
+GROUPS = (
+    (0.5, (*FORWARD, *MODERN[:1], *TRAINING[:2])),
+    (0.75, TRAINING[2:]),
+    (0.75, MODERN[1:]),
+)
+SMOKE_GROUPS = tuple(
+    (0.5, (Cell(model, "forward", "bf16"), Cell(model, "training", "amp"))) for model in ("tiny", "tiny-modernbert")
+)
 # Seconds to prepare, however many are left. torch.compile has a budget of its own, which the others do not wait for
 # beyond its end; what Inductor has compiled by then is on disk, so the next command goes on from there.
 LONGEST, LONGEST_COMPILED = 120, 300
@@ -75,7 +82,7 @@ def start(cell: Cell, contestant: str, limit: int, smoke: bool) -> Worker | Loca
 
 def contestants(cell: Cell, smoke: bool) -> tuple[str, ...]:
     """Compiling takes long: not in smoke tests, and not where no target asks for it."""
-    is_compiled = not smoke and (cell.model, cell.mode) != ("minilm", "training")
+    is_compiled = not smoke and cell not in (TRAINING[1], *MODERN)
     return tuple(name for name in CONTESTANTS if name != COMPILED or is_compiled)
 
 

@@ -33,6 +33,7 @@ def run_part(record: Record) -> None:
         record.run(f"attention head_dim {head_dim}", partial(attention, bench, head_dim))
     record.run("attention ragged", partial(ragged, bench))
     record.run("attention with dropout", partial(attention_with_dropout, bench))
+    record.run("attention, kinds", partial(attention_kinds, bench))
     record.run("candidates", partial(tune.try_for_ops, record, where))
     record.run("attention blocks", partial(tune.few, record, timer, where))
     for hidden_size in where.choose((64,), (768, 1024)):
@@ -179,6 +180,56 @@ def attention_with_dropout(bench: Bench) -> dict[str, Any]:
     return {"numbers": numbers, "unit": f"TFLOP/s, {total} tokens, {heads} heads of {head_dim}", **timer.note()}
 
 
+def keys_seen(length: int, window: int) -> int:
+    """By all queries of a sequence, `window` tokens before and after each; -1: no end."""
+    if window < 0:
+        return length * length
+    return sum(min(length, i + window + 1) - max(0, i - window) for i in range(length))
+
+
+def attention_kinds(bench: Bench) -> dict[str, Any]:
+    """What only some families have, ours alone: TFLOP/s of the products that are seen (a window leaves most of them
+    out), and with a rotation before them of the two together. Four query heads of a group read one key head; windows
+    are ModernBERT's, 64 tokens before and after."""
+    _, where, timer = bench
+    total, lengths, heads, head_dim = where.choose((32, (32,), 4, 32), (16384, (512, 2048), 16, 64))
+    window = where.choose(4, 64)
+    numbers: Rows = {}
+    for length in lengths:
+        case = Lengths("", (length,) * (total // length))
+        cu_seqlens = case.cu_seqlens.to(where.device)
+        positions = torch.arange(total, device=where.device, dtype=torch.int32) % length
+        angles = torch.outer(positions[:length], 10000.0 ** -torch.linspace(0, 1, head_dim // 2, device=where.device))
+        tables = ops.Rotary(angles.cos(), angles.sin())
+        by_token = ops.Rotary(*(t[positions.long()] for t in tables[:2]), by_token=True)
+        local: dict[str, Any] = {"window_size": (window, window)}
+        kinds: dict[str, dict[str, Any]] = {
+            "plain": {},
+            "grouped": {},
+            "window": local,
+            "window by positions": {**local, "window_positions": positions},
+            "rotary": {"rotary": tables},
+            "rotary, interleaved": {"rotary": tables._replace(interleaved=True)},
+            "rotary by token": {"rotary": by_token},
+            "window and rotary": {**local, "rotary": tables},
+        }
+        forward: dict[str, Call] = {}
+        backward: dict[str, Call] = {}
+        for name, options in kinds.items():
+            kv_heads = heads // 4 if name == "grouped" else heads
+            q, k, v = (where.randn(total, n, head_dim, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads)))
+            shared = {"cu_seqlens": cu_seqlens, "max_seqlen": length, "cache": {}, "backend": where.backend}
+            ours = partial(ops.attention, **shared, **options)
+            forward[name] = without_autograd(partial(ours, q, k, v))
+            backward[name] = backward_of(ours, leaves_of(q, k, v), where.randn(total, heads, head_dim, seed=3))
+        for kind, calls, operations in (("fwd", forward, 4.0), ("bwd", backward, 10.0)):
+            for name, seconds in timer.medians(calls).items():
+                seen = keys_seen(length, window if "window" in name else -1) * (total // length)
+                rate = operations * heads * head_dim * seen / seconds / 1e12
+                numbers.setdefault(name, {}).update({f"{kind} {length}": rate, f"{kind} {length}, us": 1e6 * seconds})
+    return {"numbers": numbers, "unit": f"TFLOP/s, {total} tokens, {heads} heads of {head_dim}", **timer.note()}
+
+
 def ragged(bench: Bench) -> dict[str, Any]:
     """Lengths from 64 to 960 in steps of 28, shuffled, beside equal ones of their mean, 512."""
     record, where, timer = bench
@@ -240,6 +291,11 @@ def memory_bound(bench: Bench, hidden_size: int) -> dict[str, Any]:
         calls["add_layer_norm_fwd_training", backend] = (partial(dropped, *norm_leaves), 4 * matrix)
         calls["add_layer_norm_bwd", backend] = (backward_of(plain, norm_leaves, dout), 3 * matrix)
         calls["add_layer_norm_bwd_dropout", backend] = (backward_of(dropped, norm_leaves, dout), 4 * matrix)
+    for backend in runnable(where, "add_rms_norm"):
+        rms = partial(ops.add_rms_norm, backend=backend)
+        rms_leaves = leaves_of(x, residual, weight)
+        calls["add_rms_norm_fwd", backend] = (without_autograd(partial(rms, x, residual, weight)), 3 * matrix)
+        calls["add_rms_norm_bwd", backend] = (backward_of(rms, rms_leaves, dout), 3 * matrix)
     for backend in runnable(where, "embed_layer_norm"):
         operands = (ids, positions, types, word, position, token_type, weight, bias)
         forward = without_autograd(partial(ops.embed_layer_norm, *operands, backend=backend))

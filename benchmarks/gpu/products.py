@@ -157,7 +157,8 @@ def _in_fp8(where: Where, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor):
 
 def feed_forward(bench: Bench, hidden_size: int, gated_size: int = 0) -> dict[str, Any]:
     """Each plan of kernels/feed_forward.py, the CUDA backend where it is built, and torch's GEMM, GELU, GEMM; shares of
-    the GEMM ceiling. A plain one is four times as wide as x; a gated one has `gated_size` columns and no bias."""
+    the GEMM ceiling. A plain one is four times as wide as x; a gated one has `gated_size` columns and no bias, its
+    gate and up as one weight or, in the row "apart", as two."""
     record, where, timer = bench
     gated, inner = gated_size > 0, gated_size or 4 * hidden_size
     shapes = ((2 * inner if gated else inner, hidden_size), (hidden_size, inner))
@@ -200,6 +201,14 @@ def feed_forward(bench: Bench, hidden_size: int, gated_size: int = 0) -> dict[st
             ours = partial(ops.feed_forward, gated=gated, backend=backend)
             forward[name] = with_plan(plan, partial(ours, x, up, bias, down))
             both[name] = with_plan(plan, partial(step, ours, leaves, dout))
+        if gated:
+            gate, own = leaves_of(*(t.contiguous() for t in up.chunk(2)))
+
+            def apart(x, gate, own, down):
+                return ops.feed_forward(x, own, None, down, gated=True, gate_weight=gate, backend=where.backend)
+
+            forward["apart"] = partial(apart, x, gate, own, down)
+            both["apart"] = partial(step, apart, [leaves[0], gate, own, leaves[3]], dout)
         with torch.no_grad():
             fwd = timer.medians(forward)
         seconds = {"fwd": fwd, "fwd+bwd": timer.medians(both)}

@@ -1,4 +1,4 @@
-"""Ops over rows on their own device: norms, feed-forward, merged products, cross-entropy, embeddings and dropout."""
+"""Ops over rows on their own device: feed-forward, merged products, cross-entropy, embeddings and dropout."""
 
 from __future__ import annotations
 
@@ -12,116 +12,18 @@ import torch
 
 from benchmarks.gpu.checks import (
     Checks,
-    Function,
     Tensors,
     Where,
     assert_keep_rate,
     compare,
     differentiate,
     has_kernel,
+    isolates_rows,
     repeats,
 )
 from fastbert import ops
 from fastbert.backend import use_backend
 from fastbert.testing import reference
-from fastbert.testing.cases import ROWS
-
-# --------------------------------------------------------------------------------------------------------------------
-# add_layer_norm
-
-
-def _norm_operands(where: Where, rows: int, hidden_size: int) -> Tensors:
-    matrices = {name: where.randn(rows, hidden_size, seed=i) for i, name in enumerate(("x", "residual"))}
-    vectors = {name: where.randn(hidden_size, seed=2 + i) for i, name in enumerate(("weight", "bias", "x_bias"))}
-    return {**matrices, **vectors}
-
-
-def _norm(where: Where, eps: float, dropout_p: float = 0.0, seed: int = 0) -> Function:
-    """out and the sum, side by side: both get a gradient."""
-
-    def ours(x, residual=None, weight=None, bias=None, x_bias=None) -> torch.Tensor:
-        torch.manual_seed(seed)
-        options: dict[str, Any] = {"x_bias": x_bias, "dropout_p": dropout_p, "eps": eps, "prenorm": True}
-        out, summed = ops.add_layer_norm(x, residual, weight, bias, **options, backend=where.backend)
-        return torch.stack((out, summed))
-
-    return ours
-
-
-def _norm_literal(eps: float, dropout_p: float = 0.0, keep: torch.Tensor | None = None) -> Function:
-    def literal(x, residual=None, weight=None, bias=None, x_bias=None) -> torch.Tensor:
-        options: dict[str, Any] = {"x_bias": x_bias, "eps": eps, "keep": keep, "dropout_p": dropout_p}
-        return torch.stack(reference.add_layer_norm(x, residual, weight, bias, **options))
-
-    return literal
-
-
-def _norm_against_oracle(where: Where, rows: int, hidden_size: int, mean: float = 0.0) -> None:
-    eps = 1e-5 if where.dtype is torch.float16 else 1e-12
-    tensors = _norm_operands(where, rows, hidden_size)
-    tensors["x"] = tensors["x"] + mean
-    variants = (tuple(tensors), ("x", "weight", "bias"), ("x", "residual", "weight", "x_bias"))
-    for names in variants if rows < 10000 else variants[:1]:
-        compare(_norm(where, eps), _norm_literal(eps), {name: tensors[name] for name in names})
-
-
-def _kept(where: Where, rows: int, hidden_size: int, dropout_p: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which elements of a matrix of ones are left in the sum, and which take a gradient."""
-    x = torch.ones(rows, hidden_size, dtype=where.dtype, device=where.device).requires_grad_()
-    torch.manual_seed(seed)
-    options: dict[str, Any] = {"dropout_p": dropout_p, "prenorm": True, "backend": where.backend}
-    _, summed = ops.add_layer_norm(x, None, torch.ones_like(x[0]), None, **options)
-    (dx,) = torch.autograd.grad(summed, x, torch.ones_like(summed))
-    return summed.detach() != 0, dx != 0
-
-
-def _norm_dropout(where: Where) -> None:
-    rows, hidden_size = where.choose((9, 80), (4096, 768))
-    for dropout_p in (0.1, 0.5):
-        forward, backward = _kept(where, rows, hidden_size, dropout_p, 3)
-        assert torch.equal(forward, backward), "backward has another dropout mask than forward"
-        assert torch.equal(forward, _kept(where, rows, hidden_size, dropout_p, 3)[0]), "one seed gave two masks"
-        assert not torch.equal(forward, _kept(where, rows, hidden_size, dropout_p, 4)[0]), "two seeds gave one mask"
-        assert_keep_rate(forward, dropout_p)
-    keep = _kept(where, rows, hidden_size, 0.25, 5)[0]
-    tensors = _norm_operands(where, rows, hidden_size)
-    compare(_norm(where, 1e-5, 0.25, 5), _norm_literal(1e-5, 0.25, keep), tensors)
-
-
-def _isolation(function: Function, tensors: Tensors) -> None:
-    """NaN in one row of x reaches no other, in out (..., rows, width) or dx."""
-    rows = tensors["x"].shape[0]
-    spoiled = {**tensors, "x": tensors["x"].clone()}
-    spoiled["x"][rows // 2] = float("nan")
-    clean, dirty = (differentiate(function, t) for t in (tensors, spoiled))
-    others = torch.arange(rows, device=spoiled["x"].device) != rows // 2
-    one, other = (t["out"][..., others, :] for t in (clean, dirty))
-    assert torch.equal(one, other), "a row's output changed with another's input"
-    assert torch.equal(clean["dx"][others], dirty["dx"][others]), "a row's gradient changed with another's input"
-
-
-def _norm_beyond_int32(where: Where) -> None:
-    rows, hidden_size = 2**31 // 768 + 4096, 768
-    tensors = {"x": where.randn(rows, hidden_size), "weight": where.randn(hidden_size)}
-    last = {"x": tensors["x"][-64:].clone(), "weight": tensors["weight"]}
-    out = ops.add_layer_norm(tensors["x"], None, tensors["weight"], None, eps=1e-5, backend=where.backend)
-    alone = ops.add_layer_norm(last["x"], None, last["weight"], None, eps=1e-5, backend=where.backend)
-    assert isinstance(out, torch.Tensor) and isinstance(alone, torch.Tensor)
-    assert torch.equal(out[-64:], alone), "the last rows' bits depend on how many come before them"
-
-
-def add_layer_norm(where: Where) -> Checks:
-    for rows, hidden_size in where.choose(ROWS[2:3], (*ROWS[1:], (65536, 768), (8193, 1024), (4096, 4100))):
-        yield f"{rows}x{hidden_size}", partial(_norm_against_oracle, where, rows, hidden_size)
-    rows, hidden_size = where.choose((5, 64), (1000, 768))
-    yield "large mean", partial(_norm_against_oracle, where, rows, hidden_size, 100.0)
-    yield "same bits", lambda: repeats(_norm(where, 1e-5, 0.1), _norm_operands(where, rows, hidden_size))
-    spoilt = _norm_operands(where, *where.choose((9, 80), (4097, 768)))
-    yield "isolation", partial(_isolation, _norm(where, 1e-5), spoilt)
-    yield "dropout", partial(_norm_dropout, where)
-    if not where.smoke and where.dtype is torch.bfloat16:
-        yield "beyond 2^31 elements", partial(_norm_beyond_int32, where)
-
 
 # --------------------------------------------------------------------------------------------------------------------
 # feed_forward
@@ -227,6 +129,24 @@ def _gated(where: Where, plans: list[object]) -> Checks:
     shape = where.choose((17, 33, 40), (1025, 768, 1152))
     for activation in where.choose(("silu",), ("gelu", "gelu_tanh", "relu", "silu", "tanh")):
         yield f"gated {activation}", partial(feed_forward_case, where, plans[0], shape, activation, True, True)
+    for has_bias in (True, False):
+        name = f"gate and up apart{'' if has_bias else ', no bias'}"
+        yield name, partial(_feed_forward_apart, where, plans[0], shape, has_bias)
+
+
+def _feed_forward_apart(where: Where, plan: object, shape: tuple[int, int, int], has_bias: bool) -> None:
+    """Gate and up as two Linears, as Llama's checkpoints have them."""
+    tensors = feed_forward_operands(where, *shape)
+    tensors["gate_weight"] = where.randn(*tensors["up_weight"].shape, scale=shape[1] ** -0.5, seed=4)
+    tensors["gate_bias"] = where.randn(shape[2], seed=5)
+    ours = partial(ops.feed_forward, activation="silu", gated=True, backend=where.backend)
+    literal = partial(reference.feed_forward, name="silu", gated=True)
+    if not has_bias:
+        tensors = {name: t for name, t in tensors.items() if not name.endswith("bias")}
+        ours, literal = partial(ours, up_bias=None), partial(literal, up_bias=None)
+    with planned(plan):
+        compare(ours, literal, tensors)
+        repeats(ours, tensors)
 
 
 def _shape_id(shape: tuple[int, ...]) -> str:
@@ -244,7 +164,7 @@ def _feed_forward_features(where: Where, plan: object) -> Checks:
         # that is no fault of the kernels under test, which run in the interpreter there.
         sizes = (17, 32, 64) if where.device.type == "cpu" else shape
         with planned(plan):
-            _isolation(partial(ops.feed_forward, backend=where.backend), feed_forward_operands(where, *sizes))
+            isolates_rows(partial(ops.feed_forward, backend=where.backend), feed_forward_operands(where, *sizes))
 
     yield "isolation", isolation
 
@@ -390,7 +310,6 @@ def merged_linears(where: Where) -> Checks:
 
 
 CHECKS: dict[str, Callable[[Where], Checks]] = {
-    "add_layer_norm": add_layer_norm,
     "feed_forward/elementwise": feed_forward_elementwise,
     "feed_forward/epilogue": feed_forward_epilogue,
     "merged_linears": merged_linears,

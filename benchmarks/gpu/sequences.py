@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -115,10 +116,62 @@ def features(where: Where) -> Checks:
     yield "dropout", partial(dropout, where)
 
 
-def _rotary_tables(where: Where, positions: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotary_tables(where: Where, positions: int, head_dim: int) -> ops.Rotary:
     frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, device=where.device) / head_dim)
     angles = torch.arange(positions, device=where.device)[:, None] * frequencies
-    return angles.cos(), angles.sin()
+    return ops.Rotary(angles.cos(), angles.sin())
+
+
+def kinds(where: Where) -> Checks:
+    """What only some families have: query heads that share a key head, windows by given positions, rows of the rotary
+    tables by token, pairs of neighbours."""
+    case = where.choose(LENGTHS[5], _ragged(2048, 700))
+    positions = torch.cat([torch.arange(n) for n in (*case.lengths, case.slack)])
+    positions = (positions + positions // 3).to(where.device, torch.int32)  # a gap after every third token
+    window: dict[str, Any] = {"window_size": where.choose((3, 3), (64, 64)), "window_positions": positions}
+    tables = _rotary_tables(where, max(*case.lengths, 2 * case.total_tokens), 64)
+    by_token = ops.Rotary(*(t[positions.long()].contiguous() for t in tables[:2]), by_token=True)
+    options: dict[str, dict[str, Any]] = {
+        "grouped": {},
+        "positions": window,
+        "rotary, interleaved": {"rotary": tables._replace(interleaved=True)},
+        "rotary, by token": {"rotary": by_token},
+        "all": {**window, "rotary": by_token._replace(interleaved=True)},
+    }
+    for name, given in options.items():
+        group = 3 if name in ("grouped", "all") else 1
+        yield name, partial(_kind_against_oracle, where, case, group, given)
+    for head_dim in where.choose((), (64, 128)):
+        longer = _ragged(8192, 1500)
+        yield f"grouped, d{head_dim}", partial(_kind_against_oracle, where, longer, 4, {}, head_dim)
+    yield "grouped, same bits", partial(_kind_repeats, where, case)
+
+
+def _kind_heads(where: Where, case: Lengths, group: int, head_dim: int = 64) -> torch.Tensor:
+    """(tokens, heads, head_dim): `group` query heads for each of two of k, then k and v, whose gradients share a scale
+    as in `_ours`."""
+    return where.randn(case.total_tokens, 2 * group + 4, head_dim)
+
+
+def _kind(where: Where, case: Lengths, group: int, given: dict[str, Any], heads: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(0)
+    q, k, v = heads.split((2 * group, 2, 2), 1)
+    cu_seqlens, longest = case.cu_seqlens.to(where.device), max(case.lengths)
+    return ops.attention(q, k, v, cu_seqlens, longest, backend=where.backend, **given)
+
+
+def _kind_against_oracle(where: Where, case: Lengths, group: int, given: dict[str, Any], head_dim: int = 64) -> None:
+    def literal(heads: torch.Tensor) -> torch.Tensor:
+        q, k, v = heads.split((2 * group, 2, 2), 1)
+        out: torch.Tensor = reference.attention(q, k, v, case.cu_seqlens, **given)
+        return out
+
+    compare(partial(_kind, where, case, group, given), literal, {"heads": _kind_heads(where, case, group, head_dim)})
+
+
+def _kind_repeats(where: Where, case: Lengths) -> None:
+    for dropout_p in (0.0, 0.1):
+        repeats(partial(_kind, where, case, 3, {"dropout_p": dropout_p}), {"heads": _kind_heads(where, case, 3)})
 
 
 def same_bits_twice(where: Where, case: Lengths) -> None:
@@ -267,6 +320,7 @@ CHECKS: dict[str, Callable[[Where], Checks]] = {
     "attention/large": large,
     "attention/wide": wide,
     "attention/features": features,
+    "attention/kinds": kinds,
     "pooling": pooling,
     "pack": partial(packing, "pack"),
     "unpack": partial(packing, "unpack"),

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.record import failures_of_a_kernel
+from fastbert.bench.jobs import fields_without_type
 from fastbert.bench.worker import serve
 from fastbert.testing.cases import MODELS
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
@@ -28,6 +29,26 @@ CHECKED = 4  # sequences: float64 is slow, and its attention large
 TURN_SECONDS = 0.25
 TIME_LIMIT = "TimeLimit"  # what the last line of one that gave up begins with
 OUT_OF_MEMORY_TRIES = 4  # contestants prepare themselves beside each other
+FIELDS = {
+    **MODELS,
+    "tiny-modernbert": {  # for smoke tests: one global layer among local ones
+        "model_type": "modernbert",
+        "hidden_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "intermediate_size": 192,
+        "local_attention": 8,
+    },
+}
+PREFIXES = {"bert": "bert", "modernbert": "model"}  # the attribute that holds the encoder of a model with a head
+# Of each family the first layer's query, or all three, and the last layer's first product in its feed-forward.
+CHECKED_WEIGHTS = {
+    "bert": ("encoder.layer.0.attention.self.query.weight", "encoder.layer.{last}.intermediate.dense.weight"),
+    "modernbert": ("layers.0.attn.Wqkv.weight", "layers.{last}.mlp.Wi.weight"),
+}
+# Attention in float64. transformers' eager ModernBERT has its softmax in fp32, for which float64's lowest mask is -inf:
+# a padded query whose window holds no key would be NaN.
+LITERAL = {"bert": "eager", "modernbert": "sdpa"}
 
 
 def lengths(batch: str, smoke: bool) -> list[int]:
@@ -42,17 +63,26 @@ def randomise(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         noise = torch.randn_like(parameter)
         if parameter.dim() == 1:
-            parameter.copy_(0.1 * noise + (1 if name.endswith("LayerNorm.weight") else 0))
+            parameter.copy_(0.1 * noise + (1 if name.lower().endswith("norm.weight") else 0))
         elif "embeddings" not in name:
             parameter.copy_(0.8 * parameter.shape[1] ** -0.5 * noise)
 
 
+def cast(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """Its weights, as transformers loads them in a dtype: the frequencies of a rotary embedding stay fp32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
 class Subject:
-    """`task`: contestant, model (of MODELS), mode "forward" or "training", precision "bf16" or "amp" (fp32 weights,
+    """`task`: contestant, model (of FIELDS), mode "forward" or "training", precision "bf16" or "amp" (fp32 weights,
     autocast to bf16), smoke."""
 
     def __init__(self, task: dict[str, Any]):
         self.task, self.is_training = task, task["mode"] == "training"
+        self.fields = FIELDS[task["model"]]
+        self.model_type = self.fields.get("model_type", "bert")
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.weights = torch.float32 if task["precision"] == "amp" else torch.bfloat16
         self.calls: dict[str, Callable[[], object]] = {}
@@ -69,20 +99,20 @@ class Subject:
         import transformers
 
         kind = transformers.AutoModelForSequenceClassification if self.is_training else transformers.AutoModel
-        config = transformers.BertConfig(**MODELS[self.task["model"]])  # two labels unless told otherwise
+        config = transformers.AutoConfig.for_model(self.model_type, **fields_without_type(self.fields))  # two labels
         torch.manual_seed(0)
         with torch.device(self.device):
             model: torch.nn.Module = kind.from_config(config, attn_implementation=attention)
         randomise(model)
-        return model.to(self.weights).to(dtype).eval()  # the oracle has the weights that the others have
+        return cast(cast(model, self.weights), dtype).eval()  # the oracle has the weights that the others have
 
     def ours(self, theirs: Any) -> torch.nn.Module:
         import fastbert
 
-        kind = fastbert.BertForSequenceClassification if self.is_training else fastbert.BertModel
+        kind = fastbert.AutoModelForSequenceClassification if self.is_training else fastbert.AutoModel
         with torch.device(self.device):
-            model: torch.nn.Module = kind(fastbert.EncoderConfig.from_dict(theirs.config.to_dict()))
-        model = model.to(self.weights).eval()
+            model: torch.nn.Module = kind.from_config(fastbert.EncoderConfig.from_dict(theirs.config.to_dict()))
+        model = cast(model, self.weights).eval()
         model.load_state_dict(theirs.state_dict())
         if self.device.type == "cuda":  # or torch's times would stand there as ours
             chosen = fastbert.backends(self.device, torch.bfloat16)["attention"]
@@ -104,9 +134,13 @@ class Subject:
     # ----------------------------------------------------------------------------------------------------------------
     # Check
 
+    def encoder_of(self, model: torch.nn.Module) -> torch.nn.Module:
+        encoder: torch.nn.Module = getattr(model, PREFIXES[self.model_type]) if self.is_training else model
+        return encoder
+
     def hidden(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """The encoder's output at the real tokens of the first sequences."""
-        hidden = getattr(model, "bert", model)(**inputs).last_hidden_state[:CHECKED]
+        hidden = self.encoder_of(model)(**inputs).last_hidden_state[:CHECKED]
         mask = inputs.get("attention_mask")
         real: torch.Tensor = hidden.flatten(0, 1) if mask is None else hidden[mask[:CHECKED].bool()]
         return real
@@ -116,9 +150,9 @@ class Subject:
         if not self.is_training:
             with torch.no_grad():
                 return {"output": self.hidden(model, inputs)}
-        last = MODELS[self.task["model"]]["num_hidden_layers"] - 1
-        paths = ("0.attention.self.query.weight", f"{last}.intermediate.dense.weight")
-        wanted = [model.get_parameter(f"bert.encoder.layer.{path}") for path in paths]
+        last = self.fields["num_hidden_layers"] - 1
+        paths = [path.format(last=last) for path in CHECKED_WEIGHTS[self.model_type]]
+        wanted = [self.encoder_of(model).get_parameter(path) for path in paths]
         precise = next(model.parameters()).dtype == torch.float64
         with nullcontext() if precise else self.autocast():
             hidden = self.hidden(model, inputs)
@@ -133,7 +167,7 @@ class Subject:
         actual = self.results(self.model, inputs)
         few = {name: t[:CHECKED] for name, t in inputs.items()}
         baseline = self.results(self.build("eager", self.weights), few)
-        oracle = self.results(self.build("eager", torch.float64), few)
+        oracle = self.results(self.build(LITERAL[self.model_type], torch.float64), few)
         for name, found in actual.items():
             as_found = baseline[name].to(found.dtype)
             assert_close_to_reference(found, oracle[name], as_found, GRADIENT_FACTOR, f"{batch} {name}")

@@ -48,7 +48,7 @@ class Part(NamedTuple):
 # What is soon through and tells the most comes first; the kernels' part leaves them compiled for the others.
 PARTS = {
     "kernels": Part("benchmarks.gpu.kernels", "run_part", 300),
-    "ops": Part("benchmarks.gpu.ops", "run_part", 300),
+    "ops": Part("benchmarks.gpu.ops", "run_part", 360),
     "profile": Part("benchmarks.gpu.profile", "run_part", 200),
     "models": Part("benchmarks.gpu.models", "run_part", 580),
     "sanitizer": Part("benchmarks.gpu.kernels", "run_sanitizer", 300),

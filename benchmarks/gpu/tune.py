@@ -126,7 +126,7 @@ class Batch:
         self.tiles: dict[int, torch.Tensor] = {}
         tile = self.tile_of(None)
         self.out, self.stats = _module("attention_fwd").attention_fwd(
-            self.q, self.k, self.v, self.tiles_of(tile), None, tile, head_dim**-0.5, 0.0, (-1, -1), True
+            self.q, self.k, self.v, self.tiles_of(tile), None, None, tile, head_dim**-0.5, 0.0, (-1, -1), True
         )
 
     def tile_of(self, candidate: Candidate | None) -> int:
@@ -147,12 +147,13 @@ class Batch:
     def run(self, which: str, candidate: Candidate | None) -> tuple[torch.Tensor, ...]:
         """The results of the pass."""
         tile = self.tile_of(candidate)
-        shared = (self.tiles_of(tile), None, tile, self.head_dim**-0.5, 0.0, (-1, -1))
+        shared = (self.tiles_of(tile), None, None, tile, self.head_dim**-0.5, 0.0, (-1, -1))
         with alone(which, candidate):
             if which == "fwd":
                 return (_module("attention_fwd").attention_fwd(self.q, self.k, self.v, *shared, False)[0],)
             operands = (self.dout, self.q, self.k, self.v, self.out, self.stats)
-            dq, dk, dv = _module("attention_bwd").attention_bwd(*operands, *shared, None, None).unbind(1)
+            dqkv = _module("attention_bwd").attention_bwd(*operands, *shared, None, None, False, False)
+        dq, dk, dv = dqkv.chunk(3, 1)
         return {"delta": (), "dkdv": (dk, dv), "dq": (dq,)}[which]
 
     def check(self, which: str, candidate: Candidate) -> None:

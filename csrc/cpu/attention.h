@@ -19,14 +19,28 @@ struct HeadRows {
   T* at(int64_t token, int64_t head) const { return data + token * token_stride + head * head_stride; }
 };
 
-// What forward and backward have in common. A dropped probability is 0, a kept one divided by 1 - p; word j of counter
+// fp32 rows of cos and sin, (rows, head_dim / 2), strides in elements: a row belongs to a token, or else to a place in
+// a sequence. q and k are rotated by them (Su et al. 2021, section 3.4.2), dimension 2 i with 2 i + 1 if `interleaved`,
+// else i with head_dim / 2 + i. Without cos they are taken as they are.
+struct RotaryTables {
+  const float *cos, *sin;
+  int64_t cos_stride, sin_stride;
+  bool interleaved, by_token;
+};
+
+// What forward and backward have in common. Query head h reads head h / group of k and v. Where a task has a window,
+// query `token` sees the keys from key_begin[token] to key_end[token] of its sequence, itself among them; neither ever
+// falls from one token of a sequence to the next. A dropped probability is 0, a kept one divided by 1 - p; word j of
+// counter
 // ((token * num_heads + head) << 32) + i decides for query `token` and key 4 i + j of its sequence.
 template <typename T>
 struct AttentionInputs {
   HeadRows<const T> q, k, v;
-  int64_t num_heads, head_dim;
+  int64_t num_heads, group, head_dim;
   float softmax_scale;
   Dropout dropout;
+  RotaryTables rotary;
+  const int32_t *key_begin, *key_end;
 };
 
 // softmax_stats are each query's top q k^T (the one of the largest probability) and the sum of
@@ -54,6 +68,7 @@ struct AttentionBwd {
 // them; how a sequence is cut changes no bit of any result.
 struct AttentionTask {
   int64_t first_token, length;
+  bool has_window;
   int64_t head_begin, head_end;
   int64_t query_begin, query_end;
   int64_t key_begin, key_end;
@@ -63,7 +78,7 @@ template <typename T>
 void attention_fwd(const AttentionFwd<T>& args, const AttentionTask& task);
 
 // dk and dv of the task's keys and dq of its queries. Where one of the ranges is empty only the other's gradients are
-// computed; where neither is, both must be whole.
+// computed; where neither is, both must be whole. Where there are keys, the heads are whole groups.
 template <typename T>
 void attention_bwd(const AttentionBwd<T>& args, const AttentionTask& task);
 

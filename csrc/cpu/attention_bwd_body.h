@@ -18,10 +18,12 @@ struct BwdMemory {
   char *k_columns, *v_columns;        // one key block: operands of S and dP
   char* k_rows;                       // one key block: operand of dq
   char *q_copy, *dout_copy;           // rows that are no whole steps where they lie
+  char *q_rotated, *k_rotated;        // all queries, and one key block
+  float* unrotated;                   // gradients of one block, before they are turned back
   float *scores, *dprobs;             // one square
   char *probs_pairs, *dscores_pairs;  // one square: left operands of dv and dk
   char* dscores;                      // one square: left operand of dq
-  char *dq_sums, *dk_sums, *dv_sums;
+  char *dq_sums, *dk_sums, *dv_sums;  // those of keys for one block, or for all where heads share them
   float *top, *inverse_sum, *delta;
   float* multiplier;  // of kPerStep rows
 };
@@ -31,6 +33,53 @@ struct BwdRange {
   int64_t query_begin, query_end, key_begin, key_end;
   bool has_dq, has_dkv;
 };
+
+// Of the rows of the task: which keys each sees, and the key that a square begins with.
+struct Window {
+  const int32_t *begin, *end;
+  int64_t key;
+};
+
+// The queries that see any of the keys from key_begin to key_end.
+struct QueryRange {
+  int64_t begin, end;
+};
+
+template <typename T>
+QueryRange queries_of(const AttentionInputs<T>& in, const AttentionTask& task, int64_t key_begin, int64_t key_end) {
+  const int32_t *begin = in.key_begin + task.first_token, *end = in.key_end + task.first_token;
+  return {std::upper_bound(end, end + task.length, key_begin) - end,
+          std::lower_bound(begin, begin + task.length, key_end) - begin};
+}
+
+// Where a side is not asked for, it is what the other one needs, in whole blocks.
+template <typename T>
+BwdRange range_of(const AttentionInputs<T>& in, const AttentionTask& task) {
+  BwdRange range{task.query_begin,
+                 task.query_end,
+                 task.key_begin,
+                 task.key_end,
+                 task.query_begin < task.query_end,
+                 task.key_begin < task.key_end};
+  const auto whole = [&](int64_t n) { return std::min(task.length, (n + kBlock - 1) / kBlock * kBlock); };
+  if (!range.has_dq) {
+    const QueryRange seeing =
+        task.has_window ? queries_of(in, task, range.key_begin, range.key_end) : QueryRange{0, task.length};
+    range.query_begin = seeing.begin / kBlock * kBlock, range.query_end = whole(seeing.end);
+  }
+  if (!range.has_dkv) {
+    const int64_t first = task.first_token + range.query_begin, last = task.first_token + range.query_end - 1;
+    range.key_begin = task.has_window ? in.key_begin[first] / kBlock * kBlock : 0;
+    range.key_end = task.has_window ? whole(in.key_end[last]) : task.length;
+  }
+  return range;
+}
+
+// Bytes of dk's or dv's sums for a block of keys.
+template <typename T>
+FASTBERT_SIMD int64_t key_sums_bytes(const AttentionInputs<T>& in) {
+  return (in.head_dim + kPanel - 1) / kPanel * kBlock * kStepBytes;
+}
 
 template <typename E, typename T>
 BwdMemory lay_out(Carver& carver, const AttentionInputs<T>& in, const BwdRange& range) {
@@ -52,6 +101,10 @@ BwdMemory lay_out(Carver& carver, const AttentionInputs<T>& in, const BwdRange& 
   memory.k_rows = carver.take(dim_panels * kBlock / kPerStep<E> * kStepBytes);
   memory.q_copy = carver.take(copy_bytes);
   memory.dout_copy = carver.take(copy_bytes);
+  const int64_t rotated_bytes = in.rotary.cos == nullptr ? 0 : in.head_dim * static_cast<int64_t>(sizeof(T));
+  memory.q_rotated = carver.take(rows * rotated_bytes);
+  memory.k_rotated = carver.take(kBlock * rotated_bytes);
+  memory.unrotated = carver.take_floats(in.rotary.cos == nullptr ? 0 : kBlock * in.head_dim);
   memory.scores = carver.take_floats(square);
   memory.dprobs = carver.take_floats(square);
   memory.probs_pairs = carver.take(square * static_cast<int64_t>(sizeof(E)));
@@ -59,8 +112,10 @@ BwdMemory lay_out(Carver& carver, const AttentionInputs<T>& in, const BwdRange& 
   // Without pairs a square is its own transpose.
   memory.dscores = kPerStep<E> == 1 ? memory.dscores_pairs : carver.take(square * static_cast<int64_t>(sizeof(E)));
   memory.dq_sums = carver.take(range.has_dq ? dim_panels * rows * kStepBytes : 0);
-  memory.dk_sums = carver.take(dim_panels * kBlock * kStepBytes);
-  memory.dv_sums = carver.take(dim_panels * kBlock * kStepBytes);
+  const int64_t sum_blocks =
+      in.group > 1 && range.has_dkv ? (range.key_end - range.key_begin + kBlock - 1) / kBlock : 1;
+  memory.dk_sums = carver.take(sum_blocks * key_sums_bytes(in));
+  memory.dv_sums = carver.take(sum_blocks * key_sums_bytes(in));
   memory.top = carver.take_floats(rows);
   memory.inverse_sum = carver.take_floats(rows);
   memory.delta = carver.take_floats(rows);
@@ -73,21 +128,29 @@ struct Gradient {
   Floats probs, dscores;
 };
 
-template <typename E>
+template <typename E, bool kHasWindow>
 FASTBERT_SIMD Gradient gradient_of(const float* scores, const float* dprobs, Floats scale, const BwdMemory& memory,
-                                   int64_t row, const float* multipliers, int64_t column, int64_t real) {
-  const Floats e = exp_score<E>(scores, set1(memory.top[row]), scale, real);
+                                   int64_t row, const float* multipliers, int64_t column, int64_t real,
+                                   const Window& window) {
+  Floats e;
+  if constexpr (kHasWindow) {
+    const int64_t first = window.key + column;
+    if (window.end[row] <= first || window.begin[row] >= first + kWidth) return {set1(0.0f), set1(0.0f)};
+    e = exp_seen<E>(scores, set1(memory.top[row]), scale, window.begin[row] - first, window.end[row] - first);
+  } else {
+    e = exp_score<E>(scores, set1(memory.top[row]), scale, real);
+  }
   const Floats p = mul(e, set1(memory.inverse_sum[row])), delta = set1(memory.delta[row]);
   const Floats dp = load(dprobs);
   if (multipliers == nullptr) return {p, mul(p, sub(dp, delta))};
-  const Floats m = load(multipliers + column);
+  const Floats m = load(multipliers);
   return {mul(p, m), mul(p, sub(mul(dp, m), delta))};
 }
 
 // Scores and dprobs of one square become the left-hand operands of the three products to come.
-template <typename E>
+template <typename E, bool kHasWindow>
 void square_gradients(const BwdMemory& memory, const Dropout& dropout, uint64_t counter, uint64_t counters_per_query,
-                      int64_t query, int64_t rows, int64_t keys, float softmax_scale) {
+                      int64_t query, int64_t rows, int64_t keys, float softmax_scale, const Window& window) {
   const Floats scale = set1(softmax_scale * kLog2e);
   float* multiplier = dropout.p > 0.0 ? memory.multiplier : nullptr;
   for (int64_t r = 0; r < rows; r += kPerStep<E>) {
@@ -98,14 +161,15 @@ void square_gradients(const BwdMemory& memory, const Dropout& dropout, uint64_t 
     }
     for (int64_t c = 0; c < keys; c += kWidth) {
       const int64_t at = r * kPanel + c, step_at = (r / kPerStep<E> * kPanel + c) * 4;
-      const Gradient first =
-          gradient_of<E>(memory.scores + at, memory.dprobs + at, scale, memory, query + r, multiplier, c, keys - c);
+      const float* m = multiplier == nullptr ? nullptr : multiplier + c;
+      const Gradient first = gradient_of<E, kHasWindow>(memory.scores + at, memory.dprobs + at, scale, memory,
+                                                        query + r, m, c, keys - c, window);
 #if defined(FASTBERT_BF16)
       if constexpr (sizeof(E) == 2) {
         Gradient second{set1(0.0f), set1(0.0f)};
         if (pair_rows == 2) {
-          second = gradient_of<E>(memory.scores + at + kPanel, memory.dprobs + at + kPanel, scale, memory,
-                                  query + r + 1, multiplier, kBlock + c, keys - c);
+          second = gradient_of<E, kHasWindow>(memory.scores + at + kPanel, memory.dprobs + at + kPanel, scale, memory,
+                                              query + r + 1, m == nullptr ? m : m + kBlock, c, keys - c, window);
         }
         auto* dscores = reinterpret_cast<BFloat16*>(memory.dscores);
         store(reinterpret_cast<int32_t*>(memory.probs_pairs + step_at), pair_bf16(first.probs, second.probs));
@@ -218,18 +282,20 @@ void write_by_keys(const char* sums, char* space, float factor, int64_t keys, in
   write_rows(sums, kBlock, &factor, 0, keys, d, out, stride);
 }
 
-template <typename E, typename T>
+template <typename E, bool kHasWindow, typename T>
 void attention_bwd_head(const AttentionBwd<T>& args, AmxTiles& tiles, const BwdMemory& memory, const BwdRange& range,
-                        int64_t first_token, int64_t length, int64_t head) {
+                        const AttentionTask& task, int64_t head) {
   using Dot = typename DotOf<E>::Dot;
   const AttentionInputs<T>& in = args.in;
   const int64_t d = in.head_dim, dim_panels = (d + kPanel - 1) / kPanel, dim_steps = whole_steps<E>(d);
   const int64_t block_steps = kBlock / kPerStep<E>, rows_total = range.query_end - range.query_begin;
-  const int64_t row_steps = whole_steps<E>(rows_total), token = first_token + range.query_begin;
-  const int64_t q_stride = in.q.token_stride, dout_stride = args.dout.token_stride;
-  const T *q = in.q.at(token, head), *dout = args.dout.at(token, head);
+  const int64_t row_steps = whole_steps<E>(rows_total), token = task.first_token + range.query_begin;
+  const int64_t dout_stride = args.dout.token_stride, key_head = head / in.group;
+  const bool is_rotated = in.rotary.cos != nullptr;
+  const auto q = rotated(in, in.q, task.first_token, range.query_begin, rows_total, head, memory.q_rotated);
+  const T* dout = args.dout.at(token, head);
   // The softmax of one score is 1 whatever the score: rounding must not make a gradient of dP - delta.
-  const float dscores_scale = length == 1 ? 0.0f : in.softmax_scale;
+  const float dscores_scale = task.length == 1 ? 0.0f : in.softmax_scale;
 
   const float* stats = args.softmax_stats + head * args.total_tokens + token;
   for (int64_t r = 0; r < rows_total; ++r) {
@@ -240,71 +306,103 @@ void attention_bwd_head(const AttentionBwd<T>& args, AmxTiles& tiles, const BwdM
     sum_rows<E>(memory, dout + r * dout_stride, dout_stride, args.out.at(token + r, head), args.out.token_stride,
                 std::min(kBlock, rows_total - r), d, memory.delta + r);
   }
-  const Left q_left = left_rows<E>(q, q_stride, rows_total, d, memory.q_copy);
+  const Left q_left = left_rows<E>(q.data, q.stride, rows_total, d, memory.q_copy);
   const Left dout_left = left_rows<E>(dout, dout_stride, rows_total, d, memory.dout_copy);
   if (range.has_dkv) {
-    pack_queries<E>(q, q_stride, rows_total, d, memory, memory.q_rows, memory.q_columns);
+    pack_queries<E>(q.data, q.stride, rows_total, d, memory, memory.q_rows, memory.q_columns);
     pack_queries<E>(dout, dout_stride, rows_total, d, memory, memory.dout_rows, memory.dout_columns);
   }
 
+  // Heads that share their keys add to the same sums, one after the other.
+  const bool is_first_of_keys = head % in.group == 0, is_last_of_keys = (head + 1) % in.group == 0;
   for (int64_t key = range.key_begin; key < range.key_end; key += kBlock) {
-    const int64_t keys = std::min(kBlock, range.key_end - key), key_token = first_token + key;
-    pack_columns<E>(in.k.at(key_token, head), in.k.token_stride, keys, d, memory.k_columns);
-    pack_columns<E>(in.v.at(key_token, head), in.v.token_stride, keys, d, memory.v_columns);
-    if (range.has_dq) pack_rows<E>(in.k.at(key_token, head), in.k.token_stride, keys, d, block_steps, memory.k_rows);
-    for (int64_t query = 0; query < rows_total; query += kBlock) {
+    const int64_t keys = std::min(kBlock, range.key_end - key), key_token = task.first_token + key;
+    const auto k = rotated(in, in.k, task.first_token, key, keys, key_head, memory.k_rotated);
+    pack_columns<E>(k.data, k.stride, keys, d, memory.k_columns);
+    pack_columns<E>(in.v.at(key_token, key_head), in.v.token_stride, keys, d, memory.v_columns);
+    if (range.has_dq) pack_rows<E>(k.data, k.stride, keys, d, block_steps, memory.k_rows);
+    const int64_t sums_of_block = in.group > 1 ? (key - range.key_begin) / kBlock * key_sums_bytes(in) : 0;
+    char *dk_sums = memory.dk_sums + sums_of_block, *dv_sums = memory.dv_sums + sums_of_block;
+    int64_t first_query = 0, end_query = rows_total;
+    if constexpr (kHasWindow) {
+      const QueryRange seeing = queries_of(in, task, key, key + keys);
+      first_query = std::max<int64_t>(0, seeing.begin / kBlock * kBlock - range.query_begin);
+      end_query = std::min(rows_total, seeing.end - range.query_begin);
+    }
+    for (int64_t query = first_query; query < end_query; query += kBlock) {
       const int64_t rows = std::min(kBlock, rows_total - query);
       product<Dot>(tiles, rows, q_left.data + query * q_left.stride, q_left.stride, memory.k_columns, dim_steps, keys,
                    false, reinterpret_cast<char*>(memory.scores));
       product<Dot>(tiles, rows, dout_left.data + query * dout_left.stride, dout_left.stride, memory.v_columns,
                    dim_steps, keys, false, reinterpret_cast<char*>(memory.dprobs));
       const auto row = static_cast<uint64_t>((token + query) * in.num_heads + head);
-      square_gradients<E>(memory, in.dropout, (row << 32) + static_cast<uint64_t>(key / 4),
-                          static_cast<uint64_t>(in.num_heads) << 32, query, rows, keys, in.softmax_scale);
+      const uint64_t counter = (row << 32) + static_cast<uint64_t>(key / 4);
+      const uint64_t counters_per_query = static_cast<uint64_t>(in.num_heads) << 32;
+      const Window window = kHasWindow ? Window{in.key_begin + token, in.key_end + token, key} : Window{};
+      // Squares of which all is seen are as those without a window.
+      const bool is_cut = kHasWindow && (window.begin[query + rows - 1] > key || window.end[query] < key + keys);
+      if (is_cut) {
+        square_gradients<E, true>(memory, in.dropout, counter, counters_per_query, query, rows, keys, in.softmax_scale,
+                                  window);
+      } else {
+        square_gradients<E, false>(memory, in.dropout, counter, counters_per_query, query, rows, keys, in.softmax_scale,
+                                   window);
+      }
+      const bool adds_to_keys = query > first_query || !is_first_of_keys;
+      const bool adds_to_queries = key > (kHasWindow ? window.begin[query] / kBlock * kBlock : 0);
       for (int64_t p = 0; p < dim_panels; ++p) {
         const int64_t dims = std::min(kPanel, d - p * kPanel);
         const int64_t sums_at = p * kBlock * kStepBytes;
         if (range.has_dkv) {
           add_by_keys<E>(tiles, memory, memory.probs_pairs, memory.dout_rows, memory.dout_columns, p, row_steps, query,
-                         rows, keys, dims, query > 0, memory.dv_sums + sums_at);
+                         rows, keys, dims, adds_to_keys, dv_sums + sums_at);
           add_by_keys<E>(tiles, memory, memory.dscores_pairs, memory.q_rows, memory.q_columns, p, row_steps, query,
-                         rows, keys, dims, query > 0, memory.dk_sums + sums_at);
+                         rows, keys, dims, adds_to_keys, dk_sums + sums_at);
         }
         if (range.has_dq) {
           product<Dot>(tiles, rows, memory.dscores, kPanel * static_cast<int64_t>(sizeof(E)),
-                       memory.k_rows + p * block_steps * kStepBytes, whole_steps<E>(keys), dims, key > 0,
+                       memory.k_rows + p * block_steps * kStepBytes, whole_steps<E>(keys), dims, adds_to_queries,
                        memory.dq_sums + (p * rows_total + query) * kStepBytes);
         }
       }
     }
-    if (!range.has_dkv) continue;
+    if (!range.has_dkv || !is_last_of_keys) continue;
     auto* space = reinterpret_cast<char*>(memory.scores);
-    write_by_keys<E>(memory.dk_sums, space, dscores_scale, keys, d, args.dk.at(key_token, head), args.dk.token_stride);
-    write_by_keys<E>(memory.dv_sums, space, 1.0f, keys, d, args.dv.at(key_token, head), args.dv.token_stride);
+    T* dk = args.dk.at(key_token, key_head);
+    if (is_rotated) {
+      write_by_keys<E>(dk_sums, space, dscores_scale, keys, d, memory.unrotated, d);
+      rotate_rows(in.rotary, task.first_token, key, -1.0f, memory.unrotated, d, keys, d, dk, args.dk.token_stride);
+    } else {
+      write_by_keys<E>(dk_sums, space, dscores_scale, keys, d, dk, args.dk.token_stride);
+    }
+    write_by_keys<E>(dv_sums, space, 1.0f, keys, d, args.dv.at(key_token, key_head), args.dv.token_stride);
   }
   if (!range.has_dq) return;
-  write_rows(memory.dq_sums, rows_total, &dscores_scale, 0, rows_total, d, args.dq.at(token, head),
-             args.dq.token_stride);
+  T* dq = args.dq.at(token, head);
+  if (!is_rotated) {
+    write_rows(memory.dq_sums, rows_total, &dscores_scale, 0, rows_total, d, dq, args.dq.token_stride);
+    return;
+  }
+  for (int64_t r = 0; r < rows_total; r += kBlock) {
+    const int64_t rows = std::min(kBlock, rows_total - r);
+    write_rows(memory.dq_sums + r * kStepBytes, rows_total, &dscores_scale, 0, rows, d, memory.unrotated, d);
+    rotate_rows(in.rotary, task.first_token, range.query_begin + r, -1.0f, memory.unrotated, d, rows, d,
+                dq + r * args.dq.token_stride, args.dq.token_stride);
+  }
 }
 
 template <typename E, typename T>
 void attention_bwd_heads(const AttentionBwd<T>& args, const AttentionTask& task) {
   static thread_local Scratch scratch;
-  BwdRange range{task.query_begin,
-                 task.query_end,
-                 task.key_begin,
-                 task.key_end,
-                 task.query_begin < task.query_end,
-                 task.key_begin < task.key_end};
-  if (!range.has_dq) range.query_begin = 0, range.query_end = task.length;
-  if (!range.has_dkv) range.key_begin = 0, range.key_end = task.length;
+  const BwdRange range = range_of(args.in, task);
   Carver counting{nullptr};
   lay_out<E>(counting, args.in, range);
   Carver carver{scratch.get(counting.size)};
   const BwdMemory memory = lay_out<E>(carver, args.in, range);
   AmxTiles tiles;
   for (int64_t head = task.head_begin; head < task.head_end; ++head) {
-    attention_bwd_head<E>(args, tiles, memory, range, task.first_token, task.length, head);
+    task.has_window ? attention_bwd_head<E, true>(args, tiles, memory, range, task, head)
+                    : attention_bwd_head<E, false>(args, tiles, memory, range, task, head);
   }
 }
 

@@ -44,6 +44,8 @@ struct Carver {
   char* take(int64_t bytes) {
     char* part = memory == nullptr ? nullptr : memory + size;
     size += Scratch::rounded(bytes);
+    if (memory != nullptr) forbid(memory + size, kFence);
+    size += kFence;
     return part;
   }
   float* take_floats(int64_t count) { return reinterpret_cast<float*>(take(count * 4)); }
@@ -69,6 +71,47 @@ FASTBERT_SIMD void pack_square(const T* x, int64_t stride, int64_t count, char* 
   for (int64_t i = 0; i < kWidth; ++i) {
     if (i < count) store(reinterpret_cast<int32_t*>(to + i * kStepBytes), block[i]);
   }
+}
+
+// Rows turned by those of the tables that belong to the tokens from `place` of their sequence on, in fp32; backwards
+// where `sign` is -1.
+template <typename From, typename To>
+void rotate_rows(const RotaryTables& tables, int64_t first_token, int64_t place, float sign, const From* x,
+                 int64_t stride, int64_t rows, int64_t dims, To* out, int64_t out_stride) {
+  const int64_t half = dims / 2, first = tables.by_token ? first_token + place : place;
+  const int64_t step = tables.interleaved ? 2 : 1, other = tables.interleaved ? 1 : half;
+  for (int64_t r = 0; r < rows; ++r, x += stride, out += out_stride) {
+    const float *cos = tables.cos + (first + r) * tables.cos_stride,
+                *sin = tables.sin + (first + r) * tables.sin_stride;
+    int64_t i = 0;
+    for (; !tables.interleaved && i + kWidth <= half; i += kWidth) {
+      const Floats x1 = load(x + i), x2 = load(x + half + i), c = load(cos + i), s = load(sin + i);
+      store(out + i, fma(x1, c, mul(x2, mul(s, set1(-sign)))));
+      store(out + half + i, fma(x2, c, mul(x1, mul(s, set1(sign)))));
+    }
+    for (; i < half; ++i) {
+      const float x1 = to_float(x[i * step]), x2 = to_float(x[i * step + other]), c = cos[i], s = sin[i] * sign;
+      out[i * step] = from_float<To>(x1 * c - x2 * s);
+      out[i * step + other] = from_float<To>(x2 * c + x1 * s);
+    }
+  }
+}
+
+template <typename T>
+struct StridedRows {
+  const T* data;
+  int64_t stride;
+};
+
+// Rows of a head of q or k from `place` of a sequence on: where they lie, or rotated into `space`.
+template <typename T>
+StridedRows<T> rotated(const AttentionInputs<T>& in, const HeadRows<const T>& x, int64_t first_token, int64_t place,
+                       int64_t rows, int64_t head, char* space) {
+  const T* from = x.at(first_token + place, head);
+  if (in.rotary.cos == nullptr) return {from, x.token_stride};
+  T* to = reinterpret_cast<T*>(space);
+  rotate_rows(in.rotary, first_token, place, 1.0f, from, x.token_stride, rows, in.head_dim, to, in.head_dim);
+  return {to, in.head_dim};
 }
 
 // Rows become the columns of panels: (panels of kPanel rows, steps along `dims`, kPanel). Rows and dims beyond the
@@ -254,6 +297,18 @@ struct Sum {
   static FASTBERT_SIMD Floats combine(Floats a, Floats b) { return add(a, b); }
 };
 
+// Infinite in the lanes from number `begin` to number `end`, and -inf beside them: the smaller of this and a vector
+// has -inf where a query does not see.
+FASTBERT_SIMD Floats within(int64_t begin, int64_t end) {
+  constexpr float kInf = __builtin_inff();
+  alignas(64) static constexpr float kTable[48] = {
+      -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf,
+      kInf,  kInf,  kInf,  kInf,  kInf,  kInf,  kInf,  kInf,  kInf,  kInf,  kInf,  kInf,  kInf,  kInf,  kInf,  kInf,
+      -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf};
+  return min(load(kTable + 16 - std::clamp<int64_t>(begin, 0, kWidth)),
+             load(kTable + 32 - std::clamp<int64_t>(end, 0, kWidth)));
+}
+
 // Lane r becomes the maximum or the sum of row r: each stage interleaves the rows two by two and combines their halves,
 // in a third of the instructions that kWidth reductions of one vector take.
 template <typename Op>
@@ -287,4 +342,11 @@ template <typename E>
 FASTBERT_SIMD Floats exp_score(const float* scores, Floats top, Floats scale, int64_t real) {
   const Floats x = mul(sub(load(scores), top), scale);
   return exp2<sizeof(E) == 4>(real >= kWidth ? x : add(x, beyond(real)));
+}
+
+// The same where a query sees the keys from number `begin` to number `end` of these.
+template <typename E>
+FASTBERT_SIMD Floats exp_seen(const float* scores, Floats top, Floats scale, int64_t begin, int64_t end) {
+  const Floats x = mul(sub(load(scores), top), scale);
+  return exp2<sizeof(E) == 4>(begin <= 0 && end >= kWidth ? x : min(within(begin, end), x));
 }

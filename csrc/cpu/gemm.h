@@ -9,6 +9,7 @@
 
 #include "../include/activation.h"
 #include "../include/bf16.h"
+#include "../include/dropout.h"
 
 namespace fastbert {
 
@@ -51,6 +52,11 @@ struct PackedWeight {
   float input_scale;              // int8 only; 0 = measured row by row
 };
 
+// Whether rows that were converted for one weight serve another.
+inline bool takes_same_rows(const PackedWeight& a, const PackedWeight& b) {
+  return a.format == b.format && a.input_scale == b.input_scale;
+}
+
 // Rows (total_tokens, features), row stride in elements. int8 rows are convert_rows' own and have its scales.
 struct RowsArg {
   const void* data;
@@ -73,7 +79,7 @@ struct GemmAddend {
 };
 
 // One product's right side and result. Several that share x share its conversion. Pointers may be null; results are
-// (rows, out_features) with row stride out_stride, in elements.
+// (rows, out_features), strides in elements.
 struct GemmTarget {
   PackedWeight weight;
   const GemmAddend* addends;
@@ -82,10 +88,21 @@ struct GemmTarget {
   DType bias_dtype;
   Activation activation;
   void* out;
-  void* pre;             // receives the sum before the activation
-  const void* slope_of;  // backward: out = sum * activation'(slope_of), where forward had activation(slope_of)
-  void* activated;       // backward: receives activation(slope_of)
   int64_t out_stride;
+  void* pre;  // receives the sum before the activation
+  int64_t pre_stride;
+  // Gated: another product of x, of as many columns, with its own bias, activation and pre, but without addends and
+  // out. Here out = activation(its sum) * this sum, and the panels that are counted are this one's.
+  const GemmTarget* gate;
+  // Backward, where forward had activation(slope_of): out = sum * activation'(slope_of), and `activated`, without gaps,
+  // receives activation(slope_of). Gated, slope_of and out have the gate's columns and, up_offset further, what it was
+  // multiplied with.
+  const void* slope_of;
+  void* activated;
+  int64_t up_offset;
+  // Of what activation and gate leave, in backward of the sum and of `activated`. Row 0 is the mask's row dropout_row.
+  const Dropout* dropout;
+  int64_t dropout_row;
 };
 
 struct GemmArgs {

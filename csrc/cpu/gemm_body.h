@@ -1,98 +1,8 @@
 // GEMM for one ISA; included by gemm.cpp through foreach_isa.h.
 #include "../include/gemm_tile.h"
 #include "convert_body.h"
+#include "epilogue_body.h"
 #include "pack_body.h"
-
-// What goes with each output column, padded to whole panels.
-struct Channels {
-  const float* bias;
-  const float* scale;  // int8
-};
-
-// What a tile's sums still need in inference: scales, bias, activation, and the way out. Whole panels, without a branch
-// inside: beside the 200 steps of an int8 tile every instruction here shows.
-template <typename T, bool kInt8, Activation kActivation>
-void finish_whole_tile(const GemmTarget& target, const Channels& channels, const float* row_scale, int64_t row,
-                       int64_t rows, int64_t column, const char* sums) {
-  constexpr int64_t kGroup = 4;  // vectors whose bias and scale stay in registers for all rows
-  for (int64_t first = column; first < column + kPanel; first += kGroup * kWidth) {
-    Floats bias[kGroup], scale[kGroup];
-    Ints offset[kGroup];
-    for (int64_t v = 0; v < kGroup; ++v) {
-      bias[v] = load(channels.bias + first + v * kWidth);
-      if constexpr (kInt8) {
-        scale[v] = load(channels.scale + first + v * kWidth);
-        offset[v] = load(target.weight.channel_offset + first + v * kWidth);
-      }
-    }
-    for (int64_t r = 0; r < rows; ++r) {
-      const char* sum = sums + r * kStepBytes + (first - column) * 4;
-      T* out = static_cast<T*>(target.out) + (row + r) * target.out_stride + first;
-      for (int64_t v = 0; v < kGroup; ++v) {
-        Floats x;
-        if constexpr (kInt8) {
-          const Ints exact = sub(load(reinterpret_cast<const int32_t*>(sum) + v * kWidth), offset[v]);
-          x = fma(mul(to_floats(exact), set1(row_scale[r])), scale[v], bias[v]);
-        } else {
-          x = add(load(reinterpret_cast<const float*>(sum) + v * kWidth), bias[v]);
-        }
-        if constexpr (kActivation != Activation::kNone) x = activate<sizeof(T) == 4>(kActivation, x);
-        store(out + v * kWidth, x);
-      }
-    }
-  }
-}
-
-// The same for whatever is rarer: a panel's rest, other activations, what backward keeps and makes.
-template <typename T>
-void finish_any_tile(const GemmTarget& target, const Channels& channels, const float* row_scale, int64_t row,
-                     int64_t rows, int64_t column, const char* sums) {
-  const int64_t columns = std::min(kPanel, target.weight.out_features - column);
-  const bool is_int8 = target.weight.format == DType::kInt8;
-  const Activation activation = target.activation;
-  for (int64_t c = 0; c < columns; c += kWidth) {
-    const Floats bias = load(channels.bias + column + c);
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t at = (row + r) * target.out_stride + column + c;
-      Floats x;
-      if (is_int8) {
-        const Ints exact = sub(load(reinterpret_cast<const int32_t*>(sums + r * kStepBytes) + c),
-                               load(target.weight.channel_offset + column + c));
-        x = fma(to_floats(exact), mul(load(channels.scale + column + c), set1(row_scale[r])), bias);
-      } else {
-        x = add(load(reinterpret_cast<const float*>(sums + r * kStepBytes) + c), bias);
-      }
-      if (target.slope_of != nullptr) {
-        const Floats before = load_columns(static_cast<const T*>(target.slope_of) + at, columns - c);
-        const Floats after = activate<sizeof(T) == 4>(activation, before);
-        x = mul(x, activation_slope<sizeof(T) == 4>(activation, before));
-        store_columns(static_cast<T*>(target.activated) + at, after, columns - c);
-      } else if (activation != Activation::kNone) {
-        if (target.pre != nullptr) store_columns(static_cast<T*>(target.pre) + at, x, columns - c);
-        x = activate<sizeof(T) == 4>(activation, x);
-      }
-      store_columns(static_cast<T*>(target.out) + at, x, columns - c);
-    }
-  }
-}
-
-template <typename T, bool kInt8>
-FASTBERT_SIMD void finish_tile(const GemmTarget& target, const Channels& channels, const float* row_scale, int64_t row,
-                               int64_t rows, int64_t column, const char* sums) {
-  if (target.weight.out_features - column >= kPanel && target.pre == nullptr && target.slope_of == nullptr) {
-    switch (target.activation) {
-      case Activation::kNone:
-        return finish_whole_tile<T, kInt8, Activation::kNone>(target, channels, row_scale, row, rows, column, sums);
-      case Activation::kGelu:
-        return finish_whole_tile<T, kInt8, Activation::kGelu>(target, channels, row_scale, row, rows, column, sums);
-      case Activation::kGeluTanh:
-        return finish_whole_tile<T, kInt8, Activation::kGeluTanh>(target, channels, row_scale, row, rows, column, sums);
-      default:
-        break;
-    }
-  }
-  finish_any_tile<T>(target, channels, row_scale, row, rows, column, sums);
-}
 
 // Steps that are summed in one go: a chain of 3072 fp32 additions would lose two more bits than the blocked sums of
 // other libraries. The sums of bf16 pairs are half as many, and what they lose is far below the operands' own rounding;
@@ -108,17 +18,18 @@ constexpr int64_t kBlockSteps = 384, kFewRowsSteps = 96;
 constexpr int64_t kAmxBlockSteps = 128;
 constexpr int64_t kFewRows = 4 * kTileRows;
 
-// A part of one product: steps [0, steps) of a panel and of the rows at `x`.
+// A part of one product: steps [0, steps) of a panel and of the rows at `x`, and where the part begins that comes next.
 struct Part {
   const char* x;
   int64_t x_stride;
   const char* panel;
   int64_t steps;
+  const char* next;
 };
 
-// The cache lines a step that tile `index` of a block of rows fetches of what follows the part in memory, mostly the
-// next part, after the `before` lines a step of the tiles before it: four in all, spread over the tiles, since fetches
-// that come too fast wait for the first-level cache's miss buffers. A single tile leaves it to the hardware.
+// The cache lines a step that tile `index` of a block of rows fetches of what comes after the part, after the `before`
+// lines a step of the tiles before it: four in all, spread over the tiles, since fetches that come too fast wait for
+// the first-level cache's miss buffers. A single tile leaves it to the hardware.
 struct Fetch {
   int64_t lines, before;
 
@@ -138,7 +49,7 @@ FASTBERT_SIMD void tile_part(const Part& part, int64_t row, int64_t rows, int64_
   for (int64_t step = 0; step == 0 || step < part.steps; step += kGemmChain<Dot>) {
     const int64_t count = std::min(part.steps - step, kGemmChain<Dot>);
     const char* panel = part.panel + step * kStepBytes;
-    const char* next = part.panel + part.steps * kStepBytes + (fetch.before * part.steps + step * fetch.lines) * 64;
+    const char* next = part.next + (fetch.before * part.steps + step * fetch.lines) * 64;
     tile_rows<Dot>(rows, x + step * 4, part.x_stride, 4, panel, count, columns, accumulate || step > 0, sums,
                    fetch.lines, next);
   }
@@ -153,20 +64,33 @@ void amx_part(AmxTiles& tiles, const Part& part, int64_t row, int64_t rows, int6
     // Two squares of 32 columns pass each group of steps: half of its lines for each.
     const Fetch fetch = Fetch::of(row / kAmxRows, (block_rows + kAmxRows - 1) / kAmxRows, 4 * kAmxSteps / 2);
     tiles.product<Dot>(rows, part.x + row * part.x_stride, part.x_stride, part.panel, whole, columns, accumulate, sums,
-                       fetch.lines, part.panel + part.steps * kStepBytes + fetch.before * 2 * groups * 64);
+                       fetch.lines, part.next + fetch.before * 2 * groups * 64);
   }
   if (whole == part.steps) return;
-  const Part rest{part.x + whole * 4, part.x_stride, part.panel + whole * kStepBytes, part.steps - whole};
+  const char* panel = part.panel + whole * kStepBytes;
+  const Part rest{part.x + whole * 4, part.x_stride, panel, part.steps - whole, part.next};
   for (int64_t r = 0; r < rows; r += kTileRows) {
     tile_part<Dot>(rest, row + r, std::min<int64_t>(kTileRows, rows - r), block_rows, columns, accumulate || whole > 0,
                    sums + r * kStepBytes);
   }
 }
 
+// One target over a block of rows; what its panels and rows are, and what they leave for a gated pair.
+struct Work {
+  const GemmTarget& target;
+  Rows x;
+  const Rows* addends;
+  Channels channels;
+  Pair pair;
+  float* gate;  // (rows of the block, kPanel)
+};
+
+// `next`: the panel that comes after them, null for the one that lies after them.
 template <typename Dot>
-void gemm_panels(const GemmArgs& args, const GemmTarget& target, const Rows& x, const Rows* addends, int64_t row_begin,
-                 int64_t row_end, int64_t begin, int64_t end, const Channels& channels, Scratch& scratch) {
+void gemm_panels(const GemmArgs& args, const Work& work, int64_t row_begin, int64_t row_end, int64_t begin, int64_t end,
+                 const char* next, Scratch& scratch) {
   constexpr bool kInt8 = std::is_same_v<Dot, Int8Dot>;
+  const GemmTarget& target = work.target;
   const int64_t block_rows = row_end - row_begin;
   constexpr int64_t kManyRowsSteps = kUsesAmx<Dot> ? kAmxBlockSteps : kBlockSteps;
   const int64_t block_steps = block_rows > kFewRows ? kManyRowsSteps : kFewRowsSteps;
@@ -177,27 +101,31 @@ void gemm_panels(const GemmArgs& args, const GemmTarget& target, const Rows& x, 
     const int64_t columns = std::min(kPanel, target.weight.out_features - p * kPanel);
     for (int64_t product = 0; product <= target.num_addends; ++product) {
       const PackedWeight& weight = product == 0 ? target.weight : target.addends[product - 1].weight;
-      const Rows& rows = product == 0 ? x : addends[product - 1];
+      const Rows& rows = product == 0 ? work.x : work.addends[product - 1];
       const int64_t bytes = panel_bytes(weight.format, weight.in_features), steps = bytes / kStepBytes;
       for (int64_t step = 0; step == 0 || step < steps; step += block_steps) {
-        const Part part{rows.data + step * 4, rows.stride, weight.packed + p * bytes + step * kStepBytes,
-                        std::min(block_steps, steps - step)};
         const bool first = product == 0 && step == 0;
         const bool last = product == target.num_addends && step + block_steps >= steps;
+        const int64_t count = std::min(block_steps, steps - step);
+        const char* panel = weight.packed + p * bytes + step * kStepBytes;
+        const Part part{rows.data + step * 4, rows.stride, panel, count,
+                        last && p + 1 == end && next != nullptr ? next : panel + count * kStepBytes};
         for (int64_t row = 0; row < block_rows; row += kRows) {
-          const int64_t count = std::min<int64_t>(kRows, block_rows - row);
+          const int64_t tile_rows = std::min<int64_t>(kRows, block_rows - row);
           char* tile_sums = sums + row * kStepBytes;
           if constexpr (kUsesAmx<Dot>) {
-            amx_part<Dot>(tiles, part, row, count, block_rows, columns, !first, tile_sums);
+            amx_part<Dot>(tiles, part, row, tile_rows, block_rows, columns, !first, tile_sums);
           } else {
-            tile_part<Dot>(part, row, count, block_rows, columns, !first, tile_sums);
+            tile_part<Dot>(part, row, tile_rows, block_rows, columns, !first, tile_sums);
           }
           if (!last) continue;
-          const float* row_scale = x.scale == nullptr ? nullptr : x.scale + row;
+          const float* row_scale = work.x.scale == nullptr ? nullptr : work.x.scale + row;
+          float* gate = work.gate == nullptr ? nullptr : work.gate + row * kPanel;
+          const Tile tile{row_begin + row, tile_rows, p * kPanel, tile_sums, row_scale, gate};
           if (args.out_dtype == DType::kFloat32) {
-            finish_tile<float, kInt8>(target, channels, row_scale, row_begin + row, count, p * kPanel, tile_sums);
+            finish_tile<float, kInt8>(target, work.channels, tile, work.pair);
           } else {
-            finish_tile<BFloat16, kInt8>(target, channels, row_scale, row_begin + row, count, p * kPanel, tile_sums);
+            finish_tile<BFloat16, kInt8>(target, work.channels, tile, work.pair);
           }
         }
       }
@@ -205,11 +133,57 @@ void gemm_panels(const GemmArgs& args, const GemmTarget& target, const Rows& x, 
   }
 }
 
+void run_panels(const GemmArgs& args, const Work& work, int64_t row_begin, int64_t row_end, int64_t begin, int64_t end,
+                const char* next, Scratch& sums) {
+  switch (work.target.weight.format) {
+    case DType::kFloat32:
+      return gemm_panels<Float32Dot>(args, work, row_begin, row_end, begin, end, next, sums);
+    case DType::kBFloat16:
+#if defined(FASTBERT_BF16)
+      gemm_panels<BFloat16Dot>(args, work, row_begin, row_end, begin, end, next, sums);
+#endif
+      return;
+    case DType::kInt8:
+      return gemm_panels<Int8Dot>(args, work, row_begin, row_end, begin, end, next, sums);
+  }
+}
+
+// Of the panels [begin, end) of a target, in memory that is written anew.
+Channels channels_of(const GemmTarget& target, int64_t begin, int64_t end, std::vector<float>& memory) {
+  const int64_t first_column = begin * kPanel, columns = (end - begin) * kPanel;
+  const int64_t count = std::min(columns, target.weight.out_features - first_column);
+  memory.assign(static_cast<size_t>(2 * columns), 0.0f);
+  float *bias = memory.data(), *scale = bias + columns;
+  if (target.bias != nullptr) {
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t at = first_column + i;
+      bias[i] = target.bias_dtype == DType::kFloat32 ? static_cast<const float*>(target.bias)[at]
+                                                     : to_float(static_cast<const BFloat16*>(target.bias)[at]);
+    }
+  }
+  if (target.weight.format == DType::kInt8) std::copy_n(target.weight.channel_scale + first_column, count, scale);
+  return {bias - first_column, scale - first_column};
+}
+
+// A gated target: panel by panel the gate's, whose results stay in the cache, and its own.
+void run_pairs(const GemmArgs& args, const Work& gate, const Work& up, int64_t row_begin, int64_t row_end,
+               int64_t begin, int64_t end, Scratch& sums) {
+  const auto panel = [](const PackedWeight& weight, int64_t p) {
+    return weight.packed + p * panel_bytes(weight.format, weight.in_features);
+  };
+  for (int64_t p = begin; p < end; ++p) {
+    run_panels(args, gate, row_begin, row_end, p, p + 1, panel(up.target.weight, p), sums);
+    const char* next = p + 1 < end ? panel(gate.target.weight, p + 1) : nullptr;
+    run_panels(args, up, row_begin, row_end, p, p + 1, next, sums);
+  }
+}
+
 void gemm(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
-  static thread_local Prepared prepared;
-  static thread_local Scratch sums;
+  static thread_local Prepared prepared, prepared_gate;
+  static thread_local Scratch sums, gates;
   static thread_local std::deque<Prepared> prepared_addends;
-  static thread_local std::vector<float> channels;
+  static thread_local std::vector<float> channels, gate_channels;
+  const int64_t rows = row_end - row_begin;
   Rows x{nullptr, 0, nullptr};
   const PackedWeight* last = nullptr;  // the weight that x was prepared for
   int64_t first = 0;
@@ -220,42 +194,28 @@ void gemm(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t pane
     const int64_t begin = std::max<int64_t>(panel_begin - first, 0), end = std::min(panel_end - first, panels);
     first += panels;
     if (begin >= end) continue;
-    if (last == nullptr || last->format != weight.format || last->input_scale != weight.input_scale) {
-      x = prepared.prepare(args.x, row_begin, row_end - row_begin, weight);
+    if (last == nullptr || !takes_same_rows(*last, weight)) {
+      x = prepared.prepare(args.x, row_begin, rows, weight);
       last = &weight;
     }
     std::vector<Rows> addends;
     while (static_cast<int64_t>(prepared_addends.size()) < target.num_addends) prepared_addends.emplace_back();
     for (int64_t i = 0; i < target.num_addends; ++i) {
       const GemmAddend& addend = target.addends[i];
-      addends.push_back(prepared_addends[i].prepare(addend.x, row_begin, row_end - row_begin, addend.weight));
+      addends.push_back(prepared_addends[i].prepare(addend.x, row_begin, rows, addend.weight));
     }
-    const int64_t first_column = begin * kPanel, columns = (end - begin) * kPanel;
-    const int64_t count = std::min(columns, weight.out_features - first_column);
-    channels.assign(static_cast<size_t>(2 * columns), 0.0f);
-    float *bias = channels.data(), *scale = bias + columns;
-    if (target.bias != nullptr) {
-      for (int64_t i = 0; i < count; ++i) {
-        const int64_t at = first_column + i;
-        bias[i] = target.bias_dtype == DType::kFloat32 ? static_cast<const float*>(target.bias)[at]
-                                                       : to_float(static_cast<const BFloat16*>(target.bias)[at]);
-      }
+    Work work{target, x, addends.data(), channels_of(target, begin, end, channels), Pair::kNone, nullptr};
+    if (target.gate == nullptr) {
+      run_panels(args, work, row_begin, row_end, begin, end, nullptr, sums);
+      continue;
     }
-    if (weight.format == DType::kInt8) std::copy_n(weight.channel_scale + first_column, count, scale);
-    const Channels of{bias - first_column, scale - first_column};
-    switch (weight.format) {
-      case DType::kFloat32:
-        gemm_panels<Float32Dot>(args, target, x, addends.data(), row_begin, row_end, begin, end, of, sums);
-        break;
-      case DType::kBFloat16:
-#if defined(FASTBERT_BF16)
-        gemm_panels<BFloat16Dot>(args, target, x, addends.data(), row_begin, row_end, begin, end, of, sums);
-#endif
-        break;
-      case DType::kInt8:
-        gemm_panels<Int8Dot>(args, target, x, addends.data(), row_begin, row_end, begin, end, of, sums);
-        break;
+    work.pair = Pair::kUp;
+    work.gate = reinterpret_cast<float*>(gates.get(rows * kStepBytes));
+    Work gate{*target.gate, x, nullptr, channels_of(*target.gate, begin, end, gate_channels), Pair::kGate, work.gate};
+    if (!takes_same_rows(weight, gate.target.weight)) {
+      gate.x = prepared_gate.prepare(args.x, row_begin, rows, gate.target.weight);
     }
+    run_pairs(args, gate, work, row_begin, row_end, begin, end, sums);
   }
 }
 

@@ -23,6 +23,7 @@ template <typename T, bool kHasDsum, bool kHasDropout>
 FASTBERT_INLINE void bwd_chunks(const AddLayerNormBwd<T>& args, int64_t begin, int64_t end) {
   const int64_t n = args.hidden_size;
   const float inverse_n = 1.0f / static_cast<float>(n);
+  const bool is_rms = args.mean == nullptr;
   const std::vector<float> weight_floats = to_floats(args.weight, n, 1.0f);
   const float* weight = weight_floats.data();
   std::vector<float> multiplier_floats(static_cast<size_t>(kHasDropout ? padded_to_philox(n) : 0));
@@ -42,7 +43,7 @@ FASTBERT_INLINE void bwd_chunks(const AddLayerNormBwd<T>& args, int64_t begin, i
       const T* summed = args.summed + r * n;
       T* dx = kHasDropout ? args.dx + r * n : nullptr;
       T* dsummed = args.dsummed + r * n;
-      const float mean = args.mean[r], rstd = args.rstd[r];
+      const float mean = is_rms ? 0.0f : args.mean[r], rstd = args.rstd[r];
       if constexpr (kHasDropout) fill_dropout_multiplier(args.dropout, r, n, multiplier);
 
       LaneSum xhat_sum, ones_sum;
@@ -55,7 +56,8 @@ FASTBERT_INLINE void bwd_chunks(const AddLayerNormBwd<T>& args, int64_t begin, i
         dweight[i] += dy * xhat;
         dbias[i] += dy;
       });
-      const float along_xhat = xhat_sum.total() * inverse_n, along_ones = ones_sum.total() * inverse_n;
+      const float along_xhat = xhat_sum.total() * inverse_n;
+      const float along_ones = is_rms ? 0.0f : ones_sum.total() * inverse_n;
 
 #pragma omp simd
       for (int64_t i = 0; i < n; ++i) {

@@ -1,7 +1,10 @@
-// add_layer_norm on the CPU, over raw pointers. T is the storage type (float or BFloat16); all arithmetic is fp32.
+// add_layer_norm and add_rms_norm on the CPU, over raw pointers. T is the storage type (float or BFloat16); all
+// arithmetic is fp32.
 //
 //   summed = dropout(x + x_bias) + residual, rounded to T
 //   out    = (summed - mean) * rstd * weight + bias
+//
+// RMSNorm is LayerNorm with a mean of 0: rstd is 1 / sqrt(mean(summed^2) + eps).
 //
 // Matrices are row-major (rows, hidden_size) without gaps; vectors are (hidden_size,); a null pointer leaves that
 // operand or result out.
@@ -14,20 +17,23 @@
 
 namespace fastbert {
 
+enum class Norm { kLayer, kRms, kNone };  // kNone: out is the sum itself
+
 template <typename T>
 struct AddLayerNormFwd {
+  Norm norm;
   const T* x;
   const T* x_bias;    // or null
   const T* residual;  // or null
-  const T* weight;
-  const T* bias;  // or null
+  const T* weight;    // null: ones
+  const T* bias;      // or null
   Dropout dropout;
   float eps;
   int64_t hidden_size;
-  T* out;
+  T* out;       // null only without a norm
   T* summed;    // or null
-  float* mean;  // (rows,), or null; then rstd is null too
-  float* rstd;
+  float* mean;  // (rows,), or null, as it is for RMSNorm
+  float* rstd;  // (rows,), or null
 };
 
 // Rows [begin, end). Rows are independent: how they are split over threads never shows in the result.
@@ -39,7 +45,7 @@ struct AddLayerNormBwd {
   const T* dout;
   const T* dsum;  // or null
   const T* summed;
-  const float* mean;
+  const float* mean;  // null: RMSNorm
   const float* rstd;
   const T* weight;
   Dropout dropout;

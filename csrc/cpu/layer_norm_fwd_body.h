@@ -36,6 +36,7 @@ void add_layer_norm_rows(const AddLayerNormFwd<T>& args, int64_t begin, int64_t 
   widen_vector(args.bias, n, padded, 0.0f, bias);
   const int64_t whole = n / kRowLanes * kRowLanes;
   const float inverse_n = 1.0f / static_cast<float>(n);
+  const bool is_rms = args.norm == Norm::kRms;
 
   for (int64_t r = begin; r < end; ++r) {
     const T* x = args.x + r * n;
@@ -62,9 +63,16 @@ void add_layer_norm_rows(const AddLayerNormFwd<T>& args, int64_t begin, int64_t 
       for (int64_t i = 0; i < n; i += kWidth) store_columns(args.summed + r * n + i, load(row + i), n - i);
     }
 
+    if (args.norm == Norm::kNone) {
+      for (int64_t i = 0; i < n && args.out != nullptr; i += kWidth) {
+        store_columns(args.out + r * n + i, load(row + i), n - i);
+      }
+      continue;
+    }
+
     // The rounding error of a large mean is of the size of a small spread: what is left after centring is measured
     // too, and taken off. Beyond the row there are means, which centring makes zeros.
-    const float rough_mean = rough.total() * inverse_n;
+    const float rough_mean = is_rms ? 0.0f : rough.total() * inverse_n;
     for (int64_t i = n; i < padded; ++i) row[i] = rough_mean;
     RowSum centred_sum, squares;
     for (int64_t i = 0; i < padded; i += kRowLanes) {
@@ -75,13 +83,11 @@ void add_layer_norm_rows(const AddLayerNormFwd<T>& args, int64_t begin, int64_t 
         squares.chain[c] = fma(centred, centred, squares.chain[c]);
       }
     }
-    const float left_mean = centred_sum.total() * inverse_n;
+    const float left_mean = is_rms ? 0.0f : centred_sum.total() * inverse_n;
     const float variance = std::max(squares.total() * inverse_n - left_mean * left_mean, 0.0f);
     const float rstd = 1.0f / std::sqrt(variance + args.eps);
-    if (args.mean != nullptr) {
-      args.mean[r] = rough_mean + left_mean;
-      args.rstd[r] = rstd;
-    }
+    if (args.mean != nullptr) args.mean[r] = rough_mean + left_mean;
+    if (args.rstd != nullptr) args.rstd[r] = rstd;
 
     T* out = args.out + r * n;
     const auto finish = [&](int64_t at, int64_t left) FASTBERT_INLINE_LAMBDA {

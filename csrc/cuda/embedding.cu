@@ -16,13 +16,14 @@ __global__ void __launch_bounds__(256, 1) embed_fwd_kernel(EmbedFwdArgs a) {
   const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   if (row >= a.rows) return;  // a whole warp, in a block of one-warp rows: nobody waits for it
   const R columns{a.width};
-  const int64_t word_id = a.input_ids == nullptr ? row : a.input_ids[row], position_id = a.position_ids[row];
+  const int64_t word_id = a.input_ids == nullptr ? row : a.input_ids[row];
+  const int64_t position_id = a.position_ids == nullptr ? 0 : a.position_ids[row];
   const int64_t type_id = a.token_type_ids == nullptr ? 0 : a.token_type_ids[row];
   // The threads of a row agree. No early return: those of other rows wait for these at barriers.
   const bool known =
       is_row(word_id, a.word_rows) && is_row(position_id, a.position_rows) && is_row(type_id, a.token_type_rows);
   const auto word = columns.load(a.word, known ? word_id : 0);
-  const auto position = columns.load(a.position, known ? position_id : 0);
+  const auto position = columns.load_or_zeros(a.position, known ? position_id : 0);
   const auto type = columns.load_or_zeros(a.token_type, known ? type_id : 0);
 
   float values[R::kPerThread];
@@ -32,7 +33,7 @@ __global__ void __launch_bounds__(256, 1) embed_fwd_kernel(EmbedFwdArgs a) {
   if (a.weight == nullptr) return columns.store(a.out, row, summed);
 #pragma unroll
   for (int i = 0; i < R::kPerThread; ++i) values[i] = summed[i];
-  normalise(columns, values, a.eps, shared);
+  normalise(columns, values, false, a.eps, shared);
   scale_and_store(columns, values, a.weight, a.bias, a.out, row);
 }
 

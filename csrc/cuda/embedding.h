@@ -14,16 +14,16 @@ namespace fastbert {
 struct EmbedFwdArgs {
   DType dtype;
   const void* word;
-  const void* position;
+  const void* position;           // or null
   const void* token_type;         // or null
   const int64_t* input_ids;       // null: row r of word is token r's
-  const int64_t* position_ids;    // (rows,)
+  const int64_t* position_ids;    // null without the table
   const int64_t* token_type_ids;  // null: type 0
   int64_t word_rows;
-  int64_t position_rows;
-  int64_t token_type_rows;  // of a table that there is
-  const void* weight;       // null: no LayerNorm
-  const void* bias;         // or null
+  int64_t position_rows;  // 1 without the table, and so below
+  int64_t token_type_rows;
+  const void* weight;  // null: no LayerNorm
+  const void* bias;    // or null
   float eps;
   int64_t rows;
   int width;

@@ -90,11 +90,11 @@ __global__ void __launch_bounds__(kThreads) activation_bwd_kernel(Tile tile) {
           float value = activate<kActivation, sizeof(T) == 2>(x);
           float gradient = dinner * activation_slope<kActivation, sizeof(T) == 2>(x);
           if constexpr (kHalves == 2) {
-            const float gate = to_float(pre[r][1].values[i]), dgate = dinner * value;
-            dbias[1][i] += dgate;
-            pre[r][1].values[i] = from_float<T>(dgate);
-            value *= gate;
-            gradient *= gate;
+            const float up = to_float(pre[r][1].values[i]), dup = dinner * value;
+            dbias[1][i] += dup;
+            pre[r][1].values[i] = from_float<T>(dup);
+            value *= up;
+            gradient *= up;
           }
           dbias[0][i] += gradient;
           pre[r][0].values[i] = from_float<T>(gradient);
@@ -178,8 +178,11 @@ cudaError_t launch_activation_bwd(const ActivationBwdArgs& args, cudaStream_t st
     if (error != cudaSuccess) return error;
   }
   if (args.dbias == nullptr) return cudaSuccess;
-  const int64_t shares = activation_bwd_shares(args.rows), columns = (args.gated ? 2 : 1) * args.columns;
-  return launch_column_sums({args.dtype, args.shares, shares, 1, columns, {args.dbias, nullptr, nullptr}}, stream);
+  const int64_t shares = activation_bwd_shares(args.rows);
+  const bool is_apart = args.second_dbias != nullptr;
+  const int64_t columns = (args.gated && !is_apart ? 2 : 1) * args.columns;
+  return launch_column_sums(
+      {args.dtype, args.shares, shares, is_apart ? 2 : 1, columns, {args.dbias, args.second_dbias, nullptr}}, stream);
 }
 
 }  // namespace fastbert

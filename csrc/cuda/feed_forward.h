@@ -33,8 +33,9 @@ struct ActivationBwdArgs {
   int64_t columns;
   void* dpre;
   void* inner;
-  void* dbias;    // as wide as pre, or null
-  float* shares;  // (activation_bwd_shares(rows), pre's columns) when there is dbias
+  void* dbias;                   // as wide as pre, or null
+  float* shares;                 // (activation_bwd_shares(rows), pre's columns) when there is dbias
+  void* second_dbias = nullptr;  // gated: receives the second half, of which dbias then has none
 };
 
 // How many shares of dbias a backward makes: by the number of rows alone, so that the sum's last bits do not depend on

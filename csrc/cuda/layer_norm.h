@@ -1,7 +1,9 @@
-// add_layer_norm on a GPU, over raw device pointers.
+// add_layer_norm and add_rms_norm on a GPU, over raw device pointers.
 //
 //   summed = dropout(x + x_bias) + residual, rounded to the dtype
 //   out    = (summed - mean) * rstd * weight + bias
+//
+// RMSNorm is LayerNorm with a mean of 0: rstd is 1 / sqrt(mean(summed^2) + eps).
 //
 // Matrices are row-major (rows, hidden_size) without gaps, hidden_size from 1 to 8192; vectors are (hidden_size,); a
 // null pointer leaves that operand or result out.
@@ -14,6 +16,7 @@ namespace fastbert {
 
 struct AddLayerNormFwdArgs {
   DType dtype;
+  bool rms;
   const void* x;
   const void* x_bias;    // or null
   const void* residual;  // or null
@@ -25,8 +28,8 @@ struct AddLayerNormFwdArgs {
   int hidden_size;
   void* out;
   void* summed;  // or null
-  float* mean;   // (rows,), or null; then rstd is null too
-  float* rstd;
+  float* mean;   // (rows,), or null, as it is for RMSNorm
+  float* rstd;   // (rows,), or null
 };
 
 cudaError_t launch_add_layer_norm_fwd(const AddLayerNormFwdArgs& args, cudaStream_t stream);
@@ -36,7 +39,7 @@ struct AddLayerNormBwdArgs {
   const void* dout;
   const void* dsum;  // or null
   const void* summed;
-  const float* mean;
+  const float* mean;  // null: RMSNorm
   const float* rstd;
   const void* weight;
   DropoutMask dropout;

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) add_layer_norm_bwd_kernel(AddL
     const auto dout = inside ? columns.load(a.dout, row) : columns.zeros();
     const auto summed = inside ? columns.load(a.summed, row) : columns.zeros();
     const auto weight = columns.load(a.weight, 0);  // again for each row: it has no registers to stay in
-    const float mean = inside ? a.mean[row] : 0.0f, rstd = inside ? a.rstd[row] : 0.0f;
+    const float mean = inside && a.mean != nullptr ? a.mean[row] : 0.0f, rstd = inside ? a.rstd[row] : 0.0f;
 
     float xhat[kPerThread], dxhat[kPerThread], sums[2] = {0.0f, 0.0f};  // of dxhat * xhat, and of dxhat
 #pragma unroll
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) add_layer_norm_bwd_kernel(AddL
     }
     add_over_row(sums, shared + slots);
     slots = threads / 16 - slots;  // two floats a warp; the others may still be read
-    const float along_xhat = sums[0] * inverse, along_ones = sums[1] * inverse;
+    const float along_xhat = sums[0] * inverse, along_ones = a.mean == nullptr ? 0.0f : sums[1] * inverse;
 
     // Chunk by chunk: what a whole row needs here would not fit in the registers beside what is added up.
 #pragma unroll

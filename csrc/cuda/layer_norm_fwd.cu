@@ -30,10 +30,10 @@ __global__ void __launch_bounds__(256, 1) add_layer_norm_fwd_kernel(AddLayerNorm
 #pragma unroll
   for (int i = 0; i < R::kPerThread; ++i) values[i] = summed[i];
 
-  const Statistics statistics = normalise(columns, values, a.eps, shared);
-  if (a.mean != nullptr && threadIdx.x == 0) {
-    a.mean[row] = statistics.mean;
-    a.rstd[row] = statistics.rstd;
+  const Statistics statistics = normalise(columns, values, a.rms, a.eps, shared);
+  if (threadIdx.x == 0) {
+    if (a.mean != nullptr) a.mean[row] = statistics.mean;
+    if (a.rstd != nullptr) a.rstd[row] = statistics.rstd;
   }
   scale_and_store(columns, values, a.weight, a.bias, a.out, row);
 }

@@ -110,27 +110,31 @@ struct Statistics {
   float rstd;
 };
 
-// The row's values, whatever stands beyond its end, become (value - mean) * rstd. `slots`: three floats a warp.
+// The row's values, whatever stands beyond its end, become (value - mean) * rstd, with a mean of 0 for RMSNorm.
+// `slots`: three floats a warp.
 template <typename R>
-__device__ __forceinline__ Statistics normalise(const R& columns, float (&values)[R::kPerThread], float eps,
+__device__ __forceinline__ Statistics normalise(const R& columns, float (&values)[R::kPerThread], bool rms, float eps,
                                                 float* slots) {
   const float inverse = 1.0f / static_cast<float>(columns.columns);
   const int warps = static_cast<int>(blockDim.x * blockDim.y) / 32;
-  float sum[1] = {0.0f};
+  float sum[1] = {0.0f}, mean = 0.0f, left = 0.0f;
+  if (!rms) {
 #pragma unroll
-  for (int i = 0; i < R::kPerThread; ++i) sum[0] += columns.has(i) ? values[i] : 0.0f;
-  add_over_row(sum, slots);
-  const float mean = sum[0] * inverse;
-  // The rounding error of a large mean is of the size of a small spread: what is left after centring is taken off too.
-  sum[0] = 0.0f;
+    for (int i = 0; i < R::kPerThread; ++i) sum[0] += columns.has(i) ? values[i] : 0.0f;
+    add_over_row(sum, slots);
+    mean = sum[0] * inverse;
+    // The rounding error of a large mean is of the size of a small spread: what is left after centring is taken off
+    // too.
+    sum[0] = 0.0f;
 #pragma unroll
-  for (int i = 0; i < R::kPerThread; ++i) {
-    values[i] = columns.has(i) ? values[i] - mean : 0.0f;
-    sum[0] += values[i];
+    for (int i = 0; i < R::kPerThread; ++i) {
+      values[i] = columns.has(i) ? values[i] - mean : 0.0f;
+      sum[0] += values[i];
+    }
+    add_over_row(sum, slots + warps);
+    left = sum[0] * inverse;
+    sum[0] = 0.0f;
   }
-  add_over_row(sum, slots + warps);
-  const float left = sum[0] * inverse;
-  sum[0] = 0.0f;
 #pragma unroll
   for (int i = 0; i < R::kPerThread; ++i) {
     values[i] = columns.has(i) ? values[i] - left : 0.0f;

@@ -5,7 +5,23 @@
 #include <cstdlib>
 #include <new>
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+
 namespace fastbert {
+
+// AddressSanitizer knows the ends of what the system's allocator gives, not of parts of it: under it there are fences
+// behind the parts, which nobody may touch.
+#if defined(__SANITIZE_ADDRESS__)
+constexpr int64_t kFence = 64;
+inline void forbid(char* from, int64_t size) { __asan_poison_memory_region(from, static_cast<size_t>(size)); }
+inline void allow(char* from, int64_t size) { __asan_unpoison_memory_region(from, static_cast<size_t>(size)); }
+#else
+constexpr int64_t kFence = 0;
+inline void forbid(char*, int64_t) {}
+inline void allow(char*, int64_t) {}
+#endif
 
 class Scratch {
  public:
@@ -23,6 +39,8 @@ class Scratch {
       if (data_ == nullptr) throw std::bad_alloc();
       size_ = size;
     }
+    allow(data_, rounded(size));
+    forbid(data_ + rounded(size), rounded(size_) - rounded(size));
     return data_;
   }
 

@@ -181,7 +181,8 @@ Array empty(const Shape& sizes, ScalarType dtype, Device device) {
                                to<int32_t>(torch::stable::detail::from(dtype)), device.type, device.index, &made);
   check(error == 0, "torch has no memory for a tensor of shape ", sizes, " and dtype ", dtype, " on ", device);
   const Array array(made);
-  if (array.is_cpu() && is_filling) std::memset(array.data(), 0xff, static_cast<size_t>(array.nbytes()));
+  const bool has_memory = array.is_cpu() && array.numel() > 0;
+  if (has_memory && is_filling) std::memset(array.data(), 0xff, static_cast<size_t>(array.nbytes()));
   return array;
 }
 

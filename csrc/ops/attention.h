@@ -7,16 +7,50 @@
 
 namespace fastbert {
 
+// The kind of attention, but for its heads: q has a multiple of those of k and v. A query sees the keys whose position
+// is from window_left below to window_right above its own, -1: without end. Positions are those of window_positions,
+// int32 (total_tokens,), ascending in each sequence, or else places in the sequence. q and k are rotated by cos and
+// sin, fp32 (rows, head_dim / 2), where they are given: a row belongs to a token, or else to a place in a sequence.
+struct AttentionForm {
+  double softmax_scale;
+  int64_t window_left = -1, window_right = -1;
+  OptionalArray window_positions;
+  OptionalArray cos, sin;
+  bool interleaved = false, by_token = false;
+};
+
 std::tuple<Array, Array> attention_fwd_cpu(const Array& q, const Array& k, const Array& v, const Array& cu_seqlens,
-                                           const OptionalArray& philox, double softmax_scale, double dropout_p,
+                                           const OptionalArray& philox, const AttentionForm& form, double dropout_p,
                                            bool return_stats);
 
 std::tuple<Array, Array, Array> attention_bwd_cpu(const Array& dout, const Array& q, const Array& k, const Array& v,
                                                   const Array& out, const Array& softmax_stats, const Array& cu_seqlens,
-                                                  const OptionalArray& philox, double softmax_scale, double dropout_p);
+                                                  const OptionalArray& philox, const AttentionForm& form,
+                                                  double dropout_p);
 
-// attention_fwd_cpu in inference, into `out`, (total_tokens, num_heads, head_dim) like the others.
-void attention_rows(const Array& q, const Array& k, const Array& v, const Array& cu_seqlens, double softmax_scale,
+// attention_bwd_cpu into dq, dk and dv, whose tokens and heads may lie apart, as in a slice of a merged projection.
+void attention_gradients(const Array& dout, const Array& q, const Array& k, const Array& v, const Array& out,
+                         const Array& softmax_stats, const Array& cu_seqlens, const OptionalArray& philox,
+                         const AttentionForm& form, double dropout_p, const Array& dq, const Array& dk,
+                         const Array& dv);
+
+// attention_fwd_cpu in inference, into `out`, of q's shape.
+void attention_rows(const Array& q, const Array& k, const Array& v, const Array& cu_seqlens, const AttentionForm& form,
                     const Array& out);
+
+// The operators, with the schemas' arguments.
+std::tuple<Array, Array> attention_fwd_operator(const Array& q, const Array& k, const Array& v, const Array& cu_seqlens,
+                                                const OptionalArray& philox, const OptionalArray& window_positions,
+                                                const OptionalArray& cos, const OptionalArray& sin,
+                                                double softmax_scale, double dropout_p, int64_t window_left,
+                                                int64_t window_right, bool interleaved, bool by_token,
+                                                bool return_stats);
+std::tuple<Array, Array, Array> attention_bwd_operator(const Array& dout, const Array& q, const Array& k,
+                                                       const Array& v, const Array& out, const Array& softmax_stats,
+                                                       const Array& cu_seqlens, const OptionalArray& philox,
+                                                       const OptionalArray& window_positions, const OptionalArray& cos,
+                                                       const OptionalArray& sin, double softmax_scale, double dropout_p,
+                                                       int64_t window_left, int64_t window_right, bool interleaved,
+                                                       bool by_token);
 
 }  // namespace fastbert

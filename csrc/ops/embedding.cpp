@@ -29,14 +29,15 @@ void check_ids(const char* name, const Array& ids, int64_t rows) {
 
 }  // namespace
 
-Array embed_fwd_cpu(const OptionalArray& input_ids, const Array& position_ids, const OptionalArray& token_type_ids,
-                    const Array& word, const Array& position, const OptionalArray& token_type,
-                    const OptionalArray& weight, const OptionalArray& bias, double eps) {
+Array embed_fwd_cpu(const OptionalArray& input_ids, const OptionalArray& position_ids,
+                    const OptionalArray& token_type_ids, const Array& word, const OptionalArray& position,
+                    const OptionalArray& token_type, const OptionalArray& weight, const OptionalArray& bias,
+                    double eps) {
   const auto t =
       embed_fwd_tensors(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, cpu());
   const int64_t tokens = t.out.size(0), width = t.out.size(1);
   check_ids("input_ids", t.ids, t.word.size(0));
-  check_ids("position_ids", t.positions, t.position.size(0));
+  if (t.position.defined()) check_ids("position_ids", t.positions, t.position.size(0));
   if (t.token_type.defined()) check_ids("token_type_ids", t.types, t.token_type.size(0));
   for_dtype(t.out.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
@@ -47,10 +48,8 @@ Array embed_fwd_cpu(const OptionalArray& input_ids, const Array& position_ids, c
         width,
         t.out.data<T>()};
     const int64_t grain = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, width));
-    std::function<void(int64_t, int64_t)> norm;
-    if (t.weight.defined()) {
-      norm = add_layer_norm_rows(t.out, Array(), Array(), t.weight, t.bias, eps, t.out);
-    }
+    RowsDone norm;
+    if (t.weight.defined()) norm = add_norm_rows(t.out, {}, {}, {false, t.weight, t.bias, eps}, t.out, {});
     parallel_for(0, tokens, grain, [&](int64_t begin, int64_t end) {
       embed_fwd(args, begin, end);
       if (norm) norm(begin, end);

@@ -5,9 +5,10 @@
 
 namespace fastbert {
 
-Array embed_fwd_cpu(const OptionalArray& input_ids, const Array& position_ids, const OptionalArray& token_type_ids,
-                    const Array& word, const Array& position, const OptionalArray& token_type,
-                    const OptionalArray& weight, const OptionalArray& bias, double eps);
+Array embed_fwd_cpu(const OptionalArray& input_ids, const OptionalArray& position_ids,
+                    const OptionalArray& token_type_ids, const Array& word, const OptionalArray& position,
+                    const OptionalArray& token_type, const OptionalArray& weight, const OptionalArray& bias,
+                    double eps);
 
 Array embed_bwd_cpu(const Array& dout, const Array& ids, const Array& table, int64_t padding_idx);
 

@@ -1,25 +1,27 @@
-// The registered encoder_layer operators of the CPU backend, for training; fastbert/ops/encoder_layer.py has their
+// The registered encoder_layer operators of the CPU backend, for training; fastbert/ops/encoder_layers.py has their
 // schemas.
 #pragma once
 
 #include <string>
-
 #include <vector>
 
-#include "array.h"
+#include "register.h"
 
 namespace fastbert {
 
-std::vector<Array> encoder_layer_fwd_cpu(const Array& x, const Array& cu_seqlens, const std::vector<Array>& weights,
-                                         const std::vector<Array>& biases, const std::vector<Array>& norms,
-                                         const OptionalArray& philox, const std::vector<double>& dropouts,
-                                         const std::vector<double>& eps, int64_t num_heads,
-                                         const std::string& activation, ScalarType dtype);
+std::vector<Array> encoder_layer_fwd_cpu(const Array& x, const Array& cu_seqlens, const List<Array>& weights,
+                                         const List<Array>& biases, const List<Array>& norms,
+                                         const OptionalArray& philox, const std::string& activation,
+                                         const std::vector<int64_t>& form, const std::vector<double>& numbers,
+                                         const std::vector<Array>& rotary, const std::vector<int64_t>& rotary_layouts,
+                                         const OptionalArray& window_positions, ScalarType dtype);
 
 std::vector<Array> encoder_layer_bwd_cpu(const Array& dout, const Array& x, const Array& cu_seqlens,
-                                         const std::vector<Array>& weights, const std::vector<Array>& norms,
+                                         const List<Array>& weights, const List<Array>& norms,
                                          const std::vector<Array>& kept, const OptionalArray& philox,
-                                         const std::vector<double>& dropouts, const std::string& activation,
-                                         bool needs_dx);
+                                         const std::string& activation, const std::vector<int64_t>& form,
+                                         const std::vector<double>& numbers, const std::vector<Array>& rotary,
+                                         const std::vector<int64_t>& rotary_layouts,
+                                         const OptionalArray& window_positions, bool needs_dx);
 
 }  // namespace fastbert

@@ -1,6 +1,7 @@
 // The registered encoder_layers operator of the CPU backend; fastbert/ops/encoder_layers.py has its schema.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -8,10 +9,12 @@
 
 namespace fastbert {
 
-Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Array>& weights,
-                         const List<OptionalArray>& biases, const List<OptionalArray>& weight_scales,
-                         const std::vector<double>& input_scales, const List<Array>& norms,
-                         const std::vector<double>& eps, int64_t num_heads, const std::string& activation,
+Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Array>& weights, const List<Array>& biases,
+                         const List<Array>& weight_scales, const std::vector<double>& input_scales,
+                         const List<Array>& norms, const std::string& activation, const std::vector<int64_t>& layers,
+                         const std::vector<int64_t>& forms, const std::vector<double>& numbers,
+                         const std::optional<double>& final_eps, const std::vector<Array>& rotary,
+                         const std::vector<int64_t>& rotary_layouts, const OptionalArray& window_positions,
                          const std::vector<int64_t>& versions);
 
 }  // namespace fastbert

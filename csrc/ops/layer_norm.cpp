@@ -14,12 +14,15 @@ namespace {
 // Rows of `width` elements that are worth a thread of their own; 32 k elements is ATen's own grain.
 int64_t grain_rows(int64_t width) { return std::max<int64_t>(1, 32768 / std::max<int64_t>(1, width)); }
 
+Norm norm_of(bool rms) { return rms ? Norm::kRms : Norm::kLayer; }
+
 // Undefined tensors leave their operand or result out.
 template <typename T>
-AddLayerNormFwd<T> fwd_args(const Array& x, const Array& x_bias, const Array& residual, const Array& weight,
+AddLayerNormFwd<T> fwd_args(Norm norm, const Array& x, const Array& x_bias, const Array& residual, const Array& weight,
                             const Array& bias, const Dropout& dropout, double eps, const Array& out,
                             const Array& summed, const Array& mean, const Array& rstd) {
-  return {x.data<const T>(),
+  return {norm,
+          x.data<const T>(),
           x_bias.data<const T>(),
           residual.data<const T>(),
           weight.data<const T>(),
@@ -39,15 +42,15 @@ std::tuple<Array, Array, Array, Array> add_layer_norm_fwd_cpu(const Array& x, co
                                                               const OptionalArray& residual, const Array& weight,
                                                               const OptionalArray& bias, const OptionalArray& philox,
                                                               double dropout_p, double eps, bool return_sum,
-                                                              bool return_stats) {
-  const auto t = add_layer_norm_fwd_tensors(x, x_bias, residual, weight, bias, return_sum, return_stats, cpu());
+                                                              bool return_stats, bool rms) {
+  const auto t = add_layer_norm_fwd_tensors(x, x_bias, residual, weight, bias, return_sum, return_stats, rms, cpu());
   const Dropout dropout = make_dropout(dropout_p, philox);
   for_dtype(t.x.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     const Array none;
     const auto args =
-        fwd_args<T>(t.x, t.x_bias, t.residual, t.weight, t.bias, dropout, eps, t.out, return_sum ? t.summed : none,
-                    return_stats ? t.mean : none, return_stats ? t.rstd : none);
+        fwd_args<T>(norm_of(rms), t.x, t.x_bias, t.residual, t.weight, t.bias, dropout, eps, t.out,
+                    return_sum ? t.summed : none, return_stats && !rms ? t.mean : none, return_stats ? t.rstd : none);
     parallel_for(0, t.x.size(0), grain_rows(t.x.size(1)),
                  [&](int64_t begin, int64_t end) { add_layer_norm_fwd(args, begin, end); });
   });
@@ -58,8 +61,8 @@ std::tuple<Array, Array, Array, Array, Array> add_layer_norm_bwd_cpu(const Array
                                                                      const Array& summed, const Array& mean,
                                                                      const Array& rstd, const Array& weight,
                                                                      const OptionalArray& philox, double dropout_p,
-                                                                     bool has_x_bias) {
-  const auto t = add_layer_norm_bwd_tensors(dout, dsum, summed, mean, rstd, weight, dropout_p, has_x_bias, cpu());
+                                                                     bool has_x_bias, bool rms) {
+  const auto t = add_layer_norm_bwd_tensors(dout, dsum, summed, mean, rstd, weight, dropout_p, has_x_bias, rms, cpu());
   const int64_t rows = t.dout.size(0), hidden_size = t.dout.size(1);
   const Dropout dropout = make_dropout(dropout_p, philox);
 
@@ -74,7 +77,7 @@ std::tuple<Array, Array, Array, Array, Array> add_layer_norm_bwd_cpu(const Array
     const AddLayerNormBwd<T> args{t.dout.data<const T>(),
                                   t.dsum.data<const T>(),
                                   t.summed.data<const T>(),
-                                  t.mean.data<const float>(),
+                                  rms ? nullptr : t.mean.data<const float>(),
                                   t.rstd.data<const float>(),
                                   t.weight.data<const T>(),
                                   dropout,
@@ -87,24 +90,45 @@ std::tuple<Array, Array, Array, Array, Array> add_layer_norm_bwd_cpu(const Array
     const int64_t grain = std::max<int64_t>(1, grain_rows(hidden_size) / rows_per_chunk);
     parallel_for(0, chunks, grain, [&](int64_t begin, int64_t end) { add_layer_norm_bwd(args, begin, end); });
 
-    const ColumnSums<T> sums{partial.data<const float>(),
-                             chunks,
-                             hidden_size,
-                             {t.dweight.data<T>(), t.dbias.data<T>(), has_x_bias ? t.dx_bias.data<T>() : nullptr}};
+    const ColumnSums<T> sums{
+        partial.data<const float>(),
+        chunks,
+        hidden_size,
+        {t.dweight.data<T>(), rms ? nullptr : t.dbias.data<T>(), has_x_bias ? t.dx_bias.data<T>() : nullptr}};
     parallel_for(0, hidden_size, grain_rows(3 * chunks),
                  [&](int64_t begin, int64_t end) { add_column_sums(sums, begin, end); });
   });
   return {t.dx, t.dsummed, t.dx_bias, t.dweight, t.dbias};
 }
 
-std::function<void(int64_t, int64_t)> add_layer_norm_rows(const Array& x, const Array& x_bias, const Array& residual,
-                                                          const Array& weight, const Array& bias, double eps,
-                                                          const Array& out) {
-  std::function<void(int64_t, int64_t)> rows;
-  for_dtype(x.scalar_type(), [&](auto zero) {
+Array add_dropped(const Array& x_, const OptionalArray& x_bias_, const OptionalArray& residual_,
+                  const OptionalArray& philox, double dropout_p) {
+  check(x_.dim() == 2, "x has shape ", x_.sizes(), ", expected (total_tokens, hidden_size)");
+  const auto dtype = x_.scalar_type();
+  const Array x = checked("x", x_, x_.sizes(), dtype);
+  const Array x_bias = checked_if_defined("x_bias", x_bias_, {x.size(1)}, dtype, cpu());
+  const Array residual = checked_if_defined("residual", residual_, x.sizes(), dtype, cpu());
+  const Dropout dropout = make_dropout(dropout_p, philox);
+  const Array out = empty_like(x);
+  for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
     const Array none;
-    const auto args = fwd_args<T>(x, x_bias, residual, weight, bias, Dropout{0.0, 0, 0}, eps, out, none, none, none);
+    const auto args = fwd_args<T>(Norm::kNone, x, x_bias, residual, none, none, dropout, 0.0, out, none, none, none);
+    parallel_for(0, x.size(0), grain_rows(x.size(1)),
+                 [&](int64_t begin, int64_t end) { add_layer_norm_fwd(args, begin, end); });
+  });
+  return out;
+}
+
+RowsDone add_norm_rows(const Array& product, const Array& x_bias, const Array& residual, const NormOperand& norm,
+                       const Array& normed_out, const Array& sum_out) {
+  RowsDone rows;
+  for_dtype(product.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    const Norm kind = !norm.weight.defined() ? Norm::kNone : norm_of(norm.rms);
+    const Array none;
+    const auto args = fwd_args<T>(kind, product, x_bias, residual, norm.weight, norm.bias, Dropout{0.0, 0, 0}, norm.eps,
+                                  normed_out, sum_out, none, none);
     rows = [args](int64_t begin, int64_t end) { add_layer_norm_fwd(args, begin, end); };
   });
   return rows;

@@ -1,10 +1,11 @@
-// The registered add_layer_norm operators of the CPU backend; fastbert/ops/layer_norm.py has their schemas.
+// The registered add_layer_norm operators of the CPU backend, which with `rms` are add_rms_norm;
+// fastbert/ops/layer_norm.py has their schemas.
 #pragma once
 
-#include <functional>
 #include <tuple>
 
 #include "array.h"
+#include "linear.h"
 
 namespace fastbert {
 
@@ -12,19 +13,33 @@ std::tuple<Array, Array, Array, Array> add_layer_norm_fwd_cpu(const Array& x, co
                                                               const OptionalArray& residual, const Array& weight,
                                                               const OptionalArray& bias, const OptionalArray& philox,
                                                               double dropout_p, double eps, bool return_sum,
-                                                              bool return_stats);
+                                                              bool return_stats, bool rms = false);
 
 std::tuple<Array, Array, Array, Array, Array> add_layer_norm_bwd_cpu(const Array& dout, const OptionalArray& dsum,
                                                                      const Array& summed, const Array& mean,
                                                                      const Array& rstd, const Array& weight,
                                                                      const OptionalArray& philox, double dropout_p,
-                                                                     bool has_x_bias);
+                                                                     bool has_x_bias, bool rms = false);
 
-// What runs rows [begin, end) of LayerNorm(x + x_bias + residual) into out, when x has them; x, residual and out have
-// one shape and dtype, and out may be x; x_bias, residual and bias may be undefined. It holds pointers: the tensors
-// must outlive it.
-std::function<void(int64_t, int64_t)> add_layer_norm_rows(const Array& x, const Array& x_bias, const Array& residual,
-                                                          const Array& weight, const Array& bias, double eps,
-                                                          const Array& out);
+// dropout(x + x_bias) + residual.
+Array add_dropped(const Array& x, const OptionalArray& x_bias, const OptionalArray& residual,
+                  const OptionalArray& philox, double dropout_p);
+
+// LayerNorm, or RMSNorm; an undefined weight stands for no norm at all.
+struct NormOperand {
+  bool rms = false;
+  OptionalArray weight, bias;
+  double eps = 0.0;
+};
+
+// What runs rows [begin, end) of
+//
+//   sum_out    = product + x_bias + residual, rounded to their dtype; undefined: nobody reads it (post-norm)
+//   normed_out = norm of that sum; without a norm the sum, and undefined where sum_out is enough
+//
+// product, residual and the outputs have one shape and dtype; x_bias and residual may be undefined. Either output may
+// be product or residual: a row is read whole before it is written. It holds pointers: the tensors must outlive it.
+RowsDone add_norm_rows(const Array& product, const Array& x_bias, const Array& residual, const NormOperand& norm,
+                       const Array& normed_out, const Array& sum_out);
 
 }  // namespace fastbert

@@ -1,4 +1,5 @@
-// The tensors of add_layer_norm, checked and allocated as every backend does it. Absent ones are undefined.
+// The tensors of add_layer_norm and, with `rms`, of add_rms_norm, checked and allocated as every backend does it.
+// Absent ones are undefined.
 #pragma once
 
 #include "tensors.h"
@@ -7,14 +8,15 @@ namespace fastbert {
 
 struct AddLayerNormFwdTensors {
   Array x, x_bias, residual, weight, bias;
-  Array out, summed, mean, rstd;  // summed, mean and rstd have no rows unless they are asked for
+  Array out, summed, mean, rstd;  // summed, mean and rstd have no rows unless they are asked for; RMSNorm has no mean
 };
 
 inline AddLayerNormFwdTensors add_layer_norm_fwd_tensors(const Array& x, const OptionalArray& x_bias,
                                                          const OptionalArray& residual, const Array& weight,
                                                          const OptionalArray& bias, bool return_sum, bool return_stats,
-                                                         Device device) {
+                                                         bool rms, Device device) {
   check(x.dim() == 2, "x has shape ", x.sizes(), ", expected (total_tokens, hidden_size)");
+  check(!rms || !bias.defined(), "RMSNorm has no bias");
   const int64_t rows = x.size(0), hidden_size = x.size(1);
   const auto dtype = x.scalar_type();
   AddLayerNormFwdTensors t;
@@ -25,20 +27,21 @@ inline AddLayerNormFwdTensors add_layer_norm_fwd_tensors(const Array& x, const O
   t.bias = checked_if_defined("bias", bias, {hidden_size}, dtype, device);
   t.out = empty({rows, hidden_size}, t.x);
   t.summed = empty({return_sum ? rows : 0, hidden_size}, t.x);
-  t.mean = empty({return_stats ? rows : 0}, ScalarType::Float, t.x.device());
-  t.rstd = empty_like(t.mean);
+  t.mean = empty({return_stats && !rms ? rows : 0}, ScalarType::Float, t.x.device());
+  t.rstd = empty({return_stats ? rows : 0}, ScalarType::Float, t.x.device());
   return t;
 }
 
 struct AddLayerNormBwdTensors {
   Array dout, dsum, summed, mean, rstd, weight;
-  Array dx, dsummed, dx_bias, dweight, dbias;  // dx has no rows without dropout, dx_bias none without x_bias
+  // dx has no rows without dropout, dx_bias none without x_bias, dbias none for RMSNorm.
+  Array dx, dsummed, dx_bias, dweight, dbias;
 };
 
 inline AddLayerNormBwdTensors add_layer_norm_bwd_tensors(const Array& dout, const OptionalArray& dsum,
                                                          const Array& summed, const Array& mean, const Array& rstd,
                                                          const Array& weight, double dropout_p, bool has_x_bias,
-                                                         Device device) {
+                                                         bool rms, Device device) {
   check(dout.dim() == 2, "dout has shape ", dout.sizes(), ", expected (total_tokens, hidden_size)");
   const int64_t rows = dout.size(0), hidden_size = dout.size(1);
   const auto dtype = dout.scalar_type();
@@ -46,14 +49,14 @@ inline AddLayerNormBwdTensors add_layer_norm_bwd_tensors(const Array& dout, cons
   t.dout = checked("dout", dout, dout.sizes(), dtype, device);
   t.dsum = checked_if_defined("dsum", dsum, dout.sizes(), dtype, device);
   t.summed = checked("summed", summed, dout.sizes(), dtype, device);
-  t.mean = checked("mean", mean, {rows}, ScalarType::Float, device);
+  t.mean = checked("mean", mean, {rms ? 0 : rows}, ScalarType::Float, device);
   t.rstd = checked("rstd", rstd, {rows}, ScalarType::Float, device);
   t.weight = checked("weight", weight, {hidden_size}, dtype, device);
   t.dx = empty({dropout_p > 0.0 ? rows : 0, hidden_size}, t.dout);
   t.dsummed = empty({rows, hidden_size}, t.dout);
   t.dx_bias = empty({has_x_bias ? hidden_size : 0}, t.weight);
   t.dweight = empty_like(t.weight);
-  t.dbias = empty_like(t.weight);
+  t.dbias = empty({rms ? 0 : hidden_size}, t.weight);
   return t;
 }
 

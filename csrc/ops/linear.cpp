@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <utility>
 
 #include "activation.h"
+#include "dropout.h"
 #include "gradients.h"
 #include "packed_weights.h"
 #include "tensors.h"
@@ -57,8 +59,8 @@ RowsArg converted_rows(const GemmArgs& args, int64_t rows, Array& memory) {
   bool is_shared = weight.format != args.x.dtype;
   for (int64_t t = 0; t < args.num_targets; ++t) {
     const GemmTarget& target = args.targets[t];
-    is_shared &= target.num_addends == 0 && target.weight.format == weight.format &&
-                 target.weight.input_scale == weight.input_scale;
+    is_shared &= target.num_addends == 0 && takes_same_rows(target.weight, weight) &&
+                 (target.gate == nullptr || takes_same_rows(target.gate->weight, weight));
   }
   if (!is_shared) return args.x;
   const int64_t stride = row_bytes(weight.format, weight.in_features), scales_at = (rows * stride + 63) / 64 * 64;
@@ -141,13 +143,19 @@ struct Operand {
     target.out = out.data();
     target.out_stride = out.size(1);
     target.pre = pre.data<void>();
+    target.pre_stride = out.size(1);
     target.activation = activation;
   }
 };
 
+// A weight of which rows or columns lie whole, as packing views of it needs.
+Array with_whole_lines(const Array& weight) {
+  return weight.stride(0) == 1 || weight.stride(1) == 1 ? weight : contiguous(weight);
+}
+
 // The right side of a gradient's product.
 Operand transposed(const Array& weight_, int64_t in_features, ScalarType dtype) {
-  const Array weight = weight_.stride(0) == 1 || weight_.stride(1) == 1 ? weight_ : contiguous(weight_);
+  const Array weight = with_whole_lines(weight_);
   return Operand({weight.t(), nullptr, nullptr, 0.0, version_of(weight)}, in_features, dtype);
 }
 
@@ -164,6 +172,68 @@ Array checked_x(const Array& x, ScalarType dtype) {
 GemmArgs gemm_args(const Array& x, ScalarType dtype, const GemmTarget* targets, int64_t num_targets) {
   return {rows_of(x), dtype == ScalarType::Float ? DType::kFloat32 : DType::kBFloat16, targets, num_targets};
 }
+
+// The operands of a feed-forward's first product: one, or, gated, gate and up. A weight that holds both is packed as
+// two views of it, so that one epilogue meets the same columns of both.
+struct UpOperands {
+  std::vector<Operand> operands;
+  std::vector<Array> kept;  // to what they point
+
+  UpOperands(const FeedForwardOperand& of, int64_t in_features, ScalarType dtype) {
+    operands.reserve(2);
+    if (!of.gated || of.ups.size() == 2) {
+      check(of.ups.size() == (of.gated ? 2 : 1), "the first product has ", of.ups.size(), " weights");
+      for (const LinearOperand& up : of.ups) operands.emplace_back(up, in_features, dtype);
+      check(operands[0].target.weight.out_features == width(), "gate has ", operands[0].target.weight.out_features,
+            " features, up ", width());
+      return;
+    }
+    const LinearOperand& both = of.ups[0];
+    check(of.ups.size() == 1 && both.weight.dim() == 2 && both.weight.size(0) % 2 == 0, "weight has shape ",
+          both.weight.sizes(), ", expected (2 * intermediate_size, ", in_features, ")");
+    const int64_t size = both.weight.size(0) / 2;
+    const Array weight = with_whole_lines(both.weight);
+    const auto half = [&](const Array* vector, int64_t first) {
+      if (vector == nullptr || !vector->defined()) return Array();
+      check(vector->dim() == 1 && vector->size(0) == 2 * size, "bias or weight_scale has shape ", vector->sizes(),
+            ", expected ", 2 * size, " elements");
+      kept.push_back(contiguous(*vector));
+      return kept.back().narrow(0, first, size);
+    };
+    kept.push_back(weight);
+    for (const int64_t first : {int64_t{0}, size}) {
+      const Array bias = half(both.bias, first), scale = half(both.weight_scale, first);
+      operands.emplace_back(LinearOperand{weight.narrow(0, first, size), &bias, &scale, both.input_scale, both.version},
+                            in_features, dtype);
+    }
+  }
+
+  int64_t width() const { return operands.back().target.weight.out_features; }
+};
+
+// The first product's target, for rows of inner and of pre; the first of them is row `row` of the whole.
+struct UpTarget {
+  GemmTarget target, gate;
+
+  UpTarget(const UpOperands& ups, const FeedForwardOperand& of, const Array& inner, const Array& pre, int64_t row)
+      : target(ups.operands.back().target), gate(ups.operands.front().target) {
+    target.out = inner.data();
+    target.out_stride = inner.size(1);
+    target.pre = pre.data<void>();
+    target.pre_stride = of.gated ? 2 * ups.width() : ups.width();
+    target.activation = of.gated ? Activation::kNone : of.activation;
+    target.dropout = of.dropout.p > 0.0 ? &of.dropout : nullptr;
+    target.dropout_row = row;
+    if (!of.gated) return;
+    target.gate = &gate;
+    gate.activation = of.activation;
+    gate.pre = target.pre;
+    gate.pre_stride = target.pre_stride;
+    if (pre.defined()) target.pre = static_cast<char*>(target.pre) + ups.width() * pre.element_size();
+  }
+  UpTarget(const UpTarget&) = delete;  // it points into itself
+  UpTarget& operator=(const UpTarget&) = delete;
+};
 
 // (tokens, features) packed along its tokens, for a weight's gradient.
 Array pack_tokens(const Array& x_, DType format) {
@@ -192,6 +262,8 @@ Array weight_gradient(const Array& dout, const Array& x, DType format, int64_t t
   return dweight;
 }
 
+}  // namespace
+
 Array bias_gradient(const Array& dout, ScalarType dtype) {
   const Array dbias = empty({dout.size(1)}, dtype);
   parallel_for(0, num_panels(dout.size(1)), 1, [&](int64_t begin, int64_t end) {
@@ -200,8 +272,6 @@ Array bias_gradient(const Array& dout, ScalarType dtype) {
   });
   return dbias;
 }
-
-}  // namespace
 
 std::vector<Array> linear_cpu(const Array& x_, const std::vector<Array>& weights,
                               const std::vector<OptionalArray>& biases, const std::vector<OptionalArray>& weight_scales,
@@ -239,6 +309,11 @@ Gradients linear_gradients(const std::vector<Array>& douts, const Array& x_, con
                            ScalarType dtype, bool needs_dx, bool needs_dweight, bool needs_dbias) {
   const Array x = checked_x(x_, dtype);
   const size_t count = weights.size();
+  for (size_t i = 0; i < count; ++i) {
+    check(weights[i].sizes() == Shape{douts[i].size(1), x.size(1)}, "weight has shape ", weights[i].sizes(),
+          ", expected (", douts[i].size(1), ", ", x.size(1), ")");
+    check(douts[i].size(0) == x.size(0), "dout has ", douts[i].size(0), " rows, x ", x.size(0));
+  }
   const DType format = format_for(dtype);
   const Array dx = empty({needs_dx ? x.size(0) : 0, x.size(1)}, x.scalar_type());
   if (needs_dx) {
@@ -304,88 +379,111 @@ void linear_rows(const Array& x_, const std::vector<LinearOperand>& linears, con
   run_gemm(gemm_args(x, outs[0].scalar_type(), targets.data(), static_cast<int64_t>(targets.size())), x.size(0), done);
 }
 
-void feed_forward_rows(const Array& x_, const LinearOperand& up_linear, const LinearOperand& down_linear,
-                       const std::string& activation, const Array& out, const Array& pre, ScalarType dtype,
-                       const RowsDone& done) {
+void feed_forward_rows(const Array& x_, const FeedForwardOperand& operand, const Array& out, const Array& pre,
+                       ScalarType dtype, const RowsDone& done) {
   const auto out_dtype = out.scalar_type();
   const Array x = checked_x(x_, dtype);
-  const int64_t rows = x.size(0), intermediate_size = up_linear.weight.size(0);
-  Operand up(up_linear, x.size(1), dtype), down(down_linear, intermediate_size, dtype);
-  const Activation act = activation_of(activation);
+  const UpOperands ups(operand, x.size(1), dtype);
+  const int64_t rows = x.size(0), width = ups.width();
+  Operand down(operand.down, width, dtype);
 
   // A thread takes a block of rows through both products, so that the wide activations between them stay in its cache.
   // With too few rows for that, the threads share each product instead.
   const int64_t threads = num_threads(), blocks = num_blocks(rows, kRowBlock, threads);
   if (blocks < kTasks * threads) {
-    const Array inner = workspace({rows, intermediate_size}, dtype);
-    up.write_to(inner, pre, act);
+    const Array inner = workspace({rows, width}, dtype);
+    const UpTarget up(ups, operand, inner, pre, 0);
     down.write_to(out, Array(), Activation::kNone);
     run_gemm(gemm_args(x, dtype, &up.target, 1), rows);
     run_gemm(gemm_args(inner, out_dtype, &down.target, 1), rows, done);
     return;
   }
-  const Array inner = workspace({threads, kRowBlock, intermediate_size}, dtype);
+  const Array inner = workspace({threads, kRowBlock, width}, dtype);
   run_tasks(blocks, [&](int64_t block) {
     const Array buffer = inner.select(0, thread_index());
     const int64_t row = first_row(block, blocks, rows), count = first_row(block + 1, blocks, rows) - row;
     if (count == 0) return;
-    Operand first = up, second = down;
-    first.write_to(buffer, pre.defined() ? pre.narrow(0, row, count) : pre, act);
+    const UpTarget up(ups, operand, buffer, pre.defined() ? pre.narrow(0, row, count) : pre, row);
+    Operand second = down;
     second.write_to(out.narrow(0, row, count), Array(), Activation::kNone);
-    gemm(gemm_args(x.narrow(0, row, count), dtype, &first.target, 1), 0, count, 0, num_panels(intermediate_size));
+    gemm(gemm_args(x.narrow(0, row, count), dtype, &up.target, 1), 0, count, 0, num_panels(width));
     gemm(gemm_args(buffer, out_dtype, &second.target, 1), 0, count, 0, num_panels(out.size(1)));
     if (done) done(row, row + count);
   });
 }
 
 std::tuple<Array, Array> feed_forward_cpu(const Array& x, const Array& up_weight, const OptionalArray& up_bias,
-                                          const Array& down_weight, const OptionalArray& up_scale,
-                                          const OptionalArray& down_scale, const std::vector<double>& input_scales,
-                                          const std::string& activation, ScalarType dtype, bool return_pre) {
+                                          const Array& down_weight, const OptionalArray& gate_weight,
+                                          const OptionalArray& gate_bias, const OptionalArray& up_scale,
+                                          const OptionalArray& down_scale, const OptionalArray& gate_scale,
+                                          const std::vector<double>& input_scales, const OptionalArray& philox,
+                                          double dropout_p, const std::string& activation, bool gated, ScalarType dtype,
+                                          bool return_pre) {
+  const size_t ups = gate_weight.defined() ? 2 : 1;
+  check(input_scales.size() == ups + 1, "input_scales has ", input_scales.size(), " elements, expected ", ups + 1);
+  FeedForwardOperand operand{{},
+                             {down_weight, nullptr, &down_scale, input_scales[ups], version_of(down_weight)},
+                             activation_of(activation),
+                             gated,
+                             make_dropout(dropout_p, philox)};
+  int64_t width = up_weight.size(0);
+  if (gate_weight.defined()) {
+    operand.ups.push_back({gate_weight, &gate_bias, &gate_scale, input_scales[0], version_of(gate_weight)});
+    width += gate_weight.size(0);
+  }
+  operand.ups.push_back({up_weight, &up_bias, &up_scale, input_scales[ups - 1], version_of(up_weight)});
   const Array out = empty({x.size(0), down_weight.size(0)}, dtype);
-  const Array pre = empty({return_pre ? x.size(0) : 0, up_weight.size(0)}, dtype);
-  check(input_scales.size() == 2, "input_scales has ", input_scales.size(), " elements, expected 2");
-  feed_forward_rows(x, {up_weight, &up_bias, &up_scale, input_scales[0], version_of(up_weight)},
-                    {down_weight, nullptr, &down_scale, input_scales[1], version_of(down_weight)}, activation, out,
-                    return_pre ? pre : Array(), dtype, nullptr);
+  const Array pre = empty({return_pre ? x.size(0) : 0, width}, dtype);
+  feed_forward_rows(x, operand, out, return_pre ? pre : Array(), dtype, nullptr);
   return {out, pre};
 }
 
-std::tuple<Array, Array, Array, Array> feed_forward_bwd_cpu(const Array& dout_, const Array& x_, const Array& pre_,
-                                                            const Array& up_weight, const Array& down_weight,
-                                                            const std::string& activation, bool needs_dx,
-                                                            bool needs_dweight, bool needs_dbias) {
+FeedForwardGradients feed_forward_gradients(const Array& dout_, const Array& x_, const Array& pre_,
+                                            const std::vector<Array>& ups, const Array& down_weight,
+                                            Activation activation, bool gated, const Dropout& dropout, bool needs_dx,
+                                            bool needs_dweight, bool needs_dbias) {
   const auto dtype = pre_.scalar_type();
   const Array x = checked_x(x_, dtype);
-  const int64_t rows = x.size(0), intermediate_size = up_weight.size(0);
+  const int64_t rows = x.size(0), width = down_weight.size(1), pre_width = gated ? 2 * width : width;
   const Array dout = checked("dout", dout_, {rows, down_weight.size(0)}, dout_.scalar_type());
-  const Array pre = checked("pre", pre_, {rows, intermediate_size}, dtype);
+  const Array pre = checked("pre", pre_, {rows, pre_width}, dtype);
   const DType format = format_for(dtype);
 
   // The first product's epilogue makes both what its gradient is and, again, what forward did not keep.
-  const Array dpre = workspace(pre.sizes(), dtype), inner = workspace(pre.sizes(), dtype);
+  const Array dpre = workspace(pre.sizes(), dtype), inner = workspace({rows, width}, dtype);
   Operand down = transposed(down_weight, down_weight.size(0), dtype);
-  down.write_to(dpre, Array(), activation_of(activation));
+  down.write_to(dpre, Array(), activation);
   down.target.slope_of = pre.data();
   down.target.activated = inner.data();
+  down.target.up_offset = gated ? width : 0;
+  down.target.dropout = dropout.p > 0.0 ? &dropout : nullptr;
   run_gemm(gemm_args(dout, dtype, &down.target, 1), rows);
 
-  Array dup, ddown, dbias = empty({0}, up_weight);
+  Array ddown;
   if (needs_dweight) {
     ddown = weight_gradient(pack_tokens(dout, format), pack_tokens(inner, format), format, rows, down_weight);
-    dup = weight_gradient(pack_tokens(dpre, format), pack_tokens(x, format), format, rows, up_weight);
   } else {
-    dup = empty({0, up_weight.size(1)}, up_weight);
-    ddown = empty({0, down_weight.size(1)}, down_weight);
+    ddown = empty({0, width}, down_weight);
   }
-  if (needs_dbias) dbias = bias_gradient(dpre, up_weight.scalar_type());
-  const Array dx = empty({needs_dx ? rows : 0, x.size(1)}, x);
-  if (needs_dx) {
-    Operand up = transposed(up_weight, intermediate_size, dtype);
-    up.write_to(dx, Array(), Activation::kNone);
-    run_gemm(gemm_args(dpre, x.scalar_type(), &up.target, 1), rows);
+  std::vector<Array> dpres;
+  int64_t first = 0;
+  for (const Array& up : ups) {
+    dpres.push_back(ups.size() == 1 ? dpre : dpre.narrow(1, first, up.size(0)));
+    first += up.size(0);
   }
-  return {dx, dup, dbias, ddown};
+  check(first == pre_width, "the first product's weights have ", first, " features, pre ", pre_width);
+  auto [dx, dups, dbiases] = linear_gradients(dpres, x, ups, dtype, needs_dx, needs_dweight, needs_dbias);
+  return {dx, std::move(dups), std::move(dbiases), ddown};
+}
+
+FeedForwardGradients feed_forward_bwd_cpu(const Array& dout, const Array& x, const Array& pre, const Array& up_weight,
+                                          const Array& down_weight, const OptionalArray& gate_weight,
+                                          const OptionalArray& philox, double dropout_p, const std::string& activation,
+                                          bool gated, bool needs_dx, bool needs_dweight, bool needs_dbias) {
+  std::vector<Array> ups{up_weight};
+  if (gate_weight.defined()) ups.insert(ups.begin(), gate_weight);
+  return feed_forward_gradients(dout, x, pre, ups, down_weight, activation_of(activation), gated,
+                                make_dropout(dropout_p, philox), needs_dx, needs_dweight, needs_dbias);
 }
 
 }  // namespace fastbert

@@ -70,6 +70,7 @@ struct Unboxed<std::vector<T>> {
 template <typename T>
 class List {
  public:
+  List() = default;  // an empty one
   explicit List(StableListHandle list) {
     size_t size = 0;
     call(torch_list_size(list, &size), "a list's size");

@@ -7,6 +7,8 @@
 #include <new>
 #include <vector>
 
+#include "../include/scratch.h"
+
 namespace fastbert {
 namespace {
 
@@ -34,7 +36,9 @@ Array workspace(const Shape& sizes, ScalarType dtype) {
   static thread_local std::vector<std::shared_ptr<Block>> kept;
   const int64_t bytes = sizes.product() * element_size(dtype);
   const auto array = [&](const std::shared_ptr<Block>& block) { return Array(block, block->data(), sizes, dtype); };
-  if (bytes < kSmall || bytes > kMostKept || is_filling_memory()) return array(new_block(bytes));
+  // With fences each ends where it should: what is kept may be longer.
+  const bool must_be_new = is_filling_memory() || kFence > 0;
+  if (bytes < kSmall || bytes > kMostKept || must_be_new) return array(new_block(bytes));
   int64_t total = bytes;
   const std::shared_ptr<Block>* best = nullptr;
   for (const auto& block : kept) {

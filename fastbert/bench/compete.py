@@ -164,7 +164,7 @@ class Run:
         if not self.references:
             step(**self.task("checkpoint", model=self.settings.model))
         if workload.id not in self.references:
-            step(**self.task("reference", workload=workload.id))
+            step(**self.task("reference", model=self.settings.model, workload=workload.id))
             self.references.add(workload.id)
         results: dict[str, dict[str, Any]] = {}
         tasks = {CEILING: self.task("ceiling", precision=precision)}

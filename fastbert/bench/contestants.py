@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fastbert.bench.jobs import PRECISIONS, Call, Job
+from fastbert.bench.jobs import PRECISIONS, Call, Job, load_peer
 from fastbert.bench.runtimes import load_onnxruntime, load_openvino, prepare_onnxruntime, prepare_openvino
 
 FLOATS = ("float32", "bfloat16")
@@ -42,7 +42,7 @@ def load_fastbert(backend: str, job: Job, input_ids: torch.Tensor, attention_mas
     """Ours with a backend of `use_backend`; int8 quantises the bfloat16 model as it is loaded."""
     import fastbert
 
-    model = fastbert.BertModel.from_pretrained(str(job.checkpoint), dtype=job.dtype, add_pooling_layer=False)
+    model = fastbert.AutoModel.from_pretrained(str(job.checkpoint), dtype=job.dtype, add_pooling_layer=False)
     if job.precision == "int8":
         model = fastbert.quantize(model, "int8")
 
@@ -62,11 +62,7 @@ def load_transformers(
     torch.compile runs with frozen weights, which it then prepacks for oneDNN: 2 to 7 % faster than without. Of
     mode="max-autotune" (MiniLM, 8x128): 2 % faster in bfloat16, 13 % slower in float32.
     """
-    from transformers import BertModel
-
-    model = BertModel.from_pretrained(
-        job.checkpoint, dtype=job.dtype, attn_implementation=attention, add_pooling_layer=False
-    ).eval()
+    model = load_peer(job.checkpoint, job.dtype, attention)
     if compiled:
         import torch._inductor.config as inductor
 

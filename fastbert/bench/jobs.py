@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,3 +30,18 @@ class Job:
     def dtype(self) -> torch.dtype:
         """What is not in 8 bits."""
         return torch.float32 if self.precision == "float32" else torch.bfloat16
+
+
+def fields_without_type(fields: dict[str, Any]) -> dict[str, Any]:
+    """The config fields of one of testing.cases.MODELS."""
+    return {name: value for name, value in fields.items() if name != "model_type"}
+
+
+def load_peer(checkpoint: Path, dtype: torch.dtype, attention: str) -> Any:
+    """transformers' encoder of a folder, without a pooler, in eval mode; `attention` is "eager" or "sdpa"."""
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(checkpoint, dtype=dtype, attn_implementation=attention).eval()
+    if getattr(model, "pooler", None) is not None:
+        model.pooler = None
+    return model

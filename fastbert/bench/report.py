@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from fastbert.bench.contestants import is_ours
+from fastbert.bench.jobs import fields_without_type
 from fastbert.bench.timing import Timing
+from fastbert.config import EncoderConfig
 from fastbert.testing.cases import MODELS, Workload
 
 CHART_GROUPS = {  # what a contestant's name begins with: label and colour (Okabe and Ito's, safe for the colour-blind)
@@ -25,11 +27,26 @@ LEGEND = (
 
 
 def operations(model: str, workload: Workload) -> int:
-    """Operations of one batch's real tokens: a token costs 2 P + 4 S H L, S the length of its own sequence."""
-    shape = MODELS[model]
-    width, layers = shape["hidden_size"], shape["num_hidden_layers"]
-    weights = layers * (4 * width * width + 2 * width * shape["intermediate_size"])
-    return sum(length * (2 * weights + 4 * length * width * layers) for length in workload.lengths)
+    """Useful operations of one batch's real tokens: 2 for every weight, and in attention 4 for every element of a head
+    and key that a query sees, which in local layers are those of its window.
+    """
+    fields = MODELS[model]
+    config = EncoderConfig.of_family(fields.get("model_type", "bert"), **fields_without_type(fields))
+    total = 0
+    for spec in config.layer_specs:
+        attention, feed_forward = spec.attention, spec.feed_forward
+        heads = attention.head_dim * (2 * attention.num_heads + 2 * attention.num_kv_heads)  # of q, k, v and the output
+        inner = feed_forward.intermediate_size * (3 if feed_forward.gated else 2)
+        weights = config.hidden_size * (heads + inner)
+        width = 4 * attention.num_heads * attention.head_dim
+        total += sum(2 * weights * n + width * seen_keys(n, attention.window_size) for n in workload.lengths)
+    return total
+
+
+def seen_keys(length: int, window_size: tuple[int, int]) -> int:
+    """How many pairs of a query and a key that it sees a sequence has."""
+    left, right = (length if side < 0 else min(side, length) for side in window_size)
+    return sum(min(length - 1, i + right) - max(0, i - left) + 1 for i in range(length))
 
 
 def ceiling_of(rounds: list[list[float]]) -> float | None:

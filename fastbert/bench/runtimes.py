@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastbert.bench.jobs import Call, Job
+from fastbert.bench.jobs import Call, Job, load_peer
 
 EXAMPLE_SHAPE = (2, 16)  # (batch, sequence) of the example that is traced; both stay free
 CALIBRATION_BATCHES, CALIBRATION_SHAPE = 16, (4, 128)  # random tokens
@@ -20,11 +20,7 @@ class _LastHiddenState(nn.Module):
 
     def __init__(self, job: Job, attention: str):
         super().__init__()
-        from transformers import BertModel
-
-        self.model = BertModel.from_pretrained(
-            job.checkpoint, dtype=torch.float32, attn_implementation=attention, add_pooling_layer=False
-        ).eval()
+        self.model = load_peer(job.checkpoint, torch.float32, attention)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         out: torch.Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
@@ -108,6 +104,9 @@ def _export_and_fuse(job: Job, target: Path) -> dict[str, Any]:
             dynamic_axes={name: {0: "batch", 1: "sequence"} for name in (*example, "last_hidden_state")},
             dynamo=False,
         )
+    if config.model_type != "bert":  # ONNX Runtime's own optimisations, when it loads the file, are all that there is
+        exported.rename(target)
+        return {"fused_operators": {}}
     optimised = optimize_model(
         str(exported),
         model_type="bert",

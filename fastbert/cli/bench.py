@@ -13,6 +13,7 @@ from fastbert.cli.parser import add_command, positive
 from fastbert.cli.texts import UsageError
 
 ROUNDS = 9
+OTHERS = ("bert-large", "minilm", "modernbert-base", "nomic-base", "tiny")
 
 
 def add(commands: Any) -> None:
@@ -27,9 +28,14 @@ def add(commands: Any) -> None:
         """,
         "fastbert bench --dtypes bfloat16 --workloads 8x128,32-ragged --output results",
     )  # fmt: skip
-    parser.add_argument("--model", metavar="M", default="bert-base", help="bert-base (default), minilm or tiny")
+    parser.add_argument("--model", metavar="M", default="bert-base", help=f"bert-base (default), {', '.join(OTHERS)}")
     parser.add_argument("--dtypes", metavar="D,D", default="all", help="float32, bfloat16, int8; default: all")
-    parser.add_argument("--workloads", metavar="W,W", default="all", help="1x16, 1x128, 8x128, 4x512, 32-ragged")
+    parser.add_argument(
+        "--workloads",
+        metavar="W,W",
+        default="all",
+        help="1x16, 1x128, 8x128, 4x512, 32-ragged, 1x8192; default: all that the model has positions for",
+    )
     parser.add_argument("--contestants", metavar="C,C", default="all", help="who competes; default: all")
     parser.add_argument("--rounds", metavar="N", type=positive, default=ROUNDS, help=f"turns (default {ROUNDS})")
     parser.add_argument("--restarts", metavar="N", type=positive, default=1, help="starts a contestant (default 1)")
@@ -59,7 +65,8 @@ def run_bench(options: argparse.Namespace, say: Callable[[str], None]) -> str:
     if options.resume and options.output is None:
         raise UsageError("--resume needs --output: the folder of the run to go on with")
     (model,) = _choose("--model", options.model, tuple(MODELS))
-    workloads = {workload.id: workload for workload in WORKLOADS}
+    longest = MODELS[model].get("max_position_embeddings", 512)
+    workloads = {workload.id: workload for workload in WORKLOADS if max(workload.lengths) <= longest}
     settings = compete.Settings(
         model=model,
         precisions=_choose("--dtypes", options.dtypes, PRECISIONS),

@@ -36,13 +36,13 @@ def info_lines(name: str) -> list[str]:
     from torch import nn
 
     from fastbert.checkpoint.unfilled import unfilled
-    from fastbert.models.auto import FAMILIES
+    from fastbert.models.auto import base_class
     from fastbert.sentences import position_limit
 
     raise_if_stopped()
     config = _read_config(name)
     with unfilled():
-        model = FAMILIES[config.model_type](config)
+        model = base_class(config.model_type)(config)
     total, encoder = model.num_parameters(), matmul_parameters(model)
     embeddings = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
     limit = position_limit(model)
@@ -92,5 +92,5 @@ def matmul_parameters(model: EncoderModel) -> int:
 
     from fastbert.layers.leaves import get_leaf
 
-    layers = (get_leaf(model, path) for path in model.family.layer_paths(model.config))
+    layers = (get_leaf(model, path) for path in model.config.layer_paths)
     return sum(m.weight.numel() for layer in layers for m in layer.modules() if isinstance(m, nn.Linear))

@@ -93,7 +93,7 @@ def transformer_settings(folder: Path) -> dict[str, Any]:
     path = next(iter(sorted(folder.glob("sentence_*_config.json"))), folder / "sentence_bert_config.json")
     length = _length(folder / "tokenizer_config.json", "model_max_length")
     settings = _optional_json(path)
-    if "max_seq_length" in settings:
+    if settings.get("max_seq_length") is not None:
         length = _length(path, "max_seq_length")
     task = settings.get("transformer_task", "feature-extraction")
     if task != "feature-extraction":

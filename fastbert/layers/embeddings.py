@@ -2,70 +2,89 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from fastbert import ops
+from fastbert.families.form import Embeddings, TokenDropout
 from fastbert.layers.encoder import add_norm
-from fastbert.layers.leaves import get_leaf, is_norm, is_plain
+from fastbert.layers.leaves import get_leaf, is_plain, norm_kind, norm_weights
+from fastbert.ops.packing import token_sequences
 
 
-@dataclass(frozen=True)
-class EmbeddingNames:
-    """Where the embedding leaves are, below the base model; None where the family has no such leaf.
+class EmbeddingIds(NamedTuple):
+    """What is looked up, int64 (total_tokens,), or None; or inputs_embeds (total_tokens, embedding_size) for words."""
 
-    `order` is the order in which transformers registers them: an optimizer's saved state goes by it.
-    """
-
-    word: str = "embeddings.word_embeddings"
-    position: str = "embeddings.position_embeddings"
-    token_type: str | None = "embeddings.token_type_embeddings"
-    norm: str | None = "embeddings.LayerNorm"
-    project: str | None = None  # embedding_size -> hidden_size, after the dropout
-    order: tuple[str, ...] = ("word", "position", "token_type", "norm", "project")
+    input_ids: torch.Tensor | None
+    position_ids: torch.Tensor | None
+    token_type_ids: torch.Tensor | None
+    task_type_ids: torch.Tensor | None
+    inputs_embeds: torch.Tensor | None
 
 
 def run_embeddings(
-    root: nn.Module,
-    names: EmbeddingNames,
-    input_ids: torch.Tensor | None,
-    position_ids: torch.Tensor,
-    token_type_ids: torch.Tensor | None,
-    inputs_embeds: torch.Tensor | None,
-    dropout_p: float,
+    root: nn.Module, names: Embeddings, ids: EmbeddingIds, dropout_p: float, cu_seqlens: torch.Tensor
 ) -> torch.Tensor:
     """The packed embedding output (total_tokens, embedding_size), over the leaves of `root`, ours or Hugging Face's."""
-    word, position = get_leaf(root, names.word), get_leaf(root, names.position)
+    embeds = ids.inputs_embeds
+    if embeds is not None and names.skips_given:
+        return embeds
+    word = get_leaf(root, names.word)
+    position = None if names.position is None else get_leaf(root, names.position)
     token_type = None if names.token_type is None else get_leaf(root, names.token_type)
     norm = None if names.norm is None else get_leaf(root, names.norm)
+    if embeds is None and names.token_dropout is not None:
+        embeds = _without_masked(word(ids.input_ids), ids.input_ids, names.token_dropout, cu_seqlens)
+    if names.task_type is not None:  # the op has no such table: it gets the sum in the place of words
+        embeds = word(ids.input_ids) if embeds is None else embeds
+        tasks = ids.task_type_ids
+        tasks = embeds.new_zeros(embeds.shape[0], dtype=torch.int64) if tasks is None else tasks
+        embeds = embeds + get_leaf(root, names.task_type)(tasks)
+    kind = "none" if norm is None else norm_kind(norm)
     if (
         is_plain(word, nn.Embedding)
-        and is_plain(position, nn.Embedding)
+        and (position is None or is_plain(position, nn.Embedding))
         and (token_type is None or is_plain(token_type, nn.Embedding))
-        and (norm is None or is_norm(norm))
+        and kind in ("none", "layer")
     ):
-        x = ops.embed_layer_norm(
-            input_ids,
-            position_ids,
-            token_type_ids,
+        weight, bias, eps = (None, None, 0.0) if norm is None else norm_weights(norm)
+        return ops.embed_layer_norm(
+            ids.input_ids if embeds is None else None,
+            ids.position_ids,
+            ids.token_type_ids,
             word.weight,
-            position.weight,
+            None if position is None else position.weight,
             None if token_type is None else token_type.weight,
-            None if norm is None else norm.weight,
-            None if norm is None else norm.bias,
-            inputs_embeds=inputs_embeds,
+            weight,
+            bias,
+            inputs_embeds=embeds,
             padding_idx=word.padding_idx,
-            position_padding_idx=position.padding_idx,
+            position_padding_idx=None if position is None else position.padding_idx,
             dropout_p=dropout_p,
-            eps=0.0 if norm is None else norm.eps,
+            eps=eps,
         )
-    else:  # a leaf is hooked, or LoRA's: called, as every leaf is
-        x = word(input_ids) if inputs_embeds is None else inputs_embeds
-        if token_type is not None:
-            x = x + token_type(torch.zeros_like(position_ids) if token_type_ids is None else token_type_ids)
-        x = x + position(position_ids)
-        x = x if norm is None else add_norm(norm, x, None, None, 0.0)
-        x = ops.dropout(x, dropout_p)
-    return x
+    # A leaf is hooked, or LoRA's, or the op does not have the sum: each is called, as every leaf is.
+    x = word(ids.input_ids) if embeds is None else embeds
+    if token_type is not None:
+        types = ids.token_type_ids
+        x = x + token_type(x.new_zeros(x.shape[0], dtype=torch.int64) if types is None else types)
+    if position is not None:
+        x = x + position(ids.position_ids)
+    x = x if norm is None else add_norm(norm, x, None, None, 0.0)
+    return ops.dropout(x, dropout_p)
+
+
+def _without_masked(
+    words: torch.Tensor, input_ids: torch.Tensor | None, form: TokenDropout, cu_seqlens: torch.Tensor
+) -> torch.Tensor:
+    """What TokenDropout makes of words (total_tokens, embedding_size)."""
+    is_mask = input_ids == form.mask_token_id
+    assert isinstance(is_mask, torch.Tensor)
+    before = torch.nn.functional.pad(is_mask.cumsum(0), (1, 0))[cu_seqlens.long()]
+    kept = 1 - before.diff().float() / cu_seqlens.diff().clamp(min=1)
+    sequence, _ = token_sequences(cu_seqlens, words.shape[0])
+    kept = kept.where(kept > 0, 1.0).index_select(0, sequence)[:, None]
+    scaled = ops.at_least_fp32(words).masked_fill(is_mask[:, None], 0.0) * (1 - form.share) / kept
+    return scaled.to(words.dtype)

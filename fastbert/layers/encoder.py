@@ -1,22 +1,24 @@
-"""One transformer layer on packed tokens: attention and feed-forward, each with its residual and LayerNorm."""
+"""One transformer layer on packed tokens, as its LayerSpec says: attention and feed-forward, each with its residual."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import nn
 
 from fastbert import ops
+from fastbert.families.spec import LayerSpec, NormSpec
+from fastbert.layers.context import LayerContext
 from fastbert.layers.fused import offer_layer
 from fastbert.layers.leaves import (
     get_leaf,
     is_called,
     is_linear,
-    is_norm,
     linear,
     linears,
+    norm_kind,
+    norm_weights,
     parent_of,
     place,
     projection,
@@ -24,65 +26,16 @@ from fastbert.layers.leaves import (
     within,
 )
 
-if TYPE_CHECKING:
-    from fastbert.packing import PackedBatch
-
-
-@dataclass(frozen=True)
-class LayerNames:
-    """Where the leaves of one layer are, below the layer: the family's own names.
-
-    `order` is the order in which transformers registers them: an optimizer's saved state goes by it.
-    """
-
-    query: str
-    key: str
-    value: str
-    attention_output: str
-    attention_norm: str
-    up: str
-    down: str
-    feed_forward_norm: str
-    order: tuple[str, ...] = (
-        "query", "key", "value", "attention_output", "attention_norm", "up", "down", "feed_forward_norm",
-    )  # fmt: skip
-
-    @property
-    def linears(self) -> list[str]:
-        """The paths of those that are a Linear."""
-        return [self.query, self.key, self.value, self.attention_output, self.up, self.down]
-
-    @property
-    def norms(self) -> list[str]:
-        return [self.attention_norm, self.feed_forward_norm]
-
-    # The paths of what holds leaves: all that stands before a dot, the outer ones first.
-    containers: tuple[str, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        leaves = [path.split(".") for path in (*self.linears, *self.norms)]
-        paths = dict.fromkeys(".".join(names[:n]) for names in leaves for n in range(1, len(names)))
-        object.__setattr__(self, "containers", tuple(paths))
-
-
-@dataclass(frozen=True)
-class LayerOptions:
-    """What a layer computes. `norm_first`: LayerNorm before each half (pre-norm) instead of after it (post-norm)."""
-
-    num_attention_heads: int
-    activation: str
-    attention_output_dropout: float
-    attention_dropout: float
-    feed_forward_dropout: float
-    norm_first: bool
-
 
 def add_norm(norm: nn.Module, x, bias, residual, dropout_p: float, prenorm: bool = False):
-    """add_layer_norm with a leaf's weights, or its own call where the leaf is no plain LayerNorm."""
-    if is_norm(norm):
-        return ops.add_layer_norm(
-            x, residual, norm.weight, norm.bias, x_bias=bias, dropout_p=dropout_p, eps=norm.eps, prenorm=prenorm
-        )
+    """add_layer_norm or add_rms_norm with a leaf's weights, or its own call where the leaf is no plain norm."""
+    kind = norm_kind(norm)
+    if kind is not None:
+        weight, norm_bias, eps = norm_weights(norm)
+        options: dict[str, Any] = {"x_bias": bias, "dropout_p": dropout_p, "eps": eps, "prenorm": prenorm}
+        if kind == "rms":
+            return ops.add_rms_norm(x, residual, weight, **options)
+        return ops.add_layer_norm(x, residual, weight, norm_bias, **options)
     summed = add(x, bias, residual, dropout_p)
     return (norm(summed), summed) if prenorm else norm(summed)
 
@@ -94,142 +47,205 @@ def add(x, bias, residual, dropout_p: float):
     return x if residual is None else x + residual
 
 
-def run_attention(
-    layer: nn.Module, names: LayerNames, options: LayerOptions, x, batch: PackedBatch, probs: list | None
-):
-    """Self-attention of x (total_tokens, hidden_size), before its output projection: (total_tokens, hidden_size)."""
-    heads = (-1, options.num_attention_heads, x.shape[-1] // options.num_attention_heads)
-    leaves = [get_leaf(layer, path) for path in (names.query, names.key, names.value)]
-    q, k, v = (t.view(heads) for t in linears(leaves, x))
-    dropout_p = options.attention_dropout if layer.training else 0.0
-    out = ops.attention(q, k, v, batch.cu_seqlens, batch.max_seqlen, dropout_p=dropout_p, cache=batch.cache)
-    if probs is not None:
-        probs.append(ops.attention_probs(q, k, batch.cu_seqlens, batch.max_seqlen))
-    return out.flatten(1)
+def run_attention(layer: nn.Module, spec: LayerSpec, x, context: LayerContext, wants_probs: bool):
+    """Self-attention of x (total_tokens, hidden_size), before its output projection: (total_tokens, heads' width).
+
+    Also its probabilities (batch, heads, max_seqlen, max_seqlen), or None.
+    """
+    form, batch = spec.attention, context.batch
+    leaves = [get_leaf(layer, path) for path in spec.names.qkv]
+    heads = (form.num_heads, form.num_kv_heads, form.num_kv_heads)
+    products = linears(leaves, x)
+    if len(products) == 1:
+        products = list(products[0].split([count * form.head_dim for count in heads], dim=-1))
+    q, k, v = (t.unflatten(-1, (count, form.head_dim)) for t, count in zip(products, heads, strict=True))
+    rotary = None if form.position is None else context.rotary[form.position]
+    if rotary is not None and form.position is not None and form.position.rotates_values:
+        (v,) = ops.rotate((v,), rotary, batch.cu_seqlens, batch.cache)
+    options: dict[str, Any] = {
+        "softmax_scale": form.softmax_scale,
+        "window_size": form.window_size,
+        "window_positions": context.window_positions,
+        "rotary": rotary,
+    }
+    probs = ops.attention_probs(q, k, batch.cu_seqlens, batch.max_seqlen, **options) if wants_probs else None
+    dropout_p = form.dropout if layer.training else 0.0
+    out = ops.attention(q, k, v, batch.cu_seqlens, batch.max_seqlen, dropout_p=dropout_p, cache=batch.cache, **options)
+    return out.flatten(1), probs
 
 
-def run_feed_forward(layer: nn.Module, names: LayerNames, options: LayerOptions, x):
-    """The feed-forward half, up to its second GEMM: (out, the bias it still lacks)."""
-    up, down = get_leaf(layer, names.up), get_leaf(layer, names.down)
-    if is_linear(up) and is_linear(down):
-        up_weight, up_bias, up_scale, up_input = weights_of(up)
-        down_weight, down_bias, down_scale, down_input = weights_of(down)
-        scales, inputs = (up_scale, down_scale), (up_input, down_input)
+def run_feed_forward(layer: nn.Module, spec: LayerSpec, x):
+    """The feed-forward half, up to its last product: (out, the bias it still lacks)."""
+    form, down = spec.feed_forward, get_leaf(layer, spec.names.down)
+    ups = [get_leaf(layer, path) for path in spec.names.ups]
+    if is_linear(down) and all(map(is_linear, ups)):
+        *gates, up, last = operands = [weights_of(leaf) for leaf in (*ups, down)]
         out = ops.feed_forward(
             x,
-            up_weight,
-            up_bias,
-            down_weight,
-            activation=options.activation,
-            weight_scales=scales,
-            input_scales=inputs,
+            up.weight,
+            up.bias,
+            last.weight,
+            activation=form.activation,
+            gated=form.gated,
+            gate_weight=gates[0].weight if gates else None,
+            gate_bias=gates[0].bias if gates else None,
+            dropout_p=form.dropout if layer.training else 0.0,
+            weight_scales=tuple(each.weight_scale for each in operands),
+            input_scales=tuple(each.input_scale for each in operands),
         )
-        return out, down_bias
-    return projection(down, linear(up, x, options.activation))
+        return out, last.bias
+    return projection(down, run_activations(layer, spec, x))
+
+
+def run_activations(layer: nn.Module, spec: LayerSpec, x):
+    """What goes into the feed-forward's last product, by calls of the leaves: (total_tokens, intermediate_size)."""
+    form, ups = spec.feed_forward, [get_leaf(layer, path) for path in spec.names.ups]
+    if not form.gated:
+        inner = linear(ups[0], x, form.activation)
+    else:
+        made = linears(ups, x)
+        gate, up = made if len(made) == 2 else made[0].chunk(2, -1)
+        inner = ops.activation(gate, form.activation) * up
+    return ops.dropout(inner, form.dropout) if layer.training else inner
 
 
 def run_layer(
-    layer: nn.Module, names: LayerNames, options: LayerOptions, x, batch: PackedBatch, probs: list | None = None
-) -> torch.Tensor:
+    layer: nn.Module, spec: LayerSpec, x, context: LayerContext, wants_probs: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """One layer over the leaves of `layer`, ours or Hugging Face's: x (total_tokens, hidden_size) -> the same shape.
 
-    `probs`, a list, receives the attention probabilities.
+    Also the attention probabilities, where they are wanted.
     """
-    if probs is None:
-        fused = offer_layer(layer, names, options, x)
+    if not wants_probs:
+        fused = offer_layer(layer, spec, x)
         if not isinstance(fused, str):
-            return fused(batch.cu_seqlens)
-    output_dropout = options.attention_output_dropout if layer.training else 0.0
-    feed_forward_dropout = options.feed_forward_dropout if layer.training else 0.0
-    attention_norm, feed_forward_norm = get_leaf(layer, names.attention_norm), get_leaf(layer, names.feed_forward_norm)
-    if options.norm_first:
-        normed = add_norm(attention_norm, x, None, None, 0.0)
-        context = run_attention(layer, names, options, normed, batch, probs)
-        out, bias = projection(get_leaf(layer, names.attention_output), context)
+            return fused(context), None
+    names = spec.names
+    output_dropout = spec.attention_output_dropout if layer.training else 0.0
+    feed_forward_dropout = spec.feed_forward_dropout if layer.training else 0.0
+    feed_forward_norm = get_leaf(layer, names.feed_forward_norm)
+    normed = x
+    if spec.norm_first and spec.has_attention_norm:
+        normed = add_norm(get_leaf(layer, names.attention_norm), x, None, None, 0.0)
+    heads, probs = run_attention(layer, spec, normed, context, wants_probs)
+    out, bias = projection(get_leaf(layer, names.attention_output), heads)
+    if spec.norm_first:
         normed, x = add_norm(feed_forward_norm, out, bias, x, output_dropout, prenorm=True)
-        out, bias = run_feed_forward(layer, names, options, normed)
-        return add(out, bias, x, feed_forward_dropout)
-    context = run_attention(layer, names, options, x, batch, probs)
-    out, bias = projection(get_leaf(layer, names.attention_output), context)
-    x = add_norm(attention_norm, out, bias, x, output_dropout)
-    out, bias = run_feed_forward(layer, names, options, x)
-    return add_norm(feed_forward_norm, out, bias, x, feed_forward_dropout)
+        out, bias = run_feed_forward(layer, spec, normed)
+        return add(out, bias, x, feed_forward_dropout), probs
+    x = add_norm(get_leaf(layer, names.attention_norm), out, bias, x, output_dropout)
+    out, bias = run_feed_forward(layer, spec, x)
+    return add_norm(feed_forward_norm, out, bias, x, feed_forward_dropout), probs
 
 
 def run_containers(
-    layer: nn.Module, names: LayerNames, options: LayerOptions, x, batch: PackedBatch, probs: list | None = None
-) -> torch.Tensor:
+    layer: nn.Module, spec: LayerSpec, x, context: LayerContext, wants_probs: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`run_layer`, with every container of `layer` that has hooks called with what it stands for in transformers.
 
-    Of attention that is x -> the end of its half, of what is inside of it x -> context and (context, x) -> that end; of
-    the feed-forward x -> activations and (activations, x) -> its end. A norm takes part where its path says so.
+    Of attention that is x -> the end of its half, of what is inside of it x -> heads and (heads, x) -> that end; of the
+    feed-forward x -> activations and (activations, x) -> its end. A norm takes part where its path says so.
     """
-    output_dropout = options.attention_output_dropout if layer.training else 0.0
-    feed_forward_dropout = options.feed_forward_dropout if layer.training else 0.0
+    names, probs = spec.names, None
+    output_dropout = spec.attention_output_dropout if layer.training else 0.0
+    feed_forward_dropout = spec.feed_forward_dropout if layer.training else 0.0
 
     def norm(path: str, x, residual=None, dropout_p: float = 0.0):
         return add_norm(get_leaf(layer, path), x, None, residual, dropout_p)
 
-    def half_end(leaf: str, norm_path: str, scope: str | None, dropout_p: float):
+    def half_end(leaf: str, norm_path: str, scope: str | None, dropout_p: float, adds: bool):
         """What ends a half: its last Linear, and the residual and the norm as far as they are inside of `scope`."""
-        is_inside = scope is None or options.norm_first or norm_path.startswith(f"{scope}.")
+        is_inside = spec.norm_first or scope is None or norm_path.startswith(f"{scope}.")
 
         def run(x, residual):
             out = linear(get_leaf(layer, leaf), x)
-            if options.norm_first:
-                return add(out, None, residual, dropout_p)
+            if spec.norm_first:
+                return add(out, None, residual if adds else None, dropout_p)
             return norm(norm_path, out, residual, dropout_p) if is_inside else out
 
         return run, is_inside
 
-    # Attention. A container around all of it is that of its output's container, or of its leaves.
+    # Attention. A container around all of it is that of its output's container, or of its leaves. That of a pre-norm
+    # half has the norm and the residual either both inside of it (Megatron-BERT) or neither (ModernBERT).
     own, last = parent_of(names.query), parent_of(names.attention_output)
     around = last if own == last else parent_of(own or "")
     own, last = (None if path == around else path for path in (own, last))
-    end, is_inside = half_end(names.attention_output, names.attention_norm, around, output_dropout)
+    adds = around is None or names.attention_norm.startswith(f"{around}.")
+    end, is_inside = half_end(names.attention_output, names.attention_norm, around, output_dropout, adds)
 
-    def attention(x):
-        normed = norm(names.attention_norm, x) if options.norm_first else x
-        context = within(layer, own, lambda x: run_attention(layer, names, options, x, batch, probs), normed)
-        return within(layer, last, end, context, x)
+    def heads(x):
+        nonlocal probs
+        out, probs = run_attention(layer, spec, x, context, wants_probs)
+        return out
 
-    out = within(layer, around, attention, x)
-    x = out if is_inside else norm(names.attention_norm, out, x, output_dropout)
+    def before(x):
+        return norm(names.attention_norm, x) if spec.norm_first and spec.has_attention_norm else x
+
+    def attention(x, residual):
+        return within(layer, last, end, within(layer, own, heads, x), residual)
+
+    if spec.norm_first and not adds:
+        x = x + within(layer, around, lambda normed: attention(normed, None), before(x))
+    else:
+        out = within(layer, around, lambda x: attention(before(x), x), x)
+        x = out if is_inside else norm(names.attention_norm, out, x, output_dropout)
 
     # The feed-forward, whose two halves have a container each, or one around both, or none.
     up, down = parent_of(names.up), parent_of(names.down)
     around = up if up == down else None
     up, down = (None if path == around else path for path in (up, down))
-    end, is_inside = half_end(names.down, names.feed_forward_norm, around or down, feed_forward_dropout)
+    end, is_inside = half_end(names.down, names.feed_forward_norm, around or down, feed_forward_dropout, around is None)
+    norms_inside = up is not None and names.feed_forward_norm.startswith(f"{up}.")  # RoBERTa-PreLayerNorm
+
+    def activations(x):
+        return run_activations(layer, spec, norm(names.feed_forward_norm, x) if norms_inside else x)
 
     def feed_forward(x, residual):
-        inner = within(layer, up, lambda x: linear(get_leaf(layer, names.up), x, options.activation), x)
-        return within(layer, down, end, inner, residual)
+        return within(layer, down, end, within(layer, up, activations, x), residual)
 
-    normed = norm(names.feed_forward_norm, x) if options.norm_first else x
+    normed = norm(names.feed_forward_norm, x) if spec.norm_first and not norms_inside else x
     if around is None:
         out = feed_forward(normed, x)
     else:
         out = within(layer, around, lambda normed: feed_forward(normed, x), normed)
-    return out if is_inside else norm(names.feed_forward_norm, out, x, feed_forward_dropout)
+        out = x + out if spec.norm_first else out
+    return out if is_inside else norm(names.feed_forward_norm, out, x, feed_forward_dropout), probs
+
+
+def make_norm(spec: NormSpec, width: int) -> nn.Module:
+    if spec.kind == "rms":
+        return nn.RMSNorm(width, eps=spec.eps)
+    return nn.LayerNorm(width, eps=spec.eps, bias=spec.bias)
 
 
 class EncoderLayer(nn.Module):
-    """Holds the leaves of one layer under the family's names; hidden_size H, intermediate_size I."""
+    """Holds the leaves of one layer under the family's names."""
 
-    def __init__(self, names: LayerNames, options: LayerOptions, hidden_size: int, intermediate_size: int, eps: float):
+    def __init__(self, spec: LayerSpec, hidden_size: int):
         super().__init__()
-        self.names, self.options = names, options
-        widths = {"up": (hidden_size, intermediate_size), "down": (intermediate_size, hidden_size)}
+        self.spec = spec
+        names, form = spec.names, spec.attention
+        queries, keys = form.num_heads * form.head_dim, form.num_kv_heads * form.head_dim
+        inner = spec.feed_forward.intermediate_size
+        rows = {"query": queries, "key": keys, "value": keys, "attention_output": hidden_size,
+                "gate": inner, "up": inner, "down": hidden_size}  # fmt: skip
+        columns = {"attention_output": queries, "down": inner}
         for role in names.order:
+            path = getattr(names, role)
+            if role == "attention_norm" and not spec.has_attention_norm:
+                continue
             if role in ("attention_norm", "feed_forward_norm"):
-                leaf: nn.Module = nn.LayerNorm(hidden_size, eps=eps)
+                place(self, path, make_norm(spec.norm, hidden_size))
             else:
-                leaf = nn.Linear(*widths.get(role, (hidden_size, hidden_size)))
-            place(self, getattr(names, role), leaf)
+                served = [other for other in rows if getattr(names, other) == path]
+                has_bias = role in spec.biases
+                leaf = nn.Linear(columns.get(role, hidden_size), sum(rows[other] for other in served), bias=has_bias)
+                place(self, path, leaf)
 
-    def forward(self, hidden_states: torch.Tensor, batch: PackedBatch, probs: list | None = None) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, context: LayerContext, wants_probs: bool = False):
+        """The layer's result; where they are wanted, (result, attention probabilities)."""
         # A list, not any(...): each of them must be asked whether it is still a container.
-        has_hooks = any([is_called(self, path) for path in self.names.containers])
+        has_hooks = any([is_called(self, path) for path in self.spec.names.containers])
         run = run_containers if has_hooks else run_layer
-        return run(self, self.names, self.options, hidden_states, batch, probs)
+        out, probs = run(self, self.spec, hidden_states, context, wants_probs)
+        return (out, probs) if wants_probs else out

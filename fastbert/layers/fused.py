@@ -1,27 +1,26 @@
 """Layers as one op: all of an encoder for inference, one for training, where a backend offers that.
 
-Each function answers with something to call on cu_seqlens, or with the reason why the layers run op by op. The tree is
-looked at only where the device, the dtype and the modes of the process leave it to the tree.
+Each function answers with something to call on the LayerContext, or with the reason why the layers run op by op. The
+tree is looked at only where the device, the dtype and the modes of the process leave it to the tree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
 from fastbert import ops
-from fastbert.layers.leaves import Container, get_leaf, is_linear, is_norm, is_plain, weights_of
+from fastbert.families.spec import LayerSpec, Rotary
+from fastbert.layers.leaves import Container, get_leaf, is_linear, is_plain, norm_kind, norm_weights, weights_of
 from fastbert.layers.snapshot import Remembered, Snapshot
 
 if TYPE_CHECKING:
-    from fastbert.layers.encoder import LayerNames, LayerOptions
+    from fastbert.layers.context import LayerContext
 
-Fused = Callable[[torch.Tensor], torch.Tensor]  # cu_seqlens -> (total_tokens, hidden_size)
-
-_PRE_NORM = "pre-norm layers: there are fused ones of post-norm layers only"
+Fused = Callable[["LayerContext"], torch.Tensor]  # -> (total_tokens, hidden_size)
 
 _remembered = Remembered()
 
@@ -34,12 +33,13 @@ def forget_layers(root: nn.Module) -> None:
 def offer_layers(
     root: nn.Module,
     paths: Sequence[str],
+    specs: Sequence[LayerSpec],
+    final_norm: str | None,
     layer_type: type[nn.Module] | None,
-    names: LayerNames,
-    options: LayerOptions,
     x: torch.Tensor,
 ) -> Fused | str:
-    """The layers at `paths` below `root` as one op over x, for inference, or why they are called one by one.
+    """The layers at `paths` below `root`, of `specs`, and the norm behind the last one, as one op over x, for
+    inference; or why they are called one by one.
 
     `layer_type`: layers of another type, or with hooks on them or on a container in them, are called; None where the
     caller has looked at them.
@@ -47,20 +47,37 @@ def offer_layers(
 
     def look() -> ops.LayerOperands | str:
         if torch.compiler.is_compiling():  # a trace looks at the tree anew: see Remembered
-            return _operands(root, paths, layer_type, names, options)
-        question = (paths, options.num_attention_heads, options.activation)
+            return _operands(root, paths, specs, final_norm, layer_type)
+        question = (paths, specs, final_norm)
         operands = _remembered.get(root, question)
         if operands is None:
-            operands = _operands(root, paths, layer_type, names, options)
+            operands = _operands(root, paths, specs, final_norm, layer_type)
             if not isinstance(operands, str):
-                _remembered.put(root, question, _snapshot(root, paths, names, layer_type is not None), operands)
+                snapshot = _snapshot(root, paths, specs, final_norm, layer_type is not None)
+                _remembered.put(root, question, snapshot, operands)
         return operands
 
-    return _PRE_NORM if options.norm_first else ops.offer("encoder_layers", x, look)
+    return _with_context(ops.offer("encoder_layers", x, look))
+
+
+def _with_context(offered: Callable[..., torch.Tensor] | str, position: Rotary | None = None) -> Fused | str:
+    """What takes a LayerContext; `position`: which of its tables the op takes, None all of them."""
+    if isinstance(offered, str):
+        return offered
+
+    def run(context: LayerContext) -> torch.Tensor:
+        tables = tuple(context.rotary.values()) if position is None else (context.rotary[position],)
+        return offered(context.batch.cu_seqlens, tables, context.window_positions)
+
+    return run
 
 
 def _operands(
-    root: nn.Module, paths: Sequence[str], layer_type: type[nn.Module] | None, names: LayerNames, options: LayerOptions
+    root: nn.Module,
+    paths: Sequence[str],
+    specs: Sequence[LayerSpec],
+    final_norm: str | None,
+    layer_type: type[nn.Module] | None,
 ) -> ops.LayerOperands | str:
     """What the layers hold now, or which of them must be called, and why."""
     layers = [get_leaf(root, path) for path in paths]
@@ -68,69 +85,115 @@ def _operands(
         return "there are no layers"
     if any([layer.training for layer in layers]):
         return "a layer is in training mode"
-    linears: list[ops.LinearWeights] = []
-    norms: list[torch.Tensor] = []
-    eps: list[float] = []
-    for at, layer in zip(paths, layers, strict=True):
+    # The tables come in this order: LayerContext.rotary has it, too.
+    rotaries = list(dict.fromkeys(spec.attention.position for spec in specs if spec.attention.position is not None))
+    found: list[_Leaves] = []
+    for at, layer, spec in zip(paths, layers, specs, strict=True):
         if layer_type is not None:
             if not is_plain(layer, layer_type):
                 return _not_plain(at, layer)
-            for path in names.containers:  # the outer ones first: below one that was replaced nothing is looked for
+            for path in spec.names.containers:  # the outer ones first: what is below one that was replaced may be gone
                 if not is_plain(get_leaf(layer, path), Container):
                     return _not_plain(f"{at}.{path}", get_leaf(layer, path))
-        for path in names.linears:
-            leaf = get_leaf(layer, path)
-            if not is_linear(leaf):
-                return _not_plain(f"{at}.{path}", leaf)
-            linears.append(weights_of(leaf))
-        for path in names.norms:
-            norm = get_leaf(layer, path)
-            if not is_norm(norm) or norm.bias is None:
-                return _not_plain(f"{at}.{path}", norm)
-            norms.extend((norm.weight, norm.bias))
-            eps.append(norm.eps)
-    return ops.LayerOperands.of(linears, norms, eps, options.num_attention_heads, options.activation)
+        position = spec.attention.position
+        leaves = _leaves(layer, spec, -1 if position is None else rotaries.index(position))
+        if isinstance(leaves, str):
+            return f"{at}.{leaves}"
+        found.append(leaves)
+    last = None
+    if final_norm is not None:
+        leaf = get_leaf(root, final_norm)
+        if norm_kind(leaf) != specs[-1].norm.kind:
+            return _not_plain(final_norm, leaf)
+        last = ops.FinalNorm(*norm_weights(leaf))
+    linears = [linear for leaves in found for linear in leaves.linears]
+    norms = [t for leaves in found for t in leaves.norms]
+    return ops.LayerOperands.of(linears, norms, [leaves.form for leaves in found], last)
+
+
+class _Leaves(NamedTuple):
+    """What LayerOperands.of takes of one layer."""
+
+    linears: list[ops.LinearWeights]
+    norms: list[torch.Tensor | None]
+    form: ops.LayerForm
+
+
+def _leaves(layer: nn.Module, spec: LayerSpec, rotary: int, with_dropout: bool = False) -> _Leaves | str:
+    """What the leaves of a layer hold, or which of them must be called. `rotary`: which table it turns by."""
+    names, attention, feed_forward = spec.names, spec.attention, spec.feed_forward
+    linears: list[ops.LinearWeights] = []  # annotations: torch.compile does not know list[...]()
+    norms: list[torch.Tensor | None] = []
+    eps: list[float] = []
+    for path in names.linears:
+        leaf = get_leaf(layer, path)
+        if not is_linear(leaf):
+            return _not_plain(path, leaf)
+        linears.append(weights_of(leaf))
+    for i, path in enumerate(names.norms):
+        if i == 0 and not spec.has_attention_norm:
+            norms += [None, None]
+            eps.append(0.0)
+            continue
+        norm = get_leaf(layer, path)
+        if norm_kind(norm) != spec.norm.kind:
+            return _not_plain(path, norm)
+        weight, bias, norm_eps = norm_weights(norm)
+        norms += [weight, bias]
+        eps.append(norm_eps)
+    if attention.position is not None and attention.position.rotates_values:
+        return "attention rotates values, too"
+    dropouts = (attention.dropout, spec.attention_output_dropout, feed_forward.dropout, spec.feed_forward_dropout)
+    form = ops.LayerForm(
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        softmax_scale=attention.softmax_scale,
+        window_size=attention.window_size,
+        rotary=rotary,
+        norm=spec.norm.kind,
+        norm_first=spec.norm_first,
+        has_attention_norm=spec.has_attention_norm,
+        merged_qkv=len(names.qkv) == 1,
+        gated=feed_forward.gated,
+        merged_gate=feed_forward.gated and len(names.ups) == 1,
+        activation=feed_forward.activation,
+        eps=(eps[0], eps[1]),
+        dropouts=dropouts if with_dropout else (0.0, 0.0, 0.0, 0.0),
+    )
+    return _Leaves(linears, norms, form)
 
 
 def _not_plain(path: str, module: nn.Module) -> str:
     return f"{path} is no plain module ({type(module).__name__}; hooks, a forward of its own, or a weight that is None)"
 
 
-def _snapshot(root: nn.Module, paths: Sequence[str], names: LayerNames, called: bool) -> Snapshot:
+def _snapshot(
+    root: nn.Module, paths: Sequence[str], specs: Sequence[LayerSpec], final_norm: str | None, called: bool
+) -> Snapshot:
     """All by which `_operands` goes. `called`: layers and the containers in them have hooks of their own."""
     snapshot = Snapshot()
-    for path in dict.fromkeys(paths):  # ALBERT's layers come again
+    for path, spec in dict(zip(paths, specs, strict=True)).items():  # ALBERT's layers come again
         snapshot.watch_path(root, path)
-        layer = get_leaf(root, path)
+        layer, names = get_leaf(root, path), spec.names
         snapshot.hold(layer.__dict__, "training")
-        for leaf in (*names.linears, *names.norms):
+        for leaf in (*names.linears, *(names.norms if spec.has_attention_norm else names.norms[1:])):
             snapshot.watch_path(layer, leaf)
             snapshot.watch(get_leaf(layer, leaf))
         for module in (layer, *(get_leaf(layer, path) for path in names.containers)) if called else ():
             snapshot.watch(module)
+    if final_norm is not None:
+        snapshot.watch_path(root, final_norm)
+        snapshot.watch(get_leaf(root, final_norm))
     return snapshot
 
 
-def offer_layer(layer: nn.Module, names: LayerNames, options: LayerOptions, x: torch.Tensor) -> Fused | str:
+def offer_layer(layer: nn.Module, spec: LayerSpec, x: torch.Tensor) -> Fused | str:
     """One layer over x as an op with a backward, or why its ops run one by one. Whoever asks has called its hooks."""
+    position = spec.attention.position
 
     def look() -> ops.LayerOperands | str:
-        linears = [get_leaf(layer, path) for path in names.linears]
-        first, second = get_leaf(layer, names.attention_norm), get_leaf(layer, names.feed_forward_norm)
-        for path, leaf in zip(names.linears, linears, strict=True):
-            if not is_linear(leaf):
-                return _not_plain(path, leaf)
-        for path, norm in zip(names.norms, (first, second), strict=True):
-            if not is_norm(norm):
-                return _not_plain(path, norm)
-        dropouts = (options.attention_dropout, options.attention_output_dropout, options.feed_forward_dropout)
-        return ops.LayerOperands.of(
-            [weights_of(leaf) for leaf in linears],
-            [first.weight, first.bias, second.weight, second.bias],
-            [first.eps, second.eps],
-            options.num_attention_heads,
-            options.activation,
-            dropouts if layer.training else (0.0, 0.0, 0.0),
-        )
+        found = _leaves(layer, spec, -1 if position is None else 0, layer.training)
+        return found if isinstance(found, str) else ops.LayerOperands.of(found.linears, found.norms, [found.form])
 
-    return _PRE_NORM if options.norm_first else ops.offer("encoder_layer", x, look)
+    return _with_context(ops.offer("encoder_layer", x, look), position)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import nn
@@ -87,7 +87,7 @@ def place(root: nn.Module, path: str, module: nn.Module) -> None:
 FORWARD = "forward"  # on the instance
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 HOOKS = (*FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks")
-ATTRIBUTES = ("eps", "p", "input_scale_value")  # of a LayerNorm, a Dropout and a QuantizedLinear
+ATTRIBUTES = ("eps", "variance_epsilon", "p", "input_scale_value")  # of norms, a Dropout and a QuantizedLinear
 # Those of every module of a process (torch.nn.modules.module.register_module_forward_hook and its kin).
 _GLOBAL_HOOKS: tuple[dict, ...] = tuple(getattr(torch_module, f"_global{name}") for name in HOOKS)
 
@@ -111,11 +111,38 @@ def is_linear(module: nn.Module) -> bool:
     return is_plain(module, nn.Linear) or is_plain(module, QuantizedLinear)
 
 
-def is_norm(module: nn.Module) -> TypeGuard[nn.LayerNorm]:
-    """Whether a LayerNorm's weight, bias and eps describe all that calling it does. The bias may be None, the weight
-    not: ops take one of None for no LayerNorm at all.
+def norm_kind(module: nn.Module) -> str | None:
+    """ "layer" or "rms" where a norm's weight, bias and eps describe all that calling it does, else None.
+
+    The bias may be None, the weight not: ops take one of None for no norm at all.
     """
-    return is_plain(module, nn.LayerNorm) and module.weight is not None
+    if is_plain(module, nn.LayerNorm):
+        return None if module.weight is None else "layer"
+    if not is_plain(module, nn.RMSNorm) and not _is_their_rms_norm(module):
+        return None
+    return None if module._parameters["weight"] is None else "rms"
+
+
+def _is_their_rms_norm(module: nn.Module) -> bool:
+    """transformers has a class of it for every family that computes just this (all are LlamaRMSNorm's text)."""
+    kind = type(module)
+    is_theirs = kind.__name__.endswith("RMSNorm") and kind.__module__.startswith("transformers.models.")
+    return is_theirs and is_plain(module, kind)
+
+
+class NormWeights(NamedTuple):
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    eps: float
+
+
+def norm_weights(norm: nn.Module) -> NormWeights:
+    """Those of a norm that norm_kind knows."""
+    parameters, attributes = norm._parameters, norm.__dict__
+    weight = parameters["weight"]
+    assert weight is not None
+    eps = attributes["variance_epsilon"] if "variance_epsilon" in attributes else attributes["eps"]
+    return NormWeights(weight, parameters.get("bias"), torch.finfo(weight.dtype).eps if eps is None else eps)
 
 
 def weights_of(module: nn.Module) -> ops.LinearWeights:

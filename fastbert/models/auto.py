@@ -18,43 +18,36 @@ from fastbert.checkpoint.pretrained import (
 )
 from fastbert.checkpoint.unfilled import unfilled
 from fastbert.config import ConfigError, EncoderConfig
-from fastbert.models import albert, baby, bert, distilbert, electra, roberta
+from fastbert.families import FAMILIES
 from fastbert.models.base import EncoderModel, PreTrainedModel
-from fastbert.models.heads import HeadModel
-
-_CLASSES: dict[tuple[str, str], type[PreTrainedModel]] = {}
-FAMILIES: dict[str, type[EncoderModel]] = {}
-for _module in (albert, baby, bert, distilbert, electra, roberta):
-    for _name, _class in vars(_module).items():
-        if not isinstance(_class, type) or _class.__module__ != _module.__name__:
-            continue
-        if issubclass(_class, EncoderModel):
-            _CLASSES[_class.family.model_type, "Model"] = FAMILIES[_class.family.model_type] = _class
-        elif issubclass(_class, HeadModel):
-            _CLASSES[_class.family.model_type, _name.partition("For")[2]] = _class
+from fastbert.models.classes import CLASSES
 
 
 def model_class(model_type: str, head: str = "Model") -> type[PreTrainedModel]:
     """The class of a family's base model ("Model") or head. Raises ConfigError, with the ones there are."""
-    if (model_type, head) not in _CLASSES:
-        heads = ", ".join(h for m, h in sorted(_CLASSES) if m == model_type and h != "Model")
+    if (model_type, head) not in CLASSES:
+        heads = ", ".join(h for m, h in sorted(CLASSES) if m == model_type and h != "Model")
         if heads:
             raise ConfigError(f"{model_type} has no head {head}; it has: {heads}")
         raise ConfigError(f"unknown model_type {model_type!r}; fastbert has: {', '.join(sorted(FAMILIES))}")
-    return _CLASSES[model_type, head]
+    return CLASSES[model_type, head]
 
 
 def model_classes(model_type: str) -> dict[str, type[PreTrainedModel]]:
     """A family's classes, by their names in the `architectures` of a config.json."""
-    return {kind.__name__: kind for (family, _), kind in _CLASSES.items() if family == model_type}
+    return {kind.__name__: kind for (family, _), kind in CLASSES.items() if family == model_type}
+
+
+def base_class(model_type: str) -> type[EncoderModel]:
+    return CLASSES[model_type, "Model"]  # type: ignore[return-value]
 
 
 def load_encoder(folder: Path, source: str, dtype: torch.dtype | None) -> EncoderModel:
     """A folder's encoder without its pooler, which no sentence vector goes through; frozen. Errors name `source`."""
     config, weights = read_checkpoint(folder)
-    check_layers(FAMILIES[config.model_type].family, config, weights, source)
+    check_layers(config, weights, source)
     with unfilled():
-        model = FAMILIES[config.model_type](config, add_pooling_layer=False)
+        model = base_class(config.model_type)(config, add_pooling_layer=False)
     load_weights(model, without_pooler(model, weights), source, dtype)
     return model.requires_grad_(False)
 

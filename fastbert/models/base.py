@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -12,14 +11,15 @@ from torch.utils.checkpoint import checkpoint
 from fastbert import ops
 from fastbert.checkpoint.pretrained import CheckpointMixin
 from fastbert.config import ConfigError, EncoderConfig
-from fastbert.layers.embeddings import run_embeddings
-from fastbert.layers.encoder import EncoderLayer, add_norm
-from fastbert.layers.fused import offer_layers
-from fastbert.layers.leaves import get_leaf, has_hooks, is_called, is_plain, linear, parent_of, place, within
-from fastbert.models.family import Family, RunsBaseModel, Scopes
+from fastbert.families.form import Family
+from fastbert.layers.encoder import EncoderLayer, make_norm
+from fastbert.layers.leaves import get_leaf, has_hooks, is_plain, parent_of, place, within
+from fastbert.layers.rotary import RotaryFrequencies, RotaryTable, place_rotary
+from fastbert.models.encode import first_tokens, run_encoder, run_pooler, unpacked_extras
 from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs, refuse_recording, table_sizes
 from fastbert.models.outputs import ModelOutput
 from fastbert.models.quantized import entry_of, place_int8
+from fastbert.models.tree import RunsBaseModel, groups_objection, layers_of
 from fastbert.packed_inputs import PackedInputs, arguments_of
 from fastbert.packing import InputError, PackedBatch
 
@@ -48,9 +48,9 @@ class PreTrainedModel(CheckpointMixin):
     @property
     def running_config(self) -> EncoderConfig:
         """`config` with the number of layers that are there now: `model.encoder.layer = model.encoder.layer[:4]`."""
-        if (objection := self.family.groups_objection(self.base_model, self.config)) is not None:
+        if (objection := groups_objection(self.base_model, self.config)) is not None:
             raise ConfigError(objection)
-        layers = self.family.layers_of(self.base_model, self.config)
+        layers = layers_of(self.base_model, self.config)
         if layers is None or layers == self.config.num_hidden_layers:
             return self.config
         return self.config.replace(num_hidden_layers=layers)
@@ -59,18 +59,37 @@ class PreTrainedModel(CheckpointMixin):
     def live_config(self) -> EncoderConfig:
         """`running_config` with the rows of the tables that are there now, which forward calls look up themselves."""
         config, tables = self.running_config, self.base_model.table_sizes()
-        rows = {"vocab_size": tables.words, "max_position_embeddings": tables.positions}
-        if self.family.embeddings.token_type is not None:
+        positions = tables.rotary_positions if tables.positions is None else tables.positions
+        rows = {"vocab_size": tables.words}
+        if positions is not None:
+            rows["max_position_embeddings"] = positions
+        if config.embeddings.token_type is not None:
             rows["type_vocab_size"] = tables.token_types
-        return config if rows.items() <= vars(config).items() else config.replace(**rows)
+        if config.embeddings.task_type is not None:
+            rows["task_type_vocab_size"] = tables.task_types
+        changed = {name: count for name, count in rows.items() if getattr(config, name) != count}
+        return config.replace(**changed) if changed else config
 
     def table_shapes(self, config: EncoderConfig) -> dict[str, tuple[int, ...]]:
-        names, width = self.family.embeddings, config.embedding_width
-        rows = {names.word: config.vocab_size, names.position: config.max_position_embeddings}
+        names, width = config.embeddings, config.embedding_width
+        rows = {names.word: config.vocab_size}
+        if names.position is not None:
+            rows[names.position] = config.max_position_embeddings
         if names.token_type is not None:
             rows[names.token_type] = config.type_vocab_size
+        if names.task_type is not None:
+            rows[names.task_type] = config.task_type_vocab_size
+        shapes = {path: (count, width) for path, count in rows.items()}
+        for rotary in config.rotaries:
+            if rotary.table is not None:
+                shapes[rotary.table] = (config.max_position_embeddings, rotary.dim)
+        shapes |= {path: (out, given) for path, (given, out) in self.family.unused_linears(config).items()}
         prefix = "" if self.base_model is self else f"{self.family.prefix}."
-        return {f"{prefix}{path}.weight": (count, width) for path, count in rows.items()}
+        return {f"{prefix}{path}.weight": shape for path, shape in shapes.items()}
+
+    def frequency_keys(self) -> list[str]:
+        prefix = "" if self.base_model is self else f"{self.family.prefix}."
+        return [f"{prefix}{rotary.frequencies}" for rotary in self.config.rotaries if rotary.frequencies is not None]
 
     @property
     def device(self) -> torch.device:
@@ -81,10 +100,10 @@ class PreTrainedModel(CheckpointMixin):
         return next(self.parameters()).dtype
 
     def quantization_entry(self) -> dict[str, Any] | None:
-        return entry_of(self.base_model, self.family, self.running_config)
+        return entry_of(self.base_model, self.running_config)
 
     def place_int8(self) -> bool:
-        return place_int8(self.base_model, self.family, self.config)
+        return place_int8(self.base_model, self.config)
 
     def __prepare_scriptable__(self):
         raise TypeError("torch.jit.script cannot compile this model; torch.compile does")
@@ -93,7 +112,7 @@ class PreTrainedModel(CheckpointMixin):
         return sum(p.numel() for p in self.parameters())
 
     def get_input_embeddings(self) -> nn.Module:
-        return get_leaf(self.base_model, self.family.embeddings.word)
+        return get_leaf(self.base_model, self.config.embeddings.word)
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None) -> None:
         """Keep only each layer's input for backward and run the layer again there (Chen et al. 2016).
@@ -123,7 +142,9 @@ class PreTrainedModel(CheckpointMixin):
 
     def _init_leaf(self, module: nn.Module) -> None:
         std = self.config.initializer_range
-        if isinstance(module, nn.Linear):
+        if isinstance(module, (RotaryTable, RotaryFrequencies)):
+            module.fill()
+        elif isinstance(module, nn.Linear):
             module.weight.normal_(0.0, std)
             if module.bias is not None:
                 module.bias.zero_()
@@ -131,8 +152,8 @@ class PreTrainedModel(CheckpointMixin):
             module.weight.normal_(0.0, std)
             if module.padding_idx is not None:
                 module.weight[module.padding_idx].zero_()
-        elif isinstance(module, nn.LayerNorm):
-            for parameter, value in ((module._parameters["weight"], 1.0), (module._parameters["bias"], 0.0)):
+        elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+            for parameter, value in ((module._parameters["weight"], 1.0), (module._parameters.get("bias"), 0.0)):
                 if parameter is not None:  # neither need be there
                     parameter.fill_(value)
         else:  # the decoder bias's second name
@@ -151,137 +172,69 @@ class HasModel:
         raise NotImplementedError
 
 
-def run_encoder(
-    root: nn.Module,
-    family: Family,
-    config: EncoderConfig,
-    inputs: EncoderInputs,
-    run_one_layer: Callable[[nn.Module, torch.Tensor, PackedBatch], torch.Tensor],
-    may_fuse: bool,
-    layer_type: type[nn.Module] | None = None,
-    hidden_states: list | None = None,
-) -> torch.Tensor:
-    """Packed last hidden state (total_tokens, hidden_size), over the leaves of `root`, ours or Hugging Face's.
-
-    `run_one_layer(layer, x, batch)` runs one layer; `may_fuse`: all may run as one op, if they are plain `layer_type`s.
-    `layer_type` None: the tree is not ours, and its owner has looked at its containers.
-    `hidden_states`, a list, receives every layer's input and output.
-    """
-    dropout_p = config.hidden_dropout_prob if root.training else 0.0
-    names, paths = family.embedding_names(config), family.layer_paths(config)
-    options = family.layer_options(config)
-    scopes = family.scopes(config, paths) if layer_type is not None else Scopes()
-
-    def embeddings(*ids):
-        return run_embeddings(root, names, *ids, dropout_p)
-
-    def project(x):
-        return x if names.project is None else linear(get_leaf(root, names.project), x)
-
-    def group(paths):
-        def run(x):
-            for path in paths:
-                if hidden_states is not None:
-                    hidden_states.append(_as_autocast_has_it(x))
-                x = run_one_layer(get_leaf(root, path), x, inputs.batch)
-            return x
-
-        return run
-
-    def encoder(x):
-        x = project(x) if scopes.projects else x
-        fused = None
-        # The groups of ALBERT, which nothing below looks at; a list, so that each is asked whether it is a container.
-        called = scopes.groups and any([is_called(root, path) for path in dict.fromkeys(scopes.groups)])
-        if may_fuse and not called and hidden_states is None and not root.training:
-            fused = offer_layers(root, paths, layer_type, family.layer, options, x)
-        if callable(fused):
-            x = fused(inputs.batch.cu_seqlens)
-        elif not scopes.groups:
-            x = group(paths)(x)
-        else:  # the layers of each of ALBERT's groups, as often as it runs
-            for i, path in zip(range(0, len(paths), config.inner_group_num), scopes.groups, strict=True):
-                x = within(root, path, group(paths[i : i + config.inner_group_num]), x)
-        return x if family.final_norm is None else add_norm(get_leaf(root, family.final_norm), x, None, None, 0.0)
-
-    ids = (inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds)
-    x = within(root, scopes.embeddings, embeddings, *ids)
-    x = x if scopes.projects else project(x)
-    scope = scopes.encoder if scopes.encoder in root._modules else None  # a model made without layers has none
-    x = _as_autocast_has_it(within(root, scope, encoder, x))
-    if hidden_states is not None:
-        hidden_states.append(x)
-    return x
-
-
-def _as_autocast_has_it(x: torch.Tensor) -> torch.Tensor:
-    """What a LayerNorm gives under autocast is fp32 to the caller, whatever runs between layers."""
-    return x.float() if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64 else x
-
-
-def first_tokens(packed: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """(total_tokens, hidden_size) -> each sequence's first real token, (batch, hidden_size); zeros if it has none."""
-    if batch.indices is None and batch.seqlen is not None:  # no padding: nothing to look for
-        return packed.view(batch.batch_size, batch.seqlen, -1)[:, 0]
-    return ops.pooling(packed, batch.cu_seqlens, mode="cls")
-
-
-def run_pooler(root: nn.Module, family: Family, first: torch.Tensor) -> torch.Tensor:
-    """tanh(dense(first token)) (Devlin et al. 2018, appendix A.2): (batch, hidden_size)."""
-    assert family.pooler is not None
-    return torch.tanh(linear(get_leaf(root, family.pooler), first))
-
-
 class EncoderModel(PreTrainedModel, RunsBaseModel):
     """A family's encoder. Subclasses name their family; the leaves sit at Hugging Face's paths."""
 
-    def __init__(self, config: EncoderConfig, add_pooling_layer: bool = True):
+    def __init__(self, config: EncoderConfig, add_pooling_layer: bool | None = None):
         super().__init__(config)
         config, family = self.config, self.family
-        names = family.embedding_names(config)
-        padding_idx, width, eps = config.pad_token_id, config.embedding_width, config.layer_norm_eps
-        position_padding = padding_idx if family.positions_from_ids else None
+        names, norm = config.embeddings, family.norm_spec(config)
+        padding_idx, width = config.pad_token_id, config.embedding_width
+        position_padding = padding_idx if names.pads_positions else None
         make = {
             "word": lambda: nn.Embedding(config.vocab_size, width, padding_idx=padding_idx),
             "position": lambda: nn.Embedding(config.max_position_embeddings, width, padding_idx=position_padding),
             "token_type": lambda: nn.Embedding(config.type_vocab_size, width),
-            "norm": lambda: nn.LayerNorm(width, eps=eps),
+            "task_type": lambda: nn.Embedding(config.task_type_vocab_size, width),
+            "norm": lambda: make_norm(norm, width),
             "project": lambda: nn.Linear(width, config.hidden_size),
         }
         for role in names.order:
             path = getattr(names, role)
             if path is not None:
                 place(self, path, make[role]())
-        options = family.layer_options(config)
+        wants_pooler = family.has_pooler if add_pooling_layer is None else add_pooling_layer
+        self.has_pooler = family.pooler is not None and wants_pooler
+        if family.pooler_first:
+            self._place_pooler()
+        place_rotary(self, config.rotaries, config.max_position_embeddings)
+        layers = dict(zip(config.layer_paths, config.layer_specs, strict=True))
         for i in range(config.num_unique_layers):
-            layer = EncoderLayer(family.layer, options, config.hidden_size, config.intermediate_size, eps)
-            place(self, family.layer_path(config, i), layer)
+            path = family.path_of_layer(config, i)
+            spec = layers[path] if path in layers else family.layer_spec(config, i)
+            place(self, path, EncoderLayer(spec, config.hidden_size))
         if family.final_norm is not None:
-            place(self, family.final_norm, nn.LayerNorm(config.hidden_size, eps=eps))
-        self.has_pooler = family.pooler is not None and add_pooling_layer
-        if family.pooler is not None and add_pooling_layer:
-            place(self, family.pooler, nn.Linear(config.hidden_size, config.hidden_size))
+            place(self, family.final_norm, make_norm(norm, config.hidden_size))
+        if not family.pooler_first:
+            self._place_pooler()
+        for path, (columns, rows) in family.unused_linears(config).items():
+            place(self, path, nn.Linear(columns, rows))
         self.init_weights()
+
+    def _place_pooler(self) -> None:
+        if self.has_pooler:
+            assert self.family.pooler is not None
+            place(self, self.family.pooler, nn.Linear(self.config.hidden_size, self.config.hidden_size))
 
     @property
     def base_model(self) -> EncoderModel:
         return self
 
-    def family_and_config(self) -> tuple[Family, EncoderConfig]:
-        return self.family, self.running_config
+    def config_now(self) -> EncoderConfig:
+        return self.running_config
 
-    def encode(
-        self, inputs: EncoderInputs, hidden_states: list | None = None, probs: list | None = None
-    ) -> torch.Tensor:
-        """The packed last hidden state (total_tokens, hidden_size) of checked inputs."""
+    def encode(self, inputs: EncoderInputs, wants_hidden_states: bool = False, wants_probs: bool = False):
+        """The EncoderOutput of checked inputs."""
 
-        def run_one_layer(layer, x, batch):
+        def run_one_layer(layer, spec, x, context, wants_probs):
             if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-                return checkpoint(layer, x, batch, probs, use_reentrant=False)
-            return layer(x, batch, probs)
+                out = checkpoint(layer, x, context, wants_probs, use_reentrant=False)
+            else:
+                out = layer(x, context, wants_probs)
+            return out if wants_probs else (out, None)
 
         return run_encoder(
-            self, self.family, self.running_config, inputs, run_one_layer, probs is None, EncoderLayer, hidden_states
+            self, self.running_config, inputs, run_one_layer, EncoderLayer, wants_hidden_states, wants_probs
         )
 
     def encode_packed(
@@ -291,11 +244,12 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         max_seqlen: int,
         token_type_ids: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
+        task_type_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Encode a packed batch. torch.compile(fullgraph=True) and torch.export take this method.
 
         Args:
-            input_ids, token_type_ids, position_ids: int64 (total_tokens,).
+            input_ids, token_type_ids, position_ids, task_type_ids: int64 (total_tokens,).
             cu_seqlens: int32 (batch + 1,), the offsets of the sequences.
             max_seqlen: an upper bound of their lengths, a Python int.
 
@@ -305,21 +259,24 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         Raises:
             InputError: an id, a shape, a dtype or an offset is out of bounds.
         """
-        return self.encode(self.prepare(input_ids, None, token_type_ids, position_ids, None, cu_seqlens, max_seqlen))
+        inputs = self.prepare(
+            input_ids, None, token_type_ids, position_ids, None, cu_seqlens, max_seqlen, None, task_type_ids
+        )
+        return self.encode(inputs).packed
 
     def prepare(self, *arguments) -> EncoderInputs:
         """Check and pack the arguments of `prepare_inputs`, the first of which may be a PackedInputs."""
         if isinstance(arguments[0], PackedInputs):
             arguments = arguments_of(*arguments)
-            word = get_leaf(self, self.family.embeddings.word)
+            word = get_leaf(self, self.config.embeddings.word)
             # Where hooks are, they may bring weights from elsewhere before a leaf is called.
             if is_plain(word, nn.Embedding) and not has_hooks(self) and word.weight.device != arguments[0].device:
                 raise InputError(f"the PackedInputs is on {arguments[0].device}, the model on {word.weight.device}")
         refuse_recording(is_padded=arguments[1] is not None)
-        return prepare_inputs(self.family, self.config, self.table_sizes(), *arguments)
+        return prepare_inputs(self.config, self.table_sizes(), *arguments)
 
     def table_sizes(self) -> TableSizes:
-        return table_sizes(self, self.family.embeddings, self.config, self.config.embedding_width)
+        return table_sizes(self, self.config, self.config)
 
     def pool(self, packed: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         """The pooled output (batch, hidden_size) of each sequence's first real token."""
@@ -341,6 +298,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
         batch: PackedBatch | None = None,
+        task_type_ids: torch.Tensor | None = None,
     ) -> ModelOutput | tuple:
         """Encode a batch, padded or packed, or a PackedInputs, which stands for all of the arguments but the options.
 
@@ -350,6 +308,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             inputs_embeds: (batch, seqlen, embedding_size), instead of input_ids.
             cu_seqlens, max_seqlen: int32 (batch + 1,) and the longest sequence's length, if the input is packed.
             batch: instead of these two, that of a PackedInputs, as in `model(**packed_inputs)`.
+            task_type_ids: as token_type_ids, of families that have task types (ERNIE 2.0 and later).
 
         Returns:
             `last_hidden_state`: (batch, seqlen, hidden_size), zeros at padding; (total_tokens, hidden_size) if packed.
@@ -362,7 +321,8 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             InputError: an id, a shape, a dtype or an offset is out of bounds. Nothing has been launched.
         """
         inputs = self.prepare(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen, batch
+            *(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen),
+            *(batch, task_type_ids),
         )
         packed, batch, extras = self.run(inputs, output_attentions, output_hidden_states)
         output = ModelOutput(
@@ -374,15 +334,8 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
 
     def run(self, inputs: EncoderInputs, output_attentions: bool | None, output_hidden_states: bool | None):
         """Encode; (packed hidden states, batch, the unpacked extras that were asked for)."""
-        hidden_states: list | None = [] if output_hidden_states else None
-        probs: list | None = [] if output_attentions else None
-        packed, batch = self.encode(inputs, hidden_states, probs), inputs.batch
-        extras = {}
-        if hidden_states is not None:
-            extras["hidden_states"] = tuple(batch.unpack(x) for x in hidden_states)
-        if probs is not None:
-            extras["attentions"] = tuple(batch.unpack_attentions(p) for p in probs)
-        return packed, batch, extras
+        output, batch = self.encode(inputs, bool(output_hidden_states), bool(output_attentions)), inputs.batch
+        return output.packed, batch, unpacked_extras(output, batch)
 
 
 _own_forward = EncoderModel.forward

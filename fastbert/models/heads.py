@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from fastbert import ops
-from fastbert.config import ACTIVATIONS, EncoderConfig
-from fastbert.layers.leaves import get_leaf, is_linear, linear, parent_of, place, weights_of, within
-from fastbert.models.base import EncoderModel, PreTrainedModel, first_tokens, must_be_called
-from fastbert.models.family import SequenceHead
+from fastbert.config import EncoderConfig
+from fastbert.layers.leaves import get_leaf, is_linear, weights_of
+from fastbert.models.base import EncoderModel, PreTrainedModel, must_be_called
 from fastbert.models.inputs import EncoderInputs
 from fastbert.models.outputs import ModelOutput
 from fastbert.packed_inputs import PackedInputs, labels_of
@@ -41,7 +38,7 @@ class HeadModel(PreTrainedModel):
     """
 
     base_class: ClassVar[type[EncoderModel]]
-    needs_pooler: bool = False
+    head_form: ClassVar[Any]  # what the family's data say of the head
     option_names: ClassVar[tuple[str, ...]] = ("labels",)  # keyword arguments that `compute` receives
 
     def __init_subclass__(cls, **kwargs):
@@ -49,11 +46,17 @@ class HeadModel(PreTrainedModel):
         if "base_class" in cls.__dict__:
             cls.family = cls.base_class.family
 
+    @property
+    def needs_pooler(self) -> bool:
+        return False
+
     def __init__(self, config: EncoderConfig):
         super().__init__(config)
         self.add_module(self.family.prefix, self.base_class(self.config, add_pooling_layer=self.needs_pooler))
         self.build_head(self.config)
         self.init_weights()
+        if self.family.heads_first:  # an optimizer's saved state goes by the order of parameters
+            self._modules[self.family.prefix] = self._modules.pop(self.family.prefix)
 
     def build_head(self, config: EncoderConfig) -> None:
         raise NotImplementedError
@@ -103,6 +106,7 @@ class HeadModel(PreTrainedModel):
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
         batch: PackedBatch | None = None,
+        task_type_ids: torch.Tensor | None = None,
         **options,
     ) -> ModelOutput | tuple:
         """As the base model's forward; with labels the output starts with `loss`.
@@ -128,6 +132,7 @@ class HeadModel(PreTrainedModel):
             cu_seqlens,
             max_seqlen,
             batch,
+            task_type_ids,
         )
         inputs = self.base_model.prepare(*arguments)
         given = self.check_given(given, inputs.batch)
@@ -147,8 +152,8 @@ class HeadModel(PreTrainedModel):
         if not must_be_called(base):
             packed, batch, extras = base.run(inputs, output_attentions, output_hidden_states)
             return Encoded(base, packed, batch), extras
-        *others, cu_seqlens, max_seqlen, given_batch = arguments
-        layout = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "batch": given_batch}
+        *others, cu_seqlens, max_seqlen, given_batch, tasks = arguments
+        layout = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "batch": given_batch, "task_type_ids": tasks}
         layout = {name: value for name, value in layout.items() if value is not None}  # a forward may take fewer
         output = base(*others, output_attentions, output_hidden_states, **layout)
         batch, hidden = inputs.batch, output.last_hidden_state
@@ -197,197 +202,3 @@ def check_labels(labels: torch.Tensor, limit: int, name: str, batch: PackedBatch
         if low < 0 or high >= limit:
             raise InputError(f"{name} holds {low if low < 0 else high}; valid values are 0 to {limit - 1}, and -100")
     return labels
-
-
-_PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
-
-
-def problem_type(config: EncoderConfig, labels: torch.Tensor) -> str:
-    """What labels of sequences mean: as the config says, else as transformers infers it."""
-    if config.problem_type is None:
-        kinds = _PROBLEMS[:1] if config.num_labels == 1 else _PROBLEMS[1:]
-        return kinds[-1] if labels.is_floating_point() else kinds[0]
-    if config.problem_type not in _PROBLEMS:
-        raise InputError(f"problem_type {config.problem_type!r} is none of {', '.join(_PROBLEMS)}")
-    return config.problem_type
-
-
-def check_numbers(labels: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Labels of a regression, or of several at once: a number a logit."""
-    if labels.numel() != math.prod(shape):
-        raise InputError(f"labels has shape {tuple(labels.shape)}; the logits' is {shape}")
-    return labels.reshape(shape)
-
-
-class SequenceHeadModel(HeadModel):
-    """One vector a sequence, then a classifier; the family's SequenceHead says how."""
-
-    def sequence_head(self) -> SequenceHead:
-        raise NotImplementedError
-
-    def build_sequence_head(self, config: EncoderConfig, num_outputs: int) -> None:
-        head = self.sequence_head()
-        if head.dense is not None:
-            place(self, head.dense, nn.Linear(config.hidden_size, config.hidden_size))
-        place(self, head.out, nn.Linear(config.hidden_size, num_outputs))
-
-    def sequence_logits(self, encoded: Encoded) -> torch.Tensor:
-        head, p = self.sequence_head(), self.sequence_head().dropout(self.config)
-        around = parent_of(head.out)  # holds dense, too, where there is one
-
-        def dense(x):
-            if head.dropout_first:
-                x = self.drop(x, p)
-            if head.dense is not None:
-                x = linear(get_leaf(self, head.dense), x)
-                name = head.activation(self.config)
-                x = ops.activation(x, ACTIVATIONS[name]) if name else x
-            return self.drop(x, p)
-
-        def out(x):
-            x = within(self, parent_of(head.dense), dense, x) if around is None and head.dense else dense(x)
-            return linear(get_leaf(self, head.out), x)
-
-        x = encoded.pooled() if head.pooled else first_tokens(encoded.packed, encoded.batch)
-        return within(self, around, out, x)
-
-
-class ForSequenceClassification(SequenceHeadModel):
-    """Classes, several labels at once, or regression, of whole sequences (`problem_type`, or inferred)."""
-
-    def sequence_head(self):
-        return self.family.sequence
-
-    @property
-    def needs_pooler(self):  # type: ignore[override]
-        return self.family.sequence.pooled
-
-    @property
-    def label_leaf(self):
-        return self.family.sequence.out
-
-    def build_head(self, config):
-        self.build_sequence_head(config, config.num_labels)
-
-    def check_given(self, given, batch):
-        if not given:
-            return {}
-        labels, classes = given["labels"], self.classes_at(self.label_leaf)
-        if problem_type(self.config, labels) == "single_label_classification":
-            return {"labels": class_labels(labels, batch.batch_size, batch, classes)}
-        return {"labels": labels if classes is None else check_numbers(labels, (batch.batch_size, classes))}
-
-    def compute(self, encoded, given):
-        logits = self.sequence_logits(encoded)
-        return {"loss": self.loss(logits, given["labels"], encoded.batch) if given else None, "logits": logits}
-
-    def loss(self, logits: torch.Tensor, labels: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-        """Regression, single- or multi-label loss of (batch, num_labels) logits."""
-        kind = problem_type(self.config, labels)
-        if kind == "single_label_classification":
-            return self.class_loss(self.label_leaf, logits, labels, batch)
-        logits = ops.at_least_fp32(logits)
-        labels = check_numbers(labels, tuple(logits.shape)).to(logits.dtype)
-        return (
-            F.mse_loss(logits, labels) if kind == "regression" else F.binary_cross_entropy_with_logits(logits, labels)
-        )
-
-
-class ForMultipleChoice(SequenceHeadModel):
-    """One score a choice. Inputs are (batch, num_choices, seqlen); or packed, num_choices sequences an example."""
-
-    option_names = ("labels", "num_choices")
-
-    def sequence_head(self):
-        return self.family.multiple_choice
-
-    @property
-    def needs_pooler(self):  # type: ignore[override]
-        return self.family.multiple_choice.pooled
-
-    def build_head(self, config):
-        self.build_sequence_head(config, 1)
-
-    def forward(self, input_ids=None, attention_mask=None, token_type_ids=None, position_ids=None, inputs_embeds=None,
-                *args, num_choices: int | None = None, **kwargs):  # fmt: skip
-        """As other heads; packed input needs `num_choices`, padded input has it in its shape."""
-        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        padded = kwargs.get("cu_seqlens") is None and kwargs.get("batch") is None
-        if padded and not isinstance(input_ids, PackedInputs):
-            given, rank = (input_ids, 3) if input_ids is not None else (inputs_embeds, 4)
-            if given is None or given.dim() != rank:
-                shape = None if given is None else tuple(given.shape)
-                raise InputError(f"multiple choice takes inputs of shape (batch, num_choices, seqlen), not {shape}")
-            num_choices = given.shape[1]
-            inputs = tuple(t if t is None or t.dim() < 3 else t.flatten(0, 1) for t in inputs)
-        return super().forward(*inputs, *args, num_choices=num_choices, **kwargs)
-
-    def check_given(self, given, batch):
-        num_choices = given.get("num_choices")
-        if num_choices is None:
-            raise InputError("packed input of a multiple-choice model needs num_choices")
-        if batch.batch_size % num_choices:
-            raise InputError(f"{batch.batch_size} sequences are no multiple of num_choices {num_choices}")
-        if "labels" not in given:
-            return given
-        examples = batch.batch_size // num_choices
-        return given | {"labels": class_labels(given["labels"], examples, batch, num_choices)}
-
-    def compute(self, encoded, given):
-        logits = self.sequence_logits(encoded).view(-1, given["num_choices"])
-        return {
-            "loss": ops.logits_cross_entropy(logits, given["labels"]) if "labels" in given else None,
-            "logits": logits,
-        }
-
-
-class ForTokenClassification(HeadModel):
-    """A class for every token; tokens labelled -100 do not count."""
-
-    label_leaf = "classifier"  # type: ignore[assignment]
-
-    def build_head(self, config):
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
-
-    def check_given(self, given, batch):
-        return {name: token_labels(labels, batch, self.classes_at("classifier")) for name, labels in given.items()}
-
-    def compute(self, encoded, given):
-        packed, batch = encoded.packed, encoded.batch
-        x = self.drop(packed, self.family.token_dropout(self.config))
-        logits = linear(self.classifier, x)
-        loss = self.class_loss("classifier", logits, given["labels"], batch) if given else None
-        return {"loss": loss, "logits": batch.unpack(logits)}
-
-
-class ForQuestionAnswering(HeadModel):
-    """The start and end of an answer: a softmax over each sequence's own tokens (Devlin et al. 2018, section 4.2).
-
-    `start_positions`, `end_positions` (batch,) are columns of the padded input, or places in the sequence if packed.
-    Padding takes no part in the softmax; positions outside the sequence do not count.
-    """
-
-    option_names = ("start_positions", "end_positions")
-    label_leaf = "qa_outputs"  # type: ignore[assignment]
-
-    def build_head(self, config):
-        self.qa_outputs = nn.Linear(config.hidden_size, config.num_labels)
-
-    def check_given(self, given, batch):
-        if len(given) < 2:
-            return {}
-        return {name: class_labels(positions, batch.batch_size, batch, None, name) for name, positions in given.items()}
-
-    def compute(self, encoded, given):
-        packed, batch = encoded.packed, encoded.batch
-        logits = linear(self.qa_outputs, self.drop(packed, self.config.qa_dropout))
-        if logits.shape[-1] != 2:
-            raise InputError(f"question answering needs num_labels 2, not {logits.shape[-1]}")
-        start, end = logits.unbind(-1)
-        loss = None
-        if given:
-            losses = []
-            for one, name in ((start, "start_positions"), (end, "end_positions")):
-                losses.append(ops.sequence_cross_entropy(one, batch.cu_seqlens, batch.local_targets(given[name])))
-            loss = (losses[0] + losses[1]) / 2
-        return {"loss": loss, "start_logits": batch.unpack(start), "end_logits": batch.unpack(end)}

@@ -9,54 +9,79 @@ import torch
 from torch import nn
 
 from fastbert.config import EncoderConfig
-from fastbert.layers.embeddings import EmbeddingNames
+from fastbert.layers.embeddings import EmbeddingIds
 from fastbert.layers.leaves import get_leaf
-from fastbert.models.family import Family
 from fastbert.packed_inputs import MASKED_IDS
 from fastbert.packing import IdRange, InputError, PackedBatch
 
 
 @dataclass(frozen=True)
 class EncoderInputs:
-    """What an encoder runs on: a checked batch. Ids are int64 (total_tokens,), or None."""
+    """What an encoder runs on: a checked batch.
+
+    rotary_positions, window_positions: int64 (total_tokens,), by which rotary embedding and windows measure distances;
+    None: by a token's place in its sequence. As in transformers, these are columns of the padded grid, so that a hole
+    in a mask keeps its width, and rotary embedding goes by the caller's position_ids where there are some. Values that
+    are turned, too, keep what their positions are, and not only what lies between them.
+    """
 
     batch: PackedBatch
-    input_ids: torch.Tensor | None
-    position_ids: torch.Tensor
-    token_type_ids: torch.Tensor | None
-    inputs_embeds: torch.Tensor | None
+    ids: EmbeddingIds
+    rotary_positions: torch.Tensor | None = None
+    window_positions: torch.Tensor | None = None
 
 
 class TableSizes(NamedTuple):
-    """The rows of the embedding tables, and the width of a row."""
+    """The rows of the tables, and the width of a row of the embeddings'; None: there is no table of these positions.
+
+    rotary_positions: of the one that rotary embedding reads, where the family saves it.
+    """
 
     words: int
-    positions: int
+    positions: int | None
     token_types: int
     width: int
+    task_types: int = 0
+    rotary_positions: int | None = None
 
-    def longest(self, family: Family, config: EncoderConfig) -> int:
-        """The longest sequence, in tokens, that the position table has room for."""
-        return max(0, self.positions - (_first_position(config) if family.positions_from_ids else 0))
+    def longest(self, config: EncoderConfig) -> int | None:
+        """The longest sequence, in tokens, that the position table has room for; None where there is none."""
+        if self.positions is None:
+            return self.rotary_positions
+        return max(0, self.positions - (_first_position(config) if config.family.positions_from_ids else 0))
 
 
-def table_sizes(root: nn.Module, names: EmbeddingNames, config: Any, width: int) -> TableSizes:
+def table_sizes(root: nn.Module, running: EncoderConfig, config: Any) -> TableSizes:
     """Those of the tables below `root` as they are now: tables are resized and replaced behind a config's back.
 
-    `config` (an EncoderConfig, or transformers' config object) and `width` speak for a leaf that has no table to look
-    at: one that is not nn.Embedding (LoRA's, a user's own), or that computes its weight. Such a leaf is called, and
-    what it cannot look up it refuses by itself.
+    `running` says which tables there are. `config` (the same, or transformers' config object) speaks for a leaf that
+    has no table to look at: one that is not nn.Embedding (LoRA's, a user's own), or that computes its weight. Such a
+    leaf is called, and what it cannot look up it refuses by itself.
     """
-    words, positions = _shape_of(root, names.word), _shape_of(root, names.position)
-    token_types = 0
+    names, width = running.embeddings, running.embedding_width
+    words, num_positions, token_types = _shape_of(root, names.word), None, 0
+    columns = words
+    if names.position is not None:
+        columns = _shape_of(root, names.position)
+        num_positions = config.max_position_embeddings if columns is None else columns[0]
     if names.token_type is not None:
         types = _shape_of(root, names.token_type)
         token_types = config.type_vocab_size if types is None else types[0]
+    task_types = rotary_positions = None
+    if names.task_type is not None:
+        tasks = _shape_of(root, names.task_type)
+        task_types = config.task_type_vocab_size if tasks is None else tasks[0]
+    for rotary in running.rotaries:
+        if rotary.table is not None:
+            table = _shape_of(root, rotary.table)
+            rotary_positions = config.max_position_embeddings if table is None else table[0]
     return TableSizes(
         config.vocab_size if words is None else words[0],
-        config.max_position_embeddings if positions is None else positions[0],
+        num_positions,
         token_types,
-        width if positions is None else positions[1],
+        width if columns is None else columns[1],
+        task_types or 0,
+        rotary_positions,
     )
 
 
@@ -67,7 +92,6 @@ def _shape_of(root: nn.Module, path: str) -> torch.Size | None:
 
 
 def prepare_inputs(
-    family: Family,
     config: EncoderConfig,
     tables: TableSizes,
     input_ids: torch.Tensor | None,
@@ -78,6 +102,7 @@ def prepare_inputs(
     cu_seqlens: torch.Tensor | None,
     max_seqlen: int | None,
     batch: PackedBatch | None = None,
+    task_type_ids: torch.Tensor | None = None,
 ) -> EncoderInputs:
     """Check and pack what a user passed: padded (batch, seqlen); or packed, (total_tokens,), with offsets or a batch.
 
@@ -109,9 +134,14 @@ def prepare_inputs(
 
     input_ids = None if input_ids is None else input_ids.long()
     token_type_ids = _like_input("token_type_ids", token_type_ids, grid, given.device)
-    if token_type_ids is not None and family.embeddings.token_type is None:
+    if token_type_ids is not None and config.embeddings.token_type is None:
         raise InputError(f"token_type_ids were given, but {config.model_type} has no token types")
-    limit = tables.longest(family, config)
+    task_type_ids = _like_input("task_type_ids", task_type_ids, grid, given.device)
+    if task_type_ids is not None and config.embeddings.task_type is None:
+        raise InputError(f"task_type_ids were given, but this {config.model_type} has no task types")
+    limit = tables.longest(config)
+    if inputs_embeds is not None and config.embeddings.skips_given and tables.rotary_positions is None:
+        limit = None  # nothing looks positions up
     if position_ids is not None:
         if position_ids.dim() == 2 and position_ids.shape[0] == 1 and not packed:
             position_ids = position_ids.expand(grid)  # transformers takes one row for the whole batch
@@ -122,9 +152,11 @@ def prepare_inputs(
     rows_of = (
         ("input_ids", input_ids, tables.words),
         ("token_type_ids", token_type_ids, tables.token_types),
-        ("position_ids", position_ids, tables.positions),
+        ("task_type_ids", task_type_ids, tables.task_types),
+        ("position_ids", position_ids, tables.rotary_positions if tables.positions is None else tables.positions),
     )
-    ranges = [IdRange(name, ids, rows) for name, ids, rows in rows_of if ids is not None]
+    # Without a table any position does: rotary embedding turns by it.
+    ranges = [IdRange(name, ids, 2**31 - 1 if rows is None else rows) for name, ids, rows in rows_of if ids is not None]
     if batch is not None:
         batch.check(ranges)
         batch = replace(batch, cache={})  # the caller's may come back, with other tensors in use
@@ -134,16 +166,25 @@ def prepare_inputs(
         batch = PackedBatch.from_mask(attention_mask, grid[0], grid[1], given.device, ranges)
     if position_ids is None and batch.seqlen is None:
         _check_length(batch.max_seqlen, limit)
-    if position_ids is None and family.positions_from_ids:
+    if position_ids is None and config.family.positions_from_ids and limit is not None:
         _check_masked(config, batch)
         position_ids = _positions_from_ids(config, input_ids, grid, batch)
 
     def pack(t: torch.Tensor | None) -> torch.Tensor | None:
         return t if t is None or packed else batch.pack(t)
 
-    positions = batch.local_positions() if position_ids is None else pack(position_ids)
-    assert positions is not None
-    return EncoderInputs(batch, pack(input_ids), positions, pack(token_type_ids), pack(inputs_embeds))
+    given_positions = pack(position_ids)
+    positions = given_positions
+    if tables.positions is not None and positions is None:
+        positions = batch.local_positions()
+    ids = EmbeddingIds(pack(input_ids), positions, pack(token_type_ids), pack(task_type_ids), pack(inputs_embeds))
+    if config.distances is None:
+        return EncoderInputs(batch, ids)
+    columns = batch.columns_with_gaps()
+    turned = columns if given_positions is None else given_positions
+    if turned is None and batch.indices is not None and config.distances.turns_values:
+        turned = batch.local_positions()
+    return EncoderInputs(batch, ids, turned, columns)
 
 
 def _check_batch(batch: PackedBatch, given: torch.Tensor, grid, **others: Any) -> None:
@@ -168,8 +209,8 @@ def refuse_recording(is_padded: bool) -> None:
         raise InputError("torch.export cannot record how a mask packs a batch; it records encode_packed")
 
 
-def _check_length(longest: int, limit: int) -> None:
-    if longest > limit:
+def _check_length(longest: int, limit: int | None) -> None:
+    if limit is not None and longest > limit:
         raise InputError(f"a sequence of {longest} tokens is longer than the position table, which has {limit}")
 
 

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from fastbert import ops
-from fastbert.config import EncoderConfig
-from fastbert.layers.encoder import add_norm
+from fastbert.config import ACTIVATIONS, EncoderConfig
+from fastbert.families.form import MaskedLM, PreTraining, SentencePair, value_of
+from fastbert.layers.encoder import add_norm, make_norm
 from fastbert.layers.leaves import (
     get_leaf,
     is_called,
@@ -34,32 +35,44 @@ def labelled_tokens(labels: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
 class MaskedLMHeadModel(HeadModel):
     """The masked-LM head: dense, activation, norm and a decoder whose weight is the word embedding."""
 
+    @property
+    def masked_lm(self) -> MaskedLM:
+        return self.head_form
+
     def build_masked_lm(self, config: EncoderConfig) -> None:
-        names = self.family.masked_lm
-        width = config.embedding_width
-        leaves = {"dense": nn.Linear(config.hidden_size, width), "norm": nn.LayerNorm(width, eps=config.layer_norm_eps)}
+        names = self.masked_lm
+        width = self.decoder_width(config)
+        leaves = {
+            "dense": lambda: nn.Linear(config.hidden_size, width, bias=value_of(names.dense_bias, config)),
+            "norm": lambda: make_norm(self.family.norm_spec(config), width),
+            "decoder": lambda: nn.Linear(width, config.vocab_size, bias=value_of(names.decoder_bias, config)),
+        }
         for role in names.order:
-            place(self, getattr(names, role), leaves[role])
+            path = getattr(names, role)
+            if path is not None:
+                place(self, path, leaves[role]())
         if names.bias is not None:
             parent, _, leaf = names.bias.rpartition(".")
             get_leaf(self, parent).register_parameter(leaf, nn.Parameter(torch.zeros(config.vocab_size)))
-        place(self, names.decoder, nn.Linear(width, config.vocab_size))
+
+    def decoder_width(self, config: EncoderConfig) -> int:
+        names = self.masked_lm
+        return config.hidden_size if names.dense is None else value_of(names.width, config)
 
     def tied_keys(self) -> dict[str, str]:
         """Second names of shared tensors -> the name that a file holds."""
-        names = self.family.masked_lm
-        if not self.config.tie_word_embeddings:
-            return {}
-        word = f"{self.family.prefix}.{self.family.embeddings.word}.weight"
-        tied = {f"{names.decoder}.weight": word}
-        if names.bias is not None:
+        names = self.masked_lm
+        tied = {}
+        if self.config.tie_word_embeddings and names.may_tie:
+            tied[f"{names.decoder}.weight"] = f"{self.family.prefix}.{self.config.embeddings.word}.weight"
+        if self.config.tie_word_embeddings and names.bias is not None and value_of(names.decoder_bias, self.config):
             tied[f"{names.decoder}.bias"] = names.bias
         return tied
 
     def table_shapes(self, config: EncoderConfig) -> dict[str, tuple[int, ...]]:
-        names, words = self.family.masked_lm, config.vocab_size
+        names, words = self.masked_lm, config.vocab_size
         biases = [path for path in (f"{names.decoder}.bias", names.bias) if path is not None]
-        decoder = {f"{names.decoder}.weight": (words, config.embedding_width)}
+        decoder = {f"{names.decoder}.weight": (words, self.decoder_width(config))}
         return {**super().table_shapes(config), **decoder, **dict.fromkeys(biases, (words,))}
 
     def tie_weights(self) -> None:
@@ -68,7 +81,7 @@ class MaskedLMHeadModel(HeadModel):
             get_leaf(self, copy_root)._parameters[copy_leaf] = get_leaf(self, root)._parameters[leaf]
 
     def get_output_embeddings(self) -> nn.Module:
-        return get_leaf(self, self.family.masked_lm.decoder)
+        return get_leaf(self, self.masked_lm.decoder)
 
     def num_words(self) -> int:
         """The classes of the decoder that is there; a leaf that is not plain checks labels by itself."""
@@ -78,19 +91,41 @@ class MaskedLMHeadModel(HeadModel):
     def decoder_loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy of decoder(hidden) (tokens, vocab_size), every token labelled."""
         decoder = self.get_output_embeddings()
-        if is_plain(decoder, nn.Linear):
-            return ops.cross_entropy(hidden, decoder.weight, decoder.bias, labels, ignore_index=None)
-        logits = decoder(hidden)  # hooked, or LoRA's: called, as every leaf is
+        lone = self.lone_bias
+        if is_plain(decoder, nn.Linear) and (lone is None or decoder.bias is None):
+            bias = decoder.bias if lone is None else lone
+            return ops.cross_entropy(hidden, decoder.weight, bias, labels, ignore_index=None)
+        logits = self.decoded(hidden)
         return ops.logits_cross_entropy(logits, labels)
+
+    @property
+    def lone_bias(self) -> torch.Tensor | None:
+        """The bias of a decoder that has none of its own."""
+        names = self.masked_lm
+        if names.bias is None or value_of(names.decoder_bias, self.config):
+            return None
+        parent, _, leaf = names.bias.rpartition(".")
+        return get_leaf(self, parent)._parameters[leaf]
+
+    def decoded(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(tokens, embedding_size) -> scores (tokens, vocab_size)."""
+        decoder, bias = self.get_output_embeddings(), self.lone_bias
+        if bias is not None and is_plain(decoder, nn.Linear) and decoder.bias is None:
+            return ops.linear(hidden, decoder.weight, bias)
+        scores = linear(decoder, hidden)  # hooked, or LoRA's: called, as every leaf is
+        return scores if bias is None else scores + bias
 
     def masked_lm_hidden(self, packed: torch.Tensor) -> torch.Tensor:
         """The head before its decoder: (tokens, hidden_size) -> (tokens, embedding_size)."""
-        names = self.family.masked_lm
-        activation = names.activation or self.config.activation
+        names = self.masked_lm
+        if names.dense is None:
+            return packed
+        activation = ACTIVATIONS[value_of(names.activation, self.config)]
 
         def run(x):
+            assert names.dense is not None
             x = linear(get_leaf(self, names.dense), x, activation)
-            return add_norm(get_leaf(self, names.norm), x, None, None, 0.0)
+            return x if names.norm is None else add_norm(get_leaf(self, names.norm), x, None, None, 0.0)
 
         scope = parent_of(names.dense)
         return within(self, None if scope == parent_of(names.decoder) else scope, run, packed)
@@ -99,9 +134,9 @@ class MaskedLMHeadModel(HeadModel):
         """Scores of the vocabulary: (tokens, hidden_size) -> (tokens, vocab_size)."""
 
         def run(x):
-            return linear(self.get_output_embeddings(), self.masked_lm_hidden(x))
+            return self.decoded(self.masked_lm_hidden(x))
 
-        return within(self, parent_of(self.family.masked_lm.decoder), run, packed)
+        return within(self, parent_of(self.masked_lm.decoder), run, packed)
 
     def masked_lm_scores(self, packed: torch.Tensor) -> torch.Tensor:
         """`token_scores`, by way of all containers of the head that have hooks."""
@@ -110,11 +145,11 @@ class MaskedLMHeadModel(HeadModel):
     @property
     def outer_container(self) -> str | None:
         """BERT's `cls`, which holds all that is above the base model; None where a family has no such container."""
-        return parent_of(parent_of(self.family.masked_lm.decoder) or "")
+        return parent_of(parent_of(self.masked_lm.decoder) or "")
 
     def needs_scores(self) -> bool:
         """Whether a container is called that returns scores, which the loss then starts from."""
-        scopes = (parent_of(self.family.masked_lm.decoder), self.outer_container)
+        scopes = (parent_of(self.masked_lm.decoder), self.outer_container)
         return any([is_called(self, path) for path in scopes if path is not None])
 
     def masked_lm_logits(self, packed: torch.Tensor, batch: PackedBatch):
@@ -145,6 +180,10 @@ class ForMaskedLM(MaskedLMHeadModel):
         packed, batch = encoded.packed, encoded.batch
         if not given:
             return {"logits": self.masked_lm_logits(packed, batch)}
+        if value_of(self.head_form.sparse, self.config):
+            kept = labelled_tokens(given["labels"], batch)
+            logits = self.masked_lm_scores(packed.index_select(0, kept))
+            return {"loss": ops.logits_cross_entropy(logits, given["labels"].index_select(0, kept)), "logits": logits}
         logits = Deferred(lambda: self.masked_lm_logits(packed, batch), packed.device.type)
         return {"loss": self.masked_lm_loss(packed, batch, given["labels"]), "logits": logits}
 
@@ -152,17 +191,21 @@ class ForMaskedLM(MaskedLMHeadModel):
 class ForNextSentencePrediction(HeadModel):
     """Is sentence B what follows A (0) or a random one (1)?"""
 
-    needs_pooler = True
+    head_form: ClassVar[SentencePair]
+
+    @property
+    def needs_pooler(self):
+        return True
 
     def build_head(self, config):
-        place(self, self.family.pair, nn.Linear(config.hidden_size, 2))
+        place(self, self.head_form.out, nn.Linear(config.hidden_size, 2))
 
     def check_given(self, given, batch):
-        classes = self.classes_at(self.family.pair)
+        classes = self.classes_at(self.head_form.out)
         return {name: class_labels(labels, batch.batch_size, batch, classes) for name, labels in given.items()}
 
     def compute(self, encoded, given):
-        path = self.family.pair
+        path = self.head_form.out
         logits = within(self, parent_of(path), lambda x: linear(get_leaf(self, path), x), encoded.pooled())
         loss = self.class_loss(path, logits, given["labels"], encoded.batch) if given else None
         return {"loss": loss, "logits": logits}
@@ -171,23 +214,33 @@ class ForNextSentencePrediction(HeadModel):
 class ForPreTraining(MaskedLMHeadModel):
     """Masked LM and a sentence-pair head together: next sentence (BERT) or sentence order (ALBERT)."""
 
-    needs_pooler = True
-    pair_label: ClassVar[str] = "next_sentence_label"
-    pair_logits: ClassVar[str] = "seq_relationship_logits"
-    option_names = ("labels", "next_sentence_label")
+    head_form: ClassVar[PreTraining]
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        cls.option_names = ("labels", cls.head_form.pair_label)
+
+    @property
+    def needs_pooler(self):
+        return True
+
+    @property
+    def masked_lm(self):
+        return self.head_form.masked_lm
+
+    @property
+    def label_leaf(self):
+        return None if isinstance(self.head_form.pair_size, int) else self.head_form.pair
 
     def build_head(self, config):
         self.build_masked_lm(config)
-        place(self, self.family.pair, nn.Linear(config.hidden_size, self.pair_size(config)))
-
-    def pair_size(self, config: EncoderConfig) -> int:
-        return 2
+        place(self, self.head_form.pair, nn.Linear(config.hidden_size, value_of(self.head_form.pair_size, config)))
 
     def check_given(self, given, batch):
         if len(given) < 2:  # as transformers: the loss needs both kinds of labels
             return {}
-        name = self.pair_label
-        pairs = class_labels(given[name], batch.batch_size, batch, self.classes_at(self.family.pair), name)
+        name = self.head_form.pair_label
+        pairs = class_labels(given[name], batch.batch_size, batch, self.classes_at(self.head_form.pair), name)
         return {"labels": token_labels(given["labels"], batch, self.num_words()), name: pairs}
 
     def compute(self, encoded, given):
@@ -205,20 +258,18 @@ class ForPreTraining(MaskedLMHeadModel):
             logits = Deferred(lambda: self.masked_lm_logits(packed, batch), packed.device.type)
         else:
             pair, logits = self.pair(pooled), self.masked_lm_logits(packed, batch)
-        fields = {"prediction_logits": logits, self.pair_logits: pair}
+        fields = {"prediction_logits": logits, self.head_form.pair_logits: pair}
         if not has_loss:
             return fields
-        name = self.pair_label
-        return {"loss": loss + self.class_loss(self.family.pair, pair, given[name], batch, name), **fields}
+        name = self.head_form.pair_label
+        return {"loss": loss + self.class_loss(self.head_form.pair, pair, given[name], batch, name), **fields}
 
     def pair(self, pooled: torch.Tensor) -> torch.Tensor:
         """Scores of a pair of sentences: (batch, hidden_size) -> (batch, 2)."""
-        scope = parent_of(self.family.pair)
+        head = self.head_form
+        scope = parent_of(head.pair)
 
         def run(x):
-            return linear(get_leaf(self, self.family.pair), self.pair_input(x))
+            return linear(get_leaf(self, head.pair), self.drop(x, value_of(head.pair_dropout, self.config)))
 
         return within(self, None if scope == self.outer_container else scope, run, pooled)
-
-    def pair_input(self, pooled: torch.Tensor) -> torch.Tensor:
-        return pooled

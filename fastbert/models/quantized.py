@@ -14,21 +14,21 @@ from fastbert.config import ConfigError, EncoderConfig
 from fastbert.layers.fused import forget_layers
 from fastbert.layers.leaves import get_leaf, is_plain, place
 from fastbert.layers.quantized import QuantizedLinear
-from fastbert.models.family import Family, RunsBaseModel, base_models
+from fastbert.models.tree import RunsBaseModel, base_models, linear_paths
 
 # Where transformers, too, looks for how a checkpoint was quantised. A quant_method that it does not know makes it warn
 # and read the integers as weights; an entry without one makes it raise. So ours has none.
 ENTRY, METHOD, SCHEME, KEEP = "quantization_config", "fastbert", "int8", "keep"
 
 
-def entry_of(root: nn.Module, family: Family, config: EncoderConfig) -> dict[str, Any] | None:
+def entry_of(root: nn.Module, config: EncoderConfig) -> dict[str, Any] | None:
     """What config.json holds under ENTRY, with the layers that are not int8 in KEEP; None where no layer is."""
-    paths = family.linear_paths(config)
+    paths = linear_paths(config)
     kept = [path for path in paths if not isinstance(get_leaf(root, path), QuantizedLinear)]
     return None if len(kept) == len(paths) else {METHOD: SCHEME, KEEP: kept}
 
 
-def place_int8(root: nn.Module, family: Family, config: EncoderConfig) -> bool:
+def place_int8(root: nn.Module, config: EncoderConfig) -> bool:
     """Put empty int8 layers into a base model where its config's entry asks for them; whether it does for any.
 
     Raises ConfigError: the entry is another library's, or names a layer that is not there.
@@ -38,7 +38,7 @@ def place_int8(root: nn.Module, family: Family, config: EncoderConfig) -> bool:
         return False
     if not isinstance(entry, Mapping) or entry.get(METHOD) != SCHEME or not isinstance(entry.get(KEEP), list):
         raise ConfigError(f"{ENTRY} is {entry!r}; fastbert reads what fastbert.quantize has written, and no other")
-    paths = family.linear_paths(config)
+    paths = linear_paths(config)
     if unknown := [path for path in entry[KEEP] if path not in paths]:
         raise ConfigError(f"{ENTRY} keeps {unknown[0]!r}, which is no layer of the model")
     for path in paths:
@@ -58,8 +58,8 @@ def linears_of(model: nn.Module, keep: Iterable[str] = ()) -> dict[str, nn.Linea
     """The Linear leaves of the layers, by name, without those that `keep` names. Raises ConfigError."""
     names = {
         f"{name}.{path}".removeprefix("."): get_leaf(root, path)
-        for name, root, family, config in base_models(model)
-        for path in family.linear_paths(config)
+        for name, root, config in base_models(model)
+        for path in linear_paths(config)
     }
     matches = {pattern: [name for name in names if _names(pattern, name)] for pattern in keep}
     for pattern, matched in matches.items():
@@ -96,14 +96,14 @@ def make_int8(model: nn.Module, leaves: dict[str, nn.Linear], scales: Mapping[st
     """
     bases = list(base_models(model))
     device = next(iter(leaves.values())).weight.device if leaves else torch.device("cpu")
-    for _, root, _, _ in bases:
+    for _, root, _ in bases:
         forget_layers(root)
     with torch.inference_mode(False):  # tensors made in inference mode keep no version of what is written to them
         for name in list(leaves):
             place(model, name, QuantizedLinear.from_linear(leaves.pop(name), scales.get(name, 0.0)))
         model.to(_companion_dtype(device)).requires_grad_(False).eval()
-    for _, root, family, config in bases:
-        entry = entry_of(root, family, config)
+    for _, root, config in bases:
+        entry = entry_of(root, config)
         if entry is not None and not isinstance(root, RunsBaseModel):
             setattr(root.config, ENTRY, entry)  # which is what transformers' save_pretrained writes
 

@@ -5,19 +5,24 @@ from fastbert.ops._common import at_least_fp32
 from fastbert.ops.attention import attention, attention_probs
 from fastbert.ops.dropout import dropout
 from fastbert.ops.embedding import embed_layer_norm
-from fastbert.ops.encoder_layers import LayerOperands, LinearWeights
+from fastbert.ops.encoder_layers import FinalNorm, LayerForm, LayerOperands, LinearWeights
 from fastbert.ops.feed_forward import activation, feed_forward
-from fastbert.ops.layer_norm import add_layer_norm
+from fastbert.ops.layer_norm import add_layer_norm, add_rms_norm, rms_norm
 from fastbert.ops.linear import linear, linears, multiplies_bf16, repack
 from fastbert.ops.loss import cross_entropy, logits_cross_entropy, sequence_cross_entropy
 from fastbert.ops.packing import pack, unpack
 from fastbert.ops.pooling import pooling
+from fastbert.ops.rotary import Rotary, rotate
 
 __all__ = [
+    "FinalNorm",
+    "LayerForm",
     "LayerOperands",
     "LinearWeights",
+    "Rotary",
     "activation",
     "add_layer_norm",
+    "add_rms_norm",
     "at_least_fp32",
     "attention",
     "attention_probs",
@@ -33,6 +38,8 @@ __all__ = [
     "pack",
     "pooling",
     "repack",
+    "rms_norm",
+    "rotate",
     "sequence_cross_entropy",
     "unpack",
     "warn_of_missing_kernels",

@@ -107,9 +107,15 @@ def _written_attention(q, k, v, mask, options):
     return out.view(num_sequences, num_heads, width, head_dim)
 
 
+def _every_head(num_heads, *tensors):
+    """(..., num_kv_heads, head_dim) with each head as often as there are query heads to a group."""
+    groups = (num_heads // max(1, t.shape[-2]) for t in tensors)
+    return [t if group <= 1 else t.repeat_interleave(group, -2) for t, group in zip(tensors, groups, strict=True)]
+
+
 def _rectangle_attention(q, k, v, mask, options):
-    """q, k, v (num_sequences, width, num_heads, head_dim) -> q's shape; mask (num_sequences, 1, 1 or width, width)."""
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    """q, k, v (num_sequences, width, heads, head_dim) -> q's shape; mask (num_sequences, 1, 1 or width, width)."""
+    q, k, v = (t.transpose(1, 2) for t in (q, *_every_head(q.shape[2], k, v)))
     has_window = mask is not None and mask.shape[2] > 1  # SDPA's gradients err more where a query sees few keys
     is_twice = asked_for(None) is Backend.TORCH and needs_grad(q, k, v)  # SDPA's kernels are differentiable once
     if has_window or is_twice or _writes_scores(q, q.shape[2]):
@@ -130,11 +136,8 @@ def _attention_bucketed(q, k, v, buckets, options):
     total_tokens, num_heads, head_dim = q.shape
     pieces, order = [], []
     for b in buckets:
-        shape = (b.num_sequences, b.width, num_heads, head_dim)
-        if b.span is not None:
-            operands = [t[b.span[0] : b.span[1]].view(shape) for t in (q, k, v)]
-        else:
-            operands = [t.index_select(0, b.token_index).view(shape) for t in (q, k, v)]
+        tokens = [t[b.span[0] : b.span[1]] if b.span else t.index_select(0, b.token_index) for t in (q, k, v)]
+        operands = [t.view(b.num_sequences, b.width, *t.shape[1:]) for t in tokens]
         out = _rectangle_attention(*operands, b.mask, options).reshape(-1, num_heads, head_dim)
         pieces.append(out if b.real_slots is None else out.index_select(0, b.real_slots))
         order.append(b.tokens)
@@ -156,7 +159,7 @@ def _padded_slots(total_tokens, cu_seqlens, max_seqlen):
     return index, real
 
 
-def _attention_padded(q, k, v, cu_seqlens, max_seqlen, options):
+def _attention_padded(q, k, v, cu_seqlens, max_seqlen, window_positions, options):
     """One SDPA call on the (batch, max_seqlen) rectangle: what torch.compile traces, with no data-dependent shape."""
     total_tokens, window_size = q.shape[0], options.window_size
     if 0 in (total_tokens, cu_seqlens.shape[0] - 1, max_seqlen):
@@ -166,10 +169,7 @@ def _attention_padded(q, k, v, cu_seqlens, max_seqlen, options):
     # A sequence without tokens attends to slot 0, which is then dropped: no row is fully masked.
     mask = (real | (torch.arange(max_seqlen, device=q.device) == 0))[:, None, None, :]
     if max(window_size) >= 0:
-        # A query sees itself whatever the window, in padding too: no row is fully masked.
-        mask = mask & _window(max_seqlen, window_size, q.device) | torch.eye(
-            max_seqlen, dtype=torch.bool, device=q.device
-        )
+        mask = mask & _window(index, window_size, window_positions)
     out = _rectangle_attention(*operands, mask, options)
     # Back to tokens: token t of sequence s sits in slot (s, t - start(s)).
     sequence, inside = token_sequences(cu_seqlens, total_tokens)
@@ -179,17 +179,34 @@ def _attention_padded(q, k, v, cu_seqlens, max_seqlen, options):
     return torch.where(inside[:, None, None], out, 0.0)
 
 
-def _window(width, window_size, device):
-    """(width, width): whether a query (row) sees a key (column)."""
-    left, right = (width if side < 0 else side for side in window_size)
-    distance = torch.arange(width, device=device)[None, :] - torch.arange(width, device=device)[:, None]
+def _window(index, window_size, window_positions):
+    """(batch, 1, max_seqlen, max_seqlen): whether a query (row) sees a key (column), for _padded_slots' index.
+
+    A padding slot is where its sequence's last token is, which it sees: no row is fully masked.
+    """
+    position = (index if window_positions is None else window_positions[index]).long()
+    left, right = (torch.iinfo(torch.int64).max if side < 0 else side for side in window_size)
+    distance = position[:, None, None, :] - position[:, None, :, None]
     return (distance >= -left) & (distance <= right)
 
 
-def attention_torch(q, k, v, cu_seqlens, max_seqlen, options, cache):
+def _check_positions(window_positions, cu_seqlens):
+    """Raise ValueError unless they ascend in each sequence, where a look costs no wait."""
+    if window_positions is None or not window_positions.is_cpu or torch.compiler.is_compiling():
+        return
+    falls = (window_positions[1:] <= window_positions[:-1]).nonzero().flatten() + 1
+    for token in set(falls.tolist()).difference(cu_seqlens.tolist()):
+        if token < cu_seqlens[-1]:
+            raise ValueError(
+                f"window_positions falls or stands still at token {token}; it must ascend within a sequence"
+            )
+
+
+def attention_torch(q, k, v, cu_seqlens, max_seqlen, window_positions, options, cache):
     if torch.compiler.is_compiling() or max(options.window_size) >= 0:
         check_offsets_on_cpu("attention", cu_seqlens, q.shape[0], max_seqlen)
-        return _attention_padded(q, k, v, cu_seqlens, max_seqlen, options)
+        _check_positions(window_positions, cu_seqlens)
+        return _attention_padded(q, k, v, cu_seqlens, max_seqlen, window_positions, options)
     buckets = None if cache is None else cache.get("torch_buckets")
     if buckets is None:
         offsets = cu_seqlens.tolist()
@@ -200,14 +217,18 @@ def attention_torch(q, k, v, cu_seqlens, max_seqlen, options, cache):
     return _attention_bucketed(q, k, v, buckets, options)
 
 
-def attention_probs_torch(q, k, cu_seqlens, max_seqlen, softmax_scale):
-    """(batch, num_heads, max_seqlen, max_seqlen); zero where a query or key slot is padding."""
+def attention_probs_torch(q, k, cu_seqlens, max_seqlen, window_positions, options):
+    """(batch, num_heads, max_seqlen, max_seqlen); zero where a query or key slot is padding, or beyond the window."""
     check_offsets_on_cpu("attention_probs", cu_seqlens, q.shape[0], max_seqlen)
     if q.shape[0] == 0:
         return _zeros_of_nothing((cu_seqlens.shape[0] - 1, q.shape[1], max_seqlen, max_seqlen), q, k)
+    (k,) = _every_head(q.shape[1], k)
     index, real = _padded_slots(q.shape[0], cu_seqlens, max_seqlen)
     q, k = (t.index_select(0, index.flatten()).view(*index.shape, *t.shape[1:]).transpose(1, 2) for t in (q, k))
-    scores = at_least_fp32(q @ k.transpose(-1, -2)) * softmax_scale
-    scores = scores.masked_fill(~real[:, None, None, :], -math.inf)
-    both = real[:, None, None, :] & real[:, None, :, None]
-    return torch.where(both, scores.softmax(-1), 0.0).to(q.dtype)
+    scores = at_least_fp32(q @ k.transpose(-1, -2)) * options.softmax_scale
+    seen = real[:, None, None, :]
+    if max(options.window_size) >= 0:
+        _check_positions(window_positions, cu_seqlens)
+        seen = seen & _window(index, options.window_size, window_positions)
+    probs = scores.masked_fill(~seen, -math.inf).softmax(-1)
+    return torch.where(real[:, None, None, :] & real[:, None, :, None], probs, 0.0).to(q.dtype)

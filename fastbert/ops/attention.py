@@ -20,7 +20,7 @@ from fastbert.ops._common import (
     triton_objection,
 )
 from fastbert.ops.packing import int32_offsets
-from fastbert.ops.rotary import Pair, check_rotary, rotary_triton, rotate
+from fastbert.ops.rotary import Rotary, check_rotary, rotary_triton, rotate
 
 Window = tuple[int, int]
 UNLIMITED: Window = (-1, -1)
@@ -31,24 +31,29 @@ UNLIMITED: Window = (-1, -1)
 #
 # philox is int64 (2,) = [seed, offset] on q's device, read only when dropout_p > 0; softmax_stats is (0, num_heads,
 # total_tokens) unless return_stats. Results are contiguous whatever the strides of q, k and v, and zeros in slack rows.
+# q, k, dq and dk are those before the rotation by cos and sin.
 
+_FORM = (
+    "Tensor? window_positions, Tensor? cos, Tensor? sin, float softmax_scale, float dropout_p, int window_left,"
+    " int window_right, bool interleaved, bool by_token"
+)
 _FWD_CPU_SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? philox, float softmax_scale, float dropout_p,"
-    " bool return_stats) -> (Tensor out, Tensor softmax_stats)"
+    f"(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? philox, {_FORM}, bool return_stats)"
+    " -> (Tensor out, Tensor softmax_stats)"
 )
 _BWD_CPU_SCHEMA = (
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_stats, Tensor cu_seqlens, Tensor? philox,"
-    " float softmax_scale, float dropout_p) -> (Tensor dq, Tensor dk, Tensor dv)"
+    f" {_FORM}) -> (Tensor dq, Tensor dk, Tensor dv)"
 )
 
 
-def _fwd_fake(q, k, v, cu_seqlens, philox, softmax_scale, dropout_p, return_stats):
+def _fwd_fake(q, *others):
     tokens, num_heads, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty(2 if return_stats else 0, num_heads, tokens, dtype=torch.float32)
+    return q.new_empty(q.shape), q.new_empty(2 if others[-1] else 0, num_heads, tokens, dtype=torch.float32)
 
 
-def _bwd_fake(dout, q, k, v, out, softmax_stats, cu_seqlens, philox, softmax_scale, dropout_p):
-    return q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(q.shape)
+def _bwd_fake(dout, q, k, v, *others):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 _FWD_CPU = define("attention_fwd_cpu", _FWD_CPU_SCHEMA, _fwd_fake)
@@ -56,25 +61,24 @@ _BWD_CPU = define("attention_bwd_cpu", _BWD_CPU_SCHEMA, _bwd_fake)
 
 # The Triton kernels take the list of tiles instead, which is made once a batch: int32 (num_tiles, 4), of `tile` tokens
 # each. window_size: (left, right), -1 = unlimited. Statistics are of scores times the sign of softmax_scale. The
-# gradients stand beside each other, (total_tokens, 3, num_heads, head_dim), as the merged projection's backward wants
-# them; with cos and sin they are those of q and k before `rotary`.
+# gradients stand beside each other, (total_tokens, the heads of q, k and v, head_dim), as the merged projection's
+# backward wants them; with cos and sin they are those of q and k before `rotary`.
 
 _FWD_TRITON_SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor tiles, Tensor? philox, int tile, float softmax_scale, float dropout_p,"
-    " SymInt[] window_size, bool return_stats) -> (Tensor out, Tensor softmax_stats)"
+    "(Tensor q, Tensor k, Tensor v, Tensor tiles, Tensor? philox, Tensor? window_positions, int tile,"
+    " float softmax_scale, float dropout_p, SymInt[] window_size, bool return_stats)"
+    " -> (Tensor out, Tensor softmax_stats)"
 )
 _BWD_TRITON_SCHEMA = (
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_stats, Tensor tiles, Tensor? philox,"
-    " int tile, float softmax_scale, float dropout_p, SymInt[] window_size, Tensor? cos, Tensor? sin) -> Tensor dqkv"
+    " Tensor? window_positions, int tile, float softmax_scale, float dropout_p, SymInt[] window_size, Tensor? cos,"
+    " Tensor? sin, bool interleaved, bool by_token) -> Tensor dqkv"
 )
 
 
-def _fwd_triton_fake(q, k, v, tiles, philox, tile, softmax_scale, dropout_p, window_size, return_stats):
-    return _fwd_fake(q, k, v, None, philox, softmax_scale, dropout_p, return_stats)
-
-
-def _bwd_triton_fake(dout, q, *others):
-    return q.new_empty(q.shape[0], 3, *q.shape[1:])
+def _bwd_triton_fake(dout, q, k, *others):
+    total_tokens, num_heads, head_dim = q.shape
+    return q.new_empty(total_tokens, num_heads + 2 * k.shape[1], head_dim)
 
 
 _MAKE_TILES = define_triton(
@@ -83,7 +87,7 @@ _MAKE_TILES = define_triton(
     "attention",
     lambda cu_seqlens, total_tokens, tile: cu_seqlens.new_empty(total_tokens // tile + cu_seqlens.numel(), 4),
 )
-_FWD_TRITON = define_triton("attention_fwd", _FWD_TRITON_SCHEMA, "attention_fwd", _fwd_triton_fake)
+_FWD_TRITON = define_triton("attention_fwd", _FWD_TRITON_SCHEMA, "attention_fwd", _fwd_fake)
 _BWD_TRITON = define_triton("attention_bwd", _BWD_TRITON_SCHEMA, "attention_bwd", _bwd_triton_fake)
 
 
@@ -91,20 +95,9 @@ class AttentionOptions(NamedTuple):
     softmax_scale: float
     dropout_p: float = 0.0
     window_size: Window = UNLIMITED
+    interleaved: bool = False  # of Rotary
+    by_token: bool = False
     tile: int = 0  # of the Triton kernels: see `_tile`
-
-
-def _supports_common(q, k, v) -> str | None:
-    for name, t in (("k", k), ("v", v)):
-        if t.dtype != q.dtype:
-            return f"{name} is {t.dtype}, q is {q.dtype}"
-        if t.shape != q.shape:
-            return f"{name} has shape {tuple(t.shape)}, q {tuple(q.shape)}"
-    if q.dim() != 3:
-        return f"q has {q.dim()} dimensions, the kernels take (total_tokens, num_heads, head_dim)"
-    if not 2 <= q.shape[-1] <= 256:  # 1: what its rounded output costs the fp32 gradients has nothing to drown in
-        return f"head_dim is {q.shape[-1]} (has 2 to 256)"
-    return None
 
 
 def _supports_cpu(q, k, v, options) -> str | None:
@@ -112,13 +105,46 @@ def _supports_cpu(q, k, v, options) -> str | None:
         return f"tensors are on {q.device.type}"
     if q.dtype not in (torch.float32, torch.bfloat16):
         return f"dtype {q.dtype} (has float32 and bfloat16)"
-    if options.window_size != UNLIMITED:
-        return f"window_size is {options.window_size} (has no windows)"
-    return _supports_common(q, k, v) or extension_error()
+    return _head_dim_objection(q) or extension_error()
 
 
 def _supports_triton(q, k, v, options) -> str | None:
-    return triton_objection(q) or _supports_common(q, k, v)
+    return triton_objection(q) or _head_dim_objection(q)
+
+
+def _head_dim_objection(q) -> str | None:
+    if not 2 <= q.shape[-1] <= 256:  # 1: what its rounded output costs the fp32 gradients has nothing to drown in
+        return f"head_dim is {q.shape[-1]} (has 2 to 256)"
+    return None
+
+
+def _check_heads(op: str, q: torch.Tensor, **keys: torch.Tensor) -> None:
+    if q.dim() != 3:
+        raise ValueError(f"{op}: q has shape {tuple(q.shape)}; it must be (total_tokens, num_heads, head_dim)")
+    total_tokens, num_heads, head_dim = q.shape
+    for name, t in keys.items():
+        if t.dim() != 3 or t.shape[0] != total_tokens or t.shape[2] != head_dim:
+            raise ValueError(
+                f"{op}: {name} has shape {tuple(t.shape)}; it must be (total_tokens, num_kv_heads, head_dim) ="
+                f" ({total_tokens}, num_kv_heads, {head_dim})"
+            )
+        num_kv_heads = t.shape[1]
+        if num_heads % num_kv_heads if num_kv_heads else num_heads:
+            raise ValueError(f"{op}: q has {num_heads} heads, which the {num_kv_heads} of {name} do not divide")
+        if num_kv_heads != keys["k"].shape[1]:
+            raise ValueError(f"{op}: k has {keys['k'].shape[1]} heads, {name} has {num_kv_heads}")
+
+
+def _check_window(op: str, q: torch.Tensor, window_size: Window, window_positions: torch.Tensor | None) -> None:
+    if len(window_size) != 2 or min(window_size) < -1:
+        raise ValueError(f"{op}: window_size is {window_size}; it must be (left, right), -1 for a side without end")
+    if window_positions is None:
+        return
+    if window_positions.dtype is not torch.int32 or window_positions.shape != q.shape[:1]:
+        raise ValueError(
+            f"{op}: window_positions is {window_positions.dtype} of shape {tuple(window_positions.shape)};"
+            f" it must be torch.int32 of shape (total_tokens,) = ({q.shape[0]},)"
+        )
 
 
 def _scale(op: str, q: torch.Tensor, softmax_scale: float | None) -> float:
@@ -127,6 +153,12 @@ def _scale(op: str, q: torch.Tensor, softmax_scale: float | None) -> float:
     if not math.isfinite(softmax_scale):  # some products take NaN for 1
         raise ValueError(f"{op}: softmax_scale is {softmax_scale}, it must be finite")
     return softmax_scale
+
+
+def _check_dtypes(op: str, q: torch.Tensor, **keys: torch.Tensor) -> None:
+    for name, t in keys.items():
+        if t.dtype != q.dtype:
+            raise ValueError(f"{op}: {name} is {t.dtype}, q is {q.dtype}")
 
 
 def _probe(x, vector):
@@ -161,31 +193,50 @@ def _tiles(cu_seqlens: torch.Tensor, total_tokens: int, tile: int, cache: dict |
     return tiles
 
 
-def _launch(backend, options, q, k, v, where, philox, return_stats):
-    """where: cu_seqlens (cpu), or the tiles (triton)."""
-    softmax_scale, dropout_p, window_size, tile = options
+def _form(options, window_positions, cos, sin):
+    """What the CPU's kernels take of the kind of attention: _FORM."""
+    softmax_scale, dropout_p, window_size, interleaved, by_token, _ = options
+    return window_positions, cos, sin, softmax_scale, dropout_p, *window_size, interleaved, by_token
+
+
+def _launch(backend, options, q, k, v, where, philox, window_positions, cos, sin, return_stats):
+    """where: cu_seqlens (cpu), or the tiles (triton, of which cos and sin have been used before)."""
     if backend is Backend.CPU:
-        return _FWD_CPU(q, k, v, where, philox, softmax_scale, dropout_p, return_stats)
-    return _FWD_TRITON(q, k, v, where, philox, tile, softmax_scale, dropout_p, window_size, return_stats)
+        return _FWD_CPU(q, k, v, where, philox, *_form(options, window_positions, cos, sin), return_stats)
+    softmax_scale, dropout_p, window_size, _, _, tile = options
+    return _FWD_TRITON(
+        q, k, v, where, philox, window_positions, tile, softmax_scale, dropout_p, window_size, return_stats
+    )  # fmt: skip
 
 
-def _forward(backend, options, q, k, v, where, philox, cos, sin):
+def _rotate_triton(options, q, k, tiles, cos, sin):
+    if cos is None:
+        return q, k
+    return rotary_triton(q, k, cos, sin, tiles, options.tile, options.interleaved, options.by_token)
+
+
+def _forward(backend, options, q, k, v, where, philox, window_positions, cos, sin):
     """cos, sin: q and k are rotated here, so that the gradients are, too, where attention's backward has put them."""
-    if cos is not None:
-        q, k = rotary_triton(q, k, cos, sin, where, options.tile)
-    out, softmax_stats = _launch(backend, options, q, k, v, where, philox, True)
-    return out, (q, k, v, out, softmax_stats, where, philox, cos, sin)
+    if backend is Backend.TRITON:
+        q, k = _rotate_triton(options, q, k, where, cos, sin)
+    out, softmax_stats = _launch(backend, options, q, k, v, where, philox, window_positions, cos, sin, True)
+    return out, (q, k, v, out, softmax_stats, where, philox, window_positions, cos, sin)
 
 
 def _backward(backend, options, needed, saved, dout):
     """Probabilities are recomputed from softmax_stats."""
-    softmax_scale, dropout_p, window_size, tile = options
-    *operands, cos, sin = saved
+    *operands, window_positions, cos, sin = saved
     if backend is Backend.CPU:
-        gradients = _BWD_CPU(dout, *operands, softmax_scale, dropout_p)
+        gradients = _BWD_CPU(dout, *operands, *_form(options, window_positions, cos, sin))
     else:
-        gradients = _BWD_TRITON(dout, *operands, tile, softmax_scale, dropout_p, window_size, cos, sin).unbind(1)
-    return *gradients, None, None, None, None
+        softmax_scale, dropout_p, window_size, interleaved, by_token, tile = options
+        dqkv = _BWD_TRITON(
+            dout, *operands, window_positions, tile, softmax_scale, dropout_p, window_size, cos, sin, interleaved,
+            by_token,
+        )  # fmt: skip
+        num_heads, num_kv_heads = operands[0].shape[1], operands[1].shape[1]
+        gradients = dqkv.split((num_heads, num_kv_heads, num_kv_heads), 1)
+    return *gradients, None, None, None, None, None
 
 
 _RULE = Rule(_forward, _backward)
@@ -201,14 +252,17 @@ def attention(
     softmax_scale: float | None = None,
     dropout_p: float = 0.0,
     window_size: Window = UNLIMITED,
-    rotary: Pair | None = None,
+    window_positions: torch.Tensor | None = None,
+    rotary: Rotary | None = None,
     cache: dict | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """softmax(q k^T * softmax_scale) v within each sequence; softmax in fp32.
 
     Args:
-        q, k, v: (total_tokens, num_heads, head_dim).
+        q: (total_tokens, num_heads, head_dim).
+        k, v: (total_tokens, num_kv_heads, head_dim); query head h reads head h // (num_heads // num_kv_heads) of them
+            (Ainslie et al. 2023, "GQA", section 2.2).
         cu_seqlens: int32 (batch + 1,), the offsets of the sequences (int64 is converted); rows beyond cu_seqlens[-1]
             are slack.
         max_seqlen: an upper bound of the sequence lengths, known on the host.
@@ -216,9 +270,12 @@ def attention(
         dropout_p: probability of dropping an attention probability after the softmax.
         window_size: (left, right), how far before and behind itself a query sees keys; -1 = unlimited (Beltagy et al.
             2020, section 3.1).
-        rotary: (cos, sin), fp32, each (max_positions, head_dim // 2): q and k, not v, are rotated by their tokens'
-            positions in the sequences (Su et al. 2021, section 3.4.2), dimension i with dimension head_dim // 2 + i as
-            in GPT-NeoX, in fp32, and rounded to q's dtype. The tables take no gradient.
+        window_positions: int32 (total_tokens,), ascending in each sequence: a query sees a key where
+            -left <= position of the key - position of the query <= right. Default: their places 0, 1, 2... in the
+            sequence. Padded columns, by which transformers counts, are others where a mask has holes.
+        rotary: q and k, not v, are rotated (Su et al. 2021, section 3.4.2), in fp32, and rounded to q's dtype: by
+            tables of at least max_seqlen rows, a token's row being its place in its sequence, or by a row for each
+            token. The tables take no gradient.
         cache: a dict that lives as long as the batch; a backend keeps there what it derives from cu_seqlens, so that
             the layers of one forward pass derive it once.
         backend: None follows `use_backend`; a name forces that backend for this call.
@@ -227,36 +284,47 @@ def attention(
         (total_tokens, num_heads, head_dim); zeros in slack rows. No sequence sees another, bit for bit.
 
     Raises:
-        ValueError: tensors on two devices, a cu_seqlens of another dtype or shape, or a softmax_scale that is not
-            finite; on a CPU (there RuntimeError or IndexError, too) offsets that do not fit the tokens; of rotary, an
-            odd head_dim, or tables of another shape, dtype or device, that require a gradient, or with fewer positions
-            than max_seqlen.
+        ValueError: tensors on two devices, of two dtypes, or of shapes that do not fit; heads of k that do not divide
+            those of q; a cu_seqlens or window_positions of another dtype or shape; a softmax_scale that is not finite;
+            a window_size below -1; on a CPU (there RuntimeError or IndexError, too) offsets that do not fit the tokens,
+            and positions that do not ascend; of rotary, an odd head_dim, or tables of another shape, dtype or device,
+            that require a gradient, or with fewer positions than max_seqlen.
         BackendError: the backend that was asked for cannot serve the call.
     """
-    check_devices("attention", q=q, k=k, v=v, cu_seqlens=cu_seqlens)
+    check_devices("attention", q=q, k=k, v=v, cu_seqlens=cu_seqlens, window_positions=window_positions)
     cu_seqlens = int32_offsets("attention", cu_seqlens)
+    if not (k.shape == q.shape == v.shape and q.dim() == 3):
+        _check_heads("attention", q, k=k, v=v)
+    if window_size != UNLIMITED or window_positions is not None:
+        _check_window("attention", q, window_size, window_positions)
+        window_positions = None if max(window_size) < 0 else window_positions
+    options = AttentionOptions(_scale("attention", q, softmax_scale), dropout_p, window_size)
     if rotary is not None:
         check_rotary(q, rotary, max_seqlen)
-    options = AttentionOptions(_scale("attention", q, softmax_scale), dropout_p, window_size)
+        options = options._replace(interleaved=rotary.interleaved, by_token=rotary.by_token)
     if torch.is_autocast_enabled(q.device.type) and q.dtype is not torch.float64:
         q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))  # as autocast does for SDPA
+    if not (k.dtype is q.dtype is v.dtype):
+        _check_dtypes("attention", q, k=k, v=v)
     chosen = select("attention", backend, q, k, v, options)
-    if rotary is not None and chosen is not Backend.TRITON:
-        q, k = rotate(q, k, rotary, cu_seqlens, cache)
     if chosen is Backend.TORCH:
-        return attention_torch(q, k, v, cu_seqlens, max_seqlen, options, cache)
+        if rotary is not None:
+            q, k = rotate((q, k), rotary, cu_seqlens, cache)
+        return attention_torch(q, k, v, cu_seqlens, max_seqlen, window_positions, options, cache)
     philox = torch.randint(2**62, (2,), dtype=torch.int64, device=q.device) if dropout_p > 0 else None
     where, cos, sin = cu_seqlens, None, None
+    if rotary is not None:
+        cos, sin = rotary.cos, rotary.sin
     if chosen is Backend.TRITON:
         options = options._replace(tile=_tile(q.shape[-1], max_seqlen, q.dtype is torch.float32))
         where = _tiles(cu_seqlens, q.shape[0], options.tile, cache)
-        if rotary is not None:
-            cos, sin = (t if t.stride(1) == 1 else t.contiguous() for t in rotary)
+        if cos is not None and sin is not None:
+            cos, sin = (t if t.stride(1) == 1 else t.contiguous() for t in (cos, sin))
     if needs_grad(q, k, v):
-        return Differentiable.apply(_RULE, chosen, options, q, k, v, where, philox, cos, sin)
-    if cos is not None:
-        q, k = rotary_triton(q, k, cos, sin, where, options.tile)
-    return _launch(chosen, options, q, k, v, where, philox, False)[0]
+        return Differentiable.apply(_RULE, chosen, options, q, k, v, where, philox, window_positions, cos, sin)
+    if chosen is Backend.TRITON:
+        q, k = _rotate_triton(options, q, k, where, cos, sin)
+    return _launch(chosen, options, q, k, v, where, philox, window_positions, cos, sin, False)[0]
 
 
 def attention_probs(
@@ -266,17 +334,22 @@ def attention_probs(
     max_seqlen: int,
     *,
     softmax_scale: float | None = None,
-    rotary: Pair | None = None,
+    window_size: Window = UNLIMITED,
+    window_positions: torch.Tensor | None = None,
+    rotary: Rotary | None = None,
 ) -> torch.Tensor:
     """The probabilities that `attention` never writes down, for `output_attentions=True`; before dropout.
 
     Arguments as of `attention`. Returns (batch, num_heads, max_seqlen, max_seqlen); zeros at query and key slots beyond
     a sequence's length. Raises ValueError as `attention` does.
     """
-    check_devices("attention_probs", q=q, k=k, cu_seqlens=cu_seqlens)
+    check_devices("attention_probs", q=q, k=k, cu_seqlens=cu_seqlens, window_positions=window_positions)
     cu_seqlens = int32_offsets("attention_probs", cu_seqlens)
+    _check_heads("attention_probs", q, k=k)
+    _check_window("attention_probs", q, window_size, window_positions)
+    _check_dtypes("attention_probs", q, k=k)
     if rotary is not None:
         check_rotary(q, rotary, max_seqlen)
-        q, k = rotate(q, k, rotary, cu_seqlens)
-    softmax_scale = _scale("attention_probs", q, softmax_scale)
-    return attention_probs_torch(q, k, cu_seqlens, max_seqlen, softmax_scale)
+        q, k = rotate((q, k), rotary, cu_seqlens)
+    options = AttentionOptions(_scale("attention_probs", q, softmax_scale), 0.0, window_size)
+    return attention_probs_torch(q, k, cu_seqlens, max_seqlen, window_positions, options)

@@ -25,18 +25,19 @@ from fastbert.ops.layer_norm import add_layer_norm
 # out, (total_tokens, width): word[input_ids] + token_type[token_type_ids] + position[position_ids]
 #
 # rounded once, and its LayerNorm where weight is given (inference; autograd has add_layer_norm for that). Without
-# input_ids `word` holds the tokens' own rows; without token_type_ids every token is of type 0.
+# input_ids `word` holds the tokens' own rows; without token_type_ids every token is of type 0; without a table nothing
+# is added, and position_ids come with their table only.
 # Backward, which CUDA has not, gives one table's gradient, dense; row padding_idx takes none (-1: every row does).
 
 _FWD_SCHEMA = (
-    "(Tensor? input_ids, Tensor position_ids, Tensor? token_type_ids, Tensor word, Tensor position,"
+    "(Tensor? input_ids, Tensor? position_ids, Tensor? token_type_ids, Tensor word, Tensor? position,"
     " Tensor? token_type, Tensor? weight, Tensor? bias, float eps) -> Tensor"
 )
 _BWD_SCHEMA = "(Tensor dout, Tensor ids, Tensor table, int padding_idx) -> Tensor"
 
 
 def _fwd_fake(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, eps):
-    return position.new_empty(position_ids.shape[0], position.shape[1])
+    return word.new_empty((word if input_ids is None else input_ids).shape[0], word.shape[1])
 
 
 def _bwd_fake(dout, ids, table, padding_idx):
@@ -68,7 +69,8 @@ def _embed_layer_norm_torch(
     if token_type is not None:
         # Types are few and mostly 0: one row when none were given, as transformers does with its zero buffer.
         x = x + (token_type[0] if token_type_ids is None else F.embedding(token_type_ids, token_type))
-    x = x + F.embedding(position_ids, position, options.position_padding_idx)
+    if position is not None:
+        x = x + F.embedding(position_ids, position, options.position_padding_idx)
     if weight is not None:
         x = F.layer_norm(x, x.shape[-1:], weight, bias, options.eps)
     return dropout_torch(x, options.dropout_p)
@@ -106,20 +108,22 @@ register("embed_layer_norm", Backend.TRITON, _supports_triton)
 register("embed_layer_norm", Backend.CUDA, _supports_cuda)
 
 
-def _check_padding(name: str, padding_idx: int | None, table: torch.Tensor) -> None:
-    if padding_idx is not None and not 0 <= padding_idx < table.shape[0]:
+def _check_padding(name: str, padding_idx: int | None, table: torch.Tensor | None) -> None:
+    if padding_idx is not None and table is not None and not 0 <= padding_idx < table.shape[0]:
         raise ValueError(f"embed_layer_norm: {name} is {padding_idx}; the table has {table.shape[0]} rows")
 
 
 def _check_shapes(ids, tables, vectors) -> None:
-    """Raise ValueError where a kernel would read beyond a tensor, whatever the ids' values: it takes the number of
-    position ids and the width of their table for all of them. The C++ operators look for themselves."""
-    count, width = ids["position_ids"].shape, tables["position"].shape[-1]
+    """Raise ValueError where a kernel would read beyond a tensor, whatever the ids' values: it takes one number of
+    tokens and one width for all of them. The C++ operators look for themselves."""
+    first = next((name for name, t in ids.items() if t is not None), "inputs_embeds")
+    given = [t for t in tables.values() if t is not None]
+    count, width = (tables if first == "inputs_embeds" else ids)[first].shape[:1], given[0].shape[-1]
     for name, t in ids.items():
         if t is not None and (t.dtype is not torch.int64 or t.dim() != 1 or t.shape != count):
             raise ValueError(
                 f"embed_layer_norm: {name} is {t.dtype} of shape {tuple(t.shape)}; it must be torch.int64 of shape"
-                " (total_tokens,), that of position_ids"
+                f" (total_tokens,), that of {first}"
             )
     tokens = count[0]
     for name, t in tables.items():
@@ -160,7 +164,9 @@ def _backward(backend, options, needed, saved, dout):
     if needs_position:
         dposition = embed_bwd(dout, position_ids, position, position_padding)
     if needs_type:
-        types = torch.zeros_like(position_ids) if token_type_ids is None else token_type_ids
+        types = token_type_ids
+        if types is None:
+            types = torch.zeros(dout.shape[0], dtype=torch.int64, device=dout.device)
         dtype = embed_bwd(dout, types, token_type, -1)
     return None, None, None, dword, dposition, dtype
 
@@ -170,10 +176,10 @@ _RULE = Rule(_forward, _backward)
 
 def embed_layer_norm(
     input_ids: torch.Tensor | None,
-    position_ids: torch.Tensor,
+    position_ids: torch.Tensor | None,
     token_type_ids: torch.Tensor | None,
     word: torch.Tensor,
-    position: torch.Tensor,
+    position: torch.Tensor | None,
     token_type: torch.Tensor | None,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -189,7 +195,8 @@ def embed_layer_norm(
 
     Args:
         input_ids, position_ids, token_type_ids: int64 (total_tokens,); `token_type_ids` None means type 0.
-        word (vocab_size, embedding_size), position, token_type: the tables; `token_type` None: the family has none.
+        word (vocab_size, embedding_size), position, token_type: the tables; `position` or `token_type` None: the
+            family has none. Without a table its ids are not looked at.
         weight, bias: (embedding_size,); `weight` None skips the LayerNorm (pre-norm families).
         inputs_embeds: (total_tokens, embedding_size) in place of word[input_ids].
         padding_idx, position_padding_idx: rows of the word and position table that take no gradient.
@@ -210,6 +217,10 @@ def embed_layer_norm(
     )  # fmt: skip
     if input_ids is None and inputs_embeds is None:
         raise ValueError("embed_layer_norm: give input_ids or inputs_embeds")
+    if position is None:
+        position_ids = None
+    elif position_ids is None:
+        raise ValueError("embed_layer_norm: there is a position table, give position_ids")
     if inputs_embeds is None:
         table, ids = word, input_ids
         _check_padding("padding_idx", padding_idx, word)
@@ -217,7 +228,7 @@ def embed_layer_norm(
         table, ids = inputs_embeds, None
     _check_padding("position_padding_idx", position_padding_idx, position)
     options = EmbedLayerNormOptions(padding_idx, position_padding_idx, dropout_p, eps)
-    chosen = select("embed_layer_norm", backend, position, table, token_type, weight, bias)
+    chosen = select("embed_layer_norm", backend, table, position, token_type, weight, bias)
     if chosen in (Backend.TORCH, Backend.TRITON):
         given = {"position_ids": position_ids, "input_ids": ids, "token_type_ids": token_type_ids}
         name = "word" if inputs_embeds is None else "inputs_embeds"
@@ -245,7 +256,7 @@ def embed_layer_norm(
         return dropout(_FWD[chosen](*operands, weight, bias, eps), dropout_p)
     if needs_grad(table, position, token_type):
         x = Differentiable.apply(_RULE, chosen, options, *operands)
-    elif not needs_grad(position, weight, bias):
+    elif not needs_grad(weight, bias):
         return dropout(_FWD[chosen](*operands, weight, bias, eps), dropout_p, backend=backend)
     else:
         x = _FWD[chosen](*operands, None, None, 0.0)

@@ -3,6 +3,7 @@ gated one, GeGLU with its relatives (Shazeer 2020, section 2)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,47 +21,55 @@ from fastbert.ops._common import (
     triton_objection,
 )
 from fastbert.ops._linear_torch import ACTIVATIONS_IN_PLACE, activation_torch, linear_torch
+from fastbert.ops.dropout import dropout_torch
 from fastbert.ops.linear import check_gradient, supports_gemm_cpu
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh")
 
 # out: (total_tokens, hidden_size) in `dtype`; pre: the first product, which backward needs, no rows unless return_pre.
-# The CPU's operands are as those of `linears`; input_scales are those of the two products. On GPUs all operands have
-# one dtype, which is the results', too. gated: up_weight, up_bias and pre are twice as wide as the second product's
-# operand, which is activation(first half of pre) * second half. Gradients that are not needed are empty.
+# Gated, pre is gate and up beside each other, of gate_weight and up_weight, or of up_weight, which then holds both.
+# Operands on the CPU are as those of `linears`, input_scales those of gate (if there is one), up and down; on GPUs all
+# have one dtype, which is the results', too. philox is int64 (2,) = [seed, offset] on x's device, read only when
+# dropout_p > 0. Gradients that are not needed are empty, and so are lists of them; lists are in the order of pre.
 
 _FWD_CPU_SCHEMA = (
-    "(Tensor x, Tensor up_weight, Tensor? up_bias, Tensor down_weight, Tensor? up_scale, Tensor? down_scale,"
-    " float[] input_scales, str activation, ScalarType dtype, bool return_pre) -> (Tensor out, Tensor pre)"
+    "(Tensor x, Tensor up_weight, Tensor? up_bias, Tensor down_weight, Tensor? gate_weight, Tensor? gate_bias,"
+    " Tensor? up_scale, Tensor? down_scale, Tensor? gate_scale, float[] input_scales, Tensor? philox, float dropout_p,"
+    " str activation, bool gated, ScalarType dtype, bool return_pre) -> (Tensor out, Tensor pre)"
 )
 _BWD_CPU_SCHEMA = (
-    "(Tensor dout, Tensor x, Tensor pre, Tensor up_weight, Tensor down_weight, str activation, bool needs_dx,"
-    " bool needs_dweight, bool needs_dbias) -> (Tensor dx, Tensor dup_weight, Tensor dup_bias, Tensor ddown_weight)"
+    "(Tensor dout, Tensor x, Tensor pre, Tensor up_weight, Tensor down_weight, Tensor? gate_weight, Tensor? philox,"
+    " float dropout_p, str activation, bool gated, bool needs_dx, bool needs_dweight, bool needs_dbias)"
+    " -> (Tensor dx, Tensor[] dups, Tensor[] dup_biases, Tensor ddown_weight)"
 )
 _FWD_GPU_SCHEMA = (
-    "(Tensor x, Tensor up_weight, Tensor? up_bias, Tensor down_weight, str activation, bool gated, bool return_pre)"
-    " -> (Tensor out, Tensor pre)"
+    "(Tensor x, Tensor up_weight, Tensor? up_bias, Tensor down_weight, Tensor? gate_weight, Tensor? gate_bias,"
+    " str activation, bool gated, bool return_pre) -> (Tensor out, Tensor pre)"
 )
-_BWD_GPU_SCHEMA = _BWD_CPU_SCHEMA.replace("str activation,", "str activation, bool gated,")
+_BWD_GPU_SCHEMA = _BWD_CPU_SCHEMA.replace(" Tensor? philox, float dropout_p,", "")
 
 
-def _fwd_cpu_fake(x, up_weight, up_bias, down_weight, up_scale, down_scale, scales, activation, dtype, return_pre):
-    pre = x.new_empty(x.shape[0] if return_pre else 0, up_weight.shape[0], dtype=dtype)
+def _fwd_cpu_fake(
+    x, up_weight, up_bias, down_weight, gate_weight, gate_bias, up_scale, down_scale, gate_scale, input_scales, philox,
+    dropout_p, activation, gated, dtype, return_pre,
+):  # fmt: skip
+    width = up_weight.shape[0] + (0 if gate_weight is None else gate_weight.shape[0])
+    pre = x.new_empty(x.shape[0] if return_pre else 0, width, dtype=dtype)
     return x.new_empty(x.shape[0], down_weight.shape[0], dtype=dtype), pre
 
 
-def _bwd_cpu_fake(dout, x, pre, up_weight, down_weight, activation, needs_dx, needs_dweight, needs_dbias):
-    dup, ddown = (w.new_empty(w.shape[0] if needs_dweight else 0, w.shape[1]) for w in (up_weight, down_weight))
-    dup_bias = up_weight.new_empty(up_weight.shape[0] if needs_dbias else 0)
-    return x.new_empty(x.shape[0] if needs_dx else 0, x.shape[1]), dup, dup_bias, ddown
+def _bwd_fake(dout, x, pre, up_weight, down_weight, gate_weight, *rest):
+    needs_dx, needs_dweight, needs_dbias = rest[-3:]
+    ups = (up_weight,) if gate_weight is None else (gate_weight, up_weight)
+    dups = [up.new_empty(up.shape) for up in ups] if needs_dweight else []
+    dbiases = [up.new_empty(up.shape[0]) for up in ups] if needs_dbias else []
+    ddown = down_weight.new_empty(down_weight.shape[0] if needs_dweight else 0, down_weight.shape[1])
+    return x.new_empty(x.shape[0] if needs_dx else 0, x.shape[1]), dups, dbiases, ddown
 
 
-def _fwd_gpu_fake(x, up_weight, up_bias, down_weight, activation, gated, return_pre):
-    return _fwd_cpu_fake(x, up_weight, up_bias, down_weight, None, None, None, activation, x.dtype, return_pre)
-
-
-def _bwd_gpu_fake(dout, x, pre, up_weight, down_weight, activation, gated, *needs):
-    return _bwd_cpu_fake(dout, x, pre, up_weight, down_weight, activation, *needs)
+def _fwd_gpu_fake(x, up_weight, up_bias, down_weight, gate_weight, gate_bias, activation, gated, return_pre):
+    operands = (x, up_weight, up_bias, down_weight, gate_weight, gate_bias)
+    return _fwd_cpu_fake(*operands, None, None, None, (), None, 0.0, activation, gated, x.dtype, return_pre)
 
 
 _FWD = {
@@ -69,59 +78,67 @@ _FWD = {
     Backend.CUDA: define("feed_forward_cuda", _FWD_GPU_SCHEMA, _fwd_gpu_fake),
 }
 _BWD = {
-    Backend.CPU: define("feed_forward_bwd_cpu", _BWD_CPU_SCHEMA, _bwd_cpu_fake),
-    Backend.TRITON: define_triton("feed_forward_bwd", _BWD_GPU_SCHEMA, "feed_forward", _bwd_gpu_fake),
-    Backend.CUDA: define("feed_forward_bwd_cuda", _BWD_GPU_SCHEMA, _bwd_gpu_fake),
+    Backend.CPU: define("feed_forward_bwd_cpu", _BWD_CPU_SCHEMA, _bwd_fake),
+    Backend.TRITON: define_triton("feed_forward_bwd", _BWD_GPU_SCHEMA, "feed_forward", _bwd_fake),
+    Backend.CUDA: define("feed_forward_bwd_cuda", _BWD_GPU_SCHEMA, _bwd_fake),
 }
 
 
 class FeedForwardOptions(NamedTuple):
     activation: str
     gated: bool
-    input_scales: tuple[float, float]
+    dropout_p: float
+    input_scales: tuple[float, ...]
     dtype: torch.dtype
 
 
-def _feed_forward_torch(x, up_weight, up_bias, down_weight, weight_scales, options):
-    (up_scale, down_scale), (up_input, down_input) = weight_scales, options.input_scales
-    inner = linear_torch(x, up_weight, up_bias, up_scale, up_input, "none" if options.gated else options.activation)
+def _feed_forward_torch(x, up_weight, up_bias, down_weight, gate_weight, gate_bias, weight_scales, options):
+    *_, up_scale, down_scale = weight_scales
+    *_, up_input, down_input = options.input_scales
+    name = "none" if options.gated else options.activation
+    inner = linear_torch(x, up_weight, up_bias, up_scale, up_input, name)
     if options.gated:
-        first, second = inner.chunk(2, -1)
-        if inner.requires_grad:
-            inner = activation_torch(first, options.activation) * second
+        if gate_weight is None:
+            gate, up = inner.chunk(2, -1)
         else:
-            inner = ACTIVATIONS_IN_PLACE[options.activation](first).mul_(second)
+            up = inner
+            gate = linear_torch(x, gate_weight, gate_bias, weight_scales[0], options.input_scales[0], "none")
+        if gate.requires_grad or up.requires_grad:
+            inner = activation_torch(gate, options.activation) * up
+        else:
+            inner = ACTIVATIONS_IN_PLACE[options.activation](gate).mul_(up)
+    inner = dropout_torch(inner, options.dropout_p)
     return linear_torch(inner, down_weight, None, down_scale, down_input, "none")
 
 
-def _supports_cpu(x, up_weight, up_bias, down_weight, options) -> str | None:
-    if options.gated:
-        return "it has no gated feed-forward"
-    return supports_gemm_cpu(x, up_weight, up_bias, down_weight)
+def _supports_cpu(x, up_weight, up_bias, down_weight, gate_weight, gate_bias, options) -> str | None:
+    return supports_gemm_cpu(x, up_weight, up_bias, down_weight, gate_weight, gate_bias)
 
 
-def _supports_gpu(x, *weights) -> str | None:
+def _supports_gpu(x, up_weight, up_bias, down_weight, gate_weight, gate_bias, options) -> str | None:
     if x.dim() != 2:
         return f"x has {x.dim()} dimensions, the kernels take (total_tokens, in_features)"
-    for t in weights:
+    for t in (up_weight, up_bias, down_weight, gate_weight, gate_bias):
         if t is not None and not t.is_floating_point():
             return f"a weight is {t.dtype}"
         if t is not None and t.dtype is not x.dtype and not torch.is_autocast_enabled(x.device.type):
             return f"a weight is {t.dtype}, x is {x.dtype}"
+    if options.dropout_p > 0:
+        return "it has no dropout before the second product"
     return None
 
 
-def _supports_triton(x, up_weight, up_bias, down_weight, options) -> str | None:
-    return _supports_gpu(x, up_weight, up_bias, down_weight) or triton_objection(x)
+def _supports_triton(x, *operands) -> str | None:
+    return _supports_gpu(x, *operands) or triton_objection(x)
 
 
-def _supports_cuda(x, up_weight, up_bias, down_weight, options) -> str | None:
+def _supports_cuda(x, *operands) -> str | None:
     # Any intermediate_size: rows that 16-byte loads do not take go element by element.
-    return _supports_gpu(x, up_weight, up_bias, down_weight) or cuda_objection(x, max_columns=None)
+    return _supports_gpu(x, *operands) or cuda_objection(x, max_columns=None)
 
 
 def _probe(x: torch.Tensor, vector: torch.Tensor) -> tuple:
-    return x, x, None, x.t(), FeedForwardOptions("gelu", False, (0.0, 0.0), x.dtype)
+    return x, x, None, x.t(), None, None, FeedForwardOptions("gelu", False, 0.0, (0.0, 0.0), x.dtype)
 
 
 # On a GPU both backends are cuBLAS's products with a kernel between them; `auto` takes CUDA's where it is built.
@@ -140,39 +157,57 @@ def activation(x: torch.Tensor, name: str) -> torch.Tensor:
     return activation_torch(x, name)
 
 
-def _launch(backend, options, operands, weight_scales, return_pre):
+def _launch(backend, options, operands, weight_scales, philox, return_pre):
     """Returns out and pre."""
-    activation, gated, input_scales, dtype = options
-    if backend is Backend.CPU:
-        return _FWD[backend](*operands, *weight_scales, input_scales, activation, dtype, return_pre)
-    return _FWD[backend](*operands, activation, gated, return_pre)
+    activation, gated, dropout_p, input_scales, dtype = options
+    if backend is not Backend.CPU:
+        return _FWD[backend](*operands, activation, gated, return_pre)
+    return _FWD[backend](
+        *operands, *weight_scales, input_scales, philox, dropout_p, activation, gated, dtype, return_pre
+    )
 
 
 def _forward(backend, options, *operands):
     """What is kept is x and the first product: its activation is computed again."""
-    x, up_weight, _, down_weight = operands
-    out, pre = _launch(backend, options, operands, (None, None), True)
-    return out, (x, pre, up_weight, down_weight)
+    x, up_weight, _, down_weight, gate_weight, _, philox = operands
+    out, pre = _launch(backend, options, operands[:-1], (None, None, None), philox, True)
+    return out, (x, pre, up_weight, down_weight, gate_weight, philox)
 
 
 def _backward(backend, options, needed, saved, dout):
-    needs_dx, needs_dup, needs_dbias, needs_ddown = needed
-    form = (options.activation,) if backend is Backend.CPU else (options.activation, options.gated)
-    return _BWD[backend](dout, *saved, *form, needs_dx, needs_dup or needs_ddown, needs_dbias)
+    needs_dx, needs_dup, needs_dup_bias, needs_ddown, needs_dgate, needs_dgate_bias, _ = needed
+    needs = (needs_dx, needs_dup or needs_ddown or needs_dgate, needs_dup_bias or needs_dgate_bias)
+    *saved, philox = saved
+    dropout = (philox, options.dropout_p) if backend is Backend.CPU else ()
+    dx, dups, dbiases, ddown = _BWD[backend](dout, *saved, *dropout, options.activation, options.gated, *needs)
+    dgate, dup = (None, None, *dups)[-2:]
+    dgate_bias, dup_bias = (None, None, *dbiases)[-2:]
+    return dx, dup, dup_bias, ddown, dgate, dgate_bias, None
 
 
 _RULE = Rule(_forward, _backward)
 
 
-def _check(x, up_weight, up_bias, down_weight, activation: str, gated: bool) -> None:
+def _check(x, up_weight, up_bias, down_weight, gate_weight, gate_bias, activation: str, gated: bool) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}; valid names: {', '.join(ACTIVATIONS)}")
-    up_size = (2 if gated else 1) * down_weight.shape[1]
-    if tuple(up_weight.shape) != (up_size, x.shape[-1]):
-        whose = f"x {tuple(x.shape)} and down_weight {tuple(down_weight.shape)}{', gated' if gated else ''}"
-        raise ValueError(f"up_weight is {tuple(up_weight.shape)}, {whose} need {(up_size, x.shape[-1])}")
-    if up_bias is not None and tuple(up_bias.shape) != (up_size,):
-        raise ValueError(f"up_bias is {tuple(up_bias.shape)}, up_weight needs {(up_size,)}")
+    if not gated and (gate_weight is not None or gate_bias is not None):
+        raise ValueError("gate_weight and gate_bias go with gated=True")
+    if gate_weight is None and gate_bias is not None:
+        raise ValueError("gate_bias goes with gate_weight; where one weight holds both products, so does up_bias")
+    size = (2 if gated and gate_weight is None else 1) * down_weight.shape[1]
+    _check_product("up", x, up_weight, up_bias, down_weight, size)
+    if gate_weight is not None:
+        _check_product("gate", x, gate_weight, gate_bias, down_weight, size)
+
+
+def _check_product(name: str, x, weight, bias, down_weight, size: int) -> None:
+    if tuple(weight.shape) != (size, x.shape[-1]):
+        whose = f"x {tuple(x.shape)} and down_weight {tuple(down_weight.shape)}"
+        gated = ", gated" if size != down_weight.shape[1] else ""
+        raise ValueError(f"{name}_weight is {tuple(weight.shape)}, {whose}{gated} need {(size, x.shape[-1])}")
+    if bias is not None and tuple(bias.shape) != (size,):
+        raise ValueError(f"{name}_bias is {tuple(bias.shape)}, {name}_weight needs {(size,)}")
 
 
 def feed_forward(
@@ -183,44 +218,60 @@ def feed_forward(
     *,
     activation: str = "gelu",
     gated: bool = False,
-    weight_scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-    input_scales: tuple[float, float] = (0.0, 0.0),
+    gate_weight: torch.Tensor | None = None,
+    gate_bias: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    weight_scales: Sequence[torch.Tensor | None] | None = None,
+    input_scales: Sequence[float] | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """inner down_weight^T, without the second bias: add_layer_norm takes that one. With pre = x up_weight^T + up_bias,
-    inner is activation(pre), or, gated, activation(first half of pre's columns) * second half: GeGLU where the
-    activation is "gelu", SwiGLU where it is "silu", ReGLU where it is "relu".
+    """dropout(inner) down_weight^T, without the second bias: add_layer_norm takes that one.
+
+    inner is activation(x up_weight^T + up_bias), or, gated, activation(gate) * up: GeGLU where the activation is
+    "gelu", SwiGLU where it is "silu", ReGLU where it is "relu". Then gate = x gate_weight^T + gate_bias where these are
+    given, and up is that of up_weight and up_bias; else these hold both, gate in their first half and up in the second.
 
     Args:
         x: (total_tokens, hidden_size).
-        up_weight: (intermediate_size, hidden_size), or, gated, (2 * intermediate_size, hidden_size).
+        up_weight: (intermediate_size, hidden_size); where it holds both, (2 * intermediate_size, hidden_size).
         up_bias: as many as up_weight has rows, or None.
         down_weight: (hidden_size, intermediate_size).
         activation: a name that the op `activation` knows.
-        weight_scales, input_scales: go with int8 weights, as in `linears`.
+        gate_weight, gate_bias: (intermediate_size, hidden_size) and (intermediate_size,); gated only.
+        dropout_p: with this probability an element of inner is zeroed; the others are divided by 1 - dropout_p.
+        weight_scales, input_scales: go with int8 weights, as in `linears`: gate's if there is one, up's and down's.
         backend: None follows `use_backend`; a name forces that backend for this call.
 
     Returns:
         (total_tokens, hidden_size), in x's dtype, or autocast's.
 
     Raises:
-        ValueError: an unknown activation, or shapes that do not fit.
+        ValueError: an unknown activation, shapes that do not fit, or gate_weight without gated.
         BackendError: the backend that was asked for cannot serve the call.
         RuntimeError: a gradient is wanted through an int8 weight.
     """
+    products = 2 if gate_weight is None else 3
+    scales = (None,) * products if weight_scales is None else tuple(weight_scales)
+    inputs = (0.0,) * products if input_scales is None else tuple(input_scales)
+    if len(scales) != products or len(inputs) != products:
+        found = f"{len(scales)} and {len(inputs)} elements"
+        raise ValueError(f"weight_scales and input_scales have {found}, there are {products} weights")
+    gate_scale, up_scale, down_scale = scales if products == 3 else (None, *scales)
     check_devices(
-        "feed_forward", x=x, up_weight=up_weight, up_bias=up_bias, down_weight=down_weight,
-        up_scale=weight_scales[0], down_scale=weight_scales[1],
+        "feed_forward", x=x, up_weight=up_weight, up_bias=up_bias, down_weight=down_weight, gate_weight=gate_weight,
+        gate_bias=gate_bias, up_scale=up_scale, down_scale=down_scale, gate_scale=gate_scale,
     )  # fmt: skip
-    _check(x, up_weight, up_bias, down_weight, activation, gated)
-    options = FeedForwardOptions(activation, gated, input_scales, compute_dtype(x))
-    chosen = select("feed_forward", backend, x, up_weight, up_bias, down_weight, options)
-    check_gradient(x, weight_scales)
+    weights = (up_weight, up_bias, down_weight, gate_weight, gate_bias)
+    _check(x, *weights, activation, gated)
+    options = FeedForwardOptions(activation, gated, dropout_p, inputs, compute_dtype(x))
+    chosen = select("feed_forward", backend, x, *weights, options)
+    check_gradient(x, scales)
     if chosen is Backend.TORCH:
-        return _feed_forward_torch(x, up_weight, up_bias, down_weight, weight_scales, options)
-    operands: tuple[torch.Tensor | None, ...] = (x, up_weight, up_bias, down_weight)
+        return _feed_forward_torch(x, *weights, scales, options)
+    operands: tuple[torch.Tensor | None, ...] = (x, *weights)
     if chosen is not Backend.CPU:
         operands = tuple(None if t is None else t.to(options.dtype) for t in operands)
+    philox = torch.randint(2**62, (2,), dtype=torch.int64, device=x.device) if dropout_p > 0 else None
     if needs_grad(*operands):
-        return Differentiable.apply(_RULE, chosen, options, *operands)
-    return _launch(chosen, options, operands, weight_scales, False)[0]
+        return Differentiable.apply(_RULE, chosen, options, *operands, philox)
+    return _launch(chosen, options, operands, (up_scale, down_scale, gate_scale), philox, False)[0]

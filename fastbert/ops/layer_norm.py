@@ -1,4 +1,8 @@
-"""add_layer_norm: bias + dropout + residual + LayerNorm in one pass (Ba et al. 2016, section 3, eq. 4)."""
+"""add_layer_norm and add_rms_norm: bias + dropout + residual + norm in one pass.
+
+LayerNorm: Ba et al. 2016, section 3, eq. 4. RMSNorm: Zhang & Sennrich 2019, eq. 4. The operators are the same for both:
+RMSNorm is LayerNorm with a mean of 0 and without a bias, and `rms` says which it is.
+"""
 
 from __future__ import annotations
 
@@ -25,33 +29,37 @@ from fastbert.ops.dropout import dropout_torch
 # out, (total_tokens, hidden_size): (summed - mean) * rstd * weight + bias; mean, rstd: fp32 (total_tokens,)
 #
 # The sum is rounded to x's dtype before it is normalised: backward differentiates exactly what forward computed.
+# With rms the mean is 0, rstd is 1 / sqrt(mean(summed^2) + eps), and mean and dbias are empty.
 # philox is int64 (2,) = [seed, offset] on x's device, read only when dropout_p > 0. `summed` has zero rows unless
 # return_sum; mean and rstd are empty unless return_stats. In backward dx has zero rows unless dropout_p > 0: without
 # dropout it equals dsummed. dx_bias is fp32-accumulated over tokens and empty unless has_x_bias.
 
 _FWD_SCHEMA = (
     "(Tensor x, Tensor? x_bias, Tensor? residual, Tensor weight, Tensor? bias, Tensor? philox, float dropout_p,"
-    " float eps, bool return_sum, bool return_stats) -> (Tensor out, Tensor summed, Tensor mean, Tensor rstd)"
+    " float eps, bool return_sum, bool return_stats, bool rms=False)"
+    " -> (Tensor out, Tensor summed, Tensor mean, Tensor rstd)"
 )
 _BWD_SCHEMA = (
     "(Tensor dout, Tensor? dsum, Tensor summed, Tensor mean, Tensor rstd, Tensor weight, Tensor? philox,"
-    " float dropout_p, bool has_x_bias) -> (Tensor dx, Tensor dsummed, Tensor dx_bias, Tensor dweight, Tensor dbias)"
+    " float dropout_p, bool has_x_bias, bool rms=False)"
+    " -> (Tensor dx, Tensor dsummed, Tensor dx_bias, Tensor dweight, Tensor dbias)"
 )
 
 
-def _fwd_fake(x, x_bias, residual, weight, bias, philox, dropout_p, eps, return_sum, return_stats):
+def _fwd_fake(x, x_bias, residual, weight, bias, philox, dropout_p, eps, return_sum, return_stats, rms=False):
     tokens, hidden_size = x.shape
     stats = tokens if return_stats else 0
     summed = x.new_empty(tokens if return_sum else 0, hidden_size)
-    mean, rstd = (x.new_empty(stats, dtype=torch.float32) for _ in range(2))
+    mean, rstd = (x.new_empty(rows, dtype=torch.float32) for rows in (0 if rms else stats, stats))
     return x.new_empty(tokens, hidden_size), summed, mean, rstd
 
 
-def _bwd_fake(dout, dsum, summed, mean, rstd, weight, philox, dropout_p, has_x_bias):
+def _bwd_fake(dout, dsum, summed, mean, rstd, weight, philox, dropout_p, has_x_bias, rms=False):
     tokens, hidden_size = dout.shape
     dx = dout.new_empty(tokens if dropout_p > 0 else 0, hidden_size)
     dx_bias = weight.new_empty(hidden_size if has_x_bias else 0)
-    return dx, dout.new_empty(tokens, hidden_size), dx_bias, torch.empty_like(weight), torch.empty_like(weight)
+    dbias = weight.new_empty(0 if rms else hidden_size)
+    return dx, dout.new_empty(tokens, hidden_size), dx_bias, torch.empty_like(weight), dbias
 
 
 _FWD = {
@@ -66,16 +74,19 @@ _BWD = {
 }
 
 
-class AddLayerNormOptions(NamedTuple):
+class NormOptions(NamedTuple):
     dropout_p: float
     eps: float
+    rms: bool
 
 
-def _add_layer_norm_torch(x, residual, weight, bias, x_bias, options):
+def _add_norm_torch(x, residual, weight, bias, x_bias, options):
     if x_bias is not None:
         x = x + x_bias
     x = dropout_torch(x, options.dropout_p)
     summed = x if residual is None else x + residual
+    if options.rms:
+        return F.rms_norm(summed, summed.shape[-1:], weight, options.eps), summed
     return F.layer_norm(summed, summed.shape[-1:], weight, bias, options.eps), summed
 
 
@@ -117,13 +128,15 @@ def _supports_cuda(x, residual, weight, bias, x_bias=None) -> str | None:
     return cuda_objection(x) or _supports_one_dtype(x, residual, weight, bias, x_bias)
 
 
-register("add_layer_norm", Backend.CPU, _supports_cpu)
-register("add_layer_norm", Backend.TRITON, _supports_triton)
-register("add_layer_norm", Backend.CUDA, _supports_cuda)
+for _op in ("add_layer_norm", "add_rms_norm"):
+    register(_op, Backend.CPU, _supports_cpu)
+    register(_op, Backend.TRITON, _supports_triton)
+    register(_op, Backend.CUDA, _supports_cuda)
 
 
 def _launch(backend, options, x, residual, weight, bias, x_bias, philox, return_sum, return_stats):
-    return _FWD[backend](x, x_bias, residual, weight, bias, philox, *options, return_sum, return_stats)
+    dropout_p, eps, rms = options
+    return _FWD[backend](x, x_bias, residual, weight, bias, philox, dropout_p, eps, return_sum, return_stats, rms)
 
 
 def _forward(backend, options, x, residual, weight, bias, x_bias, philox):
@@ -135,7 +148,7 @@ def _backward(backend, options, needed, saved, dout, dsum):
     summed = saved[0]
     dout = torch.zeros_like(summed) if dout is None else dout.contiguous()
     dsum = None if dsum is None else dsum.contiguous()
-    dx, dsummed, dx_bias, dweight, dbias = _BWD[backend](dout, dsum, *saved, options.dropout_p, needed[4])
+    dx, dsummed, dx_bias, dweight, dbias = _BWD[backend](dout, dsum, *saved, options.dropout_p, needed[4], options.rms)
     return dx if options.dropout_p > 0 else dsummed, dsummed, dweight, dbias, dx_bias, None
 
 
@@ -153,6 +166,26 @@ def _autocast_dtype(x: torch.Tensor, backend: str | None) -> torch.dtype:
     is_triton = asked is Backend.TRITON if asked is not None else x.device.type == "cuda"
     low = torch.get_autocast_dtype(x.device.type)
     return low if low is torch.bfloat16 and is_triton and triton_objection(x) is None else torch.float32
+
+
+def _add_norm(op, x, residual, weight, bias, x_bias, prenorm, backend, options):
+    check_devices(op, x=x, residual=residual, weight=weight, bias=bias, x_bias=x_bias)
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = _autocast_dtype(x, backend)
+        x, residual = x.to(dtype), None if residual is None else residual.to(dtype)
+        weight = weight.float()
+        bias, x_bias = (None if t is None else t.float() for t in (bias, x_bias))
+    chosen = select(op, backend, x, residual, weight, bias, x_bias)
+    if chosen is Backend.TORCH:
+        out, summed = _add_norm_torch(x, residual, weight, bias, x_bias, options)
+        return (out, summed) if prenorm else out
+    philox = torch.randint(2**62, (2,), dtype=torch.int64, device=x.device) if options.dropout_p > 0 else None
+    operands = (x.contiguous(), None if residual is None else residual.contiguous(), weight, bias, x_bias)
+    if needs_grad(*operands):
+        out, summed = Differentiable.apply(_RULE, chosen, options, *operands, philox)
+    else:
+        out, summed, _, _ = _launch(chosen, options, *operands, philox, prenorm, False)
+    return (out, summed) if prenorm else out
 
 
 def add_layer_norm(
@@ -185,21 +218,32 @@ def add_layer_norm(
     Raises:
         ValueError: tensors on two devices. BackendError: the backend that was asked for cannot serve the call.
     """
-    check_devices("add_layer_norm", x=x, residual=residual, weight=weight, bias=bias, x_bias=x_bias)
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = _autocast_dtype(x, backend)
-        x, residual = x.to(dtype), None if residual is None else residual.to(dtype)
-        weight = weight.float()
-        bias, x_bias = (None if t is None else t.float() for t in (bias, x_bias))
-    chosen = select("add_layer_norm", backend, x, residual, weight, bias, x_bias)
-    options = AddLayerNormOptions(dropout_p, eps)
-    if chosen is Backend.TORCH:
-        out, summed = _add_layer_norm_torch(x, residual, weight, bias, x_bias, options)
-        return (out, summed) if prenorm else out
-    philox = torch.randint(2**62, (2,), dtype=torch.int64, device=x.device) if dropout_p > 0 else None
-    operands = (x.contiguous(), None if residual is None else residual.contiguous(), weight, bias, x_bias)
-    if needs_grad(*operands):
-        out, summed = Differentiable.apply(_RULE, chosen, options, *operands, philox)
-    else:
-        out, summed, _, _ = _launch(chosen, options, *operands, philox, prenorm, False)
-    return (out, summed) if prenorm else out
+    options = NormOptions(dropout_p, eps, False)
+    return _add_norm("add_layer_norm", x, residual, weight, bias, x_bias, prenorm, backend, options)
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    *,
+    x_bias: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    eps: float = 1e-6,
+    prenorm: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm(dropout(x + x_bias) + residual) * weight: as `add_layer_norm`, without a mean and a bias.
+
+    What is normalised is divided by the root of its mean square plus `eps`, in fp32, and rounded once, after the
+    product with `weight`.
+    """
+    options = NormOptions(dropout_p, eps, True)
+    return _add_norm("add_rms_norm", x, residual, weight, None, x_bias, prenorm, backend, options)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6, backend: str | None = None) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over rows (total_tokens, hidden_size): `add_rms_norm` of x alone."""
+    out = add_rms_norm(x, None, weight, eps=eps, backend=backend)
+    assert isinstance(out, torch.Tensor)  # it has no second result without prenorm
+    return out

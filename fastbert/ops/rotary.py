@@ -2,51 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 
 from fastbert.ops._common import at_least_fp32, define_triton, needs_grad
 from fastbert.ops.packing import token_positions
 
-Pair = tuple[torch.Tensor, torch.Tensor]
 
-# q and k turned by their tokens' positions (cos and sin, fp32 (max_positions, head_dim // 2) by position, rows in one
-# piece): both contiguous, zeros in slack rows. tiles and tile: as in attention.
+class Rotary(NamedTuple):
+    """The tables that attention rotates q and k by: fp32, (rows, head_dim // 2)."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    interleaved: bool = False  # dimension 2 i with 2 i + 1 (RoFormer), else i with head_dim // 2 + i (GPT-NeoX)
+    by_token: bool = False  # row t belongs to token t of the packed batch, else row p to position p of a sequence
+
+
+# q and k turned by their tokens' positions (cos and sin, fp32 (rows, head_dim // 2), rows in one piece): both
+# contiguous, zeros in slack rows. tiles and tile: as in attention; the rest: as in Rotary.
 rotary_triton = define_triton(
     "rotary",
-    "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor tiles, int tile) -> (Tensor q_rotated, Tensor k_rotated)",
+    "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor tiles, int tile, bool interleaved=False, bool by_token=False)"
+    " -> (Tensor q_rotated, Tensor k_rotated)",
     "rotary",
-    lambda q, k, cos, sin, tiles, tile: (q.new_empty(q.shape), k.new_empty(k.shape)),
+    lambda q, k, *others: (q.new_empty(q.shape), k.new_empty(k.shape)),
 )
 
 
-def check_rotary(q: torch.Tensor, rotary: Pair, max_seqlen: int) -> None:
-    """Raises ValueError where (cos, sin) do not fit q (total_tokens, num_heads, head_dim) or max_seqlen."""
-    head_dim = q.shape[-1]
+def check_rotary(q: torch.Tensor, rotary: Rotary, max_seqlen: int) -> None:
+    """Raises ValueError where the tables do not fit q (total_tokens, num_heads, head_dim) or max_seqlen."""
+    total_tokens, head_dim = q.shape[0], q.shape[-1]
     if head_dim % 2:
-        raise ValueError(f"head_dim is {head_dim}: rotary embedding pairs one half of a head with the other")
-    for name, t in zip(("cos", "sin"), rotary, strict=True):
+        raise ValueError(f"head_dim is {head_dim}: rotary embedding takes the dimensions of a head in pairs")
+    for name, t in (("cos", rotary.cos), ("sin", rotary.sin)):
         if t.dim() != 2 or t.shape[1] != head_dim // 2:
-            raise ValueError(
-                f"{name} has shape {tuple(t.shape)}, expected (max_positions, head_dim // 2 = {head_dim // 2})"
-            )
+            raise ValueError(f"{name} has shape {tuple(t.shape)}, expected (rows, head_dim // 2 = {head_dim // 2})")
         if t.dtype is not torch.float32:
             raise ValueError(f"{name} is {t.dtype}, expected torch.float32")
         if t.device != q.device:
             raise ValueError(f"{name} is on {t.device}, q on {q.device}")
         if needs_grad(t):
             raise ValueError(f"{name} requires a gradient, which attention does not give it; detach it")
-        if t.shape[0] < max(1, max_seqlen):
+        if rotary.by_token and t.shape[0] != total_tokens:
+            raise ValueError(f"{name} has {t.shape[0]} rows, one a token, but there are {total_tokens} tokens")
+        if not rotary.by_token and t.shape[0] < max(1, max_seqlen):
             raise ValueError(f"{name} has {t.shape[0]} positions, max_seqlen is {max_seqlen}")
-    cos, sin = rotary
-    if cos.shape != sin.shape:
-        raise ValueError(f"cos has shape {tuple(cos.shape)}, sin {tuple(sin.shape)}")
+    if rotary.cos.shape != rotary.sin.shape:
+        raise ValueError(f"cos has shape {tuple(rotary.cos.shape)}, sin {tuple(rotary.sin.shape)}")
 
 
-def rotary_torch(x, cos, sin):
-    """x (total_tokens, num_heads, head_dim), cos and sin (total_tokens, head_dim // 2), of each token's position."""
-    x1, x2 = at_least_fp32(x).chunk(2, -1)
+def rotary_torch(x, cos, sin, interleaved=False):
+    """x (total_tokens, num_heads, head_dim), cos and sin (total_tokens, head_dim // 2), of each token."""
+    x1, x2 = at_least_fp32(x).unflatten(-1, (-1, 2)).unbind(-1) if interleaved else at_least_fp32(x).chunk(2, -1)
     cos, sin = cos[:, None], sin[:, None]
-    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).to(x.dtype)
+    rotated = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    return (torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)).to(x.dtype)
 
 
 def _positions(cu_seqlens: torch.Tensor, total_tokens: int, cache: dict | None) -> torch.Tensor:
@@ -59,7 +71,12 @@ def _positions(cu_seqlens: torch.Tensor, total_tokens: int, cache: dict | None) 
     return positions
 
 
-def rotate(q: torch.Tensor, k: torch.Tensor, rotary: Pair, cu_seqlens: torch.Tensor, cache: dict | None = None) -> Pair:
-    """q and k (total_tokens, num_heads, head_dim), rotated by torch."""
-    cos, sin = (t.index_select(0, _positions(cu_seqlens, q.shape[0], cache)) for t in rotary)
-    return rotary_torch(q, cos, sin), rotary_torch(k, cos, sin)
+def rotate(
+    tensors: Sequence[torch.Tensor], rotary: Rotary, cu_seqlens: torch.Tensor, cache: dict | None = None
+) -> list[torch.Tensor]:
+    """Queries, keys or values, (total_tokens, their heads, head_dim) each, rotated by torch."""
+    cos, sin = rotary.cos, rotary.sin
+    if not rotary.by_token:
+        positions = _positions(cu_seqlens, tensors[0].shape[0], cache)
+        cos, sin = cos.index_select(0, positions), sin.index_select(0, positions)
+    return [rotary_torch(t, cos, sin, rotary.interleaved) for t in tensors]

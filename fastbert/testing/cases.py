@@ -74,9 +74,10 @@ WORKLOADS = (
     Workload("8x128", (128,) * 8),
     Workload("4x512", (512,) * 4),
     Workload("32-ragged", RAGGED_32.lengths),
+    Workload("1x8192", (8192,)),
 )
 
-# Shapes of the benchmark's BERT encoders; the weights are random.
+# Fields of the configs of the benchmark's encoders, BERT's where no model_type stands; the weights are random.
 MODELS: dict[str, dict[str, Any]] = {
     "bert-base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
     "bert-large": {
@@ -86,6 +87,24 @@ MODELS: dict[str, dict[str, Any]] = {
         "intermediate_size": 4096,
     },
     "minilm": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
+    "modernbert-base": {
+        "model_type": "modernbert",
+        "vocab_size": 50368,
+        "hidden_size": 768,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 12,
+        "intermediate_size": 1152,
+        "max_position_embeddings": 8192,
+    },
+    "nomic-base": {
+        "model_type": "nomic_bert",
+        "vocab_size": 30528,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 2048,
+    },
     "tiny": {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 512},
 }
 

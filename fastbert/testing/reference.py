@@ -33,14 +33,27 @@ def layer_norm(x, weight, bias, eps):
     return out if bias is None else out + bias
 
 
-def add_layer_norm(x, residual, weight, bias, x_bias=None, eps=1e-12, keep=None, dropout_p=0.0):
-    """`keep` (bool, x's shape) is the dropout mask that was used; returns (out, summed)."""
+def rms_norm(x, weight, eps):
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+
+def _add(x, residual, x_bias, keep, dropout_p):
     if x_bias is not None:
         x = x + x_bias
     if keep is not None:
         x = torch.where(keep, x / (1.0 - dropout_p), torch.zeros_like(x))
-    summed = x if residual is None else x + residual
+    return x if residual is None else x + residual
+
+
+def add_layer_norm(x, residual, weight, bias, x_bias=None, eps=1e-12, keep=None, dropout_p=0.0):
+    """`keep` (bool, x's shape) is the dropout mask that was used; returns (out, summed)."""
+    summed = _add(x, residual, x_bias, keep, dropout_p)
     return layer_norm(summed, weight, bias, eps), summed
+
+
+def add_rms_norm(x, residual, weight, x_bias=None, eps=1e-6, keep=None, dropout_p=0.0):
+    summed = _add(x, residual, x_bias, keep, dropout_p)
+    return rms_norm(summed, weight, eps), summed
 
 
 def softmax(scores):
@@ -48,15 +61,23 @@ def softmax(scores):
     return e / e.sum(-1, keepdim=True)
 
 
-def rotary(x, cos, sin, cu_seqlens):
-    """x (total_tokens, num_heads, head_dim), cos and sin (max_positions, head_dim // 2); slack stays as it is."""
+def rotary(x, cos, sin, cu_seqlens, interleaved=False, by_token=False):
+    """x (total_tokens, num_heads, head_dim), cos and sin (rows, head_dim // 2); slack stays as it is.
+
+    Rows are those of positions in the sequences or, if `by_token`, of the tokens. Dimension i is paired with
+    head_dim // 2 + i or, if `interleaved`, 2 i with 2 i + 1.
+    """
     offsets = cu_seqlens.tolist()
     half = x.shape[-1] // 2
+    first = range(0, 2 * half, 2) if interleaved else range(half)
+    second = [i + (1 if interleaved else half) for i in first]
     pieces = []
     for start, stop in pairwise(offsets):
-        x1, x2 = x[start:stop, :, :half], x[start:stop, :, half:]
-        c, s = cos[: stop - start, None], sin[: stop - start, None]
-        pieces.append(torch.cat([x1 * c - x2 * s, x2 * c + x1 * s], -1).to(x.dtype))
+        rows = slice(start, stop) if by_token else slice(stop - start)
+        x1, x2 = x[start:stop, :, list(first)], x[start:stop, :, second]
+        c, s = cos[rows, None], sin[rows, None]
+        order = torch.tensor([*first, *second]).argsort()  # from the first of all pairs, then the second of all
+        pieces.append(torch.cat([x1 * c - x2 * s, x2 * c + x1 * s], -1)[..., order].to(x.dtype))
     return torch.cat([*pieces, x[offsets[-1] :]])
 
 
@@ -64,28 +85,36 @@ _rotary = rotary  # attention's argument has the same name
 
 
 def attention(
-    q, k, v, cu_seqlens, softmax_scale=None, keep=None, dropout_p=0.0, window_size=(-1, -1), rotary=None
+    q, k, v, cu_seqlens, softmax_scale=None, keep=None, dropout_p=0.0, window_size=(-1, -1), window_positions=None,
+    rotary=None,
 ):  # fmt: skip
-    """q, k, v (total_tokens, num_heads, head_dim), one sequence after the other; window_size (left, right), -1: no end.
+    """q (total_tokens, num_heads, head_dim), k and v (total_tokens, num_kv_heads, head_dim), one sequence after the
+    other; query head h sees key head h // (num_heads // num_kv_heads).
 
     `keep`, bool (total_tokens, num_heads, at least the longest length), is the dropout mask that was used: for each
-    query, by the key's position in the sequence. `rotary` is (cos, sin).
+    query, by the key's index in the sequence. window_size (left, right), -1: no end; a query at position p sees the
+    keys at p - left to p + right, positions being 0, 1, 2... in each sequence, or those of window_positions
+    (total_tokens,). `rotary` is (cos, sin, interleaved, by_token).
     """
     if rotary is not None:
-        q, k = (_rotary(t, *rotary, cu_seqlens) for t in (q, k))
+        cos, sin, *kind = rotary
+        q, k = (_rotary(t, cos, sin, cu_seqlens, *kind) for t in (q, k))
+    if k.shape[1] != q.shape[1]:
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
     softmax_scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     offsets = cu_seqlens.tolist()
+    left, right = (math.inf if side < 0 else side for side in window_size)
     pieces = []
     for start, stop in pairwise(offsets):
         qs, ks, vs = (t[start:stop].transpose(0, 1) for t in (q, k, v))
         if stop > start:
             scores = qs @ ks.transpose(1, 2) * softmax_scale
-            for i in range(stop - start):  # query i sees the keys from i - left to i + right
-                left, right = window_size
-                if left >= 0:
-                    scores[:, i, : max(0, i - left)] = -math.inf
-                if right >= 0:
-                    scores[:, i, i + right + 1 :] = -math.inf
+            if window_positions is None:
+                position = torch.arange(stop - start, device=q.device)
+            else:
+                position = window_positions[start:stop].long()
+            distance = position[None, :] - position[:, None]  # of a key (column) from a query (row)
+            scores = torch.where((distance >= -left) & (distance <= right), scores, -math.inf)
             probs = softmax(scores)
             if keep is not None:
                 kept = keep[start:stop, :, : stop - start].transpose(0, 1)
@@ -96,9 +125,11 @@ def attention(
 
 
 def embed_layer_norm(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, eps=1e-12):
-    x = word[input_ids] + position[position_ids]
+    x = word[input_ids]
+    if position is not None:
+        x = x + position[position_ids]
     if token_type is not None:
-        types = torch.zeros_like(position_ids) if token_type_ids is None else token_type_ids
+        types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
         x = x + token_type[types]
     return x if weight is None else layer_norm(x, weight, bias, eps)
 
@@ -108,12 +139,20 @@ def linear(x, weight, bias, name="none"):
     return y if name == "none" else activation(y, name)
 
 
-def feed_forward(x, up_weight, up_bias, down_weight, name, gated=False):
+def feed_forward(
+    x, up_weight, up_bias, down_weight, name, gated=False, gate_weight=None, gate_bias=None, keep=None, dropout_p=0.0
+):
+    """keep: which elements dropout leaves, bool (total_tokens, intermediate_size)."""
     if not gated:
-        return linear(x, up_weight, up_bias, name) @ down_weight.T
-    pre = x @ up_weight.T if up_bias is None else x @ up_weight.T + up_bias
-    first, second = pre.chunk(2, -1)
-    return (activation(first, name) * second) @ down_weight.T
+        inner = linear(x, up_weight, up_bias, name)
+    elif gate_weight is None:
+        gate, up = linear(x, up_weight, up_bias).chunk(2, -1)
+        inner = activation(gate, name) * up
+    else:
+        inner = linear(x, gate_weight, gate_bias, name) * linear(x, up_weight, up_bias)
+    if keep is not None:
+        inner = torch.where(keep, inner / (1.0 - dropout_p), torch.zeros_like(inner))
+    return inner @ down_weight.T
 
 
 def quantize_rows(x, input_scale=0.0):
@@ -128,6 +167,50 @@ def linear_int8(x, weight, bias, weight_scale, input_scale=0.0, name="none"):
     y = (integers @ weight.T.to(x.dtype)) * scale * weight_scale.to(x.dtype)
     y = y if bias is None else y + bias.to(x.dtype)
     return y if name == "none" else activation(y, name)
+
+
+def encoder_layer(x, form, linears, norms, cu_seqlens, tables=(), window_positions=None, keeps=(None,) * 4):
+    """A layer of any form (ops.LayerForm); `keeps` are the masks of its dropouts that were used.
+
+    linears: weight, bias, weight_scale and input_scale of every Linear, in the order of ops.LayerOperands; norms:
+    weight and bias of the attention's and of the feed-forward's; `tables` are the call's, of which the form names one.
+    """
+
+    def product(x, leaf):
+        weight, bias, scale, input_scale = leaf
+        return linear(x, weight, bias) if scale is None else linear_int8(x, weight, bias, scale, input_scale)
+
+    def normed(x, which):
+        weight, bias = norms[2 * which : 2 * which + 2]
+        if weight is None:
+            return x
+        eps = form.eps[which]
+        return rms_norm(x, weight, eps) if form.norm == "rms" else layer_norm(x, weight, bias, eps)
+
+    def dropped(x, which):
+        if keeps[which] is None:
+            return x
+        return torch.where(keeps[which], x / (1.0 - form.dropouts[which]), torch.zeros_like(x))
+
+    *projections, output = linears[: 2 if form.merged_qkv else 4]
+    *ups, down = linears[len(projections) + 1 :]
+    inputs = normed(x, 0) if form.norm_first else x
+    heads = torch.cat([product(inputs, leaf) for leaf in projections], -1).unflatten(-1, (-1, form.head_dim))
+    q, k, v = heads.split((form.num_heads, form.num_kv_heads, form.num_kv_heads), 1)
+    context = attention(
+        q, k, v, cu_seqlens, form.softmax_scale, keeps[0], form.dropouts[0], form.window_size, window_positions,
+        tables[form.rotary] if form.rotary >= 0 else None,
+    )  # fmt: skip
+    x = x + dropped(product(context.flatten(1), output), 1)
+    x = x if form.norm_first else normed(x, 0)
+    inner = torch.cat([product(normed(x, 1) if form.norm_first else x, leaf) for leaf in ups], -1)
+    if form.gated:
+        gate, up = inner.chunk(2, -1)
+        inner = activation(gate, form.activation) * up
+    else:
+        inner = activation(inner, form.activation)
+    x = x + dropped(product(dropped(inner, 2), down), 3)
+    return x if form.norm_first else normed(x, 1)
 
 
 def cross_entropy(hidden_states, weight, bias, labels, ignore_index=-100, label_smoothing=0.0, z_loss=0.0):

@@ -80,7 +80,7 @@ def cuda(monkeypatch):
 def batch():
     model = make_model()
     inputs = model.prepare(torch.randint(1, 40, (2, 8)), *[None] * 6)
-    return model, inputs, StaticBatch.empty(bucket_of(16, 2, 8, False, 64), model.device)
+    return model, inputs, StaticBatch.empty(bucket_of(16, 2, 8, False, 64), model.device, model.config.distances)
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU runs the real ones")
@@ -91,7 +91,7 @@ def test_a_capture_waits_warms_up_and_keeps_streams_in_order(monkeypatch, cuda, 
     def encode(packed):
         cuda.log.append("encode")
         caches.append(packed.batch.cache)
-        return model.encode(packed)
+        return model.encode(packed).packed
 
     with monkeypatch.context() as patch:
         patch.setattr(cuda_graphs.torch, "cuda", cuda)

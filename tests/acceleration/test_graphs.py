@@ -109,22 +109,23 @@ def test_a_static_batch_gives_the_same_outputs(model_type, pattern):
     model = make_model(model_type)
     batch = make_batch(model.config, pattern)
     given, names = to_device(batch.inputs), ("input_ids", "attention_mask", "token_type_ids")
-    assert set(given) <= set(names)
-    inputs = model.prepare(*map(given.get, names), *[None] * 4)
-    has_types = inputs.token_type_ids is not None
+    assert set(given) <= {*names, "task_type_ids"}
+    inputs = model.prepare(*map(given.get, names), *[None] * 5, given.get("task_type_ids"))
+    has_types = inputs.ids.token_type_ids is not None
     bucket = bucket_of(inputs.batch.total_tokens, inputs.batch.batch_size, 11, has_types, 8192)
-    static = StaticBatch.empty(bucket, model.device)
+    has_tasks = model.config.embeddings.task_type is not None
+    static = StaticBatch.empty(bucket, model.device, model.config.distances, has_tasks)
     static.ids[:2].fill_(2)  # as an earlier batch left it
     static.ids[2].fill_(max(0, model.config.type_vocab_size - 1))
     static.fill(inputs)
     assert static.cu_seqlens.tolist() == [*inputs.batch.cu_seqlens.tolist(), *[inputs.batch.total_tokens] * 2]
     with torch.no_grad():
-        found = model.encode(static.inputs())[: inputs.batch.total_tokens]
-        plain, oracle = model.encode(inputs), copy.deepcopy(model).double().encode(inputs)
+        found = model.encode(static.inputs()).packed[: inputs.batch.total_tokens]
+        plain, oracle = (m.encode(inputs).packed for m in (model, copy.deepcopy(model).double()))
         assert_close_to_reference(found, oracle, plain, GRADIENT_FACTOR)
         static.ids[:2, inputs.batch.total_tokens :] = 5
         static.ids[2, inputs.batch.total_tokens :] = 0
-        assert torch.equal(found, model.encode(static.inputs())[: inputs.batch.total_tokens])
+        assert torch.equal(found, model.encode(static.inputs()).packed[: inputs.batch.total_tokens])
 
 
 @families_axis

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fastbert import AutoModel
-from fastbert.models.auto import FAMILIES
+from fastbert.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 

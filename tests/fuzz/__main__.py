@@ -22,7 +22,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT), str(HERE.parent / "support")]  # this checkout's package, and what tests share
+sys.path[:0] = [str(ROOT), str(HERE.parent), str(HERE.parent / "support")]  # this package, conftest, what tests share
 
 NAMES = ("models", "ops", "files", "cli")
 NO_END = 900  # seconds without the end of a round, which takes a few: it hangs

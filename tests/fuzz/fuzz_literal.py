@@ -10,7 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastbert import EncoderConfig
+from fastbert.families import FAMILIES
 from fastbert.testing import reference
+
+
+def _is_plain(kind: str) -> bool:
+    """Whether `run_layer` below computes all that the family's layers do."""
+    specs, leaves = EncoderConfig.of_family(kind).layer_specs, EncoderConfig.of_family(kind).embeddings
+    has_distances = any(spec.attention.position or spec.attention.window_size != (-1, -1) for spec in specs)
+    is_other = any(spec.feed_forward.gated or spec.norm.kind != "layer" or len(spec.names.qkv) < 3 for spec in specs)
+    return not has_distances and not is_other and leaves.position is not None and leaves.task_type is None
+
+
+PLAIN = tuple(kind for kind in FAMILIES if _is_plain(kind))
 
 
 class Hook:
@@ -67,7 +80,7 @@ def positions_of(family, config, ids: torch.Tensor) -> torch.Tensor:
 
 
 def embeddings(model, ids, types) -> torch.Tensor:
-    names = model.family.embedding_names(model.config)
+    names = model.config.embeddings
     x = at(model, names.word)(ids) + at(model, names.position)(positions_of(model.family, model.config, ids))
     if names.token_type is not None:
         x = x + at(model, names.token_type)(types)
@@ -92,13 +105,14 @@ def feed_forward(layer, names, activation: str, x) -> torch.Tensor:
     return at(layer, names.down)(leave(layer, "intermediate", inner))
 
 
-def run_layer(layer, names, config, norm_first: bool, x, mask) -> torch.Tensor:
+def run_layer(layer, spec, x, mask) -> torch.Tensor:
+    names, norm_first = spec.names, spec.norm_first
     first, second = at(layer, names.attention_norm), at(layer, names.feed_forward_norm)
     inputs = first(x) if norm_first else x
-    out = attention(layer, names, config.num_attention_heads, inputs, mask) + x
+    out = attention(layer, names, spec.attention.num_heads, inputs, mask) + x
     out = out if norm_first else first(out)
     x = leave(layer, "attention", leave(layer, "attention.output", out))
-    inner = feed_forward(layer, names, config.activation, second(x) if norm_first else x)
+    inner = feed_forward(layer, names, spec.feed_forward.activation, second(x) if norm_first else x)
     inner = leave(layer, "ffn", inner) if isinstance(at(layer, "ffn"), nn.Module) and names.up != "ffn" else inner
     out = inner + x if norm_first else second(inner + x)
     return leave(layer, "", leave(layer, "output", out))
@@ -108,17 +122,16 @@ def literal_forward(model: nn.Module, ids, mask, types) -> dict[str, torch.Tenso
     """last_hidden_state (batch, seqlen, hidden_size), with rubbish at padding, and pooler_output where there is one."""
     family, config = model.family, model.config
     x = embeddings(model, ids, types)
-    paths = family.layer_paths(config)
-    groups = family.scopes(config, paths).groups  # ALBERT's: one stands for each run of so many layers
-    for i, path in enumerate(paths):
+    groups = config.scopes.groups  # ALBERT's: one stands for each run of so many layers
+    for i, (path, spec) in enumerate(zip(config.layer_paths, config.layer_specs, strict=True)):
         layer = at(model, path)
         if layer is not None:
-            x = run_layer(layer, family.layer, config, family.norm_first, x, mask)
+            x = run_layer(layer, spec, x, mask)
         if groups and (i + 1) % config.inner_group_num == 0:
             x = leave(model, groups[i // config.inner_group_num], x)
     if family.final_norm is not None:
         x = at(model, family.final_norm)(x)
-    stack = family.layer_path(config, 0).partition(".")[0]  # "encoder", or DistilBERT's "transformer"
+    stack = config.scopes.encoder  # "encoder", or DistilBERT's "transformer"
     outputs = {"last_hidden_state": leave(model, stack, x)}
     if family.pooler is not None:
         rows = torch.arange(len(ids))

@@ -15,15 +15,16 @@ from dataclasses import dataclass
 
 import torch
 from fuzz_driver import Draw, Fuzzer
-from fuzz_literal import Hook, at, literal_forward
+from fuzz_literal import PLAIN, Hook, at, literal_forward
 from fuzz_steps import STEPS
 from fuzz_subject import Subject
-from hf import FAMILIES, leaf_gradients, make_hf, random_like, randomise
+from hf import leaf_gradients, make_hf, random_like, randomise
 from torch import nn
 
 import fastbert
 from fastbert import BackendError, EncoderConfig
-from fastbert.models.auto import FAMILIES as OURS
+from fastbert.families import FAMILIES
+from fastbert.families.form import Embeddings
 from fastbert.models.auto import model_class
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
@@ -40,7 +41,7 @@ class Batch:
 
 
 def make_subject(draw: Draw, name: str) -> Subject:
-    model_type, is_ours = draw.choice(FAMILIES), draw.flag()
+    model_type, is_ours = draw.choice(PLAIN), draw.flag()
     heads = draw.choice((2, 1, 4))
     fields = {
         "num_attention_heads": heads, "hidden_size": heads * draw.choice((8, 16, 12)), "vocab_size": 29,
@@ -51,7 +52,9 @@ def make_subject(draw: Draw, name: str) -> Subject:
         fields["embedding_size"] = draw.choice((8, fields["hidden_size"]))
     if model_type == "albert" and draw.flag():
         fields |= {"num_hidden_groups": fields["num_hidden_layers"], "inner_group_num": draw.choice((1, 2))}
-    dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    fixed = FAMILIES[model_type].fixed
+    fields = {name: value for name, value in fields.items() if name not in fixed}
+    dropouts = {name: 0.0 for name in ("hidden_dropout_prob", "attention_probs_dropout_prob") if name not in fixed}
     config = EncoderConfig.of_family(model_type, **fields, **dropouts)
     seed = draw.integer(0, 99)
     draw.note(f"{name}: {'our' if is_ours else 'accelerated'} {model_type} {fields}")
@@ -62,9 +65,13 @@ def make_subject(draw: Draw, name: str) -> Subject:
     return Subject(name, model.eval(), is_ours)
 
 
+def embeddings_of(subject: Subject) -> Embeddings:
+    return EncoderConfig.from_dict(subject.model.config.to_dict()).embeddings
+
+
 def make_batch(draw: Draw, subject: Subject) -> Batch:
     """Padded on the right; ids that the tables have now."""
-    names = OURS[subject.model.config.model_type].family.embeddings
+    names = embeddings_of(subject)
     tables = [at(subject.model, path) for path in (names.word, names.token_type) if path is not None]
     generator = torch.Generator().manual_seed(draw.seed())
     lengths = torch.tensor([draw.choice((5, 1, 2, 9, 17)) for _ in range(draw.integer(1, 3))])
@@ -77,7 +84,7 @@ def make_batch(draw: Draw, subject: Subject) -> Batch:
 
 
 def call(subject: Subject, model, batch: Batch) -> Outputs:
-    has_types = OURS[subject.model.config.model_type].family.embeddings.token_type is not None
+    has_types = embeddings_of(subject).token_type is not None
     types = {"token_type_ids": batch.types} if has_types else {}
     options = {"attention_mask": batch.mask.long(), **types}
     if model is subject.model and subject.replaced is not None:

@@ -42,21 +42,26 @@ def groups_of(lengths: Lengths) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def add_layer_norm(draw: Draw, backend: str, dtype: torch.dtype):
+def add_norm(draw: Draw, backend: str, dtype: torch.dtype):
     rows, width = draw.choice((1, 0, 2, 3, 17, 33)), draw.choice(WIDTHS)
+    name = draw.choice(("add_layer_norm", "add_rms_norm"))
     shapes = {"x": (rows, width), "residual": (rows, width), "weight": (width,), "bias": (width,), "x_bias": (width,)}
-    for name in ("residual", "bias", "x_bias"):
-        if draw.flag(3):
-            del shapes[name]
+    for absent in ("residual", "bias", "x_bias"):
+        if draw.flag(3) or (absent == "bias" and name == "add_rms_norm"):
+            del shapes[absent]
     eps, prenorm = draw.choice((1e-12, 1e-5, 1e-2)), draw.flag()
-    draw.note(f"eps {eps}, prenorm {prenorm}")
+    draw.note(f"{name}, eps {eps}, prenorm {prenorm}")
 
-    def op(x, weight, residual=None, bias=None, x_bias=None):
-        out = ops.add_layer_norm(x, residual, weight, bias, x_bias=x_bias, eps=eps, prenorm=prenorm, backend=backend)
+    def run(function, x, weight, residual=None, bias=None, x_bias=None):
+        given = (x, residual, weight) if name == "add_rms_norm" else (x, residual, weight, bias)
+        return function(*given, x_bias=x_bias, eps=eps)
+
+    def op(**tensors):
+        out = run(partial(getattr(ops, name), prenorm=prenorm, backend=backend), **tensors)
         return torch.cat(out) if prenorm else out
 
-    def formula(x, weight, residual=None, bias=None, x_bias=None):
-        out = reference.add_layer_norm(x, residual, weight, bias, x_bias, eps)
+    def formula(**tensors):
+        out = run(getattr(reference, name), **tensors)
         return torch.cat(out) if prenorm else out[0]
 
     groups = torch.arange(rows)
@@ -66,41 +71,45 @@ def add_layer_norm(draw: Draw, backend: str, dtype: torch.dtype):
 def attention(draw: Draw, backend: str, dtype: torch.dtype):
     lengths = draw_lengths(draw, 20 if backend == "triton" else 70)
     heads, head_dim = draw.integer(1, 3), draw.choice((16, 2, 3, 8, 24, 32, 33, 64, 80))
+    group = draw.integer(2, 3) if draw.flag(3) else 1
+    tokens, generator = lengths.total_tokens, torch.Generator().manual_seed(draw.seed())
     options: dict = {}
     if draw.flag(3):
         options["softmax_scale"] = draw.choice((0.0, -0.3, 1.0, 30.0))
     if draw.flag(3):
         options["window_size"] = (draw.integer(-1, 6), draw.integer(-1, 6))
+        if draw.flag():  # with holes
+            options["window_positions"] = torch.randint(1, 5, (tokens,), generator=generator).cumsum(0).int()
     longest = max(lengths.lengths) + draw.integer(0, 3)
-    is_rotary = draw.flag(3) and head_dim % 2 == 0
-    draw.note(f"{lengths.lengths} + {lengths.slack}, max_seqlen {longest}, {options}{', rotary' * is_rotary}")
-    if is_rotary:
-        angles = torch.arange(longest + 2.0)[:, None] * 10000.0 ** -(torch.arange(head_dim // 2) / head_dim)
-        options["rotary"] = (angles.cos(), angles.sin())
+    layout = (draw.flag(), draw.flag()) if draw.flag(3) and head_dim % 2 == 0 else None
+    draw.note(f"{lengths.lengths} + {lengths.slack}, max_seqlen {longest}, {group} heads a key's, {options}, {layout}")
+    if layout is not None:
+        angles = 6 * torch.rand(tokens if layout[1] else longest + 2, head_dim // 2, generator=generator)
+        options["rotary"] = ops.Rotary(angles.cos(), angles.sin(), *layout)
     cu_seqlens = lengths.cu_seqlens.long() if draw.flag(4) else lengths.cu_seqlens
-    shape = (lengths.total_tokens, heads, head_dim)
+    shape = (tokens, heads, head_dim)
     op = partial(ops.attention, cu_seqlens=cu_seqlens, max_seqlen=longest, backend=backend, **options)
     formula = partial(reference.attention, cu_seqlens=cu_seqlens, **options)
-    case = Case(op, formula, dict.fromkeys("qkv", shape), dtype, joint=True)
+    case = Case(op, formula, {"q": (tokens, heads * group, head_dim), "k": shape, "v": shape}, dtype, joint=True)
     return case, groups_of(lengths), groups_of(lengths)
 
 
 def feed_forward(draw: Draw, backend: str, dtype: torch.dtype):
     rows, width, inner = draw.choice((1, 0, 2, 17, 33, 50)), draw.choice(SIZES), draw.choice(SIZES)
-    name, gated = draw.choice(ACTIVATIONS), draw.flag(3)
-    draw.note(f"{name}, gated {gated}")
-    up = inner * (2 if gated else 1)
+    name, form = draw.choice(ACTIVATIONS), draw.choice(("plain", "merged", "apart"))
+    draw.note(f"{name}, {form}")
+    up = inner * (2 if form == "merged" else 1)
     shapes = {"x": (rows, width), "up_weight": (up, width), "up_bias": (up,), "down_weight": (width, inner)}
-    if draw.flag(3):
-        del shapes["up_bias"]
-
-    def op(x, up_weight, down_weight, up_bias=None):
-        return ops.feed_forward(x, up_weight, up_bias, down_weight, activation=name, gated=gated, backend=backend)
-
-    def formula(x, up_weight, down_weight, up_bias=None):
-        return reference.feed_forward(x, up_weight, up_bias, down_weight, name, gated)
-
-    case = Case(op, formula, shapes, dtype, {"up_weight": width**-0.5, "down_weight": inner**-0.5})
+    if form == "apart":
+        shapes |= {"gate_weight": (inner, width), "gate_bias": (inner,)}
+    for bias in ("up_bias", "gate_bias"):
+        if draw.flag(3):
+            shapes.pop(bias, None)
+    options = {"up_bias": None, "gated": form != "plain"}
+    op = partial(ops.feed_forward, **options, activation=name, backend=backend)
+    formula = partial(reference.feed_forward, **options, name=name)
+    scales = {"up_weight": width**-0.5, "gate_weight": width**-0.5, "down_weight": inner**-0.5}
+    case = Case(op, formula, shapes, dtype, {n: scale for n, scale in scales.items() if n in shapes})
     return case, torch.arange(rows), torch.arange(rows)
 
 
@@ -133,12 +142,14 @@ def embed_layer_norm(draw: Draw, backend: str, dtype: torch.dtype):
     shapes: dict = {name: (n, width) for name, n in rows.items()}
     if draw.flag(4):
         del shapes["token_type"]
+    if draw.flag(4):
+        del shapes["position"]
     types = None if draw.flag(4) else ids["token_type"]
     if not draw.flag(4):
         shapes |= {"weight": (width,), "bias": (width,)}
     draw.note(f"{tokens} tokens, types {types is not None}")
 
-    def run(function, word, position, token_type=None, weight=None, bias=None):
+    def run(function, word, position=None, token_type=None, weight=None, bias=None):
         given = (ids["word"], ids["position"], types, word, position, token_type, weight, bias)
         return function(*given, eps=1e-5)
 
@@ -250,7 +261,7 @@ def add_layer_norm_dropout(draw: Draw, backend: str, dtype: torch.dtype):
 OPS: dict[str, Callable] = {
     function.__name__: function
     for function in (
-        add_layer_norm, attention, feed_forward, linears, embed_layer_norm, cross_entropy, sequence_cross_entropy,
+        add_norm, attention, feed_forward, linears, embed_layer_norm, cross_entropy, sequence_cross_entropy,
         pooling, pack_and_unpack, dropout, add_layer_norm_dropout,
     )
 }  # fmt: skip

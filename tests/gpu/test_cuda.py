@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+
 import cuda_kernels as cuda
+import norms
 import pytest
 import torch
 from full import left_to_full
@@ -35,10 +38,10 @@ def keep_mask(rows, width, dropout_p):
     return forward(ones, None, None, ones.new_ones(width), None, PHILOX, dropout_p, 1e-12, True, False)[1] != 0
 
 
-def literal(operands, cotangents, kind, **options):
+def literal(operands, cotangents, kind, rms=False, **options):
     """The formula in dtype `kind`: out, summed, and the gradients of all operands that are there."""
     leaves = {n: None if t is None else t.to(kind).requires_grad_() for n, t in operands.items()}
-    results = reference.add_layer_norm(**leaves, **options)
+    results = norms.literal(leaves, rms, **options)
     used = [(r, c.to(kind)) for r, c in zip(results, cotangents, strict=True) if c is not None]
     inputs = {n: t for n, t in leaves.items() if t is not None}
     gradients = torch.autograd.grad([r for r, _ in used], list(inputs.values()), [c for _, c in used])
@@ -46,12 +49,12 @@ def literal(operands, cotangents, kind, **options):
     return {"out": results[0].detach(), "summed": results[1].detach(), **named}
 
 
-def ours(operands, cotangents, dropout_p=0.0, **options):
+def ours(operands, cotangents, dropout_p=0.0, rms=False, **options):
     """The same of the kernels, and the statistics."""
     x, residual, weight, bias, x_bias = operands.values()
     philox, eps = PHILOX if dropout_p > 0 else None, EPS[x.dtype]
     out, summed, mean, rstd = cuda.add_layer_norm_fwd(
-        x, x_bias, residual, weight, bias, philox, dropout_p, eps, **options
+        x, x_bias, residual, weight, bias, philox, dropout_p, eps, rms=rms, **options
     )
     dout, dsum = cotangents
     dx, dsummed, dx_bias, dweight, dbias = cuda.add_layer_norm_bwd(
@@ -61,12 +64,12 @@ def ours(operands, cotangents, dropout_p=0.0, **options):
     return {"out": out, "summed": summed, "mean": mean, "rstd": rstd, **gradients}
 
 
-def check(operands, with_dsum=True, keep=None, dropout_p=0.0, **options):
+def check(operands, with_dsum=True, keep=None, dropout_p=0.0, rms=False, **options):
     x, eps = operands["x"], EPS[operands["x"].dtype]
     torch.manual_seed(1)  # the same cotangents for the same shape
     cotangents = [torch.randn_like(x), torch.randn_like(x) if with_dsum else None]
-    actual = ours(operands, cotangents, dropout_p, **options)
-    formula = {"keep": keep, "dropout_p": dropout_p, "eps": eps}
+    actual = ours(operands, cotangents, dropout_p, rms, **options)
+    formula = {"keep": keep, "dropout_p": dropout_p, "eps": eps, "rms": rms}
     oracle = literal(operands, cotangents, torch.float64, **formula)
     baseline = literal(operands, cotangents, x.dtype, **formula)
     for name in oracle:
@@ -74,10 +77,10 @@ def check(operands, with_dsum=True, keep=None, dropout_p=0.0, **options):
         assert_close_to_reference(actual[name], oracle[name], baseline[name], factor, name)
     # mean and rstd by what backward makes of them: a mean is a difference that cancels, of no scale of its own.
     summed, one = actual["summed"], torch.ones(())
-    xhat = (summed.double() - actual["mean"].double()[:, None]) * actual["rstd"].double()[:, None]
-    oracle, baseline = (
-        reference.layer_norm(summed.to(kind), one, None, eps) for kind in (torch.float64, torch.float32)
-    )
+    mean = 0.0 if rms else actual["mean"].double()[:, None]
+    xhat = (summed.double() - mean) * actual["rstd"].double()[:, None]
+    norm = reference.rms_norm if rms else functools.partial(reference.layer_norm, bias=None)
+    oracle, baseline = (norm(summed.to(kind), weight=one, eps=eps) for kind in (torch.float64, torch.float32))
     assert_close_to_reference(xhat.float(), oracle, baseline, name="mean and rstd")
     return actual
 
@@ -87,6 +90,14 @@ def check(operands, with_dsum=True, keep=None, dropout_p=0.0, **options):
 def test_add_layer_norm(dtype, rows, width):
     check(make(rows, width, dtype))
     check(make(rows, width, dtype, residual=False, x_bias=False, bias=False), with_dsum=False)
+
+
+# A row of one column is all direction: its gradient is a difference that cancels, of no scale of its own.
+@pytest.mark.parametrize("rows,width", [shape for shape in SHAPES if shape[1] > 1], ids=str)
+@each_dtype
+def test_add_rms_norm(dtype, rows, width):
+    check(make(rows, width, dtype, bias=False), rms=True)
+    check(make(rows, width, dtype, residual=False, x_bias=False, bias=False), with_dsum=False, rms=True)
 
 
 @pytest.mark.parametrize("absent", ("residual", "x_bias", "bias"))
@@ -119,6 +130,7 @@ def test_dropout(dtype, rows, width):
     _, summed, _, _ = cuda.add_layer_norm_fwd(ones, None, None, ones[0], None, PHILOX, 0.25)
     assert torch.equal(summed != 0, keep)
     check(make(rows, width, dtype), keep=keep, dropout_p=0.25)
+    check(make(rows, width, dtype, bias=False), keep=keep, dropout_p=0.25, rms=True)
 
 
 def test_dropping_everything_leaves_the_residual():
@@ -230,18 +242,20 @@ def test_embed(dtype, rows, width):
     types = torch.randint(0, 2, (rows,))
     word, position, token_type = (torch.randn(n, width).to(dtype) for n in (50, 20, 2))
     weight, bias = torch.randn(width).to(dtype), torch.randn(width).to(dtype)
-    for t_ids, table, w, b in (
-        (types, token_type, weight, bias),
-        (None, token_type, weight, None),
-        (None, None, None, None),
+    for t_ids, place, table, w, b in (
+        (types, position, token_type, weight, bias),
+        (None, position, token_type, weight, None),
+        (None, position, None, None, None),
+        (None, None, None, weight, None),
     ):
-        actual = cuda.embed_fwd(ids, positions, t_ids, word, position, table, w, b, EPS[dtype])
+        p_ids = None if place is None else positions
+        actual = cuda.embed_fwd(ids, p_ids, t_ids, word, place, table, w, b, EPS[dtype])
         oracle, baseline = (
             reference.embed_layer_norm(
                 ids,
-                positions,
+                p_ids,
                 t_ids,
-                *(None if t is None else t.to(kind) for t in (word, position, table, w, b)),
+                *(None if t is None else t.to(kind) for t in (word, place, table, w, b)),
                 eps=EPS[dtype],
             )
             for kind in (torch.float64, dtype)

@@ -23,7 +23,8 @@ needs_triton = pytest.mark.skipif(triton_error() is not None, reason=str(triton_
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh")
 WAYS = (pytest.param("epilogue", marks=needs_triton), pytest.param("elementwise", marks=needs_triton), "cuda")
-each_gating = pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
+# One weight, gated with gate and up in one weight, or in two.
+each_form = pytest.mark.parametrize("form", ("plain", "merged", "apart"))
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +57,10 @@ def backend(request, monkeypatch):
 
 
 def make(
-    rows: int, hidden_size: int, intermediate_size: int, dtype, bias: bool = True, gated: bool = False
+    rows: int, hidden_size: int, intermediate_size: int, dtype, bias: bool = True, form: str = "plain"
 ) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    up_size = 2 * intermediate_size if gated else intermediate_size
+    up_size = 2 * intermediate_size if form == "merged" else intermediate_size
     tensors = {
         "x": torch.randn(rows, hidden_size),
         "up_weight": torch.randn(up_size, hidden_size) / hidden_size**0.5,
@@ -67,25 +68,30 @@ def make(
     }
     if bias:
         tensors["up_bias"] = torch.randn(up_size)
+    if form == "apart":
+        tensors["gate_weight"] = torch.randn(up_size, hidden_size) / hidden_size**0.5
+        if bias:
+            tensors["gate_bias"] = torch.randn(up_size)
     return {name: t.to(dtype) for name, t in tensors.items()}
+
+
+def feed_forward(form: str, backend: str, activation: str = "gelu"):
+    """ops.feed_forward of tensors by name."""
+    return partial(ops.feed_forward, activation=activation, gated=form != "plain", backend=backend)
 
 
 def run(function, tensors, dout):
     leaves = {name: t.detach().clone().requires_grad_() for name, t in tensors.items()}
-    bias = leaves.get("up_bias")
-    out = function(leaves["x"], leaves["up_weight"], bias, leaves["down_weight"])
+    out = function(**{"up_bias": None, **leaves})
     out.backward(dout.to(out.dtype))
     return {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
 
 
-def check(backend, tensors, activation, gated=False):
+def check(backend, tensors, activation, form="plain"):
     dout = torch.randn(tensors["x"].shape[0], tensors["down_weight"].shape[0])
+    ours = feed_forward(form, backend, activation)
 
-    def ours(x, up_weight, up_bias, down_weight):
-        return ops.feed_forward(x, up_weight, up_bias, down_weight, activation=activation, gated=gated, backend=backend)
-
-    def literal(*operands):
-        return reference.feed_forward(*operands, activation, gated)
+    literal = partial(reference.feed_forward, name=activation, gated=form != "plain")
 
     dout = dout.to(tensors["x"].dtype)
     actual, baseline = run(ours, tensors, dout), run(literal, tensors, dout)
@@ -94,24 +100,23 @@ def check(backend, tensors, activation, gated=False):
         factor = OUTPUT_FACTOR if name == "out" else GRADIENT_FACTOR
         assert_close_to_reference(found, oracle[name], baseline[name], factor, f"{name} {activation}")
     with torch.no_grad():
-        inference = ours(tensors["x"], tensors["up_weight"], tensors.get("up_bias"), tensors["down_weight"])
-    assert torch.equal(inference, actual["out"])
+        assert torch.equal(ours(**{"up_bias": None, **tensors}), actual["out"])
 
 
 @left_to_full(lambda p: p["dtype"] is torch.float16)  # which the rule does not tell from bfloat16
 @needs_triton
-@each_gating
+@each_form
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_no_epilogue_that_was_not_timed_is_taken(dtype, gated, monkeypatch):
+def test_no_epilogue_that_was_not_timed_is_taken(dtype, form, monkeypatch):
     """Not for many rows of 16 bits either, on no architecture: blocks.EPILOGUES are candidates for `make gpu`."""
-    from fastbert.kernels import feed_forward
+    from fastbert.kernels import feed_forward as kernels
 
     launches = []
     for name in ("_up_kernel", "_down_bwd_kernel", "_activation_fwd_kernel", "_activation_bwd_kernel"):
-        counted = Launched(name, getattr(feed_forward, name), launches)
-        monkeypatch.setattr(feed_forward, name, counted)
-    tensors = make(1025, 16, 256, dtype, gated=gated)
-    run(partial(ops.feed_forward, gated=gated, backend="triton"), tensors, tensors["x"])
+        counted = Launched(name, getattr(kernels, name), launches)
+        monkeypatch.setattr(kernels, name, counted)
+    tensors = make(1025, 16, 256, dtype, form=form)
+    run(feed_forward(form, "triton"), tensors, tensors["x"])
     assert launches == ["_activation_fwd_kernel", "_activation_bwd_kernel"]
 
 
@@ -127,50 +132,50 @@ class Launched:
 
 
 @left_to_full(lambda p: p["backend"] == "epilogue" and p["dtype"] is torch.float16 and p["activation"] != "gelu")
-@each_gating
+@each_form
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_against_oracle(backend, activation, dtype, gated):
-    check(backend, make(40, 48, 72, dtype, gated=gated), activation, gated)
+def test_against_oracle(backend, activation, dtype, form):
+    check(backend, make(40, 48, 72, dtype, form=form), activation, form)
 
 
 SHAPES = ((1, 16, 16), (17, 33, 31), (32, 16, 64), (5, 16, 1), (3, 8, 17), (2, 16, 100))
 
 
-@each_gating
+@each_form
 @pytest.mark.parametrize("rows,hidden_size,intermediate_size", SHAPES, ids=str)
-def test_shapes_around_the_blocks(backend, rows, hidden_size, intermediate_size, gated):
+def test_shapes_around_the_blocks(backend, rows, hidden_size, intermediate_size, form):
     for bias in (True, False):
-        check(backend, make(rows, hidden_size, intermediate_size, torch.float32, bias, gated), "gelu", gated)
+        check(backend, make(rows, hidden_size, intermediate_size, torch.float32, bias, form), "gelu", form)
 
 
-@each_gating
-def test_no_tokens(backend, gated):
-    tensors = make(0, 16, 32, torch.float32, gated=gated)
-    found = run(lambda *t: ops.feed_forward(*t, gated=gated, backend=backend), tensors, torch.zeros(0, 16))
+@each_form
+def test_no_tokens(backend, form):
+    tensors = make(0, 16, 32, torch.float32, form=form)
+    found = run(feed_forward(form, backend), tensors, torch.zeros(0, 16))
     assert found["out"].shape == (0, 16)
     assert all(not grad.any() and grad.shape == tensors[name].shape for name, grad in found.items() if name != "out")
 
 
-@each_gating
-def test_large_values_stay_finite(backend, gated):
-    tensors = make(16, 16, 32, torch.float32, gated=gated)
+@each_form
+def test_large_values_stay_finite(backend, form):
+    tensors = make(16, 16, 32, torch.float32, form=form)
     tensors["x"] *= 10
     for activation in ACTIVATIONS:
-        check(backend, tensors, activation, gated)
+        check(backend, tensors, activation, form)
 
 
-@each_gating
-def test_operands_with_gaps_give_the_same_and_stay_as_they_are(backend, gated):
-    tensors = make(24, 16, 48, torch.float32, gated=gated)
+@each_form
+def test_operands_with_gaps_give_the_same_and_stay_as_they_are(backend, form):
+    tensors = make(24, 16, 48, torch.float32, form=form)
     spread = {name: torch.stack((t, torch.full_like(t, torch.nan)), -1)[..., 0] for name, t in tensors.items()}
     assert not any(t.is_contiguous() for t in spread.values())
-    ours = partial(ops.feed_forward, gated=gated, backend=backend)
+    ours = feed_forward(form, backend)
     with torch.no_grad():
         assert torch.equal(ours(**spread), ours(**tensors))
     assert all(torch.equal(spread[name], t) for name, t in tensors.items())
     dout = torch.randn(1, 16).expand(24, 16)
-    dense, expanded = (run(lambda *t: ours(*t), tensors, d) for d in (dout.contiguous(), dout))
+    dense, expanded = (run(ours, tensors, d) for d in (dout.contiguous(), dout))
     assert all(torch.equal(dense[name], expanded[name]) for name in dense)
 
 
@@ -188,11 +193,11 @@ def test_inference_makes_no_second_wide_matrix(way, request, monkeypatch):
     assert [size for size in sizes if size >= 64 * 256 * 4] == [64 * 256 * 4]
 
 
-@each_gating
-def test_the_backend_that_was_asked_for_ran(backend, gated):
-    x, up, down, bias = make(4, 16, 32, torch.float32, gated=gated).values()
+@each_form
+def test_the_backend_that_was_asked_for_ran(backend, form):
+    tensors = make(4, 16, 32, torch.float32, form=form)
     with torch.profiler.profile() as profile:
-        ops.feed_forward(x.requires_grad_(), up, bias, down, gated=gated, backend=backend).sum().backward()
+        run(feed_forward(form, backend), tensors, tensors["x"])
     ran = {event.name for event in profile.events() if event.name.startswith("fastbert::")}
     assert ran == {f"fastbert::feed_forward_{backend}", f"fastbert::feed_forward_bwd_{backend}"}
 
@@ -209,33 +214,34 @@ def test_the_cuda_operators_compute_in_the_operands_dtype_under_autocast(request
     assert all(map(torch.equal, found, expected))
 
 
-@each_gating
-def test_the_same_bits_every_time(backend, gated):
-    tensors, dout = make(40, 48, 72, torch.bfloat16, gated=gated), torch.randn(40, 48)
-    ours = partial(ops.feed_forward, gated=gated, backend=backend)
-    first, second = (run(lambda *t: ours(*t), tensors, dout) for _ in range(2))
+@each_form
+def test_the_same_bits_every_time(backend, form):
+    tensors, dout = make(40, 48, 72, torch.bfloat16, form=form), torch.randn(40, 48)
+    first, second = (run(feed_forward(form, backend), tensors, dout) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@each_gating
-def test_opcheck(backend, gated):
-    x, up, down, bias = make(8, 16, 32, torch.float32, gated=gated).values()
+@each_form
+def test_opcheck(backend, form):
+    x, up, down, bias, *gate = make(8, 16, 32, torch.float32, form=form).values()
+    gate, gate_bias = gate or (None, None)
     names = (f"feed_forward_{backend}", f"feed_forward_bwd_{backend}")
     forward, backward = (getattr(torch.ops.fastbert, name).default for name in names)
+    gated = form != "plain"
     for return_pre in (True, False):
-        torch.library.opcheck(forward, (x, up, bias, down, "gelu", gated, return_pre))
-    _, pre = forward(x, up, bias, down, "gelu", gated, True)
-    for needs in ((True, True, True), (False, True, False)):
-        torch.library.opcheck(backward, (x, x, pre, up, down, "gelu", gated, *needs))
+        torch.library.opcheck(forward, (x, up, bias, down, gate, gate_bias, "gelu", gated, return_pre))
+    _, pre = forward(x, up, bias, down, gate, gate_bias, "gelu", gated, True)
+    for needs in ((True, True, True), (False, True, False), (True, False, True)):
+        torch.library.opcheck(backward, (x, x, pre, up, down, gate, "gelu", gated, *needs))
 
 
-@each_gating
-def test_compiled_as_one_graph(request, monkeypatch, gated):
+@each_form
+def test_compiled_as_one_graph(request, monkeypatch, form):
     """With the CUDA operators, forward and backward: the interpreter does not run under torch.compile."""
-    ours = partial(ops.feed_forward, gated=gated, backend=choose_way("cuda", request, monkeypatch))
-    tensors, dout = make(24, 16, 48, torch.float32, gated=gated), torch.randn(24, 16)
+    ours = feed_forward(form, choose_way("cuda", request, monkeypatch))
+    tensors, dout = make(24, 16, 48, torch.float32, form=form), torch.randn(24, 16)
     torch.compiler.reset()
-    compiled = torch.compile(lambda *t: ours(*t), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     eager, traced = (run(function, tensors, dout) for function in (ours, compiled))
     assert all(torch.equal(eager[name], traced[name]) for name in eager)
 
@@ -249,10 +255,10 @@ def test_what_cannot_be_served_raises_with_the_reason():
             ops.feed_forward(x, up.to(torch.int8), None, down, backend=name)
         with pytest.raises(BackendError, match="x has 3 dimensions"):
             ops.feed_forward(x[None], up, None, down, backend=name)
+        with pytest.raises(BackendError, match="no dropout before the second product"):
+            ops.feed_forward(x, up, None, down, dropout_p=0.1, backend=name)
     with pytest.raises(BackendError, match="tensors are on cpu"):
         ops.feed_forward(x, up, None, down, backend="cuda")
-    with pytest.raises(BackendError, match="it has no gated feed-forward"):
-        ops.feed_forward(x, up.repeat(2, 1), None, down, gated=True, backend="cpu")
     assert fastbert.backends("cpu")["feed_forward"]["cuda"] == "tensors are on cpu"
 
 
@@ -266,3 +272,13 @@ def test_shapes_that_do_not_fit_and_unknown_activations_raise_before_anything_ru
         ops.feed_forward(x, up, bias[1:], down)
     with pytest.raises(ValueError, match="unknown activation 'swish'; valid names: gelu, "):
         ops.feed_forward(x, up, bias, down, activation="swish")
+    with pytest.raises(ValueError, match=r"gate_weight is \(32, 8\), .* need \(32, 16\)"):
+        ops.feed_forward(x, up, bias, down, gated=True, gate_weight=up[:, :8])
+    with pytest.raises(ValueError, match=r"gate_bias is \(31,\), gate_weight needs \(32,\)"):
+        ops.feed_forward(x, up, bias, down, gated=True, gate_weight=up, gate_bias=bias[1:])
+    with pytest.raises(ValueError, match="gate_weight and gate_bias go with gated=True"):
+        ops.feed_forward(x, up, bias, down, gate_weight=up)
+    with pytest.raises(ValueError, match="gate_bias goes with gate_weight"):
+        ops.feed_forward(x, up.repeat(2, 1), None, down, gated=True, gate_bias=bias)
+    with pytest.raises(ValueError, match="have 2 and 3 elements, there are 3 weights"):
+        ops.feed_forward(x, up, bias, down, gated=True, gate_weight=up, weight_scales=(None, None))

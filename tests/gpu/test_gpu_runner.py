@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.gpu import cpu, kernels, profile, rowwise, sequences, stamp, suite
+from benchmarks.gpu import cpu, kernels, ops, profile, rowwise, sequences, stamp, suite
 from benchmarks.gpu.checks import Timer, assert_keep_rate
 from benchmarks.gpu.models import entry_of, figures, memory_figures
 from benchmarks.gpu.record import TARGETS, open_record
@@ -20,6 +20,7 @@ from fastbert.ops._common import triton_error
 
 pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
 STAMP = {**stamp.make_stamp("0123456789ab"), "dirty": False}
+MODES = (("forward", "bf16"), ("training", "amp"))
 TASK = {"threads": 1, "model": "tiny", "limit": 60, "smoke": True}
 
 
@@ -49,19 +50,26 @@ def test_a_part_runs_and_is_not_run_again(part, template, monkeypatch):
         assert {job.id for job in kernels.jobs(True, template.device)} == set(entries) - skipped
         assert all(entry["checks"] for name, entry in entries.items() if name not in skipped)
         ran = {name.split("/")[0].split(" ")[0]: name.rsplit(" ", 1)[1] for name in entries if name not in skipped}
-        assert ran["attention"] == ran["add_layer_norm"] == ran["feed_forward"] == ran["cross_entropy"] == "triton"
+        assert ran["attention"] == ran["add_rms_norm"] == ran["feed_forward"] == ran["cross_entropy"] == "triton"
     if part == "ops":
         assert content["facts"]["copy_bytes_per_second"] > 0 and content["figures"]["add_layer_norm_fwd"] > 0
         assert entries["attention head_dim 32"]["numbers"]["fastbert"]["bwd 32"] > 0
         assert entries["attention with dropout"]["numbers"]["fastbert"]["bwd 16"] > 0
+        kinds = entries["attention, kinds"]["numbers"]
+        assert len(kinds) == 8 and all(row["fwd 32"] > 0 and row["bwd 32"] > 0 for row in kinds.values())
+        memory_bound = entries["memory-bound, hidden_size 64"]["numbers"]
+        assert {"add_rms_norm_fwd, triton", "add_rms_norm_bwd, triton"} <= memory_bound.keys()
+        assert entries["gated feed_forward, hidden_size 32"]["numbers"]["apart"]["fwd+bwd 16"] > 0
         products = {name: row["32 -> 128"] for name, row in entries["products"]["numbers"].items()}
         timed = {name for name, rate in products.items() if isinstance(rate, float)}
         assert {"x w + bias", "x w + matrix (addmm, beta = 1)", "gelu of x w + bias, fastbert's epilogue"} <= timed
         assert all(name.startswith("fp8") for name in products.keys() - timed)  # which needs a torch that has it
         assert not any(entries["candidates"]["numbers"].values())  # each was tried, and nothing speaks against it
     if part == "models":
-        for name in ("forward tiny bf16", "training tiny amp"):
-            results = content["entries"][name]["results"]
+        names = [f"{of} {model} {kind}" for model in ("tiny", "tiny-modernbert") for of, kind in MODES]
+        assert list(entries) == names
+        for name in names:
+            results = entries[name]["results"]
             assert all(results[b][c]["tokens_per_second"] > 0 for b in results for c in results[b])
             assert results["half"]["fastbert"]["tokens"] == sum(lengths("half", True)) == 4 + 8 + 12 + 16
     if part == "profile":
@@ -209,13 +217,21 @@ def test_a_contestant_in_a_process():
 
 
 @pytest.mark.parametrize("mode", ("forward", "training"))
-def test_a_wrong_model_is_not_timed(mode):
-    subject = Subject({**TASK, "contestant": "fastbert", "mode": mode, "precision": "bf16"})
+@pytest.mark.parametrize("model,weight", (("tiny", "intermediate.dense.weight"), ("tiny-modernbert", "mlp.Wi.weight")))
+def test_a_wrong_model_is_not_timed(model, weight, mode):
+    subject = Subject({**TASK, "model": model, "contestant": "fastbert", "mode": mode, "precision": "bf16"})
     subject.check("half")
     with torch.no_grad():
-        next(p for n, p in subject.model.named_parameters() if "intermediate.dense.weight" in n).mul_(1.2)
+        next(p for n, p in subject.model.named_parameters() if weight in n).mul_(1.2)
     with pytest.raises(AssertionError, match="half output: max error"):
         subject.check("half")
+
+
+def test_keys_that_a_window_leaves_out_are_no_work():
+    for length, window in ((5, 1), (7, 3), (4, 9), (1, 0), (6, -1)):
+        index = torch.arange(length)
+        seen = (index[:, None] - index).abs() <= (window if window >= 0 else length)
+        assert ops.keys_seen(length, window) == int(seen.sum())
 
 
 def test_figures_take_the_smaller_ratio_and_the_larger_memory():

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastbert
 from fastbert import packing
 from fastbert.backend import use_backend
-from fastbert.models.auto import _CLASSES
+from fastbert.models.classes import CLASSES
 from fastbert.ops import packing as packing_op
 from fastbert.ops._common import triton_error
 from fastbert.packing import InputError, PackedBatch
@@ -115,7 +115,7 @@ KINDS = ("none", "holes", "packed")
 @pytest.mark.parametrize("model_type", ("bert", "roberta"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_is_checked_and_packed_in_one_copy(kind, model_type, given):
-    model = _CLASSES[model_type, "Model"](config_for(model_type, "Model", 0))
+    model = CLASSES[model_type, "Model"](config_for(model_type, "Model", 0))
     inputs = make_inputs(kind, model_type)
     if given == "positions counted":
         del inputs["position_ids"]
@@ -126,7 +126,7 @@ def test_a_batch_is_checked_and_packed_in_one_copy(kind, model_type, given):
 @pytest.mark.parametrize("kind", KINDS)
 def test_unchecked_a_batch_is_not_waited_for(kind, unchecked):
     """But for the token count behind a mask, and a longest length that was not given."""
-    model, inputs = _CLASSES["bert", "Model"](config_for("bert", "Model", 0)), make_inputs(kind)
+    model, inputs = CLASSES["bert", "Model"](config_for("bert", "Model", 0)), make_inputs(kind)
     _, found = prepare(model, inputs)
     assert found == (["tolist"] if kind == "holes" else [])
     if kind == "packed":
@@ -140,7 +140,7 @@ def test_unchecked_a_batch_is_not_waited_for(kind, unchecked):
 @torch.no_grad()
 def test_a_whole_forward_call_waits_once(kind):
     """On the kernels that a GPU runs; unpacking and pooling too."""
-    model = _CLASSES["bert", "Model"](config_for("bert", "Model", 0)).eval()
+    model = CLASSES["bert", "Model"](config_for("bert", "Model", 0)).eval()
     inputs = make_inputs(kind)
     expected = model(**inputs)
     with use_backend("triton"), HostSyncs() as syncs:
@@ -151,7 +151,7 @@ def test_a_whole_forward_call_waits_once(kind):
 
 @pytest.mark.parametrize("head", ("TokenClassification", "SequenceClassification"))
 def test_labels_are_checked_in_one_copy(head):
-    model = _CLASSES["bert", head](config_for("bert", head, 0))
+    model = CLASSES["bert", head](config_for("bert", head, 0))
     inputs = make_inputs("none")
     labels = torch.zeros(inputs["input_ids"].shape[: 2 if head == "TokenClassification" else 1], dtype=torch.int64)
     with HostSyncs() as plain:
@@ -163,9 +163,9 @@ def test_labels_are_checked_in_one_copy(head):
 
 def test_the_switch(unchecked):
     """Off, values are not looked at; shapes, dtypes and masks are. On again, they are."""
-    model = _CLASSES["bert", "Model"](config_for("bert", "Model", 0))
+    model = CLASSES["bert", "Model"](config_for("bert", "Model", 0))
     ids, offsets = torch.full((6,), 10**6), torch.tensor([0, 4, 3])
-    assert model.prepare(ids, None, None, None, None, offsets, 4).input_ids is ids
+    assert model.prepare(ids, None, None, None, None, offsets, 4).ids.input_ids is ids
     PackedBatch.from_cu_seqlens(offsets, None, 6)
     with pytest.raises(InputError, match="cu_seqlens has shape"):
         model.prepare(ids, None, None, None, None, offsets[None], 4)
@@ -180,7 +180,7 @@ def test_the_switch(unchecked):
 
 # What the interpreter runs in a moment: the kernels' shapes make no difference to who waits.
 TINY = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "intermediate_size": 16}
-ALL_HEADS = [("bert", head) for model_type, head in _CLASSES if model_type == "bert"]
+ALL_HEADS = [("bert", head) for model_type, head in CLASSES if model_type == "bert"]
 ALL_HEADS += [("electra", "PreTraining"), ("albert", "PreTraining"), ("roberta", "SequenceClassification")]
 
 
@@ -202,7 +202,7 @@ def make_packed(model_type: str, head: str, kind: str) -> fastbert.PackedInputs:
 @pytest.mark.parametrize(("model_type", "head"), ALL_HEADS)
 def test_a_training_step_on_packed_inputs_waits_for_nothing(model_type, head):
     """Forward, loss and backward, on the kernels that a GPU runs; dropout, too."""
-    model = _CLASSES[model_type, head](config_for(model_type, head, 0, hidden_dropout_prob=0.1, **TINY)).train()
+    model = CLASSES[model_type, head](config_for(model_type, head, 0, hidden_dropout_prob=0.1, **TINY)).train()
     packed = make_packed(model_type, head, "holes")
     with use_backend("triton"), HostSyncs() as syncs:
         out = model(packed)
@@ -214,7 +214,7 @@ def test_a_training_step_on_packed_inputs_waits_for_nothing(model_type, head):
 @pytest.mark.parametrize(("head", "kind"), (("Model", "none"), ("MaskedLM", "holes"), ("MultipleChoice", "lists")))
 @torch.no_grad()
 def test_inference_on_packed_inputs_waits_for_nothing(head, kind):
-    model, packed = _CLASSES["bert", head](config_for("bert", head, 0, **TINY)).eval(), make_packed("bert", head, kind)
+    model, packed = CLASSES["bert", head](config_for("bert", head, 0, **TINY)).eval(), make_packed("bert", head, kind)
     with use_backend("triton"), HostSyncs() as syncs:
         fields = list(model(**packed).values())  # what is deferred is computed, too
     assert syncs.found == [] and all(torch.isfinite(t).all() for t in fields)
@@ -223,7 +223,7 @@ def test_inference_on_packed_inputs_waits_for_nothing(head, kind):
 @pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
 def test_joint_pre_training_on_packed_inputs_waits_for_nothing():
     config = config_for("electra", "MaskedLM", 0, **TINY)
-    models = (_CLASSES["electra", head](config) for head in ("MaskedLM", "PreTraining"))
+    models = (CLASSES["electra", head](config) for head in ("MaskedLM", "PreTraining"))
     packed = make_packed("electra", "MaskedLM", "none")
     with use_backend("triton"), HostSyncs() as syncs:
         fastbert.ElectraForJointPreTraining(*models).train()(packed).loss.backward()

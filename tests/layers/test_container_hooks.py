@@ -3,7 +3,6 @@ as theirs do. Those on leaves are in test_whole_layers.py and test_accelerate_in
 
 from __future__ import annotations
 
-import re
 import warnings
 
 import numpy
@@ -11,6 +10,7 @@ import pytest
 import torch
 from full import left_to_full
 from hf import MODELS, config_for, make_batch, make_labels, make_trio
+from theirs import by_choice
 from tiny import write_model
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -19,7 +19,7 @@ import fastbert
 from fastbert import SentenceEncoder
 from fastbert.backend import use_backend
 from fastbert.layers.leaves import Container
-from fastbert.models.auto import FAMILIES
+from fastbert.models.auto import base_class
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:fastbert.*has hooks")
@@ -38,10 +38,15 @@ def scaled(module, args, out):
 
 
 def containers(model: nn.Module) -> list[str]:
-    """Those that transformers calls, too: of two layers of one kind, one; and the base model."""
+    """Those that transformers calls, too: of the layers of one kind, the first's; and the base model."""
+    config, prefix, kinds = model.config, model.family.prefix, {}
+    for path, spec in zip(config.layer_paths, config.layer_specs, strict=True):
+        kinds.setdefault(spec, path)
+    again = tuple(f"{path}." for path in config.layer_paths if path not in kinds.values())
     paths = [path for path, module in model.named_modules() if type(module) is Container]
-    paths = [path for path in paths if not re.search(r"\.(layer|albert_layer_groups)\.[1-9]", path)]
-    prefix = model.family.prefix
+    paths = [path for path in paths if not path.removeprefix(f"{prefix}.").startswith(again)]
+    unused = {leaf.rpartition(".")[0] for leaf in model.family.unused_linears(model.config)}  # ESM's contact head
+    paths = [path for path in paths if path.removeprefix(f"{prefix}.") not in unused]
     return paths + [prefix] * (prefix in dict(model.named_modules()))
 
 
@@ -49,7 +54,7 @@ def outputs(model, batch, labels, mode=torch.enable_grad) -> dict[str, torch.Ten
     """Every output, and the gradients of the last layer's projections, whose errors drown in each other."""
     inputs = dict(batch.inputs)
     if "MultipleChoice" in type(model).__name__:
-        inputs = {name: t.view(-1, 2, t.shape[-1]) for name, t in inputs.items()}
+        inputs = by_choice(model.config.model_type, inputs, 2)
     with mode():
         out = model(**inputs, **labels)
         found = {name: out[name] for name in out if isinstance(out[name], torch.Tensor)}
@@ -57,7 +62,9 @@ def outputs(model, batch, labels, mode=torch.enable_grad) -> dict[str, torch.Ten
         return found
     noise = torch.Generator().manual_seed(0)
     total = sum((t * torch.randn(t.shape, generator=noise).to(t.dtype)).sum() for t in found.values())
-    weights = [p for name, p in model.named_parameters() if re.search(r"\.(query|value|[qv]_lin)\.weight$", name)]
+    names = fastbert.EncoderConfig.from_dict(model.config.to_dict()).layer_specs[-1].names
+    ends = tuple(f".{path}.weight" for path in (names.query, names.value))
+    weights = [p for name, p in model.named_parameters() if name.endswith(ends)]
     return {**found, "gradients": torch.cat(torch.autograd.grad(total, weights[-2:]))}
 
 
@@ -224,7 +231,7 @@ CHANGES = {"bert": (replaced, replaced_with_leaves, patched, patched_embeddings)
 @pytest.mark.parametrize(("model_type", "change"), [(kind, change) for kind in CHANGES for change in CHANGES[kind]])
 def test_what_takes_a_containers_place_is_refused(model_type, change, training):
     groups = {"num_hidden_groups": 2} if model_type == "albert" else {}
-    model = FAMILIES[model_type](config_for(model_type, "Model", num_hidden_layers=2, **groups)).train(training)
+    model = base_class(model_type)(config_for(model_type, "Model", num_hidden_layers=2, **groups)).train(training)
     ids = torch.randint(2, 40, (2, 5))
     with torch.no_grad():
         model(ids)

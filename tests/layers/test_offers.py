@@ -40,9 +40,7 @@ def looks(monkeypatch) -> list[str]:
 
 def answer(model: fastbert.BertModel, x: torch.Tensor, layer_type=EncoderLayer):
     """What is answered for all of a model's layers, without a call of them."""
-    family, config = model.family, model.config
-    paths = family.layer_paths(config)
-    return fused.offer_layers(model, paths, layer_type, family.layer, family.layer_options(config), x)
+    return fused.offer_layers(model, model.config.layer_paths, model.config.layer_specs, None, layer_type, x)
 
 
 @pytest.mark.parametrize("device", ("meta", "cpu"))

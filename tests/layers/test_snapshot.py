@@ -18,6 +18,7 @@ from fastbert.layers.snapshot import Remembered, Snapshot
 def make() -> nn.Module:
     root = nn.Module()
     root.norm, root.linear, root.dropout = nn.LayerNorm(4), nn.Linear(4, 4), nn.Dropout(0.1)
+    root.norm.variance_epsilon = root.norm.eps  # as transformers' RMSNorms call it
     root.int8 = QuantizedLinear.from_linear(nn.Linear(4, 4))
     return root
 
@@ -48,6 +49,7 @@ CHANGES = {
     "no child": lambda root: delattr(root, "linear"),
     "one more child": lambda root: root.add_module("other", nn.Linear(4, 4)),
     "eps": lambda root: setattr(root.norm, "eps", 0.5),
+    "variance_epsilon": lambda root: setattr(root.norm, "variance_epsilon", 0.5),
     "p": lambda root: setattr(root.dropout, "p", 0.5),
     "input_scale_value": lambda root: setattr(root.int8, "input_scale_value", 0.5),
 }

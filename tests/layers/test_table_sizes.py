@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
-from hf import families_axis, make_config
+from hf import FAMILIES, make_config
 from torch import nn
 
 import fastbert
 from fastbert.backend import use_backend
-from fastbert.models.auto import _CLASSES
+from fastbert.models.classes import CLASSES
 from fastbert.models.inputs import TableSizes
 from fastbert.packing import InputError
 from fastbert.sentences import position_limit
@@ -34,7 +34,7 @@ ROWS = {"input_ids": "vocab_size", "position_ids": "max_position_embeddings", "t
 
 def make_model(model_type="bert", head="Model", **fields):
     torch.manual_seed(0)
-    return _CLASSES[model_type, head](make_config(model_type).replace(**fields)).eval()
+    return CLASSES[model_type, head](make_config(model_type).replace(**fields)).eval()
 
 
 def with_rows(model, name: str, rows: int):
@@ -79,11 +79,11 @@ def test_a_table_that_was_replaced(name, change):
                 run(**inputs)
 
 
-@families_axis
+@pytest.mark.parametrize("model_type", [m for m in FAMILIES if make_config(m).embeddings.position is not None])
 def test_lengths_go_by_the_position_table(model_type):
     """As many tokens as it has rows for; RoBERTa's positions begin beyond the pad id."""
     model = make_model(model_type)
-    first = model.config.pad_token_id + 1 if model_type in ("roberta", "xlm-roberta") else 0
+    first = model.config.pad_token_id + 1 if model.family.positions_from_ids else 0
     for rows in (12, 31):
         with_rows(model, "position_ids", rows)
         assert position_limit(model) == rows - first

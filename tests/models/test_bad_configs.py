@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import typing
 
 import pytest
 import tiny
@@ -15,6 +16,8 @@ import fastbert
 from fastbert.checkpoint.pretrained import CheckpointError
 from fastbert.config import MAX_LAYERS, MAX_SIZE, ConfigError, EncoderConfig
 from fastbert.data.tokenization import load_tokenizer
+from fastbert.families import FAMILIES
+from fastbert.families.form import ActivationName, Choice, Count, Field, Flag, Number, Share, Structure
 from fastbert.models.auto import AutoModel
 from fastbert.sentences import SentenceEncoder
 
@@ -43,6 +46,16 @@ BAD = {
     "architectures": (5, {}, "BertModel", [5], [["BertModel"]], [None], True, NAN),
     "id2label": (5, [], ["a"], "a", {"x": "a"}, {"0": []}, {"0": None}, {"0": {}}, {"0": "a", "00": "b"}, {"1.5": "a"}),
 }  # fmt: skip
+
+# Those of the fields that only some families have, by the kind of the field.
+BAD_OF_KIND = {
+    Flag: lambda kind: [value for value in BAD["tie_word_embeddings"] if value is not kind.default],
+    Number: lambda kind: (None, "", "1", [], {}, True, NAN, float("inf"), kind.low, -1),
+    Share: lambda kind: (*BAD["hidden_dropout_prob"], None),
+    Count: lambda kind: (*NO_INTEGERS, *HUGE, kind.low - 1, kind.high + 1, *([] if kind.default is None else [None])),
+    Choice: lambda kind: (5, None, "", [], {}, True, NAN, "xyzzy"),
+    ActivationName: lambda kind: BAD["hidden_act"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +103,27 @@ def test_every_field(name, folder, file):
 
 
 def test_the_list_is_complete():
-    assert {field.name for field in dataclasses.fields(EncoderConfig)} - {"extra"} <= BAD.keys()
+    """`own` has no entry of its own in a config.json; those of the families' fields are below."""
+    assert {field.name for field in dataclasses.fields(EncoderConfig)} - {"extra", "own"} <= BAD.keys()
+    assert {*BAD_OF_KIND, Structure} == set(typing.get_args(Field))
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_field_of_a_family(model_type):
+    for name, kind in FAMILIES[model_type].fields.items():
+        theirs = FAMILIES[model_type].their_names.get(name, name)
+        for value in BAD_OF_KIND[type(kind)](kind) if type(kind) is not Structure else ():
+            with pytest.raises(ConfigError, match=theirs) as caught:
+                EncoderConfig.from_dict({"model_type": model_type, theirs: value})
+            assert len(str(caught.value)) < 300
+            with pytest.raises(ConfigError, match=theirs):
+                EncoderConfig.of_family(model_type, **{name: value})
+
+
+@pytest.mark.parametrize("own", (5, None, "x", [], ["x"], True, {"xyzzy": 1}, {5: 1}))
+def test_fields_that_a_family_does_not_have(own):
+    with pytest.raises(ConfigError, match=r"bert has no field 'xyzzy'|bert has no field 5|own is"):
+        EncoderConfig(own=own)
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf import config_for, families_axis, make_batch, make_config
+from hf import FAMILIES, config_for, make_batch, make_config
 
-from fastbert.models.auto import _CLASSES
+from fastbert.models.classes import CLASSES
 from fastbert.packing import InputError
 
 IDS = torch.arange(12).view(2, 6)
@@ -24,7 +24,7 @@ def with_value(tensor: torch.Tensor, value: int) -> torch.Tensor:
 
 
 def make_model(model_type: str = "bert", head: str = "Model", **changes):
-    return _CLASSES[model_type, head](config_for(model_type, head, 0, **changes)).eval()
+    return CLASSES[model_type, head](config_for(model_type, head, 0, **changes)).eval()
 
 
 BAD_INPUTS = {
@@ -206,18 +206,18 @@ def test_heads_with_other_numbers_of_labels():
         make_model("bert", "MaskedLM")(IDS, next_sentence_label=IDS, past=1)
 
 
-@families_axis
+@pytest.mark.parametrize("model_type", [m for m in FAMILIES if make_config(m).embeddings.position is not None])
 def test_families_limits(model_type):
     """RoBERTa's positions start beyond the pad id, so its table ends sooner; a family without types says so."""
     model = make_model(model_type)
-    limit = {"roberta": 18, "xlm-roberta": 18}.get(model_type, 20)
+    limit = 18 if model.family.positions_from_ids else 20
     model(torch.full((1, limit), 5))
     with pytest.raises(
         InputError, match=f"a sequence of {limit + 1} tokens is longer than the position table, which has {limit}"
     ):
         model(torch.full((1, limit + 1), 5))
-    if model_type == "distilbert":
-        with pytest.raises(InputError, match="token_type_ids were given, but distilbert has no token types"):
+    if model.config.embeddings.token_type is None:
+        with pytest.raises(InputError, match=f"token_type_ids were given, but {model_type} has no token types"):
             model(IDS, token_type_ids=IDS * 0)
     else:
         last = model.config.type_vocab_size - 1

@@ -10,7 +10,7 @@ from hf import config_for, hf_class, make_batch, make_config, make_hf, make_ours
 from torch import nn
 
 from fastbert import ElectraForJointPreTraining
-from fastbert.models.auto import _CLASSES
+from fastbert.models.classes import CLASSES
 from fastbert.testing.cases import DTYPES
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
@@ -187,6 +187,6 @@ def test_each_model_is_saved_on_its_own(tmp_path):
     for model, head in ((joint.generator, "MaskedLM"), (joint.discriminator, "PreTraining")):
         model.save_pretrained(tmp_path / head)
         theirs = hf_class("electra", head).from_pretrained(tmp_path / head).state_dict()
-        ours = _CLASSES["electra", head].from_pretrained(tmp_path / head).state_dict()
+        ours = CLASSES["electra", head].from_pretrained(tmp_path / head).state_dict()
         for key, tensor in model.state_dict().items():
             assert torch.equal(theirs[key], tensor) and torch.equal(ours[key], tensor), key

@@ -12,7 +12,7 @@ import transformers
 from hf import config_for, make_batch, make_config, make_trio
 from torch.utils import _pytree as pytree
 
-from fastbert.models.auto import _CLASSES
+from fastbert.models.classes import CLASSES
 from fastbert.models.outputs import ModelOutput
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
@@ -31,7 +31,7 @@ def both():
 def masked_lm():
     """A masked LM, a call's arguments, and a list that grows whenever the logits of all tokens are computed."""
     config = config_for("bert", "MaskedLM")
-    model, calls = _CLASSES["bert", "MaskedLM"](config), []
+    model, calls = CLASSES["bert", "MaskedLM"](config), []
     compute = model.masked_lm_logits
     model.masked_lm_logits = lambda *args: calls.append(1) or compute(*args)
     inputs = make_batch(config).inputs
@@ -177,8 +177,8 @@ def test_deferred_logits_keep_the_mode_of_their_call(masked_lm, how):
 @pytest.mark.parametrize("model_type", ["bert", "albert", "megatron-bert"])
 def test_deferred_prediction_logits(model_type):
     config = config_for(model_type, "PreTraining", num_labels=2)
-    model, inputs = _CLASSES[model_type, "PreTraining"](config), make_batch(config).inputs
-    pair = "sentence_order_label" if model_type == "albert" else "next_sentence_label"
+    model, inputs = CLASSES[model_type, "PreTraining"](config), make_batch(config).inputs
+    pair = config.family.heads["PreTraining"].pair_label
     out = model(**inputs, labels=inputs["input_ids"], **{pair: torch.zeros(6, dtype=torch.long)})
     assert list(out)[:2] == ["loss", "prediction_logits"]
     assert torch.equal(out.prediction_logits, model(**inputs).prediction_logits)
@@ -189,7 +189,7 @@ def test_deferred_prediction_logits(model_type):
 def test_gradients_flow_through_loss_and_read_logits():
     """The loss and the logits share the graph: their gradients add up."""
     config = make_config("bert")
-    model, batch = _CLASSES["bert", "MaskedLM"](config), make_batch(config)
+    model, batch = CLASSES["bert", "MaskedLM"](config), make_batch(config)
     labels = batch.inputs["input_ids"]
 
     def grad(use, dtype=torch.float32) -> torch.Tensor:

@@ -9,11 +9,12 @@ import torch
 from hf import CHOICES, config_for, gradients, make_batch, make_config, make_labels, randomise
 
 import fastbert
-from fastbert.models.auto import _CLASSES
+from fastbert.families import FAMILIES
 from fastbert.models.base import EncoderModel
+from fastbert.models.classes import CLASSES
 from fastbert.packing import InputError
 
-HEADS = [("bert", head) for model_type, head in _CLASSES if model_type == "bert"]
+HEADS = [("bert", head) for model_type, head in CLASSES if model_type == "bert"]
 # Heads of other forms: no pooler, one token's score, order of sentences, dropout before, positions counted from ids.
 HEADS += [
     ("distilbert", "SequenceClassification"), ("electra", "PreTraining"), ("electra", "MultipleChoice"),
@@ -23,7 +24,7 @@ HEADS += [
 
 def make_model(model_type: str, head: str, **changes) -> torch.nn.Module:
     config = config_for(model_type, head, 0, num_hidden_layers=1, **changes)
-    return randomise(_CLASSES[model_type, head](config)).train()
+    return randomise(CLASSES[model_type, head](config)).train()
 
 
 def make_fields(model_type: str, head: str, pattern: str) -> dict[str, torch.Tensor]:
@@ -31,7 +32,7 @@ def make_fields(model_type: str, head: str, pattern: str) -> dict[str, torch.Ten
     config = config_for(model_type, head, 0)
     batch = make_batch(config, pattern)
     fields = {**batch.inputs, **make_labels(config, head, batch, seed=0)}
-    if model_type in ("roberta", "xlm-roberta") and pattern == "holes":
+    if FAMILIES[model_type].positions_from_ids and pattern == "holes":
         fields["position_ids"] = batch.positions
     if head == "MultipleChoice":
         fields |= {name: t.view(-1, CHOICES, t.shape[-1]) for name, t in fields.items() if t.dim() == 2}
@@ -108,7 +109,7 @@ def test_what_float_labels_mean():
 
 def test_joint_pre_training_samples_the_same():
     config = make_config("electra", 0)
-    model = fastbert.ElectraForJointPreTraining(*(_CLASSES["electra", h](config) for h in ("MaskedLM", "PreTraining")))
+    model = fastbert.ElectraForJointPreTraining(*(CLASSES["electra", h](config) for h in ("MaskedLM", "PreTraining")))
     fields, outputs = make_fields("electra", "MaskedLM", "holes"), []
     for given in (fields, {"input_ids": fastbert.pack_inputs(**fields)}):
         torch.manual_seed(0)

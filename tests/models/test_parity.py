@@ -20,99 +20,23 @@ from hf import (
     Batch,
     config_for,
     families_axis,
-    gradients,
-    leaf_gradients,
     make_batch,
     make_config,
     make_labels,
     make_trio,
     models_axis,
     random_like,
-    token_level,
 )
+from parity import call, check
+from theirs import by_choice
 
+from fastbert import families
 from fastbert.backend import use_backend
+from fastbert.families.form import Share
 from fastbert.models.baby import baby_config
-from fastbert.testing import reference
 from fastbert.testing.cases import DTYPES, MASKS
-from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 dtype_axis = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-POOLED = ("Model", "PreTraining", "NextSentencePrediction", "SequenceClassification", "MultipleChoice")
-TOKEN_FIELDS = ("last_hidden_state", "prediction_logits", "start_logits", "end_logits")
-SEQUENCE_FIELDS = ("pooler_output", "seq_relationship_logits", "sop_logits")
-
-
-def call(model, head: str, batch: Batch, labels: dict[str, torch.Tensor]):
-    inputs = dict(batch.inputs)
-    if head == "MultipleChoice":
-        flat = {"position_ids"} if model.config.model_type == "distilbert" else set()  # transformers forgets that one
-        inputs = {name: t if name in flat else t.view(-1, CHOICES, t.shape[-1]) for name, t in inputs.items()}
-    return model(**inputs, **labels)
-
-
-def span_loss(out, batch: Batch, labels: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The literal loss over each sequence's own tokens: transformers' softmax would include the padding."""
-    losses = []
-    for kind in ("start", "end"):
-        targets = []
-        for row, position in zip(batch.real, labels[f"{kind}_positions"].tolist(), strict=True):
-            inside = position < len(row) and bool(row[position])
-            targets.append(int(row[:position].sum()) if inside else -1)
-        packed = out[f"{kind}_logits"][batch.real]
-        losses.append(reference.sequence_cross_entropy(packed, batch.cu_seqlens, torch.tensor(targets)))
-    return sum(losses) / 2
-
-
-def run(model, head: str, batch: Batch, labels: dict[str, torch.Tensor], literal_loss: bool = False):
-    """(compared outputs, loss, every gradient of a scalar made of both) of one of the three models."""
-    model_type, dtype = model.config.model_type, next(model.parameters()).dtype
-    labels = {name: t.to(dtype) if t.is_floating_point() else t for name, t in labels.items()}  # for torch before 2.13
-    out = call(model, head, batch, labels)
-    rows = batch.real.any(1)
-    rows = rows.view(-1, CHOICES) if head == "MultipleChoice" else rows
-    chosen = {name: out[name][batch.real] for name in TOKEN_FIELDS if out.get(name) is not None}
-    chosen |= {name: out[name][rows] for name in SEQUENCE_FIELDS if out.get(name) is not None}
-    if out.get("logits") is not None:
-        chosen["logits"] = out["logits"][batch.real if token_level(model_type, head) else rows]
-    loss = span_loss(out, batch, labels) if literal_loss else out.get("loss")
-    scalar = sum((t * random_like(t.shape, seed).to(t.dtype)).sum() for seed, t in enumerate(chosen.values()))
-    (scalar if loss is None else scalar + loss).backward()
-    return out, chosen, loss, gradients(model)
-
-
-def check(config, head: str, batch: Batch, labels: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-    trio = make_trio(config, head, dtype)
-    literal = head == "QuestionAnswering" and not batch.real.all()
-    out, actual, loss, grads = run(trio.ours, head, batch, labels)
-    if head in POOLED and not batch.real[:, 0].all():
-        labels = {name: batch.front(t) if t.dim() == 2 else t for name, t in labels.items()}
-        their_batch = batch.real_tokens_first()
-    else:
-        their_batch = batch
-    _, oracle, oracle_loss, oracle_grads = run(trio.oracle, head, their_batch, labels, literal)
-    _, baseline, baseline_loss, baseline_grads = run(trio.baseline, head, their_batch, labels, literal)
-
-    assert list(actual) == list(oracle) == list(baseline) and actual
-    for name in actual:
-        assert_close_to_reference(actual[name], oracle[name], baseline[name], GRADIENT_FACTOR, name)
-    assert (loss is None) == (oracle_loss is None) == (not labels)
-    if loss is not None:
-        assert loss.dtype == torch.float32
-        assert_close_to_reference(
-            loss.to(dtype), oracle_loss.double(), baseline_loss.to(dtype), GRADIENT_FACTOR, "loss"
-        )
-    for name, value in out.items():
-        assert torch.isfinite(value).all(), f"{name} is not finite"
-        token = name in TOKEN_FIELDS or (name == "logits" and token_level(config.model_type, head))
-        assert not token or (value[~batch.real] == 0).all(), f"{name} is not zero at padding"
-
-    assert set(grads) == set(oracle_grads)
-    for name, grad in grads.items():
-        assert (grad is None) == (oracle_grads[name] is None), f"{name}: {grad}, theirs {oracle_grads[name]}"
-    ours, theirs, eager = (leaf_gradients(g) for g in (grads, oracle_grads, baseline_grads))
-    for leaf, grad in ours.items():
-        assert_close_to_reference(grad, theirs[leaf], eager[leaf], GRADIENT_FACTOR, f"gradient of {leaf}")
 
 
 def is_the_other_dtype(p) -> bool:
@@ -180,10 +104,6 @@ def test_state_dict_and_parameter_order(model_type, head, index):
     config = config_for(model_type, head, index)
     trio = make_trio(config, head, torch.float32)
     ours, theirs = list(trio.ours.state_dict()), list(trio.baseline.state_dict())
-    if model_type == "xlm-roberta" and head != "Model":
-        # transformers 5 generates this file and registers the head before the model; RoBERTa's own order holds here.
-        base = [key for key in theirs if key.startswith("roberta.")]
-        theirs = base + [key for key in theirs if key not in base]
     assert ours == theirs
     for name, tensor in trio.baseline.state_dict().items():
         assert torch.equal(trio.ours.state_dict()[name], tensor), name
@@ -212,10 +132,14 @@ def test_every_dropout_is_where_transformers_has_it(model_type, head, monkeypatc
     if model_type == "electra":
         different["summary_last_dropout"] = 0.15
     if model_type == "megatron-bert":
-        del different["classifier_dropout"]
-    config = make_config(model_type, 0, num_labels=2, **{"classifier_dropout": None, **different})
+        different["classifier_dropout"] = None
+    family = families.FAMILIES[model_type]
+    different = {name: p for name, p in different.items() if name not in family.fixed}
+    own = [name for name, kind in family.fields.items() if isinstance(kind, Share)]
+    different |= {name: 0.16 + i / 100 for i, name in enumerate(own)}
+    config = make_config(model_type, 0, num_labels=2, **different)
     trio, batch = make_trio(config, head, torch.float32), make_batch(config, "none")
     if head == "MultipleChoice":
-        batch.inputs = {name: t.view(-1, CHOICES, t.shape[-1]) for name, t in batch.inputs.items()}
+        batch.inputs = by_choice(model_type, batch.inputs, CHOICES)
     ours, theirs = (dropout_probabilities(model, batch, monkeypatch) for model in (trio.ours, trio.baseline))
     assert ours == theirs and theirs

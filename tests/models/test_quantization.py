@@ -26,8 +26,10 @@ from fastbert import CheckpointError, ConfigError, InputError, SentenceEncoder
 from fastbert.checkpoint.pretrained import resolve
 from fastbert.layers.leaves import get_leaf
 from fastbert.layers.quantized import QuantizedLinear
-from fastbert.models.auto import _CLASSES, AutoModel
+from fastbert.models.auto import AutoModel
+from fastbert.models.classes import CLASSES
 from fastbert.models.quantized import is_quantized
+from fastbert.models.tree import linear_paths
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 STSB = Path(__file__).resolve().parents[3] / "shared" / "data" / "stsb" / "dev.tsv"
@@ -39,7 +41,7 @@ def batch(config, rows=3, columns=9) -> dict:
 
 
 def make(model_type="bert", head="Model", index=0):
-    return randomise(_CLASSES[model_type, head](config_for(model_type, head, index))).eval()
+    return randomise(CLASSES[model_type, head](config_for(model_type, head, index))).eval()
 
 
 def run(model, inputs):
@@ -62,7 +64,7 @@ def test_every_model_and_its_files(model_type, head, tmp_path):
     hidden_inputs = inputs = batch(model.config)
     if head == "MultipleChoice":
         inputs = {name: t[None] for name, t in inputs.items()}
-    paths, exact = model.family.linear_paths(model.config), run(model.base_model, hidden_inputs)
+    paths, exact = linear_paths(model.config), run(model.base_model, hidden_inputs)
     assert fastbert.quantize(model) is model and not model.training
     assert all(isinstance(get_leaf(model.base_model, path), QuantizedLinear) for path in paths)
     assert sum(isinstance(module, QuantizedLinear) for module in model.modules()) == len(paths)
@@ -79,7 +81,7 @@ def test_every_model_and_its_files(model_type, head, tmp_path):
     model.save_pretrained(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        again = _CLASSES[model_type, head].from_pretrained(tmp_path)
+        again = CLASSES[model_type, head].from_pretrained(tmp_path)
     assert_same_state(again, state(model))
     assert torch.equal(run(again, inputs), out) and not any(p.requires_grad for p in again.parameters())
     with pytest.raises(ValueError, match="Make sure that the model has been correctly quantized"):
@@ -90,7 +92,7 @@ def test_the_old_weights_are_freed():
     model = make()
     with torch.inference_mode():
         model(torch.ones(1, 3, dtype=torch.long))  # what runs keeps hold of weights for its next call
-    old = [weakref.ref(get_leaf(model, path).weight) for path in model.family.linear_paths(model.config)]
+    old = [weakref.ref(get_leaf(model, path).weight) for path in linear_paths(model.config)]
     fastbert.quantize(model)
     assert old and all(weight() is None for weight in old)
 
@@ -110,7 +112,7 @@ def test_keep_and_errors_by_layer(tmp_path):
     inputs, before = [batch(model.config), batch(model.config)], state(model)
     errors = fastbert.quantization_error(model.train(), inputs)
     assert model.training and list(errors.values()) == sorted(errors.values(), reverse=True)
-    assert sorted(errors) == sorted(f"bert.{path}" for path in model.family.linear_paths(model.config))
+    assert sorted(errors) == sorted(f"bert.{path}" for path in linear_paths(model.config))
     assert min(errors.values()) > 0.001 and max(errors.values()) < 0.05
     for keep in ("encoder.layer.0", ("*.layer.0.*", "nothing")):
         with pytest.raises(ConfigError, match=r"keep: .* names no layer; they are called bert\.encoder\.layer\.0"):
@@ -128,7 +130,7 @@ def test_keep_and_errors_by_layer(tmp_path):
 def test_calibration(tmp_path):
     model, seen = make(), {}
     inputs = [batch(model.config) for _ in range(3)]
-    paths = model.family.linear_paths(model.config)
+    paths = linear_paths(model.config)
 
     def see(path):
         return lambda module, args: seen.setdefault(path, []).append(args[0].abs().max().item())

@@ -17,7 +17,7 @@ def make(model_type: str, head: str):
     # As smooth as finite differences need it: ReLU has no second derivative.
     config = fastbert.EncoderConfig.of_family(
         model_type, vocab_size=12, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8,
-        embedding_size=8, hidden_act="gelu", initializer_range=0.5, num_labels=2,
+        embedding_size=8, hidden_act="gelu", initializer_range=0.5, num_labels=2, pad_token_id=0,
     )  # fmt: skip
     return model_class(model_type, head)(config).double().eval()
 
@@ -30,7 +30,8 @@ def test_gradients_of_gradients(model_type, head):
     model = make(model_type, head)
     mask = torch.tensor([[1] * n + [0] * (max(LENGTHS) - n) for n in LENGTHS])
     labels = {"MaskedLM": torch.tensor([[1, -100, 2], [3, 4, -100]]), "SequenceClassification": torch.tensor([0, 1])}
-    name = next(name for name, _ in model.named_parameters() if name.endswith(("query.weight", "q_lin.weight")))
+    query = f".{model.config.layer_specs[0].names.query}.weight"
+    name = next(name for name, _ in model.named_parameters() if name.endswith(query))
 
     def run(embeds, weight):
         given = {"inputs_embeds": embeds, "attention_mask": mask}

@@ -36,7 +36,7 @@ def cross_entropy(x, classes):
 
 def attention(x):
     q, k, v = make(SLACK, 2, 16)
-    rotary = torch.randn(16, 8), torch.randn(16, 8)
+    rotary = ops.Rotary(torch.randn(16, 8), torch.randn(16, 8))
     options = {"dropout_p": 0.5, "window_size": (2, 3), "rotary": rotary, "backend": "triton"}
     return ops.attention(q + x.sum() * 0, k, v.requires_grad_(), SLACK.cu_seqlens, 6, **options)
 

@@ -41,6 +41,7 @@ TENSORS = {
     "add_layer_norm": {
         "x": rows(TOKENS, W), "residual": rows(TOKENS, W), "weight": rows(W), "bias": rows(W), "x_bias": rows(W),
     },
+    "add_rms_norm": {"x": rows(TOKENS, W), "residual": rows(TOKENS, W), "weight": rows(W), "x_bias": rows(W)},
     "embed_layer_norm": {
         "word": rows(9, W), "position": rows(9, W), "token_type": rows(2, W), "weight": rows(W), "bias": rows(W),
         "input_ids": ids(9), "position_ids": ids(9), "token_type_ids": ids(2),
@@ -63,12 +64,17 @@ OPTIONS = {
 }  # fmt: skip
 ALONE = {"activation", "at_least_fp32", "dropout"}  # take one tensor
 OF_OTHERS = {
+    "Rotary",
+    "rms_norm",
     "linears",
+    "FinalNorm",
+    "LayerForm",
     "LayerOperands",
     "LinearWeights",
     "multiplies_bf16",
     "offer",
     "repack",
+    "rotate",
     "warn_of_missing_kernels",
 }  # tested below, or through `linear`
 
@@ -99,14 +105,14 @@ def test_a_tensor_on_another_device(op, name, backend):
 
 def encoder_layers(x, cu_seqlens):
     linears = [ops.LinearWeights(rows(32, 32), rows(32), None, 0.0) for _ in range(6)]
-    operands = ops.LayerOperands.of(linears, [rows(32)] * 4, (1e-5, 1e-5), 2, "gelu")
+    operands = ops.LayerOperands.of(linears, [rows(32)] * 4, [ops.LayerForm(2, 2, 16)])
     return ops.offer("encoder_layers", x, lambda: operands)(cu_seqlens)
 
 
 def encoder_layer(x, cu_seqlens):
     parameter = partial(torch.nn.Parameter, requires_grad=True)
     linears = [ops.LinearWeights(parameter(rows(32, 32)), parameter(rows(32)), None, 0.0) for _ in range(6)]
-    operands = ops.LayerOperands.of(linears, [parameter(rows(32)) for _ in range(4)], (1e-5, 1e-5), 2, "gelu")
+    operands = ops.LayerOperands.of(linears, [parameter(rows(32)) for _ in range(4)], [ops.LayerForm(2, 2, 16)])
     return ops.offer("encoder_layer", x, lambda: operands)(cu_seqlens)
 
 
@@ -239,6 +245,7 @@ LITERAL = {
     "add_layer_norm": lambda x, residual, weight, bias, x_bias: reference.add_layer_norm(
         x, residual, weight, bias, x_bias
     )[0],
+    "add_rms_norm": lambda **t: reference.add_rms_norm(**t)[0],
     "embed_layer_norm": lambda **t: reference.embed_layer_norm(
         **{name: t.get(name, TENSORS["embed_layer_norm"].get(name)) for name in TENSORS["embed_layer_norm"]}
     ),

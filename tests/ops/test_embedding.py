@@ -50,7 +50,7 @@ def tables(width: int, *names: str) -> dict[str, torch.Tensor]:
 def call(function, ids, device, **options):
     """function(**tables): of the oracle, or of the op with its options."""
 
-    def with_ids(word, position, token_type=None, weight=None, bias=None):
+    def with_ids(word, position=None, token_type=None, weight=None, bias=None):
         moved = (None if t is None else t.to(device) for t in ids)
         return function(*moved, word, position, token_type, weight, bias, **options)
 
@@ -76,6 +76,33 @@ def test_without_token_type_ids_every_token_is_of_type_0(backend):
     ids, positions, _ = inputs(19)
     tensors = tables(24, "token_type", "weight")
     check_embedding(backend, torch.float32, (ids, positions, None), tensors)
+
+
+@pytest.mark.parametrize(
+    "names", ((), ("weight",), ("token_type", "weight"), ("token_type", "weight", "bias")), ids=str
+)
+@each_dtype
+def test_without_a_position_table(backend, dtype, names):
+    """As ModernBERT has it, or Nomic BERT, whose positions are rotations."""
+    skip_unless_served(backend, dtype)
+    (ids, positions, types), tensors = inputs(19), tables(72, *names)
+    del tensors["position"]
+    for given in ((ids, None, types), (ids, positions, None)):  # positions that no table has are not looked at
+        check_embedding(backend, dtype, given, tensors, eps=1e-5)
+
+
+@pytest.mark.parametrize("names", ((), ("weight",), ("token_type", "weight", "bias")), ids=str)
+def test_own_rows_without_a_position_table(backend, names):
+    ids, device, tensors = torch.randperm(ROWS)[:13], device_of(backend), tables(40, *names)
+    del tensors["position"]
+    leaves = {n: t.to(device).requires_grad_() for n, t in tensors.items()}
+    rows = tensors["word"][ids].to(device).requires_grad_()
+    looked_up = call(ops.embed_layer_norm, (ids, None, None), device, backend=backend)(**leaves)
+    given = call(ops.embed_layer_norm, (None, None, None), device, backend=backend, inputs_embeds=rows)(**leaves)
+    assert torch.equal(looked_up, given)
+    dout = torch.randn_like(given)
+    (dword,), (drows,) = (torch.autograd.grad(o, t, dout) for o, t in ((looked_up, leaves["word"]), (given, rows)))
+    assert torch.equal(dword[ids.to(device)], drows)
 
 
 def inference(backend, ids, tensors, **options):
@@ -252,6 +279,7 @@ def test_opcheck(backend):
     forward, backward = (getattr(torch.ops.fastbert, f"embed_{way}_triton").default for way in ("fwd", "bwd"))
     torch.library.opcheck(forward, (ids, positions, types, word, position, token_type, weight, bias, 1e-12))
     torch.library.opcheck(forward, (None, positions, None, word[:7], position, None, None, None, 0.0))
+    torch.library.opcheck(forward, (ids, None, None, word, None, None, weight, None, 1e-5))
     torch.library.opcheck(backward, (torch.randn(7, 32, device=device), ids, word, 0))
 
 

@@ -191,7 +191,7 @@ def of_attention(offsets, backend=None, **options):
     return ops.attention(q, q, q, offsets, 12, backend=backend, **options)
 
 
-TABLES = (torch.ones(64, 8), torch.zeros(64, 8))
+TABLES = ops.Rotary(torch.ones(64, 8), torch.zeros(64, 8))
 TAKE_OFFSETS = {
     "attention, torch": lambda offsets: of_attention(offsets, "torch"),
     "attention, cpu": lambda offsets: of_attention(offsets, "cpu"),

@@ -90,6 +90,61 @@ def test_feed_forward_is_its_two_products(backend, dtype, input_scale):
         assert torch.equal(out, ops.linear(middle, down, None, weight_scale=down_scale, **options))
 
 
+def literal_gated(x, dtype, ups, biases, up_scales, down, down_scale, input_scales):
+    """inner, which the second product quantises, is in the dtype in which it is handed on."""
+    operands = zip(ups, biases, up_scales, input_scales[:2], ("silu", "none"), strict=True)
+    gate, up = [reference.linear_int8(x.to(dtype), w, b.to(dtype), s, i, name) for w, b, s, i, name in operands]
+    inner = (gate * up).to(x.dtype).to(dtype)
+    return reference.linear_int8(inner, down, None, down_scale, input_scales[2])
+
+
+@each_dtype
+@pytest.mark.parametrize("input_scales", ((0.0, 0.0, 0.0), (0.03, 0.03, 0.01), (0.03, 0.02, 0.0)), ids=str)
+def test_gated_feed_forward(backend, dtype, input_scales):
+    """Gate and up in two weights and, where one scale serves both, in one: the same bits."""
+    hidden, inner = 67, 130
+    for rows in (0, 1, 17, 300):
+        x, (down, down_scale) = make_x(rows, hidden, dtype, input_scales[0]), make_weight(hidden, inner)
+        ups, scales = zip(*(make_weight(inner, hidden) for _ in range(2)), strict=True)
+        biases = [torch.randn(inner).to(dtype) for _ in range(2)]
+        options = {"activation": "silu", "gated": True, "backend": backend}
+        out = ops.feed_forward(
+            x, ups[1], biases[1], down, gate_weight=ups[0], gate_bias=biases[0],
+            weight_scales=(*scales, down_scale), input_scales=input_scales, **options,
+        )  # fmt: skip
+        operands = (ups, biases, scales, down, down_scale, input_scales)
+        oracle, baseline = (literal_gated(x, t, *operands) for t in (torch.float64, torch.float32))
+        assert_close_to_reference(out, oracle, baseline.to(dtype), name=f"{rows} rows")
+        if input_scales[0] == input_scales[1]:
+            options |= {"weight_scales": (torch.cat(scales), down_scale), "input_scales": input_scales[1:]}
+            assert torch.equal(ops.feed_forward(x, torch.cat(ups), torch.cat(biases), down, **options), out)
+
+
+@each_dtype
+@pytest.mark.parametrize("quantized", (0, 1), ids=("gate", "up"))
+def test_gate_or_up_was_kept(backend, dtype, quantized):
+    """Each product converts x as its own weight wants it."""
+    hidden, inner = 40, 72
+    x, down = make_x(21, hidden, dtype), (torch.randn(hidden, inner) / inner**0.5).to(dtype)
+    ups = [(torch.randn(inner, hidden) / hidden**0.5).to(dtype) for _ in range(2)]
+    scales: list[torch.Tensor | None] = [None, None, None]
+    ups[quantized], scales[quantized] = make_weight(inner, hidden)
+    options = {"weight_scales": scales, "gated": True, "activation": "silu", "backend": backend}
+    with torch.no_grad():
+        out = ops.feed_forward(x, ups[1], None, down, gate_weight=ups[0], **options)
+
+    def literal(dtype):
+        products = [
+            reference.linear(x.to(dtype), up.to(dtype), None)
+            if scale is None
+            else reference.linear_int8(x.to(dtype), up, None, scale)
+            for up, scale in zip(ups, scales, strict=False)
+        ]
+        return (reference.activation(products[0], "silu") * products[1]) @ down.to(dtype).T
+
+    assert_close_to_reference(out, literal(torch.float64), literal(dtype))
+
+
 @each_scale
 @each_dtype
 def test_odd_rows_stay_alone(backend, dtype, input_scale):

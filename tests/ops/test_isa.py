@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,3 +62,11 @@ def test_without_bfloat16_products_a_quantized_model_is_float32():
         assert "bfloat16 checkpoints compute in float32" in "".join(doctor_lines()[0])
     finally:
         _C.set_isa(chosen)
+
+
+def test_make_sanitize_tests_its_own_build():
+    """Not this checkout's, which pytest finds first: pyproject.toml has it on the path."""
+    is_sanitizing = "libasan" in os.environ.get("LD_PRELOAD", "")
+    built = importlib.util.find_spec("fastbert._C")
+    folder = "" if built is None else Path(str(built.origin)).parents[1].name
+    assert is_sanitizing == (folder == "sanitized")

@@ -5,16 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from full import left_to_full
-from isas import CPU_BACKENDS, backend_with_isa, device_of
+from isas import CPU_BACKENDS, device_of
+from norms import check, differentiate, everything, keep_mask, make, serving, skip_unless_served
 
 from fastbert.backend import Backend, BackendError, select, use_backend
 from fastbert.ops._common import extension_error
 from fastbert.ops.layer_norm import add_layer_norm
-from fastbert.testing import reference
 from fastbert.testing.cases import DTYPES, ROWS
-from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
 
-OPERANDS = ("x", "residual", "weight", "bias", "x_bias")
 # (residual, x_bias, bias, prenorm): every pair of these choices in every combination.
 VARIANTS = ((1, 1, 1, 1), (0, 0, 0, 0), (1, 0, 1, 0), (0, 1, 0, 1), (1, 1, 0, 0), (0, 0, 1, 1))
 BACKENDS = ("torch", *CPU_BACKENDS, "triton")
@@ -23,9 +21,7 @@ KERNELS = BACKENDS[1:]
 
 @pytest.fixture
 def backend(request):
-    """The backend's name, after its ISA is set; a visible skip where this machine cannot run it."""
-    skip_unless_served(request.param.partition("-")[0])
-    with backend_with_isa(request.param) as name:
+    with serving(request.param) as name:
         yield name
 
 
@@ -33,61 +29,6 @@ each_backend = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 each_kernel = pytest.mark.parametrize("backend", KERNELS, indirect=True)
 each_isa = pytest.mark.parametrize("backend", CPU_BACKENDS, indirect=True)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-
-
-def skip_unless_served(name: str) -> None:
-    x = torch.empty(1, 8, device=device_of(name))
-    try:
-        select("add_layer_norm", name, x, None, x[0], x[0])
-    except BackendError as error:
-        pytest.skip(str(error))
-
-
-def make(rows, hidden_size, dtype, backend="cpu", residual=True, x_bias=True, bias=True) -> dict:
-    """Operands by name, in `dtype`; those that are switched off are None."""
-    given = {"x": True, "residual": residual, "weight": True, "bias": bias, "x_bias": x_bias}
-    shape = {"x": (rows, hidden_size), "residual": (rows, hidden_size)}
-    return {
-        name: torch.randn(shape.get(name, (hidden_size,))).to(device_of(backend), dtype) if given[name] else None
-        for name in OPERANDS
-    }
-
-
-def differentiate(function, operands, cotangents):
-    """function(operands) -> (out, summed), and the gradients of the operands that are there; dsum may be None."""
-    leaves = {name: None if t is None else t.detach().clone().requires_grad_() for name, t in operands.items()}
-    results = function(leaves)
-    used = [(r, c) for r, c in zip(results, cotangents, strict=True) if c is not None]
-    inputs = {name: leaf for name, leaf in leaves.items() if leaf is not None}
-    gradients = torch.autograd.grad([r for r, _ in used], list(inputs.values()), [c for _, c in used])
-    return [*results, *gradients], ["out", "summed", *(f"d{name}" for name in inputs)]
-
-
-def check(backend, operands, prenorm=True, eps=1e-12, keep=None, dropout_p=0.0, seed=0):
-    """Outputs and gradients of `backend` against the oracle; `keep` is the mask that `seed` gives."""
-    x = operands["x"]
-    cotangents = [torch.randn_like(x), torch.randn_like(x) if prenorm else None]
-
-    def ours(o):
-        torch.manual_seed(seed)
-        options = {"x_bias": o["x_bias"], "dropout_p": dropout_p, "eps": eps, "backend": backend}
-        out = add_layer_norm(o["x"], o["residual"], o["weight"], o["bias"], prenorm=prenorm, **options)
-        return out if prenorm else (out, None)
-
-    def literal(o):
-        out, summed = reference.add_layer_norm(**o, eps=eps, keep=keep, dropout_p=dropout_p)
-        return out, summed if prenorm else None
-
-    def double(t):
-        return None if t is None else t.double()
-
-    actual, names = differentiate(ours, operands, cotangents)
-    baseline, _ = differentiate(literal, operands, cotangents)
-    oracle, _ = differentiate(literal, {n: double(t) for n, t in operands.items()}, [double(c) for c in cotangents])
-    for name, a, o, b in zip(names, actual, oracle, baseline, strict=True):
-        if a is not None:
-            factor = OUTPUT_FACTOR if name in ("out", "summed") else GRADIENT_FACTOR
-            assert_close_to_reference(a, o, b, factor, name)
 
 
 @left_to_full(lambda p: p["backend"] == "triton" and p["dtype"] is torch.bfloat16 and p["rows"] not in (2, 17))
@@ -140,13 +81,6 @@ def test_strided_and_sliced_operands(backend):
     check(backend, {name: t[..., ::2] for name, t in operands.items()})
 
 
-def keep_mask(backend, rows, hidden_size, dropout_p, seed, dtype=torch.float32):
-    """The mask itself: the sum of dropped ones and nothing is not zero where they were kept."""
-    torch.manual_seed(seed)
-    ones = torch.ones(rows, hidden_size, dtype=dtype, device=device_of(backend))
-    return add_layer_norm(ones, None, ones[0], None, dropout_p=dropout_p, prenorm=True, backend=backend)[1] != 0
-
-
 @pytest.mark.parametrize("dropout_p", (0.1, 0.6))
 @each_backend
 def test_dropout_keeps_its_share(backend, dropout_p):
@@ -193,18 +127,6 @@ def test_cpu_and_triton_drop_the_same_elements():
         forward = getattr(torch.ops.fastbert, f"add_layer_norm_fwd_{name}")
         masks.append(forward(x, None, None, x[0], None, philox, 0.5, 1e-12, True, False)[1].cpu() != 0)
     assert torch.equal(*masks)
-
-
-def everything(backend, rows=40, hidden_size=96, dtype=torch.float32):
-    torch.manual_seed(0)
-    operands = make(rows, hidden_size, dtype, backend)
-
-    def f(o):
-        torch.manual_seed(1)
-        x, residual, weight, bias, x_bias = o.values()
-        return add_layer_norm(x, residual, weight, bias, x_bias=x_bias, dropout_p=0.1, prenorm=True, backend=backend)
-
-    return differentiate(f, operands, [torch.randn_like(operands["x"]) for _ in range(2)])[0]
 
 
 @each_dtype

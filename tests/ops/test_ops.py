@@ -58,7 +58,9 @@ def test_attention_as_it_is_traced(case, dtype):
     """The form that torch.compile takes is another: one padded rectangle."""
     cu_seqlens, longest = case.cu_seqlens, max(case.lengths)
     check_attention(
-        lambda q, k, v: _attention_torch._attention_padded(q, k, v, cu_seqlens, longest, AttentionOptions(32**-0.5)),
+        lambda q, k, v: _attention_torch._attention_padded(
+            q, k, v, cu_seqlens, longest, None, AttentionOptions(32**-0.5)
+        ),
         lambda q, k, v: reference.attention(q, k, v, cu_seqlens),
         qkv(case),
         dtype,

@@ -71,7 +71,7 @@ def check_wheel(home: Path, checkout: Path) -> None:
         (checkout / "fastbert", home / "fastbert"),
         (checkout / "kernels", home / "fastbert/kernels"),
     ):
-        for path in source.rglob("*.py"):
+        for path in (*source.rglob("*.py"), *source.rglob("*.pyi"), *source.rglob("py.typed")):
             assert (target / path.relative_to(source)).is_file(), path
     assert load_recipe(home).source_hash() == recipe.source_hash()
     said = run([sys.executable, "-c", COMMAND_LINE.format(home=str(home))], home, PYTHONPATH=str(home))

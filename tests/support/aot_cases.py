@@ -38,13 +38,13 @@ class Case:
 def layer_norm_cases() -> Iterator[Case]:
     from fastbert.kernels import layer_norm
 
-    for dtype, dropout, vectors in (
-        ("bf16", False, "bf16"), ("bf16", True, "bf16"), ("fp16", True, "fp16"), ("fp32", True, "fp32"),
-        ("bf16", True, "fp32"),
+    for dtype, dropout, vectors, rms in (
+        ("bf16", False, "bf16", False), ("bf16", True, "bf16", False), ("fp16", True, "fp16", False),
+        ("fp32", True, "fp32", False), ("bf16", True, "fp32", False), ("bf16", True, "bf16", True),
     ):  # fmt: skip
         pointer, variant = f"*{dtype}", "dropout" if dropout else ""
-        variant += "" if vectors == dtype else f"-vectors-{vectors}"
-        no_mask = {} if dropout else {"philox_ptr": None}
+        variant += ("" if vectors == dtype else f"-vectors-{vectors}") + ("-rms" if rms else "")
+        kind = {"HAS_DROPOUT": dropout, "IS_RMS": rms, **({} if dropout else {"philox_ptr": None})}
         block_n, num_warps = layer_norm.row_tile(HIDDEN_SIZE)
         types = {
             **dict.fromkeys(("x_bias_ptr", "weight_ptr", "bias_ptr"), f"*{vectors}"),
@@ -52,9 +52,10 @@ def layer_norm_cases() -> Iterator[Case]:
             "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "philox_ptr": "*i64",
             "hidden_size": "i32", "threshold": "i64", "scale": "fp32", "eps": "fp32",
         }  # fmt: skip
-        flags = ("HAS_X_BIAS", "HAS_RESIDUAL", "HAS_BIAS", "RETURN_SUM", "RETURN_STATS")
-        constants = {**dict.fromkeys(flags, True), "HAS_DROPOUT": dropout, "BLOCK_N": block_n, **no_mask}
-        yield Case("layer_norm._add_layer_norm_fwd_kernel", dtype, types, constants, num_warps, 5, variant=variant)
+        constants = dict.fromkeys(("HAS_X_BIAS", "HAS_RESIDUAL", "RETURN_SUM", "RETURN_STATS"), True)
+        constants |= {"HAS_BIAS": not rms, "BLOCK_N": block_n, **({"bias_ptr": None} if rms else {}), **kind}
+        loads = 4 if rms else 5
+        yield Case("layer_norm._add_layer_norm_fwd_kernel", dtype, types, constants, num_warps, loads, variant=variant)
 
         block_m, block_n, num_warps = layer_norm._bwd_tile(HIDDEN_SIZE)
         types = {
@@ -63,15 +64,14 @@ def layer_norm_cases() -> Iterator[Case]:
             "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "philox_ptr": "*i64",
             "total_tokens": "i32", "hidden_size": "i32", "threshold": "i64", "scale": "fp32",
         }  # fmt: skip
-        constants = {"HAS_DSUM": True, "HAS_X_BIAS": True, "HAS_DROPOUT": dropout, **no_mask}
-        constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n}
+        constants = {"HAS_DSUM": True, "HAS_X_BIAS": True, "BLOCK_M": block_m, "BLOCK_N": block_n, **kind}
         yield Case("layer_norm._add_layer_norm_bwd_kernel", dtype, types, constants, num_warps, 4, variant=variant)
 
-    for dtype in ("bf16", "fp16", "fp32"):
+    for dtype, rms in (("bf16", False), ("fp16", False), ("fp32", False), ("bf16", True)):
         types = dict.fromkeys(("dweight_ptr", "dbias_ptr", "dx_bias_ptr"), f"*{dtype}")
         types |= {"shares_ptr": "*fp32", "num_shares": "i32", "hidden_size": "i32"}
-        constants = {"BLOCK_M": 32, "BLOCK_N": 32}
-        yield Case("layer_norm._add_shares_kernel", dtype, types, constants, num_warps=4, wide_loads=1)
+        constants, variant = {"IS_RMS": rms, "BLOCK_M": 32, "BLOCK_N": 32}, "rms" if rms else ""
+        yield Case("layer_norm._add_shares_kernel", dtype, types, constants, 4, wide_loads=1, variant=variant)
 
 
 _STRIDES = [f"stride_{name}{axis}" for name in "qkvd" for axis in "th"] + ["stride_gt"]
@@ -87,6 +87,8 @@ def attention_cases() -> Iterator[Case]:
         ("bf16", 32, 128, "dropout"), ("bf16", 32, 64, "plain"), ("bf16", 80, 64, "plain"),
         ("bf16", 96, 64, "plain"), ("bf16", 128, 64, "dropout"), ("bf16", 256, 32, "dropout"),
         ("fp16", 64, 128, "plain"), ("fp32", 64, 32, "dropout"), ("fp32", 128, 16, "plain"),
+        ("bf16", 64, 128, "grouped"), ("bf16", 64, 16, "grouped"), ("bf16", 128, 64, "grouped"),
+        ("bf16", 64, 128, "positions"), ("fp32", 64, 32, "positions"),
     ]  # fmt: skip
     matrices = ("q_ptr", "k_ptr", "v_ptr", "dout_ptr", "out_ptr", "dq_ptr", "dk_ptr", "dv_ptr")
     for dtype, head_dim, tile, kind in variants:
@@ -94,14 +96,17 @@ def attention_cases() -> Iterator[Case]:
         types |= dict.fromkeys(("top_ptr", "sum_ptr", "records_ptr"), "*fp32")
         types |= dict.fromkeys(("softmax_scale", "scale_log2e", "keep_scale"), "fp32")
         types |= dict.fromkeys(("total_tokens", "num_heads", "window_left", "window_right"), "i32")
-        types |= {"tiles_ptr": "*i32", "philox_ptr": "*i64", "threshold": "i32"}
+        types |= {"tiles_ptr": "*i32", "positions_ptr": "*i32", "philox_ptr": "*i64", "threshold": "i32"}
         for major in (8, 9, 10):
             for which, loads in (("fwd", 3), ("dkdv", 4), ("dq", 4)):
-                blocks = blocks_of(which, major, head_dim, 4 if dtype == "fp32" else 2, tile, kind == "dropout")
+                size = 4 if dtype == "fp32" else 2
+                blocks = blocks_of(which, major, head_dim, size, tile, kind == "dropout", (kind,))
                 constants = {
                     "HEAD_DIM": head_dim, "BLOCK_D": max(16, 1 << (head_dim - 1).bit_length()), "SIGN": 1,
-                    "HAS_WINDOW": kind == "window", "HAS_DROPOUT": kind == "dropout", "BLOCK_TILE": blocks.tile,
-                    "BLOCK_STEP": blocks.step, "HEADS": blocks.heads,
+                    "HAS_WINDOW": kind in ("window", "positions"), "HAS_POSITIONS": kind == "positions",
+                    "HAS_DROPOUT": kind == "dropout", "BLOCK_TILE": blocks.tile, "BLOCK_STEP": blocks.step,
+                    "HEADS": blocks.heads, "GROUP": 4 if kind == "grouped" else 1,
+                    **({} if kind == "positions" else {"positions_ptr": None}),
                     **({} if kind == "dropout" else {"philox_ptr": None}),
                     **({"RETURN_STATS": True} if which == "fwd" else {}),
                 }  # fmt: skip
@@ -131,17 +136,23 @@ def rotary_cases() -> Iterator[Case]:
     from fastbert.kernels import rotary
 
     for dtype in ("bf16", "fp16", "fp32"):
-        for head_dim, tile, inverse in ((64, 128, False), (64, 128, True), (64, 16, False), (80, 16, False)):
+        for head_dim, tile, kind in (
+            (64, 128, ""), (64, 128, "inverse"), (64, 16, ""), (80, 16, ""), (64, 128, "interleaved"),
+            (64, 128, "grouped"),
+        ):  # fmt: skip
             types = dict.fromkeys(("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr"), f"*{dtype}")
             types |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "tiles_ptr": "*i32"}
-            types |= dict.fromkeys([f"stride_{name}" for name in ("qt", "qh", "kt", "kh", "ot", "ct", "st")], "i32")
-            types |= {"num_heads": "i32", "max_positions": "i32"}
+            types |= dict.fromkeys(
+                [f"stride_{name}" for name in ("qt", "qh", "kt", "kh", "qo", "ko", "ct", "st")], "i32"
+            )
+            types |= dict.fromkeys(("num_heads", "num_kv_heads", "max_positions"), "i32")
             block_m, block_half, num_warps = rotary.blocks(head_dim // 2, tile)
             constants = {
                 "HALF": head_dim // 2, "BLOCK_HALF": block_half, "BLOCK_TILE": tile, "BLOCK_M": block_m,
-                "HEADS": rotary.HEADS, "INVERSE": inverse,
+                "HEADS": rotary.HEADS, "IS_GROUPED": kind == "grouped", "INTERLEAVED": kind == "interleaved",
+                "BY_TOKEN": kind == "interleaved", "INVERSE": kind == "inverse",
             }  # fmt: skip
-            variant = f"{'inverse-' if inverse else ''}{head_dim}-tile{tile}"
+            variant = f"{kind}-{head_dim}-tile{tile}".removeprefix("-")
             loads = 12 if dtype == "fp32" else 8  # two of the rows of cos and sin, which are fp32
             yield Case("rotary._rotary_kernel", dtype, types, constants, num_warps, loads, variant=variant)
 

@@ -25,7 +25,7 @@ def embedding_cases(hidden_size: int):
         tables = ("word_ptr", "position_ptr", "token_type_ptr", "weight_ptr", "bias_ptr", "out_ptr")
         rows = dict.fromkeys(("word_rows", "position_rows", "token_type_rows"), "i32")
         types = {**ids, **dict.fromkeys(tables, pointer), **rows, "hidden_size": "i32", "eps": "fp32"}
-        flags = ("HAS_INPUT_IDS", "HAS_TYPE", "HAS_TYPE_IDS", "HAS_NORM", "HAS_BIAS")
+        flags = ("HAS_INPUT_IDS", "HAS_TYPE", "HAS_TYPE_IDS", "HAS_POSITION", "HAS_NORM", "HAS_BIAS")
         constants = {**dict.fromkeys(flags, True), "BLOCK_N": block_n}
         yield case("embedding._embed_fwd_kernel", dtype, types, constants, num_warps, wide_loads=5)
 

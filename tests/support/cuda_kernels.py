@@ -146,15 +146,18 @@ def run(kernel: str, *operands, order: str = "up", offset: int = 0) -> list[torc
 
 
 def add_layer_norm_fwd(
-    x, x_bias, residual, weight, bias, philox, dropout_p, eps=1e-12, return_sum=True, return_stats=True, **options
-):
-    """As the op of that name: out, summed, mean, rstd; None for what is not asked for."""
+    x, x_bias, residual, weight, bias, philox, dropout_p, eps=1e-12, return_sum=True, return_stats=True, rms=False,
+    **options,
+):  # fmt: skip
+    """As the op of that name: out, summed, mean, rstd; None for what is not asked for, and for RMSNorm's mean."""
     rows, hidden_size = x.shape
     out = Out.empty(rows, hidden_size, dtype=x.dtype)
     summed = Out.empty(rows, hidden_size, dtype=x.dtype) if return_sum else None
-    mean, rstd = (Out.empty(rows, dtype=torch.float32) if return_stats else None for _ in range(2))
+    mean, rstd = (
+        Out.empty(rows, dtype=torch.float32) if asked else None for asked in (return_stats and not rms, return_stats)
+    )
     results = run(
-        "add_layer_norm_fwd", DTYPES[x.dtype], x, x_bias, residual, weight, bias, float(dropout_p), philox, eps,
+        "add_layer_norm_fwd", DTYPES[x.dtype], rms, x, x_bias, residual, weight, bias, float(dropout_p), philox, eps,
         rows, hidden_size, out, summed, mean, rstd, **options,
     )  # fmt: skip
     found = iter(results)
@@ -162,12 +165,12 @@ def add_layer_norm_fwd(
 
 
 def add_layer_norm_bwd(dout, dsum, summed, mean, rstd, weight, philox, dropout_p, has_x_bias, **options):
-    """As the op of that name: dx (dsummed without dropout), dsummed, dx_bias, dweight, dbias."""
+    """As the op of that name: dx (dsummed without dropout), dsummed, dx_bias, dweight, dbias; RMSNorm has no mean."""
     (rows, hidden_size), dtype = dout.shape, dout.dtype
     dx = Out.empty(rows, hidden_size, dtype=dtype) if dropout_p > 0 else None
     dsummed = Out.empty(rows, hidden_size, dtype=dtype)
     dx_bias = Out.empty(hidden_size, dtype=dtype) if has_x_bias else None
-    dweight, dbias = (Out.empty(hidden_size, dtype=dtype) for _ in range(2))
+    dweight, dbias = (Out.empty(hidden_size, dtype=dtype) if asked else None for asked in (True, mean is not None))
     results = run(
         "add_layer_norm_bwd", DTYPES[dtype], dout, dsum, summed, mean, rstd, weight, float(dropout_p), philox,
         rows, hidden_size, dx, dsummed, dx_bias, dweight, dbias, **options,
@@ -180,8 +183,8 @@ def add_layer_norm_bwd(dout, dsum, summed, mean, rstd, weight, philox, dropout_p
 
 
 def embed_fwd(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, eps, **options):
-    rows, width = position_ids.numel(), position.shape[1]
-    sizes = (word.shape[0], position.shape[0], 1 if token_type is None else token_type.shape[0])
+    rows, width = word.shape[0] if input_ids is None else input_ids.numel(), word.shape[1]
+    sizes = (word.shape[0], *(1 if table is None else table.shape[0] for table in (position, token_type)))
     (out,) = run(
         "embed_fwd", DTYPES[word.dtype], word, position, token_type, input_ids, position_ids, token_type_ids,
         *sizes, weight, bias, eps, rows, width, Out.empty(rows, width, dtype=word.dtype), **options,

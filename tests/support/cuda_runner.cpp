@@ -75,13 +75,21 @@ fastbert::DropoutMask dropout() {
 void launch(const std::string& kernel) {
   cudaStream_t stream{};
   if (kernel == "add_layer_norm_fwd") {
-    const fastbert::AddLayerNormFwdArgs args{dtype(),         buffer(),
-                                             buffer(),        buffer(),
-                                             buffer(),        buffer(),
-                                             dropout(),       static_cast<float>(real()),
-                                             integer(),       static_cast<int>(integer()),
-                                             buffer(),        buffer(),
-                                             buffer<float>(), buffer<float>()};
+    const fastbert::AddLayerNormFwdArgs args{dtype(),
+                                             integer() != 0,
+                                             buffer(),
+                                             buffer(),
+                                             buffer(),
+                                             buffer(),
+                                             buffer(),
+                                             dropout(),
+                                             static_cast<float>(real()),
+                                             integer(),
+                                             static_cast<int>(integer()),
+                                             buffer(),
+                                             buffer(),
+                                             buffer<float>(),
+                                             buffer<float>()};
     launch_add_layer_norm_fwd(args, stream);
   } else if (kernel == "add_layer_norm_bwd") {
     fastbert::AddLayerNormBwdArgs args{dtype(),         buffer(), buffer(),  buffer(),  buffer<const float>(),

@@ -27,7 +27,7 @@ from benchmarks.gpu.rowwise import planned
 from fastbert import ops
 from fastbert.backend import Backend, _supports, use_backend
 from fastbert.kernels import blocks
-from fastbert.models.auto import _CLASSES
+from fastbert.models.classes import CLASSES
 
 LARGEST_GRID = (2**31 - 1, 65535, 65535)
 
@@ -82,7 +82,7 @@ def make(model_type: str, head: str, dtype: torch.dtype, **changes) -> torch.nn.
     shape |= {"dim": 128, "n_heads": 2, "hidden_dim": 512, "n_layers": 2} if model_type == "distilbert" else {}
     config = {"model_type": model_type, "vocab_size": 100, "pad_token_id": 0, "max_position_embeddings": 2100}
     torch.manual_seed(0)
-    return _CLASSES[model_type, head](fastbert.EncoderConfig.from_dict({**config, **shape, **changes})).to(dtype)
+    return CLASSES[model_type, head](fastbert.EncoderConfig.from_dict({**config, **shape, **changes})).to(dtype)
 
 
 def batch(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -133,15 +133,29 @@ def traced() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def attend_with_rotary() -> None:
-    """What no model has yet."""
-    tables = [torch.ones(64, 32) for _ in range(2)]
-    for compiled in (ops.attention, torch.compile(ops.attention, fullgraph=True, backend="aot_eager")):
-        qkv = torch.ones(70, 3, 2, 64, dtype=torch.bfloat16, requires_grad=True)
-        out = compiled(
-            *qkv.unbind(1), torch.tensor([0, 64, 70], dtype=torch.int32), 64, rotary=tables, backend="triton"
-        )
-        out.sum().backward()
+def attend_in_every_kind() -> None:
+    """What no model has yet: heads of k that q's share, windows by position, rotary embedding of both layouts."""
+    offsets = torch.tensor([0, 64, 70], dtype=torch.int32)
+    by_position, by_token = (ops.Rotary(*torch.ones(2, rows, 32).unbind()) for rows in (64, 70))
+    window = {"window_size": (3, 5), "window_positions": torch.arange(70, dtype=torch.int32)}
+    for options in ({"rotary": by_position}, {"rotary": by_token._replace(interleaved=True, by_token=True), **window}):
+        for compiled in (ops.attention, torch.compile(ops.attention, fullgraph=True, backend="aot_eager")):
+            for num_kv_heads in (4, 1):
+                heads = (4, num_kv_heads, num_kv_heads)
+                qkv = torch.ones(70, sum(heads), 64, dtype=torch.bfloat16, requires_grad=True)
+                out = compiled(*qkv.split(heads, 1), offsets, 64, backend="triton", **options)
+                out.sum().backward()
+
+
+def norm_without_mean_and_positions() -> None:
+    """RMSNorm, and embeddings without a position table."""
+    weight = torch.ones(128, dtype=torch.bfloat16, requires_grad=True)
+    word = torch.ones(100, 128, dtype=torch.bfloat16, requires_grad=True)
+    with use_backend("triton"):
+        x = ops.embed_layer_norm(torch.arange(70), None, None, word, None, None, weight, None)
+        ops.add_rms_norm(x, x, weight, x_bias=weight, dropout_p=0.1).sum().backward()
+        with torch.no_grad():
+            ops.rms_norm(ops.embed_layer_norm(torch.arange(70), None, None, word, None, None, weight, None), weight)
 
 
 def pad_and_pack() -> None:
@@ -182,7 +196,8 @@ def main() -> None:
         run(make("bert", "MaskedLM", dtype), (130, 1, 700, 300))
     for model_type, head in (("albert", "MaskedLM"), ("distilbert", "MaskedLM"), ("electra", "MaskedLM")):
         run(make(model_type, head, torch.bfloat16), (130, 1, 70))
-    attend_with_rotary()
+    attend_in_every_kind()
+    norm_without_mean_and_positions()
     pad_and_pack()
     pool()
     feed_forward_with_epilogues(torch.device("cpu"))

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from dataclasses import dataclass
 
 import pytest
 import torch
 import transformers
+from theirs import mend
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from fastbert import families
 from fastbert.config import EncoderConfig
-from fastbert.models.auto import _CLASSES
+from fastbert.families import form
+from fastbert.families.form import PreTraining, ReplacedTokens
+from fastbert.models.classes import CLASSES
 from fastbert.testing.cases import attention_mask
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 
-FAMILIES = ("bert", "roberta", "xlm-roberta", "distilbert", "albert", "electra", "megatron-bert")
-MODELS = sorted(_CLASSES)  # (model_type, head)
+FAMILIES = tuple(families.FAMILIES)
+MODELS = sorted(CLASSES)  # (model_type, head)
 models_axis = pytest.mark.parametrize(("model_type", "head"), MODELS, ids=[f"{m}-{h}" for m, h in MODELS])
 families_axis = pytest.mark.parametrize("model_type", FAMILIES)
 
@@ -35,6 +41,7 @@ _SHAPES = (
     {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 3, "intermediate_size": 128,
      "hidden_act": "relu", "initializer_range": 0.05},
 )  # fmt: skip
+_SMOOTH = {"hidden_act": "gelu"}  # of gates without a bias, which could keep them from where a ReLU bends
 _OF_FAMILY = {
     "albert": (
         {"embedding_size": 48},
@@ -48,7 +55,40 @@ _OF_FAMILY = {
         {"embedding_size": 32, "summary_activation": "tanh"},
         {"embedding_size": 64, "summary_activation": ""},
     ),
+    "ernie": ({"use_task_id": True}, {}, {"use_task_id": True, "task_type_vocab_size": 5}, {}),
+    "esm": (
+        {"pad_token_id": 0, "position_embedding_type": "rotary", "token_dropout": True, "mask_token_id": 7},
+        {"pad_token_id": 1, "emb_layer_norm_before": True},
+        {"pad_token_id": 3, "token_dropout": True, "mask_token_id": 9, "emb_layer_norm_before": True},
+        {"pad_token_id": 0, "position_embedding_type": "rotary", "rope_theta": 50.0},
+    ),
+    "eurobert": (
+        {"num_key_value_heads": 1, "tie_word_embeddings": True},
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True, "classifier_pooling": "bos"},
+        {"num_key_value_heads": 2, "head_dim": 32, "classifier_pooling": "mean"},
+        {"mlp_bias": True, "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 50.0}},
+    ),
+    "gte": ({}, {"type_vocab_size": 0}, {"type_vocab_size": 2}, _SMOOTH),
+    "modernbert": (
+        {"local_attention": 6},
+        {
+            "local_attention": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "decoder_bias": False,
+            "norm_bias": True,
+            "attention_bias": True,
+            "classifier_bias": True,
+            "classifier_pooling": "mean",
+        },
+        {"local_attention": 8, "layer_types": ["sliding_attention"], "classifier_activation": "silu"},
+        {"local_attention": 4, "mlp_bias": True, "global_attn_every_n_layers": 2},
+    ),
+    "nomic_bert": ({}, {"type_vocab_size": 1}, {"head_dim": 32}, _SMOOTH),
+    "rembert": tuple(
+        {"embedding_size": n, "output_embedding_size": m} for n, m in ((48, 40), (160, 24), (32, 128), (64, 64))
+    ),
     "roberta": ({"type_vocab_size": 1}, {}, {"type_vocab_size": 1, "pad_token_id": 3}, {}),
+    "roformer": ({}, {"embedding_size": 48}, {"rotary_value": True}, {"embedding_size": 32, "rotary_value": True}),
     "xlm-roberta": ({}, {"type_vocab_size": 1}, {}, {}),
 }
 NUM_CONFIGS = len(_SHAPES)
@@ -62,9 +102,20 @@ def make_config(model_type: str, index: int = 0, **changes) -> EncoderConfig:
     fields = {"vocab_size": 43, "max_position_embeddings": 20, **dict.fromkeys(dropout, 0.0), **_SHAPES[index], **own}
     if model_type == "electra":
         fields["summary_last_dropout"] = 0.0
-    if model_type == "distilbert":
-        fields.pop("layer_norm_eps", None)  # fixed in that family
+    family = families.FAMILIES[model_type]
+    if (family.defaults.get("pad_token_id", 0) or 0) >= fields["vocab_size"]:
+        fields["pad_token_id"] = 2
+    for name in family.fixed:
+        fields.pop(name, None)
     return EncoderConfig.of_family(model_type, **{**fields, **changes})
+
+
+def has_rotary(config: EncoderConfig) -> bool:
+    return any(spec.attention.position is not None for spec in config.layer_specs)
+
+
+def has_windows(config: EncoderConfig) -> bool:
+    return any(spec.attention.window_size != (-1, -1) for spec in config.layer_specs)
 
 
 def config_for(model_type: str, head: str, index: int = 0, **changes) -> EncoderConfig:
@@ -80,28 +131,39 @@ def hf_config(config: EncoderConfig) -> transformers.PretrainedConfig:
 
 
 def hf_class(model_type: str, head: str) -> type[nn.Module]:
-    return getattr(transformers, _CLASSES[model_type, head].__name__)
+    return getattr(transformers, CLASSES[model_type, head].__name__)
 
 
-# The leaves before a hidden_act: layers' first GEMM, and heads' dense ones.
-_BEFORE_ACTIVATION = re.compile(
-    r"(intermediate\.dense|\.ffn|\.lin1|transform\.dense|predictions\.dense|vocab_transform)\.bias$"
-)
+def _before_relu(config: EncoderConfig) -> tuple[str, ...]:
+    """How the names of biases end that a ReLU follows: layers' first GEMM, and heads' dense ones."""
+    found = []
+    if config.hidden_act == "relu":
+        names = [spec.names for spec in config.layer_specs]
+        found += [f".{name.up if name.gate is None else name.gate}" for name in names]
+    for head in config.family.heads.values():
+        head = head.masked_lm if isinstance(head, PreTraining) else head
+        act = config.hidden_act if isinstance(head, ReplacedTokens) else getattr(head, "activation", None)
+        if form.value_of(act, config) == "relu" and head.dense is not None:
+            found.append(head.dense)
+    return tuple(f"{path}.bias" for path in found)
 
 
 @torch.no_grad()
 def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Weights and biases large enough for every error to show; LayerNorm's too.
+    """Weights and biases large enough for every error to show; a norm's too.
 
     Before a ReLU, biases open or shut each unit for good: its derivative jumps at 0, where any rounding flips it.
     """
     generator = torch.Generator().manual_seed(seed)
-    relu = getattr(model.config, "hidden_act", None) or model.config.activation
+    before_relu = _before_relu(EncoderConfig.from_dict(model.config.to_dict()))
+    norms = {f"{name}.weight" for name, module in model.named_modules() if type(module).__name__.endswith("Norm")}
     for name, parameter in sorted(model.named_parameters()):
+        if not parameter.requires_grad:
+            continue  # RoFormer's table of sines and cosines: it would turn by no distance any more
         noise = torch.randn(parameter.shape, generator=generator)
-        if name.startswith("pre_classifier.bias") or (relu == "relu" and _BEFORE_ACTIVATION.search(name)):
+        if name.endswith(before_relu):
             parameter.copy_(noise.sign() * 4)
-        elif parameter.dim() == 1 and name.lower().endswith(("norm.weight", "ln.weight")):
+        elif name in norms:
             parameter.copy_(1 + 0.3 * noise)
         else:
             parameter.copy_(noise * (0.2 if parameter.dim() == 1 else 0.8 * parameter.shape[1] ** -0.5))
@@ -117,14 +179,53 @@ class Trio:
     oracle: nn.Module
 
 
+def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A model in another dtype, as from_pretrained makes it: rotary embedding's frequencies stay what they are."""
+    frequencies = [(m, m._buffers.copy()) for m in model.modules() if any("inv_freq" in name for name in m._buffers)]
+    model.to(dtype)
+    for module, buffers in frequencies:
+        module._buffers.update(buffers)
+    return model
+
+
+class _Float64(TorchFunctionMode):
+    """What is float64 stays so, where transformers' code says float32: in softmax, RMSNorm and rotary embedding."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.float64:
+            if func is torch.Tensor.float or (
+                func is torch.Tensor.to and torch.float32 in (*args[1:], *kwargs.values())
+            ):
+                return args[0]
+            if kwargs.get("dtype") is torch.float32:
+                del kwargs["dtype"]
+        return func(*args, **kwargs)
+
+
+def make_oracle(model: nn.Module) -> nn.Module:
+    """A copy in float64."""
+    oracle = cast(copy.deepcopy(model), torch.float64)
+    forward = oracle.forward
+
+    @functools.wraps(forward)
+    def in_float64(*args, **kwargs):
+        with _Float64():
+            return forward(*args, **kwargs)
+
+    oracle.forward = in_float64
+    return oracle
+
+
 def make_hf(config: EncoderConfig, head: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
     """transformers' model with random weights, in train mode (there is no dropout to make a difference)."""
-    return randomise(hf_class(config.model_type, head)(hf_config(config)), seed).to(dtype).train()
+    model = cast(randomise(hf_class(config.model_type, head)(hf_config(config)), seed), dtype).train()
+    return model
 
 
 def make_ours(config: EncoderConfig, head: str, theirs: nn.Module) -> nn.Module:
     """fastbert's model with the weights of `theirs`, by state_dict."""
-    ours = _CLASSES[config.model_type, head](config).to(next(theirs.parameters()).dtype)
+    ours = CLASSES[config.model_type, head](config).to(next(theirs.parameters()).dtype)
     assert set(ours.state_dict()) == set(theirs.state_dict())
     ours.load_state_dict(theirs.state_dict())
     return ours.train()
@@ -132,7 +233,8 @@ def make_ours(config: EncoderConfig, head: str, theirs: nn.Module) -> nn.Module:
 
 def make_trio(config: EncoderConfig, head: str, dtype: torch.dtype, seed: int = 0) -> Trio:
     baseline = make_hf(config, head, dtype, seed)
-    return Trio(make_ours(config, head, baseline), baseline, copy.deepcopy(baseline).double())
+    mend(baseline)
+    return Trio(make_ours(config, head, baseline), baseline, make_oracle(baseline))
 
 
 @dataclass
@@ -153,17 +255,19 @@ class Batch:
         layout = {"cu_seqlens": self.cu_seqlens, "max_seqlen": int(self.real.sum(1).max())}
         return {**inputs, "position_ids": self.positions[self.real], **layout}
 
-    def front(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(batch_size, seqlen) values of tokens, each sequence's real ones moved to the left."""
-        return tokens.gather(1, (~self.real).long().argsort(dim=1, stable=True))
+    def front(self, tokens: torch.Tensor, last: bool = False) -> torch.Tensor:
+        """(batch_size, seqlen) values of tokens, each sequence's real ones moved to the left, or to the right."""
+        order = self.real if last else ~self.real
+        return tokens.gather(1, order.long().argsort(dim=1, stable=True))
 
-    def real_tokens_first(self) -> Batch:
-        """The same sequences at the left, at the positions that they have here.
+    def real_tokens_first(self, last: bool = False) -> Batch:
+        """The same sequences at the left, at the positions that they have here; or, `last`, at the right.
 
-        transformers' pooled heads read column 0, fastbert's each sequence's first real token: here they are the same.
+        transformers' pooled heads read column 0, or the last, fastbert's each sequence's first, or last, real token:
+        here they are the same.
         """
-        inputs = {name: self.front(t) for name, t in {**self.inputs, "position_ids": self.positions}.items()}
-        return Batch(inputs, self.front(self.real), inputs["position_ids"])
+        inputs = {name: self.front(t, last) for name, t in {**self.inputs, "position_ids": self.positions}.items()}
+        return Batch(inputs, self.front(self.real, last), inputs["position_ids"])
 
 
 def make_batch(
@@ -175,13 +279,18 @@ def make_batch(
     real = torch.ones(batch_size, seqlen, dtype=torch.bool) if mask is None else mask.bool()
     ids = torch.randint(config.vocab_size, (batch_size, seqlen), generator=generator)
     ids = ids if pattern == "holes" else ids.where(real, config.pad_token_id)
+    if "mask_token_id" in config.own:  # transformers' ESM counts those, too, that a mask leaves out
+        ids = ids.where(real | (ids != config.mask_token_id), config.pad_token_id)
     positions = torch.arange(seqlen).expand(batch_size, -1)
-    if config.model_type in ("roberta", "xlm-roberta"):
+    if config.family.positions_from_ids and config.embeddings.position is not None:
         counted = (ids != config.pad_token_id).long()
         positions = counted.cumsum(1) * counted + config.pad_token_id
     inputs = {"input_ids": ids}
     if config.type_vocab_size:
         inputs["token_type_ids"] = torch.randint(config.type_vocab_size, (batch_size, seqlen), generator=generator)
+    if config.embeddings.task_type is not None:
+        limit = config.task_type_vocab_size
+        inputs["task_type_ids"] = torch.randint(limit, (batch_size, seqlen), generator=generator)
     if mask is not None:
         inputs["attention_mask"] = mask
     return Batch(inputs, real, positions)
@@ -189,7 +298,8 @@ def make_batch(
 
 def token_level(model_type: str, head: str) -> bool:
     """Whether the field `logits` holds one row a token."""
-    return head in ("MaskedLM", "TokenClassification") or (model_type, head) == ("electra", "PreTraining")
+    is_replaced = isinstance(families.FAMILIES[model_type].heads.get(head), ReplacedTokens)
+    return is_replaced or head in ("MaskedLM", "TokenClassification")
 
 
 def make_labels(config, head: str, batch: Batch, seed: int) -> dict[str, torch.Tensor]:
@@ -221,10 +331,10 @@ def make_labels(config, head: str, batch: Batch, seed: int) -> dict[str, torch.T
         start[0] = end[0] = real[0].long().argmax()
         end[1] = columns + 7
         return {"start_positions": start, "end_positions": end}
-    if config.model_type == "electra":
+    data = config.family.heads[head]
+    if isinstance(data, ReplacedTokens):
         return {"labels": draw(2, rows, columns)}
-    pair = "sentence_order_label" if config.model_type == "albert" else "next_sentence_label"
-    return {"labels": masked_lm, pair: draw(2, rows).where(comparable, -100)}
+    return {"labels": masked_lm, data.pair_label: draw(2, rows).where(comparable, -100)}
 
 
 def random_like(shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -245,6 +355,6 @@ def leaf_gradients(grads: dict[str, torch.Tensor | None]) -> dict[str, torch.Ten
     """
     leaves: dict[str, list[torch.Tensor]] = {}
     for name, grad in grads.items():
-        leaf = re.sub(r"\.(query|key|value|[qkv]_lin)$", ".qkv", name.rpartition(".")[0])
+        leaf = re.sub(r"\.(query|key|value|[qkv]_lin|[qkv]_proj)$", ".qkv", name.rpartition(".")[0])
         leaves.setdefault(leaf, []).extend([] if grad is None else [grad.flatten()])
     return {leaf: torch.cat(parts) for leaf, parts in leaves.items() if parts}

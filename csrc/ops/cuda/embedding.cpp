@@ -6,11 +6,12 @@
 
 namespace fastbert {
 
-Array embed_fwd_cuda(const OptionalArray& input_ids, const Array& position_ids, const OptionalArray& token_type_ids,
-                     const Array& word, const Array& position, const OptionalArray& token_type,
-                     const OptionalArray& weight, const OptionalArray& bias, double eps) {
+Array embed_fwd_cuda(const OptionalArray& input_ids, const OptionalArray& position_ids,
+                     const OptionalArray& token_type_ids, const Array& word, const OptionalArray& position,
+                     const OptionalArray& token_type, const OptionalArray& weight, const OptionalArray& bias,
+                     double eps) {
   const auto t = embed_fwd_tensors(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias,
-                                   position.device());
+                                   word.device());
   check_row_width(t.out.size(1));
   const EmbedFwdArgs args{storage_of(t.out.scalar_type()),
                           t.word.data<const void>(),
@@ -20,7 +21,7 @@ Array embed_fwd_cuda(const OptionalArray& input_ids, const Array& position_ids, 
                           t.positions.data<const int64_t>(),
                           t.types.data<const int64_t>(),
                           t.word.size(0),
-                          t.position.size(0),
+                          t.position.defined() ? t.position.size(0) : 1,
                           t.token_type.defined() ? t.token_type.size(0) : 1,
                           t.weight.data<const void>(),
                           t.bias.data<const void>(),

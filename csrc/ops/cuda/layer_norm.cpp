@@ -10,11 +10,13 @@ std::tuple<Array, Array, Array, Array> add_layer_norm_fwd_cuda(const Array& x, c
                                                                const OptionalArray& residual, const Array& weight,
                                                                const OptionalArray& bias, const OptionalArray& philox_,
                                                                double dropout_p, double eps, bool return_sum,
-                                                               bool return_stats) {
-  const auto t = add_layer_norm_fwd_tensors(x, x_bias, residual, weight, bias, return_sum, return_stats, x.device());
+                                                               bool return_stats, bool rms) {
+  const auto t =
+      add_layer_norm_fwd_tensors(x, x_bias, residual, weight, bias, return_sum, return_stats, rms, x.device());
   check_row_width(t.x.size(1));
   Array philox;
   const AddLayerNormFwdArgs args{storage_of(x.scalar_type()),
+                                 rms,
                                  t.x.data<const void>(),
                                  t.x_bias.data<const void>(),
                                  t.residual.data<const void>(),
@@ -26,7 +28,7 @@ std::tuple<Array, Array, Array, Array> add_layer_norm_fwd_cuda(const Array& x, c
                                  static_cast<int>(t.x.size(1)),
                                  t.out.data<void>(),
                                  data_if(return_sum, t.summed),
-                                 data_if<float>(return_stats, t.mean),
+                                 data_if<float>(return_stats && !rms, t.mean),
                                  data_if<float>(return_stats, t.rstd)};
   launch_for(x, launch_add_layer_norm_fwd, args);
   return {t.out, t.summed, t.mean, t.rstd};
@@ -36,9 +38,9 @@ std::tuple<Array, Array, Array, Array, Array> add_layer_norm_bwd_cuda(const Arra
                                                                       const Array& summed, const Array& mean,
                                                                       const Array& rstd, const Array& weight,
                                                                       const OptionalArray& philox_, double dropout_p,
-                                                                      bool has_x_bias) {
+                                                                      bool has_x_bias, bool rms) {
   const auto t =
-      add_layer_norm_bwd_tensors(dout, dsum, summed, mean, rstd, weight, dropout_p, has_x_bias, dout.device());
+      add_layer_norm_bwd_tensors(dout, dsum, summed, mean, rstd, weight, dropout_p, has_x_bias, rms, dout.device());
   const int64_t rows = t.dout.size(0);
   check_row_width(t.dout.size(1));
   const auto hidden_size = static_cast<int>(t.dout.size(1));
@@ -48,7 +50,7 @@ std::tuple<Array, Array, Array, Array, Array> add_layer_norm_bwd_cuda(const Arra
                                  t.dout.data<const void>(),
                                  t.dsum.data<const void>(),
                                  t.summed.data<const void>(),
-                                 t.mean.data<const float>(),
+                                 data_if<const float>(!rms, t.mean),
                                  t.rstd.data<const float>(),
                                  t.weight.data<const void>(),
                                  make_dropout_mask(dropout_p, philox_, dout.device(), philox),
@@ -58,7 +60,7 @@ std::tuple<Array, Array, Array, Array, Array> add_layer_norm_bwd_cuda(const Arra
                                  t.dsummed.data<void>(),
                                  data_if(has_x_bias, t.dx_bias),
                                  t.dweight.data<void>(),
-                                 t.dbias.data<void>(),
+                                 data_if(!rms, t.dbias),
                                  shares.data<float>()};
   launch_for(dout, launch_add_layer_norm_bwd, args);
   return {t.dx, t.dsummed, t.dx_bias, t.dweight, t.dbias};

@@ -1,103 +1,17 @@
-"""ELECTRA (Clark et al. 2020): a small generator masks, a discriminator says which tokens were replaced."""
+"""ELECTRA's generator and discriminator trained together (Clark et al. 2020)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from fastbert import ops
-from fastbert.layers.embeddings import EmbeddingNames
-from fastbert.layers.leaves import get_leaf, linear, place, within
-from fastbert.models import heads, masked_lm
-from fastbert.models.base import EncoderModel
-from fastbert.models.family import Family, MaskedLMNames, SequenceHead
+from fastbert.layers.leaves import get_leaf, linear
+from fastbert.models import classes, masked_lm
 from fastbert.models.outputs import ModelOutput
 from fastbert.packed_inputs import PackedInputs, labels_of
 from fastbert.packing import InputError
-
-
-class ElectraModel(EncoderModel):
-    family = Family(
-        model_type="electra",
-        prefix="electra",
-        embeddings=EmbeddingNames(project="embeddings_project"),
-        pooler=None,
-        masked_lm=MaskedLMNames(
-            dense="generator_predictions.dense",
-            norm="generator_predictions.LayerNorm",
-            decoder="generator_lm_head",
-            bias=None,
-            activation="gelu",
-            order=("norm", "dense"),
-        ),
-        sequence=SequenceHead(
-            out="classifier.out_proj",
-            pooled=False,
-            dense="classifier.dense",
-            activation=lambda config: "gelu",
-            dropout_first=True,
-        ),
-        multiple_choice=SequenceHead(
-            pooled=False,
-            dense="sequence_summary.summary",
-            activation=lambda config: config.summary_activation,
-            dropout=lambda config: config.summary_last_dropout,
-        ),
-    )
-
-
-class ElectraForMaskedLM(masked_lm.ForMaskedLM):
-    base_class = ElectraModel
-
-
-class ElectraForPreTraining(heads.HeadModel):
-    """The discriminator: was each token replaced (1) or not (0)? The loss counts real tokens only (section 2).
-
-    Tokens labelled -100 do not count either.
-    """
-
-    base_class = ElectraModel
-
-    def build_head(self, config):
-        place(self, "discriminator_predictions.dense", nn.Linear(config.hidden_size, config.hidden_size))
-        place(self, "discriminator_predictions.dense_prediction", nn.Linear(config.hidden_size, 1))
-
-    def check_given(self, given, batch):
-        return {name: heads.token_labels(labels, batch, 2) for name, labels in given.items()}
-
-    def compute(self, encoded, given):
-        batch, head = encoded.batch, "discriminator_predictions"
-
-        def run(x):
-            x = linear(get_leaf(self, f"{head}.dense"), x, self.config.activation)
-            return linear(get_leaf(self, f"{head}.dense_prediction"), x).squeeze(-1)
-
-        logits, loss = within(self, head, run, encoded.packed), None
-        if given:
-            labels = given["labels"]
-            scores = ops.at_least_fp32(logits)
-            losses = F.binary_cross_entropy_with_logits(scores, labels.to(scores.dtype), reduction="none")
-            loss = losses.where(labels != -100, 0.0).sum() / (labels != -100).sum().clamp(min=1)
-        return {"loss": loss, "logits": batch.unpack(logits)}
-
-
-class ElectraForMultipleChoice(heads.ForMultipleChoice):
-    base_class = ElectraModel
-
-
-class ElectraForSequenceClassification(heads.ForSequenceClassification):
-    base_class = ElectraModel
-
-
-class ElectraForTokenClassification(heads.ForTokenClassification):
-    base_class = ElectraModel
-
-
-class ElectraForQuestionAnswering(heads.ForQuestionAnswering):
-    base_class = ElectraModel
 
 
 class ElectraForJointPreTraining(nn.Module):
@@ -109,8 +23,8 @@ class ElectraForJointPreTraining(nn.Module):
 
     def __init__(
         self,
-        generator: ElectraForMaskedLM,
-        discriminator: ElectraForPreTraining,
+        generator: classes.ElectraForMaskedLM,
+        discriminator: classes.ElectraForPreTraining,
         discriminator_weight: float = 50.0,
     ):
         super().__init__()
@@ -148,7 +62,7 @@ class ElectraForJointPreTraining(nn.Module):
         if "labels" not in given:
             raise InputError("joint pre-training needs labels")
         generator = self.generator
-        arguments = (input_ids, attention_mask, token_type_ids, None, None, cu_seqlens, max_seqlen, None)
+        arguments = (input_ids, attention_mask, token_type_ids, None, None, cu_seqlens, max_seqlen, None, None)
         inputs = generator.base_model.prepare(*arguments)
         packed_labels = generator.check_given(given, inputs.batch)["labels"]
         encoded, _ = generator.run_base(inputs, arguments)

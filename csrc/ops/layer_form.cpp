@@ -1,0 +1,165 @@
+#include "layer_form.h"
+
+#include <algorithm>
+
+#include "packed_weights.h"
+#include "tensors.h"
+
+namespace fastbert {
+namespace {
+
+constexpr size_t kInts = 10, kNumbers = 7;
+enum Flag : int64_t { kNormFirst = 1, kMergedQkv = 2, kGated = 4, kMergedGate = 8, kRms = 16 };
+
+// A list's next element.
+Array next(const char* name, const List<Array>* list, size_t& at) {
+  const size_t size = list == nullptr ? 0 : list->size();
+  check(at < size, "there are ", size, " ", name, ", the layers' forms have more");
+  return (*list)[at++];
+}
+
+bool has_bit(int64_t bits, size_t i) { return (bits >> i & 1) != 0; }
+size_t norms_of(int64_t bits) { return has_bit(bits, 0) + has_bit(bits, 1); }
+
+}  // namespace
+
+AttentionForm attention_form(const LayerForm& form, const AttentionTables& tables) {
+  AttentionForm attention{form.softmax_scale, form.window_left, form.window_right};
+  if (form.window_left >= 0 || form.window_right >= 0) attention.window_positions = tables.window_positions;
+  if (form.rotary < 0) return attention;
+  const auto i = static_cast<size_t>(form.rotary), count = tables.rotary_layouts.size();
+  check(i < count && tables.rotary.size() == 2 * count, "a layer takes rotary table ", i, ", the call has ", count);
+  attention.cos = tables.rotary[2 * i];
+  attention.sin = tables.rotary[2 * i + 1];
+  attention.interleaved = (tables.rotary_layouts[i] & 1) != 0;
+  attention.by_token = (tables.rotary_layouts[i] & 2) != 0;
+  return attention;
+}
+
+std::vector<LayerForm> layer_forms(const std::vector<int64_t>& ints, const std::vector<double>& numbers) {
+  const size_t count = ints.size() / kInts;
+  check(count > 0 && ints.size() == count * kInts && numbers.size() == count * kNumbers, "a form is ", kInts,
+        " whole numbers and ", kNumbers, " others, got ", ints.size(), " and ", numbers.size());
+  std::vector<LayerForm> forms;
+  forms.reserve(count);
+  for (size_t i = 0; i < count; ++i) {
+    const int64_t* n = &ints[i * kInts];
+    const double* d = &numbers[i * kNumbers];
+    const auto has = [flags = n[6]](Flag flag) { return (flags & flag) != 0; };
+    const LayerForm form{n[0],
+                         n[1],
+                         n[2],
+                         n[3],
+                         n[4],
+                         n[5],
+                         has(kNormFirst),
+                         has(kMergedQkv),
+                         has(kGated),
+                         has(kMergedGate),
+                         has(kRms),
+                         n[7],
+                         n[8],
+                         n[9],
+                         d[0],
+                         {d[1], d[2]},
+                         {d[3], d[4], d[5], d[6]}};
+    check(form.num_heads > 0 && form.num_kv_heads > 0 && form.num_heads % form.num_kv_heads == 0, "num_heads is ",
+          form.num_heads, ", num_kv_heads ", form.num_kv_heads);
+    check(form.head_dim > 0, "head_dim is ", form.head_dim);
+    forms.push_back(form);
+  }
+  return forms;
+}
+
+std::vector<LinearOperand> LayerOperands::projections(const LayerForm& form) const {
+  std::vector<LinearOperand> all;
+  all.reserve(form.num_projections());
+  for (size_t i = 0; i < form.num_projections(); ++i) all.push_back(linear(i));
+  return all;
+}
+
+FeedForwardOperand LayerOperands::feed_forward(const LayerForm& form, Activation activation,
+                                               const Dropout& dropout) const {
+  std::vector<LinearOperand> ups;
+  ups.reserve(form.num_ups());
+  for (size_t i = form.first_up(); i < form.down(); ++i) ups.push_back(linear(i));
+  return {std::move(ups), without_bias(form.down()), activation, form.gated, dropout};
+}
+
+Heads::Heads(const LayerForm& form, std::vector<Array> whole_) : whole(std::move(whole_)) {
+  flat.reserve(whole.size());
+  for (const Array& t : whole) flat.push_back(t.view({t.size(0), t.size(1) * t.size(2)}));
+  if (form.merged_qkv) {
+    q = whole[0].narrow(1, 0, form.num_heads);
+    k = whole[0].narrow(1, form.num_heads, form.num_kv_heads);
+    v = whole[0].narrow(1, form.num_heads + form.num_kv_heads, form.num_kv_heads);
+  } else {
+    q = whole[0];
+    k = whole[1];
+    v = whole[2];
+  }
+}
+
+LayerReader::LayerReader(const LayerLists& lists, int64_t hidden_size, ScalarType dtype)
+    : lists_(lists), hidden_size_(hidden_size), dtype_(dtype) {
+  check(!has_versions() || lists.versions->size() == lists.weights->size(), "the versions are not as many as the ",
+        lists.weights->size(), " weights");
+  check(lists.scales == nullptr || lists.input_scales->size() == lists.scales->size(),
+        "input_scales are not as many as weight_scales");
+}
+
+// What norms take: their weights and biases, and the biases of the products before them.
+Array LayerReader::vector(const char* name, const Array& t) const {
+  check_tensor(name, t, {hidden_size_}, dtype_, cpu());
+  return contiguous(t);
+}
+
+void LayerReader::read(const LayerForm& form, LayerOperands& layer) {
+  for (size_t i = 0; i < form.num_leaves(); ++i) {
+    const bool has_bias = has_bit(form.biases, i), has_scale = has_bit(form.scales, i);
+    const size_t at = weight_;
+    layer.weight[i] = next("weights", lists_.weights, weight_);
+    const Array& weight = layer.weight[i];
+    layer.version[i] = has_versions() ? (*lists_.versions)[at] : version_of(weight);
+    layer.bias[i] = has_bias ? next("biases", lists_.biases, bias_) : Array();
+    layer.scale[i] = has_scale ? next("weight_scales", lists_.scales, scale_) : Array();
+    layer.input_scale[i] = has_scale ? (*lists_.input_scales)[scale_ - 1] : 0.0;
+    const bool is_output = i == form.attention_output() || i == form.down();
+    const int64_t features = i < form.num_projections() ? form.heads_of(i) * form.head_dim
+                             : is_output                ? hidden_size_
+                                                        : weight.size(0);
+    check(weight.dim() == 2 && weight.size(0) == features, "weight ", i, " of layer ", layer_, " is ", weight.sizes(),
+          ", expected ", features, " features");
+    if (is_output && has_bias) layer.bias[i] = vector("an output's bias", layer.bias[i]);
+  }
+  read_norms(form, layer);
+  ++layer_;
+}
+
+void LayerReader::read_norms(const LayerForm& form, LayerOperands& layer) {
+  layer.attention_norm = norm_ahead(form.rms, form.norms & 3, form.eps[0]);
+  norm_ += norms_of(form.norms & 3);
+  layer.feed_forward_norm = norm_ahead(form.rms, form.norms >> 2, form.eps[1]);
+  norm_ += norms_of(form.norms >> 2);
+}
+
+NormOperand LayerReader::norm_ahead(bool rms, int64_t bits, double eps) const {
+  size_t at = norm_;
+  NormOperand norm{rms, {}, {}, eps};
+  if (has_bit(bits, 0)) norm.weight = vector("norm", next("tensors of norms", lists_.norms, at));
+  if (has_bit(bits, 1)) norm.bias = vector("norm bias", next("tensors of norms", lists_.norms, at));
+  return norm;
+}
+
+NormOperand LayerReader::norm_ahead(const LayerForm& form) const {
+  return form.norm_first ? norm_ahead(form.rms, form.norms & 3, form.eps[0]) : NormOperand();
+}
+
+size_t LayerReader::norms_left() const {
+  const auto left = [](const List<Array>* list, size_t taken) { return list == nullptr ? 0 : list->size() - taken; };
+  const size_t others = left(lists_.weights, weight_) + left(lists_.biases, bias_) + left(lists_.scales, scale_);
+  check(others == 0, "there are ", others, " weights, biases and weight_scales too many for the layers' forms");
+  return left(lists_.norms, norm_);
+}
+
+}  // namespace fastbert

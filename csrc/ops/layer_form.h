@@ -1,0 +1,121 @@
+// What a layer computes, as fastbert/ops/encoder_layers.py writes it down, and what it runs on.
+#pragma once
+
+#include <array>
+#include <vector>
+
+#include "activation.h"
+#include "attention.h"
+#include "layer_norm.h"
+#include "linear.h"
+#include "register.h"
+
+namespace fastbert {
+
+struct LayerForm {
+  int64_t num_heads, num_kv_heads, head_dim, window_left, window_right, rotary;
+  bool norm_first, merged_qkv, gated, merged_gate, rms;
+  int64_t biases, scales, norms;  // bit i: leaf i has one; bit i: the norms' tensor i is there
+  double softmax_scale;
+  std::array<double, 2> eps;
+  std::array<double, 4> dropouts;
+
+  // Leaves, in this order: those that attention's heads come from, its output, those up, down.
+  size_t num_projections() const { return merged_qkv ? 1 : 3; }
+  size_t attention_output() const { return num_projections(); }
+  size_t first_up() const { return num_projections() + 1; }
+  size_t num_ups() const { return gated && !merged_gate ? 2 : 1; }
+  size_t down() const { return first_up() + num_ups(); }
+  size_t num_leaves() const { return down() + 1; }
+
+  bool has_attention_norm() const { return (norms & 1) != 0; }
+  bool begins_with_norm() const { return norm_first && has_attention_norm(); }
+  int64_t heads_of(size_t projection) const {
+    return merged_qkv ? num_heads + 2 * num_kv_heads : projection == 0 ? num_heads : num_kv_heads;
+  }
+};
+
+// What the layers of a call share, beside cu_seqlens: see fastbert/ops/encoder_layers.py.
+struct AttentionTables {
+  const std::vector<Array>& rotary;
+  const std::vector<int64_t>& rotary_layouts;
+  const OptionalArray& window_positions;
+};
+
+AttentionForm attention_form(const LayerForm& form, const AttentionTables& tables);
+
+std::vector<LayerForm> layer_forms(const std::vector<int64_t>& forms, const std::vector<double>& numbers);
+
+// The operands of one layer. Those before it are not needed any more when the next is read.
+struct LayerOperands {
+  static constexpr size_t kMostLeaves = 7;
+  std::array<Array, kMostLeaves> weight, bias, scale;
+  std::array<double, kMostLeaves> input_scale;
+  std::array<int64_t, kMostLeaves> version;
+  NormOperand attention_norm, feed_forward_norm;
+
+  // What stands behind the attention's residual.
+  const NormOperand& middle_norm(const LayerForm& form) const {
+    return form.norm_first ? feed_forward_norm : attention_norm;
+  }
+  LinearOperand linear(size_t i) const { return {weight[i], &bias[i], &scale[i], input_scale[i], version[i]}; }
+  // For what adds the bias itself.
+  LinearOperand without_bias(size_t i) const { return {weight[i], nullptr, &scale[i], input_scale[i], version[i]}; }
+  std::vector<LinearOperand> projections(const LayerForm& form) const;
+  FeedForwardOperand feed_forward(const LayerForm& form, Activation activation, const Dropout& dropout) const;
+};
+
+// What the projections give, or its gradients.
+struct Heads {
+  std::vector<Array> whole;  // of each projection, (total_tokens, heads, head_dim)
+  std::vector<Array> flat;   // the same, (total_tokens, heads * head_dim)
+  Array q, k, v;             // parts of them
+
+  Heads() = default;
+  Heads(const LayerForm& form, std::vector<Array> whole);
+};
+
+// In memory that make(shape) gives.
+template <typename Make>
+Heads make_heads(const LayerForm& form, int64_t tokens, const Make& make) {
+  std::vector<Array> whole;
+  whole.reserve(form.num_projections());
+  for (size_t i = 0; i < form.num_projections(); ++i) whole.push_back(make({tokens, form.heads_of(i), form.head_dim}));
+  return {form, std::move(whole)};
+}
+
+// A stack's operands as an operator takes them; null where its schema has none. versions: the weights', or none.
+struct LayerLists {
+  const List<Array>*weights, *biases, *scales;
+  const std::vector<double>* input_scales;
+  const List<Array>* norms;
+  const std::vector<int64_t>* versions;
+};
+
+// Takes them apart, layer by layer.
+class LayerReader {
+ public:
+  LayerReader(const LayerLists& lists, int64_t hidden_size, ScalarType dtype);
+
+  // The next layer's, with those shapes checked that no product checks.
+  void read(const LayerForm& form, LayerOperands& layer);
+  void read_norms(const LayerForm& form, LayerOperands& layer);
+  // The norm whose tensors come next in the list, by the bits of those that are there; they stay the next.
+  NormOperand norm_ahead(bool rms, int64_t bits, double eps) const;
+  // The one that a layer of this form, the next to be read, begins with: undefined where it does not.
+  NormOperand norm_ahead(const LayerForm& form) const;
+  // How many tensors of norms are left; fails if anything else is.
+  size_t norms_left() const;
+
+ private:
+  Array vector(const char* name, const Array& t) const;
+
+  bool has_versions() const { return lists_.versions != nullptr && !lists_.versions->empty(); }
+
+  LayerLists lists_;
+  int64_t hidden_size_;
+  ScalarType dtype_;
+  size_t layer_ = 0, weight_ = 0, bias_ = 0, scale_ = 0, norm_ = 0;  // the next ones
+};
+
+}  // namespace fastbert

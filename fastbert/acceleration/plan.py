@@ -1,0 +1,160 @@
+"""What is learnt about a live transformers model when it is accelerated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from fastbert.config import ConfigError, EncoderConfig
+from fastbert.families import FAMILIES
+from fastbert.families.form import Classifier, Family, MaskedLM, ReplacedTokens, value_of
+from fastbert.families.spec import AttentionSpec
+from fastbert.layers.leaves import FORWARD
+from fastbert.models.inputs import TableSizes, table_sizes
+from fastbert.models.tree import key_of_spec, layers_of, modules_of
+
+
+def _home(family: Family) -> str:
+    return f"transformers.models.{family.theirs.folder}.modeling_{family.theirs.folder}"
+
+
+MODEL_TYPES = {(_home(family), f"{family.classes}Model"): name for name, family in FAMILIES.items()}
+
+
+def _read_by(head: str, family: Family, config: EncoderConfig) -> str:
+    """What transformers' head of this class makes of last_hidden_state: see Plan.reads."""
+    form = family.heads.get(head.removeprefix(f"{family.classes}For"))
+    if head.endswith("ForQuestionAnswering"):  # a softmax over all columns
+        return "padding"
+    if isinstance(form, (MaskedLM, ReplacedTokens)):
+        return "tokens"
+    pooling = form.pooling_of(config) if isinstance(form, Classifier) else "first"
+    return pooling if pooling in ("tokens", "last") else "first"
+
+
+# Attributes by which transformers' modules compute, under all names that its families have for them. Those of
+# dropouts are a family's data (TheirClass).
+_NUMBERS = (
+    *("num_attention_heads", "n_heads", "attention_head_size", "head_dim", "num_key_value_groups", "scaling"),
+    *("sliding_window", "attention_type", "is_causal", "is_decoder", "is_cross_attention", "add_cross_attention"),
+    *("attention_scaling", "full_attention_attention_scaling", "sliding_attention_attention_scaling"),
+    *("padding_idx", "position_embedding_type", "token_dropout", "mask_token_id", "use_task_id", "rotary_value"),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was learnt about a base model when it was accelerated.
+
+    reads: what is made of last_hidden_state: "tokens" where each is looked at for itself and padding does not matter;
+    "first", column 0, too, as poolers do; "last", the last column; "padding", all columns. classes, numbers: of the
+    modules that our path does not call, by key as modules_of yields them.
+    """
+
+    label: str
+    model_type: str
+    config: EncoderConfig
+    reads: str
+    classes: dict[str, type] = field(default_factory=dict)
+    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.model_type]
+
+
+def live(module: Any, plan: Plan) -> tuple[EncoderConfig, TableSizes]:
+    """The plan's config with the layers of now, and the tables of now: both change behind a config's back."""
+    config = plan.config
+    # transformers' encoders run the layers that are there; ALBERT counts them by its config.
+    layers = layers_of(module, config)
+    count = module.config.num_hidden_layers if layers is None else layers
+    config = config if count == config.num_hidden_layers else config.replace(num_hidden_layers=count)
+    return config, table_sizes(module, config, module.config)
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether its class, or that class's forward, is not transformers' own."""
+    kind = type(module)
+    return not (kind.__module__.startswith("transformers.") and kind.forward.__module__.startswith("transformers."))
+
+
+def dropouts_of(config: EncoderConfig) -> dict[str, float | None]:
+    """What every dropout of transformers' tree must be, by key as modules_of yields them; None: it is never called."""
+    theirs = config.family.theirs
+    made: dict[str, float | None] = {}
+    if theirs.embedding_dropout is not None:
+        p = value_of(config.embeddings.dropout, config)
+        made[theirs.embedding_dropout] = p if theirs.drops_embeddings else None
+    for i, spec in enumerate(dict.fromkeys(config.layer_specs)):
+        for path, role in theirs.dropouts.items():
+            made[f"{key_of_spec(i)}.{path}"] = None if role is None else spec.dropouts[role]
+    return made
+
+
+def numbers_of(module: nn.Module) -> dict[str, Any]:
+    attributes = module.__dict__
+    return {name: attributes[name] for name in _NUMBERS if name in attributes}
+
+
+def _expected_numbers(form: AttentionSpec) -> dict[str, Any]:
+    """Those that follow from what a layer computes; the others only have to stay."""
+    window = max(form.window_size)
+    return {
+        **dict.fromkeys(("num_attention_heads", "n_heads"), form.num_heads),
+        **dict.fromkeys(("attention_head_size", "head_dim"), form.head_dim),
+        "num_key_value_groups": form.num_heads // form.num_kv_heads,
+        "sliding_window": None if window < 0 else window + 1,  # counted with the query's own token
+    }
+
+
+def make_plan(module: Any, label: str, heads: list[str]) -> Plan | str:
+    """The plan for a base model of transformers, or the reason why there is none."""
+    model_type = MODEL_TYPES[type(module).__module__, type(module).__name__]
+    if module.config.model_type != model_type:
+        return f"its config is of model_type {module.config.model_type!r}, not {model_type!r}"
+    if FORWARD in module.__dict__ or is_patched(module):
+        return "its forward has been replaced already"
+    family = FAMILIES[model_type]
+    try:
+        config = EncoderConfig.from_dict(module.config.to_dict())
+        if family.positions_from_ids:  # transformers counts from what the embeddings were built with
+            config = config.replace(pad_token_id=module.embeddings.padding_idx)
+        reads = {_read_by(head, family, config) for head in heads} or {"first"}
+        plan = Plan(label, model_type, config, next(r for r in ("padding", "last", "first", "tokens") if r in reads))
+        now = live(module, plan)[0]
+        found = [each for each in modules_of(module, family, now) if each[0] is not None]
+        return _learn(plan, found, now) or plan
+    except (ConfigError, KeyError) as error:  # of a field; of a module that is not there
+        return f"it is not what fastbert can run: {error}"
+
+
+def _learn(plan: Plan, found: list[tuple], config: EncoderConfig) -> str | None:
+    """Note the modules that our path does not call; or why they are not what the config asks for."""
+    from transformers.activations import ACT2FN
+
+    activation, dropouts = type(ACT2FN[config.hidden_act]), dropouts_of(config)
+    specs: Mapping[str, Any] = {key_of_spec(i): spec for i, spec in enumerate(dict.fromkeys(config.layer_specs))}
+    for key, path, child, _ in found:
+        kind, spec = type(child), specs.get(key.partition(".")[0])
+        if kind.__module__ in ("transformers.activations", "torch.nn.modules.activation"):
+            is_right = kind is (nn.Tanh if path.startswith("pooler") else activation)
+        elif kind is nn.Identity:  # in the place of a dropout of 0, and of a norm that the first layer does not have
+            is_right = key in dropouts or (spec is not None and key.endswith(f".{spec.names.attention_norm}"))
+        elif kind is nn.Dropout:
+            is_right = key in dropouts
+        else:
+            is_right = kind is nn.ModuleList or not is_patched(child)
+        if not is_right:
+            return f"{path} is a {kind.__module__}.{kind.__name__}, which its config does not ask for"
+        numbers, expected = numbers_of(child), {} if spec is None else _expected_numbers(spec.attention)
+        for name in numbers.keys() & expected.keys():
+            if numbers[name] != expected[name]:
+                return f"{path}.{name} is {numbers[name]}; by its config it must be {expected[name]}"
+        plan.classes[key] = kind
+        known = plan.numbers.setdefault(key, numbers)
+        plan.numbers[key] = {name: value for name, value in known.items() if numbers.get(name) == value}
+    return None

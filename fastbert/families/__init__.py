@@ -1,0 +1,32 @@
+"""The families, by the model_type of their config.json. A family is one file here and its line in the list below."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from fastbert.families.form import Family
+
+_FILES = (
+    "albert",
+    "bert",
+    "camembert",
+    "distilbert",
+    "electra",
+    "ernie",
+    "esm",
+    "eurobert",
+    "gte",
+    "jina_embeddings_v3",
+    "megatron_bert",
+    "modernbert",
+    "nomic_bert",
+    "rembert",
+    "roberta",
+    "roberta_prelayernorm",
+    "roformer",
+    "xlm_roberta",
+    "xlm_roberta_xl",
+)
+
+_LIST: tuple[Family, ...] = tuple(import_module(f"{__name__}.{file}").FAMILY for file in _FILES)
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _LIST}

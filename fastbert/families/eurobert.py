@@ -1,0 +1,115 @@
+"""EuroBERT (Boizard et al. 2025): a Llama encoder: RMSNorm, grouped queries, rotary positions, SwiGLU."""
+
+from typing import Any
+
+from fastbert.families.form import (
+    Choice,
+    Classifier,
+    Count,
+    Embeddings,
+    Family,
+    Flag,
+    FromConfig,
+    MaskedLM,
+    Structure,
+    TheirClass,
+    heads,
+)
+from fastbert.families.spec import (
+    AttentionSpec,
+    FeedForwardSpec,
+    Invalid,
+    LayerNames,
+    LayerSpec,
+    NormSpec,
+    modern_rope,
+    rotary,
+)
+
+_LAYER = LayerNames(
+    query="self_attn.q_proj",
+    key="self_attn.k_proj",
+    value="self_attn.v_proj",
+    attention_output="self_attn.o_proj",
+    attention_norm="input_layernorm",
+    gate="mlp.gate_proj",
+    up="mlp.up_proj",
+    down="mlp.down_proj",
+    feed_forward_norm="post_attention_layernorm",
+    order=("query", "key", "value", "attention_output", "gate", "up", "down", "attention_norm", "feed_forward_norm"),
+)
+
+
+def _norm(config: Any) -> NormSpec:
+    return NormSpec("rms", config.layer_norm_eps, bias=False)
+
+
+def _spec(config: Any, depth: int) -> LayerSpec:
+    count, groups = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
+    if count % groups:
+        raise Invalid("num_key_value_heads", groups, f"a divisor of num_attention_heads, {count}")
+    position = rotary(config.rope_parameters, config.head_dim, 10_000.0, their_frequencies="rotary_emb.inv_freq")
+    attention = ("query", "key", "value", "attention_output") if config.attention_bias else ()
+    feed_forward = ("gate", "up", "down") if config.mlp_bias else ()
+    return LayerSpec(
+        _LAYER,
+        AttentionSpec(count, groups, config.head_dim, dropout=config.attention_probs_dropout_prob, position=position),
+        FeedForwardSpec(config.intermediate_size, config.activation, gated=True),
+        _norm(config),
+        norm_first=True,
+        biases=(*attention, *feed_forward),
+    )
+
+
+FAMILY = Family(
+    model_type="eurobert",
+    classes="EuroBert",
+    prefix="model",
+    theirs=TheirClass(
+        "eurobert", "BaseModelOutput", {"self_attn.attention_dropout": "attention"}, None, counts_layers=True
+    ),
+    heads=heads(
+        MaskedLM(None, None, "lm_head", None, decoder_bias=FromConfig("mlp_bias"), order=("decoder",)),
+        sequence=Classifier(
+            pooling=FromConfig("classifier_pooling"),
+            poolings={"bos": "first"},
+            dense="dense",
+            activation="gelu",
+            dropout=0.0,
+        ),
+        tokens=Classifier(pooling="tokens", dropout=0.0),
+        answers=None,
+        choice=None,
+    ),
+    defaults={
+        "vocab_size": 128256,
+        "hidden_act": "silu",
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "max_position_embeddings": 8192,
+        "type_vocab_size": 0,
+        "layer_norm_eps": 1e-5,
+        "pad_token_id": 128001,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+        "tie_word_embeddings": False,
+    },
+    their_names={"layer_norm_eps": "rms_norm_eps", "attention_probs_dropout_prob": "attention_dropout"},
+    fields={
+        "num_key_value_heads": Count(None),
+        "head_dim": Count(None),
+        "attention_bias": Flag(False),
+        "mlp_bias": Flag(False),
+        "classifier_pooling": Choice("late", ("late", "bos", "mean")),
+        "rope_parameters": Structure(),
+    },
+    fixed=("hidden_dropout_prob", "type_vocab_size"),
+    modernised=modern_rope,
+    embeddings=Embeddings("embed_tokens", None, None, norm=None, dropout=0.0),
+    layer_path="layers.{i}",
+    layer=_LAYER,
+    spec=_spec,
+    norm=_norm,
+    pooler=None,
+    final_norm="norm",
+)

@@ -1,0 +1,356 @@
+"""The form that a family's file fills in: plain data in dataclasses, without torch.
+
+A default is BERT's (Devlin et al. 2018), so a file says what is different. What depends on a config's values is a
+`FromConfig`, which names the field, or a small named function over the config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from fastbert.families.fields import ActivationName, Choice, Count, Field, Flag, Number, Share, Structure
+from fastbert.families.spec import LINEARS, AttentionSpec, Distances, FeedForwardSpec, LayerNames, LayerSpec, NormSpec
+
+__all__ = ["ActivationName", "Choice", "Count", "Flag", "Number", "Share", "Structure"]  # which family files take here
+
+
+@dataclass(frozen=True)
+class FromConfig:
+    """The value that this field of the config has, in the place of a value."""
+
+    field: str
+
+
+def value_of(value: Any, config: Any) -> Any:
+    return getattr(config, value.field) if isinstance(value, FromConfig) else value
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What stands before and behind the layers
+
+
+class TokenDropout(NamedTuple):
+    """Mask tokens' words are zeros; all are scaled by (1 - share) / (1 - the share of mask tokens in the sequence), as
+    dropout would: in pre-training a `share` of them was masked (Lin et al. 2022). A sequence of mask tokens alone gives
+    zeros.
+    """
+
+    mask_token_id: int
+    share: float
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """Where the embedding leaves are, below the base model; None where the family has no such leaf.
+
+    project: embedding_size -> hidden_size, where they differ, or always. skips_given: inputs_embeds are the result, and
+    nothing is added to them. dropout: of the sum. `order` is the order in which transformers registers the leaves.
+    """
+
+    word: str = "embeddings.word_embeddings"
+    position: str | None = "embeddings.position_embeddings"
+    token_type: str | None = "embeddings.token_type_embeddings"
+    task_type: str | None = None
+    norm: str | None = "embeddings.LayerNorm"
+    project: str | None = None
+    always_projects: bool = False
+    pads_positions: bool = False  # whether the position table has a padding row, which takes no gradient
+    token_dropout: TokenDropout | None = None
+    skips_given: bool = False
+    dropout: float | FromConfig = FromConfig("hidden_dropout_prob")
+    order: tuple[str, ...] = ("word", "position", "token_type", "task_type", "norm", "project")
+
+
+@dataclass(frozen=True)
+class MaskedLM:
+    """[dense -> activation -> norm ->] decoder, whose weight is the word table where the config ties them.
+
+    bias: the decoder bias's second name, None where it has one; where the decoder has no bias, one that stands alone.
+    width: what `dense` makes.
+    """
+
+    dense: str | None = "cls.predictions.transform.dense"
+    norm: str | None = "cls.predictions.transform.LayerNorm"
+    decoder: str = "cls.predictions.decoder"
+    bias: str | None = "cls.predictions.bias"
+    activation: str | FromConfig = FromConfig("hidden_act")
+    width: int | FromConfig = FromConfig("embedding_width")
+    dense_bias: bool | FromConfig = True
+    decoder_bias: bool | FromConfig = True
+    sparse: bool | FromConfig = False  # logits of labelled tokens only, where there are labels
+    may_tie: bool = True
+    order: tuple[str, ...] = ("dense", "norm", "decoder")  # in which transformers registers them
+
+
+Pooling = Literal["pooler", "first", "last", "mean", "late", "tokens"]
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """[dropout ->] [dense -> activation [-> norm]] -> dropout -> out.
+
+    pooling: what it runs over: the pooler's output, each sequence's first token, its last, the mean of its tokens, or
+    its tokens; "late" is the mean of what comes out for the tokens. The last token is a real one, where transformers
+    reads the last column, padding or not. poolings: other names that a config has for these.
+    """
+
+    out: str = "classifier"
+    pooling: str | FromConfig = "pooler"
+    poolings: Mapping[str, Pooling] = field(default_factory=dict)
+    dense: str | None = None
+    dense_bias: bool | FromConfig = True
+    activation: str | FromConfig | None = "tanh"
+    norm: str | None = None
+    out_bias: bool = True
+    dropout: float | FromConfig = FromConfig("head_dropout")
+    drops_first: bool = False
+
+    def pooling_of(self, config: Any) -> str:
+        name = value_of(self.pooling, config)
+        return self.poolings.get(name, name)
+
+
+@dataclass(frozen=True)
+class SentencePair:
+    """Two scores of a pair of sentences, from the pooler's output: next sentence, or sentence order."""
+
+    out: str = "cls.seq_relationship"
+
+
+@dataclass(frozen=True)
+class PreTraining:
+    """Masked LM and a sentence pair in one model; the names are those of its arguments and results."""
+
+    masked_lm: MaskedLM
+    pair: str = "cls.seq_relationship"
+    pair_size: int | FromConfig = 2
+    pair_dropout: float | FromConfig = 0.0
+    pair_label: str = "next_sentence_label"
+    pair_logits: str = "seq_relationship_logits"
+
+
+@dataclass(frozen=True)
+class ReplacedTokens:
+    """ELECTRA's discriminator: dense -> hidden_act -> out."""
+
+    dense: str = "discriminator_predictions.dense"
+    out: str = "discriminator_predictions.dense_prediction"
+
+
+Head = MaskedLM | Classifier | SentencePair | PreTraining | ReplacedTokens
+
+
+def heads(
+    masked_lm: MaskedLM,
+    sequence: Classifier = Classifier(),
+    tokens: Classifier = Classifier(pooling="tokens"),
+    answers: Classifier | None = Classifier(out="qa_outputs", pooling="tokens", dropout=FromConfig("qa_dropout")),
+    choice: Classifier | None = Classifier(),
+    **others: Head,
+) -> dict[str, Head]:
+    """The heads that nearly every family has, by the names that transformers' classes end in, and `others`."""
+    made: dict[str, Head] = {"MaskedLM": masked_lm, **others}
+    made |= {"SequenceClassification": sequence, "TokenClassification": tokens}
+    if answers is not None:
+        made["QuestionAnswering"] = answers
+    return made if choice is None else {**made, "MultipleChoice": choice}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Files that are laid out otherwise than the tree
+
+
+class Rename(NamedTuple):
+    """`old`, in a key of a hub file, is `new` in the tree: whole names between dots ("attn.out_proj").
+
+    is_written: whether the files that we write have `old`, too; else older programs wrote it.
+    """
+
+    old: str
+    new: str
+    is_written: bool = True
+
+
+class Split(NamedTuple):
+    """One tensor of a hub file holds, along its first dimension in equal parts, those of several leaves in the tree."""
+
+    old: str
+    new: tuple[str, ...]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The family
+
+
+_DROPOUTS: Mapping[str, str | None] = {
+    "attention.self.dropout": "attention",
+    "attention.output.dropout": "attention_output",
+    "output.dropout": "feed_forward",
+}
+
+
+class TheirClass(NamedTuple):
+    """Where transformers has the base model: transformers.models.{folder}.modeling_{folder}, and what it returns.
+
+    dropouts: where its layers keep the dropouts, as a module or as a number, below the layer -> which of
+    LayerSpec.dropouts it is; None: no forward calls it. embedding_dropout: that of the embeddings; drops_embeddings:
+    whether a forward calls it. counts_layers: it runs no more layers than its config counts.
+    """
+
+    folder: str
+    output: str = "BaseModelOutputWithPoolingAndCrossAttentions"
+    dropouts: Mapping[str, str | None] = _DROPOUTS
+    embedding_dropout: str | None = "embeddings.dropout"
+    drops_embeddings: bool = True
+    counts_layers: bool = False
+
+
+# What nobody but the value given here is implemented for; a config.json may ask for these.
+ONLY_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "is_decoder": (False,),
+    "add_cross_attention": (False,),
+    "position_embedding_type": ("absolute",),
+    "embedding_size_per_layer": (None,),
+    "summary_type": ("first",),
+    "summary_use_proj": (True,),
+}
+
+
+class Scopes(NamedTuple):
+    """Containers of the base model that stand for more than one layer; None, or empty, where there is none to call.
+
+    groups: of each run of `inner_group_num` layers. projects: whether the encoder's container holds the projection.
+    ends: whether it holds the final norm.
+    """
+
+    embeddings: str | None = None
+    encoder: str | None = None
+    groups: tuple[str, ...] = ()
+    projects: bool = False
+    ends: bool = True
+
+
+class Derived(NamedTuple):
+    """What follows from a config by its family's data."""
+
+    embeddings: Embeddings
+    layer_paths: tuple[str, ...]  # where the layer that runs at each depth is; shared layers come again
+    layer_specs: tuple[LayerSpec, ...]  # what it computes
+    distances: Distances | None  # None: nothing goes by the distance of two tokens
+    scopes: Scopes
+
+
+@dataclass(frozen=True)
+class Family:
+    """Paths are relative to the base model, those of heads to the model with the head."""
+
+    model_type: str
+    classes: str  # what the names of its classes begin with: "Bert" is BertModel, BertForMaskedLM, ...
+    prefix: str  # the attribute that holds the base model in a model with a head
+    theirs: TheirClass
+    heads: Mapping[str, Head]
+
+    # The config
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that a config.json leaves out; else BERT's
+    their_names: Mapping[str, str] = field(default_factory=dict)  # our names of fields -> theirs
+    fields: Mapping[str, Field] = field(default_factory=dict)  # that only this family, or few, have
+    fixed: tuple[str, ...] = ()  # fields that its config.json does not have: only the default is possible
+    only_values: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: ONLY_VALUES)
+    modernised: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # entries as old files have them -> as today's
+
+    # The tree
+    embeddings: Embeddings | Callable[[Any], Embeddings] = Embeddings()
+    layer_path: str = "encoder.layer.{i}"  # {group} and {inner}: where layers share their weights
+    layer: LayerNames = field(default_factory=LayerNames)
+    norm: Callable[[Any], NormSpec] | None = None  # None: a LayerNorm of layer_norm_eps
+    spec: Callable[[Any, int], LayerSpec] | None = None  # of the layer at a depth; None: what the next three say
+    norm_first: bool = False
+    attention_output_dropout: bool = True
+    feed_forward_dropout: bool = True
+    heads_first: bool = False  # whether transformers registers a model's head before its base model
+    pooler: str | None = "pooler.dense"
+    pooler_first: bool = False  # whether transformers registers it before the layers
+    has_pooler: bool = True  # whether a base model has it where nobody asked
+    final_norm: str | None = None
+    positions_from_ids: bool = False  # RoBERTa: cumsum(ids != pad) + pad
+    unused: Callable[[Any], Mapping[str, tuple[int, int]]] | None = None  # Linears that no forward runs: (in, out)
+
+    # The files
+    files: tuple[Rename | Split, ...] = ()
+    ignored_keys: tuple[str, ...] = ()  # endings of keys that old files hold and the model may not need
+
+    def unused_linears(self, config: Any) -> Mapping[str, tuple[int, int]]:
+        return {} if self.unused is None else self.unused(config)
+
+    def norm_spec(self, config: Any) -> NormSpec:
+        return NormSpec(eps=config.layer_norm_eps) if self.norm is None else self.norm(config)
+
+    def layer_spec(self, config: Any, depth: int) -> LayerSpec:
+        """What the layer at this depth computes."""
+        if self.spec is not None:
+            return self.spec(config, depth)
+        heads, dropout = config.num_attention_heads, config.hidden_dropout_prob
+        attention = AttentionSpec(
+            heads, heads, config.hidden_size // heads, dropout=config.attention_probs_dropout_prob
+        )
+        return LayerSpec(
+            self.layer,
+            attention,
+            FeedForwardSpec(config.intermediate_size, config.activation),
+            self.norm_spec(config),
+            norm_first=self.norm_first,
+            attention_output_dropout=dropout if self.attention_output_dropout else 0.0,
+            feed_forward_dropout=dropout if self.feed_forward_dropout else 0.0,
+            biases=tuple(role for role in LINEARS if role != "gate"),
+        )
+
+    def layer_specs(self, config: Any) -> tuple[LayerSpec, ...]:
+        """What the layers compute, one spec a depth; those that are alike are one object."""
+        made: dict[LayerSpec, LayerSpec] = {}
+        specs = (self.layer_spec(config, depth) for depth in range(len(self.layer_paths(config))))
+        return tuple(made.setdefault(spec, spec) for spec in specs)
+
+    def path_of_layer(self, config: Any, i: int) -> str:
+        """The path of the layer that comes i-th in the tree."""
+        group, inner = divmod(i, config.inner_group_num)
+        return self.layer_path.format(i=i, group=group, inner=inner)
+
+    def layer_paths(self, config: Any) -> tuple[str, ...]:
+        """The path of the layer that runs at each depth; ALBERT's groups repeat theirs (Lan et al. 2019, 3.1)."""
+        if not config.num_hidden_groups:
+            return tuple(self.path_of_layer(config, i) for i in range(config.num_hidden_layers))
+        paths: list[str] = []
+        for depth in range(config.num_hidden_layers):
+            group = int(depth / (config.num_hidden_layers / config.num_hidden_groups))
+            first = group * config.inner_group_num
+            paths += [self.path_of_layer(config, first + inner) for inner in range(config.inner_group_num)]
+        return tuple(paths)
+
+    def embedding_spec(self, config: Any) -> Embeddings:
+        """The embedding leaves that a model of this config has."""
+        from dataclasses import replace
+
+        leaves = self.embeddings if isinstance(self.embeddings, Embeddings) else self.embeddings(config)
+        is_needed = leaves.always_projects or config.embedding_width != config.hidden_size
+        return leaves if leaves.project is None or is_needed else replace(leaves, project=None)
+
+    def derive(self, config: Any) -> Derived:
+        """Worked out once for a config: a model looks at it in every call."""
+        embeddings, paths, specs = self.embedding_spec(config), self.layer_paths(config), self.layer_specs(config)
+        kinds = dict.fromkeys(spec.attention for spec in specs)
+        rotaries = dict.fromkeys(kind.position for kind in kinds if kind.position is not None)
+        distances = Distances(tuple(rotaries), any(kind.window_size != (-1, -1) for kind in kinds))
+        layers = self.path_of_layer(config, 0).partition(".0")[0]
+        encoder = layers.partition(".")[0] if "." in layers else None
+        inside = "" if encoder is None else f"{encoder}."
+        firsts = paths[:: config.inner_group_num] if config.num_hidden_groups else ()
+        scopes = Scopes(
+            embeddings=embeddings.word.rpartition(".")[0] or None,
+            encoder=encoder,
+            groups=tuple(path.rsplit(".", 2)[0] for path in firsts),
+            projects=embeddings.project is not None and embeddings.project.startswith(inside),
+            ends=self.final_norm is None or self.final_norm.startswith(inside),
+        )
+        return Derived(embeddings, paths, specs, distances if any(distances) else None, scopes)

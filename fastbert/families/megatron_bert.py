@@ -1,0 +1,40 @@
+"""Megatron-BERT (Shoeybi et al. 2019, section 3): BERT with its norms before each half of a layer.
+
+Pre-norm (Xiong et al. 2020) normalises before each half of a layer and once at the end, so that even tiny models train
+without warm-up: fastbert.baby_config is one.
+"""
+
+from fastbert.families.form import Embeddings, Family, MaskedLM, PreTraining, SentencePair, TheirClass, heads
+from fastbert.families.spec import LayerNames
+
+FAMILY = Family(
+    model_type="megatron-bert",
+    classes="MegatronBert",
+    prefix="bert",
+    theirs=TheirClass("megatron_bert"),
+    heads=heads(MaskedLM(), PreTraining=PreTraining(MaskedLM()), NextSentencePrediction=SentencePair()),
+    defaults={
+        "vocab_size": 29056,
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+    },
+    embeddings=Embeddings(norm=None),
+    layer=LayerNames(
+        attention_norm="attention.ln",
+        feed_forward_norm="ln",
+        order=(
+            "attention_norm",
+            "query",
+            "key",
+            "value",
+            "attention_output",
+            "feed_forward_norm",
+            "up",
+            "down",
+        ),
+    ),
+    final_norm="encoder.ln",
+    norm_first=True,
+)

@@ -1,0 +1,29 @@
+"""RoBERTa-PreLayerNorm (Ott et al. 2019, "fairseq"): RoBERTa with its norms before each half of a layer."""
+
+from fastbert.families.form import Classifier, Embeddings, Family, FromConfig, MaskedLM, TheirClass, heads
+from fastbert.families.spec import LayerNames
+
+FAMILY = Family(
+    model_type="roberta-prelayernorm",
+    classes="RobertaPreLayerNorm",
+    prefix="roberta_prelayernorm",
+    theirs=TheirClass("roberta_prelayernorm"),
+    heads=heads(
+        MaskedLM("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias", activation="gelu"),
+        sequence=Classifier("classifier.out_proj", "first", dense="classifier.dense", drops_first=True),
+        choice=Classifier(dropout=FromConfig("hidden_dropout_prob")),
+    ),
+    defaults={"vocab_size": 50265, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
+    embeddings=Embeddings(pads_positions=True, order=("word", "token_type", "norm", "position")),
+    layer=LayerNames(
+        attention_norm="attention.LayerNorm",
+        feed_forward_norm="intermediate.LayerNorm",
+        order=(
+            *("query", "key", "value", "attention_output", "attention_norm"),
+            *("feed_forward_norm", "up", "down"),
+        ),
+    ),
+    final_norm="LayerNorm",
+    norm_first=True,
+    positions_from_ids=True,
+)

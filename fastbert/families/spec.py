@@ -1,0 +1,215 @@
+"""What a layer computes: the LayerSpec and its parts, plain data without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+
+class Invalid(ValueError):
+    """A field of a config has a value that the family's data does not allow; `allowed` says in words what is."""
+
+    def __init__(self, name: str, value: Any, allowed: str):
+        super().__init__(f"{name} is {value!r}; it must be {allowed}")
+        self.name, self.value, self.allowed = name, value, allowed
+
+
+class Rotary(NamedTuple):
+    """Rotary position embedding (Su et al. 2021, section 3.4.2) of queries and keys.
+
+    dim: the width that is rotated, a head's. interleaved: dimension 2i is paired with 2i + 1 instead of i with
+    dim / 2 + i. rotates_values: of values, too. scaling: (rope_type, its parameters as sorted pairs); () is the plain
+    table of theta. table: the path of a leaf that holds the table's sines and then cosines, which is saved.
+    frequencies: the path of a buffer that holds the inverse frequencies, which is saved. their_frequencies: where
+    transformers' tree has them, where they are not saved.
+    """
+
+    theta: float
+    dim: int
+    interleaved: bool = False
+    rotates_values: bool = False
+    scaling: tuple[Any, ...] = ()
+    table: str | None = None
+    frequencies: str | None = None
+    their_frequencies: str | None = None
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """window_size: (left, right), how far before and behind itself a query sees keys; -1 is unlimited."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    softmax_scale: float | None = None  # None: 1 / sqrt(head_dim)
+    dropout: float = 0.0
+    window_size: tuple[int, int] = (-1, -1)
+    position: Rotary | None = None
+
+
+@dataclass(frozen=True)
+class FeedForwardSpec:
+    """gated: activation(gate) * up (Shazeer 2020, section 2). dropout: of what goes into the last product."""
+
+    intermediate_size: int
+    activation: str
+    gated: bool = False
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """kind "rms": RMSNorm (Zhang & Sennrich 2019, eq. 4), which has no bias."""
+
+    kind: Literal["layer", "rms"] = "layer"
+    eps: float = 1e-12
+    bias: bool = True
+
+
+class Distances(NamedTuple):
+    """What in a stack of layers goes by the distance of two tokens."""
+
+    rotaries: tuple[Rotary, ...] = ()
+    has_windows: bool = False
+
+    @property
+    def turns_values(self) -> bool:
+        return any(rotary.rotates_values for rotary in self.rotaries)
+
+
+_QKV = ("query", "key", "value")
+LINEARS = (*_QKV, "attention_output", "gate", "up", "down")
+
+
+@dataclass(frozen=True)
+class LayerNames:
+    """Where the leaves of one layer are, below the layer, by role.
+
+    Where one leaf serves several roles (query, key and value; gate and up), these have one path: its rows are theirs,
+    in this order. `gate`: of gated feed-forwards. `order` is the order in which transformers registers the leaves: an
+    optimizer's saved state goes by it.
+    """
+
+    query: str = "attention.self.query"
+    key: str = "attention.self.key"
+    value: str = "attention.self.value"
+    attention_output: str = "attention.output.dense"
+    attention_norm: str = "attention.output.LayerNorm"
+    up: str = "intermediate.dense"
+    down: str = "output.dense"
+    feed_forward_norm: str = "output.LayerNorm"
+    gate: str | None = None
+    order: tuple[str, ...] = (*_QKV, "attention_output", "attention_norm", "up", "down", "feed_forward_norm")
+
+    # What follows from the paths, worked out once: a model looks at them with every call.
+    qkv: tuple[str, ...] = field(init=False)  # one path, or three
+    ups: tuple[str, ...] = field(init=False)  # up; or gate and up; or the one of both
+    linears: tuple[str, ...] = field(init=False)
+    norms: tuple[str, ...] = field(init=False)
+    containers: tuple[str, ...] = field(init=False)  # all that stands before a dot, the outer ones first
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        put("qkv", tuple(dict.fromkeys((self.query, self.key, self.value))))
+        put("ups", tuple(dict.fromkeys(path for path in (self.gate, self.up) if path is not None)))
+        put("linears", (*self.qkv, self.attention_output, *self.ups, self.down))
+        put("norms", (self.attention_norm, self.feed_forward_norm))
+        leaves = [path.split(".") for path in (*self.linears, *self.norms)]
+        put("containers", tuple(dict.fromkeys(".".join(n[:i]) for n in leaves for i in range(1, len(n)))))
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What the layer at one depth computes, without tensors.
+
+    norm_first: the norms stand before each half (pre-norm) instead of behind it (post-norm). biases: the roles whose
+    Linear has one. The dropouts are those of the two halves' results.
+    """
+
+    names: LayerNames
+    attention: AttentionSpec
+    feed_forward: FeedForwardSpec
+    norm: NormSpec
+    norm_first: bool = False
+    has_attention_norm: bool = True
+    attention_output_dropout: float = 0.0
+    feed_forward_dropout: float = 0.0
+    biases: tuple[str, ...] = LINEARS
+
+    @property
+    def dropouts(self) -> dict[str, float]:
+        """All of them: of the attention probabilities, of what goes into the last product, of the halves' results."""
+        return {
+            "attention": self.attention.dropout,
+            "attention_output": self.attention_output_dropout,
+            "inner": self.feed_forward.dropout,
+            "feed_forward": self.feed_forward_dropout,
+        }
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Rotary embedding as config.json files describe it
+
+_ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+        "mscale_all_dim", "truncate",
+    ),
+}  # fmt: skip
+_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+
+
+def rotary(parameters: Any, dim: int, theta: float, name: str = "rope_parameters", **options: Any) -> Rotary:
+    """What `parameters` (rope_type, rope_theta, ...) mean for heads of width `dim`; `theta` where they have none.
+
+    Raises Invalid for a type that is unknown, or whose table depends on the longest sequence of a batch: one sequence
+    would change another's result.
+    """
+    parameters = {} if parameters is None else parameters
+    if dim % 2:
+        raise Invalid("head_dim", dim, "even: rotary embedding takes the dimensions of a head in pairs")
+    if not isinstance(parameters, Mapping):
+        raise Invalid(name, parameters, "an object with rope_type and rope_theta, or null")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind in ("dynamic", "longrope"):
+        raise Invalid(f"{name}.rope_type", kind, "one whose table does not depend on the longest sequence of a batch:"
+                      f" {', '.join(_ROPE_PARAMETERS)}")  # fmt: skip
+    if not isinstance(kind, str) or kind not in _ROPE_PARAMETERS:
+        raise Invalid(f"{name}.rope_type", kind, f"one of {', '.join(_ROPE_PARAMETERS)}")
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise Invalid(f"{name}.partial_rotary_factor", parameters["partial_rotary_factor"], "1.0")
+    theta = parameters.get("rope_theta", theta)
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 1 < theta < 3e38:
+        raise Invalid(f"{name}.rope_theta", theta, "a number above 1")
+    scaling: list[tuple[str, Any]] = []
+    for key in _ROPE_PARAMETERS[kind]:
+        value = parameters.get(key)
+        if value is None and key in _OPTIONAL:
+            continue
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 3e38
+        if key == "truncate" and type(value) is not bool:
+            raise Invalid(f"{name}.{key}", value, "true or false")
+        if key != "truncate" and not is_number:
+            raise Invalid(f"{name}.{key}", value, "a number above 0")
+        scaling.append((key, value))
+    return Rotary(float(theta), dim, scaling=(kind, tuple(scaling)) if scaling else (), **options)
+
+
+def modern_rope(entries: dict[str, Any]) -> dict[str, Any]:
+    """Entries of a config.json from before there was rope_parameters, with rope_theta and rope_scaling inside of it.
+
+    As in transformers: a scaling goes before rope_parameters, and the others fill in what these lack.
+    """
+    scaling, given = entries.pop("rope_scaling", None), entries.get("rope_parameters")
+    given = scaling or given
+    others = {name: entries.pop(name, None) for name in ("rope_theta", "partial_rotary_factor")}
+    others = {name: value for name, value in others.items() if value is not None}
+    if isinstance(given, Mapping) or (given is None and others):
+        given = {**others, **(given or {"rope_type": "default"})}
+    return entries if given is None else {**entries, "rope_parameters": given}

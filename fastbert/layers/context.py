@@ -1,0 +1,49 @@
+"""What all layers of one forward pass share, made once, by the encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from fastbert import ops
+from fastbert.families.spec import Distances, Rotary
+from fastbert.layers.rotary import rotary_tables
+
+if TYPE_CHECKING:
+    from fastbert.packing import PackedBatch
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """batch: where the sequences are.
+
+    window_positions: int32 (total_tokens,), by which windows measure distances; None: a token's place in its sequence.
+    rotary: the tables of each kind of rotary embedding that the layers have.
+    """
+
+    batch: PackedBatch
+    window_positions: torch.Tensor | None = None
+    rotary: Mapping[Rotary, ops.Rotary] = field(default_factory=dict)
+
+
+def make_context(
+    root: nn.Module,
+    distances: Distances | None,
+    batch: PackedBatch,
+    rotary_positions: torch.Tensor | None,
+    window_positions: torch.Tensor | None,
+) -> LayerContext:
+    """The context of layers below `root`. The positions are int64 (total_tokens,), or None for a token's place in its
+    sequence.
+    """
+    if distances is None:
+        return LayerContext(batch)
+    rotaries, has_windows = distances
+    device = batch.cu_seqlens.device
+    tables = {each: rotary_tables(root, each, rotary_positions, batch.max_seqlen, device) for each in rotaries}
+    has_columns = has_windows and window_positions is not None
+    return LayerContext(batch, window_positions.int() if has_columns else None, tables)  # type: ignore[union-attr]

@@ -1,0 +1,192 @@
+"""The tables of rotary embedding (Su et al. 2021, section 3.4.2), and those that stretch it to longer texts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fastbert import ops
+from fastbert.families.spec import Rotary
+from fastbert.layers.leaves import get_leaf, place
+
+
+def inverse_frequencies(rotary: Rotary) -> tuple[torch.Tensor, float]:
+    """fp32 (dim / 2,): by how much each pair of dimensions turns from one position to the next; and a factor of the
+    cosines and sines.
+    """
+    exponents = torch.arange(0, rotary.dim, 2, dtype=torch.float32) / rotary.dim
+    plain = 1.0 / rotary.theta**exponents
+    if not rotary.scaling:
+        return plain, 1.0
+    kind, parameters = rotary.scaling
+    given = dict(parameters)
+    if kind == "linear":
+        return plain / given["factor"], 1.0
+    return (_llama3 if kind == "llama3" else _yarn)(rotary, plain, given)
+
+
+def _llama3(rotary: Rotary, plain: torch.Tensor, given: dict) -> tuple[torch.Tensor, float]:
+    """Long waves are stretched by `factor`, short ones left alone, those between in proportion (Llama 3.1)."""
+    factor, low, high = given["factor"], given["low_freq_factor"], given["high_freq_factor"]
+    turns = given["original_max_position_embeddings"] * plain / (2 * math.pi)  # over the original length
+    smooth = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - smooth) * plain / factor + smooth * plain, 1.0
+
+
+def _yarn(rotary: Rotary, plain: torch.Tensor, given: dict) -> tuple[torch.Tensor, float]:
+    """Peng et al. 2023, "YaRN", sections 3.2 and 3.4."""
+    factor, length = given["factor"], given["original_max_position_embeddings"]
+
+    def scale_of(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    attention = given.get("attention_factor")
+    if attention is None and given.get("mscale") and given.get("mscale_all_dim"):
+        attention = scale_of(given["mscale"]) / scale_of(given["mscale_all_dim"])
+    attention = scale_of(1.0) if attention is None else attention
+
+    def dimension_that_turns(times: float) -> float:
+        return rotary.dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(rotary.theta))
+
+    low = dimension_that_turns(given.get("beta_fast") or 32)
+    high = dimension_that_turns(given.get("beta_slow") or 1)
+    if given.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary.dim - 1)
+    high = high + 0.001 if high == low else high
+    ramp = ((torch.arange(rotary.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
+    return plain / factor * ramp + plain * (1 - ramp), attention
+
+
+class RotaryTable(nn.Embedding):
+    """Sines and then cosines by position, (rows, dim), which a family's files hold. No gradient changes them."""
+
+    def __init__(self, rotary: Rotary, rows: int):
+        super().__init__(rows, rotary.dim, _freeze=True)
+        self.rotary = rotary
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        if self.weight.is_meta:
+            return  # torch would import its compiler for what has no values
+        exponents = torch.arange(0, self.rotary.dim, 2, dtype=torch.float64, device=self.weight.device)
+        positions = torch.arange(self.num_embeddings, dtype=torch.float64, device=self.weight.device)
+        angles = positions[:, None] / self.rotary.theta ** (exponents / self.rotary.dim)
+        self.weight.copy_(torch.cat((angles.sin(), angles.cos()), 1))
+
+
+class RotaryFrequencies(nn.Module):
+    """Inverse frequencies, (dim / 2,), which a family's files hold, in a buffer `name`."""
+
+    def __init__(self, rotary: Rotary, name: str):
+        super().__init__()
+        self.rotary, self.buffer_name = rotary, name
+        self.register_buffer(name, torch.empty(rotary.dim // 2))
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        buffer = self._buffers[self.buffer_name]
+        assert buffer is not None
+        if buffer.is_meta:
+            return
+        buffer.copy_(inverse_frequencies(self.rotary)[0])
+
+    def _apply(self, fn, recurse=True):
+        """Another device, never another dtype: rounded frequencies turn far positions by another angle."""
+        before = self._buffers[self.buffer_name]
+        super()._apply(fn, recurse)
+        after = self._buffers[self.buffer_name]
+        if before is not None and after is not None and after.dtype is not before.dtype:
+            self._buffers[self.buffer_name] = before.to(after.device)
+        return self
+
+
+def place_rotary(root: nn.Module, rotaries: Iterable[Rotary], rows: int) -> None:
+    """The leaves below `root` that hold what a family saves of these; `rows`: the positions of a table."""
+    for rotary in rotaries:
+        if rotary.table is not None:
+            place(root, rotary.table, RotaryTable(rotary, rows))
+        if rotary.frequencies is not None:
+            path, _, name = rotary.frequencies.rpartition(".")
+            place(root, path, RotaryFrequencies(rotary, name))
+
+
+Table = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, a row for each position
+
+# Tables of positions, made once and again where a text is longer. Only eager calls may ask here: see Remembered.
+_made: dict[tuple[Rotary, torch.device], Table] = {}
+_MOST_TABLES = 64
+_made_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # buffer of frequencies -> (its version, table)
+
+
+def rotary_tables(
+    root: nn.Module, rotary: Rotary, positions: torch.Tensor | None, max_seqlen: int, device
+) -> ops.Rotary:
+    """The tables that attention takes: by a token's place in its sequence, or, with `positions` (total_tokens,), by
+    token. What `root` holds of them counts: transformers' frequencies are bf16 after `model.bfloat16()`.
+    """
+    if rotary.table is not None:
+        table = get_leaf(root, rotary.table)._parameters["weight"]
+        assert table is not None
+        rows = table.detach().float()
+        rows = rows if positions is None else rows.index_select(0, positions)
+        sin, cos = rows.chunk(2, -1)
+        return ops.Rotary(cos, sin, rotary.interleaved, positions is not None)
+    held = _frequencies_in(root, rotary.frequencies or rotary.their_frequencies)
+    is_remembered = positions is None and not torch.compiler.is_compiling()
+    if is_remembered and held is None:
+        cos, sin = _remembered(rotary, max_seqlen, device)
+    elif is_remembered and held is not None and not held.is_inference():  # which has no version
+        cos, sin = _remembered_of(held, rotary, max_seqlen)
+    else:
+        cos, sin = _turned(rotary, held, _all_positions(max_seqlen, device) if positions is None else positions)
+    return ops.Rotary(cos, sin, rotary.interleaved, positions is not None)
+
+
+def _frequencies_in(root: nn.Module, path: str | None) -> torch.Tensor | None:
+    """The buffer at `path` below `root`; None where there is none."""
+    parents, _, name = (path or "").rpartition(".")
+    for parent in parents.split("."):
+        if parent not in root._modules:
+            return None
+        root = root._modules[parent]  # type: ignore[assignment]
+    return root._buffers[name]
+
+
+def _remembered(rotary: Rotary, max_seqlen: int, device) -> Table:
+    found = _made.get((rotary, device))
+    if found is None or found[0].shape[0] < max_seqlen:
+        found = _long_table(rotary, None, max_seqlen, device)
+        if len(_made) >= _MOST_TABLES:
+            _made.clear()
+        _made[rotary, device] = found
+    return found
+
+
+def _remembered_of(held: torch.Tensor, rotary: Rotary, max_seqlen: int) -> Table:
+    version, found = _made_of.get(held, (None, None))
+    if found is None or version != held._version or found[0].shape[0] < max_seqlen:
+        found = _long_table(rotary, held, max_seqlen, held.device)
+        _made_of[held] = held._version, found
+    return found
+
+
+def _long_table(rotary: Rotary, held: torch.Tensor | None, max_seqlen: int, device) -> Table:
+    with torch.inference_mode(False), torch.no_grad():
+        return _turned(rotary, held, _all_positions(1 << max(max_seqlen - 1, 127).bit_length(), device))
+
+
+def _all_positions(length: int, device) -> torch.Tensor:
+    return torch.arange(length, device=device)
+
+
+def _turned(rotary: Rotary, held: torch.Tensor | None, positions: torch.Tensor) -> Table:
+    """cos and sin, fp32 (positions, dim / 2), by the frequencies that a tree holds, or else by those of `rotary`."""
+    frequencies, factor = inverse_frequencies(rotary)
+    angles = positions[:, None].float() * (frequencies if held is None else held.float()).to(positions.device)
+    cos, sin = angles.cos(), angles.sin()
+    return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)

@@ -1,0 +1,257 @@
+"""Heads that classify: sequences, choices, tokens and the ends of answers. A family's data say what is in them."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fastbert import ops
+from fastbert.config import ACTIVATIONS, EncoderConfig
+from fastbert.families.form import Classifier, ReplacedTokens, value_of
+from fastbert.layers.encoder import add_norm, make_norm
+from fastbert.layers.leaves import get_leaf, linear, parent_of, place, within
+from fastbert.models.encode import first_tokens
+from fastbert.models.heads import Encoded, HeadModel, class_labels, token_labels
+from fastbert.packed_inputs import PackedInputs
+from fastbert.packing import InputError, PackedBatch
+
+
+def last_tokens(packed: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """(total_tokens, hidden_size) -> each sequence's last real token, (batch, hidden_size); zeros if it has none."""
+    if not batch.total_tokens:
+        return first_tokens(packed, batch)
+    ends = batch.cu_seqlens[1:].long()
+    last = packed.index_select(0, (ends - 1).clamp(min=0))
+    return last.where((ends > batch.cu_seqlens[:-1])[:, None], 0.0)
+
+
+class ClassifierModel(HeadModel):
+    """A Linear, and what may stand before it, over one vector a sequence or over each token: a form.Classifier."""
+
+    head_form: ClassVar[Classifier]
+
+    @property
+    def pooling(self) -> str:
+        return self.head_form.pooling_of(self.config)
+
+    @property
+    def needs_pooler(self) -> bool:
+        return self.pooling == "pooler"
+
+    @property
+    def label_leaf(self):
+        return self.head_form.out
+
+    def num_outputs(self, config: EncoderConfig) -> int:
+        return config.num_labels
+
+    def build_head(self, config):
+        head, width = self.head_form, config.hidden_size
+        if head.dense is not None:
+            place(self, head.dense, nn.Linear(width, width, bias=value_of(head.dense_bias, config)))
+        if head.norm is not None:
+            place(self, head.norm, make_norm(self.family.norm_spec(config), width))
+        place(self, head.out, nn.Linear(width, self.num_outputs(config), bias=head.out_bias))
+
+    def scores(self, encoded: Encoded) -> torch.Tensor:
+        """What `out` makes: (batch, num_outputs), or (total_tokens, num_outputs) if the head runs over tokens."""
+        packed, batch, pooling = encoded.packed, encoded.batch, self.pooling
+        if pooling == "pooler":
+            return self.classified(encoded.pooled())
+        if pooling == "first":
+            return self.classified(first_tokens(packed, batch))
+        if pooling == "last":
+            return self.classified(last_tokens(packed, batch))
+        if pooling == "mean":
+            return self.classified(ops.pooling(packed, batch.cu_seqlens, mode="mean"))
+        scores = self.classified(packed)
+        return scores if pooling == "tokens" else ops.pooling(scores, batch.cu_seqlens, mode="mean")
+
+    def classified(self, x: torch.Tensor) -> torch.Tensor:
+        """(n, hidden_size) -> (n, num_outputs), containers with hooks included."""
+        head, p = self.head_form, value_of(self.head_form.dropout, self.config)
+        around = parent_of(head.out)  # holds dense, too, where there is one
+
+        def dense(x):
+            if head.drops_first:
+                x = self.drop(x, p)
+            if head.dense is not None:
+                x = linear(get_leaf(self, head.dense), x)
+                name = value_of(head.activation, self.config)
+                x = ops.activation(x, ACTIVATIONS[name]) if name else x
+            if head.norm is not None:
+                x = add_norm(get_leaf(self, head.norm), x, None, None, 0.0)
+            return self.drop(x, p)
+
+        def out(x):
+            x = within(self, parent_of(head.dense), dense, x) if around is None and head.dense else dense(x)
+            return linear(get_leaf(self, head.out), x)
+
+        return within(self, around, out, x)
+
+
+_PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
+
+
+def problem_type(config: EncoderConfig, labels: torch.Tensor) -> str:
+    """What labels of sequences mean: as the config says, else as transformers infers it."""
+    if config.problem_type is None:
+        kinds = _PROBLEMS[:1] if config.num_labels == 1 else _PROBLEMS[1:]
+        return kinds[-1] if labels.is_floating_point() else kinds[0]
+    if config.problem_type not in _PROBLEMS:
+        raise InputError(f"problem_type {config.problem_type!r} is none of {', '.join(_PROBLEMS)}")
+    return config.problem_type
+
+
+def check_numbers(labels: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Labels of a regression, or of several at once: a number a logit."""
+    if labels.numel() != math.prod(shape):
+        raise InputError(f"labels has shape {tuple(labels.shape)}; the logits' is {shape}")
+    return labels.reshape(shape)
+
+
+class ForSequenceClassification(ClassifierModel):
+    """Classes, several labels at once, or regression, of whole sequences (`problem_type`, or inferred)."""
+
+    def check_given(self, given, batch):
+        if not given:
+            return {}
+        labels, classes = given["labels"], self.classes_at(self.label_leaf)
+        if problem_type(self.config, labels) == "single_label_classification":
+            return {"labels": class_labels(labels, batch.batch_size, batch, classes)}
+        return {"labels": labels if classes is None else check_numbers(labels, (batch.batch_size, classes))}
+
+    def compute(self, encoded, given):
+        logits = self.scores(encoded)
+        return {"loss": self.loss(logits, given["labels"], encoded.batch) if given else None, "logits": logits}
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+        """Regression, single- or multi-label loss of (batch, num_labels) logits."""
+        kind = problem_type(self.config, labels)
+        if kind == "single_label_classification":
+            return self.class_loss(self.label_leaf, logits, labels, batch)
+        logits = ops.at_least_fp32(logits)
+        labels = check_numbers(labels, tuple(logits.shape)).to(logits.dtype)
+        return (
+            F.mse_loss(logits, labels) if kind == "regression" else F.binary_cross_entropy_with_logits(logits, labels)
+        )
+
+
+class ForMultipleChoice(ClassifierModel):
+    """One score a choice. Inputs are (batch, num_choices, seqlen); or packed, num_choices sequences an example."""
+
+    option_names = ("labels", "num_choices")
+
+    @property
+    def label_leaf(self):
+        return None
+
+    def num_outputs(self, config):
+        return 1
+
+    def forward(self, input_ids=None, attention_mask=None, token_type_ids=None, position_ids=None, inputs_embeds=None,
+                *args, num_choices: int | None = None, task_type_ids=None, **kwargs):  # fmt: skip
+        """As other heads; packed input needs `num_choices`, padded input has it in its shape."""
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, task_type_ids)
+        padded = kwargs.get("cu_seqlens") is None and kwargs.get("batch") is None
+        if padded and not isinstance(input_ids, PackedInputs):
+            given, rank = (input_ids, 3) if input_ids is not None else (inputs_embeds, 4)
+            if given is None or given.dim() != rank:
+                shape = None if given is None else tuple(given.shape)
+                raise InputError(f"multiple choice takes inputs of shape (batch, num_choices, seqlen), not {shape}")
+            num_choices = given.shape[1]
+            inputs = tuple(t if t is None or t.dim() < 3 else t.flatten(0, 1) for t in inputs)
+        return super().forward(*inputs[:5], *args, num_choices=num_choices, task_type_ids=inputs[5], **kwargs)
+
+    def check_given(self, given, batch):
+        num_choices = given.get("num_choices")
+        if num_choices is None:
+            raise InputError("packed input of a multiple-choice model needs num_choices")
+        if batch.batch_size % num_choices:
+            raise InputError(f"{batch.batch_size} sequences are no multiple of num_choices {num_choices}")
+        if "labels" not in given:
+            return given
+        examples = batch.batch_size // num_choices
+        return given | {"labels": class_labels(given["labels"], examples, batch, num_choices)}
+
+    def compute(self, encoded, given):
+        logits = self.scores(encoded).view(-1, given["num_choices"])
+        return {
+            "loss": ops.logits_cross_entropy(logits, given["labels"]) if "labels" in given else None,
+            "logits": logits,
+        }
+
+
+class ForTokenClassification(ClassifierModel):
+    """A class for every token; tokens labelled -100 do not count."""
+
+    def check_given(self, given, batch):
+        classes = self.classes_at(self.head_form.out)
+        return {name: token_labels(labels, batch, classes) for name, labels in given.items()}
+
+    def compute(self, encoded, given):
+        batch, logits = encoded.batch, self.scores(encoded)
+        loss = self.class_loss(self.head_form.out, logits, given["labels"], batch) if given else None
+        return {"loss": loss, "logits": batch.unpack(logits)}
+
+
+class ForQuestionAnswering(ClassifierModel):
+    """The start and end of an answer: a softmax over each sequence's own tokens (Devlin et al. 2018, section 4.2).
+
+    `start_positions`, `end_positions` (batch,) are columns of the padded input, or places in the sequence if packed.
+    Padding takes no part in the softmax; positions outside the sequence do not count.
+    """
+
+    option_names = ("start_positions", "end_positions")
+
+    def check_given(self, given, batch):
+        if len(given) < 2:
+            return {}
+        return {name: class_labels(positions, batch.batch_size, batch, None, name) for name, positions in given.items()}
+
+    def compute(self, encoded, given):
+        batch, logits = encoded.batch, self.scores(encoded)
+        if logits.shape[-1] != 2:
+            raise InputError(f"question answering needs num_labels 2, not {logits.shape[-1]}")
+        start, end = logits.unbind(-1)
+        loss = None
+        if given:
+            losses = []
+            for one, name in ((start, "start_positions"), (end, "end_positions")):
+                losses.append(ops.sequence_cross_entropy(one, batch.cu_seqlens, batch.local_targets(given[name])))
+            loss = (losses[0] + losses[1]) / 2
+        return {"loss": loss, "start_logits": batch.unpack(start), "end_logits": batch.unpack(end)}
+
+
+class ForReplacedTokens(HeadModel):
+    """The discriminator: was each token replaced (1) or not (0)? The loss counts real tokens only (Clark et al. 2020,
+    section 2). Tokens labelled -100 do not count either.
+    """
+
+    head_form: ClassVar[ReplacedTokens]
+
+    def build_head(self, config):
+        place(self, self.head_form.dense, nn.Linear(config.hidden_size, config.hidden_size))
+        place(self, self.head_form.out, nn.Linear(config.hidden_size, 1))
+
+    def check_given(self, given, batch):
+        return {name: token_labels(labels, batch, 2) for name, labels in given.items()}
+
+    def compute(self, encoded, given):
+        batch, head = encoded.batch, self.head_form
+
+        def run(x):
+            x = linear(get_leaf(self, head.dense), x, self.config.activation)
+            return linear(get_leaf(self, head.out), x).squeeze(-1)
+
+        logits, loss = within(self, parent_of(head.out), run, encoded.packed), None
+        if given:
+            labels = given["labels"]
+            scores = ops.at_least_fp32(logits)
+            losses = F.binary_cross_entropy_with_logits(scores, labels.to(scores.dtype), reduction="none")
+            loss = losses.where(labels != -100, 0.0).sum() / (labels != -100).sum().clamp(min=1)
+        return {"loss": loss, "logits": batch.unpack(logits)}

@@ -1,0 +1,128 @@
+"""Writes what is generated from the families' data: classes.pyi, which type checkers and IDEs read in the place of
+classes.py; the table of families in docs/models.md; and their names in README.md.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from pathlib import Path
+from textwrap import fill
+
+from fastbert.config import EncoderConfig
+from fastbert.families import _FILES, FAMILIES
+from fastbert.families.form import Choice, Family
+from fastbert.models.classes import head_class
+from fastbert.models.heads import HeadModel
+
+ROOT = Path(__file__).parents[2]
+STUB = Path(__file__).with_name("classes.pyi")
+SECTION = re.compile(r"(<!-- families: .*? -->\n).*?(<!-- end of families -->)", re.DOTALL)
+
+_HEADS = {
+    "MaskedLM": "masked LM",
+    "SequenceClassification": "sequence classification and regression",
+    "TokenClassification": "token classification",
+    "QuestionAnswering": "question answering",
+    "MultipleChoice": "multiple choice",
+    "PreTraining": "pre-training",
+    "NextSentencePrediction": "next sentence",
+}
+_GATED = {"gelu": "GeGLU", "silu": "SwiGLU"}
+
+
+def _documented(file: str) -> tuple[str, str]:
+    """The name and the paper with which a family's file begins: "BERT (Devlin et al. 2018): ..."."""
+    text = " ".join((import_module(f"fastbert.families.{file}").__doc__ or "").split())
+    found = re.match(r"(.+?) \((.+?)\)", text)
+    assert found is not None, f"{file}: its docstring must begin with a name and, in parentheses, the paper"
+    return found[1], found[2]
+
+
+def _layers(family: Family) -> str:
+    """In words, what the layers of the family's default config are."""
+    config = EncoderConfig.of_family(family.model_type)
+    specs = config.layer_specs
+    first = specs[0]
+    words = ["pre-norm" if first.norm_first else "post-norm"]
+    words += ["RMSNorm"] if first.norm.kind == "rms" else []
+    words += ["rotary positions"] if _may_turn(family, config) else []
+    if first.feed_forward.gated:
+        words.append(_GATED[first.feed_forward.activation])
+    windows = [max(spec.attention.window_size) for spec in specs if max(spec.attention.window_size) >= 0]
+    if windows:
+        words.append(f"{len(windows)} of {len(specs)} layers see {windows[0]} tokens to each side")
+    words += ["grouped queries"] if "num_key_value_heads" in family.fields else []
+    words += ["shared weights"] if config.num_hidden_groups else []
+    words += [] if first.biases else ["no biases"]
+    words += ["narrow embeddings"] if config.embeddings.project is not None else []
+    return ", ".join(words)
+
+
+def _may_turn(family: Family, config: EncoderConfig) -> bool:
+    """Whether the default config has rotary positions, or another may ask for them."""
+    asked = family.fields.get("position_embedding_type")
+    may_ask = isinstance(asked, Choice) and "rotary" in asked.values
+    return may_ask or any(spec.attention.position is not None for spec in config.layer_specs)
+
+
+def tables() -> str:
+    """What stands between the markers of docs/models.md."""
+    common = [head for head in _HEADS if all(head in family.heads for family in FAMILIES.values())]
+    others = [head for head in _HEADS if head not in common]
+    heads = ", ".join(_HEADS[head] for head in common)
+    said = f"All of them have the encoder, and heads for {heads}. Positions are learned ones unless a row says more."
+    lines = [_filled(said), ""]
+    lines.append(f"| family | `model_type` | layers | {' | '.join(_HEADS[head] for head in others)} | paper |")
+    lines.append(f"|---|---|---|{':-:|' * len(others)}---|")
+    for file, family in zip(_FILES, FAMILIES.values(), strict=True):
+        name, paper = _documented(file)
+        cells = ["yes" if head in family.heads else "-" for head in others]
+        lines.append(f"| {name} | `{family.model_type}` | {_layers(family)} | {' | '.join(cells)} | {paper} |")
+    return "\n".join(lines)
+
+
+def names() -> str:
+    """What stands between the markers of README.md."""
+    found = [_documented(file)[0] for file in _FILES]
+    return _filled(f"{len(found)} families, with their heads ([table](docs/models.md)): {', '.join(found)}.")
+
+
+def _filled(text: str) -> str:
+    return fill(text, 120, break_on_hyphens=False)
+
+
+WRITTEN = {"README.md": names, "docs/models.md": tables}
+
+
+def stub() -> str:
+    """The text of classes.pyi."""
+    kinds, body = set(), []
+    for family in FAMILIES.values():
+        body.append(f"class {family.classes}Model(EncoderModel): ...")
+        for name, head in family.heads.items():
+            kind = head_class(name, head)
+            kinds.add((kind.__module__, kind.__name__))
+            body.append(f"class {family.classes}For{name}({kind.__name__}): ...")
+    kinds.add((HeadModel.__module__, HeadModel.__name__))
+    lines = ["# Written by `python -m fastbert.models.generated` from the families; a test compares.", ""]
+    lines.append("from fastbert.families.form import Head")
+    lines.append("from fastbert.models.base import EncoderModel, PreTrainedModel")
+    for module in sorted({module for module, _ in kinds}):
+        names = sorted(name for other, name in kinds if other == module)
+        line = f"from {module} import {', '.join(names)}"
+        lines += [line] if len(line) <= 120 else [f"from {module} import (", *(f"    {name}," for name in names), ")"]
+    lines.append("")
+    lines += ["CLASSES: dict[tuple[str, str], type[PreTrainedModel]]", ""]
+    lines += ["def head_class(name: str, head: Head) -> type[HeadModel]: ...", ""]
+    return "\n".join([*lines, *body, ""])
+
+
+if __name__ == "__main__":
+    STUB.write_text(stub(), encoding="utf-8")
+    for page, text in WRITTEN.items():
+        path = ROOT / page
+        filled, count = SECTION.subn(lambda m: f"{m[1]}{text()}\n{m[2]}", path.read_text(encoding="utf-8"))  # noqa: B023
+        if count != 1:
+            raise SystemExit(f"{page} has {count} sections of families, not 1")
+        path.write_text(filled, encoding="utf-8")

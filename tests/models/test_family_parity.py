@@ -1,0 +1,133 @@
+"""What only some families have, against transformers' eager model in float64: distances and layers of other forms.
+
+`test_parity.py` has every head, mask and dtype on short sequences. Here are lengths up to 8192, the fast path of
+inference, packed input, positions of the caller's, hidden states and attention probabilities, for whatever families
+there are.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from full import left_to_full
+from hf import FAMILIES, NUM_CONFIGS, Batch, families_axis, has_rotary, has_windows, make_batch, make_config, make_trio
+from parity import check
+
+from fastbert.testing.cases import DTYPES
+from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
+
+dtype_axis = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+PATTERNS = ("none", "right", "left", "holes", "heavy")
+LENGTHS = (1, 2, 31, 33, 64, 129, 200, 511, 1024, 2048)
+TURNING = tuple(f for f in FAMILIES if has_rotary(make_config(f)))
+turning_axis = pytest.mark.parametrize("model_type", TURNING)
+
+
+def longer(model_type: str, index: int, seqlen: int, **changes):
+    return make_config(model_type, index, max_position_embeddings=seqlen + 5, **changes)
+
+
+def assert_same_tokens(ours, baseline, oracle, batch: Batch, name: str) -> None:
+    real = batch.real
+    assert_close_to_reference(ours[real], oracle[real], baseline[real], GRADIENT_FACTOR, name)
+
+
+def is_left_to_full(p) -> bool:
+    """Two lengths a family and dtype, in turn; every length is met by some families, in both dtypes."""
+    number, length = FAMILIES.index(p["model_type"]), LENGTHS.index(p["seqlen"])
+    return p["seqlen"] > 200 or (number + length + DTYPES.index(p["dtype"])) % 4 != 0
+
+
+@left_to_full(is_left_to_full)
+@dtype_axis
+@pytest.mark.parametrize("seqlen", LENGTHS)
+@families_axis
+def test_lengths(model_type, seqlen, dtype):
+    """The last hidden state and every gradient in training, and the last hidden state of the fast path."""
+    number, length = FAMILIES.index(model_type), LENGTHS.index(seqlen)
+    config = longer(model_type, (number + length) % NUM_CONFIGS, seqlen)
+    batch = make_batch(config, PATTERNS[(number + length) % len(PATTERNS)] if seqlen > 1 else "none", 3, seqlen)
+    trio = check(config, "Model", batch, {}, dtype)
+    with torch.no_grad():
+        ours, baseline, oracle = (m.eval()(**batch.inputs)[0] for m in (trio.ours, trio.baseline, trio.oracle))
+    assert_same_tokens(ours, baseline, oracle, batch, "inference")
+
+
+@pytest.mark.full
+@dtype_axis
+def test_modernbert_at_8192(dtype):
+    """The length that it was made for: a global layer and a local one."""
+    config = longer("modernbert", 1, 8192, local_attention=128)
+    trio, batch = make_trio(config, "Model", dtype), make_batch(config, "none", 1, 8192)
+    for theirs in (trio.baseline, trio.oracle):
+        theirs.config._attn_implementation = "sdpa"
+    with torch.no_grad():
+        ours, baseline, oracle = (m.eval()(**batch.inputs)[0] for m in (trio.ours, trio.baseline, trio.oracle))
+    assert_same_tokens(ours, baseline, oracle, batch, "inference")
+
+
+def has_places(config) -> bool:
+    """Whether more than the distance of two tokens matters: where each of them is."""
+    turned = [spec.attention.position for spec in config.layer_specs if spec.attention.position is not None]
+    return config.embeddings.position is not None or any(position.rotates_values for position in turned)
+
+
+def packed_cases() -> list[tuple[str, str]]:
+    """Windows go by columns: holes are wider in a padded batch than in a packed one, which does not have them."""
+    local = {f for f in FAMILIES if any(has_windows(make_config(f, i)) for i in range(NUM_CONFIGS))}
+    return [(f, p) for f in FAMILIES for p in PATTERNS if f not in local or p in ("none", "right", "left")]
+
+
+@pytest.mark.parametrize(("model_type", "pattern"), packed_cases())
+def test_packed_is_padded(model_type, pattern):
+    """Bit for bit, in inference and in training."""
+    number = FAMILIES.index(model_type) + PATTERNS.index(pattern)
+    config, dtype = longer(model_type, number % NUM_CONFIGS, 40), DTYPES[number % 2]
+    model, batch = make_trio(config, "Model", dtype).ours, make_batch(config, pattern, 4, 40)
+    packed = batch.packed()
+    counted = {name: t for name, t in packed.items() if name != "position_ids"}
+    same = [packed, counted]
+    if pattern in ("holes", "heavy") or (has_places(config) and config.family.positions_from_ids):
+        same = [packed]
+    elif pattern == "left":  # where only distances matter, these are counted from each sequence's first token
+        same = [packed if has_places(config) else counted]
+    for training in (False, True):
+        model.train(training)
+        padded = model(**batch.inputs)
+        for inputs in same:
+            out = model(**inputs)
+            assert torch.equal(padded.last_hidden_state[batch.real], out.last_hidden_state)
+            assert padded.pooler_output is None or torch.equal(padded.pooler_output, out.pooler_output)
+
+
+@pytest.mark.parametrize("pattern", ["none", "right", "holes"])
+@turning_axis
+def test_positions_that_start_again(model_type, pattern):
+    """Rotary embedding goes by the caller's position_ids, windows by columns, as transformers has it."""
+    number = TURNING.index(model_type)
+    config, dtype = longer(model_type, number % NUM_CONFIGS, 30), DTYPES[number % 2]
+    batch = make_batch(config, pattern, 3, 30)
+    batch.inputs["position_ids"] = torch.arange(30).remainder(13).expand(3, -1)
+    batch.inputs.setdefault("attention_mask", batch.real.long())  # without one, transformers takes them for documents
+    trio = check(config, "Model", batch, {}, dtype)
+    with torch.no_grad():
+        ours, baseline, oracle = (m.eval()(**batch.inputs)[0] for m in (trio.ours, trio.baseline, trio.oracle))
+    assert_same_tokens(ours, baseline, oracle, batch, "inference")
+
+
+@dtype_axis
+@pytest.mark.parametrize("pattern", ["none", "right", "holes"])
+@families_axis
+def test_hidden_states_and_attentions(model_type, pattern, dtype):
+    number = FAMILIES.index(model_type) + DTYPES.index(dtype)
+    config = longer(model_type, number % NUM_CONFIGS, 20)
+    trio, batch = make_trio(config, "Model", dtype), make_batch(config, pattern, 3, 20)
+    options = {"output_hidden_states": True, "output_attentions": True}
+    with torch.no_grad():
+        outs = [m.eval()(**batch.inputs, **options) for m in (trio.ours, trio.baseline, trio.oracle)]
+    for name, shown in (("hidden_states", lambda t: t[batch.real]),
+                        ("attentions", lambda t: t.transpose(1, 2)[batch.real])):  # fmt: skip
+        ours, baseline, oracle = (out[name] for out in outs)
+        assert len(ours) == len(oracle) == len(baseline) and len(ours)
+        for i, (a, b, c) in enumerate(zip(ours, baseline, oracle, strict=True)):
+            assert_close_to_reference(shown(a), shown(c).double(), shown(b), GRADIENT_FACTOR, f"{name} {i}")
