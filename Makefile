@@ -90,7 +90,7 @@ SANITIZING = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$(SANITIZED)
 sanitize: $(VENV)/.installed-test  ## the C++ kernels' tests under AddressSanitizer and UBSan
 	@rm -rf $(SANITIZED) && mkdir -p build
-	@CFLAGS="-O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer \
+	@CXX=$(CURDIR)/tests/support/cxx_o1 CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer \
 		-DFASTBERT_AMX_EMULATION='\"$(CURDIR)/tests/support/amx_emulation.h\"'" \
 		$(BIN)/python setup.py -q build --build-base build/sanitized-base --build-lib $(SANITIZED) > build/sanitized.log 2>&1 \
 		|| (tail -n 40 build/sanitized.log; false)
