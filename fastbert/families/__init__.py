@@ -9,6 +9,7 @@ from fastbert.families.form import Family
 _FILES = (
     "albert",
     "bert",
+    "camembert",
     "distilbert",
     "electra",
     "ernie",

@@ -1,0 +1,19 @@
+"""CamemBERT (Martin et al. 2020): RoBERTa for French."""
+
+from fastbert.families.form import Classifier, Embeddings, Family, FromConfig, MaskedLM, TheirClass, heads
+
+FAMILY = Family(
+    model_type="camembert",
+    classes="Camembert",
+    prefix="roberta",
+    theirs=TheirClass("camembert"),
+    heads=heads(
+        MaskedLM("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias", activation="gelu"),
+        sequence=Classifier("classifier.out_proj", "first", dense="classifier.dense", drops_first=True),
+        choice=Classifier(dropout=FromConfig("hidden_dropout_prob")),
+    ),
+    defaults={"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
+    embeddings=Embeddings(pads_positions=True, order=("word", "token_type", "norm", "position")),
+    heads_first=True,
+    positions_from_ids=True,
+)
