@@ -18,6 +18,7 @@ _FILES = (
     "jina_embeddings_v3",
     "megatron_bert",
     "modernbert",
+    "nomic_bert",
     "rembert",
     "roberta",
     "roberta_prelayernorm",
