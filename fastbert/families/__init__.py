@@ -15,6 +15,7 @@ _FILES = (
     "ernie",
     "esm",
     "eurobert",
+    "gte",
     "jina_embeddings_v3",
     "megatron_bert",
     "modernbert",
