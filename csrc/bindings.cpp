@@ -8,11 +8,12 @@
 #include <vector>
 
 #include "include/isa.h"
-#include "ops/embedding.h"
 #include "ops/attention.h"
 #include "ops/dropout.h"
+#include "ops/embedding.h"
 #include "ops/encoder_layer.h"
 #include "ops/encoder_layers.h"
+#include "ops/feed_forward.h"
 #include "ops/layer_norm.h"
 #include "ops/linear.h"
 #include "ops/packed_weights.h"

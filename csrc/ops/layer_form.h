@@ -6,8 +6,8 @@
 
 #include "activation.h"
 #include "attention.h"
+#include "feed_forward.h"
 #include "layer_norm.h"
-#include "linear.h"
 #include "register.h"
 
 namespace fastbert {

@@ -5,7 +5,7 @@
 #include <tuple>
 
 #include "array.h"
-#include "linear.h"
+#include "products.h"
 
 namespace fastbert {
 

@@ -1,0 +1,164 @@
+#include "products.h"
+
+#include "gradients.h"
+#include "tensors.h"
+#include "workspace.h"
+
+namespace fastbert {
+namespace {
+
+// How many groups of panels a product is split into where there are few row blocks: more than one for each thread, if
+// they come out equal. With few rows a thread streams its half of the weight in one go.
+int64_t panel_groups(int64_t rows, int64_t blocks, int64_t panels, int64_t threads) {
+  const int64_t least = std::min(panels, (threads + blocks - 1) / blocks);
+  if (rows <= kFewRows) return least;
+  for (int64_t groups = std::min(panels, (kTasks * threads + blocks - 1) / blocks); groups > least; --groups) {
+    if (panels % groups == 0) return groups;
+  }
+  return least;
+}
+
+// x as all targets multiply it, converted once into `memory` where every task would have to do it again.
+RowsArg converted_rows(const GemmArgs& args, int64_t rows, Array& memory) {
+  const PackedWeight& weight = args.targets[0].weight;
+  bool is_shared = weight.format != args.x.dtype;
+  for (int64_t t = 0; t < args.num_targets; ++t) {
+    const GemmTarget& target = args.targets[t];
+    is_shared &= target.num_addends == 0 && takes_same_rows(target.weight, weight) &&
+                 (target.gate == nullptr || takes_same_rows(target.gate->weight, weight));
+  }
+  if (!is_shared) return args.x;
+  const int64_t stride = row_bytes(weight.format, weight.in_features), scales_at = (rows * stride + 63) / 64 * 64;
+  memory = workspace({scales_at + rows * 4}, ScalarType::Byte);
+  auto* out = static_cast<char*>(memory.data());
+  auto* scales = reinterpret_cast<float*>(out + scales_at);
+  parallel_for(0, rows, 1 + 16384 / (weight.in_features + 1),
+               [&](int64_t begin, int64_t end) { convert_rows(args.x, begin, end, weight, out, scales); });
+  return {out, weight.format, stride / element_size(weight.format), scales};
+}
+
+}  // namespace
+
+int64_t num_blocks(int64_t rows, int64_t most, int64_t threads) {
+  const int64_t blocks = (rows + most - 1) / most;
+  return blocks < threads ? blocks : (blocks + threads - 1) / threads * threads;
+}
+
+int64_t first_row(int64_t block, int64_t blocks, int64_t rows) {
+  const int64_t group = row_group();
+  return std::min(rows, (block * rows / blocks + group - 1) / group * group);
+}
+
+void run_gemm(const GemmArgs& args_, int64_t rows, const RowsDone& done) {
+  GemmArgs args = args_;
+  int64_t panels = 0;
+  for (int64_t t = 0; t < args.num_targets; ++t) panels += num_panels(args.targets[t].weight.out_features);
+  const int64_t threads = num_threads(), blocks = num_blocks(rows, kRowBlock, threads);
+  if (blocks == 0) return;
+  const int64_t groups = panel_groups(rows, blocks, panels, threads);
+  Array memory;
+  if (groups > 1) args.x = converted_rows(args, rows, memory);
+  run_tasks(blocks * groups, [&](int64_t task) {
+    const int64_t block = task / groups, group = task % groups;
+    const int64_t row_begin = first_row(block, blocks, rows), row_end = first_row(block + 1, blocks, rows);
+    if (row_begin == row_end) return;
+    gemm(args, row_begin, row_end, group * panels / groups, (group + 1) * panels / groups);
+    if (done && groups == 1) done(row_begin, row_end);
+  });
+  if (done && groups > 1) parallel_for(0, rows, 16, done);
+}
+
+DType format_for(ScalarType dtype) {
+  return dtype == ScalarType::BFloat16 && has_bf16_dot() ? DType::kBFloat16 : DType::kFloat32;
+}
+
+RowsArg rows_of(const Array& x) { return {x.data(), dtype_of(x), x.stride(0)}; }
+
+Operand::Operand(const LinearOperand& linear, int64_t in_features, ScalarType dtype) {
+  const Array& weight = linear.weight;
+  check(weight.is_cpu(), "weight is on ", weight.device(), ", expected cpu");
+  check(weight.dim() == 2 && weight.size(1) == in_features, "weight has shape ", weight.sizes(),
+        ", expected (out_features, ", in_features, ")");
+  const bool is_int8 = weight.scalar_type() == ScalarType::Char;
+  const bool has_scale = linear.weight_scale != nullptr && linear.weight_scale->defined();
+  check(is_int8 == has_scale, "weight is ", weight.scalar_type(), " but weight_scale is ", has_scale ? "given" : "None",
+        ": int8 weights have a scale, others have none");
+  const int64_t out_features = weight.size(0);
+  target.bias_dtype = DType::kFloat32;
+  if (linear.bias != nullptr && linear.bias->defined()) {
+    const ScalarType type = linear.bias->scalar_type();
+    check(type == ScalarType::Float || type == ScalarType::BFloat16, "bias is ", type, ", expected Float or BFloat16");
+    target.bias = checked("bias", *linear.bias, {out_features}, type, bias_copy).data<const void>();
+    target.bias_dtype = dtype_of(*linear.bias);
+  }
+  const float* scale = nullptr;
+  if (has_scale) {
+    scale = checked("weight_scale", *linear.weight_scale, {out_features}, ScalarType::Float, scale_copy).data<float>();
+  }
+  const DType format = is_int8 ? DType::kInt8 : format_for(dtype);
+  packed = packed_weight(weight, format, linear.version);
+  target.weight = {packed.panels->data(),
+                   format,
+                   out_features,
+                   in_features,
+                   is_int8 ? reinterpret_cast<const int32_t*>(packed.channel_offsets->data()) : nullptr,
+                   scale,
+                   static_cast<float>(linear.input_scale)};
+}
+
+void Operand::write_to(const Array& out, const Array& pre, Activation activation) {
+  target.out = out.data();
+  target.out_stride = out.size(1);
+  target.pre = pre.data<void>();
+  target.pre_stride = out.size(1);
+  target.activation = activation;
+}
+
+Array with_whole_lines(const Array& weight) {
+  return weight.stride(0) == 1 || weight.stride(1) == 1 ? weight : contiguous(weight);
+}
+
+Operand transposed(const Array& weight_, int64_t in_features, ScalarType dtype) {
+  const Array weight = with_whole_lines(weight_);
+  return Operand({weight.t(), nullptr, nullptr, 0.0, version_of(weight)}, in_features, dtype);
+}
+
+Array checked_x(const Array& x, ScalarType dtype) {
+  check(x.is_cpu(), "x is on ", x.device(), ", expected cpu");
+  check(x.dim() == 2, "x has shape ", x.sizes(), ", expected (total_tokens, in_features)");
+  for (const auto type : {x.scalar_type(), dtype}) {
+    check(type == ScalarType::Float || type == ScalarType::BFloat16, "dtype is ", type, ", expected Float or BFloat16");
+  }
+  return x.stride(1) == 1 && x.stride(0) >= x.size(1) ? x : contiguous(x);
+}
+
+GemmArgs gemm_args(const Array& x, ScalarType dtype, const GemmTarget* targets, int64_t num_targets) {
+  return {rows_of(x), dtype == ScalarType::Float ? DType::kFloat32 : DType::kBFloat16, targets, num_targets};
+}
+
+Array pack_tokens(const Array& x_, DType format) {
+  const Array x = x_.stride(1) == 1 ? x_ : contiguous(x_);
+  const int64_t panels = num_panels(x.size(1));
+  const Array packed = workspace({panels * panel_bytes(format, x.size(0))}, ScalarType::Byte);
+  const PackArgs args{
+      x.data(), dtype_of(x), x.size(1), x.size(0), 1, x.stride(0), format, static_cast<char*>(packed.data()), nullptr};
+  parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) { pack_panels(args, begin, end); });
+  return packed;
+}
+
+Array weight_gradient(const Array& dout, const Array& x, DType format, int64_t tokens, const Array& weight) {
+  const Array dweight = gradient_like(weight);
+  const GemmTransposedArgs args{static_cast<const char*>(dout.data()),
+                                static_cast<const char*>(x.data()),
+                                format,
+                                tokens,
+                                weight.size(0),
+                                weight.size(1),
+                                dweight.data(),
+                                dtype_of(weight)};
+  parallel_for(0, num_panels(weight.size(0)) * num_panels(weight.size(1)), 1,
+               [&](int64_t begin, int64_t end) { gemm_transposed(args, begin, end); });
+  return dweight;
+}
+
+}  // namespace fastbert

@@ -1,0 +1,88 @@
+// One GEMM of the CPU backend, or several that share x: their operands, and how the threads share the work. linear.cpp
+// and feed_forward.cpp are made of these.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <functional>
+
+#include "../cpu/gemm.h"
+#include "../include/activation.h"
+#include "array.h"
+#include "packed_weights.h"
+
+namespace fastbert {
+
+// Called with rows [begin, end) of a product's result as soon as they are whole, by the thread that made them where
+// that is possible: what comes next finds them in its cache.
+using RowsDone = std::function<void(int64_t begin, int64_t end)>;
+
+// What is multiplied with: weight (out_features, in_features), bias (out_features,), and for int8 its scales. They are
+// the caller's: a stack of layers names hundreds.
+struct LinearOperand {
+  const Array& weight;
+  const Array* bias;          // null, or undefined: there is none
+  const Array* weight_scale;  // likewise
+  double input_scale;
+  int64_t version;  // of the weight: packed_weights.h
+};
+
+// Rows that a thread takes through all panels, or through both products of a feed-forward, before it goes on: their x
+// stays in the second-level cache, while the panels, which all threads read, stream from the third.
+constexpr int64_t kRowBlock = 192;
+// Tasks a thread that a product is split into, and rows below which it is not.
+constexpr int64_t kTasks = 2, kFewRows = 32;
+
+// Blocks of nearly equal size, at most `most` rows each; as many for every thread.
+int64_t num_blocks(int64_t rows, int64_t most, int64_t threads);
+
+// The first row of a block. No block grows beyond what it had before the rounding, up to a multiple of row_group().
+int64_t first_row(int64_t block, int64_t blocks, int64_t rows);
+
+// f(task) for every task in [0, count), each thread taking the next one when it is done with its last: where something
+// else takes a core for a while, the others go on.
+template <typename F>
+void run_tasks(int64_t count, const F& f) {
+  std::atomic<int64_t> next{0};
+  parallel_for(0, std::min<int64_t>(count, num_threads()), 1, [&](int64_t, int64_t) {
+    for (int64_t task = next++; task < count; task = next++) f(task);
+  });
+}
+
+// All of one GEMM, or of several that share x, over the threads.
+void run_gemm(const GemmArgs& args, int64_t rows, const RowsDone& done = nullptr);
+
+// What operands are multiplied in, for results in `dtype`.
+DType format_for(ScalarType dtype);
+
+RowsArg rows_of(const Array& x);
+
+// A weight, packed, with what its product needs beside it.
+struct Operand {
+  PackedMemory packed;
+  Array bias_copy, scale_copy;  // of those with gaps
+  GemmTarget target{};
+
+  Operand(const LinearOperand& linear, int64_t in_features, ScalarType dtype);
+
+  void write_to(const Array& out, const Array& pre, Activation activation);
+};
+
+// A weight of which rows or columns lie whole, as packing views of it needs.
+Array with_whole_lines(const Array& weight);
+
+// The right side of a gradient's product.
+Operand transposed(const Array& weight, int64_t in_features, ScalarType dtype);
+
+// x with its rows whole; their stride is free, so that a slice of a wider matrix needs no copy.
+Array checked_x(const Array& x, ScalarType dtype);
+
+GemmArgs gemm_args(const Array& x, ScalarType dtype, const GemmTarget* targets, int64_t num_targets);
+
+// (tokens, features) packed along its tokens, for a weight's gradient.
+Array pack_tokens(const Array& x, DType format);
+
+// dout^T x in the weight's dtype, of operands that pack_tokens made.
+Array weight_gradient(const Array& dout, const Array& x, DType format, int64_t tokens, const Array& weight);
+
+}  // namespace fastbert
