@@ -170,7 +170,7 @@ def load_weights(
     if differing := [copy for copy, original in both if not _same(weights[copy], weights[original])]:
         # As transformers: what the file holds wins over the config.
         parts.append(f"not tied, because the checkpoint holds two different tensors: {some(differing)}")
-        model.config = model.base_model.config = model.config.replace(tie_word_embeddings=False)
+        model.config = model.base_model.config = model.config.replace(tie_word_embeddings=False).in_use()
         weights = {**{copy: weights[original] for copy, original in tied.items() if original in weights}, **weights}
         tied = {}
     for copy in tied:

@@ -38,7 +38,7 @@ class PreTrainedModel(CheckpointMixin):
                 f"{type(self).__name__} takes model_type {self.family.model_type!r}, not {config.model_type!r}"
             )
         ops.warn_of_missing_kernels()
-        self.config = config
+        self.config = config.in_use()
         self.gradient_checkpointing = False
 
     @property
@@ -330,11 +330,13 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             pooler_output=self.pool(packed, batch) if self.has_pooler else None,
             **extras,
         )
-        return output.to_tuple() if return_dict is False else output
+        return output if self.config.option("return_dict", return_dict) else output.to_tuple()
 
     def run(self, inputs: EncoderInputs, output_attentions: bool | None, output_hidden_states: bool | None):
         """Encode; (packed hidden states, batch, the unpacked extras that were asked for)."""
-        output, batch = self.encode(inputs, bool(output_hidden_states), bool(output_attentions)), inputs.batch
+        wants_hidden_states = self.config.option("output_hidden_states", output_hidden_states)
+        wants_probs = self.config.option("output_attentions", output_attentions)
+        output, batch = self.encode(inputs, wants_hidden_states, wants_probs), inputs.batch
         return output.packed, batch, unpacked_extras(output, batch)
 
 

@@ -138,7 +138,7 @@ class HeadModel(PreTrainedModel):
         given = self.check_given(given, inputs.batch)
         encoded, extras = self.run_base(inputs, arguments, output_attentions, output_hidden_states)
         output = ModelOutput(**self.compute(encoded, given), **extras)
-        return output.to_tuple() if return_dict is False else output
+        return output if self.config.option("return_dict", return_dict) else output.to_tuple()
 
     def run_base(
         self,
