@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastbert.config_access import ConfigAccess, ConfigError, check_label2id
+from fastbert.compat.config_access import ConfigAccess, ConfigError, check_label2id
 from fastbert.families import FAMILIES
 from fastbert.families.fields import ACTIVATIONS, MAX_FLOAT32, Count, Flag, is_number
 from fastbert.families.form import Embeddings, Family, Scopes
@@ -274,6 +274,7 @@ class EncoderConfig(ConfigAccess):
 
         If the number of labels changes, the names of the old labels are dropped. Names of labels say how many there are.
         """
+        changes = self.sorted_out(changes)
         label2id = changes.pop("label2id", None)
         if changes.get("id2label"):
             changes["id2label"] = _read_labels(changes["id2label"])

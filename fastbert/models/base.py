@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fastbert import ops
-from fastbert.checkpoint.pretrained import CheckpointMixin
+from fastbert.compat.model_access import ModelAccess
 from fastbert.config import ConfigError, EncoderConfig
 from fastbert.families.form import Family
 from fastbert.layers.encoder import EncoderLayer, make_norm
@@ -24,13 +24,13 @@ from fastbert.packed_inputs import PackedInputs, arguments_of
 from fastbert.packing import InputError, PackedBatch
 
 
-class PreTrainedModel(CheckpointMixin):
+class PreTrainedModel(ModelAccess):
     """What base models and models with heads share. `config` is an EncoderConfig, or transformers' config object."""
 
     family: ClassVar[Family]
 
     def __init__(self, config: EncoderConfig):
-        super().__init__()
+        nn.Module.__init__(self)  # not what transformers' class, which may stand between the two, does with its config
         if not isinstance(config, EncoderConfig):
             config = EncoderConfig.from_dict(config.to_dict())
         if config.model_type != self.family.model_type:
@@ -107,31 +107,6 @@ class PreTrainedModel(CheckpointMixin):
 
     def __prepare_scriptable__(self):
         raise TypeError("torch.jit.script cannot compile this model; torch.compile does")
-
-    def num_parameters(self) -> int:
-        return sum(p.numel() for p in self.parameters())
-
-    def get_input_embeddings(self) -> nn.Module:
-        return get_leaf(self.base_model, self.config.embeddings.word)
-
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None) -> None:
-        """Keep only each layer's input for backward and run the layer again there (Chen et al. 2016).
-
-        The kwargs are transformers'; re-entrant checkpointing, which loses gradients, is not offered.
-        """
-        if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):
-            raise ValueError("use_reentrant=True is not supported; leave it out")
-        self.base_model.gradient_checkpointing = True
-
-    def gradient_checkpointing_disable(self) -> None:
-        self.base_model.gradient_checkpointing = False
-
-    # transformers calls it so from 5.23 on; both names are in use.
-    activation_checkpointing_enable = gradient_checkpointing_enable
-    activation_checkpointing_disable = gradient_checkpointing_disable
-
-    def tie_weights(self) -> None:
-        """Make weights that share one tensor share it again; a no-op where nothing is tied."""
 
     @torch.no_grad()
     def init_weights(self) -> None:

@@ -40,6 +40,7 @@ class HeadModel(PreTrainedModel):
     base_class: ClassVar[type[EncoderModel]]
     head_form: ClassVar[Any]  # what the family's data say of the head
     option_names: ClassVar[tuple[str, ...]] = ("labels",)  # keyword arguments that `compute` receives
+    accepts_loss_kwargs: ClassVar[bool] = True  # transformers' name for: forward takes num_items_in_batch
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -107,11 +108,13 @@ class HeadModel(PreTrainedModel):
         max_seqlen: int | None = None,
         batch: PackedBatch | None = None,
         task_type_ids: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
         **options,
     ) -> ModelOutput | tuple:
         """As the base model's forward; with labels the output starts with `loss`.
 
-        Labels have the input's own layout: per token (batch, seqlen) or packed (total_tokens,), per sequence (batch,).
+        With `num_items_in_batch`, which the Trainer gives, the loss is the sum over this call's labels divided by that
+        number: the losses of the calls before one optimizer step then add up to the mean over all of them. Labels have the input's own layout: per token (batch, seqlen) or packed (total_tokens,), per sequence (batch,).
         Those of a PackedInputs are in it, and no device is waited for because of them.
         """
         given = {"labels": labels, **options}
@@ -137,7 +140,10 @@ class HeadModel(PreTrainedModel):
         inputs = self.base_model.prepare(*arguments)
         given = self.check_given(given, inputs.batch)
         encoded, extras = self.run_base(inputs, arguments, output_attentions, output_hidden_states)
-        output = ModelOutput(**self.compute(encoded, given), **extras)
+        fields = self.compute(encoded, given)
+        if num_items_in_batch is not None and fields.get("loss") is not None and "labels" in given:
+            fields["loss"] = fields["loss"] * ((given["labels"] != -100).sum() / num_items_in_batch)
+        output = ModelOutput(**fields, **extras)
         return output if self.config.option("return_dict", return_dict) else output.to_tuple()
 
     def run_base(

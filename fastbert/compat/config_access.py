@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +19,6 @@ THEIR_DEFAULTS: dict[str, Any] = {
     "dtype": None,
     "is_decoder": False,
     "is_encoder_decoder": False,
-    "name_or_path": "",
     "output_attentions": False,
     "output_hidden_states": False,
     "prefix": None,
@@ -42,14 +42,41 @@ class ConfigAccess:
     own: Mapping[str, Any]
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
+    model_type: str
+    family: Any
+
     def replace(self, **changes: Any) -> Any:
         raise NotImplementedError
+
+    def our_name(self, name: str) -> str:
+        """A field's name, if `name` is what the family's config.json calls it."""
+        return next((ours for ours, theirs in self.family.their_names.items() if theirs == name), name)
+
+    def sorted_out(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """`changes` under our names of fields; entries that config.json may have besides are under `extra`.
+
+        Raises ConfigError: neither this family's config nor any of transformers' has an entry of that name.
+        """
+        fields = {self.our_name(name): value for name, value in changes.items()}
+        known = {*self.__dataclass_fields__, *self.own, "label2id"}
+        others = {name: fields.pop(name) for name in list(fields) if name not in known}
+        if unknown := [name for name in others if name not in self.extra and name not in THEIR_DEFAULTS]:
+            raise ConfigError(f"{self.model_type} has no field {unknown[0]!r}; it has {', '.join(sorted(known))}")
+        return {**fields, "extra": {**self.extra, **others}} if others else fields
 
     def to_dict(self) -> dict[str, Any]:
         raise NotImplementedError
 
+    @classmethod
+    def from_file(cls, path: str | Path) -> Any:
+        raise NotImplementedError
+
     def __getattr__(self, name: str) -> Any:
         state = self.__dict__
+        if not name.startswith("_") and "_derived" in state:
+            name = self.our_name(name)
+            if name in self.__dataclass_fields__:
+                return state[name]
         for entries in (state.get("own", {}), state.get("extra", {}), THEIR_DEFAULTS):
             if name in entries:
                 return entries[name]
@@ -67,6 +94,10 @@ class ConfigAccess:
         if name == "label2id":
             check_label2id(value, self.id2label)
             return
+        if name == "name_or_path":
+            state["_name_or_path"] = value
+            return
+        name = self.our_name(name)
         is_field = name in self.__dataclass_fields__ or name in self.own
         if is_field and _IN_USE in state and name not in _FREE and value != getattr(self, name):
             raise ConfigError(
@@ -77,11 +108,11 @@ class ConfigAccess:
             raise ConfigError(
                 f"pad_token_id cannot be assigned to a model of {self.model_type}, which counts positions by it"
             )
-        changes = {name: value} if is_field else {"extra": {**self.extra, name: value}}
-        private = {key: kept for key, kept in state.items() if key.startswith("_")}
-        made = self.replace(**changes).__dict__
-        state.clear()
-        state.update({**private, **made})
+        self.set_checked(**({name: value} if is_field else {"extra": {**self.extra, name: value}}))
+
+    def set_checked(self, **changes: Any) -> None:
+        """Become what `replace` gives, for every holder of this config: its model has changed with it."""
+        self.__dict__.update(self.replace(**changes).__dict__)
 
     def __delattr__(self, name: str) -> None:
         if name not in self.extra:
@@ -102,12 +133,25 @@ class ConfigAccess:
         return bool(self.extra.get(name, THEIR_DEFAULTS[name]) if given is None else given)
 
     @property
+    def name_or_path(self) -> str:
+        return self.__dict__.get("_name_or_path", "")
+
+    @property
     def label2id(self) -> dict[str, int]:
         return {label: i for i, label in self.id2label.items()}
 
     @property
     def use_return_dict(self) -> bool:
         return self.option("return_dict", None)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **options: Any) -> Any:
+        """The config of a folder or hub id; options of the hub (revision, token, ...), and entries to change."""
+        from fastbert.checkpoint.hub import HubOptions, resolve
+
+        given = {name: options.pop(name) for name in HubOptions.__dataclass_fields__ if name in options}
+        folder = resolve(pretrained_model_name_or_path, config_only=True, options=HubOptions(**given))
+        return cls.from_file(folder / "config.json").replace(**options)
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
         """Itself: there is no other modality."""
