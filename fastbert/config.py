@@ -272,7 +272,7 @@ class EncoderConfig(ConfigAccess):
     def replace(self, **changes: Any) -> EncoderConfig:
         """A copy with other fields.
 
-        If the number of labels changes, the names of the old labels are dropped. Names of labels say how many there are.
+        If the number of labels changes, the names of the old labels are dropped; names say how many there are.
         """
         changes = self.sorted_out(changes)
         label2id = changes.pop("label2id", None)

@@ -1,4 +1,4 @@
-"""The arguments of from_pretrained and save_pretrained: transformers' meaning, or one error that says what is allowed."""
+"""Arguments of from_pretrained and save_pretrained: transformers' meaning, or one error that says what is allowed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _DONE_ANYWAY = {"low_cpu_mem_usage": (True, False, None), "weights_only": (True,
 
 
 def left_over(options: dict[str, Any]) -> dict[str, Any]:
-    """The entries of the config among keyword arguments of from_pretrained that it does not name. Raises ConfigError."""
+    """The entries of the config among keyword arguments that from_pretrained does not name. Raises ConfigError."""
     changes = dict(options)
     for name, advice in _REFUSED.items():
         value = changes.pop(name, None)

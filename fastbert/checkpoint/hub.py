@@ -6,6 +6,7 @@ import importlib.util
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from fastbert.checkpoint.weight_files import CheckpointError
 
@@ -24,7 +25,7 @@ class HubOptions:
     force_download: bool = False
     subfolder: str = ""
 
-    def of_download(self) -> dict[str, object]:
+    def of_download(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if name != "subfolder"}
 
 

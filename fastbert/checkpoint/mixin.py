@@ -26,8 +26,8 @@ from fastbert.checkpoint.saving import save
 from fastbert.checkpoint.tokenizer_files import copy_tokenizer
 from fastbert.checkpoint.unfilled import unfilled
 from fastbert.checkpoint.weight_files import some
-from fastbert.config import ConfigError, EncoderConfig
 from fastbert.compat.their_bases import gets_base
+from fastbert.config import ConfigError, EncoderConfig
 
 Model = TypeVar("Model", bound="CheckpointMixin")
 
@@ -53,6 +53,7 @@ class CheckpointMixin(nn.Module):
     unexpected_keys: list[str]
     mismatched_keys: list[tuple[str, torch.Size, torch.Size]]
     name_or_path: str = ""  # what it was loaded from, as the caller wrote it
+    hf_device_map: dict[str, Any]  # transformers' name for where it is, if the caller gave device_map
     tokenizer_folder: Path | None = None  # where the files of its tokenizer are, if it was loaded from a folder
 
     def tied_keys(self) -> dict[str, str]:
@@ -101,7 +102,7 @@ class CheckpointMixin(nn.Module):
         """Load the model of a folder or hub id, in eval mode. The arguments mean what they mean in transformers.
 
         Args:
-            pretrained_model_name_or_path: a folder with config.json and weights, a hub id, or a name in PACKAGED_MODELS.
+            pretrained_model_name_or_path: a folder with config.json and weights, a hub id, or one of PACKAGED_MODELS.
             config: replaces the folder's config.json: an EncoderConfig, transformers' config, or the path of one. The
                 weights are then compared with no other config.
             dtype: a torch dtype or its name; "auto" keeps the checkpoint's own. `torch_dtype` is its old name.
@@ -146,10 +147,10 @@ class CheckpointMixin(nn.Module):
             model.tokenizer_folder = folder
             model = model.eval() if place is None else model.to(place).eval()
         if device_map is not None:
-            model.hf_device_map = {"": place}
+            model.hf_device_map = {"": torch.device("cpu") if place is None else place}
         if not output_loading_info:
             return model
-        info = {"missing_keys": set(model.missing_keys), "unexpected_keys": set(model.unexpected_keys)}
+        info: dict[str, Any] = {"missing_keys": set(model.missing_keys), "unexpected_keys": set(model.unexpected_keys)}
         info |= {"mismatched_keys": set(model.mismatched_keys), "error_msgs": []}
         return model, info  # type: ignore[return-value]
 

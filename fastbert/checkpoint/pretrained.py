@@ -100,8 +100,9 @@ def load_weights(
 ) -> None:
     """Put a checkpoint's tensors into a model that was built on the meta device.
 
-    Mis-shaped keys raise CheckpointError, or count as missing with `ignore_mismatched_sizes`; missing ones are initialised and unexpected ones left out, both with a
-    warning that names them, as transformers does when a head is new. An int8 layer is there whole, or that is an error.
+    Mis-shaped keys raise CheckpointError, or are initialised with `ignore_mismatched_sizes`; missing ones are
+    initialised and unexpected ones left out. A warning names them all, as transformers does when a head is new. An int8
+    layer is there whole, or that is an error.
     """
     int8 = model.place_int8()
     own = model.state_dict()

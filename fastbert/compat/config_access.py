@@ -95,7 +95,7 @@ class ConfigAccess:
             check_label2id(value, self.id2label)
             return
         if name == "name_or_path":
-            state["_name_or_path"] = value
+            state[f"_{name}"] = value
             return
         name = self.our_name(name)
         is_field = name in self.__dataclass_fields__ or name in self.own
@@ -134,7 +134,12 @@ class ConfigAccess:
 
     @property
     def name_or_path(self) -> str:
+        """What it was loaded from; not saved."""
         return self.__dict__.get("_name_or_path", "")
+
+    @name_or_path.setter
+    def name_or_path(self, value: str) -> None:
+        self.__dict__["_name_or_path"] = value
 
     @property
     def label2id(self) -> dict[str, int]:

@@ -113,9 +113,11 @@ class HeadModel(PreTrainedModel):
     ) -> ModelOutput | tuple:
         """As the base model's forward; with labels the output starts with `loss`.
 
-        With `num_items_in_batch`, which the Trainer gives, the loss is the sum over this call's labels divided by that
-        number: the losses of the calls before one optimizer step then add up to the mean over all of them. Labels have the input's own layout: per token (batch, seqlen) or packed (total_tokens,), per sequence (batch,).
+        Labels have the input's own layout: per token (batch, seqlen) or packed (total_tokens,), per sequence (batch,).
         Those of a PackedInputs are in it, and no device is waited for because of them.
+
+        With `num_items_in_batch`, which the Trainer gives, the loss is the sum over this call's labels divided by that
+        number: the losses of the calls before one step of the optimizer then add up to the mean over all of them.
         """
         given = {"labels": labels, **options}
         given = {name: value for name, value in given.items() if value is not None}

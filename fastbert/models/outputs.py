@@ -37,8 +37,8 @@ class Deferred:
 class ModelOutput(OrderedDict):
     """Fields in order, without those that are None: `out.logits`, `out["logits"]`, `out[0]`, `out[:2]`, `tuple`.
 
-    A field that was not produced reads as None by attribute and is absent by key, as in transformers. Where transformers
-    is imported, this is one of its `ModelOutput`s: all that its class would do otherwise is defined here.
+    A field that was not produced reads as None by attribute and is absent by key, as in transformers. Where
+    transformers is imported, this is one of its `ModelOutput`s: all that its class would do otherwise is defined here.
     """
 
     FIELDS = (
