@@ -63,6 +63,7 @@ class ModelOutput(OrderedDict):
     __delitem__ = OrderedDict.__delitem__
     setdefault = OrderedDict.setdefault
     update = OrderedDict.update
+    __repr__ = dict.__repr__  # which does not compute what is deferred
 
     def _resolve(self, name: str) -> Any:
         value = OrderedDict.__getitem__(self, name)
