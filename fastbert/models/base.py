@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastbert import ops
 from fastbert.compat.model_access import ModelAccess
+from fastbert.compat.recording import record, records_theirs
 from fastbert.config import ConfigError, EncoderConfig
 from fastbert.families.form import Family
 from fastbert.layers.encoder import EncoderLayer, make_norm
@@ -295,6 +296,12 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         Raises:
             InputError: an id, a shape, a dtype or an offset is out of bounds. Nothing has been launched.
         """
+        if records_theirs(cu_seqlens is not None or batch is not None or isinstance(input_ids, PackedInputs)):
+            padded = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
+            padded |= {"position_ids": position_ids, "inputs_embeds": inputs_embeds, "task_type_ids": task_type_ids}
+            asked = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
+            recorded = ModelOutput(record(self, **padded, **asked))
+            return recorded if self.config.option("return_dict", return_dict) else recorded.to_tuple()
         inputs = self.prepare(
             *(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen),
             *(batch, task_type_ids),

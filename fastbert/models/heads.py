@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fastbert import ops
+from fastbert.compat.recording import record, records_theirs
 from fastbert.config import EncoderConfig
 from fastbert.layers.leaves import get_leaf, is_linear, weights_of
 from fastbert.models.base import EncoderModel, PreTrainedModel, must_be_called
@@ -128,6 +129,12 @@ class HeadModel(PreTrainedModel):
             raise TypeError(
                 f"{type(self).__name__} takes no {', '.join(sorted(unknown))}; it has {', '.join(self.option_names)}"
             )
+        if records_theirs(cu_seqlens is not None or batch is not None or isinstance(input_ids, PackedInputs)):
+            padded = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
+            padded |= {"position_ids": position_ids, "inputs_embeds": inputs_embeds, "task_type_ids": task_type_ids}
+            asked = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
+            recorded = ModelOutput(record(self, **padded, **asked, **given))
+            return recorded if self.config.option("return_dict", return_dict) else recorded.to_tuple()
         arguments = (
             input_ids,
             attention_mask,
