@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastbert.config import EncoderConfig
-
 _LEAVES = (nn.Linear, nn.Embedding, nn.LayerNorm)
 _SAID = (
     "fastbert: torch.jit.trace, torch.export and ONNX record transformers' own code for padded batches, which is exact"
@@ -45,24 +43,24 @@ def record(model: Any, **given: Any) -> dict[str, Any]:
     return {name: output[name] for name in output}
 
 
-def _new(name: str, config: EncoderConfig, has_pooler: bool | None, device: torch.device) -> nn.Module:
+def _new(name: str, model: Any) -> nn.Module:
+    """With random weights, on the device of `model`."""
     import transformers
 
-    kind, options = getattr(transformers, name), {}
-    if has_pooler is not None and "add_pooling_layer" in inspect.signature(kind.__init__).parameters:
-        options["add_pooling_layer"] = has_pooler
+    config, kind, options = model.live_config, getattr(transformers, name), {}
+    if model is model.base_model and "add_pooling_layer" in inspect.signature(kind.__init__).parameters:
+        options["add_pooling_layer"] = model.has_pooler
     with torch.random.fork_rng(devices=[]):
         theirs_config = transformers.CONFIG_MAPPING[config.model_type].from_dict(config.to_dict())
-        return kind(theirs_config, **options).to(device)
+        return kind(theirs_config, **options).to(model.device)
 
 
 def their_model(model: Any) -> nn.Module:
-    """transformers' model of the same config around the leaves of ours: its tensors, hooks and adapters are the same."""
+    """transformers' model of the same config around the leaves of ours, with their tensors, hooks and adapters."""
     name = next(kind.__name__ for kind in type(model).__mro__ if kind.__module__ == "fastbert.models.classes")
-    has_pooler = model.has_pooler if model is model.base_model else None
     # What records tensors does so in its own thread only: these are to be made, and not recorded.
     with ThreadPoolExecutor(1) as pool:
-        theirs = pool.submit(_new, name, model.live_config, has_pooler, model.device).result().train(model.training)
+        theirs = pool.submit(_new, name, model).result().train(model.training)
     ours = dict(model.named_modules(remove_duplicate=False))
     for path, module in list(theirs.named_modules()):
         if not module._parameters or path not in ours:
