@@ -317,6 +317,7 @@ class EncoderConfig(ConfigAccess):
                     fields[name] = entries.pop(theirs)
                     break
         id2label = _read_labels(entries.pop("id2label", None))
+        entries.pop("label2id", None)  # which follows from it
         num_labels = entries.pop("num_labels", None)
         fields["num_labels"] = len(id2label) or (2 if num_labels is None else num_labels)
         return cls.of_family(model_type, id2label=id2label, extra=entries, **fields)

@@ -45,7 +45,7 @@ REFUSED = {
     "variant": ("fp16", "give the folder"),
     "weights_only": (False, "allowed: True"),
     "label2id": ({"a": 0, "b": 1}, "give id2label"),
-    "id2label": ({0: "a", 2: 7}, "id2label maps"),
+    "id2label": ({0: "a", 1: None}, "id2label maps"),
     "nonsense": (1, "bert has no field 'nonsense'; it has "),
     "hidden_act": ("swish9", "is not one of"),
 }

@@ -57,9 +57,7 @@ def losses_of(trainer: transformers.Trainer) -> list[float]:
 
 def assert_same_losses(actual, near, oracle) -> None:
     assert len(actual) == len(near) == len(oracle) > 0
-    assert_close_to_reference(
-        *(torch.tensor(x).double() for x in (actual, oracle)), torch.tensor(near), GRADIENT_FACTOR
-    )
+    assert_close_to_reference(torch.tensor(actual), torch.tensor(oracle).double(), torch.tensor(near), GRADIENT_FACTOR)
 
 
 def loop(model: nn.Module, prepare=lambda *both: both, backward=torch.Tensor.backward) -> list[float]:
