@@ -73,13 +73,11 @@ class ConfigAccess:
 
     def __getattr__(self, name: str) -> Any:
         state = self.__dict__
-        if not name.startswith("_") and "_derived" in state:
-            name = self.our_name(name)
-            if name in self.__dataclass_fields__:
-                return state[name]
         for entries in (state.get("own", {}), state.get("extra", {}), THEIR_DEFAULTS):
             if name in entries:
                 return entries[name]
+        if not name.startswith("_") and "model_type" in state and (ours := self.our_name(name)) != name:
+            return getattr(self, ours)
         raise AttributeError(f"EncoderConfig has no field {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
