@@ -9,15 +9,47 @@ from __future__ import annotations
 import sys
 
 TYPE_CHECKING = False  # typing's own would cost more than the rest: the command line starts with this file
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with _MODULES
     from typing import Any
 
+    from fastbert.acceleration import accelerate as accelerate
+    from fastbert.acceleration import restore as restore
+    from fastbert.backend import Backend as Backend
+    from fastbert.backend import BackendError as BackendError
+    from fastbert.backend import backends as backends
+    from fastbert.backend import use_backend as use_backend
+    from fastbert.checkpoint.weight_files import CheckpointError as CheckpointError
+    from fastbert.config import ConfigError as ConfigError
+    from fastbert.config import EncoderConfig as EncoderConfig
+    from fastbert.cuda_graphs import graphs as graphs
+    from fastbert.master_weights import MasterWeights as MasterWeights
+    from fastbert.models.auto import AutoConfig as AutoConfig
+    from fastbert.models.auto import AutoModel as AutoModel
+    from fastbert.models.auto import AutoModelForMaskedLM as AutoModelForMaskedLM
+    from fastbert.models.auto import AutoModelForMultipleChoice as AutoModelForMultipleChoice
+    from fastbert.models.auto import AutoModelForNextSentencePrediction as AutoModelForNextSentencePrediction
+    from fastbert.models.auto import AutoModelForPreTraining as AutoModelForPreTraining
+    from fastbert.models.auto import AutoModelForQuestionAnswering as AutoModelForQuestionAnswering
+    from fastbert.models.auto import AutoModelForSequenceClassification as AutoModelForSequenceClassification
+    from fastbert.models.auto import AutoModelForTokenClassification as AutoModelForTokenClassification
+    from fastbert.models.baby import baby_config as baby_config
     from fastbert.models.classes import *  # noqa: F403
+    from fastbert.models.joint_electra import ElectraForJointPreTraining as ElectraForJointPreTraining
+    from fastbert.packed_inputs import PackedInputs as PackedInputs
+    from fastbert.packed_inputs import pack_inputs as pack_inputs
+    from fastbert.packed_weights import repack as repack
+    from fastbert.packing import InputError as InputError
+    from fastbert.packing import PackedBatch as PackedBatch
+    from fastbert.packing import check_inputs as check_inputs
+    from fastbert.quantization import quantization_error as quantization_error
+    from fastbert.quantization import quantize as quantize
+    from fastbert.sentences import SentenceEncoder as SentenceEncoder
 
 __version__ = "0.1.0"
 
 _MODULES: dict[str, tuple[str, ...]] = {
     "fastbert.models.auto": (
+        "AutoConfig",
         "AutoModel",
         *(
             f"AutoModelFor{head}"
@@ -99,18 +131,20 @@ def _public_names() -> list[str]:
     return ["__version__", "from_pretrained", *_HOME, *classes]
 
 
-def __getattr__(name: str) -> Any:
-    from importlib import import_module
+if not TYPE_CHECKING:  # or any name would do for a type checker
 
-    if name == "__all__":
-        return _public_names()
-    if name in _HOME:
-        home = import_module(_HOME[name])
-        globals().update({sibling: getattr(home, sibling) for sibling in _MODULES[_HOME[name]]})
-        return globals()[name]
-    if not name.startswith("_") and name in _public_names():
-        return getattr(import_module("fastbert.models.classes"), name)
-    raise AttributeError(f"module 'fastbert' has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        from importlib import import_module
+
+        if name == "__all__":
+            return _public_names()
+        if name in _HOME:
+            home = import_module(_HOME[name])
+            globals().update({sibling: getattr(home, sibling) for sibling in _MODULES[_HOME[name]]})
+            return globals()[name]
+        if not name.startswith("_") and name in _public_names():
+            return getattr(import_module("fastbert.models.classes"), name)
+        raise AttributeError(f"module 'fastbert' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

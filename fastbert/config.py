@@ -1,4 +1,4 @@
-"""EncoderConfig: one frozen dataclass with Hugging Face's field names. Reads and writes any family's config.json."""
+"""EncoderConfig: one dataclass with Hugging Face's field names. Reads and writes any family's config.json."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastbert.compat.config_access import ConfigAccess, ConfigError, check_label2id
 from fastbert.families import FAMILIES
 from fastbert.families.fields import ACTIVATIONS, MAX_FLOAT32, Count, Flag, is_number
 from fastbert.families.form import Embeddings, Family, Scopes
 from fastbert.families.spec import Distances, Invalid, LayerSpec, Rotary
-
-
-class ConfigError(ValueError):
-    """A configuration cannot be run. The message names the field, its value and what is allowed."""
 
 
 def read_json(path: Path, error: type[ValueError], expected: type = dict) -> Any:
@@ -71,8 +68,8 @@ _DROPOUTS = (
 _SHAPES = tuple(name for name in _RANGES if name not in ("embedding_size", "num_labels"))
 
 
-@dataclass(frozen=True)
-class EncoderConfig:
+@dataclass
+class EncoderConfig(ConfigAccess):
     """The shape and the behaviour of an encoder and its heads. Defaults are BERT-base's.
 
     If `embedding_size` is None, it is hidden_size. If `classifier_dropout` is None, it is hidden_dropout_prob. If
@@ -120,7 +117,7 @@ class EncoderConfig:
         if unknown := [name for name in self.own if name not in fields]:
             raise ConfigError(f"{self.model_type} has no field {_shown(unknown[0])}")
         own = {name: self.own.get(name, kind.default) for name, kind in fields.items()}
-        object.__setattr__(self, "own", own)
+        self.own = own
         for name, kind in fields.items():
             if (allowed := kind.objection(own[name])) is not None:
                 raise ConfigError(f"{self.family.their_names.get(name, name)} is {_shown(own[name])}; {allowed}")
@@ -158,7 +155,7 @@ class EncoderConfig:
             if found not in values:
                 raise ConfigError(f"{name}={_shown(found)} is not supported; fastbert has {values[0]!r}")
         try:
-            object.__setattr__(self, "_derived", self.family.derive(self))
+            self._derived = self.family.derive(self)
         except Invalid as error:
             raise ConfigError(f"{error.name} is {_shown(error.value)}; it must be {error.allowed}") from None
 
@@ -205,12 +202,8 @@ class EncoderConfig:
                 raise ConfigError(f"id2label maps {_shown(i)} to {_shown(label)}; it must map integers to texts")
         if self.id2label and len(self.id2label) != self.num_labels:
             raise ConfigError(f"id2label names {len(self.id2label)} labels, and num_labels is {self.num_labels}")
-
-    def __getattr__(self, name: str) -> Any:
-        own = self.__dict__.get("own", {})
-        if name not in own:
-            raise AttributeError(f"EncoderConfig has no field {name!r}")
-        return own[name]
+        if not self.id2label:
+            self.id2label = {i: f"LABEL_{i}" for i in range(self.num_labels)}
 
     @property
     def family(self) -> Family:
@@ -277,12 +270,23 @@ class EncoderConfig:
         return {**shapes, **own, "embedding_size": self.embedding_width, "quantization_config": quantization}
 
     def replace(self, **changes: Any) -> EncoderConfig:
-        """A copy with other fields. If the number of labels changes, the names of the old labels are dropped."""
-        if changes.get("num_labels", self.num_labels) != self.num_labels:
+        """A copy with other fields.
+
+        If the number of labels changes, the names of the old labels are dropped; names say how many there are.
+        """
+        changes = self.sorted_out(changes)
+        label2id = changes.pop("label2id", None)
+        if changes.get("id2label"):
+            changes["id2label"] = _read_labels(changes["id2label"])
+            changes.setdefault("num_labels", len(changes["id2label"]))
+        elif changes.get("num_labels", self.num_labels) != self.num_labels:
             changes.setdefault("id2label", {})
         if own := {name: changes.pop(name) for name in self.own if name in changes}:
             changes["own"] = {**self.own, **own}
-        return dataclasses.replace(self, **changes)
+        changed = dataclasses.replace(self, **changes)
+        if label2id is not None:
+            check_label2id(label2id, changed.id2label)
+        return changed
 
     @classmethod
     def of_family(cls, model_type: str, **fields: Any) -> EncoderConfig:
@@ -313,6 +317,7 @@ class EncoderConfig:
                     fields[name] = entries.pop(theirs)
                     break
         id2label = _read_labels(entries.pop("id2label", None))
+        entries.pop("label2id", None)  # which follows from it
         num_labels = entries.pop("num_labels", None)
         fields["num_labels"] = len(id2label) or (2 if num_labels is None else num_labels)
         return cls.of_family(model_type, id2label=id2label, extra=entries, **fields)
@@ -335,9 +340,8 @@ class EncoderConfig:
                 continue
             entries[names.get(f.name, f.name)] = value
         entries |= {names.get(name, name): value for name, value in self.own.items()}
-        id2label = self.id2label or {i: f"LABEL_{i}" for i in range(self.num_labels)}
-        entries["id2label"] = {str(i): label for i, label in id2label.items()}
-        entries["label2id"] = {label: i for i, label in id2label.items()}
+        entries["id2label"] = {str(i): label for i, label in self.id2label.items()}
+        entries["label2id"] = self.label2id
         return {**self.extra, **entries}
 
 

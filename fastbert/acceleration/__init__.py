@@ -8,7 +8,7 @@ says why, once.
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import TypeVar
 
 from torch import nn
 
@@ -18,6 +18,7 @@ from fastbert.acceleration.objections import tree_objection
 from fastbert.acceleration.plan import MODEL_TYPES, live, make_plan
 from fastbert.families import FAMILIES
 
+M = TypeVar("M", bound=nn.Module)
 _SUPPORTED = f"base models, alone or under a head, of {', '.join(sorted(FAMILIES))} (transformers' own classes)"
 
 
@@ -34,7 +35,7 @@ def _is_accelerated(module: nn.Module) -> bool:
     return isinstance(getattr(forward, "__func__", forward), Forward)
 
 
-def accelerate(hf_model: Any) -> Any:
+def accelerate(hf_model: M) -> M:
     """Speed up a live transformers model in place: its base models run packed, on fastbert's ops.
 
     Parameters, state dict, config, saving and training stay those of transformers. Modules that replace a Linear, a
@@ -83,7 +84,7 @@ def accelerate(hf_model: Any) -> Any:
     return hf_model
 
 
-def restore(hf_model: Any) -> Any:
+def restore(hf_model: M) -> M:
     """Undo `accelerate`: every base model in `hf_model` runs its class's forward again. Returns `hf_model`."""
     for module in hf_model.modules():
         if _is_accelerated(module):

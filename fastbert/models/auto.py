@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
+from fastbert.checkpoint.arguments import chosen_dtype, given_config, left_over
+from fastbert.checkpoint.hub import HubOptions, resolve
 from fastbert.checkpoint.pretrained import (
     check_layers,
     load_weights,
     read_checkpoint,
     read_config,
-    resolve,
     without_pooler,
 )
 from fastbert.checkpoint.unfilled import unfilled
@@ -21,6 +22,14 @@ from fastbert.config import ConfigError, EncoderConfig
 from fastbert.families import FAMILIES
 from fastbert.models.base import EncoderModel, PreTrainedModel
 from fastbert.models.classes import CLASSES
+from fastbert.models.classifiers import (
+    ForMultipleChoice,
+    ForQuestionAnswering,
+    ForSequenceClassification,
+    ForTokenClassification,
+)
+from fastbert.models.heads import HeadModel
+from fastbert.models.masked_lm import ForMaskedLM, ForNextSentencePrediction
 
 
 def model_class(model_type: str, head: str = "Model") -> type[PreTrainedModel]:
@@ -52,49 +61,74 @@ def load_encoder(folder: Path, source: str, dtype: torch.dtype | None) -> Encode
     return model.requires_grad_(False)
 
 
-class _Auto:
-    head = "Model"
+Found = TypeVar("Found", bound=PreTrainedModel)
+
+
+class AutoConfig:
+    """The config of a folder or hub id: an EncoderConfig, whatever the family."""
+
+    @staticmethod
+    def from_pretrained(pretrained_model_name_or_path: str | os.PathLike[str], **options: Any) -> EncoderConfig:
+        """Read config.json; options of the hub (`revision`, `token`, ...), and entries to change (`num_labels=3`)."""
+        return EncoderConfig.from_pretrained(pretrained_model_name_or_path, **left_over(options))
+
+
+class _Auto(Generic[Found]):
+    head: ClassVar[str] = "Model"
 
     @classmethod
-    def from_pretrained(cls, name_or_path: str | os.PathLike, **options: Any) -> Any:
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], *, config: Any = None, **options: Any
+    ) -> Found:
         """Load the model that config.json describes. The options are those of a model class's `from_pretrained`."""
-        folder = resolve(name_or_path)
-        config = options.get("config") or read_config(folder)
-        return model_class(config.model_type, cls.head).from_pretrained(folder, **options)
+        left_over(options)  # refuses before anything is fetched
+        hub = {name: options.pop(name) for name in HubOptions.__dataclass_fields__ if name in options}
+        folder = resolve(pretrained_model_name_or_path, options=HubOptions(**hub))
+        described = given_config(config) or read_config(folder)
+        found = model_class(described.model_type, cls.head).from_pretrained(folder, config=config, **options)
+        model = found[0] if isinstance(found, tuple) else found
+        model.name_or_path = model.config.name_or_path = str(pretrained_model_name_or_path)
+        return found  # type: ignore[return-value]
 
     @classmethod
-    def from_config(cls, config: EncoderConfig) -> Any:
-        """A model with new, random weights."""
-        return model_class(config.model_type, cls.head)(config)
+    def from_config(cls, config: Any, **options: Any) -> Found:
+        """A model with new, random weights, of a config of ours or of transformers."""
+        changes = left_over(options)
+        dtype = chosen_dtype(changes.pop("dtype", None), changes.pop("torch_dtype", None))
+        described = given_config(config)
+        assert described is not None
+        described = described.replace(**changes) if changes else described
+        model = model_class(described.model_type, cls.head)(described)
+        return model if dtype is None else model.to(dtype)  # type: ignore[return-value]
 
 
-class AutoModel(_Auto):
+class AutoModel(_Auto[EncoderModel]):
     pass
 
 
-class AutoModelForMaskedLM(_Auto):
+class AutoModelForMaskedLM(_Auto[ForMaskedLM]):
     head = "MaskedLM"
 
 
-class AutoModelForPreTraining(_Auto):
+class AutoModelForPreTraining(_Auto[HeadModel]):
     head = "PreTraining"
 
 
-class AutoModelForNextSentencePrediction(_Auto):
+class AutoModelForNextSentencePrediction(_Auto[ForNextSentencePrediction]):
     head = "NextSentencePrediction"
 
 
-class AutoModelForSequenceClassification(_Auto):
+class AutoModelForSequenceClassification(_Auto[ForSequenceClassification]):
     head = "SequenceClassification"
 
 
-class AutoModelForTokenClassification(_Auto):
+class AutoModelForTokenClassification(_Auto[ForTokenClassification]):
     head = "TokenClassification"
 
 
-class AutoModelForQuestionAnswering(_Auto):
+class AutoModelForQuestionAnswering(_Auto[ForQuestionAnswering]):
     head = "QuestionAnswering"
 
 
-class AutoModelForMultipleChoice(_Auto):
+class AutoModelForMultipleChoice(_Auto[ForMultipleChoice]):
     head = "MultipleChoice"

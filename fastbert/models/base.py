@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fastbert import ops
-from fastbert.checkpoint.pretrained import CheckpointMixin
+from fastbert.compat.model_access import ModelAccess
+from fastbert.compat.recording import record, records_theirs
 from fastbert.config import ConfigError, EncoderConfig
 from fastbert.families.form import Family
 from fastbert.layers.encoder import EncoderLayer, make_norm
@@ -24,13 +25,13 @@ from fastbert.packed_inputs import PackedInputs, arguments_of
 from fastbert.packing import InputError, PackedBatch
 
 
-class PreTrainedModel(CheckpointMixin):
+class PreTrainedModel(ModelAccess):
     """What base models and models with heads share. `config` is an EncoderConfig, or transformers' config object."""
 
     family: ClassVar[Family]
 
     def __init__(self, config: EncoderConfig):
-        super().__init__()
+        nn.Module.__init__(self)  # not what transformers' class, which may stand between the two, does with its config
         if not isinstance(config, EncoderConfig):
             config = EncoderConfig.from_dict(config.to_dict())
         if config.model_type != self.family.model_type:
@@ -38,7 +39,7 @@ class PreTrainedModel(CheckpointMixin):
                 f"{type(self).__name__} takes model_type {self.family.model_type!r}, not {config.model_type!r}"
             )
         ops.warn_of_missing_kernels()
-        self.config = config
+        self.config = config.in_use()
         self.gradient_checkpointing = False
 
     @property
@@ -107,31 +108,6 @@ class PreTrainedModel(CheckpointMixin):
 
     def __prepare_scriptable__(self):
         raise TypeError("torch.jit.script cannot compile this model; torch.compile does")
-
-    def num_parameters(self) -> int:
-        return sum(p.numel() for p in self.parameters())
-
-    def get_input_embeddings(self) -> nn.Module:
-        return get_leaf(self.base_model, self.config.embeddings.word)
-
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None) -> None:
-        """Keep only each layer's input for backward and run the layer again there (Chen et al. 2016).
-
-        The kwargs are transformers'; re-entrant checkpointing, which loses gradients, is not offered.
-        """
-        if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):
-            raise ValueError("use_reentrant=True is not supported; leave it out")
-        self.base_model.gradient_checkpointing = True
-
-    def gradient_checkpointing_disable(self) -> None:
-        self.base_model.gradient_checkpointing = False
-
-    # transformers calls it so from 5.23 on; both names are in use.
-    activation_checkpointing_enable = gradient_checkpointing_enable
-    activation_checkpointing_disable = gradient_checkpointing_disable
-
-    def tie_weights(self) -> None:
-        """Make weights that share one tensor share it again; a no-op where nothing is tied."""
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -320,6 +296,12 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         Raises:
             InputError: an id, a shape, a dtype or an offset is out of bounds. Nothing has been launched.
         """
+        if records_theirs(cu_seqlens is not None or batch is not None or isinstance(input_ids, PackedInputs)):
+            padded = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
+            padded |= {"position_ids": position_ids, "inputs_embeds": inputs_embeds, "task_type_ids": task_type_ids}
+            asked = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
+            recorded = ModelOutput(record(self, **padded, **asked))
+            return recorded if self.config.option("return_dict", return_dict) else recorded.to_tuple()
         inputs = self.prepare(
             *(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen),
             *(batch, task_type_ids),
@@ -330,11 +312,13 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             pooler_output=self.pool(packed, batch) if self.has_pooler else None,
             **extras,
         )
-        return output.to_tuple() if return_dict is False else output
+        return output if self.config.option("return_dict", return_dict) else output.to_tuple()
 
     def run(self, inputs: EncoderInputs, output_attentions: bool | None, output_hidden_states: bool | None):
         """Encode; (packed hidden states, batch, the unpacked extras that were asked for)."""
-        output, batch = self.encode(inputs, bool(output_hidden_states), bool(output_attentions)), inputs.batch
+        wants_hidden_states = self.config.option("output_hidden_states", output_hidden_states)
+        wants_probs = self.config.option("output_attentions", output_attentions)
+        output, batch = self.encode(inputs, wants_hidden_states, wants_probs), inputs.batch
         return output.packed, batch, unpacked_extras(output, batch)
 
 

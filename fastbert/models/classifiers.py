@@ -208,6 +208,12 @@ class ForQuestionAnswering(ClassifierModel):
 
     option_names = ("start_positions", "end_positions")
 
+    def forward(self, input_ids=None, attention_mask=None, token_type_ids=None, position_ids=None, inputs_embeds=None,
+                start_positions=None, end_positions=None, *args, **kwargs):  # fmt: skip
+        """As other heads; the Trainer finds the names of its labels here."""
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, None)
+        return super().forward(*inputs, *args, start_positions=start_positions, end_positions=end_positions, **kwargs)
+
     def check_given(self, given, batch):
         if len(given) < 2:
             return {}

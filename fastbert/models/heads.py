@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fastbert import ops
+from fastbert.compat.recording import record, records_theirs
 from fastbert.config import EncoderConfig
 from fastbert.layers.leaves import get_leaf, is_linear, weights_of
 from fastbert.models.base import EncoderModel, PreTrainedModel, must_be_called
@@ -40,6 +41,7 @@ class HeadModel(PreTrainedModel):
     base_class: ClassVar[type[EncoderModel]]
     head_form: ClassVar[Any]  # what the family's data say of the head
     option_names: ClassVar[tuple[str, ...]] = ("labels",)  # keyword arguments that `compute` receives
+    accepts_loss_kwargs: ClassVar[bool] = True  # transformers' name for: forward takes num_items_in_batch
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -107,12 +109,16 @@ class HeadModel(PreTrainedModel):
         max_seqlen: int | None = None,
         batch: PackedBatch | None = None,
         task_type_ids: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
         **options,
     ) -> ModelOutput | tuple:
         """As the base model's forward; with labels the output starts with `loss`.
 
         Labels have the input's own layout: per token (batch, seqlen) or packed (total_tokens,), per sequence (batch,).
         Those of a PackedInputs are in it, and no device is waited for because of them.
+
+        With `num_items_in_batch`, which the Trainer gives, the loss is the sum over this call's labels divided by that
+        number: the losses of the calls before one step of the optimizer then add up to the mean over all of them.
         """
         given = {"labels": labels, **options}
         given = {name: value for name, value in given.items() if value is not None}
@@ -123,6 +129,12 @@ class HeadModel(PreTrainedModel):
             raise TypeError(
                 f"{type(self).__name__} takes no {', '.join(sorted(unknown))}; it has {', '.join(self.option_names)}"
             )
+        if records_theirs(cu_seqlens is not None or batch is not None or isinstance(input_ids, PackedInputs)):
+            padded = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
+            padded |= {"position_ids": position_ids, "inputs_embeds": inputs_embeds, "task_type_ids": task_type_ids}
+            asked = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
+            recorded = ModelOutput(record(self, **padded, **asked, **given))
+            return recorded if self.config.option("return_dict", return_dict) else recorded.to_tuple()
         arguments = (
             input_ids,
             attention_mask,
@@ -137,8 +149,11 @@ class HeadModel(PreTrainedModel):
         inputs = self.base_model.prepare(*arguments)
         given = self.check_given(given, inputs.batch)
         encoded, extras = self.run_base(inputs, arguments, output_attentions, output_hidden_states)
-        output = ModelOutput(**self.compute(encoded, given), **extras)
-        return output.to_tuple() if return_dict is False else output
+        fields = self.compute(encoded, given)
+        if num_items_in_batch is not None and fields.get("loss") is not None and "labels" in given:
+            fields["loss"] = fields["loss"] * ((given["labels"] != -100).sum() / num_items_in_batch)
+        output = ModelOutput(**fields, **extras)
+        return output if self.config.option("return_dict", return_dict) else output.to_tuple()
 
     def run_base(
         self,

@@ -202,11 +202,15 @@ def refuse_recording(is_padded: bool) -> None:
     if torch.jit.is_tracing():
         raise InputError(
             "torch.jit.trace would record which tokens of this batch are real, and pack all others alike; torch.compile"
-            " runs this model, and torch.export records its encode_packed"
+            " runs this model, torch.export records its encode_packed, and padded batches are recorded as transformers'"
+            " own code: install transformers"
         )
     # torch 2.11 says of torch.compile, too, that it exports.
     if is_padded and torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
-        raise InputError("torch.export cannot record how a mask packs a batch; it records encode_packed")
+        raise InputError(
+            "torch.export cannot record how a mask packs a batch; it records encode_packed, and padded batches as"
+            " transformers' own code: install transformers"
+        )
 
 
 def _check_length(longest: int, limit: int | None) -> None:

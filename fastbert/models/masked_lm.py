@@ -22,6 +22,7 @@ from fastbert.layers.leaves import (
     weights_of,
     within,
 )
+from fastbert.layers.resizing import resize_rows
 from fastbert.models.heads import HeadModel, class_labels, token_labels
 from fastbert.models.outputs import Deferred
 from fastbert.packing import PackedBatch
@@ -82,6 +83,30 @@ class MaskedLMHeadModel(HeadModel):
 
     def get_output_embeddings(self) -> nn.Module:
         return get_leaf(self, self.masked_lm.decoder)
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replace the decoder; as in transformers, its bias is the head's from then on."""
+        place(self, self.masked_lm.decoder, new_embeddings)
+        if self.masked_lm.bias is not None and isinstance(new_embeddings._parameters.get("bias"), nn.Parameter):
+            parent, _, leaf = self.masked_lm.bias.rpartition(".")
+            get_leaf(self, parent)._parameters[leaf] = new_embeddings._parameters["bias"]
+
+    def resize_decoder(self, rows: int, std: float | None) -> None:
+        decoder, names = self.get_output_embeddings(), self.masked_lm
+        if not isinstance(decoder, nn.Linear):
+            raise TypeError(f"the decoder is a {type(decoder).__name__}; only an nn.Linear can be resized")
+        is_tied = f"{names.decoder}.weight" in self.tied_keys()
+        resize_rows(decoder, rows, 0.0 if is_tied else std)  # whose weight is the word table's after tie_weights
+        if names.bias is None:
+            return
+        parent, _, leaf = names.bias.rpartition(".")
+        holder = get_leaf(self, parent)
+        if decoder.bias is not None:
+            holder._parameters[leaf] = decoder.bias
+        else:
+            bias = holder._parameters[leaf]
+            longer = torch.cat([bias.detach()[:rows], bias.new_zeros(max(0, rows - bias.shape[0]))])
+            holder._parameters[leaf] = nn.Parameter(longer, requires_grad=bias.requires_grad)
 
     def num_words(self) -> int:
         """The classes of the decoder that is there; a leaf that is not plain checks labels by itself."""
@@ -223,6 +248,13 @@ class ForPreTraining(MaskedLMHeadModel):
     @property
     def needs_pooler(self):
         return True
+
+    def forward(self, input_ids=None, attention_mask=None, token_type_ids=None, position_ids=None, inputs_embeds=None,
+                labels=None, next_sentence_label=None, *args, sentence_order_label=None, **kwargs):  # fmt: skip
+        """As other heads; the Trainer finds the names of labels here. A family has one of the two kinds of pairs."""
+        pairs = {"next_sentence_label": next_sentence_label, "sentence_order_label": sentence_order_label}
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, labels)
+        return super().forward(*inputs, *args, **pairs, **kwargs)
 
     @property
     def masked_lm(self):

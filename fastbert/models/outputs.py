@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+
+from fastbert.compat.their_bases import gets_base
 
 
 class Deferred:
@@ -31,10 +34,11 @@ class Deferred:
             return self.function()
 
 
-class ModelOutput(dict):
+class ModelOutput(OrderedDict):
     """Fields in order, without those that are None: `out.logits`, `out["logits"]`, `out[0]`, `out[:2]`, `tuple`.
 
-    A field that was not produced reads as None by attribute and is absent by key, as in transformers.
+    A field that was not produced reads as None by attribute and is absent by key, as in transformers. Where
+    transformers is imported, this is one of its `ModelOutput`s: all that its class would do otherwise is defined here.
     """
 
     FIELDS = (
@@ -53,10 +57,16 @@ class ModelOutput(dict):
 
     def __init__(self, *args, **fields):
         merged = dict(*args, **fields)
-        super().__init__((name, merged[name]) for name in merged if merged[name] is not None)
+        OrderedDict.__init__(self, ((name, merged[name]) for name in merged if merged[name] is not None))
+
+    __setitem__ = OrderedDict.__setitem__
+    __delitem__ = OrderedDict.__delitem__
+    setdefault = OrderedDict.setdefault
+    update = OrderedDict.update
+    __repr__ = dict.__repr__  # which does not compute what is deferred
 
     def _resolve(self, name: str) -> Any:
-        value = super().__getitem__(name)
+        value = OrderedDict.__getitem__(self, name)
         if isinstance(value, Deferred):
             value = value.compute()
             self[name] = value
@@ -67,7 +77,7 @@ class ModelOutput(dict):
         return self._resolve(names) if isinstance(names, str) else tuple(self._resolve(name) for name in names)
 
     def __iter__(self) -> Iterator[str]:
-        return super().__iter__()  # defined here, so that dict(output) and f(**output) read through __getitem__
+        return OrderedDict.__iter__(self)  # defined here, so that dict(output) and f(**output) read through __getitem__
 
     def __getattr__(self, name: str):
         if name in self:
@@ -85,7 +95,7 @@ class ModelOutput(dict):
     def pop(self, name, *default):
         if name in self:
             self._resolve(name)
-        return super().pop(name, *default)
+        return OrderedDict.pop(self, name, *default)
 
     def values(self):
         return [self._resolve(name) for name in self]
@@ -112,3 +122,4 @@ def _unflatten(values, names: tuple[str, ...]) -> ModelOutput:
 torch.utils._pytree.register_pytree_node(
     ModelOutput, _flatten, _unflatten, serialized_type_name="fastbert.models.outputs.ModelOutput"
 )
+gets_base(ModelOutput, "transformers.utils.generic", "ModelOutput")

@@ -158,7 +158,7 @@ def test_what_is_odd_but_means_something(folder, file):
     file("config.json", {**entries, "eos_token_id": [3, 4], "id2label": {"0": 1, "1": 2.5}, "torch_dtype": [5]})
     model = AutoModel.from_pretrained(folder)
     assert model.config.id2label == {0: "1", 1: "2.5"}
-    assert model.config.replace(num_labels=3).id2label == {}
+    assert model.config.replace(num_labels=3).id2label == {i: f"LABEL_{i}" for i in range(3)}
     assert model.config.replace(num_labels=2).id2label == model.config.id2label
     for none in ("", None):
         file("config.json", {**entries, "summary_activation": none})

@@ -8,6 +8,7 @@ from torch import nn
 
 import fastbert
 from fastbert import InputError
+from fastbert.compat import recording
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 IDS = torch.randint(1, 50, (2, 7), generator=torch.Generator().manual_seed(0))
@@ -28,15 +29,26 @@ class Packed(nn.Module):
 
 
 @pytest.mark.parametrize("backend", ("auto", "torch"))
+def test_a_trace_of_packed_batches_is_refused(backend):
+    """It would hold the first offsets: with the torch backend it gave the second batch the first one's padding."""
+    with (
+        fastbert.use_backend(backend),
+        pytest.raises(InputError, match=r"^torch\.jit\.trace would record which tokens"),
+    ):
+        torch.jit.trace(Packed(make("BertModel")), (IDS.flatten(), torch.tensor([0, 7, 14], dtype=torch.int32)))
+
+
 @pytest.mark.parametrize("name", ("BertModel", "BertForMaskedLM", "BertForSequenceClassification"))
-def test_a_trace_is_refused(name, backend):
-    """It would hold the first mask: with the torch backend it gave the second batch the first one's padding."""
-    with fastbert.use_backend(backend):
-        for inputs in ((IDS, MASK), (IDS,)):
-            with pytest.raises(InputError, match=r"^torch\.jit\.trace would record which tokens"):
-                torch.jit.trace(make(name), inputs, strict=False)
-        with pytest.raises(InputError, match=r"torch\.jit\.trace"):
-            torch.jit.trace(Packed(make("BertModel")), (IDS.flatten(), torch.tensor([0, 7, 14], dtype=torch.int32)))
+def test_without_transformers_a_trace_and_an_export_are_refused(name, monkeypatch):
+    """With it, its code is recorded: tests/ecosystem/test_own_inference.py."""
+    monkeypatch.setattr(recording, "_has_transformers", lambda: False)
+    for inputs in ((IDS, MASK), (IDS,)):
+        with pytest.raises(InputError, match=r"^torch\.jit\.trace would record which tokens.* install transformers"):
+            torch.jit.trace(make(name), inputs, strict=False)
+    with pytest.raises(
+        InputError, match=r"^torch\.export cannot record how a mask packs a batch.* install transformers"
+    ):
+        torch.export.export(make(name), (IDS, MASK))
 
 
 @pytest.mark.parametrize("name", ("BertModel", "BertForMaskedLM"))
@@ -45,11 +57,6 @@ def test_a_script_is_refused(name):
         torch.jit.script(make(name))
     with pytest.raises(TypeError, match=r"^torch\.jit\.script cannot"):
         torch.jit.script(nn.Sequential(make(name)))
-
-
-def test_an_export_of_a_padded_batch_is_refused():
-    with pytest.raises(InputError, match=r"^torch\.export cannot record how a mask packs a batch"):
-        torch.export.export(make("BertModel"), (IDS, MASK))
 
 
 def test_an_export_of_packed_batches_holds_for_other_lengths():

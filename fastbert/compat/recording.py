@@ -1,0 +1,75 @@
+"""torch.jit.trace, torch.export and ONNX of a padded batch: transformers' own code is recorded, over our weights.
+
+Packing depends on the mask's values, which no recorded graph may hold. transformers' padded code computes the same for
+every mask, so that is what a graph gets: exact at every real token, and at padding what transformers has there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import nn
+
+_LEAVES = (nn.Linear, nn.Embedding, nn.LayerNorm)
+_SAID = (
+    "fastbert: torch.jit.trace, torch.export and ONNX record transformers' own code for padded batches, which is exact"
+    " and slower; encode_packed records fastbert's"
+)
+
+
+def records_theirs(is_packed: bool) -> bool:
+    """Whether a graph is being recorded that gets transformers' code."""
+    # torch 2.11 says of torch.compile, too, that it exports.
+    exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    return (torch.jit.is_tracing() or exporting) and not is_packed and _has_transformers()
+
+
+@torch.compiler.disable
+def _has_transformers() -> bool:
+    return importlib.util.find_spec("transformers") is not None
+
+
+def record(model: Any, **given: Any) -> dict[str, Any]:
+    """The fields that transformers' model over the weights of `model` gives for these arguments."""
+    warnings.warn(_SAID, stacklevel=4)
+    theirs = their_model(model)
+    arguments = {name: value for name, value in given.items() if value is not None}
+    output = theirs(**arguments, return_dict=True)
+    return {name: output[name] for name in output}
+
+
+def _new(name: str, model: Any) -> nn.Module:
+    """With random weights, on the device of `model`."""
+    import transformers
+
+    config, kind, options = model.live_config, getattr(transformers, name), {}
+    if model is model.base_model and "add_pooling_layer" in inspect.signature(kind.__init__).parameters:
+        options["add_pooling_layer"] = model.has_pooler
+    with torch.random.fork_rng(devices=[]):
+        theirs_config = transformers.CONFIG_MAPPING[config.model_type].from_dict(config.to_dict())
+        return kind(theirs_config, **options).to(model.device)
+
+
+def their_model(model: Any) -> nn.Module:
+    """transformers' model of the same config around the leaves of ours, with their tensors, hooks and adapters."""
+    name = next(kind.__name__ for kind in type(model).__mro__ if kind.__module__ == "fastbert.models.classes")
+    # What records tensors does so in its own thread only: these are to be made, and not recorded.
+    with ThreadPoolExecutor(1) as pool:
+        theirs = pool.submit(_new, name, model).result().train(model.training)
+    ours = dict(model.named_modules(remove_duplicate=False))
+    for path, module in list(theirs.named_modules()):
+        if not module._parameters or path not in ours:
+            continue
+        if type(module) in _LEAVES:
+            theirs.set_submodule(path, ours[path])
+        else:  # a class of theirs, or a container with a tensor of its own
+            module.__dict__["_parameters"] = ours[path]._parameters
+    own = {id(p) for p in model.parameters()}
+    if foreign := [name for name, p in theirs.named_parameters() if id(p) not in own]:
+        raise TypeError(f"cannot be recorded: transformers' {name} has {foreign[0]}, and this model has not")
+    return theirs
