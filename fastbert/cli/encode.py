@@ -114,7 +114,7 @@ def encode_file(job: Job, say: Callable[[str], None]) -> str:
 
 def _encode_into(array: GrowingArray, encoder: SentenceEncoder, job: Job, batch_tokens: int) -> int:
     """Encode the texts that the array has no rows for yet; returns how many tokens they had."""
-    from fastbert.sentences import progress_bar
+    from fastbert.sentences.batches import progress_bar
 
     texts = islice(read_texts(job.source, job.column), array.rows, None)
     tokens = 0

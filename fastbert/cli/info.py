@@ -37,7 +37,7 @@ def info_lines(name: str) -> list[str]:
 
     from fastbert.checkpoint.unfilled import unfilled
     from fastbert.models.auto import base_class
-    from fastbert.sentences import position_limit
+    from fastbert.sentences.text_model import position_limit
 
     raise_if_stopped()
     config = _read_config(name)

@@ -21,6 +21,8 @@ from fastbert.checkpoint.weight_files import CheckpointError, read_weights
 from fastbert.config import MAX_SIZE, ConfigError, read_json
 
 POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens")
+# What the first module of a folder computes, and who loads such a folder.
+_CLASS_OF_TASK = {"feature-extraction": "SentenceEncoder", "sequence-classification": "Reranker"}
 # The flags of older folders; with several set the vectors are concatenated in this order.
 _POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",
@@ -41,16 +43,23 @@ _DENSE_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 @dataclass
 class Recipe:
-    """What follows the encoder: pooling modes, concatenated, then modules, (batch, width) -> (batch, other width).
-
-    `prompts` are texts, by name, that may be put before every text.
-    """
+    """What follows the encoder: pooling modes, concatenated, then modules, (batch, width) -> (batch, other width)."""
 
     pooling: tuple[str, ...] = ("mean",)
     modules: list[nn.Module] = field(default_factory=list)
+    prompt_is_pooled: bool = True
+
+
+@dataclass
+class Settings:
+    """What config_sentence_transformers.json says of the whole model.
+
+    `prompts` are texts, by name, that may be put before every text. `activation_fn` is the path of a class of torch's.
+    """
+
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
-    prompt_is_pooled: bool = True
+    activation_fn: str | None = None
 
 
 class Normalize(nn.Module):
@@ -88,16 +97,21 @@ def transformer_folder(root: Path) -> Path:
     return folder
 
 
-def transformer_settings(folder: Path) -> dict[str, Any]:
-    """sentence_bert_config.json, or what older releases called it; max_seq_length is None where no file has one."""
+def transformer_settings(folder: Path, task: str = "feature-extraction") -> dict[str, Any]:
+    """sentence_bert_config.json, or what older releases called it; max_seq_length is None where no file has one.
+
+    Raises ConfigError where the folder's model is for another task.
+    """
     path = next(iter(sorted(folder.glob("sentence_*_config.json"))), folder / "sentence_bert_config.json")
     length = _length(folder / "tokenizer_config.json", "model_max_length")
     settings = _optional_json(path)
     if settings.get("max_seq_length") is not None:
         length = _length(path, "max_seq_length")
-    task = settings.get("transformer_task", "feature-extraction")
-    if task != "feature-extraction":
-        raise ConfigError(f"{path} has transformer_task {task!r}; fastbert has 'feature-extraction'")
+    found = settings.get("transformer_task", task)
+    if found != task:
+        needs = _CLASS_OF_TASK.get(found) if isinstance(found, str) else None
+        hint = f"fastbert.{needs} loads it" if needs else f"fastbert has: {', '.join(_CLASS_OF_TASK)}"
+        raise ConfigError(f"{path} has transformer_task {reprlib.repr(found)}, not {task!r}: {hint}")
     return {**settings, "max_seq_length": length, "do_lower_case": _flag(path, settings, "do_lower_case", False)}
 
 
@@ -144,16 +158,23 @@ def read_recipe(root: Path, hidden_size: int) -> Recipe:
             width = linear.out_features
         elif name != "Dropout":  # nothing at inference
             raise ConfigError(f"{folder} is a {name}; fastbert has Transformer, Pooling, Dense, Normalize and Dropout")
+    return recipe
+
+
+def read_settings(root: Path) -> Settings:
+    """Raises CheckpointError for what is of another type."""
     path = root / "config_sentence_transformers.json"
-    settings = _optional_json(path)
-    prompts, default = settings.get("prompts"), settings.get("default_prompt_name")
+    entries = _optional_json(path)
+    prompts = entries.get("prompts")
     if not isinstance(prompts, dict | None) or not all(isinstance(t, str | None) for t in (prompts or {}).values()):
         raise CheckpointError(f"{path}: prompts is {reprlib.repr(prompts)}; it must map names to texts")
-    if not isinstance(default, str | None):
-        raise CheckpointError(f"{path}: default_prompt_name is {reprlib.repr(default)}; it must be a text or null")
-    recipe.prompts = {name: text or "" for name, text in (prompts or {}).items()}
-    recipe.default_prompt_name = default
-    return recipe
+    settings = Settings({name: text or "" for name, text in (prompts or {}).items()})
+    for name in ("default_prompt_name", "activation_fn"):
+        value = entries.get(name)
+        if not isinstance(value, str | None):
+            raise CheckpointError(f"{path}: {name} is {reprlib.repr(value)}; it must be a text or null")
+        setattr(settings, name, value)
+    return settings
 
 
 def _pooling_modes(path: Path, entries: dict[str, Any]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from fastbert import CheckpointError, ConfigError, InputError, SentenceEncoder
 from fastbert.checkpoint.pretrained import resolve
 from fastbert.data.tokenization import load_tokenizer
-from fastbert.sentences import token_batches
+from fastbert.sentences.batches import token_batches
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 pytestmark = pytest.mark.dear_to_set_up
@@ -217,7 +217,7 @@ def test_dense_prompts_and_length(tmp_path, activation):
     encoder = compare(tmp_path)
     compare(tmp_path, prompt_name="passage")
     assert (encoder.dim, encoder.max_seq_length) == (12, 7)
-    with pytest.raises(InputError, match="unknown prompt 'x'; this model has: query, passage"):
+    with pytest.raises(InputError, match="unknown prompt 'x'; this model has: query, document, passage"):
         encoder.encode("a", prompt_name="x")
 
 
@@ -283,7 +283,7 @@ def test_arguments(tmp_path):
             encoder.encode(texts)
     with pytest.raises(InputError, match=r"texts\[1\] is not valid Unicode"):
         encoder.encode(["a", "\ud800"])
-    for options in ({"output": "list"}, {"batch_tokens": 0}, {"prompt_name": "query"}):
+    for options in ({"output": "list"}, {"batch_tokens": 0}, {"prompt_name": "passage"}):
         with pytest.raises(InputError):
             encoder.encode("a", **options)
     for options in ({"max_seq_length": 65}, {"max_seq_length": 2}, {"device": "cuda:77"}, {"device": "tpux"}):

@@ -7,9 +7,7 @@ packed, so a batch of mixed lengths takes the time of its real tokens.
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,42 +18,41 @@ from tokenizers import Tokenizer
 from fastbert import ops
 from fastbert.checkpoint.dtypes import parse_dtype
 from fastbert.checkpoint.pretrained import resolve
-from fastbert.config import ConfigError
 from fastbert.data.sentence_folder import (
     Normalize,
     Recipe,
+    Settings,
     read_recipe,
+    read_settings,
     transformer_folder,
     transformer_settings,
 )
 from fastbert.data.tokenization import load_tokenizer
 from fastbert.models.auto import load_encoder
-from fastbert.models.base import EncoderModel, HasModel, must_be_called
+from fastbert.models.base import EncoderModel, must_be_called
 from fastbert.models.quantized import is_quantized, linears_of, make_int8
 from fastbert.packing import InputError
-
-# Tokens in one batch. CPU, measured (all-MiniLM-L6-v2, 430 texts of 5 to 180 tokens, processor seconds on one Zen 5
-# core, fp32 / bf16): 512 3.30 / 1.25, 1024 3.24 / 1.17, 2048 3.28 / 1.14, 4096 3.39 / 1.19, 16384 3.80 / 1.38. Fewer do
-# not fill the products; more leave the cache between one op and the next. A GPU needs many to hide its launches (this
-# one is not measured).
-BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
-
-# What is tokenised at a time: enough to sort well; a token takes some 70 bytes, those that are cut off too.
-CHUNK_TEXTS = 4096
-CHUNK_CHARS = 4 << 20
-PROGRESS_DELAY_S = 2.0  # shorter work shows no progress bar
+from fastbert.sentences.batches import CHUNK_TEXTS, check_texts, in_chunks, packed, progress_bar, token_batches
+from fastbert.sentences.text_model import TextModel, pick_device, position_limit
 
 
-class SentenceEncoder(HasModel):
+class SentenceEncoder(TextModel):
     """Turns texts into vectors of `dim` numbers; cuts texts to `max_seq_length` tokens. `from_pretrained` makes one."""
 
-    def __init__(self, model: EncoderModel, tokenizer: Tokenizer, recipe: Recipe, max_seq_length: int):
-        limit, added = position_limit(model), tokenizer.num_special_tokens_to_add(False)
-        if not added < max_seq_length <= limit:
-            raise ConfigError(f"max_seq_length is {max_seq_length}; this model allows {added + 1} to {limit} tokens")
-        tokenizer.no_padding()
-        tokenizer.enable_truncation(max_seq_length)
-        self.model, self.tokenizer, self.recipe, self.max_seq_length = model.eval(), tokenizer, recipe, max_seq_length
+    model: EncoderModel
+
+    default_prompts = ("query", "document")
+
+    def __init__(
+        self,
+        model: EncoderModel,
+        tokenizer: Tokenizer,
+        recipe: Recipe,
+        max_seq_length: int,
+        settings: Settings | None = None,
+    ):
+        super().__init__(model, tokenizer, max_seq_length, settings)
+        self.recipe = recipe
         pooled = torch.zeros(1, model.config.hidden_size * len(recipe.pooling), device=model.device)
         self.dim = self._finish(pooled, None).shape[1]
 
@@ -93,19 +90,7 @@ class SentenceEncoder(HasModel):
             module.to(device=device, dtype=torch.float32).requires_grad_(False)
         limit = position_limit(model)
         length = max_seq_length if max_seq_length is not None else min(settings.get("max_seq_length") or limit, limit)
-        return cls(model, tokenizer, recipe, length)
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.dtype
-
-    @property
-    def default_batch_tokens(self) -> int:
-        return BATCH_TOKENS["cpu" if self.device.type == "cpu" else "cuda"]
+        return cls(model, tokenizer, recipe, length, read_settings(root))
 
     def encode(
         self,
@@ -139,7 +124,7 @@ class SentenceEncoder(HasModel):
         if output not in ("numpy", "torch"):
             raise InputError(f"unknown output {output!r}; valid names: numpy, torch")
         one, prompt = isinstance(texts, str), self.prompt(prompt_name)
-        listed = _check_texts(texts)
+        listed = check_texts(texts)
         # Longest first: a batch too large for the memory fails at once, and the estimate of the time left errs to the
         # long side. Characters stand for tokens here; within a chunk the tokens are counted.
         order = sorted(range(len(listed)), key=lambda i: -len(listed[i]))
@@ -148,7 +133,7 @@ class SentenceEncoder(HasModel):
         places = torch.tensor(order, dtype=torch.int64, device=device)
         done = 0
         with progress_bar(len(listed), show_progress) as bar:
-            for chunk in _chunks((listed[i] for i in order), CHUNK_TEXTS):
+            for chunk in in_chunks((listed[i] for i in order), CHUNK_TEXTS):
                 ids = self.tokenize(chunk, prompt)
                 rows = self.encode_ids(ids, batch_tokens=batch_tokens, normalize=normalize, on_batch=bar.update)
                 vectors[places[done : done + len(chunk)]] = rows.to(device)
@@ -171,23 +156,16 @@ class SentenceEncoder(HasModel):
         depend on this chunk alone, so a stream that starts again at the beginning of a chunk gives the same bits.
         """
         prompt = self.prompt(prompt_name)
-        for chunk in _chunks(texts, chunk_texts):
-            ids = self.tokenize(_check_texts(chunk), prompt)
+        for chunk in in_chunks(texts, chunk_texts):
+            ids = self.tokenize(check_texts(chunk), prompt)
             rows = self.encode_ids(ids, batch_tokens=batch_tokens, normalize=normalize)
             yield rows.cpu().numpy(), sum(map(len, ids))
 
-    def prompt(self, name: str | None = None) -> str:
-        """The text of the prompt called `name`; None means the model's default. Raises InputError if it is unknown."""
-        name = name if name is not None else self.recipe.default_prompt_name
-        if name is None:
-            return ""
-        if name not in self.recipe.prompts:
-            known = ", ".join(self.recipe.prompts) or "no prompts"
-            raise InputError(f"unknown prompt {name!r}; this model has: {known}")
-        text = self.recipe.prompts[name]
-        if text and not self.recipe.prompt_is_pooled:
-            raise InputError(f"prompt {name!r}: this model leaves it out of the pooling; fastbert cannot")
-        return text
+    def prompt(self, name: str | None = None, text: str | None = None) -> str:
+        prompt = super().prompt(name, text)
+        if prompt and not self.recipe.prompt_is_pooled:
+            raise InputError(f"prompt {prompt!r}: this model leaves it out of the pooling; fastbert cannot")
+        return prompt
 
     def tokenize(self, texts: list[str], prompt: str = "") -> list[list[int]]:
         """The token ids of each text, with special tokens, cut to max_seq_length."""
@@ -208,25 +186,20 @@ class SentenceEncoder(HasModel):
 
         `on_batch(sequences)` is called after each batch. Raises InputError for a budget below 1.
         """
-        if batch_tokens is None:
-            batch_tokens = self.default_batch_tokens
-        if batch_tokens < 1:
-            raise InputError(f"batch_tokens is {batch_tokens}; it must be at least 1")
+        budget = self.batch_tokens(batch_tokens)
         vectors = torch.empty(len(ids), self.dim, device=self.device)
-        for batch in token_batches([len(sequence) for sequence in ids], batch_tokens):
+        for batch in token_batches([len(sequence) for sequence in ids], budget):
             rows = self._encode_batch([ids[i] for i in batch], normalize)
             vectors[torch.tensor(batch, device=self.device)] = rows
             on_batch(len(batch))
         return vectors
 
     def _encode_batch(self, ids: list[list[int]], normalize: bool | None) -> torch.Tensor:
-        lengths = [len(sequence) for sequence in ids]
-        flat = torch.from_numpy(np.fromiter(chain.from_iterable(ids), np.int64, sum(lengths))).to(self.device)
-        cu_seqlens = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(self.device)
+        input_ids, cu_seqlens, longest = packed(ids, self.device)
         if must_be_called(self.model):
-            hidden = self.model(flat, cu_seqlens=cu_seqlens, max_seqlen=max(lengths)).last_hidden_state
+            hidden = self.model(input_ids, cu_seqlens=cu_seqlens, max_seqlen=longest).last_hidden_state
         else:
-            hidden = self.model.encode_packed(flat, cu_seqlens, max(lengths))
+            hidden = self.model.encode_packed(input_ids, cu_seqlens, longest)
         pooled = torch.cat([_pool(hidden, cu_seqlens, mode) for mode in self.recipe.pooling], dim=-1)
         return self._finish(pooled, normalize)
 
@@ -240,82 +213,8 @@ class SentenceEncoder(HasModel):
         return F.normalize(pooled, dim=-1) if normalize else pooled
 
 
-def _check_texts(texts: str | Iterable[str]) -> list[str]:
-    """The texts as a list. Raises TypeError or InputError, naming the first that is none."""
-    if isinstance(texts, (bytes, Mapping)) or not isinstance(texts, Iterable):
-        raise TypeError(f"texts is a {type(texts).__name__}; it must be a string or a list of strings")
-    listed = [texts] if isinstance(texts, str) else list(texts)
-    for i, text in enumerate(listed):
-        if not isinstance(text, str):
-            raise TypeError(f"texts[{i}] is a {type(text).__name__}, not a string")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InputError(f"texts[{i}] is not valid Unicode: {error}") from None
-    return listed
-
-
-def _chunks(texts: Iterable[str], max_texts: int) -> Iterator[list[str]]:
-    """Lists of `max_texts` texts, or of fewer that have CHUNK_CHARS characters."""
-    chunk: list[str] = []
-    chars = 0
-    for text in texts:
-        chunk.append(text)
-        chars += len(text) if isinstance(text, str) else 0
-        if len(chunk) == max_texts or chars >= CHUNK_CHARS:
-            yield chunk
-            chunk, chars = [], 0
-    if chunk:
-        yield chunk
-
-
-def token_batches(lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Indices of sequences, longest first, in groups of at most `batch_tokens` tokens, or of one sequence."""
-    batch: list[int] = []
-    total = 0
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if batch and total + lengths[i] > batch_tokens:
-            yield batch
-            batch, total = [], 0
-        batch.append(i)
-        total += lengths[i]
-    if batch:
-        yield batch
-
-
-def progress_bar(total: int, show: bool | None, **options: Any) -> Any:
-    """A tqdm bar over texts. None: only on a terminal, and only once the work has taken PROGRESS_DELAY_S."""
-    from tqdm import tqdm
-
-    hidden = not show if show is not None else sys.stderr is None or not sys.stderr.isatty()
-    delay = 0.0 if show else PROGRESS_DELAY_S
-    return tqdm(total=total, desc="encoding", unit=" texts", delay=delay, disable=hidden, dynamic_ncols=True, **options)
-
-
 def _pool(hidden: torch.Tensor, cu_seqlens: torch.Tensor, mode: str) -> torch.Tensor:
     if mode != "mean_sqrt_len_tokens":
         return ops.pooling(hidden, cu_seqlens, mode=mode)
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1])[:, None]
     return ops.pooling(hidden, cu_seqlens, mode="mean") * lengths.sqrt()
-
-
-def position_limit(model: EncoderModel) -> int:
-    """The longest sequence, in tokens, that the position table has room for; without one, what the config names."""
-    limit = model.table_sizes().longest(model.config)
-    return model.config.max_position_embeddings if limit is None else limit
-
-
-def pick_device(device: torch.device | str | None) -> torch.device:
-    """`device`, or CUDA where there is a GPU, else the CPU. Raises ConfigError for one that is not there."""
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        picked = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"unknown device {device!r}: {str(error).splitlines()[0]}") from None
-    gpu = torch.accelerator.current_accelerator(check_available=True)
-    count = torch.accelerator.device_count() if gpu is not None else 0
-    if picked.type != "cpu" and (gpu is None or picked.type != gpu.type or (picked.index or 0) >= count):
-        there = "the CPU only" if gpu is None else f"the CPU and {count} of {gpu.type}"
-        raise ConfigError(f"device {device!r} is not there: torch {torch.__version__} sees {there}")
-    return picked
