@@ -44,7 +44,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "fastbert.packed_weights": ("repack",),
     "fastbert.packing": ("InputError", "PackedBatch", "check_inputs"),
     "fastbert.quantization": ("quantization_error", "quantize"),
-    "fastbert.sentences": ("Reranker", "SentenceEncoder"),
+    "fastbert.sentences": ("Reranker", "SentenceEncoder", "SparseEncoder", "TextClassifier"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

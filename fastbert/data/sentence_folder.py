@@ -20,9 +20,13 @@ from fastbert.checkpoint.unfilled import unfilled
 from fastbert.checkpoint.weight_files import CheckpointError, read_weights
 from fastbert.config import MAX_SIZE, ConfigError, read_json
 
-POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens")
+POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 # What the first module of a folder computes, and who loads such a folder.
-_CLASS_OF_TASK = {"feature-extraction": "SentenceEncoder", "sequence-classification": "Reranker"}
+_CLASS_OF_TASK = {
+    "feature-extraction": "SentenceEncoder",
+    "sequence-classification": "Reranker",
+    "fill-mask": "SparseEncoder",
+}
 # The flags of older folders; with several set the vectors are concatenated in this order.
 _POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",
@@ -60,6 +64,17 @@ class Settings:
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
     activation_fn: str | None = None
+    similarity_fn_name: str | None = None
+    truncate_dim: int | None = None
+    max_active_dims: int | None = None  # of sparse vectors
+
+
+@dataclass
+class SpladePooling:
+    """What makes one vector of the words' scores at each token."""
+
+    strategy: str = "max"
+    activation: str = "relu"
 
 
 class Normalize(nn.Module):
@@ -86,14 +101,14 @@ def _list_modules(root: Path) -> list[tuple[str, Path]]:
     return [(name, root / folder) for name, folder in modules]
 
 
-def transformer_folder(root: Path) -> Path:
-    """Where config.json, weights and tokenizer are. Raises ConfigError if the first module is no Transformer."""
+def transformer_folder(root: Path, kinds: tuple[str, ...] = ("Transformer",)) -> Path:
+    """Where config.json, weights and tokenizer are. Raises ConfigError if the first module is none of `kinds`."""
     modules = _list_modules(root)
     if not modules:
         return root
     name, folder = modules[0]
-    if name != "Transformer":
-        raise ConfigError(f"{root / 'modules.json'} starts with {name}; fastbert needs a Transformer there")
+    if name not in kinds:
+        raise ConfigError(f"{root / 'modules.json'} starts with {name}; fastbert needs a {kinds[0]} there")
     return folder
 
 
@@ -161,6 +176,24 @@ def read_recipe(root: Path, hidden_size: int) -> Recipe:
     return recipe
 
 
+def read_splade(root: Path) -> SpladePooling:
+    """What follows the masked LM; the default where there is no modules.json. Raises ConfigError."""
+    modules = _list_modules(root)
+    if not modules:
+        return SpladePooling()
+    names = [name for name, _ in modules]
+    if names[1:] != ["SpladePooling"]:
+        raise ConfigError(f"{root / 'modules.json'} has {', '.join(names)}; a SparseEncoder has SpladePooling second")
+    path = modules[1][1] / "config.json"
+    entries = _optional_json(path)
+    known = {"pooling_strategy": ("max", "sum"), "activation_function": ("relu", "log1p_relu")}
+    chosen = {name: entries.get(name, values[0]) for name, values in known.items()}
+    for name, values in known.items():
+        if chosen[name] not in values:
+            raise ConfigError(f"{path}: {name} is {reprlib.repr(chosen[name])}; fastbert has {', '.join(values)}")
+    return SpladePooling(chosen["pooling_strategy"], chosen["activation_function"])
+
+
 def read_settings(root: Path) -> Settings:
     """Raises CheckpointError for what is of another type."""
     path = root / "config_sentence_transformers.json"
@@ -169,7 +202,9 @@ def read_settings(root: Path) -> Settings:
     if not isinstance(prompts, dict | None) or not all(isinstance(t, str | None) for t in (prompts or {}).values()):
         raise CheckpointError(f"{path}: prompts is {reprlib.repr(prompts)}; it must map names to texts")
     settings = Settings({name: text or "" for name, text in (prompts or {}).items()})
-    for name in ("default_prompt_name", "activation_fn"):
+    settings.truncate_dim = _length(path, "truncate_dim")
+    settings.max_active_dims = _length(path, "max_active_dims")
+    for name in ("default_prompt_name", "activation_fn", "similarity_fn_name"):
         value = entries.get(name)
         if not isinstance(value, str | None):
             raise CheckpointError(f"{path}: {name} is {reprlib.repr(value)}; it must be a text or null")

@@ -1,6 +1,8 @@
-"""Text in, vectors or scores out: what stands beside sentence-transformers' SentenceTransformer and CrossEncoder."""
+"""Text in, vectors, scores or probabilities out: what stands beside sentence-transformers' models and a pipeline."""
 
+from fastbert.sentences.classifier import TextClassifier
 from fastbert.sentences.encoder import SentenceEncoder
 from fastbert.sentences.reranker import Reranker
+from fastbert.sentences.sparse_encoder import SparseEncoder
 
-__all__ = ["Reranker", "SentenceEncoder"]
+__all__ = ["Reranker", "SentenceEncoder", "SparseEncoder", "TextClassifier"]

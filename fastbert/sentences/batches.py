@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -43,26 +43,47 @@ def check_text(name: str, text: str) -> None:
         raise InputError(f"{name} is not valid Unicode: {error}") from None
 
 
-def in_chunks(texts: Iterable[str], max_texts: int) -> Iterator[list[str]]:
-    """Lists of `max_texts` texts, or of fewer that have CHUNK_CHARS characters."""
-    chunk: list[str] = []
-    chars = 0
-    for text in texts:
-        chunk.append(text)
-        chars += len(text) if isinstance(text, str) else 0
-        if len(chunk) == max_texts or chars >= CHUNK_CHARS:
+def chars_of(one: Any) -> int:
+    """Of a text, or of a pair of texts; 0 for what is neither, which is looked at later."""
+    return len(one) if isinstance(one, str) else sum(map(len, one)) if isinstance(one, tuple) else 0
+
+
+def in_chunks(inputs: Iterable[Any], max_inputs: int) -> Iterator[list[Any]]:
+    """Lists of `max_inputs` inputs, or of fewer that have CHUNK_CHARS characters."""
+    chunk: list[Any] = []
+    total = 0
+    for one in inputs:
+        chunk.append(one)
+        total += chars_of(one)
+        if len(chunk) == max_inputs or total >= CHUNK_CHARS:
             yield chunk
-            chunk, chars = [], 0
+            chunk, total = [], 0
     if chunk:
         yield chunk
 
 
-def token_batches(lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Indices of sequences, longest first, in groups of at most `batch_tokens` tokens, or of one sequence."""
+def longest_first(inputs: Sequence[Any]) -> Iterator[tuple[list[int], list[Any]]]:
+    """Chunks of inputs, each with its places among all of them.
+
+    Longest first: a batch too large for the memory fails at once, and the estimate of the time left errs to the long
+    side. Characters stand for tokens here; within a chunk the tokens are counted.
+    """
+    order = sorted(range(len(inputs)), key=lambda i: -chars_of(inputs[i]))
+    done = 0
+    for chunk in in_chunks((inputs[i] for i in order), CHUNK_TEXTS):
+        yield order[done : done + len(chunk)], chunk
+        done += len(chunk)
+
+
+def token_batches(lengths: list[int], batch_tokens: int, batch_size: int | None = None) -> Iterator[list[int]]:
+    """Indices of sequences, longest first, in groups of at most `batch_tokens` tokens, or of one sequence.
+
+    `batch_size`: a group has no more sequences either.
+    """
     batch: list[int] = []
     total = 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if batch and total + lengths[i] > batch_tokens:
+        if batch and (total + lengths[i] > batch_tokens or len(batch) == batch_size):
             yield batch
             batch, total = [], 0
         batch.append(i)
@@ -83,10 +104,11 @@ def flat(sequences: list[list[int]], device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.fromiter(chain.from_iterable(sequences), np.int64, count)).to(device)
 
 
-def progress_bar(total: int, show: bool | None, **options: Any) -> Any:
+def progress_bar(total: int | None, show: bool | None, **options: Any) -> Any:
     """A tqdm bar over texts. None: only on a terminal, and only once the work has taken PROGRESS_DELAY_S."""
     from tqdm import tqdm
 
     hidden = not show if show is not None else sys.stderr is None or not sys.stderr.isatty()
     delay = 0.0 if show else PROGRESS_DELAY_S
-    return tqdm(total=total, desc="encoding", unit=" texts", delay=delay, disable=hidden, dynamic_ncols=True, **options)
+    options = {"desc": "encoding", "unit": " texts", "delay": delay, **options}
+    return tqdm(total=total, disable=hidden, dynamic_ncols=True, **options)

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
@@ -16,8 +15,9 @@ from fastbert.config import ConfigError
 from fastbert.data.sentence_folder import Settings
 from fastbert.models.heads import HeadModel
 from fastbert.packing import InputError
-from fastbert.sentences.batches import progress_bar
+from fastbert.sentences.pool import ProcessPool
 from fastbert.sentences.scorer import SequenceScorer, check_pair
+from fastbert.sentences.text_model import Devices, RunOptions
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 # Of torch.nn, which a folder may name; sentence-transformers imports any class of torch's.
@@ -79,24 +79,33 @@ class Reranker(SequenceScorer):
         inputs: Iterable[Sequence[str]] | Sequence[str],
         prompt_name: str | None = None,
         prompt: str | None = None,
-        *,
-        batch_tokens: int | None = None,
+        batch_size: int | None = None,
         show_progress_bar: bool | None = None,
         activation_fn: Activation | None = None,
         apply_softmax: bool = False,
+        convert_to_numpy: bool = True,
         convert_to_tensor: bool = False,
-    ) -> np.ndarray | torch.Tensor:
-        """The scores of pairs, in their order.
+        device: Devices | None = None,
+        pool: ProcessPool | None = None,
+        chunk_size: int | None = None,
+        *,
+        batch_tokens: int | None = None,
+    ) -> Any:
+        """The scores of pairs, in their order. The arguments mean what they mean for a CrossEncoder.
 
         Args:
             inputs: pairs of texts, or one pair.
             prompt_name, prompt: what is put before the first text of every pair: a prompt of the model's, or a text.
-            batch_tokens: how many tokens the model gets at a time; a longer pair is a batch of its own. The default is
-                the number with which the device is fastest.
+            batch_size: how many pairs the model gets at a time, at most. None: as many as `batch_tokens` allows.
             show_progress_bar: None shows a bar on a terminal if the work takes longer than 2 s.
             activation_fn: instead of the model's own.
             apply_softmax: of several labels, afterwards.
-            convert_to_tensor: a tensor on the model's device, not a NumPy array.
+            convert_to_numpy, convert_to_tensor: an array; or a tensor on the model's device; or, with neither, a list
+                of tensors.
+            device: moves the model there first. A list of devices: a pool of processes, for this call.
+            pool, chunk_size: what start_multi_process_pool gave, and how many pairs one of its processes gets at once.
+            batch_tokens: how many tokens the model gets at a time; a longer pair is a batch of its own. The default is
+                the number with which the device is fastest.
 
         Returns:
             (number of pairs,), or (number of pairs, num_labels) if there are several; without the first dimension for
@@ -107,10 +116,15 @@ class Reranker(SequenceScorer):
             or an option is out of bounds.
         """
         pairs, one = _check_pairs(inputs)
-        logits = self._logits_in_order(pairs, self.prompt(prompt_name, prompt), batch_tokens, show_progress_bar)
+        on_host = convert_to_numpy and not convert_to_tensor
+        options = RunOptions(self.prompt(prompt_name, prompt), batch_tokens, batch_size, on_host=on_host)
+        bar_options = {"unit": " pairs", "desc": "scoring"}
+        logits = self.shared_rows(pairs, options, show_progress_bar, device, pool, chunk_size, **bar_options)
         scores = self.scores(logits, activation_fn, apply_softmax)
         scores = scores[0] if one else scores
-        return scores if convert_to_tensor else scores.cpu().numpy()
+        if convert_to_tensor:
+            return scores.to(self.device)
+        return scores.cpu().numpy() if convert_to_numpy else scores if one else list(scores)
 
     encode = predict
 
@@ -146,12 +160,6 @@ class Reranker(SequenceScorer):
         return [
             {"corpus_id": i, "score": scores[i], **({"text": documents[i]} if return_documents else {})} for i in ranked
         ]
-
-    def _logits_in_order(
-        self, pairs: list[tuple[str, str]], prompt: str, batch_tokens: int | None, show: bool | None
-    ) -> torch.Tensor:
-        with progress_bar(len(pairs), show) as bar:
-            return self.logits(self.tokenize(pairs, prompt), batch_tokens=batch_tokens, on_batch=bar.update)
 
 
 def _check_pairs(inputs: Any) -> tuple[list[tuple[str, str]], bool]:

@@ -17,8 +17,8 @@ from fastbert.data.tokenization import load_tokenizer
 from fastbert.models.auto import AutoModelForSequenceClassification
 from fastbert.models.heads import HeadModel
 from fastbert.models.quantized import is_quantized, linears_of, make_int8
-from fastbert.sentences.batches import check_text, flat, packed, token_batches
-from fastbert.sentences.text_model import TextModel, pick_device, position_limit
+from fastbert.sentences.batches import check_text, flat, longest_first, packed, token_batches
+from fastbert.sentences.text_model import RunOptions, TextModel, pick_device, position_limit
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -73,7 +73,6 @@ class SequenceScorer(TextModel):
             listed = [prompt + x if isinstance(x, str) else (prompt + x[0], x[1]) for x in listed]
         return [Tokenized(encoding.ids, encoding.type_ids) for encoding in self.tokenizer.encode_batch_fast(listed)]
 
-    @torch.inference_mode()
     def logits(
         self,
         tokenized: list[Tokenized],
@@ -85,14 +84,33 @@ class SequenceScorer(TextModel):
 
         `on_batch(inputs)` is called after each batch. Raises InputError for a budget below 1.
         """
-        budget = self.batch_tokens(batch_tokens)
-        dtype = torch.promote_types(self.dtype, torch.float32)
-        logits = torch.empty(len(tokenized), self.num_labels, device=self.device, dtype=dtype)
-        for batch in token_batches([len(one.ids) for one in tokenized], budget):
+        return self._logits_of(tokenized, RunOptions(batch_tokens=batch_tokens), on_batch)
+
+    def rows(
+        self, inputs: list[Input], options: RunOptions, on_batch: Callable[[int], Any] = lambda inputs: None
+    ) -> torch.Tensor:
+        device = torch.device("cpu") if options.on_host else self.device
+        logits = torch.empty(len(inputs), self.num_labels, device=device, dtype=self._logits_dtype)
+        for places, chunk in longest_first(inputs):
+            rows = self._logits_of(self.tokenize(chunk, options.prompt), options, on_batch)
+            logits[torch.tensor(places, device=device)] = rows.to(device)
+        return logits
+
+    @property
+    def _logits_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @torch.inference_mode()
+    def _logits_of(
+        self, tokenized: list[Tokenized], options: RunOptions, on_batch: Callable[[int], Any]
+    ) -> torch.Tensor:
+        budget = options.batch_tokens or self.default_batch_tokens
+        logits = torch.empty(len(tokenized), self.num_labels, device=self.device, dtype=self._logits_dtype)
+        for batch in token_batches([len(one.ids) for one in tokenized], budget, options.batch_size):
             input_ids, cu_seqlens, longest = packed([tokenized[i].ids for i in batch], self.device)
             types = flat([tokenized[i].type_ids for i in batch], self.device) if self._has_types else None
             rows = self.model(input_ids, token_type_ids=types, cu_seqlens=cu_seqlens, max_seqlen=longest).logits
-            logits[torch.tensor(batch, device=self.device)] = rows.to(dtype)
+            logits[torch.tensor(batch, device=self.device)] = rows.to(self._logits_dtype)
             on_batch(len(batch))
         return logits
 

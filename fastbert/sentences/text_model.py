@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from tokenizers import Tokenizer
@@ -11,7 +13,32 @@ from fastbert.config import ConfigError
 from fastbert.data.sentence_folder import Settings
 from fastbert.models.base import HasModel, PreTrainedModel
 from fastbert.packing import InputError
-from fastbert.sentences.batches import BATCH_TOKENS
+from fastbert.sentences.batches import BATCH_TOKENS, progress_bar
+from fastbert.sentences.pool import ProcessPool
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Devices = str | torch.device | list[str | torch.device]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What a call asks for, checked. `batch_tokens` and `batch_size` bound a batch."""
+
+    prompt: str = ""
+    batch_tokens: int | None = None
+    batch_size: int | None = None
+    normalize: bool | None = None  # this and the next: a SentenceEncoder's
+    truncate_dim: int | None = None
+    max_active_dims: int | None = None  # a SparseEncoder's
+    on_host: bool = False  # the rows go to the CPU, batch by batch
+
+    def __post_init__(self) -> None:
+        for name in ("batch_tokens", "batch_size", "truncate_dim", "max_active_dims"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"{name} is {value}; it must be at least 1")
 
 
 class TextModel(HasModel):
@@ -64,11 +91,68 @@ class TextModel(HasModel):
             raise InputError(f"unknown prompt {name!r}; this model has: {', '.join(self.prompts) or 'no prompts'}")
         return text if text is not None else self.prompts[name] if name is not None else ""
 
-    def batch_tokens(self, given: int | None) -> int:
-        """The budget of a batch. Raises InputError for one below 1."""
-        if given is not None and given < 1:
-            raise InputError(f"batch_tokens is {given}; it must be at least 1")
-        return self.default_batch_tokens if given is None else given
+    def _with_prompt(self, names: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
+        """The options of a call, with the first of the prompts `names` that the model has, unless one is given."""
+        if options.get("prompt") is None and options.get("prompt_name") is None:
+            return {**options, "prompt_name": next((name for name in names if name in self.prompts), None)}
+        return options
+
+    def to(self, device: str | torch.device) -> Self:
+        """Moves the model, and returns itself."""
+        self.model.to(pick_device(device))
+        return self
+
+    def get_max_seq_length(self) -> int:
+        return self.max_seq_length
+
+    def start_multi_process_pool(self, target_devices: list[str] | None = None) -> ProcessPool:
+        """Processes with a copy of the model each, for the `pool` of later calls. The default: every GPU, or 4 on the
+        CPU, as sentence-transformers. Where processes are spawned, a script needs `if __name__ == "__main__":`.
+        """
+        if target_devices is None:
+            target_devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"] * 4
+        return ProcessPool(self, [pick_device(device) for device in target_devices])
+
+    @staticmethod
+    def stop_multi_process_pool(pool: ProcessPool) -> None:
+        pool.close()
+
+    def rows(self, inputs: list[Any], options: RunOptions, on_batch: Callable[[int], Any] = lambda n: None) -> Any:
+        """The rows of checked inputs, in their order, on the model's device."""
+        raise NotImplementedError
+
+    def shared_rows(
+        self,
+        inputs: list[Any],
+        options: RunOptions,
+        show: bool | None,
+        device: Devices | None,
+        pool: ProcessPool | None,
+        chunk_size: int | None,
+        **bar_options: Any,
+    ) -> torch.Tensor:
+        """`rows` with a bar, by this process on its device, or by those of a pool, or of a list of devices."""
+        if chunk_size is not None and pool is None and not isinstance(device, list):
+            raise InputError("chunk_size is for a pool, or a list of devices")
+        with progress_bar(len(inputs), show, **bar_options) as bar:
+            if pool is None and not isinstance(device, list):
+                if device is not None:
+                    self.to(device)
+                return self.rows(inputs, options, bar.update)
+            if isinstance(device, list) and pool is not None:
+                raise InputError("pool and a list of devices exclude each other")
+            if not inputs:
+                return self.rows(inputs, options)
+            used = pool if pool is not None else self.start_multi_process_pool(device)  # type: ignore[arg-type]
+            try:
+                parts = []
+                for count, rows in used.rows(inputs, options, chunk_size):
+                    parts.append(rows)
+                    bar.update(count)
+                return torch.cat(parts)
+            finally:
+                if pool is None:
+                    used.close()
 
 
 def position_limit(model: PreTrainedModel) -> int:

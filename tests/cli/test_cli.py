@@ -132,8 +132,8 @@ def test_encode_writes_what_the_encoder_gives(tmp_path, model, suffix):
     assert re.search(r"5 texts, \d+ tokens in .* tokens/s -> .*out.npy float32 \(5, 32\)\n$", done.stderr)
     vectors = np.load(out)
     assert vectors.dtype == np.float32 and vectors.shape == (5, 32)
-    exact = SentenceEncoder.from_pretrained(model, dtype="float64", device="cpu").encode(TEXTS, output="torch")
-    plain = SentenceEncoder.from_pretrained(model, device="cpu").encode(TEXTS, output="torch")
+    exact = SentenceEncoder.from_pretrained(model, dtype="float64", device="cpu").encode(TEXTS, convert_to_tensor=True)
+    plain = SentenceEncoder.from_pretrained(model, device="cpu").encode(TEXTS, convert_to_tensor=True)
     assert_close_to_reference(torch.from_numpy(vectors), exact.double(), plain, GRADIENT_FACTOR, suffix)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([source.name, "out.npy"])
 
