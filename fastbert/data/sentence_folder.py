@@ -67,6 +67,8 @@ class Settings:
     similarity_fn_name: str | None = None
     truncate_dim: int | None = None
     max_active_dims: int | None = None  # of sparse vectors
+    lowercase: bool = False  # said to sentence-transformers, whatever the tokenizer does
+    tokenizer_files: dict[str, Any] = field(default_factory=dict)  # what transformers has beside a tokenizer.json
 
 
 @dataclass
@@ -117,7 +119,7 @@ def transformer_settings(folder: Path, task: str = "feature-extraction") -> dict
 
     Raises ConfigError where the folder's model is for another task.
     """
-    path = next(iter(sorted(folder.glob("sentence_*_config.json"))), folder / "sentence_bert_config.json")
+    path = _transformer_settings_file(folder)
     length = _length(folder / "tokenizer_config.json", "model_max_length")
     settings = _optional_json(path)
     if settings.get("max_seq_length") is not None:
@@ -128,6 +130,10 @@ def transformer_settings(folder: Path, task: str = "feature-extraction") -> dict
         hint = f"fastbert.{needs} loads it" if needs else f"fastbert has: {', '.join(_CLASS_OF_TASK)}"
         raise ConfigError(f"{path} has transformer_task {reprlib.repr(found)}, not {task!r}: {hint}")
     return {**settings, "max_seq_length": length, "do_lower_case": _flag(path, settings, "do_lower_case", False)}
+
+
+def _transformer_settings_file(folder: Path) -> Path:
+    return next(iter(sorted(folder.glob("sentence_*_config.json"))), folder / "sentence_bert_config.json")
 
 
 def _length(path: Path, name: str) -> int | None:
@@ -194,8 +200,8 @@ def read_splade(root: Path) -> SpladePooling:
     return SpladePooling(chosen["pooling_strategy"], chosen["activation_function"])
 
 
-def read_settings(root: Path) -> Settings:
-    """Raises CheckpointError for what is of another type."""
+def read_settings(root: Path, folder: Path) -> Settings:
+    """Of a model in `root` whose tokenizer is in `folder`. Raises CheckpointError for what is of another type."""
     path = root / "config_sentence_transformers.json"
     entries = _optional_json(path)
     prompts = entries.get("prompts")
@@ -209,6 +215,10 @@ def read_settings(root: Path) -> Settings:
         if not isinstance(value, str | None):
             raise CheckpointError(f"{path}: {name} is {reprlib.repr(value)}; it must be a text or null")
         setattr(settings, name, value)
+    found = _transformer_settings_file(folder)
+    settings.lowercase = _flag(found, _optional_json(found), "do_lower_case", False)
+    names = ("tokenizer_config.json", "special_tokens_map.json")
+    settings.tokenizer_files = {name: _optional_json(folder / name) for name in names if (folder / name).is_file()}
     return settings
 
 

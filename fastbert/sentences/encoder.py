@@ -43,6 +43,7 @@ from fastbert.sentences.batches import (
 )
 from fastbert.sentences.pool import ProcessPool
 from fastbert.sentences.pooling import pool as pool_tokens
+from fastbert.sentences.saving import save_encoder
 from fastbert.sentences.similarity import (
     PRECISIONS,
     SIMILARITIES,
@@ -114,7 +115,7 @@ class SentenceEncoder(TextModel):
             module.to(device=device, dtype=torch.float32).requires_grad_(False)
         limit = position_limit(model)
         length = max_seq_length if max_seq_length is not None else min(settings.get("max_seq_length") or limit, limit)
-        return cls(model, tokenizer, recipe, length, read_settings(root))
+        return cls(model, tokenizer, recipe, length, read_settings(root, folder))
 
     def to(self, device: str | torch.device) -> SentenceEncoder:
         super().to(device)
@@ -132,6 +133,23 @@ class SentenceEncoder(TextModel):
 
     get_sentence_embedding_dimension = get_embedding_dimension  # what releases before 6 called it
 
+    def save_pretrained(self, folder: str | os.PathLike) -> None:
+        """Writes a sentence-transformers folder, which `from_pretrained` and sentence-transformers read.
+
+        That of a quantised model is for `from_pretrained` alone. Raises the errors of a model's save_pretrained.
+        """
+        save_encoder(self, folder)
+
+    def as_sentence_transformer(self) -> Any:
+        """A sentence_transformers.SentenceTransformer with the same weights, for tools that take no other class.
+
+        What it encodes goes through this encoder, with the same bits. Its trainer trains this encoder's weights, unless
+        they are int8. Raises ConfigError where sentence-transformers is not installed.
+        """
+        from fastbert.sentences.sentence_transformers import as_sentence_transformer
+
+        return as_sentence_transformer(self)
+
     def encode(
         self,
         inputs: str | Iterable[str],
@@ -140,7 +158,7 @@ class SentenceEncoder(TextModel):
         batch_size: int | None = None,
         show_progress_bar: bool | None = None,
         output_value: OutputValue | None = "sentence_embedding",
-        precision: Precision = "float32",
+        precision: Precision | None = "float32",
         convert_to_numpy: bool = True,
         convert_to_tensor: bool = False,
         device: Devices | None = None,
@@ -185,6 +203,7 @@ class SentenceEncoder(TextModel):
             raise InputError(
                 f"unknown output_value {output_value!r}; there are sentence_embedding, token_embeddings and None"
             )
+        precision = "float32" if precision is None else precision
         if precision not in PRECISIONS:
             raise InputError(f"unknown precision {precision!r}; there are {', '.join(PRECISIONS)}")
         if normalize_embeddings and normalize is False:

@@ -64,7 +64,7 @@ class SequenceScorer(TextModel):
         settings, limit = transformer_settings(folder, "sequence-classification"), position_limit(model)
         tokenizer = load_tokenizer(folder, lowercase=bool(settings.get("do_lower_case")))
         length = max_seq_length if max_seq_length is not None else min(settings.get("max_seq_length") or limit, limit)
-        return cls(model, tokenizer, length, read_settings(root), **options)
+        return cls(model, tokenizer, length, read_settings(root, folder), **options)
 
     def tokenize(self, inputs: Iterable[Input], prompt: str = "") -> list[Tokenized]:
         """What the model gets of each text or pair, cut to max_seq_length: of a pair the longer text is cut."""

@@ -85,7 +85,7 @@ class SparseEncoder(TextModel):
         settings, limit = transformer_settings(folder, "fill-mask"), position_limit(model)
         tokenizer = load_tokenizer(folder, lowercase=bool(settings.get("do_lower_case")))
         length = max_seq_length if max_seq_length is not None else min(settings.get("max_seq_length") or limit, limit)
-        return cls(model, tokenizer, length, read_settings(root), pooling)
+        return cls(model, tokenizer, length, read_settings(root, folder), pooling)
 
     def get_embedding_dimension(self) -> int:
         return self.dim

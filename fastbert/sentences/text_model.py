@@ -52,7 +52,7 @@ class TextModel(HasModel):
     ):
         settings = Settings() if settings is None else settings
         tokenizer.no_padding()
-        self.model, self.tokenizer = model.eval(), tokenizer
+        self.model, self.tokenizer, self.settings = model.eval(), tokenizer, settings
         self.max_seq_length = max_seq_length
         self.prompts = dict.fromkeys(self.default_prompts, "") | settings.prompts
         self.default_prompt_name = settings.default_prompt_name
