@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
         for chunk in in_chunks(read_texts(options.file, options.column), CHUNK_TEXTS):
             scores = classifier.scores(classifier.rows(chunk, settings, bar.update)).float().numpy()
             best = scores.argmax(-1)
-            found = {"text": chunk, "label": [classifier.labels[i] for i in best]}
+            found: dict[str, Any] = {"text": chunk, "label": [classifier.labels[i] for i in best]}
             if options.all:
                 found |= {label: scores[:, i] for i, label in enumerate(classifier.labels)}
             else:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastbert.cli import raise_if_stopped
 from fastbert.cli.outputs import ROW_KINDS, check_output, open_rows
 from fastbert.cli.parser import Parser, add_command, add_model_option, add_running_options, add_source, positive
 from fastbert.cli.texts import UsageError, check_source, read_texts
+
+if TYPE_CHECKING:
+    from fastbert.sentences.scorer import Input
 
 CHUNK_TEXTS = 1024
 TOP = 10
@@ -114,7 +117,8 @@ def run_search(options: argparse.Namespace) -> int:
                 vectors = made[best.seen : best.seen + len(chunk)]
                 bar.update(len(vectors))
             if len(vectors) != len(chunk):
-                raise UsageError(f"--vectors {options.vectors} has {len(made)} rows; {options.file} has more texts")
+                rows = best.seen + len(vectors)
+                raise UsageError(f"--vectors {options.vectors} has {rows} rows; {options.file} has more texts")
             best.add(chunk, encoder.similarity(query, vectors)[0].tolist())
             raise_if_stopped()
     if made is not None and len(made) != best.seen:
@@ -152,7 +156,7 @@ def run_rerank(options: argparse.Namespace) -> int:
     settings = RunOptions(prompt=reranker.prompt(), batch_tokens=options.batch_tokens, on_host=True)
     with progress_bar(None, None, desc="scoring", delay=0) as bar:
         for chunk in in_chunks(read_texts(options.file, options.column), CHUNK_TEXTS):
-            pairs = [(options.query, text) for text in chunk]
+            pairs: list[Input] = [(options.query, text) for text in chunk]
             best.add(chunk, reranker.scores(reranker.rows(pairs, settings, bar.update)).tolist())
             raise_if_stopped()
     best.show(options.output, options.file)

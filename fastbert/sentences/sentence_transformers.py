@@ -10,7 +10,7 @@ import json
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
@@ -18,6 +18,7 @@ from fastbert.config import ConfigError
 from fastbert.data.sentence_folder import Normalize
 from fastbert.models.quantized import is_quantized
 from fastbert.sentences.saving import save_tokenizer
+from fastbert.sentences.similarity import Similarity
 
 if TYPE_CHECKING:
     from fastbert.sentences.encoder import SentenceEncoder
@@ -81,7 +82,7 @@ def _class() -> type:
                 device=str(encoder.device),
                 prompts=dict(encoder.prompts),
                 default_prompt_name=encoder.default_prompt_name,
-                similarity_fn_name=encoder.similarity_fn_name,
+                similarity_fn_name=cast(Similarity, encoder.similarity_fn_name),
                 truncate_dim=encoder.truncate_dim,
             )
             self.encoder = encoder

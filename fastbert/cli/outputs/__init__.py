@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,14 +19,14 @@ ROW_KINDS = (".jsonl", ".parquet")
 class Rows(Protocol):
     """What takes rows of the same fields, many at a time."""
 
-    def write(self, columns: dict[str, Sequence[Any]]) -> None: ...
+    def write(self, columns: Mapping[str, Any]) -> None: ...
 
 
 class _JsonLines:
     def __init__(self, file: Any):
         self.file = file
 
-    def write(self, columns: dict[str, Sequence[Any]]) -> None:
+    def write(self, columns: Mapping[str, Any]) -> None:
         for values in zip(*columns.values(), strict=True):
             row = {name: _plain(value) for name, value in zip(columns, values, strict=True)}
             self.file.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -35,9 +35,10 @@ class _JsonLines:
 
 class _Parquet:
     def __init__(self, path: Path):
-        self.path, self.writer = path, None
+        self.path = path
+        self.writer: Any = None
 
-    def write(self, columns: dict[str, Sequence[Any]]) -> None:
+    def write(self, columns: Mapping[str, Any]) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -58,7 +59,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _arrow(values: Sequence[Any]) -> Any:
+def _arrow(values: Any) -> Any:
     import pyarrow as pa
 
     if hasattr(values, "ndim") and values.ndim == 2:
