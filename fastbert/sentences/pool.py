@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import multiprocessing
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +24,9 @@ class ProcessPool:
     def __init__(self, model: TextModel, devices: list[str | torch.device]):
         if not devices:
             raise InputError("a pool needs at least one device")
+        import multiprocessing  # here: nearly nobody needs them
+        from concurrent.futures import ProcessPoolExecutor
+
         context = multiprocessing.get_context("spawn")  # a fork of a process with threads, or with a GPU, hangs
         waiting = context.SimpleQueue()
         for device in devices:
