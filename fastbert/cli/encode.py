@@ -1,24 +1,27 @@
-"""`fastbert encode`: turns a file of texts into a .npy of vectors.
+"""`fastbert encode`: turns texts into vectors, in a .npy, a .parquet, a .jsonl or on standard output.
 
-Chunks depend on the texts alone: a run that continues after a kill writes the same bits as a run without a stop.
+Chunks depend on the texts alone: a run into a .npy that continues after a kill writes the same bits as one without a
+stop. The others are written anew.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import os
+import json
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastbert.cli import raise_if_stopped, say
-from fastbert.cli.growing_array import GrowingArray
-from fastbert.cli.parser import add_command, add_model_option, positive
-from fastbert.cli.texts import TEXT_KINDS, UsageError, read_texts
+from fastbert.cli.outputs import ROW_KINDS, check_output, open_rows
+from fastbert.cli.outputs.growing_array import GrowingArray
+from fastbert.cli.parser import add_command, add_model_option, add_running_options, add_source
+from fastbert.cli.texts import STDIN, TEXT_KINDS, UsageError, check_source, read_texts
 
 if TYPE_CHECKING:
     from fastbert.sentences import SentenceEncoder
@@ -28,25 +31,22 @@ CHUNK_TEXTS = 1024  # what a kill can cost at most, beside growing_array.COMMIT_
 
 def add(commands: Any) -> None:
     parser = add_command(
-        commands, "encode", run, "turn a file of texts into a .npy of vectors",
+        commands, "encode", run, "turn texts into vectors",
         f"""
-        Turns every text of FILE into a vector. Writes the vectors in the order of the file, as a float32 array that
-        numpy.load reads. FILE is {TEXT_KINDS}; each line of a .txt is a text. FILE may be larger than the
-        memory. If a run is stopped, the same command continues it.
+        Turns every text of FILE into a vector, in the order of FILE, which is {TEXT_KINDS} (each line of a .txt is a
+        text), or - for standard input. FILE may be larger than the memory. OUT.npy gets a float32 array that numpy.load
+        reads; if a run is stopped, the same command continues it. OUT.parquet and OUT.jsonl get a row a text, with text
+        and embedding; - writes JSON lines to standard output.
         """,
         "fastbert encode reviews.csv --column text --model all-MiniLM-L6-v2 --output reviews.npy",
     )  # fmt: skip
-    parser.add_argument("file", metavar="FILE", type=Path, help=f"the texts: {TEXT_KINDS}")
+    add_source(parser)
     add_model_option(parser)
-    parser.add_argument("--output", metavar="OUT.npy", type=Path, required=True, help="where the vectors go")
-    parser.add_argument("--column", metavar="NAME", help="the column that holds the texts, if there are several")
     parser.add_argument(
-        "--dtype", choices=("auto", "float32", "bfloat16", "int8"), default="auto",
-        help="the number format to compute in; auto (the default) is the model's own. Vectors are written as float32",
-    )  # fmt: skip
-    parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:1; by default a GPU if there is one")
-    parser.add_argument("--batch-tokens", metavar="N", type=positive, help="tokens in a batch; fewer need less memory")
-    parser.add_argument("--force", action="store_true", help="replace OUT.npy; start again if a run cannot go on")
+        "--output", metavar="OUT", type=Path, required=True, help="where the vectors go: a .npy, .parquet, .jsonl, or -"
+    )
+    add_running_options(parser)
+    parser.add_argument("--force", action="store_true", help="replace OUT; start again if a run cannot go on")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -84,7 +84,16 @@ def encode_file(job: Job, say: Callable[[str], None]) -> str:
     Raises UsageError, before anything is written, for a source or an output that cannot be had; the errors of
     SentenceEncoder.from_pretrained; OSError.
     """
-    _check_output(job)
+    check_output(job.output, (".npy", *ROW_KINDS), job.force)
+    check_source(job.source)
+    if job.output.suffix != ".npy":
+        return _encode_rows(job)
+    if job.source == STDIN:  # the height of an array comes first in its file
+        with tempfile.TemporaryDirectory() as folder:
+            spooled = Path(folder, "texts.jsonl")
+            with spooled.open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(text) + "\n" for text in read_texts(STDIN, job.column))
+            return encode_file(replace(job, source=spooled, column=None), say)
     total = _count_texts(job)
 
     import torch
@@ -114,39 +123,52 @@ def encode_file(job: Job, say: Callable[[str], None]) -> str:
 
 def _encode_into(array: GrowingArray, encoder: SentenceEncoder, job: Job, batch_tokens: int) -> int:
     """Encode the texts that the array has no rows for yet; returns how many tokens they had."""
-    from fastbert.sentences import progress_bar
+    from fastbert.sentences.batches import progress_bar
 
     texts = islice(read_texts(job.source, job.column), array.rows, None)
     tokens = 0
-    with progress_bar(array.shape[0], None, initial=array.rows) as bar:
-        for vectors, count in encoder.encode_stream(texts, batch_tokens=batch_tokens, chunk_texts=CHUNK_TEXTS):
+    with progress_bar(array.shape[0], None, initial=array.rows, delay=0) as bar:
+        chunks = encoder.encode_stream(
+            texts, batch_tokens=batch_tokens, chunk_texts=CHUNK_TEXTS, on_batch=lambda count: _advance(bar, count)
+        )
+        for vectors, count in chunks:
             array.append(vectors)
             raise_if_stopped()
             tokens += count
-            bar.update(len(vectors))
     return tokens
 
 
-def _check_output(job: Job) -> None:
-    folder = job.output.parent
-    if job.output.suffix != ".npy":
-        raise UsageError(f"--output {job.output}: the name must end in .npy")
-    if not folder.is_dir():
-        raise UsageError(f"--output {job.output}: {folder} is not a folder")
-    if job.output.is_dir():
-        raise UsageError(f"--output {job.output} is a folder")
-    if job.output.exists() and not job.force:
-        raise UsageError(f"{job.output} exists already; --force replaces it")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"--output {job.output}: no right to write into {folder}")
+def _advance(bar: Any, count: int) -> None:
+    raise_if_stopped()
+    bar.update(count)
+
+
+def _encode_rows(job: Job) -> str:
+    """Into what takes a row after the other: from a pipe, too, whose end nobody knows."""
+    from fastbert.sentences import SentenceEncoder
+    from fastbert.sentences.batches import in_chunks, progress_bar
+
+    raise_if_stopped()
+    encoder = SentenceEncoder.from_pretrained(job.model, dtype=job.dtype, device=job.device)
+    total, start = 0, time.perf_counter()
+    with open_rows(job.output) as rows, progress_bar(None, None, delay=0) as bar:
+        for chunk in in_chunks(read_texts(job.source, job.column), CHUNK_TEXTS):
+            ((vectors, _),) = encoder.encode_stream(
+                chunk,
+                batch_tokens=job.batch_tokens,
+                chunk_texts=len(chunk),
+                on_batch=lambda count: _advance(bar, count),
+            )
+            rows.write({"text": chunk, "embedding": vectors})
+            total += len(chunk)
+        if not total:
+            raise UsageError(f"{job.source} holds no texts")
+    seconds = time.perf_counter() - start
+    return f"{total:,} texts in {seconds:.1f} s -> {job.output} float32 ({total}, {encoder.dim})"
 
 
 def _count_texts(job: Job) -> int:
     """Reads the file once, which checks every text before anything is written, and gives the array's height."""
-    if not job.source.exists():
-        raise UsageError(f"{job.source} does not exist")
-    if not job.source.is_file():
-        raise UsageError(f"{job.source} is not a file")
     total = sum(1 for _ in read_texts(job.source, job.column))
     if total == 0:
         raise UsageError(f"{job.source} holds no texts")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ from fastbert.cli import raise_if_stopped
 from fastbert.cli.parser import A_MODEL, add_command
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from fastbert.config import EncoderConfig
     from fastbert.models.base import EncoderModel
 
@@ -37,7 +40,7 @@ def info_lines(name: str) -> list[str]:
 
     from fastbert.checkpoint.unfilled import unfilled
     from fastbert.models.auto import base_class
-    from fastbert.sentences import position_limit
+    from fastbert.sentences.text_model import position_limit
 
     raise_if_stopped()
     config = _read_config(name)
@@ -55,6 +58,7 @@ def info_lines(name: str) -> list[str]:
         ("heads", f"{config.num_attention_heads} of {config.head_dim}"),
         ("vocabulary", f"{config.vocab_size:,}"),
         ("longest input", f"{limit:,} tokens"),
+        ("saved in", _format(config)),
     ]
     lines = [f"{name}", *(f"  {label:<15}{value}" for label, value in rows), ""]
     lines += [f"Operations per token, forward: 2 P + 4 S H L; P = {encoder:,} weights in layers, S tokens long"]
@@ -62,13 +66,42 @@ def info_lines(name: str) -> list[str]:
         attention = 4 * length * config.hidden_size * config.num_hidden_layers
         share = attention / (2 * encoder + attention)
         lines.append(f"  S = {length:<9}{(2 * encoder + attention) / 1e6:10,.1f} M   attention {share:.0%}")
-    lines += ["", f"Memory{'float32':>21}{'bfloat16':>12}"]
+    lines += ["", f"Memory{'float32':>21}{'bfloat16':>12}{'int8':>12}"]
     # What is alive at the widest point of a layer with the torch backend, the hungriest: measured for MiniLM-L6 on the
     # CPU, 416 MB where this says 403.
     activations = TOKENS * (4 * config.hidden_size + 3 * config.intermediate_size)
-    for label, values in (("weights", total), (f"{TOKENS:,} tokens", activations)):
-        lines.append(f"  {label:<15}{4 * values / 1e6:7,.1f} MB{2 * values / 1e6:9,.1f} MB")
-    return [*lines, "  (tokens in one batch: activations of inference, at most about; training keeps every layer's)"]
+    bytes_of = {"weights": (4 * total, 2 * total, int8_bytes(model))}
+    # int8 layers measure and round what they get: what stands between them is bfloat16.
+    bytes_of[f"{TOKENS:,} tokens"] = (4 * activations, 2 * activations, 2 * activations)
+    for label, counts in bytes_of.items():
+        lines.append(
+            f"  {label:<15}" + "".join(f"{count / 1e6:{9 if i else 7},.1f} MB" for i, count in enumerate(counts))
+        )
+    return [
+        *lines,
+        "  (tokens in one batch: activations of inference, at most about; training keeps every layer's."
+        " int8: fastbert quantize; all but the layers' products in bfloat16)",
+    ]
+
+
+def _format(config: EncoderConfig) -> str:
+    """What the weights of the layers are saved in, as far as the config says."""
+    from fastbert.models.quantized import ENTRY, KEEP, METHOD
+    from fastbert.models.tree import linear_paths
+
+    entry = config.extra.get(ENTRY)
+    if not isinstance(entry, Mapping) or METHOD not in entry:
+        return str(config.extra.get("dtype") or config.extra.get("torch_dtype") or "float32")
+    products, kept = len(linear_paths(config)), len(entry.get(KEEP, ()))
+    return f"int8, {products - kept} of the layers' {products} products; the rest in floating point"
+
+
+def int8_bytes(model: EncoderModel) -> int:
+    """Of the model that `fastbert quantize` would make: a byte a weight of the layers' products, the rest bfloat16."""
+    leaves = {id(leaf): leaf for leaf in linears_of_layers(model)}.values()
+    weights = sum(leaf.weight.numel() for leaf in leaves)
+    scales = sum(4 * leaf.out_features for leaf in leaves)
+    return 2 * (model.num_parameters() - weights) + weights + scales
 
 
 def _read_config(name: str) -> EncoderConfig:
@@ -88,9 +121,14 @@ def _sharing(config: EncoderConfig) -> str:
 
 def matmul_parameters(model: EncoderModel) -> int:
     """Weights of the matrix products that a token passes in the layers; a shared layer counts each time it runs."""
+    return sum(leaf.weight.numel() for leaf in linears_of_layers(model))
+
+
+def linears_of_layers(model: EncoderModel) -> list[nn.Linear]:
+    """The matrix products that a token passes in the layers; those of a shared layer each time it runs."""
     from torch import nn
 
     from fastbert.layers.leaves import get_leaf
 
     layers = (get_leaf(model, path) for path in model.config.layer_paths)
-    return sum(m.weight.numel() for layer in layers for m in layer.modules() if isinstance(m, nn.Linear))
+    return [m for layer in layers for m in layer.modules() if isinstance(m, nn.Linear)]

@@ -6,6 +6,7 @@ import argparse
 import shutil
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from fastbert.cli.texts import UsageError
@@ -39,6 +40,24 @@ def add_command(
 
 def add_model_option(parser: Parser) -> None:
     parser.add_argument("--model", metavar="M", required=True, help=A_MODEL)
+
+
+def add_source(parser: Parser) -> None:
+    from fastbert.cli.texts import TEXT_KINDS
+
+    parser.add_argument("file", metavar="FILE", type=Path, help=f"the texts: {TEXT_KINDS}, or - for standard input")
+    parser.add_argument(
+        "--column", metavar="NAME", help="the column that holds the texts; JSON lines on standard input"
+    )
+
+
+def add_running_options(parser: Parser) -> None:
+    parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16", "int8"), default="auto",
+        help="the number format to compute in; auto (the default) is the model's own",
+    )  # fmt: skip
+    parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:1; by default a GPU if there is one")
+    parser.add_argument("--batch-tokens", metavar="N", type=positive, help="tokens in a batch; fewer need less memory")
 
 
 def positive(text: str) -> int:

@@ -132,7 +132,8 @@ def _errors(model: PreTrainedModel, folder: Path, texts: list[str]) -> dict[str,
     from fastbert.data.sentence_folder import Recipe
     from fastbert.data.tokenization import load_tokenizer
     from fastbert.quantization import quantization_error
-    from fastbert.sentences import SentenceEncoder, position_limit
+    from fastbert.sentences import SentenceEncoder
+    from fastbert.sentences.text_model import position_limit
 
     base = model.base_model
     encoder = SentenceEncoder(base, load_tokenizer(folder), Recipe(), position_limit(base))

@@ -11,11 +11,25 @@ import sys
 import warnings
 
 from fastbert import __version__
-from fastbert.cli import BROKEN_PIPE, USER_ERROR, bench, build, discard, doctor, encode, fill_mask, info, quantize, say
+from fastbert.cli import (
+    BROKEN_PIPE,
+    USER_ERROR,
+    bench,
+    build,
+    classify,
+    discard,
+    doctor,
+    encode,
+    fill_mask,
+    info,
+    quantize,
+    say,
+    search,
+)
 from fastbert.cli.parser import A_MODEL, Parser
 from fastbert.cli.texts import UsageError
 
-COMMANDS = (encode, fill_mask, quantize, info, doctor, build, bench)
+COMMANDS = (encode, search, classify, fill_mask, quantize, info, doctor, build, bench)
 
 # The errors that a user can mend, by their modules below fastbert.
 USER_ERRORS = {
@@ -30,11 +44,11 @@ USER_ERRORS = {
 def make_parser() -> Parser:
     parser = Parser(
         prog="fastbert",
-        description="Runs BERT encoders: turns texts into vectors, fills in masked words, measures speed.",
+        description="Runs BERT encoders: turns texts into vectors, searches, ranks and classifies them.",
         epilog=f"`fastbert COMMAND --help` explains a command and gives an example. MODEL is {A_MODEL}.",
     )
     parser.add_argument("-V", "--version", action="version", version=f"fastbert {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in COMMANDS:
         command.add(commands)
     return parser
@@ -83,7 +97,11 @@ def run(arguments: list[str] | None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a token that the terminal cannot show is no reason to fail
     warnings.showwarning = lambda message, *where, **options: say(f"warning: {message}")
     try:
-        options = make_parser().parse_args(arguments)
+        parser = make_parser()
+        options = parser.parse_args(arguments)
+        if "run" not in options:
+            parser.print_help()
+            return 0
         if "FASTBERT_BACKEND" in os.environ or "FASTBERT_ISA" in os.environ:
             _check_choices()
         code = options.run(options)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 class UsageError(ValueError):
@@ -22,10 +24,13 @@ def read_texts(path: Path, column: str | None = None) -> Iterator[str]:
 
     txt: a line is a text, empty ones too. csv, tsv (unquoted), jsonl and parquet: the values of `column`, which is
     found by itself where there is only one, or one called text or sentence; a jsonl line may be a bare string.
+    `-` is standard input: lines, or with a `column` JSON lines.
 
     Raises UsageError, naming the file, the place in it and the value, for what is no text.
     """
     reader = READERS.get(path.suffix.lower())
+    if path == STDIN:
+        reader = _read_txt if column is None else _read_jsonl
     if reader is None:
         raise UsageError(f"{path}: unknown kind of file {path.suffix!r}; known are {', '.join(READERS)}")
     for place, text in reader(path, column):
@@ -36,6 +41,26 @@ def read_texts(path: Path, column: str | None = None) -> Iterator[str]:
         except UnicodeEncodeError:
             raise UsageError(f"{path}, {place}: {_shown(text)} is not valid Unicode") from None
         yield text
+
+
+STDIN = Path("-")
+
+
+@contextmanager
+def _stdin() -> Iterator[IO[bytes]]:
+    if sys.stdin is None:
+        raise UsageError("standard input is closed")
+    yield sys.stdin.buffer
+
+
+def check_source(path: Path) -> None:
+    """Raise UsageError unless there is such a file."""
+    if path == STDIN:
+        return
+    if not path.exists():
+        raise UsageError(f"{path} does not exist")
+    if not path.is_file():
+        raise UsageError(f"{path} is not a file")
 
 
 def _shown(value: Any, limit: int = 40) -> str:
@@ -61,7 +86,7 @@ def _pick_column(path: Path, names: Sequence[str], column: str | None) -> str:
 
 def _lines(path: Path) -> Iterator[str]:
     """Lines with their ends. Raises UsageError, naming the line, for what is not UTF-8 text."""
-    with path.open("rb") as file:
+    with path.open("rb") if path != STDIN else _stdin() as file:
         number = 0
         while raw := file.readline(MAX_LINE_BYTES + 1):
             number += 1

@@ -20,7 +20,13 @@ from fastbert.checkpoint.unfilled import unfilled
 from fastbert.checkpoint.weight_files import CheckpointError, read_weights
 from fastbert.config import MAX_SIZE, ConfigError, read_json
 
-POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens")
+POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+# What the first module of a folder computes, and who loads such a folder.
+_CLASS_OF_TASK = {
+    "feature-extraction": "SentenceEncoder",
+    "sequence-classification": "Reranker",
+    "fill-mask": "SparseEncoder",
+}
 # The flags of older folders; with several set the vectors are concatenated in this order.
 _POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",
@@ -41,16 +47,36 @@ _DENSE_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 @dataclass
 class Recipe:
-    """What follows the encoder: pooling modes, concatenated, then modules, (batch, width) -> (batch, other width).
-
-    `prompts` are texts, by name, that may be put before every text.
-    """
+    """What follows the encoder: pooling modes, concatenated, then modules, (batch, width) -> (batch, other width)."""
 
     pooling: tuple[str, ...] = ("mean",)
     modules: list[nn.Module] = field(default_factory=list)
+    prompt_is_pooled: bool = True
+
+
+@dataclass
+class Settings:
+    """What config_sentence_transformers.json says of the whole model.
+
+    `prompts` are texts, by name, that may be put before every text. `activation_fn` is the path of a class of torch's.
+    """
+
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
-    prompt_is_pooled: bool = True
+    activation_fn: str | None = None
+    similarity_fn_name: str | None = None
+    truncate_dim: int | None = None
+    max_active_dims: int | None = None  # of sparse vectors
+    lowercase: bool = False  # said to sentence-transformers, whatever the tokenizer does
+    tokenizer_files: dict[str, Any] = field(default_factory=dict)  # what transformers has beside a tokenizer.json
+
+
+@dataclass
+class SpladePooling:
+    """What makes one vector of the words' scores at each token."""
+
+    strategy: str = "max"
+    activation: str = "relu"
 
 
 class Normalize(nn.Module):
@@ -77,28 +103,37 @@ def _list_modules(root: Path) -> list[tuple[str, Path]]:
     return [(name, root / folder) for name, folder in modules]
 
 
-def transformer_folder(root: Path) -> Path:
-    """Where config.json, weights and tokenizer are. Raises ConfigError if the first module is no Transformer."""
+def transformer_folder(root: Path, kinds: tuple[str, ...] = ("Transformer",)) -> Path:
+    """Where config.json, weights and tokenizer are. Raises ConfigError if the first module is none of `kinds`."""
     modules = _list_modules(root)
     if not modules:
         return root
     name, folder = modules[0]
-    if name != "Transformer":
-        raise ConfigError(f"{root / 'modules.json'} starts with {name}; fastbert needs a Transformer there")
+    if name not in kinds:
+        raise ConfigError(f"{root / 'modules.json'} starts with {name}; fastbert needs a {kinds[0]} there")
     return folder
 
 
-def transformer_settings(folder: Path) -> dict[str, Any]:
-    """sentence_bert_config.json, or what older releases called it; max_seq_length is None where no file has one."""
-    path = next(iter(sorted(folder.glob("sentence_*_config.json"))), folder / "sentence_bert_config.json")
+def transformer_settings(folder: Path, task: str = "feature-extraction") -> dict[str, Any]:
+    """sentence_bert_config.json, or what older releases called it; max_seq_length is None where no file has one.
+
+    Raises ConfigError where the folder's model is for another task.
+    """
+    path = _transformer_settings_file(folder)
     length = _length(folder / "tokenizer_config.json", "model_max_length")
     settings = _optional_json(path)
     if settings.get("max_seq_length") is not None:
         length = _length(path, "max_seq_length")
-    task = settings.get("transformer_task", "feature-extraction")
-    if task != "feature-extraction":
-        raise ConfigError(f"{path} has transformer_task {task!r}; fastbert has 'feature-extraction'")
+    found = settings.get("transformer_task", task)
+    if found != task:
+        needs = _CLASS_OF_TASK.get(found) if isinstance(found, str) else None
+        hint = f"fastbert.{needs} loads it" if needs else f"fastbert has: {', '.join(_CLASS_OF_TASK)}"
+        raise ConfigError(f"{path} has transformer_task {reprlib.repr(found)}, not {task!r}: {hint}")
     return {**settings, "max_seq_length": length, "do_lower_case": _flag(path, settings, "do_lower_case", False)}
+
+
+def _transformer_settings_file(folder: Path) -> Path:
+    return next(iter(sorted(folder.glob("sentence_*_config.json"))), folder / "sentence_bert_config.json")
 
 
 def _length(path: Path, name: str) -> int | None:
@@ -144,16 +179,47 @@ def read_recipe(root: Path, hidden_size: int) -> Recipe:
             width = linear.out_features
         elif name != "Dropout":  # nothing at inference
             raise ConfigError(f"{folder} is a {name}; fastbert has Transformer, Pooling, Dense, Normalize and Dropout")
+    return recipe
+
+
+def read_splade(root: Path) -> SpladePooling:
+    """What follows the masked LM; the default where there is no modules.json. Raises ConfigError."""
+    modules = _list_modules(root)
+    if not modules:
+        return SpladePooling()
+    names = [name for name, _ in modules]
+    if names[1:] != ["SpladePooling"]:
+        raise ConfigError(f"{root / 'modules.json'} has {', '.join(names)}; a SparseEncoder has SpladePooling second")
+    path = modules[1][1] / "config.json"
+    entries = _optional_json(path)
+    known = {"pooling_strategy": ("max", "sum"), "activation_function": ("relu", "log1p_relu")}
+    chosen = {name: entries.get(name, values[0]) for name, values in known.items()}
+    for name, values in known.items():
+        if chosen[name] not in values:
+            raise ConfigError(f"{path}: {name} is {reprlib.repr(chosen[name])}; fastbert has {', '.join(values)}")
+    return SpladePooling(chosen["pooling_strategy"], chosen["activation_function"])
+
+
+def read_settings(root: Path, folder: Path) -> Settings:
+    """Of a model in `root` whose tokenizer is in `folder`. Raises CheckpointError for what is of another type."""
     path = root / "config_sentence_transformers.json"
-    settings = _optional_json(path)
-    prompts, default = settings.get("prompts"), settings.get("default_prompt_name")
+    entries = _optional_json(path)
+    prompts = entries.get("prompts")
     if not isinstance(prompts, dict | None) or not all(isinstance(t, str | None) for t in (prompts or {}).values()):
         raise CheckpointError(f"{path}: prompts is {reprlib.repr(prompts)}; it must map names to texts")
-    if not isinstance(default, str | None):
-        raise CheckpointError(f"{path}: default_prompt_name is {reprlib.repr(default)}; it must be a text or null")
-    recipe.prompts = {name: text or "" for name, text in (prompts or {}).items()}
-    recipe.default_prompt_name = default
-    return recipe
+    settings = Settings({name: text or "" for name, text in (prompts or {}).items()})
+    settings.truncate_dim = _length(path, "truncate_dim")
+    settings.max_active_dims = _length(path, "max_active_dims")
+    for name in ("default_prompt_name", "activation_fn", "similarity_fn_name"):
+        value = entries.get(name)
+        if not isinstance(value, str | None):
+            raise CheckpointError(f"{path}: {name} is {reprlib.repr(value)}; it must be a text or null")
+        setattr(settings, name, value)
+    found = _transformer_settings_file(folder)
+    settings.lowercase = _flag(found, _optional_json(found), "do_lower_case", False)
+    names = ("tokenizer_config.json", "special_tokens_map.json")
+    settings.tokenizer_files = {name: _optional_json(folder / name) for name in names if (folder / name).is_file()}
+    return settings
 
 
 def _pooling_modes(path: Path, entries: dict[str, Any]) -> tuple[str, ...]:

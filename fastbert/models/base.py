@@ -141,7 +141,7 @@ class PreTrainedModel(ModelAccess):
 class HasModel:
     """What is no module but runs one (SentenceEncoder): fastbert.quantize and fastbert.repack take it in its place."""
 
-    model: EncoderModel
+    model: PreTrainedModel
 
     def encode(self, inputs: Any) -> Any:
         """Run the model on inputs; what comes back has a length, the number of them."""

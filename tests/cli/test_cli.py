@@ -20,8 +20,8 @@ import fastbert
 from fastbert import EncoderConfig, SentenceEncoder
 from fastbert.backend import BUILD_KERNELS
 from fastbert.cli.doctor import torch_fault
-from fastbert.cli.growing_array import GrowingArray
 from fastbert.cli.info import matmul_parameters
+from fastbert.cli.outputs.growing_array import GrowingArray
 from fastbert.cli.run import USER_ERRORS
 from fastbert.cli.texts import UsageError, read_texts
 from fastbert.models.auto import AutoModel
@@ -132,8 +132,8 @@ def test_encode_writes_what_the_encoder_gives(tmp_path, model, suffix):
     assert re.search(r"5 texts, \d+ tokens in .* tokens/s -> .*out.npy float32 \(5, 32\)\n$", done.stderr)
     vectors = np.load(out)
     assert vectors.dtype == np.float32 and vectors.shape == (5, 32)
-    exact = SentenceEncoder.from_pretrained(model, dtype="float64", device="cpu").encode(TEXTS, output="torch")
-    plain = SentenceEncoder.from_pretrained(model, device="cpu").encode(TEXTS, output="torch")
+    exact = SentenceEncoder.from_pretrained(model, dtype="float64", device="cpu").encode(TEXTS, convert_to_tensor=True)
+    plain = SentenceEncoder.from_pretrained(model, device="cpu").encode(TEXTS, convert_to_tensor=True)
     assert_close_to_reference(torch.from_numpy(vectors), exact.double(), plain, GRADIENT_FACTOR, suffix)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([source.name, "out.npy"])
 
@@ -209,7 +209,17 @@ def test_info_reads_no_weights(tmp_path):
     tiny.write_json(tmp_path / "config.json", EncoderConfig.of_family("bert").to_dict())
     done = run("info", tmp_path)
     assert done.returncode == 0, done.stderr
-    for text in ("109,482,240", "12 of 64", "30,522", "84,934,656", "170.5 M", "188.7 M", "437.9 MB", "219.0 MB"):
+    for text in (
+        "109,482,240",
+        "12 of 64",
+        "30,522",
+        "84,934,656",
+        "170.5 M",
+        "188.7 M",
+        "437.9 MB",
+        "219.0 MB",
+        "134.4 MB",
+    ):
         assert text in done.stdout, text
     assert run_here("info", tmp_path / "config.json").stdout.splitlines()[1:] == done.stdout.splitlines()[1:]
     assert "config.json does not exist" in fails("info", ROOT / "tests")
@@ -250,7 +260,7 @@ def test_doctor_without_optional_parts():
     assert "the C++ extension is not built" in done.stdout and BUILD_KERNELS in done.stdout
 
 
-COMMANDS = ("encode", "fill-mask", "quantize", "info", "doctor", "build", "bench")
+COMMANDS = ("encode", "search", "rerank", "classify", "fill-mask", "quantize", "info", "doctor", "build", "bench")
 
 
 def test_help_is_quick_and_has_examples():

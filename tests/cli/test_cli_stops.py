@@ -20,7 +20,7 @@ CHUNKS, CHUNK = 5, 1024
 STOPPED = """
 import signal, sys
 from fastbert import cli
-from fastbert.cli.growing_array import GrowingArray
+from fastbert.cli.outputs.growing_array import GrowingArray
 append, appended = GrowingArray.append, 0
 def counted(self, vectors):
     global appended
@@ -111,7 +111,7 @@ KILLED_AT_EVERY_CALL = """
 import os, signal, sys
 from pathlib import Path
 import numpy as np
-from fastbert.cli import growing_array
+from fastbert.cli.outputs import growing_array
 growing_array.COMMIT_S = 0.0
 folder, names = Path(sys.argv[1]), ("open", "write", "ftruncate", "fsync", "replace")
 

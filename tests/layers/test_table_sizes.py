@@ -14,7 +14,7 @@ from fastbert.backend import use_backend
 from fastbert.models.classes import CLASSES
 from fastbert.models.inputs import TableSizes
 from fastbert.packing import InputError
-from fastbert.sentences import position_limit
+from fastbert.sentences.text_model import position_limit
 
 
 @pytest.fixture

@@ -153,13 +153,13 @@ def test_sentences(model_type, settings, length, tmp_path):
     assert encoder.max_seq_length == length
     long = "the cat sat on mat " * 40
     texts = ["the cat sat", long, "a dog ran in to house"]
-    found = encoder.encode(texts, output="torch")
+    found = encoder.encode(texts, convert_to_tensor=True)
     ids = encoder.tokenizer.encode(long).ids
     assert len(ids) == length
     model = fastbert.AutoModel.from_pretrained(folder)
     with torch.no_grad():
         literal = model(torch.tensor([ids])).last_hidden_state.mean(1)[0]
-        alone = encoder.encode(long, output="torch")
+        alone = encoder.encode(long, convert_to_tensor=True)
     eps = torch.finfo(torch.float32).eps
     assert (found[1] - literal).abs().max() <= 8 * eps * literal.abs().max()
     assert torch.equal(found[1], alone)

@@ -1,0 +1,63 @@
+"""`fastbert classify`: the label of each text."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from fastbert.cli import raise_if_stopped, say
+from fastbert.cli.outputs import ROW_KINDS, STDOUT, check_output, open_rows
+from fastbert.cli.parser import add_command, add_model_option, add_running_options, add_source
+from fastbert.cli.texts import UsageError, check_source, read_texts
+
+CHUNK_TEXTS = 1024
+
+
+def add(commands: Any) -> None:
+    parser = add_command(
+        commands, "classify", run, "the label of each text",
+        """
+        Gives every text of FILE its most probable label and the probability, a row a text, in the order of FILE.
+        MODEL must have a head for sequence classification. OUT is a .jsonl or a .parquet; without it the rows go to
+        standard output, as JSON lines, as soon as they are there.
+        """,
+        "fastbert classify reviews.csv --column text --model ./my-classifier --output labels.jsonl",
+    )  # fmt: skip
+    add_source(parser)
+    add_model_option(parser)
+    parser.add_argument(
+        "--output", metavar="OUT", type=Path, default=STDOUT, help="a .jsonl, a .parquet, or - (default)"
+    )
+    parser.add_argument("--all", action="store_true", help="the probabilities of all labels, in a column each")
+    add_running_options(parser)
+    parser.add_argument("--force", action="store_true", help="replace OUT")
+
+
+def run(options: argparse.Namespace) -> int:
+    check_output(options.output, ROW_KINDS, options.force)
+    check_source(options.file)
+
+    from fastbert.sentences import TextClassifier
+    from fastbert.sentences.batches import in_chunks, progress_bar
+    from fastbert.sentences.text_model import RunOptions
+
+    raise_if_stopped()
+    classifier = TextClassifier.from_pretrained(options.model, dtype=options.dtype, device=options.device)
+    settings, total = RunOptions(batch_tokens=options.batch_tokens, on_host=True), 0
+    with open_rows(options.output) as rows, progress_bar(None, None, desc="classifying", delay=0) as bar:
+        for chunk in in_chunks(read_texts(options.file, options.column), CHUNK_TEXTS):
+            scores = classifier.scores(classifier.rows(chunk, settings, bar.update)).float().numpy()
+            best = scores.argmax(-1)
+            found: dict[str, Any] = {"text": chunk, "label": [classifier.labels[i] for i in best]}
+            if options.all:
+                found |= {label: scores[:, i] for i, label in enumerate(classifier.labels)}
+            else:
+                found["score"] = scores.max(-1)
+            rows.write(found)
+            raise_if_stopped()
+            total += len(chunk)
+        if not total:
+            raise UsageError(f"{options.file} holds no texts")
+    say(f"{total:,} texts -> {options.output}")
+    return 0

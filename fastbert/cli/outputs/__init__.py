@@ -1,0 +1,112 @@
+"""Where a command's rows go: JSON lines or parquet, in a file that appears when it is whole, or on standard output."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from fastbert.cli.texts import UsageError
+
+STDOUT = Path("-")
+ROW_KINDS = (".jsonl", ".parquet")
+
+
+class Rows(Protocol):
+    """What takes rows of the same fields, many at a time."""
+
+    def write(self, columns: Mapping[str, Any]) -> None: ...
+
+
+class _JsonLines:
+    def __init__(self, file: Any):
+        self.file = file
+
+    def write(self, columns: Mapping[str, Any]) -> None:
+        for values in zip(*columns.values(), strict=True):
+            row = {name: _plain(value) for name, value in zip(columns, values, strict=True)}
+            self.file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self.file.flush()
+
+
+class _Parquet:
+    def __init__(self, path: Path):
+        self.path = path
+        self.writer: Any = None
+
+    def write(self, columns: Mapping[str, Any]) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        table = pa.table({name: _arrow(values) for name, values in columns.items()})
+        if self.writer is None:
+            self.writer = pq.ParquetWriter(self.path, table.schema)
+        self.writer.write_table(table)
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it. A float32 is written with the fewest digits that give it back."""
+    if hasattr(value, "tolist"):
+        return [float(str(x)) for x in value] if value.ndim else float(str(value))
+    return value
+
+
+def _arrow(values: Any) -> Any:
+    import pyarrow as pa
+
+    if hasattr(values, "ndim") and values.ndim == 2:
+        return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
+    return pa.array(values)
+
+
+def check_output(path: Path, kinds: Sequence[str], force: bool) -> None:
+    """Raise UsageError unless `path` can be written: standard output, or a new file of one of `kinds`."""
+    if path == STDOUT:
+        return
+    folder = path.parent
+    if path.suffix not in kinds:
+        raise UsageError(f"--output {path}: the name must end in {' or '.join(kinds)}")
+    if not folder.is_dir():
+        raise UsageError(f"--output {path}: {folder} is not a folder")
+    if path.is_dir():
+        raise UsageError(f"--output {path} is a folder")
+    if path.exists() and not force:
+        raise UsageError(f"{path} exists already; --force replaces it")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"--output {path}: no right to write into {folder}")
+    if path.suffix == ".parquet":
+        try:
+            import pyarrow.parquet  # noqa: F401
+        except ImportError:
+            raise UsageError(f"{path}: writing parquet needs pyarrow: pip install pyarrow") from None
+
+
+@contextmanager
+def open_rows(path: Path) -> Iterator[Rows]:
+    """The rows of `path`, which has its name once all are written; what an error leaves is removed."""
+    if path == STDOUT:
+        yield _JsonLines(sys.stdout)
+        return
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        if path.suffix == ".parquet":
+            rows = _Parquet(partial)
+            try:
+                yield rows
+            finally:
+                rows.close()
+        else:
+            with partial.open("w", encoding="utf-8") as file:
+                yield _JsonLines(file)
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

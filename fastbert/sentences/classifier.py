@@ -1,0 +1,87 @@
+"""TextClassifier gives each text, or pair of texts, the probabilities of a model's labels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from fastbert.sentences.batches import check_text, check_texts
+from fastbert.sentences.pool import ProcessPool
+from fastbert.sentences.scorer import Input, SequenceScorer, check_pair
+from fastbert.sentences.text_model import Devices, RunOptions
+
+
+class TextClassifier(SequenceScorer):
+    """What transformers' pipeline for text classification computes, on packed batches. `from_pretrained` makes one."""
+
+    what = "classifier"
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | os.PathLike,
+        *,
+        dtype: torch.dtype | str | None = "auto",
+        device: torch.device | str | None = None,
+        max_seq_length: int | None = None,
+    ) -> TextClassifier:
+        """A classifier from the folder or hub id of a model for sequence classification; the rest as for a Reranker."""
+        return cls._load(name_or_path, dtype, device, max_seq_length)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the labels, LABEL_i where the config has none."""
+        names = dict(self.model.config.id2label)
+        return tuple(names.get(i, f"LABEL_{i}") for i in range(self.num_labels))
+
+    def predict(
+        self,
+        inputs: str | Iterable[Input],
+        batch_size: int | None = None,
+        show_progress_bar: bool | None = None,
+        device: Devices | None = None,
+        pool: ProcessPool | None = None,
+        chunk_size: int | None = None,
+        *,
+        batch_tokens: int | None = None,
+    ) -> Any:
+        """The probabilities of the labels: (num_labels,) for one text, (inputs, num_labels) for a list.
+
+        They come from a softmax; from a sigmoid for one label, or several at once (`problem_type`); a regression's
+        values are as they are. An input of a list is a text or a tuple of two. The arguments are those of a Reranker.
+
+        Raises:
+            TypeError, InputError: as a Reranker.
+        """
+        one = isinstance(inputs, str)
+        listed = check_texts(inputs) if isinstance(inputs, str) else _check_inputs(inputs)
+        options = RunOptions("", batch_tokens, batch_size, on_host=True)
+        bar_options = {"desc": "classifying"}
+        logits = self.shared_rows(listed, options, show_progress_bar, device, pool, chunk_size, **bar_options)
+        scores = self.scores(logits).numpy()
+        return scores[0] if one else scores
+
+    encode = predict
+
+    @torch.inference_mode()
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """What `predict` makes of logits (inputs, num_labels)."""
+        kind = self.model.config.problem_type
+        if kind == "regression":
+            return logits
+        return logits.sigmoid() if kind == "multi_label_classification" or self.num_labels == 1 else logits.softmax(-1)
+
+
+def _check_inputs(inputs: Any) -> list[Any]:
+    if isinstance(inputs, bytes) or not isinstance(inputs, Iterable):
+        raise TypeError(f"inputs is a {type(inputs).__name__}; it must be a text, or a list of texts or of pairs")
+    listed = list(inputs)
+    for i, one in enumerate(listed):
+        if isinstance(one, (list, tuple)):
+            listed[i] = check_pair(f"inputs[{i}]", one)
+        else:
+            check_text(f"inputs[{i}]", one)
+    return listed

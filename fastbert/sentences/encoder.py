@@ -1,0 +1,388 @@
+"""SentenceEncoder turns each text into a vector (Reimers & Gurevych 2019). It reads sentence-transformers folders.
+
+Texts are tokenised without padding, sorted by length, and cut into batches of a number of tokens. The encoder gets them
+packed, so a batch of mixed lengths takes the time of its real tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+
+from fastbert.checkpoint.dtypes import parse_dtype
+from fastbert.checkpoint.pretrained import resolve
+from fastbert.config import ConfigError
+from fastbert.data.sentence_folder import (
+    Normalize,
+    Recipe,
+    Settings,
+    read_recipe,
+    read_settings,
+    transformer_folder,
+    transformer_settings,
+)
+from fastbert.data.tokenization import load_tokenizer
+from fastbert.models.auto import load_encoder
+from fastbert.models.base import EncoderModel, must_be_called
+from fastbert.models.quantized import is_quantized, linears_of, make_int8
+from fastbert.packing import InputError
+from fastbert.sentences.batches import (
+    CHUNK_TEXTS,
+    check_texts,
+    in_chunks,
+    longest_first,
+    packed,
+    progress_bar,
+    token_batches,
+)
+from fastbert.sentences.pool import ProcessPool
+from fastbert.sentences.pooling import pool as pool_tokens
+from fastbert.sentences.saving import save_encoder
+from fastbert.sentences.similarity import (
+    PRECISIONS,
+    SIMILARITIES,
+    Precision,
+    Similarity,
+    in_precision,
+    similarity,
+    similarity_pairwise,
+)
+from fastbert.sentences.text_model import Devices, RunOptions, TextModel, pick_device, position_limit
+
+OutputValue = Literal["sentence_embedding", "token_embeddings"]
+
+
+class SentenceEncoder(TextModel):
+    """Turns texts into vectors of `dim` numbers; cuts texts to `max_seq_length` tokens. `from_pretrained` makes one."""
+
+    model: EncoderModel
+
+    default_prompts = ("query", "document")
+
+    def __init__(
+        self,
+        model: EncoderModel,
+        tokenizer: Tokenizer,
+        recipe: Recipe,
+        max_seq_length: int,
+        settings: Settings | None = None,
+    ):
+        super().__init__(model, tokenizer, max_seq_length, settings)
+        self.recipe = recipe
+        settings = Settings() if settings is None else settings
+        self.truncate_dim = settings.truncate_dim
+        self.similarity_fn_name = settings.similarity_fn_name or "cosine"
+        pooled = torch.zeros(1, model.config.hidden_size * len(recipe.pooling), device=model.device)
+        self._full_dim = self._finish(pooled, RunOptions()).shape[1]
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | os.PathLike,
+        *,
+        dtype: torch.dtype | str | None = "auto",
+        device: torch.device | str | None = None,
+        max_seq_length: int | None = None,
+    ) -> SentenceEncoder:
+        """An encoder from a sentence-transformers folder, or from a plain encoder's: mean pooling, not normalised.
+
+        Args:
+            name_or_path: a folder, a hub id, or a name in fastbert.checkpoint.pretrained.PACKAGED_MODELS.
+            dtype: a torch dtype or its name. "auto" keeps the checkpoint's own; "int8" quantises it.
+            device: where to run. The default is CUDA if there is a GPU, else the CPU.
+            max_seq_length: longer texts are cut to so many tokens, [CLS] and [SEP] included. Default: the folder's.
+
+        Raises:
+            CheckpointError: a file is absent or damaged. ConfigError: fastbert does not have a module or a pooling mode
+            of the folder, the device is not there, or the length is out of range.
+        """
+        int8 = dtype in ("int8", torch.int8)
+        root, device, torch_dtype = resolve(name_or_path), pick_device(device), None if int8 else parse_dtype(dtype)
+        folder = transformer_folder(root)
+        model = load_encoder(folder, str(name_or_path), torch_dtype).to(device)
+        if int8 and not is_quantized(model):
+            make_int8(model, linears_of(model), {})
+        settings = transformer_settings(folder)
+        tokenizer = load_tokenizer(folder, lowercase=bool(settings.get("do_lower_case")))
+        recipe = read_recipe(root, model.config.hidden_size)
+        for module in recipe.modules:
+            module.to(device=device, dtype=torch.float32).requires_grad_(False)
+        limit = position_limit(model)
+        length = max_seq_length if max_seq_length is not None else min(settings.get("max_seq_length") or limit, limit)
+        return cls(model, tokenizer, recipe, length, read_settings(root, folder))
+
+    def to(self, device: str | torch.device) -> SentenceEncoder:
+        super().to(device)
+        for module in self.recipe.modules:
+            module.to(self.device)
+        return self
+
+    @property
+    def dim(self) -> int:
+        """How many numbers a vector has."""
+        return self._full_dim if self.truncate_dim is None else min(self.truncate_dim, self._full_dim)
+
+    def get_embedding_dimension(self) -> int:
+        return self.dim
+
+    get_sentence_embedding_dimension = get_embedding_dimension  # what releases before 6 called it
+
+    def save_pretrained(self, folder: str | os.PathLike) -> None:
+        """Writes a sentence-transformers folder, which `from_pretrained` and sentence-transformers read.
+
+        That of a quantised model is for `from_pretrained` alone. Raises the errors of a model's save_pretrained.
+        """
+        save_encoder(self, folder)
+
+    def as_sentence_transformer(self) -> Any:
+        """A sentence_transformers.SentenceTransformer with the same weights, for tools that take no other class.
+
+        What it encodes goes through this encoder, with the same bits. Its trainer trains this encoder's weights, unless
+        they are int8. Raises ConfigError where sentence-transformers is not installed.
+        """
+        from fastbert.sentences.sentence_transformers import as_sentence_transformer
+
+        return as_sentence_transformer(self)
+
+    def encode(
+        self,
+        inputs: str | Iterable[str],
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        batch_size: int | None = None,
+        show_progress_bar: bool | None = None,
+        output_value: OutputValue | None = "sentence_embedding",
+        precision: Precision | None = "float32",
+        convert_to_numpy: bool = True,
+        convert_to_tensor: bool = False,
+        device: Devices | None = None,
+        normalize_embeddings: bool = False,
+        truncate_dim: int | None = None,
+        pool: ProcessPool | None = None,
+        chunk_size: int | None = None,
+        *,
+        batch_tokens: int | None = None,
+        normalize: bool | None = None,
+    ) -> Any:
+        """The vectors of texts, in the order of the texts. The arguments mean what they mean in sentence-transformers.
+
+        Args:
+            inputs: one string, or many.
+            prompt_name, prompt: what is put before every text: a prompt of the model's, or a text. Default: the model's
+                default prompt, mostly none.
+            batch_size: how many texts the encoder gets at a time, at most. None: as many as `batch_tokens` allows.
+            show_progress_bar: None shows a bar on a terminal if the work takes longer than 2 s.
+            output_value: "token_embeddings" gives a tensor (tokens, hidden_size) for each text; None a dict for each:
+                input_ids, attention_mask, token_embeddings, sentence_embedding. Neither has padding.
+            precision: "int8" and "uint8" go by the range of each dimension among these texts, "binary" and "ubinary" by
+                the signs, eight dimensions a byte.
+            convert_to_numpy, convert_to_tensor: an array; or a tensor on the model's device; or, with neither, a list
+                of tensors.
+            device: moves the model there first. A list of devices: a pool of processes, for this call.
+            normalize_embeddings: vectors of length 1, after all else.
+            truncate_dim: only so many numbers of each vector, the first ones. Default: the model's own, mostly all.
+            pool, chunk_size: what start_multi_process_pool gave, and how many texts one of its processes gets at once.
+            batch_tokens: how many tokens the encoder gets at a time; a longer text is a batch of its own. The default
+                is the number with which the device is fastest.
+            normalize: False leaves out the model's own Normalize at the end.
+
+        Returns:
+            float32, (dim,) for one string and (number of texts, dim) for a list, which may be empty.
+
+        Raises:
+            TypeError: a text is no string; the message has its index. InputError: a text is not valid Unicode, or an
+            option is out of bounds.
+        """
+        if output_value not in ("sentence_embedding", "token_embeddings", None):
+            raise InputError(
+                f"unknown output_value {output_value!r}; there are sentence_embedding, token_embeddings and None"
+            )
+        precision = "float32" if precision is None else precision
+        if precision not in PRECISIONS:
+            raise InputError(f"unknown precision {precision!r}; there are {', '.join(PRECISIONS)}")
+        if normalize_embeddings and normalize is False:
+            raise InputError("normalize_embeddings=True and normalize=False exclude each other")
+        one, listed, as_vectors = isinstance(inputs, str), check_texts(inputs), output_value == "sentence_embedding"
+        options = RunOptions(
+            prompt=self.prompt(prompt_name, prompt),
+            batch_tokens=batch_tokens,
+            batch_size=batch_size,
+            normalize=normalize_embeddings or normalize,
+            truncate_dim=truncate_dim,
+            on_host=convert_to_numpy and not convert_to_tensor,
+        )
+        if not as_vectors:
+            if pool is not None or isinstance(device, list) or precision != "float32":
+                raise InputError(f"output_value {output_value!r} excludes a pool, several devices and a precision")
+            with progress_bar(len(listed), show_progress_bar) as bar:
+                rows = self.to(device or self.device).token_rows(listed, options, bar.update)
+            found = [row["token_embeddings"] for row in rows] if output_value else rows
+            return found[0] if one else found
+        vectors = self.shared_rows(listed, options, show_progress_bar, device, pool, chunk_size)
+        if precision != "float32":
+            vectors = torch.from_numpy(in_precision(vectors.cpu().numpy(), precision))
+        if convert_to_tensor:
+            return (vectors[0] if one else vectors).to(self.device)
+        if convert_to_numpy:
+            return (vectors[0] if one else vectors).cpu().numpy()
+        return vectors[0] if one else list(vectors)
+
+    def encode_query(self, inputs: str | Iterable[str], **options: Any) -> Any:
+        """`encode` with the model's prompt for queries, if it has one and no other is asked for."""
+        return self.encode(inputs, **self._with_prompt(("query",), options))
+
+    def encode_document(self, inputs: str | Iterable[str], **options: Any) -> Any:
+        """`encode` with the model's prompt for documents, if it has one and no other is asked for."""
+        return self.encode(inputs, **self._with_prompt(("document", "passage", "corpus"), options))
+
+    def similarity(self, embeddings1: Any, embeddings2: Any) -> torch.Tensor:
+        """(n, m): how similar each of n vectors is to each of m, by `similarity_fn_name`."""
+        return similarity(embeddings1, embeddings2, self.similarity_fn_name)
+
+    def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> torch.Tensor:
+        """(n,): how similar each of n vectors is to the one in its place among n others, by `similarity_fn_name`."""
+        return similarity_pairwise(embeddings1, embeddings2, self.similarity_fn_name)
+
+    @property
+    def similarity_fn_name(self) -> str:
+        """cosine, dot, euclidean or manhattan; the last two are distances with a minus."""
+        return self._similarity_fn_name
+
+    @similarity_fn_name.setter
+    def similarity_fn_name(self, name: Similarity | str) -> None:
+        if name not in SIMILARITIES:
+            raise ConfigError(f"unknown similarity {name!r}; there are {', '.join(SIMILARITIES)}")
+        self._similarity_fn_name = name
+
+    def encode_stream(
+        self,
+        texts: Iterable[str],
+        *,
+        batch_tokens: int | None = None,
+        normalize: bool | None = None,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        truncate_dim: int | None = None,
+        chunk_texts: int = CHUNK_TEXTS,
+        on_batch: Callable[[int], Any] = lambda texts: None,
+    ) -> Iterator[tuple[np.ndarray, int]]:
+        """Yields, for one chunk of texts after the other, its vectors (float32, (texts, dim)) and its number of tokens.
+
+        A chunk has `chunk_texts` texts, or fewer if they are long. Only one chunk is in memory at a time. Its vectors
+        depend on this chunk alone, so a stream that starts again at the beginning of a chunk gives the same bits.
+        `on_batch(texts)` is called after each batch.
+        """
+        options = RunOptions(
+            self.prompt(prompt_name, prompt), batch_tokens, normalize=normalize, truncate_dim=truncate_dim
+        )
+        for chunk in in_chunks(texts, chunk_texts):
+            ids = self.tokenize(check_texts(chunk), options.prompt)
+            rows = self._vectors_of(ids, options, on_batch)
+            yield rows.cpu().numpy(), sum(map(len, ids))
+
+    def tokenize(self, texts: list[str], prompt: str = "") -> list[list[int]]:
+        """The token ids of each text, with special tokens, cut to max_seq_length."""
+        if prompt:
+            texts = [prompt + text for text in texts]
+        return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts)]
+
+    def encode_ids(
+        self,
+        ids: list[list[int]],
+        *,
+        batch_tokens: int | None = None,
+        normalize: bool | None = None,
+        on_batch: Callable[[int], Any] = lambda texts: None,
+    ) -> torch.Tensor:
+        """The vectors of sequences of token ids, in their order: float32 (sequences, dim) on the model's device.
+
+        `on_batch(sequences)` is called after each batch. Raises InputError for a budget below 1.
+        """
+        return self._vectors_of(ids, RunOptions(batch_tokens=batch_tokens, normalize=normalize), on_batch)
+
+    def rows(
+        self, inputs: list[str], options: RunOptions, on_batch: Callable[[int], Any] = lambda texts: None
+    ) -> torch.Tensor:
+        device = torch.device("cpu") if options.on_host else self.device
+        vectors = torch.empty(len(inputs), self._width(options), device=device)
+        for places, chunk in longest_first(inputs):
+            rows = self._vectors_of(self.tokenize(chunk, options.prompt), options, on_batch)
+            vectors[torch.tensor(places, device=device)] = rows.to(device)
+        return vectors
+
+    @torch.inference_mode()
+    def token_rows(
+        self, inputs: list[str], options: RunOptions, on_batch: Callable[[int], Any] = lambda texts: None
+    ) -> list[dict[str, torch.Tensor]]:
+        """For each of the texts what `encode` gives for `output_value=None`."""
+        found: list[dict[str, torch.Tensor]] = [{}] * len(inputs)
+        for places, chunk in longest_first(inputs):
+            ids = self.tokenize(chunk, options.prompt)
+            for batch in self._batches(ids, options):
+                input_ids, cu_seqlens, longest = packed([ids[i] for i in batch], self.device)
+                hidden = self._hidden(input_ids, cu_seqlens, longest)
+                vectors = self._finish(self._pool(hidden, cu_seqlens, options), options)
+                lengths = [len(ids[i]) for i in batch]
+                for i, own, tokens, vector in zip(
+                    batch, input_ids.split(lengths), hidden.split(lengths), vectors, strict=True
+                ):
+                    found[places[i]] = {
+                        "input_ids": own,
+                        "attention_mask": torch.ones_like(own),
+                        "token_embeddings": tokens,
+                        "sentence_embedding": vector,
+                    }
+                on_batch(len(batch))
+        return found
+
+    def _width(self, options: RunOptions) -> int:
+        return self.dim if options.truncate_dim is None else min(options.truncate_dim, self._full_dim)
+
+    def _batches(self, ids: list[list[int]], options: RunOptions) -> Iterator[list[int]]:
+        budget = options.batch_tokens or self.default_batch_tokens
+        return token_batches([len(sequence) for sequence in ids], budget, options.batch_size)
+
+    @torch.inference_mode()
+    def _vectors_of(
+        self, ids: list[list[int]], options: RunOptions, on_batch: Callable[[int], Any] = lambda texts: None
+    ) -> torch.Tensor:
+        vectors = torch.empty(len(ids), self._width(options), device=self.device)
+        for batch in self._batches(ids, options):
+            input_ids, cu_seqlens, longest = packed([ids[i] for i in batch], self.device)
+            pooled = self._pool(self._hidden(input_ids, cu_seqlens, longest), cu_seqlens, options)
+            vectors[torch.tensor(batch, device=self.device)] = self._finish(pooled, options)
+            on_batch(len(batch))
+        return vectors
+
+    def _hidden(self, input_ids: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> torch.Tensor:
+        if must_be_called(self.model):
+            return self.model(input_ids, cu_seqlens=cu_seqlens, max_seqlen=longest).last_hidden_state
+        return self.model.encode_packed(input_ids, cu_seqlens, longest)
+
+    def _pool(self, hidden: torch.Tensor, cu_seqlens: torch.Tensor, options: RunOptions) -> torch.Tensor:
+        leaves_out = options.prompt and not self.recipe.prompt_is_pooled
+        return pool_tokens(
+            hidden, cu_seqlens, self.recipe.pooling, self._prompt_tokens(options.prompt) if leaves_out else 0
+        )
+
+    def _prompt_tokens(self, prompt: str) -> int:
+        """How many tokens a prompt has at the beginning of a text: without a special one at its own end."""
+        encoding = self.tokenizer.encode(prompt)
+        return len(encoding.ids) - encoding.special_tokens_mask[-1]
+
+    @torch.inference_mode()
+    def _finish(self, pooled: torch.Tensor, options: RunOptions) -> torch.Tensor:
+        modules, pooled = self.recipe.modules, pooled.float()
+        if options.normalize is False and modules and isinstance(modules[-1], Normalize):
+            modules = modules[:-1]
+        for module in modules:
+            pooled = module(pooled)
+        width = self.truncate_dim if options.truncate_dim is None else options.truncate_dim
+        pooled = pooled if width is None else pooled[:, :width]
+        return F.normalize(pooled, dim=-1) if options.normalize else pooled

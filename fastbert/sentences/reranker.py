@@ -1,0 +1,190 @@
+"""Reranker scores pairs of a query and a text, as sentence-transformers' CrossEncoder does (Nogueira & Cho 2019)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import nn
+
+from fastbert.config import ConfigError
+from fastbert.data.sentence_folder import Settings
+from fastbert.models.heads import HeadModel
+from fastbert.packing import InputError
+from fastbert.sentences.pool import ProcessPool
+from fastbert.sentences.scorer import SequenceScorer, check_pair
+from fastbert.sentences.text_model import Devices, RunOptions
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+# Of torch.nn, which a folder may name; sentence-transformers imports any class of torch's.
+_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "Sigmoid": nn.Sigmoid,
+    "Identity": nn.Identity,
+    "Tanh": nn.Tanh,
+    "ReLU": nn.ReLU,
+    "Softplus": nn.Softplus,
+}
+
+
+class Reranker(SequenceScorer):
+    """Gives each pair of texts a score, or `num_labels` of them. `from_pretrained` makes one."""
+
+    what = "reranker"
+    is_pair = True
+
+    def __init__(
+        self,
+        model: HeadModel,
+        tokenizer: Tokenizer,
+        max_seq_length: int,
+        settings: Settings | None = None,
+        activation_fn: Activation | None = None,
+    ):
+        super().__init__(model, tokenizer, max_seq_length, settings)
+        self.activation_fn = activation_fn or _activation(model, settings, self.num_labels)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | os.PathLike,
+        *,
+        dtype: torch.dtype | str | None = "auto",
+        device: torch.device | str | None = None,
+        max_seq_length: int | None = None,
+        activation_fn: Activation | None = None,
+    ) -> Reranker:
+        """A reranker from the folder of a model for sequence classification, sentence-transformers' or a plain one.
+
+        Args:
+            name_or_path: a folder or a hub id.
+            dtype: a torch dtype or its name. "auto" keeps the checkpoint's own; "int8" quantises it.
+            device: where to run. The default is CUDA if there is a GPU, else the CPU.
+            max_seq_length: longer pairs are cut to so many tokens, special ones included. Default: the folder's.
+            activation_fn: what makes scores of logits. Default: the folder's; else a sigmoid if there is one label, and
+                nothing if there are several.
+
+        Raises:
+            CheckpointError: a file is absent or damaged, or the checkpoint has no classifier.
+            ConfigError: fastbert does not have something that the folder asks for, the device is not there, or the
+            length is out of range.
+        """
+        return cls._load(name_or_path, dtype, device, max_seq_length, activation_fn=activation_fn)
+
+    def predict(
+        self,
+        inputs: Iterable[Sequence[str]] | Sequence[str],
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        batch_size: int | None = None,
+        show_progress_bar: bool | None = None,
+        activation_fn: Activation | None = None,
+        apply_softmax: bool = False,
+        convert_to_numpy: bool = True,
+        convert_to_tensor: bool = False,
+        device: Devices | None = None,
+        pool: ProcessPool | None = None,
+        chunk_size: int | None = None,
+        *,
+        batch_tokens: int | None = None,
+    ) -> Any:
+        """The scores of pairs, in their order. The arguments mean what they mean for a CrossEncoder.
+
+        Args:
+            inputs: pairs of texts, or one pair.
+            prompt_name, prompt: what is put before the first text of every pair: a prompt of the model's, or a text.
+            batch_size: how many pairs the model gets at a time, at most. None: as many as `batch_tokens` allows.
+            show_progress_bar: None shows a bar on a terminal if the work takes longer than 2 s.
+            activation_fn: instead of the model's own.
+            apply_softmax: of several labels, afterwards.
+            convert_to_numpy, convert_to_tensor: an array; or a tensor on the model's device; or, with neither, a list
+                of tensors.
+            device: moves the model there first. A list of devices: a pool of processes, for this call.
+            pool, chunk_size: what start_multi_process_pool gave, and how many pairs one of its processes gets at once.
+            batch_tokens: how many tokens the model gets at a time; a longer pair is a batch of its own. The default is
+                the number with which the device is fastest.
+
+        Returns:
+            (number of pairs,), or (number of pairs, num_labels) if there are several; without the first dimension for
+            one pair.
+
+        Raises:
+            TypeError: an input is no pair of texts; the message has its index. InputError: a text is not valid Unicode,
+            or an option is out of bounds.
+        """
+        pairs, one = _check_pairs(inputs)
+        on_host = convert_to_numpy and not convert_to_tensor
+        options = RunOptions(self.prompt(prompt_name, prompt), batch_tokens, batch_size, on_host=on_host)
+        bar_options = {"unit": " pairs", "desc": "scoring"}
+        logits = self.shared_rows(pairs, options, show_progress_bar, device, pool, chunk_size, **bar_options)
+        scores = self.scores(logits, activation_fn, apply_softmax)
+        scores = scores[0] if one else scores
+        if convert_to_tensor:
+            return scores.to(self.device)
+        return scores.cpu().numpy() if convert_to_numpy else scores if one else list(scores)
+
+    encode = predict
+
+    @torch.inference_mode()
+    def scores(
+        self, logits: torch.Tensor, activation_fn: Activation | None = None, apply_softmax: bool = False
+    ) -> torch.Tensor:
+        """What `predict` makes of logits (pairs, num_labels)."""
+        scores = (activation_fn or self.activation_fn)(logits)
+        if self.num_labels == 1:
+            return scores.squeeze(-1)
+        return F.softmax(scores, dim=-1) if apply_softmax else scores
+
+    def rank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_k: int | None = None,
+        return_documents: bool = False,
+        **options: Any,
+    ) -> list[dict[str, Any]]:
+        """The documents by their score beside the query, the best first: `corpus_id`, `score` and, if asked, `text`.
+
+        `options` are those of `predict`. Raises InputError for a model with several labels, and as `predict`.
+        """
+        if self.num_labels != 1:
+            raise InputError(f"rank needs a model with one label, and this one has {self.num_labels}: use predict")
+        if top_k is not None and top_k < 1:
+            raise InputError(f"top_k is {top_k}; it must be at least 1")
+        documents = list(documents)
+        scores = self.predict([(query, text) for text in documents], **options).tolist()
+        ranked = sorted(range(len(scores)), key=lambda i: -scores[i])[:top_k]  # stable: equal ones keep their order
+        return [
+            {"corpus_id": i, "score": scores[i], **({"text": documents[i]} if return_documents else {})} for i in ranked
+        ]
+
+
+def _check_pairs(inputs: Any) -> tuple[list[tuple[str, str]], bool]:
+    """The pairs, and whether one was given by itself."""
+    if isinstance(inputs, (str, bytes)) or not isinstance(inputs, Iterable):
+        raise TypeError(f"inputs is a {type(inputs).__name__}; it must be a list of pairs of texts")
+    listed = list(inputs)
+    if listed and isinstance(listed[0], str):
+        return [check_pair("inputs", listed)], True
+    return [check_pair(f"inputs[{i}]", pair) for i, pair in enumerate(listed)], False
+
+
+def _activation(model: HeadModel, settings: Settings | None, num_labels: int) -> Activation:
+    """What the folder names, in today's place or those of older releases; else sentence-transformers' default."""
+    extra = model.config.extra
+    older = extra.get("sentence_transformers")
+    name = settings.activation_fn if settings is not None else None
+    name = name or (older.get("activation_fn") if isinstance(older, dict) else None)
+    name = name or extra.get("sbert_ce_default_activation_function")
+    if name is None:
+        return nn.Sigmoid() if num_labels == 1 else nn.Identity()
+    kind = str(name).rpartition(".")[2]
+    if not str(name).startswith("torch.nn.") or kind not in _ACTIVATIONS:
+        raise ConfigError(
+            f"the folder names the activation {name!r}; fastbert has {', '.join(_ACTIVATIONS)} of torch.nn: give"
+            " activation_fn"
+        )
+    return _ACTIVATIONS[kind]()

@@ -1,0 +1,72 @@
+"""Similarities of vectors, and vectors in fewer bits, as sentence-transformers defines them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from fastbert.packing import InputError
+
+Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
+Precision = Literal["float32", "int8", "uint8", "binary", "ubinary"]
+SIMILARITIES: tuple[str, ...] = get_args(Similarity)
+PRECISIONS: tuple[str, ...] = get_args(Precision)
+
+
+def similarity(a: Any, b: Any, name: str) -> torch.Tensor:
+    """(n, dim), (m, dim) -> (n, m): how similar each of `a` is to each of `b`. A vector is a matrix of one row."""
+    a, b = _matrix(a), _matrix(b)
+    if name != "dot" or not (a.is_sparse and b.is_sparse):
+        a, b = a.to_dense(), b.to_dense()
+    if name == "cosine":
+        return F.normalize(a, dim=-1) @ F.normalize(b, dim=-1).T
+    if name == "dot":
+        return (torch.sparse.mm(a, b.T) if a.is_sparse else a @ b.T).to_dense()
+    return -torch.cdist(a, b, p=2.0 if name == "euclidean" else 1.0)
+
+
+def similarity_pairwise(a: Any, b: Any, name: str) -> torch.Tensor:
+    """(n, dim), (n, dim) -> (n,): how similar each of `a` is to the one of `b` in its place."""
+    a, b = _tensor(a).to_dense(), _tensor(b).to_dense()
+    if name == "cosine":
+        return (F.normalize(a, dim=-1) * F.normalize(b, dim=-1)).sum(-1)
+    if name == "dot":
+        return (a * b).sum(-1)
+    return -(torch.linalg.vector_norm(a - b, dim=-1) if name == "euclidean" else (a - b).abs().sum(-1))
+
+
+def _tensor(vectors: Any) -> torch.Tensor:
+    if isinstance(vectors, list):
+        vectors = torch.stack([torch.as_tensor(vector) for vector in vectors])
+    vectors = torch.as_tensor(vectors)
+    return vectors if vectors.is_floating_point() else vectors.float()
+
+
+def _matrix(vectors: Any) -> torch.Tensor:
+    vectors = _tensor(vectors)
+    return vectors[None] if vectors.dim() == 1 else vectors
+
+
+def in_precision(vectors: np.ndarray, precision: str) -> np.ndarray:
+    """Vectors (n, dim) in integers.
+
+    int8, uint8: each dimension in 256 steps between its smallest and its largest value among the n vectors, which are
+    to be many. binary, ubinary: a bit a dimension, set above 0, eight of them in a byte.
+    """
+    if precision == "float32":
+        return vectors
+    if precision.endswith("binary"):
+        bits = np.packbits(vectors > 0, axis=-1)
+        return bits if precision == "ubinary" else (bits - 128).astype(np.int8)
+    if len(vectors) == 1:
+        raise InputError(f"precision {precision!r} goes by the range of many vectors, and there is one")
+    if not len(vectors):
+        return np.zeros(vectors.shape, np.dtype(precision))
+    low = vectors.min(axis=0)
+    steps = (vectors.max(axis=0) - low) / 255
+    steps = np.where(steps == 0, 1, steps)
+    levels = np.clip(np.floor((vectors - low) / steps), 0, 255)
+    return levels.astype(np.uint8) if precision == "uint8" else (levels - 128).astype(np.int8)

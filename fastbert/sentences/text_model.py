@@ -1,0 +1,177 @@
+"""What a SentenceEncoder, a Reranker and a SparseEncoder share: a model, its tokenizer, their lengths and devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from tokenizers import Tokenizer
+
+from fastbert.config import ConfigError
+from fastbert.data.sentence_folder import Settings
+from fastbert.models.base import HasModel, PreTrainedModel
+from fastbert.packing import InputError
+from fastbert.sentences.batches import BATCH_TOKENS, progress_bar
+from fastbert.sentences.pool import ProcessPool
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Devices = str | torch.device | list[str | torch.device]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What a call asks for, checked. `batch_tokens` and `batch_size` bound a batch."""
+
+    prompt: str = ""
+    batch_tokens: int | None = None
+    batch_size: int | None = None
+    normalize: bool | None = None  # this and the next: a SentenceEncoder's
+    truncate_dim: int | None = None
+    max_active_dims: int | None = None  # a SparseEncoder's
+    on_host: bool = False  # the rows go to the CPU, batch by batch
+
+    def __post_init__(self) -> None:
+        for name in ("batch_tokens", "batch_size", "truncate_dim", "max_active_dims"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"{name} is {value}; it must be at least 1")
+
+
+class TextModel(HasModel):
+    """A model in eval mode, and a tokenizer that cuts texts to `max_seq_length` tokens."""
+
+    is_pair: ClassVar[bool] = False  # two texts are one input
+    default_prompts: ClassVar[tuple[str, ...]] = ()  # that every model has: empty ones, unless its folder says more
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Tokenizer, max_seq_length: int, settings: Settings | None = None
+    ):
+        settings = Settings() if settings is None else settings
+        tokenizer.no_padding()
+        self.model, self.tokenizer, self.settings = model.eval(), tokenizer, settings
+        self.max_seq_length = max_seq_length
+        self.prompts = dict.fromkeys(self.default_prompts, "") | settings.prompts
+        self.default_prompt_name = settings.default_prompt_name
+
+    @property
+    def max_seq_length(self) -> int:
+        """Longer texts are cut to so many tokens, special ones included."""
+        return self._max_seq_length
+
+    @max_seq_length.setter
+    def max_seq_length(self, length: int) -> None:
+        limit, added = position_limit(self.model), self.tokenizer.num_special_tokens_to_add(self.is_pair)
+        if not added < length <= limit:
+            raise ConfigError(f"max_seq_length is {length}; this model allows {added + 1} to {limit} tokens")
+        self.tokenizer.enable_truncation(length)
+        self._max_seq_length = length
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def default_batch_tokens(self) -> int:
+        return BATCH_TOKENS["cpu" if self.device.type == "cpu" else "cuda"]
+
+    def prompt(self, name: str | None = None, text: str | None = None) -> str:
+        """The prompt: `text`, or the one called `name`, or the default. Raises InputError if a name is unknown."""
+        if text is not None and name is not None:
+            raise InputError(f"prompt {text!r} and prompt_name {name!r} exclude each other")
+        name = self.default_prompt_name if name is None else name
+        if text is None and name is not None and name not in self.prompts:
+            raise InputError(f"unknown prompt {name!r}; this model has: {', '.join(self.prompts) or 'no prompts'}")
+        return text if text is not None else self.prompts[name] if name is not None else ""
+
+    def _with_prompt(self, names: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
+        """The options of a call, with the first of the prompts `names` that the model has, unless one is given."""
+        if options.get("prompt") is None and options.get("prompt_name") is None:
+            return {**options, "prompt_name": next((name for name in names if name in self.prompts), None)}
+        return options
+
+    def to(self, device: str | torch.device) -> Self:
+        """Moves the model, and returns itself."""
+        self.model.to(pick_device(device))
+        return self
+
+    def get_max_seq_length(self) -> int:
+        return self.max_seq_length
+
+    def start_multi_process_pool(self, target_devices: list[str] | None = None) -> ProcessPool:
+        """Processes with a copy of the model each, for the `pool` of later calls. The default: every GPU, or 4 on the
+        CPU, as sentence-transformers. Where processes are spawned, a script needs `if __name__ == "__main__":`.
+        """
+        if target_devices is None:
+            target_devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"] * 4
+        return ProcessPool(self, [pick_device(device) for device in target_devices])
+
+    @staticmethod
+    def stop_multi_process_pool(pool: ProcessPool) -> None:
+        pool.close()
+
+    def rows(self, inputs: list[Any], options: RunOptions, on_batch: Callable[[int], Any] = lambda n: None) -> Any:
+        """The rows of checked inputs, in their order, on the model's device."""
+        raise NotImplementedError
+
+    def shared_rows(
+        self,
+        inputs: list[Any],
+        options: RunOptions,
+        show: bool | None,
+        device: Devices | None,
+        pool: ProcessPool | None,
+        chunk_size: int | None,
+        **bar_options: Any,
+    ) -> torch.Tensor:
+        """`rows` with a bar, by this process on its device, or by those of a pool, or of a list of devices."""
+        if chunk_size is not None and pool is None and not isinstance(device, list):
+            raise InputError("chunk_size is for a pool, or a list of devices")
+        with progress_bar(len(inputs), show, **bar_options) as bar:
+            if pool is None and not isinstance(device, list):
+                if device is not None:
+                    self.to(device)
+                return self.rows(inputs, options, bar.update)
+            if isinstance(device, list) and pool is not None:
+                raise InputError("pool and a list of devices exclude each other")
+            if not inputs:
+                return self.rows(inputs, options)
+            used = pool if pool is not None else self.start_multi_process_pool(device)  # type: ignore[arg-type]
+            try:
+                parts = []
+                for count, rows in used.rows(inputs, options, chunk_size):
+                    parts.append(rows)
+                    bar.update(count)
+                return torch.cat(parts)
+            finally:
+                if pool is None:
+                    used.close()
+
+
+def position_limit(model: PreTrainedModel) -> int:
+    """The longest sequence, in tokens, that the position table has room for; without one, what the config names."""
+    limit = model.base_model.table_sizes().longest(model.config)
+    return model.config.max_position_embeddings if limit is None else limit
+
+
+def pick_device(device: torch.device | str | None) -> torch.device:
+    """`device`, or CUDA where there is a GPU, else the CPU. Raises ConfigError for one that is not there."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        picked = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"unknown device {device!r}: {str(error).splitlines()[0]}") from None
+    gpu = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count() if gpu is not None else 0
+    if picked.type != "cpu" and (gpu is None or picked.type != gpu.type or (picked.index or 0) >= count):
+        there = "the CPU only" if gpu is None else f"the CPU and {count} of {gpu.type}"
+        raise ConfigError(f"device {device!r} is not there: torch {torch.__version__} sees {there}")
+    return picked

@@ -1,0 +1,173 @@
+"""The commands that read texts and write rows: encode from a pipe and into every kind of file, and those around it."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+from command_line import ENVIRONMENT, command, fails, run, run_here
+
+import fastbert
+
+TEXTS = ["the cat sat on the mat.", "", "a dog ran, and who sat?", 'we "quoted", it', "Zoë\tran", "the old cat"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    made = {}
+    for name, head, fields in (
+        ("encoder", "Model", {}),
+        ("reranker", "SequenceClassification", {"num_labels": 1}),
+        ("classifier", "SequenceClassification", {"num_labels": 3, "id2label": {0: "bad", 1: "so", 2: "good"}}),
+    ):
+        made[name] = tiny.write_model(tmp_path_factory.mktemp(name), head=head, **fields)
+    return made
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    path = tmp_path / "texts.txt"
+    path.write_text("".join(f"{text}\n" for text in TEXTS), encoding="utf-8")
+    return path
+
+
+def piped(monkeypatch, text: str, *arguments: object):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode()), encoding="utf-8"))
+    return run_here(*arguments)
+
+
+def rows_of(lines: str) -> list[dict]:
+    return [json.loads(line) for line in lines.splitlines()]
+
+
+def test_encode_reads_a_pipe_and_writes_every_kind(tmp_path, monkeypatch, folders, source):
+    encoder = fastbert.SentenceEncoder.from_pretrained(folders["encoder"], device="cpu")
+    wanted, lines = encoder.encode(TEXTS), source.read_text(encoding="utf-8")
+    options = ("--model", folders["encoder"], "--output")
+    assert piped(monkeypatch, lines, "encode", "-", *options, tmp_path / "a.npy").returncode == 0
+    assert np.array_equal(np.load(tmp_path / "a.npy"), wanted)
+    objects = "".join(json.dumps({"id": 1, "body": text}) + "\n" for text in TEXTS)
+    done = piped(monkeypatch, objects, "encode", "-", "--column", "body", *options, "-")
+    assert done.returncode == 0, done.stderr
+    found = rows_of(done.stdout)
+    assert [row["text"] for row in found] == TEXTS
+    assert np.array_equal(np.array([row["embedding"] for row in found], np.float32), wanted)  # every bit of them
+    assert run_here("encode", source, *options, tmp_path / "a.jsonl").returncode == 0
+    assert (tmp_path / "a.jsonl").read_text(encoding="utf-8") == done.stdout
+    parquet = pytest.importorskip("pyarrow.parquet")
+    assert run_here("encode", source, *options, tmp_path / "a.parquet").returncode == 0
+    table = parquet.read_table(tmp_path / "a.parquet")
+    assert table["text"].to_pylist() == TEXTS
+    assert np.array_equal(np.array(table["embedding"].to_pylist(), np.float32), wanted)
+    assert "a.jsonl exists already; --force replaces it" in fails("encode", source, *options, tmp_path / "a.jsonl")
+    assert run_here("encode", source, *options, tmp_path / "a.jsonl", "--force").returncode == 0
+    assert "must end in .npy or .jsonl or .parquet" in fails("encode", source, *options, tmp_path / "a.csv")
+
+
+def test_what_fails_on_the_way_leaves_no_file(tmp_path, folders):
+    source = tmp_path / "a.jsonl"
+    source.write_text('"a cat"\n{"x": 1}\n')
+    for name in ("b.jsonl", "b.parquet"):
+        assert "a.jsonl, line 2" in fails("encode", source, "--model", folders["encoder"], "--output", tmp_path / name)
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    for arguments in (("classify", empty), ("rerank", "a", empty), ("search", "a", empty)):
+        name = {"classify": "classifier", "rerank": "reranker", "search": "encoder"}[arguments[0]]
+        assert "holds no texts" in fails(*arguments, "--model", folders[name])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "empty.txt"]
+    assert "does not exist" in fails("classify", tmp_path / "none.txt", "--model", folders["classifier"])
+
+
+def test_search(tmp_path, folders, source):
+    encoder = fastbert.SentenceEncoder.from_pretrained(folders["encoder"], device="cpu")
+    scores = encoder.similarity(encoder.encode_query("a cat"), encoder.encode_document(TEXTS))[0].numpy()
+    order = np.argsort(-scores, kind="stable")[:3]
+    options = ("search", "a cat", source, "--model", folders["encoder"], "--top", 3)
+    found = rows_of(run_here(*options, "--output", "-").stdout)
+    assert [row["index"] for row in found] == order.tolist() and [row["text"] for row in found] == [
+        TEXTS[i] for i in order
+    ]
+    np.testing.assert_allclose([row["score"] for row in found], scores[order], rtol=1e-5)
+    table = run_here(*options).stdout.splitlines()
+    assert len(table) == 3 and table[0].endswith(TEXTS[order[0]]) and f"{scores[order[0]]:.4f}" in table[0]
+    assert run_here("encode", source, "--model", folders["encoder"], "--output", tmp_path / "v.npy").returncode == 0
+    assert run_here(*options, "--vectors", tmp_path / "v.npy").stdout.splitlines() == table
+    np.save(tmp_path / "few.npy", np.zeros((2, 32), np.float32))
+    assert "few.npy has 2 rows" in fails(*options, "--vectors", tmp_path / "few.npy")
+    np.save(tmp_path / "wide.npy", np.zeros((6, 33), np.float32))
+    assert "makes float32 (texts, 32)" in fails(*options, "--vectors", tmp_path / "wide.npy")
+
+
+def test_rerank(folders, source):
+    ranked = fastbert.Reranker.from_pretrained(folders["reranker"], device="cpu").rank("a cat", TEXTS, top_k=4)
+    options = ("rerank", "a cat", source, "--model", folders["reranker"], "--top", 4, "--output", "-")
+    found = rows_of(run_here(*options).stdout)
+    assert [row["index"] for row in found] == [row["corpus_id"] for row in ranked]
+    np.testing.assert_allclose([row["score"] for row in found], [row["score"] for row in ranked], rtol=1e-6)
+    assert "has 3 labels; a reranker has one" in fails("rerank", "a", source, "--model", folders["classifier"])
+
+
+def test_classify(tmp_path, monkeypatch, folders, source):
+    classifier = fastbert.TextClassifier.from_pretrained(folders["classifier"], device="cpu")
+    scores = classifier.predict(TEXTS)
+    lines = source.read_text(encoding="utf-8")
+    found = rows_of(piped(monkeypatch, lines, "classify", "-", "--model", folders["classifier"]).stdout)
+    assert [row["label"] for row in found] == [("bad", "so", "good")[i] for i in scores.argmax(1)]
+    np.testing.assert_allclose([row["score"] for row in found], scores.max(1), rtol=1e-6)
+    output = tmp_path / "all.jsonl"
+    assert run_here("classify", source, "--model", folders["classifier"], "--all", "--output", output).returncode == 0
+    found = rows_of(output.read_text(encoding="utf-8"))
+    np.testing.assert_allclose([[row[label] for label in classifier.labels] for row in found], scores, rtol=1e-6)
+
+
+def test_fill_mask_reads_lines(tmp_path, monkeypatch):
+    model = tiny.write_model(tmp_path, head="MaskedLM")
+    lines = ["the [MASK] sat", "a <mask> ran"]
+    alone = "".join(run_here("fill-mask", line, "--model", model).stdout for line in lines)
+    assert piped(monkeypatch, "\n".join(lines) + "\n", "fill-mask", "-", "--model", model).stdout == alone
+    assert 'no mask in "the cat"' in fails("fill-mask", "the cat", "--model", model)
+
+
+def test_alone_it_prints_help():
+    done = run_here()
+    assert done.returncode == 0 and "usage: fastbert" in done.stdout and "classify" in done.stdout
+
+
+def test_info_knows_int8(tmp_path):
+    encoder = fastbert.SentenceEncoder.from_pretrained(tiny.write_model(tmp_path / "a"), dtype="int8", device="cpu")
+    encoder.save_pretrained(tmp_path / "b")
+    assert "int8, 12 of the layers' 12 products" in run_here("info", tmp_path / "b").stdout
+    assert "saved in       float32" in run_here("info", tmp_path / "a").stdout
+
+
+def test_the_bar_moves_on_a_terminal(folders, source, tmp_path):
+    """A batch at a time, from the first one on: not only when a chunk of texts is done, and not after two seconds."""
+    main, other = pty.openpty()
+    fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))  # a bar needs some columns
+    arguments = command(
+        "encode", source, "--model", folders["encoder"], "--output", tmp_path / "a.npy", "--batch-tokens", 9
+    )
+    subprocess.run(arguments, stderr=other, stdout=subprocess.DEVNULL, env=ENVIRONMENT, check=True, timeout=300)
+    os.close(other)
+    shown = os.read(main, 1 << 16).decode()
+    assert "encoding:   0%" in shown and "encoding: 100%" in shown
+
+
+def test_a_pipe_whose_reader_went_away_is_no_traceback(folders, source):
+    arguments = " ".join(command("classify", source, "--model", folders["classifier"]))
+    done = subprocess.run(
+        ["bash", "-c", f"{arguments} | true"], capture_output=True, text=True, env=ENVIRONMENT, check=False
+    )
+    assert "Traceback" not in done.stderr
+    assert run("classify", source, "--model", folders["classifier"]).stdout.count("\n") == len(TEXTS)

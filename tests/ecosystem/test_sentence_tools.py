@@ -1,0 +1,26 @@
+"""KeyBERT with a SentenceEncoder as its embedding model; examples/sentence_tools.py has the tools that are heavier."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tiny
+
+import fastbert
+
+keybert = pytest.importorskip("keybert")
+
+
+def test_keybert_finds_the_same_words(tmp_path):
+    library = pytest.importorskip("sentence_transformers")
+    encoder = fastbert.SentenceEncoder.from_pretrained(tiny.write_model(tmp_path), device="cpu")
+    documents = ["the cat sat on the mat and a dog ran in to the new house", "we who old they sat"]
+    backend = keybert.KeyBERT(model=encoder.as_sentence_transformer())
+    assert backend.model.embedding_model.encoder is encoder
+    found = backend.extract_keywords(documents, top_n=4, stop_words=None)
+    theirs = keybert.KeyBERT(model=library.SentenceTransformer(str(tmp_path), device="cpu"))
+    wanted = theirs.extract_keywords(documents, top_n=4, stop_words=None)
+    assert [[word for word, _ in row] for row in found] == [[word for word, _ in row] for row in wanted]
+    np.testing.assert_allclose(
+        [score for row in found for _, score in row], [s for row in wanted for _, s in row], atol=2e-4
+    )

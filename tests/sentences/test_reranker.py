@@ -1,0 +1,148 @@
+"""Reranker against sentence-transformers' CrossEncoder, on tiny random models."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from torch import nn
+
+import fastbert
+from fastbert.checkpoint.weight_files import CheckpointError
+from fastbert.config import ConfigError
+from fastbert.packing import InputError
+from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
+
+PAIRS = [
+    ("the cat sat", "on the mat."),
+    ("who ran?", "a dog ran in to the new house and sat on the old mat " * 3),  # longer than 64 tokens: cut
+    ("the old house and the new house and the dog and the cat " * 4, "a cat"),
+    ("", "a dog"),
+    ("Zebra CATS", ""),
+]
+
+
+def write(folder: Path, **options) -> Path:
+    return tiny.write_model(folder, head="SequenceClassification", **{"num_labels": 1, **options})
+
+
+def cross_encoder(folder: Path, **options):
+    return pytest.importorskip("sentence_transformers").CrossEncoder(str(folder), device="cpu", **options)
+
+
+def compare(folder: Path, **predict_options) -> fastbert.Reranker:
+    """By the error rule: theirs in float32 is the baseline, theirs in float64 the oracle."""
+    ours = fastbert.Reranker.from_pretrained(folder, device="cpu")
+    theirs = cross_encoder(folder).predict(PAIRS, **predict_options)
+    exact = cross_encoder(folder, model_kwargs={"dtype": torch.float64})
+    exact = exact.predict(PAIRS, convert_to_tensor=True, **predict_options)
+    scores = ours.predict(PAIRS, **predict_options)
+    assert scores.shape == theirs.shape and scores.dtype == theirs.dtype
+    assert_close_to_reference(torch.from_numpy(scores), exact, torch.from_numpy(theirs), GRADIENT_FACTOR, "scores")
+    return ours
+
+
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "distilbert", "electra"])
+@pytest.mark.parametrize("num_labels", [1, 3])
+def test_scores_are_cross_encoders(tmp_path, model_type, num_labels):
+    encoder = compare(write(tmp_path, model_type=model_type, num_labels=num_labels))
+    assert encoder.num_labels == num_labels
+
+
+def test_options_of_predict(tmp_path):
+    write(tmp_path, num_labels=3)
+    compare(tmp_path, apply_softmax=True)
+    compare(tmp_path, activation_fn=nn.Tanh())
+    compare(tmp_path, prompt="who? ")
+    reranker = fastbert.Reranker.from_pretrained(tmp_path, device="cpu", activation_fn=nn.Sigmoid())
+    theirs = cross_encoder(tmp_path, activation_fn=nn.Sigmoid()).predict(PAIRS)
+    np.testing.assert_allclose(reranker.predict(PAIRS), theirs, rtol=1e-5)
+    one = reranker.predict(PAIRS[0], convert_to_tensor=True)
+    assert one.shape == (3,) and torch.equal(one, reranker.predict([PAIRS[0]], convert_to_tensor=True)[0])
+    assert reranker.predict([]).shape == (0, 3)
+
+
+def test_a_folder_that_cross_encoder_saved(tmp_path):
+    """Its activation, its prompts and its length come along, in today's files."""
+    write(tmp_path / "plain")
+    their = cross_encoder(tmp_path / "plain", activation_fn=nn.Tanh(), max_length=40, prompts={"q": "who? "})
+    their.default_prompt_name = "q"
+    their.save_pretrained(str(tmp_path / "saved"))
+    ours = compare(tmp_path / "saved")
+    assert isinstance(ours.activation_fn, nn.Tanh) and ours.max_seq_length == 40
+    assert ours.prompts == {"q": "who? "} and ours.default_prompt_name == "q"
+
+
+@pytest.mark.parametrize("entry", ["sbert_ce_default_activation_function", "sentence_transformers"])
+def test_the_activation_of_older_folders(tmp_path, entry):
+    name = "torch.nn.modules.linear.Identity"
+    tiny.edit_config(write(tmp_path), **{entry: {"activation_fn": name} if entry[1] == "e" else name})
+    assert isinstance(compare(tmp_path).activation_fn, nn.Identity)
+
+
+def test_rank(tmp_path):
+    write(tmp_path)
+    ours, theirs = fastbert.Reranker.from_pretrained(tmp_path, device="cpu"), cross_encoder(tmp_path)
+    documents = ["a cat", "the dog", "a cat", "the old house ran", "we sat"]
+    for options in ({}, {"top_k": 2}, {"return_documents": True}):
+        found, wanted = (model.rank("who ran?", documents, **options) for model in (ours, theirs))
+        assert [{**row, "score": None} for row in found] == [{**row, "score": None} for row in wanted]
+        np.testing.assert_allclose([row["score"] for row in found], [row["score"] for row in wanted], rtol=1e-5)
+
+
+def test_scores_do_not_depend_on_the_batch(tmp_path):
+    reranker = fastbert.Reranker.from_pretrained(write(tmp_path), device="cpu", dtype="float64")
+    alone = np.stack([reranker.predict(pair) for pair in PAIRS])
+    for budget in (1, 70, 10_000):
+        np.testing.assert_allclose(reranker.predict(PAIRS, batch_tokens=budget), alone, rtol=1e-12)
+
+
+def test_int8(tmp_path):
+    write(tmp_path)
+    exact = fastbert.Reranker.from_pretrained(tmp_path, device="cpu", activation_fn=nn.Identity())
+    int8 = fastbert.Reranker.from_pretrained(tmp_path, device="cpu", dtype="int8", activation_fn=nn.Identity())
+    a, b = exact.predict(PAIRS), int8.predict(PAIRS)
+    assert not np.array_equal(a, b) and np.abs(a - b).max() < 0.1 * np.abs(a).max()
+    fastbert.quantize(exact, calibration=PAIRS)  # with calibration: it runs what predict runs
+    assert np.abs(exact.predict(PAIRS) - a).max() < 0.1 * np.abs(a).max()
+
+
+def test_what_is_no_reranker(tmp_path):
+    plain, lacks = tiny.write_model(tmp_path / "plain"), "is no reranker: its checkpoint lacks classifier"
+    with pytest.raises(CheckpointError, match=lacks), pytest.warns(UserWarning, match="initialised"):
+        fastbert.Reranker.from_pretrained(plain)
+    saved = write(tmp_path / "named")
+    tiny.write_json(saved / "config_sentence_transformers.json", {"activation_fn": "my.own.Activation"})
+    with pytest.raises(ConfigError, match=r"activation 'my\.own\.Activation'; fastbert has Sigmoid"):
+        fastbert.Reranker.from_pretrained(saved)
+    assert fastbert.Reranker.from_pretrained(saved, activation_fn=nn.Identity()).predict([]).shape == (0,)
+    tiny.write_modules(saved, "Pooling")
+    tiny.write_json(saved / "sentence_bert_config.json", {"transformer_task": "feature-extraction"})
+    with pytest.raises(ConfigError, match=r"fastbert\.SentenceEncoder loads it"):
+        fastbert.Reranker.from_pretrained(saved, activation_fn=nn.Identity())
+
+
+def test_what_are_no_pairs(tmp_path):
+    reranker = fastbert.Reranker.from_pretrained(write(tmp_path), device="cpu")
+    wrong = {
+        "inputs[1] has 3 parts": [("a", "b"), ("a", "b", "c")],
+        "inputs has 3 parts": ["a", "b", "c"],
+        "inputs[0][1] is a NoneType": [("a", None)],
+        "inputs[1] is a str": [("a", "b"), "ab"],
+        "inputs is a str": "a",
+    }
+    for message, inputs in wrong.items():
+        with pytest.raises(TypeError, match=re.escape(message)):
+            reranker.predict(inputs)
+    with pytest.raises(InputError, match=r"inputs\[0\]\[0\] is not valid Unicode"):
+        reranker.predict([("\ud800", "a")])
+    with pytest.raises(InputError, match="exclude each other"):
+        reranker.predict(PAIRS, prompt="a", prompt_name="b")
+    with pytest.raises(InputError, match="unknown prompt 'b'; this model has: no prompts"):
+        reranker.predict(PAIRS, prompt_name="b")
+    with pytest.raises(InputError, match="top_k is 0"):
+        reranker.rank("a", ["b"], top_k=0)
