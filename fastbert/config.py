@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import reprlib
@@ -283,6 +284,14 @@ class EncoderConfig:
         if own := {name: changes.pop(name) for name in self.own if name in changes}:
             changes["own"] = {**self.own, **own}
         return dataclasses.replace(self, **changes)
+
+    def with_dropouts(self, found: Mapping[tuple[str, str], float]) -> EncoderConfig:
+        """The same, but for dropouts of a live tree that are not the fields': by (path of a layer, role), as in
+        LayerSpec.dropouts; ("", "embeddings") is that of the embeddings.
+        """
+        made = copy.copy(self)
+        object.__setattr__(made, "_derived", self.__dict__["_derived"].with_dropouts(self, found))
+        return made
 
     @classmethod
     def of_family(cls, model_type: str, **fields: Any) -> EncoderConfig:
