@@ -27,8 +27,12 @@ MODEL_TYPES = {(_home(family), f"{family.classes}Model"): name for name, family 
 
 
 def relation_of(module: nn.Module) -> str | None:
-    """Base models of ours are "base", classes made from one "derived", transformers' other models "other"."""
+    """Base models that we know are "base", classes made from one "derived", transformers' other models "other"; None:
+    of another library, fastbert's own among them, which may derive from transformers' PreTrainedModel.
+    """
     kinds = [(kind.__module__, kind.__name__) for kind in class_of(module).__mro__]
+    if any(home.startswith("fastbert.models.") for home, _ in kinds):
+        return None
     if not MODEL_TYPES.keys().isdisjoint(kinds):
         return "base" if kinds[0] in MODEL_TYPES else "derived"
     return "other" if ("transformers.modeling_utils", "PreTrainedModel") in kinds else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from torch import nn
 
 from fastbert.acceleration.plan import Plan, dropout_roles
 from fastbert.config import EncoderConfig
-from fastbert.layers.leaves import FORWARD, HOOKS, has_global_hooks, parent_of
+from fastbert.layers.leaves import FORWARD, FORWARD_HOOKS, HOOKS, has_global_hooks, parent_of
 from fastbert.layers.sharded import HOOKS_FROM, class_of, is_sharded
 from fastbert.layers.snapshot import Remembered, Snapshot
 from fastbert.models.tree import groups_objection, modules_of
@@ -30,7 +31,8 @@ def look_at(root: nn.Module, plan: Plan, config: EncoderConfig) -> Look | str:
     """What is there now, or why our path would not do what calling every module of the tree does."""
     if has_global_hooks():
         return "global module hooks are registered"
-    if (found := _remembered.get(root, (plan, config))) is not None:
+    leaf_hooks = FORWARD_HOOKS if "captum" in sys.modules else ("_forward_pre_hooks",)  # each takes time in every call
+    if (found := _remembered.get(root, (plan, config, leaf_hooks))) is not None:
         return found
     snapshot = Snapshot()  # of all that is read below
     if objection := groups_objection(root, config) or _count_objection(root, config, snapshot):
@@ -42,10 +44,12 @@ def look_at(root: nn.Module, plan: Plan, config: EncoderConfig) -> Look | str:
     snapshot.hold(root.__dict__, "training")
     for key, path, module, owner in modules_of(root, plan.family, config):
         if key is None:
-            snapshot.hold(module.__dict__, "_forward_pre_hooks")
-            hooks = module._forward_pre_hooks.values()
+            snapshot.hold(module.__dict__, *leaf_hooks)
+            hooks = [hook for name in leaf_hooks for hook in getattr(module, name).values()]
             if any(isinstance(h, partial) and h.func.__module__.startswith("peft.") for h in hooks):
                 return "PEFT's adapter_names and alora_offsets choose by the row of a batch"
+            if any(str(getattr(h, "__module__", "")).startswith("captum.") for h in hooks):
+                return f"Captum attributes to what {path} gives for each row and column, padding included"
             continue
         snapshot.watch(module, ())
         snapshot.watch_children(module)
@@ -79,7 +83,7 @@ def look_at(root: nn.Module, plan: Plan, config: EncoderConfig) -> Look | str:
     if beyond := [path for path in sharded if path not in callable_ones.union(config.layer_paths)]:
         return f"{beyond[0]} is sharded by itself; fully_shard the layers, the embeddings or the whole model instead"
     look = Look(config.with_dropouts(dropouts), frozenset(sharded))
-    _remembered.put(root, (plan, config), snapshot, look)
+    _remembered.put(root, (plan, config, leaf_hooks), snapshot, look)
     return look
 
 
