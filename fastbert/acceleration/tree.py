@@ -45,10 +45,10 @@ def look_at(root: nn.Module, plan: Plan, config: EncoderConfig) -> Look | str:
     for key, path, module, owner in modules_of(root, plan.family, config):
         if key is None:
             snapshot.hold(module.__dict__, *leaf_hooks)
-            hooks = [hook for name in leaf_hooks for hook in getattr(module, name).values()]
-            if any(isinstance(h, partial) and h.func.__module__.startswith("peft.") for h in hooks):
+            hooks = [_home(hook) for name in leaf_hooks for hook in getattr(module, name).values()]
+            if any(home.startswith("peft.") for home in hooks):
                 return "PEFT's adapter_names and alora_offsets choose by the row of a batch"
-            if any(str(getattr(h, "__module__", "")).startswith("captum.") for h in hooks):
+            if any(home.startswith("captum.") for home in hooks):
                 return f"Captum attributes to what {path} gives for each row and column, padding included"
             continue
         snapshot.watch(module, ())
@@ -121,7 +121,12 @@ def _has_hooks(module: nn.Module) -> bool:
     if module._backward_hooks or module._backward_pre_hooks:
         return True
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return any(getattr(hook, "__module__", None) not in _KNOWN_HOOKS for hook in hooks)
+    return any(_home(hook) not in _KNOWN_HOOKS for hook in hooks)
+
+
+def _home(hook: Any) -> str:
+    """The module that a hook is defined in."""
+    return getattr(hook.func if isinstance(hook, partial) else hook, "__module__", None) or ""
 
 
 _KNOWN_HOOKS = ("transformers.utils.output_capturing", HOOKS_FROM)
