@@ -61,6 +61,28 @@ def loader() -> Any:
     return torch.utils.data.DataLoader(rows(), batch_size=3, collate_fn=collate)
 
 
+def without_dropout(model: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+
+
+def sentence_trainer(model: Any) -> Any:
+    import datasets
+    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments, losses
+
+    without_dropout(model)
+    data = datasets.Dataset.from_dict({"anchor": TEXTS * 2, "positive": (TEXTS[1:] + TEXTS[:1]) * 2})
+    with tempfile.TemporaryDirectory() as out:
+        quiet: dict[str, Any] = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
+        steps: dict[str, Any] = {"max_steps": 4, "per_device_train_batch_size": 3, "logging_steps": 1, "seed": 1}
+        arguments = SentenceTransformerTrainingArguments(output_dir=out, **steps, **quiet)
+        loss = losses.MultipleNegativesRankingLoss(model)
+        trainer = SentenceTransformerTrainer(model=model, args=arguments, train_dataset=data, loss=loss)
+        trainer.train()
+    return np.array([entry["loss"] for entry in trainer.state.log_history if "loss" in entry], dtype=float)
+
+
 def setfit(model: Any) -> Any:
     import datasets
     from setfit import SetFitModel, Trainer, TrainingArguments
@@ -68,8 +90,7 @@ def setfit(model: Any) -> Any:
 
     data = datasets.Dataset.from_dict({"text": TEXTS, "label": LABELS})
     head = SetFitModel(model_body=model, model_head=LogisticRegression())
-    for dropout in (m for m in model.modules() if isinstance(m, torch.nn.Dropout)):
-        dropout.p = 0.0
+    without_dropout(model)
     with tempfile.TemporaryDirectory() as out:
         arguments = TrainingArguments(output_dir=out, batch_size=4, num_epochs=1, max_steps=3, report_to="none", seed=1)
         Trainer(model=head, args=arguments, train_dataset=data).train()
@@ -164,6 +185,7 @@ def onnx(model: Any) -> Any:
 
 
 TOOLS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "sentence-transformers' trainer": (sentence_model, sentence_trainer),
     "SetFit": (sentence_model, setfit),
     "KeyBERT": (sentence_model, keybert),
     "BERTopic": (sentence_model, bertopic),

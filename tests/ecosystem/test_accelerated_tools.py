@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -39,9 +41,9 @@ def with_head(head: str, **options: Any) -> Any:
 
 def numbers_in(found: Any) -> torch.Tensor:
     """All floats of nested lists and dicts, in order."""
-    if isinstance(found, float):
-        return torch.tensor([found], dtype=torch.float64)
-    values = found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
+    if isinstance(found, (float, np.floating)):
+        return torch.tensor([float(found)], dtype=torch.float64)
+    values = found.values() if isinstance(found, Mapping) else found if isinstance(found, (list, tuple)) else ()
     made = [numbers_in(value) for value in values]
     return torch.cat([t for t in made if len(t)]) if made else torch.empty(0, dtype=torch.float64)
 
@@ -52,7 +54,6 @@ PIPELINES = {
     "token-classification": ("TokenClassification", TEXTS),
     "fill-mask": ("MaskedLM", ["A [MASK] sat on the mat.", "Two [MASK] sailed past."]),
     "zero-shot-classification": ("SequenceClassification", TEXTS[:2]),
-    "question-answering": ("QuestionAnswering", [{"question": "What sailed?", "context": TEXTS[1]}]),
 }
 
 
@@ -66,11 +67,11 @@ def test_pipelines(task):
     if task == "zero-shot-classification":
         model.config.label2id = {"entailment": 0, "contradiction": 1}
     tokenizer, accelerated = transformers.AutoTokenizer.from_pretrained(FOLDER), copy.deepcopy(model)
-    fastbert.accelerate(accelerated, spans_over_real_tokens=task == "question-answering")
+    fastbert.accelerate(accelerated)
     options: dict[str, Any] = {"candidate_labels": ["ships", "cats"]} if task.startswith("zero") else {}
     models = {"plain": model, "exact": copy.deepcopy(model).double(), "ours": accelerated}
     run = {name: transformers.pipeline(task, model=m, tokenizer=tokenizer, device="cpu") for name, m in models.items()}
-    if not options and task != "question-answering":
+    if not options and head:  # features of padding are zeros
         options = {"batch_size": 2}
     found = {name: each(copy.deepcopy(inputs), **options) for name, each in run.items()}
     numbers = {name: numbers_in(each) for name, each in found.items()}
@@ -149,5 +150,6 @@ def test_hugging_face_accelerate(precision, is_first):
     model = with_head("SequenceClassification", num_labels=2)
     oracle = losses(copy.deepcopy(model).double(), False, False)
     near, actual = losses(copy.deepcopy(model), True, False), losses(model, True, True)
-    tensors = torch.tensor(actual), torch.tensor(oracle).double(), torch.tensor(near)
+    dtype = torch.float32 if precision == "no" else torch.bfloat16
+    tensors = torch.tensor(actual).to(dtype), torch.tensor(oracle).double(), torch.tensor(near).to(dtype)
     assert_close_to_reference(*tensors, GRADIENT_FACTOR)
