@@ -70,7 +70,7 @@ def accelerate(hf_model: Any, *, spans_over_real_tokens: bool = False) -> Any:
                 reasons.append(f"{label}: {plan}")
                 continue
             forward = module.forward = Forward(module, plan)
-            module.extra_repr = forward.line  # repr(model) has it
+            module.__dict__["extra_repr"] = forward.line  # repr(model) has it
             if isinstance(found := look_at(module, plan, live(module, plan)[0]), str):
                 forward.say(found)
             _place_heads(plan.family, above, spans_over_real_tokens)

@@ -170,7 +170,7 @@ def _in_one_row(value: Any) -> Any:
 
 def _pool(module: Any, family: Any, first: torch.Tensor, sharded: frozenset[str]) -> torch.Tensor:
     run, path = partial(run_pooler, module, family), parent_of(family.pooler)
-    return call_sharded(get_leaf(module, path), run, first) if path in sharded else run(first)
+    return run(first) if path is None or path not in sharded else call_sharded(get_leaf(module, path), run, first)
 
 
 def counted(packed: int, others: int, why_not: str) -> str:
