@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import reprlib
@@ -287,6 +288,14 @@ class EncoderConfig(ConfigAccess):
         if label2id is not None:
             check_label2id(label2id, changed.id2label)
         return changed
+
+    def with_dropouts(self, found: Mapping[tuple[str, str], float]) -> EncoderConfig:
+        """The same, but for dropouts of a live tree that are not the fields': by (path of a layer, role), as in
+        LayerSpec.dropouts; ("", "embeddings") is that of the embeddings.
+        """
+        made = copy.copy(self)
+        object.__setattr__(made, "_derived", self.__dict__["_derived"].with_dropouts(self, found))
+        return made
 
     @classmethod
     def of_family(cls, model_type: str, **fields: Any) -> EncoderConfig:

@@ -22,6 +22,7 @@ _SEQUENCE_LABELS = ("start_positions", "end_positions", "next_sentence_label", "
 _FIELDS = (*_ENCODER_FIELDS, "num_choices", "labels", *_SEQUENCE_LABELS)
 # In `PackedBatch.bounds`: the ids that a mask hides before a sequence's last token. Some families count them.
 MASKED_IDS = "masked input_ids"
+PADDED_LABELS = "labels at padding"  # 0, and how many of them are not -100
 
 
 class PackedInputs(Mapping[str, Any]):
@@ -150,6 +151,8 @@ def pack_inputs(
     bounds = {name: _ends(t if name in _IDS else t.where(t != -100, 0)) for name, t in seen.items() if _is_integer(t)}
     if masked_ids.numel():
         bounds[MASKED_IDS] = _ends(masked_ids)
+    if packed_labels is not None and batch.indices is not None:
+        bounds[PADDED_LABELS] = (0, int((fields["labels"] != -100).sum() - (packed_labels != -100).sum()))
     labelled = None if packed_labels is None else (packed_labels != -100).nonzero().flatten()
     fields["batch"] = replace(batch, bounds=bounds, labelled=labelled)
     if num_choices is not None:

@@ -8,34 +8,29 @@ says why, once.
 from __future__ import annotations
 
 import warnings
-from typing import TypeVar
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 from torch import nn
 
 from fastbert import ops
 from fastbert.acceleration.forward import Forward
-from fastbert.acceleration.objections import tree_objection
-from fastbert.acceleration.plan import MODEL_TYPES, live, make_plan
+from fastbert.acceleration.heads import HeadForward
+from fastbert.acceleration.instance import put_by_us
+from fastbert.acceleration.plan import is_patched, is_span_head, labels_tokens, live, make_plan, relation_of
+from fastbert.acceleration.status import status
+from fastbert.acceleration.tree import look_at
 from fastbert.families import FAMILIES
+from fastbert.families.form import Family
+from fastbert.layers.sharded import class_of
+
+__all__ = ["accelerate", "restore", "status"]
 
 M = TypeVar("M", bound=nn.Module)
 _SUPPORTED = f"base models, alone or under a head, of {', '.join(sorted(FAMILIES))} (transformers' own classes)"
 
 
-def _relation(module: nn.Module) -> str | None:
-    """Base models of ours are "base", classes made from one "derived", transformers' other models "other"."""
-    kinds = [(kind.__module__, kind.__name__) for kind in type(module).__mro__]
-    if not MODEL_TYPES.keys().isdisjoint(kinds):
-        return "base" if kinds[0] in MODEL_TYPES else "derived"
-    return "other" if ("transformers.modeling_utils", "PreTrainedModel") in kinds else None
-
-
-def _is_accelerated(module: nn.Module) -> bool:
-    forward = module.__dict__.get("forward")
-    return isinstance(getattr(forward, "__func__", forward), Forward)
-
-
-def accelerate(hf_model: M) -> M:
+def accelerate(hf_model: M, *, spans_over_real_tokens: bool = False) -> M:
     """Speed up a live transformers model in place: its base models run packed, on fastbert's ops.
 
     Parameters, state dict, config, saving and training stay those of transformers. Modules that replace a Linear, a
@@ -46,36 +41,40 @@ def accelerate(hf_model: M) -> M:
     transformers' own forward, and a warning says why. An id out of range raises InputError before any launch.
 
     Args:
-        hf_model: any module that holds base models of BERT, RoBERTa, XLM-RoBERTa, DistilBERT, ALBERT, ELECTRA or
-            Megatron-BERT: a base model, a model with a head, a SentenceTransformer, a PEFT model.
+        hf_model: any module that holds base models of the supported families: a base model, a model with a head, a
+            SentenceTransformer, a PEFT model.
+        spans_over_real_tokens: question answering takes its softmax over real tokens only, and so runs fast on padded
+            batches. Its losses are then others than transformers', whose softmax runs over padding, too.
 
-    Returns `hf_model`; `restore` undoes it. Raises ValueError if there is nothing to accelerate, and says why.
+    Returns `hf_model`; `restore` undoes it, `status` tells what ran fast. Raises ValueError if there is nothing to
+    accelerate, and says why.
     """
     ops.warn_of_missing_kernels()
     modules = dict(hf_model.named_modules()) if isinstance(hf_model, nn.Module) else {}
-    heads: dict[int, list[str]] = {}
-    for parent in modules.values():
-        for child in parent.children():
-            if _relation(parent) == "other" and _relation(child) == "base":
-                heads.setdefault(id(child), []).append(type(parent).__name__)
+    heads = _heads_over(modules.values())
+    if spans_over_real_tokens:
+        _check_spans(hf_model, heads)
     reasons, others = list[str](), tuple[str, ...]()
     for path, module in modules.items():
         label = f"{path} ({type(module).__name__})" if path else type(module).__name__
-        relation = _relation(module)
+        relation = relation_of(module)
         if relation == "derived":
             reasons.append(f"{label}: a class of its own, whose forward may differ from transformers'")
         elif relation == "other" and not path.startswith(others):
-            if not any(_relation(child) in ("base", "derived") for child in module.modules()):
+            if not any(relation_of(child) in ("base", "derived") for child in module.modules()):
                 others += (f"{path}." if path else "",)
                 reasons.append(f"{label}: fastbert does not have this model")
-        elif relation == "base" and not _is_accelerated(module):
-            plan = make_plan(module, label, heads.get(id(module), []))
+        elif relation == "base" and (not _is_accelerated(module) or spans_over_real_tokens):
+            above = heads.get(id(module), [])
+            plan = make_plan(module, label, [head for _, _, head in above], spans_over_real_tokens)
             if isinstance(plan, str):
                 reasons.append(f"{label}: {plan}")
                 continue
-            module.forward = Forward(module, plan)
-            if (objection := tree_objection(module, plan, live(module, plan)[0])) is not None:
-                module.forward.say(objection)
+            forward = module.forward = Forward(module, plan)
+            module.__dict__["extra_repr"] = forward.line  # repr(model) has it
+            if isinstance(found := look_at(module, plan, live(module, plan)[0]), str):
+                forward.say(found)
+            _place_heads(plan.family, above, spans_over_real_tokens)
     if not any(map(_is_accelerated, modules.values())):
         kind, why = type(hf_model).__name__, "; ".join(reasons) or "it holds no model of transformers"
         raise ValueError(f"{kind} has nothing to accelerate ({why}); fastbert speeds up {_SUPPORTED}")
@@ -87,6 +86,40 @@ def accelerate(hf_model: M) -> M:
 def restore(hf_model: M) -> M:
     """Undo `accelerate`: every base model in `hf_model` runs its class's forward again. Returns `hf_model`."""
     for module in hf_model.modules():
-        if _is_accelerated(module):
+        if put_by_us(module) is not None:
             del module.forward
+            module.__dict__.pop("extra_repr", None)
     return hf_model
+
+
+def _is_accelerated(module: nn.Module) -> bool:
+    return isinstance(put_by_us(module), Forward)
+
+
+_Heads = list[tuple[nn.Module, str, str]]  # (the model with the head, its attribute with the base model, its class)
+
+
+def _heads_over(modules: Iterable[nn.Module]) -> dict[int, _Heads]:
+    """By the id of each base model."""
+    found: dict[int, _Heads] = {}
+    for parent in modules:
+        for name, child in parent._modules.items():
+            if child is not None and relation_of(parent) == "other" and relation_of(child) == "base":
+                found.setdefault(id(child), []).append((parent, name, class_of(parent).__name__))
+    return found
+
+
+def _check_spans(hf_model: Any, heads: dict[int, _Heads]) -> None:
+    spans = [(parent, head) for above in heads.values() for parent, _, head in above if is_span_head(head)]
+    own = [head for parent, head in spans if is_patched(parent)]
+    if own or not spans:
+        found = f"{own[0]} is not transformers' own" if own else f"{type(hf_model).__name__} has none"
+        raise ValueError(f"spans_over_real_tokens is for transformers' models for question answering; {found}")
+
+
+def _place_heads(family: Family, heads: _Heads, spans_over_real_tokens: bool) -> None:
+    for parent, name, head in heads:
+        spans = spans_over_real_tokens and is_span_head(head)
+        is_free = "forward" not in parent.__dict__ or isinstance(put_by_us(parent), HeadForward)
+        if is_free and (spans or labels_tokens(head, family)):
+            parent.forward = HeadForward(parent, name, spans)

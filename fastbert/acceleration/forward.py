@@ -4,96 +4,96 @@ leaves, and unpacks the result.
 
 from __future__ import annotations
 
-import inspect
+import threading
 import warnings
-import weakref
-from functools import lru_cache
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from fastbert.acceleration.objections import OPTIONS, TENSORS, call_objection, tree_objection
+from fastbert.acceleration.instance import OnInstance, argument_names
+from fastbert.acceleration.objections import (
+    OPTIONS,
+    TENSORS,
+    Flattened,
+    call_objection,
+    flattened,
+    flattened_objection,
+)
 from fastbert.acceleration.plan import Plan, live
+from fastbert.acceleration.tree import Look, look_at
 from fastbert.config import ConfigError, EncoderConfig
 from fastbert.layers.encoder import run_layer
+from fastbert.layers.leaves import get_leaf, parent_of
+from fastbert.layers.sharded import call_sharded, is_sharded
 from fastbert.models.encode import first_tokens, run_encoder, run_pooler, unpacked_extras
-from fastbert.models.inputs import EncoderInputs, prepare_inputs
+from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs
 from fastbert.models.tree import RunsBaseModel
 
 
-@lru_cache(maxsize=32)
-def _signature(kind: Any) -> inspect.Signature:
-    signature = inspect.signature(kind.forward)
-    return signature.replace(parameters=list(signature.parameters.values())[1:])  # without self
+class Forward(OnInstance, RunsBaseModel):
+    """The forward of one accelerated base model.
 
-
-@lru_cache(maxsize=32)
-def _argument_names(kind: Any) -> tuple[str, ...]:
-    return tuple(name for name in _signature(kind).parameters if name != "kwargs")
-
-
-class Forward(RunsBaseModel):
-    """The forward of one accelerated base model, which it holds weakly: dropping the model frees its weights at once.
-
-    A copy of the model (deepcopy, pickle, torch.save) gets a forward bound to the copy.
+    packed, others: how many calls ran packed, and how many in transformers' own forward; why_not: why the last of
+    these did.
     """
 
     def __init__(self, module: nn.Module, plan: Plan):
-        self._module, self.plan = weakref.ref(module), plan
+        super().__init__(module, plan)
+        self.plan = plan
         self.said: set[str] = set()
+        self.packed, self.others, self.why_not = 0, 0, ""
+        self._from_head = threading.local()
         # Under torch.compile the checks still run, and run each time: a graph would keep the answers of its first call.
         self._admit = torch.compiler.disable(self.admit, reason="fastbert checks and packs batches on the host")
-
-    @property
-    def module(self) -> Any:
-        module = self._module()
-        if module is None:
-            raise ReferenceError(f"the accelerated model {self.plan.label} is gone; only its forward was kept")
-        return module
 
     def config_now(self) -> EncoderConfig:
         return live(self.module, self.plan)[0]
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """transformers' own: the Trainer, PEFT and sentence-transformers choose arguments by it."""
-        return _signature(self.module.__class__)
+    def line(self) -> str:
+        """What repr(model) says: it stands in the place of the module's extra_repr."""
+        return f"fastbert: {counted(self.packed, self.others, self.why_not)}"
 
-    __code__ = property(lambda self: Forward.__call__.__code__)  # torch.export names a base model's graph by it
-
-    def __reduce__(self):
-        return Forward, (self.module, self.plan)
+    def expect(self, objection: str | None, given: dict) -> None:
+        """What a head has to say of the next call of this thread, which comes right after: an objection by its labels,
+        and arguments for attention, which some heads of transformers take and do not hand on.
+        """
+        self._from_head.__dict__.update(objection=objection, given=given)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, admitted = self.module, None
         args = args[1:] if args and args[0] is module else args  # HF accelerate rebinds what it unwraps as a method
-        is_exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()  # 2.11 mixes them up
-        if torch.jit.is_tracing() or is_exporting:
-            self.say("torch.jit.trace and torch.export record transformers' own code")
+        if self.is_recorded():
+            self.leave("torch.jit.trace and torch.export record transformers' own code")
         else:
             admitted = self._admit(module, args, kwargs)
         return type(module).forward(module, *args, **kwargs) if admitted is None else self.run(module, *admitted)
 
     def admit(self, module: Any, args: tuple, kwargs: dict) -> tuple | None:
         """What `run` takes, or None where transformers' own forward must run. Raises InputError."""
-        names = _argument_names(module.__class__)
+        names = argument_names(type(module))
         given = {**dict(zip(names, args)), **kwargs}  # noqa: B905  (transformers complains about too many)
         if len(given) < len(args) + len(kwargs):
             return None
         older = "return_dict" in names  # the older kind of forward takes an option of None for not given
         absent = {name for name in OPTIONS if name not in given or (older and given[name] is None)}
         options = {name: getattr(module.config, name) if name in absent else given[name] for name in OPTIONS}
+        found: Look | str
+        objection = self._from_head.__dict__.pop("objection", None)
+        given = {**self._from_head.__dict__.pop("given", {}), **given}
         try:
             config, tables = live(module, self.plan)
-            objection = call_objection(module, self.plan, tables, given, options)
-            objection = objection or tree_objection(module, self.plan, config)
+            objection = objection or call_objection(module, self.plan, tables, given, options)
+            if objection is None and given.get("cu_seq_lens_q") is not None:
+                objection = flattened_objection(self.plan, given)
+            found = objection or look_at(module, self.plan, config)
         except KeyError as error:
-            objection = f"there is no {error} where transformers had it"
+            found = f"there is no {error} where transformers had it"
         except ConfigError as error:  # of a number of layers that the rest of the config does not go with
-            objection = str(error)
-        if objection is not None:
-            self.say(objection)
+            found = str(error)
+        if isinstance(found, str):
+            self.leave(found)
             return None
         # Transformers' forward swallows what it does not take, as DistilBERT's what a BERT tokenizer made.
         tensors = {name: given.get(name) if name in names else None for name in TENSORS}
@@ -101,35 +101,48 @@ class Forward(RunsBaseModel):
             tensors["token_type_ids"] = None
         if config.embeddings.task_type is None:
             tensors["task_type_ids"] = None
-        if tensors["attention_mask"] is not None:
-            tensors["attention_mask"] = tensors["attention_mask"] != 0  # every other value is "real" to transformers
-        inputs = prepare_inputs(config, tables, **tensors, cu_seqlens=None, max_seqlen=None)
-        return config, inputs, options, older
+        row = flattened(module.config, given, options)
+        inputs = _prepare(config, tables, tensors, row)
+        self.packed += 1
+        return found, inputs, options, older, row is not None
+
+    def leave(self, reason: str) -> None:
+        """Note that a call runs in transformers' own forward, and say why, once for each reason."""
+        self.others += 1
+        self.why_not = reason
+        self.say(reason)
 
     def say(self, reason: str) -> None:
         if reason not in self.said:
             self.said.add(reason)
-            warnings.warn(f"fastbert: {self.plan.label} runs transformers' own forward: {reason}", stacklevel=4)
+            warnings.warn(f"fastbert: {self.plan.label} runs transformers' own forward: {reason}", stacklevel=5)
 
-    def run(self, module: Any, config: EncoderConfig, inputs: EncoderInputs, options: dict, older: bool) -> Any:
+    def run(self, module: Any, look: Look, inputs: EncoderInputs, options: dict, older: bool, in_one_row: bool) -> Any:
         """Encode, pool and unpack; transformers' own output, down to its habits."""
-        family, batch = self.plan.family, inputs.batch
+        family, batch, sharded = self.plan.family, inputs.batch, look.sharded
 
         def run_one_layer(layer, spec, x, context, wants_probs):
             def run(x):
                 return run_layer(layer, spec, x, context, wants_probs)
 
             # What gradient_checkpointing_enable() sets on transformers' layers.
-            checkpointed = layer.training and layer.__dict__.get("gradient_checkpointing")
-            return layer._gradient_checkpointing_func(run, x) if checkpointed else run(x)
+            if layer.training and layer.__dict__.get("gradient_checkpointing"):
+                run = partial(layer._gradient_checkpointing_func, run)
+            return call_sharded(layer, run, x) if sharded and is_sharded(layer) else run(x)
 
         wants_hidden_states, wants_probs = bool(options["output_hidden_states"]), bool(options["output_attentions"])
-        made = run_encoder(module, config, inputs, run_one_layer, None, wants_hidden_states, wants_probs)
-        fields: dict[str, Any] = {"last_hidden_state": batch.unpack(made.packed)}
+        made = run_encoder(module, look.config, inputs, run_one_layer, None, wants_hidden_states, wants_probs, sharded)
+        last = batch.unpack(made.packed)
+        # FSDP2 hangs what it does before backward on the tensor, and a view may lose it.
+        fields: dict[str, Any] = {"last_hidden_state": last.clone() if is_sharded(module) else last}
         if family.pooler is not None:
-            first = None if module.pooler is None else first_tokens(made.packed, batch)
-            fields["pooler_output"] = None if first is None else run_pooler(module, family, first)
+            first = None
+            if module.pooler is not None:  # of a row of several sequences, transformers pools the first
+                first = first_tokens(made.packed, batch)[: 1 if in_one_row else None]
+            fields["pooler_output"] = None if first is None else _pool(module, family, first, sharded)
         fields |= unpacked_extras(made, batch)
+        if in_one_row:
+            fields = {name: value if name == "pooler_output" else _in_one_row(value) for name, value in fields.items()}
 
         if older and not options["return_dict"]:
             return tuple(fields.values())  # which keeps the place of a pooled output that there is not
@@ -139,3 +152,29 @@ class Forward(RunsBaseModel):
 
         output = getattr(modeling_outputs, family.theirs.output)(**fields)
         return output.to_tuple() if options["return_dict"] is False else output
+
+
+def _prepare(config: EncoderConfig, tables: TableSizes, tensors: dict, row: Flattened | None) -> EncoderInputs:
+    if row is not None:
+        tensors = {name: None if t is None else t[0] for name, t in tensors.items()} | {"attention_mask": None}
+        return prepare_inputs(config, tables, **tensors, cu_seqlens=row.cu_seqlens, max_seqlen=row.max_seqlen)
+    if tensors["attention_mask"] is not None:
+        tensors["attention_mask"] = tensors["attention_mask"] != 0  # every other value is "real" to transformers
+    return prepare_inputs(config, tables, **tensors, cu_seqlens=None, max_seqlen=None)
+
+
+def _in_one_row(value: Any) -> Any:
+    """(total_tokens, ...) -> (1, total_tokens, ...), of each tensor."""
+    return tuple(t[None] for t in value) if isinstance(value, tuple) else value[None]
+
+
+def _pool(module: Any, family: Any, first: torch.Tensor, sharded: frozenset[str]) -> torch.Tensor:
+    run, path = partial(run_pooler, module, family), parent_of(family.pooler)
+    return run(first) if path is None or path not in sharded else call_sharded(get_leaf(module, path), run, first)
+
+
+def counted(packed: int, others: int, why_not: str) -> str:
+    """In words: "3 of 4 calls ran packed; the last that did not: ..."."""
+    calls = packed + others
+    said = "accelerated, not called yet" if not calls else f"{packed} of {calls} calls ran packed"
+    return f"{said}; the last that did not: {why_not}" if why_not else said

@@ -1,22 +1,20 @@
-"""What packed execution would not honour: of a call's arguments, and of what is in the tree now."""
+"""What packed execution would not honour of a call's arguments; and how a call says that it is packed already."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from fastbert.acceleration.plan import Plan, dropouts_of
-from fastbert.config import EncoderConfig
-from fastbert.layers.leaves import FORWARD, HOOKS, has_global_hooks
-from fastbert.layers.snapshot import Remembered, Snapshot
+from fastbert.acceleration.plan import Plan
 from fastbert.models.inputs import TableSizes
-from fastbert.models.tree import groups_objection, modules_of
+from fastbert.packing import InputError
 
 TENSORS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "task_type_ids")
 OPTIONS = ("output_attentions", "output_hidden_states", "return_dict")
+# What transformers' collator for flattened batches adds, and its attention takes (FlashAttentionKwargs).
+FLATTENED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 # What an encoder's forward ignores: a cache is the decoder's, the Trainer's count of items the loss's.
 _ARGUMENTS = {*TENSORS, *OPTIONS, "use_cache", "num_items_in_batch"}
 
@@ -24,12 +22,20 @@ _ARGUMENTS = {*TENSORS, *OPTIONS, "use_cache", "num_items_in_batch"}
 _ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 
 
+class Flattened(NamedTuple):
+    """Where the sequences are in a row that holds all of a batch: those of FlashAttentionKwargs."""
+
+    cu_seqlens: torch.Tensor
+    max_seqlen: int | None
+
+
 def call_objection(module: Any, plan: Plan, tables: TableSizes, given: dict, options: dict) -> str | None:
     """Why this call must be transformers' own; what is wrong with an input is left to prepare_inputs to say."""
+    arguments = _ARGUMENTS if given.get("cu_seq_lens_q") is None else _ARGUMENTS.union(FLATTENED)
     for name, value in given.items():
-        if name not in _ARGUMENTS and value is not None and value is not False:
+        if name not in arguments and value is not None and value is not False:
             return f"the argument {name} is not one that fastbert reads"
-    if (objection := _config_objection(module.config, plan, given, options)) is not None:
+    if (objection := _config_objection(module.config, plan, options)) is not None:
         return objection
     tensors = {name: given[name] for name in TENSORS if given.get(name) is not None}
     for name, t in tensors.items():
@@ -50,7 +56,10 @@ def call_objection(module: Any, plan: Plan, tables: TableSizes, given: dict, opt
     if mask is None or plan.reads == "tokens":
         return None
     if plan.reads == "padding" and not mask.all():
-        return "its head's softmax runs over the padding (that of fastbert's own head does not)"
+        return (
+            "its head's softmax runs over the padding; accelerate(model, spans_over_real_tokens=True) leaves that out,"
+            " as fastbert's own head does"
+        )
     if plan.reads == "last" and not mask[:, -1].all():
         return "padding on the right: the last column, which its head reads, holds no token"
     if (late := mask[:, 0] == 0).any() and mask[late].any():
@@ -58,7 +67,7 @@ def call_objection(module: Any, plan: Plan, tables: TableSizes, given: dict, opt
     return None
 
 
-def _config_objection(config: Any, plan: Plan, given: dict, options: dict) -> str | None:
+def _config_objection(config: Any, plan: Plan, options: dict) -> str | None:
     """Of what transformers' forward reads in its config with each call."""
     live = vars(config)  # not every family's config has these
     causal, attention = live.get("is_decoder") or live.get("is_causal"), live.get("_attn_implementation_internal")
@@ -69,84 +78,53 @@ def _config_objection(config: Any, plan: Plan, given: dict, options: dict) -> st
     if options["output_hidden_states"] and live.get("tie_last_hidden_states") is False:
         return "its config asks for the last hidden state as it is before the final norm"
     distances = plan.config.distances
-    if distances is None:
-        return None
-    if distances.has_windows:
+    if distances is not None and distances.has_windows:
         windows = {max(spec.attention.window_size) for spec in plan.config.layer_specs} - {-1}
         if windows != {config.sliding_window}:
             return f"its config's window is {config.sliding_window}; when the model was accelerated it was {windows}"
-    if distances.rotaries and given.get("position_ids") is not None and str(attention).startswith("flash"):
-        return "flash attention takes position_ids that start again for the beginning of another sequence"
     return None
 
 
-_remembered = Remembered()  # models in whose trees the last look found no objection
-
-
-def tree_objection(root: nn.Module, plan: Plan, config: EncoderConfig) -> str | None:
-    """Why our path would not do what calling every module of the tree does; None where it does."""
-    if has_global_hooks():
-        return "global module hooks are registered"
-    if _remembered.get(root, (plan, config)):
-        return None
-    snapshot = Snapshot()  # of all that is read below
-    if objection := groups_objection(root, config) or _count_objection(root, config, snapshot):
-        return objection
-    dropouts = dropouts_of(config)
-    snapshot.watch_children(root)
-    snapshot.hold(root.__dict__, "training")
-    for key, path, module, owner in modules_of(root, plan.family, config):
-        if key is None:
-            snapshot.hold(module.__dict__, "_forward_pre_hooks")
-            hooks = module._forward_pre_hooks.values()
-            if any(isinstance(h, partial) and h.func.__module__.startswith("peft.") for h in hooks):
-                return "PEFT's adapter_names and alora_offsets choose by the row of a batch"
-            continue
-        snapshot.watch(module, ())
-        snapshot.watch_children(module)
-        snapshot.hold(module.__dict__, "training", *HOOKS)  # not none of them: transformers' recorder may stay
-        known: Any = plan.classes.get(key)
-        if type(module) is not known:
-            return f"{path} is a {type(module).__name__}, which was not there when the model was accelerated"
-        if FORWARD in module.__dict__:
-            return f"{path} has a forward of its own on the instance"
-        if _has_hooks(module):
-            return f"{path} has hooks, and packed execution does not call that module"
-        for name, value in plan.numbers[key].items():
-            snapshot.hold(module.__dict__, name)
-            if module.__dict__.get(name) != value:
-                return f"{path}.{name} is {module.__dict__.get(name)}; when the model was accelerated it was {value}"
-        for name, p, expected in _dropouts_in(module, key, dropouts):
-            snapshot.hold(module.__dict__, name)
-            if expected is not None and (p if module.training else 0.0) != (expected if owner.training else 0.0):
-                where = path if name == "p" else f"{path}.{name}"
-                state = f"has p={p}, training={module.training}; by config and owner {expected}, {owner.training}"
-                return f"{where} {state}"
-    _remembered.put(root, (plan, config), snapshot, True)
+def flattened_objection(plan: Plan, given: dict) -> str | None:
+    """Why a call with `cu_seq_lens_q` must be transformers' own."""
+    rows = next((given[n].shape[0] for n in ("input_ids", "inputs_embeds") if given.get(n) is not None), 1)
+    mask, keys = given.get("attention_mask"), given.get("cu_seq_lens_k")
+    if rows != 1:
+        return f"cu_seq_lens_q stands for one row that holds all sequences; there are {rows} rows"
+    if mask is not None and not mask.all():
+        return "with an attention_mask that has padding, transformers does not read cu_seq_lens_q"
+    if keys is not None and keys is not given["cu_seq_lens_q"] and not torch.equal(keys, given["cu_seq_lens_q"]):
+        return "cu_seq_lens_k is not cu_seq_lens_q"
+    if given.get("position_ids") is None and plan.config.embeddings.position is not None:
+        return "cu_seq_lens_q without position_ids: transformers counts positions through all sequences"
     return None
 
 
-def _dropouts_in(module: nn.Module, key: str, dropouts: dict[str, float | None]):
-    """(attribute, its value, what it must be) of a module that is a dropout, or stands for one, or keeps numbers."""
-    if key in dropouts:
-        yield "p", 0.0 if type(module) is nn.Identity else module.p, dropouts[key]
-    for name in module.__dict__:
-        if (inner := f"{key}.{name}") in dropouts:
-            yield name, module.__dict__[name], dropouts[inner]
+def flattened(config: Any, given: dict, options: dict) -> Flattened | None:
+    """How a call says that its row holds several sequences, none of which sees another; None where it does not.
 
-
-def _count_objection(root: Any, config: EncoderConfig, snapshot: Snapshot) -> str | None:
-    if not config.family.theirs.counts_layers:
+    By cu_seq_lens_q. By position_ids that start again only where transformers goes by them: its flash attention does,
+    the others let all tokens of a row see each other.
+    """
+    cu_seqlens, positions = given.get("cu_seq_lens_q"), given.get("position_ids")
+    attention, longest = vars(config).get("_attn_implementation_internal"), given.get("max_length_q")
+    if cu_seqlens is None and positions is not None and str(attention).startswith("flash"):
+        cu_seqlens = _restarts(positions, given)
+    if cu_seqlens is None:
         return None
-    snapshot.hold(vars(root.config), "num_hidden_layers")
-    count = root.config.num_hidden_layers
-    return (
-        f"its config counts {count} layers of {config.num_hidden_layers}" if count < config.num_hidden_layers else None
-    )
+    if options["output_attentions"]:
+        raise InputError("output_attentions is not for a row of several sequences (cu_seq_lens_q)")
+    return Flattened(cu_seqlens, None if longest is None else int(longest))
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    """Hooks other than those with which transformers records hidden states and attentions: we return them ourselves."""
-    recorder, hooks = "transformers.utils.output_capturing", module._forward_hooks
-    others = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(others) or (bool(hooks) and any(hook.__module__ != recorder for hook in hooks.values()))
+def _restarts(positions: torch.Tensor, given: dict) -> torch.Tensor | None:
+    """Offsets of the sequences in one row by its positions, as transformers finds them; None where it holds one."""
+    mask, row = given.get("attention_mask"), positions.reshape(-1)
+    words = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+    if words is None or words.shape[0] != 1 or len(row) != words.shape[1] or (mask is not None and not mask.all()):
+        return None
+    first = row.min()
+    if not len(row) or bool((row - first == torch.arange(len(row), device=row.device)).all()):
+        return None
+    starts = (row == first).nonzero().flatten()
+    return torch.nn.functional.pad(starts, (0, 1), value=len(row)).int()

@@ -8,11 +8,13 @@ from typing import Any
 
 from torch import nn
 
+from fastbert.acceleration.instance import put_by_us
 from fastbert.config import ConfigError, EncoderConfig
 from fastbert.families import FAMILIES
-from fastbert.families.form import Classifier, Family, MaskedLM, ReplacedTokens, value_of
+from fastbert.families.form import Classifier, Family, Head, MaskedLM, ReplacedTokens, SentencePair
 from fastbert.families.spec import AttentionSpec
 from fastbert.layers.leaves import FORWARD
+from fastbert.layers.sharded import class_of
 from fastbert.models.inputs import TableSizes, table_sizes
 from fastbert.models.tree import key_of_spec, layers_of, modules_of
 
@@ -24,11 +26,39 @@ def _home(family: Family) -> str:
 MODEL_TYPES = {(_home(family), f"{family.classes}Model"): name for name, family in FAMILIES.items()}
 
 
-def _read_by(head: str, family: Family, config: EncoderConfig) -> str:
+def relation_of(module: nn.Module) -> str | None:
+    """Base models that we know are "base", classes made from one "derived", transformers' other models "other"; None:
+    of another library, fastbert's own among them, which may derive from transformers' PreTrainedModel.
+    """
+    kinds = [(kind.__module__, kind.__name__) for kind in class_of(module).__mro__]
+    if any(home.startswith("fastbert.models.") for home, _ in kinds):
+        return None
+    if not MODEL_TYPES.keys().isdisjoint(kinds):
+        return "base" if kinds[0] in MODEL_TYPES else "derived"
+    return "other" if ("transformers.modeling_utils", "PreTrainedModel") in kinds else None
+
+
+def _form_of(head: str, family: Family) -> Head | None:
+    return family.heads.get(head.removeprefix(f"{family.classes}For"))
+
+
+def is_span_head(head: str) -> bool:
+    return head.endswith("ForQuestionAnswering")
+
+
+def labels_tokens(head: str, family: Family) -> bool:
+    """Whether a head of this class may have labels of tokens that its loss looks at in padding, too."""
+    form = _form_of(head, family)
+    if is_span_head(head) or isinstance(form, (ReplacedTokens, SentencePair)):
+        return False
+    return not isinstance(form, Classifier) or form.pooling == "tokens"
+
+
+def _read_by(head: str, family: Family, config: EncoderConfig, spans_over_real_tokens: bool) -> str:
     """What transformers' head of this class makes of last_hidden_state: see Plan.reads."""
-    form = family.heads.get(head.removeprefix(f"{family.classes}For"))
-    if head.endswith("ForQuestionAnswering"):  # a softmax over all columns
-        return "padding"
+    form = _form_of(head, family)
+    if is_span_head(head):  # a softmax over all columns
+        return "tokens" if spans_over_real_tokens else "padding"
     if isinstance(form, (MaskedLM, ReplacedTokens)):
         return "tokens"
     pooling = form.pooling_of(config) if isinstance(form, Classifier) else "first"
@@ -78,20 +108,20 @@ def live(module: Any, plan: Plan) -> tuple[EncoderConfig, TableSizes]:
 
 def is_patched(module: nn.Module) -> bool:
     """Whether its class, or that class's forward, is not transformers' own."""
-    kind = type(module)
+    kind = class_of(module)
     return not (kind.__module__.startswith("transformers.") and kind.forward.__module__.startswith("transformers."))
 
 
-def dropouts_of(config: EncoderConfig) -> dict[str, float | None]:
-    """What every dropout of transformers' tree must be, by key as modules_of yields them; None: it is never called."""
+def dropout_roles(config: EncoderConfig) -> dict[str, str | None]:
+    """Which of LayerSpec.dropouts, or "embeddings", every dropout of transformers' tree is, by key as modules_of yields
+    them; None: it is never called.
+    """
     theirs = config.family.theirs
-    made: dict[str, float | None] = {}
+    made: dict[str, str | None] = {}
     if theirs.embedding_dropout is not None:
-        p = value_of(config.embeddings.dropout, config)
-        made[theirs.embedding_dropout] = p if theirs.drops_embeddings else None
-    for i, spec in enumerate(dict.fromkeys(config.layer_specs)):
-        for path, role in theirs.dropouts.items():
-            made[f"{key_of_spec(i)}.{path}"] = None if role is None else spec.dropouts[role]
+        made[theirs.embedding_dropout] = "embeddings" if theirs.drops_embeddings else None
+    for i, _ in enumerate(dict.fromkeys(config.layer_specs)):
+        made |= {f"{key_of_spec(i)}.{path}": role for path, role in theirs.dropouts.items()}
     return made
 
 
@@ -111,19 +141,20 @@ def _expected_numbers(form: AttentionSpec) -> dict[str, Any]:
     }
 
 
-def make_plan(module: Any, label: str, heads: list[str]) -> Plan | str:
+def make_plan(module: Any, label: str, heads: list[str], spans_over_real_tokens: bool = False) -> Plan | str:
     """The plan for a base model of transformers, or the reason why there is none."""
-    model_type = MODEL_TYPES[type(module).__module__, type(module).__name__]
+    kind = class_of(module)
+    model_type = MODEL_TYPES[kind.__module__, kind.__name__]
     if module.config.model_type != model_type:
         return f"its config is of model_type {module.config.model_type!r}, not {model_type!r}"
-    if FORWARD in module.__dict__ or is_patched(module):
+    if (FORWARD in module.__dict__ and put_by_us(module) is None) or is_patched(module):
         return "its forward has been replaced already"
     family = FAMILIES[model_type]
     try:
         config = EncoderConfig.from_dict(module.config.to_dict())
         if family.positions_from_ids:  # transformers counts from what the embeddings were built with
             config = config.replace(pad_token_id=module.embeddings.padding_idx)
-        reads = {_read_by(head, family, config) for head in heads} or {"first"}
+        reads = {_read_by(head, family, config, spans_over_real_tokens) for head in heads} or {"first"}
         plan = Plan(label, model_type, config, next(r for r in ("padding", "last", "first", "tokens") if r in reads))
         now = live(module, plan)[0]
         found = [each for each in modules_of(module, family, now) if each[0] is not None]
@@ -136,10 +167,10 @@ def _learn(plan: Plan, found: list[tuple], config: EncoderConfig) -> str | None:
     """Note the modules that our path does not call; or why they are not what the config asks for."""
     from transformers.activations import ACT2FN
 
-    activation, dropouts = type(ACT2FN[config.hidden_act]), dropouts_of(config)
+    activation, dropouts = type(ACT2FN[config.hidden_act]), dropout_roles(config)
     specs: Mapping[str, Any] = {key_of_spec(i): spec for i, spec in enumerate(dict.fromkeys(config.layer_specs))}
     for key, path, child, _ in found:
-        kind, spec = type(child), specs.get(key.partition(".")[0])
+        kind, spec = class_of(child), specs.get(key.partition(".")[0])
         if kind.__module__ in ("transformers.activations", "torch.nn.modules.activation"):
             is_right = kind is (nn.Tanh if path.startswith("pooler") else activation)
         elif kind is nn.Identity:  # in the place of a dropout of 0, and of a norm that the first layer does not have

@@ -7,7 +7,7 @@ A default is BERT's (Devlin et al. 2018), so a file says what is different. What
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from fastbert.families.fields import ActivationName, Choice, Count, Field, Flag, Number, Share, Structure
@@ -241,6 +241,17 @@ class Derived(NamedTuple):
     distances: Distances | None  # None: nothing goes by the distance of two tokens
     scopes: Scopes
 
+    def with_dropouts(self, config: Any, found: Mapping[tuple[str, str], float]) -> Derived:
+        """EncoderConfig.with_dropouts."""
+        specs = list(self.layer_specs)
+        for i, (path, spec) in enumerate(zip(self.layer_paths, specs, strict=True)):
+            now = {role: found.get((path, role), p) for role, p in spec.dropouts.items()}
+            specs[i] = spec if now == spec.dropouts else spec.with_dropouts(now)
+        p = value_of(self.embeddings.dropout, config)
+        now_p = found.get(("", "embeddings"), p)
+        embeddings = self.embeddings if now_p == p else replace(self.embeddings, dropout=now_p)
+        return self._replace(embeddings=embeddings, layer_specs=tuple(specs))
+
 
 @dataclass(frozen=True)
 class Family:
@@ -330,8 +341,6 @@ class Family:
 
     def embedding_spec(self, config: Any) -> Embeddings:
         """The embedding leaves that a model of this config has."""
-        from dataclasses import replace
-
         leaves = self.embeddings if isinstance(self.embeddings, Embeddings) else self.embeddings(config)
         is_needed = leaves.always_projects or config.embedding_width != config.hidden_size
         return leaves if leaves.project is None or is_needed else replace(leaves, project=None)

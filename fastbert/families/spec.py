@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 
@@ -148,6 +148,16 @@ class LayerSpec:
             "inner": self.feed_forward.dropout,
             "feed_forward": self.feed_forward_dropout,
         }
+
+    def with_dropouts(self, dropouts: Mapping[str, float]) -> LayerSpec:
+        """The same with these, all of them, by the names of `dropouts`."""
+        return replace(
+            self,
+            attention=replace(self.attention, dropout=dropouts["attention"]),
+            attention_output_dropout=dropouts["attention_output"],
+            feed_forward=replace(self.feed_forward, dropout=dropouts["inner"]),
+            feed_forward_dropout=dropouts["feed_forward"],
+        )
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch.nn.modules import module as torch_module
 
 from fastbert import ops
 from fastbert.layers.quantized import QuantizedLinear
+from fastbert.layers.sharded import call_sharded, is_sharded
 
 Leaf = TypeVar("Leaf", bound=nn.Module)
 
@@ -38,6 +39,8 @@ def is_called(root: nn.Module, path: str) -> bool:
     Raises TypeError where something else has taken its place: passing it by would ignore what it computes.
     """
     container = get_leaf(root, path)
+    if is_sharded(container):
+        return True
     if type(container) is not Container or FORWARD in container.__dict__:
         raise TypeError(
             f"{path} is a {type(container).__name__} with a forward of its own, which fastbert's models never call:"
@@ -51,6 +54,8 @@ def within(root: nn.Module, path: str | None, run: Callable[..., Any], *args: to
     """run(*args), by way of the container at `path` below `root` if that has hooks. `path` None: there is none."""
     if path is None or not is_called(root, path):
         return run(*args)
+    if is_sharded(get_leaf(root, path)):
+        return call_sharded(get_leaf(root, path), run, *args)
     if not torch.compiler.is_compiling():
         warnings.warn(
             f"fastbert: {type(root).__name__}: {path} has hooks: they see packed tensors (total_tokens, ...), and what"

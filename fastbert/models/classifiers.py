@@ -245,7 +245,7 @@ class ForReplacedTokens(HeadModel):
         place(self, self.head_form.out, nn.Linear(config.hidden_size, 1))
 
     def check_given(self, given, batch):
-        return {name: token_labels(labels, batch, 2) for name, labels in given.items()}
+        return {name: token_labels(labels, batch, 2, counts_padding=False) for name, labels in given.items()}
 
     def compute(self, encoded, given):
         batch, head = encoded.batch, self.head_form

@@ -43,16 +43,17 @@ def run_encoder(
     layer_type: type[nn.Module] | None = None,
     wants_hidden_states: bool = False,
     wants_probs: bool = False,
+    sharded: frozenset[str] = frozenset(),
 ) -> EncoderOutput:
     """A forward pass up to the last hidden state, over the leaves of `root`, ours or Hugging Face's.
 
     `layer_type`: all layers may run as one op, if they are plain ones of that type; None: the tree is not ours, and its
-    owner has looked at its containers.
+    owner has looked at its containers, of which those that are `sharded` are called.
     """
     family, names = config.family, config.embeddings
     paths, specs = config.layer_paths, config.layer_specs
     dropout_p = value_of(names.dropout, config) if root.training else 0.0
-    scopes = config.scopes if layer_type is not None else Scopes()
+    scopes = config.scopes if layer_type is not None else _sharded_scopes(config.scopes, sharded)
     hidden_states: list[torch.Tensor] = []
     probs: list[torch.Tensor] = []
     context = make_context(root, config.distances, inputs.batch, inputs.rotary_positions, inputs.window_positions)
@@ -80,7 +81,7 @@ def run_encoder(
         fused = None
         # The groups of ALBERT, which nothing below looks at; a list, so that each is asked whether it is a container.
         called = scopes.groups and any([is_called(root, path) for path in dict.fromkeys(scopes.groups)])
-        if not (wants_probs or wants_hidden_states or called or root.training):
+        if not (wants_probs or wants_hidden_states or called or root.training or sharded):
             fused = offer_layers(root, paths, specs, family.final_norm if scopes.ends else None, layer_type, x)
         if callable(fused):
             return fused(context)
@@ -104,6 +105,13 @@ def run_encoder(
     return EncoderOutput(
         x, tuple(hidden_states) if wants_hidden_states else None, tuple(probs) if wants_probs else None
     )
+
+
+def _sharded_scopes(scopes: Scopes, sharded: frozenset[str]) -> Scopes:
+    """Those of another library's tree that have to be called."""
+    if scopes.encoder not in sharded:
+        scopes = Scopes(scopes.embeddings)
+    return scopes._replace(embeddings=scopes.embeddings if scopes.embeddings in sharded else None, groups=())
 
 
 def _as_autocast_has_it(x: torch.Tensor) -> torch.Tensor:

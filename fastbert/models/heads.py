@@ -15,7 +15,7 @@ from fastbert.layers.leaves import get_leaf, is_linear, weights_of
 from fastbert.models.base import EncoderModel, PreTrainedModel, must_be_called
 from fastbert.models.inputs import EncoderInputs
 from fastbert.models.outputs import ModelOutput
-from fastbert.packed_inputs import PackedInputs, labels_of
+from fastbert.packed_inputs import PADDED_LABELS, PackedInputs, labels_of
 from fastbert.packing import InputError, PackedBatch, checks_values
 
 
@@ -190,13 +190,24 @@ class HeadModel(PreTrainedModel):
         return ops.logits_cross_entropy(logits, labels)
 
 
-def token_labels(labels: torch.Tensor, batch: PackedBatch, limit: int | None) -> torch.Tensor:
-    """Labels of tokens in packed order, checked: -100 or within [0, limit); None: the classes are not known yet."""
+def token_labels(
+    labels: torch.Tensor, batch: PackedBatch, limit: int | None, counts_padding: bool = True
+) -> torch.Tensor:
+    """Labels of tokens in packed order, checked: -100 or within [0, limit); None: the classes are not known yet.
+
+    `counts_padding`: transformers' loss counts labels at padding, too, where there is no hidden state: they must be
+    -100.
+    """
     shape = (batch.total_tokens,) if batch.seqlen is None else (batch.batch_size, batch.seqlen)
     if labels.shape != shape:
         raise InputError(f"labels has shape {tuple(labels.shape)}; it must be {shape}")
-    labels = labels.long() if batch.seqlen is None else batch.pack(labels.long())
-    return labels if limit is None else check_labels(labels, limit, "labels", batch)
+    packed = labels.long() if batch.seqlen is None else batch.pack(labels.long())
+    stray = None
+    if counts_padding and batch.indices is not None and checks_values():
+        stray = (labels != -100).sum() - (packed != -100).sum()
+        if batch.bounds is not None and PADDED_LABELS in batch.bounds:
+            stray = batch.bounds[PADDED_LABELS][1]
+    return packed if limit is None else check_labels(packed, limit, "labels", batch, stray)
 
 
 def class_labels(
@@ -209,11 +220,23 @@ def class_labels(
     return labels.long() if limit is None else check_labels(labels.long(), limit, name, batch)
 
 
-def check_labels(labels: torch.Tensor, limit: int, name: str, batch: PackedBatch) -> torch.Tensor:
-    """`labels` if all are -100 or within [0, limit): by the bounds that the host has of them, or by a look."""
+def check_labels(
+    labels: torch.Tensor, limit: int, name: str, batch: PackedBatch, stray: torch.Tensor | int | None = None
+) -> torch.Tensor:
+    """`labels` if all are -100 or within [0, limit): by the bounds that the host has of them, or by a look.
+
+    `stray`: how many labels of padding are not -100.
+    """
     if labels.numel() and checks_values():
         seen = (batch.bounds or {}).get(name)
-        low, high = torch.stack(torch.where(labels == -100, 0, labels).aminmax()).tolist() if seen is None else seen
+        if seen is None:
+            ends = torch.where(labels == -100, 0, labels).aminmax()
+            low, high, *rest = torch.stack([*ends, stray] if isinstance(stray, torch.Tensor) else [*ends]).tolist()
+            stray = rest[0] if rest else stray
+        else:
+            low, high = seen
         if low < 0 or high >= limit:
             raise InputError(f"{name} holds {low if low < 0 else high}; valid values are 0 to {limit - 1}, and -100")
+        if stray:
+            raise InputError(f"{name} holds {int(stray)} values at padding; only -100 may stand there")
     return labels

@@ -257,7 +257,6 @@ FALLBACKS = {
     "mask-4d": ({"attention_mask": torch.zeros(2, 1, 4, 4)}, None, "attention_mask is not of shape"),
     "argument": ({"encoder_hidden_states": torch.zeros(2, 3, 64)}, None, "the argument encoder_hidden_states"),
     "head_mask": ({"head_mask": torch.ones(3, 2)}, None, "the argument head_mask"),
-    "flash": ({"cu_seq_lens_q": torch.tensor([0, 4, 8])}, None, "the argument cu_seq_lens_q"),
     "selection": ({"output_hidden_states": [-1]}, None, "output_hidden_states selects"),
     "left": ({"attention_mask": MASK.flip(1)}, None, "padding on the left"),
     "layer-hook": ({}, lambda m: m.encoder.layer[1].register_forward_hook(record), "encoder.layer.1 has hooks"),
@@ -265,7 +264,7 @@ FALLBACKS = {
     "causal": ({}, lambda m: setattr(m.config, "is_decoder", True), "its config asks for causal attention"),
     "forward": ({}, forward_on_the_instance, "pooler has a forward of its own"),
     "activation": ({}, another_activation, "encoder.layer.0.intermediate.intermediate_act_fn is a GELU"),
-    "dropout": ({}, dropout_in_eval, "encoder.layer.0.output.dropout has p=0.2"),
+    "dropout": ({}, dropout_in_eval, "encoder.layer.0.output.dropout has p=0.2, training=True; what it is in"),
 }
 
 

@@ -1,4 +1,4 @@
-"""fastbert.accelerate on what not every family has: dropouts, rotary positions, windows, numbers on modules.
+"""fastbert.accelerate on what not every family has: rotary positions, windows, numbers on modules.
 
 Heads, masks, attentions, tuples and autocast of all families are in test_accelerate.py.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import warnings
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from tiny import write_json, write_model, write_modules
 from torch import nn
 
 import fastbert
-from fastbert.config import EncoderConfig
 from fastbert.families.spec import Distances
 from fastbert.testing.cases import DTYPES, MASKS
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
@@ -59,67 +57,6 @@ def test_inference(model_type, pattern, dtype, no_fallback):
     for actual, near, oracle in zip(ours.hidden_states, theirs.hidden_states, exact.hidden_states, strict=True):
         real = batch.real
         assert_close_to_reference(actual[real], oracle[real].double(), near[real], GRADIENT_FACTOR)
-
-
-def dropout_fields(model_type: str) -> list[str]:
-    """The fields of a family's config that are dropouts of its base model."""
-    config = make_config(model_type)
-    names = ("hidden_dropout_prob", "attention_probs_dropout_prob", "embedding_dropout", "mlp_dropout")
-    return [name for name in names if name in {**vars(config), **config.own} and name not in config.family.fixed]
-
-
-def with_dropouts(model_type: str, **given: float) -> nn.Module:
-    return make_hf(make_config(model_type).replace(**given), "Model").train()
-
-
-def dropouts_of(model: nn.Module) -> dict[str, float]:
-    """The path of every dropout, a module or a number, of which all layers have the same."""
-    found = {path: child.p for path, child in model.named_modules() if isinstance(child, nn.Dropout)}
-    for path, child in model.named_modules():
-        found |= {f"{path}.{name}": p for name, p in vars(child).items() if name in ("dropout", "attention_dropout")}
-    return {path: p for path, p in found.items() if ".1." not in path and ".2." not in path and ".3." not in path}
-
-
-def set_dropout(model: nn.Module, path: str, p: float) -> None:
-    parent, _, name = path.rpartition(".")
-    owner = model.get_submodule(parent)
-    if isinstance(getattr(owner, name), nn.Dropout):
-        owner, name = getattr(owner, name), "p"
-    setattr(owner, name, p)
-
-
-@families_axis
-def test_every_dropout_is_the_specs(model_type, no_fallback):
-    """They are compared when the model is accelerated, and each again when it is another."""
-    fields = dropout_fields(model_type)
-    model = with_dropouts(model_type, **{name: 0.1 * i for i, name in enumerate(fields, 1)})
-    found = dropouts_of(model)
-    fastbert.accelerate(model)(IDS)
-    config = EncoderConfig.from_dict(model.config.to_dict())
-    assert {p for spec in config.layer_specs for p in spec.dropouts.values()} - {0.0} <= set(found.values())
-    theirs = config.family.theirs
-    unused = [f"{config.layer_paths[0]}.{at}" for at, role in theirs.dropouts.items() if role is None]
-    unused += [] if theirs.drops_embeddings else [theirs.embedding_dropout]
-    for path, p in found.items():
-        set_dropout(model, path, 0.7)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            model(IDS)
-        assert any(f"{path} has p=0.7" in str(each.message) for each in said) == (path not in unused), path
-        set_dropout(model, path, p)
-    model(IDS)
-
-
-@families_axis
-def test_every_dropout_drops(model_type, no_fallback):
-    """Each field alone changes what training computes, and nothing of inference."""
-    calm = fastbert.accelerate(with_dropouts(model_type))
-    expected = calm(IDS)[0]
-    for name in dropout_fields(model_type):
-        model = fastbert.accelerate(with_dropouts(model_type, **{name: 0.5}))
-        first, second = model(IDS)[0], model(IDS)[0]
-        assert not torch.equal(first, second) and not torch.equal(first, expected)
-        assert torch.equal(model.eval()(IDS)[0], calm.eval()(IDS)[0])
 
 
 @pytest.mark.parametrize("model_type", ROTARY)

@@ -163,7 +163,7 @@ MAY_IMPORT = {
     "checkpoint": {"compat.their_bases", "config", "families"},
     "models": {"layers", "ops", "config", "families", "packed_inputs", "packing", "checkpoint", "compat"},
     "data": {"checkpoint", "config"},
-    "acceleration": {"config", "families", "layers", "models", "ops"},
+    "acceleration": {"config", "families", "layers", "models", "ops", "packing"},
     "cuda_graphs": {"backend", "families", "layers", "models", "packed_inputs", "packing"},
     "quantization": {"config", "layers", "models", "packing"},
     "sentences": {"checkpoint", "config", "data", "models", "ops", "packing"},

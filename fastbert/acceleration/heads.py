@@ -1,0 +1,73 @@
+"""The forward of a model whose head looks at padding: it sees the labels, which an accelerated base model does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fastbert.acceleration.forward import Forward
+from fastbert.acceleration.instance import OnInstance, argument_names, put_by_us
+from fastbert.acceleration.objections import FLATTENED
+
+_POSITIONS = ("start_positions", "end_positions")
+
+
+class HeadForward(OnInstance):
+    """The forward of a model with a head over the accelerated base model at `base`, an attribute.
+
+    Where tokens of padding have labels, transformers trains on their hidden states: such a call is transformers' own.
+    `spans_over_real_tokens`: the head's softmax runs over columns, and leaves padding out.
+    """
+
+    def __init__(self, module: nn.Module, base: str, spans_over_real_tokens: bool):
+        super().__init__(module, base, spans_over_real_tokens)
+        self._base, self.spans_over_real_tokens = base, spans_over_real_tokens
+        self._look = torch.compiler.disable(self.look, reason="fastbert looks at labels on the host")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        args = args[1:] if args and args[0] is module else args  # as in Forward
+        if not self.is_recorded() and self._look(module, args, kwargs):
+            return _spans(module, {**dict(zip(argument_names(type(module)), args)), **kwargs})  # noqa: B905
+        return type(module).forward(module, *args, **kwargs)
+
+    def look(self, module: Any, args: tuple, kwargs: dict) -> bool:
+        """Whether padding must be left out of spans; and tell the base model where padding has labels."""
+        given = {**dict(zip(argument_names(type(module)), args)), **kwargs}  # noqa: B905
+        mask, labels, objection = given.get("attention_mask"), given.get("labels"), None
+        has_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2
+        if self.spans_over_real_tokens:
+            return has_mask and not mask.all()
+        is_of_tokens = has_mask and isinstance(labels, torch.Tensor) and labels.shape == mask.shape
+        if is_of_tokens and ((labels != -100) & (mask == 0).to(labels.device)).any():
+            objection = "labels other than -100 at padding: transformers' loss goes over hidden states there"
+        base = put_by_us(module._modules[self._base])
+        if isinstance(base, Forward):
+            base.expect(objection, {name: given[name] for name in FLATTENED if name in given})
+        return False
+
+
+def _spans(module: Any, given: dict) -> Any:
+    """What the class's forward gives, with its softmax over real tokens only, as fastbert's own head has it.
+
+    Logits at padding are the least number. Positions count as in transformers, and those at padding do not.
+    """
+    positions = [given.pop(name, None) for name in _POSITIONS]
+    as_dict = given.pop("return_dict", None)
+    as_dict = module.config.return_dict if as_dict is None else as_dict
+    output = type(module).forward(module, **given, return_dict=True)
+    real = given["attention_mask"].to(output.start_logits.device) != 0
+    losses = []
+    for name, at in zip(("start_logits", "end_logits"), positions, strict=True):
+        logits = output[name].masked_fill(~real, torch.finfo(output[name].dtype).min)
+        output[name] = logits
+        if at is not None:
+            at = at.reshape(-1, 1).clamp(0, real.shape[1])  # one behind the last column does not count
+            counts = F.pad(real, (0, 1)).gather(1, at)
+            losses.append(F.cross_entropy(logits, at.where(counts, -100)[:, 0]))
+    if len(losses) == 2:
+        output = type(output)(loss=(losses[0] + losses[1]) / 2, **{k: v for k, v in output.items() if k != "loss"})
+    return output if as_dict else output.to_tuple()

@@ -1,0 +1,132 @@
+"""What is in a live transformers model now: whether packed execution does all that calling its modules does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from fastbert.acceleration.plan import Plan, dropout_roles
+from fastbert.config import EncoderConfig
+from fastbert.layers.leaves import FORWARD, FORWARD_HOOKS, HOOKS, has_global_hooks, parent_of
+from fastbert.layers.sharded import HOOKS_FROM, class_of, is_sharded
+from fastbert.layers.snapshot import Remembered, Snapshot
+from fastbert.models.tree import groups_objection, modules_of
+
+
+class Look(NamedTuple):
+    """What packed execution runs by: the config with the dropouts of now, and the paths of modules under FSDP2."""
+
+    config: EncoderConfig
+    sharded: frozenset[str] = frozenset()
+
+
+_remembered = Remembered()  # what the last look at each model found
+
+
+def look_at(root: nn.Module, plan: Plan, config: EncoderConfig) -> Look | str:
+    """What is there now, or why our path would not do what calling every module of the tree does."""
+    if has_global_hooks():
+        return "global module hooks are registered"
+    leaf_hooks = FORWARD_HOOKS if "captum" in sys.modules else ("_forward_pre_hooks",)  # each takes time in every call
+    if (found := _remembered.get(root, (plan, config, leaf_hooks))) is not None:
+        return found
+    snapshot = Snapshot()  # of all that is read below
+    if objection := groups_objection(root, config) or _count_objection(root, config, snapshot):
+        return objection
+    roles = dropout_roles(config)
+    dropouts: dict[tuple[str, str], float] = {}  # by the path of a layer, "" for the embeddings, and the role there
+    sharded: list[str] = []
+    snapshot.watch_children(root)
+    snapshot.hold(root.__dict__, "training")
+    for key, path, module, owner in modules_of(root, plan.family, config):
+        if key is None:
+            snapshot.hold(module.__dict__, *leaf_hooks)
+            hooks = [_home(hook) for name in leaf_hooks for hook in getattr(module, name).values()]
+            if any(home.startswith("peft.") for home in hooks):
+                return "PEFT's adapter_names and alora_offsets choose by the row of a batch"
+            if any(home.startswith("captum.") for home in hooks):
+                return f"Captum attributes to what {path} gives for each row and column, padding included"
+            continue
+        snapshot.watch(module, ())
+        snapshot.watch_children(module)
+        snapshot.hold(module.__dict__, "training", *HOOKS)  # not none of them: transformers' recorder may stay
+        known: Any = plan.classes.get(key)
+        if class_of(module) is not known:
+            return f"{path} is a {type(module).__name__}, which was not there when the model was accelerated"
+        if FORWARD in module.__dict__:
+            return f"{path} has a forward of its own on the instance"
+        if is_sharded(module):
+            sharded.append(path)
+        if _has_hooks(module):
+            return f"{path} has hooks, and packed execution does not call that module"
+        for name, value in plan.numbers[key].items():
+            snapshot.hold(module.__dict__, name)
+            if module.__dict__.get(name) != value:
+                return f"{path}.{name} is {module.__dict__.get(name)}; when the model was accelerated it was {value}"
+        for name, p, role in _dropouts_in(module, key, roles):
+            snapshot.hold(module.__dict__, name)
+            if role is None:  # no forward calls it
+                continue
+            where = path if name == "p" else f"{path}.{name}"
+            if module.training != owner.training and p:
+                return f"{where} has p={p}, training={module.training}; what it is in has training={owner.training}"
+            if not (type(p) in (int, float) and 0.0 <= p < 1.0):
+                return f"{where} has p={p}, training={module.training}; packed execution takes 0 <= p < 1"
+            at = _layer_of(key, path), role
+            if dropouts.setdefault(at, p) != p:
+                return f"{where} has p={p}; another dropout of the same values has p={dropouts[at]}"
+    callable_ones = {config.scopes.embeddings, config.scopes.encoder, parent_of(plan.family.pooler or "")}
+    if beyond := [path for path in sharded if path not in callable_ones.union(config.layer_paths)]:
+        return f"{beyond[0]} is sharded by itself; fully_shard the layers, the embeddings or the whole model instead"
+    look = Look(config.with_dropouts(dropouts), frozenset(sharded))
+    _remembered.put(root, (plan, config, leaf_hooks), snapshot, look)
+    return look
+
+
+def _dropouts_in(module: nn.Module, key: str, roles: dict[str, str | None]) -> Iterator[tuple]:
+    """(attribute, its value, its role) of what is a dropout, or stands for one, or keeps numbers."""
+    if key in roles:
+        yield "p", 0.0 if type(module) is nn.Identity else module.p, roles[key]
+    for name in module.__dict__:
+        if (inner := f"{key}.{name}") in roles:
+            yield name, module.__dict__[name], roles[inner]
+
+
+def _layer_of(key: str, path: str) -> str:
+    """The path of the layer that a module is in, "" for the embeddings; key and path as modules_of yields them."""
+    if not key.startswith("*"):
+        return ""
+    inside = key.partition(".")[2]
+    return path.removesuffix(inside).removesuffix(".") if inside else path
+
+
+def _count_objection(root: Any, config: EncoderConfig, snapshot: Snapshot) -> str | None:
+    if not config.family.theirs.counts_layers:
+        return None
+    snapshot.hold(vars(root.config), "num_hidden_layers")
+    count = root.config.num_hidden_layers
+    return (
+        f"its config counts {count} layers of {config.num_hidden_layers}" if count < config.num_hidden_layers else None
+    )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Hooks other than those with which transformers records hidden states and attentions, which we return ourselves,
+    and FSDP2 gathers weights, for which we call the module.
+    """
+    if module._backward_hooks or module._backward_pre_hooks:
+        return True
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return any(_home(hook) not in _KNOWN_HOOKS for hook in hooks)
+
+
+def _home(hook: Any) -> str:
+    """The module that a hook is defined in."""
+    return getattr(hook.func if isinstance(hook, partial) else hook, "__module__", None) or ""
+
+
+_KNOWN_HOOKS = ("transformers.utils.output_capturing", HOOKS_FROM)

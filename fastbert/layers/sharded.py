@@ -1,0 +1,44 @@
+"""Modules under torch's FSDP2 (torch.distributed.fsdp.fully_shard).
+
+A sharded module has a class of its own, made from the module's, and hooks that gather its weights before each call and
+let go of them after it. So it has to be called, also where packed execution passes such modules by.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from fastbert import ops
+
+HOOKS_FROM = "torch.distributed.fsdp._fully_shard._fsdp_state"
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether fully_shard was called on this very module."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has sharded nothing
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class that a module was made with."""
+    kind = type(module)
+    return kind.__bases__[1] if is_sharded(module) else kind
+
+
+def call_sharded(module: nn.Module, run: Callable[..., Any], *args: Any) -> Any:
+    """module(*args), hooks included, with `run` in the place of its forward."""
+
+    def forward(*args: Any) -> Any:
+        # Gathered weights come into the same tensors each time, and PyTorch is told not to record that they changed.
+        ops.repack(module.parameters())
+        return run(*args)
+
+    module.__dict__["forward"] = forward
+    try:
+        return module(*args)
+    finally:
+        del module.__dict__["forward"]

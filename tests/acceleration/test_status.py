@@ -1,0 +1,64 @@
+"""fastbert.status(model) and repr(model): what runs fast, how often it did, and why not."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import transformers
+from hf import make_config
+from test_accelerate import IDS, MASK, small
+from torch import nn
+
+import fastbert
+
+
+def test_calls_are_counted():
+    model = small("SequenceClassification")
+    assert fastbert.status(model).models[0].kind == "left alone"
+    fastbert.accelerate(model)
+    status = fastbert.status(model)
+    assert (status.packed, status.others, status.why_not) == (0, 0, "")
+    assert repr(status) == "bert (BertModel): accelerated, not called yet"
+    for _ in range(3):
+        model(IDS, attention_mask=MASK)
+    with pytest.warns(UserWarning, match="padding on the left"):
+        model(IDS, attention_mask=MASK.flip(1))
+    status = fastbert.status(model)
+    assert (status.packed, status.others) == (3, 1) and status.why_not.startswith("padding on the left")
+    assert repr(status).startswith("bert (BertModel): 3 of 4 calls ran packed; the last that did not: padding on the")
+    assert "fastbert: 3 of 4 calls ran packed; the last that did not: padding on the left" in repr(model)
+    assert "fastbert: 3 of 4 calls" in str(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert "fastbert: accelerated, not called yet" in repr(other)  # a copy counts by itself
+        other(IDS)
+        assert (fastbert.status(other).packed, fastbert.status(model).packed) == (1, 3)
+    with pytest.raises(fastbert.InputError):
+        model(IDS + 99)
+    assert fastbert.status(model).packed == 3
+    assert "fastbert" not in repr(fastbert.restore(model))
+
+
+def test_what_holds_several_models_or_none():
+    own = fastbert.BertModel(make_config("bert"))
+    gpt = transformers.GPT2Model(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=10))
+    both = nn.ModuleDict({"own": own, "theirs": fastbert.accelerate(small()), "gpt": gpt})
+    both["theirs"](IDS)
+    lines = repr(fastbert.status(both)).splitlines()
+    assert lines == [
+        "own (BertModel): fastbert's own class, every call is packed",
+        "theirs (BertModel): 1 of 1 calls ran packed",
+    ]
+    assert repr(fastbert.status(gpt)) == "there is no model that fastbert has"
+    with pytest.raises(TypeError, match="status takes a module or a SentenceEncoder, not str"):
+        fastbert.status("bert-base-uncased")
+
+
+def test_calls_in_a_compiled_model_are_counted():
+    model = fastbert.accelerate(small())
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(3):
+        compiled(IDS)
+    assert fastbert.status(compiled).packed == 3
