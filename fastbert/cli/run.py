@@ -11,11 +11,11 @@ import sys
 import warnings
 
 from fastbert import __version__
-from fastbert.cli import BROKEN_PIPE, USER_ERROR, bench, build, discard, doctor, encode, fill_mask, info, quantize, say
+from fastbert.cli import BROKEN_PIPE, USER_ERROR, bench, build, discard, doctor, encode, fill_mask, info, quantize, say, serve
 from fastbert.cli.parser import A_MODEL, Parser
 from fastbert.cli.texts import UsageError
 
-COMMANDS = (encode, fill_mask, quantize, info, doctor, build, bench)
+COMMANDS = (encode, fill_mask, serve, quantize, info, doctor, build, bench)
 
 # The errors that a user can mend, by their modules below fastbert.
 USER_ERRORS = {
