@@ -36,9 +36,9 @@ def add(commands: Any) -> None:
         """,
         "fastbert encode reviews.csv --column text --model all-MiniLM-L6-v2 --output reviews.npy",
     )  # fmt: skip
-    parser.add_argument("file", metavar="FILE", type=Path, help=f"the texts: {TEXT_KINDS}")
+    parser.add_argument("file", metavar="FILE", help=f"the texts: {TEXT_KINDS}; a folder or a URL with --engine ray")
     add_model_option(parser)
-    parser.add_argument("--output", metavar="OUT.npy", type=Path, required=True, help="where the vectors go")
+    parser.add_argument("--output", metavar="OUT.npy", required=True, help="where the vectors go")
     parser.add_argument("--column", metavar="NAME", help="the column that holds the texts, if there are several")
     parser.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16", "int8"), default="auto",
@@ -47,12 +47,26 @@ def add(commands: Any) -> None:
     parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:1; by default a GPU if there is one")
     parser.add_argument("--batch-tokens", metavar="N", type=positive, help="tokens in a batch; fewer need less memory")
     parser.add_argument("--force", action="store_true", help="replace OUT.npy; start again if a run cannot go on")
+    parser.add_argument(
+        "--engine", choices=("local", "ray"), default="local",
+        help="ray: parquet files, or a folder of them, into a folder of parquet files, on all of a Ray cluster",
+    )  # fmt: skip
+    parser.add_argument("--workers", metavar="N", type=positive, help="with --engine ray: how many models are loaded")
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.engine == "ray":
+        from fastbert.cli.encode_ray import encode_on_ray
+
+        what = ("model", "column", "dtype", "device", "batch_tokens", "workers", "force")
+        chosen = {name: getattr(options, name) for name in what}
+        say(encode_on_ray(options.file, options.output, **chosen))
+        return 0
+    if options.workers is not None:
+        raise UsageError("--workers is for --engine ray")
     job = Job(
-        source=options.file,
-        output=options.output,
+        source=Path(options.file),
+        output=Path(options.output),
         model=options.model,
         column=options.column,
         dtype=options.dtype,

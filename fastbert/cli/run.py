@@ -11,7 +11,20 @@ import sys
 import warnings
 
 from fastbert import __version__
-from fastbert.cli import BROKEN_PIPE, USER_ERROR, bench, build, discard, doctor, encode, fill_mask, info, quantize, say, serve
+from fastbert.cli import (
+    BROKEN_PIPE,
+    USER_ERROR,
+    bench,
+    build,
+    discard,
+    doctor,
+    encode,
+    fill_mask,
+    info,
+    quantize,
+    say,
+    serve,
+)
 from fastbert.cli.parser import A_MODEL, Parser
 from fastbert.cli.texts import UsageError
 
