@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL = "all-MiniLM-L6-v2"
 SENTENCES = (1, 1, 1, 1, 2, 3, 5, 8)  # that a text consists of
 TEXTS = (1, 1, 1, 1, 1, 2, 4, 8)  # that a request has
+WORDS = 150  # of a text at most: fewer than 256 tokens, the model's limit
 POOL = 512  # different texts
 OFFLINE = """
 import json, sys, time
@@ -63,7 +64,8 @@ class Load:
 def make_texts() -> list[str]:
     sentences = (ROOT / "examples" / "sentences.txt").read_text(encoding="utf-8").splitlines()
     draw = random.Random(0)
-    return [" ".join(draw.choices(sentences, k=SENTENCES[i % len(SENTENCES)])) for i in range(POOL)]
+    texts = [" ".join(draw.choices(sentences, k=SENTENCES[i % len(SENTENCES)])) for i in range(POOL)]
+    return [" ".join(text.split()[:WORDS]) for text in texts]
 
 
 def cpu_seconds(pid: int) -> float:
@@ -108,7 +110,8 @@ async def client(number: int, port: int, texts: list[str], lengths: list[int], u
         load.tokens += sum(lengths[i] for i in chosen)
         if not head.startswith(b"http/1.1 200"):
             load.errors.append(answer.decode()[:200])
-        load.answers.append((chosen, answer))
+        else:
+            load.answers.append((chosen, answer))
     writer.close()
 
 
@@ -126,6 +129,8 @@ def measure(
         load, before = Load(), cpu_seconds(server.pid)
         asyncio.run(run(load, seconds))
         load.cpu = cpu_seconds(server.pid) - before
+    if load.errors:
+        print(f"{len(load.errors)} errors, the first: {load.errors[0]}", file=sys.stderr)
     expected = np.array(offline["vectors"], np.float32)
     worst = max(float(np.abs(np.array(orjson.loads(a)) - expected[i]).max()) for i, a in load.answers)
     return {
