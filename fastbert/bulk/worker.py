@@ -56,7 +56,9 @@ class Worker:
             raise InputError(f"{where} has a column {s.output_column!r} already")
         column = table.column(s.column)
         if column.null_count:
-            raise InputError(f"{where}: row {column.is_null().to_pylist().index(True)} of {s.column!r} is null, no text")
+            raise InputError(
+                f"{where}: row {column.is_null().to_pylist().index(True)} of {s.column!r} is null, no text"
+            )
         parts, tokens = [np.empty((0, self.encoder.dim), np.float32)], 0
         stream = self.encoder.encode_stream(
             column.to_pylist(),

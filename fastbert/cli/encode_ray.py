@@ -26,7 +26,9 @@ def encode_on_ray(
 ) -> str:
     """Returns a one-line summary. Raises UsageError, InputError and ConfigError for what a user can mend."""
     if output.endswith((".npy", ".jsonl", ".parquet")):
-        raise UsageError(f"--output {output}: with --engine ray it is a folder, which gets a parquet file for each block")
+        raise UsageError(
+            f"--output {output}: with --engine ray it is a folder, which gets a parquet file for each block"
+        )
     from fastbert import __version__
     from fastbert.bulk.blocks import absolute, column_names
     from fastbert.bulk.ray_engine import Pool, encode_files, import_ray

@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
         """
         Serves MODEL over HTTP, with OpenAI's route /v1/embeddings and the routes of text-embeddings-inference: /embed,
         /rerank, /predict, /info, /health and /metrics. Requests that arrive together are computed together.
-        /docs describes the routes.
+        /openapi.json describes the routes.
         """,
         "fastbert serve all-MiniLM-L6-v2\n"
         "  curl localhost:8080/embed -H 'content-type: application/json' -d '{\"inputs\": \"a text\"}'",

@@ -1,1 +1,1 @@
-"""`fastbert serve`: a model behind HTTP. Requests that arrive together are computed together, packed, without padding."""
+"""`fastbert serve`: a model behind HTTP. Requests that arrive together are computed together, packed."""

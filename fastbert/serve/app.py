@@ -53,7 +53,7 @@ def make_app(
         yield
         server.batcher.close()
 
-    app = FastAPI(title="fastbert", version=__version__, lifespan=lifespan, redoc_url=None)
+    app = FastAPI(title="fastbert", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     posts = {
         "/embed": (server.embed, schemas.EmbedRequest),
         "/rerank": (server.rerank, schemas.RerankRequest),

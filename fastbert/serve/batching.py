@@ -1,7 +1,7 @@
 """Continuous batching: whoever computes takes what waits, up to a budget of tokens, as soon as the last batch is done.
 
-Sequences of many requests share a batch; one of a large request may be spread over several. Nothing waits for a batch to
-fill up, and nothing is padded, so a batch takes the time of its real tokens.
+Sequences of many requests share a batch; those of a large request may be spread over several. Nothing waits for a batch
+to fill up, and nothing is padded, so a batch takes the time of its real tokens.
 """
 
 from __future__ import annotations

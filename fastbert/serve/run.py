@@ -60,7 +60,7 @@ def serve(
     address = bound.getsockname()
     shown = f"[{address[0]}]:{address[1]}" if ":" in host else f"{address[0]}:{address[1]}"
     what = f"{engine.kind}, {str(engine.model.dtype).removeprefix('torch.')}, {engine.model.device}"
-    say(f"serving {engine.name} ({what}) at http://{shown}, described at http://{shown}/docs")
+    say(f"serving {engine.name} ({what}) at http://{shown}, described at http://{shown}/openapi.json")
     try:
         server.run(sockets=[bound])
     except KeyboardInterrupt:  # uvicorn raises the signal once more when all is done

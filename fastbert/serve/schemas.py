@@ -46,7 +46,9 @@ def _inputs(value: Any) -> Inputs:
     else:
         is_one = False
     if not isinstance(value, list):
-        raise ValueError(f"it is {_kind(value)}; it must be a text, a pair of texts, or a list of lists of 1 or 2 texts")
+        raise ValueError(
+            f"it is {_kind(value)}; it must be a text, a pair of texts, or a list of lists of 1 or 2 texts"
+        )
     inputs = Inputs()
     for i, entry in enumerate(value):
         if not isinstance(entry, list) or len(entry) not in (1, 2) or not all(isinstance(t, str) for t in entry):

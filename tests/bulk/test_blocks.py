@@ -211,7 +211,9 @@ def test_bad_places(source, tmp_path):
 
 def test_the_command_line_refuses_what_cannot_be(source, tmp_path, model):
     ray = ("--engine", "ray", "--model", model)
-    assert "--workers is for --engine ray" in fails("encode", source, "--workers", 2, "--model", model, "--output", "a.npy")
+    assert "--workers is for --engine ray" in fails(
+        "encode", source, "--workers", 2, "--model", model, "--output", "a.npy"
+    )
     assert "it is a folder" in fails("encode", source, *ray, "--output", tmp_path / "out.npy")
     assert "does not exist" in fails("encode", tmp_path / "none", *ray, "--output", tmp_path / "out")
     assert "has no column 'words'; it has: id, text" in fails(

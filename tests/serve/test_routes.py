@@ -26,9 +26,7 @@ NEAR = 1e-5  # what the issue of `serve` asks for
 def folders(tmp_path_factory) -> dict:
     root = tmp_path_factory.mktemp("served")
     folders = {"embedding": tiny.write_model(root / "embedding")}
-    tiny.write_json(
-        folders["embedding"] / "config_sentence_transformers.json", {"prompts": {"query": "who sat? "}}
-    )
+    tiny.write_json(folders["embedding"] / "config_sentence_transformers.json", {"prompts": {"query": "who sat? "}})
     for kind, labels in (("reranker", 1), ("classifier", 3)):
         folders[kind] = tiny.write_model(root / kind, head="SequenceClassification", num_labels=labels)
     tiny.edit_config(folders["classifier"], id2label={"0": "bad", "1": "so-so", "2": "good"})
@@ -156,7 +154,7 @@ EMBED, OPENAI, RERANK, PREDICT = "/embed", "/v1/embeddings", "/rerank", "/predic
         ("embedding", EMBED, {"inputs": "a", "prompt_name": "x"}, 422, "prompt_name: unknown prompt 'x'"),
         ("embedding", EMBED, {"inputs": "a", "dimensions": 33}, 422, "dimensions is 33; the model's vectors have 32"),
         ("embedding", EMBED, {"inputs": "a", "dimensions": 0}, 422, "dimensions: Input should be greater than or"),
-        ("embedding", EMBED, {"inputs": "a", "truncation_direction": "Left"}, 422, "Input should be 'Right' or 'right'"),
+        ("embedding", EMBED, {"inputs": "a", "truncation_direction": "Left"}, 422, "should be 'Right' or 'right'"),
         ("embedding", EMBED, {}, 422, "inputs: Field required"),
         ("embedding", EMBED, ["a"], 422, "the body is a list; it must be an object"),
         ("embedding", OPENAI, {"input": LONG}, 400, "input[0] has more than 64 tokens"),
