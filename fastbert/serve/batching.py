@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+SMALL = 256  # tokens that fill the products well enough: a batch is not split into smaller ones
+
 Sequence = Any  # what the engine computes, with a length in tokens
 
 
@@ -54,7 +56,8 @@ class Batcher:
     ):
         self.compute, self.budget, self.on_batch = compute, budget, on_batch
         self.queue: deque[Job] = deque()
-        self.waiting = 0  # sequences
+        self.waiting = self.waiting_tokens = 0  # sequences that are in no batch, and their tokens
+        self._idle = 0
         self._closed = False
         self._changed = threading.Condition()
         self._loop = asyncio.get_running_loop()
@@ -72,6 +75,7 @@ class Batcher:
         with self._changed:
             self.queue.append(job)
             self.waiting += len(sequences)
+            self.waiting_tokens += sum(lengths)
             self._changed.notify()
         return job
 
@@ -86,26 +90,39 @@ class Batcher:
     def _take(self) -> list[Piece]:
         """The next batch, longest waiting first; waits for one. Empty at the end."""
         with self._changed:
-            while True:
-                batch: list[Piece] = []
-                tokens = 0
-                while self.queue:
-                    job = self.queue[0]
-                    if job.future.cancelled():
-                        self.waiting -= len(job.sequences) - job.taken
-                        self.queue.popleft()
-                        continue
-                    if batch and tokens + job.lengths[job.taken] > self.budget:
-                        break
-                    tokens += job.lengths[job.taken]
-                    batch.append(Piece(job, job.taken))
-                    job.taken += 1
-                    self.waiting -= 1
-                    if job.taken == len(job.sequences):
-                        self.queue.popleft()
-                if batch or self._closed:
-                    return batch
+            while not (batch := self._next()) and not self._closed:
+                self._idle += 1
                 self._changed.wait()
+                self._idle -= 1
+            if self.queue:
+                self._changed.notify()  # who else is idle gets a part of it
+            return batch
+
+    def _next(self) -> list[Piece]:
+        """What one worker is to take of the queue: up to the budget, and no more than its share among the idle."""
+        share = max(SMALL, -(-self.waiting_tokens // (self._idle + 1)))
+        budget, tokens = min(self.budget, share), 0
+        batch: list[Piece] = []
+        while self.queue:
+            job = self.queue[0]
+            if job.future.cancelled():
+                self._leave(len(job.sequences) - job.taken, sum(job.lengths[job.taken :]))
+                self.queue.popleft()
+                continue
+            length = job.lengths[job.taken]
+            if batch and tokens + length > budget:
+                break
+            tokens += length
+            batch.append(Piece(job, job.taken))
+            job.taken += 1
+            if job.taken == len(job.sequences):
+                self.queue.popleft()
+        self._leave(len(batch), tokens)
+        return batch
+
+    def _leave(self, sequences: int, tokens: int) -> None:
+        self.waiting -= sequences
+        self.waiting_tokens -= tokens
 
     def _work(self, threads: int) -> None:
         torch.set_num_threads(threads)  # of this thread's own team

@@ -66,4 +66,4 @@ def serve(
     except KeyboardInterrupt:  # uvicorn raises the signal once more when all is done
         if not server.started:
             raise
-    say("stopped: everything that had come in was answered")
+    say("stopped at once" if server.force_exit else "stopped: everything that had come in was answered")

@@ -110,6 +110,23 @@ def test_two_workers_take_two_batches():
     assert drive(model, 100, program, workers=2) == [1, 4]
 
 
+def test_the_idle_share_what_comes():
+    """1,000 tokens and four idle workers: a batch of 256 or so for each, where one alone would take them all."""
+    model = Model(held=True)
+
+    async def program(batcher):
+        while batcher._idle < 4:
+            await asyncio.sleep(0.001)
+        job = batcher.submit(list(range(20, 40)), [50] * 20)
+        for _ in range(4):
+            await begun(model)
+        model.gate.release(4)
+        return (await job.future).ravel().tolist()
+
+    assert drive(model, 2048, program, workers=4) == [float(n * n) for n in range(20, 40)]
+    assert [len(batch) for batch in model.batches] == [5, 5, 5, 5]
+
+
 def test_close_computes_what_waits():
     model = Model(held=True)
 
