@@ -60,6 +60,7 @@ def serve(
     address = bound.getsockname()
     shown = f"[{address[0]}]:{address[1]}" if ":" in host else f"{address[0]}:{address[1]}"
     what = f"{engine.kind}, {str(engine.model.dtype).removeprefix('torch.')}, {engine.model.device}"
+    bound.listen(config.backlog)  # who comes before uvicorn accepts does not find a closed door
     say(f"serving {engine.name} ({what}) at http://{shown}, described at http://{shown}/openapi.json")
     try:
         server.run(sockets=[bound])
