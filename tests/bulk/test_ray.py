@@ -1,5 +1,7 @@
-"""Ray itself: a worker that is killed, a run that goes on, a dataset with vectors. Ray gives up if it takes 30 s to start,
-which a busy machine can take, so these are left to `make test-full`; tests/bulk/test_blocks.py has all but the pool.
+"""Ray itself: a worker that is killed, a run that goes on, a dataset with vectors.
+
+Ray gives up if it takes 30 s to start, which a busy machine can take, so these are left to `make test-full`;
+tests/bulk/test_blocks.py has all but the pool.
 """
 
 from __future__ import annotations
