@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import asdict
@@ -154,6 +155,7 @@ def encode_files(
         return 0
     pool = pool._replace(workers=min(pool.workers, len(left)))
     ray.data.DataContext.get_current().enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)  # the caller says what there is to say
     blocks = ray.data.from_items([asdict(block) for block in left], override_num_blocks=len(left))
     given = {"settings": chosen, "source": absolute(source), "output": absolute(output)}
     for done in blocks.map(BlockWorker, fn_constructor_kwargs=given, **_options(ray, pool)).iter_rows():
