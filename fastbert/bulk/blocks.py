@@ -91,7 +91,7 @@ def make_plan(source: str, output: str, column: str, identity: dict[str, Any], w
     names = frozenset(entry.base_name for entry in there)
     texts = sum(rows for _, rows, _ in files)
     chunks = -(-texts // (CHUNK_TEXTS * BLOCKS_A_WORKER * workers))
-    manifest = {"identity": identity, "block_texts": min(chunks * CHUNK_TEXTS, BLOCK_TEXTS)}
+    manifest: dict[str, Any] = {"identity": identity, "block_texts": min(chunks * CHUNK_TEXTS, BLOCK_TEXTS)}
     if MANIFEST in names and not force:
         with system.open_input_file(f"{folder}/{MANIFEST}") as file:
             manifest = _read_manifest(output, file.read())
