@@ -67,6 +67,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "fastbert.models.baby": ("baby_config",),
     "fastbert.models.joint_electra": ("ElectraForJointPreTraining",),
     "fastbert.acceleration": ("accelerate", "restore", "status"),
+    "fastbert.bulk.ray_engine": ("ray_encode",),
     "fastbert.backend": ("Backend", "BackendError", "backends", "use_backend"),
     "fastbert.config": ("ConfigError", "EncoderConfig"),
     "fastbert.cuda_graphs": ("graphs",),

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from fastbert.cli import raise_if_stopped, say
 from fastbert.cli.outputs import ROW_KINDS, check_output, open_rows
 from fastbert.cli.outputs.growing_array import GrowingArray
-from fastbert.cli.parser import add_command, add_model_option, add_running_options, add_source
+from fastbert.cli.parser import add_column_option, add_command, add_model_option, add_running_options, positive
 from fastbert.cli.texts import STDIN, TEXT_KINDS, UsageError, check_source, read_texts
 
 if TYPE_CHECKING:
@@ -40,19 +40,39 @@ def add(commands: Any) -> None:
         """,
         "fastbert encode reviews.csv --column text --model all-MiniLM-L6-v2 --output reviews.npy",
     )  # fmt: skip
-    add_source(parser)
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        help=f"the texts: {TEXT_KINDS}, or - for standard input; a folder or a URL with --engine ray",
+    )
+    add_column_option(parser)
     add_model_option(parser)
     parser.add_argument(
-        "--output", metavar="OUT", type=Path, required=True, help="where the vectors go: a .npy, .parquet, .jsonl, or -"
-    )
+        "--output", metavar="OUT", required=True,
+        help="where the vectors go: a .npy, .parquet, .jsonl, or -; a folder or a URL with --engine ray",
+    )  # fmt: skip
     add_running_options(parser)
     parser.add_argument("--force", action="store_true", help="replace OUT; start again if a run cannot go on")
+    parser.add_argument(
+        "--engine", choices=("local", "ray"), default="local",
+        help="ray: parquet files, or a folder of them, into a folder of parquet files, on all of a Ray cluster",
+    )  # fmt: skip
+    parser.add_argument("--workers", metavar="N", type=positive, help="with --engine ray: how many models are loaded")
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.engine == "ray":
+        from fastbert.cli.encode_ray import encode_on_ray
+
+        what = ("model", "column", "dtype", "device", "batch_tokens", "workers", "force")
+        chosen = {name: getattr(options, name) for name in what}
+        say(encode_on_ray(options.file, options.output, **chosen))
+        return 0
+    if options.workers is not None:
+        raise UsageError("--workers is for --engine ray")
     job = Job(
-        source=options.file,
-        output=options.output,
+        source=Path(options.file),
+        output=Path(options.output),
         model=options.model,
         column=options.column,
         dtype=options.dtype,

@@ -46,6 +46,10 @@ def add_source(parser: Parser) -> None:
     from fastbert.cli.texts import TEXT_KINDS
 
     parser.add_argument("file", metavar="FILE", type=Path, help=f"the texts: {TEXT_KINDS}, or - for standard input")
+    add_column_option(parser)
+
+
+def add_column_option(parser: Parser) -> None:
     parser.add_argument(
         "--column", metavar="NAME", help="the column that holds the texts; JSON lines on standard input"
     )

@@ -25,11 +25,12 @@ from fastbert.cli import (
     quantize,
     say,
     search,
+    serve,
 )
 from fastbert.cli.parser import A_MODEL, Parser
 from fastbert.cli.texts import UsageError
 
-COMMANDS = (encode, search, classify, fill_mask, quantize, info, doctor, build, bench)
+COMMANDS = (encode, search, classify, fill_mask, serve, quantize, info, doctor, build, bench)
 
 # The errors that a user can mend, by their modules below fastbert.
 USER_ERRORS = {

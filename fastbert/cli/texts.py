@@ -71,7 +71,7 @@ def _shown(value: Any, limit: int = 40) -> str:
     return shown if len(shown) <= limit else shown[:limit] + "..."
 
 
-def _pick_column(path: Path, names: Sequence[str], column: str | None) -> str:
+def pick_column(path: Path | str, names: Sequence[str], column: str | None) -> str:
     """`column`, or the one that can be meant. Raises UsageError, listing what there is."""
     if not names:
         raise UsageError(f"{path} has no columns in its first row")
@@ -126,7 +126,7 @@ def _read_jsonl(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
             raise UsageError(f"{path}, line {number}: nested too deeply") from None
         if isinstance(entry, dict):
             if column is None:
-                column = _pick_column(path, list(entry), None)
+                column = pick_column(path, list(entry), None)
             if column not in entry:
                 raise UsageError(f"{path}, line {number}: has no {column!r}; it has: {', '.join(entry)}")
             entry = entry[column]
@@ -154,7 +154,7 @@ def _read_table(path: Path, column: str | None, **dialect: Any) -> Iterator[tupl
                 continue
             if header is None:
                 header = row
-                place = header.index(_pick_column(path, header, column))
+                place = header.index(pick_column(path, header, column))
                 continue
             if len(row) != len(header):
                 raise UsageError(f"{path}, line {rows.line_num}: {len(row)} fields, but {len(header)} in the header")
@@ -172,7 +172,7 @@ def _read_parquet(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
     row = 0
     try:
         with pq.ParquetFile(path) as file:
-            name = _pick_column(path, file.schema_arrow.names, column)
+            name = pick_column(path, file.schema_arrow.names, column)
             kind = file.schema_arrow.field(name).type
             kind = kind.value_type if pa.types.is_dictionary(kind) else kind
             if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):

@@ -172,8 +172,10 @@ MAY_IMPORT = {
     "kernels": set(),
     "testing": set(),
     "bench": {"config", "testing"},
-    "cli": {"_C", "__version__", "backend", "bench", "checkpoint", "config", "data", "layers", "models", "native",
-            "ops", "quantization", "sentences", "testing"},
+    "bulk": {"config", "packing", "sentences"},
+    "serve": {"__version__", "checkpoint", "data", "packing", "sentences"},
+    "cli": {"_C", "__version__", "backend", "bench", "bulk", "checkpoint", "config", "data", "layers", "models",
+            "native", "ops", "quantization", "sentences", "serve", "testing"},
 }  # fmt: skip
 
 

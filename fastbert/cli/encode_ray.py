@@ -1,0 +1,99 @@
+"""`fastbert encode --engine ray`: parquet files into a folder of parquet files, on all machines of a Ray cluster."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from fastbert.cli import raise_if_stopped, say
+from fastbert.cli.texts import UsageError, pick_column
+
+VECTORS = "embedding"  # the column that is added
+
+
+def encode_on_ray(
+    source: str,
+    output: str,
+    *,
+    model: str,
+    column: str | None,
+    dtype: str,
+    device: str | None,
+    batch_tokens: int | None,
+    workers: int | None,
+    force: bool,
+) -> str:
+    """Returns a one-line summary. Raises UsageError, InputError and ConfigError for what a user can mend."""
+    if output.endswith((".npy", ".jsonl", ".parquet")):
+        raise UsageError(
+            f"--output {output}: with --engine ray it is a folder, which gets a parquet file for each block"
+        )
+    from fastbert import __version__
+    from fastbert.bulk.blocks import absolute, column_names
+    from fastbert.bulk.ray_engine import Pool, encode_files, import_ray
+    from fastbert.bulk.worker import Settings
+    from fastbert.checkpoint.pretrained import read_config, resolve
+    from fastbert.cli.encode import _fingerprint
+    from fastbert.data.sentence_folder import transformer_folder
+    from fastbert.sentences.batches import progress_bar
+
+    raise_if_stopped()
+    import_ray()
+    folder = resolve(model)
+    read_config(transformer_folder(folder))  # a wrong model is told here, and not by each worker
+
+    texts_in = pick_column(source, column_names(source), column)
+
+    def settings(pool: Pool) -> Settings:
+        return Settings(
+            model=absolute(model) if Path(model).is_dir() else model,
+            column=texts_in,
+            output_column=VECTORS,
+            dtype=dtype,
+            device=pool.device,
+            batch_tokens=batch_tokens,
+            normalize=None,
+            prompt_name=None,
+            threads=pool.threads,
+        )
+
+    identity: dict[str, Any] = {
+        "model": model,
+        "model files": _fingerprint(folder),
+        "dtype": dtype,
+        "device": device,
+        "batch tokens": batch_tokens,
+        "fastbert": __version__,
+    }
+    bar: Any = None
+    tokens, start = 0, time.perf_counter()
+
+    def on_plan(texts: int, done: int, pool: Pool) -> None:
+        nonlocal bar, start
+        if done:
+            say(f"{done:,} of {texts:,} texts were encoded before: going on from there")
+        what = f"{pool.device}, {pool.threads} threads each" if pool.device == "cpu" else pool.device
+        say(f"{pool.workers} workers ({what})")
+        bar, start = progress_bar(texts, None, initial=done), time.perf_counter()
+
+    def on_block(texts: int, count: int) -> None:
+        nonlocal tokens
+        raise_if_stopped()
+        tokens += count
+        bar.update(texts)
+
+    try:
+        texts = encode_files(
+            source, output, settings=settings, identity=identity, device=device, workers=workers, force=force,
+            on_plan=on_plan, on_block=on_block,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        say("stopped; the same command goes on with the blocks that are left")
+        raise
+    finally:
+        if bar is not None:
+            bar.close()
+    seconds = time.perf_counter() - start
+    rate = f", {tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s" if tokens else ""
+    return f"{texts:,} texts{rate} -> {output}"

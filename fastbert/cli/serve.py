@@ -1,0 +1,97 @@
+"""`fastbert serve`: a model behind HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from fastbert.cli import raise_if_stopped, say
+from fastbert.cli.parser import A_MODEL, add_command, positive
+from fastbert.cli.texts import UsageError
+
+LOCAL, PORT, API_KEY = "127.0.0.1", 8080, "FASTBERT_API_KEY"
+
+
+def add(commands: Any) -> None:
+    parser = add_command(
+        commands, "serve", run, "serve a model over HTTP: vectors, reranking, classification",
+        """
+        Serves MODEL over HTTP, with OpenAI's route /v1/embeddings and the routes of text-embeddings-inference: /embed,
+        /rerank, /predict, /info, /health and /metrics. Requests that arrive together are computed together.
+        /openapi.json describes the routes.
+        """,
+        "fastbert serve all-MiniLM-L6-v2\n"
+        "  curl localhost:8080/embed -H 'content-type: application/json' -d '{\"inputs\": \"a text\"}'",
+    )  # fmt: skip
+    parser.add_argument("model", metavar="MODEL", help=A_MODEL)
+    parser.add_argument("--host", default=LOCAL, help=f"the address to listen at (default {LOCAL}: this machine only)")
+    parser.add_argument("--port", type=port, default=PORT, help=f"default {PORT}; 0 takes a free one")
+    parser.add_argument("--served-model-name", metavar="NAME", help="what clients call the model (default: MODEL)")
+    parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16", "int8"), default="auto",
+        help="the number format to compute in; auto (the default) is the model's own",
+    )  # fmt: skip
+    parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:1; by default a GPU if there is one")
+    parser.add_argument("--max-batch-tokens", metavar="N", type=positive, help="tokens computed at a time")
+    parser.add_argument(
+        "--max-concurrent-requests", metavar="N", type=positive, default=512,
+        help="more are refused with 429 (default 512)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-client-batch-size", metavar="N", type=positive, default=32, help="texts in a request (default 32)"
+    )
+    parser.add_argument(
+        "--payload-limit", metavar="BYTES", type=positive, default=2_000_000, help="of a request (default 2,000,000)"
+    )
+    parser.add_argument(
+        "--timeout", metavar="S", type=positive, default=60, help="seconds that a request may take (default 60)"
+    )
+    parser.add_argument("--auto-truncate", action="store_true", help="cut long texts where a request does not say")
+    parser.add_argument(
+        "--api-key", metavar="KEY",
+        help=f"what clients must send as `Authorization: Bearer KEY`; rather set {API_KEY}, which `ps` does not show",
+    )  # fmt: skip
+
+
+def port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: a number from 0 to 65535")
+    return int(text)
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        from fastbert.serve.app import Limits
+        from fastbert.serve.run import serve
+    except ImportError as error:
+        if error.name is None or error.name.startswith("fastbert"):
+            raise
+        raise UsageError(f"serve needs {error.name}: pip install 'fastbert-kernels[serve]'") from None
+
+    raise_if_stopped()
+    api_key = options.api_key if options.api_key is not None else os.environ.get(API_KEY)
+    if api_key == "":
+        raise UsageError(f"the API key is empty; without --api-key and {API_KEY} none is asked for")
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key == api_key.strip()):
+        raise UsageError("the API key must consist of printable ASCII characters: it is sent in a header")
+    limits = Limits(
+        max_concurrent_requests=options.max_concurrent_requests,
+        max_client_batch_size=options.max_client_batch_size,
+        payload_limit=options.payload_limit,
+        timeout_s=float(options.timeout),
+        auto_truncate=options.auto_truncate,
+    )
+    serve(
+        options.model,
+        served_name=options.served_model_name,
+        host=options.host,
+        port=options.port,
+        dtype=options.dtype,
+        device=options.device,
+        batch_tokens=options.max_batch_tokens,
+        api_key=api_key,
+        limits=limits,
+        say=say,
+    )
+    return 0

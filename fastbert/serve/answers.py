@@ -1,0 +1,41 @@
+"""From the model's rows to what is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastbert.sentences import Reranker
+from fastbert.serve.engine import Engine
+
+TINY = 1e-12  # torch.nn.functional.normalize's
+
+
+def unit_length(vectors: np.ndarray) -> np.ndarray:
+    """Rows of length 1; a zero row stays zero."""
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), TINY)
+
+
+def ranking(engine: Engine, logits: np.ndarray, raw: bool, texts: list[str] | None) -> list[dict[str, Any]]:
+    """The texts by their score, the best first; equal ones keep their order."""
+    assert isinstance(engine.model, Reranker)
+    scores = logits[:, 0] if raw else engine.model.scores(torch.from_numpy(logits)).numpy()
+    order = np.argsort(-scores, kind="stable").tolist()
+    if texts is None:
+        return [{"index": i, "score": scores[i]} for i in order]
+    return [{"index": i, "text": texts[i], "score": scores[i]} for i in order]
+
+
+def predictions(engine: Engine, logits: np.ndarray, raw: bool) -> list[list[dict[str, Any]]]:
+    """For each input the labels with their scores, the best first."""
+    scores = torch.from_numpy(logits)
+    if not raw:
+        several = engine.model.model.config.problem_type == "multi_label_classification"
+        scores = scores.sigmoid() if scores.shape[1] == 1 or several else scores.softmax(-1)
+    found = []
+    for row in scores.numpy():
+        order = np.argsort(-row, kind="stable").tolist()
+        found.append([{"score": row[i], "label": engine.labels[i]} for i in order])
+    return found

@@ -1,0 +1,236 @@
+"""The routes: text-embeddings-inference's, and OpenAI's /v1/embeddings."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from fastbert import __version__
+from fastbert.packing import InputError
+from fastbert.serve import schemas
+from fastbert.serve.answers import predictions, ranking, unit_length
+from fastbert.serve.batching import Batcher, ComputeError
+from fastbert.serve.engine import Engine
+from fastbert.serve.gate import BODY, Gate
+from fastbert.serve.metrics import Metrics
+from fastbert.serve.refusals import Refusal, refusal_response
+
+INLINE_CHARS = 2000  # tokenising more would hold up the other requests: a thread does it
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server accepts. The defaults are text-embeddings-inference's, but for the timeout, which it lacks."""
+
+    max_concurrent_requests: int = 512
+    max_client_batch_size: int = 32
+    payload_limit: int = 2_000_000
+    timeout_s: float = 60.0
+    auto_truncate: bool = False
+
+
+def make_app(
+    engine: Engine, limits: Limits, api_key: str | None = None, *, batch_tokens: int, workers: int, threads: int
+) -> FastAPI:
+    """The application; its lifespan has the threads that compute."""
+    server = Server(engine, limits, batch_tokens)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        server.batcher = Batcher(engine.compute, batch_tokens, workers, threads, server.metrics.on_batch)
+        server.metrics.queue_size.set_function(lambda: server.batcher.waiting)
+        yield
+        server.batcher.close()
+
+    app = FastAPI(title="fastbert", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    posts = {
+        "/embed": (server.embed, schemas.EmbedRequest),
+        "/rerank": (server.rerank, schemas.RerankRequest),
+        "/predict": (server.predict, schemas.PredictRequest),
+        "/v1/embeddings": (server.openai_embeddings, schemas.OpenAIRequest),
+    }
+    for path, (route, schema) in posts.items():
+        body = {"required": True, "content": {"application/json": {"schema": schema.model_json_schema()}}}
+        app.post(path, openapi_extra={"requestBody": body})(route)
+    for path, route in (("/health", server.health), ("/metrics", server.page), ("/info", server.info),
+                        ("/v1/models", server.openai_models)):  # fmt: skip
+        app.get(path)(route)
+
+    @app.exception_handler(Refusal)
+    async def refuse(request: Request, refusal: Refusal) -> Response:
+        server.metrics.failures.labels(refusal.kind).inc()
+        return refusal_response(request.url.path, refusal.kind, str(refusal))
+
+    @app.exception_handler(HTTPException)
+    async def unknown(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {error.detail}; {', '.join(posts)} take POST"
+        return refusal_response(request.url.path, "not_found", message, error.status_code)
+
+    app.add_middleware(
+        Gate,
+        metrics=server.metrics,
+        api_key=api_key,
+        max_requests=limits.max_concurrent_requests,
+        max_bytes=limits.payload_limit,
+        timeout_s=limits.timeout_s,
+    )
+    return app
+
+
+def as_json(content: Any) -> Response:
+    return Response(orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
+
+
+class Server:
+    """The routes of one model."""
+
+    batcher: Batcher
+
+    def __init__(self, engine: Engine, limits: Limits, batch_tokens: int):
+        self.engine, self.limits, self.batch_tokens, self.metrics = engine, limits, batch_tokens, Metrics()
+
+    async def embed(self, request: Request) -> Response:
+        asked = self._read(request, schemas.EmbedRequest, "embedding")
+        prompt = self._prompt(asked.prompt_name)
+        vectors, _ = await self._run("inputs", asked.inputs, asked.truncate, prompt)
+        return as_json(self._vectors(vectors, asked.dimensions, asked.normalize))
+
+    async def openai_embeddings(self, request: Request) -> Response:
+        asked = self._read(request, schemas.OpenAIRequest, "embedding")
+        if asked.model not in (None, self.engine.name):
+            raise Refusal("not_found", f"model {asked.model!r} is not served here; {self.engine.name!r} is")
+        vectors, tokens = await self._run("input", asked.input, None, self._prompt(None))
+        rows: Any = self._vectors(vectors, asked.dimensions, True)
+        if asked.encoding_format == "base64":
+            rows = [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in rows]
+        return as_json(
+            {
+                "object": "list",
+                "data": [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)],
+                "model": self.engine.name,
+                "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+            }
+        )
+
+    async def rerank(self, request: Request) -> Response:
+        asked = self._read(request, schemas.RerankRequest, "reranker")
+        pairs = [(asked.query, text) for text in asked.texts]
+        logits, _ = await self._run("texts", pairs, asked.truncate)
+        return as_json(ranking(self.engine, logits, asked.raw_scores, asked.texts if asked.return_text else None))
+
+    async def predict(self, request: Request) -> Response:
+        asked = self._read(request, schemas.PredictRequest, "reranker", "classifier")
+        logits, _ = await self._run("inputs", asked.inputs, asked.truncate)
+        found = predictions(self.engine, logits, asked.raw_scores)
+        return as_json(found[0] if asked.inputs.is_one else found)
+
+    async def health(self) -> Response:
+        if not self.batcher.is_alive:
+            raise Refusal("unhealthy", "a thread that computes has ended")
+        return Response()
+
+    async def page(self) -> Response:
+        return Response(self.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def info(self) -> Response:
+        model, labels = self.engine.model, {str(i): label for i, label in enumerate(self.engine.labels)}
+        kind: dict[str, Any] = {"embedding": {"dim": self.engine.width}} if not labels else {
+            self.engine.kind: {"id2label": labels, "label2id": {label: int(i) for i, label in labels.items()}}
+        }  # fmt: skip
+        return as_json(
+            {
+                "model_id": self.engine.name,
+                "model_dtype": str(model.dtype).removeprefix("torch."),
+                "model_type": kind,
+                "max_concurrent_requests": self.limits.max_concurrent_requests,
+                "max_input_length": model.max_seq_length,
+                "max_batch_tokens": self.batch_tokens,
+                "max_client_batch_size": self.limits.max_client_batch_size,
+                "auto_truncate": self.limits.auto_truncate,
+                "version": __version__,
+            }
+        )
+
+    async def openai_models(self) -> Response:
+        model = {"id": self.engine.name, "object": "model", "created": 0, "owned_by": "fastbert"}
+        return as_json({"object": "list", "data": [model]})
+
+    def _read(self, request: Request, kind: type[schemas.R], *engines: str) -> schemas.R:
+        if self.engine.kind not in engines:
+            raise Refusal("backend", f"{self.engine.name} is no {' or '.join(engines)} model: it is {self.engine.kind}")
+        return schemas.parse(request.scope[BODY], kind)
+
+    def _prompt(self, name: str | None) -> str:
+        try:
+            return self.engine.model.prompt(name)
+        except InputError as error:
+            raise Refusal("validation", f"prompt_name: {error}") from None
+
+    async def _run(
+        self, field: str, inputs: list[Any], truncate: bool | None, prompt: str = ""
+    ) -> tuple[np.ndarray, int]:
+        """(rows of the inputs, their tokens). Raises Refusal for what is too many, too long, too late, or fails."""
+        start = time.perf_counter()
+        self._check_count(field, inputs)
+        chars = sum(len(text) if isinstance(text, str) else len(text[0]) + len(text[1]) for text in inputs)
+        try:
+            if chars + len(prompt) * len(inputs) <= INLINE_CHARS:
+                sequences, lengths, cut = self.engine.tokenize(inputs, prompt)
+            else:
+                sequences, lengths, cut = await asyncio.to_thread(self.engine.tokenize, inputs, prompt)
+        except UnicodeEncodeError as error:
+            raise Refusal("tokenizer", f"{field}: not valid Unicode: {error}") from None
+        if cut is not None and not (self.limits.auto_truncate if truncate is None else truncate):
+            limit = self.engine.model.max_seq_length
+            raise Refusal("validation", f"{field}[{cut}] has more than {limit} tokens, the model's limit; "
+                          "with truncate it is cut")  # fmt: skip
+        tokenized = time.perf_counter()
+        job = self.batcher.submit(sequences, lengths)
+        timer = asyncio.get_running_loop().call_later(self.limits.timeout_s, job.future.cancel)
+        try:
+            rows = await job.future
+        except ComputeError as error:
+            raise Refusal("backend", f"the model failed: {error}") from None
+        except asyncio.CancelledError:
+            if timer.when() > asyncio.get_running_loop().time():
+                raise  # the client has gone
+            raise Refusal("timeout", f"not answered within {self.limits.timeout_s:g} s: try again later") from None
+        finally:
+            timer.cancel()
+        self._observe(len(inputs), sum(lengths), start, tokenized, job)
+        return rows, sum(lengths)
+
+    def _check_count(self, field: str, inputs: list[Any]) -> None:
+        self.metrics.requests.labels("single" if len(inputs) == 1 else "batch").inc()
+        if not inputs:
+            raise Refusal("empty", f"{field} is empty")
+        limit = self.limits.max_client_batch_size
+        if len(inputs) > limit:
+            raise Refusal("validation", f"{field} has {len(inputs)} texts; a request may have {limit}")
+
+    def _observe(self, count: int, tokens: int, start: float, tokenized: float, job: Any) -> None:
+        m = self.metrics
+        m.successes.labels("single" if count == 1 else "batch").inc()
+        m.tokenization.observe(tokenized - start)
+        m.queue.observe(job.started - job.submitted)
+        m.inference.observe(job.finished - job.started)
+        m.duration.observe(time.perf_counter() - start)
+        m.input_length.observe(tokens)
+
+    def _vectors(self, vectors: np.ndarray, dimensions: int | None, normalize: bool) -> np.ndarray:
+        if dimensions is not None:
+            if dimensions > vectors.shape[1]:
+                raise Refusal("validation", f"dimensions is {dimensions}; the model's vectors have {vectors.shape[1]}")
+            vectors = np.ascontiguousarray(vectors[:, :dimensions])
+        return unit_length(vectors) if normalize else vectors

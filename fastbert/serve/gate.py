@@ -1,0 +1,99 @@
+"""The ASGI layer before the routes: who may come in, how many at a time, how much they may send, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from typing import Any
+
+import anyio
+
+from fastbert.serve.metrics import Metrics
+from fastbert.serve.refusals import Refusal, refusal_response
+
+PUBLIC = ("/health", "/metrics")  # without a key: what watches the server has none
+BODY = "fastbert.body"  # where the scope has a POST's body
+
+
+class Gate:
+    """Hands a POST on with its whole body in the scope, and stops working for a client that goes away."""
+
+    def __init__(
+        self, app: Any, metrics: Metrics, api_key: str | None, max_requests: int, max_bytes: int, timeout_s: float
+    ):
+        self.app, self.metrics, self.max_requests, self.max_bytes = app, metrics, max_requests, max_bytes
+        self.authorization = None if api_key is None else f"Bearer {api_key}".encode()
+        self.timeout_s, self.requests = timeout_s, 0
+
+    async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        try:
+            if self.authorization is not None and scope["path"] not in PUBLIC:
+                check_key(scope, self.authorization)
+            if scope["method"] != "POST":
+                await self.app(scope, receive, send)
+                return
+            if self.requests >= self.max_requests:
+                raise Refusal("overloaded", f"{self.requests} requests are being worked on: try again later")
+            self.requests += 1
+            try:
+                await self._post(scope, receive, send)
+            finally:
+                self.requests -= 1
+        except Refusal as refusal:
+            self.metrics.failures.labels(refusal.kind).inc()
+            await refusal_response(scope["path"], refusal.kind, str(refusal))(scope, receive, send)
+
+    async def _post(self, scope: dict, receive: Any, send: Any) -> None:
+        try:
+            with anyio.fail_after(self.timeout_s):
+                body = await self._read(scope, receive)
+        except TimeoutError:
+            raise Refusal("slow", f"the body did not arrive within {self.timeout_s:g} s") from None
+        if body is None:
+            return
+        scope[BODY] = body
+        handler, answers = asyncio.current_task(), False
+        gone = asyncio.ensure_future(receive())  # the message after the body: that the client has gone
+
+        def leave(_: asyncio.Future) -> None:
+            if handler is not None and not answers:
+                handler.cancel()
+
+        async def answer(message: dict) -> None:
+            nonlocal answers
+            answers = True
+            await send(message)
+
+        gone.add_done_callback(leave)
+        try:
+            await self.app(scope, receive, answer)
+        except asyncio.CancelledError:
+            if answers or not gone.done():
+                raise
+            self.metrics.failures.labels("disconnected").inc()
+        finally:
+            gone.remove_done_callback(leave)
+            gone.cancel()
+
+    async def _read(self, scope: dict, receive: Any) -> bytes | None:
+        """The body; None if the client has gone."""
+        length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        body = bytearray()
+        while max(len(body), int(length)) <= self.max_bytes:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            body += message.get("body", b"")
+            if not message.get("more_body") and len(body) <= self.max_bytes:
+                return bytes(body)
+        raise Refusal("too_large", f"the body has more than {self.max_bytes:,} bytes")
+
+
+def check_key(scope: dict, expected: bytes) -> None:
+    """Raises Refusal for a request without the header; the time does not tell how much of it is right."""
+    given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    if not hmac.compare_digest(given, expected):
+        raise Refusal("unauthorized", "the header Authorization must be: Bearer, a space and the API key")

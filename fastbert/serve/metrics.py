@@ -1,0 +1,40 @@
+"""Counts and times for Prometheus, under text-embeddings-inference's names; its client adds `_total` to counters."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+SIZES = tuple(2**i for i in range(12))
+TOKENS = tuple(2**i for i in range(4, 18))
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+
+        def counter(name: str, what: str, label: str) -> Counter:
+            return Counter(f"te_{name}", what, [label], registry=self.registry)
+
+        def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"te_{name}", what, buckets=buckets, registry=self.registry)
+
+        self.requests = counter("request_count", "requests that came in", "method")
+        self.successes = counter("request_success", "requests that were answered with 200", "method")
+        self.failures = counter("request_failure", "requests that were refused or failed", "err")
+        self.duration = histogram("request_duration", "seconds from a request to its answer", SECONDS)
+        self.tokenization = histogram("request_tokenization_duration", "seconds of tokenising a request", SECONDS)
+        self.queue = histogram("request_queue_duration", "seconds until a request's first batch began", SECONDS)
+        self.inference = histogram("request_inference_duration", "seconds from there to its last batch's end", SECONDS)
+        self.input_length = histogram("request_input_length", "tokens of a request", TOKENS)
+        self.batch_size = histogram("batch_next_size", "sequences in a batch", SIZES)
+        self.batch_tokens = histogram("batch_next_tokens", "tokens in a batch", TOKENS)
+        self.queue_size = Gauge("te_queue_size", "sequences that wait", registry=self.registry)
+
+    def on_batch(self, sequences: int, tokens: int) -> None:
+        self.batch_size.observe(sequences)
+        self.batch_tokens.observe(tokens)
+
+    def page(self) -> bytes:
+        return generate_latest(self.registry)

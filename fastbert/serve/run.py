@@ -1,0 +1,70 @@
+"""Runs the application on uvicorn: a socket first, then the model, then requests until a signal."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import torch
+import uvicorn
+
+from fastbert.serve.app import Limits, make_app
+from fastbert.serve.engine import load_engine
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that does not listen yet. Raises OSError, with the address, if it is not to be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise OSError(error.errno, error.strerror, f"{host}:{port}") from None
+    return bound
+
+
+def serve(
+    name: str,
+    *,
+    served_name: str | None = None,
+    host: str,
+    port: int,
+    dtype: str = "auto",
+    device: str | None = None,
+    batch_tokens: int | None = None,
+    api_key: str | None = None,
+    limits: Limits,
+    say: Callable[[str], None],
+) -> None:
+    """Serve a model until SIGINT or SIGTERM; what has come in by then is answered first."""
+    bound = bind(host, port)
+    engine = load_engine(name, dtype, device)
+    engine.name = served_name or name
+    budget = engine.model.batch_tokens(batch_tokens)
+    on_cpu = engine.model.device.type == "cpu"
+    # A batch a core: no core waits for another at the end of each product, least of all for the one that the event
+    # loop has taken. docs/serve.md has the times.
+    workers, threads = (torch.get_num_threads(), 1) if on_cpu else (1, torch.get_num_threads())
+    app = make_app(engine, limits, api_key, batch_tokens=budget, workers=workers, threads=threads)
+    config = uvicorn.Config(
+        app,
+        lifespan="on",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=round(2 * limits.timeout_s) + 1,
+    )
+    server = uvicorn.Server(config)
+    address = bound.getsockname()
+    shown = f"[{address[0]}]:{address[1]}" if ":" in host else f"{address[0]}:{address[1]}"
+    what = f"{engine.kind}, {str(engine.model.dtype).removeprefix('torch.')}, {engine.model.device}"
+    bound.listen(config.backlog)  # who comes before uvicorn accepts does not find a closed door
+    say(f"serving {engine.name} ({what}) at http://{shown}, described at http://{shown}/openapi.json")
+    try:
+        server.run(sockets=[bound])
+    except KeyboardInterrupt:  # uvicorn raises the signal once more when all is done
+        if not server.started:
+            raise
+    say("stopped at once" if server.force_exit else "stopped: everything that had come in was answered")

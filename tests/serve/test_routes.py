@@ -1,0 +1,286 @@
+"""The routes of `fastbert serve`: what they answer, beside SentenceEncoder and Reranker, and what they refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import threading
+
+import asgi
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from fastbert import Reranker, SentenceEncoder
+from fastbert.serve.app import Limits, make_app
+from fastbert.serve.engine import load_engine
+
+TEXTS = ["the cat sat on the mat.", "a dog", "", "and who ran in to the old house?", "Zoë"]
+LONG = "the cat " * 100
+NEAR = 1e-5  # what the issue of `serve` asks for
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict:
+    root = tmp_path_factory.mktemp("served")
+    folders = {"embedding": tiny.write_model(root / "embedding")}
+    tiny.write_json(folders["embedding"] / "config_sentence_transformers.json", {"prompts": {"query": "who sat? "}})
+    for kind, labels in (("reranker", 1), ("classifier", 3)):
+        folders[kind] = tiny.write_model(root / kind, head="SequenceClassification", num_labels=labels)
+    tiny.edit_config(folders["classifier"], id2label={"0": "bad", "1": "so-so", "2": "good"})
+    return folders
+
+
+@pytest.fixture(scope="module")
+def engines(folders) -> dict:
+    return {kind: load_engine(str(folder), "auto", "cpu") for kind, folder in folders.items()}
+
+
+def app(engine, api_key=None, workers=2, **limits):
+    return make_app(engine, Limits(**limits), api_key, batch_tokens=64, workers=workers, threads=1)
+
+
+def send(engine, path, content=None, options=None, **sent) -> asgi.Answer:
+    return asgi.run(app(engine, **(options or {})), lambda client: client.send(path, content, **sent))
+
+
+def test_kinds_follow_from_the_config(engines):
+    assert {name: engine.kind for name, engine in engines.items()} == {name: name for name in engines}
+
+
+def test_embed_gives_encodes_vectors(engines, folders):
+    encoder = SentenceEncoder.from_pretrained(folders["embedding"], device="cpu")
+
+    async def program(client):
+        whole = client.send("/embed", {"inputs": TEXTS})
+        singles = [client.send("/embed", {"inputs": text, "normalize": False}) for text in TEXTS]
+        prompted = client.send("/embed", {"inputs": TEXTS[:2], "prompt_name": "query"})
+        cut = client.send("/embed", {"inputs": [LONG], "truncate": True, "dimensions": 5})
+        return await asyncio.gather(whole, *singles, prompted, cut)
+
+    whole, *singles, prompted, cut = asgi.run(app(engines["embedding"]), program)
+    assert whole.status == 200 and whole.headers["content-type"] == "application/json"
+    assert np.abs(np.array(whole.json) - encoder.encode(TEXTS, normalize=True)).max() < NEAR
+    raw = np.array([answer.json[0] for answer in singles])
+    assert np.abs(raw - encoder.encode(TEXTS, normalize=False)).max() < NEAR
+    assert np.abs(np.array(prompted.json) - encoder.encode(TEXTS[:2], prompt_name="query", normalize=True)).max() < NEAR
+    short = encoder.encode([LONG], normalize=False)[:, :5]
+    assert np.abs(np.array(cut.json) - short / np.linalg.norm(short)).max() < NEAR
+
+
+def test_openais_route(engines, folders):
+    engine = engines["embedding"]
+    expected = SentenceEncoder.from_pretrained(folders["embedding"], device="cpu").encode(TEXTS[:2], normalize=True)
+    lengths = [len(ids) for ids in engine.model.tokenize(TEXTS[:2])]
+    answer = send(engine, "/v1/embeddings", {"input": TEXTS[:2], "model": engine.name, "user": "me"}).json
+    assert answer["object"] == "list" and answer["model"] == engine.name
+    assert answer["usage"] == {"prompt_tokens": sum(lengths), "total_tokens": sum(lengths)}
+    assert [(row["object"], row["index"]) for row in answer["data"]] == [("embedding", 0), ("embedding", 1)]
+    assert np.abs(np.array([row["embedding"] for row in answer["data"]]) - expected).max() < NEAR
+    coded = send(engine, "/v1/embeddings", {"input": TEXTS[:2], "encoding_format": "base64"}).json["data"]
+    rows = np.stack([np.frombuffer(base64.b64decode(row["embedding"]), "<f4") for row in coded])
+    assert np.abs(rows - expected).max() < NEAR
+    models = send(engine, "/v1/models", method="GET").json
+    assert [model["id"] for model in models["data"]] == [engine.name]
+
+
+def test_rerank_gives_the_rerankers_scores(engines, folders):
+    ours = Reranker.from_pretrained(folders["reranker"], device="cpu")
+    query = "who sat?"
+    expected = ours.rank(query, TEXTS)
+    asked = {"query": query, "texts": TEXTS}
+    answer = send(engines["reranker"], "/rerank", asked).json
+    assert [row["index"] for row in answer] == [row["corpus_id"] for row in expected]
+    assert max(abs(a["score"] - e["score"]) for a, e in zip(answer, expected, strict=True)) < NEAR
+    raw = send(engines["reranker"], "/rerank", {**asked, "raw_scores": True, "return_text": True}).json
+    logits = ours.predict([(query, row["text"]) for row in raw], activation_fn=torch.nn.Identity())
+    assert np.abs(np.array([row["score"] for row in raw]) - logits).max() < NEAR
+    assert all(TEXTS[row["index"]] == row["text"] for row in raw)
+
+
+def test_predict_gives_labels(engines, folders):
+    ours = Reranker.from_pretrained(folders["classifier"], device="cpu")
+    pairs = [["a dog", "ran"], ["the mat"]]
+    answer = send(engines["classifier"], "/predict", {"inputs": pairs}).json
+    logits = ours.logits(ours.tokenize([tuple(pairs[0]), pairs[1][0]]))
+    for row, expected in zip(answer, logits.softmax(-1), strict=True):
+        scores = {entry["label"]: entry["score"] for entry in row}
+        assert [entry["score"] for entry in row] == sorted(scores.values(), reverse=True)
+        assert np.abs(np.array([scores[name] for name in ("bad", "so-so", "good")]) - expected.numpy()).max() < NEAR
+    single = send(engines["classifier"], "/predict", {"inputs": pairs[0]}).json  # a pair by itself, as in the list
+    assert [entry["label"] for entry in single] == [entry["label"] for entry in answer[0]]
+    raw = send(engines["classifier"], "/predict", {"inputs": "the mat", "raw_scores": True}).json
+    assert abs(raw[0]["score"] - logits[1].max().item()) < NEAR
+    one = send(engines["reranker"], "/predict", {"inputs": [["a dog", "ran"]]}).json
+    assert [entry["label"] for entry in one[0]] == ["LABEL_0"] and 0 < one[0][0]["score"] < 1
+
+
+def test_health_metrics_info(engines):
+    async def program(client):
+        await client.send("/embed", {"inputs": TEXTS})
+        await client.send("/embed", {"inputs": 3})
+        return [await client.send(path, method="GET") for path in ("/health", "/metrics", "/info", "/openapi.json")]
+
+    health, metrics, info, schema = asgi.run(app(engines["embedding"]), program)
+    assert health.status == 200
+    page = metrics.body.decode()
+    for line in (
+        'te_request_count_total{method="batch"} 1.0', 'te_request_success_total{method="batch"} 1.0',
+        'te_request_failure_total{err="validation"} 1.0', "te_request_duration_count 1.0", "te_queue_size 0.0",
+        f"te_batch_next_size_sum {len(TEXTS):.1f}",
+    ):  # fmt: skip
+        assert f"\n{line}\n" in page, line
+    assert info.json["max_input_length"] == 64 and info.json["model_type"] == {"embedding": {"dim": 32}}
+    body = schema.json["paths"]["/embed"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert "inputs" in body["required"]
+
+
+EMBED, OPENAI, RERANK, PREDICT = "/embed", "/v1/embeddings", "/rerank", "/predict"
+
+
+@pytest.mark.parametrize(
+    "kind,path,content,status,said",
+    (
+        ("embedding", EMBED, {"inputs": 3}, 422, "inputs: it is a number; it must be a text or a list of texts"),
+        ("embedding", EMBED, {"inputs": ["a", None]}, 422, "inputs: entry 1 is null, not a text"),
+        ("embedding", EMBED, {"inputs": [[101, 102]]}, 422, "entry 0 is a list, not a text: token ids are not taken"),
+        ("embedding", EMBED, {"inputs": []}, 400, "inputs is empty"),
+        ("embedding", EMBED, {"inputs": ["a"] * 33}, 422, "inputs has 33 texts; a request may have 32"),
+        ("embedding", EMBED, {"inputs": ["a", LONG]}, 422, "inputs[1] has more than 64 tokens, the model's limit"),
+        ("embedding", EMBED, {"inputs": "a", "truncate": "yes"}, 422, "truncate: Input should be a valid boolean"),
+        ("embedding", EMBED, {"inputs": "a", "pooling": "cls"}, 422, "unknown field 'pooling'; known are: truncate,"),
+        ("embedding", EMBED, {"inputs": "a", "prompt_name": "x"}, 422, "prompt_name: unknown prompt 'x'"),
+        ("embedding", EMBED, {"inputs": "a", "dimensions": 33}, 422, "dimensions is 33; the model's vectors have 32"),
+        ("embedding", EMBED, {"inputs": "a", "dimensions": 0}, 422, "dimensions: Input should be greater than or"),
+        ("embedding", EMBED, {"inputs": "a", "truncation_direction": "Left"}, 422, "should be 'Right' or 'right'"),
+        ("embedding", EMBED, {}, 422, "inputs: Field required"),
+        ("embedding", EMBED, ["a"], 422, "the body is a list; it must be an object"),
+        ("embedding", OPENAI, {"input": LONG}, 400, "input[0] has more than 64 tokens"),
+        ("embedding", OPENAI, {"input": "a", "model": "other"}, 404, "model 'other' is not served here"),
+        ("embedding", RERANK, {"query": "a", "texts": ["a"]}, 424, "is no reranker model: it is embedding"),
+        ("classifier", EMBED, {"inputs": "a"}, 424, "is no embedding model: it is classifier"),
+        ("classifier", PREDICT, {"inputs": ["a", "b", "c"]}, 422, "several texts are [[text], [text], ...]"),
+        ("classifier", PREDICT, {"inputs": [["a"], "b"]}, 422, "entry 1 is no list of 1 or 2 texts"),
+        ("reranker", RERANK, {"query": "a", "texts": []}, 400, "texts is empty"),
+        ("reranker", RERANK, {"query": "a", "texts": ["b", 1]}, 422, "texts.1: Input should be a valid string"),
+    ),
+)  # fmt: skip
+def test_what_is_refused(engines, kind, path, content, status, said):
+    answer = send(engines[kind], path, content)
+    message = answer.json["error"]["message"] if path == OPENAI else answer.json["error"]
+    assert answer.status == status and said in message, answer
+
+
+@pytest.mark.parametrize(
+    "body,status,said",
+    (
+        (b"{rubbish", 400, "the body is not JSON"),
+        (b"", 400, "the body is not JSON"),
+        (b'{"inputs": "\xff\xfe"}', 400, "the body is not JSON"),
+        (b'{"inputs": "\\ud800"}', 400, "the body is not JSON"),
+        (b"[" * 100_000, 400, "the body is not JSON"),
+        (b'{"inputs": "' + b"a" * 3000 + b'"}', 413, "the body has more than 2,000 bytes"),
+    ),
+)
+def test_bodies_that_are_rubbish(engines, body, status, said):
+    limit = 200_000 if len(body) == 100_000 else 2000
+    answer = send(engines["embedding"], EMBED, options={"payload_limit": limit}, body=body)
+    assert answer.status == status and said in answer.json["error"]
+
+
+def test_routes_that_are_not_there(engines):
+    for path, method, status in (("/nothing", "POST", 404), ("/embed", "GET", 405)):
+        answer = send(engines["embedding"], path, {}, method=method)
+        assert answer.status == status and "/embed, /rerank, /predict, /v1/embeddings take POST" in answer.json["error"]
+
+
+def test_the_api_key(engines):
+    def status(path, method="POST", **headers):
+        sent = {"options": {"api_key": "secret"}, "headers": headers, "method": method}
+        return send(engines["embedding"], path, {"inputs": "a"}, **sent).status
+
+    assert status("/embed") == status("/embed", authorization="Bearer other") == status("/info", "GET") == 401
+    assert status("/embed", authorization="Bearer secret") == 200
+    assert status("/health", "GET") == status("/metrics", "GET") == 200
+
+
+class Held:
+    """An engine whose batches wait until they are let go, or fail."""
+
+    def __init__(self, engine, fails: bool = False):
+        self.begun, self.gate, self.fails, self.compute = threading.Event(), threading.Event(), fails, engine.compute
+        self.engine = dataclasses.replace(engine, compute=self)
+
+    def __call__(self, batch):
+        self.begun.set()
+        assert self.gate.wait(60)
+        if self.fails:
+            self.fails = False
+            raise MemoryError("no room")
+        return self.compute(batch)
+
+
+def test_too_many_requests_are_refused_at_once(engines):
+    held = Held(engines["embedding"])
+
+    async def program(client):
+        first = [asyncio.ensure_future(client.send("/embed", {"inputs": "a"})) for _ in range(3)]
+        assert await asyncio.to_thread(held.begun.wait, 60)
+        refused = await client.send("/embed", {"inputs": "a"})
+        held.gate.set()
+        return refused, [await answer for answer in first], await client.send("/embed", {"inputs": "a"})
+
+    refused, answered, later = asgi.run(app(held.engine, max_concurrent_requests=3), program)
+    assert refused.status == 429 and refused.headers["retry-after"] == "1"
+    assert [answer.status for answer in (*answered, later)] == [200] * 4
+
+
+def test_timeouts(engines):
+    held = Held(engines["embedding"])
+
+    async def program(client):
+        slow = await client.send("/embed", {"inputs": "a"})
+        held.gate.set()
+        stalled = await client.send("/embed", body=b'{"inp', headers={"content-length": "100"}, stalls=True)
+        return slow, stalled, await client.send("/embed", {"inputs": "a"})
+
+    slow, stalled, later = asgi.run(app(held.engine, timeout_s=0.2), program)
+    assert (slow.status, slow.json["error_type"]) == (503, "timeout")
+    assert (stalled.status, stalled.json["error_type"]) == (408, "slow")
+    assert later.status == 200
+
+
+def test_a_client_that_goes_away_is_not_computed_and_the_server_goes_on(engines):
+    held = Held(engines["embedding"])
+
+    async def program(client):
+        first = asyncio.ensure_future(client.send("/embed", {"inputs": "a"}))
+        assert await asyncio.to_thread(held.begun.wait, 60)
+        gone = asyncio.Event()
+        leaving = asyncio.ensure_future(client.send("/embed", {"inputs": ["b"] * 9}, gone=gone))
+        await asyncio.sleep(0.05)
+        gone.set()
+        nothing = await leaving
+        held.gate.set()
+        answers = await first, nothing, await client.send("/embed", {"inputs": "c"})
+        return *answers, (await client.send("/metrics", method="GET")).body.decode()
+
+    first, nothing, later, page = asgi.run(app(held.engine, workers=1), program)
+    assert (first.status, nothing.status, later.status) == (200, 0, 200)
+    assert 'te_request_failure_total{err="disconnected"} 1.0' in page
+    assert "te_batch_next_size_sum 2.0" in page
+
+
+def test_a_failure_of_the_model_is_told_and_the_server_goes_on(engines):
+    held = Held(engines["embedding"], fails=True)
+    held.gate.set()
+
+    async def program(client):
+        failed = await client.send("/embed", {"inputs": "a"})
+        return failed, await client.send("/embed", {"inputs": "a"}), await client.send("/health", method="GET")
+
+    failed, later, health = asgi.run(app(held.engine), program)
+    assert failed.status == 424 and failed.json["error"] == "the model failed: MemoryError: no room"
+    assert (later.status, health.status) == (200, 200)

@@ -1,0 +1,150 @@
+"""`fastbert serve` as a process: many clients at once, signals, ports and keys."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+from command_line import ENVIRONMENT, command, fails
+
+from fastbert import SentenceEncoder
+
+pytestmark = pytest.mark.dear_to_set_up
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    # Large enough that a batch takes milliseconds, so that requests meet.
+    return tiny.write_model(tmp_path_factory.mktemp("served"), hidden_size=256, num_hidden_layers=4)
+
+
+@contextlib.contextmanager
+def served(*arguments: object, **environment: str) -> Iterator[tuple[subprocess.Popen, int]]:
+    """A running server and its port; it is killed at the end, if it has not ended."""
+    env = {**ENVIRONMENT, **environment}
+    words = command("serve", *arguments, "--device", "cpu", "--port", 0)
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    try:
+        line = process.stderr.readline()
+        found = re.search(r"at http://127\.0\.0\.1:(\d+), described at", line)
+        assert found is not None, line + process.stderr.read()
+        yield process, int(found[1])
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def post(port: int, content: object, path: str = "/embed", **headers: str) -> tuple[int, object]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    with contextlib.closing(connection):
+        connection.request("POST", path, json.dumps(content), {"content-type": "application/json", **headers})
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+
+
+def page(port: int, path: str) -> str:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    with contextlib.closing(connection):
+        connection.request("GET", path)
+        return connection.getresponse().read().decode()
+
+
+def texts(count: int, longest: int = 20) -> list[str]:
+    words = tiny.WORDS.split()
+    return [" ".join(words[(i * j) % len(words)] for j in range(1 + i % longest)) for i in range(count)]
+
+
+def test_many_clients_share_batches_and_get_encodes_vectors(model):
+    requests = [texts(1 + i % 5, 1 + i % 30) for i in range(200)]
+    encoder = SentenceEncoder.from_pretrained(model, device="cpu")
+    with served(model) as (_, port), ThreadPoolExecutor(32) as clients:
+        answers = list(clients.map(lambda inputs: post(port, {"inputs": inputs}), requests))
+        metrics = page(port, "/metrics")
+    for inputs, (status, vectors) in zip(requests, answers, strict=True):
+        assert status == 200
+        assert np.abs(np.array(vectors) - encoder.encode(inputs, normalize=True)).max() < 1e-5
+    batches = float(re.search(r"^te_batch_next_size_count (\S+)$", metrics, re.MULTILINE)[1])
+    assert batches < len(requests)  # requests met in batches
+    assert "te_request_failure" not in re.sub(r"^#.*$", "", metrics, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGINT))
+def test_a_signal_lets_what_was_accepted_finish(model, number):
+    """32 requests in the queue, then the signal: all are answered, new ones are not, the exit code is 0."""
+    inputs = texts(32, 60)
+    with served(model) as (process, port), ThreadPoolExecutor(32) as clients:
+        waiting = [clients.submit(post, port, {"inputs": inputs}) for _ in range(32)]
+        deadline = time.monotonic() + 120
+        while 'te_request_count_total{method="batch"} 32.0' not in page(port, "/metrics"):
+            assert time.monotonic() < deadline
+        process.send_signal(number)
+        answers = [future.result() for future in waiting]
+        stderr = process.communicate(timeout=120)[1]
+    assert process.returncode == 0
+    assert stderr == "fastbert: stopped: everything that had come in was answered\n"
+    assert [status for status, _ in answers] == [200] * 32
+    assert all(np.shape(vectors) == (32, 256) for _, vectors in answers)
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", port), 5)
+
+
+def test_clients_that_vanish_or_talk_rubbish(model):
+    with served(model) as (_, port):
+        body = json.dumps({"inputs": texts(32, 60)}).encode()
+        head = b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        for sent in (head + body, head + body[:20], head, b"rubbish\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b""):
+            with socket.create_connection(("127.0.0.1", port), 60) as connection:
+                connection.sendall(sent)
+        # One after the other on one connection: an error does not end it.
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        statuses = []
+        for given in (b"{", b'{"inputs": "a dog"}', b'{"inputs": []}', b'{"inputs": "a cat"}'):
+            connection.request("POST", "/embed", given)
+            answer = connection.getresponse()
+            answer.read()
+            statuses.append(answer.status)
+        connection.close()
+        assert statuses == [400, 200, 400, 200]
+        assert page(port, "/health") == ""
+
+
+def test_the_api_key_comes_from_the_environment_too(model):
+    with served(model, FASTBERT_API_KEY="secret") as (_, port):
+        assert post(port, {"inputs": "a"})[0] == 401
+        assert post(port, {"inputs": "a"}, authorization="Bearer secret")[0] == 200
+        refused = post(port, {"input": "a"}, "/v1/embeddings")
+        assert refused[0] == 401 and refused[1]["error"]["code"] == "unauthorized"
+
+
+def test_errors_before_anything_is_loaded(model):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert "Address already in use" in fails("serve", model, "--port", taken.getsockname()[1])
+    assert "'70000' is no port" in fails("serve", model, "--port", 70000)
+    assert "does not exist" in fails("serve", model / "nothing", "--port", 0)
+    assert "the API key is empty" in fails("serve", model, "--api-key", "")
+    assert "printable ASCII" in fails("serve", model, "--api-key", "a\nb")
+
+
+def test_without_the_extra_one_line_says_what_to_install(model):
+    program = "import sys; sys.modules['fastapi'] = None; from fastbert.cli import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "serve", str(model)],
+        capture_output=True, text=True, env=ENVIRONMENT, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == "fastbert: error: serve needs fastapi: pip install 'fastbert-kernels[serve]'\n"
