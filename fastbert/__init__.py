@@ -14,10 +14,12 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
 
     from fastbert.acceleration import accelerate as accelerate
     from fastbert.acceleration import restore as restore
+    from fastbert.acceleration import status as status
     from fastbert.backend import Backend as Backend
     from fastbert.backend import BackendError as BackendError
     from fastbert.backend import backends as backends
     from fastbert.backend import use_backend as use_backend
+    from fastbert.bulk.ray_engine import ray_encode as ray_encode
     from fastbert.checkpoint.weight_files import CheckpointError as CheckpointError
     from fastbert.config import ConfigError as ConfigError
     from fastbert.config import EncoderConfig as EncoderConfig
@@ -43,7 +45,10 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from fastbert.packing import check_inputs as check_inputs
     from fastbert.quantization import quantization_error as quantization_error
     from fastbert.quantization import quantize as quantize
-    from fastbert.sentences import SentenceEncoder as SentenceEncoder
+    from fastbert.sentences.classifier import TextClassifier as TextClassifier
+    from fastbert.sentences.encoder import SentenceEncoder as SentenceEncoder
+    from fastbert.sentences.reranker import Reranker as Reranker
+    from fastbert.sentences.sparse_encoder import SparseEncoder as SparseEncoder
 
 __version__ = "0.1.0"
 
