@@ -42,7 +42,7 @@ def serve(
     bound = bind(host, port)
     engine = load_engine(name, dtype, device)
     engine.name = served_name or name
-    budget = engine.model.batch_tokens(batch_tokens)
+    budget = batch_tokens or engine.model.default_batch_tokens
     on_cpu = engine.model.device.type == "cpu"
     # A batch a core: no core waits for another at the end of each product, least of all for the one that the event
     # loop has taken. docs/serve.md has the times.
