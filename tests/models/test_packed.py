@@ -6,11 +6,13 @@ import copy
 
 import pytest
 import torch
+from full import left_to_full
 from hf import (
     CHOICES,
     config_for,
     families_axis,
     gradients,
+    is_every_other,
     make_batch,
     make_config,
     make_labels,
@@ -56,6 +58,7 @@ def packed_at_same_places(config, batch, pattern: str) -> dict:
     return inputs
 
 
+@left_to_full(lambda p: is_every_other(p, MASKS.index(p["pattern"])))  # each head has half of the masks
 @pytest.mark.parametrize("pattern", MASKS)
 @models_axis
 def test_packed_equals_padded(model_type, head, pattern):

@@ -20,6 +20,7 @@ from hf import (
     Batch,
     config_for,
     families_axis,
+    is_every_other,
     make_batch,
     make_config,
     make_labels,
@@ -97,6 +98,7 @@ def test_activations(model_type, head, act):
     check(config, head, batch, make_labels(config, head, batch, seed=1), torch.float32)
 
 
+@left_to_full(lambda p: is_every_other(p, p["index"]))  # each head has half of the configs
 @pytest.mark.parametrize("index", range(NUM_CONFIGS))
 @models_axis
 def test_state_dict_and_parameter_order(model_type, head, index):

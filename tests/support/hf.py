@@ -6,6 +6,7 @@ import copy
 import functools
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,12 @@ FAMILIES = tuple(families.FAMILIES)
 MODELS = sorted(CLASSES)  # (model_type, head)
 models_axis = pytest.mark.parametrize(("model_type", "head"), MODELS, ids=[f"{m}-{h}" for m, h in MODELS])
 families_axis = pytest.mark.parametrize("model_type", FAMILIES)
+
+
+def is_every_other(p: dict[str, Any], place: int = 0) -> bool:
+    """For `left_to_full`: every second head; with `place` on another axis, every second case of a head."""
+    return (MODELS.index((p["model_type"], p["head"])) + place) % 2 == 1
+
 
 # head_dim 32, 80 and 64; 1 to 4 layers; LayerNorm eps that is seen in the result; tied and untied.
 _SHAPES = (
