@@ -10,17 +10,9 @@ import warnings
 import pytest
 import torch
 import transformers
+from batches import make_batch
 from full import left_to_full
-from hf import (
-    config_for,
-    families_axis,
-    hf_class,
-    is_every_other,
-    make_batch,
-    make_config,
-    make_hf,
-    models_axis,
-)
+from hf import config_for, families_axis, hf_class, is_every_other, make_config, make_hf, models_axis
 from safetensors import safe_open
 from safetensors.torch import save_file
 

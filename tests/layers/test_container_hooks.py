@@ -8,8 +8,9 @@ import warnings
 import numpy
 import pytest
 import torch
+from batches import make_batch, make_labels
 from full import left_to_full
-from hf import MODELS, config_for, is_every_other, make_batch, make_labels, make_trio
+from hf import MODELS, config_for, is_every_other, make_trio
 from theirs import by_choice
 from tiny import write_model
 from torch import nn

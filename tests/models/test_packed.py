@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from batches import make_batch, make_labels, token_level
 from full import left_to_full
 from hf import (
     CHOICES,
@@ -13,15 +14,12 @@ from hf import (
     families_axis,
     gradients,
     is_every_other,
-    make_batch,
     make_config,
-    make_labels,
     make_ours,
     make_trio,
     models_axis,
     random_like,
     randomise,
-    token_level,
 )
 
 from fastbert.families import FAMILIES

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from batches import Batch, make_batch, make_labels
 from full import left_to_full
 from hf import (
     CHOICES,
     FAMILIES,
     MODELS,
     NUM_CONFIGS,
-    Batch,
     config_for,
     families_axis,
     is_every_other,
-    make_batch,
     make_config,
-    make_labels,
     make_trio,
     models_axis,
     random_like,
