@@ -11,8 +11,9 @@ import warnings
 
 import pytest
 import torch
+from batches import make_batch
 from full import left_to_full
-from hf import FAMILIES, MODELS, config_for, families_axis, make_batch, make_hf, make_oracle, random_like
+from hf import FAMILIES, MODELS, config_for, families_axis, make_hf, make_oracle, random_like
 from theirs import by_choice, mend
 from torch import nn
 

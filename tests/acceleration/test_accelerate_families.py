@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from batches import make_batch
 from full import left_to_full
-from hf import FAMILIES, config_for, families_axis, make_batch, make_config, make_hf, make_oracle
+from hf import FAMILIES, config_for, families_axis, make_config, make_hf, make_oracle
 from test_accelerate import assert_as_transformers, dtype_axis, no_fallback, one_thread, run  # noqa: F401
 from test_accelerate_integrations import fine_tune
 from tiny import write_json, write_model, write_modules

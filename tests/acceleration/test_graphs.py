@@ -6,7 +6,8 @@ import copy
 
 import pytest
 import torch
-from hf import FAMILIES, families_axis, make_batch, make_config
+from batches import make_batch
+from hf import FAMILIES, families_axis, make_config
 
 import fastbert
 from fastbert import cuda_graphs

@@ -10,16 +10,9 @@ import warnings
 import pytest
 import torch
 import transformers
+from batches import make_batch
 from full import left_to_full
-from hf import (
-    config_for,
-    families_axis,
-    hf_class,
-    make_batch,
-    make_config,
-    make_hf,
-    models_axis,
-)
+from hf import config_for, families_axis, hf_class, is_every_other, make_config, make_hf, models_axis
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -119,6 +112,7 @@ def test_without_pooler(model_type, tmp_path):
     assert out.pooler_output is None and torch.equal(out.last_hidden_state, whole.last_hidden_state)
 
 
+@left_to_full(is_every_other)  # what is fresh is drawn by the same function in all heads
 @models_axis
 def test_fresh_weights_are_saved_for_transformers(model_type, head, tmp_path):
     """A model that fastbert initialised: every parameter is set, and transformers reads it whole."""

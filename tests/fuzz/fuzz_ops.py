@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 from fuzz_driver import Draw, Fuzzer
-from fuzz_tensors import LAYOUTS, POISONS, Case, assert_same_elsewhere, draw_case, draw_lengths
+from fuzz_tensors import LAYOUTS, Case, draw_case, draw_lengths, isolation
 from isas import CPU_BACKENDS, backend_with_isa
 
 from fastbert import ops
@@ -287,25 +287,6 @@ def run_case(draw: Draw) -> None:
             draw.note(f"not served: {error}")
         finally:
             torch.use_deterministic_algorithms(False)
-
-
-def isolation(draw: Draw, case: Case, seed: int, out_groups: torch.Tensor, in_groups: torch.Tensor) -> None:
-    """What is not finite in one row or sequence leaves all others' bits as they are, in outputs and gradients."""
-    names = [name for name, shape in case.shapes.items() if shape[:1] == in_groups.shape and len(shape) > 1]
-    names = [name for name in names if name in ("x", "residual", "q", "k", "v", "hidden_states", "word")]
-    row = draw.integer(0, len(in_groups) - 1)
-    name, poison = draw.choice(names), draw.choice(POISONS)
-    case.gradients = tuple(n for n in case.gradients if n in names)
-    joint, case.joint = case.joint, False
-    draw.note(f"isolation: {name}[{row}] is {poison}")
-    clean = case.make(seed)
-    spoiled = {n: t.clone() for n, t in clean.items()}
-    spoiled[name][row] = torch.tensor(poison).to(case.dtype)
-    results = [case.run(case.op, tensors, case.dtype, case.layouts) for tensors in (clean, spoiled)]
-    for key, t in results[0].items():
-        groups = out_groups if key == "out" else in_groups
-        assert_same_elsewhere(f"isolation of {key}", t, results[1][key], groups == in_groups[row])
-    case.joint = joint
 
 
 FUZZER = Fuzzer("ops", run_case, cases=50)

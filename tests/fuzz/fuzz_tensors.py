@@ -165,3 +165,22 @@ def assert_same_elsewhere(name: str, clean: torch.Tensor, poisoned: torch.Tensor
     left, right = clean[~touched], poisoned[~touched]
     same = left.view(torch.uint8) == right.view(torch.uint8) if left.numel() else torch.ones(1, dtype=torch.bool)
     assert same.all(), f"{name}: what is not finite reached {int((~same).flatten(1).any(1).sum())} other rows"
+
+
+def isolation(draw: Draw, case: Case, seed: int, out_groups: torch.Tensor, in_groups: torch.Tensor) -> None:
+    """What is not finite in one row or sequence leaves all others' bits as they are, in outputs and gradients."""
+    names = [name for name, shape in case.shapes.items() if shape[:1] == in_groups.shape and len(shape) > 1]
+    names = [name for name in names if name in ("x", "residual", "q", "k", "v", "hidden_states", "word")]
+    row = draw.integer(0, len(in_groups) - 1)
+    name, poison = draw.choice(names), draw.choice(POISONS)
+    case.gradients = tuple(n for n in case.gradients if n in names)
+    joint, case.joint = case.joint, False
+    draw.note(f"isolation: {name}[{row}] is {poison}")
+    clean = case.make(seed)
+    spoiled = {n: t.clone() for n, t in clean.items()}
+    spoiled[name][row] = torch.tensor(poison).to(case.dtype)
+    results = [case.run(case.op, tensors, case.dtype, case.layouts) for tensors in (clean, spoiled)]
+    for key, t in results[0].items():
+        groups = out_groups if key == "out" else in_groups
+        assert_same_elsewhere(f"isolation of {key}", t, results[1][key], groups == in_groups[row])
+    case.joint = joint

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf import CHOICES, config_for, make_batch, make_config, make_labels
+from batches import make_batch, make_labels
+from hf import CHOICES, config_for, make_config
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from batches import Batch, make_batch
 from full import left_to_full
-from hf import FAMILIES, NUM_CONFIGS, Batch, families_axis, has_rotary, has_windows, make_batch, make_config, make_trio
+from hf import FAMILIES, NUM_CONFIGS, families_axis, has_rotary, has_windows, make_config, make_trio
 from parity import check
 
 from fastbert.testing.cases import DTYPES

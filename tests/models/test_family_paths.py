@@ -8,8 +8,9 @@ import copy
 import pytest
 import tiny
 import torch
+from batches import make_batch
 from full import left_to_full
-from hf import FAMILIES, NUM_CONFIGS, families_axis, has_rotary, has_windows, make_batch, make_config, randomise
+from hf import FAMILIES, NUM_CONFIGS, families_axis, has_rotary, has_windows, make_config, randomise
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastbert

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf import FAMILIES, config_for, make_batch, make_config
+from batches import make_batch
+from hf import FAMILIES, config_for, make_config
 
 from fastbert.models.classes import CLASSES
 from fastbert.packing import InputError

@@ -6,7 +6,8 @@ import copy
 
 import pytest
 import torch
-from hf import config_for, hf_class, make_batch, make_config, make_hf, make_ours
+from batches import make_batch
+from hf import config_for, hf_class, make_config, make_hf, make_ours
 from torch import nn
 
 from fastbert import ElectraForJointPreTraining

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from hf import config_for, make_batch, make_config, make_trio
+from batches import make_batch
+from hf import config_for, make_config, make_trio
 from torch.utils import _pytree as pytree
 
 from fastbert.models.classes import CLASSES

@@ -6,20 +6,20 @@ import copy
 
 import pytest
 import torch
+from batches import make_batch, make_labels, token_level
+from full import left_to_full
 from hf import (
     CHOICES,
     config_for,
     families_axis,
     gradients,
-    make_batch,
+    is_every_other,
     make_config,
-    make_labels,
     make_ours,
     make_trio,
     models_axis,
     random_like,
     randomise,
-    token_level,
 )
 
 from fastbert.families import FAMILIES
@@ -56,6 +56,7 @@ def packed_at_same_places(config, batch, pattern: str) -> dict:
     return inputs
 
 
+@left_to_full(lambda p: is_every_other(p, MASKS.index(p["pattern"])))  # each head has half of the masks
 @pytest.mark.parametrize("pattern", MASKS)
 @models_axis
 def test_packed_equals_padded(model_type, head, pattern):

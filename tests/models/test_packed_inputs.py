@@ -6,7 +6,8 @@ import copy
 
 import pytest
 import torch
-from hf import CHOICES, config_for, gradients, make_batch, make_config, make_labels, randomise
+from batches import make_batch, make_labels
+from hf import CHOICES, config_for, gradients, make_config, randomise
 
 import fastbert
 from fastbert.families import FAMILIES

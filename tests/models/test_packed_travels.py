@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 import transformers
-from hf import config_for, make_batch, make_labels
+from batches import make_batch, make_labels
+from hf import config_for
 from torch import nn
 from torch.utils.data import DataLoader
 

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from batches import Batch, make_batch, make_labels
 from full import left_to_full
 from hf import (
     CHOICES,
     FAMILIES,
     MODELS,
     NUM_CONFIGS,
-    Batch,
     config_for,
     families_axis,
-    make_batch,
+    is_every_other,
     make_config,
-    make_labels,
     make_trio,
     models_axis,
     random_like,
@@ -97,6 +96,7 @@ def test_activations(model_type, head, act):
     check(config, head, batch, make_labels(config, head, batch, seed=1), torch.float32)
 
 
+@left_to_full(lambda p: is_every_other(p, p["index"]))  # each head has half of the configs
 @pytest.mark.parametrize("index", range(NUM_CONFIGS))
 @models_axis
 def test_state_dict_and_parameter_order(model_type, head, index):

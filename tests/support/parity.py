@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 import torch
-from hf import (
-    CHOICES,
-    Batch,
-    Trio,
-    gradients,
-    leaf_gradients,
-    make_trio,
-    random_like,
-    token_level,
-)
+from batches import Batch, token_level
+from hf import CHOICES, Trio, gradients, leaf_gradients, make_trio, random_like
 from theirs import by_choice
 
 from fastbert.testing import reference
