@@ -29,7 +29,6 @@ def records_theirs(is_packed: bool) -> bool:
     return (torch.jit.is_tracing() or exporting) and not is_packed and _has_transformers()
 
 
-@torch.compiler.disable
 def _has_transformers() -> bool:
     return importlib.util.find_spec("transformers") is not None
 

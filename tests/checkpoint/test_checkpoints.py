@@ -216,12 +216,12 @@ def test_tied_weights_under_one_name(model_type, head, tmp_path):
         assert_tied(ours)
     for converted in (ours.to(torch.bfloat16), copy.deepcopy(ours), ours.double()):
         assert_tied(converted)
-    batch = make_batch(config).inputs
-    labels = {"labels": batch["input_ids"]}
+    batch = make_batch(config)
+    labels = {"labels": batch.inputs["input_ids"].where(batch.real, -100)}
     if head == "PreTraining":
         pair = config.family.heads["PreTraining"].pair_label
         labels[pair] = torch.zeros(6, dtype=torch.long)
-    ours(**batch, **labels).loss.backward()
+    ours(**batch.inputs, **labels).loss.backward()
     torch.optim.SGD(ours.parameters(), 0.1).step()
     assert_tied(ours)
 

