@@ -1,0 +1,189 @@
+"""Which examples make up each step of an epoch, and which rank and which part of the step gets which of them.
+
+A step has a budget of tokens, and what is in it depends on the seed, the epoch and the lengths alone: not on the number
+of ranks, of parts or of workers. Without padding a sequence costs what its own tokens cost, so a step's examples are
+dealt out by their cost, and no rank waits for another.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from fastbert.data.collator import KEY
+from fastbert.data.masking import example_keys, mixed
+from fastbert.packing import InputError
+
+GROUP_STEPS = 50  # whose examples are sorted by length together, where that is asked for
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How a data set is cut into steps.
+
+    Args:
+        lengths: tokens of each example, (examples,).
+        step_tokens: of one step of the optimizer, over all ranks: an upper bound.
+        max_examples: of one step, an upper bound, too; None: as many as the tokens allow.
+        seed: of the order of the examples, which is another in each epoch. None: the order of the data set.
+        group_by_length: examples of a step are of similar length. Every example still comes once an epoch.
+
+    Raises InputError: an empty data set, an example without tokens, or one longer than a step.
+    """
+
+    lengths: np.ndarray
+    step_tokens: int
+    max_examples: int | None = None
+    seed: int | None = 0
+    group_by_length: bool = False
+
+    def __post_init__(self) -> None:
+        lengths = np.asarray(self.lengths, np.int64)
+        object.__setattr__(self, "lengths", lengths)
+        if not len(lengths):
+            raise InputError("there are no examples")
+        if lengths.min() < 1:
+            raise InputError(f"example {lengths.argmin()} has no tokens")
+        if lengths.max() > self.step_tokens:
+            raise InputError(
+                f"example {lengths.argmax()} has {lengths.max()} tokens, and a step has {self.step_tokens}: give a step"
+                " more, or cut the examples"
+            )
+        if self.max_examples is not None and self.max_examples < 1:
+            raise InputError(f"max_examples is {self.max_examples}; it must be at least 1")
+
+    def of_epoch(self, epoch: int) -> list[np.ndarray]:
+        """The indices of each step's examples, in order."""
+        count = len(self.lengths)
+        order = np.arange(count) if self.seed is None else np.argsort(example_keys(self.seed, epoch, range(count)))
+        if self.group_by_length:
+            mean_step = max(1, int(self.step_tokens / self.lengths.mean()))
+            block = np.arange(count) // (mean_step * GROUP_STEPS)
+            order = order[np.lexsort((self.lengths[order], block))]
+        steps = self._cut(order)
+        if self.group_by_length and self.seed is not None:  # else each block would go from short to long
+            keys = mixed(example_keys(self.seed, epoch, range(len(steps))))
+            steps = [steps[i] for i in np.argsort(keys)]
+        return steps
+
+    def _cut(self, order: np.ndarray) -> list[np.ndarray]:
+        ends = np.cumsum(self.lengths[order])
+        steps, start, before = [], 0, 0
+        while start < len(order):
+            stop = int(np.searchsorted(ends, before + self.step_tokens, "right"))
+            if self.max_examples is not None:
+                stop = min(stop, start + self.max_examples)
+            steps.append(order[start:stop])
+            start, before = stop, int(ends[stop - 1])
+        return steps
+
+
+def cost(lengths: np.ndarray, hidden_size: int) -> np.ndarray:
+    """What sequences cost, in tokens of a very short one.
+
+    A layer takes 24 S H^2 multiplications and additions in its products and 4 S^2 H in attention (S tokens, H numbers
+    each, a feed-forward of 4 H), which is the same at S = 6 H.
+    """
+    return lengths * (1.0 + lengths / (6.0 * hidden_size))
+
+
+def deal(costs: np.ndarray, parts: int) -> list[np.ndarray]:
+    """Indices of `costs` in so many parts of nearly the same sum: the dearest first, each to the part that has least
+    (Graham 1969, longest processing time first). A part may be empty.
+    """
+    if parts == 1:
+        return [np.arange(len(costs))]
+    sums = [(0.0, part) for part in range(parts)]
+    found: list[list[int]] = [[] for _ in range(parts)]
+    for i in np.argsort(-costs, kind="stable").tolist():
+        total, part = heapq.heappop(sums)
+        found[part].append(i)
+        heapq.heappush(sums, (total + float(costs[i]), part))
+    return [np.array(sorted(part), np.int64) for part in found]
+
+
+class StepSampler(Sampler[list[tuple[int, int]]]):
+    """The batches of one rank, for DataLoader's `batch_sampler` over a `KeyedDataset`: (epoch, index) of each example.
+
+    Each step gives `parts` batches, whose gradients one step of the optimizer adds up. Iterating begins at
+    `start_step` of `epoch`, which are to be set before; so a run goes on where it stopped.
+
+    Args:
+        steps: what a step consists of. hidden_size: the model's, which says how dear a long sequence is.
+        rank, world_size: of this process, and how many there are. parts: batches in a step of one rank.
+
+    Raises InputError: a step has fewer examples than there are ranks and parts.
+    """
+
+    def __init__(self, steps: Steps, hidden_size: int, *, rank: int = 0, world_size: int = 1, parts: int = 1):
+        if not 0 <= rank < world_size or parts < 1:
+            raise InputError(f"rank {rank} of {world_size} with {parts} parts: ranks go from 0, parts from 1")
+        self.steps, self.hidden_size = steps, hidden_size
+        self.rank, self.world_size, self.parts = rank, world_size, parts
+        self.epoch, self.start_step = 0, 0
+        self._planned: tuple[int, list[np.ndarray]] | None = None
+
+    def plan(self) -> list[np.ndarray]:
+        """All steps of `epoch`, of all ranks."""
+        if self._planned is None or self._planned[0] != self.epoch:
+            found, count = self.steps.of_epoch(self.epoch), self.world_size * self.parts
+            if len(found) > 1 and len(found[-1]) < count:  # too few for all ranks: they join the step before
+                found[-2:] = [np.concatenate(found[-2:])]
+            if few := [i for i, step in enumerate(found) if len(step) < count]:
+                raise InputError(
+                    f"step {few[0]} has {len(found[few[0]])} examples for {self.world_size} ranks with {self.parts}"
+                    " batches each: give a step more tokens"
+                )
+            self._planned = self.epoch, found
+        return self._planned[1]
+
+    def __len__(self) -> int:
+        return (len(self.plan()) - self.start_step) * self.parts
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        epoch = self.epoch
+        for step in self.plan()[self.start_step :]:
+            dealt = deal(cost(self.steps.lengths[step], self.hidden_size), self.world_size * self.parts)
+            for part in dealt[self.rank * self.parts : (self.rank + 1) * self.parts]:
+                yield [(epoch, int(index)) for index in step[part]]
+
+
+class KeyedDataset(Dataset):
+    """A data set whose examples say, under `example_key`, what their masks come from: `StepSampler` asks for them."""
+
+    def __init__(self, examples: Sequence[Any], seed: int = 0):
+        self.examples, self.seed = examples, seed
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, place: tuple[int, int]) -> dict[str, Any]:
+        return self.__getitems__([place])[0]
+
+    def __getitems__(self, places: list[tuple[int, int]]) -> list[dict[str, Any]]:
+        (epoch,) = {epoch for epoch, _ in places}
+        indices = [index for _, index in places]
+        fetch = getattr(self.examples, "__getitems__", None)  # `datasets` reads many at once much faster
+        found = [self.examples[i] for i in indices] if fetch is None else fetch(indices)
+        keys = example_keys(self.seed, epoch, indices).tolist()
+        return [{**example, KEY: key} for example, key in zip(found, keys, strict=True)]
+
+
+def make_loader(
+    examples: Sequence[Any], sampler: StepSampler, collate: Any, *, workers: int = 0, pin_memory: bool = False
+) -> DataLoader:
+    """A DataLoader over a rank's batches. What it gives is the same for any number of `workers`."""
+    return DataLoader(
+        KeyedDataset(examples, sampler.steps.seed or 0),
+        batch_sampler=sampler,
+        collate_fn=collate,
+        num_workers=workers,
+        pin_memory=pin_memory,
+        persistent_workers=False,  # a new epoch is another order, which workers get by the sampler
+        prefetch_factor=4 if workers else None,
+    )
