@@ -107,83 +107,83 @@ def deal(costs: np.ndarray, parts: int) -> list[np.ndarray]:
     return [np.array(sorted(part), np.int64) for part in found]
 
 
-class StepSampler(Sampler[list[tuple[int, int]]]):
-    """The batches of one rank, for DataLoader's `batch_sampler` over a `KeyedDataset`: (epoch, index) of each example.
+class StepSampler(Sampler[list[int]]):
+    """The batches of one rank in an epoch, for DataLoader's `batch_sampler`: the indices of each batch's examples.
 
-    Each step gives `parts` batches, whose gradients one step of the optimizer adds up. Iterating begins at
-    `start_step` of `epoch`, which are to be set before; so a run goes on where it stopped.
+    Each step gives `parts` batches, whose gradients one step of the optimizer adds up. A run that stopped goes on with
+    `start_step`.
 
     Args:
         steps: what a step consists of. hidden_size: the model's, which says how dear a long sequence is.
+        epoch: from 0. start_step: the first that is given.
         rank, world_size: of this process, and how many there are. parts: batches in a step of one rank.
 
     Raises InputError: a step has fewer examples than there are ranks and parts.
     """
 
-    def __init__(self, steps: Steps, hidden_size: int, *, rank: int = 0, world_size: int = 1, parts: int = 1):
+    def __init__(
+        self,
+        steps: Steps,
+        hidden_size: int,
+        *,
+        epoch: int = 0,
+        start_step: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        parts: int = 1,
+    ):
         if not 0 <= rank < world_size or parts < 1:
             raise InputError(f"rank {rank} of {world_size} with {parts} parts: ranks go from 0, parts from 1")
-        self.steps, self.hidden_size = steps, hidden_size
+        self.steps, self.hidden_size, self.epoch, self.start_step = steps, hidden_size, epoch, start_step
         self.rank, self.world_size, self.parts = rank, world_size, parts
-        self.epoch, self.start_step = 0, 0
-        self._planned: tuple[int, list[np.ndarray]] | None = None
-
-    def plan(self) -> list[np.ndarray]:
-        """All steps of `epoch`, of all ranks."""
-        if self._planned is None or self._planned[0] != self.epoch:
-            found, count = self.steps.of_epoch(self.epoch), self.world_size * self.parts
-            if len(found) > 1 and len(found[-1]) < count:  # too few for all ranks: they join the step before
-                found[-2:] = [np.concatenate(found[-2:])]
-            if few := [i for i, step in enumerate(found) if len(step) < count]:
-                raise InputError(
-                    f"step {few[0]} has {len(found[few[0]])} examples for {self.world_size} ranks with {self.parts}"
-                    " batches each: give a step more tokens"
-                )
-            self._planned = self.epoch, found
-        return self._planned[1]
+        found, count = steps.of_epoch(epoch), world_size * parts
+        if len(found) > 1 and len(found[-1]) < count:  # too few for all ranks: they join the step before
+            found[-2:] = [np.concatenate(found[-2:])]
+        if few := [i for i, step in enumerate(found) if len(step) < count]:
+            raise InputError(
+                f"step {few[0]} has {len(found[few[0]])} examples for {world_size} ranks with {parts} batches each:"
+                " give a step more tokens"
+            )
+        self.plan = found
 
     def __len__(self) -> int:
-        return (len(self.plan()) - self.start_step) * self.parts
+        return (len(self.plan) - self.start_step) * self.parts
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        epoch = self.epoch
-        for step in self.plan()[self.start_step :]:
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in self.plan[self.start_step :]:
             dealt = deal(cost(self.steps.lengths[step], self.hidden_size), self.world_size * self.parts)
             for part in dealt[self.rank * self.parts : (self.rank + 1) * self.parts]:
-                yield [(epoch, int(index)) for index in step[part]]
+                yield step[part].tolist()
 
 
 class KeyedDataset(Dataset):
-    """A data set whose examples say, under `example_key`, what their masks come from: `StepSampler` asks for them."""
+    """A data set in an epoch: its examples say, under `example_key`, what their masks come from."""
 
-    def __init__(self, examples: Sequence[Any], seed: int = 0):
-        self.examples, self.seed = examples, seed
+    def __init__(self, examples: Sequence[Any], seed: int, epoch: int):
+        self.examples, self.seed, self.epoch = examples, seed, epoch
 
     def __len__(self) -> int:
         return len(self.examples)
 
-    def __getitem__(self, place: tuple[int, int]) -> dict[str, Any]:
-        return self.__getitems__([place])[0]
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.__getitems__([index])[0]
 
-    def __getitems__(self, places: list[tuple[int, int]]) -> list[dict[str, Any]]:
-        (epoch,) = {epoch for epoch, _ in places}
-        indices = [index for _, index in places]
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
         fetch = getattr(self.examples, "__getitems__", None)  # `datasets` reads many at once much faster
         found = [self.examples[i] for i in indices] if fetch is None else fetch(indices)
-        keys = example_keys(self.seed, epoch, indices).tolist()
+        keys = example_keys(self.seed, self.epoch, indices).tolist()
         return [{**example, KEY: key} for example, key in zip(found, keys, strict=True)]
 
 
 def make_loader(
     examples: Sequence[Any], sampler: StepSampler, collate: Any, *, workers: int = 0, pin_memory: bool = False
 ) -> DataLoader:
-    """A DataLoader over a rank's batches. What it gives is the same for any number of `workers`."""
+    """A DataLoader over a rank's batches of an epoch. What it gives is the same for any number of `workers`."""
     return DataLoader(
-        KeyedDataset(examples, sampler.steps.seed or 0),
+        KeyedDataset(examples, sampler.steps.seed or 0, sampler.epoch),
         batch_sampler=sampler,
         collate_fn=collate,
         num_workers=workers,
         pin_memory=pin_memory,
-        persistent_workers=False,  # a new epoch is another order, which workers get by the sampler
         prefetch_factor=4 if workers else None,
     )

@@ -74,31 +74,30 @@ def test_cost_counts_attention():
 def test_ranks_share_each_step_of_one_rank(world_size, parts):
     lengths = draw_lengths(700)
     one = StepSampler(Steps(lengths, 4096), 64)
-    expected = [{index for _, index in step} for step in one]
+    expected = [set(step) for step in one]
     samplers = [
         StepSampler(Steps(lengths, 4096), 64, rank=r, world_size=world_size, parts=parts) for r in range(world_size)
     ]
     by_rank = [list(sampler) for sampler in samplers]
     assert [len(batches) for batches in by_rank] == [parts * len(expected)] * world_size == list(map(len, samplers))
     for i, step in enumerate(expected):
-        found = [index for batches in by_rank for batch in batches[i * parts : (i + 1) * parts] for _, index in batch]
+        found = [index for batches in by_rank for batch in batches[i * parts : (i + 1) * parts] for index in batch]
         assert len(found) == len(set(found)) and set(found) == step
 
 
 def test_a_run_goes_on_where_it_stopped():
-    sampler = StepSampler(Steps(draw_lengths(700), 4096), 64, parts=2)
-    sampler.epoch = 3
-    whole = list(sampler)
-    sampler.start_step = 4
-    assert list(sampler) == whole[8:] and len(sampler) == len(whole) - 8
+    steps = Steps(draw_lengths(700), 4096)
+    whole = list(StepSampler(steps, 64, epoch=3, parts=2))
+    rest = StepSampler(steps, 64, epoch=3, start_step=4, parts=2)
+    assert list(rest) == whole[8:] and len(rest) == len(whole) - 8
 
 
 def test_a_last_step_that_is_too_small_joins_the_one_before():
     lengths = np.full(9, 10)
     sampler = StepSampler(Steps(lengths, 40, seed=None), 64, world_size=2)
-    assert [len(step) for step in sampler.plan()] == [4, 5]
+    assert [len(step) for step in sampler.plan] == [4, 5]
     with pytest.raises(InputError, match="step 0 has 4 examples for 5 ranks with 1 batches each"):
-        list(StepSampler(Steps(lengths, 40, seed=None), 64, world_size=5))
+        StepSampler(Steps(lengths, 40, seed=None), 64, world_size=5)
 
 
 def test_workers_change_nothing():
@@ -111,8 +110,7 @@ def test_workers_change_nothing():
     examples = [{"input_ids": draw.integers(1, 50, n).tolist()} for n in lengths]
 
     def batches(workers: int, start: int = 0) -> list:
-        sampler = StepSampler(Steps(lengths, 1024, seed=5), 64, parts=2)
-        sampler.epoch, sampler.start_step = 2, start
+        sampler = StepSampler(Steps(lengths, 1024, seed=5), 64, epoch=2, start_step=start, parts=2)
         return list(islice(make_loader(examples, sampler, PackingCollator(masking), workers=workers), 8))
 
     expected = batches(0)
@@ -127,10 +125,11 @@ def test_many_examples_are_fetched_at_once():
         def __getitems__(self, indices):
             return [self[i] for i in indices]
 
-    data = KeyedDataset(Source({"input_ids": [i]} for i in range(5)), seed=1)
-    both = data.__getitems__([(0, 3), (0, 1)])
+    source = Source({"input_ids": [i]} for i in range(5))
+    data, later = (KeyedDataset(source, seed=1, epoch=epoch) for epoch in (0, 1))
+    both = data.__getitems__([3, 1])
     assert [example["input_ids"] for example in both] == [[3], [1]]
-    assert both[1] == data[0, 1] and data[1, 1]["example_key"] != data[0, 1]["example_key"]
+    assert both[1] == data[1] and later[1]["example_key"] != data[1]["example_key"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,100 @@
+"""Where examples come from: files of text, JSON lines, CSV and parquet, or a data set of Hugging Face's `datasets`.
+
+`datasets` reads, caches and maps them; a file larger than the memory stays on the disk.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastbert.config import ConfigError
+from fastbert.packing import InputError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+Source = Any  # str | os.PathLike | list of these | datasets.Dataset
+
+# The end of a file's name, without .gz and the like -> the reader of `datasets`, and its options.
+_READERS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".txt": ("text", {}),
+    ".raw": ("text", {}),
+    ".json": ("json", {}),
+    ".jsonl": ("json", {}),
+    ".csv": ("csv", {}),
+    ".tsv": ("csv", {"sep": "\t", "quoting": 3}),  # as GLUE's files are: a quotation mark is a character
+    ".parquet": ("parquet", {}),
+}
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+
+
+def import_datasets() -> Any:
+    """`datasets`. Raises ConfigError if it is not installed."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            f"this needs Hugging Face's datasets ({error}): pip install 'fastbert-kernels[train]'"
+        ) from None
+    return datasets
+
+
+def load_source(source: Source, split: str = "train") -> Dataset:
+    """The rows of a file, of files of one kind, of a `datasets` object, or of a data set on the hub.
+
+    Args:
+        source: a path or paths of .txt, .jsonl, .csv, .tsv or .parquet files, compressed or not; a `datasets.Dataset`;
+            or the name of a data set on the hub, with a configuration behind a colon ("glue:sst2").
+        split: which part of a data set on the hub.
+
+    Raises InputError: there is nothing there, files of several kinds, or a file that cannot be read.
+    """
+    datasets = import_datasets()
+    if isinstance(source, (datasets.DatasetDict, datasets.IterableDatasetDict)):
+        raise InputError(f"several splits were given ({', '.join(source)}): give one of them, such as ...['train']")
+    if isinstance(source, datasets.Dataset):
+        return source
+    if isinstance(source, datasets.IterableDataset):
+        raise InputError("an IterableDataset has no places to go back to: give it as a Dataset, or as its files")
+    paths = [str(path) for path in ([source] if isinstance(source, (str, os.PathLike)) else source)]
+    if not paths:
+        raise InputError("no files were given")
+    if len(paths) == 1 and not Path(paths[0]).exists() and kind_of(paths[0]) is None:
+        return _from_hub(paths[0], split)
+    if missing := [path for path in paths if not Path(path).is_file()]:
+        raise InputError(f"{missing[0]} is not a file")
+    kinds = {kind_of(path) for path in paths}
+    if None in kinds or len(kinds) > 1:
+        raise InputError(f"{', '.join(paths)}: files of one kind are needed: {', '.join(_READERS)}, compressed or not")
+    reader, options = _READERS[str(kinds.pop())]
+    try:
+        return datasets.load_dataset(reader, data_files=paths, split="train", **options)
+    except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
+        cause = error.__cause__ or error
+        raise InputError(f"{', '.join(paths)} cannot be read: {str(cause).splitlines()[0]}") from None
+
+
+def kind_of(path: str) -> str | None:
+    """The end of a file's name that says what it holds (".txt" of "a.txt.gz"); None for what is no such file."""
+    name = Path(path)
+    suffix = (name.with_suffix("") if name.suffix.lower() in _COMPRESSED else name).suffix.lower()
+    return suffix if suffix in _READERS else None
+
+
+def _from_hub(name: str, split: str) -> Dataset:
+    path, _, config = name.partition(":")
+    try:
+        return import_datasets().load_dataset(path, config or None, split=split)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"{name} is no file, and no data set that the hub gave: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def check_columns(dataset: Dataset, names: Sequence[str], where: str) -> None:
+    """Raises InputError, naming what there is, if a column is absent."""
+    if missing := [name for name in names if name not in dataset.column_names]:
+        raise InputError(f"{where} has no column {missing[0]!r}; it has: {', '.join(dataset.column_names)}")
