@@ -122,8 +122,8 @@ class Masking:
         if self.unit == "span":
             span = _span_starts(is_first, after, key, position)
         chosen = np.zeros(len(ids), bool)
-        of = (field[candidate] for field in (is_first, row, span, key))
-        chosen[candidate] = _chosen(*of, share=self.share)
+        of = [field[candidate] for field in (is_first, row, span, key)]
+        chosen[candidate] = _chosen(*of, self.share)
 
         # What a span becomes is decided for the whole of it, as in SpanBERT; else for each token, as in BERT.
         at = span if self.unit == "span" else position

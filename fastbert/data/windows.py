@@ -35,7 +35,7 @@ class Template:
         word = next((text for text in ("a", "e", "1") if tokenizer.encode(text, add_special_tokens=False).ids), None)
         if word is None:
             raise InputError("this tokenizer makes no token of a letter: it seems to be damaged")
-        made = tokenizer.encode(*[word] * sequences)
+        made = tokenizer.encode(word, word if sequences == 2 else None)
         is_special = np.array(made.special_tokens_mask, bool)
         places = np.array([-1 if s is None else s for s in made.sequence_ids])
         ids, types = np.array(made.ids, np.int64), np.array(made.type_ids, np.int64)
