@@ -123,7 +123,7 @@ class Masking:
             span = _span_starts(is_first, after, key, position)
         chosen = np.zeros(len(ids), bool)
         of = [field[candidate] for field in (is_first, row, span, key)]
-        chosen[candidate] = _chosen(*of, self.share)
+        chosen[candidate] = _chosen(of[0], of[1], of[2], of[3], self.share)
 
         # What a span becomes is decided for the whole of it, as in SpanBERT; else for each token, as in BERT.
         at = span if self.unit == "span" else position

@@ -1,0 +1,1 @@
+"""Fine-tuning and pre-training, on one machine or many, on torch.distributed."""

@@ -1,0 +1,121 @@
+"""Optimizers and what each weight gets of them: decay, and a learning rate by its layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastbert.config import ConfigError
+from fastbert.models.base import PreTrainedModel
+
+OPTIMIZERS = ("adamw", "lamb")
+
+
+def parameter_groups(
+    model: PreTrainedModel, lr: float, weight_decay: float = 0.01, layer_decay: float = 1.0
+) -> list[dict[str, Any]]:
+    """Groups for an optimizer: weight decay for matrices and tables only, as in BERT, and smaller steps further down.
+
+    Args:
+        model: before DDP wraps it.
+        lr: of the head. The layer below gets lr * layer_decay, the next lr * layer_decay^2, and so on down to the
+            embeddings (Howard & Ruder 2018, section 3.2, layer by layer as in ELECTRA).
+        weight_decay: of weights with two dimensions or more; biases and norms get none.
+    """
+    if not 0.0 < layer_decay <= 1.0:
+        raise ConfigError(f"layer_decay is {layer_decay}; it must be above 0, and 1 at most")
+    groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
+    for parameter, depth in _depths(model).items():
+        if parameter.requires_grad:
+            groups.setdefault((depth, parameter.dim() > 1), []).append(parameter)
+    top = len(model.config.layer_paths) + 1
+    return [
+        {
+            "params": parameters,
+            "lr": lr * layer_decay ** (top - depth),
+            "weight_decay": weight_decay if decays else 0.0,
+        }
+        for (depth, decays), parameters in sorted(groups.items(), key=lambda item: item[0])
+    ]
+
+
+def _depths(model: PreTrainedModel) -> dict[nn.Parameter, int]:
+    """0 for what stands before the first layer (embeddings), i + 1 for what is in layer i, and one more for what stands
+    behind them (a pooler, a head). ALBERT's layers, which share their weights, count as the first.
+    """
+    found, behind, has_layers = dict[nn.Parameter, int](), len(model.config.layer_paths) + 1, False
+    for name, parameter in model.named_parameters():
+        inside = (i + 1 for i, path in enumerate(model.config.layer_paths) if f".{path}." in f".{name}")
+        depth = next(inside, behind if has_layers else 0)
+        has_layers |= 0 < depth < behind
+        found[parameter] = depth
+    return found
+
+
+def make_optimizer(name: str, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> Any:
+    """torch's fused AdamW (Loshchilov & Hutter 2017), or LAMB. Raises ConfigError for another name."""
+    if name == "adamw":
+        return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
+    if name == "lamb":
+        return Lamb(groups, betas=betas, eps=eps)
+    raise ConfigError(f"unknown optimizer {name!r}; there are {', '.join(OPTIMIZERS)}")
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB (You et al. 2019, algorithm 2): Adam's step of each tensor, as long as the tensor, times the learning rate.
+
+    It keeps batches of many thousands of sequences trainable. Tensors without weight decay (biases, norms) take Adam's
+    step as it is, as in the authors' code.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if parameters:
+                self._step_group(group, parameters)
+        return loss
+
+    def _step_group(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        for p in parameters:
+            if not self.state[p]:
+                self.state[p] = {"step": 0, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            self.state[p]["step"] += 1
+        means = [self.state[p]["exp_avg"] for p in parameters]
+        squares = [self.state[p]["exp_avg_sq"] for p in parameters]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        (beta1, beta2), decay = group["betas"], group["weight_decay"]
+        torch._foreach_lerp_(means, gradients, 1.0 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1.0 - beta2)
+        steps = [self.state[p]["step"] for p in parameters]
+        updates = torch._foreach_div(means, [1.0 - beta1**step for step in steps])
+        scales = torch._foreach_div(squares, [1.0 - beta2**step for step in steps])
+        torch._foreach_sqrt_(scales)
+        torch._foreach_add_(scales, group["eps"])
+        torch._foreach_div_(updates, scales)
+        if decay == 0.0:
+            torch._foreach_add_(parameters, updates, alpha=-group["lr"])
+            return
+        torch._foreach_add_(updates, parameters, alpha=decay)
+        for p, update in zip(parameters, updates, strict=True):  # a norm of a sharded tensor is that of all shards
+            length, long = torch.linalg.vector_norm(p), torch.linalg.vector_norm(update)
+            ratio = torch.where((length > 0) & (long > 0), length / long, torch.ones_like(length))
+            p.sub_(update * (ratio * group["lr"]))

@@ -1,0 +1,129 @@
+"""LAMB beside its paper in float64, what each weight gets of an optimizer, and the schedules by their formulas."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hf import make_config
+
+from fastbert.config import ConfigError
+from fastbert.models.classes import CLASSES
+from fastbert.training.optimizers import Lamb, make_optimizer, parameter_groups
+from fastbert.training.schedules import SCHEDULES, Schedule, multiplier
+
+
+def lamb_by_the_paper(weight, gradients, lr, beta1, beta2, eps, decay):
+    """Algorithm 2, line by line."""
+    x, m, v = weight.double().clone(), torch.zeros_like(weight).double(), torch.zeros_like(weight).double()
+    for t, gradient in enumerate(gradients, 1):
+        g = gradient.double()
+        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+        r = (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + eps) + decay * x
+        x = x - lr * (x.norm() / r.norm() if decay else 1.0) * r
+    return x
+
+
+@pytest.mark.parametrize("decay", [0.01, 0.0])
+def test_lamb_is_the_papers(decay):
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(shape)) for shape in ((7, 5), (11,))]
+    gradients = [[torch.randn_like(w) for _ in range(5)] for w in weights]
+    expected = [
+        lamb_by_the_paper(w.detach(), g, 0.1, 0.9, 0.99, 1e-6, decay) for w, g in zip(weights, gradients, strict=True)
+    ]
+    optimizer = Lamb(weights, lr=0.1, betas=(0.9, 0.99), weight_decay=decay)
+    for step in range(5):
+        for weight, given in zip(weights, gradients, strict=True):
+            weight.grad = given[step]
+        optimizer.step()
+    for weight, exact in zip(weights, expected, strict=True):
+        assert (weight.double() - exact).abs().max() < 1e-5
+
+
+def test_lamb_of_zeros_moves():
+    """A tensor of zeros has no length, and takes Adam's step."""
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = Lamb([weight], lr=0.1)
+    weight.grad = torch.tensor([1.0, -2.0, 0.0])
+    optimizer.step()
+    assert weight.tolist() == pytest.approx([-0.1, 0.1, 0.0], abs=1e-6)
+
+
+def test_lamb_goes_on_from_its_state():
+    torch.manual_seed(0)
+    whole, first = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+    gradients = torch.randn(4, 4, 4)
+    ours, other = Lamb([whole], lr=0.1), Lamb([first], lr=0.1)
+    for i, gradient in enumerate(gradients):
+        whole.grad = first.grad = gradient
+        ours.step()
+        if i == 2:
+            state, other = other.state_dict(), Lamb([first], lr=0.1)
+            other.load_state_dict(state)
+        other.step()
+    assert torch.equal(whole, first)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "distilbert", "electra", "albert", "modernbert"])
+def test_groups(model_type):
+    """Every weight once: matrices decay, the head gets lr, and each layer below it less, embeddings least."""
+    model = CLASSES[model_type, "SequenceClassification"](make_config(model_type))
+    groups = parameter_groups(model, 1e-3, 0.1, 0.5)
+    given = {p: group for group in groups for p in group["params"]}
+    assert sorted(map(id, given)) == sorted(map(id, model.parameters()))
+    paths = list(dict.fromkeys(model.config.layer_paths))
+    top = len(model.config.layer_paths) + 1
+    for name, p in model.named_parameters():
+        assert given[p]["weight_decay"] == (0.1 if p.dim() > 1 else 0.0)
+        depth = next((i + 1 for i, path in enumerate(paths) if f"{path}." in name), None)
+        if depth is None:
+            depth = 0 if "embedding" in name else top
+        assert given[p]["lr"] == pytest.approx(1e-3 * 0.5 ** (top - depth)), name
+
+
+def test_frozen_weights_are_left_out():
+    model = CLASSES["bert", "SequenceClassification"](make_config("bert"))
+    model.base_model.requires_grad_(False)
+    (*_,) = groups = parameter_groups(model, 1.0)
+    assert sum(len(group["params"]) for group in groups) == 2
+
+
+def test_schedules():
+    at = {name: [multiplier(name, 100, 10)(step) for step in range(101)] for name in SCHEDULES}
+    for values in at.values():
+        assert values[:10] == pytest.approx([(i + 1) / 11 for i in range(10)])
+    assert at["linear"][10:] == pytest.approx([(100 - i) / 90 for i in range(10, 101)])
+    assert at["cosine"][10:] == pytest.approx([0.5 * (1 + math.cos(math.pi * (i - 10) / 90)) for i in range(10, 101)])
+    assert at["constant"][10:] == [1.0] * 91
+    assert at["trapezoid"][10:80] == [1.0] * 70 and at["trapezoid"][80:] == pytest.approx(
+        [i / 20 for i in range(20, -1, -1)]
+    )
+
+
+def test_a_schedule_keeps_the_groups_ratios():
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = make_optimizer(
+        "adamw", [{"params": [w], "lr": lr} for w, lr in zip(weights, (1.0, 0.1), strict=True)], (0.9, 0.99), 1e-8
+    )
+    schedule, seen = Schedule(optimizer, "linear", 10, 4), []
+    for step in range(10):
+        schedule.set(step)
+        seen.append([group["lr"] for group in optimizer.param_groups])
+    assert [a for a, _ in seen] == pytest.approx([multiplier("linear", 10, 4)(i) for i in range(10)])
+    assert all(b == pytest.approx(0.1 * a) for a, b in seen)
+
+
+@pytest.mark.parametrize(
+    "call,said",
+    [
+        (lambda: multiplier("square", 10, 1), "unknown schedule 'square'; there are linear"),
+        (lambda: multiplier("linear", 10, 11), "warmup is 11 steps of 10"),
+        (lambda: make_optimizer("sgd", [], (0.9, 0.9), 1e-8), "unknown optimizer 'sgd'; there are adamw, lamb"),
+        (lambda: parameter_groups(torch.nn.Linear(1, 1), 1.0, layer_decay=0.0), "layer_decay is 0.0"),
+    ],
+)
+def test_bad_options(call, said):
+    with pytest.raises(ConfigError, match=said):
+        call()
