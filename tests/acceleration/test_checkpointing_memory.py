@@ -1,4 +1,4 @@
-"""Gradient checkpointing of an accelerated model gains memory: the peak of a training step, counted by the allocator."""
+"""Gradient checkpointing of an accelerated model gains memory: the peak of a step, counted by the allocator."""
 
 # ruff: noqa: F811  (a fixture that is imported is also an argument)
 from __future__ import annotations
