@@ -192,6 +192,11 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             assert self.family.pooler is not None
             place(self, self.family.pooler, nn.Linear(self.config.hidden_size, self.config.hidden_size))
 
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if "family" in cls.__dict__:
+            cls.base_model_prefix = cls.family.prefix
+
     @property
     def base_model(self) -> EncoderModel:
         return self
@@ -296,7 +301,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         Raises:
             InputError: an id, a shape, a dtype or an offset is out of bounds. Nothing has been launched.
         """
-        if records_theirs(cu_seqlens is not None or batch is not None or isinstance(input_ids, PackedInputs)):
+        if records_theirs() and cu_seqlens is None and batch is None and not isinstance(input_ids, PackedInputs):
             padded = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
             padded |= {"position_ids": position_ids, "inputs_embeds": inputs_embeds, "task_type_ids": task_type_ids}
             asked = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
