@@ -16,6 +16,7 @@ from fastbert.families.form import Family
 from fastbert.layers.encoder import EncoderLayer, make_norm
 from fastbert.layers.leaves import get_leaf, has_hooks, is_plain, parent_of, place, within
 from fastbert.layers.rotary import RotaryFrequencies, RotaryTable, place_rotary
+from fastbert.layers.sharded import is_sharded
 from fastbert.models.encode import first_tokens, run_encoder, run_pooler, unpacked_extras
 from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs, refuse_recording, table_sizes
 from fastbert.models.outputs import ModelOutput
@@ -312,8 +313,9 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             *(batch, task_type_ids),
         )
         packed, batch, extras = self.run(inputs, output_attentions, output_hidden_states)
+        last = batch.unpack(packed)
         output = ModelOutput(
-            last_hidden_state=batch.unpack(packed),
+            last_hidden_state=last.clone() if is_sharded(self) else last,  # FSDP's hooks are lost with a view
             pooler_output=self.pool(packed, batch) if self.has_pooler else None,
             **extras,
         )

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf import config_for, make_batch, make_hf
+from batches import make_batch
+from hf import config_for, make_hf
 from torch import distributed as dist
 from torch import multiprocessing, nn
 
