@@ -35,6 +35,13 @@ TEXTS = (1, 1, 1, 1, 1, 2, 4, 8)  # that a request has
 WORDS = 150  # of a text at most: fewer than 256 tokens, the model's limit
 POOL = 512  # different texts
 PORT = 8311  # and the next ones
+DTYPES = ("float32", "bfloat16", "int8")  # of our server
+PLAIN = (
+    "transformers and FastAPI",
+    "transformers and FastAPI, one request at a time",
+    "transformers and FastAPI, bfloat16",
+)
+PLAIN_WAYS = (("float32", "many"), ("float32", "one"), ("bfloat16", "many"))
 WARM_S, SENT_S = 2.0, 0.5  # before it counts; from the last requests to SIGTERM
 OFFLINE = """
 import json, sys, time
@@ -179,30 +186,58 @@ def offline_encode(texts: list[str], folder: str, seconds: float, dtype: str) ->
     return json.loads(done.stdout)
 
 
+def measure_dtype(dtype: str, port: int, texts: list[str], clients: int, seconds: float) -> dict:
+    """Our server in a number format, and offline `encode` before and after it, since a machine's speed changes."""
+    before = offline_encode(texts, str(resolve(MODEL)), seconds / 6, dtype)
+    command = ["-m", "fastbert", "serve", MODEL, "--device", "cpu", "--dtype", dtype, "--port", str(port)]
+    server = measure(command, port, texts, before, clients, seconds)
+    after = offline_encode(texts, str(resolve(MODEL)), seconds / 6, dtype)
+    tokens = before["tokens"] + after["tokens"]
+    offline = {
+        "tokens_per_second": tokens / (before["wall"] + after["wall"]),
+        "cpu_us_per_token": 1e6 * (before["cpu"] + after["cpu"]) / tokens,
+        "cpu_us_per_token_before_and_after": [1e6 * run["cpu"] / run["tokens"] for run in (before, after)],
+    }
+    return {"offline": offline, "server": server}
+
+
+def measure_plain(dtype: str, at_a_time: str, port: int, texts: list[str], clients: int, seconds: float) -> dict:
+    folder = str(resolve(MODEL))
+    command = [str(ROOT / "benchmarks" / "plain_server.py"), folder, dtype, at_a_time, str(port)]
+    return measure(command, port, texts, offline_encode(texts, folder, 0.0, dtype), clients, seconds)
+
+
+def to_row(name: str, row: dict, clients: int, ratio: float) -> str:
+    return (
+        f"| {name} | {row['tokens_per_second']:,.0f} ({ratio:.2f}x) | {row['p50_ms']:.0f} | {row['p99_ms']:.0f} |"
+        f" {row['cpu_us_per_token']:.1f} | {row['requests']:,} | {row['errors']} | {row['largest_difference']:.1e} |"
+        f" {row['answered_after_sigterm']} of {clients} |"
+    )
+
+
 def to_markdown(report: dict) -> str:
-    machine, offline = report["machine"], report["offline"]
+    machine, clients, base = report["machine"], report["clients"], report["plain"][PLAIN[0]]["tokens_per_second"]
     lines = [
-        f"{MODEL} in {report['dtype']}, {report['clients']} clients for {report['seconds']:g} s, 1 to 8 texts of"
-        f" {offline['shortest']} to {offline['longest']} tokens a request; {machine['cpu']}, {report['cores']} cores"
-        f" that the clients share, torch {machine['torch']}, commit {machine['commit']}, {machine['date']}.",
+        f"{MODEL}, {clients} clients for {report['seconds']:g} s, 1 to {max(TEXTS)} texts of {report['shortest']} to"
+        f" {report['longest']} tokens a request; {machine['cpu']}, {report['cores']} cores that the clients share,"
+        f" torch {machine['torch']}, commit {machine['commit']}, {machine['date']}. The difference is that from `encode`"
+        " in the same number format.",
         "",
-        "| | tokens/s | p50, ms | p99, ms | CPU us a token | requests | errors | difference from `encode`, at most"
+        f"| | tokens/s (times {PLAIN[0]}) | p50, ms | p99, ms | CPU us a token | requests | errors | difference, at most"
         " | answered after SIGTERM |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
-        f"| offline `encode` | {offline['tokens_per_second']:,.0f} | | | {offline['cpu_us_per_token']:.1f} | | | | |",
     ]
-    for name, row in report["servers"].items():
+    for dtype, found in report["fastbert"].items():
+        offline, ratio = found["offline"], found["server"]["tokens_per_second"] / base
         lines.append(
-            f"| {name} | {row['tokens_per_second']:,.0f} | {row['p50_ms']:.0f} | {row['p99_ms']:.0f} |"
-            f" {row['cpu_us_per_token']:.1f} | {row['requests']:,} | {row['errors']} |"
-            f" {row['largest_difference']:.1e} | {row['answered_after_sigterm']} of {report['clients']} |"
+            f"| offline `encode`, {dtype} | {offline['tokens_per_second']:,.0f} | | |"
+            f" {offline['cpu_us_per_token']:.1f} | | | | |"
         )
-    ours, *others = report["servers"].items()
-    for name, row in others:
-        ratio = ours[1]["tokens_per_second"] / row["tokens_per_second"]
-        lines.append(f"\n{ours[0]}: {ratio:.2f} times the throughput of {name}.")
-    share = offline["cpu_us_per_token"] / ours[1]["cpu_us_per_token"]
-    lines.append(f"\nOffline `encode` takes {share:.2f} of the server's CPU seconds a token.")
+        lines.append(to_row(f"fastbert serve, {dtype}", found["server"], clients, ratio))
+    lines += [to_row(name, row, clients, row["tokens_per_second"] / base) for name, row in report["plain"].items()]
+    for dtype, found in report["fastbert"].items():
+        share = found["offline"]["cpu_us_per_token"] / found["server"]["cpu_us_per_token"]
+        lines.append(f"\n{dtype}: offline `encode` takes {share:.2f} of the server's CPU seconds a token.")
     return "\n".join(lines)
 
 
@@ -210,38 +245,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of all three")
     parser.add_argument("--output", type=Path, help="a folder for serve.json and serve.md")
     options = parser.parse_args()
-    texts, folder = make_texts(), str(resolve(MODEL))
-    plain = [str(ROOT / "benchmarks" / "plain_server.py"), folder, options.dtype]
-    commands = {
-        "fastbert serve": ["-m", "fastbert", "serve", MODEL, "--device", "cpu", "--dtype", options.dtype, "--port"],
-        "transformers and FastAPI": [*plain, "many"],
-        "transformers and FastAPI, one request at a time": [*plain, "one"],
-    }
-    # Before and after the servers: a machine's speed changes by the minute.
-    before = offline_encode(texts, folder, options.seconds / 4, options.dtype)
-    servers = {
-        name: measure([*command, str(port)], port, texts, before, options.clients, options.seconds)
-        for port, (name, command) in enumerate(commands.items(), PORT)
-    }
-    after = offline_encode(texts, folder, options.seconds / 4, options.dtype)
-    tokens = before["tokens"] + after["tokens"]
+    texts, load = make_texts(), (options.clients, options.seconds)
+    lengths = offline_encode(texts, str(resolve(MODEL)), 0.0, "float32")["lengths"]
     report = {
         "machine": describe_machine(),
         "cores": len(os.sched_getaffinity(0)),
-        "dtype": options.dtype,
         "clients": options.clients,
         "seconds": options.seconds,
-        "offline": {
-            "tokens_per_second": tokens / (before["wall"] + after["wall"]),
-            "cpu_us_per_token": 1e6 * (before["cpu"] + after["cpu"]) / tokens,
-            "cpu_us_per_token_before_and_after": [1e6 * run["cpu"] / run["tokens"] for run in (before, after)],
-            "shortest": min(before["lengths"]),
-            "longest": max(before["lengths"]),
+        "shortest": min(lengths),
+        "longest": max(lengths),
+        "fastbert": {dtype: measure_dtype(dtype, PORT + i, texts, *load) for i, dtype in enumerate(DTYPES)},
+        "plain": {
+            name: measure_plain(*how, PORT + len(DTYPES) + i, texts, *load)
+            for i, (name, how) in enumerate(zip(PLAIN, PLAIN_WAYS, strict=True))
         },
-        "servers": servers,
     }
     page = to_markdown(report)
     print(page)
