@@ -96,7 +96,8 @@ class Masking:
         is_special = np.zeros(size, bool)
         is_special[[i for i, token in added.items() if token.special]] = True
         is_special[mask_id] = True
-        return cls(mask_id, is_special, word_starts(inner), **options)
+        starts = word_starts(inner) if options.get("unit", "token") != "token" else None
+        return cls(mask_id, is_special, starts, **options)
 
     def __call__(self, ids: np.ndarray, lengths: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Mask a packed batch.

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from fastbert.checkpoint.weight_files import CheckpointError
@@ -59,7 +60,7 @@ class Checkpoints:
         (future, path), self._writing = self._writing, None
         try:
             future.result()
-        except Exception as error:  # whatever the writer's thread met: a full disk, mostly
+        except (Exception, CheckpointException) as error:  # which is no Exception: a full disk, mostly
             raise CheckpointError(
                 f"{path.name} could not be written, and the one before is kept: {_cause(error)}"
             ) from error
@@ -79,7 +80,7 @@ class Checkpoints:
         extra: dict[str, Any] = {"step": 0, "epoch": 0, "epoch_step": 0}
         try:
             dcp.load({**state, "extra": extra}, checkpoint_id=path, process_group=self.world.host_group)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             raise CheckpointError(f"{path} cannot be read: {_cause(error)}") from error
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
         return extra

@@ -124,7 +124,7 @@ def test_word_starts_of_other_tokenizers():
     ],
 )
 def test_options_out_of_range(options, said):
-    of = Masking.of(make_tokenizer())
+    of = Masking.of(make_tokenizer(), unit="word")
     given = {"mask_id": of.mask_id, "is_special": of.is_special, "starts_word": of.starts_word}
     with pytest.raises(InputError, match=said):
         Masking(**given | options)

@@ -1,0 +1,73 @@
+"""A tiny run of masked-LM pre-training: a corpus of invented words, a baby, and its loop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models, processors
+
+from fastbert.config import EncoderConfig
+from fastbert.data.corpus import Corpus
+from fastbert.data.masking import Masking
+from fastbert.models.classes import CLASSES
+from fastbert.training.distributed import World, wrap
+from fastbert.training.loop import Loop, LoopOptions
+from fastbert.training.optimizers import make_optimizer, parameter_groups
+from fastbert.training.pretraining import MaskedLM
+from fastbert.training.schedules import Schedule
+
+WORDS = 60
+ALONE = World(0, 1, torch.device("cpu"))
+OPTIONS = LoopOptions(steps=12, step_tokens=400, save_every=4, log_every=3)
+
+
+def make_tokenizer() -> Tokenizer:
+    vocab = {"[CLS]": 0, "[SEP]": 1, "[MASK]": 2, "a": 3} | {f"w{i}": i for i in range(4, WORDS)}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="a"))
+    tokenizer.add_special_tokens(["[CLS]", "[SEP]", "[MASK]"])
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 1), ("[CLS]", 0))
+    return tokenizer
+
+
+def make_corpus(tokens: int = 2000) -> Corpus:
+    """Each word is followed by the next one, so there is something to learn; documents of 5 to 60 words."""
+    draw = np.random.default_rng(0)
+    sizes = draw.integers(5, 61, tokens // 32)
+    documents = np.concatenate([[0], np.cumsum(sizes)])
+    ids = np.concatenate([(draw.integers(0, 56) + np.arange(size)) % 56 + 4 for size in sizes])
+    return Corpus(ids.astype(np.int32), documents, documents)
+
+
+def make_model(dropout: float = 0.0) -> Any:
+    shape = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    torch.manual_seed(0)
+    return CLASSES["bert", "MaskedLM"](
+        EncoderConfig(intermediate_size=64, max_position_embeddings=64, **shape, **dropouts)
+    )
+
+
+def make_loop(
+    folder: Path,
+    options: LoopOptions = OPTIONS,
+    world: World = ALONE,
+    wrapping: Any = "ddp",
+    model: Any = None,
+    lr: float = 3e-3,
+) -> Loop:
+    tokenizer, model = make_tokenizer(), make_model() if model is None else model
+    task = MaskedLM(make_corpus(), tokenizer, 34, Masking.of(tokenizer, unit="token"), seed=0, with_types=True)
+    wrapped = wrap(model, world, wrapping, bf16=options.bf16)
+    optimizer = make_optimizer("adamw", parameter_groups(model, lr), (0.9, 0.98), 1e-6)
+    folder.mkdir(parents=True, exist_ok=True)
+    return Loop(task, wrapped, 32, optimizer, Schedule(optimizer, "linear", 12, 2), world, folder, options)
+
+
+def losses_of(folder: Path) -> list[float]:
+    """Of every step."""
+    rows = map(json.loads, (folder / "log.jsonl").read_text(encoding="utf-8").splitlines())
+    return [loss for row in rows for loss in row["losses"]]

@@ -1,0 +1,170 @@
+"""A run's losses: those of a loop over transformers' model; the same bits after a stop; the same on two ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import transformers
+from training_runs import ALONE, OPTIONS, losses_of, make_loop, make_model
+
+from fastbert.data.batches import Steps, StepSampler, make_loader
+from fastbert.training.checkpoints import Checkpoints
+from fastbert.training.distributed import World
+from fastbert.training.loop import TrainingError
+from fastbert.training.schedules import multiplier
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+def by_hand(steps: int) -> list[float]:
+    """The same steps over transformers' model: padded batches, torch's own optimizer and clipping."""
+    ours = make_model()
+    loop = make_loop(Path("/dev/null/.."), model=ours)
+    theirs = transformers.BertForMaskedLM(transformers.BertConfig(**ours.config.to_dict())).train()
+    theirs.load_state_dict(ours.state_dict(), strict=False)
+    decayed = [p for p in theirs.parameters() if p.dim() > 1]
+    others = [p for p in theirs.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.98), eps=1e-6)
+    losses: list[float] = []
+    for epoch in range(steps):
+        examples, lengths = loop.task.examples(epoch)
+        sampler = StepSampler(Steps(lengths, OPTIONS.step_tokens), 32, epoch=epoch)
+        for packed in make_loader(examples, sampler, loop.task.collate):
+            batch = packed["batch"]
+            padded = {n: torch.nn.utils.rnn.pad_sequence(packed[n].split(batch.cu_seqlens.diff().tolist()), True, v)
+                      for n, v in (("input_ids", 0), ("token_type_ids", 0), ("labels", -100))}  # fmt: skip
+            ones = torch.ones_like(packed["input_ids"]).split(batch.cu_seqlens.diff().tolist())
+            loss = theirs(**padded, attention_mask=torch.nn.utils.rnn.pad_sequence(ones, True)).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = 3e-3 * multiplier("linear", 12, 2)(len(losses))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+            if len(losses) == steps:
+                return losses
+    raise AssertionError
+
+
+def test_losses_are_those_of_transformers(tmp_path):
+    loop = make_loop(tmp_path)
+    loop.run()
+    found = losses_of(tmp_path)
+    assert len(found) == 12 and loop.epoch >= 1
+    assert found == pytest.approx(by_hand(12), abs=1e-4)
+    assert found[-1] < found[0]
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_parts_of_a_step_add_up(parts, tmp_path):
+    make_loop(tmp_path / "whole").run()
+    make_loop(tmp_path / "parts", dataclasses.replace(OPTIONS, parts=parts)).run()
+    assert losses_of(tmp_path / "parts") == pytest.approx(losses_of(tmp_path / "whole"), abs=1e-5)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_run_that_stopped_goes_on_with_the_same_bits(bf16, tmp_path):
+    """Dropout included; what was logged after the checkpoint is logged again, once."""
+    options = dataclasses.replace(OPTIONS, bf16=bf16)
+    make_loop(tmp_path / "whole", options, model=make_model(0.1)).run()
+    make_loop(tmp_path / "parts", dataclasses.replace(options, steps=6, log_every=1), model=make_model(0.1)).run()
+    (tmp_path / "parts/checkpoints/step-000000006").rename(tmp_path / "gone")
+    second = make_loop(tmp_path / "parts", options, model=make_model(0.1))
+    assert second.resume() and second.step == 4
+    second.run()
+    assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "whole")
+
+
+def test_only_the_last_checkpoints_are_kept(tmp_path):
+    make_loop(tmp_path, dataclasses.replace(OPTIONS, save_every=2)).run()
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-000000010", "step-000000012"]
+    assert not make_loop(tmp_path / "new").resume()
+
+
+def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
+    loop = make_loop(tmp_path, dataclasses.replace(OPTIONS, steps=8))
+    loop.run()
+    with torch.no_grad():
+        next(loop.model.parameters())[5] = float("nan")
+    loop.options = dataclasses.replace(OPTIONS, save_every=3)
+    with pytest.raises(
+        TrainingError, match=r"loss of step 9 is not a number; the last good checkpoint is .*step-000000008"
+    ):
+        loop.run()
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-000000004", "step-000000008"]
+
+
+def run_rank(rank: int, size: int, folder: str, wrapping: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
+    torch.set_num_threads(1)
+    groups = [dist.new_group(backend="gloo") for _ in range(2)]
+    loop = make_loop(Path(folder), world=World(rank, size, torch.device("cpu"), *groups), wrapping=wrapping)
+    loop.resume()
+    loop.run()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrapping", ["ddp", "fsdp"])
+def test_two_ranks_have_the_losses_of_one(wrapping, tmp_path):
+    """And a run goes on with another number of ranks."""
+    make_loop(tmp_path / "one").run()
+    (tmp_path / "two").mkdir()
+    make_loop(tmp_path / "two", dataclasses.replace(OPTIONS, steps=4)).run()
+    mp.spawn(run_rank, (2, str(tmp_path / "two"), wrapping), nprocs=2)
+    assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), abs=2e-5)
+
+
+PROGRAM = """
+    import sys, dataclasses
+    sys.path.insert(0, {here!r})
+    from pathlib import Path
+    from training_runs import OPTIONS, make_loop, make_model
+    options = dataclasses.replace(OPTIONS, steps=200, save_every=1, log_every=1)
+    loop = make_loop(Path({folder!r}), options, model=make_model(0.1))
+    loop.resume()
+    print("ready", flush=True)
+    loop.run()
+"""
+
+
+@pytest.mark.full
+def test_killed_at_any_moment(tmp_path):
+    """Twenty times kill -9, mostly while a checkpoint is written: none is half there, and the bits are the same."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder, times in ((whole, 0), (killed, 20)):
+        code = textwrap.dedent(PROGRAM.format(here=str(SUPPORT), folder=str(folder)))
+        for i in range(times + 1):
+            process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+            assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+            if i < times:
+                time.sleep(0.05 + 0.031 * i)
+                process.send_signal(signal.SIGKILL)
+            process.wait()
+            process.stdout.close()
+        assert process.returncode == 0
+    assert losses_of(killed) == losses_of(whole) and len(losses_of(whole)) == 200
+
+
+def test_what_cannot_be_written_or_read(tmp_path, monkeypatch):
+    loop = make_loop(tmp_path, dataclasses.replace(OPTIONS, steps=4))
+    loop.run()
+    (last,) = (tmp_path / "checkpoints").iterdir()
+    (last / "__0_0.distcp").write_bytes(b"rubbish")
+    from fastbert.checkpoint.weight_files import CheckpointError
+
+    with pytest.raises(CheckpointError, match="step-000000004 cannot be read"):
+        make_loop(tmp_path).resume()
+    assert Checkpoints(tmp_path / "checkpoints", ALONE, 2).last() == last
