@@ -97,13 +97,12 @@ class Loop:
     def resume(self) -> bool:
         """Go on with the last checkpoint; False if there is none. Raises CheckpointError."""
         path = self.checkpoints.last()
-        if path is None:
-            return False
-        extra = self.checkpoints.load(path, self.model, self.optimizer)
-        self.step, self.epoch, self.epoch_step = extra["step"], extra["epoch"], extra["epoch_step"]
+        if path is not None:
+            extra = self.checkpoints.load(path, self.model, self.optimizer)
+            self.step, self.epoch, self.epoch_step = extra["step"], extra["epoch"], extra["epoch_step"]
         if self.world.is_main:
             _cut_log(self.folder / "log.jsonl", self.step)
-        return True
+        return path is not None
 
     def run(self) -> None:
         """Train up to `options.steps`. Raises TrainingError: the loss is no number any more."""
@@ -212,7 +211,7 @@ class Loop:
 
 
 def _cut_log(path: Path, step: int) -> None:
-    """Leave out what was logged after the checkpoint: those steps come again."""
+    """Leave out what was logged after the checkpoint, whose steps come again, and what was cut off by a kill."""
     if path.is_file():
-        rows = [line for line in path.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] <= step]
-        path.write_text("".join(f"{line}\n" for line in rows), encoding="utf-8")
+        whole = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+        path.write_text("".join(line for line in whole if json.loads(line)["step"] <= step), encoding="utf-8")
