@@ -90,26 +90,6 @@ def poison_uninitialised_memory(monkeypatch):
 
 @pytest.fixture
 def packed_layers(monkeypatch) -> list[int]:
-    """Counts the layers that ran packed: by fastbert's attention, or all in one op."""
-    from fastbert import ops
+    import packed_layers
 
-    calls: list[int] = []
-
-    def counted(op, layers: int):
-        def call(*args, **kwargs):
-            try:
-                return op(*args, **kwargs)
-            finally:  # a checkpointed layer's second run ends with an exception, inside the op
-                calls.extend([1] * layers)
-
-        return call
-
-    offer = ops.offer
-
-    def counted_offer(op, x, look):
-        found = offer(op, x, look)
-        return found if isinstance(found, str) else counted(found, len(found.args[1].layers))
-
-    monkeypatch.setattr(ops, "attention", counted(ops.attention, 1))
-    monkeypatch.setattr(ops, "offer", counted_offer)
-    return calls
+    return packed_layers.count(monkeypatch)

@@ -126,6 +126,8 @@ def check_saving(safe_serialization: Any, variant: Any, max_shard_size: Any, siz
         raise ConfigError(
             f"max_shard_size={max_shard_size!r}: fastbert writes one file, here of {size} of {limit} bytes"
         )
+    if others.pop("distributed_checkpoint", False):
+        raise ConfigError(f"distributed_checkpoint=True is not supported: fastbert writes one {WEIGHTS}")
     if unknown := [name for name in others if name not in ("save_peft_format", "save_original_format")]:
         raise ConfigError(f"save_pretrained takes no {unknown[0]}")
 

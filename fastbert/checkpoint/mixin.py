@@ -155,9 +155,13 @@ class CheckpointMixin(nn.Module):
         return model, info  # type: ignore[return-value]
 
     @classmethod
-    def from_config(cls: type[Model], config: EncoderConfig) -> Model:
-        """A model with fresh weights."""
-        return cls(config)
+    def from_config(cls: type[Model], config: Any, **options: Any) -> Model:
+        """A model with new, random weights, of a config of ours or of transformers; `dtype`, and entries to change."""
+        changes = left_over(options)
+        dtype = chosen_dtype(changes.pop("dtype", None), changes.pop("torch_dtype", None))
+        described = given_config(config)
+        model = cls(described.replace(**changes) if changes and described is not None else described)
+        return model if dtype is None else model.to(dtype)
 
     def save_pretrained(
         self,
@@ -193,6 +197,11 @@ class CheckpointMixin(nn.Module):
             CheckpointError: it lacks a part of what is one tensor in its family's files. Nothing is written then.
         """
         if not is_main_process:
+            return
+        if getattr(self, "_hf_peft_config_loaded", False):  # by transformers' add_adapter: it saves the adapter alone
+            super().save_pretrained(
+                save_directory, state_dict=state_dict, push_to_hub=push_to_hub, variant=variant, token=token, **others
+            )
             return
         folder = Path(save_directory)
         given = {name: others.pop(name) for name in _PUSHED if name in others}
@@ -265,6 +274,8 @@ class CheckpointMixin(nn.Module):
 
     def model_card(self, repo_id: str, tags: list[str] | str | None = None) -> str:
         """The README.md of a repository that holds this model, for you to complete."""
+        added = getattr(self, "model_tags", None) or []  # by transformers' add_model_tags
+        tags = [*added, *([tags] if isinstance(tags, str) else tags or [])]
         return model_card(type(self).__name__, self.live_config, repo_id, self.name_or_path, tags)
 
 

@@ -19,7 +19,7 @@ _TASKS = {
 }
 
 
-def model_card(kind: str, config: EncoderConfig, repo_id: str, source: str, tags: list[str] | str | None) -> str:
+def model_card(kind: str, config: EncoderConfig, repo_id: str, source: str, tags: list[str]) -> str:
     """README.md of a model: what the hub reads, how to load it, and what its authors are to fill in.
 
     `source`: what the model was loaded from; a hub id becomes base_model.
@@ -32,7 +32,7 @@ def model_card(kind: str, config: EncoderConfig, repo_id: str, source: str, tags
         library_name="transformers",
         pipeline_tag=task,
         base_model=source if is_hub_id else None,
-        tags=list(dict.fromkeys([*([tags] if isinstance(tags, str) else tags or []), "fastbert"])),
+        tags=list(dict.fromkeys([*tags, "fastbert"])),
     )
     auto = "AutoModel" if kind.endswith("Model") else f"AutoModelFor{kind.rpartition('For')[2]}"
     labels = ", ".join(config.id2label[i] for i in sorted(config.id2label)[:20])

@@ -23,6 +23,7 @@ THEIR_DEFAULTS: dict[str, Any] = {
     "output_hidden_states": False,
     "prefix": None,
     "return_dict": True,
+    "sub_configs": {},
     "task_specific_params": None,
     "tokenizer_class": None,
     "use_cache": False,

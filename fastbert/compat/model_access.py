@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import nn
 
-from fastbert.checkpoint.arguments import left_over
-from fastbert.checkpoint.mixin import CheckpointMixin
+from fastbert.compat.their_methods import TheirMethods
+from fastbert.config import ConfigError
 from fastbert.layers.leaves import get_leaf, place
 from fastbert.layers.resizing import resize_rows
 
 
-class ModelAccess(CheckpointMixin):
+class ModelAccess(TheirMethods):
     """What every model class has: its tables, gradient checkpointing, counts."""
 
     @property
@@ -65,9 +65,23 @@ class ModelAccess(CheckpointMixin):
     def resize_decoder(self, rows: int, std: float | None) -> None:
         """Of a model that has one; `std` as in `resize_rows`."""
 
-    def set_attn_implementation(self, attn_implementation: str) -> None:
-        """As the argument of from_pretrained: any exact attention may be named, and fastbert runs its own."""
-        left_over({"attn_implementation": attn_implementation})
+    def get_position_embeddings(self) -> nn.Module:
+        """The table of positions. Raises ConfigError where a family has none (rotary positions, relative ones)."""
+        path = self.config.embeddings.position
+        if path is None:
+            raise ConfigError(f"{self.config.model_type} has no table of positions")
+        return get_leaf(self.base_model, path)
+
+    def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
+        """Give the table of positions other rows: the first stay, new ones are drawn with initializer_range."""
+        table = self.get_position_embeddings()
+        if not isinstance(table, nn.Embedding):
+            raise TypeError(f"the table of positions is a {type(table).__name__}; only an nn.Embedding can be resized")
+        if new_num_position_embeddings != table.weight.shape[0]:
+            self.config.set_checked(
+                max_position_embeddings=new_num_position_embeddings
+            )  # first: it is this that says no
+            resize_rows(table, new_num_position_embeddings, self.config.initializer_range)
 
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: dict | None = None, every_n_layers: int = 1, offload: bool = False
@@ -97,8 +111,3 @@ class ModelAccess(CheckpointMixin):
     gradient_checkpointing_disable = activation_checkpointing_disable
     is_gradient_checkpointing = is_activation_checkpointing
     supports_gradient_checkpointing = True
-
-    @property
-    def all_tied_weights_keys(self) -> dict[str, str]:
-        """`tied_keys` under transformers' name."""
-        return self.tied_keys()

@@ -22,11 +22,11 @@ _SAID = (
 )
 
 
-def records_theirs(is_packed: bool) -> bool:
-    """Whether a graph is being recorded that gets transformers' code."""
+def records_theirs() -> bool:
+    """Whether a graph is being recorded that gets transformers' code for padded batches."""
     # torch 2.11 says of torch.compile, too, that it exports.
     exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
-    return (torch.jit.is_tracing() or exporting) and not is_packed and _has_transformers()
+    return (torch.jit.is_tracing() or exporting) and _has_transformers()
 
 
 def _has_transformers() -> bool:

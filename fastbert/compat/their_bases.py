@@ -38,8 +38,7 @@ class _Finder:
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        waiting = _waiting.pop(name, None)
-        if waiting is None:
+        if name not in _waiting:
             return None
         others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not cls)
         spec = next((found for found in others if found is not None), None)
@@ -48,8 +47,8 @@ class _Finder:
         run = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            run(module)
-            for ours, base in waiting:
+            run(module)  # if it fails, the next import of it is seen, too
+            for ours, base in _waiting.pop(name, []):
                 _rebase(module, ours, base)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]

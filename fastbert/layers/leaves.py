@@ -39,9 +39,9 @@ def is_called(root: nn.Module, path: str) -> bool:
     Raises TypeError where something else has taken its place: passing it by would ignore what it computes.
     """
     container = get_leaf(root, path)
-    if is_sharded(container):
-        return True
     if type(container) is not Container or FORWARD in container.__dict__:
+        if is_sharded(container):
+            return True
         raise TypeError(
             f"{path} is a {type(container).__name__} with a forward of its own, which fastbert's models never call:"
             " they compute what a container of leaves stands for themselves. Replace the leaves (Linear, LayerNorm,"

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from fastbert.checkpoint.arguments import chosen_dtype, given_config, left_over
+from fastbert.checkpoint.arguments import given_config, left_over
 from fastbert.checkpoint.hub import HubOptions, resolve
 from fastbert.checkpoint.pretrained import (
     check_layers,
@@ -51,9 +51,12 @@ def base_class(model_type: str) -> type[EncoderModel]:
     return CLASSES[model_type, "Model"]  # type: ignore[return-value]
 
 
-def load_encoder(folder: Path, source: str, dtype: torch.dtype | None) -> EncoderModel:
+def load_encoder(
+    folder: Path, source: str, dtype: torch.dtype | None, config_changes: dict[str, Any] | None = None
+) -> EncoderModel:
     """A folder's encoder without its pooler, which no sentence vector goes through; frozen. Errors name `source`."""
     config, weights = read_checkpoint(folder)
+    config = config.replace(**config_changes) if config_changes else config
     check_layers(config, weights, source)
     with unfilled():
         model = base_class(config.model_type)(config, add_pooling_layer=False)
@@ -93,13 +96,9 @@ class _Auto(Generic[Found]):
     @classmethod
     def from_config(cls, config: Any, **options: Any) -> Found:
         """A model with new, random weights, of a config of ours or of transformers."""
-        changes = left_over(options)
-        dtype = chosen_dtype(changes.pop("dtype", None), changes.pop("torch_dtype", None))
         described = given_config(config)
         assert described is not None
-        described = described.replace(**changes) if changes else described
-        model = model_class(described.model_type, cls.head)(described)
-        return model if dtype is None else model.to(dtype)  # type: ignore[return-value]
+        return model_class(described.model_type, cls.head).from_config(described, **options)  # type: ignore[return-value]
 
 
 class AutoModel(_Auto[EncoderModel]):

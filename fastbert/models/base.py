@@ -16,6 +16,7 @@ from fastbert.families.form import Family
 from fastbert.layers.encoder import EncoderLayer, make_norm
 from fastbert.layers.leaves import get_leaf, has_hooks, is_plain, parent_of, place, within
 from fastbert.layers.rotary import RotaryFrequencies, RotaryTable, place_rotary
+from fastbert.layers.sharded import is_sharded
 from fastbert.models.encode import first_tokens, run_encoder, run_pooler, unpacked_extras
 from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs, refuse_recording, table_sizes
 from fastbert.models.outputs import ModelOutput
@@ -192,6 +193,11 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             assert self.family.pooler is not None
             place(self, self.family.pooler, nn.Linear(self.config.hidden_size, self.config.hidden_size))
 
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if "family" in cls.__dict__:
+            cls.base_model_prefix = cls.family.prefix
+
     @property
     def base_model(self) -> EncoderModel:
         return self
@@ -296,7 +302,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         Raises:
             InputError: an id, a shape, a dtype or an offset is out of bounds. Nothing has been launched.
         """
-        if records_theirs(cu_seqlens is not None or batch is not None or isinstance(input_ids, PackedInputs)):
+        if records_theirs() and cu_seqlens is None and batch is None and not isinstance(input_ids, PackedInputs):
             padded = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
             padded |= {"position_ids": position_ids, "inputs_embeds": inputs_embeds, "task_type_ids": task_type_ids}
             asked = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
@@ -307,8 +313,9 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             *(batch, task_type_ids),
         )
         packed, batch, extras = self.run(inputs, output_attentions, output_hidden_states)
+        last = batch.unpack(packed)
         output = ModelOutput(
-            last_hidden_state=batch.unpack(packed),
+            last_hidden_state=last.clone() if is_sharded(self) else last,  # FSDP's hooks are lost with a view
             pooler_output=self.pool(packed, batch) if self.has_pooler else None,
             **extras,
         )

@@ -47,6 +47,7 @@ class HeadModel(PreTrainedModel):
         super().__init_subclass__(**kwargs)
         if "base_class" in cls.__dict__:
             cls.family = cls.base_class.family
+            cls.base_model_prefix = cls.family.prefix
 
     @property
     def needs_pooler(self) -> bool:
@@ -129,7 +130,7 @@ class HeadModel(PreTrainedModel):
             raise TypeError(
                 f"{type(self).__name__} takes no {', '.join(sorted(unknown))}; it has {', '.join(self.option_names)}"
             )
-        if records_theirs(cu_seqlens is not None or batch is not None or isinstance(input_ids, PackedInputs)):
+        if records_theirs() and cu_seqlens is None and batch is None and not isinstance(input_ids, PackedInputs):
             padded = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
             padded |= {"position_ids": position_ids, "inputs_embeds": inputs_embeds, "task_type_ids": task_type_ids}
             asked = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
@@ -202,7 +203,7 @@ def token_labels(
     if labels.shape != shape:
         raise InputError(f"labels has shape {tuple(labels.shape)}; it must be {shape}")
     packed = labels.long() if batch.seqlen is None else batch.pack(labels.long())
-    stray = None
+    stray: torch.Tensor | int | None = None
     if counts_padding and batch.indices is not None and checks_values():
         stray = (labels != -100).sum() - (packed != -100).sum()
         if batch.bounds is not None and PADDED_LABELS in batch.bounds:
