@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
 
     from fastbert.acceleration import accelerate as accelerate
     from fastbert.acceleration import restore as restore
-    from fastbert.acceleration import status as status
+    from fastbert.acceleration.status import status as status
     from fastbert.backend import Backend as Backend
     from fastbert.backend import BackendError as BackendError
     from fastbert.backend import backends as backends
@@ -71,7 +71,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
     ),
     "fastbert.models.baby": ("baby_config",),
     "fastbert.models.joint_electra": ("ElectraForJointPreTraining",),
-    "fastbert.acceleration": ("accelerate", "restore", "status"),
+    "fastbert.acceleration": ("accelerate", "restore"),
+    "fastbert.acceleration.status": ("status",),
     "fastbert.bulk.ray_engine": ("ray_encode",),
     "fastbert.backend": ("Backend", "BackendError", "backends", "use_backend"),
     "fastbert.config": ("ConfigError", "EncoderConfig"),

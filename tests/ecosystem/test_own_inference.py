@@ -179,7 +179,7 @@ def test_recorded(head, how, tmp_path):
 
 
 def test_compile():
-    """A padded batch: the mask is read between two graphs. tests/models/test_compiled_models.py has packed ones, in one."""
+    """The mask is read between two graphs; tests/models/test_compiled_models.py has packed batches, in one."""
     config = config_for("bert", "SequenceClassification")
     theirs = make_hf(config, "SequenceClassification").eval()
     mend(theirs)
