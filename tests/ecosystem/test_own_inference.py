@@ -100,6 +100,28 @@ def test_captum(packed_layers):
     assert len(packed_layers) >= 4
 
 
+def test_captum_by_inputs_embeds(packed_layers):
+    """Attributions to the word vectors of a padded batch, in their own layout."""
+    attr = pytest.importorskip("captum.attr")
+    config = config_for("bert", "SequenceClassification")
+    theirs = make_hf(config, "SequenceClassification").eval()
+    ours = make_ours(config, "SequenceClassification", theirs).eval()
+
+    def attributions(model):
+        def score(embeds, mask):
+            return model(inputs_embeds=embeds, attention_mask=mask).logits
+
+        embeds = model.get_input_embeddings()(IDS).detach()
+        gradients = attr.IntegratedGradients(score)
+        return gradients.attribute(embeds, target=1, additional_forward_args=(MASK,), n_steps=4).float()
+
+    near = attributions(theirs)
+    oracle = attributions(make_hf(config, "SequenceClassification", torch.float64).eval()).double()
+    assert not packed_layers
+    assert_close_to_reference(attributions(ours), oracle, near, GRADIENT_FACTOR)
+    assert len(packed_layers) >= 4
+
+
 def test_bertviz(packed_layers):
     bertviz = pytest.importorskip("bertviz")
     config = config_for("bert", "Model")
@@ -156,13 +178,22 @@ def test_recorded(head, how, tmp_path):
     assert actual.shape == expected.shape and (actual - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-def test_compile(packed_layers):
-    """In one graph; tests/models/test_compile.py has the rest."""
+def test_compile():
+    """The mask is read between two graphs; tests/models/test_compiled_models.py has packed batches, in one."""
     config = config_for("bert", "SequenceClassification")
     theirs = make_hf(config, "SequenceClassification").eval()
     mend(theirs)
     ours = make_ours(config, "SequenceClassification", theirs).eval()
     oracle = make_hf(config, "SequenceClassification", torch.float64).eval()
-    compiled = torch.compile(ours, backend="aot_eager")
-    found = [m(IDS, attention_mask=MASK).logits for m in (compiled, oracle, theirs)]
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    with torch.no_grad():
+        compiled = torch.compile(ours, backend=keep)
+        found = [m(IDS, attention_mask=MASK).logits for m in (compiled, oracle, theirs)]
     assert_close_to_reference(*found, GRADIENT_FACTOR)
+    called = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+    assert any(name.startswith(("fastbert.encoder_layers", "fastbert.attention")) for name in called), called

@@ -25,7 +25,10 @@ def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", WORLD), rank=rank, world_size=WORLD)
     theirs, results = make_hf(CONFIG, "SequenceClassification"), {}
-    ours, exact = make_ours(CONFIG, "SequenceClassification", theirs), make_hf(CONFIG, "SequenceClassification").double()
+    ours, exact = (
+        make_ours(CONFIG, "SequenceClassification", theirs),
+        make_hf(CONFIG, "SequenceClassification").double(),
+    )
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.filterwarnings("error", message="fastbert: ")
         warnings.filterwarnings("error", message="FSDP2-wrapped module")
