@@ -63,6 +63,8 @@ def make_app(
     for path, (route, schema) in posts.items():
         body = {"required": True, "content": {"application/json": {"schema": schema.model_json_schema()}}}
         app.post(path, openapi_extra={"requestBody": body})(route)
+    whole = {"embedding": "/embed", "reranker": "/rerank", "classifier": "/predict"}[engine.kind]
+    app.post("/", include_in_schema=False)(posts[whole][0])  # for clients that know the server's address alone
     for path, route in (("/health", server.health), ("/metrics", server.page), ("/info", server.info),
                         ("/v1/models", server.openai_models)):  # fmt: skip
         app.get(path)(route)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import tiny
 
@@ -198,3 +199,30 @@ def test_who_leaves_at_any_point_harms_nobody(engine):
             with connection(port) as opened:
                 opened.sendall(POST)
                 opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset at once
+
+
+def test_hugging_faces_client(engine, monkeypatch):
+    """It sends to the address that it is given."""
+    from huggingface_hub import InferenceClient, constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # this machine is no hub
+    with live(engine) as port:
+        for path in ("", "/embed"):
+            client = InferenceClient(f"http://127.0.0.1:{port}{path}", timeout=60)
+            vectors = client.feature_extraction("a dog", normalize=True)
+            assert np.abs(vectors - engine.model.encode(["a dog"], normalize=True)).max() < 1e-5
+
+
+def test_the_page_of_metrics_is_prometheuss(engine):
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with live(engine) as port:
+        talk(port, POST)
+        page = talk(port, GET.replace(b"/health", b"/metrics")).partition(b"\r\n\r\n")[2].decode()
+    samples = {}
+    for family in text_string_to_metric_families(page):
+        assert family.type in ("counter", "gauge", "histogram") and family.documentation, family
+        samples.update({(one.name, *one.labels.values()): one.value for one in family.samples})
+    assert samples["te_request_success_total", "single"] == 1
+    assert samples["te_request_input_length_sum",] == 4  # [CLS] a dog [SEP]
+    assert samples["process_cpu_seconds_total",] > 0
