@@ -6,7 +6,7 @@ import asyncio
 import base64
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ def make_app(
         server.batcher.close()
 
     app = FastAPI(title="fastbert", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    posts = {
+    posts: dict[str, tuple[Callable[[Request], Awaitable[Response]], type[schemas.Request]]] = {
         "/embed": (server.embed, schemas.EmbedRequest),
         "/rerank": (server.rerank, schemas.RerankRequest),
         "/predict": (server.predict, schemas.PredictRequest),
@@ -65,9 +65,9 @@ def make_app(
         app.post(path, openapi_extra={"requestBody": body})(route)
     whole = {"embedding": "/embed", "reranker": "/rerank", "classifier": "/predict"}[engine.kind]
     app.post("/", include_in_schema=False)(posts[whole][0])  # for clients that know the server's address alone
-    for path, route in (("/health", server.health), ("/metrics", server.page), ("/info", server.info),
-                        ("/v1/models", server.openai_models)):  # fmt: skip
-        app.get(path)(route)
+    gets = {"/health": server.health, "/metrics": server.page, "/info": server.info, "/v1/models": server.openai_models}
+    for path, answer in gets.items():
+        app.get(path)(answer)
 
     @app.exception_handler(Refusal)
     async def refuse(request: Request, refusal: Refusal) -> Response:
