@@ -50,7 +50,8 @@ def run(options: argparse.Namespace) -> int:
         model = AutoModelForMaskedLM.from_pretrained(folder)
     if model.missing_keys:
         raise UsageError(
-            f"{options.model} has no masked-LM head; missing: {', '.join(model.missing_keys[:3])}, ...; bert-base-uncased has one"
+            f"{options.model} has no masked-LM head; missing: {', '.join(model.missing_keys[:3])}, ...;"
+            " bert-base-uncased has one"
         )
     for text in texts:
         _show(text, model, tokenizer, mask, options.top)
