@@ -1,7 +1,8 @@
 """`fastbert serve` under load, beside a plain transformers server and offline `encode`: `python benchmarks/serve.py`.
 
 64 clients send requests of mixed lengths one after the other. Every vector that comes back is compared with `encode`'s.
-Needs the extra [serve], transformers, and the package with all-MiniLM-L6-v2 (the extra [demo]).
+At the end each client has a request on its way when the server gets SIGTERM: how many are answered is told, too.
+Needs the extras [serve] and [demo] (transformers, all-MiniLM-L6-v2), and a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import asyncio
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,11 +34,20 @@ SENTENCES = (1, 1, 1, 1, 2, 3, 5, 8)  # that a text consists of
 TEXTS = (1, 1, 1, 1, 1, 2, 4, 8)  # that a request has
 WORDS = 150  # of a text at most: fewer than 256 tokens, the model's limit
 POOL = 512  # different texts
+PORT = 8311  # and the next ones
+DTYPES = ("float32", "bfloat16", "int8")  # of our server
+PLAIN = (
+    "transformers and FastAPI",
+    "transformers and FastAPI, one request at a time",
+    "transformers and FastAPI, bfloat16",
+)
+PLAIN_WAYS = (("float32", "many"), ("float32", "one"), ("bfloat16", "many"))
+WARM_S, SENT_S = 2.0, 0.5  # before it counts; from the last requests to SIGTERM
 OFFLINE = """
 import json, sys, time
 import fastbert
 texts, seconds = json.load(sys.stdin), float(sys.argv[2])
-encoder = fastbert.SentenceEncoder.from_pretrained(sys.argv[1], device="cpu")
+encoder = fastbert.SentenceEncoder.from_pretrained(sys.argv[1], device="cpu", dtype=sys.argv[3])
 vectors = encoder.encode(texts)
 lengths = [len(ids) for ids in encoder.tokenize(texts)]
 rounds, start, cpu = 0, time.perf_counter(), time.process_time()
@@ -76,63 +87,86 @@ def cpu_seconds(pid: int) -> float:
 
 @contextmanager
 def running(command: list[str], port: int) -> Iterator[subprocess.Popen]:
-    """A server that answers /health; ended by SIGTERM, after which it must leave with 0."""
+    """A server that takes connections; ended by SIGTERM (uvicorn alone then leaves with the signal)."""
     process = subprocess.Popen([sys.executable, *command])
     try:
-        for _ in range(600):
-            try:
+        while process.poll() is None:
+            with suppress(OSError):
                 socket.create_connection(("127.0.0.1", port), 1).close()
                 break
-            except OSError:
-                assert process.poll() is None, f"{command} ended"
-                time.sleep(0.1)
+            time.sleep(0.1)
+        assert process.poll() is None, f"{command} left with {process.returncode}"
         yield process
     finally:
         process.terminate()
-        process.wait(60)
+        status = process.wait(60)
+    assert status in (0, -signal.SIGTERM), f"{command} left with {status}"
 
 
-async def client(number: int, port: int, texts: list[str], lengths: list[int], until: float, load: Load) -> None:
+class Client:
     """Sends one request after the other over one connection."""
-    draw = random.Random(number)
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    while time.perf_counter() < until:
-        chosen = draw.choices(range(len(texts)), k=draw.choice(TEXTS))
-        body = orjson.dumps({"inputs": [texts[i] for i in chosen]})
-        start = time.perf_counter()
-        writer.write(
+
+    def __init__(self, number: int, port: int, texts: list[str], lengths: list[int]):
+        self.draw, self.port, self.texts, self.lengths = random.Random(number), port, texts, lengths
+
+    async def connect(self) -> None:
+        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.port)
+
+    def send(self) -> list[int]:
+        chosen = self.draw.choices(range(len(self.texts)), k=self.draw.choice(TEXTS))
+        body = orjson.dumps({"inputs": [self.texts[i] for i in chosen]})
+        self.writer.write(
             b"POST /embed HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
             % (len(body), body)
         )
-        head = (await reader.readuntil(b"\r\n\r\n")).lower()
-        answer = await reader.readexactly(int(head.partition(b"content-length:")[2].split()[0]))
-        load.latencies.append(time.perf_counter() - start)
-        load.tokens += sum(lengths[i] for i in chosen)
-        if not head.startswith(b"http/1.1 200"):
-            load.errors.append(answer.decode()[:200])
-        else:
+        return chosen
+
+    async def receive(self, chosen: list[int], load: Load) -> None:
+        head = (await self.reader.readuntil(b"\r\n\r\n")).lower()
+        answer = await self.reader.readexactly(int(head.partition(b"content-length:")[2].split()[0]))
+        if head.startswith(b"http/1.1 200"):
+            load.tokens += sum(self.lengths[i] for i in chosen)
             load.answers.append((chosen, answer))
-    writer.close()
+        else:
+            load.errors.append(answer.decode()[:200])
+
+    async def run(self, until: float, load: Load) -> None:
+        await self.connect()
+        while (start := time.perf_counter()) < until:
+            await self.receive(self.send(), load)
+            load.latencies.append(time.perf_counter() - start)
+        self.writer.close()
+
+    async def until_sigterm(self, load: Load) -> None:
+        await self.connect()
+        with suppress(OSError, asyncio.IncompleteReadError):
+            await self.receive(self.send(), load)
+
+
+async def drive(server: subprocess.Popen, clients: list[Client], seconds: float) -> tuple[Load, Load]:
+    """What came back in `seconds`, after WARM_S; and of the requests that were on their way at SIGTERM."""
+    await asyncio.gather(*(client.run(time.perf_counter() + WARM_S, Load()) for client in clients))
+    load, last, before, start = Load(), Load(), cpu_seconds(server.pid), time.perf_counter()
+    await asyncio.gather(*(client.run(start + seconds, load) for client in clients))
+    load.seconds, load.cpu = time.perf_counter() - start, cpu_seconds(server.pid) - before
+    waiting = [asyncio.ensure_future(client.until_sigterm(last)) for client in clients]
+    await asyncio.sleep(SENT_S)
+    server.terminate()
+    await asyncio.gather(*waiting)
+    return load, last
 
 
 def measure(
     command: list[str], port: int, texts: list[str], offline: dict, clients: int, seconds: float
 ) -> dict[str, float]:
-    async def run(load: Load, seconds: float) -> None:
-        start = time.perf_counter()
-        arguments = (port, texts, offline["lengths"], start + seconds, load)
-        await asyncio.gather(*(client(i, *arguments) for i in range(clients)))
-        load.seconds = time.perf_counter() - start
-
     with running(command, port) as server:
-        asyncio.run(run(Load(), 2.0))  # warm
-        load, before = Load(), cpu_seconds(server.pid)
-        asyncio.run(run(load, seconds))
-        load.cpu = cpu_seconds(server.pid) - before
-    if load.errors:
-        print(f"{len(load.errors)} errors, the first: {load.errors[0]}", file=sys.stderr)
+        everyone = [Client(i, port, texts, offline["lengths"]) for i in range(clients)]
+        load, last = asyncio.run(drive(server, everyone, seconds))
+    for error in load.errors[:1]:
+        print(f"{len(load.errors)} errors, the first: {error}", file=sys.stderr)
     expected = np.array(offline["vectors"], np.float32)
-    worst = max(float(np.abs(np.array(orjson.loads(a)) - expected[i]).max()) for i, a in load.answers)
+    answers = load.answers + last.answers
+    worst = max(float(np.abs(np.array(orjson.loads(a)) - expected[i]).max()) for i, a in answers)
     return {
         "requests": len(load.latencies),
         "errors": len(load.errors),
@@ -141,31 +175,69 @@ def measure(
         "p99_ms": 1e3 * float(np.percentile(load.latencies, 99)),
         "cpu_us_per_token": 1e6 * load.cpu / load.tokens,
         "largest_difference": worst,
+        "answered_after_sigterm": len(last.answers),
     }
 
 
+def offline_encode(texts: list[str], folder: str, seconds: float, dtype: str) -> dict:
+    """In a process of its own: vectors, lengths, tokens, and seconds of the clock and of the processors."""
+    command = [sys.executable, "-c", OFFLINE, folder, str(seconds), dtype]
+    done = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def measure_dtype(dtype: str, port: int, texts: list[str], clients: int, seconds: float) -> dict:
+    """Our server in a number format, and offline `encode` before and after it, since a machine's speed changes."""
+    before = offline_encode(texts, str(resolve(MODEL)), seconds / 6, dtype)
+    command = ["-m", "fastbert", "serve", MODEL, "--device", "cpu", "--dtype", dtype, "--port", str(port)]
+    server = measure(command, port, texts, before, clients, seconds)
+    after = offline_encode(texts, str(resolve(MODEL)), seconds / 6, dtype)
+    tokens = before["tokens"] + after["tokens"]
+    offline = {
+        "tokens_per_second": tokens / (before["wall"] + after["wall"]),
+        "cpu_us_per_token": 1e6 * (before["cpu"] + after["cpu"]) / tokens,
+        "cpu_us_per_token_before_and_after": [1e6 * run["cpu"] / run["tokens"] for run in (before, after)],
+    }
+    return {"offline": offline, "server": server}
+
+
+def measure_plain(dtype: str, at_a_time: str, port: int, texts: list[str], clients: int, seconds: float) -> dict:
+    folder = str(resolve(MODEL))
+    command = [str(ROOT / "benchmarks" / "plain_server.py"), folder, dtype, at_a_time, str(port)]
+    return measure(command, port, texts, offline_encode(texts, folder, 0.0, dtype), clients, seconds)
+
+
+def to_row(name: str, row: dict, clients: int, ratio: float) -> str:
+    return (
+        f"| {name} | {row['tokens_per_second']:,.0f} ({ratio:.2f}x) | {row['p50_ms']:.0f} | {row['p99_ms']:.0f} |"
+        f" {row['cpu_us_per_token']:.1f} | {row['requests']:,} | {row['errors']} | {row['largest_difference']:.1e} |"
+        f" {row['answered_after_sigterm']} of {clients} |"
+    )
+
+
 def to_markdown(report: dict) -> str:
-    machine, offline = report["machine"], report["offline"]
+    machine, clients, base = report["machine"], report["clients"], report["plain"][PLAIN[0]]["tokens_per_second"]
     lines = [
-        f"{MODEL} in float32, {report['clients']} clients for {report['seconds']:g} s, 1 to 8 texts of"
-        f" {offline['shortest']} to {offline['longest']} tokens a request; {machine['cpu']}, {report['cores']} cores"
-        f" that the clients share, torch {machine['torch']}, commit {machine['commit']}, {machine['date']}.",
+        f"{MODEL}, {clients} clients for {report['seconds']:g} s, 1 to {max(TEXTS)} texts of {report['shortest']} to"
+        f" {report['longest']} tokens a request; {machine['cpu']}, {report['cores']} cores that the clients share,"
+        f" torch {machine['torch']}, commit {machine['commit']}, {machine['date']}. The difference is that from `encode`"
+        " in the same number format.",
         "",
-        "| | tokens/s | p50, ms | p99, ms | CPU us a token | requests | errors | largest difference from `encode` |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
-        f"| offline `encode` | {offline['tokens_per_second']:,.0f} | | | {offline['cpu_us_per_token']:.1f} | | | |",
+        f"| | tokens/s (times {PLAIN[0]}) | p50, ms | p99, ms | CPU us a token | requests | errors | difference, at most"
+        " | answered after SIGTERM |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    for name, row in report["servers"].items():
+    for dtype, found in report["fastbert"].items():
+        offline, ratio = found["offline"], found["server"]["tokens_per_second"] / base
         lines.append(
-            f"| {name} | {row['tokens_per_second']:,.0f} | {row['p50_ms']:.0f} | {row['p99_ms']:.0f} |"
-            f" {row['cpu_us_per_token']:.1f} | {row['requests']:,} | {row['errors']} |"
-            f" {row['largest_difference']:.1e} |"
+            f"| offline `encode`, {dtype} | {offline['tokens_per_second']:,.0f} | | |"
+            f" {offline['cpu_us_per_token']:.1f} | | | | |"
         )
-    ours, plain = report["servers"].values()
-    share = offline["cpu_us_per_token"] / ours["cpu_us_per_token"]
-    ratio = ours["tokens_per_second"] / plain["tokens_per_second"]
-    lines.append(f"\n{ratio:.2f} times the plain server's throughput.")
-    lines.append(f"Offline `encode` takes {share:.2f} of the server's CPU seconds a token.")
+        lines.append(to_row(f"fastbert serve, {dtype}", found["server"], clients, ratio))
+    lines += [to_row(name, row, clients, row["tokens_per_second"] / base) for name, row in report["plain"].items()]
+    for dtype, found in report["fastbert"].items():
+        share = found["offline"]["cpu_us_per_token"] / found["server"]["cpu_us_per_token"]
+        lines.append(f"\n{dtype}: offline `encode` takes {share:.2f} of the server's CPU seconds a token.")
     return "\n".join(lines)
 
 
@@ -175,32 +247,20 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--output", type=Path, help="a folder for serve.json and serve.md")
     options = parser.parse_args()
-    texts, folder = make_texts(), str(resolve(MODEL))
-    given = subprocess.run(
-        [sys.executable, "-c", OFFLINE, folder, str(options.seconds / 3)],
-        input=json.dumps(texts), capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    offline = json.loads(given.stdout)
-    commands = {
-        "fastbert serve": ["-m", "fastbert", "serve", MODEL, "--device", "cpu", "--port", "8311"],
-        "transformers and FastAPI": [str(ROOT / "benchmarks" / "plain_server.py"), folder, "8312"],
-    }
-    servers = {
-        name: measure(command, int(command[-1]), texts, offline, options.clients, options.seconds)
-        for name, command in commands.items()
-    }
+    texts, load = make_texts(), (options.clients, options.seconds)
+    lengths = offline_encode(texts, str(resolve(MODEL)), 0.0, "float32")["lengths"]
     report = {
         "machine": describe_machine(),
         "cores": len(os.sched_getaffinity(0)),
         "clients": options.clients,
         "seconds": options.seconds,
-        "offline": {
-            "tokens_per_second": offline["tokens"] / offline["wall"],
-            "cpu_us_per_token": 1e6 * offline["cpu"] / offline["tokens"],
-            "shortest": min(offline["lengths"]),
-            "longest": max(offline["lengths"]),
+        "shortest": min(lengths),
+        "longest": max(lengths),
+        "fastbert": {dtype: measure_dtype(dtype, PORT + i, texts, *load) for i, dtype in enumerate(DTYPES)},
+        "plain": {
+            name: measure_plain(*how, PORT + len(DTYPES) + i, texts, *load)
+            for i, (name, how) in enumerate(zip(PLAIN, PLAIN_WAYS, strict=True))
         },
-        "servers": servers,
     }
     page = to_markdown(report)
     print(page)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fastbert.packing import InputError, PackedBatch
+from fastbert.packing import PADDED_LABELS, InputError, PackedBatch
 
 # What a model's forward takes of a PackedInputs, by its own argument names.
 _IDS = ("input_ids", "token_type_ids", "position_ids", "task_type_ids")
@@ -22,7 +22,6 @@ _SEQUENCE_LABELS = ("start_positions", "end_positions", "next_sentence_label", "
 _FIELDS = (*_ENCODER_FIELDS, "num_choices", "labels", *_SEQUENCE_LABELS)
 # In `PackedBatch.bounds`: the ids that a mask hides before a sequence's last token. Some families count them.
 MASKED_IDS = "masked input_ids"
-PADDED_LABELS = "labels at padding"  # 0, and how many of them are not -100
 
 
 class PackedInputs(Mapping[str, Any]):

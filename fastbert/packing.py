@@ -24,6 +24,10 @@ class InputError(ValueError):
 _WITH_ENDS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
+# In `PackedBatch.bounds`: 0, and how many labels of tokens at padding are not -100.
+PADDED_LABELS = "labels at padding"
+
+
 class _Checks:
     """The process-wide choice. torch.compile guards on an object's attribute, while torch 2.11 bakes in a class's."""
 
@@ -162,11 +166,13 @@ class PackedBatch:
         seqlen: int,
         device: torch.device,
         ranges: Sequence[IdRange] = (),
+        labels: torch.Tensor | None = None,
     ) -> PackedBatch:
         """From a (batch_size, seqlen) mask, nonzero = real, holes and any side allowed; None means no padding.
 
-        `ranges`: ids on `device` that are checked by the way, where tokens are real. One host sync where the mask or
-        ids are on a GPU. Raises InputError for a mask of another shape or a strange dtype, and ids out of range.
+        `ranges`: ids on `device` that are checked by the way, where tokens are real. `labels` of tokens, of the mask's
+        shape: the batch's bounds have how many at padding are not -100. One host sync where the mask or ids are on a
+        GPU. Raises InputError for a mask of another shape or a strange dtype, and ids out of range.
         """
         ranges = ranges if checks_values() else ()
         if attention_mask is not None:
@@ -185,9 +191,11 @@ class PackedBatch:
             # Integers have no other value than 0 and 1 if the smallest and the largest are that: quicker than to count.
             has_ends = mask.dtype in _WITH_ENDS
             ends = torch.stack(mask.aminmax()) if has_ends else (real & (mask != 1)).any()[None]
-            values = _to_host([lengths, ends, *_extremes(ranges, real)])
+            stray = [] if labels is None else [((labels.to(device) != -100) & ~real).sum()[None]]
+            values = _to_host([lengths, ends, *stray, *_extremes(ranges, real)])
             counts, after = values[:batch_size], batch_size + len(ends)
             (low, high), extremes = (min(values[batch_size:after]), max(values[batch_size:after])), values[after:]
+            bounds = {PADDED_LABELS: (0, extremes.pop(0))} if stray else None
             if low < 0 or high > (1 if has_ends else 0):
                 strange = int((real & (mask != 1)).sum())
                 raise InputError(f"attention_mask has {strange} values that are neither 0 (padding) nor 1 (real)")
@@ -196,7 +204,7 @@ class PackedBatch:
             if total_tokens < batch_size * seqlen:
                 indices = real.flatten().nonzero_static(size=total_tokens).flatten()
                 cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-                return cls(indices, cu_seqlens, max_seqlen, batch_size, seqlen, total_tokens)
+                return cls(indices, cu_seqlens, max_seqlen, batch_size, seqlen, total_tokens, bounds=bounds)
         else:
             _check_ranges(ranges, _to_host(_extremes(ranges)))
         cu_seqlens = torch.arange(0, (batch_size + 1) * seqlen, seqlen, dtype=torch.int32, device=device)

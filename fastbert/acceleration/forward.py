@@ -30,6 +30,7 @@ from fastbert.layers.sharded import call_sharded, is_sharded
 from fastbert.models.encode import first_tokens, run_encoder, run_pooler, unpacked_extras
 from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs
 from fastbert.models.tree import RunsBaseModel
+from fastbert.packing import PADDED_LABELS
 
 
 class Forward(OnInstance, RunsBaseModel):
@@ -55,11 +56,11 @@ class Forward(OnInstance, RunsBaseModel):
         """What repr(model) says: it stands in the place of the module's extra_repr."""
         return f"fastbert: {counted(self.packed, self.others, self.why_not)}"
 
-    def expect(self, objection: str | None, given: dict) -> None:
-        """What a head has to say of the next call of this thread, which comes right after: an objection by its labels,
-        and arguments for attention, which some heads of transformers take and do not hand on.
+    def expect(self, labels: torch.Tensor | None, given: dict) -> None:
+        """What a head has to say of the next call of this thread, which comes right after: its labels of tokens, and
+        arguments for attention, which some heads of transformers take and do not hand on.
         """
-        self._from_head.__dict__.update(objection=objection, given=given)
+        self._from_head.__dict__.update(labels=labels, given=given)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, admitted = self.module, None
@@ -80,11 +81,11 @@ class Forward(OnInstance, RunsBaseModel):
         absent = {name for name in OPTIONS if name not in given or (older and given[name] is None)}
         options = {name: getattr(module.config, name) if name in absent else given[name] for name in OPTIONS}
         found: Look | str
-        objection = self._from_head.__dict__.pop("objection", None)
+        labels = self._from_head.__dict__.pop("labels", None)
         given = {**self._from_head.__dict__.pop("given", {}), **given}
         try:
             config, tables = live(module, self.plan)
-            objection = objection or call_objection(module, self.plan, tables, given, options)
+            objection = call_objection(module, self.plan, tables, given, options)
             if objection is None and given.get("cu_seq_lens_q") is not None:
                 objection = flattened_objection(self.plan, given)
             found = objection or look_at(module, self.plan, config)
@@ -102,7 +103,10 @@ class Forward(OnInstance, RunsBaseModel):
         if config.embeddings.task_type is None:
             tensors["task_type_ids"] = None
         row = flattened(module.config, given, options)
-        inputs = _prepare(config, tables, tensors, row)
+        inputs = _prepare(config, tables, tensors, row, labels)
+        if labels is not None and (inputs.batch.bounds or {}).get(PADDED_LABELS, (0, 0))[1]:
+            self.leave("labels other than -100 at padding: transformers' loss goes over hidden states there")
+            return None
         self.packed += 1
         return found, inputs, options, older, row is not None
 
@@ -154,13 +158,16 @@ class Forward(OnInstance, RunsBaseModel):
         return output.to_tuple() if options["return_dict"] is False else output
 
 
-def _prepare(config: EncoderConfig, tables: TableSizes, tensors: dict, row: Flattened | None) -> EncoderInputs:
+def _prepare(
+    config: EncoderConfig, tables: TableSizes, tensors: dict, row: Flattened | None, labels: torch.Tensor | None
+) -> EncoderInputs:
     if row is not None:
         tensors = {name: None if t is None else t[0] for name, t in tensors.items()} | {"attention_mask": None}
         return prepare_inputs(config, tables, **tensors, cu_seqlens=row.cu_seqlens, max_seqlen=row.max_seqlen)
     if tensors["attention_mask"] is not None:
         tensors["attention_mask"] = tensors["attention_mask"] != 0  # every other value is "real" to transformers
-    return prepare_inputs(config, tables, **tensors, cu_seqlens=None, max_seqlen=None)
+        labels = None if labels is None or labels.shape != tensors["attention_mask"].shape else labels
+    return prepare_inputs(config, tables, **tensors, cu_seqlens=None, max_seqlen=None, labels=labels)
 
 
 def _in_one_row(value: Any) -> Any:

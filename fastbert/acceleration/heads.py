@@ -25,28 +25,28 @@ class HeadForward(OnInstance):
     def __init__(self, module: nn.Module, base: str, spans_over_real_tokens: bool):
         super().__init__(module, base, spans_over_real_tokens)
         self._base, self.spans_over_real_tokens = base, spans_over_real_tokens
-        self._look = torch.compiler.disable(self.look, reason="fastbert looks at labels on the host")
+        self._tell = torch.compiler.disable(self.tell, reason="fastbert looks at labels on the host")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
         args = args[1:] if args and args[0] is module else args  # as in Forward
-        if not self.is_recorded() and self._look(module, args, kwargs):
+        if not self.is_recorded() and self._tell(module, args, kwargs):
             return _spans(module, {**dict(zip(argument_names(type(module)), args)), **kwargs})  # noqa: B905
         return type(module).forward(module, *args, **kwargs)
 
-    def look(self, module: Any, args: tuple, kwargs: dict) -> bool:
-        """Whether padding must be left out of spans; and tell the base model where padding has labels."""
+    def tell(self, module: Any, args: tuple, kwargs: dict) -> bool:
+        """Whether padding is to be left out of spans. Otherwise the base model is told of the labels of tokens: it
+        looks at the mask anyway, and no device is waited for a second time.
+        """
         given = {**dict(zip(argument_names(type(module)), args)), **kwargs}  # noqa: B905
-        mask, labels, objection = given.get("attention_mask"), given.get("labels"), None
+        mask, labels = given.get("attention_mask"), given.get("labels")
         has_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2
         if self.spans_over_real_tokens:
-            return has_mask and not mask.all()
-        is_of_tokens = has_mask and isinstance(labels, torch.Tensor) and labels.shape == mask.shape
-        if is_of_tokens and ((labels != -100) & (mask == 0).to(labels.device)).any():
-            objection = "labels other than -100 at padding: transformers' loss goes over hidden states there"
+            return has_mask
         base = put_by_us(module._modules[self._base])
         if isinstance(base, Forward):
-            base.expect(objection, {name: given[name] for name in FLATTENED if name in given})
+            are_of_tokens = has_mask and isinstance(labels, torch.Tensor)
+            base.expect(labels if are_of_tokens else None, {name: given[name] for name in FLATTENED if name in given})
         return False
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -11,15 +12,18 @@ import torch
 from torch import nn
 
 
-@lru_cache(maxsize=64)
-def _signature(kind: Any) -> inspect.Signature:
+def _signature_of(kind: Any) -> inspect.Signature:
     signature = inspect.signature(kind.forward)
     return signature.replace(parameters=list(signature.parameters.values())[1:])  # without self
 
 
-@lru_cache(maxsize=64)
-def argument_names(kind: Any) -> tuple[str, ...]:
+def _argument_names(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in _signature(kind).parameters if name != "kwargs")
+
+
+# With their types written out: to mypy a class is not hashable, which lru_cache asks for.
+_signature: Callable[[Any], inspect.Signature] = lru_cache(maxsize=64)(_signature_of)
+argument_names: Callable[[Any], tuple[str, ...]] = lru_cache(maxsize=64)(_argument_names)
 
 
 class OnInstance:

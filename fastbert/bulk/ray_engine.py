@@ -122,9 +122,8 @@ def ray_encode(
         prompt_name=prompt_name,
         threads=pool.threads,
     )
-    given = {"settings": settings}
-    whole = {"batch_size": None, "batch_format": "pyarrow"}  # a block at a time
-    return dataset.map_batches(Worker, fn_constructor_kwargs=given, **whole, **_options(ray, pool))
+    options = {"fn_constructor_kwargs": {"settings": settings}, **_options(ray, pool)}
+    return dataset.map_batches(Worker, batch_size=None, batch_format="pyarrow", **options)  # a block at a time
 
 
 def encode_files(

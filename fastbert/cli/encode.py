@@ -198,7 +198,6 @@ def _count_texts(job: Job) -> int:
 def _identity(job: Job, encoder: SentenceEncoder, total: int, batch_tokens: int) -> dict[str, Any]:
     """What the vectors depend on; rows of one identity may stand in one file."""
     from fastbert import __version__
-    from fastbert.checkpoint.pretrained import resolve
     from fastbert.models.quantized import is_quantized
 
     stat = job.source.stat()
@@ -209,8 +208,8 @@ def _identity(job: Job, encoder: SentenceEncoder, total: int, batch_tokens: int)
         "column": job.column,
         "texts": total,
         "dim": encoder.dim,
-        "model": str(resolve(job.model).resolve()),
-        "model files": _fingerprint(resolve(job.model)),
+        "model": str(encoder.folder.resolve()),
+        "model files": _fingerprint(encoder.folder),
         "dtype": "int8" if is_quantized(encoder.model) else str(encoder.dtype).removeprefix("torch."),
         "device": str(encoder.device),
         "batch tokens": batch_tokens,

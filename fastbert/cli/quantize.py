@@ -129,14 +129,13 @@ def _load(folder: Path, name: str) -> PreTrainedModel:
 
 
 def _errors(model: PreTrainedModel, folder: Path, texts: list[str]) -> dict[str, float]:
-    from fastbert.data.sentence_folder import Recipe
     from fastbert.data.tokenization import load_tokenizer
     from fastbert.quantization import quantization_error
     from fastbert.sentences import SentenceEncoder
     from fastbert.sentences.text_model import position_limit
 
     base = model.base_model
-    encoder = SentenceEncoder(base, load_tokenizer(folder), Recipe(), position_limit(base))
+    encoder = SentenceEncoder.of_parts(base, load_tokenizer(folder), position_limit(base))
     prefix = "" if base is model else f"{model.family.prefix}."
     return {prefix + name: error for name, error in quantization_error(encoder, texts).items()}
 

@@ -101,7 +101,7 @@ def run_search(options: argparse.Namespace) -> int:
     raise_if_stopped()
     encoder = SentenceEncoder.from_pretrained(options.model, dtype=options.dtype, device=options.device)
     query, best = encoder.encode_query(options.query), Best(options.top)
-    document = encoder._with_prompt(("document", "passage", "corpus"), {})["prompt_name"]
+    document = encoder._of_task("document", {})["prompt_name"]
     made = None if options.vectors is None else _read_vectors(options.vectors, encoder.dim)
     with progress_bar(None, None, desc="searching", delay=0) as bar:
         for chunk in in_chunks(read_texts(options.file, options.column), CHUNK_TEXTS):

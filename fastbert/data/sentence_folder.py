@@ -7,7 +7,7 @@ modules.json. It is read as a Transformer with mean pooling, as sentence-transfo
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,22 @@ from fastbert.checkpoint.weight_files import CheckpointError, read_weights
 from fastbert.config import MAX_SIZE, ConfigError, read_json
 
 POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
-# What the first module of a folder computes, and who loads such a folder.
-_CLASS_OF_TASK = {
-    "feature-extraction": "SentenceEncoder",
-    "sequence-classification": "Reranker",
-    "fill-mask": "SparseEncoder",
+# What the first module of a folder computes: who loads such a folder, and which result of the model goes where.
+_TASKS = {
+    "feature-extraction": ("SentenceEncoder", "last_hidden_state", "token_embeddings"),
+    "sequence-classification": ("Reranker", "logits", "scores"),
+    "fill-mask": ("SparseEncoder", "logits", "token_embeddings"),
+}
+# Where sentence-transformers looks for the settings of the first module, in this order.
+_TRANSFORMER_SETTINGS = tuple(
+    f"sentence_{family}_config.json"
+    for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+# What those settings hand on to transformers, under the names of today and of older releases.
+_HANDED_ON = {
+    "model_kwargs": "model_args",
+    "processor_kwargs": "tokenizer_args",
+    "config_kwargs": "config_args",
 }
 # The flags of older folders; with several set the vectors are concatenated in this order.
 _POOLING_FLAGS = {
@@ -55,6 +66,16 @@ class Recipe:
 
 
 @dataclass
+class TransformerSettings:
+    """What a folder says of its first module. None: nothing is said."""
+
+    max_seq_length: int | None = None
+    lowercase: bool = False
+    lengths: dict[str, int] = field(default_factory=dict)  # of the texts of a task, "query" or "document"
+    handed_on: dict[str, dict[str, Any]] = field(default_factory=dict)  # model_kwargs, processor_kwargs, config_kwargs
+
+
+@dataclass
 class Settings:
     """What config_sentence_transformers.json says of the whole model.
 
@@ -67,7 +88,7 @@ class Settings:
     similarity_fn_name: str | None = None
     truncate_dim: int | None = None
     max_active_dims: int | None = None  # of sparse vectors
-    lowercase: bool = False  # said to sentence-transformers, whatever the tokenizer does
+    transformer: TransformerSettings = field(default_factory=TransformerSettings)
     tokenizer_files: dict[str, Any] = field(default_factory=dict)  # what transformers has beside a tokenizer.json
 
 
@@ -87,7 +108,10 @@ class Normalize(nn.Module):
 
 
 def _list_modules(root: Path) -> list[tuple[str, Path]]:
-    """(class name, folder) of each module; empty for a folder without modules.json. Raises CheckpointError."""
+    """(class name, folder) of each module; empty for a folder without modules.json.
+
+    Raises CheckpointError; ConfigError for a class that is not sentence-transformers' own.
+    """
     path = root / "modules.json"
     if not path.is_file():
         return []
@@ -96,6 +120,8 @@ def _list_modules(root: Path) -> list[tuple[str, Path]]:
         kind, folder = (entry.get("type"), entry.get("path")) if isinstance(entry, dict) else (None, None)
         if not isinstance(kind, str) or not isinstance(folder, str):
             raise CheckpointError(f"{path} is no list of modules with a type and a path, which are texts")
+        if not kind.startswith("sentence_transformers."):
+            raise ConfigError(f"{path} names {kind!r}: code that is not sentence-transformers' own never runs")
         modules.append((kind.rpartition(".")[2], folder))
     for _, folder in modules:
         if Path(folder).is_absolute() or ".." in Path(folder).parts:
@@ -106,34 +132,69 @@ def _list_modules(root: Path) -> list[tuple[str, Path]]:
 def transformer_folder(root: Path, kinds: tuple[str, ...] = ("Transformer",)) -> Path:
     """Where config.json, weights and tokenizer are. Raises ConfigError if the first module is none of `kinds`."""
     modules = _list_modules(root)
-    if not modules:
-        return root
-    name, folder = modules[0]
-    if name not in kinds:
-        raise ConfigError(f"{root / 'modules.json'} starts with {name}; fastbert needs a {kinds[0]} there")
+    folder = modules[0][1] if modules else root
+    if modules and modules[0][0] not in kinds:
+        raise ConfigError(f"{root / 'modules.json'} starts with {modules[0][0]}; fastbert needs a {kinds[0]} there")
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(f"{folder} holds an adapter of PEFT: merge it into its model, and save that")
     return folder
 
 
-def transformer_settings(folder: Path, task: str = "feature-extraction") -> dict[str, Any]:
-    """sentence_bert_config.json, or what older releases called it; max_seq_length is None where no file has one.
+def check_alone(root: Path) -> None:
+    """Raise ConfigError if anything follows the Transformer: a Reranker runs nothing more."""
+    if others := [name for name, _ in _list_modules(root)[1:]]:
+        raise ConfigError(f"{root / 'modules.json'} has {', '.join(others)} behind the Transformer, which is not run")
 
-    Raises ConfigError where the folder's model is for another task.
+
+def transformer_settings(folder: Path, task: str = "feature-extraction") -> TransformerSettings:
+    """sentence_bert_config.json, or what older releases called it.
+
+    Raises ConfigError where the folder's model is for another task, or for something that fastbert does not have.
     """
     path = _transformer_settings_file(folder)
-    length = _length(folder / "tokenizer_config.json", "model_max_length")
-    settings = _optional_json(path)
-    if settings.get("max_seq_length") is not None:
-        length = _length(path, "max_seq_length")
-    found = settings.get("transformer_task", task)
+    entries = dict(_optional_json(path))
+    settings = TransformerSettings(_length(folder / "tokenizer_config.json", "model_max_length"))
+    length = _length(path, "max_seq_length")
+    settings.max_seq_length = settings.max_seq_length if length is None else length
+    settings.lowercase = _flag(path, entries, "do_lower_case", False)
+    for name in ("query", "document"):
+        length = _length(path, f"{name}_length")
+        settings.lengths |= {} if length is None else {name: length}
+    found = entries.get("transformer_task", task)
     if found != task:
-        needs = _CLASS_OF_TASK.get(found) if isinstance(found, str) else None
-        hint = f"fastbert.{needs} loads it" if needs else f"fastbert has: {', '.join(_CLASS_OF_TASK)}"
+        needs = _TASKS[found][0] if isinstance(found, str) and found in _TASKS else None
+        hint = f"fastbert.{needs} loads it" if needs else f"fastbert has: {', '.join(_TASKS)}"
         raise ConfigError(f"{path} has transformer_task {reprlib.repr(found)}, not {task!r}: {hint}")
-    return {**settings, "max_seq_length": length, "do_lower_case": _flag(path, settings, "do_lower_case", False)}
+    for name, old_name in _HANDED_ON.items():
+        given = entries.pop(name, None) or entries.pop(old_name, None) or {}
+        if not isinstance(given, dict):
+            raise CheckpointError(f"{path}: {name} is {reprlib.repr(given)}; it must map names to values")
+        settings.handed_on[name] = {key: value for key, value in given.items() if key != "trust_remote_code"}
+    _, result, goes_to = _TASKS[task]
+    plain = {
+        "modality_config": {"text": {"method": "forward", "method_output_name": result}},
+        "module_output_name": goes_to,
+        "query_expansion": None,
+        "processing_kwargs": {},
+        "tokenizer_name_or_path": None,
+    }
+    for name, only in plain.items():
+        if entries.get(name) not in (only, None):
+            raise ConfigError(f"{path}: {name} is {reprlib.repr(entries[name])}; fastbert takes {only!r} here")
+    read = ("max_seq_length", "do_lower_case", "query_length", "document_length", "transformer_task", *_HANDED_ON)
+    _refuse_others(path, entries, (*read, *_HANDED_ON.values(), *plain, "unpad_inputs"))
+    return settings
 
 
 def _transformer_settings_file(folder: Path) -> Path:
-    return next(iter(sorted(folder.glob("sentence_*_config.json"))), folder / "sentence_bert_config.json")
+    found = (folder / name for name in _TRANSFORMER_SETTINGS)
+    return next((path for path in found if path.is_file()), folder / _TRANSFORMER_SETTINGS[0])
+
+
+def _refuse_others(path: Path, entries: dict[str, Any], known: Iterable[str]) -> None:
+    for name in entries:
+        if name not in known:
+            raise ConfigError(f"{path}: unknown entry {name!r}; fastbert has: {', '.join(known)}")
 
 
 def _length(path: Path, name: str) -> int | None:
@@ -169,6 +230,11 @@ def read_recipe(root: Path, hidden_size: int) -> Recipe:
         entries = read_json(path, CheckpointError)
         recipe.pooling = _pooling_modes(path, entries)
         recipe.prompt_is_pooled = _flag(path, entries, "include_prompt", True)
+        widths = ("embedding_dimension", "word_embedding_dimension")
+        _refuse_others(path, entries, (*widths, "pooling_mode", "include_prompt", *_POOLING_FLAGS))
+        for name in widths:
+            if entries.get(name) not in (None, hidden_size):
+                raise ConfigError(f"{path}: {name} is {reprlib.repr(entries[name])}; the model's is {hidden_size}")
     width = hidden_size * len(recipe.pooling)
     for name, folder in modules[2:]:
         if name == "Normalize":
@@ -193,6 +259,8 @@ def read_splade(root: Path) -> SpladePooling:
     path = modules[1][1] / "config.json"
     entries = _optional_json(path)
     known = {"pooling_strategy": ("max", "sum"), "activation_function": ("relu", "log1p_relu")}
+    # Of the two others neither changes the vectors.
+    _refuse_others(path, entries, (*known, "embedding_dimension", "word_embedding_dimension", "chunk_size"))
     chosen = {name: entries.get(name, values[0]) for name, values in known.items()}
     for name, values in known.items():
         if chosen[name] not in values:
@@ -200,14 +268,14 @@ def read_splade(root: Path) -> SpladePooling:
     return SpladePooling(chosen["pooling_strategy"], chosen["activation_function"])
 
 
-def read_settings(root: Path, folder: Path) -> Settings:
+def read_settings(root: Path, folder: Path, transformer: TransformerSettings) -> Settings:
     """Of a model in `root` whose tokenizer is in `folder`. Raises CheckpointError for what is of another type."""
     path = root / "config_sentence_transformers.json"
     entries = _optional_json(path)
     prompts = entries.get("prompts")
     if not isinstance(prompts, dict | None) or not all(isinstance(t, str | None) for t in (prompts or {}).values()):
         raise CheckpointError(f"{path}: prompts is {reprlib.repr(prompts)}; it must map names to texts")
-    settings = Settings({name: text or "" for name, text in (prompts or {}).items()})
+    settings = Settings({name: text or "" for name, text in (prompts or {}).items()}, transformer=transformer)
     settings.truncate_dim = _length(path, "truncate_dim")
     settings.max_active_dims = _length(path, "max_active_dims")
     for name in ("default_prompt_name", "activation_fn", "similarity_fn_name"):
@@ -215,8 +283,8 @@ def read_settings(root: Path, folder: Path) -> Settings:
         if not isinstance(value, str | None):
             raise CheckpointError(f"{path}: {name} is {reprlib.repr(value)}; it must be a text or null")
         setattr(settings, name, value)
-    found = _transformer_settings_file(folder)
-    settings.lowercase = _flag(found, _optional_json(found), "do_lower_case", False)
+    if entries.get("keep_in_fp32_modules"):
+        raise ConfigError(f"{path}: keep_in_fp32_modules is not supported; take it out, and load with dtype='float32'")
     names = ("tokenizer_config.json", "special_tokens_map.json")
     settings.tokenizer_files = {name: _optional_json(folder / name) for name in names if (folder / name).is_file()}
     return settings
@@ -245,6 +313,7 @@ def _read_dense(folder: Path, width: int) -> tuple[nn.Linear, nn.Module]:
         raise ConfigError(f"{folder} has activation {activation!r}; fastbert has: {', '.join(_DENSE_ACTIVATIONS)}")
     vector = "sentence_embedding"
     plain = {"use_residual": False, "module_input_name": vector, "module_output_name": vector, "in_features": width}
+    _refuse_others(folder / "config.json", entries, (*plain, "out_features", "bias", "activation_function"))
     for name, only in plain.items():
         if entries.get(name) not in (only, None):
             raise ConfigError(f"{folder} is a Dense with {name} {entries[name]!r}; fastbert takes {only!r} here")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import reprlib
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ from fastbert.checkpoint.pretrained import CheckpointError
 from fastbert.config import read_json
 
 SETTINGS = "tokenizer_config.json"
+NO_LIMIT = 2**31 - 1  # tokens of a text
 
 # BertNormalizer's options and BERT's own choice; None follows do_lower_case.
 _FLAGS = {"tokenize_chinese_chars": True, "strip_accents": None, "do_lower_case": True}
+_ATTRIBUTES = dict(zip(_FLAGS, ("handle_chinese_chars", "strip_accents", "lowercase"), strict=True))
+_GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # of transformers: they take a tokenizer.json as it is
 
 _SPECIAL_TOKENS = {
     "unk_token": "[UNK]",
@@ -30,6 +34,25 @@ def load_tokenizer(folder: Path, *, lowercase: bool = False) -> Tokenizer:
 
     Raises CheckpointError: no tokenizer that can be read, or a damaged one.
     """
+    tokenizer = _read(folder, lowercase)
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def load_cutting_tokenizer(folder: Path, *, lowercase: bool = False, side: str | None = None) -> Tokenizer:
+    """As load_tokenizer; texts are to be cut at `side`, "left" or "right", or where the folder says, as transformers.
+
+    No text is cut yet: the tokenizer's `truncation` has the side for who sets the length. Raises CheckpointError.
+    """
+    tokenizer = _read(folder, lowercase)
+    side = side or tokenizer_settings(folder).get("truncation_side") or (tokenizer.truncation or {}).get("direction")
+    if side not in (None, "left", "right"):
+        raise CheckpointError(f"{folder / SETTINGS}: truncation_side is {reprlib.repr(side)}; it must be left or right")
+    tokenizer.enable_truncation(NO_LIMIT, direction=side or "right")
+    return tokenizer
+
+
+def _read(folder: Path, lowercase: bool) -> Tokenizer:
     if (folder / "tokenizer.json").is_file():
         tokenizer = _from_json(folder / "tokenizer.json", lowercase)
     elif (folder / "vocab.txt").is_file():
@@ -40,7 +63,6 @@ def load_tokenizer(folder: Path, *, lowercase: bool = False) -> Tokenizer:
             " AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes a tokenizer.json"
         )
     tokenizer.no_padding()
-    tokenizer.no_truncation()
     return tokenizer
 
 
@@ -50,10 +72,22 @@ def _from_json(path: Path, lowercase: bool) -> Tokenizer:
         tokenizer = Tokenizer.from_buffer(path.read_bytes())
     except ValueError as error:
         raise CheckpointError(f"{path} is no tokenizer: {error}") from None
-    if lowercase and not _lowers(read_json(path, CheckpointError).get("normalizer")):
+    _follow(tokenizer, path.parent)
+    if lowercase and not _lowers(json.loads(tokenizer.to_str())["normalizer"]):
         then = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
         tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *then])
     return tokenizer
+
+
+def _follow(tokenizer: Tokenizer, folder: Path) -> None:
+    """Where tokenizer_config.json contradicts a BERT normalizer of tokenizer.json, it holds, as in transformers."""
+    normalizer, settings = tokenizer.normalizer, tokenizer_settings(folder)
+    if not isinstance(normalizer, normalizers.BertNormalizer) or settings.get("tokenizer_class") in _GENERIC:
+        return
+    for name, attribute in _ATTRIBUTES.items():
+        if name in settings and getattr(normalizer, attribute) != _flag(folder, settings, name):
+            setattr(normalizer, attribute, settings[name])
+            tokenizer.normalizer = normalizer
 
 
 def _lowers(normalizer: dict[str, Any] | None) -> bool:
@@ -73,10 +107,7 @@ def _from_vocab(folder: Path, lowercase: bool) -> Tokenizer:
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is not UTF-8: {error}") from None
     names = {role: _token_text(folder, settings, role) or default for role, default in _SPECIAL_TOKENS.items()}
-    flags: dict[str, Any] = {name: settings.get(name, default) for name, default in _FLAGS.items()}
-    for name, flag in flags.items():
-        if type(flag) is not bool and (flag is not None or _FLAGS[name] is not None):
-            raise CheckpointError(f"{folder / SETTINGS}: {name} is {reprlib.repr(flag)}; it must be true or false")
+    flags: dict[str, Any] = {name: _flag(folder, settings, name) for name in _FLAGS}
     for role in ("unk_token", "cls_token", "sep_token"):
         if names[role] not in vocab:
             raise CheckpointError(f"{path} has no {names[role]}, the {role}")
@@ -92,6 +123,14 @@ def _from_vocab(folder: Path, lowercase: bool) -> Tokenizer:
     ends = ((names[role], vocab[names[role]]) for role in ("sep_token", "cls_token"))
     tokenizer.post_processor = processors.BertProcessing(*ends)
     return tokenizer
+
+
+def _flag(folder: Path, settings: dict[str, Any], name: str) -> bool | None:
+    """An option of BERT's normalizer. Raises CheckpointError."""
+    flag = settings.get(name, _FLAGS[name])
+    if type(flag) is not bool and (flag is not None or _FLAGS[name] is not None):
+        raise CheckpointError(f"{folder / SETTINGS}: {name} is {reprlib.repr(flag)}; it must be true or false")
+    return flag
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:

@@ -51,9 +51,12 @@ def base_class(model_type: str) -> type[EncoderModel]:
     return CLASSES[model_type, "Model"]  # type: ignore[return-value]
 
 
-def load_encoder(folder: Path, source: str, dtype: torch.dtype | None) -> EncoderModel:
+def load_encoder(
+    folder: Path, source: str, dtype: torch.dtype | None, config_changes: dict[str, Any] | None = None
+) -> EncoderModel:
     """A folder's encoder without its pooler, which no sentence vector goes through; frozen. Errors name `source`."""
     config, weights = read_checkpoint(folder)
+    config = config.replace(**config_changes) if config_changes else config
     check_layers(config, weights, source)
     with unfilled():
         model = base_class(config.model_type)(config, add_pooling_layer=False)

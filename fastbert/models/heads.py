@@ -15,8 +15,8 @@ from fastbert.layers.leaves import get_leaf, is_linear, weights_of
 from fastbert.models.base import EncoderModel, PreTrainedModel, must_be_called
 from fastbert.models.inputs import EncoderInputs
 from fastbert.models.outputs import ModelOutput
-from fastbert.packed_inputs import PADDED_LABELS, PackedInputs, labels_of
-from fastbert.packing import InputError, PackedBatch, checks_values
+from fastbert.packed_inputs import PackedInputs, labels_of
+from fastbert.packing import PADDED_LABELS, InputError, PackedBatch, checks_values
 
 
 @dataclass(frozen=True)

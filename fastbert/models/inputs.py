@@ -103,11 +103,12 @@ def prepare_inputs(
     max_seqlen: int | None,
     batch: PackedBatch | None = None,
     task_type_ids: torch.Tensor | None = None,
+    labels: torch.Tensor | None = None,
 ) -> EncoderInputs:
     """Check and pack what a user passed: padded (batch, seqlen); or packed, (total_tokens,), with offsets or a batch.
 
     Ids are checked against `tables`, whatever `config` says of them; where `batch` knows their bounds, the device is
-    not waited for. Raises InputError, naming the value and the limit.
+    not waited for. `labels`: as PackedBatch.from_mask has them. Raises InputError, naming the value and the limit.
     """
     if (input_ids is None) == (inputs_embeds is None):
         raise InputError("give exactly one of input_ids and inputs_embeds")
@@ -163,7 +164,7 @@ def prepare_inputs(
     elif cu_seqlens is not None:
         batch = PackedBatch.from_cu_seqlens(cu_seqlens, max_seqlen, grid[0], ranges)
     else:
-        batch = PackedBatch.from_mask(attention_mask, grid[0], grid[1], given.device, ranges)
+        batch = PackedBatch.from_mask(attention_mask, grid[0], grid[1], given.device, ranges, labels)
     if position_ids is None and batch.seqlen is None:
         _check_length(batch.max_seqlen, limit)
     if position_ids is None and config.family.positions_from_ids and limit is not None:

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fastbert.sentences.batches import check_text, check_texts
+from fastbert.sentences.loading import LoadArguments
 from fastbert.sentences.pool import ProcessPool
 from fastbert.sentences.scorer import Input, SequenceScorer, check_pair
 from fastbert.sentences.text_model import Devices, RunOptions
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 class TextClassifier(SequenceScorer):
-    """What transformers' pipeline for text classification computes, on packed batches. `from_pretrained` makes one."""
+    """What transformers' pipeline for text classification computes, on packed batches."""
 
     what = "classifier"
 
-    @classmethod
-    def from_pretrained(
-        cls,
-        name_or_path: str | os.PathLike,
-        *,
-        dtype: torch.dtype | str | None = "auto",
-        device: torch.device | str | None = None,
-        max_seq_length: int | None = None,
-    ) -> TextClassifier:
+    def __init__(self, model_name_or_path: str | os.PathLike[str], **options: Unpack[LoadArguments]):
         """A classifier from the folder or hub id of a model for sequence classification; the rest as for a Reranker."""
-        return cls._load(name_or_path, dtype, device, max_seq_length)
+        self._load(model_name_or_path, None, options)
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -8,29 +8,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-from fastbert.checkpoint.dtypes import parse_dtype
-from fastbert.checkpoint.pretrained import resolve
 from fastbert.config import ConfigError
-from fastbert.data.sentence_folder import (
-    Normalize,
-    Recipe,
-    Settings,
-    read_recipe,
-    read_settings,
-    transformer_folder,
-    transformer_settings,
-)
-from fastbert.data.tokenization import load_tokenizer
+from fastbert.data.sentence_folder import Normalize, Recipe, Settings, read_recipe
 from fastbert.models.auto import load_encoder
-from fastbert.models.base import EncoderModel, must_be_called
-from fastbert.models.quantized import is_quantized, linears_of, make_int8
+from fastbert.models.base import EncoderModel, PreTrainedModel, must_be_called
 from fastbert.packing import InputError
 from fastbert.sentences.batches import (
     CHUNK_TEXTS,
@@ -41,6 +29,7 @@ from fastbert.sentences.batches import (
     progress_bar,
     token_batches,
 )
+from fastbert.sentences.loading import LoadArguments, open_folder
 from fastbert.sentences.pool import ProcessPool
 from fastbert.sentences.pooling import pool as pool_tokens
 from fastbert.sentences.saving import save_encoder
@@ -53,13 +42,18 @@ from fastbert.sentences.similarity import (
     similarity,
     similarity_pairwise,
 )
-from fastbert.sentences.text_model import Devices, RunOptions, TextModel, pick_device, position_limit
+from fastbert.sentences.text_model import Devices, RunOptions, TextModel
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+ORGANISATION = "sentence-transformers"  # of names on the hub that have none
 
 OutputValue = Literal["sentence_embedding", "token_embeddings"]
 
 
 class SentenceEncoder(TextModel):
-    """Turns texts into vectors of `dim` numbers; cuts texts to `max_seq_length` tokens. `from_pretrained` makes one."""
+    """Turns texts into vectors of `dim` numbers; cuts texts to `max_seq_length` tokens."""
 
     model: EncoderModel
 
@@ -67,55 +61,50 @@ class SentenceEncoder(TextModel):
 
     def __init__(
         self,
-        model: EncoderModel,
-        tokenizer: Tokenizer,
-        recipe: Recipe,
-        max_seq_length: int,
-        settings: Settings | None = None,
-    ):
-        super().__init__(model, tokenizer, max_seq_length, settings)
-        self.recipe = recipe
-        settings = Settings() if settings is None else settings
-        self.truncate_dim = settings.truncate_dim
-        self.similarity_fn_name = settings.similarity_fn_name or "cosine"
-        pooled = torch.zeros(1, model.config.hidden_size * len(recipe.pooling), device=model.device)
-        self._full_dim = self._finish(pooled, RunOptions()).shape[1]
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        name_or_path: str | os.PathLike,
+        model_name_or_path: str | os.PathLike[str],
         *,
-        dtype: torch.dtype | str | None = "auto",
-        device: torch.device | str | None = None,
-        max_seq_length: int | None = None,
-    ) -> SentenceEncoder:
+        similarity_fn_name: Similarity | str | None = None,
+        truncate_dim: int | None = None,
+        **options: Unpack[LoadArguments],
+    ):
         """An encoder from a sentence-transformers folder, or from a plain encoder's: mean pooling, not normalised.
 
         Args:
-            name_or_path: a folder, a hub id, or a name in fastbert.checkpoint.pretrained.PACKAGED_MODELS.
-            dtype: a torch dtype or its name. "auto" keeps the checkpoint's own; "int8" quantises it.
-            device: where to run. The default is CUDA if there is a GPU, else the CPU.
-            max_seq_length: longer texts are cut to so many tokens, [CLS] and [SEP] included. Default: the folder's.
+            model_name_or_path: a folder, a hub id, or a name in fastbert.checkpoint.pretrained.PACKAGED_MODELS.
+            similarity_fn_name, truncate_dim: instead of what the folder says.
+            options: see fastbert.sentences.loading.LoadArguments; the most used are `dtype` ("bfloat16", "int8", ...),
+                `device` and `max_seq_length`.
 
         Raises:
-            CheckpointError: a file is absent or damaged. ConfigError: fastbert does not have a module or a pooling mode
-            of the folder, the device is not there, or the length is out of range.
+            CheckpointError: a file is absent or damaged. ConfigError: fastbert does not have a module, a pooling mode
+            or a setting of the folder, the device is not there, or a value is out of range.
         """
-        int8 = dtype in ("int8", torch.int8)
-        root, device, torch_dtype = resolve(name_or_path), pick_device(device), None if int8 else parse_dtype(dtype)
-        folder = transformer_folder(root)
-        model = load_encoder(folder, str(name_or_path), torch_dtype).to(device)
-        if int8 and not is_quantized(model):
-            make_int8(model, linears_of(model), {})
-        settings = transformer_settings(folder)
-        tokenizer = load_tokenizer(folder, lowercase=bool(settings.get("do_lower_case")))
-        recipe = read_recipe(root, model.config.hidden_size)
+        opened = open_folder(model_name_or_path, "feature-extraction", ORGANISATION, options)
+        model = load_encoder(opened.folder, str(model_name_or_path), opened.dtype, opened.config)
+        opened.quantised(model)
+        recipe = read_recipe(opened.root, model.config.hidden_size)
         for module in recipe.modules:
-            module.to(device=device, dtype=torch.float32).requires_grad_(False)
-        limit = position_limit(model)
-        length = max_seq_length if max_seq_length is not None else min(settings.get("max_seq_length") or limit, limit)
-        return cls(model, tokenizer, recipe, length, read_settings(root, folder))
+            module.to(device=opened.device, dtype=torch.float32).requires_grad_(False)
+        settings = opened.settings
+        settings.similarity_fn_name = similarity_fn_name or settings.similarity_fn_name
+        settings.truncate_dim = RunOptions(truncate_dim=truncate_dim).truncate_dim or settings.truncate_dim
+        self._assemble(model, opened.tokenizer(), opened.length(model), settings, recipe)
+        self.folder = opened.root
+
+    def _assemble(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        max_seq_length: int,
+        settings: Settings | None = None,
+        recipe: Recipe | None = None,
+    ) -> None:
+        super()._assemble(model, tokenizer, max_seq_length, settings)
+        self.recipe = Recipe() if recipe is None else recipe
+        self.truncate_dim = self.settings.truncate_dim
+        self.similarity_fn_name = self.settings.similarity_fn_name or "cosine"
+        pooled = torch.zeros(1, model.config.hidden_size * len(self.recipe.pooling), device=model.device)
+        self._full_dim = self._finish(pooled, RunOptions()).shape[1]
 
     def to(self, device: str | torch.device) -> SentenceEncoder:
         super().to(device)
@@ -133,7 +122,7 @@ class SentenceEncoder(TextModel):
 
     get_sentence_embedding_dimension = get_embedding_dimension  # what releases before 6 called it
 
-    def save_pretrained(self, folder: str | os.PathLike) -> None:
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Writes a sentence-transformers folder, which `from_pretrained` and sentence-transformers read.
 
         That of a quantised model is for `from_pretrained` alone. Raises the errors of a model's save_pretrained.
@@ -167,6 +156,7 @@ class SentenceEncoder(TextModel):
         pool: ProcessPool | None = None,
         chunk_size: int | None = None,
         *,
+        task: str | None = None,
         batch_tokens: int | None = None,
         normalize: bool | None = None,
     ) -> Any:
@@ -188,6 +178,7 @@ class SentenceEncoder(TextModel):
             normalize_embeddings: vectors of length 1, after all else.
             truncate_dim: only so many numbers of each vector, the first ones. Default: the model's own, mostly all.
             pool, chunk_size: what start_multi_process_pool gave, and how many texts one of its processes gets at once.
+            task: "query" or "document": cuts texts to the length that the folder has for it, if it has one.
             batch_tokens: how many tokens the encoder gets at a time; a longer text is a batch of its own. The default
                 is the number with which the device is fastest.
             normalize: False leaves out the model's own Normalize at the end.
@@ -216,6 +207,7 @@ class SentenceEncoder(TextModel):
             normalize=normalize_embeddings or normalize,
             truncate_dim=truncate_dim,
             on_host=convert_to_numpy and not convert_to_tensor,
+            task=task,
         )
         if not as_vectors:
             if pool is not None or isinstance(device, list) or precision != "float32":
@@ -235,11 +227,11 @@ class SentenceEncoder(TextModel):
 
     def encode_query(self, inputs: str | Iterable[str], **options: Any) -> Any:
         """`encode` with the model's prompt for queries, if it has one and no other is asked for."""
-        return self.encode(inputs, **self._with_prompt(("query",), options))
+        return self.encode(inputs, **self._of_task("query", options))
 
     def encode_document(self, inputs: str | Iterable[str], **options: Any) -> Any:
         """`encode` with the model's prompt for documents, if it has one and no other is asked for."""
-        return self.encode(inputs, **self._with_prompt(("document", "passage", "corpus"), options))
+        return self.encode(inputs, **self._of_task("document", options))
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> torch.Tensor:
         """(n, m): how similar each of n vectors is to each of m, by `similarity_fn_name`."""
@@ -286,11 +278,11 @@ class SentenceEncoder(TextModel):
             rows = self._vectors_of(ids, options, on_batch)
             yield rows.cpu().numpy(), sum(map(len, ids))
 
-    def tokenize(self, texts: list[str], prompt: str = "") -> list[list[int]]:
-        """The token ids of each text, with special tokens, cut to max_seq_length."""
+    def tokenize(self, texts: list[str], prompt: str = "", task: str | None = None) -> list[list[int]]:
+        """The token ids of each text, with special tokens, cut to max_seq_length or to the task's own length."""
         if prompt:
             texts = [prompt + text for text in texts]
-        return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts)]
+        return [encoding.ids for encoding in self.tokenizer_of(task).encode_batch_fast(texts)]
 
     def encode_ids(
         self,
@@ -312,7 +304,7 @@ class SentenceEncoder(TextModel):
         device = torch.device("cpu") if options.on_host else self.device
         vectors = torch.empty(len(inputs), self._width(options), device=device)
         for places, chunk in longest_first(inputs):
-            rows = self._vectors_of(self.tokenize(chunk, options.prompt), options, on_batch)
+            rows = self._vectors_of(self.tokenize(chunk, options.prompt, options.task), options, on_batch)
             vectors[torch.tensor(places, device=device)] = rows.to(device)
         return vectors
 
@@ -323,7 +315,7 @@ class SentenceEncoder(TextModel):
         """For each of the texts what `encode` gives for `output_value=None`."""
         found: list[dict[str, torch.Tensor]] = [{}] * len(inputs)
         for places, chunk in longest_first(inputs):
-            ids = self.tokenize(chunk, options.prompt)
+            ids = self.tokenize(chunk, options.prompt, options.task)
             for batch in self._batches(ids, options):
                 input_ids, cu_seqlens, longest = packed([ids[i] for i in batch], self.device)
                 hidden = self._hidden(input_ids, cu_seqlens, longest)

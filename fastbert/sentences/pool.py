@@ -47,7 +47,7 @@ class ProcessPool:
         chunks = [inputs[start : start + size] for start in range(0, len(inputs), size)]
         results = self._executor.map(_run, chunks, [options] * len(chunks))
         for chunk, rows in zip(chunks, results, strict=True):
-            yield len(chunk), torch.from_numpy(rows)
+            yield len(chunk), _tensor(rows)
 
     def close(self) -> None:
         self._executor.shutdown(cancel_futures=True)
@@ -72,5 +72,14 @@ def _start(model: TextModel, waiting: Any, threads: int) -> None:
 
 def _run(inputs: list[Any], options: RunOptions) -> Any:
     assert _model is not None
+    rows = _model.rows(inputs, options).cpu()
     # NumPy travels through the pipe; a tensor would be a file of shared memory for each chunk.
-    return _model.rows(inputs, options).cpu().numpy()
+    return (rows.indices().numpy(), rows.values().numpy(), tuple(rows.shape)) if rows.is_sparse else rows.numpy()
+
+
+def _tensor(rows: Any) -> torch.Tensor:
+    if not isinstance(rows, tuple):
+        return torch.from_numpy(rows)
+    indices, values, shape = rows
+    given = {"is_coalesced": True, "check_invariants": False}
+    return torch.sparse_coo_tensor(torch.from_numpy(indices), torch.from_numpy(values), shape, **given)

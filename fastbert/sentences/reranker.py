@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +13,17 @@ from torch import nn
 
 from fastbert.config import ConfigError
 from fastbert.data.sentence_folder import Settings
-from fastbert.models.heads import HeadModel
+from fastbert.models.base import PreTrainedModel
 from fastbert.packing import InputError
+from fastbert.sentences.loading import LoadArguments
 from fastbert.sentences.pool import ProcessPool
 from fastbert.sentences.scorer import SequenceScorer, check_pair
 from fastbert.sentences.text_model import Devices, RunOptions
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+ORGANISATION = "cross-encoder"  # of names on the hub that have none
 Activation = Callable[[torch.Tensor], torch.Tensor]
 # Of torch.nn, which a folder may name; sentence-transformers imports any class of torch's.
 _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -31,48 +36,61 @@ _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Reranker(SequenceScorer):
-    """Gives each pair of texts a score, or `num_labels` of them. `from_pretrained` makes one."""
+    """Gives each pair of texts a score, or `num_labels` of them."""
 
     what = "reranker"
     is_pair = True
 
     def __init__(
         self,
-        model: HeadModel,
-        tokenizer: Tokenizer,
-        max_seq_length: int,
-        settings: Settings | None = None,
-        activation_fn: Activation | None = None,
-    ):
-        super().__init__(model, tokenizer, max_seq_length, settings)
-        self.activation_fn = activation_fn or _activation(model, settings, self.num_labels)
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        name_or_path: str | os.PathLike,
+        model_name_or_path: str | os.PathLike[str],
         *,
-        dtype: torch.dtype | str | None = "auto",
-        device: torch.device | str | None = None,
-        max_seq_length: int | None = None,
+        num_labels: int | None = None,
+        max_length: int | None = None,
         activation_fn: Activation | None = None,
-    ) -> Reranker:
+        **options: Unpack[LoadArguments],
+    ):
         """A reranker from the folder of a model for sequence classification, sentence-transformers' or a plain one.
 
         Args:
-            name_or_path: a folder or a hub id.
-            dtype: a torch dtype or its name. "auto" keeps the checkpoint's own; "int8" quantises it.
-            device: where to run. The default is CUDA if there is a GPU, else the CPU.
-            max_seq_length: longer pairs are cut to so many tokens, special ones included. Default: the folder's.
+            model_name_or_path: a folder or a hub id.
+            num_labels: raises unless the model has so many labels.
+            max_length: what CrossEncoder calls `max_seq_length`.
             activation_fn: what makes scores of logits. Default: the folder's; else a sigmoid if there is one label, and
                 nothing if there are several.
+            options: see fastbert.sentences.loading.LoadArguments; the most used are `dtype` ("bfloat16", "int8", ...),
+                `device` and `max_seq_length`.
 
         Raises:
             CheckpointError: a file is absent or damaged, or the checkpoint has no classifier.
-            ConfigError: fastbert does not have something that the folder asks for, the device is not there, or the
-            length is out of range.
+            ConfigError: fastbert does not have something that the folder asks for, the device is not there, or a value
+            is out of range.
         """
-        return cls._load(name_or_path, dtype, device, max_seq_length, activation_fn=activation_fn)
+        if max_length is not None:
+            if options.get("max_seq_length") not in (None, max_length):
+                raise ConfigError(f"max_length={max_length} and max_seq_length={options['max_seq_length']} contradict")
+            options["max_seq_length"] = max_length
+        self._given_activation = activation_fn
+        self._load(model_name_or_path, ORGANISATION, options)
+        if num_labels is not None and num_labels != self.num_labels:
+            raise ConfigError(f"num_labels={num_labels}: the checkpoint of {model_name_or_path} has {self.num_labels}")
+
+    def _assemble(
+        self, model: PreTrainedModel, tokenizer: Tokenizer, max_seq_length: int, settings: Settings | None = None
+    ) -> None:
+        super()._assemble(model, tokenizer, max_seq_length, settings)
+        self.activation_fn = self._given_activation or _activation(model, settings, self.num_labels)
+
+    _given_activation: Activation | None = None
+
+    @property
+    def max_length(self) -> int:
+        """What CrossEncoder calls `max_seq_length`."""
+        return self.max_seq_length
+
+    @max_length.setter
+    def max_length(self, length: int) -> None:
+        self.max_seq_length = length
 
     def predict(
         self,
@@ -172,7 +190,7 @@ def _check_pairs(inputs: Any) -> tuple[list[tuple[str, str]], bool]:
     return [check_pair(f"inputs[{i}]", pair) for i, pair in enumerate(listed)], False
 
 
-def _activation(model: HeadModel, settings: Settings | None, num_labels: int) -> Activation:
+def _activation(model: PreTrainedModel, settings: Settings | None, num_labels: int) -> Activation:
     """What the folder names, in today's place or those of older releases; else sentence-transformers' default."""
     extra = model.config.extra
     older = extra.get("sentence_transformers")

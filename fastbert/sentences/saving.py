@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fastbert.sentences.encoder import SentenceEncoder
 
 
-def save_encoder(encoder: SentenceEncoder, folder: str | os.PathLike) -> None:
+def save_encoder(encoder: SentenceEncoder, folder: str | os.PathLike[str]) -> None:
     """The model's own files come last: a folder without them loads as none. Raises OSError."""
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
@@ -25,8 +25,9 @@ def save_encoder(encoder: SentenceEncoder, folder: str | os.PathLike) -> None:
         modules = _write_modules(encoder, new)
         _write_json(new / "modules.json", [{"idx": i, "name": str(i), **entry} for i, entry in enumerate(modules)])
         _write_json(new / "config_sentence_transformers.json", _settings(encoder))
-        length = {"max_seq_length": encoder.max_seq_length, "do_lower_case": encoder.settings.lowercase}
-        _write_json(new / "sentence_bert_config.json", length)
+        own = {"max_seq_length": encoder.max_seq_length, "do_lower_case": encoder.settings.transformer.lowercase}
+        own |= {f"{task}_length": length for task, length in encoder.settings.transformer.lengths.items()}
+        _write_json(new / "sentence_bert_config.json", own)
         save_tokenizer(encoder, new)
         for path in sorted(path for path in new.rglob("*") if path.is_file()):
             target = root / path.relative_to(new)

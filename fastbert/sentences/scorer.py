@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from tokenizers import Tokenizer
 
-from fastbert.checkpoint.dtypes import parse_dtype
-from fastbert.checkpoint.pretrained import CheckpointError, resolve
-from fastbert.checkpoint.weight_files import some
-from fastbert.data.sentence_folder import Settings, read_settings, transformer_folder, transformer_settings
-from fastbert.data.tokenization import load_tokenizer
+from fastbert.checkpoint.weight_files import CheckpointError, some
+from fastbert.data.sentence_folder import Settings
 from fastbert.models.auto import AutoModelForSequenceClassification
+from fastbert.models.base import PreTrainedModel
 from fastbert.models.heads import HeadModel
-from fastbert.models.quantized import is_quantized, linears_of, make_int8
 from fastbert.sentences.batches import check_text, flat, longest_first, packed, token_batches
-from fastbert.sentences.text_model import RunOptions, TextModel, pick_device, position_limit
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from fastbert.sentences.loading import open_folder
+from fastbert.sentences.text_model import RunOptions, TextModel
 
 Input = str | tuple[str, str]
 
@@ -39,32 +34,27 @@ class SequenceScorer(TextModel):
     model: HeadModel
     what: ClassVar[str]  # that it is given, in messages
 
-    def __init__(self, model: HeadModel, tokenizer: Tokenizer, max_seq_length: int, settings: Settings | None = None):
-        super().__init__(model, tokenizer, max_seq_length, settings)
+    def _assemble(
+        self, model: PreTrainedModel, tokenizer: Tokenizer, max_seq_length: int, settings: Settings | None = None
+    ) -> None:
+        super()._assemble(model, tokenizer, max_seq_length, settings)
         self.num_labels = model.live_config.num_labels
         # One row is RoBERTa's: its tokenizers count no texts. Without a table the ids are the tokenizer's own affair.
         self._has_types = model.base_model.table_sizes().token_types > 1
 
-    @classmethod
-    def _load(
-        cls, name_or_path: str | os.PathLike, dtype: Any, device: Any, max_seq_length: int | None, **options: Any
-    ) -> Self:
-        int8 = dtype in ("int8", torch.int8)
-        root, device, torch_dtype = resolve(name_or_path), pick_device(device), None if int8 else parse_dtype(dtype)
-        folder = transformer_folder(root)
-        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch_dtype or "auto")
+    def _load(self, name_or_path: str | os.PathLike[str], organisation: str | None, options: Mapping[str, Any]) -> None:
+        opened = open_folder(name_or_path, "sequence-classification", organisation, options)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            opened.folder, dtype=opened.dtype or "auto", **opened.config
+        )
         if model.missing_keys:
             raise CheckpointError(
-                f"{name_or_path} is no {cls.what}: its checkpoint lacks {some(model.missing_keys)}, and random weights"
+                f"{name_or_path} is no {self.what}: its checkpoint lacks {some(model.missing_keys)}, and random weights"
                 " score nothing"
             )
-        model.requires_grad_(False).to(device)
-        if int8 and not is_quantized(model):
-            make_int8(model, linears_of(model), {})
-        settings, limit = transformer_settings(folder, "sequence-classification"), position_limit(model)
-        tokenizer = load_tokenizer(folder, lowercase=bool(settings.get("do_lower_case")))
-        length = max_seq_length if max_seq_length is not None else min(settings.get("max_seq_length") or limit, limit)
-        return cls(model, tokenizer, length, read_settings(root, folder), **options)
+        opened.quantised(model)
+        self._assemble(model, opened.tokenizer(), opened.length(model), opened.settings)
+        self.folder = opened.root
 
     def tokenize(self, inputs: Iterable[Input], prompt: str = "") -> list[Tokenized]:
         """What the model gets of each text or pair, cut to max_seq_length: of a pair the longer text is cut."""

@@ -40,7 +40,8 @@ class PackedTransformer(nn.Module):
 
     def preprocess(self, inputs: list[str], prompt: str | None = None, **options: Any) -> dict[str, Any]:
         texts = [(prompt or "") + text for text in inputs]
-        length = options.get("max_length") or self.max_seq_length
+        length = options.get("max_length") or self._encoder.settings.transformer.lengths.get(options.get("task"))
+        length = length or self.max_seq_length
         features = dict(self.tokenizer(texts, padding=True, truncation=True, max_length=length, return_tensors="pt"))
         if prompt:
             features["prompt_length"] = self._encoder._prompt_tokens(prompt)
@@ -89,7 +90,6 @@ def _class() -> type:
 
         def encode(self, inputs: Any = None, prompt_name: Any = None, prompt: Any = None, *args: Any, **options: Any):
             inputs = options.pop("sentences", inputs)
-            options.pop("task", None)  # what encode_query says to models with a Router
             if options.get("batch_size") == 32:  # the default of theirs; ours goes by tokens
                 del options["batch_size"]
             if options.get("truncate_dim") is None:

@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Tokenizer
 
 from fastbert import ops
-from fastbert.checkpoint.dtypes import parse_dtype
-from fastbert.checkpoint.pretrained import CheckpointError, resolve
-from fastbert.checkpoint.weight_files import some
-from fastbert.data.sentence_folder import (
-    Settings,
-    SpladePooling,
-    read_settings,
-    read_splade,
-    transformer_folder,
-    transformer_settings,
-)
-from fastbert.data.tokenization import load_tokenizer
+from fastbert.checkpoint.weight_files import CheckpointError, some
+from fastbert.data.sentence_folder import Settings, SpladePooling, read_splade
 from fastbert.models.auto import AutoModelForMaskedLM
-from fastbert.models.base import must_be_called
+from fastbert.models.base import PreTrainedModel, must_be_called
 from fastbert.models.masked_lm import MaskedLMHeadModel
-from fastbert.models.quantized import is_quantized, linears_of, make_int8
 from fastbert.packing import InputError
 from fastbert.sentences.batches import check_texts, longest_first, packed, token_batches
-from fastbert.sentences.similarity import similarity, similarity_pairwise
-from fastbert.sentences.text_model import Devices, RunOptions, TextModel, pick_device, position_limit
+from fastbert.sentences.loading import LoadArguments, open_folder
+from fastbert.sentences.pool import ProcessPool
+from fastbert.sentences.similarity import Similarity, similarity, similarity_pairwise
+from fastbert.sentences.text_model import Devices, RunOptions, TextModel
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 HEAD_TOKENS = 512  # tokens whose scores of all words are in memory at once: 62 MB for BERT's vocabulary
 
@@ -42,50 +36,51 @@ class SparseEncoder(TextModel):
 
     def __init__(
         self,
-        model: MaskedLMHeadModel,
+        model_name_or_path: str | os.PathLike[str],
+        *,
+        similarity_fn_name: Similarity | str | None = None,
+        max_active_dims: int | None = None,
+        **options: Unpack[LoadArguments],
+    ):
+        """An encoder from a SPLADE folder of sentence-transformers, or from a plain masked-LM's: pooling by maximum.
+
+        Args:
+            model_name_or_path: a folder or a hub id.
+            similarity_fn_name, max_active_dims: instead of what the folder says.
+            options: see fastbert.sentences.loading.LoadArguments; the most used are `dtype` ("bfloat16", "int8", ...),
+                `device` and `max_seq_length`.
+
+        Raises:
+            CheckpointError: a file is absent or damaged, or the checkpoint has no masked-LM head. ConfigError: fastbert
+            does not have a module or a setting of the folder, the device is not there, or a value is out of range.
+        """
+        kinds = ("Transformer", "MLMTransformer")
+        opened = open_folder(model_name_or_path, "fill-mask", None, options, kinds)
+        pooling = read_splade(opened.root)
+        model = AutoModelForMaskedLM.from_pretrained(opened.folder, dtype=opened.dtype or "auto", **opened.config)
+        if model.missing_keys:
+            raise CheckpointError(f"{model_name_or_path} has no masked-LM head: it lacks {some(model.missing_keys)}")
+        opened.quantised(model)
+        settings = opened.settings
+        settings.similarity_fn_name = similarity_fn_name or settings.similarity_fn_name
+        limit = RunOptions(max_active_dims=max_active_dims).max_active_dims
+        settings.max_active_dims = limit or settings.max_active_dims
+        self._assemble(model, opened.tokenizer(), opened.length(model), settings, pooling)
+        self.folder = opened.root
+
+    def _assemble(
+        self,
+        model: PreTrainedModel,
         tokenizer: Tokenizer,
         max_seq_length: int,
         settings: Settings | None = None,
         pooling: SpladePooling | None = None,
-    ):
-        super().__init__(model, tokenizer, max_seq_length, settings)
+    ) -> None:
+        super()._assemble(model, tokenizer, max_seq_length, settings)
         self.pooling = SpladePooling() if pooling is None else pooling
-        self.dim = model.num_words()
-        settings = Settings() if settings is None else settings
-        self.similarity_fn_name = settings.similarity_fn_name or "dot"
-        self.max_active_dims = settings.max_active_dims
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        name_or_path: str | os.PathLike,
-        *,
-        dtype: torch.dtype | str | None = "auto",
-        device: torch.device | str | None = None,
-        max_seq_length: int | None = None,
-    ) -> SparseEncoder:
-        """An encoder from a SPLADE folder of sentence-transformers, or from a plain masked-LM's: pooling by maximum.
-
-        The arguments are those of SentenceEncoder.
-
-        Raises:
-            CheckpointError: a file is absent or damaged, or the checkpoint has no masked-LM head. ConfigError: fastbert
-            does not have a module of the folder, the device is not there, or the length is out of range.
-        """
-        int8 = dtype in ("int8", torch.int8)
-        root, device, torch_dtype = resolve(name_or_path), pick_device(device), None if int8 else parse_dtype(dtype)
-        folder = transformer_folder(root, ("Transformer", "MLMTransformer"))
-        pooling = read_splade(root)
-        model = AutoModelForMaskedLM.from_pretrained(folder, dtype=torch_dtype or "auto")
-        if model.missing_keys:
-            raise CheckpointError(f"{name_or_path} has no masked-LM head: it lacks {some(model.missing_keys)}")
-        model.requires_grad_(False).to(device)
-        if int8 and not is_quantized(model):
-            make_int8(model, linears_of(model), {})
-        settings, limit = transformer_settings(folder, "fill-mask"), position_limit(model)
-        tokenizer = load_tokenizer(folder, lowercase=bool(settings.get("do_lower_case")))
-        length = max_seq_length if max_seq_length is not None else min(settings.get("max_seq_length") or limit, limit)
-        return cls(model, tokenizer, length, read_settings(root, folder), pooling)
+        self.dim = self.model.num_words()
+        self.similarity_fn_name = self.settings.similarity_fn_name or "dot"
+        self.max_active_dims = self.settings.max_active_dims
 
     def get_embedding_dimension(self) -> int:
         return self.dim
@@ -104,7 +99,10 @@ class SparseEncoder(TextModel):
         save_to_cpu: bool = False,
         device: Devices | None = None,
         max_active_dims: int | None = None,
+        pool: ProcessPool | None = None,
+        chunk_size: int | None = None,
         *,
+        task: str | None = None,
         batch_tokens: int | None = None,
     ) -> Any:
         """The vectors of texts, in their order: a sparse COO tensor, float32, (number of texts, dim).
@@ -129,8 +127,9 @@ class SparseEncoder(TextModel):
             batch_size=batch_size,
             max_active_dims=self.max_active_dims if max_active_dims is None else max_active_dims,
             on_host=save_to_cpu,
+            task=task,
         )
-        vectors = self.shared_rows(listed, options, show_progress_bar, device, None, None)
+        vectors = self.shared_rows(listed, options, show_progress_bar, device, pool, chunk_size)
         vectors = vectors if convert_to_sparse_tensor else vectors.to_dense()
         if one:
             return vectors[0]
@@ -138,11 +137,11 @@ class SparseEncoder(TextModel):
 
     def encode_query(self, inputs: str | Iterable[str], **options: Any) -> Any:
         """`encode` with the model's prompt for queries, if it has one and no other is asked for."""
-        return self.encode(inputs, **self._with_prompt(("query",), options))
+        return self.encode(inputs, **self._of_task("query", options))
 
     def encode_document(self, inputs: str | Iterable[str], **options: Any) -> Any:
         """`encode` with the model's prompt for documents, if it has one and no other is asked for."""
-        return self.encode(inputs, **self._with_prompt(("document", "passage", "corpus"), options))
+        return self.encode(inputs, **self._of_task("document", options))
 
     def similarity(self, embeddings1: torch.Tensor, embeddings2: torch.Tensor) -> torch.Tensor:
         """(n, m): how similar each of n vectors, sparse or dense, is to each of m, by `similarity_fn_name`."""
@@ -151,6 +150,15 @@ class SparseEncoder(TextModel):
     def similarity_pairwise(self, embeddings1: torch.Tensor, embeddings2: torch.Tensor) -> torch.Tensor:
         """(n,): how similar each of n vectors is to the one in its place among n others, by `similarity_fn_name`."""
         return similarity_pairwise(embeddings1, embeddings2, self.similarity_fn_name)
+
+    @staticmethod
+    def sparsity(embeddings: torch.Tensor) -> dict[str, float]:
+        """How many numbers of a vector are not 0, and the share of those that are: means, where there are several."""
+        rows = embeddings if embeddings.dim() == 2 else embeddings[None]
+        if not rows.numel():
+            return {"active_dims": 0.0, "sparsity_ratio": 1.0}
+        active = int((rows.coalesce().values() if rows.is_sparse else rows).count_nonzero()) / rows.shape[0]
+        return {"active_dims": active, "sparsity_ratio": 1.0 - active / rows.shape[1]}
 
     def decode(self, embeddings: torch.Tensor, top_k: int | None = None) -> Any:
         """The (token, weight) pairs of a vector, the largest first; of several vectors a list of such lists.
@@ -173,7 +181,7 @@ class SparseEncoder(TextModel):
         found: list[torch.Tensor] = [torch.zeros(0, device=device)] * len(inputs)  # the weights that are not 0
         words: list[torch.Tensor] = [torch.zeros(0, device=device, dtype=torch.int64)] * len(inputs)
         for places, chunk in longest_first(inputs):
-            for batch, vectors in self._dense(self.tokenize(chunk, options.prompt), options):
+            for batch, vectors in self._dense(self.tokenize(chunk, options.prompt, options.task), options):
                 text, word = vectors.nonzero(as_tuple=True)
                 counts = text.bincount(minlength=len(batch)).tolist()
                 weights = vectors[text, word].to(device)
@@ -188,9 +196,10 @@ class SparseEncoder(TextModel):
         shape = (len(inputs), self.dim)
         return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False)
 
-    def tokenize(self, texts: list[str], prompt: str = "") -> list[list[int]]:
-        """The token ids of each text, with special tokens, cut to max_seq_length."""
-        return [encoding.ids for encoding in self.tokenizer.encode_batch_fast([prompt + text for text in texts])]
+    def tokenize(self, texts: list[str], prompt: str = "", task: str | None = None) -> list[list[int]]:
+        """The token ids of each text, with special tokens, cut to max_seq_length or to the task's own length."""
+        listed = [prompt + text for text in texts]
+        return [encoding.ids for encoding in self.tokenizer_of(task).encode_batch_fast(listed)]
 
     @torch.inference_mode()
     def _dense(self, ids: list[list[int]], options: RunOptions) -> Iterator[tuple[list[int], torch.Tensor]]:

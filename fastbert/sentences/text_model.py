@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,6 +20,8 @@ from fastbert.sentences.pool import ProcessPool
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+PROMPTS_OF_TASK = {"query": ("query",), "document": ("document", "passage", "corpus")}
+
 Devices = str | torch.device | list[str | torch.device]
 
 
@@ -33,8 +36,11 @@ class RunOptions:
     truncate_dim: int | None = None
     max_active_dims: int | None = None  # a SparseEncoder's
     on_host: bool = False  # the rows go to the CPU, batch by batch
+    task: str | None = None  # "query" or "document": their texts may have a length of their own
 
     def __post_init__(self) -> None:
+        if self.task not in (None, "query", "document"):
+            raise InputError(f"unknown task {self.task!r}; there are query and document")
         for name in ("batch_tokens", "batch_size", "truncate_dim", "max_active_dims"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -47,15 +53,36 @@ class TextModel(HasModel):
     is_pair: ClassVar[bool] = False  # two texts are one input
     default_prompts: ClassVar[tuple[str, ...]] = ()  # that every model has: empty ones, unless its folder says more
 
-    def __init__(
+    def _assemble(
         self, model: PreTrainedModel, tokenizer: Tokenizer, max_seq_length: int, settings: Settings | None = None
-    ):
+    ) -> None:
+        """What `__init__` does once the parts are there."""
         settings = Settings() if settings is None else settings
         tokenizer.no_padding()
         self.model, self.tokenizer, self.settings = model.eval(), tokenizer, settings
         self.max_seq_length = max_seq_length
         self.prompts = dict.fromkeys(self.default_prompts, "") | settings.prompts
         self.default_prompt_name = settings.default_prompt_name
+        if self.default_prompt_name is not None and self.default_prompt_name not in self.prompts:
+            has = ", ".join(self.prompts) or "no prompts"
+            raise ConfigError(f"default_prompt_name is {self.default_prompt_name!r}; this model has: {has}")
+        self._tokenizers = {
+            task: Tokenizer.from_str(tokenizer.to_str()) for task in settings.transformer.lengths
+        }  # each with a length of its own
+        for task, length in settings.transformer.lengths.items():
+            self._cut(self._tokenizers[task], length, f"{task}_length")
+
+    @classmethod
+    def of_parts(cls, *parts: Any, **options: Any) -> Self:
+        """One of a model, a tokenizer, a length and so on, which were loaded before."""
+        made = cls.__new__(cls)
+        made._assemble(*parts, **options)
+        return made
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | os.PathLike[str], **options: Any) -> Self:
+        """The same as the constructor."""
+        return cls(name_or_path, **options)  # type: ignore[call-arg]
 
     @property
     def max_seq_length(self) -> int:
@@ -64,11 +91,18 @@ class TextModel(HasModel):
 
     @max_seq_length.setter
     def max_seq_length(self, length: int) -> None:
-        limit, added = position_limit(self.model), self.tokenizer.num_special_tokens_to_add(self.is_pair)
-        if not added < length <= limit:
-            raise ConfigError(f"max_seq_length is {length}; this model allows {added + 1} to {limit} tokens")
-        self.tokenizer.enable_truncation(length)
+        self._cut(self.tokenizer, length, "max_seq_length")
         self._max_seq_length = length
+
+    def _cut(self, tokenizer: Tokenizer, length: int, name: str) -> None:
+        limit, added = position_limit(self.model), tokenizer.num_special_tokens_to_add(self.is_pair)
+        if not added < length <= limit:
+            raise ConfigError(f"{name} is {length}; this model allows {added + 1} to {limit} tokens")
+        tokenizer.enable_truncation(length, direction=(tokenizer.truncation or {}).get("direction", "right"))
+
+    def tokenizer_of(self, task: str | None) -> Tokenizer:
+        """The one that cuts the texts of a task, "query" or "document", to the length that the folder has for it."""
+        return self._tokenizers.get(task, self.tokenizer) if task is not None else self.tokenizer
 
     @property
     def device(self) -> torch.device:
@@ -91,10 +125,11 @@ class TextModel(HasModel):
             raise InputError(f"unknown prompt {name!r}; this model has: {', '.join(self.prompts) or 'no prompts'}")
         return text if text is not None else self.prompts[name] if name is not None else ""
 
-    def _with_prompt(self, names: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
-        """The options of a call, with the first of the prompts `names` that the model has, unless one is given."""
+    def _of_task(self, task: str, options: dict[str, Any]) -> dict[str, Any]:
+        """The options of a call, with the task's prompt that the model has, unless one is given."""
+        options = {"task": task, **options}
         if options.get("prompt") is None and options.get("prompt_name") is None:
-            return {**options, "prompt_name": next((name for name in names if name in self.prompts), None)}
+            options["prompt_name"] = next((name for name in PROMPTS_OF_TASK[task] if name in self.prompts), None)
         return options
 
     def to(self, device: str | torch.device) -> Self:
@@ -149,7 +184,8 @@ class TextModel(HasModel):
                 for count, rows in used.rows(inputs, options, chunk_size):
                     parts.append(rows)
                     bar.update(count)
-                return torch.cat(parts)
+                rows = torch.cat(parts)
+                return rows.coalesce() if rows.is_sparse else rows
             finally:
                 if pool is None:
                     used.close()

@@ -6,13 +6,14 @@ import asyncio
 import base64
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import orjson
 from fastapi import FastAPI, Request
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -54,15 +55,15 @@ def make_app(
         server.batcher.close()
 
     app = FastAPI(title="fastbert", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    posts = {
+    posts: dict[str, tuple[Callable[[Request], Awaitable[Response]], type[BaseModel]]] = {
         "/embed": (server.embed, schemas.EmbedRequest),
         "/rerank": (server.rerank, schemas.RerankRequest),
         "/predict": (server.predict, schemas.PredictRequest),
         "/v1/embeddings": (server.openai_embeddings, schemas.OpenAIRequest),
     }
-    for path, (route, schema) in posts.items():
+    for path, (answer, schema) in posts.items():
         body = {"required": True, "content": {"application/json": {"schema": schema.model_json_schema()}}}
-        app.post(path, openapi_extra={"requestBody": body})(route)
+        app.post(path, openapi_extra={"requestBody": body})(answer)
     for path, route in (("/health", server.health), ("/metrics", server.page), ("/info", server.info),
                         ("/v1/models", server.openai_models)):  # fmt: skip
         app.get(path)(route)

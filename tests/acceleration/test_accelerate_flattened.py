@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 import transformers
-from hf import config_for, families_axis, make_config, make_hf, make_oracle
+from hf import FAMILIES, config_for, families_axis, make_config, make_hf, make_oracle
 from test_accelerate import IDS, no_fallback, one_thread, small  # noqa: F401
 
 import fastbert
@@ -67,10 +67,11 @@ def test_the_base_models_output(no_fallback):
         model(**batch | {"cu_seq_lens_q": torch.tensor([0, 17]), "cu_seq_lens_k": torch.tensor([0, 17])})
 
 
-def test_positions_that_start_again_are_sequences_where_transformers_has_it_so(packed_layers, no_fallback):
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "roformer"])  # which takes no positions
+def test_positions_that_start_again_are_sequences_where_transformers_has_it_so(model_type, packed_layers, no_fallback):
     """Its flash attention goes by them; the others let all tokens of a row see each other."""
-    rows, batch = flattened("modernbert", return_flash_attn_kwargs=False, return_seq_idx=False)
-    model = fastbert.accelerate(make_hf(make_config("modernbert"), "Model").eval())
+    rows, batch = flattened(model_type, return_flash_attn_kwargs=False, return_seq_idx=False)
+    model = fastbert.accelerate(make_hf(make_config(model_type), "Model").eval())
     given = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
     together = model(**given)[0]
     plain = fastbert.restore(copy.deepcopy(model))
@@ -79,9 +80,10 @@ def test_positions_that_start_again_are_sequences_where_transformers_has_it_so(p
     model.config._attn_implementation_internal = "flash_attention_2"
     alone, near = (torch.cat([m(ids)[0] for ids in rows], dim=1) for m in (exact, plain))
     assert_close_to_reference(model(**given)[0], alone.double(), near, GRADIENT_FACTOR)
-    in_order = {"input_ids": IDS[:1], "position_ids": torch.arange(4)[None]}
-    assert torch.equal(model(**in_order)[0], model(IDS[:1])[0])  # one sequence
-    assert len(packed_layers) == 4 * 4
+    in_order = {"input_ids": rows[0], "position_ids": batch["position_ids"][:, : LENGTHS[0]]}
+    alone = exact(rows[0])[0].double(), plain(rows[0])[0]
+    assert_close_to_reference(model(**in_order)[0], *alone, GRADIENT_FACTOR)  # one sequence
+    assert len(packed_layers) == 3 * model.config.num_hidden_layers
 
 
 OTHERS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
@@ -54,6 +55,31 @@ def test_what_holds_several_models_or_none():
     assert repr(fastbert.status(gpt)) == "there is no model that fastbert has"
     with pytest.raises(TypeError, match="status takes a module or a SentenceEncoder, not str"):
         fastbert.status("bert-base-uncased")
+
+
+@pytest.mark.parametrize("wrapper", ("peft", "compiled", "module"))
+def test_inside_of_another_librarys_module(wrapper):
+    model = fastbert.accelerate(small("SequenceClassification"))
+    if wrapper == "peft":
+        peft = pytest.importorskip("peft")
+        around: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query"]))
+    else:
+        around = torch.compile(model, backend="eager") if wrapper == "compiled" else nn.Sequential(model)
+    around(IDS)
+    status = fastbert.status(around)
+    assert (status.packed, status.others) == (1, 0) and status.models[0].name.endswith("bert (BertModel)")
+    assert "fastbert: 1 of 1 calls ran packed" in repr(around)
+
+
+def test_calls_of_threads_are_counted():
+    model = fastbert.accelerate(small())
+    model(IDS)
+    threads = [threading.Thread(target=lambda: [model(IDS) for _ in range(25)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert fastbert.status(model).packed == 101
 
 
 def test_calls_in_a_compiled_model_are_counted():

@@ -12,6 +12,7 @@ from batches import make_batch
 from hf import config_for, make_hf
 from torch import distributed as dist
 from torch import multiprocessing, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import fastbert
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
@@ -58,8 +59,10 @@ ORDERS = ("accelerated-first", "accelerated-last")
 
 
 def losses(way: str, order: str, model: nn.Module) -> tuple[list[float], tuple[int, int]]:
-    """Of a few steps, with a call in eval mode behind each: between two steps nobody may keep weights of before."""
-    model = copy.deepcopy(model).train()
+    """Of a few steps, with a call in eval mode behind each: between two steps nobody may keep weights of before. Then
+    of a call after weights were gathered and let go of by hand, and of transformers' own model with the whole state.
+    """
+    plain, model = copy.deepcopy(model).eval(), copy.deepcopy(model).train()
     if way == "fsdp-checkpointing":
         model.gradient_checkpointing_enable()
     if order == ORDERS[0]:
@@ -81,6 +84,15 @@ def losses(way: str, order: str, model: nn.Module) -> tuple[list[float], tuple[i
         optimizer.zero_grad()
         with torch.no_grad():
             found += [loss.item(), wrapped.eval()(**inputs, labels=labels).loss.item()]
+    if isinstance(wrapped, torch.distributed.fsdp.FSDPModule):
+        wrapped.unshard()
+        wrapped.reshard()
+    with torch.no_grad():
+        found.append(wrapped(**inputs, labels=labels).loss.item())
+        state = get_model_state_dict(wrapped, options=StateDictOptions(full_state_dict=True))
+        assert list(state) == list(plain.state_dict())
+        plain.load_state_dict(state)
+        found.append(plain(**inputs, labels=labels).loss.item())
     status = fastbert.status(wrapped)
     return found, (status.packed, status.others)
 
@@ -116,5 +128,5 @@ def test_losses_are_transformers_and_every_call_is_packed(way, order, results):
         actual, calls = of_rank[way][order]
         oracle, near = (torch.tensor(of_rank[way][name][0]) for name in ("exact", "plain"))
         assert_close_to_reference(torch.tensor(actual), oracle.double(), near, GRADIENT_FACTOR)
-        assert calls == (2 * STEPS, 0)
-        assert len(set(actual)) == len(actual)  # other batches, other weights
+        assert calls == (2 * STEPS + 1, 0)
+        assert len(set(actual[: 2 * STEPS])) == 2 * STEPS  # other batches, other weights

@@ -44,8 +44,7 @@ def numbers_in(found: Any) -> torch.Tensor:
     if isinstance(found, (float, np.floating)):
         return torch.tensor([float(found)], dtype=torch.float64)
     values = found.values() if isinstance(found, Mapping) else found if isinstance(found, (list, tuple)) else ()
-    made = [numbers_in(value) for value in values]
-    return torch.cat([t for t in made if len(t)]) if made else torch.empty(0, dtype=torch.float64)
+    return torch.cat([torch.empty(0, dtype=torch.float64), *map(numbers_in, values)])
 
 
 PIPELINES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from batches import make_batch, make_labels
-from hf import CHOICES, config_for, make_config
+from hf import CHOICES, config_for, make_config, make_hf
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -229,3 +229,21 @@ def test_joint_pre_training_on_packed_inputs_waits_for_nothing():
     with use_backend("triton"), HostSyncs() as syncs:
         fastbert.ElectraForJointPreTraining(*models).train()(packed).loss.backward()
     assert syncs.found == []
+
+
+@pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
+@pytest.mark.parametrize("head", ("TokenClassification", "MaskedLM", "QuestionAnswering"))
+def test_a_training_step_of_an_accelerated_model_waits_once(head):
+    """For the mask: it tells by the way of labels at padding. Losses of transformers' own wait for nothing."""
+    config = config_for("bert", head, 0, **TINY)
+    batch = make_batch(config, "right", batch_size=3, seqlen=5)
+    labels = make_labels(config, head, batch, seed=0)
+    if head == "QuestionAnswering":
+        model = fastbert.accelerate(make_hf(config, head).train(), spans_over_real_tokens=True)
+    else:
+        model = fastbert.accelerate(make_hf(config, head).train())
+        labels["labels"] = labels["labels"].where(batch.real, -100)
+    model(**batch.inputs)  # what a first call looks at stays
+    with use_backend("triton"), HostSyncs() as syncs:
+        model(**batch.inputs, **labels).loss.backward()
+    assert syncs.found == ["tolist"] and fastbert.status(model).packed == 2

@@ -129,3 +129,17 @@ def test_what_is_no_text(tmp_path):
     for message, inputs in wrong.items():
         with pytest.raises(TypeError, match=re.escape(message)):
             ours.predict(inputs)
+
+
+def test_sparse_vectors_by_processes(tmp_path):
+    """The same bits as alone, chunk by chunk; their lengths by the task; how many words are in them."""
+    tiny.write_model(tmp_path, head="MaskedLM")
+    texts = TEXTS * 2
+    ours, theirs = sparse_pair(tmp_path)
+    alone = torch.cat([ours.encode(texts[i : i + 3]) for i in range(0, len(texts), 3)]).to_dense()
+    with ours.start_multi_process_pool(["cpu"]) as pool:
+        found = ours.encode(texts, pool=pool, chunk_size=3)
+    assert found.is_sparse and found.is_coalesced() and torch.equal(found.to_dense(), alone)
+    for vectors in (found, found[0], found.to_dense(), torch.zeros(0, ours.dim)):
+        wanted = theirs.sparsity(vectors)
+        assert ours.sparsity(vectors) == pytest.approx(wanted)

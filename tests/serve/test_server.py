@@ -135,7 +135,7 @@ def test_errors_before_anything_is_loaded(model):
         taken.listen()
         assert "Address already in use" in fails("serve", model, "--port", taken.getsockname()[1])
     assert "'70000' is no port" in fails("serve", model, "--port", 70000)
-    assert "does not exist" in fails("serve", model / "nothing", "--port", 0)
+    assert "is not a folder" in fails("serve", model / "nothing", "--port", 0)
     assert "the API key is empty" in fails("serve", model, "--api-key", "")
     assert "printable ASCII" in fails("serve", model, "--api-key", "a\nb")
 
