@@ -147,7 +147,7 @@ SHAPES = {"input_ids": {0: BATCH, 1: SEQLEN}, "attention_mask": {0: BATCH, 1: SE
 
 
 def exported(head: str, how: str, folder):
-    """What a graph that was recorded of one padded batch gives for another; transformers' in float64, and in float32."""
+    """What a graph of one padded batch gives for another; what transformers gives in float64, and in float32."""
     config = config_for("bert", head)
     theirs = make_hf(config, head).eval()
     model = make_ours(config, head, theirs).eval()
