@@ -19,7 +19,7 @@ class HubOptions:
     """What huggingface_hub is asked for, as in transformers; without meaning for a local folder, but `subfolder`."""
 
     revision: str | None = None
-    cache_dir: str | os.PathLike | None = None
+    cache_dir: str | os.PathLike[str] | None = None
     token: str | bool | None = None
     local_files_only: bool = False
     force_download: bool = False
@@ -30,7 +30,7 @@ class HubOptions:
 
 
 def resolve(
-    name_or_path: str | os.PathLike,
+    name_or_path: str | os.PathLike[str],
     *,
     config_only: bool = False,
     options: HubOptions | None = None,
@@ -51,7 +51,9 @@ def resolve(
     return inner
 
 
-def _find(name_or_path: str | os.PathLike, config_only: bool, options: HubOptions, organisation: str | None) -> Path:
+def _find(
+    name_or_path: str | os.PathLike[str], config_only: bool, options: HubOptions, organisation: str | None
+) -> Path:
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path

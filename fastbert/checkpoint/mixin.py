@@ -87,7 +87,7 @@ class CheckpointMixin(nn.Module):
     @classmethod
     def from_pretrained(
         cls: type[Model],
-        pretrained_model_name_or_path: str | os.PathLike | None,
+        pretrained_model_name_or_path: str | os.PathLike[str] | None,
         *,
         config: Any = None,
         state_dict: Mapping[str, torch.Tensor] | None = None,
@@ -100,7 +100,7 @@ class CheckpointMixin(nn.Module):
         output_loading_info: bool = False,
         use_safetensors: bool | None = None,
         revision: str | None = None,
-        cache_dir: str | os.PathLike | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
         token: str | bool | None = None,
         local_files_only: bool = False,
         force_download: bool = False,
@@ -183,7 +183,7 @@ class CheckpointMixin(nn.Module):
 
     def save_pretrained(
         self,
-        save_directory: str | os.PathLike,
+        save_directory: str | os.PathLike[str],
         is_main_process: bool = True,
         state_dict: dict[str, torch.Tensor] | None = None,
         push_to_hub: bool = False,

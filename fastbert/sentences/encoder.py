@@ -61,7 +61,7 @@ class SentenceEncoder(TextModel):
 
     def __init__(
         self,
-        model_name_or_path: str | os.PathLike,
+        model_name_or_path: str | os.PathLike[str],
         *,
         similarity_fn_name: Similarity | str | None = None,
         truncate_dim: int | None = None,
@@ -122,7 +122,7 @@ class SentenceEncoder(TextModel):
 
     get_sentence_embedding_dimension = get_embedding_dimension  # what releases before 6 called it
 
-    def save_pretrained(self, folder: str | os.PathLike) -> None:
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Writes a sentence-transformers folder, which `from_pretrained` and sentence-transformers read.
 
         That of a quantised model is for `from_pretrained` alone. Raises the errors of a model's save_pretrained.
