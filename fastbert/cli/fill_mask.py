@@ -49,9 +49,9 @@ def run(options: argparse.Namespace) -> int:
         warnings.simplefilter("ignore")  # of missing keys: below
         model = AutoModelForMaskedLM.from_pretrained(folder)
     if model.missing_keys:
+        missing = ", ".join(model.missing_keys[:3])
         raise UsageError(
-            f"{options.model} has no masked-LM head; missing: {', '.join(model.missing_keys[:3])}, ...;"
-            " bert-base-uncased has one"
+            f"{options.model} has no masked-LM head, as bert-base-uncased has one; missing: {missing}, ..."
         )
     for text in texts:
         _show(text, model, tokenizer, mask, options.top)
