@@ -106,7 +106,7 @@ def given_config(config: Any) -> EncoderConfig | None:
         return config
     if isinstance(config, Mapping):
         return EncoderConfig.from_dict(config)
-    if isinstance(config, (str, os.PathLike[str])):
+    if isinstance(config, (str, os.PathLike)):
         path = Path(config)
         return EncoderConfig.from_file(path / "config.json" if path.is_dir() else path)
     return EncoderConfig.from_dict(config.to_dict())
