@@ -215,3 +215,12 @@ def test_a_stream_that_begins_later_has_the_same_chunks(ours, monkeypatch):
     assert max(map(len, whole)) < 6 < len(whole)
     assert [len(rows) for rows in whole[-len(later) :]] == [len(rows) for rows in later]
     assert np.array_equal(np.concatenate(whole)[12:], np.concatenate(later))
+
+
+def test_progress_bar(tmp_path, capsys):
+    encoder = fastbert.SentenceEncoder.from_pretrained(tiny.write_model(tmp_path), device="cpu")
+    encoder.encode(TEXTS)
+    encoder.encode(TEXTS, show_progress_bar=False)
+    assert capsys.readouterr().err == ""
+    encoder.encode(TEXTS, show_progress_bar=True)
+    assert "encoding: 100%" in capsys.readouterr().err
