@@ -220,11 +220,11 @@ def to_markdown(report: dict) -> str:
     lines = [
         f"{MODEL}, {clients} clients for {report['seconds']:g} s, 1 to {max(TEXTS)} texts of {report['shortest']} to"
         f" {report['longest']} tokens a request; {machine['cpu']}, {report['cores']} cores that the clients share,"
-        f" torch {machine['torch']}, commit {machine['commit']}, {machine['date']}. The difference is that from `encode`"
-        " in the same number format.",
+        f" torch {machine['torch']}, commit {machine['commit']}, {machine['date']}. The difference is that from"
+        " `encode` in the same number format.",
         "",
-        f"| | tokens/s (times {PLAIN[0]}) | p50, ms | p99, ms | CPU us a token | requests | errors | difference, at most"
-        " | answered after SIGTERM |",
+        f"| | tokens/s (times {PLAIN[0]}) | p50, ms | p99, ms | CPU us a token | requests | errors |"
+        " difference, at most | answered after SIGTERM |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for dtype, found in report["fastbert"].items():

@@ -137,8 +137,9 @@ class Forward(OnInstance, RunsBaseModel):
         wants_hidden_states, wants_probs = bool(options["output_hidden_states"]), bool(options["output_attentions"])
         made = run_encoder(module, look.config, inputs, run_one_layer, None, wants_hidden_states, wants_probs, sharded)
         last = batch.unpack(made.packed)
-        # FSDP2 hangs what it does before backward on the tensor, and a view may lose it.
-        fields: dict[str, Any] = {"last_hidden_state": last.clone() if is_sharded(module) else last}
+        if is_sharded(module):  # FSDP2 hangs what it does before backward on the tensor, and a view may lose it
+            last = last.clone()
+        fields: dict[str, Any] = {"last_hidden_state": last}
         if family.pooler is not None:
             first = None
             if module.pooler is not None:  # of a row of several sequences, transformers pools the first
@@ -176,8 +177,10 @@ def _in_one_row(value: Any) -> Any:
 
 
 def _pool(module: Any, family: Any, first: torch.Tensor, sharded: frozenset[str]) -> torch.Tensor:
-    run, path = partial(run_pooler, module, family), parent_of(family.pooler)
-    return run(first) if path is None or path not in sharded else call_sharded(get_leaf(module, path), run, first)
+    path = parent_of(family.pooler) if sharded else None
+    if path is None or path not in sharded:
+        return run_pooler(module, family, first)
+    return call_sharded(get_leaf(module, path), partial(run_pooler, module, family), first)
 
 
 def counted(packed: int, others: int, why_not: str) -> str:

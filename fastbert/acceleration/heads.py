@@ -38,7 +38,7 @@ class HeadForward(OnInstance):
         """Whether padding is to be left out of spans. Otherwise the base model is told of the labels of tokens: it
         looks at the mask anyway, and no device is waited for a second time.
         """
-        given = {**dict(zip(argument_names(type(module)), args)), **kwargs}  # noqa: B905
+        given = {**dict(zip(argument_names(type(module)), args)), **kwargs} if args else kwargs  # noqa: B905
         mask, labels = given.get("attention_mask"), given.get("labels")
         has_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2
         if self.spans_over_real_tokens:
@@ -46,7 +46,8 @@ class HeadForward(OnInstance):
         base = put_by_us(module._modules[self._base])
         if isinstance(base, Forward):
             are_of_tokens = has_mask and isinstance(labels, torch.Tensor)
-            base.expect(labels if are_of_tokens else None, {name: given[name] for name in FLATTENED if name in given})
+            flattened = {name: given[name] for name in FLATTENED if name in given} if "cu_seq_lens_q" in given else {}
+            base.expect(labels if are_of_tokens else None, flattened)
         return False
 
 

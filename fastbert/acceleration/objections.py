@@ -107,11 +107,12 @@ def flattened(config: Any, given: dict, options: dict) -> Flattened | None:
     the others let all tokens of a row see each other.
     """
     cu_seqlens, positions = given.get("cu_seq_lens_q"), given.get("position_ids")
-    attention, longest = vars(config).get("_attn_implementation_internal"), given.get("max_length_q")
-    if cu_seqlens is None and positions is not None and str(attention).startswith("flash"):
-        cu_seqlens = _restarts(positions, given)
+    if cu_seqlens is None and positions is not None:
+        attention = vars(config).get("_attn_implementation_internal")
+        cu_seqlens = _restarts(positions, given) if str(attention).startswith("flash") else None
     if cu_seqlens is None:
         return None
+    longest = given.get("max_length_q")
     if options["output_attentions"]:
         raise InputError("output_attentions is not for a row of several sequences (cu_seq_lens_q)")
     return Flattened(cu_seqlens, None if longest is None else int(longest))

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from ray.data import Dataset
 
 CORES = 4  # of a worker without a GPU: a model in memory for each four
+SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # it would report to its makers
+    # Where a Ray that we start may wait, it waits for a busy machine; its 30 s for a node cannot be changed.
+    "RAY_gcs_server_port_wait_time_s": "300",
+    "RAY_worker_register_timeout_seconds": "300",
+}
 LOCAL_STORE_BYTES = 100_000_000  # of a Ray that we start: rows and vectors do not go through it
 
 
@@ -42,16 +48,29 @@ def import_ray() -> Any:
 
 
 def start_ray() -> Any:
-    """ray, connected: to the cluster of RAY_ADDRESS, or to one that is started on this machine."""
+    """ray, connected: to the cluster of RAY_ADDRESS, or to one that is started on this machine.
+
+    Raises ConfigError if it does not start or is not reached.
+    """
     ray = import_ray()
     if not ray.is_initialized():
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would report to its makers
+        for name, value in SETTINGS.items():
+            os.environ.setdefault(name, value)
         local: dict[str, Any] = {} if os.environ.get("RAY_ADDRESS") else {
             "num_cpus": len(os.sched_getaffinity(0)),
             "include_dashboard": False,
             "object_store_memory": LOCAL_STORE_BYTES,
         }  # fmt: skip
-        ray.init(log_to_driver=False, logging_level="error", **local)
+        try:
+            ray.init(log_to_driver=False, logging_level="error", **local)
+        except Exception as error:  # it raises Exception itself, among others
+            what = (
+                "Ray did not start on this machine; it gives itself 30 s for that, which a busy machine may exceed: try"
+                " again when less runs, or start a cluster and set RAY_ADDRESS"
+                if local
+                else f"the Ray cluster of RAY_ADDRESS={os.environ['RAY_ADDRESS']} was not reached"
+            )
+            raise ConfigError(f"{what} ({' '.join(str(error).split())[:300]})") from error
     return ray
 
 
@@ -122,8 +141,9 @@ def ray_encode(
         prompt_name=prompt_name,
         threads=pool.threads,
     )
-    options = {"fn_constructor_kwargs": {"settings": settings}, **_options(ray, pool)}
-    return dataset.map_batches(Worker, batch_size=None, batch_format="pyarrow", **options)  # a block at a time
+    given = {"settings": settings}
+    whole: dict[str, Any] = {"batch_size": None, "batch_format": "pyarrow"}  # a block at a time
+    return dataset.map_batches(Worker, fn_constructor_kwargs=given, **whole, **_options(ray, pool))
 
 
 def encode_files(

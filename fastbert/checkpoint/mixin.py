@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,8 +20,14 @@ from fastbert.checkpoint.arguments import (
     left_over,
 )
 from fastbert.checkpoint.hub import HubOptions, resolve
-from fastbert.checkpoint.layouts import to_file
-from fastbert.checkpoint.pretrained import _same, check_layers, load_weights, read_checkpoint, without_pooler
+from fastbert.checkpoint.layouts import to_file, to_tree
+from fastbert.checkpoint.pretrained import (
+    _same,
+    check_layers,
+    load_weights,
+    read_checkpoint,
+    without_pooler,
+)
 from fastbert.checkpoint.publishing import model_card, push
 from fastbert.checkpoint.saving import save
 from fastbert.checkpoint.tokenizer_files import copy_tokenizer
@@ -80,9 +87,10 @@ class CheckpointMixin(nn.Module):
     @classmethod
     def from_pretrained(
         cls: type[Model],
-        pretrained_model_name_or_path: str | os.PathLike,
+        pretrained_model_name_or_path: str | os.PathLike[str] | None,
         *,
         config: Any = None,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
         dtype: torch.dtype | str | None = "auto",
         torch_dtype: torch.dtype | str | None = None,
         device: torch.device | str | int | None = None,
@@ -92,7 +100,7 @@ class CheckpointMixin(nn.Module):
         output_loading_info: bool = False,
         use_safetensors: bool | None = None,
         revision: str | None = None,
-        cache_dir: str | os.PathLike | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
         token: str | bool | None = None,
         local_files_only: bool = False,
         force_download: bool = False,
@@ -105,6 +113,7 @@ class CheckpointMixin(nn.Module):
             pretrained_model_name_or_path: a folder with config.json and weights, a hub id, or one of PACKAGED_MODELS.
             config: replaces the folder's config.json: an EncoderConfig, transformers' config, or the path of one. The
                 weights are then compared with no other config.
+            state_dict: the weights, which are copied, where there is no folder (None); it needs a `config`.
             dtype: a torch dtype or its name; "auto" keeps the checkpoint's own. `torch_dtype` is its old name.
             device, device_map: where to put the model, which stands on one device; the default is the CPU. "auto" is
                 the accelerator, if there is one.
@@ -123,16 +132,25 @@ class CheckpointMixin(nn.Module):
             ConfigError: the config.json cannot be run, or an argument is not known or not supported (as
             trust_remote_code=True is not: no code from a checkpoint ever runs).
         """
-        name = str(pretrained_model_name_or_path)
+        if (pretrained_model_name_or_path is None) != (state_dict is not None) or (state_dict and config is None):
+            raise ConfigError(
+                "a state_dict stands for a folder: pretrained_model_name_or_path=None, and give its config"
+            )
+        name = str(pretrained_model_name_or_path or "")
         changes = left_over(config_changes)
         chosen, place = chosen_dtype(dtype, torch_dtype), chosen_device(device, device_map)
         hub = HubOptions(revision, cache_dir, token, local_files_only, force_download, subfolder)
         # Also where the caller is in inference mode: tensors made there keep no version of what is written to them.
         with torch.inference_mode(False):
-            folder = resolve(pretrained_model_name_or_path, options=hub)
-            check_format(folder, use_safetensors)
-            replacing = given_config(config)
-            own, weights = read_checkpoint(folder, replacing)
+            folder, replacing = None, given_config(config)
+            if pretrained_model_name_or_path is not None:
+                folder = resolve(pretrained_model_name_or_path, options=hub)
+                check_format(folder, use_safetensors)
+                own, weights = read_checkpoint(folder, replacing)
+            else:
+                assert replacing is not None and state_dict is not None
+                own = replacing
+                weights = to_tree({key: t.detach().clone() for key, t in state_dict.items()}, own.family)
             if changes:
                 own = own.replace(**changes)
             if replacing is None and not {"num_hidden_layers", "num_hidden_groups", "inner_group_num"} & set(changes):
@@ -165,7 +183,7 @@ class CheckpointMixin(nn.Module):
 
     def save_pretrained(
         self,
-        save_directory: str | os.PathLike,
+        save_directory: str | os.PathLike[str],
         is_main_process: bool = True,
         state_dict: dict[str, torch.Tensor] | None = None,
         push_to_hub: bool = False,
@@ -199,7 +217,7 @@ class CheckpointMixin(nn.Module):
         if not is_main_process:
             return
         if getattr(self, "_hf_peft_config_loaded", False):  # by transformers' add_adapter: it saves the adapter alone
-            super().save_pretrained(
+            super().save_pretrained(  # type: ignore[misc]
                 save_directory, state_dict=state_dict, push_to_hub=push_to_hub, variant=variant, token=token, **others
             )
             return

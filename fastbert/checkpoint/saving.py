@@ -115,6 +115,10 @@ def config_of(folder: Path, metadata: dict[str, str]) -> EncoderConfig:
     path = folder / CONFIG
     saved = _saved_with(folder, metadata)
     if saved is None:
+        if not path.exists() and (folder / "adapter_config.json").exists():
+            raise CheckpointError(
+                f"{folder} holds an adapter of PEFT: load the model, then peft.PeftModel.from_pretrained(model, folder)"
+            )
         return EncoderConfig.from_file(path)
     # Twice, since a save may finish between the look at config.json and the look beside.
     for candidate in (path, *_unfinished(folder), path):

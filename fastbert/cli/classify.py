@@ -9,7 +9,7 @@ from typing import Any
 from fastbert.cli import raise_if_stopped, say
 from fastbert.cli.outputs import ROW_KINDS, STDOUT, check_output, open_rows
 from fastbert.cli.parser import add_command, add_model_option, add_running_options, add_source
-from fastbert.cli.texts import UsageError, check_source, read_texts
+from fastbert.cli.texts import UsageError, check_source, name_of, read_texts
 
 CHUNK_TEXTS = 1024
 
@@ -58,6 +58,6 @@ def run(options: argparse.Namespace) -> int:
             raise_if_stopped()
             total += len(chunk)
         if not total:
-            raise UsageError(f"{options.file} holds no texts")
+            raise UsageError(f"{name_of(options.file)} holds no texts")
     say(f"{total:,} texts -> {options.output}")
     return 0

@@ -21,7 +21,7 @@ from fastbert.cli import raise_if_stopped, say
 from fastbert.cli.outputs import ROW_KINDS, check_output, open_rows
 from fastbert.cli.outputs.growing_array import GrowingArray
 from fastbert.cli.parser import add_column_option, add_command, add_model_option, add_running_options, positive
-from fastbert.cli.texts import STDIN, TEXT_KINDS, UsageError, check_source, read_texts
+from fastbert.cli.texts import STDIN, TEXT_KINDS, UsageError, check_source, name_of, read_texts
 
 if TYPE_CHECKING:
     from fastbert.sentences import SentenceEncoder
@@ -96,6 +96,7 @@ class Job:
     device: str | None
     batch_tokens: int | None
     force: bool
+    piped: str | None = None  # of texts from standard input, which the source holds now: what they are known by
 
 
 def encode_file(job: Job, say: Callable[[str], None]) -> str:
@@ -110,10 +111,15 @@ def encode_file(job: Job, say: Callable[[str], None]) -> str:
         return _encode_rows(job)
     if job.source == STDIN:  # the height of an array comes first in its file
         with tempfile.TemporaryDirectory() as folder:
-            spooled = Path(folder, "texts.jsonl")
+            spooled, digest = Path(folder, "texts.jsonl"), hashlib.sha256()
             with spooled.open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(text) + "\n" for text in read_texts(STDIN, job.column))
-            return encode_file(replace(job, source=spooled, column=None), say)
+                for text in read_texts(STDIN, job.column):
+                    line = json.dumps(text) + "\n"
+                    digest.update(line.encode())
+                    file.write(line)
+            if not spooled.stat().st_size:
+                raise UsageError(f"{name_of(STDIN)} holds no texts")
+            return encode_file(replace(job, source=spooled, column=None, piped=digest.hexdigest()), say)
     total = _count_texts(job)
 
     import torch
@@ -182,7 +188,7 @@ def _encode_rows(job: Job) -> str:
             rows.write({"text": chunk, "embedding": vectors})
             total += len(chunk)
         if not total:
-            raise UsageError(f"{job.source} holds no texts")
+            raise UsageError(f"{name_of(job.source)} holds no texts")
     seconds = time.perf_counter() - start
     return f"{total:,} texts in {seconds:.1f} s -> {job.output} float32 ({total}, {encoder.dim})"
 
@@ -191,7 +197,7 @@ def _count_texts(job: Job) -> int:
     """Reads the file once, which checks every text before anything is written, and gives the array's height."""
     total = sum(1 for _ in read_texts(job.source, job.column))
     if total == 0:
-        raise UsageError(f"{job.source} holds no texts")
+        raise UsageError(f"{name_of(job.source)} holds no texts")
     return total
 
 
@@ -202,9 +208,9 @@ def _identity(job: Job, encoder: SentenceEncoder, total: int, batch_tokens: int)
 
     stat = job.source.stat()
     return {
-        "input": str(job.source.resolve()),
+        "input": str(job.source.resolve()) if job.piped is None else name_of(STDIN),
         "input size": stat.st_size,
-        "input time": stat.st_mtime_ns,
+        "input time": stat.st_mtime_ns if job.piped is None else job.piped,
         "column": job.column,
         "texts": total,
         "dim": encoder.dim,

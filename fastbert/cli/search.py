@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fastbert.cli import raise_if_stopped
 from fastbert.cli.outputs import ROW_KINDS, check_output, open_rows
 from fastbert.cli.parser import Parser, add_command, add_model_option, add_running_options, add_source, positive
-from fastbert.cli.texts import UsageError, check_source, read_texts
+from fastbert.cli.texts import UsageError, check_source, name_of, read_texts
 
 if TYPE_CHECKING:
     from fastbert.sentences.scorer import Input
@@ -80,7 +80,7 @@ class Best:
     def show(self, output: Path | None, source: Path) -> None:
         """Raises UsageError where there were no texts."""
         if not self.seen:
-            raise UsageError(f"{source} holds no texts")
+            raise UsageError(f"{name_of(source)} holds no texts")
         if output is None:
             for score, place, text in self.rows:
                 print(f"{score:9.4f}  {place:>8,}  {text}")

@@ -15,6 +15,7 @@ class UsageError(ValueError):
     """What was asked for on the command line cannot be done; the message says what to change."""
 
 
+STDIN = Path("-")
 MAX_LINE_BYTES = 16 << 20  # a longer line is taken for a binary file, and never read into memory
 _USUAL_COLUMNS = ("text", "sentence")
 
@@ -35,15 +36,17 @@ def read_texts(path: Path, column: str | None = None) -> Iterator[str]:
         raise UsageError(f"{path}: unknown kind of file {path.suffix!r}; known are {', '.join(READERS)}")
     for place, text in reader(path, column):
         if not isinstance(text, str):
-            raise UsageError(f"{path}, {place}: the value is {_shown(text)}, not a text")
+            raise UsageError(f"{name_of(path)}, {place}: the value is {_shown(text)}, not a text")
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise UsageError(f"{path}, {place}: {_shown(text)} is not valid Unicode") from None
+            raise UsageError(f"{name_of(path)}, {place}: {_shown(text)} is not valid Unicode") from None
         yield text
 
 
-STDIN = Path("-")
+def name_of(path: Path) -> str:
+    """Of a source, in messages."""
+    return "standard input" if path == STDIN else str(path)
 
 
 @contextmanager
@@ -74,13 +77,13 @@ def _shown(value: Any, limit: int = 40) -> str:
 def pick_column(path: Path | str, names: Sequence[str], column: str | None) -> str:
     """`column`, or the one that can be meant. Raises UsageError, listing what there is."""
     if not names:
-        raise UsageError(f"{path} has no columns in its first row")
+        raise UsageError(f"{name_of(Path(path))} has no columns in its first row")
     listed = ", ".join(names)
     if column is not None and column not in names:
-        raise UsageError(f"{path} has no column {column!r}; it has: {listed}")
+        raise UsageError(f"{name_of(Path(path))} has no column {column!r}; it has: {listed}")
     usual = [name for name in _USUAL_COLUMNS if name in names]
     if column is None and len(names) > 1 and not usual:
-        raise UsageError(f"{path} has several columns; choose one with --column: {listed}")
+        raise UsageError(f"{name_of(Path(path))} has several columns; choose one with --column: {listed}")
     return column if column is not None else names[0] if len(names) == 1 else usual[0]
 
 
@@ -91,14 +94,18 @@ def _lines(path: Path) -> Iterator[str]:
         while raw := file.readline(MAX_LINE_BYTES + 1):
             number += 1
             if len(raw) > MAX_LINE_BYTES:
-                raise UsageError(f"{path}, line {number}: longer than {MAX_LINE_BYTES >> 20} MiB; is this a text file?")
+                raise UsageError(
+                    f"{name_of(path)}, line {number}: longer than {MAX_LINE_BYTES >> 20} MiB; is this a text file?"
+                )
             try:
                 line = raw.decode()
             except UnicodeDecodeError as error:
                 byte, place = raw[error.start], error.start + 1
-                raise UsageError(f"{path}, line {number}: byte {place} is 0x{byte:02x}, which is not UTF-8") from None
+                raise UsageError(
+                    f"{name_of(path)}, line {number}: byte {place} is 0x{byte:02x}, which is not UTF-8"
+                ) from None
             if "\0" in line:
-                raise UsageError(f"{path}, line {number}: holds a NUL byte; is this a text file?")
+                raise UsageError(f"{name_of(path)}, line {number}: holds a NUL byte; is this a text file?")
             yield line.removeprefix("\ufeff") if number == 1 else line
 
 
@@ -121,17 +128,19 @@ def _read_jsonl(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
         try:
             entry = json.loads(line, parse_int=_start_of_number)
         except json.JSONDecodeError as error:
-            raise UsageError(f"{path}, line {number}: not JSON: {error.msg} at place {error.pos + 1}") from None
+            raise UsageError(
+                f"{name_of(path)}, line {number}: not JSON: {error.msg} at place {error.pos + 1}"
+            ) from None
         except RecursionError:
-            raise UsageError(f"{path}, line {number}: nested too deeply") from None
+            raise UsageError(f"{name_of(path)}, line {number}: nested too deeply") from None
         if isinstance(entry, dict):
             if column is None:
                 column = pick_column(path, list(entry), None)
             if column not in entry:
-                raise UsageError(f"{path}, line {number}: has no {column!r}; it has: {', '.join(entry)}")
+                raise UsageError(f"{name_of(path)}, line {number}: has no {column!r}; it has: {', '.join(entry)}")
             entry = entry[column]
         elif column is not None:
-            raise UsageError(f"{path}, line {number}: {_shown(entry)} is no object with a {column!r}")
+            raise UsageError(f"{name_of(path)}, line {number}: {_shown(entry)} is no object with a {column!r}")
         yield f"line {number}", entry
 
 

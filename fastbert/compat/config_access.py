@@ -149,7 +149,7 @@ class ConfigAccess:
         return self.option("return_dict", None)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **options: Any) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any) -> Any:
         """The config of a folder or hub id; options of the hub (revision, token, ...), and entries to change."""
         from fastbert.checkpoint.hub import HubOptions, resolve
 

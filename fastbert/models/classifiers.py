@@ -154,8 +154,8 @@ class ForMultipleChoice(ClassifierModel):
         return 1
 
     def forward(self, input_ids=None, attention_mask=None, token_type_ids=None, position_ids=None, inputs_embeds=None,
-                *args, num_choices: int | None = None, task_type_ids=None, **kwargs):  # fmt: skip
-        """As other heads; packed input needs `num_choices`, padded input has it in its shape."""
+                labels=None, *args, num_choices: int | None = None, task_type_ids=None, **kwargs):  # fmt: skip
+        """As other heads (the Trainer finds `labels` here); packed input needs `num_choices`, padded input shows it."""
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, task_type_ids)
         padded = kwargs.get("cu_seqlens") is None and kwargs.get("batch") is None
         if padded and not isinstance(input_ids, PackedInputs):
@@ -165,7 +165,7 @@ class ForMultipleChoice(ClassifierModel):
                 raise InputError(f"multiple choice takes inputs of shape (batch, num_choices, seqlen), not {shape}")
             num_choices = given.shape[1]
             inputs = tuple(t if t is None or t.dim() < 3 else t.flatten(0, 1) for t in inputs)
-        return super().forward(*inputs[:5], *args, num_choices=num_choices, task_type_ids=inputs[5], **kwargs)
+        return super().forward(*inputs[:5], labels, *args, num_choices=num_choices, task_type_ids=inputs[5], **kwargs)
 
     def check_given(self, given, batch):
         num_choices = given.get("num_choices")

@@ -53,7 +53,9 @@ def run_encoder(
     family, names = config.family, config.embeddings
     paths, specs = config.layer_paths, config.layer_specs
     dropout_p = value_of(names.dropout, config) if root.training else 0.0
-    scopes = config.scopes if layer_type is not None else _sharded_scopes(config.scopes, sharded)
+    scopes = Scopes() if layer_type is None else config.scopes
+    if sharded:
+        scopes = _sharded_scopes(config.scopes, sharded)
     hidden_states: list[torch.Tensor] = []
     probs: list[torch.Tensor] = []
     context = make_context(root, config.distances, inputs.batch, inputs.rotary_positions, inputs.window_positions)

@@ -48,14 +48,17 @@ def chars_of(one: Any) -> int:
     return len(one) if isinstance(one, str) else sum(map(len, one)) if isinstance(one, tuple) else 0
 
 
-def in_chunks(inputs: Iterable[Any], max_inputs: int) -> Iterator[list[Any]]:
-    """Lists of `max_inputs` inputs, or of fewer that have CHUNK_CHARS characters."""
+def in_chunks(inputs: Iterable[Any], max_inputs: int, *, aligned: bool = False) -> Iterator[list[Any]]:
+    """Lists of `max_inputs` inputs, or of fewer that have CHUNK_CHARS characters.
+
+    `aligned`: a list begins at each `max_inputs`-th input, whatever came before: who begins there gets the same lists.
+    """
     chunk: list[Any] = []
     total = 0
-    for one in inputs:
+    for number, one in enumerate(inputs, 1):
         chunk.append(one)
         total += chars_of(one)
-        if len(chunk) == max_inputs or total >= CHUNK_CHARS:
+        if len(chunk) == max_inputs or total >= CHUNK_CHARS or (aligned and number % max_inputs == 0):
             yield chunk
             chunk, total = [], 0
     if chunk:

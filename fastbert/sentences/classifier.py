@@ -23,7 +23,7 @@ class TextClassifier(SequenceScorer):
 
     what = "classifier"
 
-    def __init__(self, model_name_or_path: str | os.PathLike, **options: Unpack[LoadArguments]):
+    def __init__(self, model_name_or_path: str | os.PathLike[str], **options: Unpack[LoadArguments]):
         """A classifier from the folder or hub id of a model for sequence classification; the rest as for a Reranker."""
         self._load(model_name_or_path, None, options)
 

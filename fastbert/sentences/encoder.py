@@ -61,7 +61,7 @@ class SentenceEncoder(TextModel):
 
     def __init__(
         self,
-        model_name_or_path: str | os.PathLike,
+        model_name_or_path: str | os.PathLike[str],
         *,
         similarity_fn_name: Similarity | str | None = None,
         truncate_dim: int | None = None,
@@ -122,7 +122,7 @@ class SentenceEncoder(TextModel):
 
     get_sentence_embedding_dimension = get_embedding_dimension  # what releases before 6 called it
 
-    def save_pretrained(self, folder: str | os.PathLike) -> None:
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Writes a sentence-transformers folder, which `from_pretrained` and sentence-transformers read.
 
         That of a quantised model is for `from_pretrained` alone. Raises the errors of a model's save_pretrained.
@@ -266,14 +266,15 @@ class SentenceEncoder(TextModel):
     ) -> Iterator[tuple[np.ndarray, int]]:
         """Yields, for one chunk of texts after the other, its vectors (float32, (texts, dim)) and its number of tokens.
 
-        A chunk has `chunk_texts` texts, or fewer if they are long. Only one chunk is in memory at a time. Its vectors
-        depend on this chunk alone, so a stream that starts again at the beginning of a chunk gives the same bits.
+        A chunk has `chunk_texts` texts, or fewer if they are long; one begins at each `chunk_texts`-th text. Only one
+        chunk is in memory at a time. Its vectors depend on this chunk alone, so a stream that starts again at the
+        `chunk_texts`-th text, or at a multiple of that, gives the same bits.
         `on_batch(texts)` is called after each batch.
         """
         options = RunOptions(
             self.prompt(prompt_name, prompt), batch_tokens, normalize=normalize, truncate_dim=truncate_dim
         )
-        for chunk in in_chunks(texts, chunk_texts):
+        for chunk in in_chunks(texts, chunk_texts, aligned=True):
             ids = self.tokenize(check_texts(chunk), options.prompt)
             rows = self._vectors_of(ids, options, on_batch)
             yield rows.cpu().numpy(), sum(map(len, ids))

@@ -48,8 +48,8 @@ class LoadArguments(TypedDict, total=False):
     max_seq_length: int | None
     prompts: Mapping[str, str] | None
     default_prompt_name: str | None
-    cache_folder: str | os.PathLike | None
-    cache_dir: str | os.PathLike | None
+    cache_folder: str | os.PathLike[str] | None
+    cache_dir: str | os.PathLike[str] | None
     revision: str | None
     token: bool | str | None
     local_files_only: bool
@@ -102,9 +102,9 @@ class Opened:
 
 
 def open_folder(
-    name_or_path: str | os.PathLike,
+    name_or_path: str | os.PathLike[str],
     task: str,
-    organisation: str,
+    organisation: str | None,
     options: Mapping[str, Any],
     kinds: tuple[str, ...] = ("Transformer",),
 ) -> Opened:

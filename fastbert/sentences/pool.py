@@ -81,5 +81,5 @@ def _tensor(rows: Any) -> torch.Tensor:
     if not isinstance(rows, tuple):
         return torch.from_numpy(rows)
     indices, values, shape = rows
-    given = {"is_coalesced": True, "check_invariants": False}
-    return torch.sparse_coo_tensor(torch.from_numpy(indices), torch.from_numpy(values), shape, **given)
+    where, what = torch.from_numpy(indices), torch.from_numpy(values)
+    return torch.sparse_coo_tensor(where, what, shape, is_coalesced=True, check_invariants=False)

@@ -43,7 +43,7 @@ class Reranker(SequenceScorer):
 
     def __init__(
         self,
-        model_name_or_path: str | os.PathLike,
+        model_name_or_path: str | os.PathLike[str],
         *,
         num_labels: int | None = None,
         max_length: int | None = None,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fastbert.sentences.encoder import SentenceEncoder
 
 
-def save_encoder(encoder: SentenceEncoder, folder: str | os.PathLike) -> None:
+def save_encoder(encoder: SentenceEncoder, folder: str | os.PathLike[str]) -> None:
     """The model's own files come last: a folder without them loads as none. Raises OSError."""
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)

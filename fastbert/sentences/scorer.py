@@ -42,7 +42,7 @@ class SequenceScorer(TextModel):
         # One row is RoBERTa's: its tokenizers count no texts. Without a table the ids are the tokenizer's own affair.
         self._has_types = model.base_model.table_sizes().token_types > 1
 
-    def _load(self, name_or_path: str | os.PathLike, organisation: str | None, options: Mapping[str, Any]) -> None:
+    def _load(self, name_or_path: str | os.PathLike[str], organisation: str | None, options: Mapping[str, Any]) -> None:
         opened = open_folder(name_or_path, "sequence-classification", organisation, options)
         model = AutoModelForSequenceClassification.from_pretrained(
             opened.folder, dtype=opened.dtype or "auto", **opened.config

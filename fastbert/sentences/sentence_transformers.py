@@ -40,7 +40,7 @@ class PackedTransformer(nn.Module):
 
     def preprocess(self, inputs: list[str], prompt: str | None = None, **options: Any) -> dict[str, Any]:
         texts = [(prompt or "") + text for text in inputs]
-        length = options.get("max_length") or self._encoder.settings.transformer.lengths.get(options.get("task"))
+        length = options.get("max_length") or self._encoder.settings.transformer.lengths.get(options.get("task", ""))
         length = length or self.max_seq_length
         features = dict(self.tokenizer(texts, padding=True, truncation=True, max_length=length, return_tensors="pt"))
         if prompt:

@@ -36,7 +36,7 @@ class SparseEncoder(TextModel):
 
     def __init__(
         self,
-        model_name_or_path: str | os.PathLike,
+        model_name_or_path: str | os.PathLike[str],
         *,
         similarity_fn_name: Similarity | str | None = None,
         max_active_dims: int | None = None,

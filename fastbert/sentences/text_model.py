@@ -80,7 +80,7 @@ class TextModel(HasModel):
         return made
 
     @classmethod
-    def from_pretrained(cls, name_or_path: str | os.PathLike, **options: Any) -> Self:
+    def from_pretrained(cls, name_or_path: str | os.PathLike[str], **options: Any) -> Self:
         """The same as the constructor."""
         return cls(name_or_path, **options)  # type: ignore[call-arg]
 

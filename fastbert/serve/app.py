@@ -61,12 +61,14 @@ def make_app(
         "/predict": (server.predict, schemas.PredictRequest),
         "/v1/embeddings": (server.openai_embeddings, schemas.OpenAIRequest),
     }
-    for path, (answer, schema) in posts.items():
+    for path, (route, schema) in posts.items():
         body = {"required": True, "content": {"application/json": {"schema": schema.model_json_schema()}}}
-        app.post(path, openapi_extra={"requestBody": body})(answer)
-    for path, route in (("/health", server.health), ("/metrics", server.page), ("/info", server.info),
-                        ("/v1/models", server.openai_models)):  # fmt: skip
-        app.get(path)(route)
+        app.post(path, openapi_extra={"requestBody": body})(route)
+    whole = {"embedding": "/embed", "reranker": "/rerank", "classifier": "/predict"}[engine.kind]
+    app.post("/", include_in_schema=False)(posts[whole][0])  # for clients that know the server's address alone
+    gets = {"/health": server.health, "/metrics": server.page, "/info": server.info, "/v1/models": server.openai_models}
+    for path, answer in gets.items():
+        app.get(path)(answer)
 
     @app.exception_handler(Refusal)
     async def refuse(request: Request, refusal: Refusal) -> Response:

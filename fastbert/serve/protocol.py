@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD = 65_536  # bytes of a request beside its body: its line, its headers, the sizes of its chunks
+MAX_WAITING = 16  # requests that a client sends before it has the answer to the first
 GRACE_S = 5.0  # the routes' own answer to a slow body comes first
 
 
@@ -16,6 +17,7 @@ def bounded(timeout_s: float, max_connections: int) -> type[HttpToolsProtocol]:
 
     class Bounded(HttpToolsProtocol):
         beside = 0  # bytes of this request that are not its body
+        answering: RequestResponseCycle | None = None  # uvicorn's own `cycle` is the latest that came in
         reading: asyncio.TimerHandle | None = None
         writing: asyncio.TimerHandle | None = None
 
@@ -29,6 +31,7 @@ def bounded(timeout_s: float, max_connections: int) -> type[HttpToolsProtocol]:
             for timer in (self.reading, self.writing):
                 if timer is not None:
                     timer.cancel()
+            self.drop_requests()
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
@@ -40,6 +43,9 @@ def bounded(timeout_s: float, max_connections: int) -> type[HttpToolsProtocol]:
                 self.refuse("431 Request Header Fields Too Large", f"a request has at most {MAX_HEAD} bytes of headers")
 
         def on_message_begin(self) -> None:
+            if len(self.pipeline) >= MAX_WAITING:
+                self.drop_requests()
+                raise ValueError(f"more than {MAX_WAITING} requests wait")  # ends the parser: uvicorn answers 400
             super().on_message_begin()
             self.await_request()
 
@@ -62,6 +68,17 @@ def bounded(timeout_s: float, max_connections: int) -> type[HttpToolsProtocol]:
                 self.writing.cancel()
             super().resume_writing()
 
+        def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+            self.answering = cycle
+            super()._start_asgi_task(cycle, app)
+
+        def drop_requests(self) -> None:
+            """Those of a client that is to go, or has gone: without it they write to a connection that is closed."""
+            self.pipeline.clear()
+            if self.answering is not None and not self.answering.response_complete:
+                self.answering.disconnected = True
+                self.answering.message_event.set()
+
         def await_request(self) -> None:
             """Its last byte must come in time."""
             if self.reading is not None:
@@ -69,6 +86,7 @@ def bounded(timeout_s: float, max_connections: int) -> type[HttpToolsProtocol]:
             self.reading = self.loop.call_later(timeout_s + GRACE_S, self.transport.close)
 
         def refuse(self, status: str, message: str) -> None:
+            self.drop_requests()
             self.transport.write(
                 f"HTTP/1.1 {status}\r\ncontent-type: text/plain\r\ncontent-length: {len(message)}\r\n"
                 f"connection: close\r\n\r\n{message}".encode()

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import uvicorn
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
 from fastbert.serve.app import Limits, make_app
 from fastbert.serve.engine import load_engine
+from fastbert.serve.protocol import bounded
+
+SPARE_FILES = 64  # of those that the process may open: libraries, threads, the listening socket
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -23,6 +33,33 @@ def bind(host: str, port: int) -> socket.socket:
         bound.close()
         raise OSError(error.errno, error.strerror, f"{host}:{port}") from None
     return bound
+
+
+def connections(requests: int) -> int:
+    """How many may be open: twice the requests, if the process may open so many files. It then may."""
+    if resource is None:
+        return 2 * requests
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * requests + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return 2 * requests if soft == resource.RLIM_INFINITY else min(2 * requests, max(1, soft - SPARE_FILES))
+
+
+def make_server(app: Any, limits: Limits, max_connections: int) -> uvicorn.Server:
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            lifespan="on",
+            http=bounded(limits.timeout_s, max_connections),
+            ws="none",
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=round(2 * limits.timeout_s) + 1,
+        )
+    )
 
 
 def serve(
@@ -40,6 +77,8 @@ def serve(
 ) -> None:
     """Serve a model until SIGINT or SIGTERM; what has come in by then is answered first."""
     bound = bind(host, port)
+    if api_key is None and not ipaddress.ip_address(bound.getsockname()[0]).is_loopback:
+        say(f"whoever reaches {host} may use this server: it asks for no API key")
     engine = load_engine(name, dtype, device)
     engine.name = served_name or name
     budget = batch_tokens or engine.model.default_batch_tokens
@@ -48,19 +87,11 @@ def serve(
     # loop has taken. docs/serve.md has the times.
     workers, threads = (torch.get_num_threads(), 1) if on_cpu else (1, torch.get_num_threads())
     app = make_app(engine, limits, api_key, batch_tokens=budget, workers=workers, threads=threads)
-    config = uvicorn.Config(
-        app,
-        lifespan="on",
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=round(2 * limits.timeout_s) + 1,
-    )
-    server = uvicorn.Server(config)
+    server = make_server(app, limits, connections(limits.max_concurrent_requests))
     address = bound.getsockname()
     shown = f"[{address[0]}]:{address[1]}" if ":" in host else f"{address[0]}:{address[1]}"
     what = f"{engine.kind}, {str(engine.model.dtype).removeprefix('torch.')}, {engine.model.device}"
-    bound.listen(config.backlog)  # who comes before uvicorn accepts does not find a closed door
+    bound.listen(server.config.backlog)  # who comes before uvicorn accepts does not find a closed door
     say(f"serving {engine.name} ({what}) at http://{shown}, described at http://{shown}/openapi.json")
     try:
         server.run(sockets=[bound])

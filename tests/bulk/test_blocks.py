@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +18,8 @@ from pyarrow import parquet
 from pyarrow.fs import LocalFileSystem
 
 import fastbert.bulk.blocks as blocks
-from fastbert import InputError, SentenceEncoder
+import fastbert.bulk.ray_engine as ray_engine
+from fastbert import ConfigError, InputError, SentenceEncoder
 from fastbert.bulk.blocks import CHUNK_TEXTS, Plan, make_plan, read_rows
 from fastbert.bulk.ray_engine import make_pool
 from fastbert.bulk.worker import BlockWorker, Settings, Worker
@@ -182,6 +186,20 @@ def test_pools(resources, workers, device, spare, expected):
 def test_pools_that_cannot_be(options, said):
     with pytest.raises(InputError, match=said):
         make_pool({"CPU": 4.0}, *options, 0.0)
+
+
+@pytest.mark.parametrize(
+    "address,said",
+    ((None, "Ray did not start on this machine"), ("10.0.0.1:6379", "RAY_ADDRESS=10.0.0.1:6379 was not reached")),
+)
+def test_a_ray_that_does_not_start(monkeypatch, address, said):
+    def init(**options):
+        raise Exception("The current node timed out\nduring startup.")
+
+    monkeypatch.setattr(ray_engine, "import_ray", lambda: SimpleNamespace(init=init, is_initialized=lambda: False))
+    monkeypatch.setattr(os, "environ", {} if address is None else {"RAY_ADDRESS": address})
+    with pytest.raises(ConfigError, match=rf"{re.escape(said)}.*\(The current node timed out during startup\.\)"):
+        ray_engine.start_ray()
 
 
 def test_bad_places(source, tmp_path):

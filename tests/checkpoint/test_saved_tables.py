@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from full import left_to_full
-from hf import FAMILIES, config_for, hf_class, make_config, randomise
+from hf import FAMILIES, config_for, hf_class, is_every_other, make_config, randomise
 from test_checkpoints import assert_same_state, load_hf
 from torch import nn
 
@@ -75,8 +75,12 @@ def assert_round_trip(model, folder) -> None:
 
 
 def is_taken_by_others(p) -> bool:
-    """MaskedLM, which is tied to the table, has every case; a head that is not has a family's own prefix, no more."""
-    return (p["more"] < 0 and p["head"] != "MaskedLM") or (p["head"] == "TokenClassification" and p["role"] != "word")
+    """MaskedLM, which is tied to the table, has both of the word table's cases, and one of the others' in turn; a head
+    that is not has a family's own prefix, no more.
+    """
+    if p["head"] == "MaskedLM":
+        return p["role"] != "word" and (p["more"] < 0) == is_every_other(p)
+    return p["more"] < 0 or (p["head"] == "TokenClassification" and p["role"] != "word")
 
 
 @left_to_full(is_taken_by_others)

@@ -171,3 +171,47 @@ def test_a_pipe_whose_reader_went_away_is_no_traceback(folders, source):
     )
     assert "Traceback" not in done.stderr
     assert run("classify", source, "--model", folders["classifier"]).stdout.count("\n") == len(TEXTS)
+
+
+def test_standard_input_is_named(tmp_path, monkeypatch, folders):
+    to = ("--model", folders["encoder"], "--output", tmp_path / "a.npy")
+    for given, column, message in (
+        ("", (), "standard input holds no texts"),
+        ("a\nb\0c\n", (), "standard input, line 2: holds a NUL byte"),
+        ('{"a": "b"}\n', ("--column", "text"), "standard input, line 1: has no 'text'; it has: a"),
+        ('{"text": 3}\n', ("--column", "text"), "standard input, line 1: the value is 3, not a text"),
+    ):
+        done = piped(monkeypatch, given, "encode", "-", *column, *to)
+        assert done.returncode == 2 and message in done.stderr and not list(tmp_path.iterdir())
+    with open("/dev/full", "w") as full:
+        full_disk = command("classify", "-", "--model", folders["classifier"])
+        done = subprocess.run(
+            full_disk, input="a cat\n", text=True, stdout=full, stderr=-1, env=ENVIRONMENT, check=False
+        )
+    assert done.returncode == 2 and "No space left on device: 'standard output'" in done.stderr
+
+
+def test_a_stopped_pipe_goes_on(tmp_path, monkeypatch, folders):
+    """The texts are what it is known by: the copy that the first run had made of them is gone."""
+    from fastbert.cli import encode
+    from fastbert.cli.outputs.growing_array import GrowingArray
+
+    monkeypatch.setattr(encode, "CHUNK_TEXTS", 2)
+    append, lines = GrowingArray.append, "".join(f"{text}\n" for text in TEXTS)
+    arguments = ("encode", "-", "--model", folders["encoder"], "--output", tmp_path / "a.npy")
+
+    def stops(array, vectors):
+        append(array, vectors)
+        if array.rows == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(GrowingArray, "append", stops)
+    assert piped(monkeypatch, lines, *arguments).returncode == 130
+    monkeypatch.setattr(GrowingArray, "append", append)
+    done = piped(monkeypatch, lines.replace("dog", "cat"), *arguments)
+    assert done.returncode == 2 and "was begun with another input time" in done.stderr
+    done = piped(monkeypatch, lines, *arguments)
+    assert done.returncode == 0 and "4 of 6 texts were encoded before" in done.stderr
+    encoder = fastbert.SentenceEncoder.from_pretrained(folders["encoder"], device="cpu")
+    chunks = [vectors for vectors, _ in encoder.encode_stream(TEXTS, chunk_texts=2)]
+    assert np.array_equal(np.load(tmp_path / "a.npy"), np.concatenate(chunks))

@@ -41,7 +41,11 @@ REFUSED = {
     "trust_remote_code": (True, "never runs code from a checkpoint"),
     "attn_implementation": ("paged", "is none of eager, sdpa"),
     "quantization_config": ({"a": 1}, r"fastbert\.quantize"),
-    "state_dict": ({}, "load_state_dict"),
+    "generation_config": ({"a": 1}, "generate nothing"),
+    "adapter_name": ("x", "peft"),
+    "code_revision": ("main", "never runs code"),
+    "device": ("cpu", "says? the same: give one of them"),
+    "num_labels": (3, "num_labels"),
     "variant": ("fp16", "give the folder"),
     "weights_only": (False, "allowed: True"),
     "label2id": ({"a": 0, "b": 1}, "give id2label"),
@@ -49,16 +53,16 @@ REFUSED = {
     "nonsense": (1, "bert has no field 'nonsense'; it has "),
     "hidden_act": ("swish9", "is not one of"),
 }
+# What contradicts it.
+BESIDE = {"device": {"device_map": "cpu"}, "num_labels": {"id2label": {0: "a", 1: "b"}}}
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name, folder):
     value, message = REFUSED[name]
-    if name == "state_dict":
-        value = {"a": torch.zeros(1)}
     for kind in (Auto, fastbert.BertForSequenceClassification):
         with pytest.raises(ConfigError, match=message):
-            kind.from_pretrained(folder, **{name: value})
+            kind.from_pretrained(folder, **{name: value}, **BESIDE.get(name, {}))
 
 
 DONE_ANYWAY = {"low_cpu_mem_usage": True, "trust_remote_code": False, "weights_only": True, "use_safetensors": True,
@@ -124,6 +128,24 @@ def test_configs_of_transformers_and_paths(folder):
         assert all(torch.equal(t, expected[key]) for key, t in found.items())
     assert isinstance(Auto.from_config(theirs), fastbert.BertForSequenceClassification)
     assert fastbert.AutoConfig.from_pretrained(folder, num_labels=7).num_labels == 7
+
+
+def test_a_state_dict_stands_for_a_folder(folder):
+    """And is copied: training the model leaves the caller's tensors alone."""
+    state = {key: t + 1 for key, t in Auto.from_pretrained(folder).state_dict().items()}
+    config = fastbert.AutoConfig.from_pretrained(folder)
+    kind = fastbert.BertForSequenceClassification
+    model = kind.from_pretrained(None, config=config, state_dict=state)
+    assert all(torch.equal(t, state[key]) for key, t in model.state_dict().items())
+    assert all(t.data_ptr() != state[key].data_ptr() for key, t in model.state_dict().items())
+    for given in ({"config": config}, {"state_dict": state}, {}):
+        with pytest.raises(ConfigError, match="a state_dict stands for a folder"):
+            kind.from_pretrained(None, **given)
+    for each in (Auto, kind):  # as in transformers
+        with pytest.raises(ConfigError, match="a state_dict stands for a folder"):
+            each.from_pretrained(folder, state_dict=state)
+    with pytest.raises(CheckpointError, match="the config contradicts the weights"):
+        kind.from_pretrained(None, config=config, state_dict={**state, "classifier.bias": torch.zeros(7)})
 
 
 def test_what_the_hub_is_asked_for(folder, monkeypatch):

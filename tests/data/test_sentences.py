@@ -297,12 +297,3 @@ def test_arguments(tmp_path):
     for options in ({"max_seq_length": 65}, {"max_seq_length": 2}, {"device": "cuda:77"}, {"device": "tpux"}):
         with pytest.raises(ConfigError):
             SentenceEncoder.from_pretrained(tmp_path, **options)
-
-
-def test_progress_bar(tmp_path, capsys):
-    encoder = SentenceEncoder.from_pretrained(tiny.write_model(tmp_path), device="cpu")
-    encoder.encode(TEXTS)
-    encoder.encode(TEXTS, show_progress_bar=False)
-    assert capsys.readouterr().err == ""
-    encoder.encode(TEXTS, show_progress_bar=True)
-    assert "encoding: 100%" in capsys.readouterr().err

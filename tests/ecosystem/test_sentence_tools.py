@@ -1,4 +1,4 @@
-"""KeyBERT with a SentenceEncoder as its embedding model; examples/sentence_tools.py has the tools that are heavier."""
+"""KeyBERT with a SentenceEncoder as its embedding model; heavy.py has the tools that are heavier."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ def test_nobody_is_fastest_on_gpus_before_one_has_said_so(page):
     if any(path.is_dir() and re.search("nvidia|[ahb][12]00", path.name) for path in results.iterdir()):
         return
     sentences = re.split(r"(?<=[.!?:])\s|\n\n|\"\n", page.read_text(encoding="utf-8"))
-    found = [s for s in sentences if re.search("fastest", s, re.IGNORECASE) and re.search("GPU|CUDA|Triton", s)]
+    claims = r"\bfastest\b|\bfast(er)?\b[^|]*\b(on|for)\b[^|]*GPU|GPU[^|]*\btimes as fast\b"
+    found = [s for s in sentences if re.search(claims, s, re.IGNORECASE) and re.search("GPU|CUDA|Triton", s)]
     assert not found
 
 

@@ -112,7 +112,10 @@ BLOCKS = [
 
 @pytest.mark.parametrize("page,block", BLOCKS)
 def test_examples_run(page, block, monkeypatch, tmp_path):
-    """Offline: transformers gets the folder of the model that a hub id in an example stands for."""
+    """Offline: transformers gets the folder of the model that a hub id in an example stands for.
+
+    What needs a bucket is marked "py": tests/bulk runs the same calls over files.
+    """
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     here = block.replace('"sentence-transformers/all-MiniLM-L6-v2"', repr(str(resolve("all-MiniLM-L6-v2"))))

@@ -68,16 +68,19 @@ def report(tmp_path_factory) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.full
 def test_the_examples_of_the_readme_pass(report):
     assert len(README) >= 3
     assert not [line for name, lines in report.items() if name.startswith("readme_") for line in lines]
 
 
+@pytest.mark.full
 def test_what_is_made_has_a_type(report):
     revealed = [re.search(r'Revealed type is "([^"]+)"', line) for line in report["kinds.py"]]
     assert [found and found[1].replace("builtins.", "") for found in revealed] == list(KINDS.values())
 
 
+@pytest.mark.full
 def test_a_wrong_name_is_an_error(report):
     errors = [line for line in report["wrong.py"] if " error: " in line]
     assert [int(line.split(":")[1]) for line in errors] == list(range(2, 2 + len(WRONG))), errors

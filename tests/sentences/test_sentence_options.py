@@ -202,3 +202,25 @@ def test_what_is_refused(ours):
             ours.encode(TEXTS, **options)
     with pytest.raises(ConfigError, match="device 'cuda:77' is not there"):
         ours.encode(TEXTS, device="cuda:77")
+
+
+def test_a_stream_that_begins_later_has_the_same_chunks(ours, monkeypatch):
+    """Also where long texts cut chunks short: what several machines share is cut at multiples of a chunk."""
+    from fastbert.sentences import batches
+
+    monkeypatch.setattr(batches, "CHUNK_CHARS", 60)
+    texts = TEXTS * 4
+    whole = [vectors for vectors, _ in ours.encode_stream(texts, chunk_texts=6)]
+    later = [vectors for vectors, _ in ours.encode_stream(texts[12:], chunk_texts=6)]
+    assert max(map(len, whole)) < 6 < len(whole)
+    assert [len(rows) for rows in whole[-len(later) :]] == [len(rows) for rows in later]
+    assert np.array_equal(np.concatenate(whole)[12:], np.concatenate(later))
+
+
+def test_progress_bar(tmp_path, capsys):
+    encoder = fastbert.SentenceEncoder.from_pretrained(tiny.write_model(tmp_path), device="cpu")
+    encoder.encode(TEXTS)
+    encoder.encode(TEXTS, show_progress_bar=False)
+    assert capsys.readouterr().err == ""
+    encoder.encode(TEXTS, show_progress_bar=True)
+    assert "encoding: 100%" in capsys.readouterr().err

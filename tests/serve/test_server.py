@@ -21,6 +21,9 @@ import tiny
 from command_line import ENVIRONMENT, command, fails
 
 from fastbert import SentenceEncoder
+from fastbert.checkpoint.weight_files import CheckpointError
+from fastbert.serve.app import Limits
+from fastbert.serve.run import serve
 
 pytestmark = pytest.mark.dear_to_set_up
 
@@ -138,6 +141,34 @@ def test_errors_before_anything_is_loaded(model):
     assert "is not a folder" in fails("serve", model / "nothing", "--port", 0)
     assert "the API key is empty" in fails("serve", model, "--api-key", "")
     assert "printable ASCII" in fails("serve", model, "--api-key", "a\nb")
+    assert "192.0.2.99:" in fails("serve", model, "--host", "192.0.2.99", "--port", 0)  # not of this machine
+    assert "unrecognized arguments: --trust-remote-code" in fails("serve", model, "--trust-remote-code")
+    assert "'0' is not a whole number of at least 1" in fails("serve", model, "--timeout", 0)
+    assert "invalid choice: 'float64'" in fails("serve", model, "--dtype", "float64")
+    assert "device 'tpu'" in fails("serve", model, "--device", "tpu", "--port", 0)
+
+
+def test_a_models_own_code_is_not_run(tmp_path):
+    model = tiny.write_model(tmp_path / "model")
+    (model / "modeling_own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    tiny.edit_config(model, model_type="own", auto_map={"AutoModel": "modeling_own.Own"}, architectures=["Own"])
+    assert "'own'" in fails("serve", model, "--port", 0)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "host,key,said",
+    (
+        ("0.0.0.0", None, ["whoever reaches 0.0.0.0 may use this server: it asks for no API key"]),
+        ("0.0.0.0", "secret", []),
+        ("127.0.0.1", None, []),
+    ),
+)
+def test_an_open_door_is_told(tmp_path, host, key, said):
+    lines: list[str] = []
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        serve(str(tmp_path / "nothing"), host=host, port=0, api_key=key, limits=Limits(), say=lines.append)
+    assert lines == said
 
 
 def test_without_the_extra_one_line_says_what_to_install(model):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +31,25 @@ class _JsonLines:
             row = {name: _plain(value) for name, value in zip(columns, values, strict=True)}
             self.file.write(json.dumps(row, ensure_ascii=False) + "\n")
         self.file.flush()
+
+
+class _Stdout:
+    """Standard output, with errors that say so."""
+
+    def write(self, line: str) -> None:
+        self._try(sys.stdout.write, line)
+
+    def flush(self) -> None:
+        self._try(sys.stdout.flush)
+
+    @staticmethod
+    def _try(do: Callable[..., Any], *arguments: str) -> None:
+        try:
+            do(*arguments)
+        except BrokenPipeError:  # nobody reads any more, which is no error
+            raise
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, "standard output") from None
 
 
 class _Parquet:
@@ -93,7 +112,7 @@ def check_output(path: Path, kinds: Sequence[str], force: bool) -> None:
 def open_rows(path: Path) -> Iterator[Rows]:
     """The rows of `path`, which has its name once all are written; what an error leaves is removed."""
     if path == STDOUT:
-        yield _JsonLines(sys.stdout)
+        yield _JsonLines(_Stdout())
         return
     partial = path.with_name(f"{path.name}.partial")
     try:

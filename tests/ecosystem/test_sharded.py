@@ -1,4 +1,4 @@
-"""accelerate under torch's DDP and FSDP2: two processes, the losses of transformers' own code, all calls packed."""
+"""Both routes under torch's DDP and FSDP2: two processes, the losses of transformers' own code, all calls packed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import copy
 import warnings
 from pathlib import Path
 
+import packed_layers
 import pytest
 import torch
 from batches import make_batch
-from hf import config_for, make_hf
+from hf import config_for, make_hf, make_ours
 from torch import distributed as dist
 from torch import multiprocessing, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -56,6 +57,7 @@ WAYS = {
     "fsdp-bfloat16": in_bfloat16,
 }
 ORDERS = ("accelerated-first", "accelerated-last")
+CONFIG = config_for("bert", "SequenceClassification")
 
 
 def losses(way: str, order: str, model: nn.Module) -> tuple[list[float], tuple[int, int]]:
@@ -74,7 +76,7 @@ def losses(way: str, order: str, model: nn.Module) -> tuple[list[float], tuple[i
     found = []
     for step in range(STEPS):
         torch.manual_seed(10 * step + dist.get_rank())
-        inputs = make_batch(config_for("bert", "SequenceClassification"), "right").inputs
+        inputs = make_batch(CONFIG, "right").inputs
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         inputs["input_ids"] = torch.randint(3, 43, ids.shape) * mask
         labels = torch.randint(3, ids.shape[:1])
@@ -101,8 +103,10 @@ def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-    model, results = make_hf(config_for("bert", "SequenceClassification"), "SequenceClassification"), {}
-    with warnings.catch_warnings():
+    model, results = make_hf(CONFIG, "SequenceClassification"), {}
+    ours = make_ours(CONFIG, "SequenceClassification", model)
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        layers = packed_layers.count(patch)
         warnings.filterwarnings("error", message="fastbert: ")
         warnings.filterwarnings("error", message="FSDP2-wrapped module")
         for way in WAYS:
@@ -110,6 +114,8 @@ def work(rank: int, folder: str) -> None:
             results[way] = {"exact": losses("ddp", "plain", exact), "plain": losses(way, "plain", model)}
             for order in ORDERS:
                 results[way][order] = losses(way, order, model)
+            layers.clear()
+            results[way]["own"] = losses(way, "plain", ours)[0], len(layers)
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -130,3 +136,14 @@ def test_losses_are_transformers_and_every_call_is_packed(way, order, results):
         assert_close_to_reference(torch.tensor(actual), oracle.double(), near, GRADIENT_FACTOR)
         assert calls == (2 * STEPS + 1, 0)
         assert len(set(actual[: 2 * STEPS])) == 2 * STEPS  # other batches, other weights
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_own_classes_have_the_losses_of_transformers_and_every_layer_is_packed(way, results):
+    for of_rank in results:
+        actual, layers = of_rank[way]["own"]
+        oracle, near = (torch.tensor(of_rank[way][name][0]) for name in ("exact", "plain"))
+        assert_close_to_reference(torch.tensor(actual), oracle.double(), near, GRADIENT_FACTOR)
+        # In training, again in backward, in eval mode; sharded, and in a plain model, with the last weights.
+        calls = STEPS * (3 if way == "fsdp-checkpointing" else 2) + 2
+        assert layers == CONFIG.num_hidden_layers * calls
