@@ -10,6 +10,7 @@ import importlib.util
 import shutil
 from pathlib import Path
 
+from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403  (the hooks that stay as they are)
 
 spec = importlib.util.spec_from_file_location(
@@ -31,3 +32,9 @@ def get_requires_for_build_wheel(config_settings=None):
 
 
 get_requires_for_build_editable = get_requires_for_build_wheel
+
+
+def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
+    """A plain path: type checkers and editors do not follow the import hook that setuptools would install."""
+    settings = {"editable_mode": "compat", **(config_settings or {})}
+    return build_meta.build_editable(wheel_directory, settings, metadata_directory)

@@ -71,7 +71,7 @@ def bits(classes: list[list[str]]) -> dict[str, str]:
     import fastbert
 
     shape = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 96}
-    shape |= {"vocab_size": 99, "max_position_embeddings": 64}
+    shape |= {"vocab_size": 99, "max_position_embeddings": 64, "pad_token_id": 1}
     found = {}
     for model_type, head in classes:
         labels = 2 if head in ("QuestionAnswering", "MultipleChoice", "NextSentencePrediction") else 3

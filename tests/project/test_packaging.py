@@ -175,6 +175,16 @@ def test_without_a_compiler_the_wheel_is_pure_python_and_works(checkout, sdist, 
     check_wheel(home, checkout)
 
 
+def test_an_editable_install_is_a_path(sdist, tmp_path):
+    """Which type checkers and editors follow, as they do no import hook."""
+    copy, program = tmp_path / "source", "import sys, build_backend; build_backend.build_editable(sys.argv[1])"
+    shutil.copytree(sdist, copy, ignore=shutil.ignore_patterns("build"))
+    run([sys.executable, "-c", program, str(tmp_path)], copy, CXX="/nonexistent/c++", CC="/nonexistent/cc")
+    (wheel,) = tmp_path.glob("*.whl")
+    (path,) = unzip(wheel, tmp_path / "unzipped").glob("*.pth")
+    assert path.read_text(encoding="utf-8").strip() == str(copy)
+
+
 def test_what_does_not_compile_leaves_no_library(sdist, tmp_path):
     """An earlier build's would pass for this one's, in the wheel and beside the sources."""
     copy = tmp_path / "source"
