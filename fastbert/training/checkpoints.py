@@ -33,6 +33,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, world: World, keep: int):
         self.folder, self.world, self.keep = folder, world, keep
+        self.newest: int | None = None  # the step of the last one saved or loaded here
         self._writing: tuple[Future, Path] | None = None
 
     def last(self) -> Path | None:
@@ -51,7 +52,7 @@ class Checkpoints:
         weights, moments = get_state_dict(model, optimizer)
         state = {"model": weights, "optimizer": moments, "extra": extra}
         future = dcp.async_save(state, checkpoint_id=beside, process_group=self.world.saving_group)
-        self._writing = future, self.folder / f"step-{step:09d}"
+        self._writing, self.newest = (future, self.folder / f"step-{step:09d}"), step
 
     def finish(self) -> None:
         """Wait for what is being written, give it its name, and remove what is older than the last `keep`."""
@@ -73,16 +74,20 @@ class Checkpoints:
                 shutil.rmtree(old)
         self.world.barrier()
 
-    def load(self, path: Path, model: nn.Module, optimizer: Any) -> dict[str, Any]:
-        """Fill a model and its optimizer; returns what `save` got as `extra`. Raises CheckpointError."""
+    def load(self, path: Path, model: nn.Module, optimizer: Any, extra: dict[str, Any]) -> dict[str, Any]:
+        """Fill a model and its optimizer; returns what `save` got as `extra`, which has the keys of `extra` here.
+
+        Raises CheckpointError.
+        """
         weights, moments = get_state_dict(model, optimizer)
         state: dict[str, Any] = {"model": weights, "optimizer": moments}
-        extra: dict[str, Any] = {"step": 0, "epoch": 0, "epoch_step": 0}
+        extra = dict(extra)
         try:
             dcp.load({**state, "extra": extra}, checkpoint_id=path, process_group=self.world.host_group)
         except (Exception, CheckpointException) as error:
             raise CheckpointError(f"{path} cannot be read: {_cause(error)}") from error
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        self.newest = extra["step"]
         return extra
 
 

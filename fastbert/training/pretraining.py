@@ -14,21 +14,24 @@ from fastbert.data.corpus import Corpus
 from fastbert.data.masking import Masking
 from fastbert.data.windows import Windows
 from fastbert.packed_inputs import PackedInputs
+from fastbert.training.task import Phase, Task
 
 
-class MaskedLM:
+class MaskedLM(Task):
     """Masked language modelling of whole windows, as RoBERTa does it (Liu et al. 2019): other masks in every epoch."""
 
     def __init__(
-        self, corpus: Corpus, tokenizer: Tokenizer, max_length: int, masking: Masking, *, seed: int, with_types: bool
+        self, model: nn.Module, corpus: Corpus, tokenizer: Tokenizer, *, unit: Any, seed: int, with_types: bool
     ):
-        self.corpus, self.tokenizer, self.max_length = corpus, tokenizer, max_length
-        self.seed, self.with_types = seed, with_types
-        self.collate: Callable[[list[Any]], PackedInputs] = PackingCollator(masking)
+        self.model, self.corpus, self.tokenizer = model, corpus, tokenizer
+        self.unit, self.seed, self.with_types = unit, seed, with_types
 
-    def examples(self, epoch: int) -> tuple[Any, Any]:
+    def collate(self, phase: Phase) -> Callable[[list[Any]], PackedInputs]:
+        return PackingCollator(Masking.of(self.tokenizer, unit=self.unit, share=phase.masking))
+
+    def examples(self, epoch: int, phase: Phase) -> tuple[Any, Any]:
         windows = Windows(
-            self.corpus, self.tokenizer, self.max_length, seed=self.seed, epoch=epoch, with_types=self.with_types
+            self.corpus, self.tokenizer, phase.max_length, seed=self.seed, epoch=epoch, with_types=self.with_types
         )
         return windows, windows.lengths
 

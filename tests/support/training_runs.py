@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,22 @@ from tokenizers import Tokenizer, models, processors
 
 from fastbert.config import EncoderConfig
 from fastbert.data.corpus import Corpus
-from fastbert.data.masking import Masking
 from fastbert.models.classes import CLASSES
 from fastbert.training.distributed import World, wrap
 from fastbert.training.loop import Loop, LoopOptions
 from fastbert.training.optimizers import make_optimizer, parameter_groups
 from fastbert.training.pretraining import MaskedLM
 from fastbert.training.schedules import Schedule
+from fastbert.training.task import Phase
 
 WORDS = 60
 ALONE = World(0, 1, torch.device("cpu"))
-OPTIONS = LoopOptions(steps=12, step_tokens=400, save_every=4, log_every=3)
+PHASE = Phase(until=12, step_tokens=400, max_length=34)
+OPTIONS = LoopOptions((PHASE,), save_every=4, log_every=3)
+
+
+def until(step: int, **changes: Any) -> LoopOptions:
+    return replace(OPTIONS, phases=(replace(PHASE, until=step),), **changes)
 
 
 def make_tokenizer() -> Tokenizer:
@@ -60,7 +66,7 @@ def make_loop(
     lr: float = 3e-3,
 ) -> Loop:
     tokenizer, model = make_tokenizer(), make_model() if model is None else model
-    task = MaskedLM(make_corpus(), tokenizer, 34, Masking.of(tokenizer, unit="token"), seed=0, with_types=True)
+    task = MaskedLM(model, make_corpus(), tokenizer, unit="token", seed=0, with_types=True)
     wrapped = wrap(model, world, wrapping, bf16=options.bf16)
     optimizer = make_optimizer("adamw", parameter_groups(model, lr), (0.9, 0.98), 1e-6)
     folder.mkdir(parents=True, exist_ok=True)

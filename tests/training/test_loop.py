@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
-from training_runs import ALONE, OPTIONS, losses_of, make_loop, make_model
+from training_runs import ALONE, OPTIONS, PHASE, losses_of, make_loop, make_model, until
 
 from fastbert.data.batches import Steps, StepSampler, make_loader
 from fastbert.training.checkpoints import Checkpoints
@@ -39,9 +39,9 @@ def by_hand(steps: int, folder: Path) -> list[float]:
     optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.98), eps=1e-6)
     losses: list[float] = []
     for epoch in range(steps):
-        examples, lengths = loop.task.examples(epoch)
-        sampler = StepSampler(Steps(lengths, OPTIONS.step_tokens), 32, epoch=epoch)
-        for packed in make_loader(examples, sampler, loop.task.collate):
+        examples, lengths = loop.task.examples(epoch, PHASE)
+        sampler = StepSampler(Steps(lengths, PHASE.step_tokens), 32, epoch=epoch)
+        for packed in make_loader(examples, sampler, loop.task.collate(PHASE)):
             batch = packed["batch"]
             padded = {n: torch.nn.utils.rnn.pad_sequence(packed[n].split(batch.cu_seqlens.diff().tolist()), True, v)
                       for n, v in (("input_ids", 0), ("token_type_ids", 0), ("labels", -100))}  # fmt: skip
@@ -63,7 +63,7 @@ def test_losses_are_those_of_transformers(tmp_path):
     loop = make_loop(tmp_path)
     loop.run()
     found = losses_of(tmp_path)
-    assert len(found) == 12 and loop.epoch >= 1
+    assert len(found) == 12 and loop.place.epoch >= 1
     assert found == pytest.approx(by_hand(12, tmp_path / "other"), abs=1e-4)
     assert found[-1] < found[0]
 
@@ -80,10 +80,10 @@ def test_a_run_that_stopped_goes_on_with_the_same_bits(bf16, tmp_path):
     """Dropout included; what was logged after the checkpoint is logged again, once."""
     options = dataclasses.replace(OPTIONS, bf16=bf16)
     make_loop(tmp_path / "whole", options, model=make_model(0.1)).run()
-    make_loop(tmp_path / "parts", dataclasses.replace(options, steps=6, log_every=1), model=make_model(0.1)).run()
+    make_loop(tmp_path / "parts", until(6, log_every=1, bf16=bf16), model=make_model(0.1)).run()
     (tmp_path / "parts/checkpoints/step-000000006").rename(tmp_path / "gone")
     second = make_loop(tmp_path / "parts", options, model=make_model(0.1))
-    assert second.resume() and second.step == 4
+    assert second.resume() and second.place.step == 4
     second.run()
     assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "whole")
 
@@ -95,7 +95,7 @@ def test_only_the_last_checkpoints_are_kept(tmp_path):
 
 
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
-    loop = make_loop(tmp_path, dataclasses.replace(OPTIONS, steps=8))
+    loop = make_loop(tmp_path, until(8))
     loop.run()
     with torch.no_grad():
         next(loop.model.parameters())[5] = float("nan")
@@ -122,17 +122,17 @@ def test_two_ranks_have_the_losses_of_one(wrapping, tmp_path):
     """And a run goes on with another number of ranks."""
     make_loop(tmp_path / "one").run()
     (tmp_path / "two").mkdir()
-    make_loop(tmp_path / "two", dataclasses.replace(OPTIONS, steps=4)).run()
+    make_loop(tmp_path / "two", until(4)).run()
     mp.spawn(run_rank, (2, str(tmp_path / "two"), wrapping), nprocs=2)
     assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), abs=2e-5)
 
 
 PROGRAM = """
-    import sys, dataclasses
+    import sys
     sys.path.insert(0, {here!r})
     from pathlib import Path
-    from training_runs import OPTIONS, make_loop, make_model
-    options = dataclasses.replace(OPTIONS, steps=200, save_every=1, log_every=1)
+    from training_runs import make_loop, make_model, until
+    options = until(200, save_every=1, log_every=1)
     loop = make_loop(Path({folder!r}), options, model=make_model(0.1))
     loop.resume()
     print("ready", flush=True)
@@ -159,7 +159,7 @@ def test_killed_at_any_moment(tmp_path):
 
 
 def test_what_cannot_be_written_or_read(tmp_path, monkeypatch):
-    loop = make_loop(tmp_path, dataclasses.replace(OPTIONS, steps=4))
+    loop = make_loop(tmp_path, until(4))
     loop.run()
     (last,) = (tmp_path / "checkpoints").iterdir()
     (last / "__0_0.distcp").write_bytes(b"rubbish")

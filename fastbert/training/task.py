@@ -1,0 +1,74 @@
+"""What a run trains: its examples, its loss, and how good it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastbert.packed_inputs import PackedInputs
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a run. Its examples are cut and masked alike.
+
+    until: the step behind its last one. step_tokens: of a step over all ranks, an upper bound. max_examples: of a step,
+    too; None: as many as the tokens allow. max_length: of an example, special tokens included. masking: the share of
+    tokens that a masked language model has to guess.
+    """
+
+    until: int
+    step_tokens: int
+    max_examples: int | None = None
+    max_length: int = 128
+    masking: float = 0.15
+
+
+class Task:
+    """The base of all tasks. What raises NotImplementedError is the task's own.
+
+    model: what is trained, on the CPU when the task is made. metric: which number of `evaluate` says which checkpoint
+    is the best one, None where there is nothing to evaluate on; `more_is_better` of it.
+    """
+
+    model: nn.Module
+    metric: str | None = None
+    more_is_better: bool = True
+
+    def collate(self, phase: Phase) -> Callable[[list[Any]], PackedInputs]:
+        """Makes a batch of examples, in a DataLoader's worker: it must be picklable."""
+        raise NotImplementedError
+
+    def examples(self, epoch: int, phase: Phase) -> tuple[Any, Any]:
+        """(the examples of an epoch, the number of tokens of each)."""
+        raise NotImplementedError
+
+    def counts(self, batch: PackedInputs) -> list[int]:
+        """What each of the loss's terms is the mean over, in this batch: a number of labels for each term."""
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: PackedInputs, totals: list[float]) -> torch.Tensor:
+        """The sum over this batch of each term, divided by that term's total, and added up.
+
+        `model` is this task's, perhaps wrapped; the batch is on its device.
+        """
+        raise NotImplementedError
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Numbers by name, of the evaluation data. `model` is in eval mode, has all weights, and is not wrapped; the
+        caller has set autocast. Called on rank 0 alone.
+        """
+        raise NotImplementedError
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        """Write what a user loads, the tokenizer with it. `model` is as in `evaluate`."""
+        raise NotImplementedError
+
+    def show(self, batch: PackedInputs) -> list[str]:
+        """A text a sequence: what the model is shown and what it has to say, for `--dry-run`."""
+        raise NotImplementedError
