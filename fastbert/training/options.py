@@ -121,6 +121,24 @@ class FinetuneOptions(RunOptions):
     train: tuple[str, ...] = option((), "files to learn from, or a data set of the hub", group="task")
     eval: tuple[str, ...] = option((), "files to judge by; without them only the loss is known", group="task")
 
+    loss: str = option(
+        "auto",
+        "auto: cosent where there are scores, else ranking, in which a text has to find its partner in the batch",
+        choices=("auto", "ranking", "cosent", "cosine"),
+        group="embedding",
+    )
+    scale: float = option(20.0, "factor of the cosines in ranking and cosent", group="embedding")
+    symmetric: bool = option(False, "ranking in both directions", group="embedding")
+    dims: tuple[str, ...] = option(
+        (), "sizes that vectors may be cut to, the whole one among them (Matryoshka)", group="embedding"
+    )
+    pooling: str = option(
+        "",
+        "how the tokens of a plain encoder make a vector; by default mean",
+        choices=("", "cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"),
+        group="embedding",
+    )
+
     batch_size: int = option(
         32, "examples of a step over all ranks, at most; 0: as many as --step-tokens allows", group="length"
     )
