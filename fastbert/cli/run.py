@@ -21,7 +21,9 @@ from fastbert.cli import (
     doctor,
     encode,
     fill_mask,
+    finetune,
     info,
+    pretrain,
     quantize,
     say,
     search,
@@ -30,7 +32,7 @@ from fastbert.cli import (
 from fastbert.cli.parser import A_MODEL, Parser
 from fastbert.cli.texts import UsageError
 
-COMMANDS = (encode, search, classify, fill_mask, serve, quantize, info, doctor, build, bench)
+COMMANDS = (encode, search, classify, fill_mask, serve, finetune, pretrain, quantize, info, doctor, build, bench)
 
 # The errors that a user can mend, by their modules below fastbert.
 USER_ERRORS = {
@@ -38,6 +40,7 @@ USER_ERRORS = {
     "checkpoint.weight_files": ("CheckpointError",),
     "packing": ("InputError",),
     "backend": ("BackendError",),
+    "training.loop": ("TrainingError",),
     "bench.compete": ("BenchmarkError", "WorkerError"),
 }
 

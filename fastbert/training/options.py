@@ -1,24 +1,26 @@
-"""What a run is told: dataclasses, whose fields are the options of the command line and the keys of a run's YAML file.
+"""What a run is told: dataclasses whose fields are the options of the command line and the keys of a run's YAML file.
 
-A field says in `metadata` what it is for (help), which values it may have (choices), and which section of `--help` it is
-in (group).
+A field's metadata says what it is for (help), which values it may have (choices), and in which section of `--help` it
+stands (group).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from fastbert.config import ConfigError
 
+Options = TypeVar("Options", bound="RunOptions")
 
-def option(default: Any, help: str, *, choices: tuple[str, ...] = (), group: str = "") -> Any:
-    metadata = {"help": help, "choices": choices, "group": group}
-    if isinstance(default, tuple):
-        return field(default_factory=lambda: default, metadata=metadata)
-    return field(default=default, metadata=metadata)
+
+def option(default: Any, help: str, *, choices: tuple[str, ...] = (), group: str = "run") -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices, "group": group})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,17 +53,27 @@ class RunOptions:
     learning_rate: float = option(5e-5, "the highest of the run", group="optimizer")
     optimizer: str = option("adamw", "what makes the steps", choices=("adamw", "lamb"), group="optimizer")
     weight_decay: float = option(0.01, "of matrices and tables", group="optimizer")
-    layer_decay: float = option(1.0, "a layer's learning rate by that of the layer above", group="optimizer")
-    beta1: float = option(0.9, "Adam's decay of the mean of gradients", group="optimizer")
-    beta2: float = option(0.999, "Adam's decay of the mean of their squares", group="optimizer")
-    eps: float = option(1e-8, "added to the root of that mean", group="optimizer")
-    schedule: str = option("linear", "the learning rate after the warm-up", choices=("linear", "cosine", "trapezoid", "constant"), group="optimizer")  # fmt: skip
+    layer_decay: float = option(1.0, "a layer's learning rate, by that of the layer above it", group="optimizer")
+    beta1: float = option(0.9, "decay of Adam's mean of the gradients", group="optimizer")
+    beta2: float = option(0.999, "decay of Adam's mean of their squares", group="optimizer")
+    eps: float = option(1e-8, "what is added to the root of that mean", group="optimizer")
+    schedule: str = option(
+        "linear",
+        "the learning rate after the warm-up",
+        choices=("linear", "cosine", "trapezoid", "constant"),
+        group="optimizer",
+    )
     warmup: float = option(
         0.1, "steps in which the learning rate goes up; below 1: a share of all steps", group="optimizer"
     )
     max_norm: float = option(1.0, "gradients longer than that are shortened; 0: not", group="optimizer")
 
-    precision: str = option("auto", "number format of the products; auto: bf16 where the processor has it", choices=("auto", "bf16", "fp32"), group="machine")  # fmt: skip
+    precision: str = option(
+        "auto",
+        "number format of the products; auto: bf16 where the processor has it",
+        choices=("auto", "bf16", "fp32"),
+        group="machine",
+    )
     device: str = option("", "cpu or cuda; by default a GPU if there is one", group="machine")
     workers: int = option(0, "processes that make batches; 0: the training process itself", group="machine")
     wrapping: str = option("ddp", "how several ranks share the work", choices=("ddp", "fsdp"), group="machine")
@@ -70,18 +82,30 @@ class RunOptions:
     )
     timeout: float = option(1800.0, "seconds that a rank waits for the others before it fails", group="machine")
 
-    log_every: int = option(10, "steps", group="reports")
-    eval_every: int = option(0, "steps; 0: after every epoch, or at the end of a run by --steps", group="reports")
+    log_every: int = option(10, "steps between rows of the log", group="reports")
+    eval_every: int = option(0, "steps between evaluations; 0: after every epoch, and at the end", group="reports")
     patience: int = option(0, "evaluations without a better one after which the run ends; 0: never", group="reports")
     save_every: int = option(500, "steps between checkpoints", group="reports")
     keep: int = option(2, "checkpoints that stay", group="reports")
     tensorboard: bool = option(False, "write TensorBoard's files into the run's folder, too", group="reports")
 
     def __post_init__(self) -> None:
-        for entry in dataclasses.fields(self):
-            choices, value = entry.metadata["choices"], getattr(self, entry.name)
-            if choices and value not in choices:
-                raise ConfigError(f"{entry.name} is {value!r}; it must be one of {', '.join(choices)}")
+        for name, kind in types_of(type(self)).items():
+            value, metadata = getattr(self, name), _fields(type(self))[name].metadata
+            if not _fits(value, kind):
+                raise ConfigError(f"{name} is {value!r}; it must be {_NAMES[kind]}")
+            if metadata["choices"] and value not in metadata["choices"]:
+                raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(metadata['choices'])}")
+        positive = ("accumulation", "max_length", "log_every", "save_every", "keep", "learning_rate", "timeout")
+        for name in positive:
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
+        for name in ("seed", "steps", "epochs", "batch_size", "step_tokens", "workers", "warmup", "max_norm",
+                     "eval_every", "patience", "weight_decay"):  # fmt: skip
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        if not self.steps and not self.epochs:
+            raise ConfigError("steps and epochs are both 0: say how long the run is to be")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +114,12 @@ class FinetuneOptions(RunOptions):
 
     command: ClassVar[str] = "finetune"
 
-    task: str = option("classification", "what is learnt", choices=("classification", "tokens", "qa", "embedding"), group="task")  # fmt: skip
+    task: str = option(
+        "classification", "what is learnt", choices=("classification", "tokens", "qa", "embedding"), group="task"
+    )
     model: str = option("", "a folder, a hub id, or all-MiniLM-L6-v2", group="task")
     train: tuple[str, ...] = option((), "files to learn from, or a data set of the hub", group="task")
-    eval: tuple[str, ...] = option((), "files to judge by; none: only the loss is known", group="task")
+    eval: tuple[str, ...] = option((), "files to judge by; without them only the loss is known", group="task")
     text_columns: tuple[str, ...] = option(
         (), "the column of texts, or two of pairs; by default found by their names", group="task"
     )
@@ -108,6 +134,10 @@ class FinetuneOptions(RunOptions):
         (), "how much a class counts in the loss: balanced, or a number for each", group="task"
     )
 
+    batch_size: int = option(
+        32, "examples of a step over all ranks, at most; 0: as many as --step-tokens allows", group="length"
+    )
+
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainOptions(RunOptions):
@@ -115,13 +145,85 @@ class PretrainOptions(RunOptions):
 
     command: ClassVar[str] = "pretrain"
 
-    objective: str = option("mlm", "what is learnt", choices=("mlm", "mlm+nsp", "mlm+sop", "rtd", "distil"), group="task")  # fmt: skip
+    objective: str = option(
+        "mlm", "what is learnt", choices=("mlm", "mlm+nsp", "mlm+sop", "rtd", "distil"), group="task"
+    )
     train: tuple[str, ...] = option((), "files of text to learn from, or a data set of the hub", group="task")
-    eval: tuple[str, ...] = option((), "files to judge by; none: only the loss is known", group="task")
-    model: str = option("", "go on with this model; else --preset from scratch", group="task")
+    eval: tuple[str, ...] = option((), "files to judge by; without them only the loss is known", group="task")
+    model: str = option("", "go on with this model; without it a new one is made", group="task")
+
+    learning_rate: float = option(5e-4, "the highest of the run", group="optimizer")
+    step_tokens: int = option(8192, "tokens of a step over all ranks, at most", group="length")
 
 
-def path_of(options: RunOptions) -> Path:
-    if not options.output:
-        raise ConfigError("output is missing: the folder that the run writes")
-    return Path(options.output)
+# What may change when a run goes on: where and how it runs, and what is reported of it, but not what is learnt.
+MAY_CHANGE = {"output", "resume", "dry_run", "accumulation", "device", "workers", "wrapping", "timeout", "log_every",
+              "save_every", "keep", "tensorboard", "activation_checkpointing"}  # fmt: skip
+
+_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", tuple: "a list of texts"}
+
+
+def types_of(cls: type[RunOptions]) -> dict[str, type]:
+    """The type of each option: int, float, bool, str, or tuple (of texts)."""
+    hints = typing.get_type_hints(cls)
+    return {name: typing.get_origin(hints[name]) or hints[name] for name in _fields(cls)}
+
+
+def _fields(cls: type[RunOptions]) -> dict[str, Any]:
+    return {entry.name: entry for entry in dataclasses.fields(cls)}
+
+
+def _fits(value: Any, kind: type) -> bool:
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if kind is tuple:
+        return isinstance(value, tuple) and all(isinstance(entry, str) for entry in value)
+    return isinstance(value, kind)
+
+
+def options_of(cls: type[Options], given: Mapping[str, Any], where: str) -> Options:
+    """The options in a mapping, such as a YAML file has. Raises ConfigError, naming `where`: an unknown key, or a value
+    of the wrong type.
+    """
+    kinds, found = types_of(cls), dict[str, Any]()
+    for name, value in given.items():
+        key = str(name).replace("-", "_")
+        if key not in kinds:
+            raise ConfigError(f"{where} has {name!r}, which {cls.command} does not know; it knows {', '.join(kinds)}")
+        if kinds[key] is tuple:
+            value = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+        if kinds[key] is float and isinstance(value, str):  # 5e-5 is a text in YAML 1.1
+            with contextlib.suppress(ValueError):
+                value = float(value)
+        found[key] = value
+    try:
+        return cls(**found)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Raises ConfigError: no YAML, or no mapping; OSError."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds no options: it must have lines such as `learning_rate: 3e-5`")
+    return found
+
+
+def to_yaml(options: RunOptions) -> str:
+    """All options but those of one start (output, resume, dry_run)."""
+    import yaml
+
+    values = {name: getattr(options, name) for name in types_of(type(options))}
+    kept = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items() if k not in _OF_ONE_START}
+    return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
+
+
+_OF_ONE_START = ("output", "resume", "dry_run")

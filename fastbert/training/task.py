@@ -36,9 +36,16 @@ class Task:
     is the best one, None where there is nothing to evaluate on; `more_is_better` of it.
     """
 
-    model: nn.Module
+    model: Any
     metric: str | None = None
     more_is_better: bool = True
+    library: str = "transformers"  # that loads what `save` writes, in the hub's words
+    pipeline: str | None = None  # what it is for, in the hub's words: "text-classification"
+
+    @property
+    def hidden_size(self) -> int:
+        """Of the model's layers: it says how dear a long sequence is."""
+        return self.model.config.hidden_size
 
     def collate(self, phase: Phase) -> Callable[[list[Any]], PackedInputs]:
         """Makes a batch of examples, in a DataLoader's worker: it must be picklable."""

@@ -1,0 +1,66 @@
+"""What `fastbert finetune` and `fastbert pretrain` share: options from their dataclass, and from a YAML file."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from fastbert.cli.parser import Parser
+from fastbert.training.options import Options, RunOptions, options_of, read_yaml, types_of
+
+_GROUPS = {
+    "task": "what is learnt, from what",
+    "run": "the run",
+    "length": "length and batches",
+    "optimizer": "optimizer",
+    "machine": "machine",
+    "reports": "reports",
+}
+
+
+def add_options(parser: Parser, cls: type[RunOptions]) -> None:
+    """An option for each field of the dataclass. What is not given is absent from the result."""
+    parser.add_argument(
+        "--config", metavar="FILE", type=Path, help="a YAML file of these options; the command line wins"
+    )
+    kinds = types_of(cls)
+    sections = {name: parser.add_argument_group(title) for name, title in _GROUPS.items()}
+    for entry in dataclasses.fields(cls):
+        flag, kind, metadata = f"--{entry.name.replace('_', '-')}", kinds[entry.name], entry.metadata
+        section = sections[metadata["group"]]
+        shown = metadata["help"].replace("%", "%%")
+        if kind is bool:
+            section.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=shown)
+            continue
+        if entry.default not in ("", ()):
+            shown += f" (default {entry.default})"
+        options: dict[str, Any] = {"help": shown, "default": argparse.SUPPRESS}
+        if metadata["choices"]:
+            options["choices"] = metadata["choices"]
+        else:
+            options["metavar"] = {int: "N", float: "X", str: "NAME", tuple: "NAME"}[kind]
+        if kind is tuple:
+            options["nargs"] = "+"
+        else:
+            options["type"] = kind
+        section.add_argument(flag, **options)
+
+
+def read_options(cls: type[Options], given: argparse.Namespace) -> Options:
+    """Defaults, then the YAML file, then the command line. Raises ConfigError, OSError."""
+    found: dict[str, Any] = {} if given.config is None else dict(read_yaml(given.config))
+    found = {str(name).replace("-", "_"): value for name, value in found.items()}
+    found |= {name: vars(given)[name] for name in types_of(cls) if name in given}
+    return options_of(cls, found, "the command line" if given.config is None else str(given.config))
+
+
+def print_metrics(metrics: dict[str, Any], folder: str) -> None:
+    """Of a run; a dry run has none."""
+    if not metrics:
+        return
+    for name, value in metrics.items():
+        if name.startswith("eval_") or name in ("train_loss", "tokens_per_second"):
+            print(f"{name.removeprefix('eval_'):>20} {value:.4f}" if abs(value) < 1000 else f"{name:>20} {value:,.0f}")
+    print(f"{folder} holds the model, metrics.json, chart.png and README.md")

@@ -1,0 +1,146 @@
+"""What a run shows while it goes on, and what it leaves: a bar, TensorBoard's files, metrics, a chart, a card."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from fastbert import __version__
+from fastbert.config import ConfigError
+from fastbert.training import folder as run_folder
+from fastbert.training.options import RunOptions
+
+
+class Progress:
+    """A bar with loss and real tokens/s on stderr; TensorBoard's files on request."""
+
+    def __init__(self, folder: Path, steps: int, done: int, *, tensorboard: bool, shown: bool):
+        self.bar = tqdm(total=steps, initial=done, unit="step", disable=not shown, dynamic_ncols=True, smoothing=0.05)
+        self.writer = _tensorboard(folder) if tensorboard else None
+
+    def on_step(self, tokens: int) -> None:
+        self.bar.update()
+
+    def on_log(self, row: dict[str, Any]) -> None:
+        metrics = {name: value for name, value in row.items() if name.startswith("eval_")}
+        shown = {"loss": f"{row['loss']:.4f}", "tokens/s": f"{row['tokens_per_second']:,.0f}"}
+        self.bar.set_postfix(shown, refresh=False)
+        if metrics:
+            values = ", ".join(f"{name.removeprefix('eval_')} {value:.4f}" for name, value in metrics.items())
+            self.bar.write(f"step {row['step']}: loss {row['loss']:.4f}; evaluation: {values}")
+        if self.writer is not None:
+            for name in ("loss", "lr", "tokens_per_second", *metrics):
+                self.writer.add_scalar(name.replace("eval_", "eval/"), row[name], row["step"])
+
+    def close(self) -> None:
+        self.bar.close()
+        if self.writer is not None:
+            self.writer.close()
+
+
+def _tensorboard(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ConfigError("tensorboard is not installed: pip install tensorboard") from None
+    return SummaryWriter(str(folder / "tensorboard"))
+
+
+def write_reports(folder: Path, options: RunOptions, place: Any, task: Any, world_size: int) -> dict[str, Any]:
+    """Write metrics.json, chart.png and README.md; returns the metrics. Raises OSError."""
+    rows = run_folder.rows_of(folder)
+    evaluated = [row for row in rows if any(name.startswith("eval_") for name in row)]
+    best = next((row for row in evaluated if row["step"] == place.best_step), evaluated[-1] if evaluated else {})
+    tokens = sum(row["tokens"] for row in rows)
+    seconds = sum(row["tokens"] / row["tokens_per_second"] for row in rows)
+    metrics = {
+        "steps": place.step,
+        "epochs": place.epoch,
+        "train_loss": rows[-1]["loss"],
+        "tokens": tokens,
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(tokens / seconds, 1),
+        "best_step": best.get("step", place.step),
+        **{name: value for name, value in best.items() if name.startswith("eval_")},
+        "ranks": world_size,
+        "machine": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+        if not torch.cuda.is_available()
+        else torch.cuda.get_device_name(),
+        "fastbert": __version__,
+        "torch": torch.__version__,
+    }
+    run_folder.write(folder / run_folder.METRICS, json.dumps(metrics, indent=2) + "\n")
+    draw_chart(rows, evaluated, folder / run_folder.CHART)
+    run_folder.write(folder / "README.md", card(options, metrics, task))
+    return metrics
+
+
+def draw_chart(rows: list[dict[str, Any]], evaluated: list[dict[str, Any]], path: Path) -> None:
+    """The loss of every step with its running mean, and each metric of the evaluations in a panel of its own."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError("matplotlib is not installed: pip install 'fastbert-kernels[train]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    losses = [(step, loss) for row in rows for step, loss in zip(_steps_of(row), row["losses"], strict=True)]
+    names = [name for name in (evaluated[0] if evaluated else {}) if name.startswith("eval_")][:3]
+    figure, panels = pyplot.subplots(1, 1 + len(names), figsize=(5 + 3.6 * len(names), 3.4), squeeze=False)
+    axes = panels[0]
+    steps, values = zip(*losses, strict=True)
+    axes[0].plot(steps, values, color="#9bb7d4", linewidth=0.8, label="each step")
+    axes[0].plot([row["step"] for row in rows], [row["loss"] for row in rows], color="#1f4e79", label="mean of a row")
+    axes[0].set(title="training loss", xlabel="step")
+    axes[0].legend(frameon=False)
+    for axis, name in zip(axes[1:], names, strict=True):
+        axis.plot([row["step"] for row in evaluated], [row[name] for row in evaluated], "o-", color="#1f4e79")
+        axis.set(title=name.removeprefix("eval_").replace("_", " "), xlabel="step")
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _steps_of(row: dict[str, Any]) -> range:
+    return range(row["step"] - len(row["losses"]) + 1, row["step"] + 1)
+
+
+def card(options: RunOptions, metrics: dict[str, Any], task: Any) -> str:
+    """README.md: what the hub reads, what was measured, and the options of the run."""
+    from huggingface_hub import ModelCardData
+
+    source = str(vars(options).get("model", ""))
+    is_hub_id = source.count("/") == 1 and not source.startswith((".", "~", "/")) and not Path(source).exists()
+    data = ModelCardData(
+        library_name=task.library,
+        pipeline_tag=task.pipeline,
+        base_model=source if is_hub_id else None,
+        tags=["fastbert"],
+    )
+    results = {name.removeprefix("eval_"): value for name, value in metrics.items() if name.startswith("eval_")}
+    lines = [
+        f"---\n{data.to_yaml()}\n---\n",
+        f"# {Path(options.output).resolve().name}\n",
+        f"Made by `fastbert {options.command}`" + (f" from {Path(source).name or source}" if source else "") + ".\n",
+        "![training](chart.png)\n",
+        "## Evaluation\n",
+        *(
+            ["| metric | value |", "|---|---|", *(f"| {name} | {value:.4f} |" for name, value in results.items()), ""]
+            if results
+            else ["There was no evaluation data.\n"]
+        ),
+        f"After step {metrics['best_step']} of {metrics['steps']}; {metrics['tokens']:,} tokens at"
+        f" {metrics['tokens_per_second']:,.0f} a second.\n",
+        "## How to repeat it\n",
+        f"`fastbert {options.command} --config run.yaml --output NEW_FOLDER`\n",
+        "## Training data, intended use, limits\n\nTo be filled in by its authors.\n",
+    ]
+    return "\n".join(lines)

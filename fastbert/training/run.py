@@ -1,0 +1,204 @@
+"""One run, from its options to the folder that it leaves: what `fastbert finetune` and `fastbert pretrain` do."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from fastbert.config import ConfigError
+from fastbert.data.batches import Steps
+from fastbert.ops._common import extension_error
+from fastbert.training import folder as run_folder
+from fastbert.training.distributed import World, join, wrap
+from fastbert.training.loop import Loop, LoopOptions, Place, sampler_of
+from fastbert.training.optimizers import make_optimizer, parameter_groups
+from fastbert.training.options import RunOptions
+from fastbert.training.report import Progress, write_reports
+from fastbert.training.schedules import Schedule
+from fastbert.training.task import Phase, Task
+
+SHOWN = 4  # examples of a dry run
+
+
+def execute(
+    options: RunOptions,
+    make_task: Callable[[Any], Task],
+    phases_of: Callable[[Any, int], tuple[Phase, ...]] | None = None,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Run what the options say on every rank; returns the metrics that are in metrics.json, on all ranks alike.
+
+    `phases_of(options, steps)` cuts the run into phases; without it all steps are alike. `say` gets a dry run's lines.
+
+    Raises ConfigError or InputError before the first step: options or data that do not fit; TrainingError,
+    CheckpointError or OSError: the run cannot go on.
+    """
+    folder = run_folder.check(options) if not options.dry_run else Path()
+    with join(options.device or None, options.timeout) as world:
+        torch.manual_seed(options.seed)
+        with _main_first(world):
+            task = make_task(options)
+        phases = _phases(options, task, phases_of)
+        loop_options = _loop_options(options, task, phases, world)
+        if options.dry_run:
+            if world.is_main:
+                _show(task, loop_options, world, say)
+            return {}
+        if world.is_main and not options.resume:
+            run_folder.begin(folder, options)
+        world.barrier()
+        return _train(options, task, loop_options, world, folder)
+
+
+def _train(options: RunOptions, task: Task, loop_options: LoopOptions, world: World, folder: Path) -> dict[str, Any]:
+    is_sharded = world.size > 1 and options.wrapping == "fsdp"
+    model = task.model.to(world.device)
+    whole = copy.deepcopy(model) if is_sharded and world.is_main else model
+    if options.activation_checkpointing:
+        model.activation_checkpointing_enable()
+    wrapped = wrap(model, world, options.wrapping, bf16=loop_options.bf16)  # type: ignore[arg-type]
+    groups = parameter_groups(model, options.learning_rate, options.weight_decay, options.layer_decay)
+    optimizer = make_optimizer(options.optimizer, groups, (options.beta1, options.beta2), options.eps)
+    steps = loop_options.steps
+    warmup = round(options.warmup * steps) if options.warmup < 1 else int(options.warmup)
+    schedule = Schedule(optimizer, options.schedule, steps, warmup)
+
+    def gather() -> None:
+        """Fill the whole model, where each rank has a part of it."""
+        if is_sharded:
+            full = get_model_state_dict(wrapped, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+            if world.is_main:
+                whole.load_state_dict(full)
+
+    def evaluate() -> dict[str, float]:
+        gather()
+        found: list[Any] = [None]
+        if world.is_main:
+            whole.eval()
+            with torch.no_grad(), torch.autocast(world.device.type, torch.bfloat16, enabled=loop_options.bf16):
+                found = [{f"eval_{name}": float(value) for name, value in task.evaluate(whole).items()}]
+        if world.size > 1:
+            dist.broadcast_object_list(found, src=0, group=world.host_group)
+        return found[0]
+
+    def save_model() -> None:
+        gather()
+        if world.is_main:
+            task.save(whole, folder)
+
+    loop = Loop(
+        task, wrapped, task.hidden_size, optimizer, schedule, world, folder, loop_options,
+        evaluate=evaluate if task.metric else None, keep_best=save_model,
+    )  # fmt: skip
+    if options.resume:
+        loop.resume()
+    progress = Progress(
+        folder, steps, loop.place.step, tensorboard=options.tensorboard and world.is_main, shown=world.is_main
+    )
+    loop.on_step, loop.on_log = progress.on_step, progress.on_log
+    try:
+        loop.run()
+    finally:
+        progress.close()
+    if task.metric is None:
+        save_model()
+    reports: list[Any] = [None]
+    if world.is_main:
+        reports = [write_reports(folder, options, loop.place, task, world.size)]
+    if world.size > 1:
+        dist.broadcast_object_list(reports, src=0, group=world.host_group)
+    return reports[0]
+
+
+def _phases(
+    options: RunOptions, task: Task, phases_of: Callable[[Any, int], tuple[Phase, ...]] | None
+) -> tuple[Phase, ...]:
+    whole = _whole(options, options.steps)
+    steps = options.steps or _steps_of_epochs(task, whole, options)
+    return phases_of(options, steps) if phases_of is not None else (_whole(options, steps),)
+
+
+def _whole(options: RunOptions, steps: int) -> Phase:
+    """A run whose steps are all alike."""
+    if not options.batch_size and not options.step_tokens:
+        raise ConfigError("batch_size and step_tokens are both 0: say how large a step is")
+    tokens = options.step_tokens or options.batch_size * options.max_length
+    return Phase(steps, tokens, options.batch_size or None, options.max_length)
+
+
+def _steps_of_epochs(task: Task, phase: Phase, options: RunOptions) -> int:
+    """How many steps so many epochs are; the number of ranks does not change it."""
+
+    def of_epoch(epoch: int) -> int:
+        lengths = task.examples(epoch, phase)[1]
+        steps = Steps(lengths, phase.step_tokens, phase.max_examples, options.seed, options.group_by_length)
+        return len(steps.of_epoch(epoch))
+
+    whole, rest = divmod(options.epochs, 1.0)
+    steps = sum(of_epoch(epoch) for epoch in range(int(whole)))
+    return max(1, steps + math.ceil(rest * of_epoch(int(whole))) if rest else steps)
+
+
+def _loop_options(options: RunOptions, task: Task, phases: tuple[Phase, ...], world: World) -> LoopOptions:
+    evaluate_every = options.eval_every
+    if not evaluate_every and not options.steps:
+        lengths = task.examples(0, phases[0])[1]
+        first = Steps(lengths, phases[0].step_tokens, phases[0].max_examples, options.seed, options.group_by_length)
+        evaluate_every = len(first.of_epoch(0))
+    return LoopOptions(
+        phases,
+        parts=options.accumulation,
+        max_norm=options.max_norm,
+        bf16=options.precision == "bf16" or (options.precision == "auto" and _has_bf16(world.device)),
+        seed=options.seed,
+        save_every=options.save_every,
+        log_every=options.log_every,
+        evaluate_every=evaluate_every,
+        patience=options.patience,
+        keep=options.keep,
+        workers=options.workers,
+        group_by_length=options.group_by_length,
+    )
+
+
+def _has_bf16(device: torch.device) -> bool:
+    """Whether products in bfloat16 are faster than in float32 there."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)[0] >= 8
+    if extension_error() is not None:
+        return False
+    from fastbert import _C
+
+    return bool(_C.has_bf16())
+
+
+def _show(task: Task, options: LoopOptions, world: World, say: Callable[[str], None]) -> None:
+    phase = options.phases[0]
+    sampler, examples = sampler_of(task, phase, options, task.hidden_size, World(0, 1, world.device), Place())
+    indices = next(iter(sampler))
+    shown = [examples[i] for i in indices[:SHOWN]]
+    for line in task.show(task.collate(phase)(shown)):
+        say(line)
+    tokens = sum(int(sampler.steps.lengths[i]) for i in indices)
+    say(
+        f"the first step has {len(indices)} examples with {tokens} tokens; the run has {options.steps} steps, products"
+        f" in {'bfloat16' if options.bf16 else 'float32'}"
+    )
+
+
+@contextmanager
+def _main_first(world: World) -> Iterator[None]:
+    """Rank 0 does something before the others, which then find it in a cache."""
+    if not world.is_main:
+        world.barrier()
+    yield
+    if world.is_main:
+        world.barrier()
