@@ -47,7 +47,9 @@ def load_base(
     pooler = f"{inner}{model.family.pooler}."
     lacking = [key for key in model.missing_keys if key.startswith(inner) and not key.startswith(pooler)]
     if lacking:
-        raise CheckpointError(f"{options.model} is no checkpoint of a {model.config.model_type}: it lacks {some(lacking)}")
+        raise CheckpointError(
+            f"{options.model} is no checkpoint of a {model.config.model_type}: it lacks {some(lacking)}"
+        )
     tokenizer = load_tokenizer(folder, lowercase=transformer_settings(folder).lowercase)
     limit = longest_of(model)
     if options.max_length > limit:

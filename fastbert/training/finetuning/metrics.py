@@ -6,7 +6,6 @@ import numpy as np
 from scipy.special import expit, log_softmax
 
 
-
 def class_metrics(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     """Of one label a row: the mean cross-entropy, the share that is right, and the mean of the classes' F1."""
     from sklearn.metrics import f1_score
@@ -27,7 +26,9 @@ def several_metrics(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     said, wanted = logits > 0, labels > 0.5
     x = logits.astype(np.float64)
     loss = -np.where(wanted, np.log(expit(x)), np.log(expit(-x))).mean()
-    scores = {f"{kind}_f1": float(f1_score(wanted, said, average=kind, zero_division=0.0)) for kind in ("micro", "macro")}
+    scores = {
+        f"{kind}_f1": float(f1_score(wanted, said, average=kind, zero_division=0.0)) for kind in ("micro", "macro")
+    }
     return {"loss": float(loss), **scores, "accuracy": float((said == wanted).all(-1).mean())}
 
 
