@@ -50,6 +50,6 @@ def ranks_metrics(vectors: torch.Tensor, columns: Sequence[np.ndarray]) -> dict[
     within = place <= 10
     return {
         "accuracy_at_1": float((place == 1).double().mean()),
-        "recall_at_10": float(within.double().mean()),
+        "accuracy_at_10": float(within.double().mean()),
         "mrr_at_10": float((within / place).mean()),
     }
