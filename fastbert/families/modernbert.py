@@ -2,8 +2,17 @@
 
 from typing import Any
 
-from fastbert.families.fields import ActivationName, Choice, Count, Structure
-from fastbert.families.form import Classifier, Embeddings, Family, Flag, FromConfig, MaskedLM, Share, TheirClass, heads
+from fastbert.families.fields import ActivationName, Choice, Count, Flag, Share, Structure
+from fastbert.families.form import (
+    Classifier,
+    Embeddings,
+    Family,
+    FromConfig,
+    MaskedLM,
+    NewVocabulary,
+    TheirClass,
+    heads,
+)
 from fastbert.families.spec import AttentionSpec, FeedForwardSpec, Invalid, LayerNames, LayerSpec, NormSpec, rotary
 
 _LAYER = LayerNames(
@@ -108,4 +117,5 @@ FAMILY = Family(
         "embeddings.tok_embeddings", None, None, norm="embeddings.norm", dropout=FromConfig("embedding_dropout")
     ),
     layer_path="layers.{i}", layer=_LAYER, spec=_spec, norm=_norm, pooler=None, final_norm="final_norm",
+    vocabulary=NewVocabulary("bpe"),
 )  # fmt: skip

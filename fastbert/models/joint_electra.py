@@ -59,8 +59,9 @@ class ElectraForJointPreTraining(nn.Module):
     ) -> ModelOutput:
         """input_ids (batch, seqlen) or packed, with [MASK] where labels hold the original id and -100 elsewhere.
 
-        Or a PackedInputs with such labels: no device is waited for. Returns `loss`, and `logits`, the discriminator's,
-        of input_ids' shape. Replacements are sampled from the generator with torch's generator; a sample that equals
+        Or a PackedInputs with such labels: no device is waited for. Returns `loss`, the two of which it is
+        made (`generator_loss`, `discriminator_loss`), and, of input_ids' shape, the discriminator's `logits` and what is
+        `replaced` (1). Replacements are sampled from the generator with torch's generator; a sample that equals
         the original counts as original.
 
         num_items_in_batch: as of other models: of `labels`, and of `tokens`, which are real; their means are the two
@@ -105,4 +106,6 @@ class ElectraForJointPreTraining(nn.Module):
             if isinstance(input_ids, PackedInputs):
                 replaced = batch.unpack(replaced)
         out = self.discriminator(corrupted, labels=replaced, num_items_in_batch=items.get("tokens"), **layout)
-        return ModelOutput(loss=generator_loss + self.discriminator_weight * out.loss, logits=out.logits)
+        parts = {"generator_loss": generator_loss.detach(), "discriminator_loss": out.loss.detach()}
+        loss = generator_loss + self.discriminator_weight * out.loss
+        return ModelOutput(loss=loss, logits=out.logits, replaced=replaced, **parts)
