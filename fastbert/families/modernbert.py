@@ -112,10 +112,9 @@ FAMILY = Family(
         "layer_types": Structure(), "rope_parameters": Structure(),
     },
     fixed=("hidden_dropout_prob", "type_vocab_size"),
-    modernised=_modernised,
+    modernised=_modernised, vocabulary=NewVocabulary("bpe"),
     embeddings=Embeddings(
         "embeddings.tok_embeddings", None, None, norm="embeddings.norm", dropout=FromConfig("embedding_dropout")
     ),
     layer_path="layers.{i}", layer=_LAYER, spec=_spec, norm=_norm, pooler=None, final_norm="final_norm",
-    vocabulary=NewVocabulary("bpe"),
 )  # fmt: skip

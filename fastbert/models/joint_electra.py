@@ -60,8 +60,8 @@ class ElectraForJointPreTraining(nn.Module):
         """input_ids (batch, seqlen) or packed, with [MASK] where labels hold the original id and -100 elsewhere.
 
         Or a PackedInputs with such labels: no device is waited for. Returns `loss`, the two of which it is
-        made (`generator_loss`, `discriminator_loss`), and, of input_ids' shape, the discriminator's `logits` and what is
-        `replaced` (1). Replacements are sampled from the generator with torch's generator; a sample that equals
+        made (`generator_loss`, `discriminator_loss`), and, of input_ids' shape, the discriminator's `logits` and what
+        is `replaced` (1). Replacements are sampled from the generator with torch's generator; a sample that equals
         the original counts as original.
 
         num_items_in_batch: as of other models: of `labels`, and of `tokens`, which are real; their means are the two

@@ -34,7 +34,7 @@ def test_each_term_has_its_own_total(name):
         for i, j in ((0, 2), (2, 3))
     ]
     assert sum(part.loss.item() for part in parts) == pytest.approx(whole.item(), rel=1e-6)
-    scores = parts[0].prediction_logits.float()[torch.tensor(sum(LABELS[:2], [])) != -100]
+    scores = parts[0].prediction_logits.float()[torch.tensor([*LABELS[0], *LABELS[1]]) != -100]
     tokens = F.cross_entropy(scores, torch.tensor([6, 8, 10]), reduction="sum") / 5
     pairs = F.cross_entropy(parts[0][model.head_form.pair_logits].float(), torch.tensor([1, 0]), reduction="sum") / 3
     assert parts[0].loss.item() == pytest.approx((tokens + pairs).item(), rel=1e-6)

@@ -90,7 +90,7 @@ def _check_checkpoint(options: PretrainOptions, source: str, config: EncoderConf
 
 
 def _read_vocabulary(options: PretrainOptions, source: str, folder: Path, config: EncoderConfig) -> Vocabulary:
-    """That of the checkpoint, or the one that was given, which must be the same. Raises ConfigError, CheckpointError."""
+    """That of the checkpoint, or the one that was given, which must be the same. Raises ConfigError."""
     vocabulary = read_vocabulary(resolve(options.tokenizer) if options.tokenizer else folder)
     if vocabulary.size > config.vocab_size:
         raise ConfigError(
@@ -101,8 +101,8 @@ def _read_vocabulary(options: PretrainOptions, source: str, folder: Path, config
         ours, theirs = read_vocabulary(folder).tokenizer.get_vocab(), vocabulary.tokenizer.get_vocab()
         if other := next((token for token, i in theirs.items() if ours.get(token) != i), None):
             raise ConfigError(
-                f"the vocabulary of {options.tokenizer} is not that of {source}: {other!r} has id {theirs[other]} in the"
-                f" one, and {ours.get(other, 'none')} in the other"
+                f"the vocabulary of {options.tokenizer} is not that of {source}: {other!r} has id {theirs[other]} in"
+                f" the one, and {ours.get(other, 'none')} in the other"
             )
     return vocabulary
 

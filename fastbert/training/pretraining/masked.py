@@ -30,7 +30,7 @@ class MaskedLM(Task):
     masked as a whole. with_types: whether examples have token types.
     """
 
-    pipeline = "fill-mask"
+    pipeline: str | None = "fill-mask"
 
     def __init__(
         self,

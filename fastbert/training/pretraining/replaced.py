@@ -21,7 +21,7 @@ class ReplacedTokens(MaskedLM):
     """Two terms: the generator's loss over masked tokens, and 50 times the discriminator's over all tokens."""
 
     model: ElectraForJointPreTraining
-    pipeline = None
+    pipeline: str | None = None
 
     @property
     def hidden_size(self) -> int:
