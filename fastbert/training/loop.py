@@ -17,7 +17,7 @@ from torch import nn
 from fastbert.data.batches import Steps, StepSampler, make_loader
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.checkpoints import Checkpoints
-from fastbert.training.distributed import World, gradients_stay_local
+from fastbert.training.distributed import World
 from fastbert.training.schedules import Schedule
 from fastbert.training.task import Phase, Task
 
@@ -147,21 +147,17 @@ class Loop:
 
     def train_step(self, batches: list[PackedInputs]) -> None:
         """One step of the optimizer. The loss is the mean over the labels of all ranks' batches."""
-        place, world, tokens = self.place, self.world, 0
+        place, world = self.place, self.world
         counts = [self.task.counts(batch) for batch in batches]
         totals = world.total([sum(term) for term in zip(*counts, strict=True)])
         # Ranks' gradients are averaged, so each divides by its share of the total.
         shares = [max(1, total) / world.size for total in totals]
         torch.manual_seed(hash((self.options.seed, place.step, world.rank)) % 2**63)
-        loss = torch.zeros((), device=world.device)
-        for i, batch in enumerate(batches):
-            on_device = batch.to(world.device, non_blocking=True) if world.device.type != "cpu" else batch
-            with gradients_stay_local(self.model, i < len(batches) - 1):
-                with torch.autocast(world.device.type, torch.bfloat16, enabled=self.options.bf16):
-                    part = self.task.loss(self.model, on_device, shares)
-                part.backward()
-            loss += part.detach()
-            tokens += batch["batch"].total_tokens
+        tokens = sum(batch["batch"].total_tokens for batch in batches)
+        if world.device.type != "cpu":
+            batches = [batch.to(world.device, non_blocking=True) for batch in batches]
+        autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=self.options.bf16)
+        loss = self.task.backward(self.model, batches, shares, autocast)
         if self.options.max_norm:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.max_norm, foreach=True)
         self.schedule.set(place.step)
@@ -194,7 +190,7 @@ class Loop:
         place, task = self.place, self.task
         if task.metric is None:
             return
-        value = metrics[task.metric]
+        value = metrics[f"eval_{task.metric}"]
         is_better = value > place.best if task.more_is_better else value < place.best
         if is_better or math.isnan(place.best):
             place.best, place.best_step, place.worse = value, place.step, 0

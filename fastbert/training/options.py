@@ -120,6 +120,37 @@ class FinetuneOptions(RunOptions):
     model: str = option("", "a folder, a hub id, or all-MiniLM-L6-v2", group="task")
     train: tuple[str, ...] = option((), "files to learn from, or a data set of the hub", group="task")
     eval: tuple[str, ...] = option((), "files to judge by; without them only the loss is known", group="task")
+    text_columns: tuple[str, ...] = option(
+        (), "the column of texts, or two of pairs; by default found by their names", group="task"
+    )
+    label_column: str = option("", "the column of labels; by default found by its name", group="task")
+    problem_type: str = option(
+        "auto",
+        "what labels are; auto: several labels in lists, a regression if numbers have fractions, else one label",
+        choices=("auto", "single_label_classification", "multi_label_classification", "regression"),
+        group="task",
+    )
+    class_weights: tuple[str, ...] = option(
+        (), "how much a class counts in the loss: balanced, or a number for each", group="task"
+    )
+
+    loss: str = option(
+        "auto",
+        "auto: cosent where there are scores, else ranking, in which a text has to find its partner in the batch",
+        choices=("auto", "ranking", "cosent", "cosine"),
+        group="embedding",
+    )
+    scale: float = option(20.0, "factor of the cosines in ranking and cosent", group="embedding")
+    symmetric: bool = option(False, "ranking in both directions", group="embedding")
+    dims: tuple[str, ...] = option(
+        (), "sizes that vectors may be cut to, the whole one among them (Matryoshka)", group="embedding"
+    )
+    pooling: str = option(
+        "",
+        "how the tokens of a plain encoder make a vector; by default mean",
+        choices=("", "cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"),
+        group="embedding",
+    )
 
     batch_size: int = option(
         32, "examples of a step over all ranks, at most; 0: as many as --step-tokens allows", group="length"

@@ -1,0 +1,68 @@
+"""The checkpoint that a fine-tuning starts from, with the head of its task; adapters of PEFT in it."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from fastbert.checkpoint.hub import resolve
+from fastbert.checkpoint.weight_files import CheckpointError, some
+from fastbert.config import ConfigError
+from fastbert.data.sentence_folder import transformer_folder, transformer_settings
+from fastbert.data.tokenization import load_tokenizer
+from fastbert.models.base import PreTrainedModel
+from fastbert.training.options import FinetuneOptions
+
+
+def find_base(options: FinetuneOptions) -> Path:
+    """The folder of --model. Raises ConfigError, CheckpointError."""
+    if not options.model:
+        raise ConfigError("model is missing: a folder, a hub id, or all-MiniLM-L6-v2")
+    return transformer_folder(resolve(options.model))
+
+
+def load_base(
+    folder: Path, auto: Any, options: FinetuneOptions, config: dict[str, Any]
+) -> tuple[PreTrainedModel, Tokenizer]:
+    """A folder's model with the head of `auto`, in float32, and its tokenizer, which cuts at --max-length.
+
+    `config`: entries that the task decides. Raises ConfigError: a head for other labels, or what is longer than the
+    position table; CheckpointError.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a new head is what is wanted
+        model = auto.from_pretrained(folder, dtype=torch.float32, ignore_mismatched_sizes=True, **config)
+    model.name_or_path = model.config.name_or_path = options.model
+    if model.mismatched_keys:
+        key, found, asked = model.mismatched_keys[0]
+        raise ConfigError(
+            f"{options.model} has {key} for {found[0]} labels, and the data have {asked[0]}: start from a checkpoint"
+            " without a head, or with the same labels"
+        )
+    inner = f"{model.family.prefix}."
+    pooler = f"{inner}{model.family.pooler}."
+    lacking = [key for key in model.missing_keys if key.startswith(inner) and not key.startswith(pooler)]
+    if lacking:
+        raise CheckpointError(
+            f"{options.model} is no checkpoint of a {model.config.model_type}: it lacks {some(lacking)}"
+        )
+    tokenizer = load_tokenizer(folder, lowercase=transformer_settings(folder).lowercase)
+    limit = longest_of(model)
+    if options.max_length > limit:
+        raise ConfigError(f"max_length is {options.max_length}; {options.model} has positions for {limit} tokens")
+    return model, tokenizer
+
+
+def longest_of(model: Any) -> int:
+    """Tokens of the longest sequence that a model takes."""
+    limit = model.base_model.table_sizes().longest(model.config)
+    return model.config.max_position_embeddings if limit is None else limit
+
+
+def has_types(model: Any) -> bool:
+    """Whether it is told which token is of which text: one row of the table is RoBERTa's, and says nothing."""
+    return model.base_model.table_sizes().token_types > 1

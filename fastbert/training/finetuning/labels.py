@@ -1,0 +1,169 @@
+"""Labels of whole inputs: from a column to what a model learns, one class, several at once, or a number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from fastbert.config import ConfigError
+from fastbert.packing import InputError
+from fastbert.training.finetuning.rows import missing_label
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+Problem = Literal["single_label_classification", "multi_label_classification", "regression"]
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What the labels of a column mean. names: of the classes, in the model's order; empty for a regression."""
+
+    problem: Problem
+    names: tuple[str, ...]
+    column: str
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What a model's config says of them."""
+        if self.problem == "regression":
+            return {"num_labels": 1, "problem_type": self.problem}
+        return {"id2label": dict(enumerate(self.names)), "problem_type": self.problem}
+
+    def values(self, rows: Dataset, where: str) -> np.ndarray:
+        """int64 (rows,) classes; float32 (rows,) numbers; or float32 (rows, names) of 0 and 1.
+
+        Raises InputError, naming the row: a label that is missing, of another kind, or not among the names.
+        """
+        values = plain(rows, self.column)
+        for i, value in enumerate(values):
+            if _is_missing(value):
+                raise missing_label(where, i, self.column)
+        if self.problem == "regression":
+            return np.array([_number(value, where, i, self.column) for i, value in enumerate(values)], np.float32)
+        place = {name: i for i, name in enumerate(self.names)}
+        if self.problem == "single_label_classification":
+            return np.array([self._place(place, value, where, i) for i, value in enumerate(values)], np.int64)
+        found = np.zeros((len(values), len(self.names)), np.float32)
+        for i, value in enumerate(values):
+            for name in several(value):
+                found[i, self._place(place, name, where, i)] = 1.0
+        return found
+
+    def _place(self, place: dict[str, int], value: Any, where: str, row: int) -> int:
+        index = place.get(str(value))
+        if index is None:
+            known = ", ".join(self.names[:10]) + (", ..." if len(self.names) > 10 else "")
+            raise InputError(
+                f"{where}, row {row + 1}: {self.column} is {value!r}, which is none of the {len(self.names)} labels of"
+                f" the training data: {known}"
+            )
+        return index
+
+
+def find_labels(rows: Dataset, column: str, where: str, problem: str) -> Labels:
+    """What the labels of the training rows mean, by `problem`, or by what they look like ("auto"): lists are several
+    labels at once, numbers with a fraction a regression. Raises InputError, ConfigError.
+    """
+    values = [value for value in plain(rows, column) if not _is_missing(value)]
+    if not values:
+        raise InputError(f"{where}: {column} is empty in all rows")
+    if problem == "auto":
+        problem = _looks_like(values)
+    if problem == "regression":
+        return Labels("regression", (), column)
+    is_several = problem == "multi_label_classification"
+    found = {name for value in values for name in several(value)} if is_several else set(values)
+    if not is_several and any(isinstance(value, list) for value in found):
+        raise InputError(f"{where}: {column} holds lists, and problem_type {problem} has one label a row")
+    names = class_names(rows, column) or tuple(str(value) for value in in_order(found))
+    if len(names) < (1 if is_several else 2):
+        raise InputError(f"{where}: {column} has one label alone, {names[0]!r}: there is nothing to learn")
+    return Labels(problem, names, column)  # type: ignore[arg-type]
+
+
+def in_order(found: set[Any]) -> list[Any]:
+    """Numbers by their size, texts by the alphabet."""
+    numbers = [value for value in found if isinstance(value, (int, float))]
+    return sorted(numbers) + sorted((value for value in found if not isinstance(value, (int, float))), key=str)
+
+
+def plain(rows: Dataset, column: str) -> list[Any]:
+    """The values of a column; the names of classes where `datasets` knows them. -1 is its "no label": None here."""
+    values, names = rows[column][:], class_names(rows, column)
+    if not names:
+        return values
+
+    def named(value: Any) -> Any:
+        if isinstance(value, list):
+            return [named(one) for one in value]
+        return None if value is None or value < 0 else names[value]
+
+    return [named(value) for value in values]
+
+
+def class_names(rows: Dataset, column: str) -> tuple[str, ...]:
+    """Those that `datasets` knows of a column, in their order; empty for others."""
+    feature = rows.features[column]
+    feature = getattr(feature, "feature", feature)  # of lists
+    return tuple(feature.names) if type(feature).__name__ == "ClassLabel" else ()
+
+
+def several(value: Any) -> list[Any]:
+    """The labels of a row that has several: a list, or names with commas between them."""
+    if isinstance(value, list):
+        return value
+    return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else [value]
+
+
+def class_weights(given: Sequence[str], labels: Labels, values: np.ndarray) -> np.ndarray | None:
+    """How much each class counts, float32 (classes,): "balanced" (a class that is rare counts more, as scikit-learn's),
+    or a number a class. They are scaled so that their mean over the training rows is 1. Raises ConfigError.
+    """
+    if not given:
+        return None
+    if labels.problem != "single_label_classification":
+        raise ConfigError(f"class_weights are for one label a row; this is a {labels.problem}")
+    counts = np.bincount(values, minlength=len(labels.names))
+    if tuple(given) == ("balanced",):
+        weights = np.where(counts > 0, len(values) / (len(counts) * np.maximum(counts, 1)), 0.0)
+    else:
+        try:
+            weights = np.array([float(weight) for weight in given])
+        except ValueError:
+            raise ConfigError(f"class_weights is {' '.join(given)}; it must be balanced, or a number a label") from None
+        if len(weights) != len(counts) or not np.isfinite(weights).all() or (weights < 0).any():
+            raise ConfigError(
+                f"class_weights has {len(weights)} numbers for {len(counts)} labels ({', '.join(labels.names)}); they"
+                " must be 0 or more, one a label"
+            )
+    mean = float((weights * counts).sum() / len(values))
+    if not mean > 0:
+        raise ConfigError("class_weights leaves no row of the training data a weight above 0")
+    return (weights / mean).astype(np.float32)
+
+
+def _looks_like(values: list[Any]) -> Problem:
+    if isinstance(values[0], list):
+        return "multi_label_classification"
+    if any(isinstance(value, float) for value in values):
+        return "regression"
+    return "single_label_classification"
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
+
+
+def _number(value: Any, where: str, row: int, column: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise InputError(f"{where}, row {row + 1}: {column} is {value!r}, not a number")
+    return number

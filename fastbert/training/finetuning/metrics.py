@@ -1,0 +1,45 @@
+"""How good answers are: losses and scores by scikit-learn, SciPy and seqeval."""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy.special import expit, log_softmax
+
+
+def class_metrics(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """Of one label a row: the mean cross-entropy, the share that is right, and the mean of the classes' F1."""
+    from sklearn.metrics import f1_score
+
+    best = logits.argmax(-1)
+    loss = -log_softmax(logits.astype(np.float64), -1)[np.arange(len(labels)), labels].mean()
+    return {
+        "loss": float(loss),
+        "accuracy": float((best == labels).mean()),
+        "macro_f1": float(f1_score(labels, best, average="macro", zero_division=0.0)),
+    }
+
+
+def several_metrics(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """Of several labels at once: a label is said where its sigmoid is above 0.5."""
+    from sklearn.metrics import f1_score
+
+    said, wanted = logits > 0, labels > 0.5
+    x = logits.astype(np.float64)
+    loss = -np.where(wanted, np.log(expit(x)), np.log(expit(-x))).mean()
+    scores = {
+        f"{kind}_f1": float(f1_score(wanted, said, average=kind, zero_division=0.0)) for kind in ("micro", "macro")
+    }
+    return {"loss": float(loss), **scores, "accuracy": float((said == wanted).all(-1).mean())}
+
+
+def number_metrics(values: np.ndarray, wanted: np.ndarray) -> dict[str, float]:
+    """Of a regression: the mean square error, and the correlations; 0 where all values are the same."""
+    from scipy.stats import pearsonr, spearmanr
+
+    x, y = values.astype(np.float64), wanted.astype(np.float64)
+    has_two = len(x) > 1 and np.ptp(x) > 0 and np.ptp(y) > 0
+    return {
+        "loss": float(((x - y) ** 2).mean()),
+        "pearson": float(pearsonr(x, y)[0]) if has_two else 0.0,
+        "spearman": float(spearmanr(x, y)[0]) if has_two else 0.0,
+    }
