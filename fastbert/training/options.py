@@ -171,19 +171,13 @@ class PretrainOptions(RunOptions):
     model: str = option("", "go on with this model; without it a new one is made", group="task")
     teacher: str = option("", "the model that distil learns from", group="task")
     preset: str = option(
-        "",
-        "the shape of a new model (default baby)",
-        choices=("", "baby", "tiny", "base", "large", "modern"),
-        group="task",
+        "", "the shape of a new model: baby, tiny, base, large or modern (default baby)", group="task"
     )
     family: str = option("", "of the new model, where it is not the preset's: roberta, albert, ...", group="task")
     tokenizer: str = option("", "a folder with a tokenizer; without it a new model gets a new one", group="task")
     vocab_size: int = option(0, "tokens of a new vocabulary; 0: as the preset or the family has", group="task")
     vocab_kind: str = option(
-        "",
-        "of a new vocabulary, where it is not the family's",
-        choices=("", "wordpiece", "bpe", "unigram"),
-        group="task",
+        "", "of a new vocabulary: wordpiece, bpe or unigram; without it the family's", group="task"
     )
     cased: bool = option(False, "a new vocabulary tells capitals from small letters (bpe always does)", group="task")
     column: str = option("text", "where the text stands in files that are no plain text", group="task")
