@@ -194,7 +194,7 @@ class Loop:
         place, task = self.place, self.task
         if task.metric is None:
             return
-        value = metrics[task.metric]
+        value = metrics[f"eval_{task.metric}"]
         is_better = value > place.best if task.more_is_better else value < place.best
         if is_better or math.isnan(place.best):
             place.best, place.best_step, place.worse = value, place.step, 0
