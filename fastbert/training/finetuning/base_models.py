@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,9 @@ def load_base(
     pooler = f"{inner}{model.family.pooler}."
     lacking = [key for key in model.missing_keys if key.startswith(inner) and not key.startswith(pooler)]
     if lacking:
-        raise CheckpointError(f"{options.model} is no checkpoint of a {model.config.model_type}: it lacks {some(lacking)}")
+        raise CheckpointError(
+            f"{options.model} is no checkpoint of a {model.config.model_type}: it lacks {some(lacking)}"
+        )
     tokenizer = load_tokenizer(folder, lowercase=transformer_settings(folder).lowercase)
     limit = longest_of(model)
     if options.max_length > limit:
@@ -64,3 +67,10 @@ def longest_of(model: Any) -> int:
 def has_types(model: Any) -> bool:
     """Whether it is told which token is of which text: one row of the table is RoBERTa's, and says nothing."""
     return model.base_model.table_sizes().token_types > 1
+
+
+def say_notes(*notes: str) -> None:
+    """Warn a user, once for all ranks, of what was made of the data; empty notes are none."""
+    for note in notes:
+        if note and os.environ.get("RANK", "0") == "0":
+            warnings.warn(note, stacklevel=3)
