@@ -31,7 +31,7 @@ def add_adapters(model: Any, options: FinetuneOptions) -> Any:
     new = new_modules(model)
     config = peft.LoraConfig(
         r=options.lora_rank,
-        lora_alpha=options.lora_alpha,
+        lora_alpha=options.lora_alpha,  # type: ignore[arg-type]  (it may have a fraction)
         target_modules=list(options.lora_targets) or None,  # None: those that PEFT knows for this family
         modules_to_save=new,
         base_model_name_or_path=options.model,

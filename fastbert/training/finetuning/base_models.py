@@ -58,6 +58,14 @@ def load_base(
     return model, tokenizer
 
 
+def check_complete(model: Any, source: str) -> None:
+    """Raises CheckpointError: a model that was loaded to be used has weights that its folder did not bring."""
+    if model.missing_keys:
+        raise CheckpointError(
+            f"{source} is not fine-tuned: its checkpoint lacks {some(model.missing_keys)}, and random weights say nothing"
+        )
+
+
 def longest_of(model: Any) -> int:
     """Tokens of the longest sequence that a model takes."""
     limit = model.base_model.table_sizes().longest(model.config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ class HeadTask(Task):
     def decoded(self, batch: PackedInputs) -> list[str]:
         """The text of each sequence, special tokens included."""
         ids, ends = batch["input_ids"].tolist(), batch["batch"].cu_seqlens.tolist()
-        parts = [ids[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+        parts = [ids[start:end] for start, end in pairwise(ends)]
         return self.tokenizer.decode_batch(parts, skip_special_tokens=False)
 
 

@@ -46,7 +46,7 @@ def number_metrics(values: np.ndarray, wanted: np.ndarray) -> dict[str, float]:
 
 
 def tag_metrics(said: list[list[str]], wanted: list[list[str]], is_entities: bool) -> dict[str, float]:
-    """Of tags: the share of words that is right; of tags that spell entities, seqeval's precision, recall and F1, too."""
+    """Of tags: the share of words that is right; where they spell entities, seqeval's precision, recall and F1, too."""
     right = sum(a == b for one, other in zip(said, wanted, strict=True) for a, b in zip(one, other, strict=True))
     found = {"accuracy": right / max(1, sum(map(len, wanted)))}
     if is_entities:

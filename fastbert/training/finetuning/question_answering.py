@@ -189,7 +189,7 @@ class Finder:
 
 
 def best_span(start: np.ndarray, stop: np.ndarray, in_text: np.ndarray) -> tuple[int, int, float]:
-    """(first token, last token, the sum of their logits) of the best answer of at most MAX_ANSWER tokens in the text."""
+    """(first token, last token, the sum of their logits) of the best answer of at most MAX_ANSWER tokens."""
     a = np.where(in_text, start, -np.inf)
     padded = np.concatenate([np.where(in_text, stop, -np.inf), np.full(MAX_ANSWER - 1, -np.inf)])
     windows = np.lib.stride_tricks.sliding_window_view(padded, MAX_ANSWER)  # (tokens, the ends that each may have)

@@ -77,7 +77,7 @@ def tokenize(
         part: Any = texts[start : start + CHUNK_TEXTS]
         if pairs is not None:
             part = list(zip(part, pairs[start : start + CHUNK_TEXTS], strict=True))
-        made, of = encode(part), range(start, start + len(part))
+        made, of = encode(part), list(range(start, start + len(part)))
         if windows:
             of = [i for i, one in zip(of, made, strict=True) for _ in range(1 + len(one.overflowing))]
             made = [window for one in made for window in (one, *one.overflowing)]

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastbert.data.sources import check_columns, kind_of, load_source
+from fastbert.data.sources import check_columns, load_source
 from fastbert.packing import InputError
 from fastbert.training.finetuning.labels import in_order, plain
 from fastbert.training.options import FinetuneOptions
 
 CONLL = (".conll", ".bio", ".iob", ".iob2", ".txt")  # the ends of names of files with a word a line
-_WORDS = ("tokens", "words")
+WORDS = ("tokens", "words")
 _TAGS = ("ner_tags", "tags", "labels", "pos_tags", "label")
 
 
@@ -52,7 +52,7 @@ def _load(names: Sequence[str], options: FinetuneOptions, split: str) -> Tagged:
     else:
         rows = load_source(list(names), split)
         columns = rows.column_names
-        words = options.text_columns[0] if options.text_columns else _first(columns, _WORDS, name, "words")
+        words = options.text_columns[0] if options.text_columns else _first(columns, WORDS, name, "words")
         tags = options.label_column or _first(columns, _TAGS, name, "tags")
         check_columns(rows, [words, tags], name)
         tagged = Tagged(rows[words][:], plain(rows, tags), name, (words,))
@@ -64,7 +64,7 @@ def is_conll(path: str) -> bool:
     return Path(path).suffix.lower() in CONLL
 
 
-def read_conll(path: Path) -> list[list[tuple[str, str]]]:
+def read_conll(path: Path, *, with_tags: bool = True) -> list[list[tuple[str, str]]]:
     """(word, tag) of each text: the first column and the last one, by tabs or blanks; a blank line ends a text.
 
     Raises InputError, naming the line.
@@ -77,7 +77,7 @@ def read_conll(path: Path) -> list[list[tuple[str, str]]]:
                 if not columns or columns == [""]:
                     texts.append([])
                 elif columns[0] != "-DOCSTART-":
-                    if len(columns) < 2:
+                    if with_tags and len(columns) < 2:
                         raise InputError(f"{path}, line {number}: {line.strip()!r} is no word with a tag")
                     texts[-1].append((columns[0].strip(), columns[-1].strip()))
     except UnicodeDecodeError as error:

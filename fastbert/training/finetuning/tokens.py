@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -89,7 +90,7 @@ class TokenClassification(HeadTask):
             str(self.tokenizer.id_to_token(i)) + ("" if tag == IGNORED else f"/{self.labels.names[tag]}")
             for i, tag in zip(ids, tags, strict=True)
         ]
-        return [" ".join(shown[start:end]) for start, end in zip(ends, ends[1:], strict=False)]
+        return [" ".join(shown[start:end]) for start, end in pairwise(ends)]
 
 
 def spells_entities(names: Sequence[str]) -> bool:
