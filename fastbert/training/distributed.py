@@ -40,6 +40,13 @@ class World:
         dist.all_reduce(summed, group=self.host_group)
         return summed.tolist()
 
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank gives, on all ranks."""
+        found = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(found, value, group=self.host_group)
+        return found
+
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier(group=self.host_group)
@@ -85,7 +92,7 @@ def wrap(model: Any, world: World, wrapping: Wrapping, *, bf16: bool) -> nn.Modu
 
 
 @contextmanager
-def gradients_stay_local(model: nn.Module, stay: bool) -> Iterator[None]:
+def gradients_stay_local(model: Any, stay: bool) -> Iterator[None]:
     """While `stay`, backward adds up gradients on each rank; the ranks add theirs in the first backward after it."""
     if not stay:
         yield
