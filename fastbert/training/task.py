@@ -42,6 +42,7 @@ class Task:
     metric: str | None = None
     more_is_better: bool = True
     library: str = "transformers"  # that loads what `save` writes, in the hub's words
+    texts: int = 1  # sequences of an example, each as long as --max-length at most
     pipeline: str | None = None  # what it is for, in the hub's words: "text-classification"
 
     @property
