@@ -85,12 +85,14 @@ class AdamW(torch.optim.AdamW):
 
     def clip_and_step(self, max_norm: float) -> torch.Tensor:
         """A step; returns the norm of the gradients. All groups have the betas and eps of the first."""
-        weights, rates, decays = list[torch.Tensor](), list[float](), list[float]()
+        weights, gradients = list[torch.Tensor](), list[torch.Tensor]()
+        rates, decays = list[float](), list[float]()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
                     continue
                 weights.append(p)
+                gradients.append(p.grad)
                 rates.append(group["lr"])
                 decays.append(group["weight_decay"])
                 if not self.state[p]:
@@ -103,7 +105,7 @@ class AdamW(torch.optim.AdamW):
         means, squares, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
         (beta1, beta2), eps = self.param_groups[0]["betas"], self.param_groups[0]["eps"]
         return ops.adamw(
-            weights, [p.grad for p in weights], means, squares, steps,
+            weights, gradients, means, squares, steps,
             rates=rates, decays=decays, beta1=beta1, beta2=beta2, eps=eps, max_norm=max_norm,
         )  # fmt: skip
 

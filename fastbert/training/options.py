@@ -182,9 +182,7 @@ class PretrainOptions(RunOptions):
     eval: tuple[str, ...] = option((), "files to judge by; without them only the loss is known", group="task")
     model: str = option("", "go on with this model; without it a new one is made", group="task")
     teacher: str = option("", "the model that distil learns from", group="task")
-    preset: str = option(
-        "", "the shape of a new model: baby, tiny, base, large or modern (default baby)", group="task"
-    )
+    preset: str = option("", "the shape of a new model: baby, tiny, base, large or modern (default baby)", group="task")
     family: str = option("", "of the new model, where it is not the preset's: roberta, albert, ...", group="task")
     tokenizer: str = option("", "a folder with a tokenizer; without it a new model gets a new one", group="task")
     vocab_size: int = option(0, "tokens of a new vocabulary; 0: as the preset or the family has", group="task")
