@@ -23,6 +23,7 @@ from fastbert.data.batches import Steps, StepSampler, make_loader
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.checkpoints import Checkpoints
 from fastbert.training.distributed import World
+from fastbert.training.optimizers import clip_and_step
 from fastbert.training.schedules import Schedule
 from fastbert.training.stopping import SIGNALS, leave_by, signals_wait
 from fastbert.training.task import Phase, Task
@@ -203,10 +204,8 @@ class Loop:
             batches = [batch.to(world.device, non_blocking=True) for batch in batches]
         autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=self.options.bf16)
         loss = self.task.backward(self.model, batches, shares, autocast)
-        if self.options.max_norm:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.max_norm, foreach=True)
         self.schedule.set(place.step)
-        self.optimizer.step()
+        clip_and_step(self.optimizer, self.options.max_norm)
         self.optimizer.zero_grad()
         self._losses.append(loss)
         self._tokens += tokens

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastbert.config import ConfigError
-from fastbert.data.sentence_folder import POOLING_MODES, Recipe
+from fastbert.data.sentence_folder import Recipe
 from fastbert.models.base import EncoderModel
 from fastbert.models.quantized import is_quantized
 from fastbert.packed_inputs import PackedInputs, pack_inputs
@@ -299,7 +299,9 @@ def _load(options: FinetuneOptions) -> SentenceEncoder:
         raise ConfigError("model is missing: a folder, a hub id, or all-MiniLM-L6-v2")
     encoder = SentenceEncoder(options.model, dtype="float32", device="cpu")
     if is_quantized(encoder.model):
-        raise ConfigError(f"{options.model} has weights in int8, which cannot be trained: give the one it was made from")
+        raise ConfigError(
+            f"{options.model} has weights in int8, which cannot be trained: give the one it was made from"
+        )
     if options.pooling:
         if encoder.folder is not None and (encoder.folder / "modules.json").is_file():
             own = ", ".join(encoder.recipe.pooling)
