@@ -15,7 +15,7 @@ from fastbert.config import ConfigError
 from fastbert.data.vocabulary import Design, Vocabulary, read_vocabulary, train_vocabulary
 from fastbert.families import FAMILIES
 from fastbert.packing import InputError
-from fastbert.training.options import PretrainOptions
+from fastbert.training.options import PretrainOptions, options_of
 from fastbert.training.phases import phases_of
 from fastbert.training.pretraining import make_task
 from fastbert.training.pretraining.presets import PRESETS, family_of, new_config
@@ -189,3 +189,7 @@ def test_phases():
 def test_no_phases(changes, message):
     with pytest.raises(ConfigError, match=message):
         schedule(**changes)
+
+
+def test_a_rate_is_a_number_in_yaml_too():
+    assert options_of(PretrainOptions, {"masking": 0.3, "train": "x"}, "run.yaml").masking == "0.3"
