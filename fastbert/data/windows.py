@@ -96,10 +96,21 @@ class WindowPairs:
     of the pairs are in the wrong order, and have the label 1 (Lan et al. 2019, section 3.1). A window is cut in two
     where a segment ends, if one does in its inner half, else anywhere.
 
-    The arguments are those of `Windows`. Raises InputError, too: "nsp" of a corpus of one document.
+    The arguments are those of `Windows`; `label` is the labels' name, where it is not that of the kind of pairs. Raises
+    InputError, too: "nsp" of a corpus of one document, or no window of two tokens.
     """
 
-    def __init__(self, corpus: Corpus, tokenizer: Tokenizer, max_length: int, pairs: Pairs, *, seed: int, epoch: int):
+    def __init__(
+        self,
+        corpus: Corpus,
+        tokenizer: Tokenizer,
+        max_length: int,
+        pairs: Pairs,
+        *,
+        seed: int,
+        epoch: int,
+        label: str | None = None,
+    ):
         if pairs not in _LABELS:
             raise InputError(f"pairs is {pairs!r}; it must be one of {', '.join(_LABELS)}")
         if pairs == "nsp" and len(corpus.documents) < 3:
@@ -107,7 +118,7 @@ class WindowPairs:
                 "the corpus has one document, and half of the pairs of nsp are of two: separate documents by blank"
                 " lines, or leave nsp out"
             )
-        self.corpus, self.template, self.label = corpus, Template.of(tokenizer, 2), _LABELS[pairs]
+        self.corpus, self.template, self.label = corpus, Template.of(tokenizer, 2), label or _LABELS[pairs]
         starts, stops = cut_windows(corpus, _room(max_length, self.template), seed, epoch)
         starts, stops = starts[stops - starts > 1], stops[stops - starts > 1]
         keys = example_keys(seed, epoch, range(len(starts)))

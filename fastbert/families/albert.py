@@ -1,6 +1,16 @@
 """ALBERT (Lan et al. 2019): factorised embeddings, layers that share their weights, sentence order prediction."""
 
-from fastbert.families.form import Embeddings, Family, FromConfig, MaskedLM, PreTraining, TheirClass, heads
+from fastbert.families.form import (
+    ALBERT_TOKENS,
+    Embeddings,
+    Family,
+    FromConfig,
+    MaskedLM,
+    NewVocabulary,
+    PreTraining,
+    TheirClass,
+    heads,
+)
 from fastbert.families.spec import LayerNames
 
 _MASKED_LM = MaskedLM(
@@ -75,4 +85,5 @@ FAMILY = Family(
     layer_path="encoder.albert_layer_groups.{group}.albert_layers.{inner}",
     pooler="pooler",
     feed_forward_dropout=False,
+    vocabulary=NewVocabulary("unigram", ALBERT_TOKENS),
 )

@@ -11,6 +11,7 @@ from fastbert.families.form import (
     Flag,
     FromConfig,
     MaskedLM,
+    NewVocabulary,
     Structure,
     TheirClass,
     heads,
@@ -112,4 +113,5 @@ FAMILY = Family(
     norm=_norm,
     pooler=None,
     final_norm="norm",
+    vocabulary=NewVocabulary("bpe"),
 )

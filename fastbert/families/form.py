@@ -181,6 +181,26 @@ class Split(NamedTuple):
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# The vocabulary
+
+
+class NewVocabulary(NamedTuple):
+    """What the vocabulary of a new model is like, where none is given. As many tokens as the family's default has.
+
+    special: role -> text, in the order of their ids. separators: between the sequences of a pair; where there are two,
+    as in RoBERTa, all tokens have type 0.
+    """
+
+    kind: Literal["wordpiece", "bpe", "unigram"] = "wordpiece"
+    special: Mapping[str, str] = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+    separators: int = 1
+
+
+ROBERTA_TOKENS: Mapping[str, str] = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
+ALBERT_TOKENS: Mapping[str, str] = {"pad": "<pad>", "unk": "<unk>", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+
+
+# --------------------------------------------------------------------------------------------------------------------
 # The family
 
 
@@ -289,6 +309,7 @@ class Family:
     unused: Callable[[Any], Mapping[str, tuple[int, int]]] | None = None  # Linears that no forward runs: (in, out)
 
     # The files
+    vocabulary: NewVocabulary = field(default_factory=NewVocabulary)
     files: tuple[Rename | Split, ...] = ()
     ignored_keys: tuple[str, ...] = ()  # endings of keys that old files hold and the model may not need
 

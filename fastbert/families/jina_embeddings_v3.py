@@ -2,7 +2,19 @@
 
 from typing import Any
 
-from fastbert.families.form import Classifier, Embeddings, Family, MaskedLM, Rename, Split, Structure, TheirClass, heads
+from fastbert.families.form import (
+    ROBERTA_TOKENS,
+    Classifier,
+    Embeddings,
+    Family,
+    MaskedLM,
+    NewVocabulary,
+    Rename,
+    Split,
+    Structure,
+    TheirClass,
+    heads,
+)
 from fastbert.families.spec import AttentionSpec, FeedForwardSpec, LayerNames, LayerSpec, NormSpec, modern_rope, rotary
 
 _LAYER = LayerNames(
@@ -82,4 +94,5 @@ FAMILY = Family(
         Rename("norm2", "post_mlp_layernorm"),
         Split("mixer.Wqkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
     ),
+    vocabulary=NewVocabulary("unigram", ROBERTA_TOKENS, separators=2),
 )

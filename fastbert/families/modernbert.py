@@ -2,8 +2,17 @@
 
 from typing import Any
 
-from fastbert.families.fields import ActivationName, Choice, Count, Structure
-from fastbert.families.form import Classifier, Embeddings, Family, Flag, FromConfig, MaskedLM, Share, TheirClass, heads
+from fastbert.families.fields import ActivationName, Choice, Count, Flag, Share, Structure
+from fastbert.families.form import (
+    Classifier,
+    Embeddings,
+    Family,
+    FromConfig,
+    MaskedLM,
+    NewVocabulary,
+    TheirClass,
+    heads,
+)
 from fastbert.families.spec import AttentionSpec, FeedForwardSpec, Invalid, LayerNames, LayerSpec, NormSpec, rotary
 
 _LAYER = LayerNames(
@@ -103,7 +112,7 @@ FAMILY = Family(
         "layer_types": Structure(), "rope_parameters": Structure(),
     },
     fixed=("hidden_dropout_prob", "type_vocab_size"),
-    modernised=_modernised,
+    modernised=_modernised, vocabulary=NewVocabulary("bpe"),
     embeddings=Embeddings(
         "embeddings.tok_embeddings", None, None, norm="embeddings.norm", dropout=FromConfig("embedding_dropout")
     ),

@@ -1,6 +1,16 @@
 """RemBERT (Chung et al. 2021): BERT whose input and output embeddings are decoupled, and have widths of their own."""
 
-from fastbert.families.form import Count, Embeddings, Family, FromConfig, MaskedLM, TheirClass, heads
+from fastbert.families.form import (
+    ALBERT_TOKENS,
+    Count,
+    Embeddings,
+    Family,
+    FromConfig,
+    MaskedLM,
+    NewVocabulary,
+    TheirClass,
+    heads,
+)
 
 FAMILY = Family(
     model_type="rembert",
@@ -35,4 +45,5 @@ FAMILY = Family(
     their_names={"embedding_size": "input_embedding_size", "classifier_dropout": "classifier_dropout_prob"},
     fields={"output_embedding_size": Count(1664)},
     embeddings=Embeddings(project="encoder.embedding_hidden_mapping_in", always_projects=True),
+    vocabulary=NewVocabulary("unigram", ALBERT_TOKENS),
 )

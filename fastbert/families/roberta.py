@@ -1,6 +1,16 @@
 """RoBERTa (Liu et al. 2019): positions counted from the ids, other head names."""
 
-from fastbert.families.form import Classifier, Embeddings, Family, FromConfig, MaskedLM, TheirClass, heads
+from fastbert.families.form import (
+    ROBERTA_TOKENS,
+    Classifier,
+    Embeddings,
+    Family,
+    FromConfig,
+    MaskedLM,
+    NewVocabulary,
+    TheirClass,
+    heads,
+)
 
 FAMILY = Family(
     model_type="roberta",
@@ -15,4 +25,5 @@ FAMILY = Family(
     defaults={"vocab_size": 50265, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
     embeddings=Embeddings(pads_positions=True, order=("word", "token_type", "norm", "position")),
     positions_from_ids=True,
+    vocabulary=NewVocabulary("bpe", ROBERTA_TOKENS, separators=2),
 )

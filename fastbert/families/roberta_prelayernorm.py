@@ -1,6 +1,16 @@
 """RoBERTa-PreLayerNorm (Ott et al. 2019, "fairseq"): RoBERTa with its norms before each half of a layer."""
 
-from fastbert.families.form import Classifier, Embeddings, Family, FromConfig, MaskedLM, TheirClass, heads
+from fastbert.families.form import (
+    ROBERTA_TOKENS,
+    Classifier,
+    Embeddings,
+    Family,
+    FromConfig,
+    MaskedLM,
+    NewVocabulary,
+    TheirClass,
+    heads,
+)
 from fastbert.families.spec import LayerNames
 
 FAMILY = Family(
@@ -26,4 +36,5 @@ FAMILY = Family(
     final_norm="LayerNorm",
     norm_first=True,
     positions_from_ids=True,
+    vocabulary=NewVocabulary("bpe", ROBERTA_TOKENS, separators=2),
 )

@@ -1,6 +1,16 @@
 """XLM-RoBERTa (Conneau et al. 2019): RoBERTa over many languages."""
 
-from fastbert.families.form import Classifier, Embeddings, Family, FromConfig, MaskedLM, TheirClass, heads
+from fastbert.families.form import (
+    ROBERTA_TOKENS,
+    Classifier,
+    Embeddings,
+    Family,
+    FromConfig,
+    MaskedLM,
+    NewVocabulary,
+    TheirClass,
+    heads,
+)
 
 FAMILY = Family(
     model_type="xlm-roberta",
@@ -16,4 +26,5 @@ FAMILY = Family(
     embeddings=Embeddings(pads_positions=True, order=("word", "token_type", "norm", "position")),
     heads_first=True,
     positions_from_ids=True,
+    vocabulary=NewVocabulary("unigram", ROBERTA_TOKENS, separators=2),
 )

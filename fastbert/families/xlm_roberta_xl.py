@@ -1,6 +1,16 @@
 """XLM-RoBERTa-XL (Goyal et al. 2021): XLM-RoBERTa with pre-norm layers, and no norm after the embeddings."""
 
-from fastbert.families.form import Classifier, Embeddings, Family, FromConfig, MaskedLM, TheirClass, heads
+from fastbert.families.form import (
+    ROBERTA_TOKENS,
+    Classifier,
+    Embeddings,
+    Family,
+    FromConfig,
+    MaskedLM,
+    NewVocabulary,
+    TheirClass,
+    heads,
+)
 from fastbert.families.spec import LayerNames
 
 FAMILY = Family(
@@ -35,4 +45,5 @@ FAMILY = Family(
     final_norm="encoder.LayerNorm",
     norm_first=True,
     positions_from_ids=True,
+    vocabulary=NewVocabulary("unigram", ROBERTA_TOKENS, separators=2),
 )

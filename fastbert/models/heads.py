@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,6 +32,9 @@ class Encoded:
     def pooled(self) -> torch.Tensor:
         """(batch, hidden_size)."""
         return self.base.pool(self.packed, self.batch) if self.pooler_output is None else self.pooler_output
+
+
+Items = torch.Tensor | float | Mapping[str, torch.Tensor | float] | None  # num_items_in_batch
 
 
 class HeadModel(PreTrainedModel):
@@ -72,7 +76,7 @@ class HeadModel(PreTrainedModel):
         raise NotImplementedError
 
     def compute(self, encoded: Encoded, given: dict) -> dict:
-        """Fields of the output, loss first."""
+        """Fields of the output, loss first: a mean, or several by the names of their labels, which are added up."""
         raise NotImplementedError
 
     @property
@@ -110,7 +114,7 @@ class HeadModel(PreTrainedModel):
         max_seqlen: int | None = None,
         batch: PackedBatch | None = None,
         task_type_ids: torch.Tensor | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
+        num_items_in_batch: Items = None,
         **options,
     ) -> ModelOutput | tuple:
         """As the base model's forward; with labels the output starts with `loss`.
@@ -119,7 +123,8 @@ class HeadModel(PreTrainedModel):
         Those of a PackedInputs are in it, and no device is waited for because of them.
 
         With `num_items_in_batch`, which the Trainer gives, the loss is the sum over this call's labels divided by that
-        number: the losses of the calls before one step of the optimizer then add up to the mean over all of them.
+        number: the losses of the calls before one step of the optimizer then add up to the mean over all of them. A
+        mapping has a number for each kind of labels, where the loss has several terms.
         """
         given = {"labels": labels, **options}
         given = {name: value for name, value in given.items() if value is not None}
@@ -151,8 +156,8 @@ class HeadModel(PreTrainedModel):
         given = self.check_given(given, inputs.batch)
         encoded, extras = self.run_base(inputs, arguments, output_attentions, output_hidden_states)
         fields = self.compute(encoded, given)
-        if num_items_in_batch is not None and fields.get("loss") is not None and "labels" in given:
-            fields["loss"] = fields["loss"] * ((given["labels"] != -100).sum() / num_items_in_batch)
+        if fields.get("loss") is not None:
+            fields["loss"] = joined_loss(fields["loss"], given, num_items_in_batch)
         output = ModelOutput(**fields, **extras)
         return output if self.config.option("return_dict", return_dict) else output.to_tuple()
 
@@ -189,6 +194,30 @@ class HeadModel(PreTrainedModel):
         if self.classes_at(path) is None:
             check_labels(labels, logits.shape[-1], name, batch)
         return ops.logits_cross_entropy(logits, labels)
+
+
+def joined_loss(loss: torch.Tensor | dict[str, torch.Tensor], labels: Mapping[str, Any], items: Items) -> torch.Tensor:
+    """The sum of a loss's terms. With `items` each is a share of a larger mean: see `num_items_in_batch` of `forward`.
+
+    A number stands for the `labels` of that name, and for all terms alike.
+    """
+    terms = loss if isinstance(loss, dict) else {"labels": loss}
+    if isinstance(items, Mapping):
+        if missing := [name for name in terms if name not in items]:
+            raise InputError(f"num_items_in_batch has no {missing[0]}; it must have {', '.join(terms)}")
+        shares = {name: share_of(labels[name], items[name]) for name in terms if name in labels}
+    elif items is not None and "labels" in labels:
+        shares = dict.fromkeys(terms, share_of(labels["labels"], items))
+    else:
+        shares = {}
+    scaled = [term * shares[name] if name in shares else term for name, term in terms.items()]
+    return sum(scaled[1:], scaled[0])
+
+
+def share_of(labels: torch.Tensor, items: torch.Tensor | float) -> torch.Tensor:
+    """How much of `items` labels these are; 0 where there are none, even of none."""
+    count = (labels != -100).sum()
+    return torch.where(count > 0, count / items, 0.0)
 
 
 def token_labels(

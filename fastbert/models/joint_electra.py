@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from fastbert.layers.leaves import get_leaf, linear
 from fastbert.models import classes, masked_lm
+from fastbert.models.heads import share_of
 from fastbert.models.outputs import ModelOutput
 from fastbert.packed_inputs import PackedInputs, labels_of
 from fastbert.packing import InputError
@@ -40,6 +42,10 @@ class ElectraForJointPreTraining(nn.Module):
                     ours.weight = theirs.weight
             generator.tie_weights()
 
+    def activation_checkpointing_enable(self) -> None:
+        self.generator.activation_checkpointing_enable()
+        self.discriminator.activation_checkpointing_enable()
+
     def forward(
         self,
         input_ids: torch.Tensor | PackedInputs,
@@ -49,13 +55,19 @@ class ElectraForJointPreTraining(nn.Module):
         *,
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
+        num_items_in_batch: Mapping[str, torch.Tensor | float] | None = None,
     ) -> ModelOutput:
         """input_ids (batch, seqlen) or packed, with [MASK] where labels hold the original id and -100 elsewhere.
 
-        Or a PackedInputs with such labels: no device is waited for. Returns `loss`, and `logits`, the discriminator's,
-        of input_ids' shape. Replacements are sampled from the generator with torch's generator; a sample that equals
+        Or a PackedInputs with such labels: no device is waited for. Returns `loss`, the two of which it is
+        made (`generator_loss`, `discriminator_loss`), and, of input_ids' shape, the discriminator's `logits` and what
+        is `replaced` (1). Replacements are sampled from the generator with torch's generator; a sample that equals
         the original counts as original.
+
+        num_items_in_batch: as of other models: of `labels`, and of `tokens`, which are real; their means are the two
+        terms of the loss.
         """
+        items = {} if num_items_in_batch is None else num_items_in_batch
         given = {} if labels is None else {"labels": labels}
         if isinstance(input_ids, PackedInputs):
             given = labels_of(input_ids, given)
@@ -71,6 +83,8 @@ class ElectraForJointPreTraining(nn.Module):
         hidden = generator.masked_lm_hidden(packed.index_select(0, kept))
         targets = packed_labels.index_select(0, kept)
         generator_loss = generator.decoder_loss(hidden, targets)
+        if "labels" in items:
+            generator_loss = generator_loss * share_of(targets, items["labels"])
 
         with torch.no_grad():  # the sampling step passes no gradient back (section 2)
             probs = linear(generator.get_output_embeddings(), hidden).float().softmax(-1)
@@ -91,5 +105,7 @@ class ElectraForJointPreTraining(nn.Module):
             replaced = torch.zeros_like(ids).flatten().index_copy(0, at, is_replaced).view(ids.shape)
             if isinstance(input_ids, PackedInputs):
                 replaced = batch.unpack(replaced)
-        out = self.discriminator(corrupted, labels=replaced, **layout)
-        return ModelOutput(loss=generator_loss + self.discriminator_weight * out.loss, logits=out.logits)
+        out = self.discriminator(corrupted, labels=replaced, num_items_in_batch=items.get("tokens"), **layout)
+        parts = {"generator_loss": generator_loss.detach(), "discriminator_loss": out.loss.detach()}
+        loss = generator_loss + self.discriminator_weight * out.loss
+        return ModelOutput(loss=loss, logits=out.logits, replaced=replaced, **parts)

@@ -294,7 +294,8 @@ class ForPreTraining(MaskedLMHeadModel):
         if not has_loss:
             return fields
         name = self.head_form.pair_label
-        return {"loss": loss + self.class_loss(self.head_form.pair, pair, given[name], batch, name), **fields}
+        pair_loss = self.class_loss(self.head_form.pair, pair, given[name], batch, name)
+        return {"loss": {"labels": loss, name: pair_loss}, **fields}
 
     def pair(self, pooled: torch.Tensor) -> torch.Tensor:
         """Scores of a pair of sentences: (batch, hidden_size) -> (batch, 2)."""

@@ -104,7 +104,7 @@ class SentenceEncoder(TextModel):
         self.truncate_dim = self.settings.truncate_dim
         self.similarity_fn_name = self.settings.similarity_fn_name or "cosine"
         pooled = torch.zeros(1, model.config.hidden_size * len(self.recipe.pooling), device=model.device)
-        self._full_dim = self._finish(pooled, RunOptions()).shape[1]
+        self.full_dim = self._finish(pooled, RunOptions()).shape[1]  # before truncate_dim
 
     def to(self, device: str | torch.device) -> SentenceEncoder:
         super().to(device)
@@ -115,7 +115,7 @@ class SentenceEncoder(TextModel):
     @property
     def dim(self) -> int:
         """How many numbers a vector has."""
-        return self._full_dim if self.truncate_dim is None else min(self.truncate_dim, self._full_dim)
+        return self.full_dim if self.truncate_dim is None else min(self.truncate_dim, self.full_dim)
 
     def get_embedding_dimension(self) -> int:
         return self.dim
@@ -335,7 +335,7 @@ class SentenceEncoder(TextModel):
         return found
 
     def _width(self, options: RunOptions) -> int:
-        return self.dim if options.truncate_dim is None else min(options.truncate_dim, self._full_dim)
+        return self.dim if options.truncate_dim is None else min(options.truncate_dim, self.full_dim)
 
     def _batches(self, ids: list[list[int]], options: RunOptions) -> Iterator[list[int]]:
         budget = options.batch_tokens or self.default_batch_tokens

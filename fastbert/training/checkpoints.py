@@ -1,15 +1,19 @@
 """Checkpoints of a run: folders that are there whole or not at all, written by all ranks while training goes on.
 
-torch.distributed.checkpoint writes them, so a run may go on with another number of ranks.
+torch.distributed.checkpoint writes them, so a run may go on with another number of ranks. It keeps no checksums, and
+would load a file with a wrong bit: each rank writes those of its own files beside them.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import warnings
-from concurrent.futures import Future
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,86 +22,142 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from fastbert.checkpoint.saving import sync
 from fastbert.checkpoint.weight_files import CheckpointError
 from fastbert.training.distributed import World
 
 _NAME = re.compile(r"step-(\d{9})")
+_SUMS = "checksums-{}.json"  # of a rank: {name of a file that it wrote: crc32}
+_BLOCK = 1 << 24  # bytes
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 
 class Checkpoints:
     """The checkpoints in a folder: `step-000000100`, the last `keep` of them.
 
-    What is being written has another name until all ranks are done. A write that failed raises at the next call.
+    What is being written has another name until all ranks are done. All ranks call the methods that write or load, and
+    what fails on one of them raises CheckpointError on all.
     """
 
     def __init__(self, folder: Path, world: World, keep: int):
         self.folder, self.world, self.keep = folder, world, keep
         self.newest: int | None = None  # the step of the last one saved or loaded here
-        self._writing: tuple[Future, Path] | None = None
+        self._writing: tuple[Future, int] | None = None
+        self._thread = ThreadPoolExecutor(1)
+
+    def all(self) -> list[Path]:
+        """From the oldest to the newest."""
+        return sorted(path for path in self.folder.glob("step-*") if _NAME.fullmatch(path.name))
 
     def last(self) -> Path | None:
-        found = sorted(path for path in self.folder.glob("step-*") if _NAME.fullmatch(path.name))
-        return found[-1] if found else None
+        return found[-1] if (found := self.all()) else None
 
     def save(self, step: int, model: nn.Module, optimizer: Any, extra: dict[str, Any]) -> None:
-        """Copy all state now, and write it while the caller goes on. All ranks call it. Raises OSError."""
+        """Copy all state now, and write it while the caller goes on, until `finish`."""
         self.finish()
-        beside = self.folder / f".writing-{step:09d}"
-        if self.world.is_main:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for stale in self.folder.glob(".writing-*"):
-                shutil.rmtree(stale)
-        self.world.barrier()
+        beside = self._beside(step)
+        self._everywhere(step, self._make_room if self.world.is_main else None)
         weights, moments = get_state_dict(model, optimizer)
         state = {"model": weights, "optimizer": moments, "extra": extra}
-        future = dcp.async_save(state, checkpoint_id=beside, process_group=self.world.saving_group)
-        self._writing, self.newest = (future, self.folder / f"step-{step:09d}"), step
+        future: Any = dcp.async_save(state, checkpoint_id=beside, process_group=self.world.saving_group)
+        self._writing, self.newest = (self._thread.submit(self._seal, future, beside), step), step
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's part is on the disk, so that `finish` has not long to wait."""
+        return self._writing is not None and self._writing[0].done()
 
     def finish(self) -> None:
         """Wait for what is being written, give it its name, and remove what is older than the last `keep`."""
         if self._writing is None:
             return
-        (future, path), self._writing = self._writing, None
-        try:
-            future.result()
-        except (Exception, CheckpointException) as error:  # which is no Exception: a full disk, mostly
-            raise CheckpointError(
-                f"{path.name} could not be written, and the one before is kept: {_cause(error)}"
-            ) from error
-        self.world.barrier()
-        if self.world.is_main:
-            _sync(self.folder / f".writing-{path.name.removeprefix('step-')}")
-            os.replace(self.folder / f".writing-{path.name.removeprefix('step-')}", path)
-            found = sorted(old for old in self.folder.glob("step-*") if _NAME.fullmatch(old.name))
-            for old in found[: -self.keep]:
-                shutil.rmtree(old)
-        self.world.barrier()
+        (future, step), self._writing = self._writing, None
+        self._everywhere(step, future.result)
+        self._everywhere(step, (lambda: self._name(step)) if self.world.is_main else None)
 
     def load(self, path: Path, model: nn.Module, optimizer: Any, extra: dict[str, Any]) -> dict[str, Any]:
-        """Fill a model and its optimizer; returns what `save` got as `extra`, which has the keys of `extra` here.
-
-        Raises CheckpointError.
-        """
+        """Fill a model and its optimizer; returns what `save` got as `extra`, which has the keys of `extra` here."""
         weights, moments = get_state_dict(model, optimizer)
         state: dict[str, Any] = {"model": weights, "optimizer": moments}
-        extra = dict(extra)
+        extra, older = dict(extra), [other for other in self.all() if other < path]
+        hint = f"to go on from {older[-1].name}, remove {path.name}" if older else "there is no older checkpoint"
+        if damage := next(filter(None, self.world.gather(self._damage(path))), None):
+            raise CheckpointError(f"{path} cannot be read: {damage}; {hint}")
         try:
             dcp.load({**state, "extra": extra}, checkpoint_id=path, process_group=self.world.host_group)
-        except (Exception, CheckpointException) as error:
-            raise CheckpointError(f"{path} cannot be read: {_cause(error)}") from error
+        except (Exception, CheckpointException) as error:  # which is no Exception: weights of another model, mostly
+            raise CheckpointError(f"{path} cannot be read: {_cause(error)}; {hint}") from error
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
         self.newest = extra["step"]
         return extra
+
+    def _beside(self, step: int) -> Path:
+        return self.folder / f".writing-{step:09d}"
+
+    def _everywhere(self, step: int, do: Callable[[], Any] | None) -> None:
+        """Do something on this rank, or nothing, and wait for the others."""
+        failed = ""
+        try:
+            if do is not None:
+                do()
+        except (Exception, CheckpointException) as error:  # a full disk, mostly
+            failed = _cause(error)
+        if cause := next(filter(None, self.world.gather(failed)), None):
+            if self.world.is_main:
+                shutil.rmtree(self._beside(step), ignore_errors=True)  # a full disk needs the room
+            raise CheckpointError(
+                f"the checkpoint of step {step} could not be written: {cause}; {self.last() or 'none'} is the last one"
+            )
+
+    def _make_room(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for stale in self.folder.glob(".writing-*"):
+            shutil.rmtree(stale)
+
+    def _seal(self, written: Future, beside: Path) -> None:
+        """Put this rank's files on the disk, and their checksums. In a thread."""
+        written.result()
+        files = list(beside.glob(f"__{self.world.rank}_*"))
+        if self.world.is_main:
+            files.append(beside / ".metadata")
+        sums = beside / _SUMS.format(self.world.rank)
+        sums.write_text(json.dumps({file.name: _checksum(file) for file in files}), encoding="utf-8")
+        for path in (*files, sums):
+            sync(path)
+
+    def _name(self, step: int) -> None:
+        path = self.folder / f"step-{step:09d}"
+        sync(self._beside(step))
+        os.replace(self._beside(step), path)
+        sync(self.folder)
+        for old in self.all()[: -self.keep]:  # a kill must not leave a half of it under its name
+            os.replace(old, gone := self.folder / f".writing-{old.name}")
+            shutil.rmtree(gone)
+
+    def _damage(self, path: Path) -> str:
+        """What is wrong with this rank's share of a checkpoint's files, whoever wrote them; empty if nothing is."""
+        try:
+            sums: dict[str, int] = {}
+            for file in sorted(path.glob(_SUMS.format("*"))):
+                sums |= json.loads(file.read_text(encoding="utf-8"))
+            if ".metadata" not in sums:
+                return f"{_SUMS.format(0)} is missing"
+            for name in sorted(sums)[self.world.rank :: self.world.size]:
+                if _checksum(path / name) != sums[name]:
+                    return f"{name} is damaged, its checksum is not the one that was written"
+        except (OSError, ValueError) as error:
+            return _cause(error)
+        return ""
+
+
+def _checksum(path: Path) -> int:
+    found = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            found = zlib.crc32(block, found)
+    return found
 
 
 def _cause(error: BaseException) -> str:
     text = str(error) or type(error).__name__
     return text.strip().splitlines()[-1]
-
-
-def _sync(folder: Path) -> None:
-    """Onto the disk, before the folder gets the name that says it is whole."""
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())

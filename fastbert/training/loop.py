@@ -5,20 +5,27 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import time
+import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fastbert.data.batches import Steps, StepSampler, make_loader
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.checkpoints import Checkpoints
-from fastbert.training.distributed import World, gradients_stay_local
+from fastbert.training.distributed import World
+from fastbert.training.optimizers import clip_and_step
 from fastbert.training.schedules import Schedule
+from fastbert.training.stopping import SIGNALS, leave_by, signals_wait
 from fastbert.training.task import Phase, Task
 
 
@@ -66,6 +73,7 @@ class Place:
     best: float = math.nan  # of the task's metric
     best_step: int = 0
     worse: int = 0  # evaluations since the best one
+    data: int = 0  # a checksum of the lengths of this epoch's examples
 
 
 class Loop:
@@ -99,6 +107,8 @@ class Loop:
         self.checkpoints = Checkpoints(folder / "checkpoints", world, options.keep)
         self._losses: list[torch.Tensor] = []
         self._tokens, self._since = 0, time.perf_counter()
+        self._signals: list[int] = []
+        self._stop: signal.Signals | None = None  # what all ranks have agreed on
 
     def resume(self) -> bool:
         """Go on with the last checkpoint; False if there is none. Raises CheckpointError."""
@@ -110,26 +120,49 @@ class Loop:
         return path is not None
 
     def run(self) -> None:
-        """Train to the end of the last phase. Raises TrainingError: the loss is no number any more."""
+        """Train to the end of the last phase. SIGINT and SIGTERM end it after a step, which is saved.
+
+        Raises TrainingError: a loss or a weight is no number, the data have changed, or another process is gone.
+        """
         self.model.train()
         self._since = time.perf_counter()
-        place = self.place
         try:
-            while not self.is_over:
-                phase = self.options.phases[place.phase]
-                for batches in self._epoch(phase):
-                    self.train_step(batches)
-                    self._after_step()
-                    if self.is_over or place.step == phase.until:
-                        break
-                else:
-                    place.epoch, place.epoch_step = place.epoch + 1, 0
-                if place.step == phase.until and place.phase + 1 < len(self.options.phases):
-                    place.phase, place.epoch, place.epoch_step = place.phase + 1, place.epoch + 1, 0
-            if self.checkpoints.newest != place.step:
-                self.save()
-        finally:
-            self.checkpoints.finish()
+            with signals_wait() as self._signals:
+                self._run()
+                if not self._stop and self.checkpoints.newest != self.place.step:
+                    self._save()
+                self.checkpoints.finish()
+        except TrainingError:
+            raise
+        except RuntimeError as error:
+            raise self._explained(error) from error
+        except BaseException:
+            if self.world.size == 1:  # else the others are not here to finish it
+                self.checkpoints.finish()
+            raise
+        if self._stop:
+            if self.world.is_main:
+                name = signal.Signals(self._stop).name
+                warnings.warn(
+                    f"{name}: stopped after step {self.place.step}, which is saved; resume goes on", stacklevel=2
+                )
+            leave_by(self._stop)
+
+    def _run(self) -> None:
+        place, phases = self.place, self.options.phases
+        while not self.is_over:
+            if place.step >= phases[place.phase].until:
+                place.phase, place.epoch, place.epoch_step = place.phase + 1, place.epoch + 1, 0
+                continue
+            for batches in self._epoch(phases[place.phase]):
+                self.train_step(batches)
+                self._after_step()
+                if self._stop:
+                    return
+                if self.is_over or place.step == phases[place.phase].until:
+                    break
+            else:
+                place.epoch, place.epoch_step = place.epoch + 1, 0
 
     @property
     def is_over(self) -> bool:
@@ -141,45 +174,65 @@ class Loop:
         sampler, examples = sampler_of(self.task, phase, self.options, self.hidden_size, self.world, self.place)
         pin, parts = self.world.device.type == "cuda", self.options.parts
         collate, workers = self.task.collate(phase), self.options.workers
+        self._check_data(zlib.crc32(sampler.steps.lengths.tobytes()))
         loader = iter(make_loader(examples, sampler, collate, workers=workers, pin_memory=pin))
         for _ in range(len(sampler) // parts):
             yield [next(loader) for _ in range(parts)]
 
+    def _check_data(self, found: int) -> None:
+        place = self.place
+        if place.epoch_step and found != place.data:
+            raise TrainingError(
+                f"the training data are not those of the checkpoint of step {place.step}: its epoch cannot go on."
+                " Restore the files, or begin a new run from its model"
+            )
+        ranks = self.world.gather(found)
+        if differing := [rank for rank, other in enumerate(ranks) if other != ranks[0]]:
+            raise TrainingError(f"rank {differing[0]} has other training data than rank 0: give all the same files")
+        place.data = found
+
     def train_step(self, batches: list[PackedInputs]) -> None:
         """One step of the optimizer. The loss is the mean over the labels of all ranks' batches."""
-        place, world, tokens = self.place, self.world, 0
+        place, world = self.place, self.world
         counts = [self.task.counts(batch) for batch in batches]
-        totals = world.total([sum(term) for term in zip(*counts, strict=True)])
+        totals = self._agree([sum(term) for term in zip(*counts, strict=True)])
         # Ranks' gradients are averaged, so each divides by its share of the total.
         shares = [max(1, total) / world.size for total in totals]
         torch.manual_seed(hash((self.options.seed, place.step, world.rank)) % 2**63)
-        loss = torch.zeros((), device=world.device)
-        for i, batch in enumerate(batches):
-            on_device = batch.to(world.device, non_blocking=True) if world.device.type != "cpu" else batch
-            with gradients_stay_local(self.model, i < len(batches) - 1):
-                with torch.autocast(world.device.type, torch.bfloat16, enabled=self.options.bf16):
-                    part = self.task.loss(self.model, on_device, shares)
-                part.backward()
-            loss += part.detach()
-            tokens += batch["batch"].total_tokens
-        if self.options.max_norm:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.max_norm, foreach=True)
+        tokens = sum(batch["batch"].total_tokens for batch in batches)
+        if world.device.type != "cpu":
+            batches = [batch.to(world.device, non_blocking=True) for batch in batches]
+        autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=self.options.bf16)
+        loss = self.task.backward(self.model, batches, shares, autocast)
         self.schedule.set(place.step)
-        self.optimizer.step()
+        clip_and_step(self.optimizer, self.options.max_norm)
         self.optimizer.zero_grad()
         self._losses.append(loss)
         self._tokens += tokens
         place.step, place.epoch_step = place.step + 1, place.epoch_step + 1
         self.on_step(tokens)
 
+    def _agree(self, counts: list[int]) -> list[int]:
+        """The sums over all ranks; the same message says who got a signal, and who has written its checkpoint."""
+        stops = [int(number in self._signals) for number in SIGNALS]
+        *totals, interrupted, terminated, written = self.world.total(
+            [*counts, *stops, int(self.checkpoints.is_written)]
+        )
+        self._stop = signal.SIGTERM if terminated else signal.SIGINT if interrupted else None
+        if written == self.world.size:
+            self.checkpoints.finish()
+        return totals
+
     def _after_step(self) -> None:
         options, step, metrics = self.options, self.place.step, dict[str, float]()
         is_last = step == options.steps
         is_evaluated = self.evaluate is not None and (is_last or _is_due(step, options.evaluate_every))
-        is_saved = _is_due(step, options.save_every)
+        is_saved = _is_due(step, options.save_every) or self._stop is not None
         if not (is_evaluated or is_saved or is_last or _is_due(step, options.log_every)):
             return
         row = self._read_losses()
+        if is_evaluated or is_saved or is_last:
+            self._check_weights()
         if is_evaluated:
             assert self.evaluate is not None
             metrics = self.evaluate()
@@ -187,7 +240,7 @@ class Loop:
             self._judge(metrics)
         self._log(row | metrics)
         if is_saved:
-            self.save()
+            self._save()
         self._since = time.perf_counter()  # evaluation and saving are not training
 
     def _judge(self, metrics: dict[str, float]) -> None:
@@ -204,19 +257,15 @@ class Loop:
 
     def _read_losses(self) -> dict[str, Any]:
         """The row of the steps since the last one. This waits for the device, so it is not done in every step."""
-        losses, place = torch.stack(self._losses), self.place
+        own, place = torch.stack(self._losses), self.place
+        losses = own.clone()
         if self.world.size > 1:  # each rank has its share of the sum
-            torch.distributed.all_reduce(losses)
+            dist.all_reduce(losses)
             losses /= self.world.size
         values = losses.tolist()
         if not all(map(math.isfinite, values)):
-            bad = place.step - len(values) + 1 + next(i for i, v in enumerate(values) if not math.isfinite(v))
-            self.checkpoints.finish()
-            last = self.checkpoints.last()
-            raise TrainingError(
-                f"the loss of step {bad} is not a number; the last good checkpoint is {last or 'none'}. A smaller"
-                " learning rate, a longer warm-up or gradient clipping may help"
-            )
+            i = next(i for i, v in enumerate(values) if not math.isfinite(v))
+            raise self._lost(f"the loss of step {place.step - len(values) + 1 + i} is not a number", own[i])
         tokens = self.world.total([self._tokens])[0]
         row = {
             "step": place.step,
@@ -230,13 +279,50 @@ class Loop:
         self._losses, self._tokens = [], 0
         return row
 
+    def _check_weights(self) -> None:
+        """A step may spoil them whose own loss was a number: nothing of that is saved."""
+        shards = [p.to_local() if isinstance(p, DTensor) else p for p in self.model.parameters()]
+        norms = torch.stack(torch._foreach_norm([shard.detach() for shard in shards]))
+        if any(self.world.gather(not bool(norms.isfinite().all()))):
+            raise self._lost(f"step {self.place.step} has made weights that are not numbers", norms)
+
+    def _lost(self, what: str, own: torch.Tensor) -> TrainingError:
+        """`own`: what is no number on some ranks. Called on all of them."""
+        where = [str(r) for r, bad in enumerate(self.world.gather(not bool(own.isfinite().all()))) if bad]
+        ranks = f" (on rank {', '.join(where)} of {self.world.size})" if self.world.size > 1 else ""
+        self.checkpoints.finish()
+        return TrainingError(
+            f"{what}{ranks}; the last good checkpoint is {self.checkpoints.last() or 'none'}. A smaller learning rate,"
+            " a longer warm-up or gradient clipping may help"
+        )
+
+    def _explained(self, error: RuntimeError) -> RuntimeError:
+        """What has no class of its own in torch."""
+        text, last = str(error), self.checkpoints.last() or "none"
+        if "DataLoader worker" in text and "exited unexpectedly" in text:
+            return TrainingError(
+                f"after step {self.place.step} a process that makes batches was killed, perhaps for want of memory; the"
+                f" last good checkpoint is {last}. Fewer workers need less"
+            )
+        if self.world.size > 1 and (isinstance(error, dist.DistError) or "gloo" in text):
+            return TrainingError(
+                f"after step {self.place.step} rank {self.world.rank} lost the others: one of them has ended, or did"
+                f" not answer in time; the last good checkpoint is {last} ({text.splitlines()[0]})"
+            )
+        return error
+
     def _log(self, row: dict[str, Any]) -> None:
+        path = self.folder / "log.jsonl"
         if self.world.is_main:
-            with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            try:
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+            except OSError as error:
+                last = self.checkpoints.last() or "none"
+                raise TrainingError(f"{path}: {error.strerror}; the last good checkpoint is {last}") from None
         self.on_log(row)
 
-    def save(self) -> None:
+    def _save(self) -> None:
         self.checkpoints.save(self.place.step, self.model, self.optimizer, vars(self.place))
 
 

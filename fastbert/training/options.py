@@ -146,6 +146,24 @@ class FinetuneOptions(RunOptions):
         (), "the Linears that get an adapter, by the end of their names; by default PEFT's choice", group="task"
     )
 
+    loss: str = option(
+        "auto",
+        "auto: cosent where there are scores, else ranking, in which a text has to find its partner in the batch",
+        choices=("auto", "ranking", "cosent", "cosine"),
+        group="embedding",
+    )
+    scale: float = option(20.0, "factor of the cosines in ranking and cosent", group="embedding")
+    symmetric: bool = option(False, "ranking in both directions", group="embedding")
+    dims: tuple[str, ...] = option(
+        (), "sizes that vectors may be cut to, the whole one among them (Matryoshka)", group="embedding"
+    )
+    pooling: str = option(
+        "",
+        "how the tokens of a plain encoder make a vector; by default mean",
+        choices=("", "cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"),
+        group="embedding",
+    )
+
     batch_size: int = option(
         32, "examples of a step over all ranks, at most; 0: as many as --step-tokens allows", group="length"
     )
@@ -163,7 +181,23 @@ class PretrainOptions(RunOptions):
     train: tuple[str, ...] = option((), "files of text to learn from, or a data set of the hub", group="task")
     eval: tuple[str, ...] = option((), "files to judge by; without them only the loss is known", group="task")
     model: str = option("", "go on with this model; without it a new one is made", group="task")
+    teacher: str = option("", "the model that distil learns from", group="task")
+    preset: str = option("", "the shape of a new model: baby, tiny, base, large or modern (default baby)", group="task")
+    family: str = option("", "of the new model, where it is not the preset's: roberta, albert, ...", group="task")
+    tokenizer: str = option("", "a folder with a tokenizer; without it a new model gets a new one", group="task")
+    vocab_size: int = option(0, "tokens of a new vocabulary; 0: as the preset or the family has", group="task")
+    vocab_kind: str = option(
+        "", "of a new vocabulary: wordpiece, bpe or unigram; without it the family's", group="task"
+    )
+    cased: bool = option(False, "a new vocabulary tells capitals from small letters (bpe always does)", group="task")
+    column: str = option("text", "where the text stands in files that are no plain text", group="task")
+    unit: str = option("token", "what is masked as a whole", choices=("token", "word", "span"), group="task")
+    masking: str = option("0.15", "share of tokens to guess; 0.3:0.15 goes from one to the other", group="task")
 
+    phases: str = option(
+        "", "share of the run:max length, in turn, as 0.9:128,0.1:512; without it --max-length", group="length"
+    )
+    batch_warmup: float = option(0.0, "share of the run in which steps grow, from a quarter on", group="length")
     learning_rate: float = option(5e-4, "the highest of the run", group="optimizer")
     step_tokens: int = option(8192, "tokens of a step over all ranks, at most", group="length")
 

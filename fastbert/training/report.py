@@ -60,7 +60,6 @@ def write_reports(folder: Path, options: RunOptions, place: Any, task: Any, worl
     seconds = sum(row["tokens"] / row["tokens_per_second"] for row in rows)
     metrics = {
         "steps": place.step,
-        "epochs": place.epoch,
         "train_loss": rows[-1]["loss"],
         "tokens": tokens,
         "seconds": round(seconds, 3),

@@ -121,16 +121,16 @@ def _train(options: RunOptions, task: Task, loop_options: LoopOptions, world: Wo
 def _phases(
     options: RunOptions, task: Task, phases_of: Callable[[Any, int], tuple[Phase, ...]] | None
 ) -> tuple[Phase, ...]:
-    whole = _whole(options, options.steps)
+    whole = _whole(options, options.steps, task)
     steps = options.steps or _steps_of_epochs(task, whole, options)
-    return phases_of(options, steps) if phases_of is not None else (_whole(options, steps),)
+    return phases_of(options, steps) if phases_of is not None else (_whole(options, steps, task),)
 
 
-def _whole(options: RunOptions, steps: int) -> Phase:
+def _whole(options: RunOptions, steps: int, task: Task) -> Phase:
     """A run whose steps are all alike."""
     if not options.batch_size and not options.step_tokens:
         raise ConfigError("batch_size and step_tokens are both 0: say how large a step is")
-    tokens = options.step_tokens or options.batch_size * options.max_length
+    tokens = options.step_tokens or options.batch_size * options.max_length * task.texts
     return Phase(steps, tokens, options.batch_size or None, options.max_length)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from fastbert.packed_inputs import PackedInputs
+from fastbert.training.distributed import gradients_stay_local
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Task:
     metric: str | None = None
     more_is_better: bool = True
     library: str = "transformers"  # that loads what `save` writes, in the hub's words
+    texts: int = 1  # sequences of an example, each as long as --max-length at most
     pipeline: str | None = None  # what it is for, in the hub's words: "text-classification"
 
     @property
@@ -65,6 +68,22 @@ class Task:
         `model` is this task's, perhaps wrapped; the batch is on its device.
         """
         raise NotImplementedError
+
+    def backward(
+        self, model: nn.Module, batches: list[PackedInputs], totals: list[float], autocast: AbstractContextManager
+    ) -> torch.Tensor:
+        """Forward and backward of all of a rank's batches of a step; returns their loss, detached.
+
+        A task whose loss goes over examples of several batches has its own.
+        """
+        losses = []
+        for i, batch in enumerate(batches):
+            with gradients_stay_local(model, i < len(batches) - 1):
+                with autocast:
+                    part = self.loss(model, batch, totals)
+                part.backward()
+            losses.append(part.detach())
+        return torch.stack(losses).sum()
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Numbers by name, of the evaluation data. `model` is in eval mode, has all weights, and is not wrapped; the

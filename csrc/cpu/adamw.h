@@ -1,0 +1,31 @@
+// A step of AdamW (Loshchilov & Hutter 2017, algorithm 2), and the gradients' norm that it is clipped by.
+#pragma once
+
+#include <cstdint>
+
+namespace fastbert {
+
+template <typename T>
+struct AdamWArgs {
+  T* weight;  // as many as gradient, mean (of gradients) and square (mean of their squares)
+  const T* gradient;
+  T* mean;
+  T* square;
+  T clip;                  // times the gradient
+  T keep;                  // times the weight: 1 - learning rate * weight decay
+  T rate;                  // the learning rate, by the bias correction of the mean
+  T root_scale;            // times the root of the square: by its bias correction
+  T new_mean, new_square;  // the shares of the gradient and of its square: 1 - beta
+  T eps;
+};
+
+// Elements [begin, end). Where gradient and square are zero (rows of a table that no batch had yet), the mean is zero,
+// too, or so small that it moves no weight: only the decay is left, and a third of the memory is not touched.
+template <typename T>
+void adamw(const AdamWArgs<T>& args, int64_t begin, int64_t end);
+
+// *out = the sum of x[begin]^2 to x[end - 1]^2.
+template <typename T>
+void sum_of_squares(const T* x, int64_t begin, int64_t end, double* out);
+
+}  // namespace fastbert

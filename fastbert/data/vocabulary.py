@@ -1,0 +1,203 @@
+"""Vocabularies: read from a folder, or trained on a corpus by `tokenizers`, with the special tokens of a family."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from fastbert.checkpoint.tokenizer_files import copy_tokenizer, files_of
+from fastbert.config import ConfigError
+from fastbert.data.sources import Source, check_columns, import_datasets, load_source
+from fastbert.data.tokenization import SETTINGS, load_tokenizer, tokenizer_settings
+from fastbert.packing import InputError
+
+KINDS = ("wordpiece", "bpe", "unigram")
+MOST_TEXTS = 1_000_000  # that a vocabulary is learnt from; of more, every second, third, ... one
+_BATCH = 1000
+_SPECIAL = {"pad": ("[PAD]", "<pad>"), "cls": ("[CLS]", "<s>"), "sep": ("[SEP]", "</s>")}  # where a folder names none
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer, and the files that it is saved as. folder: where these are; None: they are written anew."""
+
+    tokenizer: Tokenizer
+    folder: Path | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)  # tokenizer_config.json of a new one
+
+    @property
+    def size(self) -> int:
+        """One more than the largest id."""
+        return max(self.tokenizer.get_vocab().values()) + 1
+
+    def id_of(self, role: str) -> int | None:
+        """Of a special token: "cls", "pad", ... None: there is none."""
+        known = self.settings if self.folder is None else tokenizer_settings(self.folder)
+        entry = known.get(f"{role}_token")
+        named = entry.get("content") if isinstance(entry, dict) else entry
+        ids = (self.tokenizer.token_to_id(text) for text in (named, *_SPECIAL.get(role, ())) if isinstance(text, str))
+        return next((i for i in ids if i is not None), None)
+
+    def save(self, folder: Path) -> None:
+        """Write what transformers' AutoTokenizer loads. Raises OSError."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.folder is not None:
+            copy_tokenizer(self.folder, folder)
+            return
+        contents = {"tokenizer.json": self.tokenizer.to_str(pretty=True), SETTINGS: json.dumps(self.settings, indent=2)}
+        for name, text in contents.items():
+            _replace(folder / name, text)
+
+
+def read_vocabulary(folder: Path) -> Vocabulary:
+    """Of a folder, as it is. Raises CheckpointError."""
+    return Vocabulary(load_tokenizer(folder), folder)
+
+
+def has_vocabulary(folder: Path) -> bool:
+    return bool(files_of(folder))
+
+
+@dataclass(frozen=True)
+class Design:
+    """What a new vocabulary is to be like. `special`: role -> text, in the order of their ids.
+
+    separators: between two sequences. has_types: whether the model has token types. cased: capitals stay. Byte-level
+    BPE always keeps them, as in RoBERTa.
+    """
+
+    kind: str
+    size: int
+    special: Mapping[str, str]
+    separators: int = 1
+    has_types: bool = True
+    cased: bool = False
+    max_length: int = 512
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"vocab_kind is {self.kind!r}; it must be one of {', '.join(KINDS)}")
+        least = len(self.special) + (256 if self.kind == "bpe" else 1)
+        if self.size <= least:
+            raise ConfigError(f"vocab_size is {self.size}; a vocabulary of {self.kind} needs more than {least} tokens")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """tokenizer_config.json."""
+        named = {f"{role}_token": text for role, text in self.special.items()}
+        inputs = (
+            ["input_ids", "token_type_ids", "attention_mask"] if self.has_types else ["input_ids", "attention_mask"]
+        )
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **named,
+            "model_max_length": self.max_length,
+            "model_input_names": inputs,
+            "clean_up_tokenization_spaces": False,
+        }
+
+
+def train_vocabulary(source: Source, design: Design, *, column: str = "text") -> Vocabulary:
+    """A vocabulary of the corpus of `source` (see `load_source`). One of the same texts and design is made once.
+
+    Raises InputError: no such column, or no texts.
+    """
+    datasets = import_datasets()
+    rows = load_source(source)
+    check_columns(rows, [column], str(source) if isinstance(source, (str, os.PathLike)) else "the corpus")
+    known = json.dumps([rows._fingerprint, column, *vars(design).values()], default=dict)
+    name = f"{hashlib.sha256(known.encode()).hexdigest()[:32]}.json"
+    kept = Path(datasets.config.HF_DATASETS_CACHE) / "fastbert_vocabularies" / name
+    if kept.is_file():
+        return Vocabulary(Tokenizer.from_str(kept.read_text(encoding="utf-8")), None, design.settings)
+    tokenizer = _untrained(design)
+    tokenizer.train_from_iterator(_texts(rows, column), _trainer(design))
+    for text in design.special.values():
+        assert tokenizer.token_to_id(text) is not None
+    if len(tokenizer.get_vocab()) <= len(design.special) + (256 if design.kind == "bpe" else 0):
+        raise InputError("the corpus has no words to make a vocabulary of")
+    tokenizer.post_processor = _around(tokenizer, design)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    _replace(kept, tokenizer.to_str())
+    return Vocabulary(tokenizer, None, design.settings)
+
+
+def _texts(rows: Any, column: str) -> Iterator[list[str]]:
+    every = -(-len(rows) // MOST_TEXTS)
+    taken = rows if every == 1 else rows.select(range(0, len(rows), every))
+    for start in range(0, len(taken), _BATCH):
+        texts = taken[start : start + _BATCH][column]
+        if other := next((text for text in texts if not isinstance(text, str)), None):
+            raise InputError(f"column {column!r} holds {type(other).__name__} values; it must hold texts")
+        yield texts
+
+
+def _untrained(design: Design) -> Tokenizer:
+    unk = design.special["unk"]
+    if design.kind == "wordpiece":  # BERT's
+        tokenizer = Tokenizer(models.WordPiece(unk_token=unk, max_input_chars_per_word=100))
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not design.cased)
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+    elif design.kind == "bpe":  # RoBERTa's, over bytes: nothing is unknown
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+    else:  # ALBERT's
+        tokenizer = Tokenizer(models.Unigram())
+        steps = [normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")]
+        lowered = [] if design.cased else [normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()]
+        tokenizer.normalizer = normalizers.Sequence([*steps, *lowered])
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.decoder = decoders.Metaspace()
+    return tokenizer
+
+
+def _trainer(design: Design) -> Any:
+    # A mask takes the space before it, as RoBERTa's and ALBERT's do, where a space belongs to the word behind it.
+    special = [
+        AddedToken(text, lstrip=role == "mask" and design.kind != "wordpiece", normalized=False, special=True)
+        for role, text in design.special.items()
+    ]
+    options: dict[str, Any] = {"vocab_size": design.size, "special_tokens": special, "show_progress": False}
+    if design.kind == "wordpiece":
+        return trainers.WordPieceTrainer(**options)
+    if design.kind == "bpe":
+        return trainers.BpeTrainer(initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), **options)
+    return trainers.UnigramTrainer(unk_token=design.special["unk"], **options)
+
+
+def _around(tokenizer: Tokenizer, design: Design) -> Any:
+    """[CLS] A [SEP] B [SEP], or <s> A </s></s> B </s>."""
+    cls, sep = design.special["cls"], design.special["sep"]
+    second = int(design.separators == 1)
+    between = " ".join([sep] * design.separators)
+    return processors.TemplateProcessing(
+        single=f"{cls} $A {sep}",
+        pair=f"{cls} $A {between} $B:{second} {sep}:{second}",
+        special_tokens=[(text, tokenizer.token_to_id(text)) for text in (cls, sep)],
+    )
+
+
+def _replace(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)

@@ -1,0 +1,322 @@
+"""Sentence embeddings: texts that belong together get vectors that are close (Reimers & Gurevych 2019).
+
+Files have columns anchor, positive and any negatives, or sentence1, sentence2 and a score. All texts of a batch go
+through the encoder in one call. A batch too large for the memory is cut (`accumulation`), and its loss still goes over
+all of it: GradCache (Gao et al. 2021).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fastbert.config import ConfigError
+from fastbert.data.sentence_folder import Recipe
+from fastbert.models.base import EncoderModel
+from fastbert.models.quantized import is_quantized
+from fastbert.packed_inputs import PackedInputs, pack_inputs
+from fastbert.packing import InputError
+from fastbert.sentences.encoder import SentenceEncoder
+from fastbert.sentences.pooling import pool
+from fastbert.training.distributed import gradients_stay_local
+from fastbert.training.finetuning import embedding_losses as losses
+from fastbert.training.finetuning.embedding_metrics import ranks_metrics, spearman
+from fastbert.training.finetuning.rows import load_rows, texts_of
+from fastbert.training.finetuning.sequences import Sequences, tokenize
+from fastbert.training.options import FinetuneOptions
+from fastbert.training.task import Phase, Task
+
+FORMS = (("anchor", "positive"), ("sentence1", "sentence2"))
+SCORES = ("score", "scores", "label", "labels", "similarity_score")
+_NEGATIVE = re.compile(r"negative(_\d+)?")
+
+
+class EmbeddingModel(nn.Module):
+    """An encoder and what follows it in a sentence-transformers folder: packed tokens in, a vector a sequence out."""
+
+    def __init__(self, encoder: EncoderModel, recipe: Recipe):
+        super().__init__()
+        self.encoder, self.after = encoder, nn.ModuleList(recipe.modules)
+        self.pooling = recipe.pooling
+
+    @property
+    def config(self) -> Any:
+        return self.encoder.config
+
+    @property
+    def base_model(self) -> EncoderModel:
+        return self.encoder
+
+    def activation_checkpointing_enable(self) -> None:
+        self.encoder.activation_checkpointing_enable()
+
+    def forward(self, packed: PackedInputs) -> torch.Tensor:
+        """float32 (sequences, dim)."""
+        batch = packed["batch"]
+        hidden = self.encoder(input_ids=packed["input_ids"], batch=batch).last_hidden_state
+        vectors = pool(hidden, batch.cu_seqlens, self.pooling).float()
+        for module in self.after:
+            vectors = module(vectors)
+        return vectors.float()
+
+
+class Examples:
+    """Token ids of each example's texts, and its score if there are scores."""
+
+    def __init__(self, texts: Sequence[Sequences], scores: np.ndarray | None):
+        self.texts, self.scores = texts, scores
+        self.lengths = np.sum([sequences.lengths for sequences in texts], axis=0)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        found: dict[str, Any] = {"input_ids": [sequences[i]["input_ids"] for sequences in self.texts]}
+        return found if self.scores is None else found | {"score": self.scores[i]}
+
+
+def collate(examples: Sequence[dict[str, Any]]) -> PackedInputs:
+    """All texts of all examples in one batch, as the choices of a multiple-choice task are; scores are its labels."""
+    scores = np.array([one["score"] for one in examples], np.float32) if "score" in examples[0] else None
+    return pack_inputs([one["input_ids"] for one in examples], labels=scores)
+
+
+class Embedding(Task):
+    """Trains the model of `encoder` by `loss`: (vectors (examples, texts, dim), scores or None) -> ()."""
+
+    library, pipeline = "sentence-transformers", "sentence-similarity"
+
+    def __init__(
+        self,
+        encoder: SentenceEncoder,
+        train: Examples,
+        loss: Callable[..., torch.Tensor],
+        dims: Sequence[int] = (),
+        held_out: tuple[list[list[str]], np.ndarray | None] | None = None,
+    ):
+        self.encoder, self.train, self.loss_of, self.dims, self.held_out = encoder, train, loss, tuple(dims), held_out
+        encoder.model.requires_grad_(True)
+        for module in encoder.recipe.modules:
+            module.requires_grad_(True)
+        self.model = EmbeddingModel(encoder.model, encoder.recipe)
+        self.texts = len(train.texts)
+        if held_out is not None:
+            self.metric = "spearman" if held_out[1] is not None else "mrr_at_10"
+
+    def collate(self, phase: Phase) -> Callable[[list[Any]], PackedInputs]:
+        return collate
+
+    def examples(self, epoch: int, phase: Phase) -> tuple[Any, Any]:
+        return self.train, self.train.lengths
+
+    def counts(self, batch: PackedInputs) -> list[int]:
+        return [batch["batch"].batch_size // self.texts]
+
+    def backward(
+        self, model: nn.Module, batches: list[PackedInputs], totals: list[float], autocast: AbstractContextManager
+    ) -> torch.Tensor:
+        """The loss goes over the examples of all batches and ranks. Each rank computes all of it, and has the gradient
+        of its own vectors.
+        """
+        scores = torch.cat([batch["labels"] for batch in batches]) if "labels" in batches[0] else None
+        if len(batches) == 1:
+            with autocast:
+                vectors = model(batches[0])
+            return self._backward_to(vectors, scores)
+        states, parts = [], []
+        for batch in batches:
+            states.append(_random_state(batch))
+            with torch.no_grad(), autocast:
+                parts.append(model(batch))
+        vectors = torch.cat(parts).requires_grad_()
+        loss = self._backward_to(vectors, scores)
+        assert vectors.grad is not None
+        sizes = [len(part) for part in parts]
+        for i, (batch, gradient) in enumerate(zip(batches, vectors.grad.split(sizes), strict=True)):
+            _set_random_state(states[i])  # the same dropout again
+            with gradients_stay_local(model, i < len(batches) - 1):
+                with autocast:
+                    again = model(batch)
+                again.backward(gradient)
+        return loss
+
+    def _backward_to(self, vectors: torch.Tensor, scores: torch.Tensor | None) -> torch.Tensor:
+        """Backward of the loss of all ranks' vectors, of which this rank has these."""
+        everyone = losses.of_all_ranks(vectors).unflatten(0, (-1, self.texts))
+        given = () if scores is None else (losses.of_all_ranks(scores),)
+        loss = losses.over_prefixes(lambda v: self.loss_of(v, *given), everyone, self.dims)
+        # Ranks' gradients are averaged, and each rank has those that come through its own vectors: they are to add up.
+        (loss * (dist.get_world_size() if dist.is_initialized() else 1)).backward()
+        return loss.detach()
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        assert self.held_out is not None
+        texts, scores = self.held_out
+        places = {text: i for i, text in enumerate(dict.fromkeys(text for column in texts for text in column))}
+        full, encoder = self.encoder.full_dim, self._encoder_of(model)
+        vectors = encoder.encode(list(places), truncate_dim=full, show_progress_bar=False)
+        found: dict[str, float] = {}
+        for dim in sorted({full, *self.dims}, reverse=True):
+            cut = torch.from_numpy(vectors[:, :dim])
+            columns = [np.array([places[text] for text in column]) for column in texts]
+            values = ranks_metrics(cut, columns) if scores is None else {"spearman": spearman(cut, columns, scores)}
+            found |= {name if dim == full else f"{name}_{dim}": value for name, value in values.items()}
+        return found
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        self._encoder_of(model).save_pretrained(folder)
+
+    def _encoder_of(self, model: nn.Module) -> SentenceEncoder:
+        """As the loaded one, with the weights of `model`, which may be a copy of what is trained."""
+        assert isinstance(model, EmbeddingModel)
+        mine = self.encoder
+        recipe = Recipe(mine.recipe.pooling, list(model.after), mine.recipe.prompt_is_pooled)
+        made = SentenceEncoder.of_parts(model.encoder, mine.tokenizer, mine.max_seq_length, mine.settings, recipe)
+        made.folder = mine.folder
+        return made
+
+    def show(self, batch: PackedInputs) -> list[str]:
+        ids = batch["input_ids"].split(batch["batch"].cu_seqlens.diff().tolist())
+        texts = [self.encoder.tokenizer.decode(one.tolist(), skip_special_tokens=False) for one in ids]
+        lines = []
+        for i in range(0, len(texts), self.texts):
+            score = f"  [{batch['labels'][i // self.texts]:g}]" if "labels" in batch else ""
+            lines.append("  |  ".join(texts[i : i + self.texts]) + score)
+        return lines
+
+
+def _random_state(batch: PackedInputs) -> list[torch.Tensor]:
+    device = batch["input_ids"].device
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def _set_random_state(states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])
+
+
+def make_task(options: FinetuneOptions) -> Embedding:
+    """Files read and checked, texts tokenised, the model loaded. Raises ConfigError, InputError, CheckpointError."""
+    rows = load_rows(options)
+    columns = columns_of(rows.train.column_names, options.text_columns, rows.train_name)
+    score = score_of(rows.train.column_names, options.label_column, rows.train_name)
+    name = options.loss if options.loss != "auto" else "cosent" if score else "ranking"
+    _check_loss(name, columns, score)
+    encoder = _load(options)
+    dims, prompt = _dims(options, encoder.full_dim), encoder.prompt()
+    held_out = None
+    if rows.eval is not None:
+        eval_score = score_of(rows.eval.column_names, options.label_column, rows.eval_name)
+        eval_columns = columns_of(rows.eval.column_names, options.text_columns, rows.eval_name)
+        if eval_score and len(eval_columns) > 2:
+            raise InputError(f"{rows.eval_name} has scores and {len(eval_columns)} texts a row; a score is of two")
+        held_out = (
+            [texts_of(rows.eval, column, rows.eval_name) for column in eval_columns],
+            _scores(rows.eval, eval_score, rows.eval_name) if eval_score else None,
+        )
+    kept = encoder.max_seq_length
+    encoder.max_seq_length = min(kept, options.max_length)  # here: what is saved takes texts as long as before
+    texts = []
+    for column in columns:
+        given = [prompt + text for text in texts_of(rows.train, column, rows.train_name)]
+        texts.append(tokenize(encoder.tokenizer, given, with_types=False))
+    encoder.max_seq_length = kept
+    scores = _scores(rows.train, score, rows.train_name) if score and name != "ranking" else None
+    if name == "cosine" and scores is not None and (scores.min() < -1 or scores.max() > 1):
+        raise InputError(
+            f"{rows.train_name}: {score} goes from {scores.min():g} to {scores.max():g}, and a cosine from -1 to 1:"
+            " divide the scores, or use --loss cosent, which reads their order only"
+        )
+    made: dict[str, Callable[..., torch.Tensor]] = {
+        "ranking": partial(losses.ranking, scale=options.scale, symmetric=options.symmetric),
+        "cosent": partial(losses.cosent, scale=options.scale),
+        "cosine": losses.cosine,
+    }
+    return Embedding(encoder, Examples(texts, scores), made[name], dims, held_out)
+
+
+def columns_of(names: Sequence[str], given: Sequence[str], where: str) -> tuple[str, ...]:
+    """The columns of texts: what is to be found, what it is to be found for, and what is not to be found.
+
+    Raises InputError, listing what there is.
+    """
+    if given:
+        if missing := [name for name in given if name not in names]:
+            raise InputError(f"{where} has no column {missing[0]!r}; it has: {', '.join(names)}")
+        if len(given) < 2:
+            raise InputError(f"text_columns is {given[0]!r}; an embedding is learnt from two columns of texts, or more")
+        return tuple(given)
+    for form in FORMS:
+        if set(form) <= set(names):
+            negatives = [name for name in names if _NEGATIVE.fullmatch(name)] if form[0] == "anchor" else []
+            return (*form, *negatives)
+    forms = " nor ".join(" and ".join(form) for form in FORMS)
+    raise InputError(f"{where} has neither columns {forms}; name them with --text-columns: {', '.join(names)}")
+
+
+def score_of(names: Sequence[str], given: str, where: str) -> str | None:
+    """The column of scores, if there is one. Raises InputError."""
+    if given and given not in names:
+        raise InputError(f"{where} has no column {given!r}; it has: {', '.join(names)}")
+    return given or next((name for name in SCORES if name in names), None)
+
+
+def _check_loss(name: str, columns: Sequence[str], score: str | None) -> None:
+    if name == "ranking" and score is not None:
+        raise InputError(
+            f"the ranking loss takes every pair as one that belongs together, and reads no {score}: leave the column"
+            " out, or use --loss cosent or cosine"
+        )
+    if name != "ranking" and score is None:
+        raise InputError(f"the loss {name} needs a column of scores; choose one with --label-column")
+    if name != "ranking" and len(columns) > 2:
+        raise InputError(f"the loss {name} takes pairs of texts, and there are columns {', '.join(columns)}")
+
+
+def _scores(rows: Any, column: str, where: str) -> np.ndarray:
+    values = rows[column][:]
+    for i, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not np.isfinite(value):
+            raise InputError(f"{where}, row {i + 1}: {column} is {value!r}; it must be a number")
+    scores = np.array(values, np.float64)
+    if scores.min() == scores.max():
+        raise InputError(f"{where}: {column} is {scores[0]:g} in every row, so there is nothing to tell apart")
+    return scores
+
+
+def _load(options: FinetuneOptions) -> SentenceEncoder:
+    if not options.model:
+        raise ConfigError("model is missing: a folder, a hub id, or all-MiniLM-L6-v2")
+    encoder = SentenceEncoder(options.model, dtype="float32", device="cpu")
+    if is_quantized(encoder.model):
+        raise ConfigError(
+            f"{options.model} has weights in int8, which cannot be trained: give the one it was made from"
+        )
+    if options.pooling:
+        if encoder.folder is not None and (encoder.folder / "modules.json").is_file():
+            own = ", ".join(encoder.recipe.pooling)
+            raise ConfigError(f"{options.model} says itself how its tokens are pooled ({own}): leave pooling out")
+        encoder.recipe.pooling = (options.pooling,)
+    if encoder.prompt() and not encoder.recipe.prompt_is_pooled:
+        raise ConfigError(f"{options.model} leaves its prompt out of the mean: such a model is not trained here")
+    return encoder
+
+
+def _dims(options: FinetuneOptions, full: int) -> tuple[int, ...]:
+    """The sizes of vectors that are trained, the largest first; none where only whole vectors are."""
+    if not all(text.isdecimal() for text in options.dims):
+        raise ConfigError(f"dims is {' '.join(options.dims)}; it must be whole numbers")
+    dims = sorted({int(text) for text in options.dims}, reverse=True)
+    if dims and (dims[0] != full or dims[-1] < 1):
+        raise ConfigError(f"dims is {', '.join(map(str, dims))}; they go from {full}, the model's own, down to 1")
+    return tuple(dims)

@@ -1,0 +1,123 @@
+"""ops.adamw: against AdamW as its authors wrote it, in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from isas import CPU_BACKENDS, backend_with_isa
+
+from fastbert import ops
+from fastbert.testing.numerics import assert_close_to_reference
+
+SHAPES = ((300, 70), (1,), (5, 3, 7), (40_000,), (0,))
+RATES, DECAYS = [1e-2, 2e-2, 0.0, 3e-2, 1e-2], [0.1, 0.0, 0.1, 0.3, 0.1]
+BETAS, EPS = (0.9, 0.99), 1e-6
+
+
+@pytest.fixture(params=("torch", *CPU_BACKENDS))
+def backend(request):
+    with backend_with_isa(request.param) as name:
+        yield name
+
+
+def gradients_of(step: int) -> list[torch.Tensor]:
+    """Most rows of the first are zero, always the same ones but for one, which comes later."""
+    generator = torch.Generator().manual_seed(step)
+    found = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    found[0][10:] = 0.0
+    if step == 2:
+        found[0][200] = 1.0
+    return found
+
+
+def start(dtype: torch.dtype) -> tuple[list[torch.Tensor], ...]:
+    generator = torch.Generator().manual_seed(9)
+    weights = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+    zeros = [[torch.zeros_like(w) for w in weights] for _ in range(2)]
+    return weights, *zeros, [torch.zeros((), dtype=torch.float32) for _ in weights]
+
+
+def by_the_paper(steps: int, max_norm: float) -> tuple[list[torch.Tensor], list[float]]:
+    """Algorithm 2 of Loshchilov & Hutter, in float64, and the norms of the gradients."""
+    weights, means, squares, _ = start(torch.float64)
+    norms = []
+    for t in range(1, steps + 1):
+        gradients = [g.double() for g in gradients_of(t)]
+        norms.append(math.sqrt(sum(float((g * g).sum()) for g in gradients)))
+        clip = min(1.0, max_norm / norms[-1]) if max_norm else 1.0
+        for w, m, s, g, rate, decay in zip(weights, means, squares, gradients, RATES, DECAYS, strict=True):
+            m.mul_(BETAS[0]).add_(g * clip, alpha=1 - BETAS[0])
+            s.mul_(BETAS[1]).add_((g * clip) ** 2, alpha=1 - BETAS[1])
+            m_hat, s_hat = m / (1 - BETAS[0] ** t), s / (1 - BETAS[1] ** t)
+            w.sub_(rate * (m_hat / (s_hat.sqrt() + EPS) + decay * w))
+    return weights, norms
+
+
+def steps_of(backend: str, steps: int, max_norm: float) -> tuple[list[torch.Tensor], list[float]]:
+    state, norms = start(torch.float32), []
+    for t in range(1, steps + 1):
+        norm = ops.adamw(
+            state[0], gradients_of(t), *state[1:], rates=RATES, decays=DECAYS, beta1=BETAS[0], beta2=BETAS[1], eps=EPS,
+            max_norm=max_norm, backend=backend,
+        )  # fmt: skip
+        norms.append(float(norm))
+    assert all(float(count) == steps for count in state[3])
+    return state[0], norms
+
+
+@pytest.mark.parametrize("max_norm", (0.0, 1.0, 1e6))
+def test_steps_are_those_of_the_paper(backend, max_norm):
+    expected, norms = by_the_paper(5, max_norm)
+    baseline, _ = steps_of("torch", 5, max_norm)
+    found, seen = steps_of(backend, 5, max_norm)
+    for i, (ours, theirs, exact) in enumerate(zip(found, baseline, expected, strict=True)):
+        if exact.numel():
+            assert_close_to_reference(ours, exact, theirs, name=f"weight {i}")
+    assert seen == pytest.approx(norms, rel=1e-5) if max_norm else all(map(math.isnan, seen))
+
+
+def test_it_is_torchs_optimizer(backend):
+    weights = [w.requires_grad_() for w in start(torch.float32)[0]]
+    groups = [{"params": [w], "lr": r, "weight_decay": d} for w, r, d in zip(weights, RATES, DECAYS, strict=True)]
+    optimizer = torch.optim.AdamW(groups, betas=BETAS, eps=EPS, fused=True)
+    for t in range(1, 4):
+        for w, g in zip(weights, gradients_of(t), strict=True):
+            w.grad = g
+        optimizer.step()
+    expected, _ = by_the_paper(3, 0.0)
+    for ours, theirs, exact in zip(steps_of(backend, 3, 0.0)[0], weights, expected, strict=True):
+        if exact.numel():
+            assert_close_to_reference(ours, exact, theirs.detach())
+
+
+@pytest.mark.parametrize("name", CPU_BACKENDS)
+def test_the_number_of_threads_changes_no_bit(name):
+    with backend_with_isa(name) as backend:
+        before = torch.get_num_threads()
+        try:
+            torch.set_num_threads(1)
+            one = steps_of(backend, 3, 1.0)
+            torch.set_num_threads(3)
+            three = steps_of(backend, 3, 1.0)
+        finally:
+            torch.set_num_threads(before)
+    assert all(map(torch.equal, one[0], three[0])) and one[1] == three[1]
+
+
+def test_a_gradient_that_is_no_number_shows(backend):
+    state, gradients = start(torch.float32), gradients_of(1)
+    gradients[3][17] = float("nan")
+    common = {"rates": RATES, "decays": DECAYS, "beta1": 0.9, "beta2": 0.99, "eps": EPS, "backend": backend}
+    assert math.isnan(ops.adamw(state[0], gradients, *state[1:], max_norm=1.0, **common))
+    assert state[0][3].isnan().all() and state[0][1].isnan().all()
+
+
+def test_bad_input():
+    state, common = start(torch.float32), {"beta1": 0.9, "beta2": 0.99, "eps": EPS, "backend": "cpu"}
+    with pytest.raises(RuntimeError, match="5 weights, but other numbers"):
+        ops.adamw(state[0], gradients_of(1), *state[1:], rates=RATES[:3], decays=DECAYS, **common)
+    wrong = [*gradients_of(1)[:4], torch.zeros(3)]
+    with pytest.raises(RuntimeError, match=r"gradient 4 has shape \[3\]"):
+        ops.adamw(state[0], wrong, *state[1:], rates=RATES, decays=DECAYS, **common)

@@ -1,0 +1,300 @@
+"""fastbert finetune --task embedding: losses, gradients, steps, figures and folders are sentence-transformers'."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hf import leaf_gradients
+
+from fastbert.config import ConfigError
+from fastbert.data.batches import Steps
+from fastbert.packing import InputError
+from fastbert.sentences.encoder import SentenceEncoder
+from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
+from fastbert.training.finetuning import make_task
+from fastbert.training.finetuning.embedding import Embedding
+from fastbert.training.finetuning.embedding_metrics import ranks_metrics, spearman
+from fastbert.training.options import FinetuneOptions
+from fastbert.training.run import execute
+from fastbert.training.task import Phase
+
+library = pytest.importorskip("sentence_transformers")
+losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
+CALM = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+PHASE = Phase(until=1, step_tokens=4096)
+RANKING = ("anchor", "positive", "negative_1", "negative_2")
+SCORED = ("sentence1", "sentence2", "score")
+
+
+def rows(columns: tuple[str, ...], count: int, seed: int = 0) -> list[dict[str, Any]]:
+    draw = random.Random(seed)
+
+    def value(column: str, i: int) -> Any:
+        if column == "score":
+            return (i * 7 % 5) / 5
+        return " ".join(draw.choices(tiny.WORDS.split(), k=draw.randint(1, 9))) + f" {'abcdefgh'[i % 8]}"
+
+    return [{column: value(column, i) for column in columns} for i in range(count)]
+
+
+def write(path: Path, data: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in data), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return tiny.write_model(tmp_path / "model", **CALM)
+
+
+def task_of(folder: Path, data: list[dict[str, Any]], name: str = "train.jsonl", **options: Any) -> Embedding:
+    path = write(folder.parent / name, data)
+    task = make_task(FinetuneOptions(task="embedding", model=str(folder), train=(path,), max_length=16, **options))
+    assert isinstance(task, Embedding)
+    return task
+
+
+def gradients(task: Embedding, cut: list[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Of a step with batches of so many examples each."""
+    examples, _ = task.examples(0, PHASE)
+    ends = pairwise(np.cumsum([0, *cut]))
+    batches = [task.collate(PHASE)([examples[i] for i in range(*end)]) for end in ends]
+    model = task.model.train()
+    model.zero_grad()
+    counts = [float(sum(task.counts(batch)[0] for batch in batches))]
+    loss = task.backward(model, batches, counts, contextlib.nullcontext())
+    return loss, {name: p.grad.clone() for name, p in model.encoder.named_parameters()}
+
+
+def theirs_of(folder: Path, data: list[dict[str, Any]], make_loss: Any, exact: bool) -> tuple[torch.Tensor, dict]:
+    model = library.SentenceTransformer(str(folder), device="cpu").train()
+    model.max_seq_length = 16
+    model = model.double() if exact else model
+    features = [model.preprocess([row[c] for row in data]) for c in data[0] if c != "score"]
+    labels = torch.tensor([row["score"] for row in data]) if "score" in data[0] else torch.zeros(len(data))
+    loss = make_loss(model)(features, labels.double() if exact else labels)
+    loss.backward()
+    found = {name: p.grad for name, p in model[0].model.named_parameters() if p.grad is not None}
+    return loss.detach(), found
+
+
+LOSSES = {
+    "pairs": (RANKING[:2], {}, losses.MultipleNegativesRankingLoss),
+    "negatives": (RANKING, {"scale": 30.0}, lambda m: losses.MultipleNegativesRankingLoss(m, scale=30.0)),
+    "symmetric": (RANKING, {"symmetric": True}, lambda m: losses.MultipleNegativesRankingLoss(
+        m, directions=("query_to_doc", "doc_to_query"), partition_mode="per_direction")),
+    "cached": (RANKING, {}, lambda m: losses.CachedMultipleNegativesRankingLoss(m, mini_batch_size=4)),
+    "cosent": (SCORED, {}, losses.CoSENTLoss),
+    "cosine": (SCORED, {"loss": "cosine"}, losses.CosineSimilarityLoss),
+    "matryoshka": (RANKING, {"dims": ("32", "16", "8")},
+                   lambda m: losses.MatryoshkaLoss(m, losses.MultipleNegativesRankingLoss(m), [32, 16, 8])),
+    "matryoshka-cosent": (SCORED, {"dims": ("8", "32")},
+                          lambda m: losses.MatryoshkaLoss(m, losses.CoSENTLoss(m), [32, 8])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", ([9], [4, 3, 2]), ids=("whole", "parts"))
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_and_gradients(name, cut, folder):
+    """In one batch, and in parts, whose gradients go through the cached ones of the vectors."""
+    columns, options, make_loss = LOSSES[name]
+    data = rows(columns, 9)
+    loss, found = gradients(task_of(folder, data, **options), cut)
+    near, near_gradients = theirs_of(folder, data, make_loss, exact=False)
+    oracle, exact_gradients = theirs_of(folder, data, make_loss, exact=True)
+    assert_close_to_reference(loss, oracle.double(), near.float(), GRADIENT_FACTOR)
+    actual, near_gradients, exact_gradients = map(leaf_gradients, (found, near_gradients, exact_gradients))
+    assert set(actual) == set(near_gradients)
+    for key, gradient in actual.items():
+        assert_close_to_reference(gradient, exact_gradients[key], near_gradients[key], GRADIENT_FACTOR, key)
+
+
+def run_rank(rank: int, size: int, folder: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
+    torch.set_num_threads(1)
+    task = task_of(Path(folder) / "model", rows(RANKING, 9), name=f"train-{rank}.jsonl", dims=("32", "8"))
+    model = torch.nn.parallel.DistributedDataParallel(task.model.train())
+    for cut in ([range(5)], [range(2), range(2, 5)]) if rank == 0 else ([range(5, 9)], [range(5, 6), range(6, 9)]):
+        model.zero_grad()
+        batches = [task.collate(PHASE)([task.train[i] for i in part]) for part in cut]
+        loss = task.backward(model, batches, [4.5], contextlib.nullcontext())
+        found = {name: p.grad.clone() for name, p in task.model.encoder.named_parameters()}
+        torch.save((loss, found), f"{folder}/rank-{rank}-{len(cut)}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.full
+def test_negatives_are_of_all_ranks(folder):
+    """Two ranks, of which one has more examples, have the loss and the gradients of one, in parts and without."""
+    loss, expected = gradients(task_of(folder, rows(RANKING, 9), dims=("32", "8")), [9])
+    mp.spawn(run_rank, (2, str(folder.parent)), nprocs=2)
+    for rank in (0, 1):
+        for parts in (1, 2):
+            their_loss, found = torch.load(folder.parent / f"rank-{rank}-{parts}.pt")
+            assert float(their_loss) == pytest.approx(float(loss), abs=1e-5)
+            for name, gradient in expected.items():
+                assert torch.allclose(found[name], gradient, rtol=1e-3, atol=1e-4), name
+
+
+def test_parts_have_the_same_dropout_twice(tmp_path):
+    task = task_of(tiny.write_model(tmp_path / "model"), rows(RANKING, 9))
+    seen: list[torch.Tensor] = []
+    task.model.register_forward_hook(lambda module, given, output: seen.append(output.detach()))
+    torch.manual_seed(0)
+    gradients(task, [4, 3, 2])
+    assert len(seen) == 6
+    for first, again in zip(seen[:3], seen[3:], strict=True):
+        assert torch.allclose(first, again, rtol=1e-5, atol=1e-6)
+    gradients(task, [4, 3, 2])
+    assert not torch.allclose(seen[0], seen[6], rtol=1e-2)
+
+
+STEPS, BATCH = 20, 8
+
+
+def test_a_run_has_the_losses_of_sentence_transformers_trainer(folder, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    data = rows(RANKING[:3], 40)
+    path = write(tmp_path / "train.jsonl", data)
+    options = FinetuneOptions(
+        task="embedding", model=str(folder), train=(path,), output=str(tmp_path / "run"), batch_size=BATCH, steps=STEPS,
+        warmup=0.0, learning_rate=1e-3, precision="fp32", log_every=5, weight_decay=0.01,
+    )  # fmt: skip
+    execute(options, make_task)
+    log = map(json.loads, (tmp_path / "run/log.jsonl").read_text(encoding="utf-8").splitlines())
+    ours = [loss for row in log for loss in row["losses"]]
+
+    lengths = make_task(options).examples(0, PHASE)[1]
+    steps = Steps(lengths, 10**6, BATCH, options.seed)
+    order = [i for epoch in range(STEPS * BATCH // len(data)) for step in steps.of_epoch(epoch) for i in step]
+    sampler = torch.utils.data.BatchSampler
+    arguments = library.SentenceTransformerTrainingArguments(
+        str(tmp_path / "theirs"), num_train_epochs=1, per_device_train_batch_size=BATCH, learning_rate=1e-3,
+        weight_decay=0.01, warmup_steps=0, logging_steps=1, report_to=[], use_cpu=True, save_strategy="no",
+        disable_tqdm=True, optim="adamw_torch",
+        batch_sampler=lambda given, batch_size, **rest: sampler(range(len(given)), batch_size, False),
+    )  # fmt: skip
+    model = library.SentenceTransformer(str(folder), device="cpu")
+    trainer = library.SentenceTransformerTrainer(
+        model, arguments, datasets.Dataset.from_list([data[int(i)] for i in order]),
+        loss=losses.MultipleNegativesRankingLoss(model),
+    )  # fmt: skip
+    trainer.train()
+    theirs = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(ours) == STEPS and ours[-1] < ours[0] - 0.1
+    assert ours == pytest.approx(theirs, abs=1e-4)
+
+    saved = library.SentenceTransformer(str(tmp_path / "run"), device="cpu")
+    texts = [row["anchor"] for row in data]
+    near, oracle = (m.encode(texts, convert_to_tensor=True) for m in (saved, copy.deepcopy(saved).double()))
+    actual = SentenceEncoder(tmp_path / "run").encode(texts, convert_to_tensor=True)
+    assert_close_to_reference(actual, oracle, near, GRADIENT_FACTOR)
+
+
+def test_spearman_is_theirs(folder, tmp_path):
+    from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
+
+    data = rows(SCORED, 40, seed=1)
+    path = write(tmp_path / "eval.jsonl", data)
+    task = task_of(folder, rows(SCORED, 8), eval=(path,), dims=("32", "8"))
+    found = task.evaluate(task.model.eval())
+    model = library.SentenceTransformer(str(folder), device="cpu")
+    columns = [[row[c] for row in data] for c in SCORED]
+    for dim, name in ((32, "spearman"), (8, "spearman_8")):
+        evaluator = EmbeddingSimilarityEvaluator(*columns, truncate_dim=dim, main_similarity="cosine")
+        theirs = evaluator(model)
+        assert found[name] == pytest.approx(next(v for k, v in theirs.items() if "spearman_cosine" in k), abs=1e-6)
+
+
+def test_retrieval_is_theirs(folder, tmp_path):
+    from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
+
+    data = rows(RANKING[:3], 60, seed=2)
+    data += [{**data[0], "positive": data[3]["positive"]}]  # an anchor with two positives, a text for two anchors
+    task = task_of(folder, rows(RANKING, 8), eval=(write(tmp_path / "eval.jsonl", data),))
+    found = task.evaluate(task.model.eval())
+    corpus = {t: t for row in data for t in (row["positive"], row["negative_1"])}
+    relevant: dict[str, set[str]] = {}
+    for row in data:
+        relevant.setdefault(row["anchor"], set()).add(row["positive"])
+    evaluator = InformationRetrievalEvaluator({t: t for t in relevant}, corpus, relevant, main_score_function="cosine")
+    theirs = evaluator(library.SentenceTransformer(str(folder), device="cpu"))
+    assert set(relevant).isdisjoint(corpus)
+    assert found["accuracy_at_1"] == pytest.approx(theirs["cosine_accuracy@1"], abs=1e-9)
+    assert found["mrr_at_10"] == pytest.approx(theirs["cosine_mrr@10"], abs=1e-9)
+    assert found["accuracy_at_10"] == pytest.approx(theirs["cosine_accuracy@10"], abs=1e-9)
+
+
+def test_metrics_of_vectors():
+    """Ties share their rank; a text that is an anchor and a document is not looked for by itself."""
+    scipy = pytest.importorskip("scipy.stats")
+    draw = np.random.default_rng(0)
+    vectors, scores = torch.from_numpy(draw.normal(size=(60, 8))), draw.integers(0, 4, 30)
+    pairs = [np.arange(30), np.arange(30, 60)]
+    cosines = torch.nn.functional.cosine_similarity(vectors[:30], vectors[30:]).numpy()
+    assert spearman(vectors, pairs, scores) == pytest.approx(scipy.spearmanr(cosines, scores).statistic)
+    square = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0]])
+    assert ranks_metrics(square, [np.array([0, 1]), np.array([1, 0])])["accuracy_at_1"] == 1.0
+    triplets = [np.array([0, 1]), np.array([2, 2]), np.array([1, 0])]
+    assert ranks_metrics(square, triplets) == {"accuracy_at_1": 0.0, "accuracy_at_10": 1.0, "mrr_at_10": 0.5}
+
+
+def test_plain_encoders_get_the_pooling_that_is_asked_for(folder):
+    task = task_of(folder, rows(RANKING, 4), pooling="cls")
+    out = folder.parent / "saved"
+    task.save(task.model.eval(), out)
+    assert library.SentenceTransformer(str(out), device="cpu")[1].pooling_mode == "cls"
+    with pytest.raises(ConfigError, match=r"says itself how its tokens are pooled \(cls\)"):
+        task_of(out, rows(RANKING, 4), pooling="mean")
+
+
+def test_a_dry_run_shows_texts_and_scores(folder):
+    task = task_of(folder, [{"sentence1": "the cat", "sentence2": "a dog ran", "score": s} for s in (0.25, 1.0)])
+    examples, lengths = task.examples(0, PHASE)
+    assert lengths.tolist() == [9, 9]
+    assert task.show(task.collate(PHASE)([examples[0]])) == ["[CLS] the cat [SEP]  |  [CLS] a dog ran [SEP]  [0.25]"]
+
+
+@pytest.mark.parametrize(
+    "columns,options,message",
+    [
+        (("text", "label"), {}, "has neither columns anchor and positive nor sentence1 and sentence2"),
+        (RANKING[:1], {"text_columns": ("anchor",)}, "from two columns of texts"),
+        (RANKING[:2], {"text_columns": ("anchor", "negative")}, "no column 'negative'; it has: anchor, positive"),
+        (RANKING[:2], {"loss": "cosent"}, "needs a column of scores"),
+        (SCORED, {"loss": "ranking"}, "takes every pair as one that belongs together"),
+        (RANKING[:2], {"dims": ("16", "8")}, "they go from 32, the model's own"),
+        (RANKING[:2], {"dims": ("x",)}, "must be whole numbers"),
+    ],
+)
+def test_what_does_not_fit_is_said_at_once(columns, options, message, folder):
+    with pytest.raises((InputError, ConfigError), match=message):
+        task_of(folder, rows(columns, 4), **options)
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"score": None}, "row 3: score is None; it must be a number"),
+        ({"score": 4.0}, "score goes from 0 to 4, and a cosine from -1 to 1"),
+        ({"sentence2": " "}, "row 3: sentence2 is empty"),
+        ({"sentence2": None}, "row 3: sentence2 is None"),
+    ],
+)
+def test_a_row_that_does_not_fit_is_named(change, message, folder):
+    data = rows(SCORED, 4)
+    data[2] |= change
+    with pytest.raises(InputError, match=message):
+        task_of(folder, data, loss="cosine")
