@@ -36,7 +36,7 @@ class HeadTask(Task):
         self.notes: list[str] = []  # what a user should know before the first step
 
     def collate(self, phase: Phase) -> Callable[[list[Any]], PackedInputs]:
-        return PackingCollator()
+        return PackingCollator(padded_outputs=False)
 
     def examples(self, epoch: int, phase: Phase) -> tuple[Any, Any]:
         return self.train, self.train.sequences.lengths
