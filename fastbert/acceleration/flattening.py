@@ -16,7 +16,7 @@ _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "s
 
 
 class SentencePackingCollator:
-    """A `data_collator` for SentenceTransformerTrainer: the texts of a column become one row of tokens, without padding.
+    """A `data_collator` for SentenceTransformerTrainer: a column's texts become one row of tokens, without padding.
 
     It does what sentence-transformers' own collator does (prompts, labels, task lengths), with the model's own
     tokenizer. The losses are those of padded batches, to rounding.

@@ -29,8 +29,8 @@ class PackingCollator:
     Args:
         masking: chooses what a masked language model has to guess, and makes the labels. What is masked follows from
             the example's `example_key`, if it has one, and else from torch's random numbers in this process.
-        padded_outputs: what a model gives for tokens, and their labels, are (batch, seqlen, ...), with zeros and -100 at
-            padding, as the Trainer's evaluation and metrics over sequences need them. False: one row of all tokens,
+        padded_outputs: what a model gives for tokens, and their labels, are (batch, seqlen, ...), with zeros and -100
+            at padding, as the Trainer's evaluation and metrics over sequences need them. False: one row of all tokens,
             for loops that know of it. What runs is packed in both cases.
 
     Raises InputError: examples that differ in their fields, a field that no model takes, or what `pack_inputs` refuses.
