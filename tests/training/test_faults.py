@@ -1,0 +1,291 @@
+"""What goes wrong in a run: it ends with a message and an exit code, and the last good checkpoint stays."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_runs import OPTIONS, losses_of, make_loop, make_model, until
+
+from fastbert.checkpoint.weight_files import CheckpointError
+from fastbert.training.loop import TrainingError
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+PROGRAM = """
+    import os, sys
+    sys.path.insert(0, {here!r})
+    from pathlib import Path
+    from training_runs import make_loop, make_model, until
+    from fastbert.training.distributed import join
+
+    folder = Path({folder!r})
+    with join("cpu", 60.0) as world:
+        options = until({until}, save_every={save}, log_every=1)
+        loop = make_loop(folder, options, world, {wrapping!r}, model=make_model(0.1))
+        loop.resume()
+        print("ready", os.getpid(), flush=True)
+        {first}
+        loop.run()
+"""
+
+
+def program(folder: Path, steps: int, save: int, first: str = "pass", wrapping: str = "ddp") -> str:
+    return textwrap.dedent(PROGRAM).format(
+        here=str(SUPPORT), folder=str(folder), until=steps, save=save, first=first, wrapping=wrapping
+    )
+
+
+def start(code: str) -> subprocess.Popen:
+    """A process that is about to train."""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline().startswith("ready")
+    return process
+
+
+def start_ranks(code: str) -> list[subprocess.Popen]:
+    """Two ranks, as torchrun starts them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **world, "RANK": rank}, **pipes)
+        for rank in ("0", "1")
+    ]
+    for rank in ranks:
+        assert rank.stdout is not None and rank.stdout.readline().startswith("ready")
+    return ranks
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [int(name.removeprefix("step-")) for name in sorted(os.listdir(folder / "checkpoints")) if name[0] != "."]
+
+
+@pytest.mark.full
+def test_killed_at_any_moment(tmp_path):
+    """Twenty times kill -9, a checkpoint being written nearly always: none is half there, and the bits are the same."""
+    whole, killed, seed = tmp_path / "whole", tmp_path / "killed", random.randrange(10**6)
+    sys.stderr.write(f"seed {seed}\n")
+    draw, hit = random.Random(seed), 0
+    assert start(program(whole, 300, 1)).wait() == 0
+    for _ in range(20):
+        process = start(program(killed, 300, 1))
+        time.sleep(draw.uniform(0.02, 0.6))
+        process.kill()
+        process.wait()
+        hit += any(name.startswith(".writing") for name in os.listdir(killed / "checkpoints"))
+    assert start(program(killed, 300, 1)).wait() == 0
+    assert losses_of(killed) == losses_of(whole) and len(losses_of(whole)) == 300
+    assert hit >= 3, f"writes that were hit: {hit}"
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_ends_the_run_after_a_checkpoint(name, tmp_path):
+    """Its last step is logged and saved, and the run goes on from there with the same bits."""
+    make_loop(tmp_path / "whole", until(20, log_every=1), model=make_model(0.1)).run()
+    loop = make_loop(tmp_path / "cut", until(20, log_every=7), model=make_model(0.1))
+    loop.on_step = lambda tokens: loop.place.step == 9 and signal.raise_signal(signal.Signals[name])
+    came: list[int] = []
+    before = signal.signal(signal.Signals[name], lambda number, frame: came.append(number))
+    try:
+        said = f"{name}: stopped after step 10, which is saved"
+        with pytest.warns(UserWarning, match=said), pytest.raises(KeyboardInterrupt):
+            loop.run()
+    finally:
+        signal.signal(signal.Signals[name], before)
+    assert came == [signal.Signals[name]] and steps_in(tmp_path / "cut") == [8, 10]
+    assert len(losses_of(tmp_path / "cut")) == 10
+    second = make_loop(tmp_path / "cut", until(20), model=make_model(0.1))
+    assert second.resume() and second.place.step == 10
+    second.run()
+    assert losses_of(tmp_path / "cut") == losses_of(tmp_path / "whole")
+
+
+def test_a_signal_in_a_thread_is_not_asked_for(tmp_path):
+    """Handlers are the main thread's; a run in another one goes on."""
+    loop = make_loop(tmp_path, until(2))
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    thread.join()
+    assert steps_in(tmp_path) == [2]
+
+
+def spoil_weights(loop) -> None:
+    with torch.no_grad():
+        next(loop.model.parameters())[5] = float("nan")
+
+
+def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
+    loop = make_loop(tmp_path, until(8))
+    loop.run()
+    spoil_weights(loop)
+    loop.options = dataclasses.replace(OPTIONS, save_every=3)
+    with pytest.raises(
+        TrainingError, match=r"loss of step 9 is not a number; the last good checkpoint is .*step-000000008"
+    ):
+        loop.run()
+    assert steps_in(tmp_path) == [4, 8]
+
+
+@pytest.mark.parametrize("how", ["saved", "evaluated", "last"])
+def test_weights_that_are_no_numbers_are_never_saved(how, tmp_path):
+    """A step spoils them whose own loss was a number: the checkpoint that is due at once must not be written."""
+    options = until(8 if how == "last" else 12, save_every=4, log_every=100)
+    if how == "evaluated":
+        options = dataclasses.replace(options, evaluate_every=7, save_every=4)
+    loop, judged = make_loop(tmp_path, options), []
+    loop.evaluate = (lambda: judged.append(1) or {}) if how == "evaluated" else None
+    at = {"saved": 8, "evaluated": 7, "last": 8}[how]
+    step = loop.optimizer.step
+    loop.optimizer.step = lambda: (step(), loop.place.step == at - 1 and spoil_weights(loop))
+    with pytest.raises(TrainingError, match=rf"step {at} has made weights that are not numbers; .*step-000000004"):
+        loop.run()
+    assert steps_in(tmp_path) == [4] and not judged
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("wrapping", ["ddp", "fsdp"])
+def test_a_rank_that_dies(wrapping, tmp_path):
+    """The other one says so, and ends long before the timeout of a minute; its last checkpoint is whole."""
+    dying, other = reversed(start_ranks(program(tmp_path, 10**6, 5, wrapping=wrapping)))
+    while len(steps_in(tmp_path) if (tmp_path / "checkpoints").exists() else ()) < 2:
+        time.sleep(0.05)
+    dying.kill()
+    said = other.communicate(timeout=50)[1]
+    assert other.returncode == 1 and dying.wait() == -signal.SIGKILL
+    assert "rank 0 lost the others: one of them has ended, or did not answer in time; the last good" in said
+    assert make_loop(tmp_path).resume()
+
+
+@pytest.mark.full
+def test_a_signal_to_one_rank_stops_all(tmp_path):
+    stop = "loop.on_step = lambda tokens: loop.place.step == 5 and world.rank == 1 and os.kill(os.getpid(), 15)"
+    ranks = start_ranks(program(tmp_path, 10**6, 0, stop))
+    said = [rank.communicate(timeout=100)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [-signal.SIGTERM] * 2
+    assert "SIGTERM: stopped after step" in said[0] and steps_in(tmp_path)
+
+
+@pytest.mark.full
+def test_no_number_on_one_rank(tmp_path):
+    """All ranks say which one it was, and end."""
+    spoil = "loss = loop.task.loss; loop.task.loss = lambda *given: loss(*given) * (float('nan') if {} else 1.0)"
+    ranks = start_ranks(program(tmp_path, 30, 4, spoil.format("loop.place.step == 5 and world.rank == 1")))
+    for rank in ranks:
+        said = rank.communicate(timeout=100)[1]
+        assert rank.returncode == 1
+        assert "TrainingError: the loss of step 6 is not a number (on rank 1 of 2); the last good" in said
+    assert steps_in(tmp_path) == [4]
+
+
+def test_a_worker_that_dies(tmp_path):
+    loop = make_loop(tmp_path, until(12, workers=1, save_every=2))
+    inner = loop.task.collate
+    loop.task.collate = lambda phase: Dying(inner(phase))
+    with pytest.raises(TrainingError, match=r"a process that makes batches was killed.*Fewer workers"):
+        loop.run()
+
+
+class Dying:
+    """A collator that the kernel kills in its third batch."""
+
+    def __init__(self, inner):
+        self.inner, self.calls = inner, 0
+
+    def __call__(self, examples):
+        self.calls += 1
+        if self.calls == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.inner(examples)
+
+
+@pytest.fixture
+def file_limit():
+    """A function that lets no file of this process grow beyond so many bytes, as a full disk would."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def limit_after(loop, step: int, limit) -> None:
+    """A limit from the log's row of a step on, when what was saved before is on the disk."""
+
+    def on_log(row) -> None:
+        if row["step"] == step:
+            loop.checkpoints.finish()
+            limit()
+
+    loop.on_log = on_log
+
+
+def test_a_full_disk(tmp_path, file_limit):
+    """The shard of the second checkpoint does not fit; what was written of it goes, for the disk needs the room."""
+    loop = make_loop(tmp_path, until(12, save_every=2, log_every=1))
+    limit_after(loop, 3, lambda: file_limit(200_000))
+    said = r"the checkpoint of step 4 could not be written: .*File too large; .*step-000000002 is the last one"
+    with pytest.raises(CheckpointError, match=said):
+        loop.run()
+    assert os.listdir(tmp_path / "checkpoints") == ["step-000000002"]
+    assert make_loop(tmp_path).resume()
+
+
+def test_a_log_that_cannot_be_written(tmp_path, file_limit):
+    """Half a row of it remains, which a run that goes on leaves out."""
+    loop, log = make_loop(tmp_path, until(12, save_every=2, log_every=1)), tmp_path / "log.jsonl"
+    limit_after(loop, 3, lambda: file_limit(log.stat().st_size + 20))
+    with pytest.raises(TrainingError, match=r"log.jsonl: File too large; the last good checkpoint is .*step-000000002"):
+        loop.run()
+    assert len(log.read_text(encoding="utf-8").splitlines()) == 4
+    file_limit(-1)
+    loop = make_loop(tmp_path)
+    assert loop.resume() and loop.place.step == 2 and len(losses_of(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("damage", ["bit", "half", "gone", "metadata", "sums"])
+def test_a_damaged_checkpoint(damage, tmp_path):
+    """A wrong bit among the weights, which torch does not see; the older checkpoint is named, and works."""
+    make_loop(tmp_path, until(8)).run()
+    last = tmp_path / "checkpoints/step-000000008"
+    shard = last / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    if damage == "bit":
+        data[len(data) // 2] ^= 1
+        shard.write_bytes(data)
+    elif damage == "half":
+        shard.write_bytes(data[: len(data) // 2])
+    else:
+        {"gone": shard, "metadata": last / ".metadata", "sums": last / "checksums-0.json"}[damage].unlink()
+    name = {"metadata": ".metadata", "sums": "checksums-0.json"}.get(damage, "__0_0.distcp")
+    with pytest.raises(
+        CheckpointError, match=rf"step-000000008 cannot be read: .*{name}.*; to go on from step-000000004, remove"
+    ):
+        make_loop(tmp_path).resume()
+    assert steps_in(tmp_path) == [4, 8]
+    last.rename(tmp_path / "away")
+    loop = make_loop(tmp_path)
+    assert loop.resume() and loop.place.step == 4
+
+
+def test_data_that_changed_since(tmp_path):
+    """In mid-epoch a run cannot go on with other examples; what it would skip is not what it has seen."""
+    make_loop(tmp_path, until(2, save_every=2)).run()
+    loop = make_loop(tmp_path)
+    assert loop.resume() and loop.place.epoch_step == 2
+    loop.task.corpus = dataclasses.replace(loop.task.corpus, documents=loop.task.corpus.documents[:-1])
+    with pytest.raises(TrainingError, match="training data are not those of the checkpoint of step 2"):
+        loop.run()
