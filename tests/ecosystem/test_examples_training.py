@@ -1,4 +1,4 @@
-"""The examples of loops of one's own run as they are: on the sample files, and a tiny model for the real one."""
+"""The examples that are programs run as they are: on the sample files, and a tiny model for the real one."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ STEPS = {
     "accelerate_loop": "--epochs=1",
     "lightning_module": "--epochs=1",
     "sentence_transformers_trainer": "--steps=4",
+    "few_labels": "--pairs=1",
 }
 SAYS = {
     "hf_trainer": "eval_accuracy",
     "accelerate_loop": "accuracy",
     "lightning_module": "accuracy",
     "sentence_transformers_trainer": "calls ran packed",
+    "few_labels": "after 64 pairs: ",
 }
 
 
@@ -36,7 +38,7 @@ def test_example(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert SAYS[name] in capsys.readouterr().out
-    if name == "sentence_transformers_trainer":
+    if name in ("sentence_transformers_trainer", "few_labels"):
         assert fastbert.SentenceEncoder(tmp_path / "out").dim == 32
     else:
         found = fastbert.TextClassifier(tmp_path / "out", device="cpu").predict(["Where is my parcel right now?"])
