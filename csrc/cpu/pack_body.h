@@ -53,76 +53,83 @@ FASTBERT_SIMD void transpose_square(const uint32_t* rows, int64_t stride, uint32
   for (int64_t i = 0; i < kWidth; ++i) store(reinterpret_cast<int32_t*>(out + i * kPanel), square[i]);
 }
 
-// Up to 16 steps of one panel, from a weight whose rows lie whole (kRowsWhole: a row is summed over) or whose columns
-// do.
-template <typename To, typename From, bool kRowsWhole>
-FASTBERT_SIMD void pack_block(const From* weight, int64_t stride, int64_t columns, int64_t in_features, int64_t steps,
-                              uint32_t* out) {
+// Up to 16 steps of a panel's `columns` from `c` on, kWidth at most, from a weight whose rows lie whole: a row is
+// summed over.
+template <typename To, typename From>
+FASTBERT_SIMD void pack_rows_whole(const From* weight, int64_t stride, int64_t columns, int64_t in_features,
+                                   int64_t steps, uint32_t* out) {
   constexpr int64_t kPerStep = 4 / sizeof(To), kSteps = 16;
-  const bool whole = in_features >= steps * kPerStep;
-  if constexpr (kRowsWhole) {
-    uint32_t block[kPanel][kSteps];
-    for (int64_t c = 0; c < columns; ++c) {
-      const From* row = weight + c * stride;
-      __builtin_prefetch(row + kSteps * kPerStep);  // of the next block: 64 rows are more than the hardware follows
-      if (whole && steps == kSteps) {
-        sixteen_steps(row, reinterpret_cast<To*>(block[c]));
-      } else {
-        for (int64_t s = 0; s < steps; ++s) {
-          block[c][s] = step_of<To>(row + s * kPerStep, 1, in_features - s * kPerStep);
-        }
-      }
+  const bool whole = in_features >= steps * kPerStep && steps == kSteps;
+  uint32_t block[kWidth][kSteps];
+  for (int64_t c = 0; c < columns; ++c) {
+    const From* row = weight + c * stride;
+    if (whole) {
+      sixteen_steps(row, reinterpret_cast<To*>(block[c]));
+    } else {
+      for (int64_t s = 0; s < steps; ++s) block[c][s] = step_of<To>(row + s * kPerStep, 1, in_features - s * kPerStep);
     }
-    if (columns == kPanel && steps == kSteps) {
-      for (int64_t c = 0; c < kPanel; c += kWidth) {
-        for (int64_t s = 0; s < kSteps; s += kWidth) transpose_square(&block[c][s], kSteps, out + s * kPanel + c);
-      }
-      return;
-    }
-    for (int64_t s = 0; s < steps; ++s) {
-      for (int64_t c = 0; c < columns; ++c) out[s * kPanel + c] = block[c][s];
-    }
-  } else {
-    for (int64_t s = 0; s < steps; ++s) {
-      const From* rows = weight + s * kPerStep * stride;
-      if constexpr (sizeof(To) > 1) {
-        if (whole && columns == kPanel) {
-          one_step(rows, stride, reinterpret_cast<To*>(out + s * kPanel));
-          continue;
-        }
-      }
-      for (int64_t c = 0; c < columns; ++c) {
-        out[s * kPanel + c] = step_of<To>(rows + c, stride, in_features - s * kPerStep);
-      }
-    }
+  }
+  if (columns == kWidth && steps == kSteps) {
+    for (int64_t s = 0; s < kSteps; s += kWidth) transpose_square(&block[0][s], kSteps, out + s * kPanel);
+    return;
+  }
+  for (int64_t s = 0; s < steps; ++s) {
+    for (int64_t c = 0; c < columns; ++c) out[s * kPanel + c] = block[c][s];
   }
 }
 
+// One step of a panel, from a weight whose columns lie whole.
+template <typename To, typename From>
+FASTBERT_SIMD void pack_columns_whole(const From* weight, int64_t stride, int64_t columns, int64_t in_features,
+                                      uint32_t* out) {
+  if constexpr (sizeof(To) > 1) {
+    constexpr int64_t kPerStep = 4 / sizeof(To);
+    if (in_features >= kPerStep && columns == kPanel) return one_step(weight, stride, reinterpret_cast<To*>(out));
+  }
+  for (int64_t c = 0; c < columns; ++c) out[c] = step_of<To>(weight + c, stride, in_features);
+}
+
+// Memory is read in the order in which it lies, as far as that goes, so that the hardware fetches ahead: kWidth rows
+// from end to end, or the rows of all panels.
 template <typename To, typename From>
 void pack_typed(const PackArgs& args, int64_t begin, int64_t end) {
   constexpr int64_t kPerStep = 4 / sizeof(To), kSteps = 16;
   const auto* weight = static_cast<const From*>(args.weight);
   const int64_t k = args.in_features, steps = (k + kPerStep - 1) / kPerStep;
+  const auto panel = [&](int64_t p) {
+    return reinterpret_cast<uint32_t*>(args.packed + p * panel_bytes(args.format, k));
+  };
+  const auto columns_of = [&](int64_t p) { return std::min(kPanel, args.out_features - p * kPanel); };
   for (int64_t p = begin; p < end; ++p) {
-    auto* out = reinterpret_cast<uint32_t*>(args.packed + p * panel_bytes(args.format, k));
-    const int64_t first = p * kPanel, columns = std::min(kPanel, args.out_features - first);
-    if (columns < kPanel && steps > 0) std::memset(out, 0, static_cast<size_t>(steps) * kPanel * 4);
-    for (int64_t step = 0; step < steps; step += kSteps) {
-      const int64_t count = std::min(kSteps, steps - step), left = k - step * kPerStep;
-      const From* from = weight + first * args.out_stride + step * kPerStep * args.in_stride;
-      if (args.in_stride == 1) {
-        pack_block<To, From, true>(from, args.out_stride, columns, left, count, out + step * kPanel);
-      } else {
-        pack_block<To, From, false>(from, args.in_stride, columns, left, count, out + step * kPanel);
+    if (columns_of(p) < kPanel && steps > 0) std::memset(panel(p), 0, static_cast<size_t>(steps) * kPanel * 4);
+  }
+  if (args.in_stride == 1) {
+    for (int64_t p = begin; p < end; ++p) {
+      for (int64_t c = 0; c < columns_of(p); c += kWidth) {
+        const From* rows = weight + (p * kPanel + c) * args.out_stride;
+        const int64_t columns = std::min(kWidth, columns_of(p) - c);
+        for (int64_t step = 0; step < steps; step += kSteps) {
+          pack_rows_whole<To>(rows + step * kPerStep, args.out_stride, columns, k - step * kPerStep,
+                              std::min(kSteps, steps - step), panel(p) + step * kPanel + c);
+        }
       }
     }
-    if (sizeof(To) == 1 && args.channel_offset != nullptr) {
-      const auto* elements = reinterpret_cast<const int8_t*>(out);
-      for (int64_t c = 0; c < kPanel; ++c) {
-        int32_t sum = 0;
-        for (int64_t i = 0; i < steps * 4; ++i) sum += elements[(i / 4 * kPanel + c) * 4 + i % 4];
-        args.channel_offset[first + c] = 128 * sum;
+  } else {
+    for (int64_t step = 0; step < steps; ++step) {
+      const From* rows = weight + step * kPerStep * args.in_stride;
+      for (int64_t p = begin; p < end; ++p) {
+        pack_columns_whole<To>(rows + p * kPanel, args.in_stride, columns_of(p), k - step * kPerStep,
+                               panel(p) + step * kPanel);
       }
+    }
+  }
+  if (sizeof(To) > 1 || args.channel_offset == nullptr) return;
+  for (int64_t p = begin; p < end; ++p) {
+    const auto* elements = reinterpret_cast<const int8_t*>(panel(p));
+    for (int64_t c = 0; c < kPanel; ++c) {
+      int32_t sum = 0;
+      for (int64_t i = 0; i < steps * 4; ++i) sum += elements[(i / 4 * kPanel + c) * 4 + i % 4];
+      args.channel_offset[p * kPanel + c] = 128 * sum;
     }
   }
 }

@@ -23,6 +23,7 @@ from fastbert.cli import (
     fill_mask,
     finetune,
     info,
+    predict,
     pretrain,
     quantize,
     say,
@@ -32,7 +33,21 @@ from fastbert.cli import (
 from fastbert.cli.parser import A_MODEL, Parser
 from fastbert.cli.texts import UsageError
 
-COMMANDS = (encode, search, classify, fill_mask, serve, finetune, pretrain, quantize, info, doctor, build, bench)
+COMMANDS = (
+    encode,
+    search,
+    classify,
+    fill_mask,
+    serve,
+    finetune,
+    predict,
+    pretrain,
+    quantize,
+    info,
+    doctor,
+    build,
+    bench,
+)
 
 # The errors that a user can mend, by their modules below fastbert.
 USER_ERRORS = {

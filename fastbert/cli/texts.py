@@ -19,6 +19,10 @@ STDIN = Path("-")
 MAX_LINE_BYTES = 16 << 20  # a longer line is taken for a binary file, and never read into memory
 _USUAL_COLUMNS = ("text", "sentence")
 
+Choose = Callable[[list[str]], Sequence[str]]  # of the names of all columns those that are read
+# (path, columns or None, who chooses them) -> (the place in the file, the values) of each row
+Reader = Callable[[Path, tuple[str, ...] | None, Choose], Iterator[tuple[str, tuple]]]
+
 
 def read_texts(path: Path, column: str | None = None) -> Iterator[str]:
     """The texts of a file in its order, by its suffix.
@@ -29,19 +33,42 @@ def read_texts(path: Path, column: str | None = None) -> Iterator[str]:
 
     Raises UsageError, naming the file, the place in it and the value, for what is no text.
     """
+    given = None if column is None else (column,)
+    for place, (text,) in _reader_of(path, given)(path, given, lambda names: (pick_column(path, names, None),)):
+        _check_text(path, place, text)
+        yield text
+
+
+def read_rows(path: Path, columns: Sequence[str] | None, choose: Choose) -> Iterator[tuple[Any, ...]]:
+    """The rows of a file in its order: of each the values of `columns`, or of those that `choose` picks of the names
+    that there are. A line of txt is a row of one value. A value is a text, or a list of texts.
+
+    Raises UsageError as `read_texts`.
+    """
+    given = None if columns is None else tuple(columns)
+    for place, values in _reader_of(path, given)(path, given, choose):
+        for value in values:
+            for text in value if isinstance(value, list) else (value,):
+                _check_text(path, place, text)
+        yield values
+
+
+def _reader_of(path: Path, columns: tuple[str, ...] | None) -> Reader:
     reader = READERS.get(path.suffix.lower())
     if path == STDIN:
-        reader = _read_txt if column is None else _read_jsonl
+        reader = _read_txt if columns is None else _read_jsonl
     if reader is None:
         raise UsageError(f"{path}: unknown kind of file {path.suffix!r}; known are {', '.join(READERS)}")
-    for place, text in reader(path, column):
-        if not isinstance(text, str):
-            raise UsageError(f"{name_of(path)}, {place}: the value is {_shown(text)}, not a text")
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise UsageError(f"{name_of(path)}, {place}: {_shown(text)} is not valid Unicode") from None
-        yield text
+    return reader
+
+
+def _check_text(path: Path, place: str, text: Any) -> None:
+    if not isinstance(text, str):
+        raise UsageError(f"{name_of(path)}, {place}: the value is {_shown(text)}, not a text")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{name_of(path)}, {place}: {_shown(text)} is not valid Unicode") from None
 
 
 def name_of(path: Path) -> str:
@@ -109,11 +136,11 @@ def _lines(path: Path) -> Iterator[str]:
             yield line.removeprefix("\ufeff") if number == 1 else line
 
 
-def _read_txt(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
-    if column is not None:
-        raise UsageError(f"{path} is a text file: it has no column {column!r}")
+def _read_txt(path: Path, columns: tuple[str, ...] | None, choose: Choose) -> Iterator[tuple[str, tuple]]:
+    if columns is not None:
+        raise UsageError(f"{path} is a text file: it has no column {columns[0]!r}")
     for number, line in enumerate(_lines(path), 1):
-        yield f"line {number}", line.removesuffix("\n").removesuffix("\r")
+        yield f"line {number}", (line.removesuffix("\n").removesuffix("\r"),)
 
 
 def _start_of_number(digits: str) -> int:
@@ -121,7 +148,7 @@ def _start_of_number(digits: str) -> int:
     return int(digits[:100])
 
 
-def _read_jsonl(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
+def _read_jsonl(path: Path, columns: tuple[str, ...] | None, choose: Choose) -> Iterator[tuple[str, tuple]]:
     for number, line in enumerate(_lines(path), 1):
         if not line.strip():
             continue
@@ -134,26 +161,31 @@ def _read_jsonl(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
         except RecursionError:
             raise UsageError(f"{name_of(path)}, line {number}: nested too deeply") from None
         if isinstance(entry, dict):
-            if column is None:
-                column = pick_column(path, list(entry), None)
-            if column not in entry:
-                raise UsageError(f"{name_of(path)}, line {number}: has no {column!r}; it has: {', '.join(entry)}")
-            entry = entry[column]
-        elif column is not None:
-            raise UsageError(f"{name_of(path)}, line {number}: {_shown(entry)} is no object with a {column!r}")
-        yield f"line {number}", entry
+            if columns is None:
+                columns = tuple(choose(list(entry)))
+            for column in columns:
+                if column not in entry:
+                    raise UsageError(f"{name_of(path)}, line {number}: has no {column!r}; it has: {', '.join(entry)}")
+            values = tuple(map(entry.__getitem__, columns))
+        elif columns is not None:
+            raise UsageError(f"{name_of(path)}, line {number}: {_shown(entry)} is no object with a {columns[0]!r}")
+        else:
+            values = (entry,)
+        yield f"line {number}", values
 
 
-def _read_csv(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
+def _read_csv(path: Path, columns: tuple[str, ...] | None, choose: Choose) -> Iterator[tuple[str, tuple]]:
     # strict: a stray quote would otherwise swallow the lines up to the next one.
-    yield from _read_table(path, column, strict=True)
+    yield from _read_table(path, columns, choose, strict=True)
 
 
-def _read_tsv(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
-    yield from _read_table(path, column, delimiter="\t", quoting=csv.QUOTE_NONE)
+def _read_tsv(path: Path, columns: tuple[str, ...] | None, choose: Choose) -> Iterator[tuple[str, tuple]]:
+    yield from _read_table(path, columns, choose, delimiter="\t", quoting=csv.QUOTE_NONE)
 
 
-def _read_table(path: Path, column: str | None, **dialect: Any) -> Iterator[tuple[str, Any]]:
+def _read_table(
+    path: Path, columns: tuple[str, ...] | None, choose: Choose, **dialect: Any
+) -> Iterator[tuple[str, tuple]]:
     csv.field_size_limit(MAX_LINE_BYTES)
     rows = csv.reader(_lines(path), **dialect)
     header: list[str] | None = None
@@ -163,16 +195,20 @@ def _read_table(path: Path, column: str | None, **dialect: Any) -> Iterator[tupl
                 continue
             if header is None:
                 header = row
-                place = header.index(pick_column(path, header, column))
+                places = [header.index(name) for name in _picked(path, header, columns, choose)]
                 continue
             if len(row) != len(header):
                 raise UsageError(f"{path}, line {rows.line_num}: {len(row)} fields, but {len(header)} in the header")
-            yield f"line {rows.line_num}", row[place]
+            yield f"line {rows.line_num}", tuple(row[place] for place in places)
     except csv.Error as error:
         raise UsageError(f"{path}, line {rows.line_num}: {error}") from None
 
 
-def _read_parquet(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
+def _picked(path: Path, names: list[str], columns: tuple[str, ...] | None, choose: Choose) -> Sequence[str]:
+    return choose(names) if columns is None else [pick_column(path, names, column) for column in columns]
+
+
+def _read_parquet(path: Path, columns: tuple[str, ...] | None, choose: Choose) -> Iterator[tuple[str, tuple]]:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -181,20 +217,21 @@ def _read_parquet(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
     row = 0
     try:
         with pq.ParquetFile(path) as file:
-            name = pick_column(path, file.schema_arrow.names, column)
-            kind = file.schema_arrow.field(name).type
-            kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-                raise UsageError(f"{path}: column {name!r} holds {kind}, not texts")
-            for batch in file.iter_batches(batch_size=1024, columns=[name]):
-                for text in batch.column(0).to_pylist():
+            names = list(_picked(path, file.schema_arrow.names, columns, choose))
+            for name in names:
+                kind = file.schema_arrow.field(name).type
+                inner = kind.value_type if pa.types.is_dictionary(kind) or pa.types.is_list(kind) else kind
+                if not (pa.types.is_string(inner) or pa.types.is_large_string(inner)):
+                    raise UsageError(f"{path}: column {name!r} holds {kind}, not texts")
+            for batch in file.iter_batches(batch_size=1024, columns=names):
+                for values in zip(*(batch.column(name).to_pylist() for name in names), strict=True):
                     row += 1
-                    yield f"row {row}", text
+                    yield f"row {row}", values
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}, after row {row}: {str(error).splitlines()[0]}") from None
 
 
-READERS: dict[str, Callable[[Path, str | None], Iterator[tuple[str, Any]]]] = {
+READERS: dict[str, Reader] = {
     ".txt": _read_txt,
     ".jsonl": _read_jsonl,
     ".csv": _read_csv,

@@ -12,6 +12,7 @@ from fastbert.training.options import Options, RunOptions, options_of, read_yaml
 
 _GROUPS = {
     "task": "what is learnt, from what",
+    "embedding": "sentence embeddings",
     "run": "the run",
     "length": "length and batches",
     "optimizer": "optimizer",

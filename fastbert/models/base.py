@@ -139,6 +139,13 @@ class PreTrainedModel(ModelAccess):
                     parameter.zero_()
 
 
+def held_models(module: nn.Module) -> list[PreTrainedModel]:
+    """The models in a module that trains one or several of them; a model holds itself."""
+    if isinstance(module, PreTrainedModel):
+        return [module]
+    return [model for child in module.children() for model in held_models(child)]
+
+
 class HasModel:
     """What is no module but runs one (SentenceEncoder): fastbert.quantize and fastbert.repack take it in its place."""
 

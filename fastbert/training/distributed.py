@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastbert.config import ConfigError
+from fastbert.models.base import held_models
 
 Wrapping = Literal["ddp", "fsdp"]
 
@@ -76,7 +77,9 @@ def join(device: str | None, timeout_s: float) -> Iterator[World]:
 
 
 def wrap(model: Any, world: World, wrapping: Wrapping, *, bf16: bool) -> nn.Module:
-    """The model of one rank. FSDP2 shards each layer, and what is left; with `bf16` it gathers bfloat16."""
+    """The model of one rank, or a module that holds several. FSDP2 shards each layer, and in one piece what is left:
+    all that they share is there. With `bf16` it gathers bfloat16.
+    """
     if world.size == 1:
         return model
     if wrapping == "ddp":
@@ -86,8 +89,9 @@ def wrap(model: Any, world: World, wrapping: Wrapping, *, bf16: bool) -> nn.Modu
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
     )
-    for path in dict.fromkeys(model.config.layer_paths):
-        fully_shard(model.base_model.get_submodule(path), mp_policy=policy)
+    for held in held_models(model):
+        for path in dict.fromkeys(held.config.layer_paths):
+            fully_shard(held.base_model.get_submodule(path), mp_policy=policy)
     return fully_shard(model, mp_policy=policy)
 
 

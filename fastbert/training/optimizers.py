@@ -10,36 +10,36 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.config import ConfigError
-from fastbert.models.base import PreTrainedModel
+from fastbert.models.base import PreTrainedModel, held_models
 
 OPTIMIZERS = ("adamw", "lamb")
 
 
 def parameter_groups(
-    model: PreTrainedModel, lr: float, weight_decay: float = 0.01, layer_decay: float = 1.0
+    model: nn.Module, lr: float, weight_decay: float = 0.01, layer_decay: float = 1.0
 ) -> list[dict[str, Any]]:
     """Groups for an optimizer: weight decay for matrices and tables only, as in BERT, and smaller steps further down.
 
     Args:
-        model: before DDP wraps it.
+        model: before DDP wraps it; or a module that holds several, each with its own depth. What they share counts
+            once, as the first one has it, and what is in none of them counts as a head.
         lr: of the head. The layer below gets lr * layer_decay, the next lr * layer_decay^2, and so on down to the
             embeddings (Howard & Ruder 2018, section 3.2, layer by layer as in ELECTRA).
         weight_decay: of weights with two dimensions or more; biases and norms get none.
     """
     if not 0.0 < layer_decay <= 1.0:
         raise ConfigError(f"layer_decay is {layer_decay}; it must be above 0, and 1 at most")
+    below = dict[nn.Parameter, int]()  # layers that stand above it, the head included
+    for held in held_models(model):
+        top = len(held.config.layer_paths) + 1
+        below = {parameter: top - depth for parameter, depth in _depths(held).items()} | below
     groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
-    for parameter, depth in _depths(model).items():
+    for parameter in model.parameters():
         if parameter.requires_grad:
-            groups.setdefault((depth, parameter.dim() > 1), []).append(parameter)
-    top = len(model.config.layer_paths) + 1
+            groups.setdefault((-below.get(parameter, 0), parameter.dim() > 1), []).append(parameter)
     return [
-        {
-            "params": parameters,
-            "lr": lr * layer_decay ** (top - depth),
-            "weight_decay": weight_decay if decays else 0.0,
-        }
-        for (depth, decays), parameters in sorted(groups.items(), key=lambda item: item[0])
+        {"params": parameters, "lr": lr * layer_decay**-place, "weight_decay": weight_decay if decays else 0.0}
+        for (place, decays), parameters in sorted(groups.items(), key=lambda item: item[0])
     ]
 
 
@@ -85,12 +85,14 @@ class AdamW(torch.optim.AdamW):
 
     def clip_and_step(self, max_norm: float) -> torch.Tensor:
         """A step; returns the norm of the gradients. All groups have the betas and eps of the first."""
-        weights, rates, decays = list[torch.Tensor](), list[float](), list[float]()
+        weights, gradients = list[torch.Tensor](), list[torch.Tensor]()
+        rates, decays = list[float](), list[float]()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
                     continue
                 weights.append(p)
+                gradients.append(p.grad)
                 rates.append(group["lr"])
                 decays.append(group["weight_decay"])
                 if not self.state[p]:
@@ -103,7 +105,7 @@ class AdamW(torch.optim.AdamW):
         means, squares, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
         (beta1, beta2), eps = self.param_groups[0]["betas"], self.param_groups[0]["eps"]
         return ops.adamw(
-            weights, [p.grad for p in weights], means, squares, steps,
+            weights, gradients, means, squares, steps,
             rates=rates, decays=decays, beta1=beta1, beta2=beta2, eps=eps, max_norm=max_norm,
         )  # fmt: skip
 

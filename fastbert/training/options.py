@@ -133,6 +133,18 @@ class FinetuneOptions(RunOptions):
     class_weights: tuple[str, ...] = option(
         (), "how much a class counts in the loss: balanced, or a number for each", group="task"
     )
+    doc_stride: int = option(
+        64, "tokens by which the windows of a text that is too long overlap (tokens, qa)", group="task"
+    )
+    lora_rank: int = option(
+        0,
+        "train adapters of so many directions alone (LoRA, by PEFT): the saved model has them merged, adapter/ them alone",
+        group="task",
+    )
+    lora_alpha: float = option(16.0, "what adapters add is multiplied by this / lora_rank", group="task")
+    lora_targets: tuple[str, ...] = option(
+        (), "the Linears that get an adapter, by the end of their names; by default PEFT's choice", group="task"
+    )
 
     loss: str = option(
         "auto",
@@ -170,20 +182,12 @@ class PretrainOptions(RunOptions):
     eval: tuple[str, ...] = option((), "files to judge by; without them only the loss is known", group="task")
     model: str = option("", "go on with this model; without it a new one is made", group="task")
     teacher: str = option("", "the model that distil learns from", group="task")
-    preset: str = option(
-        "",
-        "the shape of a new model (default baby)",
-        choices=("", "baby", "tiny", "base", "large", "modern"),
-        group="task",
-    )
+    preset: str = option("", "the shape of a new model: baby, tiny, base, large or modern (default baby)", group="task")
     family: str = option("", "of the new model, where it is not the preset's: roberta, albert, ...", group="task")
     tokenizer: str = option("", "a folder with a tokenizer; without it a new model gets a new one", group="task")
     vocab_size: int = option(0, "tokens of a new vocabulary; 0: as the preset or the family has", group="task")
     vocab_kind: str = option(
-        "",
-        "of a new vocabulary, where it is not the family's",
-        choices=("", "wordpiece", "bpe", "unigram"),
-        group="task",
+        "", "of a new vocabulary: wordpiece, bpe or unigram; without it the family's", group="task"
     )
     cased: bool = option(False, "a new vocabulary tells capitals from small letters (bpe always does)", group="task")
     column: str = option("text", "where the text stands in files that are no plain text", group="task")

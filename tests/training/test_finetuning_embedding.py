@@ -6,7 +6,7 @@ import contextlib
 import copy
 import json
 import random
-import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ import numpy as np
 import pytest
 import tiny
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hf import leaf_gradients
 
 from fastbert.config import ConfigError
 from fastbert.data.batches import Steps
@@ -56,20 +59,18 @@ def folder(tmp_path) -> Path:
     return tiny.write_model(tmp_path / "model", **CALM)
 
 
-def task_of(folder: Path, data: list[dict[str, Any]], **options: Any) -> Embedding:
-    path = write(folder.parent / "train.jsonl", data)
+def task_of(folder: Path, data: list[dict[str, Any]], name: str = "train.jsonl", **options: Any) -> Embedding:
+    path = write(folder.parent / name, data)
     task = make_task(FinetuneOptions(task="embedding", model=str(folder), train=(path,), max_length=16, **options))
     assert isinstance(task, Embedding)
     return task
 
 
-def gradients(task: Embedding, cut: list[int], between: Any = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def gradients(task: Embedding, cut: list[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Of a step with batches of so many examples each."""
     examples, _ = task.examples(0, PHASE)
-    ends = np.cumsum([0, *cut])
-    batches = [
-        task.collate(PHASE)([examples[i] for i in range(a, b)]) for a, b in zip(ends[:-1], ends[1:], strict=True)
-    ]
+    ends = pairwise(np.cumsum([0, *cut]))
+    batches = [task.collate(PHASE)([examples[i] for i in range(*end)]) for end in ends]
     model = task.model.train()
     model.zero_grad()
     counts = [float(sum(task.counts(batch)[0] for batch in batches))]
@@ -87,14 +88,6 @@ def theirs_of(folder: Path, data: list[dict[str, Any]], make_loss: Any, exact: b
     loss.backward()
     found = {name: p.grad for name, p in model[0].model.named_parameters() if p.grad is not None}
     return loss.detach(), found
-
-
-def together(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those of query, key and value in one: the key's bias has none but for rounding."""
-    grouped: dict[str, list[torch.Tensor]] = {}
-    for name, gradient in found.items():
-        grouped.setdefault(re.sub("query|key|value", "qkv", name), []).append(gradient.flatten())
-    return {name: torch.cat(some) for name, some in grouped.items()}
 
 
 LOSSES = {
@@ -122,10 +115,37 @@ def test_loss_and_gradients(name, cut, folder):
     near, near_gradients = theirs_of(folder, data, make_loss, exact=False)
     oracle, exact_gradients = theirs_of(folder, data, make_loss, exact=True)
     assert_close_to_reference(loss, oracle.double(), near.float(), GRADIENT_FACTOR)
-    actual, near_gradients, exact_gradients = map(together, (found, near_gradients, exact_gradients))
+    actual, near_gradients, exact_gradients = map(leaf_gradients, (found, near_gradients, exact_gradients))
     assert set(actual) == set(near_gradients)
     for key, gradient in actual.items():
         assert_close_to_reference(gradient, exact_gradients[key], near_gradients[key], GRADIENT_FACTOR, key)
+
+
+def run_rank(rank: int, size: int, folder: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
+    torch.set_num_threads(1)
+    task = task_of(Path(folder) / "model", rows(RANKING, 9), name=f"train-{rank}.jsonl", dims=("32", "8"))
+    model = torch.nn.parallel.DistributedDataParallel(task.model.train())
+    for cut in ([range(5)], [range(2), range(2, 5)]) if rank == 0 else ([range(5, 9)], [range(5, 6), range(6, 9)]):
+        model.zero_grad()
+        batches = [task.collate(PHASE)([task.train[i] for i in part]) for part in cut]
+        loss = task.backward(model, batches, [4.5], contextlib.nullcontext())
+        found = {name: p.grad.clone() for name, p in task.model.encoder.named_parameters()}
+        torch.save((loss, found), f"{folder}/rank-{rank}-{len(cut)}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.full
+def test_negatives_are_of_all_ranks(folder):
+    """Two ranks, of which one has more examples, have the loss and the gradients of one, in parts and without."""
+    loss, expected = gradients(task_of(folder, rows(RANKING, 9), dims=("32", "8")), [9])
+    mp.spawn(run_rank, (2, str(folder.parent)), nprocs=2)
+    for rank in (0, 1):
+        for parts in (1, 2):
+            their_loss, found = torch.load(folder.parent / f"rank-{rank}-{parts}.pt")
+            assert float(their_loss) == pytest.approx(float(loss), abs=1e-5)
+            for name, gradient in expected.items():
+                assert torch.allclose(found[name], gradient, rtol=1e-3, atol=1e-4), name
 
 
 def test_parts_have_the_same_dropout_twice(tmp_path):
@@ -189,7 +209,6 @@ def test_spearman_is_theirs(folder, tmp_path):
     data = rows(SCORED, 40, seed=1)
     path = write(tmp_path / "eval.jsonl", data)
     task = task_of(folder, rows(SCORED, 8), eval=(path,), dims=("32", "8"))
-    assert task.metric == "spearman"
     found = task.evaluate(task.model.eval())
     model = library.SentenceTransformer(str(folder), device="cpu")
     columns = [[row[c] for row in data] for c in SCORED]
@@ -205,7 +224,6 @@ def test_retrieval_is_theirs(folder, tmp_path):
     data = rows(RANKING[:3], 60, seed=2)
     data += [{**data[0], "positive": data[3]["positive"]}]  # an anchor with two positives, a text for two anchors
     task = task_of(folder, rows(RANKING, 8), eval=(write(tmp_path / "eval.jsonl", data),))
-    assert task.metric == "mrr_at_10"
     found = task.evaluate(task.model.eval())
     corpus = {t: t for row in data for t in (row["positive"], row["negative_1"])}
     relevant: dict[str, set[str]] = {}
@@ -229,7 +247,8 @@ def test_metrics_of_vectors():
     assert spearman(vectors, pairs, scores) == pytest.approx(scipy.spearmanr(cosines, scores).statistic)
     square = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0]])
     assert ranks_metrics(square, [np.array([0, 1]), np.array([1, 0])])["accuracy_at_1"] == 1.0
-    assert ranks_metrics(square, [np.array([0, 1]), np.array([2, 2])])["mrr_at_10"] == pytest.approx(0.75)
+    triplets = [np.array([0, 1]), np.array([2, 2]), np.array([1, 0])]
+    assert ranks_metrics(square, triplets) == {"accuracy_at_1": 0.0, "accuracy_at_10": 1.0, "mrr_at_10": 0.5}
 
 
 def test_plain_encoders_get_the_pooling_that_is_asked_for(folder):

@@ -10,6 +10,7 @@ from hf import make_config
 
 from fastbert.config import ConfigError
 from fastbert.models.classes import CLASSES
+from fastbert.models.joint_electra import ElectraForJointPreTraining
 from fastbert.training.optimizers import Lamb, make_optimizer, parameter_groups
 from fastbert.training.schedules import SCHEDULES, Schedule, multiplier
 
@@ -81,6 +82,23 @@ def test_groups(model_type):
         if depth is None:
             depth = 0 if "embedding" in name else top
         assert given[p]["lr"] == pytest.approx(1e-3 * 0.5 ** (top - depth)), name
+
+
+def test_groups_of_a_module_that_holds_two_models():
+    """What they share comes once; a layer's rate goes by the layers above it in its own model."""
+    pair = [CLASSES["electra", head](make_config("electra")) for head in ("MaskedLM", "PreTraining")]
+    joint = ElectraForJointPreTraining(*pair)
+    joint.extra = torch.nn.Linear(3, 3)
+    groups = parameter_groups(joint, 1e-3, 0.1, 0.5)
+    given = [(p, group["lr"]) for group in groups for p in group["params"]]
+    assert sorted(id(p) for p, _ in given) == sorted(map(id, joint.parameters()))
+    rates = {id(p): rate for p, rate in given}
+    top = len(pair[0].config.layer_paths) + 1
+    assert rates[id(pair[0].base_model.embeddings.word_embeddings.weight)] == pytest.approx(1e-3 * 0.5**top)
+    for model in pair:
+        first = model.base_model.get_submodule(model.config.layer_paths[0])
+        assert [rates[id(p)] for p in first.parameters()] == [pytest.approx(1e-3 * 0.5 ** (top - 1))] * 16
+    assert {rates[id(p)] for p in joint.extra.parameters()} == {1e-3}
 
 
 def test_frozen_weights_are_left_out():

@@ -1,7 +1,8 @@
-"""Where a command's rows go: JSON lines or parquet, in a file that appears when it is whole, or on standard output."""
+"""Where a command's rows go: JSON lines, CSV or parquet, in a file that appears when it is whole, or on standard output."""
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import sys
@@ -14,6 +15,7 @@ from fastbert.cli.texts import UsageError
 
 STDOUT = Path("-")
 ROW_KINDS = (".jsonl", ".parquet")
+NESTED_ROW_KINDS = (".jsonl", ".csv", ".parquet")  # of rows that may hold lists: JSON in a field of a .csv
 
 
 class Rows(Protocol):
@@ -52,16 +54,31 @@ class _Stdout:
             raise OSError(error.errno, error.strerror, "standard output") from None
 
 
+class _Csv:
+    def __init__(self, file: Any):
+        self.writer = csv.writer(file, lineterminator="\n")
+        self.has_header = False
+
+    def write(self, columns: Mapping[str, Any]) -> None:
+        if not self.has_header:
+            self.writer.writerow(columns)
+            self.has_header = True
+        for values in zip(*columns.values(), strict=True):
+            plain = map(_plain, values)
+            self.writer.writerow([json.dumps(x, ensure_ascii=False) if isinstance(x, list) else x for x in plain])
+
+
 class _Parquet:
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, examples: Mapping[str, Any]):
+        self.path, self.examples = path, examples
         self.writer: Any = None
 
     def write(self, columns: Mapping[str, Any]) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        table = pa.table({name: _arrow(values) for name, values in columns.items()})
+        types = {name: pa.array([example]).type for name, example in self.examples.items()}
+        table = pa.table({name: _arrow(values, types.get(name)) for name, values in columns.items()})
         if self.writer is None:
             self.writer = pq.ParquetWriter(self.path, table.schema)
         self.writer.write_table(table)
@@ -78,12 +95,12 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _arrow(values: Any) -> Any:
+def _arrow(values: Any, kind: Any = None) -> Any:
     import pyarrow as pa
 
     if hasattr(values, "ndim") and values.ndim == 2:
         return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
-    return pa.array(values)
+    return pa.array(values, kind)
 
 
 def check_output(path: Path, kinds: Sequence[str], force: bool) -> None:
@@ -109,22 +126,26 @@ def check_output(path: Path, kinds: Sequence[str], force: bool) -> None:
 
 
 @contextmanager
-def open_rows(path: Path) -> Iterator[Rows]:
-    """The rows of `path`, which has its name once all are written; what an error leaves is removed."""
+def open_rows(path: Path, examples: Mapping[str, Any] | None = None) -> Iterator[Rows]:
+    """The rows of `path`, which has its name once all are written; what an error leaves is removed.
+
+    `examples`: a value of each column that holds lists, from which parquet has its type.
+    """
     if path == STDOUT:
         yield _JsonLines(_Stdout())
         return
     partial = path.with_name(f"{path.name}.partial")
     try:
         if path.suffix == ".parquet":
-            rows = _Parquet(partial)
+            rows = _Parquet(partial, examples or {})
             try:
                 yield rows
             finally:
                 rows.close()
         else:
-            with partial.open("w", encoding="utf-8") as file:
-                yield _JsonLines(file)
+            is_csv = path.suffix == ".csv"
+            with partial.open("w", encoding="utf-8", newline="" if is_csv else None) as file:
+                yield _Csv(file) if is_csv else _JsonLines(file)
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,14 @@ def load_base(
     return model, tokenizer
 
 
+def check_complete(model: Any, source: str) -> None:
+    """Raises CheckpointError: a model that was loaded to be used has weights that its folder did not bring."""
+    if model.missing_keys:
+        raise CheckpointError(
+            f"{source} is not fine-tuned: its checkpoint lacks {some(model.missing_keys)}, and random weights say nothing"
+        )
+
+
 def longest_of(model: Any) -> int:
     """Tokens of the longest sequence that a model takes."""
     limit = model.base_model.table_sizes().longest(model.config)
@@ -66,3 +75,10 @@ def longest_of(model: Any) -> int:
 def has_types(model: Any) -> bool:
     """Whether it is told which token is of which text: one row of the table is RoBERTa's, and says nothing."""
     return model.base_model.table_sizes().token_types > 1
+
+
+def say_notes(*notes: str) -> None:
+    """Warn a user, once for all ranks, of what was made of the data; empty notes are none."""
+    for note in notes:
+        if note and os.environ.get("RANK", "0") == "0":
+            warnings.warn(note, stacklevel=3)

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from scipy.special import expit, softmax
+from tokenizers import Tokenizer
 
+from fastbert.checkpoint.pretrained import read_config
+from fastbert.config import ConfigError
 from fastbert.models.auto import AutoModelForSequenceClassification
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.finetuning import rows as columns
-from fastbert.training.finetuning.base_models import find_base, has_types, load_base
-from fastbert.training.finetuning.head_task import HeadTask, LabelledSequences
+from fastbert.training.finetuning.adapters import add_adapters
+from fastbert.training.finetuning.base_models import find_base, has_types, load_base, longest_of, say_notes
+from fastbert.training.finetuning.head_task import HeadTask, LabelledSequences, note_of_cut, shown_names
 from fastbert.training.finetuning.labels import Labels, class_weights, find_labels
 from fastbert.training.finetuning.metrics import class_metrics, number_metrics, several_metrics
 from fastbert.training.finetuning.sequences import Sequences, run_model, tokenize
+from fastbert.training.finetuning.usage import Usage
 from fastbert.training.options import FinetuneOptions
+
+_METRICS = {
+    "single_label_classification": (class_metrics, "accuracy"),
+    "multi_label_classification": (several_metrics, "micro_f1"),
+    "regression": (number_metrics, "spearman"),
+}
 
 
 def make_task(options: FinetuneOptions) -> Classification:
@@ -28,21 +40,24 @@ def make_task(options: FinetuneOptions) -> Classification:
     label = columns.label_column([name for name in names if name not in texts], options.label_column, data.train_name)
     columns.check_same_columns(data, [*texts, label])
     labels = find_labels(data.train, label, data.train_name, options.problem_type)
-    values = labels.values(data.train, data.train_name)
-    held_out = None if data.eval is None else labels.values(data.eval, data.eval_name)
-    weights = class_weights(options.class_weights, labels, values)
     model, tokenizer = load_base(folder, AutoModelForSequenceClassification, options, labels.config)
-    tokenizer.enable_truncation(options.max_length)
+    if not model.missing_keys:
+        labels = labels.in_order_of(read_config(folder).id2label, options.model)
+        model.config.id2label = dict(enumerate(labels.names or ("LABEL_0",)))
+    usage = Usage("classification", texts, options.max_length)
+    reader = Classifier(model, tokenizer, usage)
 
-    def tokens(rows: Any, where: str) -> Sequences:
-        read = [columns.texts_of(rows, name, where) for name in texts]
-        return tokenize(tokenizer, *read, with_types=has_types(model))
+    def examples(rows: Any, where: str) -> LabelledSequences:
+        values = labels.values(rows, where)
+        made = reader.tokenize([columns.texts_of(rows, name, where) for name in texts])
+        say_notes(note_of_cut(made.cut, len(made), where, options.max_length, longest_of(model)))
+        return LabelledSequences(made, labels=values)
 
-    train = LabelledSequences(tokens(data.train, data.train_name), labels=values)
-    task = Classification(model, tokenizer, train, labels, weights)
-    if data.eval is not None:
-        task.hold_out(LabelledSequences(tokens(data.eval, data.eval_name), labels=held_out))
-    return task
+    train = examples(data.train, data.train_name)
+    held_out = None if data.eval is None else examples(data.eval, data.eval_name)
+    weights = class_weights(options.class_weights, labels, train.labels["labels"])
+    adapters = add_adapters(model, options)
+    return Classification(model, tokenizer, train, usage, adapters, labels=labels, held_out=held_out, weights=weights)
 
 
 class Classification(HeadTask):
@@ -51,17 +66,16 @@ class Classification(HeadTask):
     pipeline = "text-classification"
 
     def __init__(
-        self, model: Any, tokenizer: Any, train: LabelledSequences, labels: Labels, weights: np.ndarray | None = None
+        self,
+        *parts: Any,
+        labels: Labels,
+        held_out: LabelledSequences | None = None,
+        weights: np.ndarray | None = None,
     ):
-        super().__init__(model, tokenizer, train)
-        self.labels, self.weights = labels, None if weights is None else torch.from_numpy(weights)
-        self.eval: LabelledSequences | None = None
-
-    def hold_out(self, examples: LabelledSequences) -> None:
-        """Judge by these."""
-        self.eval = examples
-        names = {"regression": "spearman", "multi_label_classification": "micro_f1"}
-        self.metric = names.get(self.labels.problem, "accuracy")
+        super().__init__(*parts)
+        self.labels, self.held_out = labels, held_out
+        self.weights = None if weights is None else torch.from_numpy(weights)
+        self.metric = None if held_out is None else _METRICS[labels.problem][1]
 
     def counts(self, batch: PackedInputs) -> list[int]:
         return [batch["labels"].numel()]
@@ -76,43 +90,76 @@ class Classification(HeadTask):
         return losses.sum() / totals[0]
 
     def evaluate(self, model: Any) -> dict[str, float]:
-        assert self.eval is not None
-        scores, wanted = logits_of(model, self.eval.sequences), self.eval.labels["labels"]
-        if self.labels.problem == "regression":
-            return number_metrics(scores[:, 0], wanted)
-        if self.labels.problem == "multi_label_classification":
-            return several_metrics(scores, wanted)
-        return class_metrics(scores, wanted)
+        assert self.held_out is not None
+        metrics = _METRICS[self.labels.problem][0]
+        return metrics(logits_of(model, self.held_out.sequences), self.held_out.labels["labels"])
 
     def show(self, batch: PackedInputs) -> list[str]:
-        ids, ends = batch["input_ids"], batch["batch"].cu_seqlens.tolist()
-        return [
-            f"{self.tokenizer.decode(ids[start:end].tolist(), skip_special_tokens=False)} -> {self._shown(label)}"
-            for start, end, label in zip(ends, ends[1:], batch["labels"], strict=False)
-        ]
+        texts = self.decoded(batch)
+        return [f"{text} -> {self._shown(label)}" for text, label in zip(texts, batch["labels"], strict=True)]
 
     def _shown(self, label: torch.Tensor) -> str:
         if self.labels.problem == "regression":
             return f"{label.item():g}"
         if self.labels.problem == "multi_label_classification":
-            return ", ".join(name for name, on in zip(self.labels.names, label, strict=True) if on) or "no label"
+            return shown_names([name for name, on in zip(self.labels.names, label, strict=True) if on])
         return self.labels.names[int(label)]
 
 
-def logits_of(model: Any, sequences: Sequences, **options: Any) -> np.ndarray:
+class Classifier:
+    """From texts, or pairs of them, to their labels. A row of input is one text a column."""
+
+    is_pair = True  # what it may be
+
+    def __init__(self, model: Any, tokenizer: Tokenizer, usage: Usage):
+        self.tokenizer, self.with_types, self.config = tokenizer, has_types(model), model.config
+        tokenizer.enable_truncation(usage.max_length or longest_of(model))
+
+    def tokenize(self, texts: Sequence[Sequence[str]]) -> Sequences:
+        return tokenize(self.tokenizer, *texts, with_types=self.with_types)
+
+    @property
+    def kind(self) -> str:
+        """Where the config does not say: as transformers' pipeline takes it."""
+        given = self.config.problem_type
+        if given not in (None, *_METRICS):
+            raise ConfigError(f"problem_type {given!r} is none of {', '.join(_METRICS)}")
+        return given or ("multi" if self.config.num_labels == 1 else "single") + "_label_classification"
+
+    def answers(
+        self, model: Any, texts: Mapping[str, Sequence[str]], *, threshold: float = 0.5, every: bool = False, **run: Any
+    ) -> dict[str, Any]:
+        """Columns: `label` and its probability `score`; `labels` and `scores` above the threshold, of several at once;
+        or `value`. `every`: the probability of each label, too.
+        """
+        logits = logits_of(model, self.tokenize(list(texts.values())), **run)
+        names = [self.config.id2label[i] for i in range(logits.shape[1])]
+        if self.kind == "regression":
+            found: dict[str, Any] = (
+                {"value": logits[:, 0]} if len(names) == 1 else dict(zip(names, logits.T, strict=True))
+            )
+            return {**texts, **found}
+        if self.kind == "multi_label_classification":
+            scores = expit(logits)
+            above = [np.flatnonzero(row > threshold) for row in scores]
+            found = {
+                "labels": [[names[i] for i in chosen] for chosen in above],
+                "scores": [row[chosen].tolist() for row, chosen in zip(scores, above, strict=True)],
+            }
+        else:
+            scores = softmax(logits, -1)
+            found = {"label": [names[i] for i in scores.argmax(-1)], "score": scores.max(-1)}
+        return {**texts, **found, **(dict(zip(names, scores.T, strict=True)) if every else {})}
+
+
+def logits_of(
+    model: Any,
+    sequences: Sequences,
+    batch_tokens: int | None = None,
+    on_batch: Callable[[int], Any] = lambda inputs: None,
+) -> np.ndarray:
     """float32 (inputs, num_labels)."""
-    found: Any = None
-    for indices, output in run_model(model, sequences, **options):
-        logits = output.logits.float().cpu().numpy()
-        found = np.empty((len(sequences), logits.shape[1]), np.float32) if found is None else found
-        found[indices] = logits
+    found = np.empty((len(sequences), model.config.num_labels), np.float32)
+    for indices, output in run_model(model, sequences, batch_tokens, on_batch):
+        found[indices] = output.logits.float().cpu().numpy()
     return found
-
-
-def is_above(logits: np.ndarray, threshold: float) -> np.ndarray:
-    """Whether the sigmoid is above a threshold, in (0, 1)."""
-    return logits > np.log(threshold / (1.0 - threshold))
-
-
-def names_of(indices: Sequence[int], names: Sequence[str]) -> list[str]:
-    return [names[i] for i in indices]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +12,41 @@ from tokenizers import Tokenizer
 
 from fastbert.data.collator import PackingCollator
 from fastbert.packed_inputs import PackedInputs
+from fastbert.training.finetuning.adapters import FOLDER, merged, save_adapters
 from fastbert.training.finetuning.sequences import Sequences
+from fastbert.training.finetuning.usage import Usage
 from fastbert.training.task import Phase, Task
 
 
 class LabelledSequences:
-    """The examples of an epoch: tokens, and the labels that go with each input under the names of a model's forward."""
+    """The examples of an epoch: tokens, and the labels that go with them under the names of a model's forward.
 
-    def __init__(self, sequences: Sequences, **labels: np.ndarray):
-        self.sequences, self.labels = sequences, labels
+    `labels`: a row a sequence, or a row a token (`per_token`).
+    """
+
+    def __init__(self, sequences: Sequences, *, per_token: bool = False, **labels: np.ndarray):
+        self.sequences, self.labels, self.per_token = sequences, labels, per_token
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        return self.sequences[i] | {name: values[i] for name, values in self.labels.items()}
+        offsets = self.sequences.offsets
+        place = slice(offsets[i], offsets[i + 1]) if self.per_token else i
+        return self.sequences[i] | {name: values[place] for name, values in self.labels.items()}
 
 
 class HeadTask(Task):
-    """A model with a head, and examples that are the same in every epoch."""
+    """A model with a head, and examples that are the same in every epoch.
 
-    def __init__(self, model: Any, tokenizer: Tokenizer, examples: LabelledSequences):
+    `usage` goes into the saved folder. `adapters`: PEFT's config of those in the model; None: the whole model learns.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Tokenizer, examples: LabelledSequences, usage: Usage, adapters: Any = None
+    ):
         self.model, self.tokenizer, self.train = model, tokenizer, examples
-        self.notes: list[str] = []  # what a user should know before the first step
+        self.usage, self.adapters = usage, adapters
 
     def collate(self, phase: Phase) -> Callable[[list[Any]], PackedInputs]:
         return PackingCollator()
@@ -42,4 +55,26 @@ class HeadTask(Task):
         return self.train, self.train.sequences.lengths
 
     def save(self, model: Any, folder: Path) -> None:
-        model.save_pretrained(folder)
+        whole = model if self.adapters is None else merged(model)
+        whole.save_pretrained(folder)
+        self.usage.save(folder)
+        if self.adapters is not None:
+            save_adapters(model, self.adapters, folder / FOLDER)
+
+    def decoded(self, batch: PackedInputs) -> list[str]:
+        """The text of each sequence, special tokens included."""
+        ids, ends = batch["input_ids"].tolist(), batch["batch"].cu_seqlens.tolist()
+        parts = [ids[start:end] for start, end in pairwise(ends)]
+        return self.tokenizer.decode_batch(parts, skip_special_tokens=False)
+
+
+def note_of_cut(count: int, total: int, where: str, max_length: int, limit: int) -> str:
+    """What is said where inputs were too long; empty if none was."""
+    if not count:
+        return ""
+    more = f"; --max-length may be up to {limit}" if max_length < limit else ""
+    return f"{count:,} of {total:,} inputs of {where} have more than {max_length} tokens, and are cut{more}"
+
+
+def shown_names(names: Sequence[str]) -> str:
+    return ", ".join(names) if names else "nothing"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -33,6 +33,15 @@ class Labels:
         if self.problem == "regression":
             return {"num_labels": 1, "problem_type": self.problem}
         return {"id2label": dict(enumerate(self.names)), "problem_type": self.problem}
+
+    def in_order_of(self, own: Mapping[int, str], source: str) -> Labels:
+        """These in the order of the head that a checkpoint brings. Raises ConfigError: it is for other labels."""
+        names = tuple(own[i] for i in range(len(own)))
+        if not self.names or set(names) == {f"LABEL_{i}" for i in range(len(names))}:
+            return self
+        if set(names) != set(self.names):
+            raise ConfigError(f"{source} has a head for {', '.join(names)}; the data have {', '.join(self.names)}")
+        return replace(self, names=names)
 
     def values(self, rows: Dataset, where: str) -> np.ndarray:
         """int64 (rows,) classes; float32 (rows,) numbers; or float32 (rows, names) of 0 and 1.

@@ -43,3 +43,24 @@ def number_metrics(values: np.ndarray, wanted: np.ndarray) -> dict[str, float]:
         "pearson": float(pearsonr(x, y)[0]) if has_two else 0.0,
         "spearman": float(spearmanr(x, y)[0]) if has_two else 0.0,
     }
+
+
+def tag_metrics(said: list[list[str]], wanted: list[list[str]], is_entities: bool) -> dict[str, float]:
+    """Of tags: the share of words that is right; where they spell entities, seqeval's precision, recall and F1, too."""
+    right = sum(a == b for one, other in zip(said, wanted, strict=True) for a, b in zip(one, other, strict=True))
+    found = {"accuracy": right / max(1, sum(map(len, wanted)))}
+    if is_entities:
+        from seqeval.metrics import f1_score, precision_score, recall_score
+
+        scores = {"precision": precision_score, "recall": recall_score, "f1": f1_score}
+        found |= {name: float(score(wanted, said, zero_division=0)) for name, score in scores.items()}
+    return found
+
+
+def entities_of(tags: list[str], is_entities: bool) -> list[tuple[str, int, int]]:
+    """(type, first word, last word) of what tags spell, by seqeval's rules; each word where they spell no entities."""
+    if not is_entities:
+        return [(tag, i, i) for i, tag in enumerate(tags)]
+    from seqeval.metrics.sequence_labeling import get_entities
+
+    return [(kind, first, last) for kind, first, last in get_entities(tags)]

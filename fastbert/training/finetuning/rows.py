@@ -52,7 +52,9 @@ def load_rows(options: FinetuneOptions) -> Rows:
     return Rows(train, held_out, train_name, eval_name)
 
 
-def text_columns(names: Sequence[str], given: Sequence[str], where: str) -> tuple[str, ...]:
+def text_columns(
+    names: Sequence[str], given: Sequence[str], where: str, flag: str = "--text-columns"
+) -> tuple[str, ...]:
     """The column of texts, or the two of pairs of texts. Raises InputError, listing what there is."""
     if given:
         if len(given) > 2:
@@ -67,8 +69,7 @@ def text_columns(names: Sequence[str], given: Sequence[str], where: str) -> tupl
         if text in names:
             return (text,)
     raise InputError(
-        f"no column of {where} has a name that texts usually have; choose one, or two, with --text-columns:"
-        f" {', '.join(names)}"
+        f"no column of {where} has a name that texts usually have; choose one, or two, with {flag}: {', '.join(names)}"
     )
 
 

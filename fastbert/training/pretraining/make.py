@@ -18,7 +18,7 @@ from fastbert.training.options import PretrainOptions
 from fastbert.training.phases import length_schedule, masking_schedule
 from fastbert.training.pretraining.distil import Distillation, Student, student_of
 from fastbert.training.pretraining.masked import MaskedLM, PairedLM
-from fastbert.training.pretraining.presets import PRESETS, check_head, family_of, new_config
+from fastbert.training.pretraining.presets import check_head, family_of, new_config, preset_of
 from fastbert.training.pretraining.replaced import GENERATOR, ReplacedTokens, generator_config
 from fastbert.training.task import Phase
 
@@ -44,7 +44,7 @@ def make_task(options: PretrainOptions) -> MaskedLM:
         _check_checkpoint(options, source, config)
         vocabulary = _read_vocabulary(options, source, folder, config)
     else:
-        preset = PRESETS[options.preset or "baby"]
+        preset = preset_of(options)
         family = family_of(preset, options.family, options.objective)
         vocabulary = _new_vocabulary(options, family, train, longest)
         config, folder = new_config(preset, family, vocabulary, longest), None
@@ -117,7 +117,7 @@ def _new_vocabulary(options: PretrainOptions, model_type: str, train: Source, lo
     form, known = family.vocabulary, EncoderConfig.of_family(model_type)
     design = Design(
         kind=options.vocab_kind or form.kind,
-        size=size or PRESETS[options.preset or "baby"].vocab_size or known.vocab_size,
+        size=size or preset_of(options).vocab_size or known.vocab_size,
         special=dict(form.special),
         separators=form.separators,
         has_types=known.embeddings.token_type is not None,

@@ -49,7 +49,7 @@ class MaskedLM(Task):
         self.unit, self.seed, self.with_types = unit, seed, with_types
         self.held_out, self.held_out_length = held_out, held_out_length
         self.vocabulary = Vocabulary(tokenizer) if vocabulary is None else vocabulary
-        self.metric = None if held_out is None else "eval_loss"
+        self.metric = None if held_out is None else "loss"
         self.more_is_better = False
         self._held_out: list[PackedInputs] | None = None
 

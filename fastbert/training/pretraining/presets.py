@@ -11,6 +11,7 @@ from fastbert.data.vocabulary import Vocabulary
 from fastbert.families import FAMILIES
 from fastbert.families.form import Head, MaskedLM, PreTraining, ReplacedTokens
 from fastbert.models.baby import baby_config
+from fastbert.training.options import PretrainOptions
 
 # Objective -> (the name of the head that learns it, its form).
 HEADS: Mapping[str, tuple[str, type[Head]]] = {
@@ -51,6 +52,14 @@ PRESETS: Mapping[str, Preset] = {
     "large": Preset("bert", _shape(24, 1024, 16, 4096)),
     "modern": Preset("modernbert", _shape(22, 768, 12, 1152)),  # ModernBERT-base
 }
+
+
+def preset_of(options: PretrainOptions) -> Preset:
+    """Raises ConfigError: there is none of that name."""
+    name = options.preset or "baby"
+    if name not in PRESETS:
+        raise ConfigError(f"preset is {name!r}; it must be one of {', '.join(PRESETS)}")
+    return PRESETS[name]
 
 
 def families_with(objective: str) -> list[str]:

@@ -1,0 +1,136 @@
+"""`fastbert predict`: the answers of a fine-tuned model."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastbert.cli import raise_if_stopped, say
+from fastbert.cli.outputs import NESTED_ROW_KINDS, STDOUT, check_output, open_rows
+from fastbert.cli.parser import A_MODEL, add_command, add_running_options
+from fastbert.cli.texts import TEXT_KINDS, UsageError, check_source, name_of, read_rows
+
+CHUNK_ROWS = 1024
+
+
+def add(commands: Any) -> None:
+    parser = add_command(
+        commands, "predict", run, "what a fine-tuned model says of each row of a file",
+        """
+        Runs what `fastbert finetune` made, or transformers, over FILE, and writes a row for each of its rows, in its
+        order. Classification: the label and its probability, all labels above --threshold, or a number. Tokens: the
+        entities with their places in the text. Question answering: the answer, its probability, and its place. OUT is a
+        .jsonl, a .csv (with lists as JSON) or a .parquet; without it the rows go to standard output, as JSON lines.
+        """,
+        "fastbert predict ./my-model reviews.csv --output labels.jsonl",
+    )  # fmt: skip
+    parser.add_argument("model", metavar="MODEL", help=A_MODEL.replace(", or all-MiniLM-L6-v2", ""))
+    parser.add_argument(
+        "file", metavar="FILE", type=Path,
+        help=f"{TEXT_KINDS}, or - for standard input; a SQuAD .json of questions, or a .conll of words, too",
+    )  # fmt: skip
+    parser.add_argument(
+        "--columns", metavar="NAME", nargs="+",
+        help="the columns of the texts: one, or two; by default those of the training data, or by their usual names",
+    )  # fmt: skip
+    parser.add_argument(
+        "--output", metavar="OUT", type=Path, default=STDOUT, help="a .jsonl, a .csv, a .parquet, or - (default)"
+    )
+    parser.add_argument("--all", action="store_true", help="the probabilities of all labels, in a column each")
+    parser.add_argument(
+        "--threshold", metavar="P", type=_share, default=0.5,
+        help="of several labels at once: those with a probability above P (default 0.5)",
+    )  # fmt: skip
+    add_running_options(parser)
+    parser.add_argument("--force", action="store_true", help="replace OUT")
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 < value < 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0 and 1")
+    return value
+
+
+def run(options: argparse.Namespace) -> int:
+    check_output(options.output, NESTED_ROW_KINDS, options.force)
+    check_source(options.file)
+
+    from fastbert.sentences.batches import in_chunks, progress_bar
+    from fastbert.sentences.loading import open_folder
+    from fastbert.training.finetuning.base_models import check_complete
+    from fastbert.training.finetuning.readers import KINDS
+    from fastbert.training.finetuning.usage import read_usage
+
+    raise_if_stopped()
+    opened = open_folder(
+        options.model, "sequence-classification", None, {"dtype": options.dtype, "device": options.device}
+    )
+    usage = read_usage(opened.folder, options.model)
+    kind = KINDS[usage.task]
+    if options.all and usage.task != "classification":
+        raise UsageError(f"--all is for classification; {options.model} is for {usage.task}")
+    model = kind.model.from_pretrained(opened.folder, dtype=opened.dtype or "auto", **opened.config)
+    check_complete(model, options.model)
+    opened.quantised(model)
+    reader, total = kind.reader(model.eval(), opened.tokenizer(), usage), 0
+    extra = {"threshold": options.threshold, "every": options.all} if usage.task == "classification" else {}
+    with open_rows(options.output, kind.examples) as rows, progress_bar(None, None, desc="predicting", delay=0) as bar:
+        for chunk in in_chunks(_rows(options.file, options.columns, usage), CHUNK_ROWS):
+            columns = {name: [row[name] for row in chunk] for name in chunk[0]}
+            rows.write(reader.answers(model, columns, batch_tokens=options.batch_tokens, **extra))
+            bar.update(len(chunk))
+            raise_if_stopped()
+            total += len(chunk)
+        if not total:
+            raise UsageError(f"{name_of(options.file)} holds no rows")
+    say(f"{total:,} rows -> {options.output}")
+    return 0
+
+
+def _rows(path: Path, given: Sequence[str] | None, usage: Any) -> Iterator[dict[str, Any]]:
+    """What the model reads of each row, by the columns' names."""
+    from fastbert.training.finetuning.readers import input_columns
+    from fastbert.training.finetuning.squad import load_questions
+    from fastbert.training.finetuning.tagged import read_conll
+
+    if usage.task == "qa" and path.suffix == ".json":
+        found = load_questions([str(path)], "test", with_answers=False)
+        for question, context in zip(found.questions, found.contexts, strict=True):
+            yield {"question": question, "context": context}
+        return
+    if usage.task == "tokens" and path.suffix in (".conll", ".bio", ".iob", ".iob2"):
+        for text in read_conll(path, with_tags=False):
+            yield {"text": [word for word, _ in text]}
+        return
+    names: tuple[str, ...] = tuple(given or ())
+
+    def choose(there: list[str]) -> Sequence[str]:
+        nonlocal names
+        names = input_columns(usage, there, name_of(path))
+        return names
+
+    wanted = _number_of_texts(usage)
+    if given is not None and len(given) not in wanted:
+        raise UsageError(f"--columns has {len(given)} names; this model reads {' or '.join(map(str, wanted))}")
+    for values in read_rows(path, given, choose):
+        names = names or ("text",)
+        if len(values) != len(names) or len(values) not in wanted:
+            raise UsageError(
+                f"{name_of(path)} has {len(values)} text in a row, and this model reads {' or '.join(map(str, wanted))}:"
+                " give a .jsonl, a .csv or a .parquet"
+            )
+        if usage.task != "tokens" and any(isinstance(value, list) for value in values):
+            raise UsageError(f"{name_of(path)}: a value is a list; this model reads texts")
+        yield dict(zip(names, values, strict=True))
+
+
+def _number_of_texts(usage: Any) -> tuple[int, ...]:
+    if usage.task == "classification":
+        return (len(usage.text_columns),) if usage.text_columns else (1, 2)
+    return (2,) if usage.task == "qa" else (1,)

@@ -1,0 +1,133 @@
+"""Texts whose words have tags: CoNLL files, a word a line, or rows with a list of words and one of tags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastbert.data.sources import check_columns, load_source
+from fastbert.packing import InputError
+from fastbert.training.finetuning.labels import in_order, plain
+from fastbert.training.options import FinetuneOptions
+
+CONLL = (".conll", ".bio", ".iob", ".iob2", ".txt")  # the ends of names of files with a word a line
+WORDS = ("tokens", "words")
+_TAGS = ("ner_tags", "tags", "labels", "pos_tags", "label")
+
+
+@dataclass(frozen=True)
+class Tagged:
+    """Texts in words, and a tag for each word. columns: where the words were; empty for CoNLL files."""
+
+    words: list[list[str]] = field(repr=False)
+    tags: list[list[str]] = field(repr=False)
+    name: str
+    columns: tuple[str, ...] = ()
+
+
+def load_tagged(options: FinetuneOptions) -> tuple[Tagged, Tagged | None, tuple[str, ...]]:
+    """(what to learn from, what to judge by, the tags). Raises InputError."""
+    if not options.train:
+        raise InputError("train is missing: the file to learn from")
+    train = _load(options.train, options, "train")
+    held_out = _load(options.eval, options, "validation") if options.eval else None
+    names = tuple(in_order({tag for tags in train.tags for tag in tags}))
+    names = (*(name for name in names if name == "O"), *(name for name in names if name != "O"))
+    if len(names) < 2:
+        raise InputError(f"{train.name} has one tag alone, {names[0]!r}: there is nothing to learn")
+    if held_out is not None:
+        check_tags(held_out, names)
+    return train, held_out, names
+
+
+def _load(names: Sequence[str], options: FinetuneOptions, split: str) -> Tagged:
+    name = ", ".join(names)
+    if all(is_conll(path) for path in names):
+        texts = [text for path in names for text in read_conll(Path(path))]
+        tagged = Tagged(
+            [[word for word, _ in text] for text in texts], [[tag for _, tag in text] for text in texts], name
+        )
+    else:
+        rows = load_source(list(names), split)
+        columns = rows.column_names
+        words = options.text_columns[0] if options.text_columns else _first(columns, WORDS, name, "words")
+        tags = options.label_column or _first(columns, _TAGS, name, "tags")
+        check_columns(rows, [words, tags], name)
+        tagged = Tagged(rows[words][:], plain(rows, tags), name, (words,))
+    _check(tagged)
+    return tagged
+
+
+def is_conll(path: str) -> bool:
+    return Path(path).suffix.lower() in CONLL
+
+
+def read_conll(path: Path, *, with_tags: bool = True) -> list[list[tuple[str, str]]]:
+    """(word, tag) of each text: the first column and the last one, by tabs or blanks; a blank line ends a text.
+
+    Raises InputError, naming the line.
+    """
+    texts: list[list[tuple[str, str]]] = [[]]
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                columns = line.strip().split("\t" if "\t" in line.strip() else None)
+                if not columns or columns == [""]:
+                    texts.append([])
+                elif columns[0] != "-DOCSTART-":
+                    if with_tags and len(columns) < 2:
+                        raise InputError(f"{path}, line {number}: {line.strip()!r} is no word with a tag")
+                    texts[-1].append((columns[0].strip(), columns[-1].strip()))
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8: {error}") from None
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    return [text for text in texts if text]
+
+
+def _first(columns: Sequence[str], usual: Sequence[str], where: str, what: str) -> str:
+    for name in usual:
+        if name in columns:
+            return name
+    flag = "--text-columns" if what == "words" else "--label-column"
+    raise InputError(
+        f"no column of {where} has a name that {what} usually have; choose one with {flag}: {', '.join(columns)}"
+    )
+
+
+def _check(tagged: Tagged) -> None:
+    """Raises InputError, naming the text."""
+    if not tagged.words:
+        raise InputError(f"{tagged.name} holds no texts")
+    for i, (words, tags) in enumerate(zip(tagged.words, tagged.tags, strict=True)):
+        where = f"{tagged.name}, text {i + 1}"
+        if not _is_list(words) or not _is_list(tags):
+            raise InputError(
+                f"{where}: a text needs a list of words, and one of tags; it has {words!r:.60} and {tags!r:.60}"
+            )
+        if not words:
+            raise InputError(f"{where} has no words: leave such texts out")
+        if len(words) != len(tags):
+            raise InputError(f"{where} has {len(words)} words and {len(tags)} tags")
+        if bad := [word for word in words if not isinstance(word, str) or not word.strip()]:
+            raise InputError(f"{where}: {bad[0]!r} is no word")
+        if bad := [tag for tag in tags if tag is None]:
+            raise InputError(f"{where}: a tag is missing")
+        tagged.tags[i] = [str(tag) for tag in tags]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def check_tags(tagged: Tagged, names: Sequence[str]) -> None:
+    """Raises InputError, naming the text: a tag that the training data do not have."""
+    known = set(names)
+    for i, tags in enumerate(tagged.tags):
+        if stranger := next((tag for tag in tags if tag not in known), None):
+            raise InputError(
+                f"{tagged.name}, text {i + 1}: the tag {stranger!r} is none of the {len(names)} of the training data:"
+                f" {', '.join(names)}"
+            )

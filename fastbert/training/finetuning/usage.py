@@ -1,0 +1,60 @@
+"""How a fine-tuned folder is to be used: what config.json has no place for, in a small file beside it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fastbert.checkpoint.saving import beside, sync
+from fastbert.config import ConfigError, EncoderConfig, read_json
+
+FILE = "fastbert_task.json"
+# The end of a class's name in config.json's architectures -> the task that it is for.
+_TASKS = {
+    "ForSequenceClassification": "classification",
+    "ForTokenClassification": "tokens",
+    "ForQuestionAnswering": "qa",
+}
+
+
+@dataclass(frozen=True)
+class Usage:
+    """task: as --task. text_columns: of the training data; empty: not known. max_length: tokens of a sequence. stride:
+    tokens by which windows of a longer one overlap. no_answer: of questions, whether there may be none.
+    """
+
+    task: str
+    text_columns: tuple[str, ...] = ()
+    max_length: int | None = None
+    stride: int | None = None
+    no_answer: bool = False
+
+    def save(self, folder: Path) -> None:
+        """Raises OSError."""
+        with beside(folder) as new:
+            (new / FILE).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+            sync(new / FILE)
+            (new / FILE).replace(folder / FILE)
+
+
+def read_usage(folder: Path, source: str) -> Usage:
+    """Of a folder that a fine-tuning wrote, fastbert's or another's. Raises ConfigError: it is for no such task."""
+    config = EncoderConfig.from_file(folder / "config.json").to_dict()
+    named = [str(name) for name in config.get("architectures") or []]
+    task = next((task for end, task in _TASKS.items() for name in named if name.endswith(end)), None)
+    if task is None:
+        raise ConfigError(
+            f"{source} is a {', '.join(named) or 'model without architectures'}: predict runs models for"
+            " classification of texts or of tokens, and for question answering"
+        )
+    if not (folder / FILE).is_file():
+        return Usage(task)
+    found = read_json(folder / FILE, ConfigError)
+    try:
+        usage = Usage(**{**found, "text_columns": tuple(found["text_columns"])})
+    except (TypeError, KeyError):
+        raise ConfigError(f"{folder / FILE} is damaged: it has {', '.join(found)}") from None
+    if usage.task != task:
+        raise ConfigError(f"{folder / FILE} says {usage.task!r}, and config.json {', '.join(named)}")
+    return usage
