@@ -284,7 +284,7 @@ def measure(rounds: int) -> dict[str, Any]:
         ]
         rows.append({"ranks": ranks, "alone": alone, "gloo": gloo, "predicted": alone + gloo, "seen": seen,
                      "ratio": statistics.median(ratios)})  # fmt: skip
-    return {"machine": describe_machine(1), "rounds": rounds, "bytes": found["bytes"], "rows": rows}
+    return {"machine": describe_machine(), "rounds": rounds, "bytes": found["bytes"], "rows": rows}
 
 
 def _measure_rank(rank: int, folder: str, rounds: int) -> None:
@@ -300,10 +300,10 @@ def _measure_rank(rank: int, folder: str, rounds: int) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 4), rank=rank, world_size=4)
     groups = {ranks: dist.new_group(list(range(ranks))) for ranks in (1, 2, 4)}
     config = fastbert.EncoderConfig(
-        hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536
+        vocab_size=8192, hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536
     )
     model = fastbert.BertForMaskedLM(config).train()
-    ids = torch.randint(1000, 30000, (8, 128))
+    ids = torch.randint(1000, 8000, (4, 128))
     wrapped = {1: model} | {n: DistributedDataParallel(model, process_group=groups[n]) for n in (2, 4) if rank < n}
     gradients = torch.zeros(sum(p.numel() for p in model.parameters()))
     found: dict[str, list[float]] = {f"{what}-{n}": [] for what in ("step", "gloo") for n in (1, 2, 4)}
