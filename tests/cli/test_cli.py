@@ -261,8 +261,8 @@ def test_doctor_without_optional_parts():
     assert "the C++ extension is not built" in done.stdout and BUILD_KERNELS in done.stdout
 
 
-COMMANDS = ("encode", "search", "rerank", "classify", "fill-mask", "finetune", "pretrain", "predict", "quantize", "info",
-            "doctor", "build", "bench")  # fmt: skip
+COMMANDS = ("encode", "search", "rerank", "classify", "fill-mask", "finetune", "pretrain", "predict", "quantize",
+            "info", "doctor", "build", "bench")  # fmt: skip
 
 
 def test_help_is_quick_and_has_examples():
