@@ -154,6 +154,7 @@ def test_errors_before_the_first_step(text, saved, tmp_path):
         make_task(options(text, train=(str(empty),), eval=(), tokenizer=str(saved)))
     with pytest.raises(InputError, match="the corpus has no words"):
         make_task(options(text, train=(str(empty),), eval=()))
+    (headless / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"has neither tokenizer.json nor vocab.txt"):
         make_task(options(text, model=str(headless)))
 

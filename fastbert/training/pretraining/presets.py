@@ -45,7 +45,7 @@ PRESETS: Mapping[str, Preset] = {
         _BABY.model_type,
         {name: getattr(_BABY, name) for name in _SHAPE},
         2000,
-        {"hidden_act": _BABY.hidden_act, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        {"hidden_act": _BABY.hidden_act, "initializer_range": 0.1, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     ),
     "tiny": Preset("bert", _shape(2, 128, 2, 512), 8000),  # BERT-tiny (Turc et al. 2019)
     "base": Preset("bert", _shape(12, 768, 12, 3072)),
