@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,9 @@ def run(options: argparse.Namespace) -> int:
     kind = KINDS[usage.task]
     if options.all and usage.task != "classification":
         raise UsageError(f"--all is for classification; {options.model} is for {usage.task}")
-    model = kind.model.from_pretrained(opened.folder, dtype=opened.dtype or "auto", **opened.config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of missing weights, which are an error here
+        model = kind.model.from_pretrained(opened.folder, dtype=opened.dtype or "auto", **opened.config)
     check_complete(model, options.model)
     opened.quantised(model)
     reader, total = kind.reader(model.eval(), opened.tokenizer(), usage), 0
