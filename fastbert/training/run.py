@@ -19,6 +19,7 @@ from fastbert.ops._common import extension_error
 from fastbert.training import folder as run_folder
 from fastbert.training.distributed import World, join, wrap
 from fastbert.training.loop import Loop, LoopOptions, Place, sampler_of
+from fastbert.training.memory import keep_freed_memory
 from fastbert.training.optimizers import make_optimizer, parameter_groups
 from fastbert.training.options import RunOptions
 from fastbert.training.report import Progress, write_reports
@@ -42,6 +43,7 @@ def execute(
     CheckpointError or OSError: the run cannot go on.
     """
     folder = run_folder.check(options) if not options.dry_run else Path()
+    keep_freed_memory()
     with join(options.device or None, options.timeout) as world:
         torch.manual_seed(options.seed)
         with _main_first(world):

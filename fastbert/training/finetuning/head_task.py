@@ -51,7 +51,7 @@ class HeadTask(Task):
         self.usage, self.adapters = usage, adapters
 
     def collate(self, phase: Phase) -> Callable[[list[Any]], PackedInputs]:
-        return PackingCollator()
+        return PackingCollator(padded_outputs=False)
 
     def examples(self, epoch: int, phase: Phase) -> tuple[Any, Any]:
         return self.train, self.train.sequences.lengths
