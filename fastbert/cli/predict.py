@@ -98,9 +98,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _rows(path: Path, given: Sequence[str] | None, usage: Any) -> Iterator[dict[str, Any]]:
     """What the model reads of each row, by the columns' names."""
+    from fastbert.training.finetuning.inputs.squad import load_questions
+    from fastbert.training.finetuning.inputs.tagged import read_conll
     from fastbert.training.finetuning.readers import input_columns
-    from fastbert.training.finetuning.squad import load_questions
-    from fastbert.training.finetuning.tagged import read_conll
 
     if usage.task == "qa" and path.suffix == ".json":
         found = load_questions([str(path)], "test", with_answers=False)
