@@ -10,8 +10,8 @@ import pytest
 import torch
 from finetuning_runs import base, check_loss, task_of, theirs, write_rows
 
+from fastbert.training.finetuning.inputs.squad import exact_match, f1, normalized, squad_metrics
 from fastbert.training.finetuning.question_answering import MAX_ANSWER, best_span
-from fastbert.training.finetuning.squad import exact_match, f1, normalized, squad_metrics
 
 CONTEXT = "the cat sat on the mat . a dog ran in to the old house , and we ran . " * 2
 QUESTIONS = [("who sat ?", "the cat"), ("who ran ?", "a dog"), ("where ?", "the old house")]

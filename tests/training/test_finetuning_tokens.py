@@ -83,13 +83,13 @@ def test_metrics_are_seqevals(tmp_path):
 
 
 def test_long_texts_go_on_in_windows_and_each_word_counts_once(tmp_path):
-    words, tags = [sum(WORDS * 4, []), WORDS[1]], [sum(TAGS * 4, []), TAGS[1]]
+    words, tags = [[w for one in WORDS * 4 for w in one], WORDS[1]], [[t for one in TAGS * 4 for t in one], TAGS[1]]
     with pytest.warns(UserWarning, match="go on in . more windows"):
         task = task_of(base(tmp_path), write_conll(tmp_path / "a.conll", words, tags), task="tokens", doc_stride=8)
     names, labels = task.labels.names, task.train.labels["labels"]
     assert task.train.sequences.lengths.max() == 32
     counts = np.bincount(labels[labels >= 0], minlength=len(names))
-    flat = sum(tags, [])
+    flat = [tag for one in tags for tag in one]
     assert {name: int(n) for name, n in zip(names, counts, strict=True)} == {n: flat.count(n) for n in names}
     spoken = task.tagger.words(words).token
     assert (spoken >= 0).all() and len(set(spoken.tolist())) == len(flat)
@@ -143,7 +143,7 @@ def test_answers_have_the_places_of_entities(tmp_path):
 
 def test_words_are_found_in_tokens_that_begin_with_their_blank():
     """Byte-level tokenizers may count the blank before a word to its first token, or have a token for it alone."""
-    from fastbert.training.finetuning.sequences import Sequences
+    from fastbert.training.finetuning.inputs.sequences import Sequences
 
     spans = np.array([[-1, -1], [0, 2], [2, 6], [6, 7], [7, 9], [9, 11], [-1, -1]], np.int32)
     made = Sequences(np.zeros(7, np.int32), None, np.array([0, 7]), np.array([0]), spans)

@@ -30,8 +30,8 @@ from fastbert.sentences.pooling import pool
 from fastbert.training.distributed import gradients_stay_local
 from fastbert.training.finetuning import embedding_losses as losses
 from fastbert.training.finetuning.embedding_metrics import ranks_metrics, spearman
-from fastbert.training.finetuning.rows import load_rows, texts_of
-from fastbert.training.finetuning.sequences import Sequences, tokenize
+from fastbert.training.finetuning.inputs.rows import load_rows, texts_of
+from fastbert.training.finetuning.inputs.sequences import Sequences, tokenize
 from fastbert.training.options import FinetuneOptions
 from fastbert.training.task import Phase, Task
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from fastbert.data.collator import PackingCollator
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.finetuning.adapters import FOLDER, merged, save_adapters
-from fastbert.training.finetuning.sequences import Sequences
+from fastbert.training.finetuning.inputs.sequences import Sequences
 from fastbert.training.finetuning.usage import Usage
 from fastbert.training.task import Phase, Task
 

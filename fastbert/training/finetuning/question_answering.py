@@ -17,8 +17,8 @@ from fastbert.packing import InputError
 from fastbert.training.finetuning.adapters import add_adapters
 from fastbert.training.finetuning.base_models import find_base, has_types, load_base, longest_of, say_notes
 from fastbert.training.finetuning.head_task import HeadTask, LabelledSequences
-from fastbert.training.finetuning.sequences import Sequences, run_model, tokenize
-from fastbert.training.finetuning.squad import Questions, load_questions, squad_metrics
+from fastbert.training.finetuning.inputs.sequences import Sequences, run_model, tokenize
+from fastbert.training.finetuning.inputs.squad import Questions, load_questions, squad_metrics
 from fastbert.training.finetuning.usage import Usage
 from fastbert.training.options import FinetuneOptions
 
