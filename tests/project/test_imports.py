@@ -164,7 +164,9 @@ MAY_IMPORT = {
     "layers": {"ops", "packing", *FORMS},
     "checkpoint": {"compat.their_bases", "config", "families"},
     "models": {"layers", "ops", "config", "families", "packed_inputs", "packing", "checkpoint", "compat"},
-    "data": {"checkpoint", "config"},
+    "data": {"checkpoint", "config", "packed_inputs", "packing"},
+    "training": {"_C", "__version__", "checkpoint", "config", "data", "families", "models", "ops", "packed_inputs",
+                 "packing", "sentences"},
     "acceleration": {"config", "families", "layers", "models", "ops", "packing"},
     "cuda_graphs": {"backend", "families", "layers", "models", "packed_inputs", "packing"},
     "quantization": {"config", "layers", "models", "packing"},
@@ -177,7 +179,7 @@ MAY_IMPORT = {
     "bulk": {"config", "packing", "sentences"},
     "serve": {"__version__", "checkpoint", "data", "packing", "sentences"},
     "cli": {"_C", "__version__", "backend", "bench", "bulk", "checkpoint", "config", "data", "layers", "models",
-            "native", "ops", "quantization", "sentences", "serve", "testing"},
+            "native", "ops", "quantization", "sentences", "serve", "testing", "training"},
 }  # fmt: skip
 
 
