@@ -122,8 +122,8 @@ def _rows(path: Path, given: Sequence[str] | None, usage: Any) -> Iterator[dict[
         names = names or ("text",)
         if len(values) != len(names) or len(values) not in wanted:
             raise UsageError(
-                f"{name_of(path)} has {len(values)} text in a row, and this model reads {' or '.join(map(str, wanted))}:"
-                " give a .jsonl, a .csv or a .parquet"
+                f"{name_of(path)} has {len(values)} text in a row, and this model reads"
+                f" {' or '.join(map(str, wanted))}: give a .jsonl, a .csv or a .parquet"
             )
         if usage.task != "tokens" and any(isinstance(value, list) for value in values):
             raise UsageError(f"{name_of(path)}: a value is a list; this model reads texts")

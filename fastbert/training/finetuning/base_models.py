@@ -62,7 +62,8 @@ def check_complete(model: Any, source: str) -> None:
     """Raises CheckpointError: a model that was loaded to be used has weights that its folder did not bring."""
     if model.missing_keys:
         raise CheckpointError(
-            f"{source} is not fine-tuned: its checkpoint lacks {some(model.missing_keys)}, and random weights say nothing"
+            f"{source} is not fine-tuned: its checkpoint lacks {some(model.missing_keys)}, and random weights"
+            " say nothing"
         )
 
 

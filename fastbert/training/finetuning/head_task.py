@@ -32,8 +32,10 @@ class LabelledSequences:
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         offsets = self.sequences.offsets
-        place = slice(offsets[i], offsets[i + 1]) if self.per_token else i
-        return self.sequences[i] | {name: values[place] for name, values in self.labels.items()}
+        if self.per_token:
+            place = slice(offsets[i], offsets[i + 1])
+            return self.sequences[i] | {name: values[place] for name, values in self.labels.items()}
+        return self.sequences[i] | {name: values[i].tolist() for name, values in self.labels.items()}
 
 
 class HeadTask(Task):

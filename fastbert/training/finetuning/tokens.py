@@ -47,7 +47,7 @@ def make_task(options: FinetuneOptions) -> TokenClassification:
     if not model.missing_keys:
         labels = labels.in_order_of(read_config(folder).id2label, options.model)
         model.config.id2label = dict(enumerate(labels.names))
-    usage = Usage("tokens", train.columns, options.max_length, options.doc_stride)
+    usage = Usage("tokens", train.columns, options.max_length, options.doc_stride or None)
     tagger = Tagger(model, tokenizer, usage)
     return TokenClassification(
         model, tokenizer, tagger.examples(train, labels), usage, add_adapters(model, options),
