@@ -277,6 +277,7 @@ def test_a_dry_run_shows_texts_and_scores(folder):
         (SCORED, {"loss": "ranking"}, "takes every pair as one that belongs together"),
         (RANKING[:2], {"dims": ("16", "8")}, "they go from 32, the model's own"),
         (RANKING[:2], {"dims": ("x",)}, "must be whole numbers"),
+        (RANKING[:2], {"lora_rank": 4}, "lora_rank is for the tasks classification, tokens, qa"),
     ],
 )
 def test_what_does_not_fit_is_said_at_once(columns, options, message, folder):
