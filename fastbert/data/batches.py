@@ -8,6 +8,7 @@ dealt out by their cost, and no rank waits for another.
 from __future__ import annotations
 
 import heapq
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -186,4 +187,10 @@ def make_loader(
         num_workers=workers,
         pin_memory=pin_memory,
         prefetch_factor=4 if workers else None,
+        worker_init_fn=_leave_interrupts if workers else None,
     )
+
+
+def _leave_interrupts(worker: int) -> None:
+    """A Ctrl-C goes to all processes of a terminal: the training process says what becomes of a run."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

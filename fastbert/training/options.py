@@ -240,6 +240,8 @@ def options_of(cls: type[Options], given: Mapping[str, Any], where: str) -> Opti
             raise ConfigError(f"{where} has {name!r}, which {cls.command} does not know; it knows {', '.join(kinds)}")
         if kinds[key] is tuple:
             value = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+        if kinds[key] is str and isinstance(value, (int, float)) and not isinstance(value, bool):  # masking: 0.3
+            value = str(value)
         if kinds[key] is float and isinstance(value, str):  # 5e-5 is a text in YAML 1.1
             with contextlib.suppress(ValueError):
                 value = float(value)

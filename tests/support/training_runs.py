@@ -64,13 +64,17 @@ def make_loop(
     wrapping: Any = "ddp",
     model: Any = None,
     lr: float = 3e-3,
+    optimizer: str = "adamw",
+    layer_decay: float = 1.0,
 ) -> Loop:
     tokenizer, model = make_tokenizer(), make_model() if model is None else model
     task = MaskedLM(model, make_corpus(), tokenizer, unit="token", seed=0, with_types=True)
     wrapped = wrap(model, world, wrapping, bf16=options.bf16)
-    optimizer = make_optimizer("adamw", parameter_groups(model, lr), (0.9, 0.98), 1e-6)
+    groups = parameter_groups(model, lr, layer_decay=layer_decay)
+    made = make_optimizer(optimizer, groups, (0.9, 0.98), 1e-6)
     folder.mkdir(parents=True, exist_ok=True)
-    return Loop(task, wrapped, 32, optimizer, Schedule(optimizer, "linear", 12, 2), world, folder, options)
+    steps = max(12, options.steps)
+    return Loop(task, wrapped, 32, made, Schedule(made, "linear", steps, 2), world, folder, options)
 
 
 def losses_of(folder: Path) -> list[float]:

@@ -23,6 +23,7 @@ _GROUPS = {
 
 def add_options(parser: Parser, cls: type[RunOptions]) -> None:
     """An option for each field of the dataclass. What is not given is absent from the result."""
+    parser.usage = f"{parser.prog} [--config FILE] [options]"  # all of them, in brackets, would fill a screen
     parser.add_argument(
         "--config", metavar="FILE", type=Path, help="a YAML file of these options; the command line wins"
     )
