@@ -300,9 +300,8 @@ class Loop:
         """What has no class of its own in torch."""
         text, last = str(error), self.checkpoints.last() or "none"
         if text.startswith("DataLoader worker"):  # what a worker itself raises begins with "Caught"
-            error.__traceback__ = error.__context__ = (
-                None  # its frames hold the loader, which would raise again in torch's SIGCHLD handler
-            )
+            # Frames hold the loader, which would raise once more in torch's SIGCHLD handler.
+            error.__traceback__ = error.__context__ = None
             return TrainingError(
                 f"after step {self.place.step} a process that makes batches was killed, perhaps for want of memory; the"
                 f" last good checkpoint is {last}. Fewer workers need less"
