@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from finetuning_runs import TEXTS, base, check_loss, padded, task_of, theirs, write_rows
 from scipy import stats
 from sklearn import metrics, utils
+from tiny import write_json
 
 AUTO = "AutoModelForSequenceClassification"
 LABELS = {
@@ -128,6 +129,15 @@ def test_long_texts_are_cut_and_said(tmp_path):
     with pytest.warns(UserWarning, match=r"1 of 2 inputs of .*a.jsonl have more than 32 tokens, .* be up to 64"):
         task = task_of(base(tmp_path), write_rows(tmp_path / "a.jsonl", rows))
     assert task.train.sequences.lengths.tolist() == [32, 4]
+
+
+def test_texts_are_cut_at_the_side_that_the_folder_says(tmp_path):
+    model = base(tmp_path)
+    write_json(tmp_path / "base" / "tokenizer_config.json", {"do_lower_case": True, "truncation_side": "left"})
+    rows = [{"text": "the cat sat on", "label": 0}, {"text": "a dog", "label": 1}]
+    with pytest.warns(UserWarning, match="1 of 2 inputs"):
+        task = task_of(model, write_rows(tmp_path / "a.jsonl", rows), max_length=4)
+    assert task.show(task.collate(None)([task.train[0]])) == ["[CLS] sat on [SEP] -> 0"]
 
 
 def test_a_dry_run_shows_tokens_and_label(tmp_path):

@@ -113,7 +113,8 @@ class Classifier:
 
     def __init__(self, model: Any, tokenizer: Tokenizer, usage: Usage):
         self.tokenizer, self.with_types, self.config = tokenizer, has_types(model), model.config
-        tokenizer.enable_truncation(usage.max_length or longest_of(model))
+        side = (tokenizer.truncation or {}).get("direction", "right")  # the folder's
+        tokenizer.enable_truncation(usage.max_length or longest_of(model), direction=side)
 
     def tokenize(self, texts: Sequence[Sequence[str]]) -> Sequences:
         return tokenize(self.tokenizer, *texts, with_types=self.with_types)
