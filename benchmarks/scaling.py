@@ -116,11 +116,12 @@ def fsdp(shape: Shape, tokens: float, count: int, network: Network) -> float:
         link = max(link, before) + network.half(2 * unit, count)
         before = max(now, link)
         now = before + seconds
+    gathered = now  # the last layer's weights are still there
     for i, (unit, seconds) in enumerate(zip(units[1:], backward, strict=True)):
-        if i:  # the last layer's weights are still there
-            link = max(link, before) + network.half(2 * unit, count)
-        before = max(now, link)
-        now = before + seconds
+        start = max(now, gathered)
+        now = start + seconds
+        if i + 1 < shape.layers:
+            link = gathered = max(link, start) + network.half(2 * unit, count)
         link = max(link, now) + network.half(4 * unit, count)
     now = max(now, link) + network.half(4 * units[0], count)
     return now + OPTIMIZER_BYTES * shape.weights / count / network.memory

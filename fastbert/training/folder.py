@@ -5,11 +5,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fastbert.checkpoint.saving import beside, sync
 from fastbert.config import ConfigError
+from fastbert.training.distributed import World
 from fastbert.training.options import MAY_CHANGE, RunOptions, options_of, read_yaml, to_yaml
 
 RUN, LOG, METRICS, CHART = "run.yaml", "log.jsonl", "metrics.json", "chart.png"
@@ -50,6 +53,32 @@ def begin(folder: Path, options: RunOptions) -> None:
     """Write run.yaml. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     write(folder / RUN, f"# fastbert {options.command} --config {RUN} --output NEW_FOLDER\n{to_yaml(options)}")
+
+
+@contextmanager
+def held(folder: Path, world: World) -> Iterator[None]:
+    """No other process goes on with this run meanwhile. A lock of POSIX's: it ends with this process, however that
+    ends, and forked workers do not have it. Raises ConfigError on all ranks: another process has it.
+    """
+    import fcntl  # here, as in checkpoint.saving
+
+    file, refused = None, False
+    if world.is_main:
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        file = (folder / "checkpoints/.lock").open("w")
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            refused = True
+        except OSError:  # a file system without locks, some network ones
+            pass
+    try:
+        if any(world.gather(refused)):
+            raise ConfigError(f"another process works on the run in {folder}: wait for its end, or stop it")
+        yield
+    finally:
+        if file is not None:
+            file.close()
 
 
 def write(path: Path, text: str) -> None:

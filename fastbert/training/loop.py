@@ -304,7 +304,9 @@ class Loop:
     def _explained(self, error: RuntimeError) -> RuntimeError:
         """What has no class of its own in torch."""
         text, last = str(error), self.checkpoints.last() or "none"
-        if "DataLoader worker" in text and "exited unexpectedly" in text:
+        if text.startswith("DataLoader worker"):  # what a worker itself raises begins with "Caught"
+            # Frames hold the loader, which would raise once more in torch's SIGCHLD handler.
+            error.__traceback__ = error.__context__ = None
             return TrainingError(
                 f"after step {self.place.step} a process that makes batches was killed, perhaps for want of memory; the"
                 f" last good checkpoint is {last}. Fewer workers need less"

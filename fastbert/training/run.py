@@ -56,8 +56,8 @@ def execute(
             return {}
         if world.is_main and not options.resume:
             run_folder.begin(folder, options)
-        world.barrier()
-        return _train(options, task, loop_options, world, folder)
+        with run_folder.held(folder, world):
+            return _train(options, task, loop_options, world, folder)
 
 
 def _train(options: RunOptions, task: Task, loop_options: LoopOptions, world: World, folder: Path) -> dict[str, Any]:

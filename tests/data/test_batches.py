@@ -51,10 +51,10 @@ def test_without_a_seed_the_order_is_the_data_sets():
     assert np.array_equal(np.concatenate(Steps(draw_lengths(100), 600, seed=None).of_epoch(3)), np.arange(100))
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 4, 8, 64])
 def test_ranks_cost_the_same(ranks):
     """Within 2 % of each other, which is what issue and docs promise, with 32 sequences a rank."""
-    lengths = draw_lengths(40_000)
+    lengths = draw_lengths(40_000 if ranks < 64 else 120_000)
     worst = []
     for step in Steps(lengths, 32 * 83 * ranks).of_epoch(0)[:50]:
         costs = cost(lengths[step], 768)
@@ -100,7 +100,8 @@ def test_a_last_step_that_is_too_small_joins_the_one_before():
         StepSampler(Steps(lengths, 40, seed=None), 64, world_size=5)
 
 
-def test_workers_change_nothing():
+@pytest.mark.parametrize("group", [False, True])
+def test_workers_change_nothing(group):
     """Ids, masks and labels are the same bits with 0, 1 and 2 workers, and after a restart in the middle."""
     vocab = {"[MASK]": 0} | {f"w{i}": i for i in range(1, 50)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="w1"))
@@ -110,7 +111,9 @@ def test_workers_change_nothing():
     examples = [{"input_ids": draw.integers(1, 50, n).tolist()} for n in lengths]
 
     def batches(workers: int, start: int = 0) -> list:
-        sampler = StepSampler(Steps(lengths, 1024, seed=5), 64, epoch=2, start_step=start, parts=2)
+        sampler = StepSampler(
+            Steps(lengths, 1024, seed=5, group_by_length=group), 64, epoch=2, start_step=start, parts=2
+        )
         return list(
             islice(make_loader(examples, sampler, PackingCollator(masking, padded_outputs=False), workers=workers), 8)
         )

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tiny
 
 import fastbert
+from fastbert.training.finetuning import make_task
+from fastbert.training.options import FinetuneOptions, options_of, read_yaml
+from fastbert.training.run import execute
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = {
@@ -43,3 +47,14 @@ def test_example(name, tmp_path, monkeypatch, capsys):
     else:
         found = fastbert.TextClassifier(tmp_path / "out", device="cpu").predict(["Where is my parcel right now?"])
         assert found.shape == (1, 4)
+
+
+def test_recipe_of_embeddings(tmp_path, monkeypatch):
+    """The options of the YAML file, with the sizes of a tiny model."""
+    recipe = EXAMPLES / "finetune_embedding.yaml"
+    options = options_of(FinetuneOptions, read_yaml(recipe), str(recipe))
+    model = str(tiny.write_model(tmp_path / "model"))
+    monkeypatch.chdir(EXAMPLES.parent)
+    small = replace(options, model=model, dims=("32", "8"), steps=2, output=str(tmp_path / "out"))
+    metrics = execute(small, make_task)
+    assert {"eval_mrr_at_10", "eval_mrr_at_10_8", "eval_accuracy_at_1"} <= set(metrics)

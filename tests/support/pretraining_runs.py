@@ -35,7 +35,7 @@ def options(text: Path, **changes: Any) -> PretrainOptions:
     given: dict[str, Any] = {"preset": "baby", "vocab_size": 60, "steps": 30, "max_length": 24, "step_tokens": 1000}
     if changes.get("model") or changes.get("teacher") or changes.get("tokenizer"):
         del given["preset"], given["vocab_size"]
-    return PretrainOptions(train=(str(text),), eval=(str(text),), **{**given, **changes})
+    return PretrainOptions(**{"train": (str(text),), "eval": (str(text),), **given, **changes})
 
 
 def train(task: MaskedLM, given: PretrainOptions, folder: Path, lr: float = 1e-2, world: World = ALONE) -> list[float]:

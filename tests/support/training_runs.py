@@ -81,3 +81,8 @@ def losses_of(folder: Path) -> list[float]:
     """Of every step."""
     rows = map(json.loads, (folder / "log.jsonl").read_text(encoding="utf-8").splitlines())
     return [loss for row in rows for loss in row["losses"]]
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Of the checkpoints, from the oldest to the newest."""
+    return [int(path.name.removeprefix("step-")) for path in sorted((folder / "checkpoints").glob("step-*"))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,34 @@ def test_a_run_that_stopped_goes_on_with_the_same_bits(bf16, tmp_path):
     assert second.resume() and second.place.step == 4
     second.run()
     assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "whole")
+
+
+def test_a_run_goes_on_at_the_end_of_a_phase(tmp_path):
+    """With the next phase, as a run that did not stop: shorter sequences first."""
+    phases = (dataclasses.replace(PHASE, until=4, max_length=12), PHASE)
+    make_loop(tmp_path / "whole", dataclasses.replace(OPTIONS, phases=phases, log_every=1)).run()
+    make_loop(tmp_path / "parts", dataclasses.replace(OPTIONS, phases=phases, log_every=1, keep=3)).run()
+    for step in (8, 12):
+        shutil.rmtree(tmp_path / f"parts/checkpoints/step-{step:09d}")
+    second = make_loop(tmp_path / "parts", dataclasses.replace(OPTIONS, phases=phases, log_every=1))
+    assert second.resume() and second.place.step == 4 and second.place.phase == 0
+    second.run()
+    assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "whole")
+
+
+def test_activation_checkpointing_keeps_less_and_has_the_same_bits(tmp_path):
+    """What autograd keeps for backward, in bytes; dropout included."""
+    kept = {}
+    for name in ("plain", "checkpointed"):
+        model = make_model(0.1)
+        if name == "checkpointed":
+            model.activation_checkpointing_enable()
+        loop, sizes = make_loop(tmp_path / name, model=model), list[int]()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, to=sizes: to.append(t.nbytes) or t, lambda t: t):
+            loop.run()
+        kept[name] = sum(sizes)
+    assert losses_of(tmp_path / "checkpointed") == losses_of(tmp_path / "plain")
+    assert kept["checkpointed"] < 0.7 * kept["plain"], kept
 
 
 def test_only_the_last_checkpoints_are_kept(tmp_path):
