@@ -86,9 +86,9 @@ def find_labels(rows: Dataset, column: str, where: str, problem: str) -> Labels:
     if problem == "regression":
         return Labels("regression", (), column)
     is_several = problem == "multi_label_classification"
-    found = {name for value in values for name in several(value)} if is_several else set(values)
-    if not is_several and any(isinstance(value, list) for value in found):
+    if not is_several and any(isinstance(value, list) for value in values):
         raise InputError(f"{where}: {column} holds lists, and problem_type {problem} has one label a row")
+    found = {name for value in values for name in several(value)} if is_several else set(values)
     names = class_names(rows, column) or tuple(str(value) for value in in_order(found))
     if len(names) < (1 if is_several else 2):
         raise InputError(f"{where}: {column} has one label alone, {names[0]!r}: there is nothing to learn")
