@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
 
     from fastbert.acceleration import accelerate as accelerate
     from fastbert.acceleration import restore as restore
+    from fastbert.acceleration.flattening import SentencePackingCollator as SentencePackingCollator
     from fastbert.acceleration.status import status as status
     from fastbert.backend import Backend as Backend
     from fastbert.backend import BackendError as BackendError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from fastbert.config import ConfigError as ConfigError
     from fastbert.config import EncoderConfig as EncoderConfig
     from fastbert.cuda_graphs import graphs as graphs
+    from fastbert.data.collator import PackingCollator as PackingCollator
     from fastbert.master_weights import MasterWeights as MasterWeights
     from fastbert.models.auto import AutoConfig as AutoConfig
     from fastbert.models.auto import AutoModel as AutoModel
@@ -72,12 +74,14 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "fastbert.models.baby": ("baby_config",),
     "fastbert.models.joint_electra": ("ElectraForJointPreTraining",),
     "fastbert.acceleration": ("accelerate", "restore"),
+    "fastbert.acceleration.flattening": ("SentencePackingCollator",),
     "fastbert.acceleration.status": ("status",),
     "fastbert.bulk.ray_engine": ("ray_encode",),
     "fastbert.backend": ("Backend", "BackendError", "backends", "use_backend"),
     "fastbert.config": ("ConfigError", "EncoderConfig"),
     "fastbert.cuda_graphs": ("graphs",),
     "fastbert.checkpoint.weight_files": ("CheckpointError",),
+    "fastbert.data.collator": ("PackingCollator",),
     "fastbert.master_weights": ("MasterWeights",),
     "fastbert.packed_inputs": ("PackedInputs", "pack_inputs"),
     "fastbert.packed_weights": ("repack",),

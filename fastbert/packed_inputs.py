@@ -63,6 +63,13 @@ class PackedInputs(Mapping[str, Any]):
     def __reduce__(self) -> tuple:
         return PackedInputs, (self._fields,)
 
+    def pop(self, name: str, *default: Any) -> Any:
+        """Raises InputError. The Trainer's label smoothing and its compute_loss_func take labels out of a batch."""
+        raise InputError(
+            f"a PackedInputs never changes, and {name!r} was to be taken out: use padded batches with label smoothing,"
+            " and with a loss of your own that takes the labels away from the model"
+        )
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedInputs:
         """The same batch on another device."""
         return self._moved(lambda value: value.to(device, non_blocking=non_blocking))

@@ -30,7 +30,7 @@ from fastbert.layers.sharded import call_sharded, is_sharded
 from fastbert.models.encode import first_tokens, run_encoder, run_pooler, unpacked_extras
 from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs
 from fastbert.models.tree import RunsBaseModel
-from fastbert.packing import PADDED_LABELS
+from fastbert.packing import PADDED_LABELS, InputError, PackedBatch
 
 
 class Forward(OnInstance, RunsBaseModel):
@@ -78,6 +78,11 @@ class Forward(OnInstance, RunsBaseModel):
         if len(given) < len(args) + len(kwargs):
             return None
         older = "return_dict" in names  # the older kind of forward takes an option of None for not given
+        if isinstance(given.get("batch"), PackedBatch):
+            raise InputError(
+                f"{self.plan.label} is transformers' model, which takes no PackedInputs: use fastbert's own class"
+                " (fastbert.AutoModelFor...), or give padded batches, which accelerate packs"
+            )
         absent = {name for name in OPTIONS if name not in given or (older and given[name] is None)}
         options = {name: getattr(module.config, name) if name in absent else given[name] for name in OPTIONS}
         found: Look | str

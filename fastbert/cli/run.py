@@ -21,10 +21,7 @@ from fastbert.cli import (
     doctor,
     encode,
     fill_mask,
-    finetune,
     info,
-    predict,
-    pretrain,
     quantize,
     say,
     search,
@@ -32,6 +29,7 @@ from fastbert.cli import (
 )
 from fastbert.cli.parser import A_MODEL, Parser
 from fastbert.cli.texts import UsageError
+from fastbert.cli.training import finetune, predict, pretrain
 
 COMMANDS = (
     encode,

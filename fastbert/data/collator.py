@@ -29,18 +29,21 @@ class PackingCollator:
     Args:
         masking: chooses what a masked language model has to guess, and makes the labels. What is masked follows from
             the example's `example_key`, if it has one, and else from torch's random numbers in this process.
+        padded_outputs: what a model gives for tokens, and their labels, are (batch, seqlen, ...), with zeros and -100
+            at padding, as the Trainer's evaluation and metrics over sequences need them. False: one row of all tokens,
+            for loops that know of it. What runs is packed in both cases.
 
     Raises InputError: examples that differ in their fields, a field that no model takes, or what `pack_inputs` refuses.
     """
 
-    def __init__(self, masking: Masking | None = None):
-        self.masking = masking
+    def __init__(self, masking: Masking | None = None, *, padded_outputs: bool = True):
+        self.masking, self.padded_outputs = masking, padded_outputs
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> PackedInputs:
         fields = _columns(examples)
         keys = fields.pop(KEY, None)
         if self.masking is None:
-            return pack_inputs(**fields)
+            return self._pack(fields)
         if "labels" in fields:
             raise InputError("the examples have labels, and masking makes them: leave one out")
         if (masks := fields.pop("attention_mask", None)) is not None:
@@ -51,7 +54,10 @@ class PackingCollator:
             keys = torch.randint(2**63 - 1, (len(sequences),)).tolist()
         shown, labels = self.masking(np.concatenate(sequences), lengths, np.array(keys, np.uint64))
         ends = np.cumsum(lengths)[:-1]
-        return pack_inputs(np.split(shown, ends), labels=np.split(labels, ends), **fields)
+        return self._pack({"input_ids": np.split(shown, ends), "labels": np.split(labels, ends), **fields})
+
+    def _pack(self, fields: dict[str, Any]) -> PackedInputs:
+        return pack_inputs(**(_padded(fields) if self.padded_outputs else fields))
 
 
 def _columns(examples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -75,6 +81,25 @@ def _columns(examples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     if "input_ids" not in found:
         raise InputError(f"the examples have no input_ids; they have {', '.join(sorted(first))}")
     return found
+
+
+def _padded(fields: dict[str, list[Any]]) -> dict[str, Any]:
+    """The fields of tokens as tensors (batch, longest sequence)."""
+    lengths = [len(ids) for ids in fields["input_ids"]]
+    masks = fields.get("attention_mask", [np.ones(length, np.int64) for length in lengths])
+    of_tokens = {name: fields[name] for name in _TOKENS if name in fields} | {"attention_mask": masks}
+    labels = [np.asarray(label) for label in fields.get("labels", ())]
+    if all(one.ndim == 1 and one.dtype.kind in "iu" for one in labels) and labels:
+        of_tokens["labels"] = fields["labels"]
+    grids: dict[str, Any] = {}
+    for name, rows in of_tokens.items():
+        grid = np.full((len(rows), max(lengths)), -100 if name == "labels" else 0, np.int64)
+        for i, row in enumerate(rows):
+            if len(row) != lengths[i]:
+                raise InputError(f"{name} has {len(row)} values for sequence {i}, which has {lengths[i]} tokens")
+            grid[i, : len(row)] = row
+        grids[name] = torch.from_numpy(grid)
+    return fields | grids
 
 
 def _real(sequences: list[Any], masks: list[Any]) -> list[np.ndarray]:

@@ -48,7 +48,7 @@ def load_source(source: Source, split: str = "train") -> Dataset:
     Args:
         source: a path or paths of .txt, .jsonl, .csv, .tsv or .parquet files, compressed or not; a `datasets.Dataset`;
             or the name of a data set on the hub, with a configuration behind a colon ("glue:sst2").
-        split: which part of a data set on the hub.
+        split: which part of a data set on the hub; "validation" is "test" where there is none.
 
     Raises InputError: there is nothing there, files of several kinds, or a file that cannot be read.
     """
@@ -87,7 +87,10 @@ def kind_of(path: str) -> str | None:
 def _from_hub(name: str, split: str) -> Dataset:
     path, _, config = name.partition(":")
     try:
-        return import_datasets().load_dataset(path, config or None, split=split)
+        datasets = import_datasets()
+        if split == "validation" and split not in datasets.get_dataset_split_names(path, config or None):
+            split = "test"
+        return datasets.load_dataset(path, config or None, split=split)
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(
             f"{name} is no file, and no data set that the hub gave: {str(error).splitlines()[0]}"

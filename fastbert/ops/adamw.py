@@ -85,7 +85,7 @@ def _adamw_torch(weights, gradients, means, squares, steps, rates, decays, beta1
     if max_norm > 0:
         norm = torch.nn.utils.get_total_norm(gradients)
         gradients = torch._foreach_mul(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    groups: dict[tuple[float, float], list[int]] = {}
+    groups = dict[tuple[float, float], list[int]]()
     for i, kind in enumerate(zip(rates, decays, strict=True)):
         groups.setdefault(kind, []).append(i)
     for (rate, decay), members in groups.items():

@@ -134,14 +134,14 @@ class FinetuneOptions(RunOptions):
         (), "how much a class counts in the loss: balanced, or a number for each", group="task"
     )
     doc_stride: int = option(
-        64, "tokens by which the windows of a text that is too long overlap (tokens, qa)", group="task"
+        0, "tokens by which the windows of a long text overlap (tokens, qa); 0: a quarter of --max-length", group="task"
     )
     lora_rank: int = option(
         0,
-        "train adapters of so many directions alone (LoRA, by PEFT): the saved model has them merged, adapter/ them alone",
+        "train adapters of so many directions alone (LoRA, by PEFT): merged into the saved model, and kept in adapter/",
         group="task",
     )
-    lora_alpha: float = option(16.0, "what adapters add is multiplied by this / lora_rank", group="task")
+    lora_alpha: int = option(16, "what adapters add is multiplied by this / lora_rank", group="task")
     lora_targets: tuple[str, ...] = option(
         (), "the Linears that get an adapter, by the end of their names; by default PEFT's choice", group="task"
     )
@@ -240,6 +240,8 @@ def options_of(cls: type[Options], given: Mapping[str, Any], where: str) -> Opti
             raise ConfigError(f"{where} has {name!r}, which {cls.command} does not know; it knows {', '.join(kinds)}")
         if kinds[key] is tuple:
             value = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+        if kinds[key] is str and isinstance(value, (int, float)) and not isinstance(value, bool):  # masking: 0.3
+            value = str(value)
         if kinds[key] is float and isinstance(value, str):  # 5e-5 is a text in YAML 1.1
             with contextlib.suppress(ValueError):
                 value = float(value)

@@ -99,7 +99,7 @@ def draw_chart(rows: list[dict[str, Any]], evaluated: list[dict[str, Any]], path
     axes[0].legend(frameon=False)
     for axis, name in zip(axes[1:], names, strict=True):
         axis.plot([row["step"] for row in evaluated], [row[name] for row in evaluated], "o-", color="#1f4e79")
-        axis.set(title=name.removeprefix("eval_").replace("_", " "), xlabel="step")
+        axis.set(title=name.replace("eval_", "evaluation: ").replace("_", " "), xlabel="step")
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)

@@ -15,10 +15,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from fastbert.config import ConfigError
 from fastbert.data.batches import Steps
-from fastbert.ops._common import extension_error
+from fastbert.ops import multiplies_bf16
 from fastbert.training import folder as run_folder
 from fastbert.training.distributed import World, join, wrap
 from fastbert.training.loop import Loop, LoopOptions, Place, sampler_of
+from fastbert.training.memory import keep_freed_memory
 from fastbert.training.optimizers import make_optimizer, parameter_groups
 from fastbert.training.options import RunOptions
 from fastbert.training.report import Progress, write_reports
@@ -42,6 +43,7 @@ def execute(
     CheckpointError or OSError: the run cannot go on.
     """
     folder = run_folder.check(options) if not options.dry_run else Path()
+    keep_freed_memory()
     with join(options.device or None, options.timeout) as world:
         torch.manual_seed(options.seed)
         with _main_first(world):
@@ -157,7 +159,7 @@ def _loop_options(options: RunOptions, task: Task, phases: tuple[Phase, ...], wo
         phases,
         parts=options.accumulation,
         max_norm=options.max_norm,
-        bf16=options.precision == "bf16" or (options.precision == "auto" and _has_bf16(world.device)),
+        bf16=options.precision == "bf16" or (options.precision == "auto" and multiplies_bf16(world.device)),
         seed=options.seed,
         save_every=options.save_every,
         log_every=options.log_every,
@@ -167,17 +169,6 @@ def _loop_options(options: RunOptions, task: Task, phases: tuple[Phase, ...], wo
         workers=options.workers,
         group_by_length=options.group_by_length,
     )
-
-
-def _has_bf16(device: torch.device) -> bool:
-    """Whether products in bfloat16 are faster than in float32 there."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device)[0] >= 8
-    if extension_error() is not None:
-        return False
-    from fastbert import _C
-
-    return bool(_C.has_bf16())
 
 
 def _show(task: Task, options: LoopOptions, world: World, say: Callable[[str], None]) -> None:

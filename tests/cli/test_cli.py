@@ -247,9 +247,10 @@ def test_doctor_reports_a_backend_that_cannot_serve(backend):
     done = run("doctor", FASTBERT_BACKEND=backend, TRITON_INTERPRET="0")
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert f"FASTBERT_BACKEND={backend} is set: every operation that has such a kernel uses it or fails" in done.stdout
-    assert re.search(r"^ +add_layer_norm +could .* fails \[2\]", done.stdout, re.MULTILINE)
+    reason = re.search(r"\[(\d)\] tensors are on cpu", done.stdout)
+    assert reason is not None
+    assert re.search(rf"^ +add_layer_norm +could .* fails \[{reason[1]}\]", done.stdout, re.MULTILINE)
     assert re.search(r"^ +encoder_layers +serves ", done.stdout, re.MULTILINE)
-    assert "[2] tensors are on cpu" in done.stdout
 
 
 def test_doctor_without_optional_parts():
@@ -260,7 +261,8 @@ def test_doctor_without_optional_parts():
     assert "the C++ extension is not built" in done.stdout and BUILD_KERNELS in done.stdout
 
 
-COMMANDS = ("encode", "search", "rerank", "classify", "fill-mask", "quantize", "info", "doctor", "build", "bench")
+COMMANDS = ("encode", "search", "rerank", "classify", "fill-mask", "finetune", "pretrain", "predict", "quantize",
+            "info", "doctor", "build", "bench")  # fmt: skip
 
 
 def test_help_is_quick_and_has_examples():

@@ -32,18 +32,18 @@ def test_is_pack_inputs_of_the_columns(labels, name):
         for ids, label in zip(ROWS, labels, strict=True)
     ]
     expected = pack_inputs(ROWS, token_type_ids=[[0] * len(ids) for ids in ROWS], labels=labels)
-    assert_same(PackingCollator()(examples), expected)
+    assert_same(PackingCollator(padded_outputs=False)(examples), expected)
 
 
 def test_padding_is_left_out():
     examples = [{"input_ids": [*ids, 0, 0], "attention_mask": [1] * len(ids) + [0, 0]} for ids in ROWS]
-    assert_same(PackingCollator()(examples), pack_inputs(ROWS))
+    assert_same(PackingCollator(padded_outputs=False)(examples), pack_inputs(ROWS))
     masking = Masking(1, np.arange(20) < 3)
     keyed = [
         {**example, "example_key": int(key)}
         for example, key in zip(examples, example_keys(0, 0, range(3)), strict=True)
     ]
-    found = PackingCollator(masking)(keyed)
+    found = PackingCollator(masking, padded_outputs=False)(keyed)
     shown, labels = masking(np.concatenate(ROWS), np.array([3, 2, 4]), example_keys(0, 0, range(3)))
     assert found["input_ids"].tolist() == shown.tolist() and found["labels"].tolist() == labels.tolist()
 
@@ -55,13 +55,15 @@ def test_a_model_takes_it():
     rows = [ids[real].tolist() for ids, real in zip(batch.inputs["input_ids"], batch.real, strict=True) if real.any()]
     masking = Masking(1, np.arange(config.vocab_size) < 4)
     keys = example_keys(0, 0, range(len(rows))).tolist()
-    packed = PackingCollator(masking)([{"input_ids": r, "example_key": k} for r, k in zip(rows, keys, strict=True)])
+    packed = PackingCollator(masking, padded_outputs=False)(
+        [{"input_ids": r, "example_key": k} for r, k in zip(rows, keys, strict=True)]
+    )
     expected = model(packed["input_ids"], cu_seqlens=packed["batch"].cu_seqlens, labels=packed["labels"]).loss
     assert torch.equal(model(**packed).loss, expected) and expected > 0
 
 
 def test_without_keys_torch_seeds_the_masks():
-    collate = PackingCollator(Masking(1, np.arange(20) < 3))
+    collate = PackingCollator(Masking(1, np.arange(20) < 3), padded_outputs=False)
     examples = [{"input_ids": list(range(3, 20))}] * 4
     torch.manual_seed(0)
     first, second = collate(examples), collate(examples)

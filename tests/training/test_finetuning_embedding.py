@@ -23,6 +23,7 @@ from fastbert.data.batches import Steps
 from fastbert.packing import InputError
 from fastbert.sentences.encoder import SentenceEncoder
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
+from fastbert.training.distributed import World, wrap
 from fastbert.training.finetuning import make_task
 from fastbert.training.finetuning.embedding import Embedding
 from fastbert.training.finetuning.embedding_metrics import ranks_metrics, spearman
@@ -79,9 +80,8 @@ def gradients(task: Embedding, cut: list[int]) -> tuple[torch.Tensor, dict[str, 
 
 
 def theirs_of(folder: Path, data: list[dict[str, Any]], make_loss: Any, exact: bool) -> tuple[torch.Tensor, dict]:
-    model = library.SentenceTransformer(str(folder), device="cpu").train()
+    model = library.SentenceTransformer(str(folder), device="cpu").train().to(torch.float64 if exact else torch.float32)
     model.max_seq_length = 16
-    model = model.double() if exact else model
     features = [model.preprocess([row[c] for row in data]) for c in data[0] if c != "score"]
     labels = torch.tensor([row["score"] for row in data]) if "score" in data[0] else torch.zeros(len(data))
     loss = make_loss(model)(features, labels.double() if exact else labels)
@@ -121,25 +121,27 @@ def test_loss_and_gradients(name, cut, folder):
         assert_close_to_reference(gradient, exact_gradients[key], near_gradients[key], GRADIENT_FACTOR, key)
 
 
-def run_rank(rank: int, size: int, folder: str) -> None:
+def run_rank(rank: int, size: int, folder: str, wrapping: Any) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
     torch.set_num_threads(1)
     task = task_of(Path(folder) / "model", rows(RANKING, 9), name=f"train-{rank}.jsonl", dims=("32", "8"))
-    model = torch.nn.parallel.DistributedDataParallel(task.model.train())
+    model = wrap(task.model.train(), World(rank, size, torch.device("cpu")), wrapping, bf16=False)
     for cut in ([range(5)], [range(2), range(2, 5)]) if rank == 0 else ([range(5, 9)], [range(5, 6), range(6, 9)]):
         model.zero_grad()
         batches = [task.collate(PHASE)([task.train[i] for i in part]) for part in cut]
         loss = task.backward(model, batches, [4.5], contextlib.nullcontext())
-        found = {name: p.grad.clone() for name, p in task.model.encoder.named_parameters()}
+        grads = {name: p.grad for name, p in task.model.encoder.named_parameters()}
+        found = {name: (g.full_tensor() if wrapping == "fsdp" else g).clone() for name, g in grads.items()}
         torch.save((loss, found), f"{folder}/rank-{rank}-{len(cut)}.pt")
     dist.destroy_process_group()
 
 
 @pytest.mark.full
-def test_negatives_are_of_all_ranks(folder):
+@pytest.mark.parametrize("wrapping", ("ddp", "fsdp"))
+def test_negatives_are_of_all_ranks(wrapping, folder):
     """Two ranks, of which one has more examples, have the loss and the gradients of one, in parts and without."""
     loss, expected = gradients(task_of(folder, rows(RANKING, 9), dims=("32", "8")), [9])
-    mp.spawn(run_rank, (2, str(folder.parent)), nprocs=2)
+    mp.spawn(run_rank, (2, str(folder.parent), wrapping), nprocs=2)
     for rank in (0, 1):
         for parts in (1, 2):
             their_loss, found = torch.load(folder.parent / f"rank-{rank}-{parts}.pt")
@@ -209,8 +211,7 @@ def test_spearman_is_theirs(folder, tmp_path):
     data = rows(SCORED, 40, seed=1)
     path = write(tmp_path / "eval.jsonl", data)
     task = task_of(folder, rows(SCORED, 8), eval=(path,), dims=("32", "8"))
-    found = task.evaluate(task.model.eval())
-    model = library.SentenceTransformer(str(folder), device="cpu")
+    found, model = task.evaluate(task.model.eval()), library.SentenceTransformer(str(folder), device="cpu")
     columns = [[row[c] for row in data] for c in SCORED]
     for dim, name in ((32, "spearman"), (8, "spearman_8")):
         evaluator = EmbeddingSimilarityEvaluator(*columns, truncate_dim=dim, main_similarity="cosine")
@@ -231,7 +232,6 @@ def test_retrieval_is_theirs(folder, tmp_path):
         relevant.setdefault(row["anchor"], set()).add(row["positive"])
     evaluator = InformationRetrievalEvaluator({t: t for t in relevant}, corpus, relevant, main_score_function="cosine")
     theirs = evaluator(library.SentenceTransformer(str(folder), device="cpu"))
-    assert set(relevant).isdisjoint(corpus)
     assert found["accuracy_at_1"] == pytest.approx(theirs["cosine_accuracy@1"], abs=1e-9)
     assert found["mrr_at_10"] == pytest.approx(theirs["cosine_mrr@10"], abs=1e-9)
     assert found["accuracy_at_10"] == pytest.approx(theirs["cosine_accuracy@10"], abs=1e-9)
@@ -272,11 +272,11 @@ def test_a_dry_run_shows_texts_and_scores(folder):
     [
         (("text", "label"), {}, "has neither columns anchor and positive nor sentence1 and sentence2"),
         (RANKING[:1], {"text_columns": ("anchor",)}, "from two columns of texts"),
-        (RANKING[:2], {"text_columns": ("anchor", "negative")}, "no column 'negative'; it has: anchor, positive"),
         (RANKING[:2], {"loss": "cosent"}, "needs a column of scores"),
         (SCORED, {"loss": "ranking"}, "takes every pair as one that belongs together"),
         (RANKING[:2], {"dims": ("16", "8")}, "they go from 32, the model's own"),
         (RANKING[:2], {"dims": ("x",)}, "must be whole numbers"),
+        (RANKING[:2], {"lora_rank": 4}, "lora_rank is for the tasks classification, tokens, qa"),
     ],
 )
 def test_what_does_not_fit_is_said_at_once(columns, options, message, folder):

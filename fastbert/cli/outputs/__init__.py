@@ -1,4 +1,4 @@
-"""Where a command's rows go: JSON lines, CSV or parquet, in a file that appears when it is whole, or on standard output."""
+"""Where a command's rows go: JSON lines, CSV or parquet, in a file that appears when it is whole, or on stdout."""
 
 from __future__ import annotations
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 
+from fastbert.config import ConfigError
 from fastbert.training.options import FinetuneOptions
 from fastbert.training.task import Task
 
@@ -15,9 +17,25 @@ TASKS = {
     "embedding": "embedding",
 }
 
+_WITH_HEAD = ("classification", "tokens", "qa")
+# The options that some tasks alone read.
+_READ_BY: dict[str, tuple[str, ...]] = {
+    "text_columns": ("classification", "tokens", "embedding"),
+    "label_column": ("classification", "tokens", "embedding"),
+    "problem_type": ("classification",),
+    "class_weights": ("classification",),
+    "doc_stride": ("tokens", "qa"),
+    **dict.fromkeys(("lora_rank", "lora_alpha", "lora_targets"), _WITH_HEAD),
+    **dict.fromkeys(("loss", "scale", "symmetric", "dims", "pooling"), ("embedding",)),
+}
+
 
 def make_task(options: FinetuneOptions) -> Task:
     """The task that the options ask for: data read and checked, model loaded. Raises ConfigError, InputError, and
     CheckpointError.
     """
+    for entry in dataclasses.fields(options):
+        tasks, value = _READ_BY.get(entry.name, (options.task,)), getattr(options, entry.name)
+        if options.task not in tasks and value != entry.default:
+            raise ConfigError(f"{entry.name} is for the tasks {', '.join(tasks)}, and the task is {options.task}")
     return importlib.import_module(f"{__name__}.{TASKS[options.task]}").make_task(options)

@@ -31,7 +31,7 @@ def add_adapters(model: Any, options: FinetuneOptions) -> Any:
     new = new_modules(model)
     config = peft.LoraConfig(
         r=options.lora_rank,
-        lora_alpha=options.lora_alpha,  # type: ignore[arg-type]  (it may have a fraction)
+        lora_alpha=options.lora_alpha,
         target_modules=list(options.lora_targets) or None,  # None: those that PEFT knows for this family
         modules_to_save=new,
         base_model_name_or_path=options.model,
@@ -52,7 +52,11 @@ def add_adapters(model: Any, options: FinetuneOptions) -> Any:
 
 def new_modules(model: Any) -> list[str]:
     """The modules whose weights the checkpoint did not bring, and the head: an adapter alone cannot teach them."""
-    head = [name for name, child in model.named_children() if name != model.family.prefix and any(child.parameters())]
+    head = [
+        name
+        for name, child in model.named_children()
+        if name != model.family.prefix and any(True for _ in child.parameters())
+    ]
     return sorted({*head, *(key.rsplit(".", 1)[0] for key in model.missing_keys if key.split(".")[0] not in head)})
 
 

@@ -14,7 +14,7 @@ from fastbert.checkpoint.hub import resolve
 from fastbert.checkpoint.weight_files import CheckpointError, some
 from fastbert.config import ConfigError
 from fastbert.data.sentence_folder import transformer_folder, transformer_settings
-from fastbert.data.tokenization import load_tokenizer
+from fastbert.data.tokenization import load_cutting_tokenizer
 from fastbert.models.base import PreTrainedModel
 from fastbert.training.options import FinetuneOptions
 
@@ -29,7 +29,7 @@ def find_base(options: FinetuneOptions) -> Path:
 def load_base(
     folder: Path, auto: Any, options: FinetuneOptions, config: dict[str, Any]
 ) -> tuple[PreTrainedModel, Tokenizer]:
-    """A folder's model with the head of `auto`, in float32, and its tokenizer, which cuts at --max-length.
+    """A folder's model with the head of `auto`, in float32, and its tokenizer, which knows at which side to cut.
 
     `config`: entries that the task decides. Raises ConfigError: a head for other labels, or what is longer than the
     position table; CheckpointError.
@@ -51,10 +51,12 @@ def load_base(
         raise CheckpointError(
             f"{options.model} is no checkpoint of a {model.config.model_type}: it lacks {some(lacking)}"
         )
-    tokenizer = load_tokenizer(folder, lowercase=transformer_settings(folder).lowercase)
+    tokenizer = load_cutting_tokenizer(folder, lowercase=transformer_settings(folder).lowercase)
     limit = longest_of(model)
     if options.max_length > limit:
         raise ConfigError(f"max_length is {options.max_length}; {options.model} has positions for {limit} tokens")
+    if options.max_length <= (added := tokenizer.num_special_tokens_to_add(False)):
+        raise ConfigError(f"max_length is {options.max_length}; the special tokens alone take {added}")
     return model, tokenizer
 
 
@@ -62,7 +64,8 @@ def check_complete(model: Any, source: str) -> None:
     """Raises CheckpointError: a model that was loaded to be used has weights that its folder did not bring."""
     if model.missing_keys:
         raise CheckpointError(
-            f"{source} is not fine-tuned: its checkpoint lacks {some(model.missing_keys)}, and random weights say nothing"
+            f"{source} is not fine-tuned: its checkpoint lacks {some(model.missing_keys)}, and random weights"
+            " say nothing"
         )
 
 

@@ -15,13 +15,13 @@ from fastbert.checkpoint.pretrained import read_config
 from fastbert.config import ConfigError
 from fastbert.models.auto import AutoModelForSequenceClassification
 from fastbert.packed_inputs import PackedInputs
-from fastbert.training.finetuning import rows as columns
 from fastbert.training.finetuning.adapters import add_adapters
 from fastbert.training.finetuning.base_models import find_base, has_types, load_base, longest_of, say_notes
 from fastbert.training.finetuning.head_task import HeadTask, LabelledSequences, note_of_cut, shown_names
-from fastbert.training.finetuning.labels import Labels, class_weights, find_labels
+from fastbert.training.finetuning.inputs import rows as columns
+from fastbert.training.finetuning.inputs.labels import Labels, class_weights, find_labels
+from fastbert.training.finetuning.inputs.sequences import Sequences, run_model, tokenize
 from fastbert.training.finetuning.metrics import class_metrics, number_metrics, several_metrics
-from fastbert.training.finetuning.sequences import Sequences, run_model, tokenize
 from fastbert.training.finetuning.usage import Usage
 from fastbert.training.options import FinetuneOptions
 
@@ -113,7 +113,8 @@ class Classifier:
 
     def __init__(self, model: Any, tokenizer: Tokenizer, usage: Usage):
         self.tokenizer, self.with_types, self.config = tokenizer, has_types(model), model.config
-        tokenizer.enable_truncation(usage.max_length or longest_of(model))
+        side = (tokenizer.truncation or {}).get("direction", "right")  # the folder's
+        tokenizer.enable_truncation(usage.max_length or longest_of(model), direction=side)
 
     def tokenize(self, texts: Sequence[Sequence[str]]) -> Sequences:
         return tokenize(self.tokenizer, *texts, with_types=self.with_types)

@@ -29,9 +29,11 @@ from fastbert.sentences.encoder import SentenceEncoder
 from fastbert.sentences.pooling import pool
 from fastbert.training.distributed import gradients_stay_local
 from fastbert.training.finetuning import embedding_losses as losses
+from fastbert.training.finetuning.base_models import say_notes
 from fastbert.training.finetuning.embedding_metrics import ranks_metrics, spearman
-from fastbert.training.finetuning.rows import load_rows, texts_of
-from fastbert.training.finetuning.sequences import Sequences, tokenize
+from fastbert.training.finetuning.head_task import note_of_cut
+from fastbert.training.finetuning.inputs.rows import load_rows, texts_of
+from fastbert.training.finetuning.inputs.sequences import Sequences, tokenize
 from fastbert.training.options import FinetuneOptions
 from fastbert.training.task import Phase, Task
 
@@ -230,6 +232,8 @@ def make_task(options: FinetuneOptions) -> Embedding:
     for column in columns:
         given = [prompt + text for text in texts_of(rows.train, column, rows.train_name)]
         texts.append(tokenize(encoder.tokenizer, given, with_types=False))
+        where = f"{column} of {rows.train_name}"
+        say_notes(note_of_cut(texts[-1].cut, len(given), where, encoder.max_seq_length, kept))
     encoder.max_seq_length = kept
     scores = _scores(rows.train, score, rows.train_name) if score and name != "ranking" else None
     if name == "cosine" and scores is not None and (scores.min() < -1 or scores.max() > 1):

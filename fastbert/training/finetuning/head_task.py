@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from fastbert.data.collator import PackingCollator
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.finetuning.adapters import FOLDER, merged, save_adapters
-from fastbert.training.finetuning.sequences import Sequences
+from fastbert.training.finetuning.inputs.sequences import Sequences
 from fastbert.training.finetuning.usage import Usage
 from fastbert.training.task import Phase, Task
 
@@ -32,8 +32,10 @@ class LabelledSequences:
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         offsets = self.sequences.offsets
-        place = slice(offsets[i], offsets[i + 1]) if self.per_token else i
-        return self.sequences[i] | {name: values[place] for name, values in self.labels.items()}
+        if self.per_token:
+            place = slice(offsets[i], offsets[i + 1])
+            return self.sequences[i] | {name: values[place] for name, values in self.labels.items()}
+        return self.sequences[i] | {name: values[i].tolist() for name, values in self.labels.items()}
 
 
 class HeadTask(Task):
@@ -49,7 +51,7 @@ class HeadTask(Task):
         self.usage, self.adapters = usage, adapters
 
     def collate(self, phase: Phase) -> Callable[[list[Any]], PackedInputs]:
-        return PackingCollator()
+        return PackingCollator(padded_outputs=False)
 
     def examples(self, epoch: int, phase: Phase) -> tuple[Any, Any]:
         return self.train, self.train.sequences.lengths

@@ -32,11 +32,11 @@ def several_metrics(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     return {"loss": float(loss), **scores, "accuracy": float((said == wanted).all(-1).mean())}
 
 
-def number_metrics(values: np.ndarray, wanted: np.ndarray) -> dict[str, float]:
+def number_metrics(logits: np.ndarray, wanted: np.ndarray) -> dict[str, float]:
     """Of a regression: the mean square error, and the correlations; 0 where all values are the same."""
     from scipy.stats import pearsonr, spearmanr
 
-    x, y = values.astype(np.float64), wanted.astype(np.float64)
+    x, y = logits[:, 0].astype(np.float64), wanted.astype(np.float64)
     has_two = len(x) > 1 and np.ptp(x) > 0 and np.ptp(y) > 0
     return {
         "loss": float(((x - y) ** 2).mean()),

@@ -17,8 +17,8 @@ from fastbert.packing import InputError
 from fastbert.training.finetuning.adapters import add_adapters
 from fastbert.training.finetuning.base_models import find_base, has_types, load_base, longest_of, say_notes
 from fastbert.training.finetuning.head_task import HeadTask, LabelledSequences
-from fastbert.training.finetuning.sequences import Sequences, run_model, tokenize
-from fastbert.training.finetuning.squad import Questions, load_questions, squad_metrics
+from fastbert.training.finetuning.inputs.sequences import Sequences, run_model, tokenize
+from fastbert.training.finetuning.inputs.squad import Questions, load_questions, squad_metrics
 from fastbert.training.finetuning.usage import Usage
 from fastbert.training.options import FinetuneOptions
 
@@ -34,7 +34,7 @@ def make_task(options: FinetuneOptions) -> QuestionAnswering:
     held_out = load_questions(options.eval, "validation") if options.eval else None
     model, tokenizer = load_base(folder, AutoModelForQuestionAnswering, options, {"num_labels": 2})
     no_answer = not all(train.answers)
-    usage = Usage("qa", ("question", "context"), options.max_length, options.doc_stride, no_answer)
+    usage = Usage("qa", ("question", "context"), options.max_length, options.doc_stride or None, no_answer)
     finder = Finder(model, tokenizer, usage)
     examples = finder.examples(train)
     return QuestionAnswering(
@@ -104,7 +104,7 @@ class Finder:
         self.length = usage.max_length or min(384, longest_of(model))
         self.added = tokenizer.num_special_tokens_to_add(True)
         room = (self.length - self.added) // 2  # for the text, whatever the question
-        self.stride = room // 2 if usage.stride is None else usage.stride
+        self.stride = min(self.length // 4, room - 1) if usage.stride is None else usage.stride
         if not 0 <= self.stride < room:
             raise ConfigError(
                 f"doc_stride is {self.stride}; windows of {self.length} tokens, of which a question may take half, may"
@@ -180,7 +180,7 @@ class Finder:
         is_silent = (nothing > best) if self.no_answer else ~np.isfinite(best)
         place[is_silent], score[is_silent] = 0, nothing_score[is_silent]
         answers = [text[a:b] for text, (a, b) in zip(contexts, place.tolist(), strict=True)]
-        return {"answer": answers, "score": score, "start": place[:, 0], "end": place[:, 1]}
+        return {"answer": answers, "score": score, "start": place[:, 0].tolist(), "end": place[:, 1].tolist()}
 
     def answers(self, model: Any, texts: Mapping[str, Sequence[str]], **run: Any) -> dict[str, Any]:
         questions, contexts = texts.values()

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from fastbert.models import auto
 from fastbert.packing import InputError
 from fastbert.training.finetuning.classification import Classifier
+from fastbert.training.finetuning.inputs.rows import TEXTS, text_columns
+from fastbert.training.finetuning.inputs.tagged import WORDS
 from fastbert.training.finetuning.question_answering import Finder
-from fastbert.training.finetuning.rows import TEXTS, text_columns
-from fastbert.training.finetuning.tagged import WORDS
 from fastbert.training.finetuning.tokens import Tagger
 from fastbert.training.finetuning.usage import Usage
 

@@ -20,10 +20,10 @@ from fastbert.packing import InputError
 from fastbert.training.finetuning.adapters import add_adapters
 from fastbert.training.finetuning.base_models import find_base, has_types, load_base, longest_of, say_notes
 from fastbert.training.finetuning.head_task import HeadTask, LabelledSequences
-from fastbert.training.finetuning.labels import Labels
+from fastbert.training.finetuning.inputs.labels import Labels
+from fastbert.training.finetuning.inputs.sequences import Sequences, run_model, tokenize
+from fastbert.training.finetuning.inputs.tagged import Tagged, load_tagged
 from fastbert.training.finetuning.metrics import entities_of, tag_metrics
-from fastbert.training.finetuning.sequences import Sequences, run_model, tokenize
-from fastbert.training.finetuning.tagged import Tagged, load_tagged
 from fastbert.training.finetuning.usage import Usage
 from fastbert.training.options import FinetuneOptions
 
@@ -47,7 +47,7 @@ def make_task(options: FinetuneOptions) -> TokenClassification:
     if not model.missing_keys:
         labels = labels.in_order_of(read_config(folder).id2label, options.model)
         model.config.id2label = dict(enumerate(labels.names))
-    usage = Usage("tokens", train.columns, options.max_length, options.doc_stride)
+    usage = Usage("tokens", train.columns, options.max_length, options.doc_stride or None)
     tagger = Tagger(model, tokenizer, usage)
     return TokenClassification(
         model, tokenizer, tagger.examples(train, labels), usage, add_adapters(model, options),

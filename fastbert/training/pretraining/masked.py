@@ -54,7 +54,8 @@ class MaskedLM(Task):
         self._held_out: list[PackedInputs] | None = None
 
     def collate(self, phase: Phase) -> Callable[[list[Any]], PackedInputs]:
-        return PackingCollator(Masking.of(self.tokenizer, unit=self.unit, share=phase.masking))
+        masking = Masking.of(self.tokenizer, unit=self.unit, share=phase.masking)
+        return PackingCollator(masking, padded_outputs=False)
 
     def examples(self, epoch: int, phase: Phase) -> tuple[Any, Any]:
         windows = self.cut(self.corpus, phase.max_length, self.seed, epoch)

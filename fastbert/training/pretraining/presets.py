@@ -28,7 +28,7 @@ class Preset:
     """vocab_size: of a new vocabulary; None: as the family has. fields: of the config, in the preset's own family."""
 
     family: str
-    shape: Mapping[str, int]
+    shape: Mapping[str, Any]
     vocab_size: int | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
 
@@ -43,8 +43,8 @@ _SHAPE = tuple(_shape(0, 0, 0, 0))
 PRESETS: Mapping[str, Preset] = {
     "baby": Preset(
         _BABY.model_type,
-        {name: getattr(_BABY, name) for name in _SHAPE},
-        4000,
+        {**{name: getattr(_BABY, name) for name in _SHAPE}, "initializer_range": 0.1},  # 0.02 is for wide ones
+        2000,
         {"hidden_act": _BABY.hidden_act, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     ),
     "tiny": Preset("bert", _shape(2, 128, 2, 512), 8000),  # BERT-tiny (Turc et al. 2019)

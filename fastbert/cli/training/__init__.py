@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastbert.cli.parser import Parser
+from fastbert.training.folder import RUN
 from fastbert.training.options import Options, RunOptions, options_of, read_yaml, types_of
 
 _GROUPS = {
@@ -23,6 +24,7 @@ _GROUPS = {
 
 def add_options(parser: Parser, cls: type[RunOptions]) -> None:
     """An option for each field of the dataclass. What is not given is absent from the result."""
+    parser.usage = f"{parser.prog} [--config FILE] [options]"  # all of them, in brackets, would fill a screen
     parser.add_argument(
         "--config", metavar="FILE", type=Path, help="a YAML file of these options; the command line wins"
     )
@@ -50,11 +52,16 @@ def add_options(parser: Parser, cls: type[RunOptions]) -> None:
 
 
 def read_options(cls: type[Options], given: argparse.Namespace) -> Options:
-    """Defaults, then the YAML file, then the command line. Raises ConfigError, OSError."""
-    found: dict[str, Any] = {} if given.config is None else dict(read_yaml(given.config))
-    found = {str(name).replace("-", "_"): value for name, value in found.items()}
-    found |= {name: vars(given)[name] for name in types_of(cls) if name in given}
-    return options_of(cls, found, "the command line" if given.config is None else str(given.config))
+    """Defaults, then the YAML file, then the command line; a run that goes on has its own file, if no other is given.
+
+    Raises ConfigError, OSError.
+    """
+    said = {name: vars(given)[name] for name in types_of(cls) if name in given}
+    path = given.config
+    if path is None and said.get("resume") and (Path(said.get("output", "")) / RUN).is_file():
+        path = Path(said["output"]) / RUN
+    found = {} if path is None else {str(name).replace("-", "_"): value for name, value in read_yaml(path).items()}
+    return options_of(cls, found | said, "the command line" if path is None else str(path))
 
 
 def print_metrics(metrics: dict[str, Any], folder: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,9 @@ def run(options: argparse.Namespace) -> int:
     kind = KINDS[usage.task]
     if options.all and usage.task != "classification":
         raise UsageError(f"--all is for classification; {options.model} is for {usage.task}")
-    model = kind.model.from_pretrained(opened.folder, dtype=opened.dtype or "auto", **opened.config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of missing weights, which are an error here
+        model = kind.model.from_pretrained(opened.folder, dtype=opened.dtype or "auto", **opened.config)
     check_complete(model, options.model)
     opened.quantised(model)
     reader, total = kind.reader(model.eval(), opened.tokenizer(), usage), 0
@@ -95,9 +98,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _rows(path: Path, given: Sequence[str] | None, usage: Any) -> Iterator[dict[str, Any]]:
     """What the model reads of each row, by the columns' names."""
+    from fastbert.training.finetuning.inputs.squad import load_questions
+    from fastbert.training.finetuning.inputs.tagged import read_conll
     from fastbert.training.finetuning.readers import input_columns
-    from fastbert.training.finetuning.squad import load_questions
-    from fastbert.training.finetuning.tagged import read_conll
 
     if usage.task == "qa" and path.suffix == ".json":
         found = load_questions([str(path)], "test", with_answers=False)
@@ -122,8 +125,8 @@ def _rows(path: Path, given: Sequence[str] | None, usage: Any) -> Iterator[dict[
         names = names or ("text",)
         if len(values) != len(names) or len(values) not in wanted:
             raise UsageError(
-                f"{name_of(path)} has {len(values)} text in a row, and this model reads {' or '.join(map(str, wanted))}:"
-                " give a .jsonl, a .csv or a .parquet"
+                f"{name_of(path)} has {len(values)} text in a row, and this model reads"
+                f" {' or '.join(map(str, wanted))}: give a .jsonl, a .csv or a .parquet"
             )
         if usage.task != "tokens" and any(isinstance(value, list) for value in values):
             raise UsageError(f"{name_of(path)}: a value is a list; this model reads texts")

@@ -11,7 +11,7 @@ import numpy as np
 
 from fastbert.config import ConfigError
 from fastbert.packing import InputError
-from fastbert.training.finetuning.rows import missing_label
+from fastbert.training.finetuning.inputs.rows import missing_label
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastbert.data.sources import check_columns, load_source
 from fastbert.packing import InputError
-from fastbert.training.finetuning.labels import in_order, plain
+from fastbert.training.finetuning.inputs.labels import in_order, plain
 from fastbert.training.options import FinetuneOptions
 
 CONLL = (".conll", ".bio", ".iob", ".iob2", ".txt")  # the ends of names of files with a word a line

@@ -1,0 +1,88 @@
+"""Intents from a few labelled sentences each: embeddings learnt from pairs, then the nearest centroid.
+
+The pairs are as in SetFit (Tunstall et al. 2022, section 3): two sentences of one label have the score 1, of two labels
+the score 0. What is learnt is a sentence-transformers folder, and a centroid for each label.
+
+python examples/few_labels.py --train banking77_train.csv --test banking77_test.csv --shots 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+
+import fastbert
+from fastbert.training.finetuning import make_task
+from fastbert.training.options import FinetuneOptions
+from fastbert.training.run import execute
+
+HERE = Path(__file__).parent
+
+
+def read(path: str) -> dict[str, list[str]]:
+    """The sentences of each label; the file's first column is the text, its second one the label."""
+    found: dict[str, list[str]] = {}
+    with open(path, encoding="utf-8", newline="") as file:
+        for text, label in list(csv.reader(file))[1:]:
+            found.setdefault(label, []).append(text)
+    return found
+
+
+def pairs_of(shots: dict[str, list[str]], count: int, draw: random.Random) -> list[dict[str, object]]:
+    """`count` pairs for each sentence with one of its own label, and as many with one of another label."""
+    rows: list[dict[str, object]] = []
+    for label, texts in shots.items():
+        others = [text for other, given in shots.items() if other != label for text in given]
+        for text in texts:
+            own = [other for other in texts if other != text] or [text]
+            rows += [{"sentence1": text, "sentence2": draw.choice(own), "score": 1.0} for _ in range(count)]
+            rows += [{"sentence1": text, "sentence2": draw.choice(others), "score": 0.0} for _ in range(count)]
+    return rows
+
+
+def accuracy(folder: str, shots: dict[str, list[str]], test: dict[str, list[str]]) -> float:
+    """Of the label whose sentences' mean is nearest."""
+    encoder, labels = fastbert.SentenceEncoder(folder), list(shots)
+    centroids = np.stack([encoder.encode(shots[label], normalize_embeddings=True).mean(0) for label in labels])
+    centroids /= np.linalg.norm(centroids, axis=1, keepdims=True)
+    texts = [(text, label) for label, given in test.items() for text in given]
+    nearest = (encoder.encode([text for text, _ in texts], normalize_embeddings=True) @ centroids.T).argmax(1)
+    return float(np.mean([labels[i] == label for i, (_, label) in zip(nearest, texts, strict=True)]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="all-MiniLM-L6-v2", help="a folder or a hub id")
+    parser.add_argument("--train", default=str(HERE / "data/intents.csv"), help="a CSV file: a text, its label")
+    parser.add_argument("--test", help="another such file; by default what is left of --train")
+    parser.add_argument("--output", default="trained")
+    parser.add_argument("--shots", type=int, default=8, help="sentences of each label that are used")
+    parser.add_argument("--pairs", type=int, default=5, help="pairs for each of them, of either kind")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+
+    draw, train = random.Random(given.seed), read(given.train)
+    for texts in train.values():
+        draw.shuffle(texts)
+    shots = {label: texts[: given.shots] for label, texts in train.items()}
+    test = read(given.test) if given.test else {label: texts[given.shots :] for label, texts in train.items()}
+    output = Path(given.output)
+    pairs = output.with_name(f"{output.name}-pairs.jsonl")
+    rows = pairs_of(shots, given.pairs, draw)
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    print(f"before: {accuracy(given.model, shots, test):.4f}")
+    options = FinetuneOptions(
+        task="embedding", model=given.model, train=(str(pairs),), output=given.output, loss="cosine", epochs=1,
+        batch_size=32, learning_rate=2e-5, seed=given.seed,
+    )  # fmt: skip
+    execute(options, make_task)
+    print(f"after {len(rows)} pairs: {accuracy(given.output, shots, test):.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Fine-tune a classifier with the Hugging Face Trainer, over batches without padding.
+
+python examples/hf_trainer.py --model all-MiniLM-L6-v2 --train examples/data/intents.csv
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import datasets
+import numpy as np
+import transformers
+
+import fastbert
+from fastbert.checkpoint.pretrained import resolve
+
+HERE = Path(__file__).parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="all-MiniLM-L6-v2", help="a folder or a hub id")
+    parser.add_argument("--train", default=str(HERE / "data/intents.csv"), help="a CSV file: text, label")
+    parser.add_argument("--output", default="trained")
+    parser.add_argument("--steps", type=int, default=20)
+    given = parser.parse_args()
+
+    rows = datasets.load_dataset("csv", data_files=given.train, split="train").class_encode_column("label")
+    names = rows.features["label"].names
+    model = fastbert.AutoModelForSequenceClassification.from_pretrained(
+        given.model,
+        num_labels=len(names),
+        id2label=dict(enumerate(names)),
+        label2id={n: i for i, n in enumerate(names)},
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(resolve(given.model))
+    rows = rows.map(lambda batch: tokenizer(batch["text"], truncation=True, max_length=128), batched=True)
+    split = rows.train_test_split(0.25, seed=0, stratify_by_column="label")
+
+    def metrics(found: transformers.EvalPrediction) -> dict[str, float]:
+        return {"accuracy": float(np.mean(found.predictions.argmax(-1) == found.label_ids))}
+
+    arguments = transformers.TrainingArguments(
+        given.output, max_steps=given.steps, per_device_train_batch_size=16, learning_rate=1e-4, logging_steps=5,
+        report_to=[], save_strategy="no",
+    )  # fmt: skip
+    trainer = transformers.Trainer(
+        model=model, args=arguments, train_dataset=split["train"], eval_dataset=split["test"],
+        data_collator=fastbert.PackingCollator(), compute_metrics=metrics,
+    )  # fmt: skip
+    trainer.train()
+    print(trainer.evaluate())
+    model.save_pretrained(given.output)
+    tokenizer.save_pretrained(given.output)
+
+
+if __name__ == "__main__":
+    main()

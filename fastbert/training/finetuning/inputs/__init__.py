@@ -1,0 +1,1 @@
+"""What fine-tuning reads: rows of files, their labels, and their tokens."""
