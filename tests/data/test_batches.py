@@ -111,12 +111,10 @@ def test_workers_change_nothing(group):
     examples = [{"input_ids": draw.integers(1, 50, n).tolist()} for n in lengths]
 
     def batches(workers: int, start: int = 0) -> list:
-        sampler = StepSampler(
-            Steps(lengths, 1024, seed=5, group_by_length=group), 64, epoch=2, start_step=start, parts=2
-        )
-        return list(
-            islice(make_loader(examples, sampler, PackingCollator(masking, padded_outputs=False), workers=workers), 8)
-        )
+        steps = Steps(lengths, 1024, seed=5, group_by_length=group)
+        sampler = StepSampler(steps, 64, epoch=2, start_step=start, parts=2)
+        collate = PackingCollator(masking, padded_outputs=False)
+        return list(islice(make_loader(examples, sampler, collate, workers=workers), 8))
 
     expected = batches(0)
     for found in (batches(1), batches(2), expected[:2] + batches(2, 1)[:6]):
