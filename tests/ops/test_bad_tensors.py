@@ -64,6 +64,7 @@ OPTIONS = {
 }  # fmt: skip
 ALONE = {"activation", "at_least_fp32", "dropout"}  # take one tensor
 OF_OTHERS = {
+    "adamw",
     "Rotary",
     "rms_norm",
     "linears",
@@ -76,7 +77,7 @@ OF_OTHERS = {
     "repack",
     "rotate",
     "warn_of_missing_kernels",
-}  # tested below, or through `linear`
+}  # tested below, in test_adamw.py, or through `linear`
 
 
 def call(op: str, tensors: dict[str, torch.Tensor], **options):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from fastbert.cli.parser import Parser
-from fastbert.training.folder import RUN
 from fastbert.training.options import Options, RunOptions, options_of, read_yaml, types_of
 
 _GROUPS = {
@@ -56,6 +55,8 @@ def read_options(cls: type[Options], given: argparse.Namespace) -> Options:
 
     Raises ConfigError, OSError.
     """
+    from fastbert.training.folder import RUN  # here: it imports torch, and --help is to be quick
+
     said = {name: vars(given)[name] for name in types_of(cls) if name in given}
     path = given.config
     if path is None and said.get("resume") and (Path(said.get("output", "")) / RUN).is_file():
