@@ -10,12 +10,14 @@ import threading
 
 import pytest
 import torch
+from full import left_to_full
 from training_runs import OPTIONS, losses_of, make_loop, make_model, steps_in, until
 
 from fastbert.checkpoint.weight_files import CheckpointError
 from fastbert.training.loop import TrainingError
 
 
+@left_to_full(lambda p: p["name"] == "SIGINT")
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_ends_the_run_after_a_checkpoint(name, tmp_path):
     """Its last step is logged and saved, and the run goes on from there with the same bits."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from full import left_to_full
 from hf import hf_class
 from torch.nn.utils.rnn import pad_sequence
 from training_runs import ALONE, OPTIONS, PHASE, WORDS, losses_of, make_corpus, make_tokenizer
@@ -89,6 +90,7 @@ def padded(packed: Any) -> dict[str, torch.Tensor]:
     return found | {name: packed[name] for name in pairs if name in packed}
 
 
+@left_to_full(lambda p: p["model_type"] in ("roberta", "distilbert", "electra"))  # BERT's path
 @pytest.mark.parametrize("steps", [8, pytest.param(200, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("model_type", "head"), MODELS, ids=[model_type for model_type, _ in MODELS])
 def test_losses_are_those_of_transformers(model_type, head, steps, tmp_path, record_property):
