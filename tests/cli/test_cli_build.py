@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import ENVIRONMENT, ROOT, fails, run_here
-from full import left_to_full
 
 from fastbert.native import cache, recipe
 
@@ -132,6 +131,7 @@ def test_another_compiler_builds_anew(package, built, monkeypatch):
     assert json.loads(written.read_text())["compiler"] == recipe.compiler_version()
 
 
+@pytest.mark.full  # each kind of damage compiles anew
 def test_what_is_damaged_is_not_loaded(package, built):
     """A library that is cut off can end the process that loads it."""
     written, library, stamp = cache.stamp_path(torch.__version__), built.path.read_bytes(), json.dumps(built.stamp)
@@ -173,7 +173,7 @@ def test_two_builds_at_once(package):
     assert finish(start(ERROR, package)) == (0, "None\n", "")
 
 
-@left_to_full(lambda p: p["stop"] == signal.SIGTERM)  # it raises what Ctrl-C raises
+@pytest.mark.full  # test_cli_stops has a command that is stopped
 @pytest.mark.parametrize("stop,code,said", ((signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")))
 def test_a_build_that_is_stopped_leaves_nothing(package, tmp_path, stop, code, said):
     compiler, started = tmp_path / "compiler", tmp_path / "started"
@@ -211,6 +211,7 @@ def test_a_build_that_fails_is_one_line(package, tmp_path):
     assert kept(package) == {".log"}
 
 
+@pytest.mark.full  # the way of a build that fails
 def test_a_full_disk_is_one_line(package):
     code, _, err = finish(start(LIMITED, package, "build"))
     assert code == 2 and "Traceback" not in err, err
@@ -219,6 +220,7 @@ def test_a_full_disk_is_one_line(package):
     assert kept(package) <= {".log"}
 
 
+@pytest.mark.full  # the way of a build that fails
 def test_where_nothing_can_be_built_or_written(package, tmp_path):
     (tmp_path / "file").write_text("")
     assert "Not a directory" in fails("build", FASTBERT_CACHE=str(tmp_path / "file" / "cache"))

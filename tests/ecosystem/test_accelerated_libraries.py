@@ -153,6 +153,7 @@ def test_captum():
     assert fastbert.status(model).packed == status.packed + 1
 
 
+@pytest.mark.full  # what is exported is transformers' own code
 def test_onnx(tmp_path):
     """A graph holds transformers' own code, which computes the same for every mask."""
     runtime = pytest.importorskip("onnxruntime")

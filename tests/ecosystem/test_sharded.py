@@ -19,6 +19,7 @@ import fastbert
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 pytestmark = [
+    pytest.mark.full,  # tests/training has two ranks by DDP and by FSDP2
     pytest.mark.dear_to_set_up,
     pytest.mark.skipif(not dist.is_gloo_available(), reason="torch.distributed is without gloo"),
 ]

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from full import left_to_full
 from hf import config_for, make_hf, randomise
 
 import fastbert
@@ -79,6 +80,7 @@ def test_a_process_of_many_models():
         del model
 
 
+@left_to_full(lambda p: p["mode"] is not torch.no_grad)  # hooks are looked for in the same place
 @cases
 def test_hooks_that_come_later_run(kind, backend, mode):
     """In eager calls; in compiled ones where torch is told to guard hooks, which it does not do by itself."""

@@ -185,6 +185,7 @@ def test_an_editable_install_is_a_path(sdist, tmp_path):
     assert path.read_text(encoding="utf-8").strip() == str(copy)
 
 
+@pytest.mark.full  # fastbert build shows it, too
 def test_what_does_not_compile_leaves_no_library(sdist, tmp_path):
     """An earlier build's would pass for this one's, in the wheel and beside the sources."""
     copy = tmp_path / "source"

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
+from full import left_to_full
 from training_runs import OPTIONS, PHASE, losses_of, make_loop, make_model, until
 
 from fastbert.data.batches import Steps, StepSampler, make_loader
@@ -62,6 +63,7 @@ def test_losses_are_those_of_transformers(tmp_path):
     assert found[-1] < found[0]
 
 
+@left_to_full(lambda p: p["parts"] == 1)
 @pytest.mark.parametrize("parts", [1, 3])
 def test_parts_of_a_step_add_up(parts, tmp_path):
     make_loop(tmp_path / "whole").run()
@@ -69,6 +71,7 @@ def test_parts_of_a_step_add_up(parts, tmp_path):
     assert losses_of(tmp_path / "parts") == pytest.approx(losses_of(tmp_path / "whole"), abs=1e-5)
 
 
+@left_to_full(lambda p: not p["bf16"])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_run_that_stopped_goes_on_with_the_same_bits(bf16, tmp_path):
     """Dropout included; what was logged after the checkpoint is logged again, once."""
