@@ -32,9 +32,16 @@ def write_text(path: Path, documents: int = 40, seed: int = 0) -> Path:
 
 
 def options(text: Path, **changes: Any) -> PretrainOptions:
-    given: dict[str, Any] = {"preset": "baby", "vocab_size": 60, "steps": 30, "max_length": 24, "step_tokens": 1000}
+    given: dict[str, Any] = {
+        "preset": "baby",
+        "vocab_size": 60,
+        "vocab_kind": "wordpiece",
+        "steps": 30,
+        "max_length": 24,
+        "step_tokens": 1000,
+    }
     if changes.get("model") or changes.get("teacher") or changes.get("tokenizer"):
-        del given["preset"], given["vocab_size"]
+        del given["preset"], given["vocab_size"], given["vocab_kind"]
     return PretrainOptions(**{"train": (str(text),), "eval": (str(text),), **given, **changes})
 
 
