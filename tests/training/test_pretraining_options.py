@@ -36,8 +36,8 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def saved(text):
-    """A baby, not trained."""
-    task = make_task(options(text))
+    """A baby with a position table, not trained."""
+    task = make_task(options(text, family="megatron-bert"))
     task.save(task.model, text.parent / "saved")
     return text.parent / "saved"
 
@@ -137,8 +137,8 @@ def test_errors_before_the_first_step(text, saved, tmp_path):
         ({"teacher": str(saved)}, "teacher goes with objective distil"),
         ({**baby, "preset": "tiny"}, "preset is the shape of a new model, and .* has one"),
         ({**baby, "vocab_size": 50}, "vocab_size is for a new vocabulary, and that of .* is taken"),
-        ({**baby, "family": "roberta"}, "is of the family modernbert, and family is roberta"),
-        ({**baby, "objective": "rtd"}, "modernbert has no head for rtd; these families have: electra"),
+        ({**baby, "family": "roberta"}, "is of the family megatron-bert, and family is roberta"),
+        ({**baby, "objective": "rtd"}, "megatron-bert has no head for rtd; these families have: electra"),
         ({**baby, "max_length": 600}, "max_length is 600, and the model's position table has room for 512 tokens"),
         ({**baby, "tokenizer": str(tmp_path / "other")}, "the vocabulary of .*other is not that of .*saved: .* has id"),
         ({"model": str(tmp_path / "large")}, "has 290 tokens, and the word table of .*large 43 rows"),
