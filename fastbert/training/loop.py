@@ -82,7 +82,7 @@ class Loop:
 
     `model` is what `wrap` gave. The random numbers of a step (dropout) follow from the seed, the step and the rank, so
     a run that was stopped goes on with the same bits. `evaluate` is called on all ranks and gives the same numbers on
-    all; it returns True for what is to be kept as the best. `on_log` gets each row of the log.
+    all; `keep_best` is called when they are the best so far. `on_log` gets each row of the log.
     """
 
     def __init__(

@@ -220,7 +220,6 @@ def test_a_full_disk_is_one_line(package):
     assert kept(package) <= {".log"}
 
 
-@pytest.mark.full  # the way of a build that fails
 def test_where_nothing_can_be_built_or_written(package, tmp_path):
     (tmp_path / "file").write_text("")
     assert "Not a directory" in fails("build", FASTBERT_CACHE=str(tmp_path / "file" / "cache"))
