@@ -12,7 +12,7 @@ import warnings
 import pytest
 import torch
 from batches import make_batch
-from full import left_to_full
+from full import halved, left_to_full
 from hf import FAMILIES, MODELS, config_for, families_axis, make_hf, make_oracle, random_like
 from theirs import by_choice, mend
 from torch import nn
@@ -156,6 +156,7 @@ def test_attentions(model_type, packed_layers, no_fallback):
         assert_close_to_reference(actual, oracle * real, other * real, OUTPUT_FACTOR)
 
 
+@halved
 @pytest.mark.parametrize("options", ({}, {"output_hidden_states": True, "output_attentions": True}))
 @families_axis
 def test_tuples_and_config_defaults(model_type, options, no_fallback):
@@ -192,6 +193,7 @@ def test_inputs_embeds_positions_and_dropped_layers(packed_layers, no_fallback):
     assert len(packed_layers) == 2 * 3 * 2
 
 
+@halved
 @pytest.mark.parametrize("reentrant", (False, True))
 @pytest.mark.parametrize("model_type", ("bert", "roberta", "distilbert", "electra", "megatron-bert"))
 def test_gradient_checkpointing(model_type, reentrant, packed_layers, no_fallback):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from batches import make_batch
-from full import left_to_full
+from full import halved, left_to_full
 from hf import FAMILIES, config_for, families_axis, make_config, make_hf, make_oracle
 from test_accelerate import assert_as_transformers, dtype_axis, no_fallback, one_thread, run  # noqa: F401
 from test_accelerate_integrations import fine_tune
@@ -159,6 +159,7 @@ def test_hooks(model_type):
     assert_falls_back(model, f"{container} has hooks")
 
 
+@halved
 @pytest.mark.parametrize("reentrant", (False, True))
 @pytest.mark.parametrize("model_type", ROTARY)
 def test_gradient_checkpointing(model_type, reentrant, packed_layers, no_fallback):
@@ -190,6 +191,7 @@ def test_lora(model_type, packed_layers, no_fallback):
     assert len(packed_layers) == 3 * 4
 
 
+@pytest.mark.full  # test_accelerate_integrations compiles, too
 def test_compile(no_fallback):
     model = accelerated("modernbert")
     compiled = torch.compile(model, backend="aot_eager")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from full import left_to_full
+from full import halved, left_to_full
 from hf import config_for, hf_class, make_hf
 from test_accelerate import (  # noqa: F401
     IDS,
@@ -213,6 +213,7 @@ TARGETS = {
 }
 
 
+@halved
 @pytest.mark.parametrize("before", (True, False), ids=("before", "after"))
 @pytest.mark.parametrize("targets", TARGETS)
 def test_lora(targets, before, packed_layers, no_fallback):

@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from full import halved
 from hf import config_for, make_config, make_hf
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -54,6 +55,7 @@ def test_nothing_there(tmp_path):
         AutoModel.from_pretrained(tmp_path / "file")
 
 
+@halved
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 @pytest.mark.parametrize("left", [0, 5, 200, -1, -5000])
 def test_truncated_weights(saved, name, left):

@@ -11,7 +11,7 @@ import textwrap
 import pytest
 import torch
 import transformers
-from full import left_to_full
+from full import halved, left_to_full
 from hf import FAMILIES, config_for, families_axis, hf_class, hf_config, make_hf, make_ours
 
 import fastbert
@@ -90,6 +90,7 @@ def bias_of(model):
     return model.get_output_embeddings().bias
 
 
+@halved
 @pytest.mark.parametrize("tied", (True, False))
 @pytest.mark.parametrize("rows,multiple,mean", TABLES)
 def test_resized_as_transformers(rows, multiple, mean, tied):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from full import halved
 
 import fastbert
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
@@ -115,6 +116,7 @@ def test_sparse_encoder():
     assert_all_packed(model, 1)
 
 
+@halved
 @pytest.mark.parametrize("is_first", (True, False), ids=("accelerated-first", "accelerated-last"))
 @pytest.mark.parametrize("precision", ("no", "bf16"))
 def test_hugging_face_accelerate(precision, is_first):

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import transformers
+from full import left_to_full
 from hf import config_for, make_hf, make_ours
 from torch import nn
 
@@ -72,6 +73,7 @@ def loop(model: nn.Module, prepare=lambda *both: both, backward=torch.Tensor.bac
     return found
 
 
+@left_to_full(lambda p: not p["options"])  # a part of what the others do
 @pytest.mark.parametrize("options", ({}, {"bf16": True}, {"activation_checkpointing": True}), ids=str)
 def test_trainer(options, tmp_path, packed_layers):
     ours, theirs = both()

@@ -8,7 +8,7 @@ import cuda_kernels as cuda
 import norms
 import pytest
 import torch
-from full import left_to_full
+from full import halved, left_to_full
 
 from fastbert.ops._common import extension_error
 from fastbert.testing import reference
@@ -85,6 +85,7 @@ def check(operands, with_dsum=True, keep=None, dropout_p=0.0, rms=False, **optio
     return actual
 
 
+@halved
 @each_shape
 @each_dtype
 def test_add_layer_norm(dtype, rows, width):
@@ -93,6 +94,7 @@ def test_add_layer_norm(dtype, rows, width):
 
 
 # A row of one column is all direction: its gradient is a difference that cancels, of no scale of its own.
+@halved
 @pytest.mark.parametrize("rows,width", [shape for shape in SHAPES if shape[1] > 1], ids=str)
 @each_dtype
 def test_add_rms_norm(dtype, rows, width):
@@ -100,6 +102,7 @@ def test_add_rms_norm(dtype, rows, width):
     check(make(rows, width, dtype, residual=False, x_bias=False, bias=False), with_dsum=False, rms=True)
 
 
+@halved
 @pytest.mark.parametrize("absent", ("residual", "x_bias", "bias"))
 @each_dtype
 def test_each_operand_may_be_absent(dtype, absent):
@@ -122,6 +125,7 @@ def test_addresses_that_16_byte_loads_do_not_take_give_the_same(dtype):
     check(make(2, 1024, dtype), offset=1)
 
 
+@halved
 @pytest.mark.parametrize("rows,width", ((3, 80), (9, 33), (5, 768), (1, 8192)), ids=str)
 @each_dtype
 def test_dropout(dtype, rows, width):
@@ -160,6 +164,7 @@ def test_adversarial_inputs(dtype, kind):
     check(operands | dict(zip(("x", "residual", "x_bias"), spoiled[kind], strict=True)))
 
 
+@halved
 @pytest.mark.parametrize("rows,width", ((7, 80), (3, 1500)), ids=str)
 @each_dtype
 def test_the_order_of_threads_and_blocks_does_not_show(dtype, rows, width):
@@ -222,6 +227,7 @@ def test_activation_has_the_same_bits_in_place_unaligned_and_without_dbias(dtype
     assert all(map(torch.equal, results[:2], cuda.activation_bwd(dinner, pre, "gelu", gated, needs_dbias=False)))
 
 
+@halved
 @each_gating
 @each_dtype
 def test_activation_bwd_of_many_rows(dtype, gated):
@@ -235,6 +241,7 @@ def test_activation_bwd_of_many_rows(dtype, gated):
     assert_close_to_reference(runs[0][2], oracle.sum(0), oracle.to(dtype).sum(0), GRADIENT_FACTOR, "dbias")
 
 
+@halved
 @each_shape
 @each_dtype
 def test_embed(dtype, rows, width):
@@ -266,6 +273,7 @@ def test_embed(dtype, rows, width):
     assert torch.equal(rows_given, looked_up)
 
 
+@halved
 @pytest.mark.parametrize("width", (33, 80, 1500))
 @each_dtype
 def test_embed_makes_a_token_of_unknown_ids_nan(dtype, width):

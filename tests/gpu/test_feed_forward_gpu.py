@@ -8,7 +8,7 @@ from functools import partial
 import cuda_kernels
 import pytest
 import torch
-from full import left_to_full
+from full import halved, left_to_full
 from torch._C._profiler import _EventType
 
 import fastbert.backend
@@ -142,6 +142,7 @@ def test_against_oracle(backend, activation, dtype, form):
 SHAPES = ((1, 16, 16), (17, 33, 31), (32, 16, 64), (5, 16, 1), (3, 8, 17), (2, 16, 100))
 
 
+@halved
 @each_form
 @pytest.mark.parametrize("rows,hidden_size,intermediate_size", SHAPES, ids=str)
 def test_shapes_around_the_blocks(backend, rows, hidden_size, intermediate_size, form):

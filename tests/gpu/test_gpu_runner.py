@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from full import halved
 
 from benchmarks.gpu import cpu, kernels, ops, profile, rowwise, sequences, stamp, suite
 from benchmarks.gpu.checks import Timer, assert_keep_rate
@@ -219,6 +220,7 @@ def test_a_contestant_in_a_process():
         worker.close()
 
 
+@halved
 @pytest.mark.parametrize("mode", ("forward", "training"))
 @pytest.mark.parametrize("model,weight", (("tiny", "intermediate.dense.weight"), ("tiny-modernbert", "mlp.Wi.weight")))
 def test_a_wrong_model_is_not_timed(model, weight, mode):

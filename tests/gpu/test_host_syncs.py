@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from batches import make_batch, make_labels
+from full import halved
 from hf import CHOICES, config_for, make_config, make_hf
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -112,6 +113,7 @@ def prepare(model, inputs: dict):
 KINDS = ("none", "holes", "packed")
 
 
+@halved
 @pytest.mark.parametrize("given", ("all ids", "positions counted"))
 @pytest.mark.parametrize("model_type", ("bert", "roberta"))
 @pytest.mark.parametrize("kind", KINDS)

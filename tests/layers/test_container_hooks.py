@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 from batches import make_batch, make_labels
-from full import left_to_full
+from full import halved, left_to_full
 from hf import MODELS, config_for, is_every_other, make_trio
 from theirs import by_choice
 from tiny import write_model
@@ -104,6 +104,7 @@ def test_a_hook_changes_what_it_changes_in_transformers(model_type, head, with_l
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
+@halved
 @pytest.mark.parametrize("mode", (torch.enable_grad, torch.no_grad))
 @pytest.mark.parametrize("model_type", ("bert", "distilbert", "albert", "megatron-bert"))
 def test_what_hooks_see(model_type, mode):
@@ -230,6 +231,7 @@ CHANGES = {"bert": (replaced, replaced_with_leaves, patched, patched_embeddings)
            "albert": (patched_group, replaced_group)}  # fmt: skip
 
 
+@halved
 @pytest.mark.parametrize("training", (False, True))
 @pytest.mark.parametrize(("model_type", "change"), [(kind, change) for kind in CHANGES for change in CHANGES[kind]])
 def test_what_takes_a_containers_place_is_refused(model_type, change, training):
@@ -269,6 +271,7 @@ def patched_class(model):
     model.bert.__class__ = Mine
 
 
+@halved
 @pytest.mark.parametrize("mode", (torch.enable_grad, torch.no_grad))
 @pytest.mark.parametrize("change", (patched_base, replaced_base, patched_class))
 def test_a_forward_of_the_base_models_own(change, mode):

@@ -8,6 +8,7 @@ from copy import deepcopy
 import hf
 import pytest
 import torch
+from full import halved
 from torch import nn
 
 import fastbert
@@ -74,6 +75,7 @@ def run(model: nn.Module, how: str) -> list[torch.Tensor]:
     return [hidden, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])]
 
 
+@halved
 @pytest.mark.parametrize("options,how", ((NO_WEIGHT, "no_grad"), (NO_WEIGHT, "gradients"), (NO_BIAS, "gradients")))
 @pytest.mark.parametrize("model_type,where", PLACES)
 def test_a_layer_norm_without_weights_is_what_torch_makes_of_it(model_type, where, options, how):
@@ -106,6 +108,7 @@ def test_a_model_whose_layer_norms_have_no_weights_can_be_initialised_again():
 COUNTED = [kind for kind in FAMILIES if not EncoderConfig.of_family(kind).num_hidden_groups]
 
 
+@halved
 @pytest.mark.parametrize("how", ("no_grad", "gradients"))
 @pytest.mark.parametrize("kept", (0, 1))
 @pytest.mark.parametrize("model_type", COUNTED)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 from batches import Batch, make_batch
-from full import left_to_full
+from full import halved, left_to_full
 from hf import FAMILIES, NUM_CONFIGS, families_axis, has_rotary, has_windows, make_config, make_trio
 from parity import check
 
@@ -101,6 +101,7 @@ def test_packed_is_padded(model_type, pattern):
             assert padded.pooler_output is None or torch.equal(padded.pooler_output, out.pooler_output)
 
 
+@halved
 @pytest.mark.parametrize("pattern", ["none", "right", "holes"])
 @turning_axis
 def test_positions_that_start_again(model_type, pattern):
@@ -116,6 +117,7 @@ def test_positions_that_start_again(model_type, pattern):
     assert_same_tokens(ours, baseline, oracle, batch, "inference")
 
 
+@halved
 @dtype_axis
 @pytest.mark.parametrize("pattern", ["none", "right", "holes"])
 @families_axis

@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 from batches import make_batch
-from full import left_to_full
+from full import halved, left_to_full
 from hf import FAMILIES, NUM_CONFIGS, families_axis, has_rotary, has_windows, make_config, randomise
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -51,6 +51,7 @@ def fused_cases() -> list[tuple[str, int]]:
     return [case for case in cases if not any(position and position.rotates_values for position in turns[case])]
 
 
+@halved
 @has_kernels
 @dtype_axis
 @pytest.mark.parametrize(("model_type", "index"), fused_cases())
@@ -83,6 +84,7 @@ def test_isolation(model_type, dtype):
     assert torch.equal(before[others], after[others]) and not torch.equal(before[2], after[2])
 
 
+@halved
 @has_kernels
 @dtype_axis
 @special_axis
@@ -137,6 +139,7 @@ def test_compiles_into_one_graph(model_type, backend):
             assert torch.equal(found, eager) or backend == "inductor"  # which computes cosines otherwise
 
 
+@halved
 @pytest.mark.parametrize(
     ("settings", "length"),
     [(None, 50), ({"do_lower_case": False}, 50), ({"max_seq_length": None}, 50), ({"max_seq_length": 20}, 20)],

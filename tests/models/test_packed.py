@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from batches import make_batch, make_labels, token_level
-from full import left_to_full
+from full import halved, left_to_full
 from hf import (
     CHOICES,
     config_for,
@@ -88,6 +88,7 @@ def test_packed_equals_padded(model_type, head, pattern):
     assert_same_gradients(padded, packed)
 
 
+@halved
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @families_axis
 def test_default_positions_of_packed_input(model_type, dtype):
@@ -106,6 +107,7 @@ def test_default_positions_of_packed_input(model_type, dtype):
         assert torch.equal(bounded[0], other[0]), "max_seqlen is an upper bound"
 
 
+@halved
 @pytest.mark.parametrize("pattern", MASKS)
 @families_axis
 def test_hidden_states_and_attentions(model_type, pattern):
@@ -133,6 +135,7 @@ def test_hidden_states_and_attentions(model_type, pattern):
             assert torch.equal(own, other[row, :, :count, :count])
 
 
+@halved
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @families_axis
 def test_inputs_embeds_and_position_ids(model_type, dtype):
@@ -182,6 +185,7 @@ def isolation(model, config, batch, change, head: str):
     return fields, embeds.grad[others]
 
 
+@halved
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head", ["Model", "SequenceClassification", "TokenClassification"])
 @families_axis
@@ -248,6 +252,7 @@ def test_sequences_without_tokens(model_type, head, mask):
         assert grad is None or torch.isfinite(grad).all(), name
 
 
+@halved
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @families_axis
 def test_gradient_checkpointing(model_type, dropout):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from full import halved
 from hf import families_axis
 
 import fastbert
@@ -22,6 +23,7 @@ def make(model_type: str, head: str):
     return model_class(model_type, head)(config).double().eval()
 
 
+@halved
 @families_axis
 @pytest.mark.parametrize("head", ("Model", "SequenceClassification", "MaskedLM"))
 def test_gradients_of_gradients(model_type, head):

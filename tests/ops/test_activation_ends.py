@@ -8,6 +8,7 @@ import math
 import cuda_kernels as cuda
 import pytest
 import torch
+from full import halved
 from isas import CPU_BACKENDS, backend_with_isa, device_of
 
 from fastbert import ops
@@ -81,6 +82,7 @@ def routes(x, activation, backend):
     return {name: [None if t is None else t.cpu() for t in pair] for name, pair in found.items()}
 
 
+@halved
 @each_activation
 @each_dtype
 def test_every_range_of_magnitudes_by_itself(backend, dtype, activation):
@@ -112,6 +114,7 @@ def test_every_range_of_magnitudes_by_itself(backend, dtype, activation):
                 )
 
 
+@halved
 @each_activation
 @each_dtype
 def test_limits_are_exact(backend, dtype, activation):
@@ -127,6 +130,7 @@ def test_limits_are_exact(backend, dtype, activation):
         assert slope is None or torch.equal(slope, zero), f"{name} {slope}"
 
 
+@halved
 @each_activation
 @each_dtype
 def test_nan_stays_and_nothing_becomes_something(backend, dtype, activation):

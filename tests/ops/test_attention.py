@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from full import left_to_full
+from full import halved, left_to_full
 from isas import CPU_BACKENDS, backend_with_isa
 
 from fastbert.backend import Backend, BackendError, select, use_backend
@@ -114,6 +114,7 @@ ADVERSARIAL = {
 }
 
 
+@halved
 @left_to_full(lambda p: is_interpreted_in_16_bits(p) and p["softmax_scale"] < 0)
 @pytest.mark.parametrize("softmax_scale", (0.5, -0.5))
 @pytest.mark.parametrize("kind", ADVERSARIAL)
@@ -123,6 +124,7 @@ def test_adversarial_inputs(backend, dtype, kind, softmax_scale):
     check(backend, torch.stack(ADVERSARIAL[kind](*make(RAGGED, dtype=dtype))), RAGGED, softmax_scale=softmax_scale)
 
 
+@halved
 @pytest.mark.parametrize("softmax_scale", (0.0, 1e-50, -1e-40), ids=str)  # fp32 has no 1e-50
 @each_dtype
 @pytest.mark.parametrize("window_size", ((-1, -1), (2, 1)), ids=str)

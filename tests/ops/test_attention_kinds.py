@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import test_attention
 import torch
-from full import left_to_full
+from full import halved, left_to_full
 from isas import CPU_BACKENDS
 from test_attention import RAGGED, SLACK, each_dtype, needs_extension
 
@@ -71,6 +71,7 @@ def check(backend, case: Lengths, tensors: Tensors, keep=None, seed=0, **options
         assert_close_to_reference(actual[i], oracle[i], baseline[i], factor, name)
 
 
+@halved
 @pytest.mark.parametrize("window_size", ((0, 0), (7, 16), (-1, 2), (20, -1), (64, 64)), ids=str)
 @each_dtype
 @each_backend
@@ -80,6 +81,7 @@ def test_windows(backend, dtype, window_size):
             check(backend, case, make(case, 2, 2, 16, dtype), window_size=window_size, window_positions=places)
 
 
+@halved
 @pytest.mark.parametrize("heads", ((6, 2), (3, 1)), ids=str)
 @each_dtype
 @each_backend
@@ -89,6 +91,7 @@ def test_grouped_keys(backend, dtype, heads):
     check(backend, RAGGED, make(RAGGED, *heads, 7, dtype), window_size=(5, 9))
 
 
+@halved
 @pytest.mark.parametrize("kind", KINDS)
 @each_dtype
 @each_backend
@@ -97,6 +100,7 @@ def test_rotary(backend, dtype, kind):
         check(backend, case, make(case, 2, 2, head_dim, dtype), rotary=rotary(case, head_dim, *KINDS[kind]))
 
 
+@halved
 @pytest.mark.parametrize("kind", KINDS)
 @each_dtype
 @each_backend
@@ -150,6 +154,7 @@ def test_dropout_goes_by_token_head_and_key(backend, dtype):
         check(backend, case, make(case, dtype=dtype), keep=keep, dropout_p=0.25, seed=7, **options)
 
 
+@halved
 @pytest.mark.parametrize("window_size", ((-1, -1), (70, 20)), ids=str)
 @each_dtype
 @each_isa

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from full import left_to_full
+from full import halved, left_to_full
 from test_attention import RAGGED, SLACK, check, differentiate, make
 from test_attention_dropout import dropped_probabilities
 
@@ -22,6 +22,7 @@ LONG = Lengths("", (130, 1))
 MANY = Lengths("many", tuple(i * 37 % 50 for i in range(300)), slack=40)
 
 
+@halved
 @needs_triton
 @pytest.mark.parametrize("case", (*LENGTHS, LONG, MANY), ids=lambda c: c.id)
 @pytest.mark.parametrize("tile", (16, 64, 128))

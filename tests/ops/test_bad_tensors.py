@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from full import halved
 from isas import CPU_BACKENDS, backend_with_isa, device_of
 from test_ops import check
 
@@ -90,6 +91,7 @@ def test_no_op_is_forgotten():
         call(op, tensors)
 
 
+@halved
 @pytest.mark.parametrize("backend", ("torch", None))
 @pytest.mark.parametrize("op, name", [(op, name) for op, tensors in TENSORS.items() for name in list(tensors)[1:]])
 def test_a_tensor_on_another_device(op, name, backend):
@@ -263,6 +265,7 @@ LITERAL = {
 }
 
 
+@halved
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=lambda d: str(d).removeprefix("torch."))
 @EVERY_BACKEND
 @pytest.mark.parametrize("op", LITERAL)

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from full import left_to_full
+from full import halved, left_to_full
 from isas import backend_with_isa, device_of
 from test_ops import check
 
@@ -78,6 +78,7 @@ def test_without_token_type_ids_every_token_is_of_type_0(backend):
     check_embedding(backend, torch.float32, (ids, positions, None), tensors)
 
 
+@halved
 @pytest.mark.parametrize(
     "names", ((), ("weight",), ("token_type", "weight"), ("token_type", "weight", "bias")), ids=str
 )
@@ -91,6 +92,7 @@ def test_without_a_position_table(backend, dtype, names):
         check_embedding(backend, dtype, given, tensors, eps=1e-5)
 
 
+@halved
 @pytest.mark.parametrize("names", ((), ("weight",), ("token_type", "weight", "bias")), ids=str)
 def test_own_rows_without_a_position_table(backend, names):
     ids, device, tensors = torch.randperm(ROWS)[:13], device_of(backend), tables(40, *names)
@@ -188,6 +190,7 @@ def literal(dout, ids, rows):
     return total
 
 
+@halved
 @pytest.mark.parametrize(
     "name,width", [*((name, 24) for name in RUNS), ("random", 1), ("random", 300), ("across-every-border", 300)]
 )
@@ -203,6 +206,7 @@ def test_gradient_of_a_table(backend, name, width):
         assert_close_to_reference(found, expected, baseline, GRADIENT_FACTOR, f"{name}, {dtype}")
 
 
+@halved
 @pytest.mark.parametrize("name", ("one-token", "one-id", "whole-chunks", "ends-beside-borders", "across-every-border"))
 @pytest.mark.parametrize("backend", ("cpu", "triton"), indirect=True)
 def test_padding_row_takes_no_gradient(backend, name):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from full import left_to_full
+from full import halved, left_to_full
 from isas import CPU_BACKENDS, backend_with_isa
 from layer_forms import (
     CASES,
@@ -71,6 +71,7 @@ def check(case: Case, mode: str, keeps=(None,) * 4, seed: int = 0, name: str = "
         )
 
 
+@halved
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CASES)
 def test_against_oracle(name, mode):
@@ -96,6 +97,7 @@ def masks(case: Case, seed: int) -> tuple[torch.Tensor, ...]:
     return probabilities != 0, keep(1, HIDDEN), keep(2, INTERMEDIATE), keep(3, HIDDEN)
 
 
+@halved
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CASES)
 def test_dropout_against_oracle(name, mode):

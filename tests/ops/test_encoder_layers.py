@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from full import halved
 from isas import CPU_BACKENDS, backend_with_isa
 from layer_forms import (
     CASES,
@@ -63,6 +64,7 @@ def test_against_oracle(name, dtype):
     check(name, dtype)
 
 
+@halved
 @torch.no_grad()
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("name", ("modernbert", "mixed", "rms, grouped"))
@@ -72,6 +74,7 @@ def test_every_isa_and_windows_by_position(name, backend):
             check(name, dtype, positions=WITH_HOLES)
 
 
+@halved
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ("float32", "bfloat16", "int8", "int8 in bfloat16"))
 @pytest.mark.parametrize("name", STACKS)

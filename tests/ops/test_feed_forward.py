@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 import torch
+from full import halved
 from isas import CPU_BACKENDS, backend_with_isa
 
 from fastbert import ops
@@ -72,6 +73,7 @@ def literal_of(form, activation="gelu", **options):
     return partial(reference.feed_forward, name=activation, gated=form != "plain", **options)
 
 
+@halved
 @each_dtype
 @each_form
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -84,6 +86,7 @@ def test_against_the_oracle(isa, form, activation, dtype):
             assert torch.equal(ours(form, activation)(**named), actual["out"])
 
 
+@halved
 @each_dtype
 @each_form
 @pytest.mark.parametrize("rows", (0, 1, 15, 16, 200, 1000))
@@ -124,6 +127,7 @@ def test_a_bias_of_one_product_alone():
         check(ours("apart"), literal_of("apart"), named, torch.randn(9, 16))
 
 
+@halved
 @each_form
 @each_dtype
 @pytest.mark.parametrize("rows", (17, 1000))
@@ -239,6 +243,7 @@ def test_opcheck(form):
             torch.library.opcheck(backward.default, (*saved, *needs), test_utils=tests)
 
 
+@halved
 @each_form
 @pytest.mark.parametrize("dropout_p", (0.0, 0.25))
 def test_compiled_as_one_graph(form, dropout_p):

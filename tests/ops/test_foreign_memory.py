@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from full import left_to_full
+from full import halved, left_to_full
 from isas import CPU_BACKENDS, backend_with_isa, device_of
 
 from fastbert import ops
@@ -41,6 +41,7 @@ def operands(bad: int | None = None, name: str = "input_ids", tokens: int = 70) 
     return {**given, **tables, "weight": torch.randn(WIDTH), "bias": torch.randn(WIDTH)}
 
 
+@halved
 @pytest.mark.parametrize("name", IDS)
 @each_bad
 @pytest.mark.parametrize("backend", CPU)
@@ -133,6 +134,7 @@ def test_labels_beyond_the_classes(bad):
             ops.cross_entropy(hidden.cpu(), weight.cpu(), None, labels.cpu(), backend=backend)
 
 
+@halved
 @needs_triton
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 @each_bad
@@ -206,6 +208,7 @@ TAKE_OFFSETS = {
 }
 
 
+@halved
 @pytest.mark.parametrize("offsets", (*OFFSETS, [0, 5, 20], [1, 12]), ids=str)
 @pytest.mark.parametrize("op", TAKE_OFFSETS)
 def test_offsets_beyond_the_tokens_on_a_cpu(op, offsets):

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from full import halved
 from isas import CPU_BACKENDS, backend_with_isa
 from torch import nn
 
@@ -47,6 +48,7 @@ def check(actual, x, weight, bias, weight_scale, input_scale, name, label):
     assert_close_to_reference(actual, literal(torch.float64), literal(torch.float32).to(x.dtype), name=label)
 
 
+@halved
 @each_scale
 @each_dtype
 def test_linears_against_oracle(backend, dtype, input_scale):
@@ -77,6 +79,7 @@ def test_one_x_for_weights_of_every_kind(backend, dtype):
     assert torch.equal(outs[1], ops.linear(x, kept, None, backend=backend))
 
 
+@halved
 @each_scale
 @each_dtype
 def test_feed_forward_is_its_two_products(backend, dtype, input_scale):
@@ -98,6 +101,7 @@ def literal_gated(x, dtype, ups, biases, up_scales, down, down_scale, input_scal
     return reference.linear_int8(inner, down, None, down_scale, input_scales[2])
 
 
+@halved
 @each_dtype
 @pytest.mark.parametrize("input_scales", ((0.0, 0.0, 0.0), (0.03, 0.03, 0.01), (0.03, 0.02, 0.0)), ids=str)
 def test_gated_feed_forward(backend, dtype, input_scales):
@@ -145,6 +149,7 @@ def test_gate_or_up_was_kept(backend, dtype, quantized):
     assert_close_to_reference(out, literal(torch.float64), literal(dtype))
 
 
+@halved
 @each_scale
 @each_dtype
 def test_odd_rows_stay_alone(backend, dtype, input_scale):

@@ -35,7 +35,7 @@ def test_the_kernels_are_held_down():
         assert done.stdout == f"{isa}\n", done.stderr
 
 
-@pytest.mark.parametrize("name", ("avx3", ""))
+@pytest.mark.parametrize("name", ("avx3", pytest.param("", marks=pytest.mark.full)))
 def test_a_name_that_this_machine_cannot_run_is_one_clear_error(name):
     from fastbert import _C
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from full import left_to_full
+from full import halved, left_to_full
 from isas import CPU_BACKENDS, device_of
 from norms import check, differentiate, everything, keep_mask, make, serving, skip_unless_served
 
@@ -56,6 +56,7 @@ ADVERSARIAL = {
 LARGE_MEAN, TORCH_LARGE_MEAN = 1e4, 30.0
 
 
+@halved
 @pytest.mark.parametrize("kind", ADVERSARIAL)
 @each_dtype
 @each_backend
@@ -81,6 +82,7 @@ def test_strided_and_sliced_operands(backend):
     check(backend, {name: t[..., ::2] for name, t in operands.items()})
 
 
+@halved
 @pytest.mark.parametrize("dropout_p", (0.1, 0.6))
 @each_backend
 def test_dropout_keeps_its_share(backend, dropout_p):
@@ -100,6 +102,7 @@ def test_dropout_follows_the_seed(backend):
     assert not torch.equal(masks[0], masks[2])
 
 
+@halved
 @pytest.mark.parametrize("rows,hidden_size", ((3, 80), (17, 33), (5, 768)), ids=lambda n: str(n))
 @each_dtype
 @each_backend
@@ -153,6 +156,7 @@ def test_writes_all_that_it_allocates(backend):
     assert all(torch.isfinite(t).all() for t in everything(backend, rows=33, hidden_size=33))
 
 
+@halved
 @pytest.mark.parametrize("dropout_p", (0.0, 0.1))
 @pytest.mark.parametrize("backend", ("cpu", "triton"), indirect=True)
 def test_opcheck(backend, dropout_p):

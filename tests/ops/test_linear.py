@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from full import halved
 from isas import CPU_BACKENDS, backend_with_isa
 
 from fastbert import ops
@@ -53,6 +54,7 @@ def check(ours, literal, operands, douts) -> None:
         assert_close_to_reference(actual[1][i], oracle[1][i], baseline[1][i], GRADIENT_FACTOR, f"gradient {i}")
 
 
+@halved
 @each_dtype
 @each_shape
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -71,6 +73,7 @@ def test_linears(isa, dtype, shape, activation):
     )
 
 
+@halved
 @each_dtype
 @each_shape
 @pytest.mark.parametrize("activation", ("gelu", "gelu_tanh", "silu"))

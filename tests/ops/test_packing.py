@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from full import left_to_full
+from full import halved, left_to_full
 from isas import backend_with_isa, device_of
 
 from fastbert import ops
@@ -56,6 +56,7 @@ def check(x: torch.Tensor, indices: torch.Tensor, backend: str) -> None:
     assert same_bits(packed.grad, dpadded[indices])
 
 
+@halved
 @pytest.mark.parametrize("shape", ((1, 1), (3, 5), (2, 16), (3, 17), (5, 33)), ids=str)
 @pytest.mark.parametrize("pattern", MASKS[1:])
 @each_dtype
@@ -64,6 +65,7 @@ def test_every_mask(pattern, shape, dtype, backend):
     check(torch.randn(mask.numel(), 24, device=device_of(backend)).to(dtype), indices_of(mask, backend), backend)
 
 
+@halved
 @pytest.mark.parametrize("width", (1, 2, 3, 16, 255, 256, 257, 530))
 @each_dtype
 def test_widths(width, dtype, backend):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from full import left_to_full
+from full import halved, left_to_full
 from isas import backend_with_isa, device_of
 from test_ops import check
 
@@ -54,6 +54,7 @@ def test_against_oracle(case, dtype, mode, backend):
     check_pooling(case, dtype, mode, backend, torch.randn(case.total_tokens, 24))
 
 
+@halved
 @pytest.mark.parametrize("hidden_size", (1, 64, 65, 257))
 @each_mode
 def test_widths(hidden_size, mode, backend):

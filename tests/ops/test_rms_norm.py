@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from full import left_to_full
+from full import halved, left_to_full
 from isas import CPU_BACKENDS
 from norms import check, differentiate, everything, keep_mask, make, run, serving
 
@@ -57,6 +57,7 @@ ADVERSARIAL = {
 }
 
 
+@halved
 @pytest.mark.parametrize("kind", ADVERSARIAL)
 @each_dtype
 @each_backend
@@ -72,6 +73,7 @@ def test_strided_and_sliced_operands(backend):
     check(backend, {name: None if t is None else t[..., ::2] for name, t in operands.items()}, rms=True)
 
 
+@halved
 @pytest.mark.parametrize("rows,hidden_size", ((17, 33), (5, 768)), ids=lambda n: str(n))
 @each_dtype
 @each_backend
@@ -117,6 +119,7 @@ def test_rms_norm_is_add_rms_norm_of_x_alone(backend):
     assert torch.equal(out, again) and torch.equal(summed, x)
 
 
+@halved
 @pytest.mark.parametrize("dropout_p", (0.0, 0.1))
 @pytest.mark.parametrize("backend", ("cpu", "triton"), indirect=True)
 def test_opcheck(backend, dropout_p):

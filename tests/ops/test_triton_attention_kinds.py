@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import test_attention
 import torch
-from full import left_to_full
+from full import halved, left_to_full
 from test_attention_dropout import dropped_probabilities
 
 from fastbert import ops
@@ -135,6 +135,7 @@ def test_kinds_of_rotary(backend, dtype, interleaved, by_token):
         check(backend, case, heads, head_dim, dtype, rotary=tables(case, head_dim, interleaved, by_token))
 
 
+@halved
 @pytest.mark.parametrize("by_token", (False, True), ids=("by-position", "by-token"))
 @pytest.mark.parametrize("interleaved", (False, True), ids=("halves", "interleaved"))
 @each_dtype

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+
+# A mark for a grid: `make test` has the cases of one colour of a checkerboard laid over its axes. So each value of an
+# axis meets every second value of each other axis, and `make test-full` has the cases of the other colour.
+halved = pytest.mark.halved
+
+_Places = dict[tuple[str, ...], dict[tuple[int, ...], int]]  # by an axis' names and a value's parts: which value it is
 
 
 def left_to_full(where: Callable[[dict[str, Any]], bool]) -> pytest.MarkDecorator:
@@ -14,7 +20,26 @@ def left_to_full(where: Callable[[dict[str, Any]], bool]) -> pytest.MarkDecorato
 
 
 def mark_those_left_to_full(items: list[pytest.Item]) -> None:
+    places: dict[str, _Places] = {}
     for item in items:
-        for mark in item.iter_markers("left_to_full"):
-            if mark.args[0](item.callspec.params):
-                item.add_marker(pytest.mark.full)
+        left = any(mark.args[0](item.callspec.params) for mark in item.iter_markers("left_to_full"))
+        if item.get_closest_marker("halved"):
+            left |= _is_black(item, places.setdefault(item.nodeid.partition("[")[0], {}))
+        if left:
+            item.add_marker(pytest.mark.full)
+
+
+def _is_black(item: pytest.Item, places: _Places) -> bool:
+    """Which colour a case has: the sum of its values' places on their axes; names given together are one axis."""
+    given = item.callspec.params
+    axes = [_names(mark.args[0]) for mark in item.iter_markers("parametrize")]
+    axes += [(name,) for name in given if not any(name in axis for axis in axes)]  # of a fixture
+    total = 0
+    for axis in axes:
+        known = places.setdefault(axis, {})
+        total += known.setdefault(tuple(id(given[name]) for name in axis), len(known))  # all cases have the same values
+    return total % 2 == 1
+
+
+def _names(given: str | Sequence[str]) -> tuple[str, ...]:
+    return tuple(name.strip() for name in given.split(",")) if isinstance(given, str) else tuple(given)
