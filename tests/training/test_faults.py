@@ -10,11 +10,16 @@ import threading
 
 import pytest
 import torch
+from finetuning_runs import TEXTS, base, write_rows
 from full import left_to_full
+from safetensors.torch import load_file
 from training_runs import OPTIONS, losses_of, make_loop, make_model, steps_in, until
 
 from fastbert.checkpoint.weight_files import CheckpointError
+from fastbert.training.finetuning import make_task
 from fastbert.training.loop import TrainingError
+from fastbert.training.options import FinetuneOptions
+from fastbert.training.run import execute
 
 
 @left_to_full(lambda p: p["name"] == "SIGINT")
@@ -142,6 +147,34 @@ def test_a_log_that_cannot_be_written(tmp_path, file_limit):
     file_limit(-1)
     loop = make_loop(tmp_path)
     assert loop.resume() and loop.place.step == 2 and len(losses_of(tmp_path)) == 2
+
+
+def test_a_model_that_cannot_be_written(tmp_path, file_limit):
+    """The disk is full when all steps are done: the last checkpoint is there, and --resume writes the model."""
+    rows = [{"text": text, "label": ("no", "yes")[i % 2]} for i, text in enumerate(TEXTS)]
+    given = {"model": base(tmp_path), "train": (write_rows(tmp_path / "train.jsonl", rows),), "steps": 2}
+    given |= {"batch_size": 4, "max_length": 16, "output": str(tmp_path / "run")}
+
+    def make_full(options):
+        task = make_task(options)
+        save = task.save
+
+        def save_on_a_full_disk(model, folder):
+            file_limit(1000)
+            save(model, folder)
+
+        task.save = save_on_a_full_disk
+        return task
+
+    with pytest.raises(OSError, match=r"File too large|I/O error"):
+        execute(FinetuneOptions(**given), make_full)
+    assert steps_in(tmp_path / "run") == [2] and not (tmp_path / "run/model.safetensors").exists()
+    file_limit(-1)
+    execute(FinetuneOptions(**given, resume=True), make_task)
+    whole = load_file(tmp_path / "run/model.safetensors")
+    execute(FinetuneOptions(**{**given, "output": str(tmp_path / "other")}), make_task)
+    other = load_file(tmp_path / "other/model.safetensors")
+    assert all(torch.equal(whole[name], other[name]) for name in other)
 
 
 @pytest.mark.parametrize("damage", ["bit", "half", "gone", "metadata", "sums"])
