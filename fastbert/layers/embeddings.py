@@ -43,10 +43,10 @@ def run_embeddings(
         tasks = embeds.new_zeros(embeds.shape[0], dtype=torch.int64) if tasks is None else tasks
         embeds = embeds + get_leaf(root, names.task_type)(tasks)
     kind = "none" if norm is None else norm_kind(norm)
-    others = [leaf for leaf in (position, token_type) if leaf is not None]
     if (
         _is_lookup(word)
-        and all(_is_lookup(leaf) and not leaf.sparse for leaf in others)
+        and (position is None or (_is_lookup(position) and not position.sparse))
+        and (token_type is None or (_is_lookup(token_type) and not token_type.sparse))
         and not (word.sparse and torch.compiler.is_compiling())  # torch's compilers know nothing of such gradients
         and kind in ("none", "layer")
     ):
