@@ -28,7 +28,7 @@ from fastbert.training.distributed import World
 from fastbert.training.loop import Loop, LoopOptions, Place, sampler_of
 from fastbert.training.loop import make_loader as loader_of
 from fastbert.training.memory import keep_freed_memory
-from fastbert.training.optimizers import AdamW, parameter_groups
+from fastbert.training.optimizers import AdamW, parameter_groups, use_sparse_gradients
 from fastbert.training.schedules import Schedule
 from fastbert.training.task import Phase, Task
 
@@ -87,6 +87,7 @@ def measure(batch_size: int, steps: int) -> dict[str, Any]:
     config, world = task.model.config, World(0, 1, torch.device("cpu"))
     phase = Phase(WARM_UP + steps, batch_size * LONGEST, batch_size, LONGEST)
     options = LoopOptions((phase,), bf16=True, log_every=LOG_EVERY, save_every=10**9)
+    use_sparse_gradients(task.model)
     optimizer = TimedAdamW(parameter_groups(task.model, 2e-5), fused=True)
     optimizer.seconds = seconds["optimizer"]
     products, rates, tokens = ceiling.gemms("bfloat16"), list[float](), list[int]()

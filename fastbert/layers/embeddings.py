@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -44,9 +44,10 @@ def run_embeddings(
         embeds = embeds + get_leaf(root, names.task_type)(tasks)
     kind = "none" if norm is None else norm_kind(norm)
     if (
-        is_plain(word, nn.Embedding)
-        and (position is None or is_plain(position, nn.Embedding))
-        and (token_type is None or is_plain(token_type, nn.Embedding))
+        _is_lookup(word)
+        and (position is None or (_is_lookup(position) and not position.sparse))
+        and (token_type is None or (_is_lookup(token_type) and not token_type.sparse))
+        and not (word.sparse and torch.compiler.is_compiling())  # torch's compilers know nothing of such gradients
         and kind in ("none", "layer")
     ):
         weight, bias, eps = (None, None, 0.0) if norm is None else norm_weights(norm)
@@ -64,6 +65,7 @@ def run_embeddings(
             position_padding_idx=None if position is None else position.padding_idx,
             dropout_p=dropout_p,
             eps=eps,
+            sparse=word.sparse,
         )
     # A leaf is hooked, or LoRA's, or the op does not have the sum: each is called, as every leaf is.
     x = word(ids.input_ids) if embeds is None else embeds
@@ -74,6 +76,11 @@ def run_embeddings(
         x = x + position(ids.position_ids)
     x = x if norm is None else add_norm(norm, x, None, None, 0.0)
     return ops.dropout(x, dropout_p)
+
+
+def _is_lookup(leaf: nn.Module) -> TypeGuard[nn.Embedding]:
+    """Whether the op does all that calling a leaf does: max_norm changes the table, scale_grad_by_freq its gradient."""
+    return is_plain(leaf, nn.Embedding) and leaf.max_norm is None and not leaf.scale_grad_by_freq
 
 
 def _without_masked(

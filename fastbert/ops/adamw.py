@@ -9,16 +9,17 @@ import torch
 from fastbert.backend import Backend, register, select
 from fastbert.ops._common import define, extension_error
 
-# All lists are as long as the weights; float32, contiguous, gradients, means and squares of a weight's shape. steps:
-# float32 (), the steps done before, counted up here. Returns the gradients' norm, a float32 (); NaN where max_norm is
-# 0, which does not ask for it.
+# All lists are as long as the weights; float32, contiguous, gradients, means and squares of a weight's shape. Where a
+# weight has rows (int64, ascending), its gradient is that of these rows, and the others' is zero. steps: float32 (),
+# the steps done before, counted up here. Returns the gradients' norm, a float32 (); NaN where max_norm is 0, which does
+# not ask for it.
 _SCHEMA = (
-    "(Tensor(a!)[] weights, Tensor[] gradients, Tensor(b!)[] means, Tensor(c!)[] squares, Tensor(d!)[] steps,"
-    " float[] rates, float[] decays, float beta1, float beta2, float eps, float max_norm) -> Tensor"
+    "(Tensor(a!)[] weights, Tensor[] gradients, Tensor?[] rows, Tensor(b!)[] means, Tensor(c!)[] squares,"
+    " Tensor(d!)[] steps, float[] rates, float[] decays, float beta1, float beta2, float eps, float max_norm) -> Tensor"
 )
 
 
-def _fake(weights, gradients, means, squares, steps, rates, decays, beta1, beta2, eps, max_norm):
+def _fake(weights, gradients, rows, means, squares, steps, rates, decays, beta1, beta2, eps, max_norm):
     return torch.empty((), dtype=torch.float32)
 
 
@@ -60,7 +61,8 @@ def adamw(
 
     Args:
         weights, gradients: lists of float32 tensors, one gradient a weight. They stay as they are where the gradients
-            are clipped.
+            are clipped. A gradient may be sparse in its first dimension, as that of nn.Embedding(sparse=True): the
+            rows that it does not have are zero, and take their step, too.
         means, squares: the moving means of the gradients and of their squares, of the weights' shapes.
         steps: float32 (), a tensor a weight: how many steps it has had; 1 is added.
         rates, decays: the learning rate and the weight decay of each weight.
@@ -70,12 +72,23 @@ def adamw(
     Raises BackendError: the backend that was asked for cannot serve the call.
     """
     with torch.no_grad():
-        if select("adamw", backend, *weights, *gradients) is Backend.TORCH:
-            return _adamw_torch(weights, gradients, means, squares, steps, rates, decays, beta1, beta2, eps, max_norm)
-        lists = [list(tensors) for tensors in (weights, gradients, means, squares, steps)]
-        norm = _OPS[Backend.CPU](*lists, list(rates), list(decays), beta1, beta2, eps, max_norm)
-        torch.autograd.graph.increment_version(lists[0])  # for whoever keeps something made of the weights
+        gradients = [_by_rows(g) if g.is_sparse else g for g in gradients]
+        values = [g.values() if g.is_sparse else g for g in gradients]
+        if select("adamw", backend, *weights, *values) is Backend.TORCH:
+            dense = [g.to_dense() if g.is_sparse else g for g in gradients]
+            return _adamw_torch(weights, dense, means, squares, steps, rates, decays, beta1, beta2, eps, max_norm)
+        rows = [g.indices()[0] if g.is_sparse else None for g in gradients]
+        changed = list(weights)
+        norm = _OPS[Backend.CPU](
+            changed, values, rows, *(list(tensors) for tensors in (means, squares, steps)), list(rates), list(decays),
+            beta1, beta2, eps, max_norm,
+        )  # fmt: skip
+        torch.autograd.graph.increment_version(changed)  # for whoever keeps something made of the weights
         return norm
+
+
+def _by_rows(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.coalesce() if gradient.sparse_dim() == 1 else gradient.to_dense()
 
 
 def _adamw_torch(weights, gradients, means, squares, steps, rates, decays, beta1, beta2, eps, max_norm):

@@ -60,12 +60,15 @@ class EmbedLayerNormOptions(NamedTuple):
     position_padding_idx: int | None
     dropout_p: float
     eps: float
+    sparse: bool
 
 
 def _embed_layer_norm_torch(
     input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, inputs_embeds, options
 ):
-    x = F.embedding(input_ids, word, options.padding_idx) if inputs_embeds is None else inputs_embeds
+    x = inputs_embeds
+    if x is None:
+        x = F.embedding(input_ids, word, options.padding_idx, sparse=options.sparse)
     if token_type is not None:
         # Types are few and mostly 0: one row when none were given, as transformers does with its zero buffer.
         x = x + (token_type[0] if token_type_ids is None else F.embedding(token_type_ids, token_type))
@@ -159,8 +162,12 @@ def _backward(backend, options, needed, saved, dout):
     embed_bwd = _BWD[backend]
     padding_idx, position_padding = (-1 if p is None else p for p in options[:2])
     dword = dposition = dtype = None
-    if needs_word:
-        dword = dout if input_ids is None else embed_bwd(dout, input_ids, word, padding_idx)
+    if needs_word and input_ids is None:
+        dword = dout
+    elif needs_word and options.sparse:
+        dword = _rows_of(embed_bwd, dout, input_ids, word, padding_idx)
+    elif needs_word:
+        dword = embed_bwd(dout, input_ids, word, padding_idx)
     if needs_position:
         dposition = embed_bwd(dout, position_ids, position, position_padding)
     if needs_type:
@@ -169,6 +176,16 @@ def _backward(backend, options, needed, saved, dout):
             types = torch.zeros(dout.shape[0], dtype=torch.int64, device=dout.device)
         dtype = embed_bwd(dout, types, token_type, -1)
     return None, None, None, dword, dposition, dtype
+
+
+def _rows_of(embed_bwd, dout, ids, table, padding_idx):
+    """The gradient of a table as torch has it where nn.Embedding is sparse: of the rows that were looked up."""
+    rows, places = torch.unique(ids, return_inverse=True)
+    values = embed_bwd(dout, places, table.new_empty(rows.shape[0], table.shape[1]), -1)
+    kept = rows != padding_idx
+    if not kept.all():
+        rows, values = rows[kept], values[kept]
+    return torch.sparse_coo_tensor(rows[None], values, table.shape, is_coalesced=True, check_invariants=False)
 
 
 _RULE = Rule(_forward, _backward)
@@ -189,6 +206,7 @@ def embed_layer_norm(
     position_padding_idx: int | None = None,
     dropout_p: float = 0.0,
     eps: float = 1e-12,
+    sparse: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor:
     """dropout(LayerNorm(word[input_ids] + token_type[token_type_ids] + position[position_ids])).
@@ -200,6 +218,7 @@ def embed_layer_norm(
         weight, bias: (embedding_size,); `weight` None skips the LayerNorm (pre-norm families).
         inputs_embeds: (total_tokens, embedding_size) in place of word[input_ids].
         padding_idx, position_padding_idx: rows of the word and position table that take no gradient.
+        sparse: the gradient of `word` is a sparse tensor of the rows in input_ids, as nn.Embedding(sparse=True) has it.
 
     Returns:
         (total_tokens, embedding_size). An id that is no row of its table never reads or writes memory beyond it. On a
@@ -227,7 +246,7 @@ def embed_layer_norm(
     else:
         table, ids = inputs_embeds, None
     _check_padding("position_padding_idx", position_padding_idx, position)
-    options = EmbedLayerNormOptions(padding_idx, position_padding_idx, dropout_p, eps)
+    options = EmbedLayerNormOptions(padding_idx, position_padding_idx, dropout_p, eps, sparse)
     chosen = select("embed_layer_norm", backend, table, position, token_type, weight, bias)
     if chosen in (Backend.TORCH, Backend.TRITON):
         given = {"position_ids": position_ids, "input_ids": ids, "token_type_ids": token_type_ids}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,17 @@ def _depths(model: PreTrainedModel) -> dict[nn.Parameter, int]:
         has_layers |= 0 < depth < behind
         found[parameter] = depth
     return found
+
+
+def use_sparse_gradients(model: nn.Module) -> None:
+    """Word tables that are only looked up get gradients of the rows of a step's tokens, for AdamW on one CPU: a step of
+    few tokens otherwise clears, and reads twice, a table's worth of zeros. Tied tables stay as they are.
+    """
+    owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    for held in held_models(model):
+        table = held.get_input_embeddings()
+        if type(table) is nn.Embedding:
+            table.sparse = owners[id(table.weight)] == 1
 
 
 def make_optimizer(name: str, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> Any:

@@ -20,7 +20,7 @@ from fastbert.training import folder as run_folder
 from fastbert.training.distributed import World, join, wrap
 from fastbert.training.loop import Loop, LoopOptions, Place, sampler_of
 from fastbert.training.memory import keep_freed_memory
-from fastbert.training.optimizers import make_optimizer, parameter_groups
+from fastbert.training.optimizers import make_optimizer, parameter_groups, use_sparse_gradients
 from fastbert.training.options import RunOptions
 from fastbert.training.report import Progress, write_reports
 from fastbert.training.schedules import Schedule
@@ -66,6 +66,8 @@ def _train(options: RunOptions, task: Task, loop_options: LoopOptions, world: Wo
     whole = copy.deepcopy(model) if is_sharded and world.is_main else model
     if options.activation_checkpointing:
         model.activation_checkpointing_enable()
+    if world.size == 1 and world.device.type == "cpu" and options.optimizer == "adamw":
+        use_sparse_gradients(model)
     wrapped = wrap(model, world, options.wrapping, bf16=loop_options.bf16)  # type: ignore[arg-type]
     groups = parameter_groups(model, options.learning_rate, options.weight_decay, options.layer_decay)
     optimizer = make_optimizer(options.optimizer, groups, (options.beta1, options.beta2), options.eps)

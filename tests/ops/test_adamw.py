@@ -92,6 +92,39 @@ def test_it_is_torchs_optimizer(backend):
             assert_close_to_reference(ours, exact, theirs.detach())
 
 
+def in_rows(gradient: torch.Tensor, how: str) -> torch.Tensor:
+    """The same gradient, sparse in its first dimension; or with its halves added up; or sparse in all."""
+    if how == "elements":
+        return gradient.to_sparse()
+    whole = gradient.to_sparse(1)
+    return whole if how == "rows" else (whole * 0.5 + whole * 0.5)
+
+
+@pytest.mark.parametrize("how", ("rows", "halves", "elements"))
+@pytest.mark.parametrize("max_norm", (0.0, 1.0))
+def test_a_sparse_gradient_is_what_it_would_be_whole(backend, max_norm, how, monkeypatch):
+    """A table's: the rows that it has not take their step, too. Clipped, the norm's last bit may be another one."""
+    draw = gradients_of
+
+    def of_step(step: int) -> list[torch.Tensor]:
+        first, *others = draw(step)
+        return [in_rows(first * (step != 3), how), *others]
+
+    def whole(step: int) -> list[torch.Tensor]:
+        return [g.to_dense() if g.is_sparse else g for g in of_step(step)]
+
+    monkeypatch.setitem(globals(), "gradients_of", whole)
+    expected, norms = steps_of(backend, 4, max_norm)
+    monkeypatch.setitem(globals(), "gradients_of", of_step)
+    found, seen = steps_of(backend, 4, max_norm)
+    assert seen == pytest.approx(norms, rel=1e-6) if max_norm else all(map(math.isnan, seen))
+    for i, (one, other) in enumerate(zip(found, expected, strict=True)):
+        if max_norm:
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        else:
+            assert torch.equal(one, other), i
+
+
 @pytest.mark.parametrize("name", CPU_BACKENDS)
 def test_the_number_of_threads_changes_no_bit(name):
     with backend_with_isa(name) as backend:
