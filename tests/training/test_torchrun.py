@@ -16,6 +16,8 @@ from finetuning_runs import TEXTS, base, write_rows
 from safetensors.torch import load_file
 from training_runs import losses_of, steps_in
 
+import fastbert
+
 pytestmark = pytest.mark.full
 ROWS = [{"text": text, "label": ("no", "yes")[i % 2]} for i, text in enumerate(TEXTS * 4)]
 FLAGS = (
@@ -55,12 +57,10 @@ def folder(tmp_path):
     return tmp_path
 
 
-def assert_same_model(one: Path, other: Path) -> None:
-    """What is saved, within the rounding of sums in another order; Adam divides by the gradients' size."""
-    expected, found = (load_file(path / "model.safetensors") for path in (one, other))
-    assert expected.keys() == found.keys()
-    for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, atol=1e-4, rtol=0)
+def logits(folder: Path) -> torch.Tensor:
+    model = fastbert.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    with torch.no_grad():
+        return model(torch.arange(5, 25)[None]).logits
 
 
 @pytest.mark.parametrize("lora", (0, 4), ids=("all weights", "lora"))
@@ -71,7 +71,8 @@ def test_two_ranks_train_and_go_on_as_one_process(wrapping, lora, folder):
     finetune(folder, "one", *options)
     finetune(folder, "two", *options, "--wrapping", wrapping, start=TORCHRUN)
     assert losses_of(folder / "two") == pytest.approx(losses_of(folder / "one"), abs=1e-5)
-    assert_same_model(folder / "one", folder / "two")
+    # Outputs, not weights: of a key's bias, which changes no output, Adam makes steps out of rounding.
+    torch.testing.assert_close(logits(folder / "two"), logits(folder / "one"), atol=1e-4, rtol=0)
     assert (folder / "two/adapter/adapter_model.safetensors").exists() == bool(lora)
     whole = load_file(folder / "two/model.safetensors")
     (folder / "two/checkpoints/step-000000006").rename(folder / "gone")
