@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import statistics
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,16 @@ def test_the_training_steps_are_those_that_were_measured():
     said = " ".join(README.split())
     assert f"on 32 sentences takes {ms[32, 'fastbert']} ms instead of {ms[32, 'transformers']}" in said
     assert f"on 128 sentences {ms[128, 'fastbert']} instead of {ms[128, 'transformers']}" in said
+
+
+@pytest.mark.parametrize("task,name", (("sst2", "SST-2"), ("stsb", "STS-B")))
+def test_the_rows_beside_the_trainer_are_those_that_were_measured(task, name):
+    runs = json.loads((RESULTS / f"trainer-{task}.json").read_text(encoding="utf-8"))["runs"]
+    both = runs["transformers"], runs["fastbert"]
+    scores = [f"{100 * statistics.fmean(run['scores'][0] for run in found):.2f}" for found in both]
+    seconds = [f"{statistics.median(run['seconds'] for run in found):,.0f}" for found in both]
+    (row,) = re.findall(rf"^\| \[{name}\].*", README, re.MULTILINE)
+    assert row.endswith(f" | {' | '.join(scores + seconds)} |")
 
 
 @pytest.mark.parametrize("page", PAGES)

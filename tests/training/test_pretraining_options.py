@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 
 import pytest
@@ -123,8 +124,11 @@ def test_errors_before_the_first_step(text, saved, tmp_path):
     one, empty = tmp_path / "one.txt", tmp_path / "empty.txt"
     one.write_text("ba be bi\nbo ba be", encoding="utf-8")
     empty.write_text("\n\n \n", encoding="utf-8")
-    other = train_vocabulary(str(text), Design("wordpiece", 40, FAMILIES["bert"].vocabulary.special))
-    other.save(tmp_path / "other")
+    shutil.copytree(saved, tmp_path / "other")
+    known = json.loads((saved / "tokenizer.json").read_text(encoding="utf-8"))
+    ids = known["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    (tmp_path / "other/tokenizer.json").write_text(json.dumps(known), encoding="utf-8")
     shutil.copytree(saved, tmp_path / "large")
     train_vocabulary(str(text), design_of("roberta")).save(tmp_path / "bytes")
     shutil.copy(tmp_path / "bytes" / "tokenizer.json", tmp_path / "large" / "tokenizer.json")
