@@ -159,6 +159,7 @@ def test_out_of_range_is_an_input_error(packed_layers):
     assert not packed_layers
 
 
+@pytest.mark.full  # test_compiled_models has these changes in our own tree
 def test_compile_follows_what_changes(no_fallback):
     model = fastbert.accelerate(small("TokenClassification"))
     compiled = torch.compile(model, backend="aot_eager")

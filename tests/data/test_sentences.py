@@ -75,6 +75,7 @@ def sts_vectors(encoder, theirs, sts):
     return encoder.encode(sts[1]), theirs.encode(sts[1])
 
 
+@pytest.mark.full  # those that are shipped have them, too
 def test_real_sentences_have_the_same_vectors(sts, sts_vectors):
     ours, their = sts_vectors
     assert ours.shape == their.shape == (len(sts[1]), 384) and len(sts[1]) >= 600

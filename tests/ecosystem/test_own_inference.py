@@ -184,6 +184,7 @@ def test_recorded(head, how, tmp_path):
     assert_close_to_reference(*exported(head, how, tmp_path), GRADIENT_FACTOR)
 
 
+@pytest.mark.full  # tests/models compile, too
 def test_compile():
     """The mask is read between two graphs; tests/models/test_compiled_models.py has packed batches, in one."""
     config = config_for("bert", "SequenceClassification")

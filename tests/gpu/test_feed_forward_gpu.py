@@ -131,6 +131,7 @@ class Launched:
         return self.kernel[grid]
 
 
+@halved
 @left_to_full(lambda p: p["backend"] == "epilogue" and p["dtype"] is torch.float16 and p["activation"] != "gelu")
 @each_form
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

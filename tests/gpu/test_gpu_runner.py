@@ -205,6 +205,7 @@ def test_the_sanitizer(verdict, template, monkeypatch, tmp_path):
 # Contestants
 
 
+@pytest.mark.full  # test_a_part_runs has the same code in this process
 def test_a_contestant_in_a_process():
     worker = Worker(
         {**TASK, "contestant": "fastbert", "mode": "training", "precision": "amp"}, "benchmarks.gpu.subject"

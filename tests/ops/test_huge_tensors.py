@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from full import left_to_full
 from isas import backend_with_isa, device_of
 
 from fastbert import ops
@@ -30,6 +31,7 @@ def backend(request):
         yield name
 
 
+@left_to_full(lambda p: p["backend"] == "torch")  # whose offsets are torch's
 def test_attention_of_tokens_that_lie_far_apart(backend, huge):
     """q, k, v and the gradient that comes in, read where they are: 2^24 elements from token to token."""
     lengths, stride = (9, 16, 1, 0, 7) * 4, 2**24

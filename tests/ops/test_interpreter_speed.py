@@ -43,6 +43,7 @@ print(digest.hexdigest())
 """
 
 
+@pytest.mark.full  # all kernels of the interpreter are compared with the oracle
 def test_the_numbers_are_those_of_triton_s_own():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     said = []

@@ -125,6 +125,7 @@ def test_the_positions_of_no_holes_are_the_places(backend):
     assert all(map(torch.equal, found, expected))
 
 
+@halved
 @left_to_full(lambda p: p["dtype"] is torch.bfloat16 and not p["interleaved"])
 @pytest.mark.parametrize("by_token", (False, True), ids=("by-position", "by-token"))
 @pytest.mark.parametrize("interleaved", (False, True), ids=("halves", "interleaved"))

@@ -162,6 +162,7 @@ def test_a_cuda_part_that_cannot_be_built_is_refused_with_the_reason(tmp_path):
         assert done.returncode == 1 and re.search(reason, done.stderr), done.stderr
 
 
+@pytest.mark.full  # CXX=none; test_imports has an installation without kernels
 def test_without_a_compiler_the_wheel_is_pure_python_and_works(checkout, sdist, tmp_path):
     copy = tmp_path / "source"
     shutil.copytree(sdist, copy, ignore=shutil.ignore_patterns("build"))

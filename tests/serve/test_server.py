@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import tiny
 from command_line import ENVIRONMENT, command, fails
+from full import left_to_full
 
 from fastbert import SentenceEncoder
 from fastbert.checkpoint.weight_files import CheckpointError
@@ -84,6 +85,7 @@ def test_many_clients_share_batches_and_get_encodes_vectors(model):
     assert "te_request_failure" not in re.sub(r"^#.*$", "", metrics, flags=re.MULTILINE)
 
 
+@left_to_full(lambda p: p["number"] == signal.SIGINT)  # SIGINT's way is SIGTERM's
 @pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGINT))
 def test_a_signal_lets_what_was_accepted_finish(model, number):
     """32 requests in the queue, then the signal: all are answered, new ones are not, the exit code is 0."""
