@@ -60,7 +60,7 @@ def theirs(minilm):
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(5, id="every fifth"), pytest.param(1, id="all", marks=pytest.mark.full)]
+    scope="module", params=[pytest.param(20, id="every twentieth"), pytest.param(1, id="all", marks=pytest.mark.full)]
 )
 def sts(request) -> tuple[np.ndarray, list[str]]:
     """Scores of the STS benchmark's development pairs, and their texts: all first ones, then all second ones."""
@@ -78,7 +78,7 @@ def sts_vectors(encoder, theirs, sts):
 @pytest.mark.full  # those that are shipped have them, too
 def test_real_sentences_have_the_same_vectors(sts, sts_vectors):
     ours, their = sts_vectors
-    assert ours.shape == their.shape == (len(sts[1]), 384) and len(sts[1]) >= 600
+    assert ours.shape == their.shape == (len(sts[1]), 384) and len(sts[1]) >= 150
     assert ours.dtype == np.float32
     assert cosines(ours, their).min() >= 0.99999
 

@@ -8,7 +8,7 @@ from copy import deepcopy
 import hf
 import pytest
 import torch
-from full import halved
+from full import halved, left_to_full
 from torch import nn
 
 import fastbert
@@ -90,6 +90,7 @@ def test_a_layer_norm_without_weights_is_what_torch_makes_of_it(model_type, wher
         assert_close_to_reference(out, exact, plain, GRADIENT_FACTOR, f"{path}, {how}")
 
 
+@left_to_full(lambda p: p["options"] is NO_BIAS)  # a part of NO_WEIGHT
 @pytest.mark.parametrize("options", (NO_WEIGHT, NO_BIAS))
 def test_a_compiled_model_has_such_a_layer_norm_too(options):
     model = make("bert")

@@ -116,6 +116,7 @@ WAYS = {
 }
 
 
+@left_to_full(lambda p: p["way"] == "accelerated")  # says it by the same function
 @pytest.mark.parametrize("way", WAYS)
 def test_an_installation_without_kernels_says_so_once(way):
     blocked = "import sys; sys.modules['fastbert._C'] = None\n"
