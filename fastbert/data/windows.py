@@ -92,9 +92,10 @@ class Windows:
 class WindowPairs:
     """The examples of an epoch: pairs of sequences A and B, which stand one behind the other in a document or do not.
 
-    "nsp": half of the B are from another document, and have the label 1 (Devlin et al. 2018, section 3.1). "sop": half
-    of the pairs are in the wrong order, and have the label 1 (Lan et al. 2019, section 3.1). A window is cut in two
-    where a segment ends, if one does in its inner half, else anywhere.
+    "nsp": half of the B are from another document, and have the label 1 (Devlin et al. 2018, section 3.1). A window is
+    cut in two where a segment ends, if one does in its inner half, else anywhere in it. "sop": half of the pairs are in
+    the wrong order, and have the label 1 (Lan et al. 2019, section 3.1). A and B are whole segments where a window has
+    two of them, else parts of segments. Either way a label cannot be told from which ends are ends of segments.
 
     The arguments are those of `Windows`; `label` is the labels' name, where it is not that of the kind of pairs. Raises
     InputError, too: "nsp" of a corpus of one document, or no window of two tokens.
@@ -123,7 +124,11 @@ class WindowPairs:
         starts, stops = starts[stops - starts > 1], stops[stops - starts > 1]
         keys = example_keys(seed, epoch, range(len(starts)))
         nothing = np.zeros(len(starts), np.int64)
-        split = _split(corpus, starts, stops, uniform(keys, nothing, _SPLIT))
+        draws = uniform(keys, nothing, _SPLIT)
+        if pairs == "sop":
+            starts, split, stops = _alike_ends(corpus, starts, stops, draws)
+        else:
+            split = _split(corpus, starts, stops, draws)
         self.labels = (uniform(keys, nothing, _KIND) < 0.5).astype(np.int64)
         self.a, self.b = np.stack([starts, split], 1), np.stack([split, stops], 1)
         is_changed = self.labels == 1
@@ -170,23 +175,54 @@ def cut_windows(corpus: Corpus, room: int, seed: int, epoch: int) -> tuple[np.nd
     return starts, stops
 
 
+def _inner_half(starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The first and the last place where a window may be cut in two."""
+    margin = np.maximum(1, (stops - starts) // 4)
+    return starts + margin, stops - margin
+
+
 def _split(corpus: Corpus, starts: np.ndarray, stops: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """Where each window is cut in two, inside of it."""
-    sizes = stops - starts
-    anywhere = starts + 1 + (draws * (sizes - 1)).astype(np.int64)
-    low, high = starts + np.maximum(1, sizes // 4), stops - np.maximum(1, sizes // 4)
+    """Where each window of "nsp" is cut in two."""
+    low, high = _inner_half(starts, stops)
+    anywhere = low + (draws * (high - low + 1)).astype(np.int64)
     first, last = np.searchsorted(corpus.segments, low, "left"), np.searchsorted(corpus.segments, high, "right")
     count = last - first  # of segments that end there
     chosen = first + (draws * count).astype(np.int64)
     return np.where(count > 0, corpus.segments[np.minimum(chosen, len(corpus.segments) - 1)], anywhere)
 
 
+def _alike_ends(
+    corpus: Corpus, starts: np.ndarray, stops: np.ndarray, draws: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Where each window of "sop" begins, is cut in two, and ends: at ends of segments, or inside of segments, but not
+    some here and some there. A full stop before the cut, and none at the window's end, would tell the order.
+    """
+    segments = corpus.segments
+    first, last = np.searchsorted(segments, starts, "left"), np.searchsorted(segments, stops, "right") - 1
+    whole = last - first  # segments in a window
+    middle = np.minimum(first + 1 + (draws * (whole - 1)).astype(np.int64), len(segments) - 1)
+    can_shrink = stops - starts > 3
+    inside = starts + (can_shrink & np.isin(starts, segments)), stops - (can_shrink & np.isin(stops, segments))
+    low, high = _inner_half(*inside)
+    split = low + (draws * (high - low + 1)).astype(np.int64)
+    split += np.isin(split, segments) & (split + 1 < inside[1])
+    ends = (segments[np.minimum(first, len(segments) - 1)], segments[middle], segments[last])
+    made = [np.where(whole > 1, *both) for both in zip(ends, (inside[0], split, inside[1]), strict=True)]
+    return made[0], made[1], made[2]
+
+
 def _elsewhere(corpus: Corpus, spans: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """For each span (start, stop) one of another document, as long, or shorter where that document ends."""
+    """For each span (start, stop) one of another document, at most as long. It begins where a segment begins if the
+    span does, and ends where one ends if the span does and a segment ends there.
+    """
+    segments = corpus.segments
     own = np.searchsorted(corpus.documents, spans[:, 0], "right") - 1
     begin, end = corpus.documents[own], corpus.documents[own + 1]
     others = len(corpus.tokens) - (end - begin)  # a place among the tokens of all other documents
     place = (draws * others).astype(np.int64)
     starts = np.where(place < begin, place, place + (end - begin))
+    starts = np.where(np.isin(spans[:, 0], segments), segments[np.searchsorted(segments, starts, "right") - 1], starts)
     ends = corpus.documents[np.searchsorted(corpus.documents, starts, "right")]
-    return np.stack([starts, np.minimum(starts + spans[:, 1] - spans[:, 0], ends)], 1)
+    stops = np.minimum(starts + spans[:, 1] - spans[:, 0], ends)
+    last = segments[np.searchsorted(segments, stops, "right") - 1]
+    return np.stack([starts, np.where(np.isin(spans[:, 1], segments) & (last > starts), last, stops)], 1)

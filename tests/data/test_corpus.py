@@ -74,10 +74,10 @@ def test_several_files_and_processes(tokenizer, tmp_path):
     assert corpus.tokens.tolist() == [*range(2, 13)] * 2 and len(corpus.documents) == 7
 
 
-def make_corpus(documents: int = 200, seed: int = 0) -> Corpus:
-    """Every token is another number, so that it says where it comes from."""
+def make_corpus(documents: int = 200, seed: int = 0, sizes: tuple[int, int] = (1, 40)) -> Corpus:
+    """Every token is another number, so that it says where it comes from. `sizes`: of segments."""
     draw = np.random.default_rng(seed)
-    sizes = [draw.integers(1, 40, draw.integers(1, 12)) for _ in range(documents)]
+    sizes = [draw.integers(*sizes, draw.integers(1, 12)) for _ in range(documents)]
     segments = np.cumsum([0, *np.concatenate(sizes)])
     return Corpus(np.arange(segments[-1], dtype=np.int32), segments, np.cumsum([0, *map(sum, sizes)]))
 
@@ -127,12 +127,26 @@ def test_pairs(kind, tokenizer):
         else:
             assert is_same and (a[0] == b[-1] + 1 if label else b[0] == a[-1] + 1)
         labels.append(label)
-        if label == 0:
+        if kind == "nsp" and label == 0:
             margin = max(1, (len(a) + len(b)) // 4)
             inner = range(a[0] + margin, b[-1] + 1 - margin + 1)
             at_ends += [b[0] in corpus.segments] * bool(set(inner) & set(corpus.segments.tolist()))
     assert np.mean(labels) == pytest.approx(0.5, abs=0.03)
-    assert all(at_ends) and len(at_ends) > 100
+    assert all(at_ends) and (kind == "sop" or len(at_ends) > 100)
+
+
+@pytest.mark.parametrize("sizes", [(1, 40), (60, 400)], ids=["short segments", "long segments"])
+@pytest.mark.parametrize("kind", ["nsp", "sop"])
+def test_ends_of_segments_do_not_tell_the_label(kind, sizes, tokenizer):
+    """Or a model would learn where sentences end, and no more. The best rule over the four ends is right for a few more
+    than half of the pairs, as short documents leave no choice.
+    """
+    corpus = make_corpus(3000, sizes=sizes)
+    pairs = WindowPairs(corpus, tokenizer, 67, kind, seed=0, epoch=0)
+    ends = np.isin(np.concatenate([pairs.a, pairs.b], 1), corpus.segments) @ [1, 2, 4, 8]
+    counts = np.zeros((16, 2))
+    np.add.at(counts, (ends, pairs.labels), 1)
+    assert counts.sum() > 3000 and counts.max(1).sum() / counts.sum() < 0.58, counts
 
 
 def test_templates_of_families(tokenizer):
