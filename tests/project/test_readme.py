@@ -107,6 +107,24 @@ def test_the_rows_beside_the_trainer_are_those_that_were_measured(task, name):
     assert row.endswith(f" | {' | '.join(scores + seconds)} |")
 
 
+EMBEDDINGS = {
+    "stsb": "CoSENT on STS-B",
+    "pairs": "In-batch negatives on STS-B's pairs",
+    "banking": "In-batch negatives on BANKING77",
+}
+
+
+@pytest.mark.parametrize("task", EMBEDDINGS)
+def test_the_rows_beside_sentence_transformers_are_those_that_were_measured(task):
+    report = json.loads((RESULTS / "embedding-training.json").read_text(encoding="utf-8"))
+    (found,) = (row for row in report["rows"] if row["task"] == task)
+    both = "sentence-transformers", "fastbert"
+    scores = [f"{100 * statistics.fmean(found['after'][name]):.2f}" for name in both]
+    seconds = [f"{statistics.median(found['seconds'][name]):,.0f}" for name in both]
+    (row,) = re.findall(rf"^\| \[{EMBEDDINGS[task]}\].*", README, re.MULTILINE)
+    assert row.endswith(f" | {' | '.join(scores + seconds)} |")
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     folder = ROOT if page == "README.md" else ROOT / "docs"
