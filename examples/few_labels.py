@@ -1,7 +1,9 @@
 """Intents from a few labelled sentences each: embeddings learnt from pairs, then the nearest centroid.
 
-The pairs are as in SetFit (Tunstall et al. 2022, section 3): two sentences of one label have the score 1, of two labels
-the score 0. What is learnt is a sentence-transformers folder, and a centroid for each label.
+As in SetFit (Tunstall et al. 2022, section 3) the sentences of one label make pairs. A sentence has to find its partner
+among those of the whole batch: with scores of 1 and 0 for pairs of one label and of two, as in that paper, the nearest
+centroid of banking77 got worse (79.5 to 76.0 %; so: 82.9 %). What is learnt is a sentence-transformers folder, and a
+centroid for each label.
 
 python examples/few_labels.py --train banking77_train.csv --test banking77_test.csv --shots 8
 """
@@ -33,15 +35,13 @@ def read(path: str) -> dict[str, list[str]]:
     return found
 
 
-def pairs_of(shots: dict[str, list[str]], count: int, draw: random.Random) -> list[dict[str, object]]:
-    """`count` pairs for each sentence with one of its own label, and as many with one of another label."""
-    rows: list[dict[str, object]] = []
-    for label, texts in shots.items():
-        others = [text for other, given in shots.items() if other != label for text in given]
+def pairs_of(shots: dict[str, list[str]], count: int, draw: random.Random) -> list[dict[str, str]]:
+    """`count` pairs for each sentence, with others of its own label."""
+    rows = []
+    for texts in shots.values():
         for text in texts:
             own = [other for other in texts if other != text] or [text]
-            rows += [{"sentence1": text, "sentence2": draw.choice(own), "score": 1.0} for _ in range(count)]
-            rows += [{"sentence1": text, "sentence2": draw.choice(others), "score": 0.0} for _ in range(count)]
+            rows += [{"anchor": text, "positive": draw.choice(own)} for _ in range(count)]
     return rows
 
 
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--test", help="another such file; by default what is left of --train")
     parser.add_argument("--output", default="trained")
     parser.add_argument("--shots", type=int, default=8, help="sentences of each label that are used")
-    parser.add_argument("--pairs", type=int, default=5, help="pairs for each of them, of either kind")
+    parser.add_argument("--pairs", type=int, default=5, help="pairs for each of them")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
 
@@ -77,8 +77,8 @@ def main() -> None:
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     print(f"before: {accuracy(given.model, shots, test):.4f}")
     options = FinetuneOptions(
-        task="embedding", model=given.model, train=(str(pairs),), output=given.output, loss="cosine", epochs=1,
-        batch_size=32, learning_rate=2e-5, seed=given.seed,
+        task="embedding", model=given.model, train=(str(pairs),), output=given.output, loss="ranking", epochs=1,
+        batch_size=32, learning_rate=5e-5, seed=given.seed,
     )  # fmt: skip
     execute(options, make_task)
     print(f"after {len(rows)} pairs: {accuracy(given.output, shots, test):.4f}")

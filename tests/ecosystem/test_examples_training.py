@@ -28,7 +28,7 @@ SAYS = {
     "accelerate_loop": "accuracy",
     "lightning_module": "accuracy",
     "sentence_transformers_trainer": "calls ran packed",
-    "few_labels": "after 64 pairs: ",
+    "few_labels": "after 32 pairs: ",
 }
 
 
