@@ -253,6 +253,7 @@ def shell(line: str, *arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(words, capture_output=True, text=True, timeout=300, check=False, env=ENVIRONMENT)
 
 
+@pytest.mark.full  # test_what_is_printed_does_not_get_into_the_file closes them, too
 def test_streams_that_are_closed_or_full(tmp_path, model):
     done = shell(">/dev/full", "info", model)
     assert done.returncode == 2 and done.stderr.count("\n") == 1

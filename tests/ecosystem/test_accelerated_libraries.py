@@ -37,6 +37,7 @@ def as_plain(model: Any, use: Callable[[Any], Any]) -> Any:
     return model
 
 
+@pytest.mark.full  # test_packing_collators.py has their trainer, too
 def test_sentence_transformers_trainer(tmp_path):
     datasets, library = pytest.importorskip("datasets"), pytest.importorskip("sentence_transformers")
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss

@@ -175,9 +175,7 @@ def exported(head: str, how: str, folder):
     return torch.from_numpy(first)[real], oracle[real], near[real]
 
 
-@left_to_full(
-    lambda p: p["how"] == "onnx" or (p["how"] == "trace" and p["head"] != "SequenceClassification")
-)  # export's
+@left_to_full(lambda p: p["how"] == "onnx" or p["head"] != "SequenceClassification")  # the graph is export's, or a part
 @pytest.mark.parametrize("how", ("export", "trace", "onnx"))
 @pytest.mark.parametrize("head", HEADS)
 def test_recorded(head, how, tmp_path):

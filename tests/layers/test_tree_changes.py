@@ -124,6 +124,7 @@ def test_the_layers_that_are_there_run(model_type, kept, how):
         assert torch.equal(out, expected)
 
 
+@pytest.mark.full  # test_compiled_models.py changes compiled models, too
 def test_a_compiled_model_runs_the_layers_that_are_there():
     model = make("bert")
     before = run(model, "no_grad")[0]

@@ -68,7 +68,7 @@ def tables(case: Lengths, head_dim: int, interleaved=False, by_token=False) -> R
     return Rotary(angles.cos().float(), angles.sin().float(), interleaved, by_token)
 
 
-@left_to_full(lambda p: p["dtype"] is torch.bfloat16 and p["heads"] != (6, 2))
+@left_to_full(lambda p: p["heads"] != ((6, 2) if p["dtype"] is torch.bfloat16 else (5, 1)))
 @pytest.mark.parametrize("heads", ((6, 2), (5, 1), (8, 4)), ids=str)
 @each_dtype
 @in_triton
@@ -182,6 +182,7 @@ def test_nothing_crosses_from_one_sequence_to_another(backend):
     assert torch.equal(found[:9], expected[:9]) and torch.equal(found[29:], expected[29:])
 
 
+@left_to_full(lambda p: p["dropout_p"] == 0)  # a part of what it does with dropout
 @needs_triton
 @pytest.mark.parametrize("dropout_p", (0.0, 0.1))
 def test_repeats_bit_for_bit(dropout_p):

@@ -146,6 +146,7 @@ def test_a_wheel_from_the_sdist_has_the_kernels(checkout, sdist, tmp_path):
     check_wheel(home, checkout)
 
 
+@pytest.mark.full  # test_cli_build.py has the reasons
 def test_a_cuda_part_that_cannot_be_built_is_refused_with_the_reason(tmp_path):
     command = [sys.executable, recipe.__file__, str(tmp_path)]
     for asked, reason in (
@@ -242,6 +243,7 @@ def check_cpu_kernels(*flags: str) -> None:
         run([compiler, "-std=c++17", "-fsyntax-only", "-fno-math-errno", *flags, str(source)], ROOT)
 
 
+@pytest.mark.full  # the wheels' builds show it, too
 def test_the_cpu_kernels_are_cpp17():
     """torch before 2.13 builds extensions as that; the one here may build them as something newer."""
     check_cpu_kernels()
@@ -256,6 +258,7 @@ NO_X86 = """
 """
 
 
+@pytest.mark.full  # as does a build for aarch64
 def test_the_generic_kernels_need_no_x86(tmp_path):
     """Compiled as for another machine: whatever only an x86 has must stand behind __x86_64__."""
     sources = [p.read_text() for p in ROOT.glob("csrc/**/*.*") if p.parent.name in ("cpu", "include")]

@@ -178,6 +178,7 @@ def test_a_model_that_cannot_be_written(tmp_path, file_limit):
     assert all(torch.equal(whole[name], other[name]) for name in other)
 
 
+@left_to_full(lambda p: p["damage"] in ("metadata", "sums"))  # a file that is gone, or is not what was written
 @pytest.mark.parametrize("damage", ["bit", "half", "gone", "metadata", "sums"])
 def test_a_damaged_checkpoint(damage, tmp_path):
     """A wrong bit among the weights, which torch does not see; the older checkpoint is named, and works."""

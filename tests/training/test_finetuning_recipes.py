@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command_line import run_here
+from full import left_to_full
 from tiny import write_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -19,6 +20,7 @@ def test_there_is_a_recipe_for_each_sample():
     assert set(METRICS) <= set(RECIPES) and all((EXAMPLES / "data" / f"{name}.jsonl").is_file() for name in METRICS)
 
 
+@left_to_full(lambda p: p["name"] == "sst2")  # classes, as banking77's
 @pytest.mark.parametrize("name", METRICS)
 def test_a_recipe_trains_and_predicts(tmp_path, name):
     model = write_model(tmp_path / "base", max_position_embeddings=400)
