@@ -69,6 +69,7 @@ def row(cells) -> dict:
         return cells.cell("float32", BY_NAME["1x16"])
 
 
+@pytest.mark.full  # the next ones run a worker, too; and the report is made of made-up rows
 def test_a_whole_cell(row):
     ours, theirs = row["results"]["fastbert"], row["results"]["transformers-sdpa"]
     for result in (ours, theirs):
@@ -82,6 +83,7 @@ def test_a_whole_cell(row):
     assert report.best_peer(row) == "transformers-sdpa"
 
 
+@pytest.mark.full  # as the one before
 def test_a_run_writes_its_results_and_resumes(row, monkeypatch, tmp_path):
     measured = []
 

@@ -15,6 +15,7 @@ import pytest
 import tiny
 import torch
 from command_line import ROOT, fails, run, run_here, run_python
+from full import left_to_full
 
 import fastbert
 from fastbert import EncoderConfig, SentenceEncoder
@@ -242,6 +243,7 @@ def test_doctor():
     assert torch_fault("2.9.1+cu128") == "too old: fastbert needs torch 2.11 or newer"
 
 
+@left_to_full(lambda p: p["backend"] == "cuda")  # reported by the same line
 @pytest.mark.parametrize("backend", ("triton", "cuda"))
 def test_doctor_reports_a_backend_that_cannot_serve(backend):
     done = run("doctor", FASTBERT_BACKEND=backend, TRITON_INTERPRET="0")

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from full import halved
 from test_attention import SLACK, make
 from test_attention_tiles import needs_triton
 
@@ -67,6 +68,7 @@ CALLS = {
 }
 
 
+@halved
 @pytest.mark.parametrize("name", CALLS)
 def test_no_thread_stores_what_another_may_still_read(name):
     x = torch.randn(17, 40, requires_grad=True)

@@ -125,6 +125,7 @@ def test_an_installation_without_kernels_says_so_once(way):
     assert said[0].strip().endswith(BUILD_KERNELS)
 
 
+@pytest.mark.full  # asks as test_cli_build.py's processes do
 def test_whoever_asks_for_torch_is_told_nothing_of_kernels():
     blocked = "import sys; sys.modules['fastbert._C'] = None\n" + textwrap.dedent(MODELS)
     imports = blocked.replace("shape =", "import fastbert.ops, fastbert.models.auto; shape =")  # nor who imports alone

@@ -119,6 +119,7 @@ def sdist(checkout, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.full  # as what the sdist holds runs, below
 def test_a_checkout_runs_uninstalled(checkout, tmp_path):
     check(checkout, tmp_path, built=False)
 
