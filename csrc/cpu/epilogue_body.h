@@ -18,9 +18,9 @@ struct Tile {
   float* gate;                // (rows, kPanel)
 };
 
-// What a tile's sums still need in inference: scales, bias, activation, and the way out. Whole panels, without a branch
+// What a tile's sums still need in forward: scales, bias, activation, and the way out. Whole panels, without a branch
 // inside: beside the 200 steps of an int8 tile every instruction here shows.
-template <typename T, bool kInt8, Activation kActivation, Pair kPair>
+template <typename T, bool kInt8, bool kKeepsPre, Activation kActivation, Pair kPair>
 void finish_whole_tile(const GemmTarget& target, const Channels& channels, const Tile tile) {
   constexpr int64_t kGroup = 4;  // vectors whose bias and scale stay in registers for all rows
   for (int64_t first = tile.column; first < tile.column + kPanel; first += kGroup * kWidth) {
@@ -37,6 +37,7 @@ void finish_whole_tile(const GemmTarget& target, const Channels& channels, const
       const char* sum = tile.sums + r * kStepBytes + (first - tile.column) * 4;
       float* gate = kPair == Pair::kNone ? nullptr : tile.gate + r * kPanel + (first - tile.column);
       T* out = static_cast<T*>(target.out) + (tile.row + r) * target.out_stride + first;
+      [[maybe_unused]] T* pre = static_cast<T*>(target.pre) + (kKeepsPre ? (tile.row + r) * target.pre_stride + first : 0);
       for (int64_t v = 0; v < kGroup; ++v) {
         Floats x;
         if constexpr (kInt8) {
@@ -45,6 +46,7 @@ void finish_whole_tile(const GemmTarget& target, const Channels& channels, const
         } else {
           x = add(load(reinterpret_cast<const float*>(sum) + v * kWidth), bias[v]);
         }
+        if constexpr (kKeepsPre) store(pre + v * kWidth, x);
         if constexpr (kActivation != Activation::kNone) x = activate<sizeof(T) == 4>(kActivation, x);
         if constexpr (kPair == Pair::kUp) x = mul(x, load(gate + v * kWidth));
         if constexpr (kPair == Pair::kGate) {
@@ -53,6 +55,24 @@ void finish_whole_tile(const GemmTarget& target, const Channels& channels, const
           store(out + v * kWidth, x);
         }
       }
+    }
+  }
+}
+
+// In the backward of a feed-forward without gate and dropout: the gradient of what went into the activation, and again
+// what came out of it, which share most of what they take.
+template <typename T, Activation kActivation>
+void finish_slope_tile(const GemmTarget& target, const Channels& channels, const Tile tile) {
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    const auto* sum = reinterpret_cast<const float*>(tile.sums + r * kStepBytes);
+    const int64_t row = tile.row + r, at = row * target.out_stride + tile.column;
+    const T* before = static_cast<const T*>(target.slope_of) + at;
+    T* out = static_cast<T*>(target.out) + at;
+    T* activated = static_cast<T*>(target.activated) + row * target.weight.out_features + tile.column;
+    for (int64_t c = 0; c < kPanel; c += kWidth) {
+      const Floats x = add(load(sum + c), load(channels.bias + tile.column + c)), gate = load(before + c);
+      store(activated + c, activate<sizeof(T) == 4>(kActivation, gate));
+      store(out + c, mul(x, activation_slope<sizeof(T) == 4>(kActivation, gate)));
     }
   }
 }
@@ -115,29 +135,50 @@ void finish_any_tile(const GemmTarget& target, const Channels& channels, const T
   }
 }
 
+// Whether it was one of the forms that are common.
+template <typename T, bool kInt8, bool kKeepsPre>
+FASTBERT_SIMD bool finish_common_tile(const GemmTarget& target, const Channels& channels, const Tile& tile, Pair pair) {
+  const auto finish = [&](auto activation, auto its_pair) {
+    finish_whole_tile<T, kInt8, kKeepsPre, activation(), its_pair()>(target, channels, tile);
+    return true;
+  };
+  using std::integral_constant;
+  constexpr integral_constant<Pair, Pair::kNone> alone{};
+  constexpr integral_constant<Pair, Pair::kGate> gate{};
+  constexpr integral_constant<Activation, Activation::kNone> none{};
+  if (pair == Pair::kUp) return finish(none, integral_constant<Pair, Pair::kUp>{});
+  const bool is_gate = pair == Pair::kGate;
+  switch (target.activation) {
+    case Activation::kNone:
+      return !is_gate && finish(none, alone);
+    case Activation::kGelu: {
+      constexpr integral_constant<Activation, Activation::kGelu> gelu{};
+      return is_gate ? finish(gelu, gate) : finish(gelu, alone);
+    }
+    case Activation::kGeluTanh: {
+      constexpr integral_constant<Activation, Activation::kGeluTanh> gelu{};
+      return is_gate ? finish(gelu, gate) : finish(gelu, alone);
+    }
+    case Activation::kSilu:
+      return is_gate && finish(integral_constant<Activation, Activation::kSilu>{}, gate);
+    default:
+      return false;
+  }
+}
+
 template <typename T, bool kInt8>
 FASTBERT_SIMD void finish_tile(const GemmTarget& target, const Channels& channels, const Tile& tile, Pair pair) {
-  const bool is_plain = target.pre == nullptr && target.slope_of == nullptr && target.dropout == nullptr;
-  if (target.weight.out_features - tile.column >= kPanel && is_plain) {
-    if (pair == Pair::kUp) {
-      return finish_whole_tile<T, kInt8, Activation::kNone, Pair::kUp>(target, channels, tile);
-    }
-    const bool is_gate = pair == Pair::kGate;
-    switch (target.activation) {
-      case Activation::kNone:
-        if (is_gate) break;
-        return finish_whole_tile<T, kInt8, Activation::kNone, Pair::kNone>(target, channels, tile);
-      case Activation::kGelu:
-        if (is_gate) return finish_whole_tile<T, kInt8, Activation::kGelu, Pair::kGate>(target, channels, tile);
-        return finish_whole_tile<T, kInt8, Activation::kGelu, Pair::kNone>(target, channels, tile);
-      case Activation::kGeluTanh:
-        if (is_gate) return finish_whole_tile<T, kInt8, Activation::kGeluTanh, Pair::kGate>(target, channels, tile);
-        return finish_whole_tile<T, kInt8, Activation::kGeluTanh, Pair::kNone>(target, channels, tile);
-      case Activation::kSilu:
-        if (!is_gate) break;
-        return finish_whole_tile<T, kInt8, Activation::kSilu, Pair::kGate>(target, channels, tile);
-      default:
-        break;
+  if (target.weight.out_features - tile.column >= kPanel && target.dropout == nullptr) {
+    if (target.slope_of == nullptr) {
+      if (target.pre == nullptr && finish_common_tile<T, kInt8, false>(target, channels, tile, pair)) return;
+      if (!kInt8 && target.pre != nullptr && finish_common_tile<T, false, true>(target, channels, tile, pair)) return;
+    } else if (!kInt8 && target.up_offset == 0) {
+      if (target.activation == Activation::kGelu) {
+        return finish_slope_tile<T, Activation::kGelu>(target, channels, tile);
+      }
+      if (target.activation == Activation::kGeluTanh) {
+        return finish_slope_tile<T, Activation::kGeluTanh>(target, channels, tile);
+      }
     }
   }
   finish_any_tile<T>(target, channels, tile, pair);

@@ -39,6 +39,7 @@ struct PackArgs {
   DType format;             // of the packed panels: float32 or bfloat16 from either, int8 from int8
   char* packed;             // (panels, panel_bytes), zeros beyond the weight
   int32_t* channel_offset;  // (panels * kPanel,), int8 only: 128 times the sums over in_features; may be null
+  bool streams = false;     // from float32 only: past the caches, `packed` being a multiple of 64
 };
 
 void pack_panels(const PackArgs& args, int64_t begin, int64_t end);

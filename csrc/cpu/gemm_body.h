@@ -219,14 +219,21 @@ void gemm(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t pane
   }
 }
 
-// Sums (rows, kPanel) of one block, on their way out.
+// Sums (rows, kPanel) of one block, on their way out: past the caches where whole lines are written, for a model's
+// gradients are read when all of them are there.
 FASTBERT_SIMD void store_block(const GemmTransposedArgs& args, int64_t a_panel, int64_t b_panel, int64_t rows,
                                int64_t columns, const char* sums) {
+  const int64_t first = a_panel * kPanel * args.b_features + b_panel * kPanel;
+  const auto* line = static_cast<const float*>(args.out) + first;
+  const bool streams = args.out_dtype == DType::kFloat32 && columns == kPanel && args.b_features % 16 == 0 &&
+                       reinterpret_cast<uintptr_t>(line) % 64 == 0;
   for (int64_t r = 0; r < rows; ++r) {
-    const int64_t at = (a_panel * kPanel + r) * args.b_features + b_panel * kPanel;
+    const int64_t at = first + r * args.b_features;
     for (int64_t c = 0; c < columns; c += kWidth) {
       const Floats x = load(reinterpret_cast<const float*>(sums + r * kStepBytes) + c);
-      if (args.out_dtype == DType::kFloat32) {
+      if (streams) {
+        stream(static_cast<float*>(args.out) + at + c, x);
+      } else if (args.out_dtype == DType::kFloat32) {
         store_columns(static_cast<float*>(args.out) + at + c, x, columns - c);
       } else {
         store_columns(static_cast<BFloat16*>(args.out) + at + c, x, columns - c);
@@ -300,12 +307,16 @@ void gemm_transposed_amx(const GemmTransposedArgs& args, int64_t begin, int64_t 
 #endif
 
 void gemm_transposed(const GemmTransposedArgs& args, int64_t begin, int64_t end) {
+  if (args.format == DType::kFloat32) {
+    gemm_transposed_blocks<Float32Dot>(args, begin, end);
+  } else {
 #if defined(FASTBERT_AMX)
-  if (args.format == DType::kBFloat16) return gemm_transposed_amx(args, begin, end);
+    gemm_transposed_amx(args, begin, end);
 #elif defined(FASTBERT_BF16)
-  if (args.format == DType::kBFloat16) return gemm_transposed_blocks<BFloat16Dot>(args, begin, end);
+    gemm_transposed_blocks<BFloat16Dot>(args, begin, end);
 #endif
-  gemm_transposed_blocks<Float32Dot>(args, begin, end);
+  }
+  end_of_streams();
 }
 
 template <typename T, typename Out>

@@ -34,28 +34,35 @@ FASTBERT_SIMD void sixteen_steps(const From* row, BFloat16* out) {
 }
 FASTBERT_SIMD void sixteen_steps(const int8_t* row, int8_t* out) { std::memcpy(out, row, 64); }
 
-template <typename From>
-FASTBERT_SIMD void one_step(const From* rows, int64_t, float* out) {
-  for (int64_t c = 0; c < kPanel; c += kWidth) store(out + c, load(rows + c));
+// `kStreams`: past the caches, for what is read much later, as a weight that an optimizer has written.
+template <bool kStreams>
+FASTBERT_SIMD void put(uint32_t* p, Ints x) {
+  kStreams ? stream(reinterpret_cast<int32_t*>(p), x) : store(reinterpret_cast<int32_t*>(p), x);
 }
-template <typename From>
-FASTBERT_SIMD void one_step(const From* rows, int64_t stride, BFloat16* out) {
+
+template <typename To, bool kStreams, typename From>
+FASTBERT_SIMD void one_step(const From* rows, [[maybe_unused]] int64_t stride, uint32_t* out) {
   for (int64_t c = 0; c < kPanel; c += kWidth) {
-    store(reinterpret_cast<int32_t*>(out) + c, pair_bf16(load(rows + c), load(rows + stride + c)));
+    if constexpr (sizeof(To) == 2) {
+      put<kStreams>(out + c, pair_bf16(load(rows + c), load(rows + stride + c)));
+    } else {
+      store(reinterpret_cast<float*>(out) + c, load(rows + c));
+    }
   }
 }
 
 // kWidth rows of kWidth steps, `stride` apart, into as many rows of a panel.
+template <bool kStreams>
 FASTBERT_SIMD void transpose_square(const uint32_t* rows, int64_t stride, uint32_t* out) {
   Ints square[kWidth];
   for (int64_t i = 0; i < kWidth; ++i) square[i] = load(reinterpret_cast<const int32_t*>(rows + i * stride));
   transpose(square);
-  for (int64_t i = 0; i < kWidth; ++i) store(reinterpret_cast<int32_t*>(out + i * kPanel), square[i]);
+  for (int64_t i = 0; i < kWidth; ++i) put<kStreams>(out + i * kPanel, square[i]);
 }
 
 // Up to 16 steps of a panel's `columns` from `c` on, kWidth at most, from a weight whose rows lie whole: a row is
 // summed over.
-template <typename To, typename From>
+template <typename To, bool kStreams, typename From>
 FASTBERT_SIMD void pack_rows_whole(const From* weight, int64_t stride, int64_t columns, int64_t in_features,
                                    int64_t steps, uint32_t* out) {
   constexpr int64_t kPerStep = 4 / sizeof(To), kSteps = 16;
@@ -70,7 +77,7 @@ FASTBERT_SIMD void pack_rows_whole(const From* weight, int64_t stride, int64_t c
     }
   }
   if (columns == kWidth && steps == kSteps) {
-    for (int64_t s = 0; s < kSteps; s += kWidth) transpose_square(&block[0][s], kSteps, out + s * kPanel);
+    for (int64_t s = 0; s < kSteps; s += kWidth) transpose_square<kStreams>(&block[0][s], kSteps, out + s * kPanel);
     return;
   }
   for (int64_t s = 0; s < steps; ++s) {
@@ -79,19 +86,19 @@ FASTBERT_SIMD void pack_rows_whole(const From* weight, int64_t stride, int64_t c
 }
 
 // One step of a panel, from a weight whose columns lie whole.
-template <typename To, typename From>
+template <typename To, bool kStreams, typename From>
 FASTBERT_SIMD void pack_columns_whole(const From* weight, int64_t stride, int64_t columns, int64_t in_features,
                                       uint32_t* out) {
   if constexpr (sizeof(To) > 1) {
     constexpr int64_t kPerStep = 4 / sizeof(To);
-    if (in_features >= kPerStep && columns == kPanel) return one_step(weight, stride, reinterpret_cast<To*>(out));
+    if (in_features >= kPerStep && columns == kPanel) return one_step<To, kStreams>(weight, stride, out);
   }
   for (int64_t c = 0; c < columns; ++c) out[c] = step_of<To>(weight + c, stride, in_features);
 }
 
 // Memory is read in the order in which it lies, as far as that goes, so that the hardware fetches ahead: kWidth rows
 // from end to end, or the rows of all panels.
-template <typename To, typename From>
+template <typename To, typename From, bool kStreams = false>
 void pack_typed(const PackArgs& args, int64_t begin, int64_t end) {
   constexpr int64_t kPerStep = 4 / sizeof(To), kSteps = 16;
   const auto* weight = static_cast<const From*>(args.weight);
@@ -109,7 +116,7 @@ void pack_typed(const PackArgs& args, int64_t begin, int64_t end) {
         const From* rows = weight + (p * kPanel + c) * args.out_stride;
         const int64_t columns = std::min(kWidth, columns_of(p) - c);
         for (int64_t step = 0; step < steps; step += kSteps) {
-          pack_rows_whole<To>(rows + step * kPerStep, args.out_stride, columns, k - step * kPerStep,
+          pack_rows_whole<To, kStreams>(rows + step * kPerStep, args.out_stride, columns, k - step * kPerStep,
                               std::min(kSteps, steps - step), panel(p) + step * kPanel + c);
         }
       }
@@ -118,7 +125,7 @@ void pack_typed(const PackArgs& args, int64_t begin, int64_t end) {
     for (int64_t step = 0; step < steps; ++step) {
       const From* rows = weight + step * kPerStep * args.in_stride;
       for (int64_t p = begin; p < end; ++p) {
-        pack_columns_whole<To>(rows + p * kPanel, args.in_stride, columns_of(p), k - step * kPerStep,
+        pack_columns_whole<To, kStreams>(rows + p * kPanel, args.in_stride, columns_of(p), k - step * kPerStep,
                                panel(p) + step * kPanel);
       }
     }
@@ -137,6 +144,10 @@ void pack_typed(const PackArgs& args, int64_t begin, int64_t end) {
 void pack_panels(const PackArgs& args, int64_t begin, int64_t end) {
   if (args.format == DType::kInt8) return pack_typed<int8_t, int8_t>(args, begin, end);
   const bool from_float32 = args.dtype == DType::kFloat32;
+  if (args.format == DType::kBFloat16 && args.streams) {
+    pack_typed<BFloat16, float, true>(args, begin, end);
+    return end_of_streams();
+  }
   if (args.format == DType::kBFloat16) {
     return from_float32 ? pack_typed<BFloat16, float>(args, begin, end)
                         : pack_typed<BFloat16, BFloat16>(args, begin, end);

@@ -16,6 +16,10 @@ FASTBERT_SIMD Floats load(const BFloat16* p) {
 }
 FASTBERT_SIMD void store(float* p, Floats x) { _mm256_storeu_ps(p, x); }
 FASTBERT_SIMD void store(int32_t* p, Ints x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
+// Past the caches; p is a multiple of a vector. Other threads see it after end_of_streams.
+FASTBERT_SIMD void stream(int32_t* p, Ints x) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), x); }
+FASTBERT_SIMD void stream(float* p, Floats x) { _mm256_stream_ps(p, x); }
+FASTBERT_SIMD void end_of_streams() { _mm_sfence(); }
 // Rounded to bfloat16 in the upper half of each lane; the lower half is rubbish.
 FASTBERT_SIMD __m256i round_bf16(Floats x) {
   const __m256i bits = _mm256_castps_si256(x);

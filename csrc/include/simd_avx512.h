@@ -21,6 +21,10 @@ FASTBERT_SIMD Floats load(const BFloat16* p) {
 }
 FASTBERT_SIMD void store(float* p, Floats x) { _mm512_storeu_ps(p, x); }
 FASTBERT_SIMD void store(int32_t* p, Ints x) { _mm512_storeu_si512(p, x); }
+// Past the caches; p is a multiple of a vector. Other threads see it after end_of_streams.
+FASTBERT_SIMD void stream(int32_t* p, Ints x) { _mm512_stream_si512(reinterpret_cast<__m512i*>(p), x); }
+FASTBERT_SIMD void stream(float* p, Floats x) { _mm512_stream_ps(p, x); }
+FASTBERT_SIMD void end_of_streams() { _mm_sfence(); }
 // Rounded to bfloat16.
 FASTBERT_SIMD __m256i round_bf16(Floats x) {
 #if defined(FASTBERT_BF16)

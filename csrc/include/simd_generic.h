@@ -23,6 +23,9 @@ FASTBERT_SIMD Floats load(const BFloat16* p) {
 }
 FASTBERT_SIMD void store(float* p, Floats x) { __builtin_memcpy(p, &x, sizeof(x)); }
 FASTBERT_SIMD void store(int32_t* p, Ints x) { __builtin_memcpy(p, &x, sizeof(x)); }
+FASTBERT_SIMD void stream(int32_t* p, Ints x) { store(p, x); }
+FASTBERT_SIMD void stream(float* p, Floats x) { store(p, x); }
+FASTBERT_SIMD void end_of_streams() {}
 FASTBERT_SIMD void store(BFloat16* p, Floats x) {
   for (int i = 0; i < 4; ++i) p[i] = from_float<BFloat16>(x[i]);
 }

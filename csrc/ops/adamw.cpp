@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "../cpu/adamw.h"
+#include "packed_weights.h"
 #include "tensors.h"
 
 namespace fastbert {
@@ -19,6 +20,7 @@ struct Entry {
   bool has_rows;
   const int64_t* rows;
   int64_t row_count, width;
+  Renewal packed;  // empty where it has rows
 };
 
 // Elements [begin, end) of entry `entry`.
@@ -27,11 +29,13 @@ struct Chunk {
   int64_t begin, end;
 };
 
-std::vector<Chunk> chunks_of(const std::vector<Entry>& entries, int64_t Entry::* size) {
+template <typename Length>
+std::vector<Chunk> chunks_of(const std::vector<Entry>& entries, int64_t Entry::* size, const Length& length_of) {
   std::vector<Chunk> found;
   for (size_t i = 0; i < entries.size(); ++i) {
-    for (int64_t at = 0; at < entries[i].*size; at += kChunk) {
-      found.push_back({i, at, std::min(at + kChunk, entries[i].*size)});
+    const int64_t length = length_of(entries[i]);
+    for (int64_t at = 0; at < entries[i].*size; at += length) {
+      found.push_back({i, at, std::min(at + length, entries[i].*size)});
     }
   }
   return found;
@@ -39,13 +43,11 @@ std::vector<Chunk> chunks_of(const std::vector<Entry>& entries, int64_t Entry::*
 
 // The same bits for any number of threads: each chunk's sum has its own place.
 double norm_of(const std::vector<Entry>& entries) {
-  const std::vector<Chunk> chunks = chunks_of(entries, &Entry::gradient_size);
+  const std::vector<Chunk> chunks = chunks_of(entries, &Entry::gradient_size, [](const Entry&) { return kChunk; });
   std::vector<double> sums(chunks.size());
-  parallel_for(0, static_cast<int64_t>(chunks.size()), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const Chunk& chunk = chunks[static_cast<size_t>(i)];
-      sum_of_squares(entries[chunk.entry].args.gradient, chunk.begin, chunk.end, &sums[static_cast<size_t>(i)]);
-    }
+  run_tasks(static_cast<int64_t>(chunks.size()), [&](int64_t task) {
+    const Chunk& chunk = chunks[static_cast<size_t>(task)];
+    sum_of_squares(entries[chunk.entry].args.gradient, chunk.begin, chunk.end, &sums[static_cast<size_t>(task)]);
   });
   double total = 0;
   for (double sum : sums) total += sum;
@@ -105,7 +107,8 @@ Array adamw_cpu(const List<Array>& weights, const List<Array>& gradients, const 
       return t.data<float>();
     };
     const auto whole = [&](const char* name, const Array& t) { return floats(name, t, t.sizes() == weight.sizes()); };
-    Entry entry{{}, weight.numel(), weight.numel(), false, nullptr, 0, 1};
+    const int64_t numel = weight.numel(), width = weight.dim() > 0 ? numel / std::max<int64_t>(1, weight.size(0)) : 1;
+    Entry entry{{}, numel, numel, false, nullptr, 0, width, {}};
     const OptionalArray chosen = rows[i];
     const Array gradient = gradients[i];
     bool fits = gradient.sizes() == weight.sizes();
@@ -115,9 +118,10 @@ Array adamw_cpu(const List<Array>& weights, const List<Array>& gradients, const 
       entry.has_rows = true;
       entry.rows = chosen.data<const int64_t>();
       entry.row_count = chosen.numel();
-      entry.width = weight.numel() / weight.size(0);
       entry.gradient_size = entry.row_count * entry.width;
       fits = gradient.dim() > 0 && gradient.size(0) == entry.row_count && gradient.numel() == entry.gradient_size;
+    } else {
+      entry.packed = Renewal(weight);
     }
     check(steps[i].scalar_type() == ScalarType::Float && steps[i].numel() == 1, "adamw: step ", i, " is no number");
     const double n = static_cast<double>(*steps[i].data<float>()) + 1;
@@ -142,18 +146,15 @@ Array adamw_cpu(const List<Array>& weights, const List<Array>& gradients, const 
     // A norm that is no number is to show in the weights: min() would hide it.
     for (auto& entry : entries) entry.args.clip = static_cast<float>(std::isnan(norm) ? norm : clip);
   }
-  const std::vector<Chunk> chunks = chunks_of(entries, &Entry::size);
-  parallel_for(0, static_cast<int64_t>(chunks.size()), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const Chunk& chunk = chunks[static_cast<size_t>(i)];
-      const Entry& entry = entries[chunk.entry];
-      if (entry.has_rows) {
-        step_rows(entry, chunk.begin, chunk.end);
-      } else {
-        adamw(entry.args, chunk.begin, chunk.end);
-      }
-    }
+  const auto length_of = [](const Entry& entry) { return entry.packed.empty() ? kChunk : kPanel * entry.width; };
+  const std::vector<Chunk> chunks = chunks_of(entries, &Entry::size, length_of);
+  run_tasks(static_cast<int64_t>(chunks.size()), [&](int64_t task) {
+    const Chunk& chunk = chunks[static_cast<size_t>(task)];
+    const Entry& entry = entries[chunk.entry];
+    entry.has_rows ? step_rows(entry, chunk.begin, chunk.end) : adamw(entry.args, chunk.begin, chunk.end);
+    if (!entry.packed.empty()) entry.packed.pack(chunk.begin / entry.width, chunk.end / entry.width);
   });
+  for (const Entry& entry : entries) entry.packed.finish();
   const Array result = empty({}, ScalarType::Float);
   *result.data<float>() = static_cast<float>(norm);
   return result;

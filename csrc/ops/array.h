@@ -6,7 +6,9 @@
 #include <torch/csrc/stable/c/shim.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <initializer_list>
 #include <memory>
@@ -15,6 +17,7 @@
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace fastbert {
 
@@ -157,14 +160,56 @@ Array contiguous(const Array& t);
 
 void zero(const Array& t);  // on a CPU
 
-// f(begin, end) over parts of [begin, end) of at least `grain`, over torch's threads.
+int64_t num_threads();
+int64_t thread_index();  // within a parallel loop
+
+// f(i) for each i below `count`, each in a thread of its own if torch has as many.
 template <typename F>
-void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& f) {
-  const auto run = [](int64_t from, int64_t to, void* context) { (*static_cast<const F*>(context))(from, to); };
-  call(torch_parallel_for(begin, end, grain, run, const_cast<F*>(&f)), "a parallel loop");
+void in_threads(int64_t count, const F& f) {
+  const auto run = [](int64_t begin, int64_t end, void* context) {
+    for (int64_t i = begin; i < end; ++i) (*static_cast<const F*>(context))(i);
+  };
+  call(torch_parallel_for(0, count, 1, run, const_cast<F*>(&f)), "a parallel loop");
 }
 
-int64_t num_threads();
-int64_t thread_index();  // within a parallel_for
+// f(task) for every task below `count`, each thread taking the next one when it is done with its last: where something
+// else takes a core for a while, the others go on.
+template <typename F>
+void run_tasks(int64_t count, const F& f) {
+  std::atomic<int64_t> next{0};
+  in_threads(std::min(count, num_threads()), [&](int64_t) {
+    for (int64_t task = next++; task < count; task = next++) f(task);
+  });
+}
+
+// f(begin, end) over parts of [begin, end) of at least `grain`. In loops of one length a thread begins with the same
+// share, which it may still have in its caches, and then takes what is left of others' shares.
+template <typename F>
+void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& f) {
+  const int64_t count = end - begin, threads = std::min(num_threads(), (count + grain - 1) / grain);
+  if (threads <= 1) {
+    if (count > 0) f(begin, end);
+    return;
+  }
+  struct alignas(64) Share {  // a cache line each: the threads count in them
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+  std::vector<Share> shares(static_cast<size_t>(threads));
+  for (int64_t t = 0; t < threads; ++t) {
+    shares[static_cast<size_t>(t)].next = begin + count * t / threads;
+    shares[static_cast<size_t>(t)].end = begin + count * (t + 1) / threads;
+  }
+  constexpr int64_t kParts = 4;  // of a share
+  const int64_t length = std::max(grain, (count / threads + kParts - 1) / kParts);
+  in_threads(threads, [&](int64_t thread) {
+    for (int64_t i = 0; i < threads; ++i) {
+      Share& share = shares[static_cast<size_t>((thread + i) % threads)];
+      for (int64_t from = share.next.fetch_add(length); from < share.end; from = share.next.fetch_add(length)) {
+        f(from, std::min(share.end, from + length));
+      }
+    }
+  });
+}
 
 }  // namespace fastbert

@@ -35,6 +35,33 @@ int64_t version_of(const Array& weight);
 // Several threads may ask at once.
 PackedMemory packed_weight(const Array& weight, DType format, int64_t version);
 
+// The packed copies of a weight that is being written: whoever has written some of its rows packs them while they are in
+// the cache, so that the next product need not read all of the weight again.
+class Renewal {
+ public:
+  // Of those copies that are the weight's as it is now, contiguous float32, and that nobody reads. They count as old
+  // until `finish`.
+  Renewal() = default;
+  explicit Renewal(const Array& weight);
+
+  bool empty() const { return copies_.empty(); }
+  // The rows [begin, end) are written; begin is a multiple of kPanel, and so is end but for the last row.
+  void pack(int64_t begin, int64_t end) const;
+  // All rows are packed. The caller has torch count one more version of the weight.
+  void finish() const;
+
+ private:
+  struct Copy {
+    bool is_transposed;
+    int64_t first_row, rows;  // of the weight: a weight may be packed in parts
+    DType format;
+    PackedMemory packed;
+  };
+  Array weight_;
+  int64_t version_ = kNoVersion;
+  std::vector<Copy> copies_;
+};
+
 // These take addresses of storages, `untyped_storage().data_ptr()`, and wait for a thread that is packing, which never
 // waits for Python: so Python may call them at any time, a finalizer too.
 // - forget_packed: for a storage that goes.

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <functional>
 
 #include "../cpu/gemm.h"
@@ -38,16 +37,6 @@ int64_t num_blocks(int64_t rows, int64_t most, int64_t threads);
 
 // The first row of a block. No block grows beyond what it had before the rounding, up to a multiple of row_group().
 int64_t first_row(int64_t block, int64_t blocks, int64_t rows);
-
-// f(task) for every task in [0, count), each thread taking the next one when it is done with its last: where something
-// else takes a core for a while, the others go on.
-template <typename F>
-void run_tasks(int64_t count, const F& f) {
-  std::atomic<int64_t> next{0};
-  parallel_for(0, std::min<int64_t>(count, num_threads()), 1, [&](int64_t, int64_t) {
-    for (int64_t task = next++; task < count; task = next++) f(task);
-  });
-}
 
 // All of one GEMM, or of several that share x, over the threads.
 void run_gemm(const GemmArgs& args, int64_t rows, const RowsDone& done = nullptr);

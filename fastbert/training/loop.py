@@ -203,7 +203,7 @@ class Loop:
         totals = self._agree([sum(term) for term in zip(*counts, strict=True)])
         # Ranks' gradients are averaged, so each divides by its share of the total.
         shares = [max(1, total) / world.size for total in totals]
-        torch.manual_seed(hash((self.options.seed, place.step, world.rank)) % 2**63)
+        _seed(world.device, hash((self.options.seed, place.step, world.rank)) % 2**63)
         tokens = sum(batch["batch"].total_tokens for batch in batches)
         if world.device.type != "cpu":
             batches = [batch.to(world.device, non_blocking=True) for batch in batches]
@@ -362,3 +362,11 @@ def _cut_log(path: Path, step: int) -> None:
         beside = path.with_suffix(".writing")
         beside.write_text("".join(line for line in whole if json.loads(line)["step"] <= step), encoding="utf-8")
         os.replace(beside, path)
+
+
+def _seed(device: torch.device, seed: int) -> None:
+    """torch.manual_seed, which also writes down a stack trace for each kind of device that is not there: 0.3 ms."""
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
