@@ -169,7 +169,9 @@ def main() -> None:
         print(json.dumps({"ceiling_gflops": best, "seconds": seconds}))
         return
 
-    report: dict[str, Any] = {"machine": describe_machine(), "options": {k: str(v) for k, v in vars(given).items()}}
+    of_one = ("data", "report", "contestant", "start", "train", "output", "seed")  # or of this machine's disk
+    options = {name: str(value) for name, value in vars(given).items() if name not in of_one}
+    report: dict[str, Any] = {"machine": describe_machine(), "options": options}
     report["rows"] = []
     for task in given.tasks.split(","):
         with tempfile.TemporaryDirectory() as folder:
@@ -203,7 +205,8 @@ def to_markdown(report: dict[str, Any]) -> str:
     lines = [
         f"Sentence embeddings from {options['model']}{' with new upper layers' if options['fresh'] == 'True' else ''},"
         f" batches of {options['batch_size']}, learning rate {options['lr']}, {options['epochs']} epochs, seeds"
-        f" {options['seeds']}, {options['precision']}. Wall time of the whole training, files and saving included."
+        f" {options['seeds']}, {options['precision']}. Wall time of the whole training, imports, files and"
+        " saving included."
         f" {machine['cpu']}, torch {machine['torch']}, commit {machine['commit']}, {machine['date']}."
         f" Ceiling before each run: {min(ceilings):.0f} to {max(ceilings):.0f} GFLOP/s.",
         "",

@@ -82,16 +82,14 @@ def write_reports(folder: Path, options: RunOptions, place: Any, task: Any, worl
 def draw_chart(rows: list[dict[str, Any]], evaluated: list[dict[str, Any]], path: Path) -> None:
     """The loss of every step with its running mean, and each metric of the evaluations in a panel of its own."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure  # pyplot would change what the process draws with, and takes half a second
     except ImportError:
         raise ConfigError("matplotlib is not installed: pip install 'fastbert-kernels[train]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
     losses = [(step, loss) for row in rows for step, loss in zip(_steps_of(row), row["losses"], strict=True)]
     names = [name for name in (evaluated[0] if evaluated else {}) if name.startswith("eval_")][:3]
-    figure, panels = pyplot.subplots(1, 1 + len(names), figsize=(5 + 3.6 * len(names), 3.4), squeeze=False)
-    axes = panels[0]
+    figure = Figure(figsize=(5 + 3.6 * len(names), 3.4), layout="tight")
+    axes = figure.subplots(1, 1 + len(names), squeeze=False)[0]
     steps, values = zip(*losses, strict=True)
     axes[0].plot(steps, values, color="#9bb7d4", linewidth=0.8, label="each step")
     axes[0].plot([row["step"] for row in rows], [row["loss"] for row in rows], color="#1f4e79", label="mean of a row")
@@ -103,9 +101,7 @@ def draw_chart(rows: list[dict[str, Any]], evaluated: list[dict[str, Any]], path
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)
-    figure.tight_layout()
     figure.savefig(path, dpi=130)
-    pyplot.close(figure)
 
 
 def _steps_of(row: dict[str, Any]) -> range:
