@@ -37,7 +37,8 @@ void finish_whole_tile(const GemmTarget& target, const Channels& channels, const
       const char* sum = tile.sums + r * kStepBytes + (first - tile.column) * 4;
       float* gate = kPair == Pair::kNone ? nullptr : tile.gate + r * kPanel + (first - tile.column);
       T* out = static_cast<T*>(target.out) + (tile.row + r) * target.out_stride + first;
-      [[maybe_unused]] T* pre = static_cast<T*>(target.pre) + (kKeepsPre ? (tile.row + r) * target.pre_stride + first : 0);
+      [[maybe_unused]] T* pre =
+          static_cast<T*>(target.pre) + (kKeepsPre ? (tile.row + r) * target.pre_stride + first : 0);
       for (int64_t v = 0; v < kGroup; ++v) {
         Floats x;
         if constexpr (kInt8) {

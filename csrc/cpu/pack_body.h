@@ -117,7 +117,7 @@ void pack_typed(const PackArgs& args, int64_t begin, int64_t end) {
         const int64_t columns = std::min(kWidth, columns_of(p) - c);
         for (int64_t step = 0; step < steps; step += kSteps) {
           pack_rows_whole<To, kStreams>(rows + step * kPerStep, args.out_stride, columns, k - step * kPerStep,
-                              std::min(kSteps, steps - step), panel(p) + step * kPanel + c);
+                                        std::min(kSteps, steps - step), panel(p) + step * kPanel + c);
         }
       }
     }
@@ -126,7 +126,7 @@ void pack_typed(const PackArgs& args, int64_t begin, int64_t end) {
       const From* rows = weight + step * kPerStep * args.in_stride;
       for (int64_t p = begin; p < end; ++p) {
         pack_columns_whole<To, kStreams>(rows + p * kPanel, args.in_stride, columns_of(p), k - step * kPerStep,
-                               panel(p) + step * kPanel);
+                                         panel(p) + step * kPanel);
       }
     }
   }

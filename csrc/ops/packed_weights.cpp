@@ -252,7 +252,8 @@ PackedMemory packed_weight(const Array& weight, DType format, int64_t version) {
 Renewal::Renewal(const Array& weight) : weight_(weight) {
   if (weight.dim() != 2 || weight.numel() == 0) return;
   const char* const storage = storage_of(weight);
-  const int64_t rows = weight.size(0), columns = weight.size(1), first = weight.data<const char>() - storage;
+  const int64_t rows = weight.size(0), columns = weight.size(1), row_bytes = columns * weight.element_size();
+  const int64_t first = weight.data<const char>() - storage;
   version_ = version_of(weight);
   if (version_ == kNoVersion) return;
   const std::lock_guard<std::mutex> lock(mutex);
@@ -260,17 +261,14 @@ Renewal::Renewal(const Array& weight) : weight_(weight) {
   if (found == copies_of_storages().end()) return;
   for (auto& [view, entry] : found->second) {
     const auto [offset, out, in, out_stride, in_stride, dtype, format] = view;
-    const bool is_transposed = out_stride == 1 && in_stride == columns && out == columns;
     const bool is_straight = in_stride == 1 && out_stride == columns && in == columns;
-    const int64_t row_bytes = columns * element_size(dtype), from = (offset - first) / row_bytes;
-    const Copy copy{!is_straight, from, is_straight ? out : in, format, entry.packed};
-    if (dtype != ScalarType::Float || entry.version != version_ || entry.packed.panels.use_count() > 2 ||
-        !(is_straight || is_transposed) || offset < first || (offset - first) % row_bytes != 0 || from % kPanel != 0 ||
-        from + copy.rows > rows) {
-      continue;
-    }
+    const bool is_transposed = out_stride == 1 && in_stride == columns && out == columns;
+    const int64_t from = (offset - first) / row_bytes, count = is_straight ? out : in;
+    const bool has_rows = (is_straight || is_transposed) && dtype == ScalarType::Float && offset >= first &&
+                          (offset - first) % row_bytes == 0 && from % kPanel == 0 && from + count <= rows;
+    if (!has_rows || entry.version != version_ || entry.packed.panels.use_count() != 1) continue;
+    copies_.push_back({!is_straight, from, count, format, entry.packed});
     entry.version = kNoVersion - 1;
-    copies_.push_back(copy);
   }
 }
 
@@ -281,20 +279,20 @@ void Renewal::pack(int64_t begin, int64_t end) const {
     if (rows <= 0) continue;
     const int64_t within = row - copy.first_row;
     const auto* weight = weight_.data<const float>() + row * columns;
-    PackArgs args{weight, DType::kFloat32, rows, columns, columns, 1, copy.format, copy.packed.panels->data(), nullptr, true};
+    char* const panels = copy.packed.panels->data();
+    PackArgs args{weight, DType::kFloat32, rows, columns, columns, 1, copy.format, panels, nullptr, true};
     if (!copy.is_transposed) {
-      args.packed += within / kPanel * panel_bytes(copy.format, columns);
+      args.packed = panels + within / kPanel * panel_bytes(copy.format, columns);
       pack_panels(args, 0, num_panels(rows));
       continue;
     }
     // These rows are some steps of every panel.
-    char* const steps = args.packed + panel_bytes(copy.format, within);
     std::swap(args.out_stride, args.in_stride);
     args.in_features = rows;
     for (int64_t p = 0; p < num_panels(columns); ++p) {
       args.weight = weight + p * kPanel;
       args.out_features = std::min(kPanel, columns - p * kPanel);
-      args.packed = steps + p * panel_bytes(copy.format, copy.rows);
+      args.packed = panels + p * panel_bytes(copy.format, copy.rows) + panel_bytes(copy.format, within);
       pack_panels(args, 0, 1);
     }
   }

@@ -35,13 +35,13 @@ int64_t version_of(const Array& weight);
 // Several threads may ask at once.
 PackedMemory packed_weight(const Array& weight, DType format, int64_t version);
 
-// The packed copies of a weight that is being written: whoever has written some of its rows packs them while they are in
-// the cache, so that the next product need not read all of the weight again.
+// The packed copies of a weight that is being written: whoever has written some of its rows packs them while they are
+// in the cache, so that the next product need not read all of the weight again.
 class Renewal {
  public:
+  Renewal() = default;  // of none
   // Of those copies that are the weight's as it is now, contiguous float32, and that nobody reads. They count as old
   // until `finish`.
-  Renewal() = default;
   explicit Renewal(const Array& weight);
 
   bool empty() const { return copies_.empty(); }
