@@ -85,19 +85,19 @@ def _columns(examples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 def _padded(fields: dict[str, list[Any]]) -> dict[str, Any]:
     """The fields of tokens as tensors (batch, longest sequence)."""
-    lengths = [len(ids) for ids in fields["input_ids"]]
-    masks = fields.get("attention_mask", [np.ones(length, np.int64) for length in lengths])
-    of_tokens = {name: fields[name] for name in _TOKENS if name in fields} | {"attention_mask": masks}
+    lengths = np.array([len(ids) for ids in fields["input_ids"]])
+    is_real = np.arange(lengths.max()) < lengths[:, None]
+    of_tokens = {name: fields[name] for name in _TOKENS if name in fields}
     labels = [np.asarray(label) for label in fields.get("labels", ())]
     if all(one.ndim == 1 and one.dtype.kind in "iu" for one in labels) and labels:
         of_tokens["labels"] = fields["labels"]
-    grids: dict[str, Any] = {}
+    grids: dict[str, Any] = {"attention_mask": torch.from_numpy(is_real.astype(np.int64))}
     for name, rows in of_tokens.items():
-        grid = np.full((len(rows), max(lengths)), -100 if name == "labels" else 0, np.int64)
         for i, row in enumerate(rows):
             if len(row) != lengths[i]:
                 raise InputError(f"{name} has {len(row)} values for sequence {i}, which has {lengths[i]} tokens")
-            grid[i, : len(row)] = row
+        grid = np.full(is_real.shape, -100 if name == "labels" else 0, np.int64)
+        grid[is_real] = np.concatenate(rows)
         grids[name] = torch.from_numpy(grid)
     return fields | grids
 
