@@ -80,12 +80,16 @@ def test_parts_of_a_weight_are_followed_too(isa, cuts, autocast):
             assert_new(products(weight[part], autocast), weight[part], autocast, before)
 
 
+def weight_after_a_step(autocast: bool) -> torch.nn.Parameter:
+    weight = weight_of((128, 96))
+    products(weight, autocast)
+    Optimizer(weight).step()
+    return weight
+
+
 @pytest.mark.parametrize("autocast", (False, True), ids=("float32", "bfloat16"))
 def test_a_weight_is_not_packed_again_after_a_step(isa, autocast):
-    weight = weight_of((128, 96))
-    optimizer = Optimizer(weight)
-    products(weight, autocast)
-    optimizer.step()
+    weight = weight_after_a_step(autocast)
     expected = products(weight.detach().clone(), autocast)
     weight.data[HIDDEN] += 100.0  # a write that leaves no trace: what is packed is from before it
     for one, other in zip(products(weight, autocast), expected, strict=True):
@@ -94,10 +98,7 @@ def test_a_weight_is_not_packed_again_after_a_step(isa, autocast):
 
 @pytest.mark.parametrize("autocast", (False, True), ids=("float32", "bfloat16"))
 def test_a_write_after_a_step_is_seen(isa, autocast):
-    weight = weight_of((128, 96))
-    optimizer = Optimizer(weight)
-    products(weight, autocast)
-    optimizer.step()
+    weight = weight_after_a_step(autocast)
     old = products(weight, autocast)
     with torch.no_grad():
         weight[HIDDEN] += 100.0
