@@ -365,7 +365,7 @@ def _cut_log(path: Path, step: int) -> None:
 
 
 def _seed(device: torch.device, seed: int) -> None:
-    """torch.manual_seed, which also writes down a stack trace for each kind of device that is not there: 0.1 ms at least."""
+    """torch.manual_seed, which also notes a stack trace for each kind of device that is not there: 0.1 ms or more."""
     if device.type == "cpu":
         torch.default_generator.manual_seed(seed)
     else:
