@@ -11,6 +11,17 @@ namespace {
 constexpr int64_t kBlock = 64;     // elements that are skipped together
 constexpr int64_t kSummed = 1024;  // that are added up in float32, before double takes over
 
+// What a step makes of one element.
+template <typename T>
+FASTBERT_INLINE void step_element(T g, const AdamWArgs<T>& a, T keep, T rate, T root_scale, T& weight, T& mean,
+                                  T& square) {
+  const T m = mean + a.new_mean * (g - mean);
+  const T s = square + a.new_square * (g * g - square);
+  mean = m;
+  square = s;
+  weight = weight * keep - rate * (m / (std::sqrt(s) * root_scale + a.eps));
+}
+
 template <typename T>
 FASTBERT_INLINE void adamw_body(const AdamWArgs<T>& args, int64_t begin, int64_t end) {
   const AdamWArgs<T> a = args;  // no pointer can point at a copy
@@ -32,14 +43,52 @@ FASTBERT_INLINE void adamw_body(const AdamWArgs<T>& args, int64_t begin, int64_t
     }
 #pragma omp simd
     for (int64_t i = 0; i < n; ++i) {
-      const T g = gradient[i] * a.clip;
-      const T m = mean[i] + a.new_mean * (g - mean[i]);
-      const T s = square[i] + a.new_square * (g * g - square[i]);
-      mean[i] = m;
-      square[i] = s;
-      weight[i] = weight[i] * a.keep - a.rate * (m / (std::sqrt(s) * a.root_scale + a.eps));
+      step_element(gradient[i] * a.clip, a, a.keep, a.rate, a.root_scale, weight[i], mean[i], square[i]);
     }
   }
+}
+
+// At most kBlock elements from `first` on.
+template <typename T>
+FASTBERT_INLINE void late_block(const AdamWArgs<T>& a, const AdamWStep* steps, int64_t count, int64_t first,
+                                int64_t n) {
+  T weight[kBlock] = {}, mean[kBlock] = {}, square[kBlock] = {};  // whole vectors, which stay in registers
+  int any = 0;
+#pragma omp simd reduction(| : any)
+  for (int64_t i = 0; i < n; ++i) {
+    weight[i] = a.weight[first + i], square[i] = a.square[first + i];
+    any |= square[i] != 0;
+  }
+  if (!any) {
+    for (int64_t t = 0; t < count; ++t) {
+      const T keep = steps[t].keep;
+#pragma omp simd
+      for (int64_t i = 0; i < kBlock; ++i) weight[i] *= keep;
+    }
+  } else {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) mean[i] = a.mean[first + i];
+    for (int64_t t = 0; t < count; ++t) {
+      const AdamWStep step = steps[t];
+#pragma omp simd
+      for (int64_t i = 0; i < kBlock; ++i) {
+        step_element(T(0), a, T(step.keep), T(step.rate), T(step.root_scale), weight[i], mean[i], square[i]);
+      }
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) a.mean[first + i] = mean[i], a.square[first + i] = square[i];
+  }
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) a.weight[first + i] = weight[i];
+}
+
+template <typename T>
+FASTBERT_INLINE void adamw_late_body(const AdamWArgs<T>& args, const AdamWStep* steps, int64_t count, int64_t begin,
+                                     int64_t end) {
+  const AdamWArgs<T> a = args;
+  int64_t first = begin;
+  for (; first + kBlock <= end; first += kBlock) late_block(a, steps, count, first, kBlock);
+  if (first < end) late_block(a, steps, count, first, end - first);
 }
 
 template <typename T>
@@ -58,9 +107,13 @@ FASTBERT_INLINE void sum_of_squares_body(const T* x, int64_t begin, int64_t end,
 }  // namespace
 
 FASTBERT_DISPATCH(adamw, (const AdamWArgs<T>& args, int64_t begin, int64_t end), (args, begin, end))
+FASTBERT_DISPATCH(adamw_late,
+                  (const AdamWArgs<T>& args, const AdamWStep* steps, int64_t count, int64_t begin, int64_t end),
+                  (args, steps, count, begin, end))
 FASTBERT_DISPATCH(sum_of_squares, (const T* x, int64_t begin, int64_t end, double* out), (x, begin, end, out))
 
 template void adamw(const AdamWArgs<float>&, int64_t, int64_t);
+template void adamw_late(const AdamWArgs<float>&, const AdamWStep*, int64_t, int64_t, int64_t);
 template void sum_of_squares(const float*, int64_t, int64_t, double*);
 
 }  // namespace fastbert

@@ -19,10 +19,20 @@ struct AdamWArgs {
   T eps;
 };
 
+// What a step of a weight goes by, beside its elements' own numbers.
+struct AdamWStep {
+  float keep, rate, root_scale;  // as above
+};
+
 // Elements [begin, end). Where gradient and square are zero (rows of a table that no batch had yet), the mean is zero,
 // too, or so small that it moves no weight: only the decay is left, and a third of the memory is not touched.
 template <typename T>
 void adamw(const AdamWArgs<T>& args, int64_t begin, int64_t end);
+
+// The same elements through `count` steps without a gradient, in which keep, rate and root_scale are those of each
+// step: the bits of so many calls with zeros, for one reading and one writing of the memory.
+template <typename T>
+void adamw_late(const AdamWArgs<T>& args, const AdamWStep* steps, int64_t count, int64_t begin, int64_t end);
 
 // *out = the sum of x[begin]^2 to x[end - 1]^2.
 template <typename T>

@@ -1,4 +1,4 @@
-// The registered operator adamw_cpu (fastbert/ops/adamw.py has its schema).
+// The registered operators adamw_cpu and adamw_late_cpu (fastbert/ops/adamw.py has their schemas).
 #pragma once
 
 #include <vector>
@@ -9,7 +9,12 @@ namespace fastbert {
 
 Array adamw_cpu(const List<Array>& weights, const List<Array>& gradients, const List<OptionalArray>& rows,
                 const List<Array>& means, const List<Array>& squares, const List<Array>& steps,
+                const List<Array>& dones, const List<Array>& histories, const std::vector<int64_t>& counts,
                 const std::vector<double>& rates, const std::vector<double>& decays, double beta1, double beta2,
                 double eps, double max_norm);
+
+void adamw_late_cpu(const Array& weight, const Array& mean, const Array& square, const Array& done,
+                    const OptionalArray& rows, const Array& history, int64_t count, double beta1, double beta2,
+                    double eps);
 
 }  // namespace fastbert

@@ -2,7 +2,7 @@
 
 from fastbert.backend import offer, warn_of_missing_kernels  # layers and models know no backend, and call these
 from fastbert.ops._common import at_least_fp32
-from fastbert.ops.adamw import adamw
+from fastbert.ops.adamw import LateRows, adamw, adamw_late
 from fastbert.ops.attention import attention, attention_probs
 from fastbert.ops.dropout import dropout
 from fastbert.ops.embedding import embed_layer_norm
@@ -17,12 +17,14 @@ from fastbert.ops.rotary import Rotary, rotate
 
 __all__ = [
     "FinalNorm",
+    "LateRows",
     "LayerForm",
     "LayerOperands",
     "LinearWeights",
     "Rotary",
     "activation",
     "adamw",
+    "adamw_late",
     "add_layer_norm",
     "add_rms_norm",
     "at_least_fp32",

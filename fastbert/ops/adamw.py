@@ -9,31 +9,87 @@ import torch
 from fastbert.backend import Backend, register, select
 from fastbert.ops._common import define, extension_error
 
-# All lists are as long as the weights; float32, contiguous, gradients, means and squares of a weight's shape. Where a
-# weight has rows (int64, ascending), its gradient is that of these rows, and the others' is zero. steps: float32 (),
-# the steps done before, counted up here. Returns the gradients' norm, a float32 (); NaN where max_norm is 0, which does
-# not ask for it.
+# Lists are as long as the weights; float32, contiguous, gradients, means and squares of a weight's shape. Where there
+# are rows (int64, ascending), the gradient is that of these rows of the weight, the others' is zero, and only these
+# take the step. For each such weight there is: done, int32 (a number a row), how many steps of the history each row
+# has had; history, float32 (steps that there is room for, 3), of which this step writes row number `count`, the steps
+# before. steps: float32 (), the steps done before, counted up here. Returns the gradients' norm, a float32 (); NaN
+# where max_norm is 0, which does not ask for it.
 _SCHEMA = (
     "(Tensor(a!)[] weights, Tensor[] gradients, Tensor?[] rows, Tensor(b!)[] means, Tensor(c!)[] squares,"
-    " Tensor(d!)[] steps, float[] rates, float[] decays, float beta1, float beta2, float eps, float max_norm) -> Tensor"
+    " Tensor(d!)[] steps, Tensor(e!)[] dones, Tensor(f!)[] histories, int[] counts, float[] rates, float[] decays,"
+    " float beta1, float beta2, float eps, float max_norm) -> Tensor"
+)
+# The rows (None: all) take the steps of the history that they have not had, each with a gradient of zero.
+_LATE_SCHEMA = (
+    "(Tensor(a!) weight, Tensor(b!) mean, Tensor(c!) square, Tensor(d!) done, Tensor? rows, Tensor history, int count,"
+    " float beta1, float beta2, float eps) -> ()"
 )
 
 
-def _fake(weights, gradients, rows, means, squares, steps, rates, decays, beta1, beta2, eps, max_norm):
+def _fake(weights, *others):
     return torch.empty((), dtype=torch.float32)
 
 
 _OPS = {Backend.CPU: define("adamw_cpu", _SCHEMA, _fake)}
+_LATE = define("adamw_late_cpu", _LATE_SCHEMA, lambda *arguments: None)
+
+
+class LateRows:
+    """The steps of AdamW that the rows of a table without a gradient have not had yet, of some 12 bytes each.
+
+    A table of words has a hundred times the rows that a step looks up. A row without a gradient takes a step all the
+    same: its means decay, and move it. These steps need nothing but the row itself, so they wait until the row is
+    looked up again, and are then done in one reading of it, with the bits that they would have had one by one.
+
+    done: int32 (rows,), how many of the steps each row has had. history: float32 (room, 3). count: steps.
+    """
+
+    ROOM = 64
+
+    def __init__(self, weight: torch.Tensor):
+        self.done = torch.zeros(weight.shape[0], dtype=torch.int32)
+        self.history = torch.empty(self.ROOM, 3)
+        self.count = 0
+
+    def make_room(self) -> None:
+        if self.count == len(self.history):
+            self.history = torch.cat([self.history, torch.empty_like(self.history)])
+
+
+def adamw_late(
+    late: LateRows,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    square: torch.Tensor,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    rows: torch.Tensor | None = None,
+) -> None:
+    """Do the steps that rows of a weight lack, in place: of `rows`, int64 (any number of them), or of all."""
+    if late.count == 0:
+        return
+    if rows is not None:
+        rows = torch.unique(rows)
+    _LATE(weight, mean, square, late.done, rows, late.history, late.count, beta1, beta2, eps)
+    if rows is None:
+        late.done.zero_()
+        late.count = 0
+    torch.autograd.graph.increment_version([weight])
 
 
 def _supports_cpu(*tensors) -> str | None:
-    for t in tensors:
-        if t.device.type != "cpu":
-            return f"tensors are on {t.device.type}"
-        if t.dtype is not torch.float32 or t.layout is not torch.strided or type(t) not in _PLAIN:
-            return f"{type(t).__name__} of dtype {t.dtype} (has plain tensors of float32)"
-        if not t.is_contiguous():
-            return "a weight or a gradient is not contiguous"
+    # By sets of what they have: there are hundreds, and a loop over them took a quarter of a millisecond.
+    for kind in {(t.device, t.dtype, t.layout, type(t)) for t in tensors}:
+        device, dtype, layout, of = kind
+        if device.type != "cpu":
+            return f"tensors are on {device.type}"
+        if dtype is not torch.float32 or layout is not torch.strided or of not in _PLAIN:
+            return f"{of.__name__} of dtype {dtype} (has plain tensors of float32)"
+    if not all([t.is_contiguous() for t in tensors]):
+        return "a weight or a gradient is not contiguous"
     return extension_error()
 
 
@@ -55,6 +111,7 @@ def adamw(
     beta2: float,
     eps: float,
     max_norm: float = 0.0,
+    late: Sequence[LateRows | None] | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Change weights, means, squares and steps in place by one step; returns the norm of all gradients, float32 ().
@@ -62,28 +119,45 @@ def adamw(
     Args:
         weights, gradients: lists of float32 tensors, one gradient a weight. They stay as they are where the gradients
             are clipped. A gradient may be sparse in its first dimension, as that of nn.Embedding(sparse=True): the
-            rows that it does not have are zero, and take their step, too.
+            rows that it does not have are zero, and take their step, too, or later: see `late`.
         means, squares: the moving means of the gradients and of their squares, of the weights' shapes.
         steps: float32 (), a tensor a weight: how many steps it has had; 1 is added.
         rates, decays: the learning rate and the weight decay of each weight.
         max_norm: if all gradients together are longer, they are shortened to it (Pascanu et al. 2013). 0: they are
             not, and the norm that is returned is NaN.
+        late: of each weight, what its rows lack; rows without a gradient are left as they are, and `adamw_late` is to
+            be called before anybody reads them. None: all rows take the step here.
 
-    Raises BackendError: the backend that was asked for cannot serve the call.
+    Raises BackendError: the backend that was asked for cannot serve the call. RuntimeError: a row has a gradient, but
+    lacks steps from before, so that what was looked up was not the row.
     """
+    if not weights:
+        return torch.tensor(0.0 if max_norm > 0 else float("nan"))
     with torch.no_grad():
         gradients = [_by_rows(g) if g.is_sparse else g for g in gradients]
         values = [g.values() if g.is_sparse else g for g in gradients]
+        waiting = [None] * len(gradients) if late is None else late
         if select("adamw", backend, *weights, *values) is Backend.TORCH:
+            for i, each in enumerate(waiting):
+                if each is not None:
+                    adamw_late(each, weights[i], means[i], squares[i], beta1=beta1, beta2=beta2, eps=eps)
             dense = [g.to_dense() if g.is_sparse else g for g in gradients]
             return _adamw_torch(weights, dense, means, squares, steps, rates, decays, beta1, beta2, eps, max_norm)
         rows = [g.indices()[0] if g.is_sparse else None for g in gradients]
+        lates = {i: waiting[i] or LateRows(weights[i]) for i, of in enumerate(rows) if of is not None}
+        for each in lates.values():
+            each.make_room()
         changed = list(weights)
         norm = _OPS[Backend.CPU](
-            changed, values, rows, *(list(tensors) for tensors in (means, squares, steps)), list(rates), list(decays),
-            beta1, beta2, eps, max_norm,
+            changed, values, rows, *(list(tensors) for tensors in (means, squares, steps)),
+            [each.done for each in lates.values()], [each.history for each in lates.values()],
+            [each.count for each in lates.values()], list(rates), list(decays), beta1, beta2, eps, max_norm,
         )  # fmt: skip
         torch.autograd.graph.increment_version(changed)  # for whoever keeps something made of the weights
+        for i, each in lates.items():
+            each.count += 1
+            if waiting[i] is None:
+                adamw_late(each, weights[i], means[i], squares[i], beta1=beta1, beta2=beta2, eps=eps)
         return norm
 
 

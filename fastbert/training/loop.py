@@ -24,7 +24,7 @@ from fastbert.data.batches import Steps, StepSampler, make_loader
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.checkpoints import Checkpoints
 from fastbert.training.distributed import World
-from fastbert.training.optimizers import clip_and_step
+from fastbert.training.optimizers import catch_up, clip_and_step
 from fastbert.training.schedules import Schedule
 from fastbert.training.stopping import SIGNALS, leave_by, signals_wait
 from fastbert.training.task import Phase, Task
@@ -208,6 +208,7 @@ class Loop:
         if world.device.type != "cpu":
             batches = [batch.to(world.device, non_blocking=True) for batch in batches]
         autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=self.options.bf16)
+        catch_up(self.optimizer, [batch["input_ids"] for batch in batches])
         loss = self.task.backward(self.model, batches, shares, autocast)
         self.schedule.set(place.step)
         clip_and_step(self.optimizer, self.options.max_norm)
@@ -237,6 +238,7 @@ class Loop:
             return
         row = self._read_losses()
         if is_evaluated or is_saved or is_last:
+            catch_up(self.optimizer)
             self._check_weights()
         if is_evaluated:
             assert self.evaluate is not None

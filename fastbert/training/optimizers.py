@@ -92,34 +92,82 @@ def clip_and_step(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Te
     return norm
 
 
+def catch_up(optimizer: torch.optim.Optimizer, rows: list[torch.Tensor] | None = None) -> None:
+    """Before rows of a word table are read (None: all): do the steps of the optimizer that they lack, see AdamW."""
+    if isinstance(optimizer, AdamW):
+        optimizer.catch_up(None if rows is None else torch.cat([ids.flatten() for ids in rows]))
+
+
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW, whose state it has. On a CPU all weights take one pass, clipping included (fastbert.ops.adamw)."""
+    """torch's AdamW, whose state it has. On a CPU all weights take one pass, clipping included (fastbert.ops.adamw).
+
+    Rows of a table that has sparse gradients take a step only when they are looked up again: whoever reads such a table
+    calls `catch_up` before. The optimizer does so itself before its state is read.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self._late: dict[torch.Tensor, ops.LateRows] = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._late = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.catch_up()
+        return super().__getstate__()  # type: ignore[no-any-return, misc]
+
+    def state_dict(self) -> dict[str, Any]:
+        self.catch_up()
+        return super().state_dict()
+
+    def step(self, closure: Any = None) -> Any:
+        self.catch_up()
+        return super().step(closure)
+
+    def catch_up(self, rows: torch.Tensor | None = None) -> None:
+        """Do the steps that rows of the tables lack: of `rows`, int64, before they are looked up; None: of all."""
+        (beta1, beta2), eps = self.param_groups[0]["betas"], self.param_groups[0]["eps"]
+        for weight, late in self._late.items():
+            state = self.state[weight]
+            with torch.no_grad():
+                ops.adamw_late(
+                    late, weight, state["exp_avg"], state["exp_avg_sq"], beta1=beta1, beta2=beta2, eps=eps, rows=rows
+                )
 
     def clip_and_step(self, max_norm: float) -> torch.Tensor:
         """A step; returns the norm of the gradients. All groups have the betas and eps of the first."""
         weights, gradients = list[torch.Tensor](), list[torch.Tensor]()
         rates, decays = list[float](), list[float]()
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                weights.append(p)
-                gradients.append(p.grad)
-                rates.append(group["lr"])
-                decays.append(group["weight_decay"])
-                if not self.state[p]:
-                    self.state[p] = {
-                        "step": torch.zeros(()),
-                        "exp_avg": torch.zeros_like(p),
-                        "exp_avg_sq": torch.zeros_like(p),
-                    }
+            taken = [p for p in group["params"] if p.grad is not None]
+            weights += taken
+            gradients += [p.grad for p in taken]
+            rates += [group["lr"]] * len(taken)
+            decays += [group["weight_decay"]] * len(taken)
         states = [self.state[p] for p in weights]
+        for p, state in zip(weights, states, strict=True):
+            if not state:
+                state |= {
+                    "step": torch.zeros(()),
+                    "exp_avg": torch.zeros_like(p),
+                    "exp_avg_sq": torch.zeros_like(p),
+                }
         means, squares, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
         (beta1, beta2), eps = self.param_groups[0]["betas"], self.param_groups[0]["eps"]
         return ops.adamw(
-            weights, gradients, means, squares, steps,
+            weights, gradients, means, squares, steps, late=self._late_of(weights, gradients),
             rates=rates, decays=decays, beta1=beta1, beta2=beta2, eps=eps, max_norm=max_norm,
         )  # fmt: skip
+
+    def _late_of(self, weights: list[torch.Tensor], gradients: list[torch.Tensor]) -> list[ops.LateRows | None] | None:
+        tables = {p for p, g in zip(weights, gradients, strict=True) if g.is_sparse and g.sparse_dim() == 1}
+        if not self._late.keys() <= tables:  # one's gradient is not sparse this time, or not there
+            self.catch_up()
+            self._late.clear()
+        for p in tables - self._late.keys():
+            self._late[p] = ops.LateRows(p)
+        return [self._late.get(p) for p in weights] if tables else None
 
 
 class Lamb(torch.optim.Optimizer):

@@ -147,6 +147,11 @@ def test_a_gradient_that_is_no_number_shows(backend):
     assert state[0][3].isnan().all() and state[0][1].isnan().all()
 
 
+def test_nothing_to_do():
+    common = {"rates": [], "decays": [], "beta1": 0.9, "beta2": 0.99, "eps": EPS}
+    assert math.isnan(ops.adamw([], [], [], [], [], **common)) and ops.adamw(*[[]] * 5, max_norm=1.0, **common) == 0.0
+
+
 def test_bad_input():
     state, common = start(torch.float32), {"beta1": 0.9, "beta2": 0.99, "eps": EPS, "backend": "cpu"}
     with pytest.raises(RuntimeError, match="5 weights, but other numbers"):

@@ -11,7 +11,14 @@ from hf import make_config
 from fastbert.config import ConfigError
 from fastbert.models.classes import CLASSES
 from fastbert.models.joint_electra import ElectraForJointPreTraining
-from fastbert.training.optimizers import Lamb, clip_and_step, make_optimizer, parameter_groups, use_sparse_gradients
+from fastbert.training.optimizers import (
+    Lamb,
+    catch_up,
+    clip_and_step,
+    make_optimizer,
+    parameter_groups,
+    use_sparse_gradients,
+)
 from fastbert.training.schedules import SCHEDULES, Schedule, multiplier
 
 
@@ -109,7 +116,8 @@ def test_frozen_weights_are_left_out():
 
 
 def test_word_tables_that_are_only_looked_up_have_sparse_gradients():
-    """A step with them is the step without, but for the last bits of the norm that clips it."""
+    """A step with them is the step without, but for the last bits of the norm that clips it, also where rows without a
+    gradient take it when they are looked up again, or at the end."""
     for head, sparse in (("SequenceClassification", True), ("MaskedLM", False)):  # which is tied to the table
         models = [CLASSES["bert", head](make_config("bert")).train() for _ in range(2)]
         models[1].load_state_dict(models[0].state_dict())
@@ -117,13 +125,17 @@ def test_word_tables_that_are_only_looked_up_have_sparse_gradients():
         labels = torch.tensor([1, 0]) if sparse else torch.tensor([[5, -100, 3], [7, 8, -100]])
         for model in models:
             optimizer = make_optimizer("adamw", parameter_groups(model, 1e-2), (0.9, 0.99), 1e-8)
-            for _ in range(3):
+            for step in range(6):
+                ids = torch.tensor([[5, 6, 7], [9, 5, 8]]) + step % 3
+                catch_up(optimizer, [ids, ids + 1])
                 for part in range(2):  # which add up
-                    model(torch.tensor([[5, 6, 7], [9, 5, 8]]) + part, labels=labels).loss.backward()
+                    model(ids + part, labels=labels).loss.backward()
                 word = model.get_input_embeddings().weight
                 assert word.grad.is_sparse == (sparse and model is models[0])
                 clip_and_step(optimizer, 0.1)
                 optimizer.zero_grad()
+            assert not sparse or model is models[1] or optimizer._late[word].count == 6
+            catch_up(optimizer)
         for (name, one), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-5, msg=name)
 
