@@ -12,7 +12,7 @@
 #include "ops/attention.h"
 #include "ops/dropout.h"
 #include "ops/embedding.h"
-#include "ops/encoder_layer.h"
+#include "ops/encoder_layers_training.h"
 #include "ops/encoder_layers.h"
 #include "ops/feed_forward.h"
 #include "ops/layer_norm.h"
@@ -32,8 +32,8 @@ STABLE_TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
   m.impl("dropout_cpu", fastbert::boxed_operator<&fastbert::dropout_cpu>);
   m.impl("embed_fwd_cpu", fastbert::boxed_operator<&fastbert::embed_fwd_cpu>);
   m.impl("embed_bwd_cpu", fastbert::boxed_operator<&fastbert::embed_bwd_cpu>);
-  m.impl("encoder_layer_fwd_cpu", fastbert::boxed_operator<&fastbert::encoder_layer_fwd_cpu>);
-  m.impl("encoder_layer_bwd_cpu", fastbert::boxed_operator<&fastbert::encoder_layer_bwd_cpu>);
+  m.impl("encoder_layers_fwd_cpu", fastbert::boxed_operator<&fastbert::encoder_layers_fwd_cpu>);
+  m.impl("encoder_layers_bwd_cpu", fastbert::boxed_operator<&fastbert::encoder_layers_bwd_cpu>);
   m.impl("encoder_layers_cpu", fastbert::boxed_operator<&fastbert::encoder_layers_cpu>);
   m.impl("linear_cpu", fastbert::boxed_operator<&fastbert::linear_cpu>);
   m.impl("linear_bwd_cpu", fastbert::boxed_operator<&fastbert::linear_bwd_cpu>);

@@ -130,17 +130,22 @@ class Forward(OnInstance, RunsBaseModel):
         """Encode, pool and unpack; transformers' own output, down to its habits."""
         family, batch, sharded = self.plan.family, inputs.batch, look.sharded
 
+        def checkpoints(layer):  # what gradient_checkpointing_enable() sets on transformers' layers
+            return layer.training and layer.__dict__.get("gradient_checkpointing")
+
         def run_one_layer(layer, spec, x, context, wants_probs):
             def run(x):
                 return run_layer(layer, spec, x, context, wants_probs)
 
-            # What gradient_checkpointing_enable() sets on transformers' layers.
-            if layer.training and layer.__dict__.get("gradient_checkpointing"):
+            if checkpoints(layer):
                 run = partial(layer._gradient_checkpointing_func, run)
             return call_sharded(layer, run, x) if sharded and is_sharded(layer) else run(x)
 
         wants_hidden_states, wants_probs = bool(options["output_hidden_states"]), bool(options["output_attentions"])
-        made = run_encoder(module, look.config, inputs, run_one_layer, None, wants_hidden_states, wants_probs, sharded)
+        made = run_encoder(
+            module, look.config, inputs, run_one_layer, None, wants_hidden_states, wants_probs, sharded,
+            calls_layers=any([checkpoints(get_leaf(module, path)) for path in look.config.layer_paths]),
+        )  # fmt: skip
         last = batch.unpack(made.packed)
         if is_sharded(module):  # FSDP2 hangs what it does before backward on the tensor, and a view may lose it
             last = last.clone()

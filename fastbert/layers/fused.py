@@ -1,4 +1,4 @@
-"""Layers as one op: all of an encoder for inference, one for training, where a backend offers that.
+"""Layers as one op: all of an encoder, or one of its layers in training, where a backend offers that.
 
 Each function answers with something to call on the LayerContext, or with the reason why the layers run op by op. The
 tree is looked at only where the device, the dtype and the modes of the process leave it to the tree.
@@ -14,7 +14,17 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.families.spec import LayerSpec, Rotary
-from fastbert.layers.leaves import Container, get_leaf, is_linear, is_plain, norm_kind, norm_weights, weights_of
+from fastbert.layers.leaves import (
+    FORWARD_HOOKS,
+    HOOKS,
+    Container,
+    get_leaf,
+    is_linear,
+    is_plain,
+    norm_kind,
+    norm_weights,
+    weights_of,
+)
 from fastbert.layers.snapshot import Remembered, Snapshot
 
 if TYPE_CHECKING:
@@ -44,20 +54,50 @@ def offer_layers(
     `layer_type`: layers of another type, or with hooks on them or on a container in them, are called; None where the
     caller has looked at them.
     """
+    return _offer_layers("encoder_layers", root, paths, specs, final_norm, layer_type, x)
+
+
+def offer_layers_for_training(
+    root: nn.Module,
+    paths: Sequence[str],
+    specs: Sequence[LayerSpec],
+    layer_type: type[nn.Module] | None,
+    x: torch.Tensor,
+) -> Fused | str:
+    """The same with a backward. A norm behind the last layer is left to the caller."""
+    if len(set(paths)) < len(paths):  # ALBERT: a gradient for each time would lie there at once
+        return "a layer comes more than once"
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return "gradients of a layer are sent while those of the layers below it are computed"
+    return _offer_layers("encoder_layers_training", root, paths, specs, None, layer_type, x)
+
+
+def _offer_layers(
+    op: str,
+    root: nn.Module,
+    paths: Sequence[str],
+    specs: Sequence[LayerSpec],
+    final_norm: str | None,
+    layer_type: type[nn.Module] | None,
+    x: torch.Tensor,
+) -> Fused | str:
+    trains = op == "encoder_layers_training"
 
     def look() -> ops.LayerOperands | str:
         if torch.compiler.is_compiling():  # a trace looks at the tree anew: see Remembered
-            return _operands(root, paths, specs, final_norm, layer_type)
-        question = (paths, specs, final_norm)
+            return _operands(root, paths, specs, final_norm, layer_type, trains)
+        question = (paths, specs, final_norm, trains)
         operands = _remembered.get(root, question)
         if operands is None:
-            operands = _operands(root, paths, specs, final_norm, layer_type)
+            operands = _operands(root, paths, specs, final_norm, layer_type, trains)
             if not isinstance(operands, str):
-                snapshot = _snapshot(root, paths, specs, final_norm, layer_type is not None)
+                snapshot = _snapshot(
+                    root, paths, specs, final_norm, layer_type is not None, HOOKS if trains else FORWARD_HOOKS
+                )
                 _remembered.put(root, question, snapshot, operands)
         return operands
 
-    return _with_context(ops.offer("encoder_layers", x, look))
+    return _with_context(ops.offer(op, x, look))
 
 
 def _with_context(offered: Callable[..., torch.Tensor] | str, position: Rotary | None = None) -> Fused | str:
@@ -78,12 +118,13 @@ def _operands(
     specs: Sequence[LayerSpec],
     final_norm: str | None,
     layer_type: type[nn.Module] | None,
+    trains: bool,
 ) -> ops.LayerOperands | str:
     """What the layers hold now, or which of them must be called, and why."""
     layers = [get_leaf(root, path) for path in paths]
     if not layers:
         return "there are no layers"
-    if any([layer.training for layer in layers]):
+    if not trains and any([layer.training for layer in layers]):
         return "a layer is in training mode"
     # The tables come in this order: LayerContext.rotary has it, too.
     rotaries = list(dict.fromkeys(spec.attention.position for spec in specs if spec.attention.position is not None))
@@ -96,7 +137,7 @@ def _operands(
                 if not is_plain(get_leaf(layer, path), Container):
                     return _not_plain(f"{at}.{path}", get_leaf(layer, path))
         position = spec.attention.position
-        leaves = _leaves(layer, spec, -1 if position is None else rotaries.index(position))
+        leaves = _leaves(layer, spec, -1 if position is None else rotaries.index(position), layer.training)
         if isinstance(leaves, str):
             return f"{at}.{leaves}"
         found.append(leaves)
@@ -119,7 +160,7 @@ class _Leaves(NamedTuple):
     form: ops.LayerForm
 
 
-def _leaves(layer: nn.Module, spec: LayerSpec, rotary: int, with_dropout: bool = False) -> _Leaves | str:
+def _leaves(layer: nn.Module, spec: LayerSpec, rotary: int, with_dropout: bool) -> _Leaves | str:
     """What the leaves of a layer hold, or which of them must be called. `rotary`: which table it turns by."""
     names, attention, feed_forward = spec.names, spec.attention, spec.feed_forward
     linears: list[ops.LinearWeights] = []  # annotations: torch.compile does not know list[...]()
@@ -169,7 +210,12 @@ def _not_plain(path: str, module: nn.Module) -> str:
 
 
 def _snapshot(
-    root: nn.Module, paths: Sequence[str], specs: Sequence[LayerSpec], final_norm: str | None, called: bool
+    root: nn.Module,
+    paths: Sequence[str],
+    specs: Sequence[LayerSpec],
+    final_norm: str | None,
+    called: bool,
+    hooks: Sequence[str],
 ) -> Snapshot:
     """All by which `_operands` goes. `called`: layers and the containers in them have hooks of their own."""
     snapshot = Snapshot()
@@ -179,12 +225,12 @@ def _snapshot(
         snapshot.hold(layer.__dict__, "training")
         for leaf in (*names.linears, *(names.norms if spec.has_attention_norm else names.norms[1:])):
             snapshot.watch_path(layer, leaf)
-            snapshot.watch(get_leaf(layer, leaf))
+            snapshot.watch(get_leaf(layer, leaf), hooks)
         for module in (layer, *(get_leaf(layer, path) for path in names.containers)) if called else ():
-            snapshot.watch(module)
+            snapshot.watch(module, hooks)
     if final_norm is not None:
         snapshot.watch_path(root, final_norm)
-        snapshot.watch(get_leaf(root, final_norm))
+        snapshot.watch(get_leaf(root, final_norm), hooks)
     return snapshot
 
 
@@ -196,4 +242,4 @@ def offer_layer(layer: nn.Module, spec: LayerSpec, x: torch.Tensor) -> Fused | s
         found = _leaves(layer, spec, -1 if position is None else 0, layer.training)
         return found if isinstance(found, str) else ops.LayerOperands.of(found.linears, found.norms, [found.form])
 
-    return _with_context(ops.offer("encoder_layer", x, look), position)
+    return _with_context(ops.offer("encoder_layers_training", x, look), position)

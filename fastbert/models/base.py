@@ -215,16 +215,19 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
     def encode(self, inputs: EncoderInputs, wants_hidden_states: bool = False, wants_probs: bool = False):
         """The EncoderOutput of checked inputs."""
 
+        checkpoints = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+
         def run_one_layer(layer, spec, x, context, wants_probs):
-            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            if checkpoints:
                 out = checkpoint(layer, x, context, wants_probs, use_reentrant=False)
             else:
                 out = layer(x, context, wants_probs)
             return out if wants_probs else (out, None)
 
         return run_encoder(
-            self, self.running_config, inputs, run_one_layer, EncoderLayer, wants_hidden_states, wants_probs
-        )
+            self, self.running_config, inputs, run_one_layer, EncoderLayer, wants_hidden_states, wants_probs,
+            calls_layers=checkpoints,
+        )  # fmt: skip
 
     def encode_packed(
         self,

@@ -15,7 +15,7 @@ from fastbert.families.spec import LayerSpec
 from fastbert.layers.context import LayerContext, make_context
 from fastbert.layers.embeddings import EmbeddingIds, run_embeddings
 from fastbert.layers.encoder import add_norm
-from fastbert.layers.fused import offer_layers
+from fastbert.layers.fused import offer_layers, offer_layers_for_training
 from fastbert.layers.leaves import get_leaf, is_called, linear, within
 from fastbert.models.inputs import EncoderInputs
 from fastbert.packing import PackedBatch
@@ -44,11 +44,13 @@ def run_encoder(
     wants_hidden_states: bool = False,
     wants_probs: bool = False,
     sharded: frozenset[str] = frozenset(),
+    calls_layers: bool = False,
 ) -> EncoderOutput:
     """A forward pass up to the last hidden state, over the leaves of `root`, ours or Hugging Face's.
 
     `layer_type`: all layers may run as one op, if they are plain ones of that type; None: the tree is not ours, and its
-    owner has looked at its containers, of which those that are `sharded` are called.
+    owner has looked at its containers, of which those that are `sharded` are called. `calls_layers`: each layer runs by
+    itself, as activation checkpointing has it.
     """
     family, names = config.family, config.embeddings
     paths, specs = config.layer_paths, config.layer_specs
@@ -80,13 +82,16 @@ def run_encoder(
 
     def encoder(x):
         x = project(x) if scopes.projects else x
-        fused = None
         # The groups of ALBERT, which nothing below looks at; a list, so that each is asked whether it is a container.
         called = scopes.groups and any([is_called(root, path) for path in dict.fromkeys(scopes.groups)])
-        if not (wants_probs or wants_hidden_states or called or root.training or sharded):
-            fused = offer_layers(root, paths, specs, family.final_norm if scopes.ends else None, layer_type, x)
-        if callable(fused):
-            return fused(context)
+        if not (wants_probs or wants_hidden_states or called or sharded or calls_layers):
+            if not root.training:
+                fused = offer_layers(root, paths, specs, family.final_norm if scopes.ends else None, layer_type, x)
+                if callable(fused):
+                    return fused(context)
+            trained = offer_layers_for_training(root, paths, specs, layer_type, x)
+            if callable(trained):
+                return final_norm(trained(context)) if scopes.ends else trained(context)
         if not scopes.groups:
             x = layers(0, None)(x)
         else:  # the layers of each of ALBERT's groups, as often as it runs

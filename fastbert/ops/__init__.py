@@ -1,5 +1,6 @@
 """The op level: functions over tensors, no nn.Module, no config. One contract, one oracle, several backends each."""
 
+import fastbert.ops.encoder_layers_training  # noqa: F401  (which registers its offer)
 from fastbert.backend import offer, warn_of_missing_kernels  # layers and models know no backend, and call these
 from fastbert.ops._common import at_least_fp32
 from fastbert.ops.adamw import LateRows, adamw, adamw_late

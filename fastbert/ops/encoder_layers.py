@@ -1,9 +1,9 @@
 """Whole layers of any form in one call: post-norm (Vaswani et al. 2017, section 3.1) and pre-norm (Xiong et al. 2020,
 figure 1). Calling their ops one by one takes a third of a short text's time in inference, and 3 % of a fine-tuning
-step on 32 sentences.
+step on 32 sentences. encoder_layers_training.py has what has a backward.
 
-Both are offers: `offer("encoder_layers", x, look)` for inference, `offer("encoder_layer", x, look)` for training, where
-`look()` gives LayerOperands. What they answer is called with cu_seqlens, int32 (batch + 1,), the offsets of the
+Both are offers: `offer("encoder_layers", x, look)` for inference, `offer("encoder_layers_training", x, look)`; `look()`
+gives LayerOperands. What they answer is called with cu_seqlens, int32 (batch + 1,), the offsets of the
 sequences, and where a layer's form says so, a tuple of Rotary and the positions that windows go by, as in `attention`.
 It returns what x is, (total_tokens, hidden_size).
 """
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from fastbert.backend import Backend, register_offer
-from fastbert.ops._common import check_devices, compute_dtype, define, extension_error, needs_grad
+from fastbert.ops._common import check_devices, define, extension_error, needs_grad
 from fastbert.ops.packing import int32_offsets
 from fastbert.ops.rotary import Rotary
 
@@ -173,22 +173,23 @@ class LayerOperands(NamedTuple):
 
 
 # What csrc/ops/layer_form.cpp reads: of a form its whole numbers and its others.
-_NORM_FIRST, _MERGED_QKV, _GATED, _MERGED_GATE, _RMS = (1 << i for i in range(5))
+NORM_FIRST, MERGED_QKV, GATED, MERGED_GATE, RMS = (1 << i for i in range(5))
+INTS, FLOATS = 10, 7  # how many of each a form has
 
 
 def _encoded(
     form: LayerForm, bias_bits: int, scale_bits: int, norm_bits: int
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Bit i: the layer's Linear i has a bias, or a weight_scale; its norms' tensor i is there."""
-    flags = form.norm_first * _NORM_FIRST | form.merged_qkv * _MERGED_QKV | form.gated * _GATED
-    flags |= form.merged_gate * _MERGED_GATE | (form.norm == "rms") * _RMS
+    flags = form.norm_first * NORM_FIRST | form.merged_qkv * MERGED_QKV | form.gated * GATED
+    flags |= form.merged_gate * MERGED_GATE | (form.norm == "rms") * RMS
     heads = (form.num_heads, form.num_kv_heads, form.head_dim)
     softmax_scale = 1.0 / math.sqrt(form.head_dim) if form.softmax_scale is None else form.softmax_scale
     whole = (*heads, *form.window_size, form.rotary, flags, bias_bits, scale_bits, norm_bits)
     return whole, (softmax_scale, *form.eps, *form.dropouts)
 
 
-def _supports(x: torch.Tensor) -> str | None:
+def supports(x: torch.Tensor) -> str | None:
     """What training and inference have in common. int8 weights have no gradient: their layers never get to training."""
     if x.device.type != "cpu":
         return f"tensors are on {x.device.type}"
@@ -199,7 +200,7 @@ def _supports(x: torch.Tensor) -> str | None:
     return extension_error()
 
 
-def _accepts(x: torch.Tensor, operands: LayerOperands) -> str | None:
+def accepts(x: torch.Tensor, operands: LayerOperands) -> str | None:
     if operands.objection is not None:
         return operands.objection
     # A set, not a loop with a choice for each tensor: there are a hundred, and a short text takes half a millisecond.
@@ -210,7 +211,7 @@ def _accepts(x: torch.Tensor, operands: LayerOperands) -> str | None:
     return None
 
 
-def _tables(rotary: tuple[Rotary, ...]) -> tuple[list[torch.Tensor], list[int]]:
+def tables_of(rotary: tuple[Rotary, ...]) -> tuple[list[torch.Tensor], list[int]]:
     """cos and sin of each, and its layout: bit 0 interleaved, bit 1 by_token."""
     tables: list[torch.Tensor] = []
     layouts: list[int] = []
@@ -223,7 +224,7 @@ def _tables(rotary: tuple[Rotary, ...]) -> tuple[list[torch.Tensor], list[int]]:
 # --------------------------------------------------------------------------------------------------------------------
 # encoder_layers on the CPU, for inference
 #
-# layers, forms, numbers, final_eps and the lists before them: of LayerOperands. rotary, rotary_layouts: of `_tables`.
+# layers, forms, numbers, final_eps and the lists before them: of LayerOperands. rotary, rotary_layouts: of `tables_of`.
 # versions: the weights', or none, and the kernels ask for each.
 
 define(
@@ -238,13 +239,13 @@ define(
 def _supports_inference(x: torch.Tensor) -> str | None:
     if torch.is_autocast_enabled("cpu"):
         return "autocast chooses a dtype for each op"
-    return "it is for inference: autograd records each op" if needs_grad(x) else _supports(x)
+    return "it is for inference: autograd records each op" if needs_grad(x) else supports(x)
 
 
 def _accepts_inference(x: torch.Tensor, operands: LayerOperands) -> str | None:
     if needs_grad(*operands.weights, *operands.biases, *operands.norms):
         return "it is for inference: autograd records each op"
-    return _accepts(x, operands)
+    return accepts(x, operands)
 
 
 def _run_inference(
@@ -257,7 +258,7 @@ def _run_inference(
     check_devices("encoder_layers", x=x, cu_seqlens=cu_seqlens, window_positions=window_positions)
     cu_seqlens = int32_offsets("encoder_layers", cu_seqlens)
     *of_layers, _ = operands
-    tables, versions = _tables(rotary), _versions(operands.weights)
+    tables, versions = tables_of(rotary), _versions(operands.weights)
     return torch.ops.fastbert.encoder_layers_cpu(x, cu_seqlens, *of_layers, *tables, window_positions, versions)
 
 
@@ -272,128 +273,3 @@ def _versions(weights: list[torch.Tensor]) -> list[int]:
 
 
 register_offer("encoder_layers", Backend.CPU, _supports_inference, _accepts_inference, _run_inference)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# encoder_layer on the CPU: one layer for training, forward and backward
-#
-# The lists, form and numbers are LayerOperands' for one layer. philox: int64 (3, 2), of attention's dropout, its
-# output's and the feed-forward's, and with dropout inside of the feed-forward (4, 2), the last two being that one's and
-# the output's. Products and attention run in `dtype`, everything else in x's, which may be wider: under autocast the
-# residual stream stays in x's. Forward returns out, and as `kept` what backward wants. Backward returns the gradients
-# of x (zero rows unless needs_dx), weights, norms and biases.
-
-_FWD_SCHEMA = (
-    "(Tensor x, Tensor cu_seqlens, Tensor[] weights, Tensor[] biases, Tensor[] norms, Tensor? philox, str activation,"
-    " int[] form, float[] numbers, Tensor[] rotary, int[] rotary_layouts, Tensor? window_positions, ScalarType dtype)"
-    " -> Tensor[]"
-)
-_BWD_SCHEMA = (
-    "(Tensor dout, Tensor x, Tensor cu_seqlens, Tensor[] weights, Tensor[] norms, Tensor[] kept, Tensor? philox,"
-    " str activation, int[] form, float[] numbers, Tensor[] rotary, int[] rotary_layouts, Tensor? window_positions,"
-    " bool needs_dx) -> Tensor[]"
-)
-
-
-def _fwd_fake(x, cu_seqlens, weights, biases, norms, philox, activation, form, numbers, rotary, layouts, at, dtype):
-    num_heads, num_kv_heads, head_dim, *_, flags, _, _, norm_bits = form
-    tokens = x.shape[0]
-
-    def normed():  # what a norm gives, the sum before it, its mean and rstd
-        mean, rstd = (x.new_empty(n, dtype=torch.float32) for n in (0 if flags & _RMS else tokens, tokens))
-        return [torch.empty_like(x), torch.empty_like(x), mean, rstd]
-
-    has_attention_norm, norm_first = norm_bits & 1, flags & _NORM_FIRST
-    first = normed()[1:] if norm_first and has_attention_norm else []
-    heads = [num_heads + 2 * num_kv_heads] if flags & _MERGED_QKV else [num_heads, num_kv_heads, num_kv_heads]
-    projected = [x.new_empty(tokens, n, head_dim, dtype=dtype) for n in heads]
-    context = x.new_empty(tokens, num_heads, head_dim, dtype=dtype)
-    softmax_stats = x.new_empty(2, num_heads, tokens, dtype=torch.float32)
-    middle = normed() if norm_first or has_attention_norm else [torch.empty_like(x)]
-    pre = x.new_empty(tokens, sum([w.shape[0] for w in weights[len(heads) + 1 : -1]]), dtype=dtype)
-    last = [] if norm_first else normed()[1:]
-    return [torch.empty_like(x), *first, *projected, context, softmax_stats, *middle, pre, *last]
-
-
-def _bwd_fake(dout, x, cu_seqlens, weights, norms, kept, philox, activation, form, *others):
-    needs_dx = others[-1]
-    dbiases = [w.new_empty(w.shape[0]) for i, w in enumerate(weights) if form[-3] >> i & 1]
-    dx = x.new_empty(x.shape[0] if needs_dx else 0, x.shape[1])
-    return [dx, *map(torch.empty_like, (*weights, *norms)), *dbiases]
-
-
-_FWD = define("encoder_layer_fwd_cpu", _FWD_SCHEMA, _fwd_fake)
-_BWD = define("encoder_layer_bwd_cpu", _BWD_SCHEMA, _bwd_fake)
-
-
-class _Call(NamedTuple):
-    # A layer's, beside its tensors.
-    num_weights: int
-    num_norms: int
-    num_biases: int
-    rotary_layouts: list[int]
-    form: tuple  # activation, form and numbers
-    dtype: torch.dtype
-
-
-class _EncoderLayer(torch.autograd.Function):
-    """Autograd around the registered forward and backward of one layer. tensors: weights, norms, biases, rotary."""
-
-    @staticmethod
-    def forward(ctx, x, cu_seqlens, philox, window_positions, call, *tensors):
-        norms_at, biases_at = call.num_weights, call.num_weights + call.num_norms
-        rotary_at = biases_at + call.num_biases
-        weights, norms = tensors[:norms_at], tensors[norms_at:biases_at]
-        biases, rotary = tensors[biases_at:rotary_at], tensors[rotary_at:]
-        tables = (rotary, call.rotary_layouts, window_positions)
-        out, *kept = _FWD(x, cu_seqlens, weights, biases, norms, philox, *call.form, *tables, call.dtype)
-        ctx.save_for_backward(x, cu_seqlens, philox, window_positions, *weights, *norms, *rotary, *kept)
-        ctx.call = call
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout):
-        call, needs_dx = ctx.call, ctx.needs_input_grad[0]
-        num_tables = 2 * len(call.rotary_layouts)
-        x, cu_seqlens, philox, window_positions, *saved = ctx.saved_tensors
-        norms_at, rotary_at = call.num_weights, call.num_weights + call.num_norms
-        kept_at = rotary_at + num_tables
-        weights, norms, kept = saved[:norms_at], saved[norms_at:rotary_at], saved[kept_at:]
-        tables = (saved[rotary_at:kept_at], call.rotary_layouts, window_positions)
-        dx, *gradients = _BWD(dout, x, cu_seqlens, weights, norms, kept, philox, *call.form, *tables, needs_dx)
-        return dx if needs_dx else None, None, None, None, None, *gradients, *[None] * num_tables
-
-
-def _supports_training(x: torch.Tensor) -> str | None:
-    if not torch.is_grad_enabled():
-        return "it is for training: gradients are off"
-    if compute_dtype(x) not in (torch.float32, torch.bfloat16):
-        return f"autocast to {compute_dtype(x)}"
-    return _supports(x)
-
-
-def _accepts_training(x: torch.Tensor, operands: LayerOperands) -> str | None:
-    if not all([p.requires_grad for p in (*operands.weights, *operands.biases, *operands.norms)]):
-        return "it is for training all of a layer: a weight takes no gradient"
-    return _accepts(x, operands)
-
-
-def _run_training(
-    x: torch.Tensor,
-    operands: LayerOperands,
-    cu_seqlens: torch.Tensor,
-    rotary: tuple[Rotary, ...] = (),
-    window_positions: torch.Tensor | None = None,
-) -> torch.Tensor:
-    check_devices("encoder_layer", x=x, cu_seqlens=cu_seqlens, window_positions=window_positions)
-    cu_seqlens = int32_offsets("encoder_layer", cu_seqlens)
-    weights, biases, _, _, norms, activation, _, form, numbers, _, _ = operands
-    dropouts = numbers[-4:]
-    philox = torch.randint(2**62, (4 if dropouts[2] else 3, 2), dtype=torch.int64) if any(dropouts) else None
-    tables, layouts = _tables(rotary)
-    call = _Call(len(weights), len(norms), len(biases), layouts, (activation, form, numbers), compute_dtype(x))
-    return _EncoderLayer.apply(x, cu_seqlens, philox, window_positions, call, *weights, *norms, *biases, *tables)
-
-
-register_offer("encoder_layer", Backend.CPU, _supports_training, _accepts_training, _run_training)

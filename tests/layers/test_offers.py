@@ -52,12 +52,12 @@ def test_no_tree_is_looked_at_where_the_tensor_decides(device, looks):
 
 
 @has_kernels
-@pytest.mark.parametrize("mode", ("torch", "triton", "autocast", "gradients", "dtype"))
+@pytest.mark.parametrize("mode", ("torch", "triton", "autocast", "dtype"))
 def test_no_tree_is_looked_at_where_the_modes_decide(mode, looks):
     model = make()
     model.double() if mode == "dtype" else model
     with (
-        torch.set_grad_enabled(mode == "gradients"),
+        torch.no_grad(),
         torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"),
         use_backend(mode if mode == "torch" else "auto"),
     ):
@@ -70,9 +70,10 @@ def test_no_tree_is_looked_at_where_the_modes_decide(mode, looks):
 
 
 @has_kernels
-def test_the_tree_is_looked_at_once(looks):
-    model = make()
-    with torch.no_grad():
+@pytest.mark.parametrize("trains", (False, True))
+def test_the_tree_is_looked_at_once(looks, trains):
+    model = make().train(trains)
+    with torch.set_grad_enabled(trains):
         for _ in range(3):
             model(IDS, MASK)
         assert looks == ["_operands", "_snapshot"]
@@ -138,10 +139,10 @@ def test_an_offer_is_the_first_that_takes_it(pairs):
 @has_kernels
 def test_doctor_prints_the_reasons():
     report = fastbert.backends("cpu", torch.float64)
-    assert report["encoder_layers"]["selected"] == report["encoder_layer"]["selected"] == "torch"
+    assert report["encoder_layers"]["selected"] == report["encoder_layers_training"]["selected"] == "torch"
     assert "float64" in report["encoder_layers"]["cpu"] and report["merged_linears"]["cuda"] == "tensors are on cpu"
     with torch.no_grad():
-        assert fastbert.backends("cpu")["encoder_layer"]["cpu"] == "it is for training: gradients are off"
+        assert fastbert.backends("cpu")["encoder_layers_training"]["cpu"] == "it is for training: gradients are off"
     with use_backend("cpu"):  # which cannot serve: its ops, each of which says so itself, run one by one
         assert fastbert.backends("cpu", torch.float64)["encoder_layers"]["selected"] == "torch"
     text = "\n".join(doctor_lines()[0])
@@ -150,5 +151,5 @@ def test_doctor_prints_the_reasons():
 
 
 def test_every_offer_is_in_ops():
-    assert {"encoder_layer", "encoder_layers", "merged_linears"} == set(fastbert.backend._offers)
+    assert {"encoder_layers", "encoder_layers_training", "merged_linears"} == set(fastbert.backend._offers)
     assert ops.offer is offer

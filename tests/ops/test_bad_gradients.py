@@ -37,5 +37,5 @@ def test_linears(change):
 @pytest.mark.parametrize("leaf", range(6))
 def test_a_layer(leaf, change):
     layer = make(CASES["post"]).map(lambda t: t.requires_grad_())
-    out = fused("encoder_layer", [layer], torch.randn(TOKENS, HIDDEN, requires_grad=True))
+    out = fused("encoder_layers_training", [layer], torch.randn(TOKENS, HIDDEN, requires_grad=True))
     refuses(out, layer.linears[leaf].weight, change)

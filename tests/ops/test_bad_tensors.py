@@ -66,6 +66,8 @@ OPTIONS = {
 ALONE = {"activation", "at_least_fp32", "dropout"}  # take one tensor
 OF_OTHERS = {
     "adamw",
+    "adamw_late",
+    "LateRows",
     "Rotary",
     "rms_norm",
     "linears",
@@ -112,18 +114,18 @@ def encoder_layers(x, cu_seqlens):
     return ops.offer("encoder_layers", x, lambda: operands)(cu_seqlens)
 
 
-def encoder_layer(x, cu_seqlens):
+def encoder_layers_training(x, cu_seqlens):
     parameter = partial(torch.nn.Parameter, requires_grad=True)
     linears = [ops.LinearWeights(parameter(rows(32, 32)), parameter(rows(32)), None, 0.0) for _ in range(6)]
     operands = ops.LayerOperands.of(linears, [parameter(rows(32)) for _ in range(4)], [ops.LayerForm(2, 2, 16)])
-    return ops.offer("encoder_layer", x, lambda: operands)(cu_seqlens)
+    return ops.offer("encoder_layers_training", x, lambda: operands)(cu_seqlens)
 
 
 WITH_OFFSETS = {
     **{op: partial(lambda op, c: call(op, {**TENSORS[op], "cu_seqlens": c}), op)
        for op, tensors in TENSORS.items() if "cu_seqlens" in tensors},
     "encoder_layers": lambda c: torch.no_grad()(encoder_layers)(rows(TOKENS, 32), c),
-    "encoder_layer": lambda c: encoder_layer(rows(TOKENS, 32), c),
+    "encoder_layers_training": lambda c: encoder_layers_training(rows(TOKENS, 32), c),
 }  # fmt: skip
 
 

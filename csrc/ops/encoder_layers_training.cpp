@@ -1,4 +1,4 @@
-#include "encoder_layer.h"
+#include "encoder_layers_training.h"
 
 #include "../cpu/add.h"
 #include "attention.h"
@@ -94,36 +94,51 @@ EndGradients end_gradients(const Array& dout, const OptionalArray& dsum, const A
   return {dropout_p > 0.0 ? dproduct : dsummed, dsummed, dbias, dnorm, dnorm_bias};
 }
 
-LayerForm form_of(const std::vector<int64_t>& ints, const std::vector<double>& numbers, const List<Array>& weights) {
+// The layers of a call: of each its form, and where its weights begin in their list.
+struct Stack {
+  std::vector<LayerForm> forms;
+  std::vector<size_t> first_weight;
+};
+
+Stack stack_of(const std::vector<int64_t>& layers, const std::vector<int64_t>& ints, const std::vector<double>& numbers,
+               size_t num_weights) {
   const std::vector<LayerForm> forms = layer_forms(ints, numbers);
-  check(forms.size() == 1, "got the forms of ", forms.size(), " layers, expected one");
-  check(weights.size() == forms[0].num_leaves(), "got ", weights.size(), " weights, expected ", forms[0].num_leaves(),
-        " weights");
-  check(forms[0].scales == 0, "int8 weights have no gradients");
-  return forms[0];
+  check(!layers.empty(), "there are no layers");
+  Stack stack;
+  size_t weights = 0;
+  for (const int64_t i : layers) {
+    check(i >= 0 && i < static_cast<int64_t>(forms.size()), "there is no form ", i);
+    const LayerForm& form = forms[static_cast<size_t>(i)];
+    check(form.scales == 0, "int8 weights have no gradients");
+    stack.forms.push_back(form);
+    stack.first_weight.push_back(weights);
+    weights += form.num_leaves();
+  }
+  check(num_weights == weights, "got ", num_weights, " weights, expected ", weights, " weights");
+  return stack;
+}
+
+// Of layer i.
+OptionalArray philox_of_layer(const OptionalArray& philox, size_t i, size_t layers) {
+  if (!philox.defined()) return {};
+  check(philox.dim() == 3 && philox.size(0) == static_cast<int64_t>(layers), "philox has shape ", philox.sizes(),
+        ", expected (", layers, ", 3, 2) or (", layers, ", 4, 2)");
+  return philox.select(0, static_cast<int64_t>(i));
 }
 
 Array flat(const Array& heads) { return heads.view({heads.size(0), heads.size(1) * heads.size(2)}); }
 
-}  // namespace
+// What the layers of a call have in common.
+struct Shared {
+  const Array& cu_seqlens;
+  Activation activation;
+  AttentionTables tables;
+};
 
-std::vector<Array> encoder_layer_fwd_cpu(const Array& x_, const Array& cu_seqlens, const List<Array>& weights,
-                                         const List<Array>& biases, const List<Array>& norms,
-                                         const OptionalArray& philox, const std::string& activation,
-                                         const std::vector<int64_t>& ints, const std::vector<double>& numbers,
-                                         const std::vector<Array>& rotary, const std::vector<int64_t>& rotary_layouts,
-                                         const OptionalArray& window_positions, ScalarType dtype) {
-  const LayerForm form = form_of(ints, numbers, weights);
-  check(x_.dim() == 2, "x has shape ", x_.sizes(), ", expected (total_tokens, hidden_size)");
-  const Array x = contiguous(x_);
-  const LayerLists lists{&weights, &biases, nullptr, nullptr, &norms, nullptr};
-  LayerReader reader(lists, x.size(1), x.scalar_type());
-  LayerOperands layer;
-  reader.read(form, layer);
-  check(reader.norms_left() == 0, "there are ", reader.norms_left(), " tensors of norms too many");
+// The layer over x; returns what it gives, and fills `kept`.
+Array layer_forward(const Array& x, const LayerForm& form, const LayerOperands& layer, const OptionalArray& philox,
+                    const Shared& shared, ScalarType dtype, Kept& kept) {
   const size_t output = form.attention_output(), up = form.first_up(), down = form.down();
-
-  Kept kept;
   if (form.begins_with_norm()) {
     const NormOperand& norm = layer.attention_norm;
     std::tie(kept.first, std::ignore, kept.first_mean, kept.first_rstd) =
@@ -132,9 +147,9 @@ std::vector<Array> encoder_layer_fwd_cpu(const Array& x_, const Array& cu_seqlen
   const Heads heads = make_heads(form, x.size(0), [&](const Shape& shape) { return empty(shape, dtype); });
   linear_rows(form.begins_with_norm() ? kept.first : x, layer.projections(form), heads.flat, dtype, nullptr);
   kept.projected = heads.whole;
-  std::tie(kept.context, kept.softmax_stats) = attention_fwd_cpu(
-      heads.q, heads.k, heads.v, cu_seqlens, philox_of(philox, kProbabilities),
-      attention_form(form, {rotary, rotary_layouts, window_positions}), form.dropouts[kProbabilities], true);
+  std::tie(kept.context, kept.softmax_stats) =
+      attention_fwd_cpu(heads.q, heads.k, heads.v, shared.cu_seqlens, philox_of(philox, kProbabilities),
+                        attention_form(form, shared.tables), form.dropouts[kProbabilities], true);
 
   // The sums of residual and product are in x's dtype: where that is wider, the product is not rounded on its way.
   const Array product = workspace(x.sizes(), x.scalar_type());
@@ -144,8 +159,7 @@ std::vector<Array> encoder_layer_fwd_cpu(const Array& x_, const Array& cu_seqlen
   std::tie(kept.middle, kept.summed, kept.mean, kept.rstd) =
       std::tie(middle.out, middle.summed, middle.mean, middle.rstd);
 
-  const FeedForwardOperand feed_forward =
-      layer.feed_forward(form, activation_of(activation), inner_dropout(form, philox));
+  const FeedForwardOperand feed_forward = layer.feed_forward(form, shared.activation, inner_dropout(form, philox));
   kept.pre = empty({x.size(0), static_cast<int64_t>(form.num_ups()) * layer.weight[up].size(0)}, dtype);
   feed_forward_rows(middle.out, feed_forward, product, kept.pre, dtype, nullptr);
   const End last = end_half(product, layer.bias[down], form.norm_first ? middle.summed : middle.out,
@@ -153,41 +167,27 @@ std::vector<Array> encoder_layer_fwd_cpu(const Array& x_, const Array& cu_seqlen
                             form.dropouts[kOutput]);
   std::tie(kept.last_summed, kept.last_mean, kept.last_rstd) = std::tie(last.summed, last.mean, last.rstd);
 
-  std::vector<Array> results{last.out};
-  for_each_kept(form, kept, [&](const Array& array) { results.push_back(array); });
-  return results;
+  return last.out;
 }
 
-std::vector<Array> encoder_layer_bwd_cpu(const Array& dout_, const Array& x_, const Array& cu_seqlens,
-                                         const List<Array>& weights, const List<Array>& norms,
-                                         const std::vector<Array>& kept_list, const OptionalArray& philox,
-                                         const std::string& activation, const std::vector<int64_t>& ints,
-                                         const std::vector<double>& numbers, const std::vector<Array>& rotary,
-                                         const std::vector<int64_t>& rotary_layouts,
-                                         const OptionalArray& window_positions, bool needs_dx) {
-  const LayerForm form = form_of(ints, numbers, weights);
-  const Array x = contiguous(x_), dout = contiguous(dout_);
-  Kept kept;
-  size_t taken = 0;
-  for_each_kept(form, kept, [&](Array& array) {
-    check(taken < kept_list.size(), "forward keeps more than ", kept_list.size(), " tensors");
-    array = kept_list[taken++];
-  });
-  check(taken == kept_list.size(), "forward keeps ", taken, " tensors, got ", kept_list.size());
-  for (size_t i = 0; i < form.num_projections(); ++i) {
-    const Array& projected = kept.projected[i];
-    check_tensor("a projection", projected, {x.size(0), form.heads_of(i), form.head_dim}, projected.scalar_type(),
-                 cpu());
-  }
-  const LayerLists lists{&weights, nullptr, nullptr, nullptr, &norms, nullptr};
-  LayerReader reader(lists, x.size(1), x.scalar_type());
-  LayerOperands layer;
-  reader.read_norms(form, layer);
+struct LayerGradients {
+  Array dx;
+  std::array<Array, LayerOperands::kMostLeaves> dweight, dbias;
+  std::array<Array, 4> dnorms;  // as a form's bits count them
+};
+
+// `weights`: of all layers, of which this one's begin at `first`. dx is not needed of the first layer of all.
+LayerGradients layer_backward(const Array& dout, const Array& x, const Kept& kept, const LayerForm& form,
+                              const LayerOperands& layer, const List<Array>& all_weights, size_t first_weight,
+                              const OptionalArray& philox, const Shared& shared, bool needs_dx) {
+  std::array<Array, LayerOperands::kMostLeaves> weights;
+  for (size_t i = 0; i < form.num_leaves(); ++i) weights[i] = all_weights[first_weight + i];
   const size_t output = form.attention_output(), up = form.first_up(), down = form.down();
   const Heads heads(form, kept.projected);
   const auto dtype = kept.context.scalar_type();
   const auto has_bias = [&](size_t i) { return (form.biases >> i & 1) != 0; };
-  std::array<Array, LayerOperands::kMostLeaves> dweight, dbias;
+  LayerGradients gradients;
+  auto& [gradient_of_x, dweight, dbias, dnorms] = gradients;
 
   const EndGradients last = end_gradients(dout, {}, kept.last_summed, kept.last_mean, kept.last_rstd,
                                           form.norm_first ? NormOperand() : layer.feed_forward_norm,
@@ -200,8 +200,8 @@ std::vector<Array> encoder_layer_bwd_cpu(const Array& dout_, const Array& x_, co
     has_up_biases |= has_bias(i);
   }
   const auto [dmiddle, dups, dup_biases, ddown] = feed_forward_gradients(
-      last.dproduct, kept.middle.defined() ? kept.middle : kept.summed, kept.pre, ups, weights[down],
-      activation_of(activation), form.gated, inner_dropout(form, philox), true, true, has_up_biases);
+      last.dproduct, kept.middle.defined() ? kept.middle : kept.summed, kept.pre, ups, weights[down], shared.activation,
+      form.gated, inner_dropout(form, philox), true, true, has_up_biases);
   dweight[down] = ddown;
   for (size_t i = up; i < down; ++i) {
     dweight[i] = dups[i - up];
@@ -220,9 +220,8 @@ std::vector<Array> encoder_layer_bwd_cpu(const Array& dout_, const Array& x_, co
 
   const Heads dheads = make_heads(form, x.size(0), [&](const Shape& shape) { return workspace(shape, dtype); });
   attention_gradients(dcontext.view(kept.context.sizes()), heads.q, heads.k, heads.v, kept.context, kept.softmax_stats,
-                      cu_seqlens, philox_of(philox, kProbabilities),
-                      attention_form(form, {rotary, rotary_layouts, window_positions}), form.dropouts[kProbabilities],
-                      dheads.q, dheads.k, dheads.v);
+                      shared.cu_seqlens, philox_of(philox, kProbabilities), attention_form(form, shared.tables),
+                      form.dropouts[kProbabilities], dheads.q, dheads.k, dheads.v);
   std::vector<Array> projections;
   bool has_biases = false;
   for (size_t i = 0; i < form.num_projections(); ++i) {
@@ -246,17 +245,104 @@ std::vector<Array> encoder_layer_bwd_cpu(const Array& dout_, const Array& x_, co
     add_to(dx, middle.dresidual);
   }
 
-  std::vector<Array> results{dx};
-  results.insert(results.end(), dweight.begin(), dweight.begin() + static_cast<int64_t>(form.num_leaves()));
+  gradient_of_x = dx;
   // Of the norms in the order of the layer's, not of the passes.
   const EndGradients &attention = form.norm_first ? first : middle, &feed_forward = form.norm_first ? middle : last;
-  const std::array<const Array*, 4> dnorms{&attention.dnorm, &attention.dnorm_bias, &feed_forward.dnorm,
-                                           &feed_forward.dnorm_bias};
-  for (size_t i = 0; i < 4; ++i) {
-    if ((form.norms >> i & 1) != 0) results.push_back(*dnorms[i]);
+  dnorms = {attention.dnorm, attention.dnorm_bias, feed_forward.dnorm, feed_forward.dnorm_bias};
+  return gradients;
+}
+
+}  // namespace
+
+std::vector<Array> encoder_layers_fwd_cpu(const Array& x, const Array& cu_seqlens, const List<Array>& weights,
+                                          const List<Array>& biases, const List<Array>& norms,
+                                          const OptionalArray& philox, const std::string& activation,
+                                          const std::vector<int64_t>& layers, const std::vector<int64_t>& ints,
+                                          const std::vector<double>& numbers, const std::vector<Array>& rotary,
+                                          const std::vector<int64_t>& rotary_layouts,
+                                          const OptionalArray& window_positions, ScalarType dtype) {
+  const Stack stack = stack_of(layers, ints, numbers, weights.size());
+  check(x.dim() == 2, "x has shape ", x.sizes(), ", expected (total_tokens, hidden_size)");
+  const Shared shared{cu_seqlens, activation_of(activation), {rotary, rotary_layouts, window_positions}};
+  LayerReader reader({&weights, &biases, nullptr, nullptr, &norms, nullptr}, x.size(1), x.scalar_type());
+  LayerOperands layer;
+  Array hidden = contiguous(x);
+  std::vector<Array> results{Array()};
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const LayerForm& form = stack.forms[i];
+    reader.read(form, layer);
+    if (i + 1 == layers.size()) {
+      check(reader.norms_left() == 0, "there are ", reader.norms_left(), " tensors of norms too many");
+    }
+    if (i > 0) results.push_back(hidden);
+    Kept kept;
+    hidden = layer_forward(hidden, form, layer, philox_of_layer(philox, i, layers.size()), shared, dtype, kept);
+    for_each_kept(form, kept, [&](const Array& array) { results.push_back(array); });
   }
-  for (size_t i = 0; i < form.num_leaves(); ++i) {
-    if (has_bias(i)) results.push_back(dbias[i]);
+  results[0] = hidden;
+  return results;
+}
+
+std::vector<Array> encoder_layers_bwd_cpu(const Array& dout_, const Array& x_, const Array& cu_seqlens,
+                                          const List<Array>& weights, const List<Array>& norms,
+                                          const std::vector<Array>& kept_list, const OptionalArray& philox,
+                                          const std::string& activation, const std::vector<int64_t>& layers,
+                                          const std::vector<int64_t>& ints, const std::vector<double>& numbers,
+                                          const std::vector<Array>& rotary, const std::vector<int64_t>& rotary_layouts,
+                                          const OptionalArray& window_positions, bool needs_dx) {
+  const Stack stack = stack_of(layers, ints, numbers, weights.size());
+  const size_t count = layers.size();
+  const Shared shared{cu_seqlens, activation_of(activation), {rotary, rotary_layouts, window_positions}};
+  LayerReader reader({&weights, nullptr, nullptr, nullptr, &norms, nullptr}, x_.size(1), x_.scalar_type());
+
+  std::vector<Array> inputs(count);
+  std::vector<Kept> kept(count);
+  std::vector<LayerOperands> operands(count);  // of which only the norms are read
+  size_t taken = 0;
+  const auto take = [&](Array& array) {
+    check(taken < kept_list.size(), "forward keeps more than ", kept_list.size(), " tensors");
+    array = kept_list[taken++];
+  };
+  for (size_t i = 0; i < count; ++i) {
+    const LayerForm& form = stack.forms[i];
+    i == 0 ? void(inputs[0] = contiguous(x_)) : take(inputs[i]);
+    for_each_kept(form, kept[i], take);
+    reader.read_norms(form, operands[i]);
+  }
+  check(taken == kept_list.size(), "forward keeps ", taken, " tensors, got ", kept_list.size());
+  for (size_t i = 0; i < count; ++i) {
+    const LayerForm& form = stack.forms[i];
+    check(inputs[i].sizes() == x_.sizes(), "a layer's input has shape ", inputs[i].sizes(), ", expected ", x_.sizes());
+    for (size_t j = 0; j < form.num_projections(); ++j) {
+      const Array& projected = kept[i].projected[j];
+      check_tensor("a projection", projected, {x_.size(0), form.heads_of(j), form.head_dim}, projected.scalar_type(),
+                   cpu());
+    }
+  }
+
+  std::vector<LayerGradients> gradients(count);
+  Array dout = contiguous(dout_);
+  for (size_t i = count; i-- > 0;) {
+    gradients[i] = layer_backward(dout, inputs[i], kept[i], stack.forms[i], operands[i], weights, stack.first_weight[i],
+                                  philox_of_layer(philox, i, count), shared, i > 0 || needs_dx);
+    kept[i] = Kept();
+    dout = gradients[i].dx;
+  }
+
+  std::vector<Array> results{dout};
+  for (size_t i = 0; i < count; ++i) {
+    const auto& all = gradients[i].dweight;
+    results.insert(results.end(), all.begin(), all.begin() + static_cast<int64_t>(stack.forms[i].num_leaves()));
+  }
+  for (size_t i = 0; i < count; ++i) {
+    for (size_t j = 0; j < 4; ++j) {
+      if ((stack.forms[i].norms >> j & 1) != 0) results.push_back(gradients[i].dnorms[j]);
+    }
+  }
+  for (size_t i = 0; i < count; ++i) {
+    for (size_t j = 0; j < stack.forms[i].num_leaves(); ++j) {
+      if ((stack.forms[i].biases >> j & 1) != 0) results.push_back(gradients[i].dbias[j]);
+    }
   }
   return results;
 }

@@ -1,6 +1,8 @@
-"""One layer of every form as one op for training: outputs, gradients, dropout."""
+"""Layers of every form as one op for training: outputs, gradients, dropout."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -50,7 +52,7 @@ def check(case: Case, mode: str, keeps=(None,) * 4, seed: int = 0, name: str = "
 
     def ours(layer: Layer, x: torch.Tensor) -> torch.Tensor:
         torch.manual_seed(seed)
-        return fused("encoder_layer", [layer], x, **shared)
+        return fused("encoder_layers_training", [layer], x, **shared)
 
     def formula(layer: Layer, x: torch.Tensor) -> torch.Tensor:
         return literal([layer], x, keeps=keeps, **shared)
@@ -117,7 +119,7 @@ def test_every_isa_and_windows_by_position(name, backend):
 def results(name: str, x: torch.Tensor, needs_dx: bool = True, run=fused, **shared) -> dict[str, torch.Tensor]:
     def ours(layer: Layer, x: torch.Tensor) -> torch.Tensor:
         torch.manual_seed(3)
-        return run("encoder_layer", [layer], x, **shared)
+        return run("encoder_layers_training", [layer], x, **shared)
 
     return differentiate(ours, make(CASES[name].with_dropouts(0.1, 0.2, 0.3, 0.4)), x, needs_dx)
 
@@ -153,31 +155,65 @@ def test_no_tokens(name):
         assert not gradient.any()
 
 
+STACKS = {
+    "post": ("post", "post, no biases", "post"),
+    "modernbert": ("global", "local", "global"),
+    "mixed": ("pre", "rms", "post, grouped", "pre, two gates"),
+}
+
+
+def stack_of(name: str) -> list[Layer]:
+    activation = CASES[STACKS[name][0]].form.activation
+    cases = [CASES[each].with_dropouts(0.1, 0.2, 0.3, 0.4) for each in STACKS[name]]
+    return [
+        make(replace(case, form=case.form._replace(activation=activation)), seed) for seed, case in enumerate(cases)
+    ]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", STACKS)
+def test_several_layers_are_one_after_the_other(name, mode):
+    """With their bits and masks, forward and backward."""
+    dtype = torch.bfloat16 if mode == "bfloat16" else torch.float32
+    layers = [layer.map(lambda t: t.to(dtype)) for layer in stack_of(name)]
+    found = []
+    for groups in ([layers], [[layer] for layer in layers]):
+        torch.manual_seed(3)
+        held = [[layer.map(lambda t: t.clone().requires_grad_()) for layer in group] for group in groups]
+        x = leaf = X.to(dtype, copy=True).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+            for group in held:
+                x = fused("encoder_layers_training", group, x)
+        leaves = [leaf, *(t for group in held for layer in group for t in layer.tensors().values())]
+        found.append([x, *torch.autograd.grad(x.float().square().sum(), leaves)])
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("name", ("local", "post"))
 def test_compiled(name):
     compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
     torch.manual_seed(3)
     layer = make(CASES[name])
-    expected = differentiate(lambda layer, x: fused("encoder_layer", [layer], x), layer, X)
-    assert_same(differentiate(lambda layer, x: compiled("encoder_layer", [layer], x), layer, X), expected)
+    expected = differentiate(lambda layer, x: fused("encoder_layers_training", [layer], x), layer, X)
+    assert_same(differentiate(lambda layer, x: compiled("encoder_layers_training", [layer], x), layer, X), expected)
 
 
 @pytest.mark.parametrize("frozen", ("weight 3", "bias 0", "norm 1"))
 def test_what_takes_no_gradient_is_refused(frozen):
     layer = make(CASES["post"]).map(lambda t: t.clone().requires_grad_())
     layer.tensors()[frozen].requires_grad_(False)
-    found = ops.offer("encoder_layer", X, lambda: operands_of([layer]))
+    found = ops.offer("encoder_layers_training", X, lambda: operands_of([layer]))
     assert found == "it is for training all of a layer: a weight takes no gradient"
 
 
-def arguments(name: str, dtype: torch.dtype = torch.bfloat16) -> list:
-    """Of the registered forward."""
+def arguments(name: str, count: int = 1, dtype: torch.dtype = torch.bfloat16) -> list:
+    """Of the registered forward, over `count` layers."""
     case = CASES[name].with_dropouts(0.1, 0.2, 0.3, 0.4)
-    weights, biases, _, _, norms, activation, _, form, numbers, _, _ = operands_of([make(case)])
+    weights, biases, _, _, norms, activation, layers, forms, numbers, _, _ = operands_of([make(case)] * count)
     tables = [t for table in rotary_tables() for t in table[:2]]
-    philox = torch.arange(8).view(4, 2)
+    philox = torch.arange(8 * count).view(count, 4, 2)
     shared = (tables, [0, 0, 3], WITH_HOLES.int())
-    return [X, CU_SEQLENS, weights, biases, norms, philox, activation, form, numbers, *shared, dtype]
+    return [X, CU_SEQLENS, weights, biases, norms, philox, activation, layers, forms, numbers, *shared, dtype]
 
 
 def backward_arguments(given: list, kept: list[torch.Tensor], needs_dx: bool) -> list:
@@ -188,26 +224,29 @@ def backward_arguments(given: list, kept: list[torch.Tensor], needs_dx: bool) ->
 @left_to_full(lambda p: p["name"] not in ("global", "post"))  # the others differ in values
 @pytest.mark.parametrize("name", CASES)
 def test_opcheck(name):
-    given = arguments(name)
-    torch.library.opcheck(torch.ops.fastbert.encoder_layer_fwd_cpu, tuple(given))
-    _, *kept = torch.ops.fastbert.encoder_layer_fwd_cpu(*given)
+    given = arguments(name, 2)
+    torch.library.opcheck(torch.ops.fastbert.encoder_layers_fwd_cpu, tuple(given))
+    _, *kept = torch.ops.fastbert.encoder_layers_fwd_cpu(*given)
     for needs_dx in (True, False):
         rest = tuple(backward_arguments(given, kept, needs_dx))
-        torch.library.opcheck(torch.ops.fastbert.encoder_layer_bwd_cpu, rest)
+        torch.library.opcheck(torch.ops.fastbert.encoder_layers_bwd_cpu, rest)
 
 
 def test_operands_that_do_not_fit():
-    forward, backward = torch.ops.fastbert.encoder_layer_fwd_cpu, torch.ops.fastbert.encoder_layer_bwd_cpu
+    forward, backward = torch.ops.fastbert.encoder_layers_fwd_cpu, torch.ops.fastbert.encoder_layers_bwd_cpu
     given = arguments("post")
     _, *kept = forward(*given)
     for at, change, message in (
         (2, lambda weights: weights[1:], "got 5 weights, expected 6"),
         (3, lambda biases: [*biases, biases[0]], "there are 1 weights, biases and weight_scales too many"),
         (4, lambda norms: norms[1:], "there are 3 tensors of norms, the layers' forms have more"),
-        (5, lambda philox: philox[0], r"expected \(3, 2\) or \(4, 2\)"),
+        (5, lambda philox: philox[0], r"expected \(1, 3, 2\) or \(1, 4, 2\)"),
+        (5, lambda philox: philox[:, :2], r"expected \(3, 2\) or \(4, 2\)"),
         (5, lambda philox: None, "philox, its seed and offset, is None"),
-        (7, lambda form: [3, *form[1:]], "num_heads is 3, num_kv_heads 4"),
-        (7, lambda form: [*form[:8], 1, *form[9:]], "int8 weights have no gradients"),
+        (7, lambda layers: [1], "there is no form 1"),
+        (7, lambda layers: [], "there are no layers"),
+        (8, lambda form: [3, *form[1:]], "num_heads is 3, num_kv_heads 4"),
+        (8, lambda form: [*form[:8], 1, *form[9:]], "int8 weights have no gradients"),
     ):
         wrong = [*given[:at], change(given[at]), *given[at + 1 :]]
         with pytest.raises(RuntimeError, match=message):

@@ -1,0 +1,28 @@
+// The registered encoder_layers operators of the CPU backend for training; fastbert/ops/encoder_layers.py has their
+// schemas.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "register.h"
+
+namespace fastbert {
+
+std::vector<Array> encoder_layers_fwd_cpu(const Array& x, const Array& cu_seqlens, const List<Array>& weights,
+                                          const List<Array>& biases, const List<Array>& norms,
+                                          const OptionalArray& philox, const std::string& activation,
+                                          const std::vector<int64_t>& layers, const std::vector<int64_t>& forms,
+                                          const std::vector<double>& numbers, const std::vector<Array>& rotary,
+                                          const std::vector<int64_t>& rotary_layouts,
+                                          const OptionalArray& window_positions, ScalarType dtype);
+
+std::vector<Array> encoder_layers_bwd_cpu(const Array& dout, const Array& x, const Array& cu_seqlens,
+                                          const List<Array>& weights, const List<Array>& norms,
+                                          const std::vector<Array>& kept, const OptionalArray& philox,
+                                          const std::string& activation, const std::vector<int64_t>& layers,
+                                          const std::vector<int64_t>& forms, const std::vector<double>& numbers,
+                                          const std::vector<Array>& rotary, const std::vector<int64_t>& rotary_layouts,
+                                          const OptionalArray& window_positions, bool needs_dx);
+
+}  // namespace fastbert
