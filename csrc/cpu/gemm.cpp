@@ -22,6 +22,10 @@ int64_t row_group() { return current_isa().load(std::memory_order_relaxed) == Is
 
 void pack_panels(const PackArgs& args, int64_t begin, int64_t end) { FASTBERT_RUN(pack_panels, args, begin, end); }
 
+void panel_sums(const char* panel, DType format, int64_t in_features, void* out, DType out_dtype, int64_t columns) {
+  FASTBERT_RUN(panel_sums, panel, format, in_features, out, out_dtype, columns);
+}
+
 void convert_rows(const RowsArg& x, int64_t begin, int64_t end, const PackedWeight& weight, char* out, float* scales) {
   FASTBERT_RUN(convert_rows, x, begin, end, weight, out, scales);
 }

@@ -44,6 +44,10 @@ struct PackArgs {
 
 void pack_panels(const PackArgs& args, int64_t begin, int64_t end);
 
+// out[c] = the sum of column c of a panel, float32 or bfloat16, of which `columns` are there and that was packed from
+// `in_features` elements a column: a product with ones, from memory that the packing has just written.
+void panel_sums(const char* panel, DType format, int64_t in_features, void* out, DType out_dtype, int64_t columns);
+
 struct PackedWeight {
   const char* packed;
   DType format;

@@ -319,6 +319,39 @@ void gemm_transposed(const GemmTransposedArgs& args, int64_t begin, int64_t end)
   end_of_streams();
 }
 
+// By the same tiles as products, a chain at a time, for the sums' sake.
+template <typename Dot>
+void panel_sums_typed(const char* panel, const char* one, int64_t steps, void* out, DType out_dtype, int64_t columns) {
+  constexpr int64_t kChain = 64;
+  alignas(64) char sums[kStepBytes];
+  int64_t step = 0;
+  do {
+    tile_row<Dot, 1>(one, 0, 0, panel + step * kStepBytes, std::min(kChain, steps - step), columns, step > 0, sums, 0,
+                     nullptr);
+    step += kChain;
+  } while (step < steps);
+  const auto* found = reinterpret_cast<const float*>(sums);
+  for (int64_t c = 0; c < columns; ++c) {
+    if (out_dtype == DType::kFloat32) {
+      static_cast<float*>(out)[c] = found[c];
+    } else {
+      static_cast<BFloat16*>(out)[c] = from_float<BFloat16>(found[c]);
+    }
+  }
+}
+
+void panel_sums(const char* panel, DType format, int64_t in_features, void* out, DType out_dtype, int64_t columns) {
+#if defined(FASTBERT_BF16)
+  if (format == DType::kBFloat16) {
+    const BFloat16 ones[2] = {from_float<BFloat16>(1.0f), from_float<BFloat16>(1.0f)};
+    return panel_sums_typed<BFloat16Dot>(panel, reinterpret_cast<const char*>(ones), (in_features + 1) / 2, out,
+                                         out_dtype, columns);
+  }
+#endif
+  const float one = 1.0f;
+  panel_sums_typed<Float32Dot>(panel, reinterpret_cast<const char*>(&one), in_features, out, out_dtype, columns);
+}
+
 template <typename T, typename Out>
 void column_sums_typed(const T* x, int64_t stride, int64_t rows, Out* out, int64_t begin, int64_t end) {
   constexpr int64_t kRows = 128;  // in a chain, for the sums' sake

@@ -201,9 +201,17 @@ void adamw_late_cpu(const Array& weight, const Array& mean, const Array& square,
   };
   const int64_t height = weight.size(0), width = weight.numel() / height;
   const auto [had, steps] = checked_late(done, history, height, count);
-  if (rows.defined()) check_rows(rows, height);
-  const int64_t* const chosen = rows.defined() ? rows.data<const int64_t>() : nullptr;
-  const int64_t chosen_count = chosen == nullptr ? height : rows.numel();
+  std::vector<int64_t> chosen;  // each once, in order
+  if (rows.defined()) {
+    check(rows.dim() == 1 && rows.scalar_type() == ScalarType::Long && rows.is_contiguous() && rows.is_cpu(),
+          "adamw: rows have shape ", rows.sizes(), ", expected contiguous int64 (rows,)");
+    chosen.assign(rows.data<const int64_t>(), rows.data<const int64_t>() + rows.numel());
+    std::sort(chosen.begin(), chosen.end());
+    chosen.erase(std::unique(chosen.begin(), chosen.end()), chosen.end());
+    check(chosen.empty() || (chosen.front() >= 0 && chosen.back() < height), "adamw: rows are not below ", height);
+  }
+  const int64_t count_of_rows = rows.defined() ? static_cast<int64_t>(chosen.size()) : height;
+  const auto row_at = [&](int64_t k) { return rows.defined() ? chosen[static_cast<size_t>(k)] : k; };
   const AdamWArgs<float> all{floats("the weight", weight),
                              nullptr,
                              floats("the mean", mean),
@@ -215,14 +223,14 @@ void adamw_late_cpu(const Array& weight, const Array& mean, const Array& square,
                              static_cast<float>(1 - beta1),
                              static_cast<float>(1 - beta2),
                              static_cast<float>(eps)};
-  for (int64_t k = 0; k < chosen_count; ++k) {
-    const int32_t had_before = had[chosen == nullptr ? k : chosen[k]];
+  for (int64_t k = 0; k < count_of_rows; ++k) {
+    const int32_t had_before = had[row_at(k)];
     check(had_before >= 0 && had_before <= count, "adamw: a row has had ", had_before, " of ", count, " steps");
   }
   constexpr int64_t kRows = 8;  // that a thread takes at a time: they lack very different numbers of steps
-  run_tasks((chosen_count + kRows - 1) / kRows, [&, had = had, steps = steps](int64_t task) {
-    for (int64_t k = task * kRows; k < std::min(chosen_count, (task + 1) * kRows); ++k) {
-      const int64_t row = chosen == nullptr ? k : chosen[k];
+  run_tasks((count_of_rows + kRows - 1) / kRows, [&, had = had, steps = steps](int64_t task) {
+    for (int64_t k = task * kRows; k < std::min(count_of_rows, (task + 1) * kRows); ++k) {
+      const int64_t row = row_at(k);
       if (had[row] == count) continue;
       adamw_late(all, steps + had[row], count - had[row], row * width, (row + 1) * width);
       had[row] = static_cast<int32_t>(count);

@@ -140,6 +140,8 @@ struct OptionalArray : Array {
 // A new tensor, of which nothing is written: an operator that returns it writes all of it.
 Array empty(const Shape& sizes, ScalarType dtype, Device device);
 inline Array empty(const Shape& sizes, ScalarType dtype) { return empty(sizes, dtype, cpu()); }
+// Where a function's result lies: `empty` for what an operator returns, `workspace` (workspace.h) for what it uses.
+using MakeArray = Array (*)(const Shape& sizes, ScalarType dtype);
 // In the dtype and on the device of `like`.
 inline Array empty(const Shape& sizes, const Array& like) { return empty(sizes, like.scalar_type(), like.device()); }
 inline Array empty_like(const Array& t) { return empty(t.sizes(), t.scalar_type(), t.device()); }

@@ -1,5 +1,7 @@
 #include "encoder_layers_training.h"
 
+#include <utility>
+
 #include "../cpu/add.h"
 #include "attention.h"
 #include "dropout.h"
@@ -83,13 +85,13 @@ struct EndGradients {
 // dsum, which may be undefined, is what the sum's gradient has from elsewhere; only with a norm.
 EndGradients end_gradients(const Array& dout, const OptionalArray& dsum, const Array& summed, const Array& mean,
                            const Array& rstd, const NormOperand& norm, const OptionalArray& philox, double dropout_p,
-                           bool has_bias) {
+                           bool has_bias, MakeArray make_rows) {
   if (!norm.weight.defined()) {
     const Array dproduct = dropout_p > 0.0 ? dropout_cpu(dout, philox, dropout_p) : dout;
     return {dproduct, dout, has_bias ? bias_gradient(dproduct, dout.scalar_type()) : Array(), {}, {}};
   }
-  const auto [dproduct, dsummed, dbias, dnorm, dnorm_bias] =
-      add_layer_norm_bwd_cpu(dout, dsum, summed, mean, rstd, norm.weight, philox, dropout_p, has_bias, norm.rms);
+  const auto [dproduct, dsummed, dbias, dnorm, dnorm_bias] = add_layer_norm_gradients(
+      dout, dsum, summed, mean, rstd, norm.weight, philox, dropout_p, has_bias, norm.rms, make_rows);
   // Without dropout a sum's gradient is its product's.
   return {dropout_p > 0.0 ? dproduct : dsummed, dsummed, dbias, dnorm, dnorm_bias};
 }
@@ -176,10 +178,10 @@ struct LayerGradients {
   std::array<Array, 4> dnorms;  // as a form's bits count them
 };
 
-// `weights`: of all layers, of which this one's begin at `first`. dx is not needed of the first layer of all.
+// `all_weights`: of all layers, of which this one's begin at `first_weight`. dx lies in memory of make_dx.
 LayerGradients layer_backward(const Array& dout, const Array& x, const Kept& kept, const LayerForm& form,
                               const LayerOperands& layer, const List<Array>& all_weights, size_t first_weight,
-                              const OptionalArray& philox, const Shared& shared, bool needs_dx) {
+                              const OptionalArray& philox, const Shared& shared, bool needs_dx, MakeArray make_dx) {
   std::array<Array, LayerOperands::kMostLeaves> weights;
   for (size_t i = 0; i < form.num_leaves(); ++i) weights[i] = all_weights[first_weight + i];
   const size_t output = form.attention_output(), up = form.first_up(), down = form.down();
@@ -189,9 +191,10 @@ LayerGradients layer_backward(const Array& dout, const Array& x, const Kept& kep
   LayerGradients gradients;
   auto& [gradient_of_x, dweight, dbias, dnorms] = gradients;
 
-  const EndGradients last = end_gradients(dout, {}, kept.last_summed, kept.last_mean, kept.last_rstd,
-                                          form.norm_first ? NormOperand() : layer.feed_forward_norm,
-                                          philox_of(philox, kOutput), form.dropouts[kOutput], has_bias(down));
+  const EndGradients last =
+      end_gradients(dout, {}, kept.last_summed, kept.last_mean, kept.last_rstd,
+                    form.norm_first ? NormOperand() : layer.feed_forward_norm, philox_of(philox, kOutput),
+                    form.dropouts[kOutput], has_bias(down), workspace);
   dbias[down] = last.dbias;
   std::vector<Array> ups;
   bool has_up_biases = false;
@@ -201,7 +204,7 @@ LayerGradients layer_backward(const Array& dout, const Array& x, const Kept& kep
   }
   const auto [dmiddle, dups, dup_biases, ddown] = feed_forward_gradients(
       last.dproduct, kept.middle.defined() ? kept.middle : kept.summed, kept.pre, ups, weights[down], shared.activation,
-      form.gated, inner_dropout(form, philox), true, true, has_up_biases);
+      form.gated, inner_dropout(form, philox), true, true, has_up_biases, workspace);
   dweight[down] = ddown;
   for (size_t i = up; i < down; ++i) {
     dweight[i] = dups[i - up];
@@ -210,12 +213,13 @@ LayerGradients layer_backward(const Array& dout, const Array& x, const Kept& kep
 
   // The residual goes to what the attention's end gave: to its sum before the norm, or behind it.
   if (!form.norm_first) add_to(dmiddle, last.dresidual);
-  const EndGradients middle = end_gradients(
-      dmiddle, form.norm_first ? last.dresidual : OptionalArray(), kept.summed, kept.mean, kept.rstd,
-      layer.middle_norm(form), philox_of(philox, kAttentionOutput), form.dropouts[kAttentionOutput], has_bias(output));
+  const EndGradients middle =
+      end_gradients(dmiddle, form.norm_first ? last.dresidual : OptionalArray(), kept.summed, kept.mean, kept.rstd,
+                    layer.middle_norm(form), philox_of(philox, kAttentionOutput), form.dropouts[kAttentionOutput],
+                    has_bias(output), workspace);
   dbias[output] = middle.dbias;
   const auto [dcontext, doutput, no_bias] =
-      linear_gradients({middle.dproduct}, flat(kept.context), {weights[output]}, dtype, true, true, false);
+      linear_gradients({middle.dproduct}, flat(kept.context), {weights[output]}, dtype, true, true, false, workspace);
   dweight[output] = doutput[0];
 
   const Heads dheads = make_heads(form, x.size(0), [&](const Shape& shape) { return workspace(shape, dtype); });
@@ -228,9 +232,9 @@ LayerGradients layer_backward(const Array& dout, const Array& x, const Kept& kep
     projections.push_back(weights[i]);
     has_biases |= has_bias(i);
   }
-  auto [dx, dprojections, dprojection_biases] =
-      linear_gradients(dheads.flat, form.begins_with_norm() ? kept.first : x, projections, dtype,
-                       needs_dx || form.begins_with_norm(), true, has_biases);
+  auto [dx, dprojections, dprojection_biases] = linear_gradients(
+      dheads.flat, form.begins_with_norm() ? kept.first : x, projections, dtype, needs_dx || form.begins_with_norm(),
+      true, has_biases, form.begins_with_norm() ? workspace : make_dx);
   for (size_t i = 0; i < form.num_projections(); ++i) {
     dweight[i] = dprojections[i];
     if (has_biases) dbias[i] = dprojection_biases[i];
@@ -238,8 +242,8 @@ LayerGradients layer_backward(const Array& dout, const Array& x, const Kept& kep
 
   EndGradients first;
   if (form.begins_with_norm()) {
-    first =
-        end_gradients(dx, middle.dresidual, x, kept.first_mean, kept.first_rstd, layer.attention_norm, {}, 0.0, false);
+    first = end_gradients(dx, middle.dresidual, x, kept.first_mean, kept.first_rstd, layer.attention_norm, {}, 0.0,
+                          false, make_dx);
     dx = needs_dx ? first.dresidual : empty({0, x.size(1)}, x);
   } else if (needs_dx) {
     add_to(dx, middle.dresidual);
@@ -323,10 +327,11 @@ std::vector<Array> encoder_layers_bwd_cpu(const Array& dout_, const Array& x_, c
   std::vector<LayerGradients> gradients(count);
   Array dout = contiguous(dout_);
   for (size_t i = count; i-- > 0;) {
+    const MakeArray make_dx = i > 0 ? &workspace : static_cast<MakeArray>(&empty);
     gradients[i] = layer_backward(dout, inputs[i], kept[i], stack.forms[i], operands[i], weights, stack.first_weight[i],
-                                  philox_of_layer(philox, i, count), shared, i > 0 || needs_dx);
+                                  philox_of_layer(philox, i, count), shared, i > 0 || needs_dx, make_dx);
     kept[i] = Kept();
-    dout = gradients[i].dx;
+    dout = std::exchange(gradients[i].dx, Array());  // its memory serves the layers below
   }
 
   std::vector<Array> results{dout};

@@ -136,7 +136,7 @@ std::tuple<Array, Array> feed_forward_cpu(const Array& x, const Array& up_weight
 FeedForwardGradients feed_forward_gradients(const Array& dout_, const Array& x_, const Array& pre_,
                                             const std::vector<Array>& ups, const Array& down_weight,
                                             Activation activation, bool gated, const Dropout& dropout, bool needs_dx,
-                                            bool needs_dweight, bool needs_dbias) {
+                                            bool needs_dweight, bool needs_dbias, MakeArray make_dx) {
   const auto dtype = pre_.scalar_type();
   const Array x = checked_x(x_, dtype);
   const int64_t rows = x.size(0), width = down_weight.size(1), pre_width = gated ? 2 * width : width;
@@ -167,7 +167,7 @@ FeedForwardGradients feed_forward_gradients(const Array& dout_, const Array& x_,
     first += up.size(0);
   }
   check(first == pre_width, "the first product's weights have ", first, " features, pre ", pre_width);
-  auto [dx, dups, dbiases] = linear_gradients(dpres, x, ups, dtype, needs_dx, needs_dweight, needs_dbias);
+  auto [dx, dups, dbiases] = linear_gradients(dpres, x, ups, dtype, needs_dx, needs_dweight, needs_dbias, make_dx);
   return {dx, std::move(dups), std::move(dbiases), ddown};
 }
 
@@ -178,7 +178,7 @@ FeedForwardGradients feed_forward_bwd_cpu(const Array& dout, const Array& x, con
   std::vector<Array> ups{up_weight};
   if (gate_weight.defined()) ups.insert(ups.begin(), gate_weight);
   return feed_forward_gradients(dout, x, pre, ups, down_weight, activation_of(activation), gated,
-                                make_dropout(dropout_p, philox), needs_dx, needs_dweight, needs_dbias);
+                                make_dropout(dropout_p, philox), needs_dx, needs_dweight, needs_dbias, empty);
 }
 
 }  // namespace fastbert

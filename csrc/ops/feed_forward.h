@@ -42,10 +42,11 @@ struct FeedForwardOperand {
 void feed_forward_rows(const Array& x, const FeedForwardOperand& operand, const Array& out, const Array& pre,
                        ScalarType dtype, const RowsDone& done);
 
-// The backward of feed_forward_rows: `pre` is what it kept; ups, activation, gated and dropout are its operand's.
+// The backward of feed_forward_rows: `pre` is what it kept; ups, activation, gated and dropout are its operand's. dx
+// lies in memory of make_dx.
 FeedForwardGradients feed_forward_gradients(const Array& dout, const Array& x, const Array& pre,
                                             const std::vector<Array>& ups, const Array& down_weight,
                                             Activation activation, bool gated, const Dropout& dropout, bool needs_dx,
-                                            bool needs_dweight, bool needs_dbias);
+                                            bool needs_dweight, bool needs_dbias, MakeArray make_dx);
 
 }  // namespace fastbert

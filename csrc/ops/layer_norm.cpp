@@ -62,7 +62,16 @@ std::tuple<Array, Array, Array, Array, Array> add_layer_norm_bwd_cpu(const Array
                                                                      const Array& rstd, const Array& weight,
                                                                      const OptionalArray& philox, double dropout_p,
                                                                      bool has_x_bias, bool rms) {
-  const auto t = add_layer_norm_bwd_tensors(dout, dsum, summed, mean, rstd, weight, dropout_p, has_x_bias, rms, cpu());
+  return add_layer_norm_gradients(dout, dsum, summed, mean, rstd, weight, philox, dropout_p, has_x_bias, rms, empty);
+}
+
+std::tuple<Array, Array, Array, Array, Array> add_layer_norm_gradients(const Array& dout, const OptionalArray& dsum,
+                                                                       const Array& summed, const Array& mean,
+                                                                       const Array& rstd, const Array& weight,
+                                                                       const OptionalArray& philox, double dropout_p,
+                                                                       bool has_x_bias, bool rms, MakeArray make_rows) {
+  const auto t =
+      add_layer_norm_bwd_tensors(dout, dsum, summed, mean, rstd, weight, dropout_p, has_x_bias, rms, cpu(), make_rows);
   const int64_t rows = t.dout.size(0), hidden_size = t.dout.size(1);
   const Dropout dropout = make_dropout(dropout_p, philox);
 

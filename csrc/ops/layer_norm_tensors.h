@@ -38,10 +38,11 @@ struct AddLayerNormBwdTensors {
   Array dx, dsummed, dx_bias, dweight, dbias;
 };
 
+// make_rows: for dx and dsummed, on a CPU; null: new tensors.
 inline AddLayerNormBwdTensors add_layer_norm_bwd_tensors(const Array& dout, const OptionalArray& dsum,
                                                          const Array& summed, const Array& mean, const Array& rstd,
                                                          const Array& weight, double dropout_p, bool has_x_bias,
-                                                         bool rms, Device device) {
+                                                         bool rms, Device device, MakeArray make_rows = nullptr) {
   check(dout.dim() == 2, "dout has shape ", dout.sizes(), ", expected (total_tokens, hidden_size)");
   const int64_t rows = dout.size(0), hidden_size = dout.size(1);
   const auto dtype = dout.scalar_type();
@@ -52,8 +53,11 @@ inline AddLayerNormBwdTensors add_layer_norm_bwd_tensors(const Array& dout, cons
   t.mean = checked("mean", mean, {rms ? 0 : rows}, ScalarType::Float, device);
   t.rstd = checked("rstd", rstd, {rows}, ScalarType::Float, device);
   t.weight = checked("weight", weight, {hidden_size}, dtype, device);
-  t.dx = empty({dropout_p > 0.0 ? rows : 0, hidden_size}, t.dout);
-  t.dsummed = empty({rows, hidden_size}, t.dout);
+  const auto make = [&](const Shape& sizes) {
+    return make_rows == nullptr ? empty(sizes, t.dout) : make_rows(sizes, dtype);
+  };
+  t.dx = make({dropout_p > 0.0 ? rows : 0, hidden_size});
+  t.dsummed = make({rows, hidden_size});
   t.dx_bias = empty({has_x_bias ? hidden_size : 0}, t.weight);
   t.dweight = empty_like(t.weight);
   t.dbias = empty({rms ? 0 : hidden_size}, t.weight);

@@ -50,7 +50,7 @@ std::vector<Array> linear_cpu(const Array& x_, const std::vector<Array>& weights
 }
 
 Gradients linear_gradients(const std::vector<Array>& douts, const Array& x_, const std::vector<Array>& weights,
-                           ScalarType dtype, bool needs_dx, bool needs_dweight, bool needs_dbias) {
+                           ScalarType dtype, bool needs_dx, bool needs_dweight, bool needs_dbias, MakeArray make_dx) {
   const Array x = checked_x(x_, dtype);
   const size_t count = weights.size();
   for (size_t i = 0; i < count; ++i) {
@@ -59,7 +59,7 @@ Gradients linear_gradients(const std::vector<Array>& douts, const Array& x_, con
     check(douts[i].size(0) == x.size(0), "dout has ", douts[i].size(0), " rows, x ", x.size(0));
   }
   const DType format = format_for(dtype);
-  const Array dx = empty({needs_dx ? x.size(0) : 0, x.size(1)}, x.scalar_type());
+  const Array dx = make_dx({needs_dx ? x.size(0) : 0, x.size(1)}, x.scalar_type());
   if (needs_dx) {
     std::vector<Operand> operands;
     std::vector<GemmAddend> addends;
@@ -75,14 +75,21 @@ Gradients linear_gradients(const std::vector<Array>& douts, const Array& x_, con
     run_gemm(gemm_args(douts[0], x.scalar_type(), &target, 1), x.size(0));
   }
   std::vector<Array> dweights, dbiases;
-  if (needs_dweight) {
-    const Array x_packed = pack_tokens(x, format);
-    for (size_t i = 0; i < count; ++i) {
-      dweights.push_back(weight_gradient(pack_tokens(douts[i], format), x_packed, format, x.size(0), weights[i]));
+  const Array x_packed = needs_dweight ? pack_tokens(x, format) : Array();
+  for (size_t i = 0; i < count; ++i) {
+    // Packed without rounding, they are also what the bias's gradient is summed from.
+    const bool is_exact = format == DType::kFloat32 || dtype_of(douts[i]) == format;
+    Array dbias;
+    if (needs_dbias) {
+      const ScalarType type = weights[i].scalar_type();
+      dbias = needs_dweight && is_exact ? empty({douts[i].size(1)}, type) : bias_gradient(douts[i], type);
+      dbiases.push_back(dbias);
+    }
+    if (needs_dweight) {
+      const Array packed = pack_tokens(douts[i], format, is_exact ? dbias : Array());
+      dweights.push_back(weight_gradient(packed, x_packed, format, x.size(0), weights[i]));
     }
   }
-  for (size_t i = 0; needs_dbias && i < count; ++i)
-    dbiases.push_back(bias_gradient(douts[i], weights[i].scalar_type()));
   return {dx, dweights, dbiases};
 }
 
@@ -106,7 +113,7 @@ Gradients linear_bwd_cpu(const std::vector<Array>& douts_, const Array& x, const
     }
     douts.push_back(dout);
   }
-  return linear_gradients(douts, x, weights, dtype, needs_dx, needs_dweight, needs_dbias);
+  return linear_gradients(douts, x, weights, dtype, needs_dx, needs_dweight, needs_dbias, empty);
 }
 
 void linear_rows(const Array& x_, const std::vector<LinearOperand>& linears, const std::vector<Array>& outs,

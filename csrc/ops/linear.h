@@ -27,9 +27,9 @@ Gradients linear_bwd_cpu(const std::vector<Array>& douts, const Array& x, const 
 void linear_rows(const Array& x, const std::vector<LinearOperand>& linears, const std::vector<Array>& outs,
                  ScalarType dtype, const RowsDone& done);
 
-// The backward of linear_rows: `douts` whole rows, dx as x is.
+// The backward of linear_rows: `douts` whole rows, dx as x is, in memory of make_dx.
 Gradients linear_gradients(const std::vector<Array>& douts, const Array& x, const std::vector<Array>& weights,
-                           ScalarType dtype, bool needs_dx, bool needs_dweight, bool needs_dbias);
+                           ScalarType dtype, bool needs_dx, bool needs_dweight, bool needs_dbias, MakeArray make_dx);
 
 // The sums over tokens.
 Array bias_gradient(const Array& dout, ScalarType dtype);

@@ -136,13 +136,20 @@ GemmArgs gemm_args(const Array& x, ScalarType dtype, const GemmTarget* targets, 
   return {rows_of(x), dtype == ScalarType::Float ? DType::kFloat32 : DType::kBFloat16, targets, num_targets};
 }
 
-Array pack_tokens(const Array& x_, DType format) {
+Array pack_tokens(const Array& x_, DType format, const Array& sums) {
   const Array x = x_.stride(1) == 1 ? x_ : contiguous(x_);
   const int64_t panels = num_panels(x.size(1));
   const Array packed = workspace({panels * panel_bytes(format, x.size(0))}, ScalarType::Byte);
   const PackArgs args{
       x.data(), dtype_of(x), x.size(1), x.size(0), 1, x.stride(0), format, static_cast<char*>(packed.data()), nullptr};
-  parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) { pack_panels(args, begin, end); });
+  parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+    pack_panels(args, begin, end);
+    for (int64_t p = begin; sums.defined() && p < end; ++p) {
+      panel_sums(args.packed + p * panel_bytes(format, x.size(0)), format, x.size(0),
+                 sums.data<char>() + p * kPanel * sums.element_size(), dtype_of(sums),
+                 std::min(kPanel, x.size(1) - p * kPanel));
+    }
+  });
   return packed;
 }
 

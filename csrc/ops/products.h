@@ -68,8 +68,9 @@ Array checked_x(const Array& x, ScalarType dtype);
 
 GemmArgs gemm_args(const Array& x, ScalarType dtype, const GemmTarget* targets, int64_t num_targets);
 
-// (tokens, features) packed along its tokens, for a weight's gradient.
-Array pack_tokens(const Array& x, DType format);
+// (tokens, features) packed along its tokens, for a weight's gradient. sums (features,), if defined, receives the sums
+// over the tokens of what is packed.
+Array pack_tokens(const Array& x, DType format, const Array& sums = Array());
 
 // dout^T x in the weight's dtype, of operands that pack_tokens made.
 Array weight_gradient(const Array& dout, const Array& x, DType format, int64_t tokens, const Array& weight);

@@ -68,11 +68,9 @@ def adamw_late(
     eps: float,
     rows: torch.Tensor | None = None,
 ) -> None:
-    """Do the steps that rows of a weight lack, in place: of `rows`, int64 (any number of them), or of all."""
+    """Do the steps that rows of a weight lack, in place: of `rows`, int64 (any number,), or of all."""
     if late.count == 0:
         return
-    if rows is not None:
-        rows = torch.unique(rows)
     _LATE(weight, mean, square, late.done, rows, late.history, late.count, beta1, beta2, eps)
     if rows is None:
         late.done.zero_()
