@@ -19,7 +19,7 @@ std::vector<float> to_floats(const T* vector, int64_t n, float fill) {
   return out;
 }
 
-template <typename T, bool kHasDsum, bool kHasDropout>
+template <typename T, bool kHasMore, bool kHasDsum, bool kHasDropout>
 FASTBERT_INLINE void bwd_chunks(const AddLayerNormBwd<T>& args, int64_t begin, int64_t end) {
   const int64_t n = args.hidden_size;
   const float inverse_n = 1.0f / static_cast<float>(n);
@@ -39,6 +39,11 @@ FASTBERT_INLINE void bwd_chunks(const AddLayerNormBwd<T>& args, int64_t begin, i
     const int64_t last = std::min(first + args.rows_per_chunk, args.rows);
     for (int64_t r = first; r < last; ++r) {
       const T* dout = args.dout + r * n;
+      const T* more = kHasMore ? args.dout_more + r * n : nullptr;
+      const auto dy_at = [&](int64_t i) FASTBERT_INLINE_LAMBDA {
+        if constexpr (kHasMore) return to_float(dout[i]) + to_float(more[i]);
+        return to_float(dout[i]);
+      };
       const T* dsum = kHasDsum ? args.dsum + r * n : nullptr;
       const T* summed = args.summed + r * n;
       T* dx = kHasDropout ? args.dx + r * n : nullptr;
@@ -48,7 +53,7 @@ FASTBERT_INLINE void bwd_chunks(const AddLayerNormBwd<T>& args, int64_t begin, i
 
       LaneSum xhat_sum, ones_sum;
       for_each_in_lanes(n, [&](int64_t i, int64_t lane) FASTBERT_INLINE_LAMBDA {
-        const float dy = to_float(dout[i]);
+        const float dy = dy_at(i);
         const float xhat = (to_float(summed[i]) - mean) * rstd;
         const float dxhat = dy * weight[i];
         xhat_sum.lane[lane] += dxhat * xhat;
@@ -62,7 +67,7 @@ FASTBERT_INLINE void bwd_chunks(const AddLayerNormBwd<T>& args, int64_t begin, i
 #pragma omp simd
       for (int64_t i = 0; i < n; ++i) {
         const float xhat = (to_float(summed[i]) - mean) * rstd;
-        float gradient = (to_float(dout[i]) * weight[i] - along_ones - xhat * along_xhat) * rstd;
+        float gradient = (dy_at(i) * weight[i] - along_ones - xhat * along_xhat) * rstd;
         if constexpr (kHasDsum) gradient += to_float(dsum[i]);
         dsummed[i] = from_float<T>(gradient);
         if constexpr (kHasDropout) {
@@ -75,13 +80,18 @@ FASTBERT_INLINE void bwd_chunks(const AddLayerNormBwd<T>& args, int64_t begin, i
   }
 }
 
+template <typename T, bool kHasMore>
+FASTBERT_INLINE void bwd_chunks_of(const AddLayerNormBwd<T>& args, int64_t begin, int64_t end) {
+  const bool has_dsum = args.dsum != nullptr, has_dropout = args.dropout.p > 0.0;
+  if (has_dsum && has_dropout) return bwd_chunks<T, kHasMore, true, true>(args, begin, end);
+  if (has_dsum) return bwd_chunks<T, kHasMore, true, false>(args, begin, end);
+  if (has_dropout) return bwd_chunks<T, kHasMore, false, true>(args, begin, end);
+  bwd_chunks<T, kHasMore, false, false>(args, begin, end);
+}
+
 template <typename T>
 FASTBERT_INLINE void add_layer_norm_bwd_body(const AddLayerNormBwd<T>& args, int64_t begin, int64_t end) {
-  const bool has_dsum = args.dsum != nullptr, has_dropout = args.dropout.p > 0.0;
-  if (has_dsum && has_dropout) return bwd_chunks<T, true, true>(args, begin, end);
-  if (has_dsum) return bwd_chunks<T, true, false>(args, begin, end);
-  if (has_dropout) return bwd_chunks<T, false, true>(args, begin, end);
-  bwd_chunks<T, false, false>(args, begin, end);
+  args.dout_more != nullptr ? bwd_chunks_of<T, true>(args, begin, end) : bwd_chunks_of<T, false>(args, begin, end);
 }
 
 template <typename T>

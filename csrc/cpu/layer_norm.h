@@ -43,7 +43,8 @@ void add_layer_norm_fwd(const AddLayerNormFwd<BFloat16>& args, int64_t begin, in
 template <typename T>
 struct AddLayerNormBwd {
   const T* dout;
-  const T* dsum;  // or null
+  const T* dout_more;  // added to dout, or null
+  const T* dsum;       // or null
   const T* summed;
   const float* mean;  // null: RMSNorm
   const float* rstd;

@@ -82,16 +82,30 @@ struct EndGradients {
   Array dproduct, dresidual, dbias, dnorm, dnorm_bias;
 };
 
+// A layer's or a half's gradient is dout + more, of which `more` may be undefined: what adds them up is what reads
+// them.
+struct Sum {
+  Array dout, more;
+
+  // In dout's memory.
+  Array added() const {
+    if (more.defined()) add_to(dout, more);
+    return dout;
+  }
+};
+
 // dsum, which may be undefined, is what the sum's gradient has from elsewhere; only with a norm.
-EndGradients end_gradients(const Array& dout, const OptionalArray& dsum, const Array& summed, const Array& mean,
+EndGradients end_gradients(const Sum& gradient, const OptionalArray& dsum, const Array& summed, const Array& mean,
                            const Array& rstd, const NormOperand& norm, const OptionalArray& philox, double dropout_p,
                            bool has_bias, MakeArray make_rows) {
   if (!norm.weight.defined()) {
+    const Array dout = gradient.added();
     const Array dproduct = dropout_p > 0.0 ? dropout_cpu(dout, philox, dropout_p) : dout;
     return {dproduct, dout, has_bias ? bias_gradient(dproduct, dout.scalar_type()) : Array(), {}, {}};
   }
-  const auto [dproduct, dsummed, dbias, dnorm, dnorm_bias] = add_layer_norm_gradients(
-      dout, dsum, summed, mean, rstd, norm.weight, philox, dropout_p, has_bias, norm.rms, make_rows);
+  const auto [dproduct, dsummed, dbias, dnorm, dnorm_bias] =
+      add_layer_norm_gradients(gradient.dout, gradient.more, dsum, summed, mean, rstd, norm.weight, philox, dropout_p,
+                               has_bias, norm.rms, make_rows);
   // Without dropout a sum's gradient is its product's.
   return {dropout_p > 0.0 ? dproduct : dsummed, dsummed, dbias, dnorm, dnorm_bias};
 }
@@ -173,13 +187,13 @@ Array layer_forward(const Array& x, const LayerForm& form, const LayerOperands& 
 }
 
 struct LayerGradients {
-  Array dx;
+  Sum dx;
   std::array<Array, LayerOperands::kMostLeaves> dweight, dbias;
   std::array<Array, 4> dnorms;  // as a form's bits count them
 };
 
 // `all_weights`: of all layers, of which this one's begin at `first_weight`. dx lies in memory of make_dx.
-LayerGradients layer_backward(const Array& dout, const Array& x, const Kept& kept, const LayerForm& form,
+LayerGradients layer_backward(const Sum& dout, const Array& x, const Kept& kept, const LayerForm& form,
                               const LayerOperands& layer, const List<Array>& all_weights, size_t first_weight,
                               const OptionalArray& philox, const Shared& shared, bool needs_dx, MakeArray make_dx) {
   std::array<Array, LayerOperands::kMostLeaves> weights;
@@ -212,9 +226,9 @@ LayerGradients layer_backward(const Array& dout, const Array& x, const Kept& kep
   }
 
   // The residual goes to what the attention's end gave: to its sum before the norm, or behind it.
-  if (!form.norm_first) add_to(dmiddle, last.dresidual);
+  const Sum to_middle{dmiddle, form.norm_first ? Array() : last.dresidual};
   const EndGradients middle =
-      end_gradients(dmiddle, form.norm_first ? last.dresidual : OptionalArray(), kept.summed, kept.mean, kept.rstd,
+      end_gradients(to_middle, form.norm_first ? last.dresidual : OptionalArray(), kept.summed, kept.mean, kept.rstd,
                     layer.middle_norm(form), philox_of(philox, kAttentionOutput), form.dropouts[kAttentionOutput],
                     has_bias(output), workspace);
   dbias[output] = middle.dbias;
@@ -242,14 +256,11 @@ LayerGradients layer_backward(const Array& dout, const Array& x, const Kept& kep
 
   EndGradients first;
   if (form.begins_with_norm()) {
-    first = end_gradients(dx, middle.dresidual, x, kept.first_mean, kept.first_rstd, layer.attention_norm, {}, 0.0,
-                          false, make_dx);
+    first = end_gradients({dx, {}}, middle.dresidual, x, kept.first_mean, kept.first_rstd, layer.attention_norm, {},
+                          0.0, false, make_dx);
     dx = needs_dx ? first.dresidual : empty({0, x.size(1)}, x);
-  } else if (needs_dx) {
-    add_to(dx, middle.dresidual);
   }
-
-  gradient_of_x = dx;
+  gradient_of_x = {dx, needs_dx && !form.begins_with_norm() ? middle.dresidual : Array()};
   // Of the norms in the order of the layer's, not of the passes.
   const EndGradients &attention = form.norm_first ? first : middle, &feed_forward = form.norm_first ? middle : last;
   dnorms = {attention.dnorm, attention.dnorm_bias, feed_forward.dnorm, feed_forward.dnorm_bias};
@@ -325,16 +336,16 @@ std::vector<Array> encoder_layers_bwd_cpu(const Array& dout_, const Array& x_, c
   }
 
   std::vector<LayerGradients> gradients(count);
-  Array dout = contiguous(dout_);
+  Sum dout{contiguous(dout_), {}};
   for (size_t i = count; i-- > 0;) {
     const MakeArray make_dx = i > 0 ? &workspace : static_cast<MakeArray>(&empty);
     gradients[i] = layer_backward(dout, inputs[i], kept[i], stack.forms[i], operands[i], weights, stack.first_weight[i],
                                   philox_of_layer(philox, i, count), shared, i > 0 || needs_dx, make_dx);
     kept[i] = Kept();
-    dout = std::exchange(gradients[i].dx, Array());  // its memory serves the layers below
+    dout = std::exchange(gradients[i].dx, Sum());  // its memory serves the layers below
   }
 
-  std::vector<Array> results{dout};
+  std::vector<Array> results{dout.added()};
   for (size_t i = 0; i < count; ++i) {
     const auto& all = gradients[i].dweight;
     results.insert(results.end(), all.begin(), all.begin() + static_cast<int64_t>(stack.forms[i].num_leaves()));

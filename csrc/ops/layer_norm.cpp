@@ -62,16 +62,19 @@ std::tuple<Array, Array, Array, Array, Array> add_layer_norm_bwd_cpu(const Array
                                                                      const Array& rstd, const Array& weight,
                                                                      const OptionalArray& philox, double dropout_p,
                                                                      bool has_x_bias, bool rms) {
-  return add_layer_norm_gradients(dout, dsum, summed, mean, rstd, weight, philox, dropout_p, has_x_bias, rms, empty);
+  return add_layer_norm_gradients(dout, {}, dsum, summed, mean, rstd, weight, philox, dropout_p, has_x_bias, rms,
+                                  empty);
 }
 
-std::tuple<Array, Array, Array, Array, Array> add_layer_norm_gradients(const Array& dout, const OptionalArray& dsum,
-                                                                       const Array& summed, const Array& mean,
-                                                                       const Array& rstd, const Array& weight,
-                                                                       const OptionalArray& philox, double dropout_p,
-                                                                       bool has_x_bias, bool rms, MakeArray make_rows) {
+std::tuple<Array, Array, Array, Array, Array> add_layer_norm_gradients(const Array& dout, const Array& dout_more,
+                                                                       const OptionalArray& dsum, const Array& summed,
+                                                                       const Array& mean, const Array& rstd,
+                                                                       const Array& weight, const OptionalArray& philox,
+                                                                       double dropout_p, bool has_x_bias, bool rms,
+                                                                       MakeArray make_rows) {
   const auto t =
       add_layer_norm_bwd_tensors(dout, dsum, summed, mean, rstd, weight, dropout_p, has_x_bias, rms, cpu(), make_rows);
+  const Array more = checked_if_defined("dout_more", dout_more, t.dout.sizes(), t.dout.scalar_type(), cpu());
   const int64_t rows = t.dout.size(0), hidden_size = t.dout.size(1);
   const Dropout dropout = make_dropout(dropout_p, philox);
 
@@ -84,6 +87,7 @@ std::tuple<Array, Array, Array, Array, Array> add_layer_norm_gradients(const Arr
   for_dtype(t.dout.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     const AddLayerNormBwd<T> args{t.dout.data<const T>(),
+                                  more.data<const T>(),
                                   t.dsum.data<const T>(),
                                   t.summed.data<const T>(),
                                   rms ? nullptr : t.mean.data<const float>(),

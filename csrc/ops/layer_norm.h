@@ -21,12 +21,13 @@ std::tuple<Array, Array, Array, Array, Array> add_layer_norm_bwd_cpu(const Array
                                                                      const OptionalArray& philox, double dropout_p,
                                                                      bool has_x_bias, bool rms = false);
 
-// The same, with what has rows, dx and dsummed, in memory of make_rows.
-std::tuple<Array, Array, Array, Array, Array> add_layer_norm_gradients(const Array& dout, const OptionalArray& dsum,
-                                                                       const Array& summed, const Array& mean,
-                                                                       const Array& rstd, const Array& weight,
-                                                                       const OptionalArray& philox, double dropout_p,
-                                                                       bool has_x_bias, bool rms, MakeArray make_rows);
+// The same of dout + dout_more, which may be undefined, with what has rows, dx and dsummed, in memory of make_rows.
+std::tuple<Array, Array, Array, Array, Array> add_layer_norm_gradients(const Array& dout, const Array& dout_more,
+                                                                       const OptionalArray& dsum, const Array& summed,
+                                                                       const Array& mean, const Array& rstd,
+                                                                       const Array& weight, const OptionalArray& philox,
+                                                                       double dropout_p, bool has_x_bias, bool rms,
+                                                                       MakeArray make_rows);
 
 // dropout(x + x_bias) + residual.
 Array add_dropped(const Array& x, const OptionalArray& x_bias, const OptionalArray& residual,
