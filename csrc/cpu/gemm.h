@@ -129,9 +129,10 @@ struct GemmTransposedArgs {
   int64_t tokens, a_features, b_features;
   void* out;  // contiguous
   DType out_dtype;
+  double* squares = nullptr;  // (blocks,), or null: the sum of the squares of each block of out, row by row of blocks
 };
 
-// Blocks [begin, end) of kPanel x kPanel, row by row of blocks.
+// Blocks [begin, end) of kPanel x kPanel, in an order of its own.
 void gemm_transposed(const GemmTransposedArgs& args, int64_t begin, int64_t end);
 
 // out (columns,) = the sums over all rows of x, for the columns [begin, end): a bias's gradient.

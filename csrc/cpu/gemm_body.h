@@ -227,10 +227,14 @@ FASTBERT_SIMD void store_block(const GemmTransposedArgs& args, int64_t a_panel, 
   const auto* line = static_cast<const float*>(args.out) + first;
   const bool streams = args.out_dtype == DType::kFloat32 && columns == kPanel && args.b_features % 16 == 0 &&
                        reinterpret_cast<uintptr_t>(line) % 64 == 0;
+  constexpr int64_t kVectors = kPanel / kWidth;
+  Floats squares[kVectors];
+  for (int64_t v = 0; v < kVectors; ++v) squares[v] = set1(0.0f);
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t at = first + r * args.b_features;
     for (int64_t c = 0; c < columns; c += kWidth) {
       const Floats x = load(reinterpret_cast<const float*>(sums + r * kStepBytes) + c);
+      squares[c / kWidth] = fma(x, x, squares[c / kWidth]);
       if (streams) {
         stream(static_cast<float*>(args.out) + at + c, x);
       } else if (args.out_dtype == DType::kFloat32) {
@@ -240,6 +244,10 @@ FASTBERT_SIMD void store_block(const GemmTransposedArgs& args, int64_t a_panel, 
       }
     }
   }
+  if (args.squares == nullptr) return;
+  double total = 0;
+  for (int64_t c = 0; c < columns; ++c) total += static_cast<double>(reinterpret_cast<const float*>(squares)[c]);
+  args.squares[a_panel * num_panels(args.b_features) + b_panel] = total;
 }
 
 // `rows` rows of a^T times b's panel, steps [first, steps): a's panel is read as its own transpose. A stretch of tokens

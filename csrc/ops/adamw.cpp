@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <tuple>
 
 #include "../cpu/adamw.h"
+#include "gradients.h"
 #include "packed_weights.h"
 #include "tensors.h"
 
@@ -49,9 +51,12 @@ std::vector<Chunk> chunks_of(const std::vector<Entry>& entries, int64_t Entry::*
   return found;
 }
 
-// The same bits for any number of threads: each chunk's sum has its own place.
-double norm_of(const std::vector<Entry>& entries) {
-  const std::vector<Chunk> chunks = chunks_of(entries, &Entry::gradient_size, [](const Entry&) { return kChunk; });
+// The same bits for any number of threads: each chunk's sum has its own place. `known`: of those entries whose gradient
+// need not be read, the sum of its squares.
+double norm_of(const std::vector<Entry>& entries, const std::vector<std::optional<double>>& known) {
+  std::vector<Chunk> chunks = chunks_of(entries, &Entry::gradient_size, [](const Entry&) { return kChunk; });
+  const auto is_known = [&](const Chunk& chunk) { return known[chunk.entry].has_value(); };
+  chunks.erase(std::remove_if(chunks.begin(), chunks.end(), is_known), chunks.end());
   std::vector<double> sums(chunks.size());
   run_tasks(static_cast<int64_t>(chunks.size()), [&](int64_t task) {
     const Chunk& chunk = chunks[static_cast<size_t>(task)];
@@ -59,6 +64,7 @@ double norm_of(const std::vector<Entry>& entries) {
   });
   double total = 0;
   for (double sum : sums) total += sum;
+  for (const auto& sum : known) total += sum.value_or(0.0);
   return std::sqrt(total);
 }
 
@@ -111,6 +117,7 @@ Array adamw_cpu(const List<Array>& weights, const List<Array>& gradients, const 
         " weights have rows, but there are other numbers of histories");
   std::vector<Entry> entries;
   entries.reserve(count);
+  std::vector<std::optional<double>> known(count);
   size_t table = 0;
   for (size_t i = 0; i < count; ++i) {
     const Array weight = weights[i];
@@ -144,6 +151,7 @@ Array adamw_cpu(const List<Array>& weights, const List<Array>& gradients, const 
       fits = gradient.dim() > 0 && gradient.size(0) == entry.row_count && gradient.numel() == entry.gradient_size;
     } else {
       entry.packed = Renewal(weight);
+      if (max_norm > 0) known[i] = known_squares(weight, gradient);
     }
     check(steps[i].scalar_type() == ScalarType::Float && steps[i].numel() == 1, "adamw: step ", i, " is no number");
     const double n = static_cast<double>(*steps[i].data<float>()) + 1;
@@ -167,7 +175,7 @@ Array adamw_cpu(const List<Array>& weights, const List<Array>& gradients, const 
   }
   double norm = std::numeric_limits<double>::quiet_NaN();
   if (max_norm > 0) {
-    norm = norm_of(entries);
+    norm = norm_of(entries, known);
     const double clip = std::min(1.0, max_norm / (norm + 1e-6));  // as torch.nn.utils.clip_grad_norm_ has it
     // A norm that is no number is to show in the weights: min() would hide it.
     for (auto& entry : entries) entry.args.clip = static_cast<float>(std::isnan(norm) ? norm : clip);

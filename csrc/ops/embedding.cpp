@@ -68,7 +68,7 @@ Array embed_bwd_cpu(const Array& dout_, const Array& ids_, const Array& table, i
   std::vector<int64_t> order(static_cast<size_t>(tokens));
   std::iota(order.begin(), order.end(), 0);
   std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return id[a] != id[b] ? id[a] < id[b] : a < b; });
-  const Array dtable = gradient_like(table);
+  const Array dtable = new_gradient(table).gradient;
   auto* bytes = static_cast<char*>(dtable.data());
   parallel_for(0, static_cast<int64_t>(dtable.nbytes()), 1 << 18,
                [&](int64_t begin, int64_t end) { std::memset(bytes + begin, 0, static_cast<size_t>(end - begin)); });

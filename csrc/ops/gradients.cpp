@@ -2,8 +2,10 @@
 
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <unordered_map>
 
+#include "packed_weights.h"
 #include "storages.h"
 #include "workspace.h"
 
@@ -12,8 +14,13 @@ namespace {
 
 std::mutex mutex;
 
+struct Last {
+  std::shared_ptr<Block> block;
+  std::shared_ptr<std::vector<double>> squares;
+};
+
 // By storage, then by the weight's place in it.
-using Gradients = std::unordered_map<const void*, std::map<const void*, std::shared_ptr<Block>>>;
+using Gradients = std::unordered_map<const void*, std::map<const void*, Last>>;
 Gradients& gradients() {
   static auto* map = new Gradients();  // never destroyed: tensors may outlive static objects
   return *map;
@@ -21,13 +28,28 @@ Gradients& gradients() {
 
 }  // namespace
 
-Array gradient_like(const Array& weight) {
+NewGradient new_gradient(const Array& weight) {
   watch_storage(weight);
   const std::lock_guard<std::mutex> lock(mutex);
-  std::shared_ptr<Block>& block = gradients()[storage_of(weight)][weight.data()];
+  auto& [block, squares] = gradients()[storage_of(weight)][weight.data()];
   // Two gradients of one weight may be alive at once (accumulation): the newer one is kept.
   if (block.use_count() != 1 || block->bytes() != weight.nbytes()) block = new_block(weight.nbytes());
-  return tensor_in(block, block->data(), weight.sizes(), weight.scalar_type());
+  squares = std::make_shared<std::vector<double>>();
+  return {tensor_in(block, block->data(), weight.sizes(), weight.scalar_type()), squares};
+}
+
+std::optional<double> known_squares(const Array& weight, const Array& gradient) {
+  std::shared_ptr<std::vector<double>> squares;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto storage = gradients().find(storage_of(weight));
+    if (storage == gradients().end()) return std::nullopt;
+    const auto last = storage->second.find(weight.data());
+    if (last == storage->second.end() || last->second.block->data() != gradient.data<char>()) return std::nullopt;
+    squares = last->second.squares;
+  }
+  if (squares->empty() || gradient.nbytes() != weight.nbytes() || version_of(gradient) != 0) return std::nullopt;
+  return std::accumulate(squares->begin(), squares->end(), 0.0);
 }
 
 void forget_gradients(const void* storage) {

@@ -154,7 +154,9 @@ Array pack_tokens(const Array& x_, DType format, const Array& sums) {
 }
 
 Array weight_gradient(const Array& dout, const Array& x, DType format, int64_t tokens, const Array& weight) {
-  const Array dweight = gradient_like(weight);
+  const auto [dweight, squares] = new_gradient(weight);
+  const int64_t blocks = num_panels(weight.size(0)) * num_panels(weight.size(1));
+  if (weight.scalar_type() == ScalarType::Float) squares->resize(static_cast<size_t>(blocks));
   const GemmTransposedArgs args{static_cast<const char*>(dout.data()),
                                 static_cast<const char*>(x.data()),
                                 format,
@@ -162,9 +164,9 @@ Array weight_gradient(const Array& dout, const Array& x, DType format, int64_t t
                                 weight.size(0),
                                 weight.size(1),
                                 dweight.data(),
-                                dtype_of(weight)};
-  parallel_for(0, num_panels(weight.size(0)) * num_panels(weight.size(1)), 1,
-               [&](int64_t begin, int64_t end) { gemm_transposed(args, begin, end); });
+                                dtype_of(weight),
+                                squares->empty() ? nullptr : squares->data()};
+  parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) { gemm_transposed(args, begin, end); });
   return dweight;
 }
 
