@@ -24,6 +24,7 @@ from fastbert.data.batches import Steps, StepSampler, make_loader
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.checkpoints import Checkpoints
 from fastbert.training.distributed import World
+from fastbert.training.memory import collector_spares_what_is_there
 from fastbert.training.optimizers import clip_and_step
 from fastbert.training.schedules import Schedule
 from fastbert.training.stopping import SIGNALS, leave_by, signals_wait
@@ -128,9 +129,8 @@ class Loop:
         self.model.train()
         self._since = time.perf_counter()
         gc.collect()
-        gc.freeze()  # what is there now stays: without this, the collector went through it in 6 % of a step's time
         try:
-            with signals_wait() as self._signals:
+            with collector_spares_what_is_there(), signals_wait() as self._signals:
                 self._run()
                 if not self._stop and self.checkpoints.newest != self.place.step:
                     self._save()
@@ -143,8 +143,6 @@ class Loop:
             if self.world.size == 1:  # else the others are not here to finish it
                 self.checkpoints.finish()
             raise
-        finally:
-            gc.unfreeze()
         if self._stop:
             if self.world.is_main:
                 name = signal.Signals(self._stop).name

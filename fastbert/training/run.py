@@ -19,7 +19,7 @@ from fastbert.ops import multiplies_bf16
 from fastbert.training import folder as run_folder
 from fastbert.training.distributed import World, join, wrap
 from fastbert.training.loop import Loop, LoopOptions, Place, sampler_of
-from fastbert.training.memory import keep_freed_memory
+from fastbert.training.memory import collector_spares_what_is_there, keep_freed_memory
 from fastbert.training.optimizers import make_optimizer, parameter_groups, use_sparse_gradients
 from fastbert.training.options import RunOptions
 from fastbert.training.report import Progress, write_reports
@@ -44,7 +44,7 @@ def execute(
     """
     folder = run_folder.check(options) if not options.dry_run else Path()
     keep_freed_memory()
-    with join(options.device or None, options.timeout) as world:
+    with collector_spares_what_is_there(), join(options.device or None, options.timeout) as world:
         torch.manual_seed(options.seed)
         with _main_first(world):
             task = make_task(options)
