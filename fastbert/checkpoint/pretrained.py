@@ -194,17 +194,22 @@ def without_pooler(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> 
 
 @torch.no_grad()
 def _materialise(model: PreTrainedModel, dtype: torch.dtype | None) -> None:
-    """Give memory and initial values, in the checkpoint's dtype, to what it did not hold."""
+    """Give memory and initial values, in the checkpoint's dtype, to what it did not hold.
+
+    By torch.empty: empty_like of a tensor on "meta" imports sympy, which takes 0.2 s.
+    """
     for module in model.modules():
         parameters = {name: p for name, p in module._parameters.items() if p is not None}
         if any(p.is_meta for p in parameters.values()):
             loaded = {name: p.detach().clone() for name, p in parameters.items() if not p.is_meta}
             for name in parameters.keys() - loaded.keys():
-                empty = torch.empty_like(parameters[name], device="cpu", dtype=dtype)
+                empty = torch.empty(parameters[name].shape, device="cpu", dtype=dtype or parameters[name].dtype)
                 module._parameters[name] = nn.Parameter(empty, requires_grad=parameters[name].requires_grad)
             model._init_leaf(module)
             for name, value in loaded.items():  # half of the leaf was there: what was loaded stays
                 parameters[name].copy_(value)
         if buffers := {name: b for name, b in module._buffers.items() if b is not None and b.is_meta}:
-            module._buffers.update({name: torch.empty_like(b, device="cpu") for name, b in buffers.items()})
+            module._buffers.update(
+                {name: torch.empty(b.shape, device="cpu", dtype=b.dtype) for name, b in buffers.items()}
+            )
             model._init_leaf(module)

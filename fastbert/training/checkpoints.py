@@ -52,15 +52,26 @@ class Checkpoints:
     def last(self) -> Path | None:
         return found[-1] if (found := self.all()) else None
 
-    def save(self, step: int, model: nn.Module, optimizer: Any, extra: dict[str, Any]) -> None:
-        """Copy all state now, and write it while the caller goes on, until `finish`."""
+    def save(
+        self, step: int, model: nn.Module, optimizer: Any, extra: dict[str, Any], *, is_last: bool = False
+    ) -> None:
+        """Copy all state now, and write it while the caller goes on, until `finish`.
+
+        `is_last`: nothing changes the state until then, so a CPU's is written as it stands. A GPU's goes to the host in
+        this thread, whose device is the rank's.
+        """
         self.finish()
         beside = self._beside(step)
         self._everywhere(step, self._make_room if self.world.is_main else None)
         weights, moments = get_state_dict(model, optimizer)
-        state = {"model": weights, "optimizer": moments, "extra": extra}
-        future: Any = dcp.async_save(state, checkpoint_id=beside, process_group=self.world.saving_group)
-        self._writing, self.newest = (self._thread.submit(self._seal, future, beside), step), step
+        state = {"model": weights, "optimizer": moments, "extra": dict(extra)}
+        to: dict[str, Any] = {"checkpoint_id": beside, "process_group": self.world.saving_group}
+        written: Any
+        if is_last and self.world.device.type == "cpu":
+            written = self._thread.submit(dcp.save, state, **to)
+        else:
+            written = dcp.async_save(state, **to)
+        self._writing, self.newest = (self._thread.submit(self._seal, written, beside), step), step
 
     @property
     def is_written(self) -> bool:

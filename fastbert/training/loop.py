@@ -18,12 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fastbert.data.batches import Steps, StepSampler, make_loader
 from fastbert.packed_inputs import PackedInputs
-from fastbert.training.checkpoints import Checkpoints
 from fastbert.training.distributed import World
+from fastbert.training.memory import collector_spares_what_is_there
 from fastbert.training.optimizers import catch_up, clip_and_step
 from fastbert.training.schedules import Schedule
 from fastbert.training.stopping import SIGNALS, leave_by, signals_wait
@@ -82,7 +81,9 @@ class Loop:
 
     `model` is what `wrap` gave. The random numbers of a step (dropout) follow from the seed, the step and the rank, so
     a run that was stopped goes on with the same bits. `evaluate` is called on all ranks and gives the same numbers on
-    all; `keep_best` is called when they are the best so far. `on_log` gets each row of the log.
+    all; `keep_best` is called when they are the best so far. `on_log` gets each row of the log. `at_end` is called
+    behind the last step, while the last checkpoint is written: it leaves the weights as they are, and the disk's room
+    to the checkpoint.
     """
 
     def __init__(
@@ -98,13 +99,18 @@ class Loop:
         *,
         evaluate: Callable[[], dict[str, float]] | None = None,
         keep_best: Callable[[], None] = lambda: None,
+        at_end: Callable[[], None] = lambda: None,
         on_log: Callable[[dict[str, Any]], None] = lambda row: None,
         on_step: Callable[[int], None] = lambda tokens: None,
     ):
         self.task, self.model, self.hidden_size = task, model, hidden_size
         self.optimizer, self.schedule, self.world, self.options = optimizer, schedule, world, options
-        self.evaluate, self.keep_best, self.on_log, self.on_step = evaluate, keep_best, on_log, on_step
+        self.evaluate, self.keep_best, self.at_end = evaluate, keep_best, at_end
+        self.on_log, self.on_step = on_log, on_step
         self.folder, self.place = folder, Place()
+        # Here: torch.distributed.checkpoint takes half a second, which a dry run and a refused one need not wait for.
+        from fastbert.training.checkpoints import Checkpoints
+
         self.checkpoints = Checkpoints(folder / "checkpoints", world, options.keep)
         self._losses: list[torch.Tensor] = []
         self._tokens, self._since = 0, time.perf_counter()
@@ -128,13 +134,16 @@ class Loop:
         self.model.train()
         self._since = time.perf_counter()
         gc.collect()
-        gc.freeze()  # what is there now stays: without this, the collector went through it in 6 % of a step's time
         try:
-            with signals_wait() as self._signals:
+            with collector_spares_what_is_there(), signals_wait() as self._signals:
                 self._run()
                 if not self._stop and self.checkpoints.newest != self.place.step:
                     self._save()
-                self.checkpoints.finish()
+                try:
+                    if not self._stop:
+                        self.at_end()
+                finally:  # also where this rank has failed: the others wait for it here
+                    self.checkpoints.finish()
         except TrainingError:
             raise
         except RuntimeError as error:
@@ -143,8 +152,6 @@ class Loop:
             if self.world.size == 1:  # else the others are not here to finish it
                 self.checkpoints.finish()
             raise
-        finally:
-            gc.unfreeze()
         if self._stop:
             if self.world.is_main:
                 name = signal.Signals(self._stop).name
@@ -288,6 +295,8 @@ class Loop:
 
     def _check_weights(self) -> None:
         """A step may spoil them whose own loss was a number: nothing of that is saved."""
+        from torch.distributed.tensor import DTensor  # which the checkpoints have imported
+
         shards = [p.to_local() if isinstance(p, DTensor) else p for p in self.model.parameters()]
         norms = torch.stack(torch._foreach_norm([shard.detach() for shard in shards]))
         if any(self.world.gather(not bool(norms.isfinite().all()))):
@@ -332,7 +341,8 @@ class Loop:
         self.on_log(row)
 
     def _save(self) -> None:
-        self.checkpoints.save(self.place.step, self.model, self.optimizer, vars(self.place))
+        is_last = self._stop is not None or self.is_over
+        self.checkpoints.save(self.place.step, self.model, self.optimizer, vars(self.place), is_last=is_last)
 
 
 def sampler_of(

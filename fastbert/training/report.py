@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import platform
 from pathlib import Path
@@ -52,9 +53,9 @@ def _tensorboard(folder: Path) -> Any:
 
 
 def write_reports(folder: Path, options: RunOptions, place: Any, task: Any, world_size: int) -> dict[str, Any]:
-    """Write metrics.json, chart.png and README.md; returns the metrics. Raises OSError."""
+    """Write metrics.json and README.md; returns the metrics. Raises OSError."""
     rows = run_folder.rows_of(folder)
-    evaluated = [row for row in rows if any(name.startswith("eval_") for name in row)]
+    evaluated = _evaluated(rows)
     best = next((row for row in evaluated if row["step"] == place.best_step), evaluated[-1] if evaluated else {})
     tokens = sum(row["tokens"] for row in rows)
     seconds = sum(row["tokens"] / row["tokens_per_second"] for row in rows)
@@ -74,18 +75,28 @@ def write_reports(folder: Path, options: RunOptions, place: Any, task: Any, worl
         "torch": torch.__version__,
     }
     run_folder.write(folder / run_folder.METRICS, json.dumps(metrics, indent=2) + "\n")
-    draw_chart(rows, evaluated, folder / run_folder.CHART)
     run_folder.write(folder / "README.md", card(options, metrics, task))
     return metrics
 
 
-def draw_chart(rows: list[dict[str, Any]], evaluated: list[dict[str, Any]], path: Path) -> None:
-    """The loss of every step with its running mean, and each metric of the evaluations in a panel of its own."""
-    try:
-        from matplotlib.figure import Figure  # pyplot would change what the process draws with, and takes half a second
-    except ImportError:
-        raise ConfigError("matplotlib is not installed: pip install 'fastbert-kernels[train]'") from None
+def _evaluated(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if any(name.startswith("eval_") for name in row)]
 
+
+def check_chart() -> None:
+    """Raises ConfigError before the first step, not behind the last one: there is nothing to draw with."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("matplotlib is not installed: pip install 'fastbert-kernels[train]'")
+
+
+def draw_chart(folder: Path) -> None:
+    """The loss of every step with its running mean, and each metric of the evaluations in a panel of its own, from the
+    folder's log. Raises OSError.
+    """
+    from matplotlib.figure import Figure  # pyplot would change what the process draws with, and takes half a second
+
+    rows = run_folder.rows_of(folder)
+    evaluated = _evaluated(rows)
     losses = [(step, loss) for row in rows for step, loss in zip(_steps_of(row), row["losses"], strict=True)]
     names = [name for name in (evaluated[0] if evaluated else {}) if name.startswith("eval_")][:3]
     figure = Figure(figsize=(5 + 3.6 * len(names), 3.4), layout="tight")
@@ -101,7 +112,7 @@ def draw_chart(rows: list[dict[str, Any]], evaluated: list[dict[str, Any]], path
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)
-    figure.savefig(path, dpi=130)
+    figure.savefig(folder / run_folder.CHART, dpi=130)
 
 
 def _steps_of(row: dict[str, Any]) -> range:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from fastbert.config import ConfigError
 from fastbert.data.batches import Steps
@@ -19,10 +18,10 @@ from fastbert.ops import multiplies_bf16
 from fastbert.training import folder as run_folder
 from fastbert.training.distributed import World, join, wrap
 from fastbert.training.loop import Loop, LoopOptions, Place, sampler_of
-from fastbert.training.memory import keep_freed_memory
+from fastbert.training.memory import collector_spares_what_is_there, keep_freed_memory
 from fastbert.training.optimizers import make_optimizer, parameter_groups, use_sparse_gradients
 from fastbert.training.options import RunOptions
-from fastbert.training.report import Progress, write_reports
+from fastbert.training.report import Progress, check_chart, draw_chart, write_reports
 from fastbert.training.schedules import Schedule
 from fastbert.training.task import Phase, Task
 
@@ -42,9 +41,12 @@ def execute(
     Raises ConfigError or InputError before the first step: options or data that do not fit; TrainingError,
     CheckpointError or OSError: the run cannot go on.
     """
-    folder = run_folder.check(options) if not options.dry_run else Path()
+    folder = Path()
+    if not options.dry_run:
+        folder = run_folder.check(options)
+        check_chart()
     keep_freed_memory()
-    with join(options.device or None, options.timeout) as world:
+    with collector_spares_what_is_there(), join(options.device or None, options.timeout) as world:
         torch.manual_seed(options.seed)
         with _main_first(world):
             task = make_task(options)
@@ -78,6 +80,8 @@ def _train(options: RunOptions, task: Task, loop_options: LoopOptions, world: Wo
     def gather() -> None:
         """Fill the whole model, where each rank has a part of it."""
         if is_sharded:
+            from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
             full = get_model_state_dict(wrapped, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
             if world.is_main:
                 whole.load_state_dict(full)
@@ -101,6 +105,7 @@ def _train(options: RunOptions, task: Task, loop_options: LoopOptions, world: Wo
     loop = Loop(
         task, wrapped, task.hidden_size, optimizer, schedule, world, folder, loop_options,
         evaluate=evaluate if task.metric else None, keep_best=save_model,
+        at_end=lambda: draw_chart(folder) if world.is_main else None,
     )  # fmt: skip
     if options.resume:
         loop.resume()

@@ -1,4 +1,6 @@
-"""What loading and running a model imports: not torch._dynamo, which takes 1.2 s, four times as long as all else."""
+"""What loading and running a model imports: not torch._dynamo, which takes 1.2 s, four times as long as all else; nor
+sympy.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ PROGRAM = """
     warnings.simplefilter("ignore")  # of heads that are not in the checkpoint
 
     def step(name, value=None):
-        assert "torch._dynamo" not in sys.modules, f"{name} imported torch._dynamo"
+        for module in ("torch._dynamo", "sympy"):
+            assert module not in sys.modules, f"{name} imported {module}"
         return value
 
     def forward_and_backward(name, model):

@@ -138,6 +138,24 @@ def test_a_full_disk(tmp_path, file_limit):
     assert make_loop(tmp_path).resume()
 
 
+def test_a_full_disk_at_the_end(tmp_path, file_limit):
+    """The last checkpoint is written while the chart is drawn, and the run still says that it failed."""
+    loop = make_loop(tmp_path, until(8))
+    limit_after(loop, 6, lambda: file_limit(200_000))
+    said = r"the checkpoint of step 8 could not be written: .*File too large; .*step-000000004 is the last one"
+    with pytest.raises(CheckpointError, match=said):
+        loop.run()
+    assert os.listdir(tmp_path / "checkpoints") == ["step-000000004"]
+
+
+def test_an_end_that_fails_leaves_the_last_checkpoint(tmp_path):
+    loop = make_loop(tmp_path)
+    loop.at_end = lambda: (tmp_path / "no/folder").write_text("")
+    with pytest.raises(FileNotFoundError):
+        loop.run()
+    assert steps_in(tmp_path) == [8, 12] and make_loop(tmp_path).resume()
+
+
 def test_a_log_that_cannot_be_written(tmp_path, file_limit):
     """Half a row of it remains, which a run that goes on leaves out."""
     loop, log = make_loop(tmp_path, until(12, save_every=2, log_every=1)), tmp_path / "log.jsonl"

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 import transformers
 from full import left_to_full
-from training_runs import OPTIONS, PHASE, losses_of, make_loop, make_model, until
+from training_runs import OPTIONS, PHASE, losses_of, make_loop, make_model, steps_in, until
 
 from fastbert.data.batches import Steps, StepSampler, make_loader
 from fastbert.training.distributed import World
@@ -111,6 +112,28 @@ def test_activation_checkpointing_keeps_less_and_has_the_same_bits(tmp_path):
         kept[name] = sum(sizes)
     assert losses_of(tmp_path / "checkpointed") == losses_of(tmp_path / "plain")
     assert kept["checkpointed"] < 0.7 * kept["plain"], kept
+
+
+def test_the_end_of_a_run_does_not_wait_for_its_last_checkpoint(tmp_path, monkeypatch):
+    """What is done meanwhile sees it unfinished; it is whole when `run` returns, and was not copied before."""
+    copied, seen, save = [], [], dcp.async_save
+
+    def note(state, **to):
+        copied.append(state["extra"]["step"])
+        return save(state, **to)
+
+    monkeypatch.setattr(dcp, "async_save", note)
+    loop = make_loop(tmp_path, model=make_model(0.1))
+    loop.at_end = lambda: seen.append((steps_in(tmp_path), len(losses_of(tmp_path))))
+    loop.run()
+    assert seen == [([4, 8], 12)] and copied == [4, 8] and steps_in(tmp_path) == [8, 12]
+    again = make_loop(tmp_path)
+    assert again.resume() and again.place.step == 12
+    found, made = again.model.state_dict(), loop.model.state_dict()
+    assert all(torch.equal(found[name], made[name]) for name in made)
+    for mine, other in zip(again.model.parameters(), loop.model.parameters(), strict=True):
+        moments = loop.optimizer.state[other]
+        assert moments and all(torch.equal(again.optimizer.state[mine][name], moments[name]) for name in moments)
 
 
 def test_only_the_last_checkpoints_are_kept(tmp_path):

@@ -1,7 +1,8 @@
-"""What the process of a training run asks of malloc."""
+"""What the process of a training run asks of malloc, and of the garbage collector."""
 
 from __future__ import annotations
 
+import gc
 import platform
 import re
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from fastbert.training.memory import collector_spares_what_is_there
 
 PROGRAM = """
 import resource
@@ -46,3 +49,16 @@ def test_freed_memory_stays_and_lies_in_huge_pages():
             assert "hg" in flags.split()
             return
     raise AssertionError(f"no area holds {address}")
+
+
+def test_the_collector_looks_at_what_is_new_alone():
+    older: list[object] = [[]]
+
+    def is_looked_at(thing: object) -> bool:
+        return any(thing is other for other in gc.get_objects())
+
+    assert is_looked_at(older)
+    with collector_spares_what_is_there():
+        newer: list[object] = [[]]
+        assert is_looked_at(newer) and not is_looked_at(older)
+    assert is_looked_at(newer) and is_looked_at(older)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -93,6 +96,41 @@ def test_a_dry_run_writes_nothing(files, tmp_path):
     assert done.returncode == 0 and not (tmp_path / "run").exists()
     assert "[CLS]" in done.stdout and "-> " in done.stdout
     assert "the first step has 4 examples with" in done.stdout
+
+
+DRY_RUN = """
+    import sys
+    from fastbert.cli import main
+    import fastbert.training.finetuning as finetuning
+
+    def make_task(options, make=finetuning.make_task):
+        import gc
+        import torch
+        assert not any(thing is vars(torch) for thing in gc.get_objects()), "the collector goes through torch again"
+        return make(options)
+
+    finetuning.make_task = make_task
+    code = main(sys.argv[1:])
+    for name in ("torch.distributed.checkpoint", "torch.distributed.tensor", "torch._dynamo", "sympy", "matplotlib"):
+        assert name not in sys.modules, name
+    sys.exit(code)
+"""
+
+
+def test_what_a_dry_run_need_not_wait_for(files, tmp_path):
+    """Half a second for checkpoints, as much for an optimizer, and the collector's rounds, longer than each."""
+    given = [word for name, value in files.items() for word in (f"--{name}", value)]
+    words = [sys.executable, "-c", textwrap.dedent(DRY_RUN), "finetune", *given, *FLAGS, "--dry-run"]
+    done = subprocess.run([*words, "--output", str(tmp_path / "run")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nothing_to_draw_with_is_said_before_the_first_step(files, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    options = FinetuneOptions(model=files["model"], train=(files["train"],), output=str(tmp_path / "run"), steps=1)
+    with pytest.raises(ConfigError, match=r"matplotlib is not installed: pip install 'fastbert-kernels\[train\]'"):
+        execute(options, make_task)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_ends_early_and_keeps_the_best(files, tmp_path):
