@@ -25,7 +25,7 @@ struct BwdMemory {
   char* dscores;                      // one square: left operand of dq
   char *dq_sums, *dk_sums, *dv_sums;  // those of keys for one block, or for all where heads share them
   float *top, *inverse_sum, *delta;
-  float* multiplier;  // of kPerStep rows
+  float* multiplier;  // of two rows
 };
 
 // What of a (sequence, head) a task works on.
@@ -119,7 +119,7 @@ BwdMemory lay_out(Carver& carver, const AttentionInputs<T>& in, const BwdRange& 
   memory.top = carver.take_floats(rows);
   memory.inverse_sum = carver.take_floats(rows);
   memory.delta = carver.take_floats(rows);
-  memory.multiplier = carver.take_floats(kPerStep<E> * kBlock);
+  memory.multiplier = carver.take_floats(2 * kBlock);
   return memory;
 }
 
@@ -149,27 +149,26 @@ FASTBERT_SIMD Gradient gradient_of(const float* scores, const float* dprobs, Flo
 
 // Scores and dprobs of one square become the left-hand operands of the three products to come.
 template <typename E, bool kHasWindow>
-void square_gradients(const BwdMemory& memory, const Dropout& dropout, uint64_t counter, uint64_t counters_per_query,
-                      int64_t query, int64_t rows, int64_t keys, float softmax_scale, const Window& window) {
+void square_gradients(const BwdMemory& memory, const DropoutMask& mask, bool has_dropout, uint64_t counter,
+                      uint64_t counters_per_query, int64_t query, int64_t rows, int64_t keys, float softmax_scale, const Window& window) {
   const Floats scale = set1(softmax_scale * kLog2e);
-  float* multiplier = dropout.p > 0.0 ? memory.multiplier : nullptr;
   for (int64_t r = 0; r < rows; r += kPerStep<E>) {
     const int64_t pair_rows = std::min(kPerStep<E>, rows - r);
-    for (int64_t i = 0; multiplier != nullptr && i < pair_rows; ++i) {
+    const float* multiplier[kPerStep<E>] = {};
+    for (int64_t i = 0; has_dropout && i < pair_rows; ++i) {
       const uint64_t first = counter + static_cast<uint64_t>(r + i) * counters_per_query;
-      fill_dropout_from(dropout, first, drawn_keys<E>(keys), multiplier + i * kBlock);
+      multiplier[i] = draw_in_turn(mask, first, counters_per_query, r + i, keys, kBlock, memory.multiplier);
     }
     for (int64_t c = 0; c < keys; c += kWidth) {
       const int64_t at = r * kPanel + c, step_at = (r / kPerStep<E> * kPanel + c) * 4;
-      const float* m = multiplier == nullptr ? nullptr : multiplier + c;
       const Gradient first = gradient_of<E, kHasWindow>(memory.scores + at, memory.dprobs + at, scale, memory,
-                                                        query + r, m, c, keys - c, window);
+                                                        query + r, has_dropout ? multiplier[0] + c : nullptr, c, keys - c, window);
 #if defined(FASTBERT_BF16)
       if constexpr (sizeof(E) == 2) {
         Gradient second{set1(0.0f), set1(0.0f)};
         if (pair_rows == 2) {
           second = gradient_of<E, kHasWindow>(memory.scores + at + kPanel, memory.dprobs + at + kPanel, scale, memory,
-                                              query + r + 1, m == nullptr ? m : m + kBlock, c, keys - c, window);
+                                              query + r + 1, has_dropout ? multiplier[1] + c : nullptr, c, keys - c, window);
         }
         auto* dscores = reinterpret_cast<BFloat16*>(memory.dscores);
         store(reinterpret_cast<int32_t*>(memory.probs_pairs + step_at), pair_bf16(first.probs, second.probs));
@@ -284,7 +283,7 @@ void write_by_keys(const char* sums, char* space, float factor, int64_t keys, in
 
 template <typename E, bool kHasWindow, typename T>
 void attention_bwd_head(const AttentionBwd<T>& args, AmxTiles& tiles, const BwdMemory& memory, const BwdRange& range,
-                        const AttentionTask& task, int64_t head) {
+                        const DropoutMask& mask, const AttentionTask& task, int64_t head) {
   using Dot = typename DotOf<E>::Dot;
   const AttentionInputs<T>& in = args.in;
   const int64_t d = in.head_dim, dim_panels = (d + kPanel - 1) / kPanel, dim_steps = whole_steps<E>(d);
@@ -342,10 +341,10 @@ void attention_bwd_head(const AttentionBwd<T>& args, AmxTiles& tiles, const BwdM
       // Squares of which all is seen are as those without a window.
       const bool is_cut = kHasWindow && (window.begin[query + rows - 1] > key || window.end[query] < key + keys);
       if (is_cut) {
-        square_gradients<E, true>(memory, in.dropout, counter, counters_per_query, query, rows, keys, in.softmax_scale,
+        square_gradients<E, true>(memory, mask, in.dropout.p > 0.0, counter, counters_per_query, query, rows, keys, in.softmax_scale,
                                   window);
       } else {
-        square_gradients<E, false>(memory, in.dropout, counter, counters_per_query, query, rows, keys, in.softmax_scale,
+        square_gradients<E, false>(memory, mask, in.dropout.p > 0.0, counter, counters_per_query, query, rows, keys, in.softmax_scale,
                                    window);
       }
       const bool adds_to_keys = query > first_query || !is_first_of_keys;
@@ -399,10 +398,11 @@ void attention_bwd_heads(const AttentionBwd<T>& args, const AttentionTask& task)
   lay_out<E>(counting, args.in, range);
   Carver carver{scratch.get(counting.size)};
   const BwdMemory memory = lay_out<E>(carver, args.in, range);
+  const DropoutMask mask = DropoutMask::of(args.in.dropout);
   AmxTiles tiles;
   for (int64_t head = task.head_begin; head < task.head_end; ++head) {
-    task.has_window ? attention_bwd_head<E, true>(args, tiles, memory, range, task, head)
-                    : attention_bwd_head<E, false>(args, tiles, memory, range, task, head);
+    task.has_window ? attention_bwd_head<E, true>(args, tiles, memory, range, mask, task, head)
+                    : attention_bwd_head<E, false>(args, tiles, memory, range, mask, task, head);
   }
 }
 

@@ -102,7 +102,7 @@ FASTBERT_SIMD Floats exp_row_seen(const float* row, int64_t shift, int64_t begin
 // the sum; `scale` is softmax_scale * log2(e). Row r's dropout counters begin at counter + r * counters_per_query.
 template <typename E, bool kHasWindow>
 void softmax_rows(const FwdMemory& m, int64_t first, int64_t rows, int64_t keys, const Window& window, float scale,
-                  const Dropout& dropout, uint64_t counter, uint64_t counters_per_query, bool is_first,
+                  const DropoutMask& mask, uint64_t counter, uint64_t counters_per_query, bool is_first,
                   RowStates& states) {
   constexpr int64_t kVectors = kPanel / kWidth, kPanelStride = kQueryRows * kPanel;
   alignas(64) float lanes[kWidth][kWidth];
@@ -159,18 +159,18 @@ void softmax_rows(const FwdMemory& m, int64_t first, int64_t rows, int64_t keys,
       if (m.multiplier == nullptr) {
         total = exp_row_seen<E, false>(row, window.shift, begin, end, keys, top, scales, nullptr, probs);
       } else {
-        const int64_t drawn = begin / kWidth * kWidth, count = (end - drawn + kWidth - 1) / kWidth * kWidth;
-        fill_dropout_from(dropout,
-                          counter + static_cast<uint64_t>(r) * counters_per_query + static_cast<uint64_t>(drawn / 4),
-                          count, m.multiplier + drawn);
+        const int64_t drawn = begin / (2 * kWidth) * (2 * kWidth);
+        draw_row(mask, counter + static_cast<uint64_t>(r) * counters_per_query + static_cast<uint64_t>(drawn / 4),
+                 end - drawn, m.multiplier + drawn);
         total = exp_row_seen<E, true>(row, window.shift, begin, end, keys, top, scales, m.multiplier, probs);
       }
     } else if (m.multiplier == nullptr) {
       total = exp_row<E, false>(row, keys, top, scales, nullptr, probs);
     } else {
-      fill_dropout_from(dropout, counter + static_cast<uint64_t>(r) * counters_per_query, drawn_keys<E>(keys),
-                        m.multiplier);
-      total = exp_row<E, true>(row, keys, top, scales, m.multiplier, probs);
+      const float* multiplier =
+          draw_in_turn(mask, counter + static_cast<uint64_t>(r) * counters_per_query, counters_per_query, r, keys, kWidth,
+                       m.multiplier);
+      total = exp_row<E, true>(row, keys, top, scales, multiplier, probs);
     }
     store(lanes[r], total);
   }
@@ -193,7 +193,7 @@ FwdMemory lay_out(Carver& carver, const AttentionInputs<T>& in, int64_t n, int64
   memory.q_rotated = carver.take(kQueryRows * rotated_bytes);
   memory.k_rotated = carver.take(kPanel * rotated_bytes);
   memory.sums = carver.take(dim_panels * kQueryRows * kStepBytes);
-  memory.multiplier = in.dropout.p > 0.0 ? carver.take_floats(block) : nullptr;
+  memory.multiplier = in.dropout.p > 0.0 ? carver.take_floats(block + kWidth) : nullptr;
   return memory;
 }
 
@@ -231,6 +231,7 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task)
   Carver carver{scratch.get(counting.size)};
   const FwdMemory m = lay_out<E, kHasWindow>(carver, in, n, block);
   const float scale = in.softmax_scale * kLog2e;
+  const DropoutMask mask = DropoutMask::of(in.dropout);
   AmxTiles tiles;
 
   for (int64_t head = task.head_begin; head < task.head_end; ++head) {
@@ -260,7 +261,7 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task)
         const uint64_t counters_per_query = static_cast<uint64_t>(in.num_heads) << 32;
         for (int64_t r = 0; r < rows; r += kWidth) {
           const auto row = static_cast<uint64_t>((token + r) * in.num_heads + head);
-          softmax_rows<E, kHasWindow>(m, r, std::min(kWidth, rows - r), keys, window, scale, in.dropout,
+          softmax_rows<E, kHasWindow>(m, r, std::min(kWidth, rows - r), keys, window, scale, mask,
                                       (row << 32) + static_cast<uint64_t>(key / 4), counters_per_query,
                                       key == range.begin, states);
         }

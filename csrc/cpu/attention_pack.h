@@ -30,13 +30,6 @@ FASTBERT_SIMD int64_t whole_steps(int64_t n) {
   return (steps_of<E>(n) + kStepGroup<E> - 1) / kStepGroup<E> * kStepGroup<E>;
 }
 
-// Keys whose dropout is drawn: where a group of steps reads a whole vector of probabilities, what multiplies those
-// beyond the last key, which are 0, must be a number, too.
-template <typename E>
-FASTBERT_SIMD int64_t drawn_keys(int64_t keys) {
-  return kStepGroup<E> == 1 ? keys : (keys + kWidth - 1) / kWidth * kWidth;
-}
-
 // Hands out parts of one allocation, each from a cache line's start. Without memory it only counts the bytes.
 struct Carver {
   char* memory;
@@ -61,11 +54,12 @@ FASTBERT_SIMD Ints load_steps(const T* row) {
   }
 }
 
+// `rows` rows, after which the last one is repeated.
 template <typename E, typename T>
-FASTBERT_SIMD void pack_square(const T* x, int64_t stride, int64_t count, char* to) {
+FASTBERT_SIMD void pack_square(const T* x, int64_t stride, int64_t rows, int64_t count, char* to) {
   Ints block[kWidth];
 #pragma GCC unroll 16
-  for (int64_t r = 0; r < kWidth; ++r) block[r] = load_steps<E>(x + r * stride);
+  for (int64_t r = 0; r < kWidth; ++r) block[r] = load_steps<E>(x + std::min(r, rows - 1) * stride);
   transpose(block);
 #pragma GCC unroll 16
   for (int64_t i = 0; i < kWidth; ++i) {
@@ -114,8 +108,9 @@ StridedRows<T> rotated(const AttentionInputs<T>& in, const HeadRows<const T>& x,
   return {to, in.head_dim};
 }
 
-// Rows become the columns of panels: (panels of kPanel rows, steps along `dims`, kPanel). Rows and dims beyond the
-// matrix are zeros up to a whole vector and whole steps.
+// Rows become the columns of panels: (panels of kPanel rows, steps along `dims`, kPanel). Dims beyond the matrix are
+// zeros up to whole steps; columns beyond it, up to a whole vector, are as the last one: where that is finite, what they
+// make is, too.
 template <typename E, typename T>
 void pack_columns(const T* x, int64_t stride, int64_t rows, int64_t dims, char* out) {
   constexpr int64_t kBlock = kWidth * kPerStep<E>;  // dims of one square
@@ -126,18 +121,15 @@ void pack_columns(const T* x, int64_t stride, int64_t rows, int64_t dims, char* 
     for (int64_t dim = 0; dim < dims; dim += kBlock, to += kWidth * kStepBytes) {
       const T* from = x + row * stride + dim;
       const int64_t width = std::min(kBlock, dims - dim);
-      if (real == kWidth && width == kBlock) {
-        pack_square<E>(from, stride, kWidth, to);
+      if (width == kBlock) {
+        pack_square<E>(from, stride, real, kWidth, to);
         continue;
       }
-      alignas(64) E padded[kWidth * kBlock] = {};
+      alignas(64) T padded[kWidth * kBlock] = {};
       for (int64_t r = 0; r < real; ++r) {
-        T part[kBlock] = {};
-        if (width < kBlock) std::memcpy(part, from + r * stride, static_cast<size_t>(width) * sizeof(T));
-        const T* line = width < kBlock ? part : from + r * stride;
-        store(reinterpret_cast<int32_t*>(padded + r * kBlock), load_steps<E>(line));
+        std::memcpy(padded + r * kBlock, from + r * stride, static_cast<size_t>(width) * sizeof(T));
       }
-      pack_square<E>(padded, kBlock, std::min(kWidth, whole_steps<E>(width)), to);
+      pack_square<E>(padded, kBlock, real, std::min(kWidth, whole_steps<E>(width)), to);
     }
   }
 }
