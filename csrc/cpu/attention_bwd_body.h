@@ -150,7 +150,8 @@ FASTBERT_SIMD Gradient gradient_of(const float* scores, const float* dprobs, Flo
 // Scores and dprobs of one square become the left-hand operands of the three products to come.
 template <typename E, bool kHasWindow>
 void square_gradients(const BwdMemory& memory, const DropoutMask& mask, bool has_dropout, uint64_t counter,
-                      uint64_t counters_per_query, int64_t query, int64_t rows, int64_t keys, float softmax_scale, const Window& window) {
+                      uint64_t counters_per_query, int64_t query, int64_t rows, int64_t keys, float softmax_scale,
+                      const Window& window) {
   const Floats scale = set1(softmax_scale * kLog2e);
   for (int64_t r = 0; r < rows; r += kPerStep<E>) {
     const int64_t pair_rows = std::min(kPerStep<E>, rows - r);
@@ -161,14 +162,16 @@ void square_gradients(const BwdMemory& memory, const DropoutMask& mask, bool has
     }
     for (int64_t c = 0; c < keys; c += kWidth) {
       const int64_t at = r * kPanel + c, step_at = (r / kPerStep<E> * kPanel + c) * 4;
-      const Gradient first = gradient_of<E, kHasWindow>(memory.scores + at, memory.dprobs + at, scale, memory,
-                                                        query + r, has_dropout ? multiplier[0] + c : nullptr, c, keys - c, window);
+      const Gradient first =
+          gradient_of<E, kHasWindow>(memory.scores + at, memory.dprobs + at, scale, memory, query + r,
+                                     has_dropout ? multiplier[0] + c : nullptr, c, keys - c, window);
 #if defined(FASTBERT_BF16)
       if constexpr (sizeof(E) == 2) {
         Gradient second{set1(0.0f), set1(0.0f)};
         if (pair_rows == 2) {
-          second = gradient_of<E, kHasWindow>(memory.scores + at + kPanel, memory.dprobs + at + kPanel, scale, memory,
-                                              query + r + 1, has_dropout ? multiplier[1] + c : nullptr, c, keys - c, window);
+          second =
+              gradient_of<E, kHasWindow>(memory.scores + at + kPanel, memory.dprobs + at + kPanel, scale, memory,
+                                         query + r + 1, has_dropout ? multiplier[1] + c : nullptr, c, keys - c, window);
         }
         auto* dscores = reinterpret_cast<BFloat16*>(memory.dscores);
         store(reinterpret_cast<int32_t*>(memory.probs_pairs + step_at), pair_bf16(first.probs, second.probs));
@@ -341,11 +344,11 @@ void attention_bwd_head(const AttentionBwd<T>& args, AmxTiles& tiles, const BwdM
       // Squares of which all is seen are as those without a window.
       const bool is_cut = kHasWindow && (window.begin[query + rows - 1] > key || window.end[query] < key + keys);
       if (is_cut) {
-        square_gradients<E, true>(memory, mask, in.dropout.p > 0.0, counter, counters_per_query, query, rows, keys, in.softmax_scale,
-                                  window);
+        square_gradients<E, true>(memory, mask, in.dropout.p > 0.0, counter, counters_per_query, query, rows, keys,
+                                  in.softmax_scale, window);
       } else {
-        square_gradients<E, false>(memory, mask, in.dropout.p > 0.0, counter, counters_per_query, query, rows, keys, in.softmax_scale,
-                                   window);
+        square_gradients<E, false>(memory, mask, in.dropout.p > 0.0, counter, counters_per_query, query, rows, keys,
+                                   in.softmax_scale, window);
       }
       const bool adds_to_keys = query > first_query || !is_first_of_keys;
       const bool adds_to_queries = key > (kHasWindow ? window.begin[query] / kBlock * kBlock : 0);

@@ -54,9 +54,10 @@ FASTBERT_SIMD Ints load_steps(const T* row) {
   }
 }
 
-// `rows` rows, after which the last one is repeated.
+// `rows` rows, after which the last one is repeated. Not inlined: among other code gcc 12 moves every row through the
+// stack, and the square takes three times as long.
 template <typename E, typename T>
-FASTBERT_SIMD void pack_square(const T* x, int64_t stride, int64_t rows, int64_t count, char* to) {
+__attribute__((noinline)) void pack_square(const T* x, int64_t stride, int64_t rows, int64_t count, char* to) {
   Ints block[kWidth];
 #pragma GCC unroll 16
   for (int64_t r = 0; r < kWidth; ++r) block[r] = load_steps<E>(x + std::min(r, rows - 1) * stride);
@@ -109,8 +110,8 @@ StridedRows<T> rotated(const AttentionInputs<T>& in, const HeadRows<const T>& x,
 }
 
 // Rows become the columns of panels: (panels of kPanel rows, steps along `dims`, kPanel). Dims beyond the matrix are
-// zeros up to whole steps; columns beyond it, up to a whole vector, are as the last one: where that is finite, what they
-// make is, too.
+// zeros up to whole steps; columns beyond it, up to a whole vector, are as the last one: where that is finite, what
+// they make is, too.
 template <typename E, typename T>
 void pack_columns(const T* x, int64_t stride, int64_t rows, int64_t dims, char* out) {
   constexpr int64_t kBlock = kWidth * kPerStep<E>;  // dims of one square
@@ -141,6 +142,14 @@ FASTBERT_SIMD void store_step(char* to, const T* even, [[maybe_unused]] const T*
   if constexpr (sizeof(E) == 2) return store(reinterpret_cast<int32_t*>(to), pair_bf16(even, odd));
 #endif
   store(reinterpret_cast<float*>(to), load(even));
+}
+
+template <typename E>
+FASTBERT_SIMD void store_step(char* to, Floats even, [[maybe_unused]] Floats odd) {
+#if defined(FASTBERT_BF16)
+  if constexpr (sizeof(E) == 2) return store(reinterpret_cast<int32_t*>(to), pair_bf16(even, odd));
+#endif
+  store(reinterpret_cast<float*>(to), even);
 }
 
 // Rows become the steps of panels: (panels of kPanel dims, `panel_steps` steps along the rows, kPanel), zeros beyond

@@ -23,6 +23,33 @@ struct DropoutMask {
   }
 };
 
+// The words of one counter in each lane, in the lower halves.
+struct PhiloxWords {
+  Longs w0, w1, w2, w3;
+};
+
+FASTBERT_SIMD PhiloxWords philox(const DropoutMask& mask, Longs counters) {
+  const Longs factor0 = Longs{} + kPhiloxFactor0, factor1 = Longs{} + kPhiloxFactor1;
+  PhiloxWords w{counters, counters >> 32, Longs{} + mask.offset, Longs{} + (mask.offset >> 32)};
+#pragma GCC unroll 10
+  for (const auto& key : mask.keys) {
+    const Longs a = multiply_lower(w.w0, factor0), b = multiply_lower(w.w2, factor1);
+    const Longs k0 = (Longs)set1(static_cast<int32_t>(key[0])), k1 = (Longs)set1(static_cast<int32_t>(key[1]));
+    w = {(b >> 32) ^ w.w1 ^ k0, b, (a >> 32) ^ w.w3 ^ k1, a};
+  }
+  return w;
+}
+
+// Lower halves side by side.
+FASTBERT_SIMD Longs join(Longs even, Longs odd) { return (even & (Longs{} + 0xffffffffu)) | (odd << 32); }
+
+// Of each vector, 64 bits wide lanes: 0, 1, 2, ... times `factor`.
+FASTBERT_SIMD Longs multiples(uint64_t factor) {
+  Longs x = Longs{};
+  for (size_t lane = 1; lane < sizeof(Longs) / 8; ++lane) x[lane] = x[lane - 1] + factor;
+  return x;
+}
+
 // The multipliers of kWidth columns from those of counter `first` on, and of as many from `first + apart` on.
 struct TwoMultipliers {
   Floats first, second;
@@ -35,19 +62,27 @@ FASTBERT_SIMD TwoMultipliers draw_multipliers(const DropoutMask& mask, uint64_t 
   Longs counters, odd;
   __builtin_memcpy(&counters, kCounters, sizeof(Longs));
   __builtin_memcpy(&odd, kOdd, sizeof(Longs));
-  counters += (Longs{} + first) + (odd & (Longs{} + apart));
-  const Longs factor0 = Longs{} + kPhiloxFactor0, factor1 = Longs{} + kPhiloxFactor1;
-  Longs w0 = counters, w1 = counters >> 32, w2 = Longs{} + mask.offset, w3 = Longs{} + (mask.offset >> 32);
-#pragma GCC unroll 10
-  for (const auto& key : mask.keys) {
-    const Longs a = multiply_lower(w0, factor0), b = multiply_lower(w2, factor1);
-    w0 = (b >> 32) ^ w1 ^ (Longs)set1(static_cast<int32_t>(key[0]));
-    w2 = (a >> 32) ^ w3 ^ (Longs)set1(static_cast<int32_t>(key[1]));
-    w1 = b, w3 = a;
-  }
-  const Longs lower = Longs{} + 0xffffffffu, w01 = (w0 & lower) | (w1 << 32), w23 = (w2 & lower) | (w3 << 32);
+  const PhiloxWords w = philox(mask, counters + (Longs{} + first) + (odd & (Longs{} + apart)));
+  const Longs w01 = join(w.w0, w.w1), w23 = join(w.w2, w.w3);
   return {where_at_least(even_longs(w01, w23), mask.threshold, mask.keep),
           where_at_least(odd_longs(w01, w23), mask.threshold, mask.keep)};
+}
+
+// The multipliers of one counter's four columns in kWidth rows, a row in each lane: row r's counter is
+// first + r * per_row, and `every_other_row` is multiples(2 * per_row).
+struct ColumnMultipliers {
+  Floats column[4];
+};
+
+FASTBERT_SIMD ColumnMultipliers draw_columns(const DropoutMask& mask, uint64_t first, uint64_t per_row,
+                                             Longs every_other_row) {
+  const PhiloxWords even = philox(mask, every_other_row + (Longs{} + first));
+  const PhiloxWords odd = philox(mask, every_other_row + (Longs{} + (first + per_row)));
+  const auto multipliers = [&](Longs a, Longs b) FASTBERT_INLINE_LAMBDA {
+    return where_at_least((Ints)join(a, b), mask.threshold, mask.keep);
+  };
+  return {{multipliers(even.w0, odd.w0), multipliers(even.w1, odd.w1), multipliers(even.w2, odd.w2),
+           multipliers(even.w3, odd.w3)}};
 }
 
 // The multipliers of a row from the columns of counter `first` on. Whole pairs of vectors are written: `out` has room
