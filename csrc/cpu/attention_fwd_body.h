@@ -383,6 +383,14 @@ void attention_fwd_short(const AttentionFwd<T>& args, const AttentionTask& task)
     if (in.group == 1 || head == task.head_begin || head % in.group == 0) {
       pack_rows<E>(in.v.at(token, key_head), in.v.token_stride, n, d, steps_of<E>(n), m.v_rows);
     }
+    if (head + 1 < task.head_end) {
+      fetch_rows(in.q, token, n, head + 1, d);
+      fetch_rows(args.out, token, n, head + 1, d);
+      if (in.group == 1 || (head + 1) % in.group == 0) {
+        fetch_rows(in.k, token, n, key_head + 1, d);
+        fetch_rows(in.v, token, n, key_head + 1, d);
+      }
+    }
     const auto q = rotated(in, in.q, token, 0, n, head, m.q_rotated);
     const auto k_rows = rotated(in, in.k, token, 0, n, key_head, m.k_rotated);
     const Left k = left_rows<E>(k_rows.data, k_rows.stride, n, d, m.k_copy);

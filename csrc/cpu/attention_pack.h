@@ -98,6 +98,21 @@ struct StridedRows {
   int64_t stride;
 };
 
+// Asks for a head's rows of a short sequence: its parts of so many tokens' rows lie where the hardware does not guess.
+// Not all tensors' at once, which would wait for the first-level cache's miss buffers. Not inlined, where it would take
+// its callers' registers.
+template <typename T>
+__attribute__((noinline)) void fetch_rows(const HeadRows<T>& x, int64_t token, int64_t rows, int64_t head,
+                                          int64_t head_dim) {
+  const auto* row = reinterpret_cast<const char*>(x.at(token, head));
+  const int64_t bytes = head_dim * static_cast<int64_t>(sizeof(T)),
+                stride = x.token_stride * static_cast<int64_t>(sizeof(T));
+  for (int64_t r = 0; r < rows; ++r, row += stride) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
+  }
+  __asm__ volatile("");  // or gcc takes calls for ones that do nothing
+}
+
 // Rows of a head of q or k from `place` of a sequence on: where they lie, or rotated into `space`.
 template <typename T>
 StridedRows<T> rotated(const AttentionInputs<T>& in, const HeadRows<const T>& x, int64_t first_token, int64_t place,
