@@ -404,7 +404,7 @@ void attention_bwd_head(const AttentionBwd<T>& args, AmxTiles& tiles, const BwdM
 // A sequence of at most one panel, as in attention_fwd_body.h: scores and dP have a row for each key and a lane for
 // each query, so that what belongs to a query is one vector for all keys, and no lane is of a key beyond the last. P^T
 // and dS^T are rows here, and dS is read as the transpose of steps of keys.
-struct ShortMemory {
+struct BwdShortMemory {
   char *q_columns, *dout_columns;     // operands of S^T and dP^T
   char *k_copy, *v_copy;              // rows that are no whole steps where they lie
   char *q_rows, *dout_rows, *k_rows;  // steps along the sequence: operands of dk, dv and dq
@@ -417,14 +417,14 @@ struct ShortMemory {
 };
 
 template <typename E, typename T>
-ShortMemory lay_out_short(Carver& carver, const AttentionInputs<T>& in, int64_t n) {
+BwdShortMemory lay_out_bwd_short(Carver& carver, const AttentionInputs<T>& in, int64_t n) {
   const int64_t dim_panels = (in.head_dim + kPanel - 1) / kPanel,
                 columns_bytes = whole_steps<E>(in.head_dim) * kStepBytes;
   const int64_t copy_bytes = lies_ready<E, T>(in.head_dim) ? 0 : n * whole_steps<E>(in.head_dim) * 4;
   const int64_t rows_bytes = dim_panels * steps_of<E>(n) * kStepBytes, square = n * kPanel;
   const bool is_rotated = in.rotary.cos != nullptr;
   const int64_t rotated_bytes = is_rotated ? n * in.head_dim * static_cast<int64_t>(sizeof(T)) : 0;
-  ShortMemory memory;
+  BwdShortMemory memory;
   memory.q_columns = carver.take(columns_bytes);
   memory.dout_columns = carver.take(columns_bytes);
   memory.k_copy = carver.take(copy_bytes);
@@ -454,7 +454,7 @@ struct QueryLanes {
 // Scores and dprobs become the left-hand operands of the three products to come. `counter` is that of the first query's
 // first keys.
 template <typename E, bool kHasDropout>
-FASTBERT_SIMD void column_gradients(const ShortMemory& m, int64_t n, const QueryLanes& queries, Floats scale,
+FASTBERT_SIMD void column_gradients(const BwdShortMemory& m, int64_t n, const QueryLanes& queries, Floats scale,
                                     const DropoutMask& mask, uint64_t counter, uint64_t counters_per_query) {
   [[maybe_unused]] const Longs every_other_query = multiples(2 * counters_per_query);
   for (int64_t first = 0; first < n; first += 4) {
@@ -502,9 +502,9 @@ void attention_bwd_short(const AttentionBwd<T>& args, const AttentionTask& task)
   const int64_t n = task.length, d = in.head_dim, token = task.first_token, dim_panels = (d + kPanel - 1) / kPanel;
   const int64_t steps = steps_of<E>(n), padded = (n + kWidth - 1) / kWidth * kWidth;
   Carver counting{nullptr};
-  lay_out_short<E>(counting, in, n);
+  lay_out_bwd_short<E>(counting, in, n);
   Carver carver{scratch.get(counting.size)};
-  const ShortMemory m = lay_out_short<E>(carver, in, n);
+  const BwdShortMemory m = lay_out_bwd_short<E>(carver, in, n);
   const DropoutMask mask = DropoutMask::of(in.dropout);
   const uint64_t counters_per_query = static_cast<uint64_t>(in.num_heads) << 32;
   const Floats scale = set1(in.softmax_scale * kLog2e);

@@ -294,7 +294,7 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task)
 // the order of reduce_rows.
 //
 // Not for AMX, which does not read a left operand the other way round.
-struct ShortMemory {
+struct FwdShortMemory {
   char* q_columns;              // packed, all queries
   char* k_copy;                 // where rows are no whole steps
   char* v_rows;                 // packed, all keys
@@ -305,10 +305,10 @@ struct ShortMemory {
 };
 
 template <typename E, typename T>
-ShortMemory lay_out_short(Carver& carver, const AttentionInputs<T>& in, int64_t n) {
+FwdShortMemory lay_out_fwd_short(Carver& carver, const AttentionInputs<T>& in, int64_t n) {
   const int64_t dim_panels = (in.head_dim + kPanel - 1) / kPanel, dim_steps = whole_steps<E>(in.head_dim);
   const int64_t rotated_bytes = in.rotary.cos == nullptr ? 0 : in.head_dim * static_cast<int64_t>(sizeof(T));
-  ShortMemory memory;
+  FwdShortMemory memory;
   memory.q_columns = carver.take(dim_steps * kStepBytes);
   memory.k_copy = carver.take(lies_ready<E, T>(in.head_dim) ? 0 : n * dim_steps * 4);
   memory.v_rows = carver.take(dim_panels * steps_of<E>(n) * kStepBytes);
@@ -371,9 +371,9 @@ void attention_fwd_short(const AttentionFwd<T>& args, const AttentionTask& task)
   const AttentionInputs<T>& in = args.in;
   const int64_t n = task.length, d = in.head_dim, token = task.first_token, dim_panels = (d + kPanel - 1) / kPanel;
   Carver counting{nullptr};
-  lay_out_short<E>(counting, in, n);
+  lay_out_fwd_short<E>(counting, in, n);
   Carver carver{scratch.get(counting.size)};
-  const ShortMemory m = lay_out_short<E>(carver, in, n);
+  const FwdShortMemory m = lay_out_fwd_short<E>(carver, in, n);
   const float scale = in.softmax_scale * kLog2e;
   const DropoutMask mask = DropoutMask::of(in.dropout);
   const uint64_t counters_per_query = static_cast<uint64_t>(in.num_heads) << 32;

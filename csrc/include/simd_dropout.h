@@ -86,8 +86,8 @@ FASTBERT_SIMD ColumnMultipliers draw_columns(const DropoutMask& mask, uint64_t f
 }
 
 // The multipliers of a row from the columns of counter `first` on. Whole pairs of vectors are written: `out` has room
-// for `n` columns rounded up to 2 * kWidth.
-FASTBERT_SIMD void draw_row(const DropoutMask& mask, uint64_t first, int64_t n, float* out) {
+// for `n` columns rounded up to 2 * kWidth. Not inlined, as the next one: the loops beside it need their registers.
+__attribute__((noinline)) inline void draw_row(const DropoutMask& mask, uint64_t first, int64_t n, float* out) {
   for (int64_t i = 0; i < n; i += 2 * kWidth) {
     const TwoMultipliers two = draw_multipliers(mask, first + static_cast<uint64_t>(i / 4), kWidth / 4);
     store(out + i, two.first);
@@ -97,8 +97,8 @@ FASTBERT_SIMD void draw_row(const DropoutMask& mask, uint64_t first, int64_t n, 
 
 // Those of row `row` among rows that come in turn, whose counters are `per_row` apart: rows of one vector are drawn two
 // at a time. An even row begins at `out`, an odd one `stride` further.
-FASTBERT_SIMD const float* draw_in_turn(const DropoutMask& mask, uint64_t first, uint64_t per_row, int64_t row,
-                                        int64_t n, int64_t stride, float* out) {
+__attribute__((noinline)) inline const float* draw_in_turn(const DropoutMask& mask, uint64_t first, uint64_t per_row,
+                                                           int64_t row, int64_t n, int64_t stride, float* out) {
   float* to = out + row % 2 * stride;
   if (n > kWidth) {
     draw_row(mask, first, n, to);
