@@ -30,13 +30,6 @@ FASTBERT_SIMD int64_t whole_steps(int64_t n) {
   return (steps_of<E>(n) + kStepGroup<E> - 1) / kStepGroup<E> * kStepGroup<E>;
 }
 
-// Keys whose dropout is drawn: where a group of steps reads a whole vector of probabilities, what multiplies those
-// beyond the last key, which are 0, must be a number, too.
-template <typename E>
-FASTBERT_SIMD int64_t drawn_keys(int64_t keys) {
-  return kStepGroup<E> == 1 ? keys : (keys + kWidth - 1) / kWidth * kWidth;
-}
-
 // Hands out parts of one allocation, each from a cache line's start. Without memory it only counts the bytes.
 struct Carver {
   char* memory;
@@ -61,11 +54,13 @@ FASTBERT_SIMD Ints load_steps(const T* row) {
   }
 }
 
+// `rows` rows, after which the last one is repeated. Not inlined: among other code gcc 12 moves every row through the
+// stack, and the square takes three times as long.
 template <typename E, typename T>
-FASTBERT_SIMD void pack_square(const T* x, int64_t stride, int64_t count, char* to) {
+__attribute__((noinline)) void pack_square(const T* x, int64_t stride, int64_t rows, int64_t count, char* to) {
   Ints block[kWidth];
 #pragma GCC unroll 16
-  for (int64_t r = 0; r < kWidth; ++r) block[r] = load_steps<E>(x + r * stride);
+  for (int64_t r = 0; r < kWidth; ++r) block[r] = load_steps<E>(x + std::min(r, rows - 1) * stride);
   transpose(block);
 #pragma GCC unroll 16
   for (int64_t i = 0; i < kWidth; ++i) {
@@ -103,6 +98,21 @@ struct StridedRows {
   int64_t stride;
 };
 
+// Asks for a head's rows of a short sequence: its parts of so many tokens' rows lie where the hardware does not guess.
+// Not all tensors' at once, which would wait for the first-level cache's miss buffers. Not inlined, where it would take
+// its callers' registers.
+template <typename T>
+__attribute__((noinline)) void fetch_rows(const HeadRows<T>& x, int64_t token, int64_t rows, int64_t head,
+                                          int64_t head_dim) {
+  const auto* row = reinterpret_cast<const char*>(x.at(token, head));
+  const int64_t bytes = head_dim * static_cast<int64_t>(sizeof(T)),
+                stride = x.token_stride * static_cast<int64_t>(sizeof(T));
+  for (int64_t r = 0; r < rows; ++r, row += stride) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
+  }
+  __asm__ volatile("");  // or gcc takes calls for ones that do nothing
+}
+
 // Rows of a head of q or k from `place` of a sequence on: where they lie, or rotated into `space`.
 template <typename T>
 StridedRows<T> rotated(const AttentionInputs<T>& in, const HeadRows<const T>& x, int64_t first_token, int64_t place,
@@ -114,8 +124,9 @@ StridedRows<T> rotated(const AttentionInputs<T>& in, const HeadRows<const T>& x,
   return {to, in.head_dim};
 }
 
-// Rows become the columns of panels: (panels of kPanel rows, steps along `dims`, kPanel). Rows and dims beyond the
-// matrix are zeros up to a whole vector and whole steps.
+// Rows become the columns of panels: (panels of kPanel rows, steps along `dims`, kPanel). Dims beyond the matrix are
+// zeros up to whole steps; columns beyond it, up to a whole vector, are as the last one: where that is finite, what
+// they make is, too.
 template <typename E, typename T>
 void pack_columns(const T* x, int64_t stride, int64_t rows, int64_t dims, char* out) {
   constexpr int64_t kBlock = kWidth * kPerStep<E>;  // dims of one square
@@ -126,18 +137,15 @@ void pack_columns(const T* x, int64_t stride, int64_t rows, int64_t dims, char* 
     for (int64_t dim = 0; dim < dims; dim += kBlock, to += kWidth * kStepBytes) {
       const T* from = x + row * stride + dim;
       const int64_t width = std::min(kBlock, dims - dim);
-      if (real == kWidth && width == kBlock) {
-        pack_square<E>(from, stride, kWidth, to);
+      if (width == kBlock) {
+        pack_square<E>(from, stride, real, kWidth, to);
         continue;
       }
-      alignas(64) E padded[kWidth * kBlock] = {};
+      alignas(64) T padded[kWidth * kBlock] = {};
       for (int64_t r = 0; r < real; ++r) {
-        T part[kBlock] = {};
-        if (width < kBlock) std::memcpy(part, from + r * stride, static_cast<size_t>(width) * sizeof(T));
-        const T* line = width < kBlock ? part : from + r * stride;
-        store(reinterpret_cast<int32_t*>(padded + r * kBlock), load_steps<E>(line));
+        std::memcpy(padded + r * kBlock, from + r * stride, static_cast<size_t>(width) * sizeof(T));
       }
-      pack_square<E>(padded, kBlock, std::min(kWidth, whole_steps<E>(width)), to);
+      pack_square<E>(padded, kBlock, real, std::min(kWidth, whole_steps<E>(width)), to);
     }
   }
 }
@@ -149,6 +157,14 @@ FASTBERT_SIMD void store_step(char* to, const T* even, [[maybe_unused]] const T*
   if constexpr (sizeof(E) == 2) return store(reinterpret_cast<int32_t*>(to), pair_bf16(even, odd));
 #endif
   store(reinterpret_cast<float*>(to), load(even));
+}
+
+template <typename E>
+FASTBERT_SIMD void store_step(char* to, Floats even, [[maybe_unused]] Floats odd) {
+#if defined(FASTBERT_BF16)
+  if constexpr (sizeof(E) == 2) return store(reinterpret_cast<int32_t*>(to), pair_bf16(even, odd));
+#endif
+  store(reinterpret_cast<float*>(to), even);
 }
 
 // Rows become the steps of panels: (panels of kPanel dims, `panel_steps` steps along the rows, kPanel), zeros beyond

@@ -9,6 +9,7 @@
 
 #include "activation.h"
 #include "bf16.h"
+#include "dropout.h"
 #include "isa.h"
 
 #define FASTBERT_SIMD __attribute__((always_inline)) inline
@@ -17,6 +18,7 @@ namespace fastbert::generic {
 #include "simd_generic.h"
 #include "simd_math.h"
 #include "simd_columns.h"
+#include "simd_dropout.h"
 #include FASTBERT_BODY
 }  // namespace fastbert::generic
 
@@ -38,6 +40,7 @@ namespace fastbert::avx2 {
 #include "simd_avx2.h"
 #include "simd_math.h"
 #include "simd_columns.h"
+#include "simd_dropout.h"
 #include FASTBERT_BODY
 }  // namespace fastbert::avx2
 FASTBERT_TARGET_END
@@ -47,6 +50,7 @@ namespace fastbert::avx512 {
 #include "simd_avx512.h"
 #include "simd_math.h"
 #include "simd_columns.h"
+#include "simd_dropout.h"
 #include FASTBERT_BODY
 }  // namespace fastbert::avx512
 FASTBERT_TARGET_END
@@ -57,6 +61,7 @@ namespace fastbert::avx512_vnni {
 #include "simd_avx512.h"
 #include "simd_math.h"
 #include "simd_columns.h"
+#include "simd_dropout.h"
 #include FASTBERT_BODY
 }  // namespace fastbert::avx512_vnni
 FASTBERT_TARGET_END
@@ -67,6 +72,7 @@ namespace fastbert::avx512_bf16 {
 #include "simd_avx512.h"
 #include "simd_math.h"
 #include "simd_columns.h"
+#include "simd_dropout.h"
 #include FASTBERT_BODY
 }  // namespace fastbert::avx512_bf16
 FASTBERT_TARGET_END
@@ -79,6 +85,7 @@ namespace fastbert::amx {
 #include "simd_avx512.h"
 #include "simd_math.h"
 #include "simd_columns.h"
+#include "simd_dropout.h"
 #include FASTBERT_BODY
 }  // namespace fastbert::amx
 FASTBERT_TARGET_END

@@ -2,6 +2,7 @@
 
 using Floats = __m256;
 using Ints = __m256i;
+typedef uint64_t Longs __attribute__((vector_size(32)));
 constexpr int64_t kWidth = 8;
 constexpr int64_t kTileVectors = 2;  // of a tile's width: 6 x 2 sums, 2 operands and a broadcast fit 16 registers
 constexpr bool kHasBf16 = false;
@@ -94,6 +95,15 @@ FASTBERT_SIMD Ints interleave_low(Ints a, Ints b) {
 }
 FASTBERT_SIMD Ints interleave_high(Ints a, Ints b) {
   return _mm256_permute2x128_si256(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b), 0x31);
+}
+// As in simd_generic.h.
+FASTBERT_SIMD Longs multiply_lower(Longs a, Longs b) { return (Longs)_mm256_mul_epu32((__m256i)a, (__m256i)b); }
+FASTBERT_SIMD Ints even_longs(Longs a, Longs b) { return _mm256_unpacklo_epi64((__m256i)a, (__m256i)b); }
+FASTBERT_SIMD Ints odd_longs(Longs a, Longs b) { return _mm256_unpackhi_epi64((__m256i)a, (__m256i)b); }
+FASTBERT_SIMD Floats where_at_least(Ints words, uint32_t threshold, float x) {
+  const __m256i bound = _mm256_set1_epi32(static_cast<int32_t>(threshold));
+  const __m256i is_kept = _mm256_cmpeq_epi32(_mm256_max_epu32(words, bound), words);
+  return _mm256_and_ps(_mm256_castsi256_ps(is_kept), _mm256_set1_ps(x));
 }
 // block[i][j] becomes block[j][i]: by dwords, by pairs of them, by halves.
 FASTBERT_SIMD void transpose(Ints (&block)[8]) {

@@ -3,6 +3,7 @@
 
 using Floats = __m512;
 using Ints = __m512i;
+typedef uint64_t Longs __attribute__((vector_size(64)));
 constexpr int64_t kWidth = 16;
 constexpr int64_t kTileVectors = 4;  // of a tile's width: 6 x 4 sums, 4 operands and a broadcast fit 32 registers
 #if defined(FASTBERT_BF16)
@@ -109,6 +110,14 @@ FASTBERT_SIMD Ints interleave_low(Ints a, Ints b) {
 FASTBERT_SIMD Ints interleave_high(Ints a, Ints b) {
   const __m512i order = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
   return _mm512_permutex2var_epi32(a, order, b);
+}
+// As in simd_generic.h.
+FASTBERT_SIMD Longs multiply_lower(Longs a, Longs b) { return (Longs)_mm512_mul_epu32((__m512i)a, (__m512i)b); }
+FASTBERT_SIMD Ints even_longs(Longs a, Longs b) { return _mm512_unpacklo_epi64((__m512i)a, (__m512i)b); }
+FASTBERT_SIMD Ints odd_longs(Longs a, Longs b) { return _mm512_unpackhi_epi64((__m512i)a, (__m512i)b); }
+FASTBERT_SIMD Floats where_at_least(Ints words, uint32_t threshold, float x) {
+  const __mmask16 is_kept = _mm512_cmpge_epu32_mask(words, _mm512_set1_epi32(static_cast<int32_t>(threshold)));
+  return _mm512_maskz_mov_ps(is_kept, _mm512_set1_ps(x));
 }
 // block[i][j] becomes block[j][i]: by dwords, by pairs of them, by quarters.
 FASTBERT_SIMD void transpose(Ints (&block)[16]) {

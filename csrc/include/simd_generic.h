@@ -2,6 +2,7 @@
 
 typedef float Floats __attribute__((vector_size(16)));
 typedef int32_t Ints __attribute__((vector_size(16)));
+typedef uint64_t Longs __attribute__((vector_size(16)));
 constexpr int64_t kWidth = 4;
 constexpr int64_t kTileVectors = 2;  // of a tile's width: 6 x 2 sums, 2 operands and a broadcast fit 16 registers
 constexpr bool kHasBf16 = false;
@@ -101,6 +102,19 @@ FASTBERT_SIMD Ints dot_bytes(Ints c, const void* a, Ints b) {
 // a0 b0 a1 b1, and a2 b2 a3 b3: the low and the high halves, lane by lane.
 FASTBERT_SIMD Ints interleave_low(Ints a, Ints b) { return Ints{a[0], b[0], a[1], b[1]}; }
 FASTBERT_SIMD Ints interleave_high(Ints a, Ints b) { return Ints{a[2], b[2], a[3], b[3]}; }
+// Products of the lower halves of each pair of lanes.
+FASTBERT_SIMD Longs multiply_lower(Longs a, Longs b) {
+  return Longs{static_cast<uint64_t>(static_cast<uint32_t>(a[0])) * static_cast<uint32_t>(b[0]),
+               static_cast<uint64_t>(static_cast<uint32_t>(a[1])) * static_cast<uint32_t>(b[1])};
+}
+// a0 b0 a2 b2 ..., and a1 b1 a3 b3 ....
+FASTBERT_SIMD Ints even_longs(Longs a, Longs b) { return (Ints)Longs{a[0], b[0]}; }
+FASTBERT_SIMD Ints odd_longs(Longs a, Longs b) { return (Ints)Longs{a[1], b[1]}; }
+// x where an unsigned word reaches the threshold, else 0.
+FASTBERT_SIMD Floats where_at_least(Ints words, uint32_t threshold, float x) {
+  typedef uint32_t Words __attribute__((vector_size(16)));
+  return (Floats)((Ints)((Words)words >= (Words{} + threshold)) & (Ints)set1(x));
+}
 // block[i][j] becomes block[j][i].
 FASTBERT_SIMD void transpose(Ints (&block)[4]) {
   const Ints a = interleave_low(block[0], block[2]), b = interleave_high(block[0], block[2]);

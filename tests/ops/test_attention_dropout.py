@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import test_attention
 import torch
 from isas import CPU_BACKENDS, backend_with_isa
-from test_attention import RAGGED, check, differentiate, each_backend, make, needs_extension
+from test_attention import RAGGED, check, differentiate, each_backend, each_dtype, make, needs_extension
 
 from fastbert.ops.attention import attention
 from fastbert.testing.cases import DTYPES, Lengths
@@ -73,6 +75,59 @@ def test_dropout_against_oracle(backend, dtype):
     for case in (RAGGED, Lengths("", (longest, 3, 0, 17))):
         keep = dropped_probabilities(backend, case, 2, 0.25, 7, dtype)[0] != 0
         check(backend, make(case, 2, max(case.lengths), dtype), case, keep=keep, dropout_p=0.25, seed=7)
+
+
+# About the widths of vectors and panels, up to which the CPU's kernels have their own way of short sequences.
+EDGES = Lengths("", (1, 2, 15, 16, 17, 31, 32, 33, 48, 49, 64, 65, 81))
+each_cpu = pytest.mark.parametrize("backend", CPU_BACKENDS, indirect=True)
+
+
+@needs_extension
+@each_dtype
+@each_cpu
+def test_edges_against_oracle(backend, dtype):
+    keep = dropped_probabilities(backend, EDGES, 2, 0.25, 7, dtype)[0] != 0
+    for head_dim in (20, 32):
+        check(backend, make(EDGES, 2, head_dim, dtype), EDGES, keep=keep, dropout_p=0.25, seed=7)
+
+
+def philox(counter, offset, seed):
+    """The four words of Philox4x32-10 (Salmon et al. 2011)."""
+    c, k = [counter % 2**32, counter >> 32, offset % 2**32, offset >> 32], [seed % 2**32, seed >> 32]
+    for _ in range(10):
+        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [b >> 32 ^ c[1] ^ k[0], b % 2**32, a >> 32 ^ c[3] ^ k[1], a % 2**32]
+        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
+    return c
+
+
+@functools.cache
+def words_of_sequence(first_token, n, num_heads, offset, seed):
+    """Which decide, (query, head, key): csrc/cpu/attention.h."""
+    rows = ((first_token + i) * num_heads + head for i in range(n) for head in range(num_heads))
+    words = [[philox((row << 32) + i, offset, seed) for i in range(-(-n // 4))] for row in rows]
+    return torch.tensor(words).view(n, num_heads, -1)[..., :n]
+
+
+@needs_extension
+@each_dtype
+@each_cpu
+def test_the_mask_is_that_of_the_counters(backend, dtype):
+    num_heads, head_dim, (seed, offset), p = 2, 32, (2**61 + 5, 2**40 + 1), 0.25
+    form = (None, None, None, 1.0, p, -1, -1, False, False)
+    given, width = torch.tensor([seed, offset]), max(EDGES.lengths)
+    position = torch.cat([torch.arange(n) for n in EDGES.lengths])
+    q = torch.zeros(EDGES.total_tokens, num_heads, head_dim, dtype=dtype)
+    forward, backward = (torch.zeros(EDGES.total_tokens, num_heads, width + head_dim) for _ in range(2))
+    for first in range(0, width, head_dim):  # what the columns of v, and those of dout, single out
+        v = (position[:, None] - first == torch.arange(head_dim)).to(dtype)[:, None].expand(-1, num_heads, -1)
+        out, stats = torch.ops.fastbert.attention_fwd_cpu(q, q, v, EDGES.cu_seqlens, given, *form, True)
+        _, _, dv = torch.ops.fastbert.attention_bwd_cpu(v, q, q, v, out, stats, EDGES.cu_seqlens, given, *form)
+        forward[..., first : first + head_dim], backward[..., first : first + head_dim] = out, dv
+    for token, n in zip(EDGES.cu_seqlens.tolist(), EDGES.lengths, strict=False):
+        kept = words_of_sequence(token, n, num_heads, offset, seed) >= p * 2**32
+        assert torch.equal(forward[token : token + n, :, :n] != 0, kept)
+        assert torch.equal(backward[token : token + n, :, :n].transpose(0, 2) != 0, kept)
 
 
 @each_backend
