@@ -86,10 +86,10 @@ void finish_any_tile(const GemmTarget& target, const Channels& channels, const T
   const Activation activation = target.activation;
   alignas(64) float multiplier[kAmxRows * kPanel];
   if (target.dropout != nullptr) {
+    const DropoutMask mask = DropoutMask::of(*target.dropout);
     for (int64_t r = 0; r < tile.rows; ++r) {
       const int64_t counter = (target.dropout_row + tile.row + r) * ((target.weight.out_features + 3) / 4);
-      fill_dropout_from(*target.dropout, static_cast<uint64_t>(counter + tile.column / 4), kPanel,
-                        multiplier + r * kPanel);
+      draw_row(mask, static_cast<uint64_t>(counter + tile.column / 4), kPanel, multiplier + r * kPanel);
     }
   }
   for (int64_t c = 0; c < columns; c += kWidth) {

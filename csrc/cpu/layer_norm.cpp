@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "../include/lanes.h"
+#include "dropout.h"
 
 namespace fastbert {
 namespace {
@@ -26,7 +27,7 @@ FASTBERT_INLINE void bwd_chunks(const AddLayerNormBwd<T>& args, int64_t begin, i
   const bool is_rms = args.mean == nullptr;
   const std::vector<float> weight_floats = to_floats(args.weight, n, 1.0f);
   const float* weight = weight_floats.data();
-  std::vector<float> multiplier_floats(static_cast<size_t>(kHasDropout ? padded_to_philox(n) : 0));
+  std::vector<float> multiplier_floats(static_cast<size_t>(kHasDropout ? room_for_multipliers(n) : 0));
   float* multiplier = multiplier_floats.data();
 
   for (int64_t chunk = begin; chunk < end; ++chunk) {
@@ -49,7 +50,7 @@ FASTBERT_INLINE void bwd_chunks(const AddLayerNormBwd<T>& args, int64_t begin, i
       T* dx = kHasDropout ? args.dx + r * n : nullptr;
       T* dsummed = args.dsummed + r * n;
       const float mean = is_rms ? 0.0f : args.mean[r], rstd = args.rstd[r];
-      if constexpr (kHasDropout) fill_dropout_multiplier(args.dropout, r, n, multiplier);
+      if constexpr (kHasDropout) draw_multipliers(args.dropout, r, n, multiplier);
 
       LaneSum xhat_sum, ones_sum;
       for_each_in_lanes(n, [&](int64_t i, int64_t lane) FASTBERT_INLINE_LAMBDA {

@@ -37,11 +37,13 @@ void add_layer_norm_rows(const AddLayerNormFwd<T>& args, int64_t begin, int64_t 
   const int64_t whole = n / kRowLanes * kRowLanes;
   const float inverse_n = 1.0f / static_cast<float>(n);
   const bool is_rms = args.norm == Norm::kRms;
+  [[maybe_unused]] const DropoutMask mask = kHasDropout ? DropoutMask::of(args.dropout) : DropoutMask{};
+  [[maybe_unused]] const auto counters = static_cast<uint64_t>((n + 3) / 4);
 
   for (int64_t r = begin; r < end; ++r) {
     const T* x = args.x + r * n;
     const T* residual = kHasResidual ? args.residual + r * n : nullptr;
-    if constexpr (kHasDropout) fill_dropout_multiplier(args.dropout, r, n, multiplier);
+    if constexpr (kHasDropout) draw_row(mask, static_cast<uint64_t>(r) * counters, n, multiplier);
 
     RowSum rough;
     const auto add_up = [&](int64_t at, int64_t c, int64_t left) FASTBERT_INLINE_LAMBDA {

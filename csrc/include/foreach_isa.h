@@ -11,6 +11,7 @@
 #include "bf16.h"
 #include "dropout.h"
 #include "isa.h"
+#include "philox.h"
 
 #define FASTBERT_SIMD __attribute__((always_inline)) inline
 
