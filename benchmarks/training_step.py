@@ -53,7 +53,7 @@ class Sentences(Task):
         ]
 
     def collate(self, phase: Phase) -> Any:
-        return PackingCollator()
+        return PackingCollator(padded_outputs=False)  # as the command has it
 
     def examples(self, epoch: int, phase: Phase) -> tuple[Any, Any]:
         return self.rows, self.lengths
@@ -79,6 +79,11 @@ class TimedAdamW(AdamW):
         start = now()
         super().catch_up(rows)
         self.late += now() - start
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        start = now()
+        super().zero_grad(set_to_none)
+        self.seconds[-1] += now() - start
 
     def clip_and_step(self, max_norm: float) -> torch.Tensor:
         start = now()

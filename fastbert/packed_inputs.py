@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 
 from fastbert.packing import PADDED_LABELS, InputError, PackedBatch
@@ -228,12 +229,17 @@ def _without_choices(values: Any, num_choices: int | None = None, name: str = "i
     return [choice for row in rows for choice in row], len(rows[0])
 
 
+_NUMBERS = (int, float, np.number, np.bool_)
+
+
 def _token_labels(labels: Any, num_choices: int | None) -> Any:
     """The labels if they are integers in two dimensions, of tokens; None if they are of sequences."""
     if num_choices is not None:
         return None
     dim = 2 if _is_array(labels) else 1
     rows = [labels] if _is_array(labels) else _rows("labels", labels)
+    if not _is_array(labels) and all(isinstance(row, _NUMBERS) for row in rows):
+        return None
     tensors = [_tensor("labels", row) for row in rows]
     return labels if any(row.dim() >= dim and (_is_integer(row) or not row.numel()) for row in tensors) else None
 
@@ -274,30 +280,48 @@ def _pack_padded(ids: Any, mask: Any, tokens: dict[str, Any]) -> tuple[PackedBat
 
 
 def _pack_lists(ids: Any, mask: Any, tokens: dict[str, Any]) -> tuple[PackedBatch, dict, torch.Tensor]:
-    lists = {"input_ids": ids, **tokens}
-    rows = {name: [_row(name, row) for row in _rows(name, given)] for name, given in lists.items()}
-    lengths = [row.numel() for row in rows["input_ids"]]
+    flat, lengths = _joined("input_ids", ids)
     if not lengths:
         raise InputError("an empty batch: input_ids holds no sequence")
-    masks = None if mask is None else [_row("attention_mask", row) for row in _rows("attention_mask", mask)]
-    for name, given in {**rows, **({} if masks is None else {"attention_mask": masks})}.items():
-        if len(given) != len(lengths):
-            raise InputError(f"{name} has {len(given)} sequences; input_ids has {len(lengths)}")
-        for i, (row, length) in enumerate(zip(given, lengths, strict=True)):
-            if row.numel() != length:
-                raise InputError(f"{name} has {row.numel()} values for sequence {i}, which has {length} tokens")
-    if masks is not None:
-        for i, row in enumerate(masks):
+    fields = {"input_ids": flat}
+    given = tokens if mask is None else {**tokens, "attention_mask": mask}
+    for name, values in given.items():
+        fields[name], found = _joined(name, values)
+        if len(found) != len(lengths):
+            raise InputError(f"{name} has {len(found)} sequences; input_ids has {len(lengths)}")
+        for i, (count, length) in enumerate(zip(found, lengths, strict=True)):
+            if count != length:
+                raise InputError(f"{name} has {count} values for sequence {i}, which has {length} tokens")
+    masks = fields.pop("attention_mask", None)
+    if masks is not None and not (masks == 1).all():
+        for i, row in enumerate(masks.split(lengths)):
             lengths[i] = int(row.sum())
             if not torch.equal(row, (torch.arange(row.numel()) < lengths[i]).long()):
                 raise InputError(
                     f"attention_mask of sequence {i} is not ones and then zeros; give input_ids as a tensor for"
                     " padding elsewhere"
                 )
+        fields = {name: t[masks == 1] for name, t in fields.items()}
     offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     batch = PackedBatch(None, offsets, max(lengths), len(lengths), None, sum(lengths))
-    packed = {name: torch.cat([row[:n] for row, n in zip(given, lengths, strict=True)]) for name, given in rows.items()}
-    return batch, packed, packed["input_ids"][:0]
+    return batch, fields, fields["input_ids"][:0]
+
+
+def _joined(name: str, given: Any) -> tuple[torch.Tensor, list[int]]:
+    """Lists of integers one after the other, int64, and their lengths."""
+    rows = _rows(name, given)
+    lengths = list(map(len, rows)) if all(type(row) in _PLAIN_ROWS for row in rows) else []
+    try:  # all at once: torch's calls for each of hundreds of rows take a millisecond
+        joined = np.concatenate([row for row, n in zip(rows, lengths, strict=True) if n]) if any(lengths) else None
+    except (ValueError, OverflowError):
+        joined = None
+    if joined is not None and joined.ndim == 1 and joined.dtype.kind in "iu" and len(joined) == sum(lengths):
+        return torch.from_numpy(joined.astype(np.int64, copy=False)), lengths
+    tensors = [_row(name, row) for row in rows]  # whatever else makes rows; or it is none, and this says why
+    return torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.int64), [len(row) for row in tensors]
+
+
+_PLAIN_ROWS = (list, tuple, np.ndarray)
 
 
 def _row(name: str, values: Any) -> torch.Tensor:

@@ -179,9 +179,12 @@ class KeyedDataset(Dataset):
 def make_loader(
     examples: Sequence[Any], sampler: StepSampler, collate: Any, *, workers: int = 0, pin_memory: bool = False
 ) -> DataLoader:
-    """A DataLoader over a rank's batches of an epoch. What it gives is the same for any number of `workers`."""
+    """A DataLoader over a rank's batches of an epoch. What it gives is the same for any number of `workers`. A collator
+    that masks (`collate.masking`) gets each example's key: see KeyedDataset.
+    """
+    is_masked = getattr(collate, "masking", None) is not None
     return DataLoader(
-        KeyedDataset(examples, sampler.steps.seed or 0, sampler.epoch),
+        KeyedDataset(examples, sampler.steps.seed or 0, sampler.epoch) if is_masked else examples,  # type: ignore[arg-type]
         batch_sampler=sampler,
         collate_fn=collate,
         num_workers=workers,

@@ -255,6 +255,72 @@ def test_the_norm_of_gradients_that_our_products_made(name, change):
         assert float(norm) == pytest.approx(float(leaf.grad.double().norm()), rel=1e-6)
 
 
+@pytest.mark.parametrize("change", (None, "in place", "added to", "another", "half"))
+@pytest.mark.parametrize("name", CPU_BACKENDS)
+def test_the_norm_of_gradients_that_our_products_made(name, change):
+    """Their squares were summed when they were written; not those of what is no longer what was written."""
+    with backend_with_isa(name) as backend:
+        leaf, x = torch.nn.Parameter(torch.randn(70, 130)), torch.randn(9, 130)
+        for _ in range(2 if change == "added to" else 1):
+            ops.linear(x, leaf, None, backend=backend).square().sum().backward()
+        if change == "in place":
+            leaf.grad[3] *= 10.0
+        elif change == "another":
+            leaf.grad = leaf.grad * 2.0
+        elif change == "half":  # of the memory that was written
+            leaf.grad.mul_(0.5)
+        zeros = [torch.zeros_like(leaf) for _ in range(2)]
+        norm = ops.adamw(
+            [leaf], [leaf.grad], *([each] for each in zeros), [torch.zeros(())], rates=[0.0], decays=[0.0], beta1=0.9,
+            beta2=0.99, eps=EPS, max_norm=1.0, backend=backend,
+        )  # fmt: skip
+        assert float(norm) == pytest.approx(float(leaf.grad.double().norm()), rel=1e-6)
+
+
+@pytest.mark.parametrize("change", (None, "in place", "added to", "another", "half"))
+@pytest.mark.parametrize("name", CPU_BACKENDS)
+def test_the_norm_of_gradients_that_our_products_made(name, change):
+    """Their squares were summed when they were written; not those of what is no longer what was written."""
+    with backend_with_isa(name) as backend:
+        leaf, x = torch.nn.Parameter(torch.randn(70, 130)), torch.randn(9, 130)
+        for _ in range(2 if change == "added to" else 1):
+            ops.linear(x, leaf, None, backend=backend).square().sum().backward()
+        if change == "in place":
+            leaf.grad[3] *= 10.0
+        elif change == "another":
+            leaf.grad = leaf.grad * 2.0
+        elif change == "half":  # of the memory that was written
+            leaf.grad.mul_(0.5)
+        zeros = [torch.zeros_like(leaf) for _ in range(2)]
+        norm = ops.adamw(
+            [leaf], [leaf.grad], *([each] for each in zeros), [torch.zeros(())], rates=[0.0], decays=[0.0], beta1=0.9,
+            beta2=0.99, eps=EPS, max_norm=1.0, backend=backend,
+        )  # fmt: skip
+        assert float(norm) == pytest.approx(float(leaf.grad.double().norm()), rel=1e-6)
+
+
+@pytest.mark.parametrize("change", (None, "in place", "added to", "another", "half"))
+@pytest.mark.parametrize("name", CPU_BACKENDS)
+def test_the_norm_of_gradients_that_our_products_made(name, change):
+    """Their squares were summed when they were written; not those of what is no longer what was written."""
+    with backend_with_isa(name) as backend:
+        leaf, x = torch.nn.Parameter(torch.randn(70, 130)), torch.randn(9, 130)
+        for _ in range(2 if change == "added to" else 1):
+            ops.linear(x, leaf, None, backend=backend).square().sum().backward()
+        if change == "in place":
+            leaf.grad[3] *= 10.0
+        elif change == "another":
+            leaf.grad = leaf.grad * 2.0
+        elif change == "half":  # of the memory that was written
+            leaf.grad.mul_(0.5)
+        zeros = [torch.zeros_like(leaf) for _ in range(2)]
+        norm = ops.adamw(
+            [leaf], [leaf.grad], *([each] for each in zeros), [torch.zeros(())], rates=[0.0], decays=[0.0], beta1=0.9,
+            beta2=0.99, eps=EPS, max_norm=1.0, backend=backend,
+        )  # fmt: skip
+        assert float(norm) == pytest.approx(float(leaf.grad.double().norm()), rel=1e-6)
+
+
 def test_nothing_to_do():
     common = {"rates": [], "decays": [], "beta1": 0.9, "beta2": 0.99, "eps": EPS}
     assert math.isnan(ops.adamw([], [], [], [], [], **common)) and ops.adamw(*[[]] * 5, max_norm=1.0, **common) == 0.0
