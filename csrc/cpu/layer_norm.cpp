@@ -42,7 +42,8 @@ FASTBERT_INLINE void bwd_chunks(const AddLayerNormBwd<T>& args, int64_t begin, i
       const T* dout = args.dout + r * n;
       const T* more = kHasMore ? args.dout_more + r * n : nullptr;
       const auto dy_at = [&](int64_t i) FASTBERT_INLINE_LAMBDA {
-        if constexpr (kHasMore) return to_float(dout[i]) + to_float(more[i]);
+        // Rounded as a tensor of the sum would be.
+        if constexpr (kHasMore) return to_float(from_float<T>(to_float(dout[i]) + to_float(more[i])));
         return to_float(dout[i]);
       };
       const T* dsum = kHasDsum ? args.dsum + r * n : nullptr;
