@@ -63,7 +63,7 @@ class Checkpoints:
         self.finish()
         beside = self._beside(step)
         self._everywhere(step, self._make_room if self.world.is_main else None)
-        weights, moments = get_state_dict(model, optimizer)
+        weights, moments = state_of(model, optimizer) if self.world.size == 1 else get_state_dict(model, optimizer)
         state = {"model": weights, "optimizer": moments, "extra": dict(extra)}
         to: dict[str, Any] = {"checkpoint_id": beside, "process_group": self.world.saving_group}
         written: Any
@@ -159,6 +159,20 @@ class Checkpoints:
         except (OSError, ValueError) as error:
             return _cause(error)
         return ""
+
+
+def state_of(model: nn.Module, optimizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `get_state_dict` gives for a model that nothing wraps: it imports torch._dynamo, to know its wrapper."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    packed = optimizer.state_dict()
+    moments = {
+        "state": {ordered[i]: state for i, state in packed["state"].items()},
+        "param_groups": [
+            {**group, "params": [ordered[i] for i in group["params"]]} for group in packed["param_groups"]
+        ],
+    }
+    return model.state_dict(), moments
 
 
 def _checksum(path: Path) -> int:

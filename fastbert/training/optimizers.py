@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -98,7 +99,18 @@ def catch_up(optimizer: torch.optim.Optimizer, rows: list[torch.Tensor] | None =
         optimizer.catch_up(None if rows is None else torch.cat([ids.flatten() for ids in rows]))
 
 
-class AdamW(torch.optim.AdamW):
+class _WithoutDynamo(torch.optim.Optimizer):
+    """torch's optimizer without the decorator that keeps torch.compile out of these methods. At the first call that
+    imports torch._dynamo, which takes half a second; nobody compiles a step here.
+    """
+
+    add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = unwrap(torch.optim.Optimizer.zero_grad)
+    state_dict = unwrap(torch.optim.Optimizer.state_dict)
+    load_state_dict = unwrap(torch.optim.Optimizer.load_state_dict)
+
+
+class AdamW(_WithoutDynamo, torch.optim.AdamW):
     """torch's AdamW, whose state it has. On a CPU all weights take one pass, clipping included (fastbert.ops.adamw).
 
     Rows of a table that has sparse gradients take a step only when they are looked up again: whoever reads such a table
@@ -170,7 +182,7 @@ class AdamW(torch.optim.AdamW):
         return [self._late.get(p) for p in weights] if tables else None
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(_WithoutDynamo):
     """LAMB (You et al. 2019, algorithm 2): Adam's step of each tensor, as long as the tensor, times the learning rate.
 
     It keeps batches of many thousands of sequences trainable. Tensors without weight decay (biases, norms) take Adam's

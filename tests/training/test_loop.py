@@ -14,9 +14,11 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 import transformers
 from full import left_to_full
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from training_runs import OPTIONS, PHASE, losses_of, make_loop, make_model, steps_in, until
 
 from fastbert.data.batches import Steps, StepSampler, make_loader
+from fastbert.training.checkpoints import state_of
 from fastbert.training.distributed import World
 from fastbert.training.schedules import multiplier
 
@@ -134,6 +136,21 @@ def test_the_end_of_a_run_does_not_wait_for_its_last_checkpoint(tmp_path, monkey
     for mine, other in zip(again.model.parameters(), loop.model.parameters(), strict=True):
         moments = loop.optimizer.state[other]
         assert moments and all(torch.equal(again.optimizer.state[mine][name], moments[name]) for name in moments)
+
+
+def test_one_process_names_its_state_as_torch_does(tmp_path):
+    """A tied table and a frozen layer included: what one process has written, several read by torch's names."""
+    model = make_model()
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    model.base_model.get_submodule(model.config.layer_paths[0]).requires_grad_(False)
+    loop = make_loop(tmp_path, until(2), model=model)
+    loop.run()
+    (weights, moments), (their_weights, theirs) = state_of(model, loop.optimizer), get_state_dict(model, loop.optimizer)
+    assert weights.keys() == their_weights.keys() and moments.keys() == theirs.keys()
+    assert all(weights[name].data_ptr() == their_weights[name].data_ptr() for name in weights)
+    assert moments["param_groups"] == theirs["param_groups"] and moments["state"].keys() == theirs["state"].keys()
+    for name, state in moments["state"].items():
+        assert all(state[key] is theirs["state"][name][key] for key in {*state, *theirs["state"][name]})
 
 
 def test_only_the_last_checkpoints_are_kept(tmp_path):

@@ -125,6 +125,25 @@ def test_what_a_dry_run_need_not_wait_for(files, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+WHOLE_RUN = """
+    import sys
+    from fastbert.cli import main
+    code = main(sys.argv[1:])
+    assert "torch._dynamo" not in sys.modules
+    sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+def test_a_run_imports_no_compiler(optimizer, files, tmp_path):
+    """torch's optimizers and its names for a checkpoint's entries import it, which takes half a second."""
+    given = [word for name, value in files.items() for word in (f"--{name}", value)]
+    words = [sys.executable, "-c", textwrap.dedent(WHOLE_RUN), "finetune", *given, *FLAGS, "--steps", "2"]
+    words += ["--optimizer", optimizer, "--output", str(tmp_path / "run")]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_nothing_to_draw_with_is_said_before_the_first_step(files, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
     options = FinetuneOptions(model=files["model"], train=(files["train"],), output=str(tmp_path / "run"), steps=1)
