@@ -36,7 +36,7 @@ _LATE = define("adamw_late_cpu", _LATE_SCHEMA, lambda *arguments: None)
 
 
 class LateRows:
-    """The steps of AdamW that the rows of a table without a gradient have not had yet, of some 12 bytes each.
+    """The steps of AdamW that rows of a table without a gradient have not had yet: 12 bytes a step, and 4 a row.
 
     A table of words has a hundred times the rows that a step looks up. A row without a gradient takes a step all the
     same: its means decay, and move it. These steps need nothing but the row itself, so they wait until the row is
