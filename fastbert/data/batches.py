@@ -8,13 +8,12 @@ dealt out by their cost, and no rank waits for another.
 from __future__ import annotations
 
 import heapq
-import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
 from fastbert.data.collator import KEY
 from fastbert.data.masking import example_keys, mixed
@@ -174,26 +173,3 @@ class KeyedDataset(Dataset):
         found = [self.examples[i] for i in indices] if fetch is None else fetch(indices)
         keys = example_keys(self.seed, self.epoch, indices).tolist()
         return [{**example, KEY: key} for example, key in zip(found, keys, strict=True)]
-
-
-def make_loader(
-    examples: Sequence[Any], sampler: StepSampler, collate: Any, *, workers: int = 0, pin_memory: bool = False
-) -> DataLoader:
-    """A DataLoader over a rank's batches of an epoch. What it gives is the same for any number of `workers`. A collator
-    that masks (`collate.masking`) gets each example's key: see KeyedDataset.
-    """
-    is_masked = getattr(collate, "masking", None) is not None
-    return DataLoader(
-        KeyedDataset(examples, sampler.steps.seed or 0, sampler.epoch) if is_masked else examples,  # type: ignore[arg-type]
-        batch_sampler=sampler,
-        collate_fn=collate,
-        num_workers=workers,
-        pin_memory=pin_memory,
-        prefetch_factor=4 if workers else None,
-        worker_init_fn=_leave_interrupts if workers else None,
-    )
-
-
-def _leave_interrupts(worker: int) -> None:
-    """A Ctrl-C goes to all processes of a terminal: the training process says what becomes of a run."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -10,7 +10,8 @@ import signal
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastbert.data.batches import Steps, StepSampler, make_loader
+from fastbert.data.batches import Steps, StepSampler
+from fastbert.data.loader import WorkerKilled, make_loader, read
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.distributed import World
 from fastbert.training.memory import collector_spares_what_is_there
@@ -144,13 +146,11 @@ class Loop:
                         self.at_end()
                 finally:  # also where this rank has failed: the others wait for it here
                     self.checkpoints.finish()
-        except TrainingError:
-            raise
-        except RuntimeError as error:
-            raise self._explained(error) from error
-        except BaseException:
+        except BaseException as error:
             if self.world.size == 1:  # else the others are not here to finish it
                 self.checkpoints.finish()
+            if isinstance(error, RuntimeError) and not isinstance(error, TrainingError):
+                raise self._explained(error) from error
             raise
         if self._stop:
             if self.world.is_main:
@@ -166,30 +166,31 @@ class Loop:
             if place.step >= phases[place.phase].until:
                 place.phase, place.epoch, place.epoch_step = place.phase + 1, place.epoch + 1, 0
                 continue
-            for batches in self._epoch(phases[place.phase]):
-                self.train_step(batches)
-                self._after_step()
-                if self._stop:
-                    return
-                if self.is_over or place.step == phases[place.phase].until:
-                    break
-            else:
-                place.epoch, place.epoch_step = place.epoch + 1, 0
+            with closing(self._epoch(phases[place.phase])) as epoch:
+                for batches in epoch:
+                    self.train_step(batches)
+                    self._after_step()
+                    if self._stop:
+                        return
+                    if self.is_over or place.step == phases[place.phase].until:
+                        break
+                else:
+                    place.epoch, place.epoch_step = place.epoch + 1, 0
 
     @property
     def is_over(self) -> bool:
         patience = self.options.patience
         return self.place.step >= self.options.steps or 0 < patience <= self.place.worse
 
-    def _epoch(self, phase: Phase) -> Iterator[list[PackedInputs]]:
+    def _epoch(self, phase: Phase) -> Generator[list[PackedInputs]]:
         """The batches of each step that is left of this epoch."""
         sampler, examples = sampler_of(self.task, phase, self.options, self.hidden_size, self.world, self.place)
         pin, parts = self.world.device.type == "cuda", self.options.parts
         collate, workers = self.task.collate(phase), self.options.workers
         self._check_data(zlib.crc32(sampler.steps.lengths.tobytes()))
-        loader = iter(make_loader(examples, sampler, collate, workers=workers, pin_memory=pin))
-        for _ in range(len(sampler) // parts):
-            yield [next(loader) for _ in range(parts)]
+        with closing(read(make_loader(examples, sampler, collate, workers=workers, pin_memory=pin))) as loader:
+            for _ in range(len(sampler) // parts):
+                yield [next(loader) for _ in range(parts)]
 
     def _check_data(self, found: int) -> None:
         place = self.place
@@ -315,9 +316,7 @@ class Loop:
     def _explained(self, error: RuntimeError) -> RuntimeError:
         """What has no class of its own in torch."""
         text, last = str(error), self.checkpoints.last() or "none"
-        if text.startswith("DataLoader worker"):  # what a worker itself raises begins with "Caught"
-            # Frames hold the loader, which would raise once more in torch's SIGCHLD handler.
-            error.__traceback__ = error.__context__ = None
+        if isinstance(error, WorkerKilled):
             return TrainingError(
                 f"after step {self.place.step} a process that makes batches was killed, perhaps for want of memory; the"
                 f" last good checkpoint is {last}. Fewer workers need less"

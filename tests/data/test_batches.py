@@ -9,8 +9,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from fastbert.data.batches import GROUP_STEPS, KeyedDataset, Steps, StepSampler, cost, deal, make_loader
+from fastbert.data.batches import GROUP_STEPS, KeyedDataset, Steps, StepSampler, cost, deal
 from fastbert.data.collator import PackingCollator
+from fastbert.data.loader import make_loader
 from fastbert.data.masking import Masking
 from fastbert.packing import InputError
 

@@ -87,10 +87,28 @@ def test_weights_that_are_no_numbers_are_never_saved(how, tmp_path):
     assert steps_in(tmp_path) == [4] and not judged
 
 
-def test_a_worker_that_dies(tmp_path):
+def test_a_step_that_fails_loses_no_checkpoint(tmp_path):
+    """The one that is being written then: a GPU without memory raises RuntimeError, too."""
+    loop = make_loop(tmp_path, until(8, save_every=2))
+    inner = loop.task.backward
+
+    def backward(*args):
+        if loop.place.step == 2:
+            raise RuntimeError("no memory is left")
+        return inner(*args)
+
+    loop.task.backward = backward
+    with pytest.raises(RuntimeError, match="no memory is left"):
+        loop.run()
+    assert steps_in(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("when", ["while it makes a batch", "while a batch is read from it"])
+def test_a_worker_that_dies(when, tmp_path):
     loop = make_loop(tmp_path, until(12, workers=1, save_every=2))
     inner = loop.task.collate
-    loop.task.collate = lambda phase: Dying(inner(phase))
+    dying = {"while it makes a batch": Dying, "while a batch is read from it": DyingLater}[when]
+    loop.task.collate = lambda phase: dying(inner(phase))
     with pytest.raises(TrainingError, match=r"a process that makes batches was killed.*Fewer workers"):
         loop.run()
 
@@ -106,6 +124,24 @@ class Dying:
         if self.calls == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         return self.inner(examples)
+
+
+class DyingLater(Dying):
+    """Its third batch ends in the middle, as the reader sees it, just before the system tells that it was killed."""
+
+    def __call__(self, examples):
+        self.calls += 1
+        return HalfABatch() if self.calls == 3 else self.inner(examples)
+
+
+class HalfABatch:
+    def __reduce__(self):
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return end_of_file, ()
+
+
+def end_of_file():
+    raise EOFError
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from full import left_to_full
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from training_runs import OPTIONS, PHASE, losses_of, make_loop, make_model, steps_in, until
 
-from fastbert.data.batches import Steps, StepSampler, make_loader
+from fastbert.data.batches import Steps, StepSampler
+from fastbert.data.loader import make_loader
 from fastbert.training.checkpoints import state_of
 from fastbert.training.distributed import World
 from fastbert.training.schedules import multiplier

@@ -14,7 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 from training_runs import ALONE, OPTIONS, PHASE, WORDS, losses_of, make_corpus, make_tokenizer
 
 from fastbert.config import EncoderConfig
-from fastbert.data.batches import Steps, StepSampler, make_loader
+from fastbert.data.batches import Steps, StepSampler
+from fastbert.data.loader import make_loader
 from fastbert.models.classes import CLASSES
 from fastbert.training.loop import Loop, LoopOptions
 from fastbert.training.optimizers import make_optimizer, parameter_groups

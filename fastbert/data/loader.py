@@ -1,0 +1,98 @@
+"""Batches of an epoch as they are read: by this process, or by others that make them ahead."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from fastbert.data.batches import KeyedDataset, StepSampler
+
+END_S = 1.0  # the system tells of a process's end later than its connections do
+
+
+def make_loader(
+    examples: Sequence[Any], sampler: StepSampler, collate: Any, *, workers: int = 0, pin_memory: bool = False
+) -> DataLoader:
+    """A DataLoader over a rank's batches of an epoch. What it gives is the same for any number of `workers`. A collator
+    that masks (`collate.masking`) gets each example's key: see KeyedDataset.
+    """
+    is_masked = getattr(collate, "masking", None) is not None
+    return DataLoader(
+        KeyedDataset(examples, sampler.steps.seed or 0, sampler.epoch) if is_masked else examples,  # type: ignore[arg-type]
+        batch_sampler=sampler,
+        collate_fn=collate,
+        num_workers=workers,
+        pin_memory=pin_memory,
+        prefetch_factor=4 if workers else None,
+        worker_init_fn=_leave_interrupts if workers else None,
+    )
+
+
+def _leave_interrupts(worker: int) -> None:
+    """A Ctrl-C goes to all processes of a terminal: the training process says what becomes of a run."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class WorkerKilled(RuntimeError):
+    """A process of a DataLoader was killed."""
+
+
+def read(loader: DataLoader) -> Generator[Any]:
+    """The loader's batches. Close it when no more are wanted.
+
+    torch's handler of SIGCHLD raises that a worker was killed wherever the main thread happens to be: while it writes a
+    checkpoint, or in a kernel that calls Python and can say only that the call failed. Here that waits for the next
+    batch.
+
+    Raises WorkerKilled, when the other workers have ended too.
+    """
+    batches = iter(loader)
+    handler: Any = signal.getsignal(signal.SIGCHLD)
+    waits = loader.num_workers and callable(handler) and threading.current_thread() is threading.main_thread()
+    waiting, is_reading = list[int](), False
+
+    def note(number: int, frame: Any) -> None:
+        if is_reading:
+            handler(number, frame)
+        else:
+            waiting.append(number)
+
+    try:
+        if waits:
+            signal.signal(signal.SIGCHLD, note)
+        while True:
+            is_reading = True
+            while waiting:
+                handler(waiting.pop(), None)
+            batch = _next_of(batches, loader.num_workers)
+            is_reading = False
+            if batch is None:
+                return
+            yield batch
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker"):  # what a worker itself raises begins with "Caught"
+            raise
+        is_reading = False
+        del batches  # which ends the other workers, once no frame holds it
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        raise WorkerKilled(str(error)) from None
+    finally:
+        if waits:
+            signal.signal(signal.SIGCHLD, handler)
+
+
+def _next_of(batches: Iterator[Any], workers: int) -> Any:
+    """The next batch; None at the end."""
+    try:
+        return next(batches, None)
+    except (EOFError, ConnectionError) as error:
+        if not workers or str(error).startswith("Caught"):
+            raise
+        # A worker was killed while a batch was on the way from it, and torch does not know yet. Its handler will.
+        time.sleep(END_S)
+        raise RuntimeError("DataLoader worker ended while a batch was read from it") from error

@@ -1,0 +1,97 @@
+"""Batches as a run reads them: a process that makes them and is killed is told of where the next one is asked for."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from contextlib import closing
+from itertools import chain
+
+import numpy as np
+import pytest
+
+from fastbert.data.batches import Steps, StepSampler
+from fastbert.data.loader import WorkerKilled, make_loader, read
+
+
+class Dying:
+    """Its batch ends in the middle, as the reader sees it, just before the system tells that the process was killed."""
+
+    def __call__(self, examples):
+        return HalfABatch()
+
+
+class HalfABatch:
+    def __reduce__(self):
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return end_of_file, ()
+
+
+def end_of_file():
+    raise EOFError
+
+
+class Failing:
+    """What it reads the data from has gone."""
+
+    def __call__(self, examples):
+        raise ConnectionError("the data's server has gone")
+
+
+def loader_of(collate, workers: int = 1):
+    sampler = StepSampler(Steps(np.full(64, 2), 8), hidden_size=32)
+    return make_loader([*range(64)], sampler, collate, workers=workers)
+
+
+def test_a_killed_process_waits_for_the_next_batch():
+    before = signal.getsignal(signal.SIGCHLD)
+    with closing(read(loader_of(list))) as batches:
+        assert len(next(batches)) == 4
+        (worker,) = multiprocessing.active_children()
+        os.kill(worker.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+        time.sleep(0.2)  # the signal has come, too
+        with pytest.raises(WorkerKilled, match=r"DataLoader worker .*killed by signal"):
+            list(batches)
+    assert not multiprocessing.active_children()
+    if callable(before):  # torch sets its own once
+        assert signal.getsignal(signal.SIGCHLD) is before
+
+
+def test_a_process_killed_while_a_batch_is_read_from_it():
+    with pytest.raises(WorkerKilled, match="DataLoader worker"):
+        list(read(loader_of(Dying())))
+
+
+def test_outside_of_the_main_thread():
+    """Where torch sets no handler."""
+    found = []
+
+    def run():
+        try:
+            list(read(loader_of(Dying())))
+        except WorkerKilled as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert len(found) == 1 and "worker" in found[0]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_the_data_stays_what_it_is(workers):
+    with pytest.raises(ConnectionError, match="the data's server has gone"):
+        list(read(loader_of(Failing(), workers)))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_closed_early_or_read_to_the_end(workers):
+    with closing(read(loader_of(list, workers))) as batches:
+        first = next(batches)
+    whole = list(read(loader_of(list, workers)))
+    assert whole[0] == first and sorted(chain(*whole)) == [*range(64)]
+    assert not multiprocessing.active_children()
