@@ -74,6 +74,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("packed_bytes", &fastbert::packed_bytes, "Bytes of all packed copies of weights that are kept.");
   m.def("forget_storage", &fastbert::forget_storage, pybind11::arg("storage"),
         "Drop all that is kept for the storage with this address, untyped_storage().data_ptr(): it is about to go.");
+  m.def(
+      "raise_behind_kernel", [](pybind11::object error) { fastbert::raise_behind_kernel(error.release().ptr()); },
+      pybind11::arg("error"), "Raise this in the main thread once the kernel that has called Python is done.");
   m.def("repack", &fastbert::repack, pybind11::arg("storages"),
         "Drop the packed copies of these storages' weights: the next call packs them anew.");
   m.def("weights_changed", &fastbert::weights_changed, pybind11::arg("storages"),

@@ -1,5 +1,6 @@
 #include "storages.h"
 
+#include <atomic>
 #include <mutex>
 #include <unordered_set>
 
@@ -16,6 +17,17 @@ std::unordered_set<const void*>& watched() {
   // Never destroyed: at exit tensors may go after static objects.
   static auto* storages = new std::unordered_set<const void*>();
   return *storages;
+}
+
+std::atomic<PyObject*> raised = nullptr;
+
+// A pending call of Python's.
+int raise_pending(void*) {
+  PyObject* const error = raised.exchange(nullptr);
+  if (error == nullptr) return 0;
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
+  Py_DECREF(error);
+  return -1;
 }
 
 }  // namespace
@@ -55,7 +67,11 @@ void forget_storage(uintptr_t address) {
 }
 
 bool call_python(const char* name, StableIValue* stack) {
-  return torch_call_dispatcher(name, "", stack, TORCH_ABI_VERSION) == 0;
+  const bool done = torch_call_dispatcher(name, "", stack, TORCH_ABI_VERSION) == 0;
+  if (raised) Py_AddPendingCall(raise_pending, nullptr);
+  return done;
 }
+
+void raise_behind_kernel(PyObject* error) { Py_XDECREF(raised.exchange(error)); }
 
 }  // namespace fastbert

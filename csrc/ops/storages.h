@@ -4,6 +4,8 @@
 // memory has become another: torch keeps one Python object for as long as a storage lives, whoever holds it.
 #pragma once
 
+#include <Python.h>
+
 #include <cstdint>
 
 #include "array.h"
@@ -24,5 +26,9 @@ void forget_storage(uintptr_t address);
 
 // Calls the operator fastbert::`name`, whose kernel is Python; what it takes is boxed (register.h). False if it raised.
 bool call_python(const char* name, StableIValue* stack);
+
+// Such a kernel did its work, but a signal's handler raised this in it. The main thread raises it when it is in Python
+// again. Takes the reference.
+void raise_behind_kernel(PyObject* error);
 
 }  // namespace fastbert

@@ -11,6 +11,7 @@ quantised on the fly by their own largest value, or by a scale that calibration 
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -361,7 +362,26 @@ def _warn_of_weight(weight, message):
     warnings.warn(message, stacklevel=2)
 
 
+def _called_by_a_kernel(function):
+    """A kernel can tell no more than that its call failed, and a signal's handler runs wherever the main thread comes
+    to Python: what it raised (a Ctrl-C, mostly) waits until the kernel is done.
+    """
+
+    def call(*args):
+        try:
+            function(*args)
+        except BaseException as error:
+            if threading.current_thread() is not threading.main_thread():
+                raise
+            from fastbert._C import raise_behind_kernel
+
+            function(*args)  # which raises again, if it was its own
+            raise_behind_kernel(error)
+
+    return call
+
+
 define("watch_storage_cpu", "(Tensor tensor) -> ()", lambda tensor: None)
 define("warn_of_weight_cpu", "(Tensor weight, str message) -> ()", lambda weight, message: None)
-torch.library.impl("fastbert::watch_storage_cpu", "CPU", _watch_storage)
-torch.library.impl("fastbert::warn_of_weight_cpu", "CPU", _warn_of_weight)
+torch.library.impl("fastbert::watch_storage_cpu", "CPU", _called_by_a_kernel(_watch_storage))
+torch.library.impl("fastbert::warn_of_weight_cpu", "CPU", _called_by_a_kernel(_warn_of_weight))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import signal
 import subprocess
 import sys
 import textwrap
@@ -132,6 +133,27 @@ def test_a_storage_is_watched_once(monkeypatch):
         call(weight.weight.bfloat16().float())  # another storage each time
         call(weight.weight[: OUT // 2])
     assert len(watched) == 1 + 3
+
+
+def test_an_interrupt_in_a_kernels_call_to_python_is_raised_behind_the_kernel(monkeypatch):
+    """A signal that came while a kernel ran has its handler run where the kernel calls Python."""
+    module, interrupts = sys.modules["fastbert.ops.linear"], [signal.SIGINT]
+    let_go = module._let_go_of_moved
+
+    def interrupted(storage):
+        if interrupts:
+            signal.raise_signal(interrupts.pop())
+        let_go(storage)
+
+    monkeypatch.setattr(module, "_let_go_of_moved", interrupted)
+    weight = torch.randn(OUT, IN)
+    with pytest.raises(KeyboardInterrupt):
+        call(weight)
+        pytest.fail("not reached")
+    packed = _C.packed_bytes()
+    assert torch.equal(call(weight), call(weight.clone())) and not interrupts
+    del weight
+    assert _C.packed_bytes() < packed  # its memory is watched
 
 
 def test_strided_weights_leave_nothing(before):
