@@ -49,7 +49,7 @@ def read(loader: DataLoader) -> Generator[Any]:
     checkpoint, or in a kernel that calls Python and can say only that the call failed. Here that waits for the next
     batch.
 
-    Raises WorkerKilled, when the other workers have ended too.
+    Raises WorkerKilled: a worker was killed. The others have ended by then.
     """
     batches = iter(loader)
     handler: Any = signal.getsignal(signal.SIGCHLD)
