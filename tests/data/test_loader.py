@@ -12,33 +12,19 @@ from itertools import chain
 
 import numpy as np
 import pytest
+from half_a_batch import HalfABatch
 
 from fastbert.data.batches import Steps, StepSampler
 from fastbert.data.loader import WorkerKilled, make_loader, read
 
 
-class Dying:
-    """Its batch ends in the middle, as the reader sees it, just before the system tells that the process was killed."""
-
-    def __call__(self, examples):
-        return HalfABatch()
+def half_a_batch(examples):
+    return HalfABatch()
 
 
-class HalfABatch:
-    def __reduce__(self):
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        return end_of_file, ()
-
-
-def end_of_file():
-    raise EOFError
-
-
-class Failing:
+def failing(examples):
     """What it reads the data from has gone."""
-
-    def __call__(self, examples):
-        raise ConnectionError("the data's server has gone")
+    raise ConnectionError("the data's server has gone")
 
 
 @pytest.fixture
@@ -70,7 +56,7 @@ def test_a_killed_process_waits_for_the_next_batch(others):
 
 def test_a_process_killed_while_a_batch_is_read_from_it():
     with pytest.raises(WorkerKilled, match="DataLoader worker"):
-        list(read(loader_of(Dying())))
+        list(read(loader_of(half_a_batch)))
 
 
 def test_outside_of_the_main_thread():
@@ -79,7 +65,7 @@ def test_outside_of_the_main_thread():
 
     def run():
         try:
-            list(read(loader_of(Dying())))
+            list(read(loader_of(half_a_batch)))
         except WorkerKilled as error:
             found.append(str(error))
 
@@ -92,7 +78,7 @@ def test_outside_of_the_main_thread():
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_of_the_data_stays_what_it_is(workers):
     with pytest.raises(ConnectionError, match="the data's server has gone"):
-        list(read(loader_of(Failing(), workers)))
+        list(read(loader_of(failing, workers)))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from finetuning_runs import TEXTS, base, write_rows
 from full import left_to_full
+from half_a_batch import HalfABatch
 from safetensors.torch import load_file
 from training_runs import OPTIONS, losses_of, make_loop, make_model, steps_in, until
 
@@ -127,21 +128,11 @@ class Dying:
 
 
 class DyingLater(Dying):
-    """Its third batch ends in the middle, as the reader sees it, just before the system tells that it was killed."""
+    """Its third batch ends in the middle, as the reader sees it."""
 
     def __call__(self, examples):
         self.calls += 1
         return HalfABatch() if self.calls == 3 else self.inner(examples)
-
-
-class HalfABatch:
-    def __reduce__(self):
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        return end_of_file, ()
-
-
-def end_of_file():
-    raise EOFError
 
 
 @pytest.fixture
