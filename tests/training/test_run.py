@@ -134,7 +134,7 @@ WHOLE_RUN = """
 """
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("lamb", marks=pytest.mark.full)])  # one base class
 def test_a_run_imports_no_compiler(optimizer, files, tmp_path):
     """torch's optimizers and its names for a checkpoint's entries import it, which takes half a second."""
     given = [word for name, value in files.items() for word in (f"--{name}", value)]
