@@ -20,7 +20,6 @@ from hf import (
     NUM_CONFIGS,
     config_for,
     families_axis,
-    is_every_other,
     make_config,
     make_trio,
     models_axis,
@@ -127,7 +126,6 @@ def dropout_probabilities(model, batch: Batch, monkeypatch) -> list[float]:
     return sorted(seen)
 
 
-@left_to_full(is_every_other)  # heads of one kind have it where the other families' have it
 @models_axis
 def test_every_dropout_is_where_transformers_has_it(model_type, head, monkeypatch):
     different = {"hidden_dropout_prob": 0.11, "attention_probs_dropout_prob": 0.12, "classifier_dropout": 0.13}
