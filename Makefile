@@ -81,7 +81,7 @@ unit: $(VENV)/.installed-test  ## pytest
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-full: $(VENV)/.installed-test  ## what make test leaves out: every architecture, a wheel, cases whose path others take
-	@$(BIN)/python -m pytest -n 2 --dist worksteal -m full
+	@FASTBERT_TEST_SEED=$${FASTBERT_TEST_SEED:-$$(($$(date +%s) % 4000 + 1))} $(BIN)/python -m pytest -n 2 --dist worksteal -m full
 
 # A build of its own with AddressSanitizer and UBSan, and the tests of every C++ kernel on it. What torch and Python leak
 # at exit is not ours, hence no leak detection; the first finding ends the run. AMX, which few machines have, is emulated.

@@ -23,6 +23,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from full import mark_those_left_to_full
+from seeds import SEED, manual_seed
 
 import fastbert
 from fastbert.testing.interpreter import mend_triton_interpreter
@@ -39,6 +40,10 @@ _PACKAGE_FOLDERS = tuple(
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     mend_triton_interpreter()
+
+
+def pytest_report_header():
+    return f"numbers are drawn from FASTBERT_TEST_SEED={SEED}"
 
 
 @pytest.hookimpl(wrapper=True)
@@ -62,7 +67,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def seed():
-    torch.manual_seed(0)
+    manual_seed(0)
 
 
 def _poisoned(allocate):

@@ -14,6 +14,7 @@ import torch
 from batches import make_batch
 from full import halved, left_to_full
 from hf import FAMILIES, MODELS, config_for, families_axis, make_hf, make_oracle, random_like
+from seeds import manual_seed
 from theirs import by_choice, mend
 from torch import nn
 
@@ -280,10 +281,10 @@ def test_fallback(name, packed_layers):
     if change is not None:
         change(model)
     plain = fastbert.restore(copy.deepcopy(model))
-    torch.manual_seed(1)
+    manual_seed(1)
     expected = plain(IDS, **arguments)
     with pytest.warns(UserWarning, match=f"BertModel runs transformers' own forward: {reason}"):
-        torch.manual_seed(1)
+        manual_seed(1)
         actual = model(IDS, **arguments)
     assert torch.equal(actual[0], expected[0]) and len(packed_layers) == 3
     assert "hook" not in name or any(hasattr(module, "seen") for module in model.modules())

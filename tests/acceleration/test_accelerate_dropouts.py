@@ -6,13 +6,14 @@ from __future__ import annotations
 import pytest
 import torch
 from hf import families_axis, make_config, make_hf
+from seeds import torch_generator
 from test_accelerate import assert_as_transformers, no_fallback, one_thread  # noqa: F401
 from torch import nn
 
 import fastbert
 from fastbert.config import EncoderConfig
 
-IDS = torch.randint(3, 43, (4, 11), generator=torch.Generator().manual_seed(5))
+IDS = torch.randint(3, 43, (4, 11), generator=torch_generator(5))
 
 
 def dropout_fields(model_type: str) -> list[str]:

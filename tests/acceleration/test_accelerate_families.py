@@ -15,6 +15,7 @@ import torch
 from batches import make_batch
 from full import halved, left_to_full
 from hf import FAMILIES, config_for, families_axis, make_config, make_hf, make_oracle
+from seeds import torch_generator
 from test_accelerate import assert_as_transformers, dtype_axis, no_fallback, one_thread, run  # noqa: F401
 from test_accelerate_integrations import fine_tune
 from tiny import write_json, write_model, write_modules
@@ -27,7 +28,7 @@ from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 DISTANCES = {name: make_config(name).distances or Distances() for name in FAMILIES}
 ROTARY = [name for name in FAMILIES if DISTANCES[name].rotaries]
-IDS = torch.randint(3, 43, (4, 11), generator=torch.Generator().manual_seed(5))
+IDS = torch.randint(3, 43, (4, 11), generator=torch_generator(5))
 
 
 def accelerated(model_type: str, index: int = 0, dtype=torch.float32, **changes) -> nn.Module:

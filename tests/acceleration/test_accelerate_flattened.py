@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from hf import FAMILIES, config_for, families_axis, make_config, make_hf, make_oracle
+from seeds import torch_generator
 from test_accelerate import IDS, no_fallback, one_thread, small  # noqa: F401
 
 import fastbert
@@ -21,7 +22,7 @@ def flattened(model_type: str, **options):
     """(the sequences, each (1, n) of the rows, the collator's batch)."""
     config = make_config(model_type)
     first = config.pad_token_id + 1 if config.family.positions_from_ids else 0
-    generator = torch.Generator().manual_seed(3)
+    generator = torch_generator(3)
     rows = [torch.randint(10, 43, (n,), generator=generator).tolist() for n in LENGTHS]
     labels = [torch.randint(3, (n,), generator=generator).tolist() for n in LENGTHS]
     options = {"return_flash_attn_kwargs": True, "return_seq_idx": True, "position_ids_start": first} | options

@@ -15,6 +15,7 @@ import torch
 import transformers
 from full import halved, left_to_full
 from hf import config_for, hf_class, make_hf
+from seeds import shifted, torch_generator
 from test_accelerate import (  # noqa: F401
     IDS,
     MASK,
@@ -250,7 +251,7 @@ def test_adapters_for_each_row_run_as_before(packed_layers):
 
 def fine_tune(model, folder: Path, **options) -> list[float]:
     pytest.importorskip("accelerate")
-    generator, rows = torch.Generator().manual_seed(0), []
+    generator, rows = torch_generator(0), []
     for label in torch.randint(2, (48,), generator=generator).tolist():
         mask = torch.arange(12) < torch.randint(3, 12, (1,), generator=generator)
         ids = (torch.randint(5, 20, (12,), generator=generator) + 20 * label).where(mask, 0)
@@ -258,7 +259,7 @@ def fine_tune(model, folder: Path, **options) -> list[float]:
     # At 1e-3 the steps enlarge each rounding by more than the error rule allows between two right answers.
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), max_steps=30, per_device_train_batch_size=8, learning_rate=3e-4, logging_steps=1,
-        seed=1, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, **options,
+        seed=shifted(1), report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, **options,
     )  # fmt: skip
     trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
     trainer.train()

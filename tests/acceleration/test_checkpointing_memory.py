@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from hf import config_for, make_hf
+from seeds import manual_seed, torch_generator
 from test_accelerate import no_fallback, one_thread  # noqa: F401
 from torch.profiler import ProfilerActivity, profile
 
@@ -17,7 +18,7 @@ import fastbert
 LAYERS = 8
 SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": LAYERS, "max_position_embeddings": 64}
 LENGTHS = torch.tensor([64, 5, 40, 22, 64, 9, 13, 31])
-IDS = torch.randint(5, 43, (8, 64), generator=torch.Generator().manual_seed(0))
+IDS = torch.randint(5, 43, (8, 64), generator=torch_generator(0))
 INPUTS = {"input_ids": IDS, "attention_mask": (torch.arange(64) < LENGTHS[:, None]).long()}
 
 
@@ -43,7 +44,7 @@ def train(model, checkpoints: bool, is_accelerated: bool, reentrant: bool = Fals
     losses: list[torch.Tensor] = []
 
     def step() -> None:
-        torch.manual_seed(7)
+        manual_seed(7)
         loss = model(**INPUTS, labels=torch.arange(8) % 3).loss
         loss.backward()
         losses.append(loss.detach())

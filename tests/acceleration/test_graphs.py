@@ -8,6 +8,7 @@ import pytest
 import torch
 from batches import make_batch
 from hf import FAMILIES, families_axis, make_config
+from seeds import manual_seed
 
 import fastbert
 from fastbert import cuda_graphs
@@ -24,7 +25,7 @@ ARGUMENTS = (
 
 
 def make_model(model_type: str = "bert", index: int = 0, **changes):
-    torch.manual_seed(1)
+    manual_seed(1)
     return model_class(model_type, "Model")(make_config(model_type, index, **changes)).to(DEVICE).eval()
 
 

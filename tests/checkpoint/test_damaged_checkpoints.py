@@ -13,6 +13,7 @@ from full import halved
 from hf import config_for, make_config, make_hf
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from seeds import torch_generator
 
 from fastbert.checkpoint.pretrained import CheckpointError, read_weights
 from fastbert.config import ConfigError, EncoderConfig
@@ -75,7 +76,7 @@ def test_every_damaged_byte_is_seen(saved):
     file = folder / "model.safetensors"
     whole = file.read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")
-    generator = torch.Generator().manual_seed(0)
+    generator = torch_generator(0)
     places = [*range(0, header, 7), *torch.randint(header, len(whole), (60,), generator=generator).tolist()]
     survived = 0
     for place in places:

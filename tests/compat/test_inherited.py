@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from hf import config_for, make_hf, make_ours
+from seeds import manual_seed
 from torch import nn
 
 import fastbert
@@ -105,12 +106,12 @@ def test_a_loss_of_ones_own_is_not_ignored():
 def test_weights_are_made_anew_as_at_first():
     for name in ("init_weights", "initialize_weights", "post_init"):
         ours, _ = pair()
-        torch.manual_seed(3)
+        manual_seed(3)
         getattr(ours, name)()
-        torch.manual_seed(3)
+        manual_seed(3)
         expected = fastbert.BertForMaskedLM(ours.config)
         expected.init_weights()  # without the numbers that making the layers drew
-        torch.manual_seed(3)
+        manual_seed(3)
         expected.init_weights()
         assert all(torch.equal(t, ours.state_dict()[key]) for key, t in expected.state_dict().items())
         assert ours.cls.predictions.decoder.weight is ours.get_input_embeddings().weight
@@ -170,7 +171,7 @@ def test_adapters_without_peft_model(tmp_path):
     (ours, theirs), (fresh, _) = pair(), pair()
     plain = ours(IDS).logits
     for model in (ours, theirs):
-        torch.manual_seed(0)
+        manual_seed(0)
         model.add_adapter(lora)
     adapted = ours(IDS).logits
     near, oracle = theirs(IDS).logits, copy.deepcopy(theirs).double()(IDS).logits

@@ -13,6 +13,7 @@ import torch
 import transformers
 from full import halved
 from hf import FAMILIES, config_for, families_axis, hf_class, hf_config, make_hf, make_ours
+from seeds import manual_seed
 
 import fastbert
 from fastbert import ConfigError
@@ -98,7 +99,7 @@ def test_resized_as_transformers(rows, multiple, mean, tied):
     theirs = make_hf(config, "MaskedLM")
     ours = make_ours(config, "MaskedLM", theirs)
     for model in (ours, theirs):
-        torch.manual_seed(0)
+        manual_seed(0)
         table = model.resize_token_embeddings(rows, multiple, mean)
         assert table is model.get_input_embeddings()
     assert ours.config.vocab_size == theirs.config.vocab_size == table.weight.shape[0] != 43

@@ -7,6 +7,7 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+from seeds import numpy_generator, shifted
 from tokenizers import Tokenizer, models
 
 from fastbert.data.batches import GROUP_STEPS, KeyedDataset, Steps, StepSampler, cost, deal
@@ -18,7 +19,7 @@ from fastbert.packing import InputError
 
 def draw_lengths(count: int, longest: int = 512, seed: int = 0) -> np.ndarray:
     """Log-normal, as those of texts: a median of 60 tokens, and few long ones."""
-    lengths = np.random.default_rng(seed).lognormal(4.1, 0.8, count)
+    lengths = numpy_generator(seed).lognormal(4.1, 0.8, count)
     return np.clip(lengths.astype(np.int64), 3, longest)
 
 
@@ -26,7 +27,7 @@ def draw_lengths(count: int, longest: int = 512, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("max_examples", [None, 20])
 def test_every_example_once_within_the_budget(group, max_examples):
     lengths = draw_lengths(5000)
-    steps = Steps(lengths, 4096, max_examples, seed=1, group_by_length=group)
+    steps = Steps(lengths, 4096, max_examples, seed=shifted(1), group_by_length=group)
     plans = [steps.of_epoch(epoch) for epoch in (0, 1)]
     for plan in plans:
         assert np.array_equal(np.sort(np.concatenate(plan)), np.arange(5000))
@@ -108,11 +109,11 @@ def test_workers_change_nothing(group):
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="w1"))
     tokenizer.add_special_tokens(["[MASK]"])
     masking = Masking(0, np.arange(50) < 1)
-    draw, lengths = np.random.default_rng(0), draw_lengths(300, 64)
+    draw, lengths = numpy_generator(0), draw_lengths(300, 64)
     examples = [{"input_ids": draw.integers(1, 50, n).tolist()} for n in lengths]
 
     def batches(workers: int, start: int = 0) -> list:
-        steps = Steps(lengths, 1024, seed=5, group_by_length=group)
+        steps = Steps(lengths, 1024, seed=shifted(5), group_by_length=group)
         sampler = StepSampler(steps, 64, epoch=2, start_step=start, parts=2)
         collate = PackingCollator(masking, padded_outputs=False)
         return list(islice(make_loader(examples, sampler, collate, workers=workers), 8))
@@ -130,7 +131,7 @@ def test_many_examples_are_fetched_at_once():
             return [self[i] for i in indices]
 
     source = Source({"input_ids": [i]} for i in range(5))
-    data, later = (KeyedDataset(source, seed=1, epoch=epoch) for epoch in (0, 1))
+    data, later = (KeyedDataset(source, seed=shifted(1), epoch=epoch) for epoch in (0, 1))
     both = data.__getitems__([3, 1])
     assert [example["input_ids"] for example in both] == [[3], [1]]
     assert both[1] == data[1] and later[1]["example_key"] != data[1]["example_key"]

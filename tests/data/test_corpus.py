@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from seeds import numpy_generator, shifted
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from fastbert.data.corpus import Corpus, tokenize_corpus
@@ -76,7 +77,7 @@ def test_several_files_and_processes(tokenizer, tmp_path):
 
 def make_corpus(documents: int = 200, seed: int = 0, sizes: tuple[int, int] = (1, 40)) -> Corpus:
     """Every token is another number, so that it says where it comes from. `sizes`: of segments."""
-    draw = np.random.default_rng(seed)
+    draw = numpy_generator(seed)
     sizes = [draw.integers(*sizes, draw.integers(1, 12)) for _ in range(documents)]
     segments = np.cumsum([0, *np.concatenate(sizes)])
     return Corpus(np.arange(segments[-1], dtype=np.int32), segments, np.cumsum([0, *map(sum, sizes)]))
@@ -88,7 +89,7 @@ def document_of(corpus: Corpus, token: np.ndarray) -> np.ndarray:
 
 def test_windows_cover_each_document_once_and_are_full(tokenizer):
     corpus = make_corpus()
-    windows = Windows(corpus, tokenizer, 66, seed=0, epoch=0)
+    windows = Windows(corpus, tokenizer, 66, seed=shifted(0), epoch=0)
     found = [windows[i]["input_ids"] for i in range(len(windows))]
     assert all(row[0] == 0 and row[-1] == 1 for row in found)
     assert np.array_equal(np.concatenate([row[1:-1] for row in found]), corpus.tokens)
@@ -111,7 +112,7 @@ def test_every_epoch_cuts_at_other_places():
 def test_pairs(kind, tokenizer):
     """Half have label 1: B is of another document (nsp), or stands before A (sop); else it follows A at once."""
     corpus = make_corpus(1000)
-    pairs = WindowPairs(corpus, tokenizer, 67, kind, seed=0, epoch=0)
+    pairs = WindowPairs(corpus, tokenizer, 67, kind, seed=shifted(0), epoch=0)
     labels, at_ends = [], []
     for i in range(len(pairs)):
         example = pairs[i]
@@ -142,7 +143,7 @@ def test_ends_of_segments_do_not_tell_the_label(kind, sizes, tokenizer):
     than half of the pairs, as short documents leave no choice.
     """
     corpus = make_corpus(3000, sizes=sizes)
-    pairs = WindowPairs(corpus, tokenizer, 67, kind, seed=0, epoch=0)
+    pairs = WindowPairs(corpus, tokenizer, 67, kind, seed=shifted(0), epoch=0)
     ends = np.isin(np.concatenate([pairs.a, pairs.b], 1), corpus.segments) @ [1, 2, 4, 8]
     counts = np.zeros((16, 2))
     np.add.at(counts, (ends, pairs.labels), 1)
@@ -180,9 +181,9 @@ def test_bad_input(tokenizer, tmp_path):
     with pytest.raises(InputError, match="has no column 'body'; it has: text, other"):
         tokenize_corpus(table, tokenizer, column="body")
     with pytest.raises(InputError, match="the corpus has one document"):
-        WindowPairs(make_corpus(1), tokenizer, 64, "nsp", seed=0, epoch=0)
+        WindowPairs(make_corpus(1), tokenizer, 64, "nsp", seed=shifted(0), epoch=0)
     with pytest.raises(InputError, match="max_length is 2; the special tokens alone take 2"):
-        Windows(make_corpus(1), tokenizer, 2, seed=0, epoch=0)
+        Windows(make_corpus(1), tokenizer, 2, seed=shifted(0), epoch=0)
 
 
 def test_files_with_quotes_are_read_as_glue_writes_them(tmp_path):

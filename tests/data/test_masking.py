@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from seeds import numpy_generator
 from tokenizers import Tokenizer, models
 
 from fastbert.data.masking import SPAN_WORDS, UNITS, Masking, example_keys, word_starts
@@ -21,7 +22,7 @@ def make_tokenizer() -> Tokenizer:
 
 def make_batch(sequences: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """[CLS] A [SEP] B [SEP] of 1 to 60 tokens each, (ids, lengths, keys)."""
-    draw, rows = np.random.default_rng(seed), []
+    draw, rows = numpy_generator(seed), []
     for _ in range(sequences):
         a, b = (draw.integers(4, 100, draw.integers(1, 61)) for _ in range(2))
         rows.append(np.concatenate([[1], a, [2], b, [2]]))
@@ -90,7 +91,7 @@ def test_a_sequence_is_masked_alike_in_any_batch_and_otherwise_in_another_epoch(
     masking, ends = Masking.of(make_tokenizer(), unit=unit), np.cumsum(lengths)[:-1]
     together = [np.split(t, ends) for t in masking(ids, lengths, keys)]
     rows = np.split(ids, ends)
-    for i in np.random.default_rng(1).permutation(50):
+    for i in numpy_generator(1).permutation(50):
         alone = masking(rows[i], lengths[i : i + 1], keys[i : i + 1])
         assert all(np.array_equal(t[i], one) for t, one in zip(together, alone, strict=True))
     later = masking(ids, lengths, example_keys(7, 1, range(50)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import shutil
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import save_file
+from seeds import python_random
 
 from fastbert import CheckpointError, ConfigError, InputError, SentenceEncoder
 from fastbert.checkpoint.pretrained import resolve
@@ -144,7 +144,7 @@ def test_stream_gives_what_encode_gives(encoder):
 
 
 def test_token_batches_cover_everything_once():
-    rng = random.Random(1)
+    rng = python_random(1)
     lengths = [rng.randint(0, 50) for _ in range(200)] + [500]
     for budget in (1, 50, 64, 1000, 10**6):
         batches = list(token_batches(lengths, budget))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from seeds import manual_seed, shifted
 from test_accelerated_tools import FOLDER, TEXTS, assert_all_packed, no_fallback, with_head  # noqa: F401
 
 import fastbert
@@ -46,8 +47,8 @@ def test_sentence_transformers_trainer(tmp_path):
 
     def losses(model: Any) -> list[float]:
         arguments = library.SentenceTransformerTrainingArguments(
-            output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=3, logging_steps=1, seed=1, use_cpu=True,
-            report_to="none", save_strategy="no", disable_tqdm=True,
+            output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=3, logging_steps=1, use_cpu=True,
+            seed=shifted(1), report_to="none", save_strategy="no", disable_tqdm=True,
         )  # fmt: skip
         trainer = library.SentenceTransformerTrainer(
             model=model, args=arguments, train_dataset=data, loss=MultipleNegativesRankingLoss(model)
@@ -162,7 +163,7 @@ def test_onnx(tmp_path):
     config = transformers.BertConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vocab_size=50
     )
-    torch.manual_seed(0)
+    manual_seed(0)
     model = transformers.BertForSequenceClassification(config).eval()
     plain, path = copy.deepcopy(model), str(tmp_path / "model.onnx")
     ids = torch.randint(5, 50, (3, 7))

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from full import halved
+from seeds import manual_seed
 
 import fastbert
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
@@ -36,7 +37,7 @@ def assert_all_packed(model: Any, calls: int) -> None:
 
 
 def with_head(head: str, **options: Any) -> Any:
-    torch.manual_seed(0)
+    manual_seed(0)
     return getattr(transformers, f"AutoModelFor{head}").from_pretrained(FOLDER, **CALM, **options).eval()
 
 
@@ -92,7 +93,7 @@ def test_sentence_transformer():
 
 def test_cross_encoder():
     library = pytest.importorskip("sentence_transformers")
-    torch.manual_seed(0)
+    manual_seed(0)
     model = library.CrossEncoder(FOLDER, num_labels=1, device="cpu")
     pairs = [(a, b) for a in TEXTS[:2] for b in TEXTS]
     near, oracle = (m.predict(pairs, convert_to_tensor=True) for m in (model, copy.deepcopy(model).double()))
@@ -107,7 +108,7 @@ def test_sparse_encoder():
     from sentence_transformers import SparseEncoder
     from sentence_transformers.sparse_encoder.models import MLMTransformer, SpladePooling
 
-    torch.manual_seed(0)
+    manual_seed(0)
     model = SparseEncoder(modules=[MLMTransformer(FOLDER), SpladePooling("max")], device="cpu")
     exact = copy.deepcopy(model).double()
     near, oracle = (m.encode(TEXTS, convert_to_sparse_tensor=False) for m in (model, exact))

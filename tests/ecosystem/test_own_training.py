@@ -9,6 +9,7 @@ import torch
 import transformers
 from full import left_to_full
 from hf import config_for, make_hf, make_ours
+from seeds import manual_seed, shifted, torch_generator
 from torch import nn
 
 import fastbert
@@ -18,7 +19,7 @@ LAYERS, STEPS = 4, 8
 
 
 def rows(count: int = 32) -> list[dict]:
-    generator, found = torch.Generator().manual_seed(0), []
+    generator, found = torch_generator(0), []
     for label in torch.randint(2, (count,), generator=generator).tolist():
         mask = torch.arange(12) < torch.randint(3, 12, (1,), generator=generator)
         ids = (torch.randint(5, 20, (12,), generator=generator) + 20 * label).where(mask, 0)
@@ -43,7 +44,7 @@ def trained(model: nn.Module, folder, data=None, **options) -> transformers.Trai
     data = rows() if data is None else data
     options = {"save_strategy": "no", "max_steps": STEPS, "per_device_train_batch_size": 8, **options}
     arguments = transformers.TrainingArguments(
-        output_dir=str(folder), learning_rate=3e-4, logging_steps=1, seed=1, report_to=[], use_cpu=True,
+        output_dir=str(folder), learning_rate=3e-4, logging_steps=1, seed=shifted(1), report_to=[], use_cpu=True,
         disable_tqdm=True, **options,
     )  # fmt: skip
     trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=rows(8))
@@ -89,7 +90,7 @@ def heads_rows(head: str) -> list[dict]:
     """Columns that the Trainer keeps by the signature of forward. Questions have no padding: transformers' softmax
     over the tokens would count it, and ours does not (docs/differences.md).
     """
-    found, generator = rows(), torch.Generator().manual_seed(1)
+    found, generator = rows(), torch_generator(1)
     for row in found:
         label = row.pop("labels")
         if head == "QuestionAnswering":
@@ -169,7 +170,7 @@ def test_peft(packed_layers, tmp_path):
     ours, theirs = both()
     found = []
     for model in (ours, theirs, copy.deepcopy(theirs).double()):
-        torch.manual_seed(0)
+        manual_seed(0)
         adapted = peft.get_peft_model(model, lora)
         found.append(loop(adapted))
     assert_same_losses(*found)

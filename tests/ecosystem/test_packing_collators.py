@@ -12,6 +12,7 @@ import torch
 import transformers
 from full import left_to_full
 from hf import config_for, make_hf, make_ours
+from seeds import numpy_generator, shifted
 
 import fastbert
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
@@ -23,7 +24,7 @@ HEADS = ("SequenceClassification", "TokenClassification", "QuestionAnswering")
 
 def rows(head: str, count: int = 22) -> list[dict[str, Any]]:
     """22 are no multiple of a batch: the Trainer cuts what the last batch of an evaluation gives."""
-    draw, found = np.random.default_rng(0), []
+    draw, found = numpy_generator(0), []
     for length in draw.integers(2, 12, count).tolist():
         ids = draw.integers(5, 40, length)
         row: dict[str, Any] = {"input_ids": ids.tolist(), "attention_mask": [1] * length}
@@ -62,7 +63,7 @@ def trained(model: Any, head: str, collate: Any, folder: Any, **options: Any) ->
     data = datasets.Dataset.from_list([{**row, "unused": "x"} for row in rows(head)])
     arguments = transformers.TrainingArguments(
         str(folder), max_steps=STEPS, per_device_train_batch_size=8, per_device_eval_batch_size=4, learning_rate=3e-3,
-        logging_steps=1, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, seed=1, **options,
+        logging_steps=1, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, seed=shifted(1), **options,
     )  # fmt: skip
     trainer = transformers.Trainer(
         model=model, args=arguments, train_dataset=data, eval_dataset=data, data_collator=collate,

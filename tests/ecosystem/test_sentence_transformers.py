@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from seeds import manual_seed
 
 import fastbert
 
@@ -71,7 +72,7 @@ def train(model, folder):
     from sentence_transformers.losses import CoSENTLoss
 
     rows = {"sentence1": TEXTS * 4, "sentence2": TEXTS[1:] * 5, "score": [i % 5 / 4 for i in range(20)]}
-    torch.manual_seed(0)
+    manual_seed(0)
     arguments = library.SentenceTransformerTrainingArguments(
         str(folder), max_steps=3, per_device_train_batch_size=4, logging_steps=1, report_to=[], use_cpu=True, seed=1,
         save_strategy="no", learning_rate=1e-3, disable_tqdm=True, dataloader_num_workers=0,

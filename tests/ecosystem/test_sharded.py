@@ -11,6 +11,7 @@ import pytest
 import torch
 from batches import make_batch
 from hf import config_for, make_hf, make_ours
+from seeds import manual_seed
 from torch import distributed as dist
 from torch import multiprocessing, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -76,7 +77,7 @@ def losses(way: str, order: str, model: nn.Module) -> tuple[list[float], tuple[i
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
     found = []
     for step in range(STEPS):
-        torch.manual_seed(10 * step + dist.get_rank())
+        manual_seed(10 * step + dist.get_rank())
         inputs = make_batch(CONFIG, "right").inputs
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         inputs["input_ids"] = torch.randint(3, 43, ids.shape) * mask

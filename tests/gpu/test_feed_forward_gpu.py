@@ -9,6 +9,7 @@ import cuda_kernels
 import pytest
 import torch
 from full import halved, left_to_full
+from seeds import manual_seed
 from torch._C._profiler import _EventType
 
 import fastbert.backend
@@ -59,7 +60,7 @@ def backend(request, monkeypatch):
 def make(
     rows: int, hidden_size: int, intermediate_size: int, dtype, bias: bool = True, form: str = "plain"
 ) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
+    manual_seed(0)
     up_size = 2 * intermediate_size if form == "merged" else intermediate_size
     tensors = {
         "x": torch.randn(rows, hidden_size),

@@ -11,6 +11,7 @@ import torch
 from batches import make_batch, make_labels
 from full import halved, left_to_full
 from hf import MODELS, config_for, is_every_other, make_trio
+from seeds import torch_generator
 from theirs import by_choice
 from tiny import write_model
 from torch import nn
@@ -61,7 +62,7 @@ def outputs(model, batch, labels, mode=torch.enable_grad) -> dict[str, torch.Ten
         found = {name: out[name] for name in out if isinstance(out[name], torch.Tensor)}
     if mode is not torch.enable_grad:
         return found
-    noise = torch.Generator().manual_seed(0)
+    noise = torch_generator(0)
     total = sum((t * torch.randn(t.shape, generator=noise).to(t.dtype)).sum() for t in found.values())
     names = fastbert.EncoderConfig.from_dict(model.config.to_dict()).layer_specs[-1].names
     ends = tuple(f".{path}.weight" for path in (names.query, names.value))

@@ -9,6 +9,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from seeds import manual_seed
 from torch import nn
 
 import fastbert
@@ -24,7 +25,7 @@ MASK = (IDS > 0).long()
 
 
 def make(**fields) -> fastbert.BertModel:
-    torch.manual_seed(0)
+    manual_seed(0)
     shape = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
     config = fastbert.EncoderConfig(vocab_size=50, initializer_range=0.2, **{**shape, **fields})
     model = fastbert.BertModel(config).eval()
@@ -52,7 +53,7 @@ def calls(monkeypatch) -> list[bool]:
 
 @torch.inference_mode()
 def run(model: nn.Module) -> torch.Tensor:
-    torch.manual_seed(1)
+    manual_seed(1)
     return model(IDS, MASK).last_hidden_state
 
 
@@ -171,7 +172,7 @@ def test_changes_are_seen(change, calls):
     before = run(model)
     assert calls == [True]
     for each in (model, fresh):
-        torch.manual_seed(2)
+        manual_seed(2)
         change(each)
     after, expected = run(model), run(fresh)
     assert torch.equal(after, expected)

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from hf import FAMILIES, make_config
+from seeds import manual_seed
 from torch import nn
 
 import fastbert
@@ -33,7 +34,7 @@ ROWS = {"input_ids": "vocab_size", "position_ids": "max_position_embeddings", "t
 
 
 def make_model(model_type="bert", head="Model", **fields):
-    torch.manual_seed(0)
+    manual_seed(0)
     return CLASSES[model_type, head](make_config(model_type).replace(**fields)).eval()
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from isas import CPU_BACKENDS, backend_with_isa
+from seeds import manual_seed
 
 from fastbert import ops
 from fastbert.backend import use_backend
@@ -26,7 +27,7 @@ TOKENS, HIDDEN = 20, 32
 
 
 def make_layer(dtype=torch.float32, dropout=0.0, norm_first=False) -> EncoderLayer:
-    torch.manual_seed(0)
+    manual_seed(0)
     shape = {"hidden_size": HIDDEN, "num_attention_heads": 2, "intermediate_size": 80}
     dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     spec = EncoderConfig.of_family("bert", **shape, **dropouts).layer_specs[0]
@@ -39,7 +40,7 @@ def make_layer(dtype=torch.float32, dropout=0.0, norm_first=False) -> EncoderLay
 
 def step(layer: EncoderLayer, autocast: bool = False) -> dict[str, torch.Tensor]:
     """The output and every gradient of one forward and backward."""
-    torch.manual_seed(3)
+    manual_seed(3)
     dtype = next(layer.parameters()).dtype
     x = torch.randn(TOKENS, HIDDEN).to(dtype).requires_grad_()
     weight = torch.randn(TOKENS, HIDDEN).to(dtype)
@@ -108,11 +109,11 @@ def test_one_op_is_what_its_ops_are(monkeypatch, served, dtype, training, dropou
 
 
 def test_checkpointed(served):
-    torch.manual_seed(1)
+    manual_seed(1)
     layer, x = make_layer(dropout=0.3).train(), torch.randn(TOKENS, HIDDEN)
     results = []
     for checkpointed in (False, True):
-        torch.manual_seed(2)
+        manual_seed(2)
         leaf = x.clone().requires_grad_()
         run = torch.utils.checkpoint.checkpoint if checkpointed else (lambda f, *args, **kwargs: f(*args))
         run(layer, leaf, CONTEXT, use_reentrant=False).square().sum().backward()

@@ -9,6 +9,7 @@ import hf
 import pytest
 import torch
 from full import halved, left_to_full
+from seeds import torch_generator
 from torch import nn
 
 import fastbert
@@ -19,7 +20,7 @@ from fastbert.models.base import EncoderModel
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
-IDS = torch.randint(5, 50, (2, 9), generator=torch.Generator().manual_seed(0))
+IDS = torch.randint(5, 50, (2, 9), generator=torch_generator(0))
 MASK = torch.tensor([[1] * 9, [1] * 4 + [0] * 5])
 
 

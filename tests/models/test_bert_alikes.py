@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from hf import hf_class, hf_config, make_oracle, randomise
+from seeds import manual_seed
 
 import fastbert
 from fastbert.config import EncoderConfig
@@ -97,7 +98,7 @@ def test_published_config(name):
     assert lost <= {"label2id", "global_rope_theta", "local_rope_theta"}, lost  # in rope_parameters by now
     (cls,) = entries["architectures"]
     head = cls.partition("For")[2] or "Model"
-    torch.manual_seed(0)
+    manual_seed(0)
     theirs = randomise(getattr(transformers, cls)(hf_config(config))).eval()
     assert type(theirs) is hf_class(config.model_type, head)
     ours = model_class(config.model_type, head)(config).eval()

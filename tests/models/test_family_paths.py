@@ -11,6 +11,7 @@ import torch
 from batches import make_batch
 from full import halved, left_to_full
 from hf import FAMILIES, NUM_CONFIGS, families_axis, has_rotary, has_windows, make_config, randomise
+from seeds import manual_seed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastbert
@@ -115,7 +116,7 @@ def test_gradient_checkpointing(model_type):
     for enable in (model.gradient_checkpointing_disable, model.gradient_checkpointing_enable):
         enable()
         model.zero_grad()
-        torch.manual_seed(1)
+        manual_seed(1)
         model(**batch.inputs).last_hidden_state.square().sum().backward()
         results.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     assert results[0] and all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from batches import make_batch
 from hf import config_for, hf_class, make_config, make_hf, make_ours
+from seeds import manual_seed, torch_generator
 from torch import nn
 
 from fastbert import ElectraForJointPreTraining
@@ -38,7 +39,7 @@ def make_joint(pair, **options) -> ElectraForJointPreTraining:
 def masked_batch(pattern: str = "right"):
     """(a batch with MASK_ID where labels hold the original id, the labels)"""
     batch = make_batch(make_config("electra"), pattern)
-    chosen = batch.real & (torch.rand(batch.real.shape, generator=torch.Generator().manual_seed(4)) < 0.4)
+    chosen = batch.real & (torch.rand(batch.real.shape, generator=torch_generator(4)) < 0.4)
     labels = batch.inputs["input_ids"].where(chosen, -100)
     batch.inputs["input_ids"] = batch.inputs["input_ids"].masked_fill(chosen, MASK_ID)
     return batch, labels
@@ -50,7 +51,7 @@ def run(joint, inputs, labels, seed: int = 0):
     hook = joint.discriminator.register_forward_pre_hook(
         lambda module, args, kwargs: seen.update(kwargs, input_ids=args[0]), with_kwargs=True
     )
-    torch.manual_seed(seed)
+    manual_seed(seed)
     out = joint(**inputs, labels=labels)
     hook.remove()
     return out, seen["input_ids"], seen["labels"]
@@ -64,7 +65,7 @@ def by_hand(pair, inputs, labels, corrupted, replaced, weight: float):
         ours.weight = theirs.weight
     generator.tie_weights()
     assert generator.generator_lm_head.weight is discriminator.electra.embeddings.word_embeddings.weight
-    generator_loss = generator(**inputs, labels=labels).loss
+    generator_loss = torch_generator(**inputs, labels=labels).loss
     discriminator_loss = discriminator(**{**inputs, "input_ids": corrupted}, labels=replaced).loss
     loss = generator_loss + weight * discriminator_loss
     loss.backward()

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hf import config_for
+from seeds import manual_seed
 
 import fastbert
 from fastbert.models.classes import CLASSES
@@ -18,7 +19,7 @@ PAIRS = [1, 0, 1]
 
 
 def pair_model(name: str):
-    torch.manual_seed(0)
+    manual_seed(0)
     model = CLASSES[name, "PreTraining"](config_for(name, "PreTraining")).eval()
     return model, model.head_form.pair_label
 
@@ -57,13 +58,13 @@ def test_a_batch_without_labels_adds_nothing(head, total):
 
 def test_terms_of_joint_pre_training():
     """The generator's by its labels, the discriminator's by the real tokens."""
-    torch.manual_seed(0)
+    manual_seed(0)
     pair = [CLASSES["electra", head](config_for("electra", head)) for head in ("MaskedLM", "PreTraining")]
     joint = fastbert.ElectraForJointPreTraining(*pair).eval()
     packed = fastbert.pack_inputs(IDS, labels=LABELS)
     found = []
     for items in (None, {"labels": 5, "tokens": 12}, {"labels": 10, "tokens": 12}, {"labels": 5, "tokens": 24}):
-        torch.manual_seed(1)
+        manual_seed(1)
         found.append(joint(packed, num_items_in_batch=items).loss.item())
     plain, same, half_labels, half_tokens = found
     assert same == pytest.approx(plain, rel=1e-6)

@@ -21,6 +21,7 @@ from hf import (
     random_like,
     randomise,
 )
+from seeds import manual_seed
 
 from fastbert.families import FAMILIES
 from fastbert.models.classes import CLASSES
@@ -265,7 +266,7 @@ def test_gradient_checkpointing(model_type, dropout):
     labels = make_labels(config, "TokenClassification", batch, seed=0)
     outs = []
     for model in (plain, kept):
-        torch.manual_seed(3)
+        manual_seed(3)
         out = model(**batch.inputs, **labels, output_attentions=True, output_hidden_states=True)
         out.loss.backward()
         outs.append(out)

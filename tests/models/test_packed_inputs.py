@@ -8,6 +8,7 @@ import pytest
 import torch
 from batches import make_batch, make_labels
 from hf import CHOICES, config_for, gradients, make_config, randomise
+from seeds import manual_seed
 
 import fastbert
 from fastbert.families import FAMILIES
@@ -113,7 +114,7 @@ def test_joint_pre_training_samples_the_same():
     model = fastbert.ElectraForJointPreTraining(*(CLASSES["electra", h](config) for h in ("MaskedLM", "PreTraining")))
     fields, outputs = make_fields("electra", "MaskedLM", "holes"), []
     for given in (fields, {"input_ids": fastbert.pack_inputs(**fields)}):
-        torch.manual_seed(0)
+        manual_seed(0)
         outputs.append(model(**given))
     assert torch.equal(outputs[0].loss, outputs[1].loss) and torch.equal(outputs[0].logits, outputs[1].logits)
 

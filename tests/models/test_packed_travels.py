@@ -10,6 +10,7 @@ import torch
 import transformers
 from batches import make_batch, make_labels
 from hf import config_for
+from seeds import manual_seed
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -111,7 +112,7 @@ def test_the_trainer_carries_it(tmp_path):
 
 def test_the_guides_example_trains():
     """As it stands; every step has a loss, and the parameters move."""
-    torch.manual_seed(0)
+    manual_seed(0)
     block = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)[0]
     names: dict = {}
     exec(compile(block, "docs/packing.md", "exec"), names)

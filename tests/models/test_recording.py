@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from seeds import torch_generator
 from torch import nn
 
 import fastbert
@@ -11,7 +12,7 @@ from fastbert import InputError
 from fastbert.compat import recording
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-IDS = torch.randint(1, 50, (2, 7), generator=torch.Generator().manual_seed(0))
+IDS = torch.randint(1, 50, (2, 7), generator=torch_generator(0))
 MASK = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from full import halved
 from hf import families_axis
+from seeds import manual_seed
 
 import fastbert
 from fastbert.backend import use_backend
@@ -28,7 +29,7 @@ def make(model_type: str, head: str):
 @pytest.mark.parametrize("head", ("Model", "SequenceClassification", "MaskedLM"))
 def test_gradients_of_gradients(model_type, head):
     """Against finite differences of the first ones: of the embedded batch and of a query's weight."""
-    torch.manual_seed(0)
+    manual_seed(0)
     model = make(model_type, head)
     mask = torch.tensor([[1] * n + [0] * (max(LENGTHS) - n) for n in LENGTHS])
     labels = {"MaskedLM": torch.tensor([[1, -100, 2], [3, 4, -100]]), "SequenceClassification": torch.tensor([0, 1])}
@@ -50,7 +51,7 @@ def test_gradients_of_gradients(model_type, head):
 @pytest.mark.parametrize("length", (5, 300))  # the longer one is beyond where scores are otherwise written down
 def test_a_training_step_through_dropout_and_ids(length):
     """A penalty on gradients, as whoever asks for create_graph has it: every parameter gets one."""
-    torch.manual_seed(0)
+    manual_seed(0)
     model = make("bert", "MaskedLM").float().train(length < 100)  # SDPA's own dropout would hide what it cannot do
     ids = torch.randint(1, 12, (2, length))
     with use_backend("torch"):

@@ -6,13 +6,14 @@ import copy
 
 import pytest
 import torch
+from seeds import manual_seed
 
 import fastbert
 from fastbert.backend import use_backend
 
 
 def make_model(dtype=torch.float32):
-    torch.manual_seed(0)
+    manual_seed(0)
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     config = fastbert.EncoderConfig.of_family("bert", vocab_size=50, max_position_embeddings=16, **shape)
     return fastbert.BertForSequenceClassification(config).to(dtype)
@@ -75,7 +76,7 @@ def test_a_model_learns_the_same_on_both_backends(mode):
     """Ten steps without dropout: the losses of the cpu kernels go with the torch backend's."""
     losses = {}
     for backend in ("auto", "torch"):
-        torch.manual_seed(1)
+        manual_seed(1)
         batch, model = make_batch(), make_model(torch.bfloat16 if "bfloat16" in mode else torch.float32).eval()
         inner = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
         optimizer = fastbert.MasterWeights(inner) if "masters" in mode else inner

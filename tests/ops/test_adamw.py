@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from isas import CPU_BACKENDS, backend_with_isa
+from seeds import torch_generator
 
 from fastbert import ops
 from fastbert.testing.numerics import assert_close_to_reference
@@ -24,7 +25,7 @@ def backend(request):
 
 def gradients_of(step: int) -> list[torch.Tensor]:
     """Most rows of the first are zero, always the same ones but for one, which comes later."""
-    generator = torch.Generator().manual_seed(step)
+    generator = torch_generator(step)
     found = [torch.randn(shape, generator=generator) for shape in SHAPES]
     found[0][10:] = 0.0
     if step == 2:
@@ -33,7 +34,7 @@ def gradients_of(step: int) -> list[torch.Tensor]:
 
 
 def start(dtype: torch.dtype) -> tuple[list[torch.Tensor], ...]:
-    generator = torch.Generator().manual_seed(9)
+    generator = torch_generator(9)
     weights = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
     zeros = [[torch.zeros_like(w) for w in weights] for _ in range(2)]
     return weights, *zeros, [torch.zeros((), dtype=torch.float32) for _ in weights]

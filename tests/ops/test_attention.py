@@ -8,6 +8,7 @@ import pytest
 import torch
 from full import halved, left_to_full
 from isas import CPU_BACKENDS, backend_with_isa
+from seeds import manual_seed
 
 from fastbert.backend import Backend, BackendError, select, use_backend
 from fastbert.ops._common import extension_error, triton_error
@@ -56,7 +57,7 @@ def check(backend, qkv, case, keep=None, seed=0, **options) -> None:
     dout = torch.randn_like(qkv[0])
 
     def ours(q, k, v):
-        torch.manual_seed(seed)
+        manual_seed(seed)
         upper_bound = max(case.lengths) + 5
         return attention(q, k, v, case.cu_seqlens, upper_bound, backend=backend, **options)
 

@@ -8,6 +8,7 @@ import pytest
 import test_attention
 import torch
 from isas import CPU_BACKENDS, backend_with_isa
+from seeds import manual_seed
 from test_attention import RAGGED, check, differentiate, each_backend, each_dtype, make, needs_extension
 
 from fastbert.ops.attention import attention
@@ -22,7 +23,7 @@ def dropped_probabilities(backend, case, num_heads, dropout_p, seed, dtype=torch
     position = torch.cat([torch.arange(n) for n in case.lengths])
     identity = torch.nn.functional.one_hot(position, width)[:, None].expand(-1, num_heads, -1).to(dtype)
     q, v = torch.zeros_like(identity), identity.clone().requires_grad_()
-    torch.manual_seed(seed)
+    manual_seed(seed)
     out = attention(q, q, v, case.cu_seqlens, width, dropout_p=dropout_p, backend=backend)
     (dv,) = torch.autograd.grad(out, v, identity)  # (key, head, query)
     backward = torch.zeros_like(out)
@@ -154,7 +155,7 @@ def test_nothing_is_left_of_the_batch_before(backend, dtype, one_thread):
     qkv, nans = make(case, dtype=dtype), torch.full_like(make(spoiled, dtype=dtype), float("nan"))
 
     def run(case, qkv):
-        torch.manual_seed(5)
+        manual_seed(5)
         options = {"dropout_p": 0.25, "backend": backend}
         return differentiate(lambda *t: attention(*t, case.cu_seqlens, max(case.lengths), **options), qkv, qkv[0])
 

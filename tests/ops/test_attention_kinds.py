@@ -9,6 +9,7 @@ import test_attention
 import torch
 from full import halved, left_to_full
 from isas import CPU_BACKENDS
+from seeds import manual_seed
 from test_attention import RAGGED, SLACK, each_dtype, needs_extension
 
 from fastbert.ops import Rotary, attention, attention_probs
@@ -59,7 +60,7 @@ def check(backend, case: Lengths, tensors: Tensors, keep=None, seed=0, **options
     """Output and gradients, the latter together: dq and dk are differences that cancel (docs/attention.md)."""
 
     def ours(q, k, v):
-        torch.manual_seed(seed)
+        manual_seed(seed)
         return attention(q, k, v, case.cu_seqlens, max(case.lengths) + 5, backend=backend, **options)
 
     dout = torch.randn_like(tensors[0])
@@ -140,7 +141,7 @@ def kept(backend, case: Lengths, num_heads: int, dropout_p: float, seed: int, dt
     width = max(case.lengths)
     place = torch.cat([torch.arange(n) for n in case.lengths])
     v = torch.nn.functional.one_hot(place, width)[:, None].expand(-1, num_heads, -1).to(dtype)
-    torch.manual_seed(seed)
+    manual_seed(seed)
     q = torch.zeros_like(v)
     return attention(q, q, v, case.cu_seqlens, width, dropout_p=dropout_p, backend=backend) != 0
 
@@ -166,7 +167,7 @@ def test_threads_do_not_change_bits(backend, dtype, window_size):
         options = {"window_size": window_size, "rotary": rotary(case, 32), "dropout_p": 0.1, "backend": backend}
 
         def f(*qkv, case=case, options=options):
-            torch.manual_seed(1)
+            manual_seed(1)
             return attention(*qkv, case.cu_seqlens, max(case.lengths), **options)
 
         results = []

@@ -8,6 +8,7 @@ import pytest
 import test_attention
 import torch
 from isas import CPU_BACKENDS
+from seeds import manual_seed
 from test_attention import RAGGED, differentiate, each_dtype, make
 
 from fastbert.ops.attention import attention
@@ -25,7 +26,7 @@ def test_threads_do_not_change_bits(backend, dtype, num_heads, lengths):
     qkv = make(case, num_heads, 64, dtype)
 
     def f(q, k, v):
-        torch.manual_seed(1)
+        manual_seed(1)
         return attention(q, k, v, case.cu_seqlens, max(lengths), dropout_p=0.1, backend=backend)
 
     results = []

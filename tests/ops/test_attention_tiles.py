@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from full import halved, left_to_full
+from seeds import manual_seed
 from test_attention import RAGGED, SLACK, check, differentiate, make
 from test_attention_dropout import dropped_probabilities
 
@@ -75,11 +76,11 @@ def test_float16():
 def test_heads_in_turn_and_dropout_in_windows():
     """Short sequences: several heads a program, an odd number of them. A window begins where the mask's counters do."""
     check("triton", make(LENGTHS[1], num_heads=5), LENGTHS[1])
-    torch.manual_seed(0)
+    manual_seed(0)
     q = torch.zeros(70, 1, 16)
     v = torch.nn.functional.one_hot(torch.arange(70) % 16, 16).float()[:, None]
     whole = dropped_probabilities("triton", Lengths("", (70,)), 1, 0.5, 9)[0] != 0
-    torch.manual_seed(9)
+    manual_seed(9)
     cu_seqlens = torch.tensor([0, 70], dtype=torch.int32)
     out = attention(q, q, v, cu_seqlens, 70, window_size=(2, 1), dropout_p=0.5, backend="triton")
     for i in range(70):
@@ -96,7 +97,7 @@ def test_the_same_bits_every_time(dropout_p):
     qkv = make(LONG, num_heads=1, dtype=torch.bfloat16)
 
     def f(q, k, v):
-        torch.manual_seed(1)
+        manual_seed(1)
         return attention(q, k, v, LONG.cu_seqlens, 130, dropout_p=dropout_p, backend="triton")
 
     first, second = (differentiate(f, qkv, qkv[0]) for _ in range(2))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from full import halved
 from isas import CPU_BACKENDS, backend_with_isa, device_of
+from seeds import torch_generator
 from test_ops import check
 
 import fastbert
@@ -23,7 +24,7 @@ CASE = Lengths("", (5, 0, 9), slack=2)
 OFFSETS, TOKENS = CASE.cu_seqlens, CASE.total_tokens
 
 
-GENERATOR = torch.Generator().manual_seed(0)
+GENERATOR = torch_generator(0)
 
 
 def rows(*shape: int) -> torch.Tensor:

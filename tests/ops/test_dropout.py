@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from isas import CPU_BACKENDS, backend_with_isa, device_of
+from seeds import manual_seed
 
 from fastbert import ops
 from fastbert.backend import BackendError
@@ -25,7 +26,7 @@ def test_what_is_kept_is_scaled_and_backward_has_the_same_mask(backend, shape, d
         with pytest.raises(BackendError, match="float16"):
             ops.dropout(torch.ones(shape, dtype=dtype), 0.3, backend=backend)
         return
-    torch.manual_seed(0)
+    manual_seed(0)
     x = (1 + torch.rand(shape)).to(device_of(backend), dtype).requires_grad_()
     out = ops.dropout(x, 0.3, backend=backend)
     keep = out != 0
@@ -46,9 +47,9 @@ def test_edges(backend):
     assert torch.equal(ops.dropout(x, 1.0, backend=backend), torch.zeros_like(x))
     assert ops.dropout(x[:0], 0.5, backend=backend).shape == (0, 6)
     assert ops.dropout(x[:, :0], 0.5, backend=backend).shape == (4, 0)
-    torch.manual_seed(1)
+    manual_seed(1)
     strided = ops.dropout(x.t(), 0.5, backend=backend)
-    torch.manual_seed(1)
+    manual_seed(1)
     assert torch.equal(strided, ops.dropout(x.t().contiguous(), 0.5, backend=backend)) or backend == "torch"
 
 
@@ -62,9 +63,9 @@ def dropped_by(name, x, philox, dropout_p=0.4):
 @pytest.mark.parametrize("backend", BACKENDS[1:], indirect=True)
 def test_the_mask_is_add_layer_norms(backend):
     x = torch.ones(7, 33, device=device_of(backend))
-    torch.manual_seed(5)
+    manual_seed(5)
     alone = ops.dropout(x, 0.4, backend=backend)
-    torch.manual_seed(5)
+    manual_seed(5)
     _, summed = ops.add_layer_norm(x, None, x[0], None, dropout_p=0.4, prenorm=True, backend=backend)
     assert torch.equal(alone, summed)
 

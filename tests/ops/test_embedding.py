@@ -8,6 +8,7 @@ import pytest
 import torch
 from full import halved, left_to_full
 from isas import backend_with_isa, device_of
+from seeds import manual_seed, torch_generator
 from test_ops import check
 
 from fastbert import ops
@@ -173,7 +174,7 @@ RUNS = {
     "one-token-beyond": runs(33),
     "one-token-before": runs(31),
     "across-every-border": runs(16, 32, 32, 32, 32, 5),
-    "random": torch.randint(0, 9, (300,), generator=torch.Generator().manual_seed(0)),
+    "random": torch.randint(0, 9, (300,), generator=torch_generator(0)),
 }
 
 
@@ -244,13 +245,13 @@ def test_repeats_bit_for_bit(backend, dtype):
 
 def test_dropout_comes_last(backend):
     ids, tensors = inputs(40), tables(64, "token_type", "weight", "bias")
-    torch.manual_seed(3)
+    manual_seed(3)
     dropped = inference(backend, ids, tensors, dropout_p=0.25)
     keep = dropped != 0
     assert abs(keep.double().mean() - 0.75) < 0.05
     expected = inference(backend, ids, tensors) / 0.75
     torch.testing.assert_close(dropped[keep], expected[keep])
-    torch.manual_seed(3)
+    manual_seed(3)
     ours = call(ops.embed_layer_norm, ids, device_of(backend), backend=backend, dropout_p=0.25)
     leaves = {n: t.to(device_of(backend)).requires_grad_() for n, t in tensors.items()}
     assert torch.equal(ours(**leaves) != 0, keep)

@@ -24,6 +24,7 @@ from layer_forms import (
     operands_of,
     rotary_tables,
 )
+from seeds import torch_generator
 
 from fastbert import ops
 from fastbert.ops._common import extension_error
@@ -40,7 +41,7 @@ STACKS |= {"modernbert": ("global", "local", "local"), "mixed": ("pre", "post", 
 def make_stack(name: str, dtype: torch.dtype, final: bool = True):
     """Layers, x and the final norm, which post-norm stacks do not have."""
     layers = [make(CASES[each], seed).map(lambda t: t.to(dtype)) for seed, each in enumerate(STACKS[name])]
-    x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = torch.randn(TOKENS, HIDDEN, generator=torch_generator(1)).to(dtype)
     last = layers[-1].form
     norm = [None if t is None else t.to(dtype) for t in make_final_norm(last.norm)]
     return layers, x, norm if final and last.norm_first else None

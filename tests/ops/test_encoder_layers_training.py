@@ -24,6 +24,7 @@ from layer_forms import (
     operands_of,
     rotary_tables,
 )
+from seeds import manual_seed, torch_generator
 
 from fastbert import ops
 from fastbert.ops._common import extension_error
@@ -40,7 +41,7 @@ def differentiate(run, layer: Layer | Several, x: torch.Tensor, needs_dx: bool =
     layer, x = layer.map(lambda t: t.detach().clone().requires_grad_()), x.detach().clone().requires_grad_(needs_dx)
     out = run(layer, x)
     leaves = {**({"dx": x} if needs_dx else {}), **layer.tensors()}
-    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out.dtype)
+    cotangent = torch.randn(out.shape, generator=torch_generator(5)).to(out.dtype)
     gradients = torch.autograd.grad(out, list(leaves.values()), cotangent)
     return {"out": out.detach(), **dict(zip(leaves, gradients, strict=True))}
 
@@ -61,10 +62,10 @@ class Several:
 def check(cases: list[Case], mode: str, keeps=(None,) * 4, seed: int = 0, name: str = "", **shared) -> None:
     dtype = torch.bfloat16 if mode == "bfloat16" else torch.float32
     layers = Several([make(case, i) for i, case in enumerate(cases)]).map(lambda t: t.to(dtype))
-    x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = torch.randn(TOKENS, HIDDEN, generator=torch_generator(1)).to(dtype)
 
     def ours(several: Several, x: torch.Tensor) -> torch.Tensor:
-        torch.manual_seed(seed)
+        manual_seed(seed)
         return fused("encoder_layers_training", several.layers, x, **shared)
 
     def formula(several: Several, x: torch.Tensor) -> torch.Tensor:
@@ -97,7 +98,7 @@ def test_against_oracle(name, mode):
 def masks(case: Case, seed: int) -> tuple[torch.Tensor, ...]:
     """What the layer's dropouts keep after torch.manual_seed(seed)."""
     form = case.form
-    torch.manual_seed(seed)
+    manual_seed(seed)
     philox = torch.randint(2**62, (4, 2), dtype=torch.int64)
 
     def keep(which: int, width: int) -> torch.Tensor:
@@ -107,7 +108,7 @@ def masks(case: Case, seed: int) -> tuple[torch.Tensor, ...]:
     width = max(LENGTHS)
     position = torch.cat([torch.arange(n) for n in LENGTHS])
     identity = torch.nn.functional.one_hot(position, width)[:, None].expand(-1, form.num_heads, -1).float()
-    torch.manual_seed(seed)
+    manual_seed(seed)
     zeros = torch.zeros_like(identity)
     probabilities = attention(zeros, zeros, identity, CU_SEQLENS, width, dropout_p=form.dropouts[0], backend="cpu")
     return probabilities != 0, keep(1, HIDDEN), keep(2, INTERMEDIATE), keep(3, HIDDEN)
@@ -132,7 +133,7 @@ def test_every_isa_and_windows_by_position(name, backend):
 
 def results(name: str, x: torch.Tensor, needs_dx: bool = True, run=fused, **shared) -> dict[str, torch.Tensor]:
     def ours(layer: Layer, x: torch.Tensor) -> torch.Tensor:
-        torch.manual_seed(3)
+        manual_seed(3)
         return run("encoder_layers_training", [layer], x, **shared)
 
     return differentiate(ours, make(CASES[name].with_dropouts(0.1, 0.2, 0.3, 0.4)), x, needs_dx)
@@ -143,7 +144,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert torch.equal(t, expected[name]), name
 
 
-X = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
+X = torch.randn(TOKENS, HIDDEN, generator=torch_generator(1))
 SOME = ("local", "global", "rms, grouped", "post", "post, no attention norm")
 
 
@@ -198,7 +199,7 @@ def test_several_layers_are_one_after_the_other(name, mode):
     for is_one in (True, False):
 
         def run(several: Several, x: torch.Tensor, is_one=is_one) -> torch.Tensor:
-            torch.manual_seed(3)
+            manual_seed(3)
             for group in [several.layers] if is_one else [[layer] for layer in several.layers]:
                 x = fused("encoder_layers_training", group, x)
             return x
@@ -211,7 +212,7 @@ def test_several_layers_are_one_after_the_other(name, mode):
 @pytest.mark.parametrize("name", ("local", "post"))
 def test_compiled(name):
     compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
-    torch.manual_seed(3)
+    manual_seed(3)
     layer = make(CASES[name])
     expected = differentiate(lambda layer, x: fused("encoder_layers_training", [layer], x), layer, X)
     assert_same(differentiate(lambda layer, x: compiled("encoder_layers_training", [layer], x), layer, X), expected)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from full import halved
 from isas import CPU_BACKENDS, backend_with_isa
+from seeds import manual_seed
 
 from fastbert import ops
 from fastbert.ops._common import extension_error
@@ -133,12 +134,12 @@ def test_a_bias_of_one_product_alone():
 @pytest.mark.parametrize("rows", (17, 1000))
 def test_dropout_has_its_ops_mask_in_both_directions(isa, rows, dtype, form):
     named, options = make(form, rows, 24, 70, dtype), {"dropout_p": 0.25}
-    torch.manual_seed(3)
+    manual_seed(3)
     keep = ops.dropout(torch.ones(rows, 70), 0.25, backend="cpu") != 0
     assert abs(keep.double().mean() - 0.75) < 6 * (0.1875 / keep.numel()) ** 0.5
 
     def seeded(**named):
-        torch.manual_seed(3)
+        manual_seed(3)
         return ours(form, "silu", **options)(**named)
 
     actual = check(seeded, literal_of(form, "silu", keep=keep, **options), named, torch.randn(rows, 24).to(dtype))
@@ -174,7 +175,7 @@ def test_bits_do_not_depend_on_threads_or_runs(dtype, form, rows):
 
     def call(threads):
         torch.set_num_threads(threads)
-        torch.manual_seed(4)
+        manual_seed(4)
         return run(ours(form, dropout_p=0.1), named, dout)
 
     before = torch.get_num_threads()
@@ -252,7 +253,7 @@ def test_compiled_as_one_graph(form, dropout_p):
     torch.compiler.reset()
     found = []
     for call in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
-        torch.manual_seed(2)
+        manual_seed(2)
         found.append(run(call, named, dout))
     assert all(torch.equal(found[0][name], t) for name, t in found[1].items())
 

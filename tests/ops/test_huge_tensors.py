@@ -10,6 +10,7 @@ import pytest
 import torch
 from full import left_to_full
 from isas import backend_with_isa, device_of
+from seeds import manual_seed
 
 from fastbert import ops
 
@@ -40,7 +41,7 @@ def test_attention_of_tokens_that_lie_far_apart(backend, huge):
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
     results = []
     for is_far in (False, True):
-        torch.manual_seed(0)
+        manual_seed(0)
         tensors = []
         for i in range(4):
             t = torch.randn(total_tokens, 2, 16, dtype=torch.bfloat16)

@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from isas import CPU_BACKENDS, backend_with_isa
+from seeds import torch_generator
 
 from fastbert import ops
 from fastbert.training.optimizers import AdamW
@@ -24,20 +25,20 @@ def backend(request):
 
 def looked_up(step: int) -> torch.Tensor:
     """A few rows of the first 50, some of them rare, one nearly always; the last ten never."""
-    draw = torch.Generator().manual_seed(step)
+    draw = torch_generator(step)
     often = torch.tensor([3] if step % 5 else [], dtype=torch.int64)
     return torch.cat([often, (50 * torch.rand(3, generator=draw) ** 3).long()]).unique()
 
 
 def gradient_of(step: int, width: int) -> torch.Tensor:
-    draw = torch.Generator().manual_seed(1000 + step)
+    draw = torch_generator(1000 + step)
     rows = looked_up(step)
     values = torch.randn(len(rows), width, generator=draw)
     return torch.sparse_coo_tensor(rows[None], values, (ROWS, width), is_coalesced=True, check_invariants=False)
 
 
 def start(width: int) -> list[list[torch.Tensor]]:
-    weight = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(5))
+    weight = torch.randn(ROWS, width, generator=torch_generator(5))
     return [[weight], [torch.zeros_like(weight)], [torch.zeros_like(weight)], [torch.zeros(())]]
 
 

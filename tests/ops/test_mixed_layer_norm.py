@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from seeds import manual_seed
 
 import fastbert
 from fastbert import ops
@@ -20,7 +21,7 @@ ROWS, WIDTH = 21, 48
 
 
 def make() -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
+    manual_seed(0)
     tensors = {name: torch.randn(ROWS, WIDTH) for name in MATRICES}
     return tensors | {name: torch.randn(WIDTH) for name in VECTORS}
 
@@ -69,7 +70,7 @@ def test_autocast(dtype, backend):
 
 
 def test_a_model_under_autocast_gives_fp32():
-    torch.manual_seed(0)
+    manual_seed(0)
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     model = fastbert.BertModel(fastbert.EncoderConfig(vocab_size=50, **shape)).eval()
     with torch.no_grad(), use_backend("triton"), torch.autocast("cpu", torch.bfloat16):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from seeds import torch_generator
 
 from fastbert import ops
 from fastbert.ops import _attention_torch
@@ -28,7 +29,7 @@ def check(
     for function, kind, place in ((op, dtype, device), (formula, torch.float64, "cpu"), (formula, dtype, "cpu")):
         leaves = {name: t.to(dtype).to(place, kind).detach().requires_grad_() for name, t in tensors.items()}
         out = function(**leaves)
-        dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype).to(out)
+        dout = torch.randn(out.shape, generator=torch_generator(1)).to(dtype).to(out)
         if function is op or out.requires_grad:  # the formula of nothing at all has no graph; the op's must have one
             out.backward(dout)
         results.append((out, {n: t.grad if t.grad is not None else torch.zeros_like(t) for n, t in leaves.items()}))
@@ -244,6 +245,6 @@ def test_sequence_cross_entropy_of_logits_far_from_zero():
     check(
         lambda x: ops.sequence_cross_entropy(x, torch.tensor([0, 64], dtype=torch.int32), torch.tensor([17])),
         lambda x: reference.sequence_cross_entropy(x, torch.tensor([0, 64]), torch.tensor([17])),
-        {"x": torch.randn(64, generator=torch.Generator().manual_seed(0)) + 1000},
+        {"x": torch.randn(64, generator=torch_generator(0)) + 1000},
         torch.float32,
     )

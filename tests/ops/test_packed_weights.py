@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from seeds import torch_generator
 from torch import nn
 from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector_to_parameters
 
@@ -32,7 +33,7 @@ def layer_of(dtype: torch.dtype) -> nn.Module:
 
 
 def call(layer: nn.Module, weight: torch.Tensor | None = None) -> torch.Tensor:
-    x = torch.randn(3, IN, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(3, IN, generator=torch_generator(1))
     weight = layer.weight if weight is None else weight
     scale = layer.weight_scale if weight.dtype is torch.int8 else None
     with torch.no_grad():
@@ -46,7 +47,7 @@ def expect_new(layer: nn.Module, actual: torch.Tensor, old: torch.Tensor) -> Non
     assert not torch.equal(actual, old)
     assert torch.equal(actual, call(layer, weight))
     if weight.dtype is not torch.int8:  # whose rows of x are rounded: tests/ops/test_int8.py
-        x = torch.randn(3, IN, generator=torch.Generator().manual_seed(1))
+        x = torch.randn(3, IN, generator=torch_generator(1))
         assert_close_to_reference(actual, x.double() @ weight.double().T, x @ weight.float().T, OUTPUT_FACTOR)
 
 

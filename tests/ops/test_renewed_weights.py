@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from isas import CPU_BACKENDS, backend_with_isa
+from seeds import torch_generator
 
 from fastbert import ops
 
@@ -19,12 +20,12 @@ def isa(request):
 
 
 def weight_of(shape: tuple[int, int]) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(3)))
+    return torch.nn.Parameter(torch.randn(shape, generator=torch_generator(3)))
 
 
 def products(weight: torch.Tensor, autocast: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """x w^T and the gradient of x: a product with the weight and one with its transpose."""
-    generator = torch.Generator().manual_seed(4)
+    generator = torch_generator(4)
     x = torch.randn(9, weight.shape[1], generator=generator).requires_grad_()
     dout = torch.randn(9, weight.shape[0], generator=generator)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -39,7 +40,7 @@ class Optimizer:
         self.states = [torch.zeros_like(weight) for _ in range(2)]
 
     def step(self) -> None:
-        generator = torch.Generator().manual_seed(int(self.steps))
+        generator = torch_generator(int(self.steps))
         gradient = torch.randn(self.weight.shape, generator=generator)
         (mean, square), each = self.states, {"rates": [0.1], "decays": [0.1]}
         ops.adamw(
@@ -123,7 +124,7 @@ def test_a_step_that_fails_leaves_no_copy_for_new(isa):
 
 def test_a_whole_line_of_a_gradient_and_its_rest_are_written(isa):
     """Gradients of weights go past the caches in whole lines, others by the element: the same numbers."""
-    generator = torch.Generator().manual_seed(5)
+    generator = torch_generator(5)
     x, dout = torch.randn(37, 192, generator=generator), torch.randn(37, 128, generator=generator)
     weight = weight_of((128, 192))
     ops.linear(x, weight, None, backend="cpu").backward(dout)

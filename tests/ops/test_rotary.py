@@ -8,6 +8,7 @@ import pytest
 import test_attention
 import torch
 from full import left_to_full
+from seeds import manual_seed
 from test_attention import RAGGED, SLACK, check, differentiate, each_dtype, make
 from test_attention_dropout import dropped_probabilities
 
@@ -183,7 +184,7 @@ def test_the_same_bits_every_time(backend):
     qkv, rotary = make(FEW, 2, dtype=torch.bfloat16), tables(33, 32)
 
     def f(q, k, v):
-        torch.manual_seed(1)
+        manual_seed(1)
         return ops.attention(q, k, v, FEW.cu_seqlens, 33, rotary=rotary, dropout_p=0.1, backend=backend)
 
     first, second = (differentiate(f, qkv, qkv[0]) for _ in range(2))

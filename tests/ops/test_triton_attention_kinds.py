@@ -8,6 +8,7 @@ import pytest
 import test_attention
 import torch
 from full import halved, left_to_full
+from seeds import manual_seed, torch_generator
 from test_attention_dropout import dropped_probabilities
 
 from fastbert import ops
@@ -43,7 +44,7 @@ def check(backend, case, heads=(6, 2), head_dim=32, dtype=torch.float32, keep=No
     dout = torch.randn(case.total_tokens, num_heads, head_dim).to(dtype)
 
     def ours(q, k, v):
-        torch.manual_seed(seed)
+        manual_seed(seed)
         return ops.attention(q, k, v, case.cu_seqlens, max(case.lengths) + 5, backend=backend, **options)
 
     literal = partial(reference.attention, cu_seqlens=case.cu_seqlens, keep=keep, **options)
@@ -56,7 +57,7 @@ def check(backend, case, heads=(6, 2), head_dim=32, dtype=torch.float32, keep=No
 
 def positions_of(case: Lengths) -> torch.Tensor:
     """Columns of a padded batch with holes: each of the tokens' is 1 to 3 behind the one before."""
-    steps = torch.randint(1, 4, (case.total_tokens,), generator=torch.Generator().manual_seed(1))
+    steps = torch.randint(1, 4, (case.total_tokens,), generator=torch_generator(1))
     parts = [steps[a:b].cumsum(0) for a, b in zip(case.cu_seqlens[:-1], case.cu_seqlens[1:], strict=True)]
     return torch.cat([*parts, steps[case.cu_seqlens[-1] :]]).int()
 
@@ -117,9 +118,9 @@ def test_windows_by_position_in_long_sequences(backend, dtype):
 def test_the_positions_of_no_holes_are_the_places(backend):
     places = torch.cat([*(torch.arange(n) for n in RAGGED.lengths)]).int()
     qkv, options = make(RAGGED, 4, 2, 32), {"window_size": (4, 7)}
-    torch.manual_seed(2)
+    manual_seed(2)
     expected = check(backend, RAGGED, (4, 2), qkv=qkv, **options)
-    torch.manual_seed(2)
+    manual_seed(2)
     strided = torch.stack([places, places], 1)[:, 0]
     found = check(backend, RAGGED, (4, 2), qkv=qkv, window_positions=strided, **options)
     assert all(map(torch.equal, found, expected))
@@ -190,7 +191,7 @@ def test_repeats_bit_for_bit(dropout_p):
     qkv, dout = make(LONG, 4, 1, 64, torch.bfloat16), torch.randn(LONG.total_tokens, 4, 64).bfloat16()
 
     def f(q, k, v):
-        torch.manual_seed(1)
+        manual_seed(1)
         return ops.attention(q, k, v, LONG.cu_seqlens, 130, dropout_p=dropout_p, backend="triton")
 
     first, second = (differentiate(f, qkv, 1, dout) for _ in range(2))

@@ -9,6 +9,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import save_file
+from seeds import manual_seed
 
 import fastbert
 from fastbert.config import ConfigError
@@ -34,7 +35,7 @@ def write(folder, **pooling):
         "activation_function": "torch.nn.modules.activation.Tanh",
     }
     tiny.write_json(folder / "2_Dense/config.json", dense)
-    torch.manual_seed(3)
+    manual_seed(3)
     weights = {"linear.weight": torch.randn(24, 32), "linear.bias": torch.randn(24)}
     save_file(weights, folder / "2_Dense/model.safetensors")
     tiny.write_json(folder / "config_sentence_transformers.json", {"prompts": PROMPTS, "similarity_fn_name": "dot"})

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from hf import CHOICES
+from seeds import torch_generator
 
 from fastbert import families
 from fastbert.config import EncoderConfig
@@ -50,7 +51,7 @@ def make_batch(
     config: EncoderConfig, pattern: str = "right", batch_size: int = 6, seqlen: int = 11, seed: int = 0
 ) -> Batch:
     """Random ids, pad ids among them; at padding the pad id, except among the holes."""
-    generator = torch.Generator().manual_seed(seed + 1)
+    generator = torch_generator(seed + 1)
     mask = attention_mask(pattern, batch_size, seqlen, seed)
     real = torch.ones(batch_size, seqlen, dtype=torch.bool) if mask is None else mask.bool()
     ids = torch.randint(config.vocab_size, (batch_size, seqlen), generator=generator)
@@ -80,7 +81,7 @@ def token_level(model_type: str, head: str) -> bool:
 
 def make_labels(config, head: str, batch: Batch, seed: int) -> dict[str, torch.Tensor]:
     """Labels under transformers' names; -100 at padding, and for sequences without a token."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch_generator(seed)
     (rows, columns), real, comparable = batch.real.shape, batch.real, batch.real.any(1)
 
     def draw(limit: int, *shape: int) -> torch.Tensor:

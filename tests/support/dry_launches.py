@@ -19,6 +19,7 @@ from functools import partial
 import torch
 import triton
 from aot_cases import SHARED_LIMIT
+from seeds import manual_seed
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -81,7 +82,7 @@ def make(model_type: str, head: str, dtype: torch.dtype, **changes) -> torch.nn.
     shape = {"hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 512, "num_hidden_layers": 2}
     shape |= {"dim": 128, "n_heads": 2, "hidden_dim": 512, "n_layers": 2} if model_type == "distilbert" else {}
     config = {"model_type": model_type, "vocab_size": 100, "pad_token_id": 0, "max_position_embeddings": 2100}
-    torch.manual_seed(0)
+    manual_seed(0)
     return CLASSES[model_type, head](fastbert.EncoderConfig.from_dict({**config, **shape, **changes})).to(dtype)
 
 
@@ -207,7 +208,7 @@ def main() -> None:
             run(model, (longest,) * count)
     before = Counter(dry.compiled)
     for seed in range(12):
-        torch.manual_seed(seed)
+        manual_seed(seed)
         run(model, tuple(torch.randint(1, 2048, (1 + seed % 4,)).tolist()))
     facts = {
         "kernels": sorted(dry.compiled),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from seeds import manual_seed, shifted
 from tiny import write_model
 
 from fastbert.testing.numerics import assert_close_to_reference
@@ -36,9 +37,10 @@ def base(folder: Path, **fields: Any) -> str:
 
 
 def task_of(model: str, train: str, held_out: str | None = None, **options: Any) -> Any:
-    torch.manual_seed(0)
+    manual_seed(0)
     held = () if held_out is None else (held_out,)
-    return make_task(FinetuneOptions(model=model, train=(train,), eval=held, **{"max_length": 32, **options}))
+    options = {"max_length": 32, "seed": shifted(42), **options}
+    return make_task(FinetuneOptions(model=model, train=(train,), eval=held, **options))
 
 
 def theirs(task: Any, folder: Path, auto: str) -> Any:

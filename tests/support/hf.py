@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from seeds import torch_generator
 from theirs import mend
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -160,7 +161,7 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
 
     Before a ReLU, biases open or shut each unit for good: its derivative jumps at 0, where any rounding flips it.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch_generator(seed)
     before_relu = _before_relu(EncoderConfig.from_dict(model.config.to_dict()))
     norms = {f"{name}.weight" for name, module in model.named_modules() if type(module).__name__.endswith("Norm")}
     for name, parameter in sorted(model.named_parameters()):
@@ -245,7 +246,7 @@ def make_trio(config: EncoderConfig, head: str, dtype: torch.dtype, seed: int = 
 
 def random_like(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """Standard normal values that bf16 holds exactly."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().double()
+    return torch.randn(shape, generator=torch_generator(seed)).bfloat16().double()
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from seeds import torch_generator
 
 from fastbert import ops
 from fastbert.testing import reference
@@ -106,7 +107,7 @@ class Layer:
 
 def make(case: Case, seed: int = 0) -> Layer:
     """In float32."""
-    noise = torch.Generator().manual_seed(seed)
+    noise = torch_generator(seed)
 
     def random(*shape: int, scale: float = 1.0, around: float = 0.0) -> torch.Tensor:
         return torch.randn(*shape, generator=noise) * scale + around
@@ -130,7 +131,7 @@ def make(case: Case, seed: int = 0) -> Layer:
 
 
 def make_final_norm(kind: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    noise = torch.Generator().manual_seed(99)
+    noise = torch_generator(99)
     weight, bias = torch.randn(2, HIDDEN, generator=noise)
     return weight + 3, None if kind == "rms" else bias
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from isas import backend_with_isa, device_of
+from seeds import manual_seed
 
 from fastbert.backend import BackendError, select
 from fastbert.ops.layer_norm import add_layer_norm, add_rms_norm
@@ -73,7 +74,7 @@ def check(backend, operands, prenorm=True, eps=1e-12, keep=None, dropout_p=0.0, 
     cotangents = [torch.randn_like(x), torch.randn_like(x) if prenorm else None]
 
     def ours(o):
-        torch.manual_seed(seed)
+        manual_seed(seed)
         out = run(o, rms, dropout_p=dropout_p, eps=eps, prenorm=prenorm, backend=backend)
         return out if prenorm else (out, None)
 
@@ -95,18 +96,18 @@ def check(backend, operands, prenorm=True, eps=1e-12, keep=None, dropout_p=0.0, 
 
 def keep_mask(backend, rows, hidden_size, dropout_p, seed, dtype=torch.float32):
     """The mask itself: the sum of dropped ones and nothing is not zero where they were kept."""
-    torch.manual_seed(seed)
+    manual_seed(seed)
     ones = torch.ones(rows, hidden_size, dtype=dtype, device=device_of(backend))
     return add_layer_norm(ones, None, ones[0], None, dropout_p=dropout_p, prenorm=True, backend=backend)[1] != 0
 
 
 def everything(backend, rows=40, hidden_size=96, dtype=torch.float32, rms=False):
     """Results and gradients with all operands, with dropout."""
-    torch.manual_seed(0)
+    manual_seed(0)
     operands = make(rows, hidden_size, dtype, backend, bias=not rms)
 
     def f(o):
-        torch.manual_seed(1)
+        manual_seed(1)
         return run(o, rms, eps=1e-12, dropout_p=0.1, prenorm=True, backend=backend)
 
     return differentiate(f, operands, [torch.randn_like(operands["x"]) for _ in range(2)])[0]

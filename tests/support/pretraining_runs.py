@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from seeds import numpy_generator
 from training_runs import ALONE
 
 from fastbert.training.distributed import World
@@ -22,7 +22,7 @@ WORDS = [a + b for a in "bdfgkl" for b in "aeio"]  # 24
 
 def write_text(path: Path, documents: int = 40, seed: int = 0) -> Path:
     """Documents of 24 words in lines of 8; document i has 6 of the words, those of i modulo 4."""
-    draw, lines = np.random.default_rng(seed), []
+    draw, lines = numpy_generator(seed), []
     for document in range(documents):
         words, start = WORDS[document % 4 * 6 :][:6], int(draw.integers(6))
         text = [words[(start + i) % 6] for i in range(24)]

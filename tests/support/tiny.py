@@ -6,7 +6,7 @@ import json
 import string
 from pathlib import Path
 
-import torch
+from seeds import manual_seed
 
 from fastbert.config import EncoderConfig
 from fastbert.data.tokenization import load_tokenizer
@@ -21,7 +21,7 @@ VOCAB += [f"##{letter}" for letter in string.ascii_letters]
 def write_model(folder: Path, *, model_type: str = "bert", head: str = "Model", seed: int = 0, **fields) -> Path:
     """A random model of hidden size 32 with 64 positions, tokenizer.json and vocab.txt; returns its folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(seed)
+    manual_seed(seed)
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     own = {"vocab_size": len(VOCAB), "max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": 0}
     config = EncoderConfig.of_family(model_type, **{**shape, **own, **fields})

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from seeds import manual_seed, numpy_generator, shifted
 from tokenizers import Tokenizer, models, processors
 
 from fastbert.config import EncoderConfig
@@ -41,7 +42,7 @@ def make_tokenizer() -> Tokenizer:
 
 def make_corpus(tokens: int = 2000) -> Corpus:
     """Each word is followed by the next one, so there is something to learn; documents of 5 to 60 words."""
-    draw = np.random.default_rng(0)
+    draw = numpy_generator(0)
     sizes = draw.integers(5, 61, tokens // 32)
     documents = np.concatenate([[0], np.cumsum(sizes)])
     ids = np.concatenate([(draw.integers(0, 56) + np.arange(size)) % 56 + 4 for size in sizes])
@@ -51,7 +52,7 @@ def make_corpus(tokens: int = 2000) -> Corpus:
 def make_model(dropout: float = 0.0) -> Any:
     shape = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    torch.manual_seed(0)
+    manual_seed(0)
     return CLASSES["bert", "MaskedLM"](
         EncoderConfig(intermediate_size=64, max_position_embeddings=64, **shape, **dropouts)
     )
@@ -68,7 +69,7 @@ def make_loop(
     layer_decay: float = 1.0,
 ) -> Loop:
     tokenizer, model = make_tokenizer(), make_model() if model is None else model
-    task = MaskedLM(model, make_corpus(), tokenizer, unit="token", seed=0, with_types=True)
+    task = MaskedLM(model, make_corpus(), tokenizer, unit="token", seed=shifted(0), with_types=True)
     wrapped = wrap(model, world, wrapping, bf16=options.bf16)
     groups = parameter_groups(model, lr, layer_decay=layer_decay)
     made = make_optimizer(optimizer, groups, (0.9, 0.98), 1e-6)

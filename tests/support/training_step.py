@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
+from seeds import manual_seed
 
 import fastbert
 from fastbert.backend import use_backend
@@ -14,7 +15,7 @@ MASK = (torch.arange(19) < LENGTHS[:, None]).long()
 
 
 def make() -> tuple[fastbert.BertForMaskedLM, dict[str, torch.Tensor]]:
-    torch.manual_seed(0)
+    manual_seed(0)
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     config = fastbert.EncoderConfig(vocab_size=50, initializer_range=0.2, **shape)
     ids = torch.randint(5, 50, MASK.shape)
@@ -25,7 +26,7 @@ def make() -> tuple[fastbert.BertForMaskedLM, dict[str, torch.Tensor]]:
 def step(model, batch, backend: str, autocast: bool = False) -> dict[str, torch.Tensor]:
     """The loss and every gradient."""
     model = copy.deepcopy(model)
-    torch.manual_seed(1)
+    manual_seed(1)
     with use_backend(backend), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = model(**batch).loss
     loss.backward()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import random
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from hf import leaf_gradients
+from seeds import manual_seed, numpy_generator, python_random
 
 from fastbert.config import ConfigError
 from fastbert.data.batches import Steps
@@ -40,7 +40,7 @@ SCORED = ("sentence1", "sentence2", "score")
 
 
 def rows(columns: tuple[str, ...], count: int, seed: int = 0) -> list[dict[str, Any]]:
-    draw = random.Random(seed)
+    draw = python_random(seed)
 
     def value(column: str, i: int) -> Any:
         if column == "score":
@@ -154,7 +154,7 @@ def test_parts_have_the_same_dropout_twice(tmp_path):
     task = task_of(tiny.write_model(tmp_path / "model"), rows(RANKING, 9))
     seen: list[torch.Tensor] = []
     task.model.register_forward_hook(lambda module, given, output: seen.append(output.detach()))
-    torch.manual_seed(0)
+    manual_seed(0)
     gradients(task, [4, 3, 2])
     assert len(seen) == 6
     for first, again in zip(seen[:3], seen[3:], strict=True):
@@ -240,7 +240,7 @@ def test_retrieval_is_theirs(folder, tmp_path):
 def test_metrics_of_vectors():
     """Ties share their rank; a text that is an anchor and a document is not looked for by itself."""
     scipy = pytest.importorskip("scipy.stats")
-    draw = np.random.default_rng(0)
+    draw = numpy_generator(0)
     vectors, scores = torch.from_numpy(draw.normal(size=(60, 8))), draw.integers(0, 4, 30)
     pairs = [np.arange(30), np.arange(30, 60)]
     cosines = torch.nn.functional.cosine_similarity(vectors[:30], vectors[30:]).numpy()

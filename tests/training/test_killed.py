@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from seeds import python_random
 from training_runs import ALONE, losses_of, make_loop, steps_in
 
 from fastbert.config import ConfigError
@@ -73,7 +74,7 @@ def test_killed_at_any_moment(tmp_path):
     """Twenty times kill -9, a checkpoint being written nearly always: none is half there, and the bits are the same."""
     whole, killed, seed = tmp_path / "whole", tmp_path / "killed", random.randrange(10**6)
     sys.stderr.write(f"seed {seed}\n")
-    draw, hit = random.Random(seed), 0
+    draw, hit = python_random(seed), 0
     assert start(program(whole, 300, 1)).wait() == 0
     for _ in range(20):
         process = start(program(killed, 300, 1))

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from hf import make_config
+from seeds import manual_seed
 
 from fastbert.config import ConfigError
 from fastbert.models.classes import CLASSES
@@ -35,7 +36,7 @@ def lamb_by_the_paper(weight, gradients, lr, beta1, beta2, eps, decay):
 
 @pytest.mark.parametrize("decay", [0.01, 0.0])
 def test_lamb_is_the_papers(decay):
-    torch.manual_seed(0)
+    manual_seed(0)
     weights = [torch.nn.Parameter(torch.randn(shape)) for shape in ((7, 5), (11,))]
     gradients = [[torch.randn_like(w) for _ in range(5)] for w in weights]
     expected = [
@@ -60,7 +61,7 @@ def test_lamb_of_zeros_moves():
 
 
 def test_lamb_goes_on_from_its_state():
-    torch.manual_seed(0)
+    manual_seed(0)
     whole, first = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
     gradients = torch.randn(4, 4, 4)
     ours, other = Lamb([whole], lr=0.1), Lamb([first], lr=0.1)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from pretraining_runs import evaluated, options, train, write_text
+from seeds import manual_seed
 from training_runs import make_model
 
 import fastbert
@@ -50,7 +51,7 @@ def padded(batch):
 def test_masked_tokens_are_learnt(text, tmp_path, capsys):
     """Well below the unigram entropy of 24 words; what is saved fills masks, in transformers too."""
     given = options(text, steps=60)
-    torch.manual_seed(0)
+    manual_seed(0)
     task = make_task(given)
     before = evaluated(task)
     train(task, given, tmp_path / "run")
@@ -106,7 +107,7 @@ def test_numbers_of_pairs_are_those_of_transformers(objective, family, text, tmp
 def test_replaced_tokens(text, tmp_path):
     """The numbers of held-out text are those of the saved pair's own logits; a run goes on from the folder."""
     given = options(text, objective="rtd", steps=10)
-    torch.manual_seed(0)
+    manual_seed(0)
     task = make_task(given)
     losses = train(task, given, tmp_path / "run")
     assert losses[-1] < losses[0] - 5
@@ -115,7 +116,7 @@ def test_replaced_tokens(text, tmp_path):
     assert found == evaluated(task) and found["loss"] == pytest.approx(
         found["generator_loss"] + 50 * found["discriminator_loss"]
     )
-    torch.manual_seed(0)
+    manual_seed(0)
     (batch,) = task.held_out_batches()
     with torch.no_grad():
         out = task.model(batch)

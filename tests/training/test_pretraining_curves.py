@@ -10,6 +10,7 @@ import pytest
 import torch
 from full import left_to_full
 from hf import hf_class
+from seeds import manual_seed, shifted
 from torch.nn.utils.rnn import pad_sequence
 from training_runs import ALONE, OPTIONS, PHASE, WORDS, losses_of, make_corpus, make_tokenizer
 
@@ -41,12 +42,12 @@ def make_task(model_type: str, head: str) -> MaskedLM:
     ids = {"pad_token_id": 3, "bos_token_id": 0, "eos_token_id": 1}
     fields = {**SHAPE, **ids, "vocab_size": WORDS, "max_position_embeddings": 64, **OTHERS.get(model_type, {})}
     dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    torch.manual_seed(0)
+    manual_seed(0)
     model = CLASSES[model_type, head](EncoderConfig.of_family(model_type, **fields, **dropouts))
     if head == "PreTraining":
         pairs: Any = {"bert": "nsp", "albert": "sop"}[model_type]
-        return PairedLM(model, make_corpus(), make_tokenizer(), unit="token", seed=0, pairs=pairs)
-    return MaskedLM(model, make_corpus(), make_tokenizer(), unit="token", seed=0)
+        return PairedLM(model, make_corpus(), make_tokenizer(), unit="token", seed=shifted(0), pairs=pairs)
+    return MaskedLM(model, make_corpus(), make_tokenizer(), unit="token", seed=shifted(0))
 
 
 def our_losses(task: MaskedLM, options: LoopOptions, folder: Path) -> list[float]:

@@ -15,6 +15,7 @@ import yaml
 from command_line import run_here
 from finetuning_runs import TEXTS, base, write_rows
 from safetensors.torch import load_file
+from seeds import shifted
 
 from fastbert.config import ConfigError
 from fastbert.training.finetuning import make_task
@@ -23,7 +24,8 @@ from fastbert.training.options import FinetuneOptions, options_of, read_yaml, to
 from fastbert.training.run import execute
 
 ROWS = [{"text": text, "label": ("no", "yes")[i % 2]} for i, text in enumerate(TEXTS * 3)]
-FLAGS = ("--max-length", "16", "--batch-size", "4", "--learning-rate", "3e-3", "--log-every", "1", "--seed", "3")
+OPTIONS = "--max-length 16 --batch-size 4 --learning-rate 3e-3 --log-every 1 --seed"
+FLAGS = (*OPTIONS.split(), str(shifted(3)))
 
 
 @pytest.fixture
