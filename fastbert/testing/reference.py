@@ -120,8 +120,7 @@ def attention(
                 kept = keep[start:stop, :, : stop - start].transpose(0, 1)
                 probs = torch.where(kept, probs / (1.0 - dropout_p), torch.zeros_like(probs))
             pieces.append((probs @ vs).transpose(0, 1))
-    slack = q[offsets[-1] :]
-    return torch.cat([*pieces, torch.zeros_like(slack)])
+    return torch.cat([*pieces, v.new_zeros(q.shape[0] - offsets[-1], *v.shape[1:])])  # slack is zeros
 
 
 def embed_layer_norm(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, eps=1e-12):

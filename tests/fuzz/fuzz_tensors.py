@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from fuzz_driver import Draw
+from judging import Results, Tensors, judge
 
 from fastbert.testing.cases import Lengths
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
 
-Tensors = dict[str, torch.Tensor]
 REPETITIONS = 64  # of a case that fails, with other values
 
 # Every kind is finite, and so are all results.
@@ -96,21 +96,10 @@ class Case:
         return results
 
     def compare(self, seed: int) -> None:
-        """The error rule; a case that breaks it is judged once more over many draws of its values.
+        """The error rule; a case that breaks it is judged once more over many draws of its values."""
+        judge(lambda draw: self._results(seed + draw), _assert_rule, REPETITIONS)
 
-        The rule takes the largest error of the formula for what rounding does to results of this size. Over a few
-        elements that is luck, over REPETITIONS as many it is not; and what is wrong stays the largest error.
-        """
-        results = self._results(seed)
-        try:
-            _assert_rule(results)
-        except AssertionError:
-            pooled = [results, *(self._results(seed + i) for i in range(1, REPETITIONS))]
-            _assert_rule(
-                tuple({n: torch.cat([p[i][n].flatten() for p in pooled]) for n in results[i]} for i in (0, 1, 2))
-            )
-
-    def _results(self, seed: int) -> tuple[Tensors, Tensors, Tensors]:
+    def _results(self, seed: int) -> Results:
         tensors = self.make(seed)
         before = {name: t.clone() for name, t in tensors.items()}
         actual = self.run(self.op, tensors, self.dtype, self.layouts)
@@ -125,7 +114,7 @@ class Case:
         return actual, oracle, baseline
 
 
-def _assert_rule(results: Sequence[Tensors]) -> None:
+def _assert_rule(results: Results) -> None:
     """Where the formula itself overflows in its dtype, it cannot say how much an error may be. Nor can it where all of
     a result is denormal: hardware and libraries may take such numbers for 0."""
     for name, actual in results[0].items():

@@ -31,3 +31,8 @@ def step(model, batch, backend: str, autocast: bool = False) -> dict[str, torch.
         loss = model(**batch).loss
     loss.backward()
     return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+def layer_of(name: str) -> int:
+    """The number of the layer that has this parameter."""
+    return int(name.split(".layer.")[1].split(".")[0])

@@ -1,0 +1,28 @@
+"""Results that are few, or far apart in size, are judged over several draws of their operands together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+Results = tuple[Tensors, Tensors, Tensors]  # by name: what is judged, in float64, and in its own dtype
+
+
+def judge(results_of: Callable[[int], Results], rule: Callable[[Results], None], draws: int) -> None:
+    """Asserts `rule` of results_of(0), and where it does not hold, of the results of all draws together.
+
+    The error rule takes the formula's largest error for what rounding does to results of this size. Of a few elements
+    that is luck, of several draws together it is not; and what is wrong stays the largest error.
+    """
+    first = results_of(0)
+    try:
+        rule(first)
+    except AssertionError:
+        all_of_them = [first, *(results_of(draw) for draw in range(1, draws))]
+        names = first[0].keys()
+        actual, oracle, baseline = (
+            {name: torch.cat([each[i][name].flatten() for each in all_of_them]) for name in names} for i in range(3)
+        )
+        rule((actual, oracle, baseline))
