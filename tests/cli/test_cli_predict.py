@@ -8,11 +8,13 @@ import os
 
 import pytest
 from command_line import fails, run_here
+from precise import assert_close_to_theirs, in_float64
 from tiny import edit_config, write_json, write_model
 
 from fastbert.training.finetuning.usage import FILE, Usage
 
 TEXTS = ("the cat sat on the mat", "a dog ran in !", "Who", "")
+LABELS = ("no", "yes", "maybe")
 
 
 @pytest.fixture(scope="module")
@@ -44,28 +46,37 @@ def rows_of(*arguments) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def in_two_precisions(pipe, *inputs, **options) -> list:
+    """A pipeline's answers in float32 and in float64."""
+    return [each(*inputs, **options) for each in (pipe, in_float64(pipe))]
+
+
+def scores_of(answer: list[dict]) -> dict[str, float]:
+    return {one["label"]: one["score"] for one in answer}
+
+
 def test_labels_are_those_of_transformers_pipeline(models, tmp_path):
     import transformers
 
     (tmp_path / "a.txt").write_text("\n".join(TEXTS) + "\n")
     pipe = transformers.pipeline("text-classification", str(models["single"]), top_k=None)
-    for row, text, wanted in zip(
-        rows_of(models["single"], tmp_path / "a.txt", "--all"), TEXTS, pipe(list(TEXTS)), strict=True
-    ):
+    found = rows_of(models["single"], tmp_path / "a.txt", "--all")
+    for row, text, wanted, exact in zip(found, TEXTS, *in_two_precisions(pipe, list(TEXTS)), strict=True):
         assert list(row) == ["text", "label", "score", "no", "yes", "maybe"] and row["text"] == text
-        assert row["label"] == wanted[0]["label"]
-        assert {one["label"]: row[one["label"]] for one in wanted} == pytest.approx(
-            {one["label"]: one["score"] for one in wanted}, abs=1e-5
-        )
+        assert row["label"] == wanted[0]["label"] and row["score"] == row[row["label"]]
+        theirs = ([scores_of(each)[label] for label in LABELS] for each in (wanted, exact))
+        assert_close_to_theirs([row[label] for label in LABELS], *theirs)
     pipe = transformers.pipeline("text-classification", str(models["several"]), top_k=None)
     found = rows_of(models["several"], tmp_path / "a.txt", "--threshold", "0.45")
-    for row, wanted in zip(found, pipe(list(TEXTS)), strict=True):
-        assert dict(zip(row["labels"], row["scores"], strict=True)) == pytest.approx(
-            {one["label"]: one["score"] for one in wanted if one["score"] > 0.45}, abs=1e-5
-        )
+    for row, *theirs in zip(found, *in_two_precisions(pipe, list(TEXTS)), strict=True):
+        near, exact = map(scores_of, theirs)
+        assert set(row["labels"]) == {label for label, score in near.items() if score > 0.45}
+        scores = ([each[label] for label in row["labels"]] for each in (near, exact))
+        assert_close_to_theirs(row["scores"], *scores)
     pipe = transformers.pipeline("text-classification", str(models["number"]))
     found = rows_of(models["number"], tmp_path / "a.txt")
-    assert [row["value"] for row in found] == pytest.approx([one["score"] for one in pipe(list(TEXTS))], abs=1e-4)
+    theirs = ([one["score"] for one in each] for each in in_two_precisions(pipe, list(TEXTS)))
+    assert_close_to_theirs([row["value"] for row in found], *theirs)
 
 
 def test_pairs_are_read_by_the_columns_of_the_training_data(models, tmp_path):
@@ -77,9 +88,9 @@ def test_pairs_are_read_by_the_columns_of_the_training_data(models, tmp_path):
     found = rows_of(folder, write(tmp_path / "a.jsonl", *rows))
     pipe = transformers.pipeline("text-classification", str(folder))
     pairs = [{"text": row["left"], "text_pair": row["right"]} for row in rows]
-    wanted = pipe(pairs, truncation=True, max_length=16)
+    wanted, exact = in_two_precisions(pipe, pairs, truncation=True, max_length=16)
     assert [row["label"] for row in found] == [one["label"] for one in wanted]
-    assert [row["score"] for row in found] == pytest.approx([one["score"] for one in wanted], abs=1e-5)
+    assert_close_to_theirs(*([one["score"] for one in rows] for rows in (found, wanted, exact)))
     assert list(found[0]) == ["left", "right", "label", "score"]
     assert "no column 'left'" in fails("predict", folder, write(tmp_path / "b.jsonl", {"text": "a", "x": "b"}))
     assert "1 text in a row, and this model reads 2" in fails("predict", folder, _text(tmp_path))
@@ -96,12 +107,12 @@ def test_entities_are_those_of_transformers_pipeline(models, tmp_path):
     pipe = transformers.pipeline("token-classification", str(models["tokens"]), aggregation_strategy="first")
     text = "the Cat sat on Matt and Dogs"
     (found,) = rows_of(models["tokens"], write(tmp_path / "a.jsonl", {"text": text}))
-    wanted = pipe(text)
+    wanted, exact = in_two_precisions(pipe, text)
     assert found["text"] == text and wanted
     keys = ("start", "end")
     assert [[e[k] for k in keys] for e in found["entities"]] == [[e[k] for k in keys] for e in wanted]
     assert [e["label"] for e in found["entities"]] == [e["entity_group"] for e in wanted]
-    assert [e["score"] for e in found["entities"]] == pytest.approx([float(e["score"]) for e in wanted], abs=1e-4)
+    assert_close_to_theirs(*([float(e["score"]) for e in each] for each in (found["entities"], wanted, exact)))
     (tmp_path / "a.conll").write_text("\n".join(text.split()) + "\n\n")
     assert rows_of(models["tokens"], tmp_path / "a.conll") == [found]
 

@@ -98,7 +98,7 @@ def test_search(tmp_path, folders, source):
     assert [row["index"] for row in found] == order.tolist() and [row["text"] for row in found] == [
         TEXTS[i] for i in order
     ]
-    np.testing.assert_allclose([row["score"] for row in found], scores[order], rtol=1e-5)
+    assert [row["score"] for row in found] == scores[order].tolist()
     table = run_here(*options).stdout.splitlines()
     assert len(table) == 3 and table[0].endswith(TEXTS[order[0]]) and f"{scores[order[0]]:.4f}" in table[0]
     assert run_here("encode", source, "--model", folders["encoder"], "--output", tmp_path / "v.npy").returncode == 0
@@ -114,7 +114,7 @@ def test_rerank(folders, source):
     options = ("rerank", "a cat", source, "--model", folders["reranker"], "--top", 4, "--output", "-")
     found = rows_of(run_here(*options).stdout)
     assert [row["index"] for row in found] == [row["corpus_id"] for row in ranked]
-    np.testing.assert_allclose([row["score"] for row in found], [row["score"] for row in ranked], rtol=1e-6)
+    assert [row["score"] for row in found] == [float(row["score"]) for row in ranked]
     assert "has 3 labels; a reranker has one" in fails("rerank", "a", source, "--model", folders["classifier"])
 
 
@@ -124,11 +124,11 @@ def test_classify(tmp_path, monkeypatch, folders, source):
     lines = source.read_text(encoding="utf-8")
     found = rows_of(piped(monkeypatch, lines, "classify", "-", "--model", folders["classifier"]).stdout)
     assert [row["label"] for row in found] == [("bad", "so", "good")[i] for i in scores.argmax(1)]
-    np.testing.assert_allclose([row["score"] for row in found], scores.max(1), rtol=1e-6)
+    assert np.array_equal(np.float32([row["score"] for row in found]), scores.max(1))
     output = tmp_path / "all.jsonl"
     assert run_here("classify", source, "--model", folders["classifier"], "--all", "--output", output).returncode == 0
     found = rows_of(output.read_text(encoding="utf-8"))
-    np.testing.assert_allclose([[row[label] for label in classifier.labels] for row in found], scores, rtol=1e-6)
+    assert np.array_equal(np.float32([[row[label] for label in classifier.labels] for row in found]), scores)
 
 
 def test_fill_mask_reads_lines(tmp_path, monkeypatch):

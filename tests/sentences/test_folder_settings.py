@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 import tiny
+from precise import assert_as_theirs
 from tokenizers import Tokenizer
 
 import fastbert
@@ -30,9 +31,7 @@ def both(folder):
 
 
 def same(ours, theirs, call="encode", **options):
-    found, wanted = getattr(ours, call)(TEXTS, **options), getattr(theirs, call)(TEXTS, **options)
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=2e-6)
-    return found
+    return assert_as_theirs(ours, theirs, lambda model: getattr(model, call)(TEXTS, **options))
 
 
 def test_lengths_of_queries_and_documents(folder, tmp_path):

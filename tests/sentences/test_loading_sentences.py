@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from precise import assert_as_theirs
 
 import fastbert
 from fastbert.checkpoint import hub
@@ -26,6 +27,12 @@ def folder(tmp_path_factory):
     return folder
 
 
+def as_numbers(vectors: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """In the model's dtype, which the error rule goes by: NumPy has no bfloat16."""
+    vectors = torch.from_numpy(vectors)
+    return vectors if vectors.dtype is torch.float64 else vectors.to(dtype)
+
+
 CALLS = {
     "prompts": {"prompts": {"query": "the cat ", "mine": "in the house "}, "default_prompt_name": "mine"},
     "similarity": {"similarity_fn_name": "manhattan", "truncate_dim": 5},
@@ -42,9 +49,8 @@ def test_the_arguments_of_the_constructor(folder, options):
     device = {} if "device_map" in options.get("model_kwargs", {}) else {"device": "cpu"}
     theirs = pytest.importorskip("sentence_transformers").SentenceTransformer(str(folder), **device, **options)
     ours = fastbert.SentenceEncoder(folder, **device, **options)
-    limits = {"rtol": 1e-4, "atol": 2e-6} if ours.dtype == torch.float32 else {"atol": 0.1}
     for call in ("encode", "encode_query", "encode_document"):
-        np.testing.assert_allclose(getattr(ours, call)(TEXTS), getattr(theirs, call)(TEXTS), **limits)
+        assert_as_theirs(ours, theirs, lambda model, call=call: as_numbers(getattr(model, call)(TEXTS), ours.dtype))
     assert ours.prompts == theirs.prompts and ours.default_prompt_name == theirs.default_prompt_name
     assert ours.similarity_fn_name == theirs.similarity_fn_name and ours.dim == theirs.get_embedding_dimension()
     assert str(ours.dtype) == str(theirs.dtype) and ours.max_seq_length == theirs.max_seq_length
@@ -127,7 +133,7 @@ def test_a_reranker_as_a_cross_encoder(tmp_path):
     ):
         theirs = library.CrossEncoder(str(tmp_path), device="cpu", **options)
         ours = fastbert.Reranker(tmp_path, device="cpu", **options)
-        np.testing.assert_allclose(ours.predict(pairs), theirs.predict(pairs), rtol=1e-4)
+        assert_as_theirs(ours, theirs, lambda model: model.predict(pairs))
         assert ours.max_length == ours.max_seq_length == theirs.max_seq_length
     with pytest.raises(ConfigError, match=r"num_labels=3: the checkpoint of .* has 1"):
         fastbert.Reranker(tmp_path, num_labels=3)

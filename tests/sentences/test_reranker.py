@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from precise import assert_as_theirs, assert_close_to_theirs, in_float64
 from torch import nn
 
 import fastbert
@@ -59,8 +60,8 @@ def test_options_of_predict(tmp_path):
     compare(tmp_path, activation_fn=nn.Tanh())
     compare(tmp_path, prompt="who? ")
     reranker = fastbert.Reranker.from_pretrained(tmp_path, device="cpu", activation_fn=nn.Sigmoid())
-    theirs = cross_encoder(tmp_path, activation_fn=nn.Sigmoid()).predict(PAIRS)
-    np.testing.assert_allclose(reranker.predict(PAIRS), theirs, rtol=1e-5)
+    theirs = cross_encoder(tmp_path, activation_fn=nn.Sigmoid())
+    assert_as_theirs(reranker, theirs, lambda model: model.predict(PAIRS))
     one = reranker.predict(PAIRS[0], convert_to_tensor=True)
     assert one.shape == (3,) and torch.equal(one, reranker.predict([PAIRS[0]], convert_to_tensor=True)[0])
     assert reranker.predict([]).shape == (0, 3)
@@ -89,9 +90,11 @@ def test_rank(tmp_path):
     ours, theirs = fastbert.Reranker.from_pretrained(tmp_path, device="cpu"), cross_encoder(tmp_path)
     documents = ["a cat", "the dog", "a cat", "the old house ran", "we sat"]
     for options in ({}, {"top_k": 2}, {"return_documents": True}):
-        found, wanted = (model.rank("who ran?", documents, **options) for model in (ours, theirs))
+        found, wanted, exact = (
+            model.rank("who ran?", documents, **options) for model in (ours, theirs, in_float64(theirs))
+        )
         assert [{**row, "score": None} for row in found] == [{**row, "score": None} for row in wanted]
-        np.testing.assert_allclose([row["score"] for row in found], [row["score"] for row in wanted], rtol=1e-5)
+        assert_close_to_theirs(*([float(row["score"]) for row in rows] for rows in (found, wanted, exact)))
 
 
 def test_scores_do_not_depend_on_the_batch(tmp_path):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from precise import assert_as_theirs
 from test_sentence_options import TEXTS, write
 
 import fastbert
@@ -34,14 +35,14 @@ def test_a_whole_folder(tmp_path, modes):
         assert model.prompts == encoder.prompts and model.default_prompt_name is None
     wanted = encoder.encode(TEXTS, prompt_name="new")
     assert np.array_equal(again.encode(TEXTS, prompt_name="new"), wanted)
-    np.testing.assert_allclose(their.encode(TEXTS, prompt_name="new"), wanted, rtol=1e-4, atol=2e-6)
+    assert_as_theirs(again, their, lambda model: model.encode(TEXTS, prompt_name="new"))
 
 
 @pytest.mark.parametrize("model_type", ["roberta", "distilbert"])
 def test_a_plain_folder(tmp_path, model_type):
     encoder = fastbert.SentenceEncoder.from_pretrained(tiny.write_model(tmp_path / "old", model_type=model_type))
     encoder.save_pretrained(tmp_path / "new")
-    np.testing.assert_allclose(theirs(tmp_path / "new").encode(TEXTS), encoder.encode(TEXTS), rtol=1e-4, atol=2e-6)
+    assert_as_theirs(encoder, theirs(tmp_path / "new"), lambda model: model.encode(TEXTS))
 
 
 def test_int8(tmp_path):
@@ -64,5 +65,5 @@ def test_saving_into_the_folder_that_it_came_from(tmp_path):
     encoder.save_pretrained(tmp_path)
     again = fastbert.SentenceEncoder.from_pretrained(tmp_path, device="cpu")
     assert np.array_equal(again.encode(TEXTS), encoder.encode(TEXTS))
-    np.testing.assert_allclose(theirs(tmp_path).encode(TEXTS), again.encode(TEXTS), rtol=1e-4, atol=2e-6)
+    assert_as_theirs(again, theirs(tmp_path), lambda model: model.encode(TEXTS))
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]

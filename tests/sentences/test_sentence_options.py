@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from precise import assert_as_theirs, assert_close_to_theirs, in_float64
 from safetensors.torch import save_file
 from seeds import manual_seed
 
@@ -57,17 +58,6 @@ def theirs(folder):
     return pytest.importorskip("sentence_transformers").SentenceTransformer(str(folder), device="cpu")
 
 
-def close(found, wanted):
-    assert type(found) is type(wanted)
-    if isinstance(found, list):
-        assert len(found) == len(wanted)
-        for one, other in zip(found, wanted, strict=True):
-            close(one, other)
-        return
-    assert found.shape == wanted.shape and found.dtype == wanted.dtype
-    np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), rtol=1e-4, atol=2e-6)
-
-
 CALLS = {
     "prompt_name": {"prompt_name": "other"},
     "prompt": {"prompt": "a dog "},
@@ -85,26 +75,26 @@ CALLS = {
 
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
 def test_the_arguments_of_encode(ours, theirs, options):
-    close(ours.encode(TEXTS, **options), theirs.encode(TEXTS, **options))
-    close(ours.encode(TEXTS[3], **options), theirs.encode(TEXTS[3], **options))
+    assert_as_theirs(ours, theirs, lambda model: model.encode(TEXTS, **options))
+    assert_as_theirs(ours, theirs, lambda model: model.encode(TEXTS[3], **options))
 
 
 def test_queries_and_documents(ours, theirs):
     for name in ("encode_query", "encode_document"):
-        close(getattr(ours, name)(TEXTS), getattr(theirs, name)(TEXTS))
-        close(getattr(ours, name)(TEXTS, prompt_name="other"), getattr(theirs, name)(TEXTS, prompt_name="other"))
+        assert_as_theirs(ours, theirs, lambda model, name=name: getattr(model, name)(TEXTS))
+        assert_as_theirs(ours, theirs, lambda model, name=name: getattr(model, name)(TEXTS, prompt_name="other"))
     assert not np.allclose(ours.encode_query(TEXTS), ours.encode_document(TEXTS))
     assert ours.prompts == theirs.prompts
 
 
 def test_every_output_at_once(ours, theirs):
-    for found, wanted in zip(
-        ours.encode(TEXTS, output_value=None), theirs.encode(TEXTS, output_value=None), strict=True
-    ):
+    models = (ours, theirs, in_float64(theirs))
+    for found, wanted, exact in zip(*(model.encode(TEXTS, output_value=None) for model in models), strict=True):
         real = wanted["attention_mask"].bool()
         assert found["input_ids"].tolist() == wanted["input_ids"][real].tolist()
-        close(found["token_embeddings"], wanted["token_embeddings"][real])
-        close(found["sentence_embedding"], wanted["sentence_embedding"])
+        tokens = (wanted["token_embeddings"][real], exact["token_embeddings"][real])
+        assert_close_to_theirs(found["token_embeddings"], *tokens)
+        assert_close_to_theirs(*(each["sentence_embedding"] for each in (found, wanted, exact)))
 
 
 @pytest.mark.parametrize("precision", ["int8", "uint8", "binary", "ubinary"])
@@ -129,9 +119,12 @@ def test_similarities(ours, theirs, name):
     try:
         ours.similarity_fn_name = theirs.similarity_fn_name = name
         a, b = torch.randn(3, 24), torch.randn(3, 24)
-        for one, other in ((a, b), (a.numpy(), b.numpy()), (list(a), list(b)), (a[0], b)):
-            close(ours.similarity(one, other), theirs.similarity(one, other))
-        close(ours.similarity_pairwise(a, b.numpy()), theirs.similarity_pairwise(a, b.numpy()))
+        exact = theirs.similarity(a.double(), b.double())
+        for one, other in ((a, b), (a.numpy(), b.numpy()), (list(a), list(b))):
+            assert_close_to_theirs(ours.similarity(one, other), theirs.similarity(one, other), exact)
+        assert_close_to_theirs(ours.similarity(a[0], b), theirs.similarity(a[0], b), exact[:1])
+        pairs = [model.similarity_pairwise(a, b.numpy()) for model in (ours, theirs)]
+        assert_close_to_theirs(*pairs, theirs.similarity_pairwise(a.double(), b.double()))
     finally:
         ours.similarity_fn_name = theirs.similarity_fn_name = "dot"
     with pytest.raises(ConfigError, match="unknown similarity 'maxsim'; there are cosine, dot"):
@@ -145,9 +138,9 @@ def test_attributes(ours, theirs):
     long = "the cat " * 40
     try:
         ours.max_seq_length = theirs.max_seq_length = 9
-        close(ours.encode(long), theirs.encode(long))
+        assert_as_theirs(ours, theirs, lambda model: model.encode(long))
         ours.truncate_dim = theirs.truncate_dim = 5
-        close(ours.encode(long), theirs.encode(long))
+        assert_as_theirs(ours, theirs, lambda model: model.encode(long))
         assert ours.dim == theirs.get_embedding_dimension() == 5
     finally:
         ours.max_seq_length = theirs.max_seq_length = 64
@@ -167,7 +160,7 @@ def test_a_prompt_that_is_not_pooled(tmp_path, modes):
     ours = fastbert.SentenceEncoder.from_pretrained(tmp_path, device="cpu")
     theirs = pytest.importorskip("sentence_transformers").SentenceTransformer(str(tmp_path), device="cpu")
     for prompt in ("who ran? ", None):
-        close(ours.encode(TEXTS, prompt=prompt), theirs.encode(TEXTS, prompt=prompt))
+        assert_as_theirs(ours, theirs, lambda model, prompt=prompt: model.encode(TEXTS, prompt=prompt))
     assert not np.allclose(ours.encode(TEXTS, prompt="who ran? "), ours.encode(TEXTS))
 
 

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from precise import assert_as_theirs, assert_close_to_theirs, in_float64
 
 import fastbert
 from fastbert.checkpoint.weight_files import CheckpointError
 from fastbert.config import ConfigError
 from fastbert.packing import InputError
+from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 TEXTS = ["the cat sat on the mat.", "a dog ran", "", "who sat in the old house and ran to it, we? " * 9, "Zebra CATS"]
 
@@ -20,11 +22,6 @@ TEXTS = ["the cat sat on the mat.", "a dog ran", "", "who sat in the old house a
 def sparse_pair(folder):
     ours = fastbert.SparseEncoder.from_pretrained(folder, device="cpu")
     return ours, pytest.importorskip("sentence_transformers").SparseEncoder(str(folder), device="cpu")
-
-
-def close(found, wanted):
-    assert found.is_sparse == wanted.is_sparse and found.shape == wanted.shape and found.dtype == wanted.dtype
-    np.testing.assert_allclose(found.to_dense().numpy(), wanted.to_dense().numpy(), rtol=1e-4, atol=2e-6)
 
 
 @pytest.mark.parametrize("model_type", ["bert", "roberta", "distilbert"])
@@ -38,16 +35,15 @@ def test_vectors_are_sparse_encoders(tmp_path, model_type):
         {"prompt": "a "},
         {"batch_size": 2},
     ):
-        close(ours.encode(TEXTS, **options), theirs.encode(TEXTS, **options))
-        close(ours.encode(TEXTS[0], **options), theirs.encode(TEXTS[0], **options))
+        assert_as_theirs(ours, theirs, lambda model, options=options: model.encode(TEXTS, **options))
+        assert_as_theirs(ours, theirs, lambda model, options=options: model.encode(TEXTS[0], **options))
     listed = ours.encode(TEXTS, convert_to_tensor=False)
     assert isinstance(listed, list) and torch.equal(listed[1].to_dense(), ours.encode(TEXTS)[1].to_dense())
     assert ours.dim == ours.get_embedding_dimension() == len(tiny.VOCAB) and ours.encode([]).shape == (0, ours.dim)
     vectors, their = ours.encode(TEXTS), theirs.encode(TEXTS)
     assert ours.similarity_fn_name == theirs.similarity_fn_name == "dot"
-    torch.testing.assert_close(ours.similarity(vectors, vectors), theirs.similarity(their, their), rtol=1e-4, atol=1e-4)
-    pairwise = ours.similarity_pairwise(vectors, vectors)
-    torch.testing.assert_close(pairwise, theirs.similarity_pairwise(their, their), rtol=1e-4, atol=1e-4)
+    assert_as_theirs(ours, theirs, lambda model: model.similarity(*[model.encode(TEXTS)] * 2))
+    assert_as_theirs(ours, theirs, lambda model: model.similarity_pairwise(*[model.encode(TEXTS)] * 2))
     found, wanted = ours.decode(vectors, top_k=4), theirs.decode(their, top_k=4)
     assert [[token for token, _ in row] for row in found] == [[token for token, _ in row] for row in wanted]
     assert ours.decode(vectors[0]) == ours.decode(vectors)[0]
@@ -65,15 +61,16 @@ def test_a_splade_folder(tmp_path, strategy, activation):
     made.save_pretrained(str(tmp_path / "saved"))
     ours, theirs = sparse_pair(tmp_path / "saved")
     assert ours.max_active_dims == 9
-    close(ours.encode(TEXTS), theirs.encode(TEXTS))
-    close(ours.encode_query(TEXTS, max_active_dims=99), theirs.encode_query(TEXTS, max_active_dims=99))
+    assert_as_theirs(ours, theirs, lambda model: model.encode(TEXTS))
+    assert_as_theirs(ours, theirs, lambda model: model.encode_query(TEXTS, max_active_dims=99))
 
 
 def test_the_head_runs_in_parts(tmp_path, monkeypatch):
     ours = fastbert.SparseEncoder.from_pretrained(tiny.write_model(tmp_path, head="MaskedLM"), device="cpu")
     whole = ours.encode(TEXTS).to_dense()
     monkeypatch.setattr("fastbert.sentences.sparse_encoder.HEAD_TOKENS", 20)
-    torch.testing.assert_close(ours.encode(TEXTS).to_dense(), whole, rtol=1e-5, atol=1e-6)
+    exact = fastbert.SparseEncoder.from_pretrained(tmp_path, device="cpu", dtype="float64").encode(TEXTS).to_dense()
+    assert_close_to_reference(ours.encode(TEXTS).to_dense(), exact.double(), whole, GRADIENT_FACTOR)
 
 
 def test_what_is_no_sparse_encoder(tmp_path):
@@ -113,10 +110,14 @@ def test_probabilities_are_the_pipelines(tmp_path, fields):
             [{"text": "a cat", "text_pair": "the dog"}, {"text": "we", "text_pair": "ran to it"}],
         ),
     ):
-        found = ours.predict(inputs)
-        for row, wanted in zip(found, pipeline(theirs, truncation=True, max_length=64), strict=True):
-            scores = {entry["label"]: entry["score"] for entry in wanted}
-            np.testing.assert_allclose(row, [scores[label] for label in ours.labels], rtol=1e-4, atol=1e-6)
+        found, answers = (
+            ours.predict(inputs),
+            [pipe(theirs, truncation=True, max_length=64) for pipe in (pipeline, in_float64(pipeline))],
+        )
+        for row, *wanted in zip(found, *answers, strict=True):
+            scores = [{entry["label"]: entry["score"] for entry in each} for each in wanted]
+            near, exact = ([each[label] for label in ours.labels] for each in scores)
+            assert_close_to_theirs(row.tolist(), near, exact)
     assert np.array_equal(ours.predict(TEXTS[0]), ours.predict([TEXTS[0]])[0])
     assert ours.predict([]).shape == (0, ours.num_labels)
 

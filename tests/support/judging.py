@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from seeds import another_draw
+
+from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 Tensors = dict[str, torch.Tensor]
 Results = tuple[Tensors, Tensors, Tensors]  # by name: what is judged, in float64, and in its own dtype
@@ -26,3 +29,17 @@ def judge(results_of: Callable[[int], Results], rule: Callable[[Results], None],
             {name: torch.cat([each[i][name].flatten() for each in all_of_them]) for name in names} for i in range(3)
         )
         rule((actual, oracle, baseline))
+
+
+def judge_losses(curves_of: Callable[[], Sequence[Sequence[float]]], draws: int = 8) -> None:
+    """The error rule of a few losses: `curves_of()` trains three models, whose losses it gives: ours, theirs in ours'
+    precision, and theirs in float64. Its numbers are drawn by seeds.py.
+    """
+
+    def results_of(draw: int) -> Results:
+        with another_draw(draw):
+            actual, baseline, oracle = curves_of()
+        assert len(actual) == len(baseline) == len(oracle) > 0
+        return {"": torch.tensor(actual)}, {"": torch.tensor(oracle).double()}, {"": torch.tensor(baseline)}
+
+    judge(results_of, lambda results: assert_close_to_reference(*(t[""] for t in results), GRADIENT_FACTOR), draws)
