@@ -102,8 +102,9 @@ def test_attention_probs_are_those_of_the_output():
     out = reference.attention(*(x.double() for x in t.values()), case.cu_seqlens)
     for i, (start, n) in enumerate(((0, 5), (5, 0), (5, 9), (14, 1))):
         v = t["v"].double()[start : start + n].transpose(0, 1)
-        torch.testing.assert_close((probs[i, :, :n, :n] @ v).transpose(0, 1), out[start : start + n], rtol=0, atol=1e-6)
-        assert probs[i].sum() == pytest.approx(3 * n)  # nothing outside the sequence
+        found, oracle = (probs[i, :, :n, :n] @ v).transpose(0, 1), out[start : start + n]
+        assert_close_to_reference(found, oracle, oracle)
+        assert not probs[i, :, n:].any() and not probs[i, :, :, n:].any()  # nothing outside the sequence
 
 
 def test_buckets_hold_every_sequence_once_and_waste_little():
@@ -154,9 +155,10 @@ def test_erf_and_tanh_gelu_are_not_swapped():
     one = torch.ones(1, 1, dtype=torch.float64)
     exact = ops.linear(x, one, None, activation="gelu")
     tanh = ops.linear(x, one, None, activation="gelu_tanh")
-    assert (exact - reference.activation(x, "gelu")).abs() < 1e-9
-    assert (tanh - reference.activation(x, "gelu_tanh")).abs() < 1e-9
-    assert 4e-4 < (exact - tanh).abs().item() < 5e-4
+    apart = (exact - tanh).abs()
+    assert 4e-4 < apart.item() < 5e-4
+    assert 100 * (exact - reference.activation(x, "gelu")).abs() < apart
+    assert 100 * (tanh - reference.activation(x, "gelu_tanh")).abs() < apart
 
 
 @dtype_axis
