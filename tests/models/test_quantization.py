@@ -152,11 +152,14 @@ def test_calibration(tmp_path):
 @left_to_full(lambda p: p["compiler"] == "inductor")  # ours ends where the graph does; test_compile.py runs inductor
 @pytest.mark.parametrize("compiler", ("aot_eager", "inductor"))
 def test_compiles_into_one_graph(compiler):
-    model, cu_seqlens = fastbert.quantize(make()).float(), torch.tensor([0, 5, 5, 12], dtype=torch.int32)
+    plain, cu_seqlens = make().float(), torch.tensor([0, 5, 5, 12], dtype=torch.int32)
+    model = fastbert.quantize(copy.deepcopy(plain))
     ids = torch.randint(5, model.config.vocab_size, (12,))
     with torch.no_grad():
         compiled = torch.compile(model.encode_packed, fullgraph=True, backend=compiler)(ids, cu_seqlens, 7)
-        torch.testing.assert_close(compiled, model.encode_packed(ids, cu_seqlens, 7), rtol=0, atol=0.05)
+        exact, int8 = plain.double().encode_packed(ids, cu_seqlens, 7), model.encode_packed(ids, cu_seqlens, 7)
+    # A rounding to the other side moves a number by a step of int8: the rule is asked about the error of int8 itself.
+    assert_close_to_reference(compiled, exact, int8, GRADIENT_FACTOR)
 
 
 def test_accelerated_transformers_model(tmp_path):
