@@ -40,6 +40,7 @@ def judge_losses(curves_of: Callable[[], Sequence[Sequence[float]]], draws: int 
         with another_draw(draw):
             actual, baseline, oracle = curves_of()
         assert len(actual) == len(baseline) == len(oracle) > 0
-        return {"": torch.tensor(actual)}, {"": torch.tensor(oracle).double()}, {"": torch.tensor(baseline)}
+        exact = torch.tensor(oracle, dtype=torch.float64)
+        return {"": torch.tensor(actual)}, {"": exact}, {"": torch.tensor(baseline)}
 
     judge(results_of, lambda results: assert_close_to_reference(*(t[""] for t in results), GRADIENT_FACTOR), draws)
