@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from precise import assert_as_theirs
 from pretraining_runs import evaluated, options, train, write_text
 from seeds import manual_seed
 from training_runs import make_model
@@ -62,7 +63,7 @@ def test_masked_tokens_are_learnt(text, tmp_path, capsys):
     theirs = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "saved")
     ids = torch.tensor([task.tokenizer.encode("ba be [MASK] bo").ids])
     with torch.no_grad():
-        assert torch.allclose(task.model(ids).logits, theirs(ids).logits, atol=1e-4)
+        assert_as_theirs(task.model, theirs, lambda model: model(ids).logits)
     assert main(["fill-mask", "ba be [MASK] bo", "--model", str(tmp_path / "saved"), "--top", "3"]) == 0
     assert capsys.readouterr().out.count("%") == 3
     again = make_task(options(text, model=str(tmp_path / "saved")))
@@ -129,7 +130,7 @@ def test_replaced_tokens(text, tmp_path):
     transformers.ElectraForMaskedLM.from_pretrained(tmp_path / "saved" / "generator")
     ids = batch["input_ids"][: batch["batch"].cu_seqlens[1]][None]
     with torch.no_grad():
-        assert torch.allclose(task.model.discriminator(ids).logits, theirs(ids).logits, atol=1e-4)
+        assert_as_theirs(task.model.discriminator, theirs, lambda model: model(ids).logits)
     again = make_task(options(text, objective="rtd", model=str(tmp_path / "saved")))
     assert evaluated(again) == pytest.approx(found)
 
