@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
+from attention_terms import assert_zero_but_for_rounding, key_bias_terms
 from training_step import layer_of, make, step
-from zero_sums import assert_zero_but_for_rounding, key_bias_scales
 
 from fastbert import ops
 from fastbert.backend import use_backend
@@ -21,14 +21,14 @@ pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_er
 def test_loss_and_gradients(autocast):
     model, batch = make()
     model.eval()  # no dropout
-    with key_bias_scales(ops) as scales:
+    with key_bias_terms(ops) as terms:
         oracle = step(copy.deepcopy(model).double(), batch, "torch")
     baseline, ours = (step(model, batch, backend, autocast) for backend in ("torch", "triton"))
     assert len(ours) == len(oracle) > 40
     for name, found in ours.items():
         if "key.bias" in name:  # softmax does not see it
             rounds_to = torch.bfloat16 if autocast else torch.float32
-            assert_zero_but_for_rounding(found, scales[layer_of(name)], rounds_to, name)
+            assert_zero_but_for_rounding(found, terms[layer_of(name)], rounds_to, name)
         else:
             assert_close_to_reference(found, oracle[name], baseline[name], GRADIENT_FACTOR, name)
 

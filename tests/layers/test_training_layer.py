@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from attention_terms import assert_zero_but_for_rounding, key_bias_terms
 from isas import CPU_BACKENDS, backend_with_isa
 from seeds import manual_seed
-from zero_sums import assert_zero_but_for_rounding, key_bias_scales
 
 from fastbert import ops
 from fastbert.backend import use_backend
@@ -73,7 +73,7 @@ def test_against_oracle(backend, mode, served):
     """A whole layer errs at most three times what plain torch does in the same precision."""
     layer = make_layer(torch.bfloat16 if mode == "bfloat16" else torch.float32)
     with use_backend("torch"):
-        with key_bias_scales(ops) as scales:
+        with key_bias_terms(ops) as terms:
             oracle = step(copy.deepcopy(layer).double())
         baseline = step(copy.deepcopy(layer), mode == "autocast")
     served.clear()
@@ -83,7 +83,7 @@ def test_against_oracle(backend, mode, served):
     for name, found in ours.items():
         eps_dtype = torch.bfloat16 if mode == "autocast" else found.dtype
         if "key.bias" in name:  # softmax does not see it
-            assert_zero_but_for_rounding(found, scales[0], eps_dtype, f"{name} {mode}")
+            assert_zero_but_for_rounding(found, terms[0], eps_dtype, f"{name} {mode}")
             continue
         assert_close_to_reference(
             found.to(eps_dtype), oracle[name], baseline[name].to(eps_dtype), GRADIENT_FACTOR, f"{name} {mode}"

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from attention_terms import assert_close_in_units, attention_terms
 from full import halved, left_to_full
 from isas import CPU_BACKENDS, backend_with_isa
 from seeds import manual_seed
@@ -52,8 +53,11 @@ def differentiate(function, qkv: torch.Tensor, dout: torch.Tensor) -> tuple[torc
     return out.detach(), torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
-def check(backend, qkv, case, keep=None, seed=0, **options) -> None:
-    """Outputs and gradients of `backend` against the oracle; `keep` is the mask that `seed` gives."""
+def check(backend, qkv, case, keep=None, seed=0, in_units=False, **options) -> None:
+    """Outputs and gradients of `backend` against the oracle; `keep` is the mask that `seed` gives.
+
+    in_units: each error counts by the terms of its element, where few elements would have nearly all of the error.
+    """
     dout = torch.randn_like(qkv[0])
 
     def ours(q, k, v):
@@ -64,6 +68,12 @@ def check(backend, qkv, case, keep=None, seed=0, **options) -> None:
     literal = partial(reference.attention, cu_seqlens=case.cu_seqlens, keep=keep, **options)
     actual, baseline = differentiate(ours, qkv, dout), differentiate(literal, qkv, dout)
     oracle = differentiate(literal, qkv.double(), dout)
+    if in_units:
+        terms = attention_terms(*qkv.double(), dout.double(), case.cu_seqlens, keep=keep, **options)
+        terms = (terms["out"], torch.stack([terms["dq"], terms["dk"], terms["dv"]]))
+        for *results, factor in zip(actual, oracle, baseline, terms, (OUTPUT_FACTOR, GRADIENT_FACTOR), strict=True):
+            assert_close_in_units(*results, factor)
+        return
     for i, (name, factor) in enumerate((("out", OUTPUT_FACTOR), ("dqkv", GRADIENT_FACTOR))):
         assert_close_to_reference(actual[i], oracle[i], baseline[i], factor, name)
 
@@ -122,7 +132,8 @@ ADVERSARIAL = {
 @each_dtype
 @each_backend
 def test_adversarial_inputs(backend, dtype, kind, softmax_scale):
-    check(backend, torch.stack(ADVERSARIAL[kind](*make(RAGGED, dtype=dtype))), RAGGED, softmax_scale=softmax_scale)
+    qkv = torch.stack(ADVERSARIAL[kind](*make(RAGGED, dtype=dtype)))
+    check(backend, qkv, RAGGED, in_units=True, softmax_scale=softmax_scale)
 
 
 @halved

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from attention_terms import assert_zero_but_for_rounding, key_bias_terms
 from full import halved, left_to_full
 from isas import CPU_BACKENDS, backend_with_isa
 from layer_forms import (
@@ -25,7 +26,6 @@ from layer_forms import (
     rotary_tables,
 )
 from seeds import manual_seed, torch_generator
-from zero_sums import assert_zero_but_for_rounding, key_bias_scales
 
 from fastbert import ops
 from fastbert.ops._common import extension_error
@@ -75,14 +75,14 @@ def check(cases: list[Case], mode: str, keeps=(None,) * 4, seed: int = 0, name: 
 
     with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
         actual, baseline = differentiate(ours, layers, x), differentiate(formula, layers, x)
-    with key_bias_scales(reference) as scales:
+    with key_bias_terms(reference) as terms:
         oracle = differentiate(formula, layers.map(torch.Tensor.double), x.double())
     compared = torch.float32 if mode == "float32" else torch.bfloat16
     for key, found in actual.items():
         # Without rotary embedding softmax does not see a key's bias.
         form = cases[int(key[-1])].form if key[-1].isdigit() else None
         if form is not None and key.startswith("bias 1,") and not form.merged_qkv and form.rotary < 0:
-            assert_zero_but_for_rounding(found, scales[int(key[-1])], compared, f"{key} of {name}")
+            assert_zero_but_for_rounding(found, terms[int(key[-1])], compared, f"{key} of {name}")
             continue
         assert found.dtype is dtype
         assert_close_to_reference(

@@ -52,8 +52,8 @@ ADVERSARIAL = {
     "zero-rows": lambda x, residual, x_bias, mean: (0 * x, 0 * residual, 0 * x_bias),
 }
 # The backward of torch's own LayerNorm subtracts multiples of the mean from each other, in float32. That costs more
-# digits than the rule allows: with means of 1000 for most seeds, on every CPU. In bfloat16 it adds up in 16 bits before,
-# and of means of 10,000 nothing is left of what differs between columns.
+# digits than the rule allows: with means of 1000 for most seeds, on every CPU. In bfloat16 it adds up in 16 bits
+# before, and of means of 10,000 nothing is left of what differs between columns.
 LARGE_MEAN, TORCH_LARGE_MEAN = 1e4, 30.0
 
 

@@ -171,19 +171,19 @@ def test_whoever_asks_for_torch_gets_three_products():
 
 def test_a_model_in_training():
     """The same gradients, to the last bits of a sum in another order, as with three products."""
+    from attention_terms import assert_zero_but_for_rounding, key_bias_terms
     from training_step import layer_of, make, step
-    from zero_sums import assert_zero_but_for_rounding, key_bias_scales
 
     from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
     model, batch = make()
     model.eval()
-    with key_bias_scales(ops) as scales:
+    with key_bias_terms(ops) as terms:
         oracle = step(model.double(), batch, "torch")
     model.float()
     ours, baseline = step(model, batch, "triton"), step(model, batch, "torch")
     for name, found in ours.items():
         if "key.bias" in name:
-            assert_zero_but_for_rounding(found, scales[layer_of(name)], torch.float32, name)
+            assert_zero_but_for_rounding(found, terms[layer_of(name)], torch.float32, name)
         else:
             assert_close_to_reference(found, oracle[name], baseline[name], GRADIENT_FACTOR, name)
