@@ -13,13 +13,20 @@ constexpr int64_t kSummed = 1024;  // that are added up in float32, before doubl
 
 // What a step makes of one element.
 template <typename T>
-FASTBERT_INLINE void step_element(T g, const AdamWArgs<T>& a, T keep, T rate, T root_scale, T& weight, T& mean,
-                                  T& square) {
-  const T m = mean + a.new_mean * (g - mean);
-  const T s = square + a.new_square * (g * g - square);
+FASTBERT_INLINE void step_element(T g, const AdamWStep<T>& step, T& weight, T& mean, T& square) {
+  const T m = mean + step.new_mean * (g - mean);
+  const T s = square + step.new_square * (g * g - square);
   mean = m;
   square = s;
-  weight = weight * keep - rate * (m / (std::sqrt(s) * root_scale + a.eps));
+  weight = weight * step.keep - step.rate * (m / (std::sqrt(s) * step.root_scale + step.eps));
+}
+
+template <typename T>
+FASTBERT_INLINE int any_mean(const T* mean, int64_t n) {
+  int any = 0;
+#pragma omp simd reduction(| : any)
+  for (int64_t i = 0; i < n; ++i) any |= mean[i] != 0;
+  return any;
 }
 
 template <typename T>
@@ -34,23 +41,24 @@ FASTBERT_INLINE void adamw_body(const AdamWArgs<T>& args, int64_t begin, int64_t
     int any = 0;
 #pragma omp simd reduction(| : any)
     for (int64_t i = 0; i < n; ++i) any |= (gradient[i] != 0) | (square[i] != 0);
+    if (!any && a.mean_outlives) any = any_mean(mean, n);
     if (!any) {
-      if (a.keep != 1) {
+      if (a.step.keep != 1) {
 #pragma omp simd
-        for (int64_t i = 0; i < n; ++i) weight[i] *= a.keep;
+        for (int64_t i = 0; i < n; ++i) weight[i] *= a.step.keep;
       }
       continue;
     }
 #pragma omp simd
     for (int64_t i = 0; i < n; ++i) {
-      step_element(gradient[i] * a.clip, a, a.keep, a.rate, a.root_scale, weight[i], mean[i], square[i]);
+      step_element(gradient[i] * a.clip, a.step, weight[i], mean[i], square[i]);
     }
   }
 }
 
 // At most kBlock elements from `first` on.
 template <typename T>
-FASTBERT_INLINE void late_block(const AdamWArgs<T>& a, const AdamWStep* steps, int64_t count, int64_t first,
+FASTBERT_INLINE void late_block(const AdamWArgs<T>& a, const AdamWStep<T>* steps, int64_t count, int64_t first,
                                 int64_t n) {
   T weight[kBlock] = {}, mean[kBlock] = {}, square[kBlock] = {};  // whole vectors, which stay in registers
   int any = 0;
@@ -59,6 +67,7 @@ FASTBERT_INLINE void late_block(const AdamWArgs<T>& a, const AdamWStep* steps, i
     weight[i] = a.weight[first + i], square[i] = a.square[first + i];
     any |= square[i] != 0;
   }
+  if (!any && a.mean_outlives) any = any_mean(a.mean + first, n);
   if (!any) {
     for (int64_t t = 0; t < count; ++t) {
       const T keep = steps[t].keep;
@@ -69,11 +78,9 @@ FASTBERT_INLINE void late_block(const AdamWArgs<T>& a, const AdamWStep* steps, i
 #pragma omp simd
     for (int64_t i = 0; i < n; ++i) mean[i] = a.mean[first + i];
     for (int64_t t = 0; t < count; ++t) {
-      const AdamWStep step = steps[t];
+      const AdamWStep<T> step = steps[t];
 #pragma omp simd
-      for (int64_t i = 0; i < kBlock; ++i) {
-        step_element(T(0), a, T(step.keep), T(step.rate), T(step.root_scale), weight[i], mean[i], square[i]);
-      }
+      for (int64_t i = 0; i < kBlock; ++i) step_element(T(0), step, weight[i], mean[i], square[i]);
     }
 #pragma omp simd
     for (int64_t i = 0; i < n; ++i) a.mean[first + i] = mean[i], a.square[first + i] = square[i];
@@ -83,7 +90,7 @@ FASTBERT_INLINE void late_block(const AdamWArgs<T>& a, const AdamWStep* steps, i
 }
 
 template <typename T>
-FASTBERT_INLINE void adamw_late_body(const AdamWArgs<T>& args, const AdamWStep* steps, int64_t count, int64_t begin,
+FASTBERT_INLINE void adamw_late_body(const AdamWArgs<T>& args, const AdamWStep<T>* steps, int64_t count, int64_t begin,
                                      int64_t end) {
   const AdamWArgs<T> a = args;
   int64_t first = begin;
@@ -108,12 +115,12 @@ FASTBERT_INLINE void sum_of_squares_body(const T* x, int64_t begin, int64_t end,
 
 FASTBERT_DISPATCH(adamw, (const AdamWArgs<T>& args, int64_t begin, int64_t end), (args, begin, end))
 FASTBERT_DISPATCH(adamw_late,
-                  (const AdamWArgs<T>& args, const AdamWStep* steps, int64_t count, int64_t begin, int64_t end),
+                  (const AdamWArgs<T>& args, const AdamWStep<T>* steps, int64_t count, int64_t begin, int64_t end),
                   (args, steps, count, begin, end))
 FASTBERT_DISPATCH(sum_of_squares, (const T* x, int64_t begin, int64_t end, double* out), (x, begin, end, out))
 
 template void adamw(const AdamWArgs<float>&, int64_t, int64_t);
-template void adamw_late(const AdamWArgs<float>&, const AdamWStep*, int64_t, int64_t, int64_t);
+template void adamw_late(const AdamWArgs<float>&, const AdamWStep<float>*, int64_t, int64_t, int64_t);
 template void sum_of_squares(const float*, int64_t, int64_t, double*);
 
 }  // namespace fastbert

@@ -17,7 +17,9 @@ namespace {
 constexpr int64_t kChunk = 16384;  // elements: what a thread takes at a time, whatever tensor they are of
 
 // A row of a history, as tensors have it.
-static_assert(sizeof(AdamWStep) == 3 * sizeof(float));
+using Step = AdamWStep<float>;
+constexpr int64_t kNumbers = 6;
+static_assert(sizeof(Step) == kNumbers * sizeof(float));
 
 // One weight and what goes with it. Where it has rows, the gradient is that of these rows of `width` elements, and only
 // they take the step: the others' is written down.
@@ -29,7 +31,7 @@ struct Entry {
   int64_t row_count, width;
   Renewal packed;  // empty where it has rows
   int32_t* done;   // of each row of the weight: how many steps of the history it has had
-  AdamWStep* history;
+  Step* history;
   int64_t count;  // of steps in the history, before this one
 };
 
@@ -91,13 +93,14 @@ void check_rows(const Array& rows, int64_t limit) {
 }
 
 // How many steps each row has had, and the history in which they count.
-std::tuple<int32_t*, AdamWStep*> checked_late(const Array& done, const Array& history, int64_t rows, int64_t least) {
+std::tuple<int32_t*, Step*> checked_late(const Array& done, const Array& history, int64_t rows, int64_t least) {
   check(done.is_cpu() && done.scalar_type() == ScalarType::Int && done.is_contiguous() && done.sizes() == Shape{rows},
         "adamw: done has shape ", done.sizes(), ", expected contiguous int32 (", rows, ",)");
   check(history.is_cpu() && history.scalar_type() == ScalarType::Float && history.is_contiguous() &&
-            history.dim() == 2 && history.size(1) == 3 && history.size(0) >= least,
-        "adamw: the history has shape ", history.sizes(), ", expected contiguous float32 (", least, " or more, 3)");
-  return {done.data<int32_t>(), history.data<AdamWStep>()};
+            history.dim() == 2 && history.size(1) == kNumbers && history.size(0) >= least,
+        "adamw: the history has shape ", history.sizes(), ", expected contiguous float32 (", least, " or more, ",
+        kNumbers, ")");
+  return {done.data<int32_t>(), history.data<Step>()};
 }
 
 }  // namespace
@@ -155,23 +158,22 @@ Array adamw_cpu(const List<Array>& weights, const List<Array>& gradients, const 
     }
     check(steps[i].scalar_type() == ScalarType::Float && steps[i].numel() == 1, "adamw: step ", i, " is no number");
     const double n = static_cast<double>(*steps[i].data<float>()) + 1;
-    entry.args = {whole("weight", weight),
-                  floats("gradient", gradient, fits),
-                  whole("mean", means[i]),
-                  whole("square", squares[i]),
-                  1.0f,
-                  static_cast<float>(1 - rates[i] * decays[i]),
-                  static_cast<float>(rates[i] / (1 - std::pow(beta1, n))),
-                  static_cast<float>(1 / std::sqrt(1 - std::pow(beta2, n))),
-                  static_cast<float>(1 - beta1),
-                  static_cast<float>(1 - beta2),
-                  static_cast<float>(eps)};
+    entry.args = {
+        whole("weight", weight),
+        floats("gradient", gradient, fits),
+        whole("mean", means[i]),
+        whole("square", squares[i]),
+        1.0f,
+        beta1 * beta1 > beta2,
+        {static_cast<float>(1 - rates[i] * decays[i]), static_cast<float>(rates[i] / (1 - std::pow(beta1, n))),
+         static_cast<float>(1 / std::sqrt(1 - std::pow(beta2, n))), static_cast<float>(1 - beta1),
+         static_cast<float>(1 - beta2), static_cast<float>(eps)}};
     entries.push_back(entry);
   }
   for (size_t i = 0; i < count; ++i) {
     *steps[i].data<float>() += 1;
     const Entry& entry = entries[i];
-    if (entry.has_rows) entry.history[entry.count] = {entry.args.keep, entry.args.rate, entry.args.root_scale};
+    if (entry.has_rows) entry.history[entry.count] = entry.args.step;
   }
   double norm = std::numeric_limits<double>::quiet_NaN();
   if (max_norm > 0) {
@@ -199,8 +201,7 @@ Array adamw_cpu(const List<Array>& weights, const List<Array>& gradients, const 
 }
 
 void adamw_late_cpu(const Array& weight, const Array& mean, const Array& square, const Array& done,
-                    const OptionalArray& rows, const Array& history, int64_t count, double beta1, double beta2,
-                    double eps) {
+                    const OptionalArray& rows, const Array& history, int64_t count) {
   check(weight.dim() > 0 && weight.size(0) > 0, "adamw: the weight has shape ", weight.sizes(), ", and no rows");
   const auto floats = [&](const char* name, const Array& t) {
     check(t.sizes() == weight.sizes() && t.scalar_type() == ScalarType::Float && t.is_contiguous() && t.is_cpu(),
@@ -220,17 +221,16 @@ void adamw_late_cpu(const Array& weight, const Array& mean, const Array& square,
   }
   const int64_t count_of_rows = rows.defined() ? static_cast<int64_t>(chosen.size()) : height;
   const auto row_at = [&](int64_t k) { return rows.defined() ? chosen[static_cast<size_t>(k)] : k; };
+  const bool mean_outlives = std::any_of(steps, steps + count, [](const Step& step) {
+    return (1 - step.new_mean) * (1 - step.new_mean) > 1 - step.new_square;
+  });
   const AdamWArgs<float> all{floats("the weight", weight),
                              nullptr,
                              floats("the mean", mean),
                              floats("the square", square),
                              1.0f,
-                             1.0f,
-                             0.0f,
-                             1.0f,
-                             static_cast<float>(1 - beta1),
-                             static_cast<float>(1 - beta2),
-                             static_cast<float>(eps)};
+                             mean_outlives,
+                             {}};
   for (int64_t k = 0; k < count_of_rows; ++k) {
     const int32_t had_before = had[row_at(k)];
     check(had_before >= 0 && had_before <= count, "adamw: a row has had ", had_before, " of ", count, " steps");

@@ -14,7 +14,6 @@ Array adamw_cpu(const List<Array>& weights, const List<Array>& gradients, const 
                 double eps, double max_norm);
 
 void adamw_late_cpu(const Array& weight, const Array& mean, const Array& square, const Array& done,
-                    const OptionalArray& rows, const Array& history, int64_t count, double beta1, double beta2,
-                    double eps);
+                    const OptionalArray& rows, const Array& history, int64_t count);
 
 }  // namespace fastbert

@@ -12,7 +12,7 @@ from fastbert.ops._common import define, extension_error
 # Lists are as long as the weights; float32, contiguous, gradients, means and squares of a weight's shape. Where there
 # are rows (int64, ascending), the gradient is that of these rows of the weight, the others' is zero, and only these
 # take the step. For each such weight there is: done, int32 (a number a row), how many steps of the history each row
-# has had; history, float32 (steps that there is room for, 3), of which this step writes row number `count`, the steps
+# has had; history, float32 (steps that there is room for, 6), of which this step writes row number `count`, the steps
 # before. steps: float32 (), the steps done before, counted up here. Returns the gradients' norm, a float32 (); NaN
 # where max_norm is 0, which does not ask for it.
 _SCHEMA = (
@@ -22,8 +22,8 @@ _SCHEMA = (
 )
 # The rows (None: all) take the steps of the history that they have not had, each with a gradient of zero.
 _LATE_SCHEMA = (
-    "(Tensor(a!) weight, Tensor(b!) mean, Tensor(c!) square, Tensor(d!) done, Tensor? rows, Tensor history, int count,"
-    " float beta1, float beta2, float eps) -> ()"
+    "(Tensor(a!) weight, Tensor(b!) mean, Tensor(c!) square, Tensor(d!) done, Tensor? rows, Tensor history, int count)"
+    " -> ()"
 )
 
 
@@ -36,46 +36,66 @@ _LATE = define("adamw_late_cpu", _LATE_SCHEMA, lambda *arguments: None)
 
 
 class LateRows:
-    """The steps of AdamW that rows of a table without a gradient have not had yet: 12 bytes a step, and 4 a row.
+    """The steps of AdamW that rows of a table without a gradient have not had yet: 24 bytes a step, and 4 a row.
 
     A table of words has a hundred times the rows that a step looks up. A row without a gradient takes a step all the
     same: its means decay, and move it. These steps need nothing but the row itself, so they wait until the row is
     looked up again, and are then done in one reading of it, with the bits that they would have had one by one.
 
-    done: int32 (rows,), how many of the steps each row has had. history: float32 (room, 3). count: steps.
+    weight, mean, square: the table's, (rows, ...). Nobody else writes to them while steps wait (count is not 0).
+    done: int32 (rows,), how many of the steps each row has had. history: float32 (room, 6), all that a step goes by:
+    the learning rate, the decay, the betas and eps may be others in each. count: steps.
     """
 
     ROOM = 64
 
-    def __init__(self, weight: torch.Tensor):
+    def __init__(self, weight: torch.Tensor, mean: torch.Tensor, square: torch.Tensor):
+        self.weight, self.mean, self.square = weight, mean, square
         self.done = torch.zeros(weight.shape[0], dtype=torch.int32)
-        self.history = torch.empty(self.ROOM, 3)
+        self.history = torch.empty(self.ROOM, 6)
         self.count = 0
+        self._seen = self._versions()
 
     def make_room(self) -> None:
         if self.count == len(self.history):
             self.history = torch.cat([self.history, torch.empty_like(self.history)])
 
+    def is_of(self, weight: torch.Tensor, mean: torch.Tensor, square: torch.Tensor) -> bool:
+        return self.weight is weight and self.mean is mean and self.square is square
 
-def adamw_late(
-    late: LateRows,
-    weight: torch.Tensor,
-    mean: torch.Tensor,
-    square: torch.Tensor,
-    *,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    rows: torch.Tensor | None = None,
-) -> None:
-    """Do the steps that rows of a weight lack, in place: of `rows`, int64 (any number,), or of all."""
+    def check(self) -> None:
+        """Raises RuntimeError: somebody has written to the table while steps waited. Which of its numbers were to take
+        these steps is not to be known any more.
+        """
+        if self.count and self._seen != self._versions():
+            raise RuntimeError(
+                f"a table of shape {tuple(self.weight.shape)} was written to while rows of it lacked up to {self.count}"
+                " steps of AdamW: do these steps (catch_up) before it is written to"
+            )
+
+    def note(self) -> None:
+        """The table is as AdamW has left it."""
+        self._seen = self._versions()
+
+    def _versions(self) -> list[tuple[int, int]]:
+        return [(t.data_ptr(), t._version) for t in (self.weight, self.mean, self.square)]
+
+
+def adamw_late(late: LateRows, *, rows: torch.Tensor | None = None) -> None:
+    """Do the steps that rows of a table lack, in place: of `rows`, int64 (any number,), or of all.
+
+    Raises RuntimeError: there is no such row, or the table was written to meanwhile.
+    """
     if late.count == 0:
         return
-    _LATE(weight, mean, square, late.done, rows, late.history, late.count, beta1, beta2, eps)
+    late.check()
+    with torch.no_grad():
+        _LATE(late.weight, late.mean, late.square, late.done, rows, late.history, late.count)
     if rows is None:
         late.done.zero_()
         late.count = 0
-    torch.autograd.graph.increment_version([weight])
+    torch.autograd.graph.increment_version([late.weight])
+    late.note()
 
 
 def _supports_cpu(*tensors) -> str | None:
@@ -123,11 +143,13 @@ def adamw(
         rates, decays: the learning rate and the weight decay of each weight.
         max_norm: if all gradients together are longer, they are shortened to it (Pascanu et al. 2013). 0: they are
             not, and the norm that is returned is NaN.
-        late: of each weight, what its rows lack; rows without a gradient are left as they are, and `adamw_late` is to
-            be called before anybody reads them. None: all rows take the step here.
+        late: of each weight, what its rows lack, made of the same weight, mean and square; rows without a gradient are
+            left as they are, and `adamw_late` is to be called before anybody reads them. None: all rows take the step
+            here.
 
-    Raises BackendError: the backend that was asked for cannot serve the call. RuntimeError: a row has a gradient, but
-    lacks steps from before, so that what was looked up was not the row.
+    Raises BackendError: the backend that was asked for cannot serve the call. ValueError: `late` of another table.
+    RuntimeError: a row has a gradient, but lacks steps from before, so that what was looked up was not the row; or a
+    table was written to meanwhile.
     """
     if not weights:
         return torch.tensor(0.0 if max_norm > 0 else float("nan"))
@@ -136,14 +158,19 @@ def adamw(
         values = [g.values() if g.is_sparse else g for g in gradients]
         waiting = [None] * len(gradients) if late is None else late
         if select("adamw", backend, *weights, *values) is Backend.TORCH:
-            for i, each in enumerate(waiting):
+            for each in waiting:
                 if each is not None:
-                    adamw_late(each, weights[i], means[i], squares[i], beta1=beta1, beta2=beta2, eps=eps)
+                    adamw_late(each)
             dense = [g.to_dense() if g.is_sparse else g for g in gradients]
             return _adamw_torch(weights, dense, means, squares, steps, rates, decays, beta1, beta2, eps, max_norm)
         rows = [g.indices()[0] if g.is_sparse else None for g in gradients]
-        lates = {i: waiting[i] or LateRows(weights[i]) for i, of in enumerate(rows) if of is not None}
-        for each in lates.values():
+        lates = {
+            i: waiting[i] or LateRows(weights[i], means[i], squares[i]) for i, of in enumerate(rows) if of is not None
+        }
+        for i, each in lates.items():
+            if not each.is_of(weights[i], means[i], squares[i]):
+                raise ValueError(f"late[{i}] is of another table than weight {i}, or of other means")
+            each.check()
             each.make_room()
         changed = list(weights)
         norm = _OPS[Backend.CPU](
@@ -154,8 +181,9 @@ def adamw(
         torch.autograd.graph.increment_version(changed)  # for whoever keeps something made of the weights
         for i, each in lates.items():
             each.count += 1
+            each.note()
             if waiting[i] is None:
-                adamw_late(each, weights[i], means[i], squares[i], beta1=beta1, beta2=beta2, eps=eps)
+                adamw_late(each)
         return norm
 
 

@@ -86,6 +86,13 @@ def clip_and_step(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Te
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if isinstance(optimizer, AdamW) and all(type(p) is nn.Parameter and p.device.type == "cpu" for p in parameters):
         return optimizer.clip_and_step(max_norm)
+    return _clip_then_step(optimizer, parameters, max_norm)
+
+
+def _clip_then_step(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], max_norm: float) -> torch.Tensor:
+    for p in parameters:
+        if p.grad is not None and p.grad.is_sparse:  # which torch's optimizers do not take
+            p.grad = p.grad.to_dense()
     norm = torch.full((), float("nan"))
     if max_norm:
         norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
@@ -110,11 +117,23 @@ class _WithoutDynamo(torch.optim.Optimizer):
     load_state_dict = unwrap(torch.optim.Optimizer.load_state_dict)
 
 
+# What of a group's options fastbert.ops.adamw computes. With other values a step is torch's own.
+_ONE_PASS = {
+    "amsgrad": False,
+    "maximize": False,
+    "capturable": False,
+    "differentiable": False,
+    "decoupled_weight_decay": True,
+}
+
+
 class AdamW(_WithoutDynamo, torch.optim.AdamW):
     """torch's AdamW, whose state it has. On a CPU all weights take one pass, clipping included (fastbert.ops.adamw).
 
     Rows of a table that has sparse gradients take a step only when they are looked up again: whoever reads such a table
-    calls `catch_up` before. The optimizer does so itself before its state is read.
+    calls `catch_up` before, and so does whoever writes to it, loads a state into the model for example (what PyTorch
+    notices of that is an error). The optimizer does so itself before its state is read or loaded. Each step goes by the
+    options of its group at that time, whenever a row takes it.
     """
 
     def __init__(self, *arguments: Any, **options: Any):
@@ -133,30 +152,34 @@ class AdamW(_WithoutDynamo, torch.optim.AdamW):
         self.catch_up()
         return super().state_dict()
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.catch_up()
+        super().load_state_dict(state_dict)
+
     def step(self, closure: Any = None) -> Any:
         self.catch_up()
         return super().step(closure)
 
     def catch_up(self, rows: torch.Tensor | None = None) -> None:
         """Do the steps that rows of the tables lack: of `rows`, int64, before they are looked up; None: of all."""
-        (beta1, beta2), eps = self.param_groups[0]["betas"], self.param_groups[0]["eps"]
-        for weight, late in self._late.items():
-            state = self.state[weight]
-            with torch.no_grad():
-                ops.adamw_late(
-                    late, weight, state["exp_avg"], state["exp_avg_sq"], beta1=beta1, beta2=beta2, eps=eps, rows=rows
-                )
+        for late in self._late.values():
+            ops.adamw_late(late, rows=rows)
 
     def clip_and_step(self, max_norm: float) -> torch.Tensor:
-        """A step; returns the norm of the gradients. All groups have the betas and eps of the first."""
+        """A step; returns the norm of the gradients, float32 (). It is torch's own, one tensor after the other, where
+        groups differ in betas or eps, or have an option that fastbert.ops.adamw does not compute (amsgrad, maximize).
+        """
+        if not self._takes_one_pass():
+            return _clip_then_step(self, [p for group in self.param_groups for p in group["params"]], max_norm)
+        self._opt_called = True  # torch's schedulers ask whether there was a step before theirs
         weights, gradients = list[torch.Tensor](), list[torch.Tensor]()
         rates, decays = list[float](), list[float]()
         for group in self.param_groups:
             taken = [p for p in group["params"] if p.grad is not None]
             weights += taken
             gradients += [p.grad for p in taken]
-            rates += [group["lr"]] * len(taken)
-            decays += [group["weight_decay"]] * len(taken)
+            rates += [float(group["lr"])] * len(taken)  # they may be tensors
+            decays += [float(group["weight_decay"])] * len(taken)
         states = [self.state[p] for p in weights]
         for p, state in zip(weights, states, strict=True):
             if not state:
@@ -166,19 +189,39 @@ class AdamW(_WithoutDynamo, torch.optim.AdamW):
                     "exp_avg_sq": torch.zeros_like(p),
                 }
         means, squares, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
-        (beta1, beta2), eps = self.param_groups[0]["betas"], self.param_groups[0]["eps"]
+        beta1, beta2, eps = map(float, (*self.param_groups[0]["betas"], self.param_groups[0]["eps"]))
         return ops.adamw(
-            weights, gradients, means, squares, steps, late=self._late_of(weights, gradients),
+            weights, gradients, means, squares, steps, late=self._late_of(weights, gradients, means, squares),
             rates=rates, decays=decays, beta1=beta1, beta2=beta2, eps=eps, max_norm=max_norm,
         )  # fmt: skip
 
-    def _late_of(self, weights: list[torch.Tensor], gradients: list[torch.Tensor]) -> list[ops.LateRows | None] | None:
-        tables = {p for p, g in zip(weights, gradients, strict=True) if g.is_sparse and g.sparse_dim() == 1}
-        if not self._late.keys() <= tables:  # one's gradient is not sparse this time, or not there
+    def _takes_one_pass(self) -> bool:
+        first = self.param_groups[0]
+        return all(
+            group["betas"] == first["betas"]
+            and group["eps"] == first["eps"]
+            and all(group[name] == value for name, value in _ONE_PASS.items())
+            for group in self.param_groups
+        )
+
+    def _late_of(
+        self,
+        weights: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        means: list[torch.Tensor],
+        squares: list[torch.Tensor],
+    ) -> list[ops.LateRows | None] | None:
+        tables = {
+            p: (mean, square)
+            for p, g, mean, square in zip(weights, gradients, means, squares, strict=True)
+            if g.is_sparse and g.sparse_dim() == 1
+        }
+        # One's gradient is not sparse this time, or not there; or its state has been replaced.
+        if not all(p in tables and late.is_of(p, *tables[p]) for p, late in self._late.items()):
             self.catch_up()
             self._late.clear()
-        for p in tables - self._late.keys():
-            self._late[p] = ops.LateRows(p)
+        for p in tables.keys() - self._late.keys():
+            self._late[p] = ops.LateRows(p, *tables[p])
         return [self._late.get(p) for p in weights] if tables else None
 
 

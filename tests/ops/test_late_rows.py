@@ -11,6 +11,7 @@ from isas import CPU_BACKENDS, backend_with_isa
 from seeds import torch_generator
 
 from fastbert import ops
+from fastbert.testing.numerics import assert_close_to_reference
 from fastbert.training.optimizers import AdamW
 
 ROWS, STEPS = 60, 70  # more steps than a history has room for at first
@@ -42,29 +43,72 @@ def start(width: int) -> list[list[torch.Tensor]]:
     return [[weight], [torch.zeros_like(weight)], [torch.zeros_like(weight)], [torch.zeros(())]]
 
 
-def trained(width: int, decay: float, backend: str, is_late: bool) -> list[torch.Tensor]:
-    """Weight, mean and square after STEPS, in which the learning rate changes."""
+def at(step: int, changes: bool) -> dict[str, float]:
+    """The options of a step. beta1 goes round as OneCycleLR's does; with beta2 = 0.5 the mean outlives the square."""
+    if not changes:
+        return HYPER
+    return {
+        "beta1": 0.85 + 0.1 * (step % 9) / 8,
+        "beta2": (0.999, 0.9, 0.5)[step // 10 % 3],
+        "eps": 10.0 ** -(step % 5),
+    }
+
+
+def trained(width: int, decay: float, backend: str, is_late: bool, changes: bool = False) -> list[torch.Tensor]:
+    """Weight, mean and square after STEPS, in which the learning rate changes, or all that a step goes by."""
     (weight, mean, square, steps) = start(width)
-    late = ops.LateRows(weight[0])
+    late = ops.LateRows(weight[0], mean[0], square[0])
     for step in range(STEPS):
         gradient = gradient_of(step, width)
         if is_late:
-            ops.adamw_late(late, weight[0], mean[0], square[0], rows=looked_up(step).repeat(2), **HYPER)
+            ops.adamw_late(late, rows=looked_up(step).repeat(2))
         ops.adamw(
             weight, [gradient if is_late else gradient.to_dense()], mean, square, steps, rates=[1e-2 / (1 + step % 7)],
-            decays=[decay], late=[late] if is_late else None, backend=backend, **HYPER,
+            decays=[decay * (step % 3 if changes else 1)], late=[late] if is_late else None, backend=backend,
+            **at(step, changes),
         )  # fmt: skip
     assert not is_late or late.count == STEPS
-    ops.adamw_late(late, weight[0], mean[0], square[0], **HYPER)
+    ops.adamw_late(late)
     assert late.count == 0 and not late.done.any()
     return [weight[0], mean[0], square[0]]
 
 
 @pytest.mark.parametrize("width", (1, 64, 70, 200))
 @pytest.mark.parametrize("decay", (0.0, 0.1))
-def test_late_steps_have_the_bits_of_those_in_time(backend, width, decay):
-    one, other = (trained(width, decay, backend, is_late) for is_late in (True, False))
+@pytest.mark.parametrize("changes", (False, True), ids=("constant", "changed"))
+def test_late_steps_have_the_bits_of_those_in_time(backend, width, decay, changes):
+    one, other = (trained(width, decay, backend, is_late, changes) for is_late in (True, False))
     assert all(map(torch.equal, one, other))
+
+
+def moved_by_its_mean(kind: str, dtype: torch.dtype, backend: str = "torch") -> torch.Tensor:
+    """One gradient, then steps without; beta2 is 0, so that the square is 0 at once, and the mean is not."""
+    first, table = gradient_of(1, 70).to_dense().to(dtype), start(70)[0][0].to(dtype)
+    options = {"lr": 1e-2, "betas": (0.9, 0.0), "eps": 1e-3, "weight_decay": 0.1}
+    if kind == "theirs":
+        leaf = torch.nn.Parameter(table)
+        optimizer = torch.optim.AdamW([leaf], **options)
+        for step in range(4):
+            leaf.grad = first if step == 0 else torch.zeros_like(leaf)
+            optimizer.step()
+        return leaf.detach()
+    (weight, mean, square, steps) = [table], [torch.zeros_like(table)], [torch.zeros_like(table)], [torch.zeros(())]
+    late = ops.LateRows(weight[0], mean[0], square[0]) if kind == "late" else None
+    for step in range(4):
+        gradient = first if step == 0 else torch.zeros_like(first)
+        ops.adamw(
+            weight, [gradient if late is None else gradient.to_sparse(1)], mean, square, steps, rates=[1e-2],
+            decays=[0.1], beta1=0.9, beta2=0.0, eps=1e-3, late=None if late is None else [late], backend=backend,
+        )  # fmt: skip
+    if late is not None:
+        ops.adamw_late(late)
+    return weight[0]
+
+
+@pytest.mark.parametrize("kind", ("in time", "late"))
+def test_a_mean_that_outlives_its_square_moves_the_weight(backend, kind):
+    exact, baseline = (moved_by_its_mean("theirs", dtype) for dtype in (torch.float64, torch.float32))
+    assert_close_to_reference(moved_by_its_mean(kind, torch.float32, backend), exact, baseline)
 
 
 def test_the_number_of_threads_changes_no_bit(backend):
@@ -81,7 +125,7 @@ def test_the_number_of_threads_changes_no_bit(backend):
 def test_a_row_that_lacked_steps_when_it_was_looked_up_is_refused():
     """Its gradient is that of another row; nothing is changed."""
     weight, mean, square, steps = start(8)
-    late = ops.LateRows(weight[0])
+    late = ops.LateRows(weight[0], mean[0], square[0])
     given = {"rates": [1e-2], "decays": [0.1], "late": [late], "backend": "cpu", **HYPER}
     ops.adamw(weight, [gradient_of(1, 8)], mean, square, steps, **given)
     before = copy.deepcopy([weight, mean, square, steps])
@@ -92,14 +136,14 @@ def test_a_row_that_lacked_steps_when_it_was_looked_up_is_refused():
 
 def test_without_kernels_rows_do_first_what_they_lack():
     weight, mean, square, steps = start(8)
-    late = ops.LateRows(weight[0])
+    late = ops.LateRows(weight[0], mean[0], square[0])
     expected = start(8)
     for step, backend in enumerate(("cpu", "torch", "cpu")):
         given = {"rates": [1e-2], "decays": [0.1], "backend": backend, **HYPER}
-        ops.adamw_late(late, weight[0], mean[0], square[0], rows=looked_up(step), **HYPER)
+        ops.adamw_late(late, rows=looked_up(step))
         ops.adamw(weight, [gradient_of(step, 8)], mean, square, steps, late=[late], **given)
         ops.adamw(expected[0], [gradient_of(step, 8).to_dense()], *expected[1:], **given)
-    ops.adamw_late(late, weight[0], mean[0], square[0], **HYPER)
+    ops.adamw_late(late)
     assert torch.equal(weight[0], expected[0][0])
 
 
@@ -113,7 +157,9 @@ def leaf_and_optimizer() -> tuple[torch.nn.Parameter, AdamW]:
     return leaf, optimizer
 
 
-@pytest.mark.parametrize("how", ("state_dict", "pickle", "dense gradient", "no gradient", "step"))
+@pytest.mark.parametrize(
+    "how", ("state_dict", "load", "pickle", "copy", "dense gradient", "no gradient", "no state", "step")
+)
 def test_whatever_else_reads_the_state_finds_it_whole(how):
     wanted, whole = leaf_and_optimizer()
     whole.catch_up()
@@ -122,30 +168,59 @@ def test_whatever_else_reads_the_state_finds_it_whole(how):
     if how == "state_dict":
         found = optimizer.state_dict()["state"][0]["exp_avg"]
         assert torch.equal(found, whole.state_dict()["state"][0]["exp_avg"])
-    elif how == "pickle":
-        assert torch.equal(pickle.loads(pickle.dumps(optimizer)).param_groups[0]["params"][0], wanted)
+    elif how == "load":
+        optimizer.load_state_dict(AdamW([torch.nn.Parameter(torch.ones_like(leaf))]).state_dict())
+    elif how in ("pickle", "copy"):
+        made = copy.deepcopy(optimizer) if how == "copy" else pickle.loads(pickle.dumps(optimizer))
+        assert torch.equal(made.param_groups[0]["params"][0], wanted)
     else:
-        dense = None if how == "no gradient" else gradient_of(3, 8).to_dense()
         for p, each in ((leaf, optimizer), (wanted, whole)):
-            p.grad = dense
+            p.grad = {"no gradient": None, "no state": gradient_of(3, 8)}.get(how, gradient_of(3, 8).to_dense())
+            if how == "no state":
+                each.state.clear()
             each.step() if how == "step" else each.clip_and_step(0.0)
+        optimizer.catch_up()
+        whole.catch_up()
     assert torch.equal(leaf, wanted)
 
 
+@pytest.mark.parametrize("what", ("weight", "mean", "data"))
+def test_a_table_that_was_written_to_while_rows_waited_is_refused(what):
+    leaf, optimizer = leaf_and_optimizer()
+    with torch.no_grad():
+        if what == "weight":
+            leaf[3] = 0.0
+        elif what == "mean":
+            optimizer.state[leaf]["exp_avg"].zero_()
+        else:
+            leaf.data = leaf.data.clone()
+    leaf.grad = gradient_of(3, 8)
+    for call in (optimizer.catch_up, optimizer.state_dict, lambda: optimizer.clip_and_step(0.0)):
+        with pytest.raises(
+            RuntimeError, match=r"a table of shape \(60, 8\) was written to while rows of it lacked up to 3"
+        ):
+            call()
+
+
 def test_bad_histories():
-    weight, mean, square, _ = (each[0] for each in start(8))
-    late = ops.LateRows(weight)
+    weight, mean, square, steps = start(8)
+    late = ops.LateRows(weight[0], mean[0], square[0])
     late.count = 1
-    late.history[0] = torch.tensor([1.0, 1e-2, 1.0])
+    late.history[0] = torch.tensor([1.0, 1e-2, 1.0, 0.1, 1e-3, 1e-8])
     with pytest.raises(RuntimeError, match="rows are not below 60"):
-        ops.adamw_late(late, weight, mean, square, rows=torch.tensor([1, 60]), **HYPER)
+        ops.adamw_late(late, rows=torch.tensor([1, 60]))
     late.done[7] = 2
     with pytest.raises(RuntimeError, match="a row has had 2 of 1 steps"):
-        ops.adamw_late(late, weight, mean, square, **HYPER)
+        ops.adamw_late(late)
     late.done = late.done[:3]
     with pytest.raises(RuntimeError, match=r"done has shape \[3\]"):
-        ops.adamw_late(late, weight, mean, square, **HYPER)
-    late.history = late.history[:0]
+        ops.adamw_late(late)
     late.done = torch.zeros(ROWS, dtype=torch.int32)
-    with pytest.raises(RuntimeError, match="the history has shape"):
-        ops.adamw_late(late, weight, mean, square, **HYPER)
+    late.history = torch.empty(8, 3)
+    with pytest.raises(RuntimeError, match=r"the history has shape \[8, 3\], expected .* \(1 or more, 6\)"):
+        ops.adamw_late(late)
+    with pytest.raises(ValueError, match=r"late\[0\] is of another table than weight 0"):
+        ops.adamw(
+            [weight[0].clone()], [gradient_of(0, 8)], mean, square, steps, rates=[0.1], decays=[0.0], late=[late],
+            backend="cpu", **HYPER,
+        )  # fmt: skip
