@@ -79,6 +79,20 @@ class PackedInputs(Mapping[str, Any]):
         """The same batch in page-locked memory, from which `.to(device, non_blocking=True)` does not wait."""
         return self._moved(lambda value: value.pin_memory())
 
+    def without_sequences(self) -> PackedInputs:
+        """The same fields, of no sequence: for a process that has nothing of a step which it computes with others. The
+        loss of a sum is 0 then, and so are its gradients.
+        """
+        old: PackedBatch = self._fields["batch"]
+        labelled = None if old.labelled is None else old.labelled[:0]
+        bounds = None if old.bounds is None else dict.fromkeys(old.bounds, (0, 0))
+        made: dict[str, Any] = {"batch": PackedBatch(None, old.cu_seqlens[:1], 0, 0, None, 0, labelled, bounds)}
+        if labelled is not None:  # labels of tokens, which may be in rows
+            made["labels"] = self._fields["labels"].flatten()[:0]
+        for name, value in self._fields.items():
+            made.setdefault(name, value if name in ("batch", "num_choices") else value[:0])
+        return PackedInputs({name: made[name] for name in self._fields})
+
     def _moved(self, move: Callable[[Any], Any]) -> PackedInputs:
         return PackedInputs({name: v if isinstance(v, int) else move(v) for name, v in self._fields.items()})
 

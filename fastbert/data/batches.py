@@ -110,15 +110,14 @@ def deal(costs: np.ndarray, parts: int) -> list[np.ndarray]:
 class StepSampler(Sampler[list[int]]):
     """The batches of one rank in an epoch, for DataLoader's `batch_sampler`: the indices of each batch's examples.
 
-    Each step gives `parts` batches, whose gradients one step of the optimizer adds up. A run that stopped goes on with
-    `start_step`.
+    Each step gives `parts` batches, whose gradients one step of the optimizer adds up. Where a step has fewer examples
+    than there are ranks and parts, batches are empty: every rank has the same number of them. A run that stopped goes
+    on with `start_step`.
 
     Args:
         steps: what a step consists of. hidden_size: the model's, which says how dear a long sequence is.
         epoch: from 0. start_step: the first that is given.
         rank, world_size: of this process, and how many there are. parts: batches in a step of one rank.
-
-    Raises InputError: a step has fewer examples than there are ranks and parts.
     """
 
     def __init__(
@@ -136,15 +135,7 @@ class StepSampler(Sampler[list[int]]):
             raise InputError(f"rank {rank} of {world_size} with {parts} parts: ranks go from 0, parts from 1")
         self.steps, self.hidden_size, self.epoch, self.start_step = steps, hidden_size, epoch, start_step
         self.rank, self.world_size, self.parts = rank, world_size, parts
-        found, count = steps.of_epoch(epoch), world_size * parts
-        if len(found) > 1 and len(found[-1]) < count:  # too few for all ranks: they join the step before
-            found[-2:] = [np.concatenate(found[-2:])]
-        if few := [i for i, step in enumerate(found) if len(step) < count]:
-            raise InputError(
-                f"step {few[0]} has {len(found[few[0]])} examples for {world_size} ranks with {parts} batches each:"
-                " give a step more tokens"
-            )
-        self.plan = found
+        self.plan = steps.of_epoch(epoch)
 
     def __len__(self) -> int:
         return (len(self.plan) - self.start_step) * self.parts
@@ -152,7 +143,11 @@ class StepSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         for step in self.plan[self.start_step :]:
             dealt = deal(cost(self.steps.lengths[step], self.hidden_size), self.world_size * self.parts)
-            for part in dealt[self.rank * self.parts : (self.rank + 1) * self.parts]:
+            if len(step) < len(dealt):  # the first ones have an example each: one goes to every rank, then a second one
+                mine = dealt[self.rank :: self.world_size]
+            else:
+                mine = dealt[self.rank * self.parts : (self.rank + 1) * self.parts]
+            for part in mine:
                 yield step[part].tolist()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -19,18 +19,30 @@ def make_loader(
     examples: Sequence[Any], sampler: StepSampler, collate: Any, *, workers: int = 0, pin_memory: bool = False
 ) -> DataLoader:
     """A DataLoader over a rank's batches of an epoch. What it gives is the same for any number of `workers`. A collator
-    that masks (`collate.masking`) gets each example's key: see KeyedDataset.
+    that masks (`collate.masking`) gets each example's key: see KeyedDataset. A batch without examples has the fields of
+    one, and no sequence.
     """
     is_masked = getattr(collate, "masking", None) is not None
+    dataset: Any = KeyedDataset(examples, sampler.steps.seed or 0, sampler.epoch) if is_masked else examples
     return DataLoader(
-        KeyedDataset(examples, sampler.steps.seed or 0, sampler.epoch) if is_masked else examples,  # type: ignore[arg-type]
+        dataset,
         batch_sampler=sampler,
-        collate_fn=collate,
+        collate_fn=_Collate(dataset, collate),
         num_workers=workers,
         pin_memory=pin_memory,
         prefetch_factor=4 if workers else None,
         worker_init_fn=_leave_interrupts if workers else None,
     )
+
+
+class _Collate:
+    """Makes a batch, an empty one too, in a worker."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]):
+        self.dataset, self.collate = dataset, collate
+
+    def __call__(self, examples: list[Any]) -> Any:
+        return self.collate(examples) if examples else self.collate([self.dataset[0]]).without_sequences()
 
 
 def _leave_interrupts(worker: int) -> None:

@@ -136,9 +136,8 @@ class ForSequenceClassification(ClassifierModel):
             return self.class_loss(self.label_leaf, logits, labels, batch)
         logits = ops.at_least_fp32(logits)
         labels = check_numbers(labels, tuple(logits.shape)).to(logits.dtype)
-        return (
-            F.mse_loss(logits, labels) if kind == "regression" else F.binary_cross_entropy_with_logits(logits, labels)
-        )
+        loss = F.mse_loss if kind == "regression" else F.binary_cross_entropy_with_logits
+        return loss(logits, labels, reduction="mean" if len(logits) else "sum")  # 0 of no sequence, as that of classes
 
 
 class ForMultipleChoice(ClassifierModel):

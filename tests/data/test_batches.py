@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import chain, islice, product
 
 import numpy as np
 import pytest
@@ -94,12 +94,29 @@ def test_a_run_goes_on_where_it_stopped():
     assert list(rest) == whole[8:] and len(rest) == len(whole) - 8
 
 
-def test_a_last_step_that_is_too_small_joins_the_one_before():
-    lengths = np.full(9, 10)
-    sampler = StepSampler(Steps(lengths, 40, seed=None), 64, world_size=2)
-    assert [len(step) for step in sampler.plan] == [4, 5]
-    with pytest.raises(InputError, match="step 0 has 4 examples for 5 ranks with 1 batches each"):
-        StepSampler(Steps(lengths, 40, seed=None), 64, world_size=5)
+@pytest.mark.parametrize("group", [False, True])
+@pytest.mark.parametrize("tokens,max_examples", [(512, None), (600, 1), (2048, 7), (10**6, None), (10**6, 64)])
+@pytest.mark.parametrize("count", [1, 2, 65, 130])
+def test_what_is_in_a_step_does_not_depend_on_ranks_and_parts(count, tokens, max_examples, group):
+    """Also where a step has fewer examples than there are ranks and parts. Nobody waits for a batch that does not come:
+    all ranks have as many, of as many steps as `Steps` counts."""
+    steps = Steps(draw_lengths(count), tokens, max_examples, seed=3, group_by_length=group)
+    for epoch, world_size, parts in product((0, 1), (1, 2, 3, 8), (1, 2, 5)):
+        expected = [sorted(step.tolist()) for step in steps.of_epoch(epoch)]
+        assert sorted(chain(*expected)) == list(range(count))
+        for start in (0, len(expected) - 1):
+            options = {"epoch": epoch, "start_step": start, "world_size": world_size, "parts": parts}
+            ranks = [StepSampler(steps, 64, rank=rank, **options) for rank in range(world_size)]
+            by_rank = [list(sampler) for sampler in ranks]
+            assert {len(batches) for batches in by_rank} == {(len(expected) - start) * parts} == set(map(len, ranks))
+            for i, wanted in enumerate(expected[start:]):
+                shares = [batches[i * parts : (i + 1) * parts] for batches in by_rank]
+                assert sorted(index for share in shares for batch in share for index in batch) == wanted
+                filled = [sum(map(bool, share)) for share in shares]
+                if len(wanted) < world_size * parts:  # one each, and no rank has two more than another
+                    assert sum(filled) == len(wanted) and max(filled) - min(filled) <= 1
+                else:
+                    assert set(filled) == {parts}
 
 
 @pytest.mark.parametrize("group", [False, True])
@@ -123,6 +140,17 @@ def test_workers_change_nothing(group):
         for ours, theirs in zip(found, expected, strict=True):
             assert torch.equal(ours["input_ids"], theirs["input_ids"]) and torch.equal(ours["labels"], theirs["labels"])
     assert any((batch["labels"] != -100).any() for batch in expected)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_without_examples_has_the_fields_of_others(workers):
+    examples = [{"input_ids": [5, 6, 7], "labels": [-100, 2, 3]}, {"input_ids": [8], "labels": [1]}]
+    sampler = StepSampler(Steps(np.array([3, 1]), 8), 64, parts=4)
+    found = list(make_loader(examples, sampler, PackingCollator(padded_outputs=False), workers=workers))
+    assert [batch["batch"].batch_size for batch in found] == [1, 1, 0, 0]
+    for empty in found[2:]:
+        assert list(empty) == list(found[0]) and empty["batch"].cu_seqlens.tolist() == [0]
+        assert all(empty[name].shape == (0,) for name in ("input_ids", "labels"))
 
 
 def test_many_examples_are_fetched_at_once():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -54,6 +55,22 @@ def assert_same_step(model, expected: dict, packed: fastbert.PackedInputs) -> No
         theirs = gradients(other)
         for name, grad in gradients(model).items():
             assert (grad is None) == (theirs[name] is None) and (grad is None or torch.equal(grad, theirs[name])), name
+
+
+@pytest.mark.parametrize("backend", ("auto", "torch"))
+@pytest.mark.parametrize("model_type,head", HEADS)
+def test_no_sequence_has_a_loss_of_zero_and_gradients_of_zeros(model_type, head, backend):
+    """What a rank without a part in a step computes: every weight has a gradient, which DDP and FSDP2 wait for."""
+    model = make_model(model_type, head)
+    for pattern in ("none", "right"):
+        packed = fastbert.pack_inputs(**make_fields(model_type, head, pattern)).without_sequences()
+        with contextlib.nullcontext() if backend == "auto" else fastbert.use_backend(backend):
+            out = model(**packed, **({} if head == "Model" else {"num_items_in_batch": 7.0}))
+            loss = out["last_hidden_state"].sum() if head == "Model" else out["loss"]
+            loss.backward()
+        assert loss == 0.0
+    for name, grad in gradients(model).items():
+        assert (grad is None and head == "Model" and "pooler" in name) or not grad.any(), name
 
 
 PATTERNS = [(*model, pattern) for model in HEADS for pattern in ("none", "holes")]

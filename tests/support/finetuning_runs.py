@@ -53,9 +53,12 @@ def theirs(task: Any, folder: Path, auto: str) -> Any:
 
 
 def check_loss(task: Any, found: Any, arguments: Any, *, indices: Sequence[int] | None = None) -> None:
-    """The loss of a step that was cut into two batches, and its gradients, against transformers' over all of it."""
+    """The loss of a step that was cut into two batches and an empty one, and its gradients, against transformers' over
+    all of it.
+    """
     examples = [task.train[i] for i in (indices or range(len(task.train)))]
     batches = [task.collate(None)(part) for part in (examples[:1], examples[1:]) if part]
+    batches.append(batches[0].without_sequences())
     totals = [float(sum(term)) for term in zip(*map(task.counts, batches), strict=True)]
     task.model.eval()
     loss = sum(task.loss(task.model, batch, totals) for batch in batches)

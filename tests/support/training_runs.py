@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, processors
 
 from fastbert.config import EncoderConfig
 from fastbert.data.corpus import Corpus
+from fastbert.data.windows import Windows
 from fastbert.models.classes import CLASSES
 from fastbert.training.distributed import World, wrap
 from fastbert.training.loop import Loop, LoopOptions
@@ -28,8 +29,19 @@ PHASE = Phase(until=12, step_tokens=400, max_length=34)
 OPTIONS = LoopOptions((PHASE,), save_every=4, log_every=3)
 
 
-def until(step: int, **changes: Any) -> LoopOptions:
-    return replace(OPTIONS, phases=(replace(PHASE, until=step),), **changes)
+def whole(**changes: Any) -> LoopOptions:
+    return replace(OPTIONS, **changes)
+
+
+def short(**changes: Any) -> LoopOptions:
+    """Four steps in the first epoch, whose last one has one to three examples."""
+    examples = Windows(make_corpus(), make_tokenizer(), PHASE.max_length, seed=shifted(0), epoch=0)
+    phase = replace(PHASE, step_tokens=10_000, max_examples=(len(examples) - 1) // 3)
+    return replace(OPTIONS, phases=(phase,), **changes)
+
+
+def until(step: int, options: LoopOptions = OPTIONS, **changes: Any) -> LoopOptions:
+    return replace(options, phases=(replace(options.phases[0], until=step),), **changes)
 
 
 def make_tokenizer() -> Tokenizer:

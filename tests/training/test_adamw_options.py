@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from seeds import torch_generator
 from torch.optim.lr_scheduler import OneCycleLR
 
 from fastbert.testing.numerics import assert_close_to_reference
@@ -17,13 +18,13 @@ ROWS, WIDTH, STEPS = 40, 16, 24
 
 def rows_of(step: int) -> torch.Tensor:
     """Some rows come often, some rarely, the last ten never."""
-    draw = torch.Generator().manual_seed(step)
+    draw = torch_generator(step)
     return (30 * torch.rand(4, generator=draw) ** 2).long().unique()
 
 
 def gradients_of(step: int) -> list[torch.Tensor]:
     """A table's, as rows, and that of a weight that all of a model has."""
-    draw, rows = torch.Generator().manual_seed(1000 + step), rows_of(step)
+    draw, rows = torch_generator(1000 + step), rows_of(step)
     values = torch.randn(len(rows), WIDTH, generator=draw)
     table = torch.sparse_coo_tensor(rows[None], values, (ROWS, WIDTH), is_coalesced=True, check_invariants=False)
     return [table, torch.randn(WIDTH, WIDTH, generator=draw)]
@@ -98,7 +99,7 @@ CHANGES = {
 
 def trained(kind: type, dtype: torch.dtype, change: Callable[[Any, int], None], **options: Any) -> list[torch.Tensor]:
     """The rows that each step looks up, and all weights at the end."""
-    draw, seen = torch.Generator().manual_seed(5), list[torch.Tensor]()
+    draw, seen = torch_generator(5), list[torch.Tensor]()
     weights = [torch.nn.Parameter(torch.randn(n, WIDTH, generator=draw).to(dtype)) for n in (ROWS, WIDTH)]
     optimizer = kind([{"params": [w]} for w in weights], lr=1e-2, weight_decay=0.1, **options)
     for step in range(STEPS):

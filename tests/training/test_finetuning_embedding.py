@@ -20,6 +20,7 @@ from seeds import manual_seed, numpy_generator, python_random
 
 from fastbert.config import ConfigError
 from fastbert.data.batches import Steps
+from fastbert.packed_inputs import PackedInputs
 from fastbert.packing import InputError
 from fastbert.sentences.encoder import SentenceEncoder
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
@@ -67,11 +68,15 @@ def task_of(folder: Path, data: list[dict[str, Any]], name: str = "train.jsonl",
     return task
 
 
+def collated(task: Embedding, part: range) -> PackedInputs:
+    batch = task.collate(PHASE)([task.train[i] for i in part or range(1)])
+    return batch if part else batch.without_sequences()
+
+
 def gradients(task: Embedding, cut: list[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Of a step with batches of so many examples each."""
-    examples, _ = task.examples(0, PHASE)
     ends = pairwise(np.cumsum([0, *cut]))
-    batches = [task.collate(PHASE)([examples[i] for i in range(*end)]) for end in ends]
+    batches = [collated(task, range(*end)) for end in ends]
     model = task.model.train()
     model.zero_grad()
     counts = [float(sum(task.counts(batch)[0] for batch in batches))]
@@ -105,7 +110,7 @@ LOSSES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("cut", ([9], [4, 3, 2]), ids=("whole", "parts"))
+@pytest.mark.parametrize("cut", ([9], [4, 3, 0, 2, 0]), ids=("whole", "parts"))
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_and_gradients(name, cut, folder):
     """In one batch, and in parts, whose gradients go through the cached ones of the vectors."""
@@ -126,9 +131,14 @@ def run_rank(rank: int, size: int, folder: str, wrapping: Any) -> None:
     torch.set_num_threads(1)
     task = task_of(Path(folder) / "model", rows(RANKING, 9), name=f"train-{rank}.jsonl", dims=("32", "8"))
     model = wrap(task.model.train(), World(rank, size, torch.device("cpu")), wrapping, bf16=False)
-    for cut in ([range(5)], [range(2), range(2, 5)]) if rank == 0 else ([range(5, 9)], [range(5, 6), range(6, 9)]):
+    nothing = range(0)
+    cuts = (
+        ([range(5)], [range(2), range(2, 5)], [range(4), range(4, 9), nothing]),
+        ([range(5, 9)], [range(5, 6), range(6, 9)], [nothing, nothing, nothing]),
+    )
+    for cut in cuts[rank]:
         model.zero_grad()
-        batches = [task.collate(PHASE)([task.train[i] for i in part]) for part in cut]
+        batches = [collated(task, part) for part in cut]
         loss = task.backward(model, batches, [4.5], contextlib.nullcontext())
         grads = {name: p.grad for name, p in task.model.encoder.named_parameters()}
         found = {name: (g.full_tensor() if wrapping == "fsdp" else g).clone() for name, g in grads.items()}
@@ -139,11 +149,11 @@ def run_rank(rank: int, size: int, folder: str, wrapping: Any) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("wrapping", ("ddp", "fsdp"))
 def test_negatives_are_of_all_ranks(wrapping, folder):
-    """Two ranks, of which one has more examples, have the loss and the gradients of one, in parts and without."""
+    """Two ranks, of which one has more examples, or all, have the loss and gradients of one, in parts and without."""
     loss, expected = gradients(task_of(folder, rows(RANKING, 9), dims=("32", "8")), [9])
     mp.spawn(run_rank, (2, str(folder.parent), wrapping), nprocs=2)
     for rank in (0, 1):
-        for parts in (1, 2):
+        for parts in (1, 2, 3):
             their_loss, found = torch.load(folder.parent / f"rank-{rank}-{parts}.pt")
             assert float(their_loss) == pytest.approx(float(loss), abs=1e-5)
             for name, gradient in expected.items():

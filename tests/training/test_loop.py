@@ -16,7 +16,7 @@ import transformers
 from full import left_to_full
 from judging import judge_losses
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from training_runs import OPTIONS, PHASE, losses_of, make_loop, make_model, steps_in, until
+from training_runs import OPTIONS, PHASE, losses_of, make_loop, make_model, short, steps_in, until, whole
 
 from fastbert.data.batches import Steps, StepSampler
 from fastbert.data.loader import make_loader
@@ -24,11 +24,12 @@ from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 from fastbert.training.checkpoints import state_of
 from fastbert.training.distributed import World
 from fastbert.training.schedules import multiplier
+from fastbert.training.task import Phase
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
-def by_hand(steps: int, folder: Path, dtype: torch.dtype = torch.float32) -> list[float]:
+def by_hand(steps: int, folder: Path, dtype: torch.dtype = torch.float32, phase: Phase = PHASE) -> list[float]:
     """The same steps over transformers' model: padded batches, torch's own optimizer and clipping."""
     ours = make_model()
     loop = make_loop(folder, model=ours)
@@ -41,9 +42,9 @@ def by_hand(steps: int, folder: Path, dtype: torch.dtype = torch.float32) -> lis
     optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.98), eps=1e-6)
     losses: list[float] = []
     for epoch in range(steps):
-        examples, lengths = loop.task.examples(epoch, PHASE)
-        sampler = StepSampler(Steps(lengths, PHASE.step_tokens), 32, epoch=epoch)
-        for packed in make_loader(examples, sampler, loop.task.collate(PHASE)):
+        examples, lengths = loop.task.examples(epoch, phase)
+        sampler = StepSampler(Steps(lengths, phase.step_tokens, phase.max_examples), 32, epoch=epoch)
+        for packed in make_loader(examples, sampler, loop.task.collate(phase)):
             batch = packed["batch"]
             padded = {n: torch.nn.utils.rnn.pad_sequence(packed[n].split(batch.cu_seqlens.diff().tolist()), True, v)
                       for n, v in (("input_ids", 0), ("token_type_ids", 0), ("labels", -100))}  # fmt: skip
@@ -74,13 +75,13 @@ def test_losses_are_those_of_transformers(tmp_path):
 
 
 @left_to_full(lambda p: p["parts"] == 1)
-@pytest.mark.parametrize("parts", [1, 3])
-def test_parts_of_a_step_add_up(parts, tmp_path):
+@pytest.mark.parametrize("options,parts", [(whole, 1), (whole, 3), (short, 4)], ids=("whole", "parts", "short"))
+def test_parts_of_a_step_add_up(options, parts, tmp_path):
     def curves():
         shutil.rmtree(tmp_path)
-        make_loop(tmp_path / "whole").run()
-        make_loop(tmp_path / "parts", dataclasses.replace(OPTIONS, parts=parts)).run()
-        oracle = by_hand(12, tmp_path / "other", torch.float64)
+        make_loop(tmp_path / "whole", options()).run()
+        make_loop(tmp_path / "parts", options(parts=parts)).run()
+        oracle = by_hand(12, tmp_path / "other", torch.float64, options().phases[0])
         return losses_of(tmp_path / "parts"), losses_of(tmp_path / "whole"), oracle
 
     judge_losses(curves)
@@ -177,7 +178,7 @@ def run_rank(rank: int, size: int, folder: str) -> None:
     groups = [dist.new_group(backend="gloo") for _ in range(2)]
     world = World(rank, size, torch.device("cpu"), *groups)
     for wrapping in WRAPPINGS:
-        loop = make_loop(Path(folder) / wrapping, world=world, wrapping=wrapping)
+        loop = make_loop(Path(folder) / wrapping, short(parts=2), world, wrapping)
         loop.resume()
         loop.run()
     dist.destroy_process_group()
@@ -187,13 +188,15 @@ WRAPPINGS = ("ddp", "fsdp")
 
 
 def test_two_ranks_have_the_losses_of_one(tmp_path):
-    """And a run goes on with another number of ranks. One pair of processes: their start takes longest."""
-    make_loop(tmp_path / "one").run()
+    """And a run goes on with another number of ranks, in an epoch whose last step has too few examples for two ranks of
+    two parts each. One pair of processes: their start takes longest.
+    """
+    make_loop(tmp_path / "one", short()).run()
     for wrapping in WRAPPINGS:
-        make_loop(tmp_path / wrapping, until(4)).run()
+        make_loop(tmp_path / wrapping, until(3, short())).run()
     mp.spawn(run_rank, (2, str(tmp_path)), nprocs=2)
     near = torch.tensor(losses_of(tmp_path / "one"))
-    oracle = torch.tensor(by_hand(12, tmp_path / "other", torch.float64), dtype=torch.float64)
+    oracle = torch.tensor(by_hand(12, tmp_path / "other", torch.float64, short().phases[0]), dtype=torch.float64)
     for wrapping in WRAPPINGS:
         found = torch.tensor(losses_of(tmp_path / wrapping))
         assert_close_to_reference(found, oracle, near, GRADIENT_FACTOR, wrapping)

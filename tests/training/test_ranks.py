@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from training_runs import ALONE, losses_of, make_loop, make_model, until
+from training_runs import ALONE, OPTIONS, losses_of, make_loop, make_model, short, until
 
 from fastbert.training.distributed import World
 
@@ -24,7 +24,8 @@ def train(world: World, folder: Path, steps: int, wrapping: str, changes: dict[s
     if changes.pop("activation_checkpointing", False):
         model.activation_checkpointing_enable()
     of_loop = {name: changes.pop(name) for name in ("optimizer", "layer_decay", "lr") if name in changes}
-    loop = make_loop(folder, until(steps, log_every=1, **changes), world, wrapping, model, **of_loop)
+    options = until(steps, changes.pop("options", OPTIONS), log_every=1, **changes)
+    loop = make_loop(folder, options, world, wrapping, model, **of_loop)
     loop.schedule.multiplier = lambda step: 1.0
     loop.resume()
     loop.run()
@@ -67,6 +68,16 @@ def test_ranks_and_parts_are_one_batch(wrapping, size, parts, tmp_path):
     run(tmp_path / "many", size, wrapping, parts=parts, max_norm=0.5)
     assert_alike(tmp_path / "many", tmp_path / "one")
     assert losses_of(tmp_path / "one")[-1] < losses_of(tmp_path / "one")[0] - 0.03
+
+
+@pytest.mark.parametrize("size,parts", [(4, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize("wrapping", ["ddp", "fsdp"])
+def test_steps_of_fewer_examples_than_ranks_and_parts(wrapping, size, parts, tmp_path):
+    """Ranks have nothing of them; before the first of them a run goes on with other ranks."""
+    run(tmp_path / "one", 1, steps=9, options=short())
+    run(tmp_path / "many", size, wrapping, steps=3, options=short(), parts=parts)
+    run(tmp_path / "many", 3 - min(size, 2), wrapping, steps=9, options=short(), parts=parts)
+    assert_alike(tmp_path / "many", tmp_path / "one")
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,15 @@ def test_a_run_leaves_a_model_and_its_reports(files, tmp_path):
     assert right / 6 == pytest.approx(metrics["eval_accuracy"])
 
 
+def test_epochs_are_those_of_one_process_without_parts(files, tmp_path):
+    """Five steps of 18 examples each time, although the last one has fewer than a step has parts."""
+    done = finetune(files, "--epochs", "2", "--accumulation", "3", "--output", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(tmp_path / "run")
+    assert [row["epoch"] for row in rows] == [0] * 5 + [1] * 5
+    assert [row["step"] for row in rows if "eval_accuracy" in row] == [5, 10]
+
+
 def test_its_yaml_repeats_it(files, tmp_path):
     assert finetune(files, "--steps", "3", "--output", tmp_path / "one").returncode == 0
     done = run_here("finetune", "--config", tmp_path / "one/run.yaml", "--output", tmp_path / "two")
