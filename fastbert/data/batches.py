@@ -8,6 +8,7 @@ dealt out by their cost, and no rank waits for another.
 from __future__ import annotations
 
 import heapq
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,8 +112,8 @@ class StepSampler(Sampler[list[int]]):
     """The batches of one rank in an epoch, for DataLoader's `batch_sampler`: the indices of each batch's examples.
 
     Each step gives `parts` batches, whose gradients one step of the optimizer adds up. Where a step has fewer examples
-    than there are ranks and parts, batches are empty: every rank has the same number of them. A run that stopped goes
-    on with `start_step`.
+    than there are ranks and parts, batches are empty: every rank has the same number of them. Rank 0 warns where most
+    steps are so. A run that stopped goes on with `start_step`.
 
     Args:
         steps: what a step consists of. hidden_size: the model's, which says how dear a long sequence is.
@@ -136,6 +137,13 @@ class StepSampler(Sampler[list[int]]):
         self.steps, self.hidden_size, self.epoch, self.start_step = steps, hidden_size, epoch, start_step
         self.rank, self.world_size, self.parts = rank, world_size, parts
         self.plan = steps.of_epoch(epoch)
+        short = sum(len(step) < world_size * parts for step in self.plan)
+        if rank == 0 and 2 * short > len(self.plan):
+            warnings.warn(
+                f"{short} of {len(self.plan)} steps have fewer examples than {world_size} ranks with {parts} batches"
+                " each: some compute nothing. Give a step more tokens",
+                stacklevel=2,
+            )
 
     def __len__(self) -> int:
         return (len(self.plan) - self.start_step) * self.parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import chain, islice, product
 
 import numpy as np
@@ -94,6 +95,7 @@ def test_a_run_goes_on_where_it_stopped():
     assert list(rest) == whole[8:] and len(rest) == len(whole) - 8
 
 
+@pytest.mark.filterwarnings("ignore:.* steps have fewer examples")
 @pytest.mark.parametrize("group", [False, True])
 @pytest.mark.parametrize("tokens,max_examples", [(512, None), (600, 1), (2048, 7), (10**6, None), (10**6, 64)])
 @pytest.mark.parametrize("count", [1, 2, 65, 130])
@@ -142,6 +144,18 @@ def test_workers_change_nothing(group):
     assert any((batch["labels"] != -100).any() for batch in expected)
 
 
+def test_steps_too_small_for_the_ranks_are_told_of_once():
+    """Of nine examples four make a step; the last step has one."""
+    steps = Steps(np.full(9, 10), 40, seed=None)
+    with pytest.warns(UserWarning, match="3 of 3 steps have fewer examples than 5 ranks with 1 batches each"):
+        StepSampler(steps, 64, world_size=5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        StepSampler(steps, 64, rank=1, world_size=5)
+        StepSampler(steps, 64, world_size=2, parts=2)
+
+
+@pytest.mark.filterwarnings("ignore:.* steps have fewer")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_batch_without_examples_has_the_fields_of_others(workers):
     examples = [{"input_ids": [5, 6, 7], "labels": [-100, 2, 3]}, {"input_ids": [8], "labels": [1]}]
