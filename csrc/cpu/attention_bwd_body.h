@@ -1,9 +1,10 @@
 // Backward attention for one ISA; included by attention_bwd.cpp through foreach_isa.h.
 //
-// Dao et al. 2022 ("FlashAttention", appendix B.4): with P the softmax of S, dP = dO V^T and delta = rowsum(dO O),
+// Dao et al. 2022 ("FlashAttention", appendix B.4): with P the softmax of S, dP = dO V^T and delta = rowsum(P dP),
 //   dS = P (dP - delta),  dQ = dS K,  dK = dS^T Q,  dV = P^T dO
 // by squares of kBlock queries and kBlock keys. dk and dv are summed over the squares of one key block, dq over the key
-// blocks, always in ascending order.
+// blocks, always in ascending order. Where a sequence has more than one square, delta = rowsum(dO O), which is the same
+// but for rounding and is known before the first square.
 #include "attention_pack.h"
 
 constexpr int64_t kBlock = kAttentionBlock;
@@ -123,93 +124,10 @@ BwdMemory lay_out(Carver& carver, const AttentionInputs<T>& in, const BwdRange& 
   return memory;
 }
 
-// The probabilities of kWidth keys, and the derivative by their scores.
-struct Gradient {
-  Floats probs, dscores;
-};
+#include "attention_bwd_square.h"
 
-// `e` lacks its division by the sum.
-FASTBERT_SIMD Gradient softmax_gradient(Floats e, Floats inverse_sum, Floats dprobs, Floats delta) {
-  const Floats p = mul(e, inverse_sum);
-  return {p, mul(p, sub(dprobs, delta))};
-}
-FASTBERT_SIMD Gradient softmax_gradient(Floats e, Floats inverse_sum, Floats dprobs, Floats delta, Floats multiplier) {
-  const Floats p = mul(e, inverse_sum);
-  return {mul(p, multiplier), mul(p, sub(mul(dprobs, multiplier), delta))};
-}
-
-template <typename E, bool kHasWindow>
-FASTBERT_SIMD Gradient gradient_of(const float* scores, const float* dprobs, Floats scale, const BwdMemory& memory,
-                                   int64_t row, const float* multipliers, int64_t column, int64_t real,
-                                   const Window& window) {
-  Floats e;
-  if constexpr (kHasWindow) {
-    const int64_t first = window.key + column;
-    if (window.end[row] <= first || window.begin[row] >= first + kWidth) return {set1(0.0f), set1(0.0f)};
-    e = exp_seen<E>(scores, set1(memory.top[row]), scale, window.begin[row] - first, window.end[row] - first);
-  } else {
-    e = exp_score<E>(scores, set1(memory.top[row]), scale, real);
-  }
-  const Floats inverse_sum = set1(memory.inverse_sum[row]), delta = set1(memory.delta[row]), dp = load(dprobs);
-  return multipliers == nullptr ? softmax_gradient(e, inverse_sum, dp, delta)
-                                : softmax_gradient(e, inverse_sum, dp, delta, load(multipliers));
-}
-
-// Scores and dprobs of one square become the left-hand operands of the three products to come.
-template <typename E, bool kHasWindow>
-void square_gradients(const BwdMemory& memory, const DropoutMask& mask, bool has_dropout, uint64_t counter,
-                      uint64_t counters_per_query, int64_t query, int64_t rows, int64_t keys, float softmax_scale,
-                      const Window& window) {
-  const Floats scale = set1(softmax_scale * kLog2e);
-  for (int64_t r = 0; r < rows; r += kPerStep<E>) {
-    const int64_t pair_rows = std::min(kPerStep<E>, rows - r);
-    const float* multiplier[kPerStep<E>] = {};
-    for (int64_t i = 0; has_dropout && i < pair_rows; ++i) {
-      const uint64_t first = counter + static_cast<uint64_t>(r + i) * counters_per_query;
-      multiplier[i] = draw_in_turn(mask, first, counters_per_query, r + i, keys, kBlock, memory.multiplier);
-    }
-    for (int64_t c = 0; c < keys; c += kWidth) {
-      const int64_t at = r * kPanel + c, step_at = (r / kPerStep<E> * kPanel + c) * 4;
-      const Gradient first =
-          gradient_of<E, kHasWindow>(memory.scores + at, memory.dprobs + at, scale, memory, query + r,
-                                     has_dropout ? multiplier[0] + c : nullptr, c, keys - c, window);
-#if defined(FASTBERT_BF16)
-      if constexpr (sizeof(E) == 2) {
-        Gradient second{set1(0.0f), set1(0.0f)};
-        if (pair_rows == 2) {
-          second =
-              gradient_of<E, kHasWindow>(memory.scores + at + kPanel, memory.dprobs + at + kPanel, scale, memory,
-                                         query + r + 1, has_dropout ? multiplier[1] + c : nullptr, c, keys - c, window);
-        }
-        auto* dscores = reinterpret_cast<BFloat16*>(memory.dscores);
-        store(reinterpret_cast<int32_t*>(memory.probs_pairs + step_at), pair_bf16(first.probs, second.probs));
-        store(reinterpret_cast<int32_t*>(memory.dscores_pairs + step_at), pair_bf16(first.dscores, second.dscores));
-        store(dscores + at, first.dscores);
-        store(dscores + at + kPanel, second.dscores);
-        continue;
-      }
-#endif
-      store(reinterpret_cast<float*>(memory.probs_pairs + step_at), first.probs);
-      store(reinterpret_cast<float*>(memory.dscores_pairs + step_at), first.dscores);
-    }
-    // Zeros up to whole steps of keys: at most one vector more, where a group of steps has two.
-    if constexpr (kStepGroup<E> * kPerStep<E> > kWidth) {
-      const int64_t end = (keys + kWidth - 1) / kWidth * kWidth;
-      if (end % (kStepGroup<E> * kPerStep<E>) == 0) continue;
-      E* dscores = reinterpret_cast<E*>(memory.dscores) + r * kPanel + end;
-      store(dscores, set1(0.0f));
-      store(dscores + kPanel, set1(0.0f));
-    }
-  }
-  // And of queries.
-  const int64_t filled = steps_of<E>(rows) * kStepBytes;
-  const auto rest = static_cast<size_t>(whole_steps<E>(rows) * kStepBytes - filled);
-  std::memset(memory.probs_pairs + filled, 0, rest);
-  std::memset(memory.dscores_pairs + filled, 0, rest);
-}
-
-// delta of `rows` rows. fp32 sums are made in the very order of dP's: where one key has all of the probability, O is
-// its v, and dP - delta must be 0 rather than a rounding error. Each space is for a panel of columns.
+// rowsum(dO O) of `rows` rows. fp32 sums are made in the very order of dP's: where one key has all of the probability,
+// O is its v, and dP - delta must be 0 rather than a rounding error. Each space is for a panel of columns.
 template <typename E, typename T>
 void sum_rows(const T* dout, int64_t dout_stride, const T* out, int64_t out_stride, int64_t rows, int64_t d,
               [[maybe_unused]] char* dout_space, [[maybe_unused]] char* out_space, float* delta) {
@@ -312,7 +230,8 @@ void attention_bwd_head(const AttentionBwd<T>& args, AmxTiles& tiles, const BwdM
     memory.top[r] = stats[r];
     memory.inverse_sum[r] = 1.0f / stats[r + in.num_heads * args.total_tokens];
   }
-  for (int64_t r = 0; r < rows_total; r += kBlock) {
+  const bool is_whole = task.length <= kBlock;
+  for (int64_t r = 0; !is_whole && r < rows_total; r += kBlock) {
     sum_rows<E>(dout + r * dout_stride, dout_stride, args.out.at(token + r, head), args.out.token_stride,
                 std::min(kBlock, rows_total - r), d, memory.k_columns, memory.v_columns, memory.delta + r);
   }
@@ -351,12 +270,16 @@ void attention_bwd_head(const AttentionBwd<T>& args, AmxTiles& tiles, const BwdM
       const Window window = kHasWindow ? Window{in.key_begin + token, in.key_end + token, key} : Window{};
       // Squares of which all is seen are as those without a window.
       const bool is_cut = kHasWindow && (window.begin[query + rows - 1] > key || window.end[query] < key + keys);
-      if (is_cut) {
-        square_gradients<E, true>(memory, mask, in.dropout.p > 0.0, counter, counters_per_query, query, rows, keys,
-                                  in.softmax_scale, window);
+      const auto gradients = [&](auto has_window, auto whole) {
+        square_gradients<E, has_window(), whole()>(memory, mask, in.dropout.p > 0.0, counter, counters_per_query, query,
+                                                   rows, keys, in.softmax_scale, window);
+      };
+      constexpr std::true_type kYes{};
+      constexpr std::false_type kNo{};
+      if (is_whole) {
+        is_cut ? gradients(kYes, kYes) : gradients(kNo, kYes);
       } else {
-        square_gradients<E, false>(memory, mask, in.dropout.p > 0.0, counter, counters_per_query, query, rows, keys,
-                                   in.softmax_scale, window);
+        is_cut ? gradients(kYes, kNo) : gradients(kNo, kNo);
       }
       const bool adds_to_keys = query > first_query || !is_first_of_keys;
       const bool adds_to_queries = key > (kHasWindow ? window.begin[query] / kBlock * kBlock : 0);

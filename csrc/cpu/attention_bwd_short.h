@@ -47,47 +47,60 @@ BwdShortMemory lay_out_bwd_short(Carver& carver, const AttentionInputs<T>& in, i
 
 // What is known of the queries, a lane for each.
 struct QueryLanes {
-  alignas(64) float top[kPanel], inverse_sum[kPanel], delta[kPanel];
+  alignas(64) float top[kPanel], inverse_sum[kPanel];
 };
 
 // Scores and dprobs become the left-hand operands of the three products to come. `counter` is that of the first query's
-// first keys.
+// first keys. delta as in whole_row.
 template <typename E, bool kHasDropout>
 FASTBERT_SIMD void column_gradients(const BwdShortMemory& m, int64_t n, const QueryLanes& queries, Floats scale,
                                     const DropoutMask& mask, uint64_t counter, uint64_t counters_per_query) {
   [[maybe_unused]] const Longs every_other_query = multiples(2 * counters_per_query);
-  for (int64_t first = 0; first < n; first += 4) {
-    for (int64_t query = 0; query < n; query += kWidth) {
-      const Floats top = load(queries.top + query), inverse_sum = load(queries.inverse_sum + query);
-      const Floats delta = load(queries.delta + query);
+  for (int64_t query = 0; query < n; query += kWidth) {
+    const Floats top = load(queries.top + query), inverse_sum = load(queries.inverse_sum + query);
+    float *probs = m.scores + query, *dprobs = m.dprobs + query;
+    Floats delta = set1(0.0f);
+    for (int64_t first = 0; first < n; first += 4) {
       [[maybe_unused]] ColumnMultipliers multipliers;
       if constexpr (kHasDropout) {
         const uint64_t row = counter + static_cast<uint64_t>(query) * counters_per_query;
         multipliers = draw_columns(mask, row + static_cast<uint64_t>(first / 4), counters_per_query, every_other_query);
       }
-      Floats ds[4];
 #pragma GCC unroll 4
       for (int64_t i = 0; i < 4; ++i) {
-        ds[i] = set1(0.0f);
-        if (first + i >= n) continue;
-        const int64_t at = (first + i) * kPanel + query;
-        const Floats e = exp_score<E>(m.scores + at, top, scale, kWidth), dp = load(m.dprobs + at);
-        Gradient gradient;
+        if (first + i >= n) break;
+        const int64_t at = (first + i) * kPanel;
+        const Floats p = mul(exp_score<E>(probs + at, top, scale, kWidth), inverse_sum);
+        Floats dp = load(dprobs + at), dropped = p;
         if constexpr (kHasDropout) {
-          gradient = softmax_gradient(e, inverse_sum, dp, delta, multipliers.column[i]);
-        } else {
-          gradient = softmax_gradient(e, inverse_sum, dp, delta);
+          dp = mul(dp, multipliers.column[i]), dropped = mul(p, multipliers.column[i]);
+          store(dprobs + at, dp);
         }
-        store(reinterpret_cast<E*>(m.probs) + at, gradient.probs);
-        store(reinterpret_cast<E*>(m.dscores) + at, gradient.dscores);
-        ds[i] = gradient.dscores;
+        store(probs + at, p);
+        store(reinterpret_cast<E*>(m.probs) + at + query, dropped);
+        delta = fma(p, dp, delta);
+      }
+    }
+    if constexpr (sizeof(E) == 4) {
+      Floats rest = set1(0.0f);
+      for (int64_t at = 0; at < n * kPanel; at += kPanel) {
+        const Floats dp = sub(load(dprobs + at), delta);
+        store(dprobs + at, dp);
+        rest = fma(load(probs + at), dp, rest);
+      }
+      delta = rest;
+    }
+    for (int64_t key = 0; key < n; key += kPerStep<E>) {
+      Floats ds[2] = {set1(0.0f), set1(0.0f)};
+#pragma GCC unroll 2
+      for (int64_t i = 0; i < kPerStep<E>; ++i) {
+        if (key + i >= n) break;
+        const int64_t at = (key + i) * kPanel;
+        ds[i] = mul(load(probs + at), sub(load(dprobs + at), delta));
+        store(reinterpret_cast<E*>(m.dscores) + at + query, ds[i]);
       }
       if constexpr (kPerStep<E> > 1) {
-#pragma GCC unroll 2
-        for (int64_t i = 0; i < 4; i += 2) {
-          if (first + i >= n) break;
-          store_step<E>(m.dscores_steps + (first + i) / 2 * kStepBytes + query * 4, ds[i], ds[i + 1]);
-        }
+        store_step<E>(m.dscores_steps + key / 2 * kStepBytes + query * 4, ds[0], ds[1]);
       }
     }
   }
@@ -116,7 +129,6 @@ void attention_bwd_short(const AttentionBwd<T>& args, const AttentionTask& task)
     const bool is_last_of_keys = in.group == 1 || (head + 1) % in.group == 0;
     const bool has_next = head + 1 < task.head_end, has_next_keys = has_next && is_last_of_keys;
     if (has_next) {
-      fetch_rows(args.out, token, n, head + 1, d);
       fetch_rows(args.dout, token, n, head + 1, d);
     }
     const T *v = in.v.at(token, key_head), *dout = args.dout.at(token, head);
@@ -132,9 +144,6 @@ void attention_bwd_short(const AttentionBwd<T>& args, const AttentionTask& task)
       queries.top[r] = stats[query];
       queries.inverse_sum[r] = 1.0f / stats[query + in.num_heads * args.total_tokens];
     }
-    sum_rows<E>(dout, dout_stride, args.out.at(token, head), args.out.token_stride, n, d, m.dout_columns, m.q_columns,
-                queries.delta);
-    std::fill(queries.delta + n, queries.delta + padded, 0.0f);
 
     pack_columns<E>(q.data, q.stride, n, d, m.q_columns);
     pack_columns<E>(dout, dout_stride, n, d, m.dout_columns);

@@ -53,10 +53,9 @@ def differentiate(function, qkv: torch.Tensor, dout: torch.Tensor) -> tuple[torc
     return out.detach(), torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
-def check(backend, qkv, case, keep=None, seed=0, in_units=False, **options) -> None:
-    """Outputs and gradients of `backend` against the oracle; `keep` is the mask that `seed` gives.
-
-    in_units: each error counts by the terms of its element, where few elements would have nearly all of the error.
+def results_of(backend, qkv, case, keep=None, seed=0, **options) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(out, dqkv) of `backend`, of the oracle and of the formula, and the terms that are added up for them; `keep` is
+    the mask that `seed` gives.
     """
     dout = torch.randn_like(qkv[0])
 
@@ -68,14 +67,18 @@ def check(backend, qkv, case, keep=None, seed=0, in_units=False, **options) -> N
     literal = partial(reference.attention, cu_seqlens=case.cu_seqlens, keep=keep, **options)
     actual, baseline = differentiate(ours, qkv, dout), differentiate(literal, qkv, dout)
     oracle = differentiate(literal, qkv.double(), dout)
-    if in_units:
-        terms = attention_terms(*qkv.double(), dout.double(), case.cu_seqlens, keep=keep, **options)
-        terms = (terms["out"], torch.stack([terms["dq"], terms["dk"], terms["dv"]]))
-        for *results, factor in zip(actual, oracle, baseline, terms, (OUTPUT_FACTOR, GRADIENT_FACTOR), strict=True):
-            assert_close_in_units(*results, factor)
-        return
-    for i, (name, factor) in enumerate((("out", OUTPUT_FACTOR), ("dqkv", GRADIENT_FACTOR))):
-        assert_close_to_reference(actual[i], oracle[i], baseline[i], factor, name)
+    terms = attention_terms(*qkv.double(), dout.double(), case.cu_seqlens, keep=keep, **options)
+    return [actual, oracle, baseline, (terms["out"], torch.stack([terms["dq"], terms["dk"], terms["dv"]]))]
+
+
+def check(*args, in_units=False, **options) -> None:
+    """By the error rule. in_units: each error counts by the terms of its element, where few have nearly all of it."""
+    results = results_of(*args, **options)
+    for *each, terms, factor in zip(*results, (OUTPUT_FACTOR, GRADIENT_FACTOR), strict=True):
+        if in_units:
+            assert_close_in_units(*each, terms, factor)
+        else:
+            assert_close_to_reference(*each, factor)
 
 
 def is_interpreted_in_16_bits(p) -> bool:
@@ -134,6 +137,18 @@ ADVERSARIAL = {
 def test_adversarial_inputs(backend, dtype, kind, softmax_scale):
     qkv = torch.stack(ADVERSARIAL[kind](*make(RAGGED, dtype=dtype)))
     check(backend, qkv, RAGGED, in_units=True, softmax_scale=softmax_scale)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS, indirect=True)
+@each_dtype
+def test_keys_and_values_with_a_mean(backend, dtype):
+    """dP is as large as delta then, and dS what is left of them: the rounding of the output, which rowsum(dO O) has in
+    it, is alike for all keys of a query, and so their mean brings it to dq.
+    """
+    qkv = make(RAGGED, head_dim=64, dtype=dtype) + torch.tensor([0, 3, 3])[:, None, None, None]
+    gradients = (gradient for _, gradient in results_of(backend, qkv, RAGGED)[:3])
+    for name, *compared in zip(("dq", "dk", "dv"), *gradients, strict=True):
+        assert_close_to_reference(*compared, GRADIENT_FACTOR, name)
 
 
 @halved

@@ -44,3 +44,16 @@ def judge_losses(curves_of: Callable[[], Sequence[Sequence[float]]], draws: int 
         return {"": torch.tensor(actual)}, {"": exact}, {"": torch.tensor(baseline)}
 
     judge(results_of, lambda results: assert_close_to_reference(*(t[""] for t in results), GRADIENT_FACTOR), draws)
+
+
+def nudged(t: torch.Tensor, draw: int) -> torch.Tensor:
+    """Each number about a unit in the last place up or down, or not at all; draw 0 leaves all as they are.
+
+    Where a few numbers decide how far all of a result is off, two saturated scores or the norm of one row, one draw is
+    luck, however many elements it has. All such luck comes up in draws of the same operands, nudged: so they are judged
+    together, for the kernels as for the formula.
+    """
+    if draw == 0:
+        return t
+    steps = torch.randint(-1, 2, t.shape, generator=torch.Generator().manual_seed(draw))
+    return (t.double() * (1 + torch.finfo(t.dtype).eps * steps)).to(t.dtype)
