@@ -7,13 +7,20 @@ import sys
 
 import fuzz_cli
 import fuzz_files
+import fuzz_isas
 import fuzz_models
 import fuzz_ops
 import fuzz_optimizer
 import pytest
 from fuzz_driver import run_round
 
-CASES = {fuzz_files.FUZZER: 30, fuzz_models.FUZZER: 6, fuzz_ops.FUZZER: 40, fuzz_optimizer.FUZZER: 15}
+CASES = {
+    fuzz_files.FUZZER: 30,
+    fuzz_models.FUZZER: 6,
+    fuzz_ops.FUZZER: 40,
+    fuzz_optimizer.FUZZER: 15,
+    fuzz_isas.FUZZER: 3,
+}
 
 
 @pytest.mark.parametrize("fuzzer", CASES, ids=lambda fuzzer: fuzzer.name)
