@@ -321,10 +321,10 @@ class EncoderConfig(ConfigAccess):
         known -= set() if family is None else {*family.fixed}  # an entry of that name is none that transformers reads
         fields: dict[str, Any] = {}
         for name in (*known, *(() if family is None else family.fields)):
-            for theirs in (names.get(name, name), name):
+            aliases = (name,) if family is not None and name in family.aliases else ()
+            for theirs in (names.get(name, name), *aliases):  # as in transformers, the last one counts
                 if theirs in entries:
                     fields[name] = entries.pop(theirs)
-                    break
         id2label = _read_labels(entries.pop("id2label", None))
         entries.pop("label2id", None)  # which follows from it
         num_labels = entries.pop("num_labels", None)

@@ -288,17 +288,20 @@ class PackedBatch:
         sequence = torch.searchsorted(self.cu_seqlens[1:].long(), token, right=True)
         return token - self.cu_seqlens[sequence]
 
-    def columns_with_gaps(self) -> torch.Tensor | None:
+    def columns_with_gaps(self, absolute: bool = False) -> torch.Tensor | None:
         """int64 (total_tokens,), each token's column in the padded grid; None where all tokens of a sequence are known
-        to be neighbours there, so that their places in the sequence have the same distances.
+        to be neighbours there, so that their places in the sequence have the same distances; with `absolute`, where
+        each sequence is known to begin in column 0, too, so that the places are the columns.
         """
         if self.seqlen is None or self.indices is None:
             return None
+        columns = self.indices % self.seqlen
         if _is_on_host(self.indices) and not torch.compiler.is_compiling():
-            rows = self.indices // self.seqlen
-            if bool(((self.indices.diff() == 1) | (rows.diff() != 0)).all()):
+            begins = (self.indices // self.seqlen).diff() != 0
+            is_whole = bool(((self.indices.diff() == 1) | begins).all())
+            if is_whole and not (absolute and (bool(columns[:1].any()) or bool(columns[1:][begins].any()))):
                 return None
-        return self.indices % self.seqlen
+        return columns
 
     def local_targets(self, positions: torch.Tensor) -> torch.Tensor:
         """Columns of the padded grid (batch,) -> places among a sequence's real tokens; -1 where there is no token."""

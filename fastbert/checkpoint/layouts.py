@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import torch
 
 from fastbert.checkpoint.weight_files import CheckpointError
-from fastbert.families.form import Family, Rename, Split
+from fastbert.config import EncoderConfig
+from fastbert.families.form import Rename, Split
 
 Weights = dict[str, torch.Tensor]
 
@@ -19,36 +20,41 @@ def _replaced(key: str, old: str, new: str) -> str | None:
     return None if found is None else (key[: found.start()] + new + key[found.end() :]).lstrip(".")
 
 
-def to_tree(weights: Mapping[str, torch.Tensor], family: Family) -> Weights:
+def to_tree(weights: Mapping[str, torch.Tensor], config: EncoderConfig) -> Weights:
     """The tensors of a file under the names of the tree. What is there already stays as it is.
 
     Raises CheckpointError: a tensor that holds several has another number of rows, or there are some of these only.
     """
-    made = dict(weights)
-    for rule in family.files:
+    made, files = dict(weights), config.family.files
+    for rule in files:
         before, made = made, {}
         for key, t in before.items():
             if isinstance(rule, Rename):
                 made[_replaced(key, rule.old, rule.new) or key] = t
                 continue
             names = [name for new in rule.new if (name := _replaced(key, rule.old, new)) is not None]
-            if names and (not t.dim() or t.shape[0] % len(names)):
-                shape = tuple(t.shape)
-                raise CheckpointError(f"{key} has shape {shape}; its rows are to be {len(names)} equal parts: {names}")
-            made |= dict(zip(names, t.chunk(len(names)), strict=True)) if names else {key: t}
-    for rule in family.files:
+            if not names:
+                made[key] = t
+                continue
+            shares = rule.shares_of(config)
+            if not t.dim() or t.shape[0] % sum(shares):
+                parts = f"{len(names)} equal parts" if rule.shares is None else f"parts of {_as_ratio(shares)}"
+                raise CheckpointError(f"{key} has shape {tuple(t.shape)}; its rows are to be {parts}: {names}")
+            unit = t.shape[0] // sum(shares)
+            made |= dict(zip(names, t.split([unit * share for share in shares]), strict=True))
+    for rule in files:
         if isinstance(rule, Split):
             _check_parts(made, rule)
     return made
 
 
-def to_file(weights: Mapping[str, torch.Tensor], family: Family) -> Weights:
+def to_file(weights: Mapping[str, torch.Tensor], config: EncoderConfig) -> Weights:
     """The tensors of a tree under the names, and in the pieces, that the family's files have.
 
     Raises CheckpointError: of tensors that one of the file's holds, some are missing, or of another width or dtype.
     """
     made = dict(weights)
-    for rule in reversed(family.files):
+    for rule in reversed(config.family.files):
         if isinstance(rule, Split):
             _check_parts(made, rule)
         before, made = made, {}
@@ -58,19 +64,25 @@ def to_file(weights: Mapping[str, torch.Tensor], family: Family) -> Weights:
                 continue
             whole = _replaced(key, rule.new[0], rule.old)
             if whole is not None:
-                made[whole] = _merged([before[part] for part in _parts(key, rule)], whole)
+                made[whole] = _merged([before[part] for part in _parts(key, rule)], whole, rule.shares_of(config))
             elif not _parts(key, rule):
                 made[key] = t
     return made
 
 
-def _merged(parts: list[torch.Tensor], name: str) -> torch.Tensor:
-    kinds = {f"{tuple(part.shape)} {part.dtype}" for part in parts}
-    if len(kinds) > 1:
-        raise CheckpointError(
-            f"{name} is one tensor in files, and what it is made of has not one form: {sorted(kinds)}"
-        )
+def _merged(parts: list[torch.Tensor], name: str, shares: tuple[int, ...]) -> torch.Tensor:
+    """The parts as one. Their rows must be as `shares` say, or a reader would cut elsewhere."""
+    forms = {(*part.shape[1:], part.dtype) for part in parts}
+    rows = [part.shape[0] if part.dim() else 0 for part in parts]
+    if len(forms) > 1 or any(n * shares[0] != rows[0] * share for n, share in zip(rows, shares, strict=True)):
+        kinds = sorted({f"{tuple(part.shape)} {part.dtype}" for part in parts})
+        form = "one form" if len(set(shares)) == 1 else f"rows of {_as_ratio(shares)}"
+        raise CheckpointError(f"{name} is one tensor in files, and what it is made of has not {form}: {kinds}")
     return torch.cat(parts)
+
+
+def _as_ratio(shares: tuple[int, ...]) -> str:
+    return " to ".join(map(str, shares))
 
 
 def _parts(key: str, rule: Split) -> list[str]:

@@ -150,7 +150,7 @@ class CheckpointMixin(nn.Module):
             else:
                 assert replacing is not None and state_dict is not None
                 own = replacing
-                weights = to_tree({key: t.detach().clone() for key, t in state_dict.items()}, own.family)
+                weights = to_tree({key: t.detach().clone() for key, t in state_dict.items()}, own)
             if changes:
                 own = own.replace(**changes)
             if replacing is None and not {"num_hidden_layers", "num_hidden_groups", "inner_group_num"} & set(changes):
@@ -257,7 +257,7 @@ class CheckpointMixin(nn.Module):
         if (quantization := self.quantization_entry()) is not None:
             entries["quantization_config"] = quantization
         else:  # integers are for us alone, under the names of the tree
-            weights = to_file(weights, config.family)
+            weights = to_file(weights, config)
         return weights, entries
 
     def push_to_hub(

@@ -41,7 +41,7 @@ def read_checkpoint(folder: Path, config: EncoderConfig | None = None) -> tuple[
 
     def read(metadata):
         chosen = config_of(folder, metadata) if config is None else config
-        return chosen, to_tree(read_weights(folder), chosen.family)
+        return chosen, to_tree(read_weights(folder), chosen)
 
     return of_one_save(folder, read)
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from fastbert.families import FAMILIES
+
 
 class ConfigError(ValueError):
     """A configuration cannot be run. The message names the field, its value and what is allowed."""
@@ -45,6 +47,14 @@ class ConfigAccess:
 
     model_type: str
     family: Any
+
+    def __new__(cls, *args: Any, **fields: Any) -> Any:
+        """Raises ConfigError: `fields` has a name that is no argument; it says where the field of a family belongs."""
+        if unknown := [name for name in fields if name not in cls.__dataclass_fields__]:
+            raise ConfigError(
+                _where(unknown[0], fields.get("model_type", cls.__dataclass_fields__["model_type"].default))
+            )
+        return super().__new__(cls)
 
     def replace(self, **changes: Any) -> Any:
         raise NotImplementedError
@@ -175,6 +185,18 @@ class ConfigAccess:
         """Write config.json alone; a model's save_pretrained writes it with the weights."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / "config.json").write_text(self.to_json_string(), encoding="utf-8")
+
+
+def _where(name: str, model_type: Any) -> str:
+    """That a config has no field `name`, and how the families that have it take it."""
+    owners = [kind for kind, family in FAMILIES.items() if name in family.fields]
+    if not owners:
+        return f"EncoderConfig has no field {name!r}"
+    kind = model_type if model_type in owners else owners[0]
+    also = "" if kind == model_type else f", and model_type is {model_type!r}"
+    return (
+        f"{name} is a field of {', '.join(owners)} only{also}: give it to EncoderConfig.of_family({kind!r}, {name}=...)"
+    )
 
 
 def check_label2id(label2id: Any, id2label: Mapping[int, str]) -> None:

@@ -29,6 +29,7 @@ FAMILY = Family(
         "attention_probs_dropout_prob": "attention_dropout",
         "classifier_dropout": "seq_classif_dropout",
     },
+    aliases=("hidden_size", "num_hidden_layers", "num_attention_heads"),
     fixed=("type_vocab_size", "layer_norm_eps"),
     embeddings=Embeddings(token_type=None),
     layer=LayerNames(

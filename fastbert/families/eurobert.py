@@ -16,6 +16,7 @@ from fastbert.families.form import (
     TheirClass,
     heads,
 )
+from fastbert.families.rope import modern_rope, rotary
 from fastbert.families.spec import (
     AttentionSpec,
     FeedForwardSpec,
@@ -23,8 +24,6 @@ from fastbert.families.spec import (
     LayerNames,
     LayerSpec,
     NormSpec,
-    modern_rope,
-    rotary,
 )
 
 _LAYER = LayerNames(
@@ -49,7 +48,7 @@ def _spec(config: Any, depth: int) -> LayerSpec:
     count, groups = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
     if count % groups:
         raise Invalid("num_key_value_heads", groups, f"a divisor of num_attention_heads, {count}")
-    position = rotary(config.rope_parameters, config.head_dim, 10_000.0, their_frequencies="rotary_emb.inv_freq")
+    position = rotary(config, config.head_dim, 10_000.0, their_frequencies="rotary_emb.inv_freq")
     attention = ("query", "key", "value", "attention_output") if config.attention_bias else ()
     feed_forward = ("gate", "up", "down") if config.mlp_bias else ()
     return LayerSpec(

@@ -174,10 +174,18 @@ class Rename(NamedTuple):
 
 
 class Split(NamedTuple):
-    """One tensor of a hub file holds, along its first dimension in equal parts, those of several leaves in the tree."""
+    """One tensor of a hub file holds, along its first dimension, those of several leaves in the tree.
+
+    shares: of a config, how the rows are shared out, as counts of anything (query heads, key heads, value heads); None:
+    equal parts.
+    """
 
     old: str
     new: tuple[str, ...]
+    shares: Callable[[Any], tuple[int, ...]] | None = None
+
+    def shares_of(self, config: Any) -> tuple[int, ...]:
+        return (1,) * len(self.new) if self.shares is None else self.shares(config)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -286,6 +294,7 @@ class Family:
     # The config
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that a config.json leaves out; else BERT's
     their_names: Mapping[str, str] = field(default_factory=dict)  # our names of fields -> theirs
+    aliases: tuple[str, ...] = ()  # of these, our names that config.json may use, too: transformers' attribute_map
     fields: Mapping[str, Field] = field(default_factory=dict)  # that only this family, or few, have
     fixed: tuple[str, ...] = ()  # fields that its config.json does not have: only the default is possible
     only_values: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: ONLY_VALUES)

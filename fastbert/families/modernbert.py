@@ -13,7 +13,8 @@ from fastbert.families.form import (
     TheirClass,
     heads,
 )
-from fastbert.families.spec import AttentionSpec, FeedForwardSpec, Invalid, LayerNames, LayerSpec, NormSpec, rotary
+from fastbert.families.rope import rotary
+from fastbert.families.spec import AttentionSpec, FeedForwardSpec, Invalid, LayerNames, LayerSpec, NormSpec
 
 _LAYER = LayerNames(
     query="attn.Wqkv", key="attn.Wqkv", value="attn.Wqkv", attention_output="attn.Wo", attention_norm="attn_norm",
@@ -40,11 +41,7 @@ def _layer_types(config: Any) -> list[str]:
 def _spec(config: Any, depth: int) -> LayerSpec:
     kind, half = _layer_types(config)[depth], config.local_attention // 2
     width, count = config.hidden_size, config.num_attention_heads
-    parameters = config.rope_parameters or {}
-    if not isinstance(parameters, dict):
-        raise Invalid("rope_parameters", parameters, f"an object with {' and '.join(_THETAS)}")
-    name, frequencies = f"rope_parameters.{kind}", f"rotary_emb.{kind}_inv_freq"
-    position = rotary(parameters.get(kind), width // count, _THETAS[kind], name, their_frequencies=frequencies)
+    position = rotary(config, width // count, _THETAS, kind, their_frequencies=f"rotary_emb.{kind}_inv_freq")
     window = (half, half) if kind == "sliding_attention" else (-1, -1)
     dropout = config.attention_probs_dropout_prob
     biases = ("query", "key", "value", "attention_output") if config.attention_bias else ()
@@ -61,13 +58,16 @@ def _spec(config: Any, depth: int) -> LayerSpec:
 
 
 def _modernised(entries: dict[str, Any]) -> dict[str, Any]:
-    """Thetas and scalings as files had them before rope_parameters."""
+    """Thetas and scalings as files had them before rope_parameters; transformers' other name of the window."""
+    if (window := entries.pop("sliding_window", None)) is not None:
+        entries["local_attention"] = 2 * window if type(window) is int else window
     rope, scaling = entries.get("rope_parameters") or {}, entries.pop("rope_scaling", None) or {}
     if not isinstance(rope, dict) or not isinstance(scaling, dict):
         return {**entries, "rope_parameters": rope if scaling == {} else scaling}  # which `_spec` refuses
-    made = {}
+    made = dict(rope)
     for kind, name in zip(_THETAS, ("global_rope_theta", "local_rope_theta"), strict=True):
-        given, theta = rope.get(kind) or {"rope_type": "default"}, entries.pop(name, None)
+        given, theta = rope.get(kind), entries.pop(name, None)
+        given = {"rope_type": "default"} if given is None else given
         others = {"rope_theta": _THETAS[kind] if theta is None else theta}
         made[kind] = {**others, **given, **scaling} if isinstance(given, dict) else given
     return {**entries, "rope_parameters": made}

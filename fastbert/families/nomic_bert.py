@@ -13,7 +13,8 @@ from fastbert.families.form import (
     TheirClass,
     heads,
 )
-from fastbert.families.spec import AttentionSpec, FeedForwardSpec, LayerNames, LayerSpec, NormSpec, modern_rope, rotary
+from fastbert.families.rope import modern_rope, rotary
+from fastbert.families.spec import AttentionSpec, FeedForwardSpec, LayerNames, LayerSpec, NormSpec
 
 _LAYER = LayerNames(
     query="self_attn.q_proj",
@@ -34,7 +35,7 @@ _LAYER = LayerNames(
 
 def _spec(config: Any, depth: int) -> LayerSpec:
     count, width, dropout = config.num_attention_heads, config.head_dim, config.hidden_dropout_prob
-    position = rotary(config.rope_parameters, width, 1000.0, their_frequencies="rotary_emb.inv_freq")
+    position = rotary(config, width, 1000.0, their_frequencies="rotary_emb.inv_freq")
     return LayerSpec(
         _LAYER,
         AttentionSpec(count, count, width, dropout=config.attention_probs_dropout_prob, position=position),

@@ -18,9 +18,10 @@ class Invalid(ValueError):
 class Rotary(NamedTuple):
     """Rotary position embedding (Su et al. 2021, section 3.4.2) of queries and keys.
 
-    dim: the width that is rotated, a head's. interleaved: dimension 2i is paired with 2i + 1 instead of i with
-    dim / 2 + i. rotates_values: of values, too. scaling: (rope_type, its parameters as sorted pairs); () is the plain
-    table of theta. table: the path of a leaf that holds the table's sines and then cosines, which is saved.
+    dim: how many dimensions of a head are rotated, its first ones (all, or a part as in GPT-NeoX). interleaved:
+    dimension 2i is paired with 2i + 1 instead of i with dim / 2 + i. rotates_values: of values, too. scaling:
+    (rope_type, its parameters as pairs); () is the plain table of theta. table: the path of a leaf that holds the
+    table's sines and then cosines, which is saved.
     frequencies: the path of a buffer that holds the inverse frequencies, which is saved. their_frequencies: where
     transformers' tree has them, where they are not saved.
     """
@@ -37,7 +38,10 @@ class Rotary(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """window_size: (left, right), how far before and behind itself a query sees keys; -1 is unlimited."""
+    """window_size: (left, right), how far before and behind itself a query sees keys; -1 is unlimited.
+
+    Raises Invalid: `position` takes dimensions that a head does not have, or not in pairs.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -46,6 +50,15 @@ class AttentionSpec:
     dropout: float = 0.0
     window_size: tuple[int, int] = (-1, -1)
     position: Rotary | None = None
+
+    def __post_init__(self) -> None:
+        if self.position is None:
+            return
+        if (dim := self.position.dim) % 2:
+            name = "head_dim" if dim == self.head_dim else "the width that rotary embedding turns"
+            raise Invalid(name, dim, "even: rotary embedding takes the dimensions of a head in pairs")
+        if not 0 < dim <= self.head_dim:
+            raise Invalid("the width that rotary embedding turns", dim, f"from 2 to head_dim, {self.head_dim}")
 
 
 @dataclass(frozen=True)
@@ -74,8 +87,11 @@ class Distances(NamedTuple):
     has_windows: bool = False
 
     @property
-    def turns_values(self) -> bool:
-        return any(rotary.rotates_values for rotary in self.rotaries)
+    def are_absolute(self) -> bool:
+        """Whether it counts where a sequence begins, too: values that are turned, and tables that are not known to be
+        rotations, of which only the difference of two positions would remain.
+        """
+        return any(rotary.rotates_values or rotary.table is not None for rotary in self.rotaries)
 
 
 _QKV = ("query", "key", "value")
@@ -158,68 +174,3 @@ class LayerSpec:
             feed_forward=replace(self.feed_forward, dropout=dropouts["inner"]),
             feed_forward_dropout=dropouts["feed_forward"],
         )
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Rotary embedding as config.json files describe it
-
-_ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": (
-        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-        "mscale_all_dim", "truncate",
-    ),
-}  # fmt: skip
-_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
-
-
-def rotary(parameters: Any, dim: int, theta: float, name: str = "rope_parameters", **options: Any) -> Rotary:
-    """What `parameters` (rope_type, rope_theta, ...) mean for heads of width `dim`; `theta` where they have none.
-
-    Raises Invalid for a type that is unknown, or whose table depends on the longest sequence of a batch: one sequence
-    would change another's result.
-    """
-    parameters = {} if parameters is None else parameters
-    if dim % 2:
-        raise Invalid("head_dim", dim, "even: rotary embedding takes the dimensions of a head in pairs")
-    if not isinstance(parameters, Mapping):
-        raise Invalid(name, parameters, "an object with rope_type and rope_theta, or null")
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind in ("dynamic", "longrope"):
-        raise Invalid(f"{name}.rope_type", kind, "one whose table does not depend on the longest sequence of a batch:"
-                      f" {', '.join(_ROPE_PARAMETERS)}")  # fmt: skip
-    if not isinstance(kind, str) or kind not in _ROPE_PARAMETERS:
-        raise Invalid(f"{name}.rope_type", kind, f"one of {', '.join(_ROPE_PARAMETERS)}")
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise Invalid(f"{name}.partial_rotary_factor", parameters["partial_rotary_factor"], "1.0")
-    theta = parameters.get("rope_theta", theta)
-    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 1 < theta < 3e38:
-        raise Invalid(f"{name}.rope_theta", theta, "a number above 1")
-    scaling: list[tuple[str, Any]] = []
-    for key in _ROPE_PARAMETERS[kind]:
-        value = parameters.get(key)
-        if value is None and key in _OPTIONAL:
-            continue
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 3e38
-        if key == "truncate" and type(value) is not bool:
-            raise Invalid(f"{name}.{key}", value, "true or false")
-        if key != "truncate" and not is_number:
-            raise Invalid(f"{name}.{key}", value, "a number above 0")
-        scaling.append((key, value))
-    return Rotary(float(theta), dim, scaling=(kind, tuple(scaling)) if scaling else (), **options)
-
-
-def modern_rope(entries: dict[str, Any]) -> dict[str, Any]:
-    """Entries of a config.json from before there was rope_parameters, with rope_theta and rope_scaling inside of it.
-
-    As in transformers: a scaling goes before rope_parameters, and the others fill in what these lack.
-    """
-    scaling, given = entries.pop("rope_scaling", None), entries.get("rope_parameters")
-    given = scaling or given
-    others = {name: entries.pop(name, None) for name in ("rope_theta", "partial_rotary_factor")}
-    others = {name: value for name, value in others.items() if value is not None}
-    if isinstance(given, Mapping) or (given is None and others):
-        given = {**others, **(given or {"rope_type": "default"})}
-    return entries if given is None else {**entries, "rope_parameters": given}

@@ -60,8 +60,11 @@ def run_attention(layer: nn.Module, spec: LayerSpec, x, context: LayerContext, w
         products = list(products[0].split([count * form.head_dim for count in heads], dim=-1))
     q, k, v = (t.unflatten(-1, (count, form.head_dim)) for t, count in zip(products, heads, strict=True))
     rotary = None if form.position is None else context.rotary[form.position]
-    if rotary is not None and form.position is not None and form.position.rotates_values:
-        (v,) = ops.rotate((v,), rotary, batch.cu_seqlens, batch.cache)
+    if rotary is not None and form.position is not None:
+        if form.position.rotates_values:
+            (v,) = ops.rotate((v,), rotary, batch.cu_seqlens, batch.cache)
+        if form.position.dim < form.head_dim:  # attention turns whole heads
+            (q, k), rotary = ops.rotate((q, k), rotary, batch.cu_seqlens, batch.cache), None
     options: dict[str, Any] = {
         "softmax_scale": form.softmax_scale,
         "window_size": form.window_size,

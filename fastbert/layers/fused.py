@@ -184,6 +184,8 @@ def _leaves(layer: nn.Module, spec: LayerSpec, rotary: int, with_dropout: bool) 
         eps.append(norm_eps)
     if attention.position is not None and attention.position.rotates_values:
         return "attention rotates values, too"
+    if attention.position is not None and attention.position.dim < attention.head_dim:
+        return f"rotary embedding turns {attention.position.dim} of a head's {attention.head_dim} dimensions"
     dropouts = (attention.dropout, spec.attention_output_dropout, feed_forward.dropout, spec.feed_forward_dropout)
     form = ops.LayerForm(
         num_heads=attention.num_heads,

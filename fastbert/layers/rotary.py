@@ -24,16 +24,25 @@ def inverse_frequencies(rotary: Rotary) -> tuple[torch.Tensor, float]:
         return plain, 1.0
     kind, parameters = rotary.scaling
     given = dict(parameters)
-    if kind == "linear":
-        return plain / given["factor"], 1.0
-    return (_llama3 if kind == "llama3" else _yarn)(rotary, plain, given)
+    return _SCALED[kind](rotary, plain, given)
+
+
+def _linear(rotary: Rotary, plain: torch.Tensor, given: dict) -> tuple[torch.Tensor, float]:
+    """Positions are nearer to each other by `factor` (Chen et al. 2023)."""
+    return plain / given["factor"], 1.0
+
+
+def _proportional(rotary: Rotary, plain: torch.Tensor, given: dict) -> tuple[torch.Tensor, float]:
+    """A share of the frequencies, the fast ones, and no turning by the others."""
+    kept = int(given["partial_rotary_factor"] * rotary.dim // 2)
+    return torch.cat((plain[:kept], torch.zeros_like(plain[kept:]))) / given["factor"], 1.0
 
 
 def _llama3(rotary: Rotary, plain: torch.Tensor, given: dict) -> tuple[torch.Tensor, float]:
     """Long waves are stretched by `factor`, short ones left alone, those between in proportion (Llama 3.1)."""
     factor, low, high = given["factor"], given["low_freq_factor"], given["high_freq_factor"]
     turns = given["original_max_position_embeddings"] * plain / (2 * math.pi)  # over the original length
-    smooth = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    smooth = ((turns - low) / (high - low)).clamp(0.0, 1.0) if high > low else (turns >= low).float()
     return (1 - smooth) * plain / factor + smooth * plain, 1.0
 
 
@@ -45,21 +54,23 @@ def _yarn(rotary: Rotary, plain: torch.Tensor, given: dict) -> tuple[torch.Tenso
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
     attention = given.get("attention_factor")
-    if attention is None and given.get("mscale") and given.get("mscale_all_dim"):
+    if attention is None and "mscale" in given and "mscale_all_dim" in given:
         attention = scale_of(given["mscale"]) / scale_of(given["mscale_all_dim"])
     attention = scale_of(1.0) if attention is None else attention
 
     def dimension_that_turns(times: float) -> float:
         return rotary.dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(rotary.theta))
 
-    low = dimension_that_turns(given.get("beta_fast") or 32)
-    high = dimension_that_turns(given.get("beta_slow") or 1)
-    if given.get("truncate", True):
+    low, high = dimension_that_turns(given.get("beta_fast", 32)), dimension_that_turns(given.get("beta_slow", 1))
+    if given["truncate"]:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary.dim - 1)
     high = high + 0.001 if high == low else high
     ramp = ((torch.arange(rotary.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
     return plain / factor * ramp + plain * (1 - ramp), attention
+
+
+_SCALED = {"linear": _linear, "llama3": _llama3, "yarn": _yarn, "proportional": _proportional}
 
 
 class RotaryTable(nn.Embedding):
@@ -120,14 +131,15 @@ Table = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, a row for each p
 # Tables of positions, made once and again where a text is longer. Only eager calls may ask here: see Remembered.
 _made: dict[tuple[Rotary, torch.device], Table] = {}
 _MOST_TABLES = 64
-_made_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # buffer of frequencies -> (its version, table)
+_made_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # buffer of frequencies -> (its version, the factor, table)
 
 
 def rotary_tables(
     root: nn.Module, rotary: Rotary, positions: torch.Tensor | None, max_seqlen: int, device
 ) -> ops.Rotary:
     """The tables that attention takes: by a token's place in its sequence, or, with `positions` (total_tokens,), by
-    token. What `root` holds of them counts: transformers' frequencies are bf16 after `model.bfloat16()`.
+    token. What `root` holds of them counts: transformers' frequencies are bf16 after `model.bfloat16()`, and they and
+    the factor are what its tree was built with, whatever its config says by now.
     """
     if rotary.table is not None:
         table = get_leaf(root, rotary.table)._parameters["weight"]
@@ -136,57 +148,63 @@ def rotary_tables(
         rows = rows if positions is None else rows.index_select(0, positions)
         sin, cos = rows.chunk(2, -1)
         return ops.Rotary(cos, sin, rotary.interleaved, positions is not None)
-    held = _frequencies_in(root, rotary.frequencies or rotary.their_frequencies)
+    held, factor = _held_in(root, rotary.frequencies or rotary.their_frequencies)
     is_remembered = positions is None and not torch.compiler.is_compiling()
     if is_remembered and held is None:
         cos, sin = _remembered(rotary, max_seqlen, device)
     elif is_remembered and held is not None and not held.is_inference():  # which has no version
-        cos, sin = _remembered_of(held, rotary, max_seqlen)
+        cos, sin = _remembered_of(held, factor, rotary, max_seqlen)
     else:
-        cos, sin = _turned(rotary, held, _all_positions(max_seqlen, device) if positions is None else positions)
+        positions = _all_positions(max_seqlen, device) if positions is None else positions
+        cos, sin = _turned(rotary, held, factor, positions)
     return ops.Rotary(cos, sin, rotary.interleaved, positions is not None)
 
 
-def _frequencies_in(root: nn.Module, path: str | None) -> torch.Tensor | None:
-    """The buffer at `path` below `root`; None where there is none."""
+def _held_in(root: nn.Module, path: str | None) -> tuple[torch.Tensor | None, float | None]:
+    """The buffer at `path` below `root`, and the factor of cosines and sines that transformers keeps beside it; None
+    where there is none.
+    """
     parents, _, name = (path or "").rpartition(".")
     for parent in parents.split("."):
         if parent not in root._modules:
-            return None
+            return None, None
         root = root._modules[parent]  # type: ignore[assignment]
-    return root._buffers[name]
+    return root._buffers[name], root.__dict__.get(f"{name.removesuffix('inv_freq')}attention_scaling")
 
 
 def _remembered(rotary: Rotary, max_seqlen: int, device) -> Table:
     found = _made.get((rotary, device))
     if found is None or found[0].shape[0] < max_seqlen:
-        found = _long_table(rotary, None, max_seqlen, device)
+        found = _long_table(rotary, None, None, max_seqlen, device)
         if len(_made) >= _MOST_TABLES:
             _made.clear()
         _made[rotary, device] = found
     return found
 
 
-def _remembered_of(held: torch.Tensor, rotary: Rotary, max_seqlen: int) -> Table:
-    version, found = _made_of.get(held, (None, None))
-    if found is None or version != held._version or found[0].shape[0] < max_seqlen:
-        found = _long_table(rotary, held, max_seqlen, held.device)
-        _made_of[held] = held._version, found
+def _remembered_of(held: torch.Tensor, factor: float | None, rotary: Rotary, max_seqlen: int) -> Table:
+    *made_from, found = _made_of.get(held, (None, None, None))
+    if found is None or made_from != [held._version, factor] or found[0].shape[0] < max_seqlen:
+        found = _long_table(rotary, held, factor, max_seqlen, held.device)
+        _made_of[held] = held._version, factor, found
     return found
 
 
-def _long_table(rotary: Rotary, held: torch.Tensor | None, max_seqlen: int, device) -> Table:
+def _long_table(rotary: Rotary, held: torch.Tensor | None, factor: float | None, max_seqlen: int, device) -> Table:
     with torch.inference_mode(False), torch.no_grad():
-        return _turned(rotary, held, _all_positions(1 << max(max_seqlen - 1, 127).bit_length(), device))
+        return _turned(rotary, held, factor, _all_positions(1 << max(max_seqlen - 1, 127).bit_length(), device))
 
 
 def _all_positions(length: int, device) -> torch.Tensor:
     return torch.arange(length, device=device)
 
 
-def _turned(rotary: Rotary, held: torch.Tensor | None, positions: torch.Tensor) -> Table:
-    """cos and sin, fp32 (positions, dim / 2), by the frequencies that a tree holds, or else by those of `rotary`."""
-    frequencies, factor = inverse_frequencies(rotary)
+def _turned(rotary: Rotary, held: torch.Tensor | None, factor: float | None, positions: torch.Tensor) -> Table:
+    """cos and sin, fp32 (positions, dim / 2), by the frequencies and the factor that a tree holds, or else by those of
+    `rotary`.
+    """
+    frequencies, own_factor = inverse_frequencies(rotary)
+    factor = own_factor if factor is None else factor
     angles = positions[:, None].float() * (frequencies if held is None else held.float()).to(positions.device)
     cos, sin = angles.cos(), angles.sin()
     return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)

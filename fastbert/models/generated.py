@@ -4,6 +4,7 @@ classes.py; the table of families in docs/models.md; and their names in README.m
 
 from __future__ import annotations
 
+import os
 import re
 from importlib import import_module
 from pathlib import Path
@@ -28,7 +29,7 @@ _HEADS = {
     "PreTraining": "pre-training",
     "NextSentencePrediction": "next sentence",
 }
-_GATED = {"gelu": "GeGLU", "silu": "SwiGLU"}
+_GATED = {"gelu": "GeGLU", "gelu_tanh": "GeGLU (tanh)", "silu": "SwiGLU", "relu": "ReGLU"}  # Shazeer 2020
 
 
 def _documented(file: str) -> tuple[str, str]:
@@ -48,7 +49,7 @@ def _layers(family: Family) -> str:
     words += ["RMSNorm"] if first.norm.kind == "rms" else []
     words += ["rotary positions"] if _may_turn(family, config) else []
     if first.feed_forward.gated:
-        words.append(_GATED[first.feed_forward.activation])
+        words.append(_GATED.get(first.feed_forward.activation, f"gated {first.feed_forward.activation}"))
     windows = [max(spec.attention.window_size) for spec in specs if max(spec.attention.window_size) >= 0]
     if windows:
         words.append(f"{len(windows)} of {len(specs)} layers see {windows[0]} tokens to each side")
@@ -118,11 +119,27 @@ def stub() -> str:
     return "\n".join([*lines, *body, ""])
 
 
+def write(root: Path, stub_file: Path) -> None:
+    """Write the stub and fill in the pages below `root`. All texts are made first: an error leaves every file alone."""
+    made = {stub_file: stub(), **{root / page: _page(root / page, text()) for page, text in WRITTEN.items()}}
+    beside = {path: path.with_name(f".writing-{path.name}") for path in made}
+    try:
+        for path, text in made.items():
+            beside[path].write_text(text, encoding="utf-8")
+        for path in made:
+            os.replace(beside[path], path)
+    finally:
+        for path in beside.values():
+            path.unlink(missing_ok=True)
+
+
+def _page(path: Path, text: str) -> str:
+    """The page with `text` between its markers."""
+    filled, count = SECTION.subn(lambda m: f"{m[1]}{text}\n{m[2]}", path.read_text(encoding="utf-8"))
+    if count != 1:
+        raise SystemExit(f"{path.name} has {count} sections of families, not 1")
+    return filled
+
+
 if __name__ == "__main__":
-    STUB.write_text(stub(), encoding="utf-8")
-    for page, text in WRITTEN.items():
-        path = ROOT / page
-        filled, count = SECTION.subn(lambda m: f"{m[1]}{text()}\n{m[2]}", path.read_text(encoding="utf-8"))  # noqa: B023
-        if count != 1:
-            raise SystemExit(f"{page} has {count} sections of families, not 1")
-        path.write_text(filled, encoding="utf-8")
+    write(ROOT, STUB)

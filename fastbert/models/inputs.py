@@ -137,9 +137,11 @@ def prepare_inputs(
     token_type_ids = _like_input("token_type_ids", token_type_ids, grid, given.device)
     if token_type_ids is not None and config.embeddings.token_type is None:
         raise InputError(f"token_type_ids were given, but {config.model_type} has no token types")
+    if config.embeddings.task_type is None and "task_type_vocab_size" in config.own:
+        task_type_ids = None  # as in transformers: the family takes them, and this config has no use for them
     task_type_ids = _like_input("task_type_ids", task_type_ids, grid, given.device)
     if task_type_ids is not None and config.embeddings.task_type is None:
-        raise InputError(f"task_type_ids were given, but this {config.model_type} has no task types")
+        raise InputError(f"task_type_ids were given, but {config.model_type} has no task types")
     limit = tables.longest(config)
     if inputs_embeds is not None and config.embeddings.skips_given and tables.rotary_positions is None:
         limit = None  # nothing looks positions up
@@ -181,11 +183,8 @@ def prepare_inputs(
     ids = EmbeddingIds(pack(input_ids), positions, pack(token_type_ids), pack(task_type_ids), pack(inputs_embeds))
     if config.distances is None:
         return EncoderInputs(batch, ids)
-    columns = batch.columns_with_gaps()
-    turned = columns if given_positions is None else given_positions
-    if turned is None and batch.indices is not None and config.distances.turns_values:
-        turned = batch.local_positions()
-    return EncoderInputs(batch, ids, turned, columns)
+    columns = batch.columns_with_gaps(config.distances.are_absolute)
+    return EncoderInputs(batch, ids, columns if given_positions is None else given_positions, columns)
 
 
 def _check_batch(batch: PackedBatch, given: torch.Tensor, grid, **others: Any) -> None:

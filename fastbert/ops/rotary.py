@@ -74,9 +74,17 @@ def _positions(cu_seqlens: torch.Tensor, total_tokens: int, cache: dict | None) 
 def rotate(
     tensors: Sequence[torch.Tensor], rotary: Rotary, cu_seqlens: torch.Tensor, cache: dict | None = None
 ) -> list[torch.Tensor]:
-    """Queries, keys or values, (total_tokens, their heads, head_dim) each, rotated by torch."""
+    """Queries, keys or values, (total_tokens, their heads, head_dim) each, rotated by torch.
+
+    Tables narrower than head_dim // 2 rotate the first dimensions of each head (GPT-NeoX; Black et al. 2022, 2.1.1).
+    """
     cos, sin = rotary.cos, rotary.sin
     if not rotary.by_token:
         positions = _positions(cu_seqlens, tensors[0].shape[0], cache)
         cos, sin = cos.index_select(0, positions), sin.index_select(0, positions)
-    return [rotary_torch(t, cos, sin, rotary.interleaved) for t in tensors]
+    width = 2 * cos.shape[1]
+    rotated = [rotary_torch(t[..., :width], cos, sin, rotary.interleaved) for t in tensors]
+    return [
+        part if width == t.shape[-1] else torch.cat((part, t[..., width:]), -1)
+        for part, t in zip(rotated, tensors, strict=True)
+    ]

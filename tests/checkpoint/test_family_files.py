@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
-from hf import FAMILIES, config_for, families_axis, hf_class, hf_config, make_config, make_hf
+from hf import FAMILIES, config_for, families_axis, hf_class, hf_config, make_config, make_hf, make_ours
 from safetensors.torch import load_file, save_file
 
 from fastbert import families
@@ -137,6 +138,43 @@ def test_parts_that_are_not_equal(model_type, tmp_path):
     layer.get_submodule(rule.new[1]).to(torch.float64)
     with pytest.raises(CheckpointError, match=rf"{rule.old}.weight is one tensor in files"):
         ours.save_pretrained(tmp_path / "ours")
+
+
+FUSED = Split(
+    "self_attn.qkv_proj",
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    lambda config: (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads),
+)
+
+
+@pytest.mark.parametrize("index", (0, 1))  # with one key head and two, without biases and with
+def test_unequal_parts(index, monkeypatch, tmp_path):
+    """A made-up family: EuroBERT, grouped queries and all, in files that have query, key and value as one tensor."""
+    config = make_config("eurobert", index)
+    assert config.num_key_value_heads < config.num_attention_heads
+    theirs = make_hf(config, "MaskedLM")
+    monkeypatch.setitem(families.FAMILIES, "eurobert", replace(config.family, files=(FUSED,)))
+    make_ours(config, "MaskedLM", theirs).save_pretrained(tmp_path)
+    file, state = load_file(tmp_path / "model.safetensors"), theirs.state_dict()
+    fused = {key: t for key, t in file.items() if ".qkv_proj." in key}
+    assert len(fused) == config.num_hidden_layers * (1 + config.attention_bias)
+    for key, t in fused.items():
+        assert torch.equal(t, torch.cat([state[key.replace("qkv_proj", f"{part}_proj")] for part in "qkv"]))
+    assert not any(name in key for key in file for name in FUSED.new)
+    assert_same_state(AutoModelForMaskedLM.from_pretrained(tmp_path), theirs)
+
+    key = next(iter(fused))
+    rewritten(tmp_path, {**file, key: file[key][:-1]})
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    with pytest.raises(CheckpointError, match=rf"{key} has .*; its rows are to be parts of {heads} to {groups} to"):
+        AutoModelForMaskedLM.from_pretrained(tmp_path)
+    rewritten(tmp_path, file)
+    ours = AutoModelForMaskedLM.from_pretrained(tmp_path)
+    part = ours.get_submodule(key.rpartition(".")[0].replace("qkv_proj", "k_proj"))
+    part.weight = torch.nn.Parameter(part.weight[:-1].detach())
+    with pytest.raises(CheckpointError, match=rf"has not rows of {heads} to {groups} to {groups}"):
+        ours.save_pretrained(tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 @families_axis

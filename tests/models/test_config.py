@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import pickle
 
 import pytest
 import transformers
@@ -127,3 +129,23 @@ def test_config_changes_are_checked(saved):
         AutoModel.from_pretrained(saved, hidden_act="mish")
     with pytest.raises(ConfigError, match="takes model_type 'bert', not 'albert'"):
         model_class("bert")(make_config("albert"))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    (
+        ("bert", "only, and model_type is 'bert': give it to EncoderConfig.of_family"),
+        ("eurobert", r"only: give it to EncoderConfig.of_family\('eurobert', num_key_value_heads=...\)"),
+    ),
+)
+def test_fields_of_families_say_where_they_belong(model_type, message):
+    with pytest.raises(ConfigError, match=f"num_key_value_heads is a field of eurobert {message}"):
+        EncoderConfig(model_type=model_type, num_key_value_heads=2)
+    config = EncoderConfig.of_family("eurobert", num_key_value_heads=2)
+    assert config.num_key_value_heads == 2
+    assert config == copy.deepcopy(config) == pickle.loads(pickle.dumps(config))
+    with pytest.raises(ConfigError, match="is a field of eurobert, nomic_bert only"):
+        EncoderConfig(head_dim=2)
+    for make in (EncoderConfig, lambda **fields: EncoderConfig.of_family("bert", **fields)):
+        with pytest.raises(ConfigError, match="EncoderConfig has no field 'xyzzy'"):
+            make(xyzzy=1)

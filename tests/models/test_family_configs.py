@@ -30,6 +30,7 @@ def entries(model_type: str, **changes) -> dict:
     return {**make_config(model_type).to_dict(), **changes}
 
 
+LINEAR = {"rope_type": "linear", "factor": 3.0}
 BAD_ROPES = (
     ({"rope_type": "dynamic", "factor": 2.0}, r"rope_type is 'dynamic'; .*longest sequence of a batch"),
     ({"rope_type": "longrope"}, r"rope_type is 'longrope'; .*longest sequence of a batch"),
@@ -37,14 +38,13 @@ BAD_ROPES = (
     ({"rope_type": ["linear"]}, r"rope_type is \['linear'\]; it must be one of"),
     ({"rope_type": None}, r"rope_type is None; it must be one of"),
     ({"type": "dynamic"}, r"rope_type is 'dynamic'"),
-    ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0.5; it must be 1.0"),
+    ({**LINEAR, "partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0.5; it must be 1.0"),
     ({"rope_theta": 0}, r"rope_theta is 0; it must be a number above 1"),
     ({"rope_theta": "many"}, r"rope_theta is 'many'"),
     ({"rope_theta": float("nan")}, r"rope_theta is nan"),
     ({"rope_type": "linear"}, r"factor is None; it must be a number above 0"),
     ({"rope_type": "linear", "factor": -1.0}, r"factor is -1.0"),
     ({"rope_type": "llama3", "factor": 2.0}, r"low_freq_factor is None"),
-    ({"rope_type": "yarn", **YARN, "truncate": [1]}, r"truncate is \[1\]; it must be true or false"),
     ({"rope_type": "yarn", **YARN, "beta_fast": "x"}, r"beta_fast is 'x'"),
 )
 
@@ -67,7 +67,7 @@ BAD = (
     ("modernbert", {"rope_scaling": 5}, r"rope_parameters is 5; it must be an object"),
     ("modernbert", {"rope_parameters": {"full_attention": 5}}, r"rope_parameters.full_attention is 5; it must be"),
     ("gte", {"rope_scaling": {"type": "ntk", "factor": 2.0}}, r"rope_type is 'ntk'; it must be one of default"),
-    ("gte", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0.5; it must be 1.0"),
+    ("gte", {"rope_parameters": {"rope_type": "yarn", **YARN, "truncate": [1]}}, r"rope_parameters.truncate is \[1\]"),
     ("modernbert", {"layer_types": ["full_attention"] * 3}, r"layer_types is .* it must be a list of 4 or more"),
     ("modernbert", {"layer_types": ["chunked_attention"] * 4}, r"layer_types is .*full_attention, sliding_attention"),
     ("modernbert", {"layer_types": [["full_attention"]] * 4}, r"layer_types is"),

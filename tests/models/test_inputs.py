@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from batches import make_batch
-from hf import FAMILIES, config_for, make_config
+from hf import FAMILIES, config_for, make_config, make_hf, make_ours
 
+import fastbert
 from fastbert.models.classes import CLASSES
 from fastbert.packing import InputError
 
@@ -241,6 +242,23 @@ def test_what_stands_at_padding_does_not_matter():
     assert torch.equal(out.logits, clean.logits) and torch.equal(out.loss, clean.loss)
     embeds = torch.randn(6, 11, 64).masked_fill(~real[..., None], float("nan"))
     assert torch.isfinite(model(inputs_embeds=embeds, attention_mask=batch.inputs["attention_mask"]).logits).all()
+
+
+@torch.no_grad()
+def test_task_types_that_a_config_has_no_use_for():
+    """Ignored, whatever they are, as transformers' ERNIE does; other families have no such argument."""
+    config = make_config("ernie", 1)
+    assert not config.use_task_id
+    theirs = make_hf(config, "Model").eval()
+    ours, batch = make_ours(config, "Model", theirs).eval(), make_batch(config)
+    given = {**batch.inputs, "task_type_ids": torch.full((6, 11), 99)}
+    assert torch.equal(theirs(**given)[0], theirs(**batch.inputs)[0])
+    for model in (ours, fastbert.accelerate(theirs)):
+        assert torch.equal(model(**given)[0], model(**batch.inputs)[0])
+    packed = fastbert.pack_inputs(**given)
+    assert torch.equal(ours(packed)[0], ours(fastbert.pack_inputs(**batch.inputs))[0])
+    with pytest.raises(InputError, match="task_type_ids were given, but bert has no task types"):
+        make_model()(**given)
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import fastbert
 from fastbert.families import _FILES, FAMILIES
 from fastbert.families.form import Classifier
 from fastbert.models.classes import CLASSES
-from fastbert.models.generated import STUB, stub
+from fastbert.models.generated import STUB, WRITTEN, stub, tables, write
 
 PACKAGE = Path(fastbert.__file__).parent
 LONGEST = 120  # lines of a family's file
@@ -27,13 +28,61 @@ def test_a_family_is_a_short_file_of_data(file):
 
 
 def test_every_file_of_the_folder_is_in_the_list():
-    there = {path.stem for path in (PACKAGE / "families").glob("*.py")} - {"__init__", "fields", "form", "spec"}
+    there = {path.stem for path in (PACKAGE / "families").glob("*.py")} - {"__init__", "fields", "form", "rope", "spec"}
     assert there == set(_FILES) and list(_FILES) == sorted(_FILES)
     assert len(FAMILIES) == len(_FILES) == len({family.classes for family in FAMILIES.values()})
 
 
 def test_the_stub_is_what_the_families_say():
     assert STUB.read_text(encoding="utf-8") == stub(), "run: python -m fastbert.models.generated"
+
+
+@pytest.mark.parametrize(("activation", "words"), (("relu", "ReGLU"), ("tanh", "gated tanh"), ("gelu_new", "GeGLU")))
+def test_gated_layers_of_any_activation(activation, words, monkeypatch):
+    """In words, in the table of families, whose default has it."""
+    family = FAMILIES["gte"]
+    changed = replace(family, defaults={**family.defaults, "hidden_act": activation})
+    monkeypatch.setitem(FAMILIES, "gte", changed)
+    row = next(line for line in tables().splitlines() if "`gte`" in line)
+    assert f", {words}" in row
+
+
+def pages(root: Path) -> dict[Path, str]:
+    """Files as `write` takes them, below `root`, with old text between the markers."""
+    made = {root / "classes.pyi": "old\n"}
+    for page in WRITTEN:
+        made[root / page] = "before\n<!-- families: made by a program -->\nold\n<!-- end of families -->\nbehind\n"
+    for path, text in made.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return made
+
+
+def test_what_is_generated_is_written_whole_or_not_at_all(monkeypatch, tmp_path):
+    before, stub_file = pages(tmp_path), tmp_path / "classes.pyi"
+
+    def now() -> dict[Path, str]:
+        return {path: path.read_text(encoding="utf-8") for path in tmp_path.rglob("*") if path.is_file()}
+
+    def fails():
+        raise KeyError("a family")
+
+    with monkeypatch.context() as patch:
+        patch.setitem(WRITTEN, list(WRITTEN)[-1], fails)
+        with pytest.raises(KeyError, match="a family"):
+            write(tmp_path, stub_file)
+    assert now() == before
+    last = tmp_path / list(WRITTEN)[-1]
+    last.write_text("no markers\n", encoding="utf-8")
+    with pytest.raises(SystemExit, match="has 0 sections of families, not 1"):
+        write(tmp_path, stub_file)
+    assert now() == {**before, last: "no markers\n"}
+    pages(tmp_path)
+    write(tmp_path, stub_file)
+    after = now()
+    assert after.keys() == before.keys() and after[stub_file] == stub()
+    for page, text in WRITTEN.items():
+        assert f"-->\n{text()}\n<!-- end of families -->\nbehind\n" in after[tmp_path / page]
 
 
 def test_every_class_is_a_public_name():

@@ -156,7 +156,7 @@ MAY_IMPORT = {
     "__init__": {"families", "models"},
     "__main__": {"cli"},
     "families": set(),
-    "compat": {"checkpoint", "config", "layers"},
+    "compat": {"checkpoint", "config", "families", "layers"},
     "config": {"compat.config_access", "families"},
     "backend": {"ops"},
     "packing": {"ops"},

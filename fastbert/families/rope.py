@@ -1,0 +1,118 @@
+"""Rotary embedding as config.json files describe it: every entry is read from where transformers reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastbert.families.fields import MAX_FLOAT32, is_number
+from fastbert.families.spec import Invalid, Rotary
+
+_LENGTH, _SHARE, _TRUNCATE = "original_max_position_embeddings", "partial_rotary_factor", "truncate"
+# rope_type -> the numbers that its table is made from.
+_NUMBERS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH),
+    "yarn": (_LENGTH, "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    "proportional": ("factor",),
+}
+_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+_OFF_BY_ZERO = _OPTIONAL[1:]
+
+
+Thetas = float | Mapping[str, float]
+
+
+def rotary(config: Any, dim: int, theta: Thetas, layer_type: str | None = None, **options: Any) -> Rotary:
+    """What `config.rope_parameters` mean for heads of width `dim`.
+
+    theta: where they have none; of families whose rope_parameters have an object for each type of layer, one for each
+    of these. layer_type: which of these it is. Raises Invalid for a rope_type that is unknown, or whose table depends
+    on the longest sequence of a batch: one sequence would change another's result.
+    """
+    outer = {} if config.rope_parameters is None else config.rope_parameters
+    name = "rope_parameters"
+    if not isinstance(outer, Mapping):
+        raise Invalid(name, outer, "an object with rope_type and rope_theta, or null")
+    given = outer
+    if isinstance(theta, Mapping):
+        assert layer_type is not None
+        for other in (key for key in outer if key not in theta):
+            raise Invalid(f"{name}.{other}", outer[other], f"in the object of {' or '.join(theta)}")
+        name, given, theta = f"{name}.{layer_type}", outer.get(layer_type) or {}, theta[layer_type]
+    if not isinstance(given, Mapping):
+        raise Invalid(name, given, "an object with rope_type and rope_theta, or null")
+    if config.extra.get("head_dim") not in (None, dim):  # transformers reads it where it is no field, too
+        raise Invalid("head_dim", config.extra["head_dim"], f"{dim}, hidden_size / num_attention_heads")
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind in ("dynamic", "longrope"):
+        raise Invalid(f"{name}.rope_type", kind, "one whose table does not depend on the longest sequence of a batch:"
+                      f" {', '.join(_NUMBERS)}")  # fmt: skip
+    if not isinstance(kind, str) or kind not in _NUMBERS:
+        raise Invalid(f"{name}.rope_type", kind, f"one of {', '.join(_NUMBERS)}")
+    theta = given.get("rope_theta", theta)
+    if not is_number(theta) or not 1 < theta < MAX_FLOAT32:
+        raise Invalid(f"{name}.rope_theta", theta, "a number above 1")
+    if kind == "default":  # transformers reads nothing else then, not even partial_rotary_factor
+        return Rotary(float(theta), dim, **options)
+    made = _numbers(config, kind, given, name, is_flat=layer_type is None)
+    made |= _share(config, kind, dim, given, name)
+    if kind == "yarn":
+        # transformers looks for it in rope_parameters itself, which may hold nothing beside objects of layer types.
+        made[_TRUNCATE] = layer_type is not None or _truncates(given)
+    return Rotary(float(theta), dim, scaling=(kind, tuple(made.items())), **options)
+
+
+def _numbers(config: Any, kind: str, given: Mapping[str, Any], name: str, is_flat: bool) -> dict[str, float]:
+    """The numbers of `kind`, those that are left out filled in."""
+    made: dict[str, float] = {}
+    defaults: dict[str, Any] = {_LENGTH: config.max_position_embeddings}
+    if kind == "proportional":
+        defaults["factor"] = 1.0
+    if is_flat and _LENGTH in config.extra:  # beside rope_parameters it goes before that inside
+        given = {**given, _LENGTH: config.extra[_LENGTH]}
+    for key in _NUMBERS[kind]:
+        value = given.get(key, defaults.get(key))
+        if key == "factor" and kind == "yarn" and key in given and value is None:
+            value = config.max_position_embeddings / made[_LENGTH]
+        if key in _OPTIONAL and (value is None or (key in _OFF_BY_ZERO and value == 0)):
+            continue
+        if not is_number(value) or not 0 < value < MAX_FLOAT32:
+            raise Invalid(f"{name}.{key}", value, "a number above 0")
+        made[key] = value
+    return made
+
+
+def _share(config: Any, kind: str, dim: int, given: Mapping[str, Any], name: str) -> dict[str, float]:
+    """Which share of a head's frequencies "proportional" keeps; the other types turn whole heads only."""
+    above = config.extra.get(_SHARE)
+    share = given.get(_SHARE, 1.0 if above is None else above)
+    if not is_number(share) or not 0 <= share <= 1:
+        raise Invalid(f"{name}.{_SHARE}", share, "a number from 0 to 1")
+    if kind == "proportional":
+        return {_SHARE: share}
+    if int(dim * share) != dim:
+        raise Invalid(f"{name}.{_SHARE}", share, f"1.0 with rope_type {kind!r}: transformers, too, turns whole heads")
+    return {}
+
+
+def _truncates(given: Mapping[str, Any]) -> bool:
+    value = given.get(_TRUNCATE, True)
+    if value is not None and type(value) is not bool:
+        raise Invalid(f"rope_parameters.{_TRUNCATE}", value, "true or false")
+    return bool(value)
+
+
+def modern_rope(entries: dict[str, Any]) -> dict[str, Any]:
+    """Entries of a config.json from before there was rope_parameters, with rope_theta and rope_scaling inside of it.
+
+    As in transformers: a scaling goes before rope_parameters, and the others fill in what these lack.
+    """
+    scaling, given = entries.pop("rope_scaling", None), entries.get("rope_parameters")
+    given = scaling or given
+    others = {name: entries.pop(name, None) for name in ("rope_theta", _SHARE)}
+    others = {name: value for name, value in others.items() if value is not None}
+    if isinstance(given, Mapping) or (given is None and others):
+        given = {**others, **(given or {"rope_type": "default"})}
+    return entries if given is None else {**entries, "rope_parameters": given}
