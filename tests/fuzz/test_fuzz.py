@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import fuzz_cli
+import fuzz_configs
 import fuzz_files
 import fuzz_isas
 import fuzz_models
@@ -16,6 +17,7 @@ from fuzz_driver import run_round
 
 CASES = {
     fuzz_files.FUZZER: 30,
+    fuzz_configs.FUZZER: 3,
     fuzz_models.FUZZER: 6,
     fuzz_ops.FUZZER: 40,
     fuzz_optimizer.FUZZER: 15,

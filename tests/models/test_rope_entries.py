@@ -5,24 +5,18 @@ accelerated models compute what transformers makes of the same file, or one erro
 from __future__ import annotations
 
 import copy
-import warnings
 
 import pytest
 import torch
-import transformers
+from config_files import IDS, check, file_of, theirs_of
 from full import left_to_full
-from hf import cast, hf_class, make_oracle, make_ours, randomise
+from hf import make_oracle
 from test_family_configs import LLAMA3, ROPES, YARN
 
 import fastbert
 from fastbert.config import ConfigError, EncoderConfig
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
-SMALL = {
-    "vocab_size": 43, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32,
-    "max_position_embeddings": 64, "pad_token_id": 2, "bos_token_id": 1, "eos_token_id": 1,
-}  # fmt: skip
-IDS = torch.randint(3, 43, (2, 40), generator=torch.Generator().manual_seed(5))
 LINEAR = {"rope_type": "linear", "factor": 3.0}
 LLAMA = {"rope_type": "llama3", **LLAMA3}
 YARN = {"rope_type": "yarn", **YARN}
@@ -48,28 +42,6 @@ ENTRIES = {
     "whole heads": {"partial_rotary_factor": 1.0},
     "unknown": {"xyzzy": 5, "full_attention_factor": 7.0},
 }
-
-
-def file_of(model_type: str, **entries) -> dict:
-    return {"model_type": model_type, **SMALL, **copy.deepcopy(entries)}
-
-
-def theirs_of(file: dict) -> torch.nn.Module:
-    config = transformers.CONFIG_MAPPING[file["model_type"]].from_dict(copy.deepcopy(file))
-    config._attn_implementation = "eager"
-    return cast(randomise(hf_class(file["model_type"], "Model")(config)), torch.float32).eval()
-
-
-def check(file: dict, theirs: torch.nn.Module | None = None) -> None:
-    """Raises AssertionError where one of our two routes is not as near to transformers in float64 as it must be."""
-    theirs = theirs_of(file) if theirs is None else theirs
-    ours = make_ours(EncoderConfig.from_dict(file), "Model", theirs).eval()
-    accelerated = fastbert.accelerate(copy.deepcopy(theirs))
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error")  # transformers' own forward would run
-        own, live, baseline, oracle = (m(IDS)[0] for m in (ours, accelerated, theirs, make_oracle(theirs)))
-    assert_close_to_reference(own, oracle, baseline, GRADIENT_FACTOR, "own class")
-    assert_close_to_reference(live, oracle, baseline, GRADIENT_FACTOR, "accelerated")
 
 
 def in_layers(model_type: str, place: str, rope: dict) -> dict:

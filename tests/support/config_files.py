@@ -1,0 +1,51 @@
+"""A config.json in three hands: transformers' model of it, our own class and an accelerated model."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import torch
+import transformers
+from hf import cast, hf_class, make_oracle, make_ours, randomise
+from torch import nn
+
+import fastbert
+from fastbert.config import EncoderConfig
+from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
+
+SMALL = {
+    "vocab_size": 43, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32,
+    "max_position_embeddings": 64, "pad_token_id": 2, "bos_token_id": 1, "eos_token_id": 1,
+}  # fmt: skip
+IDS = torch.randint(3, 43, (2, 40), generator=torch.Generator().manual_seed(5))
+
+
+def file_of(model_type: str, **entries) -> dict:
+    return {"model_type": model_type, **SMALL, **copy.deepcopy(entries)}
+
+
+def built(file: dict) -> nn.Module:
+    """transformers' model of a config.json, as it makes its weights."""
+    config = transformers.CONFIG_MAPPING[file["model_type"]].from_dict(copy.deepcopy(file))
+    config._attn_implementation = "eager"
+    return hf_class(file["model_type"], "Model")(config)
+
+
+def theirs_of(file: dict) -> nn.Module:
+    return cast(randomise(built(file)), torch.float32).eval()
+
+
+def check(file: dict) -> None:
+    """Raises AssertionError where one of our two routes is not as near to transformers in float64 as it must be, and
+    ConfigError where the file is refused.
+    """
+    config = EncoderConfig.from_dict(copy.deepcopy(file))
+    theirs = theirs_of(file)
+    ours = make_ours(config, "Model", theirs).eval()
+    accelerated = fastbert.accelerate(copy.deepcopy(theirs))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="fastbert: .* runs transformers' own forward")
+        own, live, baseline, oracle = (m(IDS)[0] for m in (ours, accelerated, theirs, make_oracle(theirs)))
+    assert_close_to_reference(own, oracle, baseline, GRADIENT_FACTOR, "own class")
+    assert_close_to_reference(live, oracle, baseline, GRADIENT_FACTOR, "accelerated")
