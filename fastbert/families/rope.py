@@ -37,10 +37,10 @@ def rotary(config: Any, dim: int, theta: Thetas, layer_type: str | None = None, 
         raise Invalid(name, outer, "an object with rope_type and rope_theta, or null")
     given = outer
     if isinstance(theta, Mapping):
-        assert layer_type is not None
         for other in (key for key in outer if key not in theta):
             raise Invalid(f"{name}.{other}", outer[other], f"in the object of {' or '.join(theta)}")
-        name, given, theta = f"{name}.{layer_type}", outer.get(layer_type) or {}, theta[layer_type]
+        name, given = f"{name}.{layer_type}", outer.get(layer_type) or {}
+    default = theta[layer_type] if isinstance(theta, Mapping) and layer_type is not None else theta
     if not isinstance(given, Mapping):
         raise Invalid(name, given, "an object with rope_type and rope_theta, or null")
     if config.extra.get("head_dim") not in (None, dim):  # transformers reads it where it is no field, too
@@ -51,17 +51,17 @@ def rotary(config: Any, dim: int, theta: Thetas, layer_type: str | None = None, 
                       f" {', '.join(_NUMBERS)}")  # fmt: skip
     if not isinstance(kind, str) or kind not in _NUMBERS:
         raise Invalid(f"{name}.rope_type", kind, f"one of {', '.join(_NUMBERS)}")
-    theta = given.get("rope_theta", theta)
-    if not is_number(theta) or not 1 < theta < MAX_FLOAT32:
-        raise Invalid(f"{name}.rope_theta", theta, "a number above 1")
+    base: Any = given.get("rope_theta", default)
+    if not is_number(base) or not 1 < base < MAX_FLOAT32:
+        raise Invalid(f"{name}.rope_theta", base, "a number above 1")
     if kind == "default":  # transformers reads nothing else then, not even partial_rotary_factor
-        return Rotary(float(theta), dim, **options)
+        return Rotary(float(base), dim, **options)
     made = _numbers(config, kind, given, name, is_flat=layer_type is None)
     made |= _share(config, kind, dim, given, name)
     if kind == "yarn":
         # transformers looks for it in rope_parameters itself, which may hold nothing beside objects of layer types.
         made[_TRUNCATE] = layer_type is not None or _truncates(given)
-    return Rotary(float(theta), dim, scaling=(kind, tuple(made.items())), **options)
+    return Rotary(float(base), dim, scaling=(kind, tuple(made.items())), **options)
 
 
 def _numbers(config: Any, kind: str, given: Mapping[str, Any], name: str, is_flat: bool) -> dict[str, float]:
