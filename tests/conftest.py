@@ -22,11 +22,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import judging
 from full import mark_those_left_to_full
 from seeds import SEED, manual_seed
 
 import fastbert
 from fastbert.testing.interpreter import mend_triton_interpreter
+
+judging.install()
 
 # `with torch.device("meta")` keeps a list of torch's constructors, made at its first use: that must come before
 # they are patched below.
@@ -63,6 +66,26 @@ def pytest_collection_modifyitems(items):
     # pytest-xdist's workers take tests from the ends of each other's lists. What is dear to set up stands at the
     # beginning, so that no second worker sets it up again.
     items.sort(key=lambda item: item.get_closest_marker("dear_to_set_up") is None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """A test that breaks the error rule is judged over several draws together (judging.py)."""
+    try:
+        return (yield)
+    except judging.RuleBroken as first:
+        given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+
+        def body(draw: int) -> None:
+            if "tmp_path" in given:
+                given["tmp_path"] = pyfuncitem.funcargs["tmp_path"] / f"draw-{draw}"
+                given["tmp_path"].mkdir()
+            if "packed_layers" in given:
+                given["packed_layers"].clear()
+            pyfuncitem.obj(**given)
+
+        judging.judge_again(body, first)
+        return True
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import torch
 import transformers
 from full import left_to_full
 from hf import config_for, make_hf, make_ours
-from judging import judge_losses
+from precise import assert_close_to_theirs
 from seeds import manual_seed, shifted, torch_generator
 from torch import nn
 
@@ -59,7 +59,7 @@ def losses_of(trainer: transformers.Trainer) -> list[float]:
 
 def assert_same_losses(actual, near, oracle) -> None:
     assert len(actual) == len(near) == len(oracle) > 0
-    assert_close_to_reference(torch.tensor(actual), torch.tensor(oracle).double(), torch.tensor(near), GRADIENT_FACTOR)
+    assert_close_to_theirs(actual, near, oracle)
 
 
 def loop(model: nn.Module, prepare=lambda *both: both, backward=torch.Tensor.backward) -> list[float]:
@@ -78,16 +78,13 @@ def loop(model: nn.Module, prepare=lambda *both: both, backward=torch.Tensor.bac
 @left_to_full(lambda p: "bf16" not in p["options"])  # the others are parts of it, or run without a Trainer, too
 @pytest.mark.parametrize("options", ({}, {"bf16": True}, {"activation_checkpointing": True}), ids=str)
 def test_trainer(options, tmp_path, packed_layers):
-    def curves():
-        ours, theirs = both()
-        oracle = losses_of(trained(copy.deepcopy(theirs).double(), tmp_path))
-        near = losses_of(trained(theirs, tmp_path, **options))
-        packed_layers.clear()
-        actual = losses_of(trained(ours, tmp_path, **options))
-        assert len(packed_layers) == (2 if "activation_checkpointing" in options else 1) * LAYERS * STEPS
-        return actual, near, oracle
-
-    judge_losses(curves)
+    ours, theirs = both()
+    oracle = losses_of(trained(copy.deepcopy(theirs).double(), tmp_path))
+    near = losses_of(trained(theirs, tmp_path, **options))
+    assert not packed_layers
+    trainer = trained(ours, tmp_path, **options)
+    assert_same_losses(losses_of(trainer), near, oracle)
+    assert len(packed_layers) == (2 if "activation_checkpointing" in options else 1) * LAYERS * STEPS
 
 
 def heads_rows(head: str) -> list[dict]:

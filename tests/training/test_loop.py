@@ -14,13 +14,12 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 import transformers
 from full import left_to_full
-from judging import judge_losses
+from precise import assert_close_to_theirs
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from training_runs import OPTIONS, PHASE, losses_of, make_loop, make_model, short, steps_in, until, whole
 
 from fastbert.data.batches import Steps, StepSampler
 from fastbert.data.loader import make_loader
-from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 from fastbert.training.checkpoints import state_of
 from fastbert.training.distributed import World
 from fastbert.training.schedules import multiplier
@@ -63,28 +62,20 @@ def by_hand(steps: int, folder: Path, dtype: torch.dtype = torch.float32, phase:
 
 
 def test_losses_are_those_of_transformers(tmp_path):
-    def curves():
-        shutil.rmtree(tmp_path)
-        loop = make_loop(tmp_path)
-        loop.run()
-        found = losses_of(tmp_path)
-        assert len(found) == 12 and loop.place.epoch >= 1
-        return found, *(by_hand(12, tmp_path / "other", dtype) for dtype in (torch.float32, torch.float64))
-
-    judge_losses(curves)
+    loop = make_loop(tmp_path)
+    loop.run()
+    found = losses_of(tmp_path)
+    assert len(found) == 12 and loop.place.epoch >= 1
+    assert_close_to_theirs(found, *(by_hand(12, tmp_path / "other", dtype) for dtype in (torch.float32, torch.float64)))
 
 
 @left_to_full(lambda p: p["parts"] == 1)
 @pytest.mark.parametrize("options,parts", [(whole, 1), (whole, 3), (short, 4)], ids=("whole", "parts", "short"))
 def test_parts_of_a_step_add_up(options, parts, tmp_path):
-    def curves():
-        shutil.rmtree(tmp_path)
-        make_loop(tmp_path / "whole", options()).run()
-        make_loop(tmp_path / "parts", options(parts=parts)).run()
-        oracle = by_hand(12, tmp_path / "other", torch.float64, options().phases[0])
-        return losses_of(tmp_path / "parts"), losses_of(tmp_path / "whole"), oracle
-
-    judge_losses(curves)
+    make_loop(tmp_path / "whole").run()
+    make_loop(tmp_path / "parts", dataclasses.replace(OPTIONS, parts=parts)).run()
+    exact = by_hand(12, tmp_path / "other", torch.float64)
+    assert_close_to_theirs(losses_of(tmp_path / "parts"), losses_of(tmp_path / "whole"), exact)
 
 
 @left_to_full(lambda p: not p["bf16"])
@@ -195,8 +186,6 @@ def test_two_ranks_have_the_losses_of_one(tmp_path):
     for wrapping in WRAPPINGS:
         make_loop(tmp_path / wrapping, until(3, short())).run()
     mp.spawn(run_rank, (2, str(tmp_path)), nprocs=2)
-    near = torch.tensor(losses_of(tmp_path / "one"))
-    oracle = torch.tensor(by_hand(12, tmp_path / "other", torch.float64, short().phases[0]), dtype=torch.float64)
+    exact = by_hand(12, tmp_path / "other", torch.float64, short().phases[0])
     for wrapping in WRAPPINGS:
-        found = torch.tensor(losses_of(tmp_path / wrapping))
-        assert_close_to_reference(found, oracle, near, GRADIENT_FACTOR, wrapping)
+        assert_close_to_theirs(losses_of(tmp_path / wrapping), losses_of(tmp_path / "one"), exact)

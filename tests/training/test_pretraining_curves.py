@@ -11,7 +11,7 @@ import pytest
 import torch
 from full import left_to_full
 from hf import hf_class
-from judging import judge_losses
+from precise import assert_close_to_theirs
 from seeds import manual_seed, shifted
 from torch.nn.utils.rnn import pad_sequence
 from training_runs import ALONE, OPTIONS, PHASE, WORDS, losses_of, make_corpus, make_tokenizer
@@ -112,4 +112,4 @@ def test_losses_are_those_of_transformers(model_type, head, steps, tmp_path):
         return our_losses(make_task(model_type, head), options, tmp_path / "ours"), near, oracle
 
     for bf16 in (False, True):
-        judge_losses(lambda bf16=bf16: curves(dataclasses.replace(options, bf16=bf16)), draws=4)
+        assert_close_to_theirs(*curves(dataclasses.replace(options, bf16=bf16)))
