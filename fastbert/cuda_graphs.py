@@ -268,6 +268,7 @@ class GraphedEncoder:
             *(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen),
             *(batch, task_type_ids),
         )
+        model.calls.ran_packed()
         packed = self._encode(inputs)
         output = ModelOutput(
             last_hidden_state=inputs.batch.unpack(packed),
@@ -289,6 +290,7 @@ class GraphedEncoder:
         inputs = self.model.prepare(
             input_ids, None, token_type_ids, position_ids, None, cu_seqlens, max_seqlen, None, task_type_ids
         )
+        self.model.calls.ran_packed()
         return self.model.encode(inputs).packed if self.why_eager is not None else self._encode(inputs)
 
     def _objection(self) -> str | None:

@@ -16,7 +16,7 @@ from torch import nn
 from fastbert import ops
 from fastbert.acceleration.forward import Forward
 from fastbert.acceleration.heads import HeadForward
-from fastbert.acceleration.instance import put_by_us
+from fastbert.acceleration.instance import is_free, put, put_by_us, take_away
 from fastbert.acceleration.plan import is_patched, is_span_head, labels_tokens, live, make_plan, relation_of
 from fastbert.acceleration.status import status
 from fastbert.acceleration.tree import look_at
@@ -67,10 +67,12 @@ def accelerate(hf_model: M, *, spans_over_real_tokens: bool = False) -> M:
         elif relation == "base" and (not _is_accelerated(module) or spans_over_real_tokens):
             above = heads.get(id(module), [])
             plan = make_plan(module, label, [head for _, _, head in above], spans_over_real_tokens)
-            if isinstance(plan, str):
-                reasons.append(f"{label}: {plan}")
+            objection = plan if isinstance(plan, str) else _heads_objection(plan.family, above, spans_over_real_tokens)
+            if isinstance(plan, str) or objection is not None:
+                reasons.append(f"{label}: {objection}")
                 continue
-            forward = module.forward = Forward(module, plan)
+            forward = Forward(module, plan)
+            put(module, forward)
             module.__dict__["extra_repr"] = forward.line  # repr(model) has it
             if isinstance(found := look_at(module, plan, live(module, plan)[0]), str):
                 forward.say(found)
@@ -84,11 +86,12 @@ def accelerate(hf_model: M, *, spans_over_real_tokens: bool = False) -> M:
 
 
 def restore(hf_model: M) -> M:
-    """Undo `accelerate`: every base model in `hf_model` runs its class's forward again. Returns `hf_model`."""
+    """Undo `accelerate`: every base model in `hf_model` runs its class's forward again. Returns `hf_model`.
+
+    Raises ValueError where another library has wrapped the forward since (Accelerate's mixed precision).
+    """
     for module in hf_model.modules():
-        if put_by_us(module) is not None:
-            del module.forward
-            module.__dict__.pop("extra_repr", None)
+        take_away(module)
     return hf_model
 
 
@@ -117,9 +120,22 @@ def _check_spans(hf_model: Any, heads: dict[int, _Heads]) -> None:
         raise ValueError(f"spans_over_real_tokens is for transformers' models for question answering; {found}")
 
 
+def _told_by(family: Family, heads: _Heads, spans_over_real_tokens: bool) -> _Heads:
+    """Those of the heads that get a forward, too."""
+    return [
+        (parent, name, head)
+        for parent, name, head in heads
+        if (spans_over_real_tokens and is_span_head(head)) or labels_tokens(head, family)
+    ]
+
+
+def _heads_objection(family: Family, heads: _Heads, spans_over_real_tokens: bool) -> str | None:
+    for parent, _, head in _told_by(family, heads, spans_over_real_tokens):
+        if not is_free(parent):
+            return f"the forward of its {head} has been replaced already: accelerate before that"
+    return None
+
+
 def _place_heads(family: Family, heads: _Heads, spans_over_real_tokens: bool) -> None:
-    for parent, name, head in heads:
-        spans = spans_over_real_tokens and is_span_head(head)
-        is_free = "forward" not in parent.__dict__ or isinstance(put_by_us(parent), HeadForward)
-        if is_free and (spans or labels_tokens(head, family)):
-            parent.forward = HeadForward(parent, name, spans)
+    for parent, name, head in _told_by(family, heads, spans_over_real_tokens):
+        put(parent, HeadForward(parent, name, spans_over_real_tokens and is_span_head(head)))

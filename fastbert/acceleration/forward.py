@@ -29,22 +29,20 @@ from fastbert.layers.leaves import get_leaf, parent_of
 from fastbert.layers.sharded import call_sharded, is_sharded
 from fastbert.models.encode import first_tokens, run_encoder, run_pooler, unpacked_extras
 from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs
-from fastbert.models.tree import RunsBaseModel
+from fastbert.models.tree import Calls, RunsBaseModel
 from fastbert.packing import PADDED_LABELS, InputError, PackedBatch
+
+NOT_CALLED = "accelerated, not called yet"
 
 
 class Forward(OnInstance, RunsBaseModel):
-    """The forward of one accelerated base model.
-
-    packed, others: how many calls ran packed, and how many in transformers' own forward; why_not: why the last of
-    these did.
-    """
+    """The forward of one accelerated base model."""
 
     def __init__(self, module: nn.Module, plan: Plan):
         super().__init__(module, plan)
         self.plan = plan
         self.said: set[str] = set()
-        self.packed, self.others, self.why_not = 0, 0, ""
+        self.calls = Calls()
         self._from_head = threading.local()
         # Under torch.compile the checks still run, and run each time: a graph would keep the answers of its first call.
         self._admit = torch.compiler.disable(self.admit, reason="fastbert checks and packs batches on the host")
@@ -54,7 +52,7 @@ class Forward(OnInstance, RunsBaseModel):
 
     def line(self) -> str:
         """What repr(model) says: it stands in the place of the module's extra_repr."""
-        return f"fastbert: {counted(self.packed, self.others, self.why_not)}"
+        return f"fastbert: {str(self.calls) or NOT_CALLED}"
 
     def expect(self, labels: torch.Tensor | None, given: dict) -> None:
         """What a head has to say of the next call of this thread, which comes right after: its labels of tokens, and
@@ -112,13 +110,12 @@ class Forward(OnInstance, RunsBaseModel):
         if labels is not None and (inputs.batch.bounds or {}).get(PADDED_LABELS, (0, 0))[1]:
             self.leave("labels other than -100 at padding: transformers' loss goes over hidden states there")
             return None
-        self.packed += 1
+        self.calls.ran_packed()
         return found, inputs, options, older, row is not None
 
     def leave(self, reason: str) -> None:
         """Note that a call runs in transformers' own forward, and say why, once for each reason."""
-        self.others += 1
-        self.why_not = reason
+        self.calls.left(reason)
         self.say(reason)
 
     def say(self, reason: str) -> None:
@@ -191,10 +188,3 @@ def _pool(module: Any, family: Any, first: torch.Tensor, sharded: frozenset[str]
     if path is None or path not in sharded:
         return run_pooler(module, family, first)
     return call_sharded(get_leaf(module, path), partial(run_pooler, module, family), first)
-
-
-def counted(packed: int, others: int, why_not: str) -> str:
-    """In words: "3 of 4 calls ran packed; the last that did not: ..."."""
-    calls = packed + others
-    said = "accelerated, not called yet" if not calls else f"{packed} of {calls} calls ran packed"
-    return f"{said}; the last that did not: {why_not}" if why_not else said

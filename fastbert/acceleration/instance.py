@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastbert.layers.leaves import FORWARD
+from fastbert.models.tree import PLACED
+
 
 def _signature_of(kind: Any) -> inspect.Signature:
     signature = inspect.signature(kind.forward)
@@ -48,6 +51,11 @@ class OnInstance:
         """transformers' own: the Trainer, PEFT and sentence-transformers choose arguments by it."""
         return _signature(type(self.module))
 
+    @property
+    def __func__(self) -> Callable:
+        """What a method would have here. Accelerate wraps that and binds it, so that a copy gets its own."""
+        return _method_of(type(self.module))
+
     __code__ = property(lambda self: type(self).__call__.__code__)  # torch.export names a base model's graph by it
 
     def __reduce__(self):
@@ -60,8 +68,51 @@ class OnInstance:
         return torch.jit.is_tracing() or is_exporting
 
 
+def _method_of_kind(kind: Any) -> Callable:
+    def forward(module, *args, **kwargs):
+        return module.__dict__[PLACED](*args, **kwargs)
+
+    forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
+    return forward
+
+
+_method_of: Callable[[Any], Callable] = lru_cache(maxsize=64)(_method_of_kind)
+
+
+def put(module: nn.Module, forward: OnInstance) -> None:
+    """Place it; the module keeps it under a second name, too, where it is found behind wrappers of other libraries."""
+    module.__dict__.update({FORWARD: forward, PLACED: forward})
+
+
 def put_by_us(module: nn.Module) -> OnInstance | None:
-    """What stands in the place of a module's forward, if it is one of these."""
-    forward = module.__dict__.get("forward")
-    forward = getattr(forward, "__func__", forward)  # HF accelerate binds what it unwraps
-    return forward if isinstance(forward, OnInstance) else None
+    """What we have put in the place of a module's forward, whoever has wrapped it since."""
+    return module.__dict__.get(PLACED) if FORWARD in module.__dict__ else None
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether another library's function stands where we have put a forward; it may call that, or not."""
+    placed, now = put_by_us(module), module.__dict__.get(FORWARD)
+    return placed is not None and now is not placed and getattr(now, "__func__", None) is not placed.__func__
+
+
+def is_free(module: nn.Module) -> bool:
+    """Whether a forward may be put: nobody has put another one, or has wrapped ours."""
+    return FORWARD not in module.__dict__ or (put_by_us(module) is not None and not is_wrapped(module))
+
+
+def take_away(module: nn.Module) -> None:
+    """What `put` did is undone. Raises ValueError where it is wrapped: what calls it would be lost."""
+    if put_by_us(module) is None:
+        return
+    if is_wrapped(module):
+        raise ValueError(
+            f"the accelerated forward of {type(module).__name__} has been wrapped since by"
+            f" {_home(module.__dict__[FORWARD])}: undo that first (Accelerate: unwrap_model(model,"
+            " keep_fp32_wrapper=False))"
+        )
+    for name in (FORWARD, PLACED, "extra_repr"):
+        module.__dict__.pop(name, None)
+
+
+def _home(function: Any) -> str:
+    return str(getattr(function, "__module__", None) or type(function).__module__)

@@ -8,12 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from fastbert.acceleration.instance import put_by_us
+from fastbert.acceleration.instance import is_free
 from fastbert.config import ConfigError, EncoderConfig
 from fastbert.families import FAMILIES
 from fastbert.families.form import Classifier, Family, Head, MaskedLM, ReplacedTokens, SentencePair
 from fastbert.families.spec import AttentionSpec
-from fastbert.layers.leaves import FORWARD
 from fastbert.layers.sharded import class_of
 from fastbert.models.inputs import TableSizes, table_sizes
 from fastbert.models.tree import key_of_spec, layers_of, modules_of
@@ -147,7 +146,7 @@ def make_plan(module: Any, label: str, heads: list[str], spans_over_real_tokens:
     model_type = MODEL_TYPES[kind.__module__, kind.__name__]
     if module.config.model_type != model_type:
         return f"its config is of model_type {module.config.model_type!r}, not {model_type!r}"
-    if (FORWARD in module.__dict__ and put_by_us(module) is None) or is_patched(module):
+    if not is_free(module) or is_patched(module):
         return "its forward has been replaced already"
     family = FAMILIES[model_type]
     try:

@@ -8,20 +8,22 @@ from typing import Any, Literal
 
 from torch import nn
 
-from fastbert.acceleration.forward import Forward, counted
-from fastbert.acceleration.instance import put_by_us
+from fastbert.acceleration.forward import NOT_CALLED
+from fastbert.acceleration.instance import is_wrapped, put_by_us
 from fastbert.acceleration.plan import relation_of
 from fastbert.models.base import HasModel
-from fastbert.models.tree import RunsBaseModel
+from fastbert.models.tree import Calls, RunsBaseModel, runner_of
 
 
 @dataclass(frozen=True)
 class BaseModelStatus:
     """One base model of a tree.
 
-    kind: "accelerated", by fastbert.accelerate; "own", of fastbert's classes, whose every call is packed and is not
-    counted; "left alone", of transformers, and runs its own code. packed, others: how many calls ran packed, and how
-    many in transformers' own forward, since it was accelerated. why_not: the last reason for that, "" for none.
+    kind: "accelerated", by fastbert.accelerate; "own", of fastbert's classes; "left alone", of transformers, and runs
+    its own code. packed, others: how many calls ran packed, and how many in transformers' code, since the model was
+    made, copied or accelerated. why_not: the last reason for that, "" for none. in_graphs: whether calls of an own
+    model ran packed in a graph of torch.compile, too, which cannot count them. wrapped: whether another library has put
+    a function around the accelerated forward, or in its place: what reaches the forward is counted.
     """
 
     name: str
@@ -29,13 +31,17 @@ class BaseModelStatus:
     packed: int = 0
     others: int = 0
     why_not: str = ""
+    in_graphs: bool = False
+    wrapped: bool = False
 
     def __str__(self) -> str:
-        if self.kind == "own":
-            return f"{self.name}: fastbert's own class, every call is packed"
         if self.kind == "left alone":
             return f"{self.name}: not accelerated, every call runs transformers' own forward"
-        return f"{self.name}: {counted(self.packed, self.others, self.why_not)}"
+        said = str(Calls(self.packed, self.others, self.why_not, self.in_graphs))
+        if self.kind == "own":
+            return f"{self.name}: fastbert's own class, {said or 'not called yet'}"
+        around = "; its forward has been replaced since, and what does not reach it is not counted" * self.wrapped
+        return f"{self.name}: {said or NOT_CALLED}{around}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,10 +84,9 @@ def status(model: Any) -> Status:
 def _found(root: nn.Module) -> Iterator[BaseModelStatus]:
     for path, module in root.named_modules():
         name = f"{path} ({type(module).__name__})" if path else type(module).__name__
-        forward = put_by_us(module)
-        if isinstance(forward, Forward):
-            yield BaseModelStatus(name, "accelerated", forward.packed, forward.others, forward.why_not)
-        elif isinstance(module, RunsBaseModel):
-            yield BaseModelStatus(name, "own")
+        runner, is_own = runner_of(module), isinstance(module, RunsBaseModel)
+        if runner is not None and (is_own or put_by_us(module) is not None):
+            kind: Literal["own", "accelerated"] = "own" if is_own else "accelerated"
+            yield BaseModelStatus(name, kind, **vars(runner.calls), wrapped=is_wrapped(module))
         elif relation_of(module) in ("base", "derived"):
             yield BaseModelStatus(name, "left alone")

@@ -36,6 +36,7 @@ def _has_transformers() -> bool:
 def record(model: Any, **given: Any) -> dict[str, Any]:
     """The fields that transformers' model over the weights of `model` gives for these arguments."""
     warnings.warn(_SAID, stacklevel=4)
+    model.base_model.calls.left("torch.jit.trace, torch.export and ONNX record transformers' own code")
     theirs = their_model(model)
     arguments = {name: value for name, value in given.items() if value is not None}
     output = theirs(**arguments, return_dict=True)

@@ -21,7 +21,7 @@ from fastbert.models.encode import first_tokens, run_encoder, run_pooler, unpack
 from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs, refuse_recording, table_sizes
 from fastbert.models.outputs import ModelOutput
 from fastbert.models.quantized import entry_of, place_int8
-from fastbert.models.tree import RunsBaseModel, groups_objection, layers_of
+from fastbert.models.tree import Calls, RunsBaseModel, groups_objection, layers_of
 from fastbert.packed_inputs import PackedInputs, arguments_of
 from fastbert.packing import InputError, PackedBatch
 
@@ -179,6 +179,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
                 place(self, path, make[role]())
         wants_pooler = family.has_pooler if add_pooling_layer is None else add_pooling_layer
         self.has_pooler = family.pooler is not None and wants_pooler
+        self.calls = Calls()
         if family.pooler_first:
             self._place_pooler()
         place_rotary(self, config.rotaries, config.max_position_embeddings)
@@ -254,6 +255,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         inputs = self.prepare(
             input_ids, None, token_type_ids, position_ids, None, cu_seqlens, max_seqlen, None, task_type_ids
         )
+        self.calls.ran_packed()
         return self.encode(inputs).packed
 
     def prepare(self, *arguments) -> EncoderInputs:
@@ -335,6 +337,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         """Encode; (packed hidden states, batch, the unpacked extras that were asked for)."""
         wants_hidden_states = self.config.option("output_hidden_states", output_hidden_states)
         wants_probs = self.config.option("output_attentions", output_attentions)
+        self.calls.ran_packed()
         output, batch = self.encode(inputs, wants_hidden_states, wants_probs), inputs.batch
         return output.packed, batch, unpacked_extras(output, batch)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from fastbert.config import EncoderConfig
@@ -39,10 +41,49 @@ def linear_paths(config: EncoderConfig) -> list[str]:
     return [f"{layer}.{path}" for layer, spec in specs.items() for path in spec.names.linears]
 
 
+@dataclass
+class Calls:
+    """What the calls of one base model really did: how many ran packed, how many in transformers' own code, and why the
+    last of these did. in_graphs: whether some ran packed in a graph of torch.compile, which cannot count. A copy of the
+    model counts by itself.
+    """
+
+    packed: int = 0
+    others: int = 0
+    why_not: str = ""
+    in_graphs: bool = False
+
+    def __reduce__(self):
+        return Calls, ()
+
+    def ran_packed(self) -> None:
+        # A number that a graph reads is part of what it was compiled for: each call would compile it again.
+        if not torch.compiler.is_compiling():
+            self.packed += 1
+        elif not torch.compiler.is_exporting():
+            self.in_graphs = True
+
+    def left(self, reason: str) -> None:
+        self.others += 1
+        self.why_not = reason
+
+    def __str__(self) -> str:
+        """In words: "3 of 4 calls ran packed; the last that did not: ..."; "" where there was no call."""
+        calls = self.packed + self.others
+        said = [f"{self.packed} of {calls} calls ran packed"] if calls else []
+        if self.why_not:
+            said.append(f"the last that did not: {self.why_not}")
+        if self.in_graphs:
+            said.append("calls in a graph of torch.compile ran packed, and are not counted")
+        return "; ".join(said)
+
+
 class RunsBaseModel:
     """What runs a family's base model on fastbert's layers: our own base model itself, or the forward that takes the
     place of another library's, on the instance (fastbert.accelerate).
     """
+
+    calls: Calls
 
     def config_now(self) -> EncoderConfig:
         """As `PreTrainedModel.running_config`: with the layers that are there now."""
@@ -52,9 +93,19 @@ class RunsBaseModel:
 def base_models(tree: nn.Module) -> Iterator[tuple[str, nn.Module, EncoderConfig]]:
     """(name, base model, its config) of every base model in a tree that runs on fastbert's layers."""
     for name, module in tree.named_modules():
-        runner = module if isinstance(module, RunsBaseModel) else module.__dict__.get("forward")
-        if isinstance(runner, RunsBaseModel):
+        if (runner := runner_of(module)) is not None:
             yield name, module, runner.config_now()
+
+
+PLACED = "_fastbert"  # the attribute under which a module keeps what accelerate has put in the place of its forward
+
+
+def runner_of(module: nn.Module) -> RunsBaseModel | None:
+    """What runs this very module on fastbert's layers. It is not looked for under `forward`: Accelerate's mixed
+    precision, for one, wraps that in a function of its own.
+    """
+    runner = module if isinstance(module, RunsBaseModel) else module.__dict__.get(PLACED)
+    return runner if isinstance(runner, RunsBaseModel) else None
 
 
 def key_of_spec(i: int) -> str:

@@ -49,7 +49,7 @@ def test_what_holds_several_models_or_none():
     both["theirs"](IDS)
     lines = repr(fastbert.status(both)).splitlines()
     assert lines == [
-        "own (BertModel): fastbert's own class, every call is packed",
+        "own (BertModel): fastbert's own class, not called yet",
         "theirs (BertModel): 1 of 1 calls ran packed",
     ]
     assert repr(fastbert.status(gpt)) == "there is no model that fastbert has"
