@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from fastbert.acceleration.attributes import attribute_objection, expected_of
 from fastbert.acceleration.instance import is_free
 from fastbert.config import ConfigError, EncoderConfig
 from fastbert.families import FAMILIES
 from fastbert.families.form import Classifier, Family, Head, MaskedLM, ReplacedTokens, SentencePair
-from fastbert.families.spec import AttentionSpec
 from fastbert.layers.sharded import class_of
 from fastbert.models.inputs import TableSizes, table_sizes
 from fastbert.models.tree import key_of_spec, layers_of, modules_of
@@ -64,23 +64,14 @@ def _read_by(head: str, family: Family, config: EncoderConfig, spans_over_real_t
     return pooling if pooling in ("tokens", "last") else "first"
 
 
-# Attributes by which transformers' modules compute, under all names that its families have for them. Those of
-# dropouts are a family's data (TheirClass).
-_NUMBERS = (
-    *("num_attention_heads", "n_heads", "attention_head_size", "head_dim", "num_key_value_groups", "scaling"),
-    *("sliding_window", "attention_type", "is_causal", "is_decoder", "is_cross_attention", "add_cross_attention"),
-    *("attention_scaling", "full_attention_attention_scaling", "sliding_attention_attention_scaling"),
-    *("padding_idx", "position_embedding_type", "token_dropout", "mask_token_id", "use_task_id", "rotary_value"),
-)
-
-
 @dataclass(frozen=True)
 class Plan:
     """What was learnt about a base model when it was accelerated.
 
     reads: what is made of last_hidden_state: "tokens" where each is looked at for itself and padding does not matter;
-    "first", column 0, too, as poolers do; "last", the last column; "padding", all columns. classes, numbers: of the
-    modules that our path does not call, by key as modules_of yields them.
+    "first", column 0, too, as poolers do; "last", the last column; "padding", all columns. classes: of the modules that
+    our path does not call, by key as modules_of yields them; attributes: what theirs must be, and the base model's own,
+    whose key is "".
     """
 
     label: str
@@ -88,7 +79,7 @@ class Plan:
     config: EncoderConfig
     reads: str
     classes: dict[str, type] = field(default_factory=dict)
-    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def family(self) -> Family:
@@ -124,22 +115,6 @@ def dropout_roles(config: EncoderConfig) -> dict[str, str | None]:
     return made
 
 
-def numbers_of(module: nn.Module) -> dict[str, Any]:
-    attributes = module.__dict__
-    return {name: attributes[name] for name in _NUMBERS if name in attributes}
-
-
-def _expected_numbers(form: AttentionSpec) -> dict[str, Any]:
-    """Those that follow from what a layer computes; the others only have to stay."""
-    window = max(form.window_size)
-    return {
-        **dict.fromkeys(("num_attention_heads", "n_heads"), form.num_heads),
-        **dict.fromkeys(("attention_head_size", "head_dim"), form.head_dim),
-        "num_key_value_groups": form.num_heads // form.num_kv_heads,
-        "sliding_window": None if window < 0 else window + 1,  # counted with the query's own token
-    }
-
-
 def make_plan(module: Any, label: str, heads: list[str], spans_over_real_tokens: bool = False) -> Plan | str:
     """The plan for a base model of transformers, or the reason why there is none."""
     kind = class_of(module)
@@ -156,7 +131,7 @@ def make_plan(module: Any, label: str, heads: list[str], spans_over_real_tokens:
         reads = {_read_by(head, family, config, spans_over_real_tokens) for head in heads} or {"first"}
         plan = Plan(label, model_type, config, next(r for r in ("padding", "last", "first", "tokens") if r in reads))
         now = live(module, plan)[0]
-        found = [each for each in modules_of(module, family, now) if each[0] is not None]
+        found = [("", "", module, module), *modules_of(module, family, now)]
         return _learn(plan, found, now) or plan
     except (ConfigError, KeyError) as error:  # of a field; of a module that is not there
         return f"it is not what fastbert can run: {error}"
@@ -169,6 +144,8 @@ def _learn(plan: Plan, found: list[tuple], config: EncoderConfig) -> str | None:
     activation, dropouts = type(ACT2FN[config.hidden_act]), dropout_roles(config)
     specs: Mapping[str, Any] = {key_of_spec(i): spec for i, spec in enumerate(dict.fromkeys(config.layer_specs))}
     for key, path, child, _ in found:
+        if key is None:
+            continue
         kind, spec = class_of(child), specs.get(key.partition(".")[0])
         if kind.__module__ in ("transformers.activations", "torch.nn.modules.activation"):
             is_right = kind is (nn.Tanh if path.startswith("pooler") else activation)
@@ -180,11 +157,9 @@ def _learn(plan: Plan, found: list[tuple], config: EncoderConfig) -> str | None:
             is_right = kind is nn.ModuleList or not is_patched(child)
         if not is_right:
             return f"{path} is a {kind.__module__}.{kind.__name__}, which its config does not ask for"
-        numbers, expected = numbers_of(child), {} if spec is None else _expected_numbers(spec.attention)
-        for name in numbers.keys() & expected.keys():
-            if numbers[name] != expected[name]:
-                return f"{path}.{name} is {numbers[name]}; by its config it must be {expected[name]}"
+        expected = expected_of(child, plan.config, None if spec is None else spec.attention)
+        if (objection := attribute_objection(child, path, expected)) is not None:
+            return objection
         plan.classes[key] = kind
-        known = plan.numbers.setdefault(key, numbers)
-        plan.numbers[key] = {name: value for name, value in known.items() if numbers.get(name) == value}
+        plan.attributes[key] = plan.attributes.get(key, {}) | expected
     return None

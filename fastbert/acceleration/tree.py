@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from fastbert.acceleration.attributes import attribute_objection
 from fastbert.acceleration.plan import Plan, dropout_roles
 from fastbert.config import EncoderConfig
 from fastbert.layers.leaves import FORWARD, FORWARD_HOOKS, HOOKS, has_global_hooks, parent_of
@@ -41,7 +42,9 @@ def look_at(root: nn.Module, plan: Plan, config: EncoderConfig) -> Look | str:
     dropouts: dict[tuple[str, str], float] = {}  # by the path of a layer, "" for the embeddings, and the role there
     sharded: list[str] = []
     snapshot.watch_children(root)
-    snapshot.hold(root.__dict__, "training")
+    snapshot.hold(root.__dict__, "training", *plan.attributes[""])
+    if objection := attribute_objection(root, "", plan.attributes[""]):
+        return objection
     for key, path, module, owner in modules_of(root, plan.family, config):
         if key is None:
             snapshot.hold(module.__dict__, *leaf_hooks)
@@ -63,10 +66,9 @@ def look_at(root: nn.Module, plan: Plan, config: EncoderConfig) -> Look | str:
             sharded.append(path)
         if _has_hooks(module):
             return f"{path} has hooks, and packed execution does not call that module"
-        for name, value in plan.numbers[key].items():
-            snapshot.hold(module.__dict__, name)
-            if module.__dict__.get(name) != value:
-                return f"{path}.{name} is {module.__dict__.get(name)}; when the model was accelerated it was {value}"
+        snapshot.hold(module.__dict__, *plan.attributes[key])
+        if objection := attribute_objection(module, path, plan.attributes[key]):
+            return objection
         for name, p, role in _dropouts_in(module, key, roles):
             snapshot.hold(module.__dict__, name)
             if role is None:  # no forward calls it

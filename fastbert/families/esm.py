@@ -67,7 +67,7 @@ FAMILY = Family(
     model_type="esm",
     classes="Esm",
     prefix="esm",
-    theirs=TheirClass("esm", drops_embeddings=False),
+    theirs=TheirClass("esm", drops_embeddings=False, scaling=1.0),  # queries are scaled before
     heads=heads(
         MaskedLM(
             "lm_head.dense",

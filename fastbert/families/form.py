@@ -224,7 +224,8 @@ class TheirClass(NamedTuple):
 
     dropouts: where its layers keep the dropouts, as a module or as a number, below the layer -> which of
     LayerSpec.dropouts it is; None: no forward calls it. embedding_dropout: that of the embeddings; drops_embeddings:
-    whether a forward calls it. counts_layers: it runs no more layers than its config counts.
+    whether a forward calls it. counts_layers: it runs no more layers than its config counts. scaling: the factor of the
+    scores that its attention keeps; None: 1 / sqrt(head_dim).
     """
 
     folder: str
@@ -233,6 +234,7 @@ class TheirClass(NamedTuple):
     embedding_dropout: str | None = "embeddings.dropout"
     drops_embeddings: bool = True
     counts_layers: bool = False
+    scaling: float | None = None
 
 
 # What nobody but the value given here is implemented for; a config.json may ask for these.

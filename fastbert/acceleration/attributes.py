@@ -1,0 +1,136 @@
+"""What transformers' modules compute by, beside their tensors and the modules below them, and what packed execution
+takes it to be: one table, by which the first look at a model and all later ones go.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fastbert.config import EncoderConfig
+from fastbert.families.spec import AttentionSpec
+from fastbert.layers.leaves import get_leaf
+from fastbert.layers.rotary import inverse_frequencies
+
+_ANYTHING = object()  # what no forward reads in this family
+
+
+def _window(form: AttentionSpec) -> int | None:
+    window = max(form.window_size)
+    return None if window < 0 else window + 1  # counted with the query's own token
+
+
+def _factor(config: EncoderConfig, has_window: bool | None = None) -> Any:
+    """Of the cosines and sines of all layers, or of those that have a window, or have none."""
+    forms = [spec.attention for spec in config.layer_specs]
+    turns = [form.position for form in forms if has_window is None or (_window(form) is not None) == has_window]
+    return _ANYTHING if not turns or turns[0] is None else inverse_frequencies(turns[0])[1]
+
+
+def _mask_token(config: EncoderConfig) -> Any:
+    dropout = config.embeddings.token_dropout
+    return _ANYTHING if dropout is None else dropout.mask_token_id
+
+
+def _of_activation(name: str) -> Callable[[EncoderConfig, AttentionSpec], Any]:
+    def value(config: EncoderConfig, form: AttentionSpec) -> Any:
+        from transformers.activations import ACT2FN
+
+        return vars(ACT2FN[config.hidden_act]).get(name, _ANYTHING)
+
+    return value
+
+
+# Attributes under all names that the families have for them -> the value, by the config and the attention of the layer
+# that the module is in. Those of dropouts are a family's data (TheirClass). What is not here is no forward's business:
+# tests/acceleration/test_attributes.py changes every attribute of every module and looks at the outputs.
+_TABLE: dict[str, Callable[[EncoderConfig, AttentionSpec], Any]] = {
+    **dict.fromkeys(("num_attention_heads", "n_heads"), lambda config, form: form.num_heads),
+    **dict.fromkeys(("attention_head_size", "head_dim"), lambda config, form: form.head_dim),
+    "num_key_value_groups": lambda config, form: form.num_heads // form.num_kv_heads,
+    "scaling": lambda config, form: config.family.theirs.scaling or form.head_dim**-0.5,
+    "sliding_window": lambda config, form: _window(form),
+    "attention_type": lambda config, form: "full_attention" if _window(form) is None else "sliding_attention",
+    **dict.fromkeys(
+        ("is_causal", "is_decoder", "is_cross_attention", "add_cross_attention"), lambda config, form: False
+    ),
+    "attention_scaling": lambda config, form: _factor(config),
+    "full_attention_attention_scaling": lambda config, form: _factor(config, False),
+    "sliding_attention_attention_scaling": lambda config, form: _factor(config, True),
+    "rotary_value": lambda config, form: form.position is not None and form.position.rotates_values,
+    "position_embedding_type": lambda config, form: "rotary" if config.embeddings.position is None else "absolute",
+    "padding_idx": lambda config, form: config.pad_token_id if config.family.positions_from_ids else _ANYTHING,
+    "token_dropout": lambda config, form: config.embeddings.token_dropout is not None,
+    "mask_token_id": lambda config, form: _mask_token(config),
+    "use_task_id": lambda config, form: config.embeddings.task_type is not None,
+    "max_norm": lambda config, form: None,  # of a table that is read, and not called
+    "act": _of_activation("act"),
+    "approximate": _of_activation("approximate"),
+}
+
+
+def expected_of(module: nn.Module, config: EncoderConfig, form: AttentionSpec | None) -> dict[str, Any]:
+    """What the attributes of a module must be. `form`: of the layer that it is in; None: it is in none."""
+    if form is None:
+        form = next((spec.attention for spec in config.layer_specs), None)
+    if form is None:  # a model without layers
+        return {}
+    values = {name: value(config, form) for name, value in _TABLE.items() if name in module.__dict__}
+    return {name: value for name, value in values.items() if value is not _ANYTHING}
+
+
+def attribute_objection(module: nn.Module, path: str, expected: dict[str, Any]) -> str | None:
+    for name, value in expected.items():
+        found = module.__dict__.get(name)
+        if not _is_same(found, value):
+            return f"{f'{path}.' if path else ''}{name} is {found}; by its config it must be {value}"
+    return None
+
+
+def _is_same(found: Any, value: Any) -> bool:
+    if isinstance(found, float) and isinstance(value, float):
+        return math.isclose(found, value)  # transformers may have another order of the same operations
+    return bool(_plain(found) == _plain(value))
+
+
+def _plain(value: Any) -> Any:
+    """Functions are made anew with each module."""
+    if isinstance(value, functools.partial):
+        return value.func, value.args, value.keywords
+    return getattr(value, "__func__", value)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Buffers that transformers reads where a call gives no such ids
+
+_COUNTED = ("position_ids", "token_type_ids")
+_right: WeakIdKeyDictionary = WeakIdKeyDictionary()  # buffer -> its version when it was found right
+
+
+def buffer_objection(root: nn.Module, config: EncoderConfig, given: dict) -> str | None:
+    """Why what the embeddings hold in the place of ids that are not `given` is not what every token's place says."""
+    for name, buffer in _buffers_read(root, config, given):
+        version = None if buffer.is_inference() else buffer._version
+        if buffer.is_meta or (version is not None and _right.get(buffer) == version):
+            continue
+        row = torch.arange(buffer.shape[-1], device=buffer.device)
+        if not bool((buffer == (row if name == _COUNTED[0] else 0)).all()):
+            must = "count from 0" if name == _COUNTED[0] else "be zeros"
+            return f"the buffer {name} of its embeddings does not {must}"
+        _right[buffer] = version
+    return None
+
+
+def _buffers_read(root: nn.Module, config: EncoderConfig, given: dict) -> Iterator[tuple[str, torch.Tensor]]:
+    scope = config.scopes.embeddings
+    buffers = {} if scope is None else get_leaf(root, scope)._buffers
+    for name in _COUNTED[1:] if config.family.positions_from_ids else _COUNTED:
+        buffer = buffers.get(name)
+        if given.get(name) is None and buffer is not None:
+            yield name, buffer
