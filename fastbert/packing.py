@@ -112,6 +112,12 @@ def _to_host(tensors: list[torch.Tensor]) -> list[int]:
     return torch.cat([t.long() for t in tensors]).tolist()
 
 
+NOT_ONE_GRAPH = (
+    "fastbert packs a padded batch, and how many of its tokens are real depends on the values of its mask: compile"
+    " without fullgraph=True, or give fastbert's own classes packed input (fastbert.pack_inputs), which is one graph"
+)
+
+
 def _is_all_ones(mask: torch.Tensor) -> bool:
     """Whether an integer mask is seen to have no padding; False where a look would cost a wait, or break a trace."""
     if not _is_on_host(mask) or mask.dtype not in _WITH_ENDS or torch.compiler.is_compiling():
@@ -192,7 +198,10 @@ class PackedBatch:
             has_ends = mask.dtype in _WITH_ENDS
             ends = torch.stack(mask.aminmax()) if has_ends else (real & (mask != 1)).any()[None]
             stray = [] if labels is None else [((labels.to(device) != -100) & ~real).sum()[None]]
-            values = _to_host([lengths, ends, *stray, *_extremes(ranges, real)])
+            looked_at = [lengths, ends, *stray, *_extremes(ranges, real)]
+            if torch.compiler.is_dynamo_compiling():  # what comes next is in no graph: with fullgraph the error
+                torch._dynamo.graph_break(msg=NOT_ONE_GRAPH)
+            values = _to_host(looked_at)
             counts, after = values[:batch_size], batch_size + len(ends)
             (low, high), extremes = (min(values[batch_size:after]), max(values[batch_size:after])), values[after:]
             bounds = {PADDED_LABELS: (0, extremes.pop(0))} if stray else None

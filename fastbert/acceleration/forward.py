@@ -30,7 +30,7 @@ from fastbert.layers.sharded import call_sharded, is_sharded
 from fastbert.models.encode import first_tokens, run_encoder, run_pooler, unpacked_extras
 from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs
 from fastbert.models.tree import Calls, RunsBaseModel
-from fastbert.packing import PADDED_LABELS, InputError, PackedBatch
+from fastbert.packing import NOT_ONE_GRAPH, PADDED_LABELS, InputError, PackedBatch
 
 NOT_CALLED = "accelerated, not called yet"
 
@@ -45,7 +45,7 @@ class Forward(OnInstance, RunsBaseModel):
         self.calls = Calls()
         self._from_head = threading.local()
         # Under torch.compile the checks still run, and run each time: a graph would keep the answers of its first call.
-        self._admit = torch.compiler.disable(self.admit, reason="fastbert checks and packs batches on the host")
+        self._admit = torch.compiler.disable(self.admit, reason=NOT_ONE_GRAPH)
 
     def config_now(self) -> EncoderConfig:
         return live(self.module, self.plan)[0]

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from fastbert.acceleration.forward import Forward
 from fastbert.acceleration.instance import OnInstance, argument_names, put_by_us
 from fastbert.acceleration.objections import FLATTENED
+from fastbert.packing import NOT_ONE_GRAPH
 
 _POSITIONS = ("start_positions", "end_positions")
 
@@ -25,7 +26,7 @@ class HeadForward(OnInstance):
     def __init__(self, module: nn.Module, base: str, spans_over_real_tokens: bool):
         super().__init__(module, base, spans_over_real_tokens)
         self._base, self.spans_over_real_tokens = base, spans_over_real_tokens
-        self._tell = torch.compiler.disable(self.tell, reason="fastbert looks at labels on the host")
+        self._tell = torch.compiler.disable(self.tell, reason=NOT_ONE_GRAPH)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module

@@ -13,6 +13,7 @@ from fastbert.acceleration.instance import is_free
 from fastbert.config import ConfigError, EncoderConfig
 from fastbert.families import FAMILIES
 from fastbert.families.form import Classifier, Family, Head, MaskedLM, ReplacedTokens, SentencePair
+from fastbert.layers.leaves import get_leaf
 from fastbert.layers.sharded import class_of
 from fastbert.models.inputs import TableSizes, table_sizes
 from fastbert.models.tree import key_of_spec, layers_of, modules_of
@@ -115,6 +116,27 @@ def dropout_roles(config: EncoderConfig) -> dict[str, str | None]:
     return made
 
 
+def missing_leaf(root: nn.Module, config: EncoderConfig) -> str | None:
+    """The path of a leaf that packed execution calls by this config, and that is None there; KeyError: it never was."""
+    names, family = config.embeddings, config.family
+    paths = [*(getattr(names, role) for role in names.order), family.final_norm]
+    for layer, spec in dict(zip(config.layer_paths, config.layer_specs, strict=True)).items():
+        norms = spec.names.norms if spec.has_attention_norm else spec.names.norms[1:]
+        paths += [f"{layer}.{path}" for path in (*spec.names.linears, *norms)]
+    return next((path for path in paths if path is not None and get_leaf(root, path) is None), None)
+
+
+def _heads_objection(root: nn.Module, config: EncoderConfig) -> str | None:
+    """Some families' modules have no number of heads: their projections tell it."""
+    for layer, spec in zip(config.layer_paths, config.layer_specs, strict=True):
+        form, leaves = spec.attention, [get_leaf(root, f"{layer}.{path}") for path in spec.names.qkv]
+        rows = [leaf.weight.shape[0] for leaf in leaves if type(leaf) is nn.Linear]
+        expected = (form.num_heads + 2 * form.num_kv_heads) * form.head_dim
+        if len(rows) == len(leaves) and sum(rows) != expected:
+            return f"{layer}'s query, key and value have {sum(rows)} features; by its config it must be {expected}"
+    return None
+
+
 def make_plan(module: Any, label: str, heads: list[str], spans_over_real_tokens: bool = False) -> Plan | str:
     """The plan for a base model of transformers, or the reason why there is none."""
     kind = class_of(module)
@@ -132,7 +154,9 @@ def make_plan(module: Any, label: str, heads: list[str], spans_over_real_tokens:
         plan = Plan(label, model_type, config, next(r for r in ("padding", "last", "first", "tokens") if r in reads))
         now = live(module, plan)[0]
         found = [("", "", module, module), *modules_of(module, family, now)]
-        return _learn(plan, found, now) or plan
+        if (path := missing_leaf(module, now)) is not None:
+            return f"there is no {path}, which its config asks for"
+        return _learn(plan, found, now) or _heads_objection(module, now) or plan
     except (ConfigError, KeyError) as error:  # of a field; of a module that is not there
         return f"it is not what fastbert can run: {error}"
 

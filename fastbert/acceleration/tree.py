@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fastbert.acceleration.attributes import attribute_objection
-from fastbert.acceleration.plan import Plan, dropout_roles
+from fastbert.acceleration.plan import Plan, dropout_roles, missing_leaf
 from fastbert.config import EncoderConfig
 from fastbert.layers.leaves import FORWARD, FORWARD_HOOKS, HOOKS, has_global_hooks, parent_of
 from fastbert.layers.sharded import HOOKS_FROM, class_of, is_sharded
@@ -38,6 +38,8 @@ def look_at(root: nn.Module, plan: Plan, config: EncoderConfig) -> Look | str:
     snapshot = Snapshot()  # of all that is read below
     if objection := groups_objection(root, config) or _count_objection(root, config, snapshot):
         return objection
+    if (path := missing_leaf(root, config)) is not None:
+        return f"there is no {path} any more"
     roles = dropout_roles(config)
     dropouts: dict[tuple[str, str], float] = {}  # by the path of a layer, "" for the embeddings, and the role there
     sharded: list[str] = []

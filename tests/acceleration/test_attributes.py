@@ -76,6 +76,39 @@ def test_every_attribute(model_type, index):
     assert tried
 
 
+@pytest.mark.parametrize("path", ("embeddings.layer_norm", "encoder.emb_layer_norm_after"))
+def test_a_norm_that_is_not_there(path):
+    """By the config it is; transformers passes the first by where it is None."""
+    model = make_hf(make_config("esm", 1), "Model").eval()
+    accelerated = fastbert.accelerate(copy.deepcopy(model))
+    outputs(accelerated, {"input_ids": IDS})
+    for each in (model, accelerated):
+        parent, _, name = path.rpartition(".")
+        setattr(each.get_submodule(parent), name, None)
+    with pytest.raises(ValueError, match=f"there is no {path}, which its config asks for"):
+        fastbert.accelerate(model)
+    try:
+        expected = outputs(model, {"input_ids": IDS})
+    except TypeError:  # the other is called
+        with pytest.raises(TypeError):
+            outputs(accelerated, {"input_ids": IDS})
+    else:
+        assert torch.equal(outputs(accelerated, {"input_ids": IDS}), expected)
+    assert fastbert.status(accelerated).why_not == f"there is no {path} any more"
+    del model
+    other = make_hf(make_config("esm", 0), "Model")
+    other.config.emb_layer_norm_before = True
+    with pytest.raises(ValueError, match="it is not what fastbert can run: 'layer_norm'"):
+        fastbert.accelerate(other)
+
+
+def test_heads_that_are_only_in_the_config():
+    model = make_hf(make_config("nomic_bert", 0), "Model")
+    model.config.num_attention_heads = 3
+    with pytest.raises(ValueError, match=r"layers.0's query, key and value have 192 features; .* it must be 288"):
+        fastbert.accelerate(model)
+
+
 SET = {
     "scaling": ("encoder.layer.1.attention.self", 0.9),
     "is_causal": ("encoder.layer.1.attention.self", True),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from fuzz_driver import Draw, Fuzzer
 from fuzz_literal import PLAIN, Hook, at, literal_forward
-from fuzz_steps import STEPS
+from fuzz_steps import STEPS, draw_attribute
 from fuzz_subject import Subject
 from hf import leaf_gradients, make_hf, random_like, randomise
 from torch import nn
@@ -61,8 +61,18 @@ def make_subject(draw: Draw, name: str) -> Subject:
     if is_ours:
         model = randomise(model_class(model_type, "Model")(config), seed)
     else:
-        model = fastbert.accelerate(make_hf(config, "Model", seed=seed))
-    return Subject(name, model.eval(), is_ours)
+        plain = make_hf(config, "Model", seed=seed)
+        is_strange = draw.flag(4) and "attribute" not in draw.without
+        if is_strange:
+            draw.doing = "attribute"
+            draw_attribute(draw, plain)
+        try:
+            model = fastbert.accelerate(plain)
+        except ValueError as error:  # which is right for most values: the model is then as it should be
+            assert is_strange, error
+            draw.note(f"  refused: {error}")
+            model, is_strange = fastbert.accelerate(make_hf(config, "Model", seed=seed)), False
+    return Subject(name, model.eval(), is_ours, is_strange=not is_ours and is_strange)
 
 
 def embeddings_of(subject: Subject) -> Embeddings:
@@ -126,6 +136,20 @@ def hooks_of(model: nn.Module) -> dict[str, list[Hook]]:
     }
 
 
+def calls_of(subject: Subject) -> int:
+    status = fastbert.status(subject.model)
+    return status.packed + status.others
+
+
+def runs_in_transformers(subject: Subject, batch: Batch) -> bool:
+    with torch.no_grad():
+        try:
+            truth(subject, copy.deepcopy(subject.model), batch)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+            return False
+    return True
+
+
 def run_and_compare(draw: Draw, subject: Subject, batch: Batch) -> None:
     is_replaced = subject.replaced is not None
     modes = MODES[:2] if subject.is_inference else MODES[:3] if is_replaced else MODES
@@ -134,7 +158,10 @@ def run_and_compare(draw: Draw, subject: Subject, batch: Batch) -> None:
     in_threads = draw.flag(6) and not is_compiled and not is_replaced  # torch does not promise that
     draw.note(f"run: {subject.name}, {mode}, {backend}{', compiled' * is_compiled}{', in threads' * in_threads}")
     model = subject.model
-    hooks = hooks_of(model)
+    if subject.is_strange and not runs_in_transformers(subject, batch):
+        draw.note("  which transformers itself fails on")
+        return
+    hooks, before = hooks_of(model), calls_of(subject)
     for each in (hook for found in hooks.values() for hook in found):
         each.calls = 0
 
@@ -161,6 +188,8 @@ def run_and_compare(draw: Draw, subject: Subject, batch: Batch) -> None:
             draw.note(f"  refused: {error}")
             return
         raise
+    counted = calls_of(subject) - before
+    assert counted == 1 + in_threads or is_compiled, f"status counted {counted} calls"
     silent = [path for path, found in hooks.items() if any(hook.calls == 0 for hook in found)]
     with torch.inference_mode(subject.is_inference):
         compare(subject, batch, actual, gradients, mode == "backward")

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import fuzz_weights as weights
 import torch
+from attributes import places, set_value
 from fuzz_driver import Draw
 from fuzz_literal import After, Before, Hook
 from fuzz_subject import Subject, changed, draw_leaf, draw_weight, leaves, replace
@@ -177,6 +178,42 @@ def compiled(draw: Draw, subject: Subject) -> None:
     subject.compiled = torch.compile(subject.model, backend="eager")
 
 
+class Around:
+    """As libraries wrap a forward; a copy of the model gets one around its own."""
+
+    def __init__(self, forward: Callable):
+        self.forward = forward
+
+    def __call__(self, *args, **kwargs):
+        return self.forward(*args, **kwargs)
+
+
+def wrapped(draw: Draw, subject: Subject) -> None:
+    """Something in the place of the model's forward, which calls that."""
+    if not isinstance(subject.model.__dict__.get("forward"), Around):
+        subject.model.forward = Around(subject.model.forward)
+
+
+def attribute(draw: Draw, subject: Subject) -> None:
+    """A number, a flag or a buffer of one of transformers' modules, behind accelerate."""
+    if not subject.is_ours:
+        draw_attribute(draw, subject.model)
+        subject.is_strange = True
+
+
+def draw_attribute(draw: Draw, model: nn.Module) -> None:
+    """Not a share of dropout: what is random cannot be compared."""
+    found = [
+        (path, name, value)
+        for path, name, value in places(model)
+        if type(model.get_submodule(path)).__module__.startswith("transformers.")
+        and not (isinstance(value, float) and "dropout" in name)
+    ]
+    path, name, value = found[draw.integer(0, len(found) - 1)]
+    draw.note(f"  {path}.{name} = {value}")
+    set_value(model, path, name, value)
+
+
 def nothing(draw: Draw, subject: Subject) -> None:
     """The same call again."""
 
@@ -189,5 +226,6 @@ STEPS: dict[str, Callable[[Draw, Subject], None]] = {
         weights.offload, weights.in_inference_mode, new_parameter, other_table, other_leaf, same_weight_twice,
         cut_layers, swap_layers, hook_leaf, hook_container, hook_model, without_hooks, other_dtype, moved, deepcopied,
         pickled, parametrized, train_or_eval, frozen, as_inference_tensors, functional_call, compiled,
+        wrapped, attribute,
     )
 }  # fmt: skip

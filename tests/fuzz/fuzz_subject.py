@@ -21,6 +21,7 @@ class Subject:
     is_inference: bool = False  # its weights are inference tensors: all that is done to it is done in that mode
     replaced: dict[str, torch.Tensor] | None = None  # weights that the next calls have, by torch.func.functional_call
     may_refuse: bool = False  # the last step made a tree for which one clear error is right, too
+    is_strange: bool = False  # an attribute has been set to what transformers' own forward may fail on
 
 
 def leaves(model: nn.Module) -> dict[str, nn.Module]:

@@ -7,11 +7,12 @@ import copy
 import pytest
 import torch
 from full import left_to_full
-from hf import config_for, make_hf, randomise
+from hf import config_for, make_hf, make_oracle, randomise
 
 import fastbert
 from fastbert.backend import use_backend
 from fastbert.models.auto import model_class
+from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 IDS = torch.tensor([[3, 9, 4, 1, 7], [5, 2, 8, 6, 6]])
 KINDS = ("bert", "albert", "megatron-bert", "accelerated")
@@ -44,6 +45,27 @@ def make(kind: str):
     if kind == "accelerated":
         return fastbert.accelerate(make_hf(config_for("bert", "Model", num_hidden_layers=2), "Model").eval())
     return randomise(model_class(kind)(config_for(kind, "Model", num_hidden_layers=2))).eval()
+
+
+@pytest.mark.parametrize("kind", ("bert", "accelerated"))
+def test_a_mask_and_one_graph_exclude_each_other(kind):
+    """How many tokens are real no graph knows; the error says so, and what to do."""
+    compiled = torch.compile(make(kind), backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="how many of its tokens are real depends on the"):
+        compiled(IDS, attention_mask=torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]))
+
+
+def test_packed_inputs_are_one_graph():
+    model = make("bert")
+    oracle = make_oracle(make_hf(model.config, "Model").eval())
+    oracle.load_state_dict(model.state_dict())
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for lengths in ((5, 2), (5, 1), (3, 3)):
+        rows = [row[:n].tolist() for row, n in zip(IDS, lengths, strict=True)]
+        actual = compiled(fastbert.pack_inputs(rows)).last_hidden_state.split(lengths)
+        for row, mine in zip(rows, actual, strict=True):
+            exact, near = (m(torch.tensor([row])).last_hidden_state[0] for m in (oracle, model))
+            assert_close_to_reference(mine, exact, near, GRADIENT_FACTOR)
 
 
 def last_leaves(model) -> list[torch.nn.Module]:
