@@ -154,9 +154,11 @@ def make_plan(module: Any, label: str, heads: list[str], spans_over_real_tokens:
         plan = Plan(label, model_type, config, next(r for r in ("padding", "last", "first", "tokens") if r in reads))
         now = live(module, plan)[0]
         found = [("", "", module, module), *modules_of(module, family, now)]
+        if (objection := _learn(plan, found, now)) is not None:
+            return objection
         if (path := missing_leaf(module, now)) is not None:
             return f"there is no {path}, which its config asks for"
-        return _learn(plan, found, now) or _heads_objection(module, now) or plan
+        return _heads_objection(module, now) or plan
     except (ConfigError, KeyError) as error:  # of a field; of a module that is not there
         return f"it is not what fastbert can run: {error}"
 
