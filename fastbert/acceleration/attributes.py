@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fastbert.config import EncoderConfig
 from fastbert.families.spec import AttentionSpec
@@ -110,27 +109,24 @@ def _plain(value: Any) -> Any:
 # Buffers that transformers reads where a call gives no such ids
 
 _COUNTED = ("position_ids", "token_type_ids")
-_right: WeakIdKeyDictionary = WeakIdKeyDictionary()  # buffer -> its version when it was found right
+SeenBuffers = dict[str, tuple[torch.Tensor, int]]  # by name: what was found right, and its version then
 
 
-def buffer_objection(root: nn.Module, config: EncoderConfig, given: dict) -> str | None:
+def buffer_objection(root: nn.Module, config: EncoderConfig, given: dict, seen: SeenBuffers) -> str | None:
     """Why what the embeddings hold in the place of ids that are not `given` is not what every token's place says."""
-    for name, buffer in _buffers_read(root, config, given):
-        version = None if buffer.is_inference() else buffer._version
-        if buffer.is_meta or (version is not None and _right.get(buffer) == version):
+    scope = config.scopes.embeddings
+    buffers = {} if scope is None else get_leaf(root, scope)._buffers
+    for name in _COUNTED[1:] if config.family.positions_from_ids else _COUNTED:
+        buffer = buffers.get(name)
+        if buffer is None or given.get(name) is not None or buffer.is_meta:
+            continue
+        version = -1 if buffer.is_inference() else buffer._version  # an inference tensor counts none
+        known, when = seen.get(name, (None, -1))
+        if known is buffer and version == when != -1:
             continue
         row = torch.arange(buffer.shape[-1], device=buffer.device)
         if not bool((buffer == (row if name == _COUNTED[0] else 0)).all()):
             must = "count from 0" if name == _COUNTED[0] else "be zeros"
             return f"the buffer {name} of its embeddings does not {must}"
-        _right[buffer] = version
+        seen[name] = buffer, version
     return None
-
-
-def _buffers_read(root: nn.Module, config: EncoderConfig, given: dict) -> Iterator[tuple[str, torch.Tensor]]:
-    scope = config.scopes.embeddings
-    buffers = {} if scope is None else get_leaf(root, scope)._buffers
-    for name in _COUNTED[1:] if config.family.positions_from_ids else _COUNTED:
-        buffer = buffers.get(name)
-        if given.get(name) is None and buffer is not None:
-            yield name, buffer

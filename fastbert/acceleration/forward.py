@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastbert.acceleration.attributes import SeenBuffers, buffer_objection
 from fastbert.acceleration.instance import OnInstance, argument_names
 from fastbert.acceleration.objections import (
     OPTIONS,
@@ -43,6 +44,7 @@ class Forward(OnInstance, RunsBaseModel):
         self.plan = plan
         self.said: set[str] = set()
         self.calls = Calls()
+        self._seen_buffers: SeenBuffers = {}
         self._from_head = threading.local()
         # Under torch.compile the checks still run, and run each time: a graph would keep the answers of its first call.
         self._admit = torch.compiler.disable(self.admit, reason=NOT_ONE_GRAPH)
@@ -89,6 +91,7 @@ class Forward(OnInstance, RunsBaseModel):
         try:
             config, tables = live(module, self.plan)
             objection = call_objection(module, self.plan, tables, given, options)
+            objection = objection or buffer_objection(module, config, given, self._seen_buffers)
             if objection is None and given.get("cu_seq_lens_q") is not None:
                 objection = flattened_objection(self.plan, given)
             found = objection or look_at(module, self.plan, config)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fastbert.acceleration.attributes import buffer_objection
 from fastbert.acceleration.plan import Plan
 from fastbert.models.inputs import TableSizes
 from fastbert.packing import InputError
@@ -37,8 +36,6 @@ def call_objection(module: Any, plan: Plan, tables: TableSizes, given: dict, opt
         if name not in arguments and value is not None and value is not False:
             return f"the argument {name} is not one that fastbert reads"
     if (objection := _config_objection(module.config, plan, options)) is not None:
-        return objection
-    if (objection := buffer_objection(module, plan.config, given)) is not None:
         return objection
     tensors = {name: given[name] for name in TENSORS if given.get(name) is not None}
     for name, t in tensors.items():
