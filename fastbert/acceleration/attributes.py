@@ -15,7 +15,6 @@ from torch import nn
 from fastbert.config import EncoderConfig
 from fastbert.families.spec import AttentionSpec
 from fastbert.layers.leaves import get_leaf
-from fastbert.layers.rotary import inverse_frequencies
 
 _ANYTHING = object()  # what no forward reads in this family
 
@@ -23,13 +22,6 @@ _ANYTHING = object()  # what no forward reads in this family
 def _window(form: AttentionSpec) -> int | None:
     window = max(form.window_size)
     return None if window < 0 else window + 1  # counted with the query's own token
-
-
-def _factor(config: EncoderConfig, has_window: bool | None = None) -> Any:
-    """Of the cosines and sines of all layers, or of those that have a window, or have none."""
-    forms = [spec.attention for spec in config.layer_specs]
-    turns = [form.position for form in forms if has_window is None or (_window(form) is not None) == has_window]
-    return _ANYTHING if not turns or turns[0] is None else inverse_frequencies(turns[0])[1]
 
 
 def _mask_token(config: EncoderConfig) -> Any:
@@ -59,9 +51,6 @@ _TABLE: dict[str, Callable[[EncoderConfig, AttentionSpec], Any]] = {
     **dict.fromkeys(
         ("is_causal", "is_decoder", "is_cross_attention", "add_cross_attention"), lambda config, form: False
     ),
-    "attention_scaling": lambda config, form: _factor(config),
-    "full_attention_attention_scaling": lambda config, form: _factor(config, False),
-    "sliding_attention_attention_scaling": lambda config, form: _factor(config, True),
     "rotary_value": lambda config, form: form.position is not None and form.position.rotates_values,
     "position_embedding_type": lambda config, form: "rotary" if config.embeddings.position is None else "absolute",
     "padding_idx": lambda config, form: config.pad_token_id if config.family.positions_from_ids else _ANYTHING,
