@@ -81,6 +81,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "Drop the packed copies of these storages' weights: the next call packs them anew.");
   m.def("weights_changed", &fastbert::weights_changed, pybind11::arg("storages"),
         "The next call packs these storages' weights anew, into the memory that is there.");
+  m.def("only_recorded_writes", &fastbert::only_recorded_writes,
+        "Whether somebody says that torch records every write to a weight; of the calling thread.");
+  m.def("set_only_recorded_writes", &fastbert::set_only_recorded_writes, pybind11::arg("only"),
+        "Whether to believe that torch records every write, and to compare a share of each weight at a call, not all.");
   m.def("fill_memory", &fastbert::fill_memory, pybind11::arg("fills"),
         "Fill the memory of intermediate results and of weights' gradients with NaN before it is used; for tests.");
   m.attr("packed_check_calls") = fastbert::kCheckCalls;

@@ -154,7 +154,7 @@ Array adamw_cpu(const List<Array>& weights, const List<Array>& gradients, const 
       fits = gradient.dim() > 0 && gradient.size(0) == entry.row_count && gradient.numel() == entry.gradient_size;
     } else {
       entry.packed = Renewal(weight);
-      if (max_norm > 0) known[i] = known_squares(weight, gradient);
+      if (max_norm > 0 && only_recorded_writes()) known[i] = known_squares(weight, gradient);
     }
     check(steps[i].scalar_type() == ScalarType::Float && steps[i].numel() == 1, "adamw: step ", i, " is no number");
     const double n = static_cast<double>(*steps[i].data<float>()) + 1;

@@ -40,8 +40,9 @@ struct UpOperands {
     kept.push_back(weight);
     for (const int64_t first : {int64_t{0}, size}) {
       const Array bias = half(both.bias, first), scale = half(both.weight_scale, first);
-      operands.emplace_back(LinearOperand{weight.narrow(0, first, size), &bias, &scale, both.input_scale, both.version},
-                            in_features, dtype);
+      operands.emplace_back(
+          LinearOperand{weight.narrow(0, first, size), &bias, &scale, both.input_scale, both.version, both.comparison},
+          in_features, dtype);
     }
   }
 
@@ -116,17 +117,19 @@ std::tuple<Array, Array> feed_forward_cpu(const Array& x, const Array& up_weight
                                           bool return_pre) {
   const size_t ups = gate_weight.defined() ? 2 : 1;
   check(input_scales.size() == ups + 1, "input_scales has ", input_scales.size(), " elements, expected ", ups + 1);
-  FeedForwardOperand operand{{},
-                             {down_weight, nullptr, &down_scale, input_scales[ups], version_of(down_weight)},
-                             activation_of(activation),
-                             gated,
-                             make_dropout(dropout_p, philox)};
+  const Comparison comparison = comparison_of_call();
+  FeedForwardOperand operand{
+      {},
+      {down_weight, nullptr, &down_scale, input_scales[ups], version_of(down_weight), comparison},
+      activation_of(activation),
+      gated,
+      make_dropout(dropout_p, philox)};
   int64_t width = up_weight.size(0);
   if (gate_weight.defined()) {
-    operand.ups.push_back({gate_weight, &gate_bias, &gate_scale, input_scales[0], version_of(gate_weight)});
+    operand.ups.push_back({gate_weight, &gate_bias, &gate_scale, input_scales[0], version_of(gate_weight), comparison});
     width += gate_weight.size(0);
   }
-  operand.ups.push_back({up_weight, &up_bias, &up_scale, input_scales[ups - 1], version_of(up_weight)});
+  operand.ups.push_back({up_weight, &up_bias, &up_scale, input_scales[ups - 1], version_of(up_weight), comparison});
   const Array out = empty({x.size(0), down_weight.size(0)}, dtype);
   const Array pre = empty({return_pre ? x.size(0) : 0, width}, dtype);
   feed_forward_rows(x, operand, out, return_pre ? pre : Array(), dtype, nullptr);

@@ -101,7 +101,7 @@ Heads::Heads(const LayerForm& form, std::vector<Array> whole_) : whole(std::move
 }
 
 LayerReader::LayerReader(const LayerLists& lists, int64_t hidden_size, ScalarType dtype)
-    : lists_(lists), hidden_size_(hidden_size), dtype_(dtype) {
+    : lists_(lists), hidden_size_(hidden_size), dtype_(dtype), comparison_(comparison_of_call()) {
   check(!has_versions() || lists.versions->size() == lists.weights->size(), "the versions are not as many as the ",
         lists.weights->size(), " weights");
   check(lists.scales == nullptr || lists.input_scales->size() == lists.scales->size(),
@@ -115,6 +115,7 @@ Array LayerReader::vector(const char* name, const Array& t) const {
 }
 
 void LayerReader::read(const LayerForm& form, LayerOperands& layer) {
+  layer.comparison = comparison_;
   for (size_t i = 0; i < form.num_leaves(); ++i) {
     const bool has_bias = has_bit(form.biases, i), has_scale = has_bit(form.scales, i);
     const size_t at = weight_;

@@ -52,15 +52,20 @@ struct LayerOperands {
   std::array<Array, kMostLeaves> weight, bias, scale;
   std::array<double, kMostLeaves> input_scale;
   std::array<int64_t, kMostLeaves> version;
+  Comparison comparison;
   NormOperand attention_norm, feed_forward_norm;
 
   // What stands behind the attention's residual.
   const NormOperand& middle_norm(const LayerForm& form) const {
     return form.norm_first ? feed_forward_norm : attention_norm;
   }
-  LinearOperand linear(size_t i) const { return {weight[i], &bias[i], &scale[i], input_scale[i], version[i]}; }
+  LinearOperand linear(size_t i) const {
+    return {weight[i], &bias[i], &scale[i], input_scale[i], version[i], comparison};
+  }
   // For what adds the bias itself.
-  LinearOperand without_bias(size_t i) const { return {weight[i], nullptr, &scale[i], input_scale[i], version[i]}; }
+  LinearOperand without_bias(size_t i) const {
+    return {weight[i], nullptr, &scale[i], input_scale[i], version[i], comparison};
+  }
   std::vector<LinearOperand> projections(const LayerForm& form) const;
   FeedForwardOperand feed_forward(const LayerForm& form, Activation activation, const Dropout& dropout) const;
 };
@@ -115,6 +120,7 @@ class LayerReader {
   LayerLists lists_;
   int64_t hidden_size_;
   ScalarType dtype_;
+  Comparison comparison_;
   size_t layer_ = 0, weight_ = 0, bias_ = 0, scale_ = 0, norm_ = 0;  // the next ones
 };
 

@@ -27,14 +27,15 @@ std::vector<Array> linear_cpu(const Array& x_, const std::vector<Array>& weights
         "weights, biases, weight_scales and input_scales have ", count, ", ", biases.size(), ", ", weight_scales.size(),
         " and ", input_scales.size(), " elements, expected equally many");
   const Activation act = activation_of(activation);
+  const Comparison comparison = comparison_of_call();
   std::vector<Array> results;
   std::vector<Operand> operands;
   std::vector<GemmTarget> targets;
   operands.reserve(count);
   for (size_t i = 0; i < count; ++i) {
     operands.emplace_back(
-        LinearOperand{weights[i], &biases[i], &weight_scales[i], input_scales[i], version_of(weights[i])}, x.size(1),
-        dtype);
+        LinearOperand{weights[i], &biases[i], &weight_scales[i], input_scales[i], version_of(weights[i]), comparison},
+        x.size(1), dtype);
     results.push_back(empty({x.size(0), weights[i].size(0)}, dtype));
     const Array out = results.back();
     Array pre;

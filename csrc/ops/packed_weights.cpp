@@ -9,7 +9,9 @@
 #include <string>
 #include <tuple>
 #include <unordered_map>
+#include <vector>
 
+#include "../cpu/checksum.h"
 #include "register.h"
 #include "storages.h"
 
@@ -21,55 +23,99 @@ namespace {
 constexpr int64_t kCheckSteps = 64;
 constexpr int64_t kUnitBytes = kCheckSteps * kPanel * 4;
 
-// One view of one storage: the same weight may be packed in two formats, and transposed, and a storage may hold many.
-using View = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, ScalarType, DType>;
+// Elements of a storage that a weight has: `count` lines of `length` elements that lie whole, `stride` elements apart,
+// from a byte of the storage on. They are rows, or the columns of what is transposed: both have the same lines.
+struct Lines {
+  int64_t offset, count, length, stride;
+  ScalarType dtype;
 
-int64_t source_bytes(const View& view) {
-  return std::get<1>(view) * std::get<2>(view) * element_size(std::get<5>(view));
+  auto key() const { return std::tie(offset, count, length, stride, dtype); }
+  friend bool operator<(const Lines& a, const Lines& b) { return a.key() < b.key(); }
+
+  int64_t nbytes() const { return count * length * element_size(dtype); }
+  int64_t end() const { return offset + ((count - 1) * stride + length) * element_size(dtype); }
+  bool overlaps(const Lines& other) const { return offset < other.end() && other.offset < end(); }
+};
+
+bool is_transposed(const Array& weight) { return weight.stride(1) != 1; }
+
+Lines lines_of(const Array& weight, const char* storage) {
+  const int64_t at = is_transposed(weight) ? 1 : 0;
+  return {weight.data<const char>() - storage, weight.size(at), weight.size(1 - at), weight.stride(at),
+          weight.scalar_type()};
 }
 
 // Copies of each byte of a storage: two formats, each of them transposed, of layers' weights and of a merged one.
 constexpr int64_t kMostCopies = 8;
 
-struct Entry {
-  int64_t version;
-  uint64_t sample;
-  int64_t uses;
+struct Copy {
+  bool is_old = true;  // not, or no more, what the weight is
+  int64_t uses = 0;
   PackedMemory packed;
 };
 
-// By the address of a storage's memory, and in it by view.
-using CopiesOfStorages = std::unordered_map<const void*, std::map<View, Entry>>;
+// What is known of a weight, and its copies. Those that are not old are of `version`, and of the same elements.
+struct Weight {
+  int64_t version = kNoVersion - 1;  // none that a tensor has
+  uint64_t sample = 0;
+  std::optional<uint64_t> checksum;               // where there is none, nobody has asked yet
+  std::map<std::pair<bool, DType>, Copy> copies;  // by whether it is transposed, and format
+
+  void set_old() {
+    for (auto& [kind, copy] : copies) copy.is_old = true;
+  }
+};
+
+// By the address of a storage's memory, and in it by what they lie in.
+using Weights = std::map<Lines, Weight>;
+using WeightsOfStorages = std::unordered_map<const void*, Weights>;
 
 // Nothing calls into Python, or waits for something that might, while it has this: a finalizer holds the GIL and waits.
 std::mutex mutex;
-CopiesOfStorages& copies_of_storages() {
+WeightsOfStorages& weights_of_storages() {
   // Never destroyed: at exit tensors may go after static objects.
-  static auto* map = new CopiesOfStorages();
+  static auto* map = new WeightsOfStorages();
   return *map;
 }
 
+thread_local bool records_all_writes = false;
+
 // Bits: an unsigned integer as wide as an element.
 template <typename Bits>
-uint64_t sample_as(const Array& weight) {
-  const auto* bytes = weight.data<const char>();
-  const int64_t out = weight.size(0), in = weight.size(1), row_stride = weight.stride(0), stride = weight.stride(1);
+uint64_t sample_as(const char* storage, const Lines& lines) {
   uint64_t hash = 0, factor = 1;
   for (int64_t i = 0; i < 16; ++i) {
-    const int64_t row = i * (out - 1) / 15, column = (i * 7 % 16) * (in - 1) / 15;
+    const int64_t line = i * (lines.count - 1) / 15, place = (i * 7 % 16) * (lines.length - 1) / 15;
     Bits bits;
-    std::memcpy(&bits, bytes + (row * row_stride + column * stride) * int64_t{sizeof(Bits)}, sizeof(Bits));
+    std::memcpy(&bits, storage + lines.offset + (line * lines.stride + place) * int64_t{sizeof(Bits)}, sizeof(Bits));
     hash += bits * factor;  // no element waits for the one before it
     factor *= 0x9e3779b97f4a7c15u;
   }
   return hash;
 }
 
-uint64_t sample_of(const Array& weight) {
-  if (weight.numel() == 0) return 0;
-  return weight.element_size() == 4   ? sample_as<uint32_t>(weight)
-         : weight.element_size() == 2 ? sample_as<uint16_t>(weight)
-                                      : sample_as<uint8_t>(weight);
+uint64_t sample_of(const char* storage, const Lines& lines) {
+  const int64_t bytes = element_size(lines.dtype);
+  return bytes == 4   ? sample_as<uint32_t>(storage, lines)
+         : bytes == 2 ? sample_as<uint16_t>(storage, lines)
+                      : sample_as<uint8_t>(storage, lines);
+}
+
+// By all threads: memory gives it as fast as it can.
+uint64_t checksum_of(const char* storage, const Lines& lines) {
+  const int64_t element = element_size(lines.dtype), bytes = lines.length * element;
+  const int64_t blocks = num_panels(lines.count), least = std::max<int64_t>(1, 65536 / (kPanel * bytes));
+  std::vector<uint64_t> sums(static_cast<size_t>(blocks));
+  parallel_for(0, blocks, least, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      const int64_t line = block * kPanel, stride = lines.stride * element;
+      sums[static_cast<size_t>(block)] =
+          checksum(storage + lines.offset + line * stride, std::min(kPanel, lines.count - line), bytes, stride);
+    }
+  });
+  uint64_t sum = 0;
+  for (const uint64_t x : sums) sum = mixed(sum, x);
+  return sum;
 }
 
 PackArgs pack_args(const Array& weight, DType format) {
@@ -118,53 +164,79 @@ bool is_packed_as(const Array& weight, DType format, const PackedMemory& packed,
   return true;
 }
 
+// What packed_weight is asked for.
+struct Request {
+  const Array& weight;
+  const char* storage;
+  Lines lines;
+  DType format;
+  int64_t version;
+  Comparison comparison;
+  std::optional<uint64_t> checksum;  // of the weight as it is now, where it had to be taken
+  bool has_changed = false;          // as the caller has seen
+};
+
 struct Found {
-  PackedMemory packed;
+  std::optional<PackedMemory> packed;      // none: the caller is to take the weight's checksum, and to ask again
   int64_t check_begin = 0, check_end = 0;  // units that this call is to compare
 };
 
-// The copy of `weight`, packed where it has none, has one that is seen to be old, or `anew`. Nothing is found in a
-// storage for which nothing is kept, unless it `is_watched`: from the first copy on it must be.
-std::optional<Found> find_or_pack(const Array& weight, const char* storage, DType format, int64_t version, bool anew,
-                                  bool is_watched) {
-  const View view{weight.data<const char>() - storage,
-                  weight.size(0),
-                  weight.size(1),
-                  weight.stride(0),
-                  weight.stride(1),
-                  weight.scalar_type(),
-                  format};
-  const uint64_t sample = sample_of(weight);
-  std::map<View, Entry> crowded;  // freed after the lock
+// The copy of a weight, packed where it has none, or one that is old. Nothing is found in a storage for which nothing
+// is kept, unless it `is_watched`: from the first copy on it must be.
+std::optional<Found> find_or_pack(const Request& asked, bool is_watched) {
+  const Array& weight = asked.weight;
+  Weights crowded;  // freed after the lock
   const std::lock_guard<std::mutex> lock(mutex);
-  auto of_storage = copies_of_storages().find(storage);
-  if (of_storage == copies_of_storages().end()) {
+  auto of_storage = weights_of_storages().find(asked.storage);
+  if (of_storage == weights_of_storages().end()) {
     if (!is_watched) return std::nullopt;
-    of_storage = copies_of_storages().try_emplace(storage).first;
+    of_storage = weights_of_storages().try_emplace(asked.storage).first;
   }
-  std::map<View, Entry>& entries = of_storage->second;
-  const auto known = entries.find(view);
-  if (known == entries.end()) {
+  Weights& weights = of_storage->second;
+  Weight* known = &weights[asked.lines];
+  const std::pair kind{is_transposed(weight), asked.format};
+  if (known->copies.find(kind) == known->copies.end()) {
     static int64_t serial = 0;
     // Slices that move along a storage would otherwise add copies without end.
-    int64_t bytes = weight.nbytes();
-    for (const auto& [other, entry] : entries) bytes += source_bytes(other);
-    if (bytes > kMostCopies * storage_bytes(weight)) crowded.swap(entries);
+    int64_t bytes = asked.lines.nbytes();
+    for (const auto& [lines, other] : weights) bytes += static_cast<int64_t>(other.copies.size()) * lines.nbytes();
+    if (bytes > kMostCopies * storage_bytes(weight)) {
+      crowded.swap(weights);
+      known = &weights[asked.lines];
+    }
     // Weights begin at different places of their round, so that the work spreads over the calls.
-    Entry entry{version, sample, serial++ * 633, {}};
-    pack(weight, format, entry.packed);
-    return Found{entries.emplace(view, std::move(entry)).first->second.packed};
+    known->copies[kind].uses = serial++ * 633;
   }
-  Entry& entry = known->second;
-  const int64_t units = num_panels(weight.size(0)) * units_of_panel(weight, format), use = entry.uses++ % kCheckCalls;
-  if (anew || entry.version != version || entry.sample != sample) {
-    pack(weight, format, entry.packed);
-    entry.version = version;
-    entry.sample = sample;
-    return Found{entry.packed};
+  const auto set_sample = [&] { known->sample = sample_of(asked.storage, asked.lines); };
+  if (known->version != asked.version) {
+    known->set_old();
+    known->version = asked.version;
+    known->checksum = std::nullopt;
+    set_sample();
   }
-  if (version == kNoVersion) return Found{entry.packed, 0, units};
-  return Found{entry.packed, use * units / kCheckCalls, (use + 1) * units / kCheckCalls};
+  const bool is_whole = asked.comparison == Comparison::kWhole;
+  const bool differs = asked.has_changed || (asked.checksum.has_value() && known->checksum != asked.checksum) ||
+                       (!is_whole && known->sample != sample_of(asked.storage, asked.lines));
+  if (differs) {
+    for (auto& [lines, other] : weights) {
+      if (lines.overlaps(asked.lines)) other.set_old();
+    }
+    known->checksum = asked.checksum;
+    set_sample();
+  }
+  Copy& copy = known->copies[kind];
+  // A first call takes no checksum: where an optimizer writes the weight at every step there is no second one. What
+  // is packed beside others must be the same as they are.
+  if (!asked.checksum.has_value() && (copy.is_old ? known->checksum.has_value() : is_whole)) return Found{};
+  if (copy.is_old) {
+    pack(weight, asked.format, copy.packed);
+    copy.is_old = false;
+    return Found{copy.packed};
+  }
+  if (is_whole) return Found{copy.packed};
+  const int64_t units = num_panels(weight.size(0)) * units_of_panel(weight, asked.format);
+  const int64_t use = copy.uses++ % kCheckCalls;
+  return Found{copy.packed, use * units / kCheckCalls, (use + 1) * units / kCheckCalls};
 }
 
 // Once for each `warned`, through Python's filters.
@@ -209,7 +281,17 @@ int64_t version_of(const Array& weight) {
   return ask<bool>("aten::is_inference", weight) ? kNoVersion : ask<int64_t>("aten::_version", weight);
 }
 
-PackedMemory packed_weight(const Array& weight, DType format, int64_t version) {
+Comparison comparison_of_call() {
+  if (records_all_writes) return Comparison::kShare;
+  // What is made in inference mode is an inference tensor: torch's stable ABI has no other way to ask.
+  return ask<bool>("aten::is_inference", empty({0}, ScalarType::Float)) ? Comparison::kShare : Comparison::kWhole;
+}
+
+void set_only_recorded_writes(bool only) { records_all_writes = only; }
+
+bool only_recorded_writes() { return records_all_writes; }
+
+PackedMemory packed_weight(const Array& weight, DType format, int64_t version, Comparison comparison) {
   const char* const storage = storage_of(weight);
   check_memory(weight, storage);
   if (weight.numel() == 0 || (weight.stride(0) != 1 && weight.stride(1) != 1)) {
@@ -217,36 +299,37 @@ PackedMemory packed_weight(const Array& weight, DType format, int64_t version) {
     pack(contiguous(weight), format, packed);
     return packed;
   }
-  const auto find = [&](bool anew, bool is_watched) {
-    return find_or_pack(weight, storage, format, version, anew, is_watched);
-  };
-  std::optional<Found> found = find(false, false);
-  if (!found.has_value()) {
-    watch_storage(weight);
-    found = find(false, true);
-  }
   static std::atomic<bool> warned_of_write{false}, warned_of_inference{false};
-  if (version != kNoVersion) {
-    if (is_packed_as(weight, format, found->packed, found->check_begin, found->check_end)) {
-      return std::move(found->packed);
-    }
-    found = find(true, true);
-    warn(weight, warned_of_write,
-         "a weight was written in a way that PyTorch does not record (through .data, NumPy, DLPack, a storage, apply_, "
-         "torch.distributed, or another tensor with its memory), and some calls have computed with its old values "
-         "before this was found; now the new ones are used. Call fastbert.repack(model) right after such a write.");
-    return std::move(found->packed);
+  if (version == kNoVersion && comparison == Comparison::kShare) {
+    warn(weight, warned_of_inference,
+         "a weight is an inference tensor, which keeps no version: all of it is compared with its packed copy at each "
+         "call, which takes as long as the product of a few rows itself. Load, convert or move the model outside of "
+         "torch.inference_mode; to run it there is fine.");
+    comparison = Comparison::kWhole;
   }
-  std::atomic<bool> is_same{true};
-  parallel_for(found->check_begin, found->check_end, 4, [&](int64_t begin, int64_t end) {
-    if (!is_packed_as(weight, format, found->packed, begin, end)) is_same = false;
-  });
-  if (!is_same) found = find(true, true);
-  warn(weight, warned_of_inference,
-       "a weight is an inference tensor, which keeps no version: all of it is compared with its packed copy at each "
-       "call, which takes longer than the product of a few rows itself. Load, convert or move the model outside of "
-       "torch.inference_mode; to run it there is fine.");
-  return std::move(found->packed);
+  Request asked{weight, storage, lines_of(weight, storage), format, version, comparison, std::nullopt};
+  const auto find = [&]() -> Found {
+    std::optional<Found> found = find_or_pack(asked, false);
+    if (!found.has_value()) {
+      watch_storage(weight);
+      found = find_or_pack(asked, true);
+    }
+    if (!found->packed.has_value()) {
+      asked.checksum = checksum_of(storage, asked.lines);
+      found = find_or_pack(asked, true);
+    }
+    return std::move(*found);
+  };
+  Found found = find();
+  if (is_packed_as(weight, format, *found.packed, found.check_begin, found.check_end)) return std::move(*found.packed);
+  asked.has_changed = true;
+  found = find();
+  warn(weight, warned_of_write,
+       "a weight was written in a way that PyTorch does not record (through .data, NumPy, DLPack, a storage, apply_, "
+       "torch.distributed, or another tensor with its memory), and some calls in inference mode have computed with its "
+       "old values before this was found; now the new ones are used. Call fastbert.repack(model) right after such a "
+       "write.");
+  return std::move(*found.packed);
 }
 
 Renewal::Renewal(const Array& weight) : weight_(weight) {
@@ -257,18 +340,20 @@ Renewal::Renewal(const Array& weight) : weight_(weight) {
   version_ = version_of(weight);
   if (version_ == kNoVersion) return;
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto found = copies_of_storages().find(storage);
-  if (found == copies_of_storages().end()) return;
-  for (auto& [view, entry] : found->second) {
-    const auto [offset, out, in, out_stride, in_stride, dtype, format] = view;
-    const bool is_straight = in_stride == 1 && out_stride == columns && in == columns;
-    const bool is_transposed = out_stride == 1 && in_stride == columns && out == columns;
-    const int64_t from = (offset - first) / row_bytes, count = is_straight ? out : in;
-    const bool has_rows = (is_straight || is_transposed) && dtype == ScalarType::Float && offset >= first &&
-                          (offset - first) % row_bytes == 0 && from % kPanel == 0 && from + count <= rows;
-    if (!has_rows || entry.version != version_ || entry.packed.panels.use_count() != 1) continue;
-    copies_.push_back({!is_straight, from, count, format, entry.packed});
-    entry.version = kNoVersion - 1;
+  const auto found = weights_of_storages().find(storage);
+  if (found == weights_of_storages().end()) return;
+  for (auto& [lines, known] : found->second) {
+    const int64_t from = (lines.offset - first) / row_bytes;
+    const bool has_rows = lines.length == columns && lines.stride == columns && lines.dtype == ScalarType::Float &&
+                          lines.offset >= first && (lines.offset - first) % row_bytes == 0 && from % kPanel == 0 &&
+                          from + lines.count <= rows;
+    if (!has_rows || known.version != version_) continue;
+    for (auto& [kind, copy] : known.copies) {
+      if (!copy.is_old && copy.packed.panels.use_count() == 1) {
+        copies_.push_back({kind.first, from, lines.count, kind.second, copy.packed});
+      }
+      copy.is_old = true;
+    }
   }
 }
 
@@ -301,49 +386,54 @@ void Renewal::pack(int64_t begin, int64_t end) const {
 void Renewal::finish() const {
   if (empty()) return;
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto found = copies_of_storages().find(storage_of(weight_));
-  if (found == copies_of_storages().end()) return;
-  for (auto& [view, entry] : found->second) {
-    for (const Copy& copy : copies_) {
-      if (copy.packed.panels != entry.packed.panels) continue;
-      const Array part = weight_.narrow(0, copy.first_row, copy.rows);
-      entry.sample = sample_of(copy.is_transposed ? part.t() : part);
-      entry.version = version_ + 1;
+  const char* const storage = storage_of(weight_);
+  const auto found = weights_of_storages().find(storage);
+  if (found == weights_of_storages().end()) return;
+  for (auto& [lines, known] : found->second) {
+    for (auto& [kind, copy] : known.copies) {
+      const auto is_it = [&, &held = copy](const Copy& renewed) { return renewed.packed.panels == held.packed.panels; };
+      if (std::none_of(copies_.begin(), copies_.end(), is_it)) continue;
+      copy.is_old = false;
+      known.version = version_ + 1;
+      known.checksum = std::nullopt;
+      known.sample = sample_of(storage, lines);
     }
   }
 }
 
 void forget_packed(const void* storage) {
-  CopiesOfStorages::node_type forgotten;  // freed after the lock
+  WeightsOfStorages::node_type forgotten;  // freed after the lock
   const std::lock_guard<std::mutex> lock(mutex);
-  forgotten = copies_of_storages().extract(storage);
+  forgotten = weights_of_storages().extract(storage);
 }
 
 void repack(const std::vector<uintptr_t>& storages) {
-  std::vector<std::map<View, Entry>> forgotten(storages.size());  // freed after the lock
+  std::vector<Weights> forgotten(storages.size());  // freed after the lock
   const std::lock_guard<std::mutex> lock(mutex);
   for (size_t i = 0; i < storages.size(); ++i) {
-    const auto found = copies_of_storages().find(reinterpret_cast<const void*>(storages[i]));
-    if (found != copies_of_storages().end()) forgotten[i].swap(found->second);
+    const auto found = weights_of_storages().find(reinterpret_cast<const void*>(storages[i]));
+    if (found != weights_of_storages().end()) forgotten[i].swap(found->second);
   }
 }
 
 void weights_changed(const std::vector<uintptr_t>& storages) {
   const std::lock_guard<std::mutex> lock(mutex);
   for (const uintptr_t storage : storages) {
-    const auto found = copies_of_storages().find(reinterpret_cast<const void*>(storage));
-    if (found == copies_of_storages().end()) continue;
-    for (auto& [view, entry] : found->second) entry.version = kNoVersion - 1;  // none that a tensor has
+    const auto found = weights_of_storages().find(reinterpret_cast<const void*>(storage));
+    if (found == weights_of_storages().end()) continue;
+    for (auto& [lines, known] : found->second) known.version = kNoVersion - 1;  // none that a tensor has
   }
 }
 
 int64_t packed_bytes() {
   const std::lock_guard<std::mutex> lock(mutex);
   int64_t bytes = 0;
-  for (const auto& [storage, entries] : copies_of_storages()) {
-    for (const auto& [view, entry] : entries) {
-      bytes += entry.packed.panels->bytes();
-      if (entry.packed.channel_offsets != nullptr) bytes += entry.packed.channel_offsets->bytes();
+  for (const auto& [storage, weights] : weights_of_storages()) {
+    for (const auto& [lines, known] : weights) {
+      for (const auto& [kind, copy] : known.copies) {
+        if (copy.packed.panels != nullptr) bytes += copy.packed.panels->bytes();
+        if (copy.packed.channel_offsets != nullptr) bytes += copy.packed.channel_offsets->bytes();
+      }
     }
   }
   return bytes;

@@ -22,6 +22,16 @@ struct PackedMemory {
 // write that left no trace is found. Chosen so that this takes under 1 % of a forward pass of 16 tokens (docs/gemm.md).
 constexpr int64_t kCheckCalls = 1024;
 
+// How much of a weight that torch says nobody has written a call compares: all of it, by a checksum, or as much as
+// kCheckCalls says. Either way 16 sampled elements.
+enum class Comparison { kWhole, kShare };
+
+// Of the calling thread's next call: a share in inference mode, and while somebody says that torch records every write
+// (set_only_recorded_writes).
+Comparison comparison_of_call();
+void set_only_recorded_writes(bool only);
+bool only_recorded_writes();
+
 // A weight's version as torch counts it, and what stands for it where the tensor keeps none, an inference tensor.
 constexpr int64_t kNoVersion = -1;
 int64_t version_of(const Array& weight);
@@ -29,11 +39,10 @@ int64_t version_of(const Array& weight);
 // weight (out_features, in_features) packed in `format`; `weight.t()` serves the gradient's product. Packs where there
 // is no packed copy yet, or where the weight has changed since:
 // - `version`, what version_of gives, is another, or the weight lies elsewhere;
-// - it keeps no version, and the whole of it, compared at each call, is not what was packed;
-// - one of 16 sampled elements is another: a write that left no trace, of the whole weight;
-// - the share of it that this call compares is another: any write that left no trace.
-// Several threads may ask at once.
-PackedMemory packed_weight(const Array& weight, DType format, int64_t version);
+// - what this call compares is another. Of a weight that keeps no version every call compares all.
+// All copies of what has changed are old then, in every format, transposed or not, those of parts of it too. Several
+// threads may ask at once.
+PackedMemory packed_weight(const Array& weight, DType format, int64_t version, Comparison comparison);
 
 // The packed copies of a weight that is being written: whoever has written some of its rows packs them while they are
 // in the cache, so that the next product need not read all of the weight again.

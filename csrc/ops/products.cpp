@@ -96,7 +96,7 @@ Operand::Operand(const LinearOperand& linear, int64_t in_features, ScalarType dt
     scale = checked("weight_scale", *linear.weight_scale, {out_features}, ScalarType::Float, scale_copy).data<float>();
   }
   const DType format = is_int8 ? DType::kInt8 : format_for(dtype);
-  packed = packed_weight(weight, format, linear.version);
+  packed = packed_weight(weight, format, linear.version, linear.comparison);
   target.weight = {packed.panels->data(),
                    format,
                    out_features,
@@ -120,7 +120,8 @@ Array with_whole_lines(const Array& weight) {
 
 Operand transposed(const Array& weight_, int64_t in_features, ScalarType dtype) {
   const Array weight = with_whole_lines(weight_);
-  return Operand({weight.t(), nullptr, nullptr, 0.0, version_of(weight)}, in_features, dtype);
+  // Forward has compared all of the weight, and where it differed, this copy is old, too.
+  return Operand({weight.t(), nullptr, nullptr, 0.0, version_of(weight), Comparison::kShare}, in_features, dtype);
 }
 
 Array checked_x(const Array& x, ScalarType dtype) {

@@ -24,6 +24,7 @@ struct LinearOperand {
   const Array* weight_scale;  // likewise
   double input_scale;
   int64_t version;  // of the weight: packed_weights.h
+  Comparison comparison;
 };
 
 // Rows that a thread takes through all panels, or through both products of a feed-forward, before it goes on: their x

@@ -131,7 +131,7 @@ Table = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, a row for each p
 # Tables of positions, made once and again where a text is longer. Only eager calls may ask here: see Remembered.
 _made: dict[tuple[Rotary, torch.device], Table] = {}
 _MOST_TABLES = 64
-_made_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # buffer of frequencies -> (its version, the factor, table)
+_made_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # buffer of frequencies -> (what it held, the factor, table)
 
 
 def rotary_tables(
@@ -183,10 +183,12 @@ def _remembered(rotary: Rotary, max_seqlen: int, device) -> Table:
 
 
 def _remembered_of(held: torch.Tensor, factor: float | None, rotary: Rotary, max_seqlen: int) -> Table:
+    # Not every write is counted, and these are few numbers. A GPU would be waited for: there the count must do.
+    holds = held.tolist() if held.device.type == "cpu" else held._version
     *made_from, found = _made_of.get(held, (None, None, None))
-    if found is None or made_from != [held._version, factor] or found[0].shape[0] < max_seqlen:
+    if found is None or made_from != [holds, factor] or found[0].shape[0] < max_seqlen:
         found = _long_table(rotary, held, factor, max_seqlen, held.device)
-        _made_of[held] = held._version, factor, found
+        _made_of[held] = holds, factor, found
     return found
 
 

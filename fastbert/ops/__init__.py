@@ -14,6 +14,7 @@ from fastbert.ops.linear import linear, linears, multiplies_bf16, repack
 from fastbert.ops.loss import cross_entropy, logits_cross_entropy, sequence_cross_entropy
 from fastbert.ops.packing import pack, unpack
 from fastbert.ops.pooling import pooling
+from fastbert.ops.recorded_writes import only_recorded_writes
 from fastbert.ops.rotary import Rotary, rotate
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "logits_cross_entropy",
     "multiplies_bf16",
     "offer",
+    "only_recorded_writes",
     "pack",
     "pooling",
     "repack",

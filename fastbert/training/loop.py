@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fastbert import ops
 from fastbert.data.batches import Steps, StepSampler
 from fastbert.data.loader import WorkerKilled, make_loader, read
 from fastbert.packed_inputs import PackedInputs
@@ -217,9 +218,10 @@ class Loop:
             batches = [batch.to(world.device, non_blocking=True) for batch in batches]
         autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=self.options.bf16)
         catch_up(self.optimizer, [batch["input_ids"] for batch in batches])
-        loss = self.task.backward(self.model, batches, shares, autocast)
-        self.schedule.set(place.step)
-        clip_and_step(self.optimizer, self.options.max_norm)
+        with ops.only_recorded_writes():
+            loss = self.task.backward(self.model, batches, shares, autocast)
+            self.schedule.set(place.step)
+            clip_and_step(self.optimizer, self.options.max_norm)
         self.optimizer.zero_grad()
         self._losses.append(loss)
         self._tokens += tokens

@@ -219,11 +219,13 @@ def test_each_warning_comes_once_in_a_process():
             weights = [torch.randn(64, 64) for _ in range(2)]
         weights += [torch.randn(64, 64) for _ in range(2)]
         for weight in weights:
-            ops.linear(x, weight, None, backend="cpu")
-            if not weight.is_inference():
-                weight.data[5, 7] = 100
-            for _ in range(_C.packed_check_calls):
+            for _ in range(3):
                 ops.linear(x, weight, None, backend="cpu")
+                if not weight.is_inference():
+                    weight.data[5, 7] -= 100  # which the next call sees, and says nothing
+            with torch.inference_mode():
+                for _ in range(_C.packed_check_calls):
+                    ops.linear(x, weight, None, backend="cpu")
     """)
     assert stderr.count("UserWarning") == 2, stderr
     assert stderr.count("Call fastbert.repack(model) right after such a write") == 1

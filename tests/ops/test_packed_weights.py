@@ -1,4 +1,4 @@
-"""Packed copies of weights: never stale after a write that PyTorch records, not for long after any other."""
+"""Packed copies of weights are never stale after a write that PyTorch records; test_unrecorded_writes.py has others."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ import fastbert
 from fastbert import ops
 from fastbert.layers.quantized import QuantizedLinear
 from fastbert.ops._common import extension_error
-from fastbert.testing.numerics import OUTPUT_FACTOR, assert_close_to_reference
 
 if extension_error() is not None:
     pytest.skip(extension_error(), allow_module_level=True)
-from fastbert import _C
 
-CALLS = _C.packed_check_calls
 OUT, IN = 150, 330  # three panels of which the last is partial, and several units of comparison in each
 HIDDEN = (5, 7)  # an element that is none of those sampled at each call
+COLUMNS = [1, 7, 23, 257, 300, 329]  # that are looked at
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 
@@ -33,7 +31,7 @@ def layer_of(dtype: torch.dtype) -> nn.Module:
 
 
 def call(layer: nn.Module, weight: torch.Tensor | None = None) -> torch.Tensor:
-    x = torch.randn(3, IN, generator=torch_generator(1))
+    x = torch.eye(IN)[COLUMNS]
     weight = layer.weight if weight is None else weight
     scale = layer.weight_scale if weight.dtype is torch.int8 else None
     with torch.no_grad():
@@ -41,14 +39,13 @@ def call(layer: nn.Module, weight: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def expect_new(layer: nn.Module, actual: torch.Tensor, old: torch.Tensor) -> None:
-    """`actual` is what a weight in other memory gives, to the bit, and what float64 gives; it was something else."""
+    """`actual` is what a weight in other memory gives, to the bit, and the weight's columns; it was something else."""
     with torch.inference_mode(False):
         weight = layer.weight.detach().clone()
     assert not torch.equal(actual, old)
     assert torch.equal(actual, call(layer, weight))
-    if weight.dtype is not torch.int8:  # whose rows of x are rounded: tests/ops/test_int8.py
-        x = torch.randn(3, IN, generator=torch_generator(1))
-        assert_close_to_reference(actual, x.double() @ weight.double().T, x @ weight.float().T, OUTPUT_FACTOR)
+    if weight.dtype is not torch.int8:  # which has scales: tests/ops/test_int8.py
+        assert torch.equal(actual, weight.float()[:, COLUMNS].t())
 
 
 # Writes that leave a trace.
@@ -187,107 +184,3 @@ def test_models_that_are_loaded_in_inference_mode_keep_versions(tmp_path):
         assert not any(t.is_inference() for t in model.state_dict().values())
         fastbert.quantize(model)
     assert not any(t.is_inference() for t in model.state_dict().values())
-
-
-# Writes that leave no trace.
-
-
-def through_numpy(layer):
-    weight = layer.weight.detach()
-    (weight.view(torch.int16) if weight.dtype is torch.bfloat16 else weight).numpy()[HIDDEN] = 100
-
-
-def through_dlpack(layer):
-    torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(layer.weight.detach()))[HIDDEN] = 100
-
-
-def through_a_storage(layer):
-    size = layer.weight.element_size()
-    layer.weight.untyped_storage()[(HIDDEN[0] * IN + HIDDEN[1]) * size + size - 1] = 65
-
-
-def one_element(layer) -> torch.Tensor:
-    return layer.weight.detach()[HIDDEN[0]].narrow(0, HIDDEN[1], 1)
-
-
-def through_a_preserved_counter(layer):
-    with torch.autograd._unsafe_preserve_version_counter(layer.weight):
-        set_element(layer.weight)
-
-
-UNRECORDED = {
-    "data": lambda layer: layer.weight.data.__setitem__(HIDDEN, 100),
-    "numpy": through_numpy,
-    "dlpack": through_dlpack,
-    "storage": through_a_storage,
-    "preserved counter": through_a_preserved_counter,
-    "apply_": lambda layer: one_element(layer).apply_(lambda x: 100),
-    "map_": lambda layer: one_element(layer).map_(one_element(layer), lambda x, y: 100),
-}
-
-
-def calls_until_new(layer: nn.Module, old: torch.Tensor) -> int:
-    return next((i + 1 for i in range(CALLS) if not torch.equal(call(layer), old)), CALLS + 1)
-
-
-@each_dtype
-@pytest.mark.parametrize("write", UNRECORDED)
-def test_an_unrecorded_write_is_found_within_its_calls(write, dtype):
-    layer = layer_of(dtype)
-    old = call(layer)
-    UNRECORDED[write](layer)
-    assert calls_until_new(layer, old) <= CALLS
-    expect_new(layer, call(layer), old)
-
-
-@each_dtype
-@pytest.mark.parametrize("write", ("neg_", "zero_"))
-def test_an_unrecorded_write_of_a_whole_weight_is_seen_at_once(write, dtype):
-    layer = layer_of(dtype)
-    old = call(layer)
-    getattr(layer.weight.data, write)()
-    expect_new(layer, call(layer), old)
-
-
-@each_dtype
-@pytest.mark.parametrize("element", ((0, 23), (63, 329), (64, 1), (127, 257), (130, 300), (149, 7)))
-def test_every_part_of_a_weight_is_compared(element, dtype):
-    layer = layer_of(dtype)
-    old = call(layer)
-    layer.weight.data[element] = 100
-    assert calls_until_new(layer, old) <= CALLS
-    expect_new(layer, call(layer), old)
-
-
-def test_writes_to_the_flat_vector_are_found_within_their_calls():
-    layers = nn.ModuleList(layer_of(torch.float32) for _ in range(2))
-    flat = parameters_to_vector(layers.parameters()).detach()
-    vector_to_parameters(flat, layers.parameters())
-    old = [call(layer) for layer in layers]
-    flat.view(2, OUT, IN)[:, HIDDEN[0], HIDDEN[1]] = 100
-    for layer, before in zip(layers, old, strict=True):
-        assert calls_until_new(layer, before) <= CALLS
-        expect_new(layer, call(layer), before)
-
-
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_the_transposed_copy_is_compared_too(dtype):
-    layer, x = layer_of(dtype), torch.randn(3, IN, dtype=dtype, requires_grad=True)
-
-    def dx():
-        return torch.autograd.grad(ops.linear(x, layer.weight, None, backend="cpu").sum(), x)[0]
-
-    old = dx()
-    layer.weight.data[HIDDEN] = 100
-    assert any(not torch.equal(dx(), old) for _ in range(CALLS))
-    assert torch.equal(dx(), torch.autograd.grad(ops.linear(x, layer.weight.clone(), None, backend="cpu").sum(), x)[0])
-
-
-@each_dtype
-def test_repack_makes_a_write_seen_at_once(dtype):
-    layer = layer_of(dtype)
-    for _ in range(2):
-        old = call(layer)
-        layer.weight.data[HIDDEN] -= 100
-        fastbert.repack(nn.Sequential(layer))
-        expect_new(layer, call(layer), old)

@@ -1,0 +1,298 @@
+"""Writes that PyTorch does not record: seen at the next call; in inference mode within so many calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from isas import CPU_BACKENDS, backend_with_isa
+from test_packed_weights import HIDDEN, IN, OUT, call, each_dtype, expect_new, layer_of, set_element
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import fastbert
+from fastbert import ops
+from fastbert.ops._common import extension_error
+from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
+
+if extension_error() is not None:
+    pytest.skip(extension_error(), allow_module_level=True)
+from fastbert import _C
+
+CALLS = _C.packed_check_calls
+# The first call with a weight packs it, the second takes its checksum, those behind them compare this.
+each_call = pytest.mark.parametrize("calls", (1, 2, 3))
+each_isa = pytest.mark.parametrize("backend", CPU_BACKENDS)
+
+
+def through_numpy(layer):
+    weight = layer.weight.detach()
+    if weight.dtype is torch.bfloat16:
+        weight.view(torch.int16).numpy()[HIDDEN] = 0x42C8  # 100 in bfloat16
+    else:
+        weight.numpy()[HIDDEN] = 100
+
+
+def through_dlpack(layer):
+    torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(layer.weight.detach()))[HIDDEN] = 100
+
+
+def through_a_storage(layer):
+    size = layer.weight.element_size()
+    layer.weight.untyped_storage()[(HIDDEN[0] * IN + HIDDEN[1]) * size + size - 1] = 65
+
+
+def one_element(layer) -> torch.Tensor:
+    return layer.weight.detach()[HIDDEN[0]].narrow(0, HIDDEN[1], 1)
+
+
+def through_a_preserved_counter(layer):
+    with torch.autograd._unsafe_preserve_version_counter(layer.weight):
+        set_element(layer.weight)
+
+
+UNRECORDED = {
+    "data": lambda layer: layer.weight.data.__setitem__(HIDDEN, 100),
+    "numpy": through_numpy,
+    "dlpack": through_dlpack,
+    "storage": through_a_storage,
+    "preserved counter": through_a_preserved_counter,
+    "apply_": lambda layer: one_element(layer).apply_(lambda x: 100),
+    "map_": lambda layer: one_element(layer).map_(one_element(layer), lambda x, y: 100),
+}
+
+
+@each_dtype
+@each_call
+@pytest.mark.parametrize("write", UNRECORDED)
+def test_an_unrecorded_write_is_seen_at_the_next_call(write, calls, dtype):
+    layer = layer_of(dtype)
+    for _ in range(2):
+        for _ in range(calls):
+            old = call(layer)
+        UNRECORDED[write](layer)
+        expect_new(layer, call(layer), old)
+        layer.weight.data.neg_()
+
+
+@each_dtype
+@pytest.mark.parametrize("element", ((0, 23), (63, 329), (64, 1), (127, 257), (130, 300), (149, 7), (149, 329)))
+def test_every_part_of_a_weight_is_compared(element, dtype):
+    layer = layer_of(dtype)
+    for _ in range(3):
+        old = call(layer)
+    layer.weight.data[element] = 100
+    expect_new(layer, call(layer), old)
+
+
+@pytest.mark.parametrize("shape", ((1, 1), (1, 64), (64, 1), (3, 5), (65, 33), (200, 130)), ids=str)
+@each_isa
+def test_every_element_counts(backend, shape):
+    """Of lines that are shorter and longer than what a checksum takes at a time."""
+    weight, x = torch.randn(shape), torch.randn(3, shape[1]).abs() + 1
+    with backend_with_isa(backend) as chosen, torch.no_grad():
+        old = [ops.linear(x, weight, None, backend=chosen) for _ in range(2)][-1]
+        for i in torch.randperm(weight.numel())[:40].tolist():
+            weight.data.view(-1)[i] += 8
+            new = ops.linear(x, weight, None, backend=chosen)
+            assert not torch.equal(new, old), i
+            old = new
+        assert torch.equal(old, ops.linear(x, weight.clone(), None, backend=chosen))
+
+
+def prune_rows(weight):
+    weight.data[[2, 70]] = 0
+
+
+def prune_by_numpy(weight):
+    weight.detach().numpy()[:, 4:9] = 0
+
+
+def prune_by_a_mask(weight):
+    weight.data.mul_(torch.rand(weight.shape, generator=torch.Generator().manual_seed(5)) > 0.1)
+
+
+PRUNE = (prune_rows, prune_by_numpy, prune_by_a_mask)
+
+
+def products(weight: torch.Tensor, backend: str, autocast: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """x w^T, and the gradient of x: a product with the weight and one with its transpose."""
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(9, weight.shape[1], generator=generator).to(weight.dtype).requires_grad_()
+    dout = torch.randn(9, weight.shape[0], generator=generator)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = ops.linear(x, weight, None, backend=backend)
+    (dx,) = torch.autograd.grad(out, x, dout.to(out.dtype))
+    return out.detach(), dx
+
+
+@each_call
+@pytest.mark.parametrize("autocast", (False, True), ids=("float32", "bfloat16"))
+@pytest.mark.parametrize("prune", PRUNE)
+@each_isa
+def test_pruning_by_hand_is_seen_forward_and_backward(backend, prune, autocast, calls):
+    weight = nn.Parameter(torch.randn(150, 96))
+    with backend_with_isa(backend) as chosen:
+        for _ in range(calls):
+            old = products(weight, chosen, autocast)
+        prune(weight)
+        new = products(weight, chosen, autocast)
+        for seen, before, expected in zip(new, old, products(weight.detach().clone(), chosen, autocast), strict=True):
+            assert torch.equal(seen, expected)
+            assert not torch.equal(seen, before)
+        if not autocast:
+            exact = products(weight.detach().double(), "torch")
+            baseline = products(weight.detach(), "torch")
+            assert_close_to_reference(new[0], exact[0], baseline[0], OUTPUT_FACTOR)
+            assert_close_to_reference(new[1], exact[1], baseline[1], GRADIENT_FACTOR)
+
+
+def test_what_a_call_without_gradients_finds_is_new_in_backward_too():
+    weight = nn.Parameter(torch.randn(150, 96))
+    _, old = products(weight, "cpu")
+    weight.data[3] = 0
+    with torch.no_grad():
+        for _ in range(2):
+            ops.linear(torch.ones(2, 96), weight, None, backend="cpu")
+    _, dx = products(weight, "cpu")
+    assert not torch.equal(dx, old) and torch.equal(dx, products(weight.detach().clone(), "cpu")[1])
+
+
+def test_a_copy_that_is_made_late_is_of_the_same_weight_as_the_others():
+    """Backward packs for the first time while the weight is something else than in the forwards around it."""
+    weight, x = nn.Parameter(torch.randn(150, 96)), torch.randn(9, 96, requires_grad=True)
+    with torch.no_grad():
+        for _ in range(2):
+            ops.linear(x, weight, None, backend="cpu")
+    out = ops.linear(x, weight, None, backend="cpu")
+    kept = weight.data.clone()
+    weight.data[3] = 0
+    out.sum().backward()
+    weight.data.copy_(kept)
+    for seen, expected in zip(products(weight, "cpu"), products(kept, "cpu"), strict=True):
+        assert torch.equal(seen, expected)
+
+
+@each_call
+def test_copies_of_parts_are_old_with_those_of_the_whole(calls):
+    """Gate and up in one weight: forward packs each of them, backward both together."""
+    weight, down = nn.Parameter(torch.randn(2 * 72, 40)), nn.Parameter(torch.randn(40, 72))
+
+    def gradients(weight, down):
+        x = torch.randn(5, 40, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        out = ops.feed_forward(x, weight, None, down, activation="silu", gated=True, backend="cpu")
+        return out.detach(), *torch.autograd.grad(out.sum(), (x, weight, down))
+
+    for _ in range(calls):
+        old = gradients(weight, down)
+    for one in (weight, down):
+        one.data[70:75] *= -2  # of both halves
+        one.data[5] = 0
+    expected = gradients(weight.detach().clone().requires_grad_(), down.detach().clone().requires_grad_())
+    for seen, other, before in zip(gradients(weight, down), expected, old, strict=True):
+        assert torch.equal(seen, other) and not torch.equal(seen, before)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@each_isa
+def test_finite_differences_are_those_of_the_weight(backend, dtype):
+    weight, x = torch.randn(150, 96).to(dtype), torch.randn(7, 96).to(dtype)
+    found: dict[str, list[torch.Tensor]] = {"actual": [], "oracle": [], "baseline": []}
+
+    def add(sign: int) -> None:
+        found["actual"].append(sign * ops.linear(x, weight, None, backend=chosen))
+        found["oracle"].append(sign * (x.double() @ weight.double().T))
+        found["baseline"].append(sign * (x @ weight.T))
+
+    with backend_with_isa(backend) as chosen, torch.no_grad():
+        for i in torch.randperm(weight.numel())[:20].tolist():
+            add(-1)
+            weight.data.view(-1)[i] += 16
+            add(1)
+            assert (found["actual"][-1] + found["actual"][-2]).any(), i
+    differences = {name: torch.stack(each).view(20, 2, *each[0].shape).sum(1) for name, each in found.items()}
+    assert_close_to_reference(factor=OUTPUT_FACTOR, **differences)
+
+
+# In inference mode, and where somebody says that every write is recorded: a share at a call.
+
+
+def deployed(layer: nn.Module) -> torch.Tensor:
+    with torch.inference_mode():
+        return call(layer)
+
+
+def calls_until_new(layer: nn.Module, old: torch.Tensor, call=deployed) -> int:
+    return next((i + 1 for i in range(CALLS) if not torch.equal(call(layer), old)), CALLS + 1)
+
+
+@each_dtype
+@pytest.mark.parametrize("write", UNRECORDED)
+def test_inference_mode_finds_an_unrecorded_write_within_its_calls(write, dtype):
+    layer = layer_of(dtype)
+    old = deployed(layer)
+    UNRECORDED[write](layer)
+    assert calls_until_new(layer, old) <= CALLS
+    expect_new(layer, deployed(layer), old)
+
+
+@each_dtype
+@pytest.mark.parametrize("write", ("neg_", "zero_"))
+def test_inference_mode_sees_an_unrecorded_write_of_a_whole_weight_at_once(write, dtype):
+    layer = layer_of(dtype)
+    old = deployed(layer)
+    getattr(layer.weight.data, write)()
+    expect_new(layer, deployed(layer), old)
+
+
+@each_dtype
+@pytest.mark.parametrize("element", ((0, 23), (63, 329), (64, 1), (127, 257), (130, 300), (149, 7)))
+def test_inference_mode_compares_every_part_of_a_weight(element, dtype):
+    layer = layer_of(dtype)
+    old = deployed(layer)
+    layer.weight.data[element] = 100
+    assert calls_until_new(layer, old) <= CALLS
+    expect_new(layer, deployed(layer), old)
+
+
+@pytest.mark.parametrize("mode", (torch.inference_mode, ops.only_recorded_writes))
+def test_what_a_deployment_has_missed_an_ordinary_call_sees(mode):
+    """No two weights in a row are compared at the same place of their 1,024 calls."""
+    missed = 0
+    for _ in range(3):
+        layer = layer_of(torch.float32)
+        with mode():
+            old = call(layer)
+            layer.weight.data[HIDDEN] = 100
+            missed += torch.equal(call(layer), old)
+        expect_new(layer, call(layer), old)
+    assert missed >= 2
+
+
+def test_a_nested_word_for_recorded_writes_ends_with_the_outer_one():
+    with ops.only_recorded_writes():
+        with ops.only_recorded_writes():
+            pass
+        assert _C.only_recorded_writes()
+    assert not _C.only_recorded_writes()
+
+
+def test_writes_to_the_flat_vector_are_seen():
+    for see, most in ((call, 1), (deployed, CALLS)):
+        layers = nn.ModuleList(layer_of(torch.float32) for _ in range(2))
+        flat = parameters_to_vector(layers.parameters()).detach()
+        vector_to_parameters(flat, layers.parameters())
+        old = [see(layer) for layer in layers]
+        flat.view(2, OUT, IN)[:, HIDDEN[0], HIDDEN[1]] = 100
+        for layer, before in zip(layers, old, strict=True):
+            assert calls_until_new(layer, before, see) <= most
+            expect_new(layer, see(layer), before)
+
+
+@each_dtype
+def test_repack_makes_a_write_seen_at_once(dtype):
+    layer = layer_of(dtype)
+    for _ in range(2):
+        old = deployed(layer)
+        layer.weight.data[HIDDEN] -= 100
+        fastbert.repack(nn.Sequential(layer))
+        expect_new(layer, deployed(layer), old)
