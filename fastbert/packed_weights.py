@@ -21,9 +21,10 @@ def repack(model: nn.Module | HasModel) -> None:
       `p.data = x`);
     - by another process.
 
-    Such a write is found only within `fastbert._C.packed_check_calls` calls. Call this function after it, before the
-    next forward pass. The function also frees the memory of the copies: call it after a weight's storage was resized to
-    nothing (offloading). Weights without a packed copy are not changed.
+    An ordinary call, with gradients or under torch.no_grad, reads all of every weight and sees such a write. A call in
+    torch.inference_mode does not: it finds the write only within `fastbert._C.packed_check_calls` calls. Where such
+    calls come next, call this function first. It also frees the memory of the copies: call it after a weight's storage
+    was resized to nothing (offloading). Weights without a packed copy are not changed.
 
     Args:
         model: any module, or a SentenceEncoder. All of its parameters and buffers are meant.

@@ -22,7 +22,7 @@ struct NewGradient {
 NewGradient new_gradient(const Array& weight);
 
 // The sum of the squares of a weight's gradient, where it is the last that new_gradient made, its writer left them, and
-// nobody has changed it since, as far as torch counts changes.
+// nobody has changed it since, as far as torch counts changes: to be asked only where it counts all of them.
 std::optional<double> known_squares(const Array& weight, const Array& gradient);
 
 // The storage at this address goes.

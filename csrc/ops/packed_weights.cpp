@@ -9,6 +9,7 @@
 #include <string>
 #include <tuple>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "../cpu/checksum.h"
@@ -58,8 +59,9 @@ struct Copy {
 struct Weight {
   int64_t version = kNoVersion - 1;  // none that a tensor has
   uint64_t sample = 0;
-  std::optional<uint64_t> checksum;               // where there is none, nobody has asked yet
-  std::map<std::pair<bool, DType>, Copy> copies;  // by whether it is transposed, and format
+  std::optional<uint64_t> checksum;                // of this version, if it has been taken
+  bool is_compared = false, was_compared = false;  // whether a call has asked for it; for that of the version before
+  std::map<std::pair<bool, DType>, Copy> copies;   // by whether it is transposed, and format
 
   void set_old() {
     for (auto& [kind, copy] : copies) copy.is_old = true;
@@ -212,6 +214,7 @@ std::optional<Found> find_or_pack(const Request& asked, bool is_watched) {
     known->set_old();
     known->version = asked.version;
     known->checksum = std::nullopt;
+    known->was_compared = std::exchange(known->is_compared, false);
     set_sample();
   }
   const bool is_whole = asked.comparison == Comparison::kWhole;
@@ -225,9 +228,12 @@ std::optional<Found> find_or_pack(const Request& asked, bool is_watched) {
     set_sample();
   }
   Copy& copy = known->copies[kind];
-  // A first call takes no checksum: where an optimizer writes the weight at every step there is no second one. What
-  // is packed beside others must be the same as they are.
-  if (!asked.checksum.has_value() && (copy.is_old ? known->checksum.has_value() : is_whole)) return Found{};
+  // Packing takes a checksum where it is likely to be asked for, which it is not where an optimizer writes the weight
+  // behind each call with it; and where there is one, because what is packed beside others must be the same as they
+  // are.
+  known->is_compared |= !copy.is_old && is_whole;
+  const bool takes_one = copy.is_old ? known->checksum.has_value() || known->was_compared : is_whole;
+  if (takes_one && !asked.checksum.has_value()) return Found{};
   if (copy.is_old) {
     pack(weight, asked.format, copy.packed);
     copy.is_old = false;

@@ -132,6 +132,21 @@ def test_a_sparse_gradient_is_what_it_would_be_whole(backend, max_norm, how, mon
 
 
 @pytest.mark.parametrize("name", CPU_BACKENDS)
+def test_the_norm_is_that_of_gradients_as_they_are_now(name):
+    """Backward leaves the squares of what it wrote; what is written by `.data` or NumPy PyTorch does not count."""
+    weight, zeros = torch.nn.Parameter(torch.randn(70, 40)), [torch.zeros(70, 40) for _ in range(2)]
+    with backend_with_isa(name) as backend:
+        ops.linear(torch.randn(5, 40), weight, None, backend=backend).square().sum().backward()
+        weight.grad.data.mul_(3)
+        weight.grad.numpy()[7] = 50
+        norm = ops.adamw(
+            [weight], [weight.grad], *([z] for z in zeros), [torch.zeros(())],
+            rates=[0.1], decays=[0.0], beta1=0.9, beta2=0.99, eps=1e-8, max_norm=1.0, backend=backend,
+        )  # fmt: skip
+    assert_close_to_reference(norm, weight.grad.double().norm(), weight.grad.norm())
+
+
+@pytest.mark.parametrize("name", CPU_BACKENDS)
 def test_the_number_of_threads_changes_no_bit(name):
     with backend_with_isa(name) as backend:
         before = torch.get_num_threads()
