@@ -153,6 +153,8 @@ def runs_in_transformers(subject: Subject, batch: Batch) -> bool:
 def run_and_compare(draw: Draw, subject: Subject, batch: Batch) -> None:
     is_replaced = subject.replaced is not None
     modes = MODES[:2] if subject.is_inference else MODES[:3] if is_replaced else MODES
+    if subject.is_untold and not subject.is_inference:
+        modes = [mode for mode in modes if mode != "inference_mode"]
     mode, backend = draw.choice(modes), draw.choice(BACKENDS)
     is_compiled = subject.compiled is not None and draw.flag() and not is_replaced
     in_threads = draw.flag(6) and not is_compiled and not is_replaced  # torch does not promise that

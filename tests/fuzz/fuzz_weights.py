@@ -24,7 +24,7 @@ def in_place(draw: Draw, subject: Subject) -> None:
 def data_write(draw: Draw, subject: Subject) -> None:
     p = draw_weight(draw, subject)
     p.data.copy_(changed(draw, p))
-    fastbert.repack(subject.model)
+    tell_or_not(draw, subject)
 
 
 def data_replaced(draw: Draw, subject: Subject) -> None:
@@ -36,11 +36,20 @@ def numpy_write(draw: Draw, subject: Subject) -> None:
     p = draw_weight(draw, subject)
     if p.dtype is not torch.bfloat16:
         p.detach().numpy()[...] *= 0.5
+        tell_or_not(draw, subject)
+
+
+def tell_or_not(draw: Draw, subject: Subject) -> None:
+    """Of a write that PyTorch does not record. Calls outside of inference mode see it all the same."""
+    if draw.flag():
         fastbert.repack(subject.model)
+        subject.is_untold = False
+    else:
+        subject.is_untold = True
 
 
 def untold_write(draw: Draw, subject: Subject) -> None:
-    """Nobody is told of it: after so many calls with the weight, forward and backward, its copies must be new."""
+    """After so many calls with the weight in inference mode its copies must be new; after one outside of it, too."""
     _, leaf = draw_leaf(draw, subject, nn.Linear)
     weight = leaf.weight.detach()
     alias = weight.data if draw.flag() else torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(weight))
@@ -48,9 +57,13 @@ def untold_write(draw: Draw, subject: Subject) -> None:
     is_packed = extension_error() is None and weight.dtype in (torch.float32, torch.bfloat16)
     if not is_packed or hasattr(leaf, "parametrizations") or subject.is_inference:  # which are compared at each call
         return
-    x = torch.ones(1, weight.shape[1], dtype=weight.dtype, requires_grad=True)
-    for _ in range(fastbert._C.packed_check_calls):
-        ops.linear(x, weight, None, backend="cpu").sum().backward()
+    x = torch.ones(1, weight.shape[1], dtype=weight.dtype)
+    if draw.flag():
+        subject.is_untold = True
+        return
+    with torch.inference_mode():
+        for _ in range(fastbert._C.packed_check_calls):
+            ops.linear(x, weight, None, backend="cpu")
 
 
 def load_state_dict(draw: Draw, subject: Subject) -> None:

@@ -75,6 +75,26 @@ def test_an_unrecorded_write_is_seen_at_the_next_call(write, calls, dtype):
 
 
 @each_dtype
+def test_writes_of_both_kinds_in_turn_are_seen(dtype):
+    """Where a version has had a second call, the next one's checksum is taken when it is packed."""
+    layer = layer_of(dtype)
+    for calls in (1, 2, 2, 1, 1, 3):
+        for _ in range(calls):
+            old = call(layer)
+            layer.weight.data[HIDDEN] -= 3
+            expect_new(layer, call(layer), old)
+        old = call(layer)
+        with torch.no_grad():
+            layer.weight[HIDDEN] += 2
+        expect_new(layer, call(layer), old)
+        old = call(layer)
+        with torch.no_grad():
+            layer.weight[HIDDEN] += 2
+        layer.weight.data[HIDDEN] -= 3
+        expect_new(layer, call(layer), old)
+
+
+@each_dtype
 @pytest.mark.parametrize("element", ((0, 23), (63, 329), (64, 1), (127, 257), (130, 300), (149, 7), (149, 329)))
 def test_every_part_of_a_weight_is_compared(element, dtype):
     layer = layer_of(dtype)
