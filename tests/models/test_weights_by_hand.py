@@ -8,6 +8,7 @@ import pytest
 import torch
 from batches import make_batch
 from hf import families_axis, make_config, make_hf, make_ours
+from seeds import torch_generator
 from torch import nn
 
 import fastbert
@@ -97,7 +98,7 @@ def test_finite_differences_are_those_of_the_model(kind, mode):
             others = [other(**inputs)[0][real] for other in (exact, plain)]
         return [model(**inputs)[0][real], *others]
 
-    generator = torch.Generator().manual_seed(3)
+    generator = torch_generator(3)
     with mode():
         for i in torch.randperm(len(linears), generator=generator).repeat(20)[:20].tolist():
             old = values()

@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from seeds import torch_generator
 from torch import nn
 from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector_to_parameters
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from isas import CPU_BACKENDS, backend_with_isa
+from seeds import torch_generator
 from test_packed_weights import HIDDEN, IN, OUT, call, each_dtype, expect_new, layer_of, set_element
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -128,7 +129,7 @@ def prune_by_numpy(weight):
 
 
 def prune_by_a_mask(weight):
-    weight.data.mul_(torch.rand(weight.shape, generator=torch.Generator().manual_seed(5)) > 0.1)
+    weight.data.mul_(torch.rand(weight.shape, generator=torch_generator(5)) > 0.1)
 
 
 PRUNE = (prune_rows, prune_by_numpy, prune_by_a_mask)
@@ -136,7 +137,7 @@ PRUNE = (prune_rows, prune_by_numpy, prune_by_a_mask)
 
 def products(weight: torch.Tensor, backend: str, autocast: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """x w^T, and the gradient of x: a product with the weight and one with its transpose."""
-    generator = torch.Generator().manual_seed(4)
+    generator = torch_generator(4)
     x = torch.randn(9, weight.shape[1], generator=generator).to(weight.dtype).requires_grad_()
     dout = torch.randn(9, weight.shape[0], generator=generator)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -198,7 +199,7 @@ def test_copies_of_parts_are_old_with_those_of_the_whole(calls):
     weight, down = nn.Parameter(torch.randn(2 * 72, 40)), nn.Parameter(torch.randn(40, 72))
 
     def gradients(weight, down):
-        x = torch.randn(5, 40, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        x = torch.randn(5, 40, generator=torch_generator(1)).requires_grad_()
         out = ops.feed_forward(x, weight, None, down, activation="silu", gated=True, backend="cpu")
         return out.detach(), *torch.autograd.grad(out.sum(), (x, weight, down))
 
