@@ -6,8 +6,8 @@ import inspect
 
 import pytest
 import torch
+from test_deployed_weights import CALLS, calls_until_new, deployed
 from test_packed_weights import HIDDEN, call, expect_new, layer_of, set_element
-from test_unrecorded_writes import CALLS, calls_until_new, deployed
 from torch import nn
 
 from fastbert import ops
