@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -13,6 +14,10 @@ import torch
 # Read by Triton when it is imported, which must therefore come after.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell's script starts what runs in its background with SIGINT ignored, and children inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What is tested is this checkout's extension, not one that `fastbert build` has made on this machine.
 os.environ["FASTBERT_CACHE"] = os.devnull
