@@ -78,7 +78,9 @@ def pytest_pyfunc_call(pyfuncitem):
     """A test that breaks the error rule is judged over several draws together (judging.py)."""
     try:
         return (yield)
-    except judging.RuleBroken as first:
+    except AssertionError as first:
+        if "breaks_the_rule" not in vars(first):
+            raise
         given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
 
         def body(draw: int) -> None:

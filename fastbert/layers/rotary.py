@@ -155,8 +155,8 @@ def rotary_tables(
     elif is_remembered and held is not None and not held.is_inference():  # which has no version
         cos, sin = _remembered_of(held, factor, rotary, max_seqlen)
     else:
-        positions = _all_positions(max_seqlen, device) if positions is None else positions
-        cos, sin = _turned(rotary, held, factor, positions)
+        rows = _all_positions(max_seqlen, device) if positions is None else positions
+        cos, sin = _turned(rotary, held, factor, rows)
     return ops.Rotary(cos, sin, rotary.interleaved, positions is not None)
 
 

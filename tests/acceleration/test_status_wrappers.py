@@ -21,6 +21,15 @@ from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 HEAD = "SequenceClassification"
 
 
+@pytest.fixture(autouse=True)
+def new_state_of_accelerate() -> Iterator[None]:
+    """A process has one number format in Accelerate, whichever test asked for it first."""
+    state = pytest.importorskip("accelerate").state.AcceleratorState
+    state._reset_state(True)
+    yield
+    state._reset_state(True)
+
+
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
     if not dist.is_gloo_available():

@@ -65,7 +65,7 @@ def by_hand(pair, inputs, labels, corrupted, replaced, weight: float):
         ours.weight = theirs.weight
     generator.tie_weights()
     assert generator.generator_lm_head.weight is discriminator.electra.embeddings.word_embeddings.weight
-    generator_loss = torch_generator(**inputs, labels=labels).loss
+    generator_loss = generator(**inputs, labels=labels).loss
     discriminator_loss = discriminator(**{**inputs, "input_ids": corrupted}, labels=replaced).loss
     loss = generator_loss + weight * discriminator_loss
     loss.backward()

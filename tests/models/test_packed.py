@@ -51,8 +51,8 @@ def packed_at_same_places(config, batch, pattern: str) -> dict:
     distances: other bits.
     """
     inputs = batch.packed()
-    turned = () if config.distances is None else config.distances.rotaries
-    if pattern == "left" and any(not rotary.rotates_values for rotary in turned):
+    turned = config.distances is not None and config.distances.rotaries and not config.distances.are_absolute
+    if pattern == "left" and turned:
         del inputs["position_ids"]
     return inputs
 

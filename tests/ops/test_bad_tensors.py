@@ -78,6 +78,7 @@ OF_OTHERS = {
     "LinearWeights",
     "multiplies_bf16",
     "offer",
+    "only_recorded_writes",
     "repack",
     "rotate",
     "warn_of_missing_kernels",

@@ -21,10 +21,6 @@ Tensors = dict[str, torch.Tensor]
 Results = tuple[Tensors, Tensors, Tensors]  # by name: what is judged, in float64, and in its own dtype
 
 
-class RuleBroken(AssertionError):
-    """The error rule was broken, in the draw that a test has first."""
-
-
 @dataclass
 class Errors:
     """Of one comparison: the largest and the sum, over its elements, of |error|, |baseline's error| and |oracle|."""
@@ -65,7 +61,8 @@ def _assert_close_to_reference(actual, oracle, baseline, factor=numerics.OUTPUT_
         try:
             _rule(actual, oracle, baseline, factor, name)
         except AssertionError as error:
-            raise RuleBroken(*error.args) from None
+            error.breaks_the_rule = True
+            raise
     elif actual.numel():
         _rule(actual, oracle, actual, 1.0, name)  # shapes, dtypes, and that all is finite
         _collected.append(Errors.of(actual, oracle, baseline, factor, name))
@@ -86,7 +83,7 @@ def _collecting() -> Iterator[list[Errors]]:
         _collected = None
 
 
-def judge_again(body: Callable[[int], None], first: RuleBroken) -> None:
+def judge_again(body: Callable[[int], None], first: AssertionError) -> None:
     """`body(draw)` is the test once more. Raises `first` if the draws together break the rule, too."""
     together: list[Errors] = []
     for draw in range(DRAWS):
