@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from hf import FAMILIES, config_for, families_axis, hf_class, hf_config, make_config, make_hf, make_ours
+from precise import assert_as_theirs
 from safetensors.torch import load_file, save_file
 
 from fastbert import families
@@ -252,7 +253,7 @@ def test_entries_of_old_files(model_type, number, tmp_path):
     ours.load_state_dict(model.state_dict())
     ids = torch.randint(3, 40, (2, 17))
     with torch.no_grad():
-        assert torch.allclose(ours(ids)[0], model(ids)[0], atol=1e-5)
+        assert_as_theirs(ours, model, lambda model: model(ids)[0])
     ours.save_pretrained(tmp_path)
     again = transformers.AutoModel.from_pretrained(tmp_path, attn_implementation="eager")
     with torch.no_grad():

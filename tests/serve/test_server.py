@@ -20,6 +20,7 @@ import pytest
 import tiny
 from command_line import ENVIRONMENT, command, fails
 from full import left_to_full
+from precise import assert_close_to_theirs
 
 from fastbert import SentenceEncoder
 from fastbert.checkpoint.weight_files import CheckpointError
@@ -73,13 +74,14 @@ def texts(count: int, longest: int = 20) -> list[str]:
 
 def test_many_clients_share_batches_and_get_encodes_vectors(model):
     requests = [texts(1 + i % 5, 1 + i % 30) for i in range(200)]
-    encoder = SentenceEncoder.from_pretrained(model, device="cpu")
+    encoder, exact = (SentenceEncoder.from_pretrained(model, device="cpu", dtype=d) for d in ("float32", "float64"))
     with served(model) as (_, port), ThreadPoolExecutor(32) as clients:
         answers = list(clients.map(lambda inputs: post(port, {"inputs": inputs}), requests))
         metrics = page(port, "/metrics")
     for inputs, (status, vectors) in zip(requests, answers, strict=True):
         assert status == 200
-        assert np.abs(np.array(vectors) - encoder.encode(inputs, normalize=True)).max() < 1e-5
+        near, oracle = (each.encode(inputs, normalize=True) for each in (encoder, exact))
+        assert_close_to_theirs(np.float32(vectors), near, oracle)
     batches = float(re.search(r"^te_batch_next_size_count (\S+)$", metrics, re.MULTILINE)[1])
     assert batches < len(requests)  # requests met in batches
     assert "te_request_failure" not in re.sub(r"^#.*$", "", metrics, flags=re.MULTILINE)
