@@ -241,6 +241,8 @@ class PackedBatch:
             if torch.compiler.is_compiling():
                 raise InputError("under torch.compile a packed batch needs max_seqlen, an int known on the host")
             max_seqlen = int(cu_seqlens.diff().max())
+        if not torch.compiler.is_compiling():
+            max_seqlen = min(max_seqlen, total_tokens)  # tables go by it, and a bound may be far above the truth
         return cls(None, cu_seqlens.int(), max_seqlen, batch_size, None, total_tokens)
 
     def check(self, ranges: Sequence[IdRange]) -> None:

@@ -23,7 +23,9 @@ from hf import (
 )
 from seeds import manual_seed
 
+import fastbert
 from fastbert.families import FAMILIES
+from fastbert.layers import rotary
 from fastbert.models.classes import CLASSES
 from fastbert.testing.cases import DTYPES, MASKS
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
@@ -106,6 +108,24 @@ def test_default_positions_of_packed_input(model_type, dtype):
         assert torch.equal(one.last_hidden_state[batch.real], other.last_hidden_state)
         bounded = model(**{**packed, "cu_seqlens": packed["cu_seqlens"].long(), "max_seqlen": 15})
         assert torch.equal(bounded[0], other[0]), "max_seqlen is an upper bound"
+
+
+@pytest.mark.parametrize("checked", (True, False))
+@families_axis
+def test_a_bound_far_above_the_truth_makes_no_larger_tables(model_type, checked, monkeypatch):
+    """No sequence is longer than the batch has tokens, whatever the caller says."""
+    model, packed = make_model(make_config(model_type)).eval(), make_batch(make_config(model_type)).packed()
+    del packed["position_ids"]
+    monkeypatch.setattr(rotary, "_made", tables := {})
+    fastbert.check_inputs(checked)
+    try:
+        with torch.no_grad():
+            expected = model(**packed).last_hidden_state
+            tables.clear()
+            assert torch.equal(model(**{**packed, "max_seqlen": 10**6}).last_hidden_state, expected)
+    finally:
+        fastbert.check_inputs(True)
+    assert all(len(cos) <= 128 for cos, _ in tables.values())
 
 
 @halved
