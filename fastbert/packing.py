@@ -86,7 +86,7 @@ def _check_ranges(ranges: Sequence[IdRange], extremes: list[int]) -> None:
 
 
 def _check_offsets(offsets: list[int], max_seqlen: int | None, total_tokens: int) -> int:
-    """The longest length, or the caller's upper bound of it."""
+    """The longest length, whatever upper bound of it the caller gave: tables go by it."""
     if offsets[0] != 0:
         raise InputError(f"cu_seqlens starts at {offsets[0]}, not at 0")
     for i, (start, stop) in enumerate(pairwise(offsets)):
@@ -97,7 +97,7 @@ def _check_offsets(offsets: list[int], max_seqlen: int | None, total_tokens: int
     longest = max(stop - start for start, stop in pairwise(offsets))
     if max_seqlen is not None and max_seqlen < longest:
         raise InputError(f"max_seqlen is {max_seqlen}, but the longest sequence has {longest} tokens")
-    return longest if max_seqlen is None else max_seqlen
+    return longest
 
 
 def _is_on_host(t: torch.Tensor) -> bool:
@@ -241,8 +241,8 @@ class PackedBatch:
             if torch.compiler.is_compiling():
                 raise InputError("under torch.compile a packed batch needs max_seqlen, an int known on the host")
             max_seqlen = int(cu_seqlens.diff().max())
-        if not torch.compiler.is_compiling():
-            max_seqlen = min(max_seqlen, total_tokens)  # tables go by it, and a bound may be far above the truth
+        elif not torch.compiler.is_compiling():
+            max_seqlen = min(max_seqlen, total_tokens)
         return cls(None, cu_seqlens.int(), max_seqlen, batch_size, None, total_tokens)
 
     def check(self, ranges: Sequence[IdRange]) -> None:
