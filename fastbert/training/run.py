@@ -91,7 +91,7 @@ def _train(options: RunOptions, task: Task, loop_options: LoopOptions, world: Wo
         found: list[Any] = [None]
         if world.is_main:
             whole.eval()
-            with torch.no_grad(), torch.autocast(world.device.type, torch.bfloat16, enabled=loop_options.bf16):
+            with torch.no_grad():  # without autocast, as what is saved runs where nobody asks for another format
                 found = [{f"eval_{name}": float(value) for name, value in task.evaluate(whole).items()}]
         if world.size > 1:
             dist.broadcast_object_list(found, src=0, group=world.host_group)

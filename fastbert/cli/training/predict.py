@@ -13,8 +13,6 @@ from fastbert.cli.outputs import NESTED_ROW_KINDS, STDOUT, check_output, open_ro
 from fastbert.cli.parser import A_MODEL, add_command, add_running_options
 from fastbert.cli.texts import TEXT_KINDS, UsageError, check_source, name_of, read_rows
 
-CHUNK_ROWS = 1024
-
 
 def add(commands: Any) -> None:
     parser = add_command(
@@ -65,6 +63,7 @@ def run(options: argparse.Namespace) -> int:
     from fastbert.sentences.batches import in_chunks, progress_bar
     from fastbert.sentences.loading import open_folder
     from fastbert.training.finetuning.base_models import check_complete
+    from fastbert.training.finetuning.inputs.sequences import CHUNK_INPUTS
     from fastbert.training.finetuning.readers import KINDS
     from fastbert.training.finetuning.usage import read_usage
 
@@ -84,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
     reader, total = kind.reader(model.eval(), opened.tokenizer(), usage), 0
     extra = {"threshold": options.threshold, "every": options.all} if usage.task == "classification" else {}
     with open_rows(options.output, kind.examples) as rows, progress_bar(None, None, desc="predicting", delay=0) as bar:
-        for chunk in in_chunks(_rows(options.file, options.columns, usage), CHUNK_ROWS):
+        for chunk in in_chunks(_rows(options.file, options.columns, usage), CHUNK_INPUTS):
             columns = {name: [row[name] for row in chunk] for name in chunk[0]}
             rows.write(reader.answers(model, columns, batch_tokens=options.batch_tokens, **extra))
             bar.update(len(chunk))

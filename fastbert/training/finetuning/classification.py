@@ -92,7 +92,7 @@ class Classification(HeadTask):
     def evaluate(self, model: Any) -> dict[str, float]:
         assert self.held_out is not None
         metrics = _METRICS[self.labels.problem][0]
-        return metrics(logits_of(model, self.held_out.sequences), self.held_out.labels["labels"])
+        return metrics(logits_of(self.whole(model), self.held_out.sequences), self.held_out.labels["labels"])
 
     def show(self, batch: PackedInputs) -> list[str]:
         texts = self.decoded(batch)
@@ -149,7 +149,7 @@ class Classifier:
             }
         else:
             scores = softmax(logits, -1)
-            found = {"label": [names[i] for i in scores.argmax(-1)], "score": scores.max(-1)}
+            found = {"label": [names[i] for i in logits.argmax(-1)], "score": scores.max(-1)}
         return {**texts, **found, **(dict(zip(names, scores.T, strict=True)) if every else {})}
 
 

@@ -33,7 +33,7 @@ from fastbert.training.finetuning.base_models import say_notes
 from fastbert.training.finetuning.embedding_metrics import ranks_metrics, spearman
 from fastbert.training.finetuning.head_task import note_of_cut
 from fastbert.training.finetuning.inputs.rows import load_rows, texts_of
-from fastbert.training.finetuning.inputs.sequences import Sequences, tokenize
+from fastbert.training.finetuning.inputs.sequences import CHUNK_INPUTS, Sequences, tokenize
 from fastbert.training.options import FinetuneOptions
 from fastbert.training.task import Phase, Task
 
@@ -163,13 +163,18 @@ class Embedding(Task):
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         assert self.held_out is not None
         texts, scores = self.held_out
-        places = {text: i for i, text in enumerate(dict.fromkeys(text for column in texts for text in column))}
         full, encoder = self.encoder.full_dim, self._encoder_of(model)
-        vectors = encoder.encode(list(places), truncate_dim=full, show_progress_bar=False)
+        if scores is None:  # a text is one document, however often it comes
+            places = {text: i for i, text in enumerate(dict.fromkeys(text for column in texts for text in column))}
+            encoded, columns = [list(places)], [np.array([places[text] for text in column]) for column in texts]
+        else:
+            encoded, columns = texts, np.split(np.arange(sum(map(len, texts))), len(texts))
+        # In the chunks of `fastbert encode`, whose vectors of a column have the same bits.
+        given = {"truncate_dim": full, "chunk_texts": CHUNK_INPUTS}
+        vectors = np.concatenate([made for part in encoded for made, _ in encoder.encode_stream(part, **given)])
         found: dict[str, float] = {}
         for dim in sorted({full, *self.dims}, reverse=True):
             cut = torch.from_numpy(vectors[:, :dim])
-            columns = [np.array([places[text] for text in column]) for column in texts]
             values = ranks_metrics(cut, columns) if scores is None else {"spearman": spearman(cut, columns, scores)}
             found |= {name if dim == full else f"{name}_{dim}": value for name, value in values.items()}
         return found

@@ -13,9 +13,9 @@ CHUNK = 1024  # anchors compared with all documents at a time
 
 def spearman(vectors: torch.Tensor, columns: Sequence[np.ndarray], scores: np.ndarray) -> float:
     """The rank correlation of scores and cosines of pairs; `columns` are rows of `vectors`. Ties share their rank."""
-    unit = F.normalize(vectors.float(), dim=-1)
+    unit = F.normalize(vectors.double(), dim=-1)
     first, second = (unit[torch.from_numpy(column)] for column in columns)
-    cosines = (first * second).sum(-1).double().numpy()
+    cosines = (first * second).sum(-1).numpy()
     return float(np.corrcoef(_ranks(cosines), _ranks(scores))[0, 1])
 
 

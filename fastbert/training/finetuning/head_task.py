@@ -56,9 +56,12 @@ class HeadTask(Task):
     def examples(self, epoch: int, phase: Phase) -> tuple[Any, Any]:
         return self.train, self.train.sequences.lengths
 
+    def whole(self, model: Any) -> Any:
+        """What is saved of a model, and judged: adapters are merged, which rounds their sums with the weights."""
+        return model if self.adapters is None else merged(model)
+
     def save(self, model: Any, folder: Path) -> None:
-        whole = model if self.adapters is None else merged(model)
-        whole.save_pretrained(folder)
+        self.whole(model).save_pretrained(folder)
         self.usage.save(folder)
         if self.adapters is not None:
             save_adapters(model, self.adapters, folder / FOLDER)

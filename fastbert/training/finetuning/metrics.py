@@ -23,7 +23,7 @@ def several_metrics(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     """Of several labels at once: a label is said where its sigmoid is above 0.5."""
     from sklearn.metrics import f1_score
 
-    said, wanted = logits > 0, labels > 0.5
+    said, wanted = expit(logits) > 0.5, labels > 0.5
     x = logits.astype(np.float64)
     loss = -np.where(wanted, np.log(expit(x)), np.log(expit(-x))).mean()
     scores = {

@@ -81,7 +81,7 @@ class QuestionAnswering(HeadTask):
 
     def evaluate(self, model: Any) -> dict[str, float]:
         assert self.held_out is not None and self._eval is not None
-        found = self.finder.best(model, self._eval, self.held_out.contexts)
+        found = self.finder.best(self.whole(model), self._eval, self.held_out.contexts)
         return squad_metrics(found["answer"], [[text for text, _ in texts] for texts in self.held_out.answers])
 
     def show(self, batch: PackedInputs) -> list[str]:

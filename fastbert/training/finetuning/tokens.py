@@ -76,7 +76,7 @@ class TokenClassification(HeadTask):
 
     def evaluate(self, model: Any) -> dict[str, float]:
         assert self.held_out is not None and self._eval is not None
-        scores = self._eval.scores(model)
+        scores = self._eval.scores(self.whole(model))
         place = {name: i for i, name in enumerate(self.labels.names)}
         wanted = np.array([place[tag] for tags in self.held_out.tags for tag in tags])
         has_token = self._eval.token >= 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from fastbert.packed_inputs import PackedInputs, pack_inputs
 
+CHUNK_INPUTS = 1024  # that share batches: those of a long file are the same, read whole or so many at a time
 CHUNK_TEXTS = 4096  # tokenised at a time: an Encoding takes much more memory than its ids
 # Tokens in a batch that is evaluated, by the device: see fastbert.sentences.batches.
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
@@ -130,10 +131,17 @@ def run_model(
     batch_tokens: int | None = None,
     on_batch: Callable[[int], Any] = lambda inputs: None,
 ) -> Iterator[tuple[np.ndarray, Any]]:
-    """(the indices of a batch's inputs, the model's output for it), until all are done."""
+    """(the indices of a batch's sequences, the model's output for it), until all are done.
+
+    A batch has sequences of CHUNK_INPUTS inputs that follow each other, so an evaluation of a file has the batches that
+    `fastbert predict` has, and the same bits: in float32 the last ones of a product depend on how many rows it has.
+    """
     device = model.device
     budget = batch_tokens or BATCH_TOKENS.get(device.type, BATCH_TOKENS["cuda"])
-    for indices in budget_batches(sequences.lengths, budget):
-        batch = sequences.pack(indices)
-        yield indices, model(batch.to(device) if device.type != "cpu" else batch)
-        on_batch(len(indices))
+    inputs = int(sequences.source[-1]) + 1 if len(sequences) else 0
+    cuts = np.searchsorted(sequences.source, range(0, inputs + CHUNK_INPUTS, CHUNK_INPUTS))
+    for start, stop in pairwise(cuts.tolist()):
+        for indices in budget_batches(sequences.lengths[start:stop], budget):
+            batch = sequences.pack(start + indices)
+            yield start + indices, model(batch.to(device) if device.type != "cpu" else batch)
+            on_batch(len(indices))

@@ -1,0 +1,180 @@
+"""The figures that a run reports are those of what it has saved: `fastbert predict`, or `encode`, over the evaluation
+file, and other libraries' metrics of what comes out.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from command_line import run_here
+from finetuning_runs import base, write_rows
+from full import left_to_full
+from scipy.stats import pearsonr, spearmanr
+from seeds import numpy_generator, python_random, shifted
+from seqeval.metrics import f1_score as entity_f1
+from seqeval.metrics import precision_score, recall_score
+from sklearn.metrics import accuracy_score, f1_score
+from tiny import WORDS
+
+from fastbert.training.finetuning.inputs.sequences import CHUNK_INPUTS, Sequences, run_model
+from fastbert.training.finetuning.inputs.squad import squad_metrics
+
+TAGS = ("O", "B-X", "I-X", "B-Y")
+COUNT = 1100  # more than `predict` reads at a time
+
+
+def text(draw: Any) -> str:
+    return " ".join(draw.choices(WORDS.split()[:-4], k=draw.randint(2, 12)))
+
+
+def one_label(draw: Any) -> dict[str, Any]:
+    return {"text": text(draw), "label": draw.choice("abc")}
+
+
+def several_labels(draw: Any) -> dict[str, Any]:
+    return {"text": text(draw), "label": draw.sample("abcd", draw.randint(1, 3))}
+
+
+def a_number(draw: Any) -> dict[str, Any]:
+    return {"text": text(draw), "label": draw.random()}
+
+
+def tagged(draw: Any) -> dict[str, Any]:
+    words = text(draw).split()
+    return {"tokens": words, "tags": draw.choices(TAGS, k=len(words))}
+
+
+def question(draw: Any) -> dict[str, Any]:
+    context = text(draw)
+    word = draw.choice(context.split())
+    return {
+        "question": text(draw), "context": context,
+        "answers": {"text": [word], "answer_start": [context.index(word)]},
+    }  # fmt: skip
+
+
+def pair(draw: Any) -> dict[str, Any]:
+    return {"sentence1": text(draw), "sentence2": text(draw), "score": draw.random()}
+
+
+def of_one_label(rows: list[Any], said: list[Any]) -> dict[str, float]:
+    wanted, found = [row["label"] for row in rows], [row["label"] for row in said]
+    return {"accuracy": accuracy_score(wanted, found), "macro_f1": f1_score(wanted, found, average="macro")}
+
+
+def of_several(rows: list[Any], said: list[Any]) -> dict[str, float]:
+    def ones(lists: Any) -> np.ndarray:
+        return np.array([[name in names for name in "abcd"] for names in lists])
+
+    wanted, found = ones(row["label"] for row in rows), ones(row["labels"] for row in said)
+    scores = {f"{kind}_f1": f1_score(wanted, found, average=kind, zero_division=0.0) for kind in ("micro", "macro")}
+    return {**scores, "accuracy": accuracy_score(wanted, found)}
+
+
+def of_numbers(rows: list[Any], said: list[Any]) -> dict[str, float]:
+    """Of float32, which the output has the digits of."""
+    wanted = np.array([row["label"] for row in rows], np.float32).astype(np.float64)
+    found = np.array([row["value"] for row in said], np.float32).astype(np.float64)
+    return {"spearman": spearmanr(found, wanted).statistic, "pearson": pearsonr(found, wanted).statistic}
+
+
+def of_tags(rows: list[Any], said: list[Any]) -> dict[str, float]:
+    found = []
+    for row, answer in zip(rows, said, strict=True):
+        starts = np.cumsum([0, *(len(word) + 1 for word in row["tokens"])])
+        tags = ["O"] * len(row["tokens"])
+        for entity in answer["entities"]:
+            first, stop = np.searchsorted(starts, (entity["start"], entity["end"]))
+            tags[first:stop] = [f"B-{entity['label']}"] + [f"I-{entity['label']}"] * (stop - first - 1)
+        found.append(tags)
+    wanted = [row["tags"] for row in rows]
+    scores = {"f1": entity_f1, "precision": precision_score, "recall": recall_score}
+    return {name: score(wanted, found) for name, score in scores.items()}
+
+
+def of_answers(rows: list[Any], said: list[Any]) -> dict[str, float]:
+    """Whose formulas test_finetuning_qa.py checks."""
+    return squad_metrics([answer["answer"] for answer in said], [row["answers"]["text"] for row in rows])
+
+
+CASES = {
+    "label": (one_label, of_one_label, ()),
+    "adapters": (one_label, of_one_label, ("--lora-rank", 2)),
+    "labels": (several_labels, of_several, ()),
+    "number": (a_number, of_numbers, ()),
+    "tags": (tagged, of_tags, ("--task", "tokens", "--doc-stride", 2)),
+    "answers": (question, of_answers, ("--task", "qa", "--doc-stride", 2)),
+    "vectors": (pair, None, ("--task", "embedding")),
+}
+
+
+@left_to_full(lambda p: p["precision"] == "fp32" and p["case"] != "number")  # which runs as it did before
+@pytest.mark.parametrize("precision", ("bf16", "fp32"))
+@pytest.mark.parametrize("case", CASES)
+def test_reported_metrics_are_those_of_the_saved_model(case, precision, tmp_path):
+    make, measure, flags = CASES[case]
+    draw, folder = python_random(3), tmp_path / "run"
+    rows = [make(draw) for _ in range(COUNT)]
+    train, held_out = (write_rows(tmp_path / name, part) for name, part in (("a.jsonl", rows[:60]), ("b.jsonl", rows)))
+    options = ("--max-length", 12, "--batch-size", 20, "--epochs", 2, "--learning-rate", 3e-3, "--seed", shifted(3))
+    done = run_here(
+        "finetune", "--model", base(tmp_path), "--train", train, "--eval", held_out, *options, *flags,
+        "--precision", precision, "--output", folder,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads((folder / "metrics.json").read_text())
+    found = of_vectors(folder, held_out, rows, tmp_path) if measure is None else measure(rows, said(folder, held_out))
+    reported = {name: metrics[f"eval_{name}"] for name in found}
+    if case == "vectors":  # whose norms and products are added up in another order, in float64
+        reported, found = ({name: f"{value:.4f}" for name, value in one.items()} for one in (reported, found))
+    assert reported == found
+
+
+def said(folder: Path, file: str) -> list[Any]:
+    done = run_here("predict", folder, file)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def of_vectors(folder: Path, file: str, rows: list[Any], place: Path) -> dict[str, float]:
+    sides = []
+    for name in ("sentence1", "sentence2"):
+        done = run_here("encode", file, "--model", folder, "--column", name, "--output", place / f"{name}.npy")
+        assert done.returncode == 0, done.stderr
+        vectors = np.load(place / f"{name}.npy").astype(np.float64)
+        sides.append(vectors / np.linalg.norm(vectors, axis=1, keepdims=True))
+    return {"spearman": spearmanr((sides[0] * sides[1]).sum(1), [row["score"] for row in rows]).statistic}
+
+
+class Echo:
+    device = torch.device("cpu")
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        return batch["input_ids"]
+
+
+def test_a_file_has_the_batches_of_its_chunks():
+    """An evaluation gives all of it at once, and `predict` so many rows at a time: the products have equal sizes."""
+    draw = numpy_generator(0)
+    windows = draw.integers(1, 3, 2 * CHUNK_INPUTS + 5)
+    sources = np.repeat(np.arange(len(windows)), windows)
+    lengths = draw.integers(3, 20, len(sources))
+    ids, offsets = draw.integers(0, 100, lengths.sum(), np.int32), np.concatenate([[0], np.cumsum(lengths)])
+    whole = [batch.tolist() for _, batch in run_model(Echo(), Sequences(ids, None, offsets, sources))]
+    parts = []
+    for start in range(0, len(windows), CHUNK_INPUTS):
+        inside = (start <= sources) & (sources < start + CHUNK_INPUTS)
+        tokens, sizes = ids[np.repeat(inside, lengths)], np.concatenate([[0], np.cumsum(lengths[inside])])
+        part = Sequences(tokens, None, sizes, sources[inside] - start)
+        parts += [batch.tolist() for _, batch in run_model(Echo(), part)]
+    assert whole == parts
+
+
+def test_nothing_has_no_batches():
+    empty = np.zeros(0, np.int32)
+    assert not list(run_model(Echo(), Sequences(empty, None, np.zeros(1, np.int64), empty)))
