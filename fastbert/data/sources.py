@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ _READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".parquet": ("parquet", {}),
 }
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_BLOCK = 1 << 20  # bytes of a file that are hashed at a time
+_BLOCK_ROWS = 10_000  # of a data set on the hub
 
 
 def import_datasets() -> Any:
@@ -62,7 +65,7 @@ def load_source(source: Source, split: str = "train") -> Dataset:
     paths = [str(path) for path in ([source] if isinstance(source, (str, os.PathLike)) else source)]
     if not paths:
         raise InputError("no files were given")
-    if len(paths) == 1 and not Path(paths[0]).exists() and kind_of(paths[0]) is None:
+    if len(paths) == 1 and _is_on_hub(paths[0]):
         return _from_hub(paths[0], split)
     if missing := [path for path in paths if not Path(path).is_file()]:
         raise InputError(f"{missing[0]} is not a file")
@@ -82,6 +85,34 @@ def kind_of(path: str) -> str | None:
     name = Path(path)
     suffix = (name.with_suffix("") if name.suffix.lower() in _COMPRESSED else name).suffix.lower()
     return suffix if suffix in _READERS else None
+
+
+def digest_of(name: str, split: str = "train") -> str:
+    """The SHA-256 of a file's bytes, or of the rows and the columns' types (names of classes among them) of a data set
+    on the hub, in hexadecimal digits. All of it is read, a block at a time.
+
+    Raises InputError: there is nothing there, or it cannot be read.
+    """
+    found = hashlib.sha256()
+    if not _is_on_hub(name):
+        try:
+            with open(name, "rb") as file:
+                while block := file.read(_BLOCK):
+                    found.update(block)
+        except OSError as error:
+            raise InputError(f"{name}: {error.strerror}") from None
+        return found.hexdigest()
+    rows = load_source(name, split)
+    found.update(repr(sorted(rows.features.items())).encode())
+    for table in rows.with_format("arrow").iter(_BLOCK_ROWS):
+        whole = table.replace_schema_metadata().combine_chunks()
+        for batch in whole.to_batches():  # as a message, which has no bytes of rows beside these
+            found.update(batch.serialize())
+    return found.hexdigest()
+
+
+def _is_on_hub(name: str) -> bool:
+    return not Path(name).exists() and kind_of(name) is None
 
 
 def _from_hub(name: str, split: str) -> Dataset:

@@ -1,21 +1,25 @@
-"""The folder of a run: `run.yaml` (what repeats it), `log.jsonl`, `checkpoints/`, and at the end the model,
-`metrics.json`, `chart.png` and a model card.
+"""The folder of a run: `run.yaml` (what repeats it), `data.json` (a hash of each source of its data), `log.jsonl`,
+`checkpoints/`, and at the end the model, `metrics.json`, `chart.png` and a model card.
 """
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fastbert.checkpoint.saving import beside, sync
-from fastbert.config import ConfigError
+from fastbert.config import ConfigError, parse_json
+from fastbert.data.sources import digest_of
+from fastbert.packing import InputError
 from fastbert.training.distributed import World
-from fastbert.training.options import MAY_CHANGE, RunOptions, options_of, read_yaml, to_yaml
+from fastbert.training.options import DATA, MAY_CHANGE, RunOptions, options_of, read_yaml, to_yaml
 
 RUN, LOG, METRICS, CHART = "run.yaml", "log.jsonl", "metrics.json", "chart.png"
+DIGESTS = "data.json"  # {option: {source: SHA-256}}
 
 
 def check(options: RunOptions) -> Path:
@@ -49,9 +53,52 @@ def _check_same(folder: Path, options: RunOptions) -> None:
             )
 
 
+def check_data(folder: Path, options: RunOptions, world: World) -> None:
+    """Before anything is made of the data of a run that goes on: rank 0 reads them, and all ranks hear what it says.
+
+    Raises ConfigError: a source has other content than when the run began.
+    """
+    said = ""
+    if world.is_main:
+        try:
+            _check_same_data(folder, options)
+        except (ConfigError, InputError) as error:
+            said = str(error)
+    if said := next(filter(None, world.gather(said)), ""):
+        raise ConfigError(said)
+
+
+def _check_same_data(folder: Path, options: RunOptions) -> None:
+    if not (folder / DIGESTS).is_file():
+        warnings.warn(
+            f"{folder} has no {DIGESTS}, as runs of older versions: whether its data have changed since it began is not"
+            " known. What they are now is kept from here on",
+            stacklevel=2,
+        )
+        _write_digests(folder, options)
+        return
+    before, now = parse_json((folder / DIGESTS).read_bytes(), folder / DIGESTS, ConfigError), _digests(options)
+    for name, sources in now.items():
+        for source, digest in sources.items():
+            if (old := before.get(name, {}).get(source)) != digest:
+                raise ConfigError(
+                    f"the run in {folder} has {name} {source!r} with SHA-256 {str(old)[:12]}..., and it has"
+                    f" {digest[:12]}... now: a run goes on as it began. Restore it, or begin a new run from its model"
+                )
+
+
+def _digests(options: RunOptions) -> dict[str, dict[str, str]]:
+    return {name: {source: digest_of(source, split) for source in vars(options)[name]} for name, split in DATA.items()}
+
+
+def _write_digests(folder: Path, options: RunOptions) -> None:
+    write(folder / DIGESTS, json.dumps(_digests(options), indent=2, ensure_ascii=False) + "\n")
+
+
 def begin(folder: Path, options: RunOptions) -> None:
-    """Write run.yaml. Raises OSError."""
+    """Write data.json and then run.yaml, which makes it the folder of a run. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
+    _write_digests(folder, options)
     write(folder / RUN, f"# fastbert {options.command} --config {RUN} --output NEW_FOLDER\n{to_yaml(options)}")
 
 

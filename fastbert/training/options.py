@@ -206,6 +206,9 @@ class PretrainOptions(RunOptions):
 MAY_CHANGE = {"output", "resume", "dry_run", "accumulation", "device", "workers", "wrapping", "timeout", "log_every",
               "save_every", "keep", "tensorboard", "activation_checkpointing"}  # fmt: skip
 
+# The options that name data, and the split of a data set on the hub that each reads: their content must stay, too.
+DATA = {"train": "train", "eval": "validation"}
+
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", tuple: "a list of texts"}
 
 

@@ -48,6 +48,8 @@ def execute(
     keep_freed_memory()
     with collector_spares_what_is_there(), join(options.device or None, options.timeout) as world:
         torch.manual_seed(options.seed)
+        if options.resume and not options.dry_run:
+            run_folder.check_data(folder, options, world)
         with _main_first(world):
             task = make_task(options)
         phases = _phases(options, task, phases_of)
