@@ -48,6 +48,7 @@ def save(folder: Path, weights: dict[str, torch.Tensor], entries: dict[str, Any]
     with beside(folder) as new:
         try:
             save_file(weights, new / WEIGHTS, metadata=metadata)
+            _sort_metadata(new / WEIGHTS)
         except SafetensorError as error:  # which is no OSError, not even where the disk is full
             raise OSError(f"{folder / WEIGHTS} cannot be written: {error}") from None
         (new / CONFIG).write_text(text, encoding="utf-8")
@@ -55,6 +56,18 @@ def save(folder: Path, weights: dict[str, torch.Tensor], entries: dict[str, Any]
             sync(path)
         os.replace(new / WEIGHTS, folder / WEIGHTS)
         sync(folder)  # so that no power failure undoes this rename and keeps the next, which is beside()'s
+
+
+def _sort_metadata(path: Path) -> None:
+    """In place: safetensors writes entries of the metadata in an order that is another in each process, and equal
+    models are to be equal files. serde and json escape the same characters, so the header keeps its length.
+    """
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        file.seek(8)
+        file.write(json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode().ljust(size))
 
 
 @contextmanager

@@ -32,6 +32,13 @@ _BLOCK = 1 << 24  # bytes
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 
+class _Writer(dcp.FileSystemWriter):
+    """As `dcp.save` makes one for a folder, but equal runs write equal bytes."""
+
+    def storage_meta(self) -> None:
+        """Not the folder's name and a random number: nothing reads them."""
+
+
 class Checkpoints:
     """The checkpoints in a folder: `step-000000100`, the last `keep` of them.
 
@@ -65,7 +72,7 @@ class Checkpoints:
         self._everywhere(step, self._make_room if self.world.is_main else None)
         weights, moments = state_of(model, optimizer) if self.world.size == 1 else get_state_dict(model, optimizer)
         state = {"model": weights, "optimizer": moments, "extra": dict(extra)}
-        to: dict[str, Any] = {"checkpoint_id": beside, "process_group": self.world.saving_group}
+        to: dict[str, Any] = {"storage_writer": _Writer(beside), "process_group": self.world.saving_group}
         written: Any
         if is_last and self.world.device.type == "cpu":
             written = self._thread.submit(dcp.save, state, **to)

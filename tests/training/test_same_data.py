@@ -40,7 +40,9 @@ CHANGES = {
 def run(tmp_path_factory) -> tuple[Path, dict[str, Path]]:
     """A run of two epochs whose checkpoint is of the first one's end, and its files."""
     place = tmp_path_factory.mktemp("same_data")
-    train, held_out = (Path(write_rows(place / name, rows)) for name, rows in (("a.jsonl", ROWS), ("b.jsonl", ROWS[:6])))
+    train, held_out = (
+        Path(write_rows(place / name, rows)) for name, rows in (("a.jsonl", ROWS), ("b.jsonl", ROWS[:6]))
+    )
     done = run_here(
         "finetune", "--model", base(place), "--train", train, "--eval", held_out, "--max-length", 16, "--batch-size", 4,
         "--epochs", 2, "--save-every", 5, "--log-every", 1, "--seed", shifted(3), "--output", place / "run",
@@ -94,7 +96,8 @@ def test_the_same_data_go_on_with_the_same_bits(run):
 def test_a_byte_in_the_middle_of_a_corpus(tmp_path):
     """Of the second of two files; the length of every line is as before."""
     files = [write_text(tmp_path / f"{name}.txt", 20, seed) for seed, name in enumerate("ab")]
-    options = "--preset baby --vocab-size 60 --vocab-kind wordpiece --steps 2 --max-length 24 --step-tokens 1000".split()
+    new = ("--preset", "baby", "--vocab-size", 60, "--vocab-kind", "wordpiece")
+    options = (*new, "--steps", 2, "--max-length", 24, "--step-tokens", 1000)
     done = run_here("pretrain", "--train", *files, *options, "--output", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert list(json.loads((tmp_path / "run" / DIGESTS).read_text())["train"]) == [str(path) for path in files]
