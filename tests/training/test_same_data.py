@@ -11,13 +11,14 @@ import pytest
 import torch
 from command_line import fails, run_here
 from finetuning_runs import TEXTS, base, write_rows
-from pretraining_runs import write_text
+from pretraining_runs import options, write_text
 from safetensors.torch import load_file
 from seeds import shifted
 
 from fastbert.data import sources
 from fastbert.data.sources import digest_of
 from fastbert.training.folder import DIGESTS, rows_of
+from fastbert.training.pretraining import make_task
 
 ROWS = [{"text": text, "label": ("no", "yes")[i % 2]} for i, text in enumerate(TEXTS * 3)]
 
@@ -97,8 +98,8 @@ def test_a_byte_in_the_middle_of_a_corpus(tmp_path):
     """Of the second of two files; the length of every line is as before."""
     files = [write_text(tmp_path / f"{name}.txt", 20, seed) for seed, name in enumerate("ab")]
     new = ("--preset", "baby", "--vocab-size", 60, "--vocab-kind", "wordpiece")
-    options = (*new, "--steps", 2, "--max-length", 24, "--step-tokens", 1000)
-    done = run_here("pretrain", "--train", *files, *options, "--output", tmp_path / "run")
+    flags = (*new, "--steps", 2, "--max-length", 24, "--step-tokens", 1000)
+    done = run_here("pretrain", "--train", *files, *flags, "--output", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert list(json.loads((tmp_path / "run" / DIGESTS).read_text())["train"]) == [str(path) for path in files]
     content = bytearray(files[1].read_bytes())
@@ -130,3 +131,16 @@ def test_what_is_on_the_hub_has_a_hash_of_its_rows(monkeypatch):
         digest(ROWS, datasets.Features(text=features["text"], label=datasets.ClassLabel(names=["no", "yea", "yes"]))),
     ]
     assert len({usual, *others}) == 6
+
+
+def test_pretraining_is_judged_by_another_split_of_the_hub(monkeypatch, tmp_path):
+    lines, asked = write_text(tmp_path / "text.txt").read_text().splitlines(), []
+
+    def from_hub(name: str, split: str) -> datasets.Dataset:
+        asked.append((name, split))
+        return datasets.Dataset.from_dict({"text": lines})
+
+    monkeypatch.setattr(sources, "_from_hub", from_hub)
+    task = make_task(options("someone/something", steps=1))
+    assert task.held_out is not None and set(asked[:-1]) == {("someone/something", "train")}
+    assert asked[-1] == ("someone/something", "validation")

@@ -44,7 +44,7 @@ def add_adapters(model: Any, options: FinetuneOptions) -> Any:
         raise ConfigError(
             f"PEFT: {str(error).splitlines()[0]} --lora-targets may name: {', '.join(sorted(linears))}"
         ) from None
-    config.target_modules = sorted(held.target_modules)  # a set's order is another in each process, and is saved
+    config.target_modules = sorted(held.target_modules or ())  # a set's order is another in each process, and is saved
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name or any(_is_in(name, module) for module in new))
     return config

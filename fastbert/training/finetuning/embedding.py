@@ -170,8 +170,8 @@ class Embedding(Task):
         else:
             encoded, columns = texts, np.split(np.arange(sum(map(len, texts))), len(texts))
         # In the chunks of `fastbert encode`, whose vectors of a column have the same bits.
-        given = {"truncate_dim": full, "chunk_texts": CHUNK_INPUTS}
-        vectors = np.concatenate([made for part in encoded for made, _ in encoder.encode_stream(part, **given)])
+        streams = (encoder.encode_stream(part, truncate_dim=full, chunk_texts=CHUNK_INPUTS) for part in encoded)
+        vectors = np.concatenate([made for stream in streams for made, _ in stream])
         found: dict[str, float] = {}
         for dim in sorted({full, *self.dims}, reverse=True):
             cut = torch.from_numpy(vectors[:, :dim])

@@ -14,7 +14,7 @@ from fastbert.data.vocabulary import Design, Vocabulary, has_vocabulary, read_vo
 from fastbert.families import FAMILIES
 from fastbert.models.auto import model_class
 from fastbert.models.joint_electra import ElectraForJointPreTraining
-from fastbert.training.options import PretrainOptions
+from fastbert.training.options import DATA, PretrainOptions
 from fastbert.training.phases import length_schedule, masking_schedule
 from fastbert.training.pretraining.distil import Distillation, Student, student_of
 from fastbert.training.pretraining.masked import MaskedLM, PairedLM
@@ -50,10 +50,9 @@ def make_task(options: PretrainOptions) -> MaskedLM:
         config, folder = new_config(preset, family, vocabulary, longest), None
     model = _make_model(options, config, folder)
     _check_length(model, longest)
-    corpus = _corpus(train, vocabulary, options)
-    held_out = None
-    if options.eval:
-        held_out = _corpus(options.eval[0] if len(options.eval) == 1 else list(options.eval), vocabulary, options)
+    corpus = _corpus(train, vocabulary, options, "train")
+    judge = options.eval[0] if len(options.eval) == 1 else list(options.eval)
+    held_out = _corpus(judge, vocabulary, options, "eval") if judge else None
     given: dict[str, Any] = {"unit": options.unit, "seed": options.seed, "vocabulary": vocabulary, "held_out": held_out}
     arguments, given["held_out_length"] = (corpus, vocabulary.tokenizer), length_schedule(options)[-1][1]
     if options.objective == "distil":
@@ -159,5 +158,5 @@ def _check_length(model: Any, longest: int) -> None:
             raise ConfigError(f"max_length is {longest}, and the model's position table has room for {limit} tokens")
 
 
-def _corpus(source: Source, vocabulary: Vocabulary, options: PretrainOptions) -> Corpus:
-    return tokenize_corpus(source, vocabulary.tokenizer, column=options.column)
+def _corpus(source: Source, vocabulary: Vocabulary, options: PretrainOptions, name: str) -> Corpus:
+    return tokenize_corpus(source, vocabulary.tokenizer, column=options.column, split=DATA[name])
