@@ -16,10 +16,37 @@ LARGEST = 2**31 - 1  # of whatever is a number on the command line: counts are i
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser whose errors are one line, and which names the option that was probably meant."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (`{self.prog} --help` explains)")
+
+    def parse_known_args(self, args=None, namespace=None):
+        """A command's parser is asked so by the one above it, which does not know the command's options.
+
+        What is misspelt is said first: what is then missing follows from it.
+        """
+        words = list(args or ())
+        own = [word.partition("=")[0] for word in words[: words.index("--") if "--" in words else None]]
+        if self._subparsers is None:
+            self._refuse([word for word in own if word[:2] == "--" and not self._options_of(word)])
+        found, unknown = super().parse_known_args(args, namespace)
+        self._refuse(unknown)
+        return found, unknown
+
+    def _options_of(self, word: str) -> list[str]:
+        """The options that a word stands for: it may be the beginning of a name."""
+        return [name for name in self._option_string_actions if name.startswith(word)]
+
+    def _refuse(self, unknown: list[str]) -> None:
+        if not unknown:
+            return
+        import difflib
+
+        names = list(self._option_string_actions)
+        meant = [near[0] for word in unknown if (near := difflib.get_close_matches(word.partition("=")[0], names, 1))]
+        hint = f"; did you mean {', '.join(meant)}?" if meant else ""
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 
 
 def add_command(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -240,7 +241,9 @@ def options_of(cls: type[Options], given: Mapping[str, Any], where: str) -> Opti
     for name, value in given.items():
         key = str(name).replace("-", "_")
         if key not in kinds:
-            raise ConfigError(f"{where} has {name!r}, which {cls.command} does not know; it knows {', '.join(kinds)}")
+            near = difflib.get_close_matches(key, kinds, 1)
+            hint = f"did you mean {near[0]}?" if near else f"it knows {', '.join(kinds)}"
+            raise ConfigError(f"{where} has {name!r}, which {cls.command} does not know; {hint}")
         if kinds[key] is tuple:
             value = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
         if kinds[key] is str and isinstance(value, (int, float)) and not isinstance(value, bool):  # masking: 0.3

@@ -194,7 +194,7 @@ def test_without_evaluation_data_the_last_model_is_kept(files, tmp_path):
 @pytest.mark.parametrize(
     "text,message",
     (
-        ("learning_rte: 1", "which finetune does not know"),
+        ("learning_rte: 1", "which finetune does not know; did you mean learning_rate"),
         ("learning_rate: fast", "learning_rate is 'fast'; it must be a number"),
         ("batch_size: 1.5", "batch_size is 1.5; it must be a whole number"),
         ("resume: 3", "resume is 3; it must be true or false"),
