@@ -196,6 +196,10 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             place(self, path, nn.Linear(columns, rows))
         self.init_weights()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("calls", Calls())  # which pickles of models from before have not
+
     def _place_pooler(self) -> None:
         if self.has_pooler:
             assert self.family.pooler is not None

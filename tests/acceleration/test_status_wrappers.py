@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from full import left_to_full
-from hf import config_for, make_ours
+from hf import config_for, make_hf, make_ours
 from test_accelerate import IDS, MASK, small
 from torch import distributed as dist
 from torch import nn
@@ -258,3 +258,12 @@ def test_recorded_calls_of_own_classes(head):
     packed = (IDS.flatten(), torch.tensor([0, 4, 8], dtype=torch.int32), 4)
     base_of(model).encode_packed(*packed)
     assert fastbert.status(model).packed == 2
+
+
+def test_a_pickle_of_a_model_from_before_calls_were_counted():
+    config = config_for("bert", "Model")
+    model = make_ours(config, "Model", make_hf(config, "Model")).eval()
+    expected = model(IDS, MASK).last_hidden_state
+    del model.calls
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(again(IDS, MASK).last_hidden_state, expected) and again.calls.packed == 1
