@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fastbert.cli.texts import UsageError
+from fastbert.messages import did_you_mean
 
 A_MODEL = "a folder, a hub id, or all-MiniLM-L6-v2"
 LARGEST = 2**31 - 1  # of whatever is a number on the command line: counts are int32 further down
@@ -41,10 +42,8 @@ class Parser(argparse.ArgumentParser):
     def _refuse(self, unknown: list[str]) -> None:
         if not unknown:
             return
-        import difflib
-
-        names = list(self._option_string_actions)
-        meant = [near[0] for word in unknown if (near := difflib.get_close_matches(word.partition("=")[0], names, 1))]
+        names = [name for name in self._option_string_actions if name.startswith("--")]
+        meant = [near for word in unknown if (near := did_you_mean(word.partition("=")[0], names))]
         hint = f"; did you mean {', '.join(meant)}?" if meant else ""
         self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from fastbert.config import ConfigError
+from fastbert.messages import did_you_mean
 
 Options = TypeVar("Options", bound="RunOptions")
 
@@ -241,8 +241,8 @@ def options_of(cls: type[Options], given: Mapping[str, Any], where: str) -> Opti
     for name, value in given.items():
         key = str(name).replace("-", "_")
         if key not in kinds:
-            near = difflib.get_close_matches(key, kinds, 1)
-            hint = f"did you mean {near[0]}?" if near else f"it knows {', '.join(kinds)}"
+            near = did_you_mean(key, kinds)
+            hint = f"did you mean {near}?" if near else f"it knows {', '.join(kinds)}"
             raise ConfigError(f"{where} has {name!r}, which {cls.command} does not know; {hint}")
         if kinds[key] is tuple:
             value = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
