@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import orjson
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -19,7 +18,7 @@ from starlette.responses import Response
 
 from fastbert import __version__
 from fastbert.packing import InputError
-from fastbert.serve import schemas
+from fastbert.serve import json_text, schemas
 from fastbert.serve.answers import predictions, ranking, unit_length
 from fastbert.serve.batching import Batcher, ComputeError
 from fastbert.serve.engine import Engine
@@ -92,7 +91,7 @@ def make_app(
 
 
 def as_json(content: Any) -> Response:
-    return Response(orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
+    return Response(json_text.dumps(content), media_type="application/json")
 
 
 class Server:

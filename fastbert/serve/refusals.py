@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import orjson
 from starlette.responses import Response
+
+from fastbert.serve import json_text
 
 # text-embeddings-inference's statuses by its kinds of error; from "json" on they are plain HTTP's.
 STATUS = {
@@ -43,4 +44,4 @@ def refusal_response(path: str, kind: str, message: str, status: int | None = No
     headers = {"retry-after": RETRY_AFTER_S} if status in (429, 503) else {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(orjson.dumps(content), status, headers, "application/json")
+    return Response(json_text.dumps(content), status, headers, "application/json")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
+from fastbert.serve import json_text
 from fastbert.serve.refusals import Refusal
 
 TEXT: dict[str, Any] = {"type": "string"}
@@ -107,8 +107,8 @@ R = TypeVar("R", bound=Request)
 def parse(body: bytes, kind: type[R]) -> R:
     """The request in a body. Raises Refusal with the first thing that is wrong."""
     try:
-        content = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
+        content = json_text.loads(body)
+    except ValueError as error:
         raise Refusal("json", f"the body is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise Refusal("validation", f"the body is {_kind(content)}; it must be an object")
