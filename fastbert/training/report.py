@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import platform
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tqdm import tqdm
 
 from fastbert import __version__
 from fastbert.config import ConfigError
+from fastbert.messages import install
 from fastbert.training import folder as run_folder
 from fastbert.training.options import RunOptions
 
@@ -83,10 +85,12 @@ def _evaluated(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in rows if any(name.startswith("eval_") for name in row)]
 
 
-def check_chart() -> None:
-    """Raises ConfigError before the first step, not behind the last one: there is nothing to draw with."""
+def can_draw() -> bool:
+    """Whether there is a chart at the end; where not, a warning before the first step says so."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("matplotlib is not installed: pip install 'fastbert-kernels[train]'")
+        warnings.warn(f"chart.png is left out: matplotlib is not installed ({install('train')})")
+        return False
+    return True
 
 
 def draw_chart(folder: Path) -> None:
@@ -94,6 +98,7 @@ def draw_chart(folder: Path) -> None:
     folder's log. Raises OSError.
     """
     from matplotlib.figure import Figure  # pyplot would change what the process draws with, and takes half a second
+    from matplotlib.ticker import MaxNLocator
 
     rows = run_folder.rows_of(folder)
     evaluated = _evaluated(rows)
@@ -102,14 +107,18 @@ def draw_chart(folder: Path) -> None:
     figure = Figure(figsize=(5 + 3.6 * len(names), 3.4), layout="tight")
     axes = figure.subplots(1, 1 + len(names), squeeze=False)[0]
     steps, values = zip(*losses, strict=True)
-    axes[0].plot(steps, values, color="#9bb7d4", linewidth=0.8, label="each step")
-    axes[0].plot([row["step"] for row in rows], [row["loss"] for row in rows], color="#1f4e79", label="mean of a row")
+    single = "o" if len(rows) == 1 else None  # a line through one point shows nothing
+    axes[0].plot(steps, values, marker=single, markersize=3, color="#9bb7d4", linewidth=0.8, label="each step")
+    means = [row["loss"] for row in rows]
+    axes[0].plot([row["step"] for row in rows], means, marker=single, color="#1f4e79", label="mean of a row")
     axes[0].set(title="training loss", xlabel="step")
     axes[0].legend(frameon=False)
     for axis, name in zip(axes[1:], names, strict=True):
         axis.plot([row["step"] for row in evaluated], [row[name] for row in evaluated], "o-", color="#1f4e79")
         axis.set(title=name.replace("eval_", "evaluation: ").replace("_", " "), xlabel="step")
     for axis in axes:
+        axis.set_xlim(0, 1.05 * steps[-1])  # the run's: an axis around a single point would be of fractions
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)
     figure.savefig(folder / run_folder.CHART, dpi=130)
@@ -136,7 +145,7 @@ def card(options: RunOptions, metrics: dict[str, Any], task: Any) -> str:
         f"---\n{data.to_yaml()}\n---\n",
         f"# {Path(options.output).resolve().name}\n",
         f"Made by `fastbert {options.command}`" + (f" from {Path(source).name or source}" if source else "") + ".\n",
-        "![training](chart.png)\n",
+        *(["![training](chart.png)\n"] if (Path(options.output) / run_folder.CHART).exists() else []),
         "## Evaluation\n",
         *(
             ["| metric | value |", "|---|---|", *(f"| {name} | {value:.4f} |" for name, value in results.items()), ""]

@@ -21,7 +21,7 @@ from fastbert.training.loop import Loop, LoopOptions, Place, sampler_of
 from fastbert.training.memory import collector_spares_what_is_there, keep_freed_memory
 from fastbert.training.optimizers import make_optimizer, parameter_groups, use_sparse_gradients
 from fastbert.training.options import RunOptions
-from fastbert.training.report import Progress, check_chart, draw_chart, write_reports
+from fastbert.training.report import Progress, can_draw, draw_chart, write_reports
 from fastbert.training.schedules import Schedule
 from fastbert.training.task import Phase, Task
 
@@ -44,7 +44,6 @@ def execute(
     folder = Path()
     if not options.dry_run:
         folder = run_folder.check(options)
-        check_chart()
     keep_freed_memory()
     with collector_spares_what_is_there(), join(options.device or None, options.timeout) as world:
         torch.manual_seed(options.seed)
@@ -79,6 +78,8 @@ def _train(options: RunOptions, task: Task, loop_options: LoopOptions, world: Wo
     warmup = round(options.warmup * steps) if options.warmup < 1 else int(options.warmup)
     schedule = Schedule(optimizer, options.schedule, steps, warmup)
 
+    drawn = world.is_main and can_draw()
+
     def gather() -> None:
         """Fill the whole model, where each rank has a part of it."""
         if is_sharded:
@@ -107,7 +108,7 @@ def _train(options: RunOptions, task: Task, loop_options: LoopOptions, world: Wo
     loop = Loop(
         task, wrapped, task.hidden_size, optimizer, schedule, world, folder, loop_options,
         evaluate=evaluate if task.metric else None, keep_best=save_model,
-        at_end=lambda: draw_chart(folder) if world.is_main else None,
+        at_end=lambda: draw_chart(folder) if drawn else None,
     )  # fmt: skip
     if options.resume:
         loop.resume()

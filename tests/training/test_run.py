@@ -155,12 +155,32 @@ def test_a_run_imports_no_compiler(optimizer, files, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_nothing_to_draw_with_is_said_before_the_first_step(files, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
-    options = FinetuneOptions(model=files["model"], train=(files["train"],), output=str(tmp_path / "run"), steps=1)
-    with pytest.raises(ConfigError, match=r"matplotlib is not installed: pip install 'fastbert-kernels\[train\]'"):
-        execute(options, make_task)
-    assert not (tmp_path / "run").exists()
+WITHOUT_PICTURES = "import sys; sys.modules['matplotlib'] = None; from fastbert.cli import main; sys.exit(main())"
+
+
+def test_a_run_without_anything_to_draw_with_leaves_out_the_chart(files, tmp_path):
+    folder = tmp_path / "run"
+    given = [word for name, value in files.items() for word in (f"--{name}", value)]
+    words = [
+        sys.executable,
+        "-c",
+        WITHOUT_PICTURES,
+        "finetune",
+        *given,
+        *FLAGS,
+        "--steps",
+        "2",
+        "--output",
+        str(folder),
+    ]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if "chart" in line or "matplotlib" in line]
+    assert len(said) == 1 and said[0].startswith("fastbert: warning: chart.png is left out: matplotlib"), said
+    assert "pip install '.[train]' in a clone" in said[0]
+    assert json.loads((folder / "metrics.json").read_text())["steps"] == 2
+    assert not (folder / "chart.png").exists()
+    assert "chart" not in done.stdout + (folder / "README.md").read_text()
 
 
 def test_a_run_ends_early_and_keeps_the_best(files, tmp_path):

@@ -72,4 +72,5 @@ def print_metrics(metrics: dict[str, Any], folder: str) -> None:
     for name, value in metrics.items():
         if name.startswith("eval_") or name in ("train_loss", "tokens_per_second"):
             print(f"{name.removeprefix('eval_'):>20} {value:.4f}" if abs(value) < 1000 else f"{name:>20} {value:,.0f}")
-    print(f"{folder} holds the model, metrics.json, chart.png and README.md")
+    chart = ", chart.png" if (Path(folder) / "chart.png").is_file() else ""
+    print(f"{folder} holds the model, metrics.json{chart} and README.md")
