@@ -23,6 +23,7 @@ from typing import Any
 from fastbert.bench.contestants import CONTESTANTS
 from fastbert.bench.report import ceiling_of, draw_chart, result_of, to_markdown
 from fastbert.bench.timing import describe_machine
+from fastbert.messages import install
 from fastbert.testing.cases import Workload
 
 PACKAGES = ("transformers", "onnxruntime", "openvino", "nncf")  # whose versions a result must name
@@ -196,7 +197,7 @@ def run(settings: Settings, say: Say) -> dict[str, Any]:
     settings', and only the others are measured. Raises BenchmarkError.
     """
     if importlib.util.find_spec("transformers") is None:
-        raise BenchmarkError("the benchmark needs transformers: pip install 'fastbert-kernels[bench]'")
+        raise BenchmarkError(f"the benchmark needs transformers: {install('bench')}")
     report = _new_report(settings)
     if settings.output is not None:
         settings.output.mkdir(parents=True, exist_ok=True)

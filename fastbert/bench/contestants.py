@@ -16,6 +16,7 @@ import torch
 
 from fastbert.bench.jobs import PRECISIONS, Call, Job, load_peer
 from fastbert.bench.runtimes import load_onnxruntime, load_openvino, prepare_onnxruntime, prepare_openvino
+from fastbert.messages import install
 
 FLOATS = ("float32", "bfloat16")
 
@@ -35,7 +36,7 @@ class Contestant:
     def missing(self) -> str | None:
         """Why it cannot run on this machine; None when it can."""
         absent = [package for package in self.packages if importlib.util.find_spec(package) is None]
-        return f"not installed: {', '.join(absent)} (pip install 'fastbert-kernels[bench]')" if absent else None
+        return f"not installed: {', '.join(absent)} ({install('bench')})" if absent else None
 
 
 def load_fastbert(backend: str, job: Job, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Call:

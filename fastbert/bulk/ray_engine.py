@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fastbert.bulk.blocks import absolute, make_plan
 from fastbert.bulk.worker import BlockWorker, Settings, Worker
 from fastbert.config import ConfigError
+from fastbert.messages import install
 from fastbert.packing import InputError
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def import_ray() -> Any:
         import ray
         import ray.data
     except ImportError as error:
-        raise ConfigError(f"this needs Ray ({error}): pip install 'fastbert-kernels[ray]'") from None
+        raise ConfigError(f"this needs Ray ({error}): {install('ray')}") from None
     return ray
 
 

@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
         a process of its own, and they take turns. Prints real tokens/s, the ratio to the fastest other engine, and the
         share of the best matrix product of this machine. Outputs are checked against float64 first. All of it takes
         about 25 minutes for bert-base on 2 cores, which must do nothing else. To install the other engines: pip
-        install 'fastbert-kernels[bench]'.
+        install '.[bench]' in a clone.
         """,
         "fastbert bench --dtypes bfloat16 --workloads 8x128,32-ragged --output results",
     )  # fmt: skip

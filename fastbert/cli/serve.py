@@ -9,6 +9,7 @@ from typing import Any
 from fastbert.cli import raise_if_stopped, say
 from fastbert.cli.parser import A_MODEL, add_command, positive
 from fastbert.cli.texts import UsageError
+from fastbert.messages import install
 
 LOCAL, PORT, API_KEY = "127.0.0.1", 8080, "FASTBERT_API_KEY"
 
@@ -67,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     except ImportError as error:
         if error.name is None or error.name.startswith("fastbert"):
             raise
-        raise UsageError(f"serve needs {error.name}: pip install 'fastbert-kernels[serve]'") from None
+        raise UsageError(f"serve needs {error.name}: {install('serve')}") from None
 
     raise_if_stopped()
     api_key = options.api_key if options.api_key is not None else os.environ.get(API_KEY)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastbert.config import ConfigError
+from fastbert.messages import install
 from fastbert.packing import InputError
 
 if TYPE_CHECKING:
@@ -39,9 +40,7 @@ def import_datasets() -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError(
-            f"this needs Hugging Face's datasets ({error}): pip install 'fastbert-kernels[train]'"
-        ) from None
+        raise ConfigError(f"this needs Hugging Face's datasets ({error}): {install('train')}") from None
     return datasets
 
 

@@ -182,4 +182,4 @@ def test_without_the_extra_one_line_says_what_to_install(model):
         capture_output=True, text=True, env=ENVIRONMENT, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    assert done.stderr == "fastbert: error: serve needs fastapi: pip install 'fastbert-kernels[serve]'\n"
+    assert done.stderr == "fastbert: error: serve needs fastapi: pip install '.[serve]' in a clone of fastbert\n"
