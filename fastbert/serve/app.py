@@ -54,6 +54,7 @@ def make_app(
         server.batcher.close()
 
     app = FastAPI(title="fastbert", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.outcomes = server.metrics.outcomes
     posts: dict[str, tuple[Callable[[Request], Awaitable[Response]], type[BaseModel]]] = {
         "/embed": (server.embed, schemas.EmbedRequest),
         "/rerank": (server.rerank, schemas.RerankRequest),

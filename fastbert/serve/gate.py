@@ -29,6 +29,25 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if scope["method"] != "POST":
+            await self._request(scope, receive, send)
+            return
+        status, outcomes = 0, self.metrics.outcomes
+
+        async def counted(message: dict) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                outcomes.count(status)
+
+        try:
+            await self._request(scope, receive, counted)
+        except asyncio.CancelledError:
+            outcomes.cut_off += 1
+            raise
+
+    async def _request(self, scope: dict, receive: Any, send: Any) -> None:
         try:
             if self.authorization is not None and scope["path"] not in PUBLIC:
                 check_key(scope, self.authorization)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -9,8 +11,24 @@ SIZES = tuple(2**i for i in range(12))
 TOKENS = tuple(2**i for i in range(4, 18))
 
 
+@dataclass
+class Outcomes:
+    """What became of the POSTs; those of clients that have left are in none. refused: with a status of 400 or more."""
+
+    answered: int = 0
+    refused: int = 0
+    cut_off: int = 0  # by the server's end
+
+    def count(self, status: int) -> None:
+        if status < 400:
+            self.answered += 1
+        else:
+            self.refused += 1
+
+
 class Metrics:
     def __init__(self) -> None:
+        self.outcomes = Outcomes()
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
 

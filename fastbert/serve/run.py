@@ -18,6 +18,7 @@ except ImportError:  # Windows
 from fastbert.serve.app import Limits, make_app
 from fastbert.serve.engine import load_engine
 from fastbert.serve.protocol import bounded
+from fastbert.serve.server import HttpServer
 
 SPARE_FILES = 64  # of those that the process may open: libraries, threads, the listening socket
 
@@ -25,7 +26,7 @@ SPARE_FILES = 64  # of those that the process may open: libraries, threads, the 
 def bind(host: str, port: int) -> socket.socket:
     """A socket that does not listen yet. Raises OSError, with the address, if it is not to be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family)
+    bound = socket.socket(family, proto=socket.IPPROTO_TCP)  # said, or asyncio leaves Nagle's algorithm on
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
@@ -47,8 +48,10 @@ def connections(requests: int) -> int:
     return 2 * requests if soft == resource.RLIM_INFINITY else min(2 * requests, max(1, soft - SPARE_FILES))
 
 
-def make_server(app: Any, limits: Limits, max_connections: int) -> uvicorn.Server:
-    return uvicorn.Server(
+def make_server(
+    app: Any, limits: Limits, max_connections: int, on_open: Callable[[], None] = lambda: None
+) -> HttpServer:
+    return HttpServer(
         uvicorn.Config(
             app,
             lifespan="on",
@@ -58,7 +61,8 @@ def make_server(app: Any, limits: Limits, max_connections: int) -> uvicorn.Serve
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=round(2 * limits.timeout_s) + 1,
-        )
+        ),
+        on_open,
     )
 
 
@@ -75,7 +79,7 @@ def serve(
     limits: Limits,
     say: Callable[[str], None],
 ) -> None:
-    """Serve a model until SIGINT or SIGTERM; what has come in by then is answered first."""
+    """Serve a model until SIGINT or SIGTERM; what was sent whole by then is answered first, or refused."""
     bound = bind(host, port)
     if api_key is None and not ipaddress.ip_address(bound.getsockname()[0]).is_loopback:
         say(f"whoever reaches {host} may use this server: it asks for no API key")
@@ -87,15 +91,16 @@ def serve(
     # loop has taken. docs/serve.md has the times.
     workers, threads = (torch.get_num_threads(), 1) if on_cpu else (1, torch.get_num_threads())
     app = make_app(engine, limits, api_key, batch_tokens=budget, workers=workers, threads=threads)
-    server = make_server(app, limits, connections(limits.max_concurrent_requests))
     address = bound.getsockname()
     shown = f"[{address[0]}]:{address[1]}" if ":" in host else f"{address[0]}:{address[1]}"
     what = f"{engine.kind}, {str(engine.model.dtype).removeprefix('torch.')}, {engine.model.device}"
-    bound.listen(server.config.backlog)  # who comes before uvicorn accepts does not find a closed door
-    say(f"serving {engine.name} ({what}) at http://{shown}, described at http://{shown}/openapi.json")
+    serving = f"serving {engine.name} ({what}) at http://{shown}, described at http://{shown}/openapi.json"
+    server = make_server(app, limits, connections(limits.max_concurrent_requests), lambda: say(serving))
     try:
         server.run(sockets=[bound])
     except KeyboardInterrupt:  # uvicorn raises the signal once more when all is done
         if not server.started:
             raise
-    say("stopped at once" if server.force_exit else "stopped: everything that had come in was answered")
+    outcomes = app.state.outcomes
+    cut_off = f", cut off {outcomes.cut_off}" if outcomes.cut_off else ""
+    say(f"stopped: answered {outcomes.answered}, refused {outcomes.refused}{cut_off}")

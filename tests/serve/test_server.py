@@ -9,16 +9,15 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny
-from command_line import ENVIRONMENT, command, fails
+from command_line import ENVIRONMENT, command_without, fails, run_python
 from full import left_to_full
 from precise import assert_close_to_theirs
 
@@ -37,10 +36,12 @@ def model(tmp_path_factory) -> Path:
 
 
 @contextlib.contextmanager
-def served(*arguments: object, **environment: str) -> Iterator[tuple[subprocess.Popen, int]]:
-    """A running server and its port; it is killed at the end, if it has not ended."""
+def served(
+    *arguments: object, without: Sequence[str] = (), **environment: str
+) -> Iterator[tuple[subprocess.Popen, int]]:
+    """A running server, `without` some modules, and its port; it is killed at the end, if it has not ended."""
     env = {**ENVIRONMENT, **environment}
-    words = command("serve", *arguments, "--device", "cpu", "--port", 0)
+    words = command_without(without, "serve", *arguments, "--device", "cpu", "--port", 0)
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
     try:
         line = process.stderr.readline()
@@ -101,7 +102,7 @@ def test_a_signal_lets_what_was_accepted_finish(model, number):
         answers = [future.result() for future in waiting]
         stderr = process.communicate(timeout=120)[1]
     assert process.returncode == 0
-    assert stderr == "fastbert: stopped: everything that had come in was answered\n"
+    assert stderr == "fastbert: stopped: answered 32, refused 0\n"
     assert [status for status, _ in answers] == [200] * 32
     assert all(np.shape(vectors) == (32, 256) for _, vectors in answers)
     with pytest.raises(OSError):
@@ -176,10 +177,6 @@ def test_an_open_door_is_told(tmp_path, host, key, said):
 
 
 def test_without_the_extra_one_line_says_what_to_install(model):
-    program = "import sys; sys.modules['fastapi'] = None; from fastbert.cli import main; sys.exit(main())"
-    done = subprocess.run(
-        [sys.executable, "-c", program, "serve", str(model)],
-        capture_output=True, text=True, env=ENVIRONMENT, timeout=120, check=False,
-    )  # fmt: skip
+    done = run_python(command_without(["fastapi"], "serve", model))
     assert done.returncode == 2
     assert done.stderr == "fastbert: error: serve needs fastapi: pip install '.[serve]' in a clone of fastbert\n"

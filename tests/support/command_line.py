@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 from fastbert import cli
@@ -18,6 +19,13 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 
 def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "fastbert", *map(str, arguments)]
+
+
+def command_without(modules: Sequence[str], *arguments: object) -> list[str]:
+    """The same on a machine that lacks some modules."""
+    program = f"import sys; sys.modules.update(dict.fromkeys({list(modules)}))"
+    program += "; from fastbert.cli import main; sys.exit(main())"
+    return [sys.executable, "-c", program, *map(str, arguments)]
 
 
 def run_python(command: list[str], **environment: str) -> subprocess.CompletedProcess:

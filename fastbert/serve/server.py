@@ -1,0 +1,104 @@
+"""uvicorn's server with a door of its own, so that who has come before a signal is served and not thrown out.
+
+uvicorn stops by closing the socket it listens at, and each connection of which it has read no request. The kernel then
+resets whoever waits there, though what they want may have been sent whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import selectors
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+
+ROUND_S = 0.01  # between two looks at what is still to be read
+PAUSE_S = 1.0  # before more are let in, where the process may open no more files
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class HttpServer(uvicorn.Server):
+    """Listens at the one socket that `run(sockets=[...])` gets. `on_open()` is called when a signal finds the way to
+    `shutdown`: from then on no request is lost.
+    """
+
+    def __init__(self, config: uvicorn.Config, on_open: Callable[[], None]):
+        super().__init__(config)
+        self.on_open = on_open
+        self.entering: set[asyncio.Task] = set()  # connections on their way from the door to a protocol
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        assert sockets is not None
+        (self.door,) = sockets
+        await super().startup(sockets=[])
+
+    async def main_loop(self) -> None:
+        self.door.setblocking(False)
+        self.door.listen(self.config.backlog)
+        self._open()
+        self.on_open()
+        await super().main_loop()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take in who is at the door and close it, read what has been sent, and only then stop as uvicorn does."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self.door)
+        self._let_in()
+        self.door.close()
+        if self.entering:
+            await asyncio.wait(self.entering)
+        assert self.config.timeout_graceful_shutdown is not None
+        last = loop.time() + self.config.timeout_graceful_shutdown
+        while (unread := self._unread()) and loop.time() < last and not self.force_exit:
+            for connection in self.server_state.connections - unread:
+                connection.shutdown()  # it ends with its next answer, so who goes on asking does not hold up the end
+            await asyncio.sleep(ROUND_S)
+        await super().shutdown(sockets=[])
+
+    def _open(self) -> None:
+        if not self.should_exit:
+            asyncio.get_running_loop().add_reader(self.door, self._let_in)
+
+    def _let_in(self) -> None:
+        """All who wait at the door."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                opened, _ = self.door.accept()
+            except BlockingIOError:
+                return
+            except ConnectionAbortedError:  # it has gone before it came in
+                continue
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                loop.remove_reader(self.door)
+                loop.call_later(PAUSE_S, self._open)
+                return
+            opened.setblocking(False)
+            task = loop.create_task(self._connect(opened))
+            self.entering.add(task)
+            task.add_done_callback(self.entering.discard)
+
+    async def _connect(self, opened: socket.socket) -> None:
+        def protocol() -> asyncio.Protocol:
+            config: Any = self.config
+            return config.http_protocol_class(
+                config=config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(protocol, opened)
+        except OSError:  # it has gone
+            opened.close()
+
+    def _unread(self) -> set[Any]:
+        """The connections that have sent something which nobody has read."""
+        with selectors.DefaultSelector() as selector:
+            for connection in self.server_state.connections:
+                if not connection.transport.is_closing():
+                    selector.register(connection.transport.get_extra_info("socket"), selectors.EVENT_READ, connection)
+            return {key.data for key, _ in selector.select(0)}
