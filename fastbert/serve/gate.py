@@ -90,8 +90,10 @@ class Gate:
         try:
             await self.app(scope, receive, answer)
         except asyncio.CancelledError:
-            if answers or not gone.done():
+            if answers:
                 raise
+            if not gone.done():
+                raise Refusal("stopping", "the server stops before this was computed: try again") from None
             self.metrics.failures.labels("disconnected").inc()
         finally:
             gone.remove_done_callback(leave)

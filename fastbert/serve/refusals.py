@@ -20,6 +20,7 @@ STATUS = {
     "too_large": 413,
     "slow": 408,
     "timeout": 503,
+    "stopping": 503,
 }
 RETRY_AFTER_S = "1"
 

@@ -57,6 +57,12 @@ class HttpServer(uvicorn.Server):
                 connection.shutdown()  # it ends with its next answer, so who goes on asking does not hold up the end
             await asyncio.sleep(ROUND_S)
         await super().shutdown(sockets=[])
+        if self.force_exit and (tasks := set(self.server_state.tasks)):  # uvicorn leaves them, and those who compute
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        if self.force_exit:
+            await self.lifespan.shutdown()
 
     def _open(self) -> None:
         if not self.should_exit:

@@ -30,6 +30,12 @@ def model(tmp_path_factory) -> Path:
     return tiny.write_model(tmp_path_factory.mktemp("served"), hidden_size=256, num_hidden_layers=4)
 
 
+def wait_until_closed(port: int) -> None:
+    with pytest.raises(ConnectionRefusedError):
+        while True:
+            socket.create_connection(("127.0.0.1", port), 300).close()
+
+
 def answers(opened: socket.socket) -> list[int]:
     """The statuses of all answers up to the end of the connection, each of them whole; a reset raises."""
     got, found = b"", []
@@ -78,3 +84,19 @@ def test_what_was_sent_whole_is_answered(model, without: Sequence[str]):
     told = [status for statuses in found for status in statuses]
     assert process.returncode == 0
     assert stderr == f"fastbert: stopped: answered {told.count(200)}, refused {len(told) - told.count(200)}\n"
+
+
+def test_a_second_ctrl_c_refuses_what_waits(model):
+    """At once: what is not computed gets 503, and nothing of the server's insides is printed."""
+    with served(model) as (process, port), contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(socket.create_connection(("127.0.0.1", port), 300)) for _ in range(CLIENTS)]
+        for one in opened:
+            one.sendall(POST)
+        process.send_signal(signal.SIGINT)
+        wait_until_closed(port)
+        process.send_signal(signal.SIGINT)
+        found = [answers(one) for one in opened]
+        stderr = process.communicate(timeout=300)[1]
+    assert process.returncode == 0
+    assert set(map(tuple, found)) <= {(200,), (503,)}
+    assert stderr == f"fastbert: stopped: answered {found.count([200])}, refused {found.count([503])}\n"
