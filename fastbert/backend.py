@@ -144,6 +144,22 @@ def asked_for(name: str | Backend | None) -> Backend | None:
     return (parse_backend(name) if name is not None else None) or _choice.forced
 
 
+_TRANSFORMED = "forward-mode derivatives and torch.func's transforms go through torch's own operations alone"
+
+
+def transform_objection() -> str | None:
+    """Why no kernel may run now: within forward_ad.dual_level() or a transform of torch.func (jvp, grad, vmap, ...).
+
+    Kernels hand on no tangent and know nothing of batched tensors. Two integers of the process are looked at, no
+    tensor; a trace has its own tensors, and what it records is transformed as a whole.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    if torch.autograd.forward_ad._current_level < 0 and torch._C._functorch.maybe_current_level() is None:
+        return None
+    return _TRANSFORMED
+
+
 def select(op: str, asked: str | Backend | None, x: torch.Tensor, *args) -> Backend:
     """The backend that will serve this call of `op`; `x` and `args` are what the op's `supports` functions take.
 
@@ -156,7 +172,10 @@ def select(op: str, asked: str | Backend | None, x: torch.Tensor, *args) -> Back
         return first_to_serve(op, x, *args) or Backend.TORCH
     if backend is Backend.TORCH or (explicit is None and backend not in table):
         return Backend.TORCH
-    reason = table[backend](x, *args) if backend in table else f"there is no {backend.value} kernel for {op}"
+    if backend not in table:
+        reason: str | None = f"there is no {backend.value} kernel for {op}"
+    else:
+        reason = transform_objection() or table[backend](x, *args)
     if reason is not None:
         raise BackendError(f"backend {backend.value!r} cannot serve {op}: {reason}")
     return backend
@@ -168,6 +187,8 @@ def _order(x: torch.Tensor) -> tuple[Backend, ...]:
 
 def first_to_serve(op: str, x: torch.Tensor, *args) -> Backend | None:
     """The backend whose kernels would serve this call; None where none would, or torch was asked for."""
+    if transform_objection() is not None:
+        return None
     table = _supports[op]
     for backend in _order(x):
         if backend in table and table[backend](x, *args) is None:
@@ -181,6 +202,8 @@ def offer(op: str, x: torch.Tensor, look: Callable[[], Any]) -> Callable[..., An
     `look()` finds out what the op would run on, or gives a reason, a str: the dear part. It is asked only where x, the
     modes of the process and the choice of a backend leave it open.
     """
+    if (transformed := transform_objection()) is not None:
+        return transformed
     table, operands, reason = _supports[op], None, None
     for backend in _order(x):
         if backend not in table:

@@ -54,8 +54,19 @@ def check_inputs(enabled: bool) -> None:
 
 
 def checks_values() -> bool:
-    """Whether values are looked at in this call. Not in a traced one: a compiled graph cannot raise on data."""
-    return _checks.enabled and not torch.compiler.is_compiling()
+    """Whether values are looked at in this call. Not in a traced one: a compiled graph cannot raise on data. Nor within
+    a transform of torch.func: vmap's tensors have no values to look at.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return _checks.enabled and torch._C._functorch.maybe_current_level() is None
+
+
+def _refuse_batched(name: str, t: torch.Tensor) -> None:
+    if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(t):
+        raise InputError(
+            f"{name} is batched by torch.func.vmap; how many tokens are packed must not depend on the sample"
+        )
 
 
 class IdRange(NamedTuple):
@@ -187,6 +198,7 @@ class PackedBatch:
                     f"attention_mask has shape {tuple(attention_mask.shape)}; it must be (batch, seqlen) ="
                     f" {(batch_size, seqlen)}"
                 )
+            _refuse_batched("attention_mask", attention_mask)
             if attention_mask.dtype.is_complex:
                 raise InputError(f"attention_mask is {attention_mask.dtype}; it must be bool, integer or float")
             attention_mask = attention_mask.to(device)
@@ -231,6 +243,7 @@ class PackedBatch:
             raise InputError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (batch + 1,), batch >= 1")
         if cu_seqlens.dtype not in (torch.int32, torch.int64):
             raise InputError(f"cu_seqlens is {cu_seqlens.dtype}; it must be int32 (or int64)")
+        _refuse_batched("cu_seqlens", cu_seqlens)
         batch_size = cu_seqlens.numel() - 1
         if checks_values():
             ranges = ranges if total_tokens else ()

@@ -24,6 +24,7 @@ from fastbert.acceleration.objections import (
 )
 from fastbert.acceleration.plan import Plan, live
 from fastbert.acceleration.tree import Look, look_at
+from fastbert.backend import transform_objection
 from fastbert.config import ConfigError, EncoderConfig
 from fastbert.layers.encoder import run_layer
 from fastbert.layers.leaves import get_leaf, parent_of
@@ -90,7 +91,7 @@ class Forward(OnInstance, RunsBaseModel):
         given = {**self._from_head.__dict__.pop("given", {}), **given}
         try:
             config, tables = live(module, self.plan)
-            objection = call_objection(module, self.plan, tables, given, options)
+            objection = transform_objection() or call_objection(module, self.plan, tables, given, options)
             objection = objection or buffer_objection(module, config, given, self._seen_buffers)
             if objection is None and given.get("cu_seq_lens_q") is not None:
                 objection = flattened_objection(self.plan, given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from fastbert.backend import transform_objection
 from fastbert.ops._common import at_least_fp32, compute_dtype
 
 _ACTIVATIONS = {
@@ -23,6 +24,11 @@ ACTIVATIONS_IN_PLACE = {
     "tanh": torch.tanh_,
     "silu": lambda x: F.silu(x, inplace=True),
 }
+
+
+def may_write_over(*tensors: torch.Tensor) -> bool:
+    """Whether no derivative needs what they hold; of a transform's nested tensors only the outermost would say."""
+    return transform_objection() is None and not any([t.requires_grad for t in tensors])
 
 
 def activation_torch(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -78,4 +84,4 @@ def linear_torch(x, weight, bias, weight_scale, input_scale, activation_name):
     if activation_name == "none":
         return y
     # Where backward does not need what went in, no second buffer of the largest size is made (1 % of an fp32 forward).
-    return activation_torch(y, activation_name) if y.requires_grad else ACTIVATIONS_IN_PLACE[activation_name](y)
+    return (ACTIVATIONS_IN_PLACE[activation_name] if may_write_over(y) else _ACTIVATIONS[activation_name])(y)

@@ -20,7 +20,7 @@ from fastbert.ops._common import (
     needs_grad,
     triton_objection,
 )
-from fastbert.ops._linear_torch import ACTIVATIONS_IN_PLACE, activation_torch, linear_torch
+from fastbert.ops._linear_torch import ACTIVATIONS_IN_PLACE, activation_torch, linear_torch, may_write_over
 from fastbert.ops.dropout import dropout_torch
 from fastbert.ops.linear import check_gradient, supports_gemm_cpu
 
@@ -103,10 +103,10 @@ def _feed_forward_torch(x, up_weight, up_bias, down_weight, gate_weight, gate_bi
         else:
             up = inner
             gate = linear_torch(x, gate_weight, gate_bias, weight_scales[0], options.input_scales[0], "none")
-        if gate.requires_grad or up.requires_grad:
-            inner = activation_torch(gate, options.activation) * up
-        else:
+        if may_write_over(gate, up):
             inner = ACTIVATIONS_IN_PLACE[options.activation](gate).mul_(up)
+        else:
+            inner = activation_torch(gate, options.activation) * up
     inner = dropout_torch(inner, options.dropout_p)
     return linear_torch(inner, down_weight, None, down_scale, down_input, "none")
 

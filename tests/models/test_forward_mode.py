@@ -1,0 +1,120 @@
+"""Forward-mode derivatives and torch.func's transforms, of own models and accelerated ones, against transformers'."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hf import make_config, make_trio, random_like
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jacfwd, jvp, vmap
+
+import fastbert
+from fastbert.backend import BackendError, use_backend
+from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
+
+MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+IDS = torch.tensor([[5, 6, 7, 8, 9], [9, 8, 7, 1, 1]])
+
+
+def dtype_of(model):
+    return next(model.parameters()).dtype
+
+
+def run(model, parameters, mask=MASK, **given):
+    out = functional_call(model, parameters, (), {"attention_mask": mask, **given})[0]
+    return out if mask is None else out * mask[..., None]  # at padding, only transformers has numbers
+
+
+def embeds_of(model, seed=1):
+    return random_like((*MASK.shape, model.config.hidden_size), seed).to(dtype_of(model))
+
+
+def weights_of(model):
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def directions(model):
+    return {name: random_like(p.shape, 3).to(p.dtype) for name, p in weights_of(model).items()}
+
+
+def loss(model, parameters, **given):
+    return run(model, parameters, **given).pow(3).mean()
+
+
+def flat(gradients):
+    return torch.cat([gradients[name].flatten() for name in sorted(gradients) if "pooler" not in name])
+
+
+def dual(model):
+    with forward_ad.dual_level():
+        given = forward_ad.make_dual(embeds_of(model), embeds_of(model, 2))
+        return forward_ad.unpack_dual(run(model, {}, inputs_embeds=given)).tangent
+
+
+def jvp_of_embeds(model):
+    return jvp(lambda e: run(model, {}, inputs_embeds=e), (embeds_of(model),), (embeds_of(model, 2),))[1]
+
+
+def jvp_of_weights(model):
+    return jvp(lambda p: run(model, p, input_ids=IDS), (weights_of(model),), (directions(model),))[1]
+
+
+def jacobian(model):
+    embeds = embeds_of(model)
+    return jacfwd(lambda scale: run(model, {}, inputs_embeds=embeds * scale))(embeds[0, 0, :2].sum())
+
+
+def gradient(model):
+    return flat(grad(lambda p: loss(model, p, input_ids=IDS))(weights_of(model)))
+
+
+def of_each_sample(model):
+    def of_one(parameters, ids):
+        return loss(model, parameters, mask=None, input_ids=ids[None])
+
+    gradients = vmap(grad(of_one), in_dims=(None, 0))(weights_of(model), IDS)
+    return torch.cat([gradients[name].flatten(1) for name in sorted(gradients) if "pooler" not in name], 1)
+
+
+def hessian_vector(model):
+    first = grad(lambda p: loss(model, p, input_ids=IDS))
+    return flat(jvp(first, (weights_of(model),), (directions(model),))[1])
+
+
+@pytest.mark.filterwarnings("ignore:fastbert. .*transformers' own forward")
+@pytest.mark.parametrize("transform", (dual, jvp_of_embeds, jvp_of_weights, jacobian))
+@pytest.mark.parametrize("model_type", ("bert", "distilbert", "modernbert"))
+def test_forward_mode(model_type, transform):
+    compare(model_type, transform)
+
+
+@pytest.mark.filterwarnings("ignore:fastbert. .*transformers' own forward")
+@pytest.mark.parametrize("transform", (gradient, of_each_sample, hessian_vector))
+@pytest.mark.parametrize("model_type", ("bert", "distilbert"))
+def test_transforms_of_gradients(model_type, transform):
+    compare(model_type, transform)
+
+
+def compare(model_type, transform):
+    trio = make_trio(make_config(model_type), "Model", torch.float32)
+    theirs, oracle = trio.baseline, trio.oracle
+    accelerated = fastbert.accelerate(copy.deepcopy(theirs))
+    baseline, truth = transform(theirs), transform(oracle)
+    for model in (trio.ours, accelerated):
+        actual = transform(model)
+        assert actual is not None and truth.abs().max() > 0
+        assert_close_to_reference(actual, truth, baseline, GRADIENT_FACTOR)
+
+
+def test_a_backend_that_was_asked_for_says_why_it_cannot():
+    model = make_trio(make_config("bert"), "Model", torch.float32).ours
+    with use_backend("cpu"), pytest.raises(BackendError, match="cannot serve .*: forward-mode derivatives"):
+        jvp_of_weights(model)
+
+
+def test_a_mask_that_vmap_batches_is_refused():
+    model = make_trio(make_config("bert"), "Model", torch.float32).ours
+    with pytest.raises(fastbert.InputError, match="attention_mask is batched by torch.func.vmap"):
+        vmap(lambda ids, mask: model(ids[None], attention_mask=mask[None])[0])(IDS, MASK)
