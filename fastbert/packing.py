@@ -64,9 +64,7 @@ def checks_values() -> bool:
 
 def _refuse_batched(name: str, t: torch.Tensor) -> None:
     if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(t):
-        raise InputError(
-            f"{name} is batched by torch.func.vmap; how many tokens are packed must not depend on the sample"
-        )
+        raise InputError(f"{name} is batched by vmap; how many tokens are packed must not depend on the sample")
 
 
 class IdRange(NamedTuple):

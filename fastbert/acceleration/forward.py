@@ -24,7 +24,6 @@ from fastbert.acceleration.objections import (
 )
 from fastbert.acceleration.plan import Plan, live
 from fastbert.acceleration.tree import Look, look_at
-from fastbert.backend import transform_objection
 from fastbert.config import ConfigError, EncoderConfig
 from fastbert.layers.encoder import run_layer
 from fastbert.layers.leaves import get_leaf, parent_of
@@ -32,6 +31,7 @@ from fastbert.layers.sharded import call_sharded, is_sharded
 from fastbert.models.encode import first_tokens, run_encoder, run_pooler, unpacked_extras
 from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs
 from fastbert.models.tree import Calls, RunsBaseModel
+from fastbert.ops import transform_objection
 from fastbert.packing import NOT_ONE_GRAPH, PADDED_LABELS, InputError, PackedBatch
 
 NOT_CALLED = "accelerated, not called yet"

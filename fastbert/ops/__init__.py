@@ -1,7 +1,9 @@
 """The op level: functions over tensors, no nn.Module, no config. One contract, one oracle, several backends each."""
 
 import fastbert.ops.encoder_layers_training  # noqa: F401  (which registers its offer)
-from fastbert.backend import offer, warn_of_missing_kernels  # layers and models know no backend, and call these
+
+# Layers, models and accelerate know no backend, and call these.
+from fastbert.backend import offer, transform_objection, warn_of_missing_kernels
 from fastbert.ops._common import at_least_fp32
 from fastbert.ops.adamw import LateRows, adamw, adamw_late
 from fastbert.ops.attention import attention, attention_probs
@@ -48,6 +50,7 @@ __all__ = [
     "rms_norm",
     "rotate",
     "sequence_cross_entropy",
+    "transform_objection",
     "unpack",
     "warn_of_missing_kernels",
 ]

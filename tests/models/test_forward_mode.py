@@ -32,7 +32,7 @@ def embeds_of(model, seed=1):
 
 
 def weights_of(model):
-    return {name: p.detach() for name, p in model.named_parameters()}
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def directions(model):
@@ -110,11 +110,11 @@ def compare(model_type, transform):
 
 def test_a_backend_that_was_asked_for_says_why_it_cannot():
     model = make_trio(make_config("bert"), "Model", torch.float32).ours
-    with use_backend("cpu"), pytest.raises(BackendError, match="cannot serve .*: forward-mode derivatives"):
+    with use_backend("cpu"), pytest.raises(BackendError, match=r"cannot serve .*: forward-mode derivatives"):
         jvp_of_weights(model)
 
 
 def test_a_mask_that_vmap_batches_is_refused():
     model = make_trio(make_config("bert"), "Model", torch.float32).ours
-    with pytest.raises(fastbert.InputError, match="attention_mask is batched by torch.func.vmap"):
+    with pytest.raises(fastbert.InputError, match="attention_mask is batched by vmap"):
         vmap(lambda ids, mask: model(ids[None], attention_mask=mask[None])[0])(IDS, MASK)
