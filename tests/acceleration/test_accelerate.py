@@ -91,8 +91,7 @@ def in_units_of_the_largest(grads, oracle) -> torch.Tensor:
     """All gradients in a row, each in units of the largest of its layer, so that the rule is asked once a model.
 
     Of hundreds of tensors a few are beyond any factor by chance: a query's gradient is a small difference of what is
-    large in its layer, and a key's bias has none at all, since softmax cannot see it.
-    """
+    large in its layer, and a key's bias has none at all, since softmax cannot see it."""
     largest: dict[str, float] = {}
     layer = {name: re.sub(r"(\.\d+)\..*|\.[^.]*\.[^.]*$", r"\1", name) for name in oracle}
     for name, grad in oracle.items():

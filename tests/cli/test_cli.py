@@ -277,21 +277,6 @@ def test_help_is_quick_and_has_examples():
     assert run_here("--version").stdout == f"fastbert {fastbert.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("words", "meant"),
-    [
-        (("finetune", "--max-steps", "3"), "--steps"),
-        (("finetune", "--max-steps=3"), "--steps"),
-        (("encode", "--modl", "x"), "--model"),  # of which the next error would be that --model is missing
-        (("search", "--topk", "3", "query", "file", "--model", "m"), "--top"),
-        (("--versin",), "--version"),
-    ],
-)
-def test_an_option_that_is_misspelt(words, meant):
-    wrong = next(word for word in words if word[:2] == "--").partition("=")[0]
-    assert f"unrecognized arguments: {wrong}; did you mean {meant}? (`fastbert" in fails(*words)
-
-
 def test_every_error_that_a_user_can_mend_is_one_line():
     """They are named by strings, so that nothing is imported for them; a class that moves must not be a traceback."""
     for module, names in USER_ERRORS.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from command_line import run_here
+from command_line import fails, run_here
 
 from fastbert.config import ConfigError
 from fastbert.messages import did_you_mean
@@ -21,6 +21,21 @@ def test_an_option_that_has_a_longer_name_elsewhere(command, option, meant):
     assert done.returncode == 2
     said = f"unrecognized arguments: {option}; did you mean {meant}? (`fastbert {command} --help` explains)"
     assert done.stderr == f"fastbert: error: {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (("finetune", "--max-steps", "3"), "--steps"),
+        (("finetune", "--max-steps=3"), "--steps"),
+        (("encode", "--modl", "x"), "--model"),  # of which the next error would be that --model is missing
+        (("search", "--topk", "3", "query", "file", "--model", "m"), "--top"),
+        (("--versin",), "--version"),
+    ],
+)
+def test_an_option_that_is_misspelt(words, meant):
+    wrong = next(word for word in words if word[:2] == "--").partition("=")[0]
+    assert f"unrecognized arguments: {wrong}; did you mean {meant}? (`fastbert" in fails(*words)
 
 
 def test_an_option_like_no_other():

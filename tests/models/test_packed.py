@@ -51,8 +51,7 @@ def measures_by_columns(config) -> bool:
 
 def packed_at_same_places(config, batch, pattern: str) -> dict:
     """Tokens padded on the left are turned by their places, which are other angles than their columns' at the same
-    distances: other bits.
-    """
+    distances: other bits."""
     inputs = batch.packed()
     turned = config.distances is not None and config.distances.rotaries and not config.distances.are_absolute
     if pattern == "left" and turned:

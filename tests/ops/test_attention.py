@@ -140,8 +140,7 @@ def test_adversarial_inputs(backend, dtype, kind, softmax_scale):
 @each_dtype
 def test_keys_and_values_with_a_mean(backend, dtype):
     """dP is as large as delta then, and dS what is left of them: the rounding of the output, which rowsum(dO O) has in
-    it, is alike for all keys of a query, and so their mean brings it to dq.
-    """
+    it, is alike for all keys of a query, and so their mean brings it to dq."""
     qkv = make(RAGGED, head_dim=64, dtype=dtype) + torch.tensor([0, 3, 3])[:, None, None, None]
     gradients = (gradient for _, gradient in results_of(backend, qkv, torch.randn_like(qkv[0]), RAGGED))
     for name, *compared in zip(("dq", "dk", "dv"), *gradients, strict=True):
