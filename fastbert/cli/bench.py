@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fastbert.cli import raise_if_stopped, say
-from fastbert.cli.parser import add_command, positive
-from fastbert.cli.texts import UsageError
+from fastbert.cli.parser import UsageError, add_command, positive
 
 ROUNDS = 9
 OTHERS = ("bert-large", "minilm", "modernbert-base", "nomic-base", "tiny")

@@ -8,8 +8,8 @@ from typing import Any
 
 from fastbert.cli import raise_if_stopped, say
 from fastbert.cli.outputs import ROW_KINDS, STDOUT, check_output, open_rows
-from fastbert.cli.parser import add_command, add_model_option, add_running_options, add_source
-from fastbert.cli.texts import UsageError, check_source, name_of, read_texts
+from fastbert.cli.parser import UsageError, add_command, add_model_option, add_running_options, add_source
+from fastbert.data.text_files import check_source, name_of, read_texts
 
 CHUNK_TEXTS = 1024
 

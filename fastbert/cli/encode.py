@@ -20,8 +20,15 @@ from typing import TYPE_CHECKING, Any
 from fastbert.cli import raise_if_stopped, say
 from fastbert.cli.outputs import ROW_KINDS, check_output, open_rows
 from fastbert.cli.outputs.growing_array import GrowingArray
-from fastbert.cli.parser import add_column_option, add_command, add_model_option, add_running_options, positive
-from fastbert.cli.texts import STDIN, TEXT_KINDS, UsageError, check_source, name_of, read_texts
+from fastbert.cli.parser import (
+    UsageError,
+    add_column_option,
+    add_command,
+    add_model_option,
+    add_running_options,
+    positive,
+)
+from fastbert.data.text_files import STDIN, TEXT_KINDS, check_source, name_of, read_texts
 
 if TYPE_CHECKING:
     from fastbert.sentences import SentenceEncoder

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fastbert.cli import raise_if_stopped, say
-from fastbert.cli.texts import UsageError, pick_column
+from fastbert.cli.parser import UsageError
+from fastbert.data.text_files import pick_column
 
 VECTORS = "embedding"  # the column that is added
 

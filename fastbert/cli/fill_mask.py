@@ -7,8 +7,8 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from fastbert.cli import raise_if_stopped
-from fastbert.cli.parser import add_command, add_model_option, positive, short
-from fastbert.cli.texts import STDIN, UsageError, read_texts
+from fastbert.cli.parser import UsageError, add_command, add_model_option, positive, short
+from fastbert.data.text_files import STDIN, read_texts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

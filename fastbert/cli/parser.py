@@ -9,11 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fastbert.cli.texts import UsageError
 from fastbert.messages import did_you_mean
 
 A_MODEL = "a folder, a hub id, or all-MiniLM-L6-v2"
 LARGEST = 2**31 - 1  # of whatever is a number on the command line: counts are int32 further down
+
+
+class UsageError(ValueError):
+    """What was asked for on the command line cannot be done; the message says what to change."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -69,7 +72,7 @@ def add_model_option(parser: Parser) -> None:
 
 
 def add_source(parser: Parser) -> None:
-    from fastbert.cli.texts import TEXT_KINDS
+    from fastbert.data.text_files import TEXT_KINDS
 
     parser.add_argument("file", metavar="FILE", type=Path, help=f"the texts: {TEXT_KINDS}, or - for standard input")
     add_column_option(parser)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastbert.cli import raise_if_stopped, say
-from fastbert.cli.parser import A_MODEL, add_command
-from fastbert.cli.texts import TEXT_KINDS, UsageError, read_texts
+from fastbert.cli.parser import A_MODEL, UsageError, add_command
+from fastbert.data.text_files import TEXT_KINDS, read_texts
 
 if TYPE_CHECKING:
     import torch

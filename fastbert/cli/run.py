@@ -27,8 +27,7 @@ from fastbert.cli import (
     search,
     serve,
 )
-from fastbert.cli.parser import A_MODEL, Parser
-from fastbert.cli.texts import UsageError
+from fastbert.cli.parser import A_MODEL, Parser, UsageError
 from fastbert.cli.training import finetune, predict, pretrain
 
 COMMANDS = (
@@ -52,6 +51,7 @@ USER_ERRORS = {
     "config": ("ConfigError",),
     "checkpoint.weight_files": ("CheckpointError",),
     "packing": ("InputError",),
+    "data.text_files": ("TextFileError",),
     "backend": ("BackendError",),
     "training.loop": ("TrainingError",),
     "bench.compete": ("BenchmarkError", "WorkerError"),

@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from fastbert.cli import raise_if_stopped
 from fastbert.cli.outputs import ROW_KINDS, check_output, open_rows
-from fastbert.cli.parser import Parser, add_command, add_model_option, add_running_options, add_source, positive
-from fastbert.cli.texts import UsageError, check_source, name_of, read_texts
+from fastbert.cli.parser import (
+    Parser,
+    UsageError,
+    add_command,
+    add_model_option,
+    add_running_options,
+    add_source,
+    positive,
+)
+from fastbert.data.text_files import check_source, name_of, read_texts
 
 if TYPE_CHECKING:
     from fastbert.sentences.scorer import Input

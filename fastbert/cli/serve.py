@@ -7,8 +7,7 @@ import os
 from typing import Any
 
 from fastbert.cli import raise_if_stopped, say
-from fastbert.cli.parser import A_MODEL, add_command, positive
-from fastbert.cli.texts import UsageError
+from fastbert.cli.parser import A_MODEL, UsageError, add_command, positive
 from fastbert.messages import install
 
 LOCAL, PORT, API_KEY = "127.0.0.1", 8080, "FASTBERT_API_KEY"

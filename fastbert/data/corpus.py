@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from fastbert.data.sources import Source, check_columns, import_datasets, load_source
+from fastbert.data.sources import Source, check_columns, check_texts, import_datasets, load_source
 from fastbert.packing import InputError
 
 
@@ -45,14 +45,16 @@ def tokenize_corpus(
     """
     datasets = import_datasets()
     rows = load_source(source, split)
-    check_columns(rows, [column], str(source) if isinstance(source, (str, os.PathLike)) else "the corpus")
+    where = str(source) if isinstance(source, (str, os.PathLike)) else "the corpus"
+    check_columns(rows, [column], where)
     is_lines = rows.info.builder_name == "text"
     features = datasets.Features(
         {"ids": datasets.List(datasets.Value("int32")), "segment": datasets.List(datasets.Value("int32"))}
     )
     made = rows.map(
-        _Tokenize(tokenizer.to_str(), column),
+        _Tokenize(tokenizer.to_str(), column, where),
         batched=True,
+        with_indices=True,
         remove_columns=rows.column_names,
         features=features,
         num_proc=processes,
@@ -75,20 +77,18 @@ def tokenize_corpus(
 class _Tokenize:
     """What `datasets` maps and fingerprints: the same tokenizer and column are the same work."""
 
-    def __init__(self, tokenizer: str, column: str):
-        self.tokenizer, self.column = tokenizer, column
+    def __init__(self, tokenizer: str, column: str, where: str):
+        self.tokenizer, self.column, self.where = tokenizer, column, where
         self._loaded: Tokenizer | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"tokenizer": self.tokenizer, "column": self.column, "_loaded": None}
+        return {"tokenizer": self.tokenizer, "column": self.column, "where": self.where, "_loaded": None}
 
-    def __call__(self, rows: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    def __call__(self, rows: Mapping[str, list[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
         if self._loaded is None:
             self._loaded = Tokenizer.from_str(self.tokenizer)
         ids, segments = [], []
-        for text in rows[self.column]:
-            if not isinstance(text, str):
-                raise InputError(f"column {self.column!r} holds {type(text).__name__} values; it must hold texts")
+        check_texts(rows[self.column], indices, self.column, self.where)
         split = [text.splitlines() for text in rows[self.column]]
         encoded = iter(
             self._loaded.encode_batch_fast([line for lines in split for line in lines], add_special_tokens=False)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastbert.config import ConfigError
+from fastbert.data import text_files
 from fastbert.messages import install
 from fastbert.packing import InputError
 
@@ -20,16 +22,19 @@ if TYPE_CHECKING:
 
 Source = Any  # str | os.PathLike | list of these | datasets.Dataset
 
+_CSV: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}  # an empty field is None, but "null" is a text
 # The end of a file's name, without .gz and the like -> the reader of `datasets`, and its options.
 _READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".txt": ("text", {}),
     ".raw": ("text", {}),
     ".json": ("json", {}),
     ".jsonl": ("json", {}),
-    ".csv": ("csv", {}),
-    ".tsv": ("csv", {"sep": "\t", "quoting": 3}),  # as GLUE's files are: a quotation mark is a character
+    ".csv": ("csv", _CSV),
+    ".tsv": ("csv", {**_CSV, "sep": "\t", "quoting": 3}),  # as GLUE's files are: a quotation mark is a character
     ".parquet": ("parquet", {}),
 }
+# What pandas calls a column where rows have more fields than the header, and the second of one name.
+_MENDED = re.compile(r"__index_level_0__|.+\.\d+")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _BLOCK = 1 << 20  # bytes of a file that are hashed at a time
 _BLOCK_ROWS = 10_000  # of a data set on the hub
@@ -68,15 +73,23 @@ def load_source(source: Source, split: str = "train") -> Dataset:
         return _from_hub(paths[0], split)
     if missing := [path for path in paths if not Path(path).is_file()]:
         raise InputError(f"{missing[0]} is not a file")
+    if empty := [path for path in paths if not Path(path).stat().st_size]:
+        raise InputError(f"{empty[0]} is empty")
     kinds = {kind_of(path) for path in paths}
     if None in kinds or len(kinds) > 1:
         raise InputError(f"{', '.join(paths)}: files of one kind are needed: {', '.join(_READERS)}, compressed or not")
     reader, options = _READERS[str(kinds.pop())]
     try:
-        return datasets.load_dataset(reader, data_files=paths, split="train", **options)
-    except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
-        cause = error.__cause__ or error
-        raise InputError(f"{', '.join(paths)} cannot be read: {str(cause).splitlines()[0]}") from None
+        found = datasets.load_dataset(reader, data_files=paths, split="train", **options)
+        if reader == "json":
+            found.data.table.validate(full=True)  # its strings may be no UTF-8
+        if reader == "csv" and any(map(_MENDED.fullmatch, found.column_names)):
+            _explain(paths)
+        return found
+    except (datasets.exceptions.DatasetGenerationError, StopIteration, ValueError, OSError) as error:
+        _explain(paths)
+        cause = str(error.__cause__ or error) or type(error).__name__
+        raise InputError(f"{', '.join(paths)} cannot be read: {cause.splitlines()[0]}") from None
 
 
 def kind_of(path: str) -> str | None:
@@ -84,6 +97,16 @@ def kind_of(path: str) -> str | None:
     name = Path(path)
     suffix = (name.with_suffix("") if name.suffix.lower() in _COMPRESSED else name).suffix.lower()
     return suffix if suffix in _READERS else None
+
+
+def _explain(paths: Sequence[str]) -> None:
+    """Raises InputError with the first line that is wrong, if a reader of lines finds one."""
+    try:
+        for path in map(Path, paths):
+            if text_files.kind_of(path) in (".txt", ".jsonl", ".csv", ".tsv"):
+                text_files.check_rows(path)
+    except text_files.TextFileError as error:
+        raise InputError(str(error)) from None
 
 
 def digest_of(name: str, split: str = "train") -> str:
@@ -131,3 +154,11 @@ def check_columns(dataset: Dataset, names: Sequence[str], where: str) -> None:
     """Raises InputError, naming what there is, if a column is absent."""
     if missing := [name for name in names if name not in dataset.column_names]:
         raise InputError(f"{where} has no column {missing[0]!r}; it has: {', '.join(dataset.column_names)}")
+
+
+def check_texts(texts: Sequence[Any], rows: Sequence[int], column: str, where: str) -> None:
+    """Raises InputError for what is no text, naming its row; `rows` are the places of `texts`, from 0."""
+    for row, text in zip(rows, texts, strict=True):
+        if not isinstance(text, str):
+            what = "missing" if text is None else f"{text!r:.60}, not a text"
+            raise InputError(f"{where}, row {row + 1}: {column} is {what}")

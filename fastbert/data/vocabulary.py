@@ -24,7 +24,7 @@ from tokenizers import (
 
 from fastbert.checkpoint.tokenizer_files import copy_tokenizer, files_of
 from fastbert.config import ConfigError
-from fastbert.data.sources import Source, check_columns, import_datasets, load_source
+from fastbert.data.sources import Source, check_columns, check_texts, import_datasets, load_source
 from fastbert.data.tokenization import SETTINGS, load_tokenizer, tokenizer_settings
 from fastbert.packing import InputError
 
@@ -121,14 +121,15 @@ def train_vocabulary(source: Source, design: Design, *, column: str = "text") ->
     """
     datasets = import_datasets()
     rows = load_source(source)
-    check_columns(rows, [column], str(source) if isinstance(source, (str, os.PathLike)) else "the corpus")
+    where = str(source) if isinstance(source, (str, os.PathLike)) else "the corpus"
+    check_columns(rows, [column], where)
     known = json.dumps([rows._fingerprint, column, *vars(design).values()], default=dict)
     name = f"{hashlib.sha256(known.encode()).hexdigest()[:32]}.json"
     kept = Path(datasets.config.HF_DATASETS_CACHE) / "fastbert_vocabularies" / name
     if kept.is_file():
         return Vocabulary(Tokenizer.from_str(kept.read_text(encoding="utf-8")), None, design.settings)
     tokenizer = _untrained(design)
-    tokenizer.train_from_iterator(_texts(rows, column), _trainer(design))
+    tokenizer.train_from_iterator(_texts(rows, column, where), _trainer(design))
     for text in design.special.values():
         assert tokenizer.token_to_id(text) is not None
     if len(tokenizer.get_vocab()) <= len(design.special) + (256 if design.kind == "bpe" else 0):
@@ -139,13 +140,12 @@ def train_vocabulary(source: Source, design: Design, *, column: str = "text") ->
     return Vocabulary(tokenizer, None, design.settings)
 
 
-def _texts(rows: Any, column: str) -> Iterator[list[str]]:
+def _texts(rows: Any, column: str, where: str) -> Iterator[list[str]]:
     every = -(-len(rows) // MOST_TEXTS)
     taken = rows if every == 1 else rows.select(range(0, len(rows), every))
     for start in range(0, len(taken), _BATCH):
         texts = taken[start : start + _BATCH][column]
-        if other := next((text for text in texts if not isinstance(text, str)), None):
-            raise InputError(f"column {column!r} holds {type(other).__name__} values; it must hold texts")
+        check_texts(texts, range(start * every, (start + len(texts)) * every, every), column, where)
         yield texts
 
 

@@ -23,8 +23,9 @@ from fastbert.backend import BUILD_KERNELS
 from fastbert.cli.doctor import torch_fault
 from fastbert.cli.info import matmul_parameters
 from fastbert.cli.outputs.growing_array import GrowingArray
+from fastbert.cli.parser import UsageError
 from fastbert.cli.run import USER_ERRORS
-from fastbert.cli.texts import UsageError, read_texts
+from fastbert.data.text_files import TextFileError, read_texts
 from fastbert.models.auto import AutoModel
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
@@ -118,9 +119,9 @@ def test_bad_files_are_named_before_anything_is_written(tmp_path, name):
 
 
 def test_long_lines_are_not_read_into_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("fastbert.cli.texts.MAX_LINE_BYTES", 100)
+    monkeypatch.setattr("fastbert.data.text_files.MAX_LINE_BYTES", 100)
     (tmp_path / "a.txt").write_bytes(b"a" * 100 + b"\n" + b"b" * 101)
-    with pytest.raises(UsageError, match="line 1: longer"):
+    with pytest.raises(TextFileError, match="line 1: longer"):
         list(read_texts(tmp_path / "a.txt"))
 
 

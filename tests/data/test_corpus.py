@@ -172,8 +172,8 @@ def test_bad_input(tokenizer, tmp_path):
         ([text, table], "files of one kind are needed"),
         ([], "no files were given"),
         (str(tmp_path / "empty.txt"), "the corpus has no tokens"),
-        (str(tmp_path / "broken.jsonl"), "broken.jsonl cannot be read"),
-        (str(tmp_path / "numbers.jsonl"), "column 'text' holds int values; it must hold texts"),
+        (str(tmp_path / "broken.jsonl"), "broken.jsonl, line 1: not JSON"),
+        (str(tmp_path / "numbers.jsonl"), "numbers.jsonl, row 1: text is 1, not a text"),
         (datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a"]})}), r"several splits .*\(train\)"),
     ]:
         with pytest.raises(InputError, match=said):

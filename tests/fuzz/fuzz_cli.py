@@ -25,7 +25,7 @@ from fuzz_driver import Draw, Fuzzer
 from fuzz_files import templates
 from safetensors.torch import load_file
 
-from fastbert.cli.texts import UsageError, read_texts
+from fastbert.data.text_files import TextFileError, read_texts
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
@@ -190,7 +190,7 @@ def odd_texts(draw: Draw, folder: Path) -> None:
         draw.note(f"  {path.suffix}: {data[:300]!r}")
         try:
             readable = bool(list(read_texts(path)))
-        except UsageError as error:
+        except TextFileError as error:
             assert str(error)
             readable = False
         if path.suffix != ".jsonl" and not readable:

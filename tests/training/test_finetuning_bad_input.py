@@ -24,7 +24,7 @@ def changed(row: int, **fields) -> list[dict]:
         (ROWS, changed(1, label=7), {}, r"b.jsonl, row 2: label is 7, which is none of the 2 labels .*: 0, 1"),
         (ROWS, changed(1, label=None), {}, r"b.jsonl, row 2: label is missing"),
         (changed(3, text=" "), None, {}, r"a.jsonl, row 4: text is empty"),
-        (changed(3, text=None), None, {}, r"a.jsonl, row 4: text is None, not a text"),
+        (changed(3, text=None), None, {}, r"a.jsonl, row 4: text is missing"),
         (ROWS, [{"sentence": "a", "label": 0}], {}, r"b.jsonl has no column 'text'; it has: sentence, label"),
         ([{"a": "x", "label": 0}], None, {}, r"choose one, or two, with --text-columns: a, label"),
         ([{"text": "x", "b": 0}], None, {}, r"choose one with --label-column: b"),

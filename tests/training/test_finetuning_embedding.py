@@ -300,7 +300,7 @@ def test_what_does_not_fit_is_said_at_once(columns, options, message, folder):
         ({"score": None}, "row 3: score is None; it must be a number"),
         ({"score": 4.0}, "score goes from 0 to 4, and a cosine from -1 to 1"),
         ({"sentence2": " "}, "row 3: sentence2 is empty"),
-        ({"sentence2": None}, "row 3: sentence2 is None"),
+        ({"sentence2": None}, "row 3: sentence2 is missing"),
     ],
 )
 def test_a_row_that_does_not_fit_is_named(change, message, folder):

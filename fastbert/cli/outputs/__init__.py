@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from fastbert.cli.texts import UsageError
+from fastbert.cli.parser import UsageError
 
 STDOUT = Path("-")
 ROW_KINDS = (".jsonl", ".parquet")

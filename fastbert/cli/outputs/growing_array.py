@@ -18,7 +18,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastbert.cli.texts import UsageError
+from fastbert.cli.parser import UsageError
 
 if TYPE_CHECKING:
     import numpy as np

@@ -16,6 +16,7 @@ from fastbert.training.finetuning.inputs.rows import missing_label
 if TYPE_CHECKING:
     from datasets import Dataset
 
+_ABSENT = ("na", "n/a", "null", "none")  # in a column of numbers: no label
 Problem = Literal["single_label_classification", "multi_label_classification", "regression"]
 
 
@@ -48,10 +49,7 @@ class Labels:
 
         Raises InputError, naming the row: a label that is missing, of another kind, or not among the names.
         """
-        values = plain(rows, self.column)
-        for i, value in enumerate(values):
-            if _is_missing(value):
-                raise missing_label(where, i, self.column)
+        values = _all_there(rows, self.column, where)
         if self.problem == "regression":
             return np.array([_number(value, where, i, self.column) for i, value in enumerate(values)], np.float32)
         place = {name: i for i, name in enumerate(self.names)}
@@ -78,9 +76,7 @@ def find_labels(rows: Dataset, column: str, where: str, problem: str) -> Labels:
     """What the labels of the training rows mean, by `problem`, or by what they look like ("auto"): lists are several
     labels at once, numbers with a fraction a regression. Raises InputError, ConfigError.
     """
-    values = [value for value in plain(rows, column) if not _is_missing(value)]
-    if not values:
-        raise InputError(f"{where}: {column} is empty in all rows")
+    values = _all_there(rows, column, where)
     if problem == "auto":
         problem = _looks_like(values)
     if problem == "regression":
@@ -93,6 +89,19 @@ def find_labels(rows: Dataset, column: str, where: str, problem: str) -> Labels:
     if len(names) < (1 if is_several else 2):
         raise InputError(f"{where}: {column} has one label alone, {names[0]!r}: there is nothing to learn")
     return Labels(problem, names, column)  # type: ignore[arg-type]
+
+
+def _all_there(rows: Dataset, column: str, where: str) -> list[Any]:
+    values = plain(rows, column)
+    missing = [i for i, value in enumerate(values) if _is_missing(value)]
+    absent = [i for i, value in enumerate(values) if isinstance(value, str) and value.strip().lower() in _ABSENT]
+    if absent and all(_is_number(values[i]) for i in set(range(len(values))).difference(missing, absent)):
+        missing = sorted({*missing, *absent})  # among names these are names
+    if missing and len(missing) == len(values):
+        raise InputError(f"{where}: {column} is empty in all rows")
+    if missing:
+        raise missing_label(where, missing[0], column)
+    return values
 
 
 def in_order(found: set[Any]) -> list[Any]:
@@ -164,8 +173,18 @@ def _looks_like(values: list[Any]) -> Problem:
     return "single_label_classification"
 
 
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 def _is_missing(value: Any) -> bool:
-    return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
+    if isinstance(value, str):
+        return value.strip().lower() in ("", "nan")
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _number(value: Any, where: str, row: int, column: str) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastbert.data.sources import check_columns, load_source
+from fastbert.data.sources import check_columns, check_texts, load_source
 from fastbert.packing import InputError
 from fastbert.training.options import FinetuneOptions
 
@@ -82,6 +82,8 @@ def label_column(names: Sequence[str], given: str, where: str) -> str:
     for name in LABELS:
         if name in names:
             return name
+    if not names:
+        raise InputError(f"{where} has texts alone, and no column of labels")
     raise InputError(
         f"no column of {where} has a name that labels usually have; choose one with --label-column: {', '.join(names)}"
     )
@@ -96,11 +98,12 @@ def check_same_columns(rows: Rows, columns: Sequence[str]) -> None:
 def texts_of(rows: Dataset, column: str, where: str) -> list[str]:
     """The texts of a column. Raises InputError, naming the row: no text there, or an empty one."""
     texts = rows[column][:]
+    check_texts(texts, range(len(texts)), column, where)
     for i, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise InputError(f"{where}, row {i + 1}: {column} is {text!r}, not a text")
+        if "\0" in text:
+            raise InputError(f"{where}, row {i + 1}: {column} holds a NUL byte; is this a text file?")
         if not text or text.isspace():
-            count = sum(not t or t.isspace() for t in texts if isinstance(t, str))
+            count = sum(not t or t.isspace() for t in texts)
             more = f" (and {count - 1} more rows)" if count > 1 else ""
             raise InputError(f"{where}, row {i + 1}{more}: {column} is empty: leave such rows out")
     return texts

@@ -58,7 +58,7 @@ def _read_squad(path: Path, made: Questions, with_answers: bool) -> None:
                     answers = None if one.get("is_impossible") else one.get("answers")
                     given = [] if one.get("is_impossible") else answers
                     _add(made, one["id"], one["question"], paragraph["context"], given, with_answers)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(
             f"{path} is no SQuAD file, which has data, paragraphs, qas: {type(error).__name__}: {error}"
         ) from None

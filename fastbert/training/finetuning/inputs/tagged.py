@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastbert.data.sources import check_columns, load_source
+from fastbert.data.text_files import TextFileError, kind_of, lines_of
 from fastbert.packing import InputError
 from fastbert.training.finetuning.inputs.labels import in_order, plain
 from fastbert.training.options import FinetuneOptions
@@ -61,7 +62,7 @@ def _load(names: Sequence[str], options: FinetuneOptions, split: str) -> Tagged:
 
 
 def is_conll(path: str) -> bool:
-    return Path(path).suffix.lower() in CONLL
+    return kind_of(Path(path)) in CONLL
 
 
 def read_conll(path: Path, *, with_tags: bool = True) -> list[list[tuple[str, str]]]:
@@ -71,17 +72,16 @@ def read_conll(path: Path, *, with_tags: bool = True) -> list[list[tuple[str, st
     """
     texts: list[list[tuple[str, str]]] = [[]]
     try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                columns = line.strip().split("\t" if "\t" in line.strip() else None)
-                if not columns or columns == [""]:
-                    texts.append([])
-                elif columns[0] != "-DOCSTART-":
-                    if with_tags and len(columns) < 2:
-                        raise InputError(f"{path}, line {number}: {line.strip()!r} is no word with a tag")
-                    texts[-1].append((columns[0].strip(), columns[-1].strip()))
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8: {error}") from None
+        for number, line in enumerate(lines_of(path), 1):
+            columns = line.strip().split("\t" if "\t" in line.strip() else None)
+            if not columns or columns == [""]:
+                texts.append([])
+            elif columns[0] != "-DOCSTART-":
+                if with_tags and len(columns) < 2:
+                    raise InputError(f"{path}, line {number}: {line.strip()!r} is no word with a tag")
+                texts[-1].append((columns[0].strip(), columns[-1].strip()))
+    except TextFileError as error:
+        raise InputError(str(error)) from None
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
     return [text for text in texts if text]

@@ -1,18 +1,22 @@
-"""Reads texts from a file, one at a time: txt, jsonl, csv, tsv and parquet. The file may be larger than the memory."""
+"""Reads texts from a file, one at a time: txt, jsonl, csv, tsv (.gz, too) and parquet. The file may be larger than the
+memory. Nothing here imports torch: the command line looks at files before it does.
+"""
 
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 
-class UsageError(ValueError):
-    """What was asked for on the command line cannot be done; the message says what to change."""
+class TextFileError(ValueError):
+    """A file that cannot be read as it was asked for: the message has the file, the place in it, and what is wrong."""
 
 
 STDIN = Path("-")
@@ -31,7 +35,7 @@ def read_texts(path: Path, column: str | None = None) -> Iterator[str]:
     found by itself where there is only one, or one called text or sentence; a jsonl line may be a bare string.
     `-` is standard input: lines, or with a `column` JSON lines.
 
-    Raises UsageError, naming the file, the place in it and the value, for what is no text.
+    Raises TextFileError, naming the file, the place in it and the value, for what is no text.
     """
     given = None if column is None else (column,)
     for place, (text,) in _reader_of(path, given)(path, given, lambda names: (pick_column(path, names, None),)):
@@ -43,7 +47,7 @@ def read_rows(path: Path, columns: Sequence[str] | None, choose: Choose) -> Iter
     """The rows of a file in its order: of each the values of `columns`, or of those that `choose` picks of the names
     that there are. A line of txt is a row of one value. A value is a text, or a list of texts.
 
-    Raises UsageError as `read_texts`.
+    Raises TextFileError as `read_texts`.
     """
     given = None if columns is None else tuple(columns)
     for place, values in _reader_of(path, given)(path, given, choose):
@@ -53,22 +57,46 @@ def read_rows(path: Path, columns: Sequence[str] | None, choose: Choose) -> Iter
         yield values
 
 
+def check_rows(path: Path) -> None:
+    """Read a .txt, .jsonl, .csv or .tsv to its end, for a faster reader that has failed and does not say where.
+
+    Raises TextFileError, naming the first line that is no row, whatever the columns hold; or there are no rows.
+    """
+
+    def choose(names: list[str]) -> Sequence[str]:
+        return names if kind_of(path) in (".csv", ".tsv") else ()  # rows of a .jsonl may lack some
+
+    if not sum(1 for _ in _reader_of(path, None)(path, None, choose)):
+        raise TextFileError(f"{path} holds no rows")
+
+
 def _reader_of(path: Path, columns: tuple[str, ...] | None) -> Reader:
-    reader = READERS.get(path.suffix.lower())
+    reader = READERS.get(kind_of(path))
     if path == STDIN:
         reader = _read_txt if columns is None else _read_jsonl
     if reader is None:
-        raise UsageError(f"{path}: unknown kind of file {path.suffix!r}; known are {', '.join(READERS)}")
+        known = f"{', '.join(READERS)}, and .gz behind these but .parquet"
+        raise TextFileError(f"{path}: unknown kind of file {kind_of(path)!r}; known are {known}")
     return reader
+
+
+def kind_of(path: Path) -> str:
+    """The suffix that says how a file is read: ".csv" of "a.csv.gz". Parquet is compressed inside."""
+    inner = path.with_suffix("").suffix.lower() if _is_compressed(path) else ""
+    return inner if inner not in ("", ".parquet") else path.suffix.lower()
+
+
+def _is_compressed(path: Path) -> bool:
+    return path.suffix.lower() == ".gz"
 
 
 def _check_text(path: Path, place: str, text: Any) -> None:
     if not isinstance(text, str):
-        raise UsageError(f"{name_of(path)}, {place}: the value is {_shown(text)}, not a text")
+        raise TextFileError(f"{name_of(path)}, {place}: the value is {_shown(text)}, not a text")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UsageError(f"{name_of(path)}, {place}: {_shown(text)} is not valid Unicode") from None
+        raise TextFileError(f"{name_of(path)}, {place}: {_shown(text)} is not valid Unicode") from None
 
 
 def name_of(path: Path) -> str:
@@ -77,20 +105,24 @@ def name_of(path: Path) -> str:
 
 
 @contextmanager
-def _stdin() -> Iterator[IO[bytes]]:
+def _open(path: Path) -> Iterator[IO[bytes]]:
+    if path != STDIN:
+        with gzip.open(path) if _is_compressed(path) else path.open("rb") as file:
+            yield file  # type: ignore[misc]
+        return
     if sys.stdin is None:
-        raise UsageError("standard input is closed")
+        raise TextFileError("standard input is closed")
     yield sys.stdin.buffer
 
 
 def check_source(path: Path) -> None:
-    """Raise UsageError unless there is such a file."""
+    """Raise TextFileError unless there is such a file."""
     if path == STDIN:
         return
     if not path.exists():
-        raise UsageError(f"{path} does not exist")
+        raise TextFileError(f"{path} does not exist")
     if not path.is_file():
-        raise UsageError(f"{path} is not a file")
+        raise TextFileError(f"{path} is not a file")
 
 
 def _shown(value: Any, limit: int = 40) -> str:
@@ -102,44 +134,50 @@ def _shown(value: Any, limit: int = 40) -> str:
 
 
 def pick_column(path: Path | str, names: Sequence[str], column: str | None) -> str:
-    """`column`, or the one that can be meant. Raises UsageError, listing what there is."""
+    """`column`, or the one that can be meant. Raises TextFileError, listing what there is."""
     if not names:
-        raise UsageError(f"{name_of(Path(path))} has no columns in its first row")
+        raise TextFileError(f"{name_of(Path(path))} has no columns in its first row")
     listed = ", ".join(names)
     if column is not None and column not in names:
-        raise UsageError(f"{name_of(Path(path))} has no column {column!r}; it has: {listed}")
+        raise TextFileError(f"{name_of(Path(path))} has no column {column!r}; it has: {listed}")
     usual = [name for name in _USUAL_COLUMNS if name in names]
     if column is None and len(names) > 1 and not usual:
-        raise UsageError(f"{name_of(Path(path))} has several columns; choose one with --column: {listed}")
+        raise TextFileError(f"{name_of(Path(path))} has several columns; choose one with --column: {listed}")
     return column if column is not None else names[0] if len(names) == 1 else usual[0]
 
 
-def _lines(path: Path) -> Iterator[str]:
-    """Lines with their ends. Raises UsageError, naming the line, for what is not UTF-8 text."""
-    with path.open("rb") if path != STDIN else _stdin() as file:
-        number = 0
-        while raw := file.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            if len(raw) > MAX_LINE_BYTES:
-                raise UsageError(
-                    f"{name_of(path)}, line {number}: longer than {MAX_LINE_BYTES >> 20} MiB; is this a text file?"
-                )
-            try:
-                line = raw.decode()
-            except UnicodeDecodeError as error:
-                byte, place = raw[error.start], error.start + 1
-                raise UsageError(
-                    f"{name_of(path)}, line {number}: byte {place} is 0x{byte:02x}, which is not UTF-8"
-                ) from None
-            if "\0" in line:
-                raise UsageError(f"{name_of(path)}, line {number}: holds a NUL byte; is this a text file?")
-            yield line.removeprefix("\ufeff") if number == 1 else line
+def lines_of(path: Path) -> Iterator[str]:
+    """Lines with their ends, without a byte order mark. Raises TextFileError, naming the line, for what is not UTF-8
+    text, or not what gzip writes.
+    """
+    number = 0
+    try:
+        with _open(path) as file:
+            while raw := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                line = _decoded(raw, f"{name_of(path)}, line {number}")
+                yield line.removeprefix("\ufeff") if number == 1 else line
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise TextFileError(f"{name_of(path)}, after line {number}: {error}") from None
+
+
+def _decoded(raw: bytes, where: str) -> str:
+    if len(raw) > MAX_LINE_BYTES:
+        raise TextFileError(f"{where}: longer than {MAX_LINE_BYTES >> 20} MiB; is this a text file?")
+    try:
+        line = raw.decode()
+    except UnicodeDecodeError as error:
+        byte, place = raw[error.start], error.start + 1
+        raise TextFileError(f"{where}: byte {place} is 0x{byte:02x}, which is not UTF-8") from None
+    if "\0" in line:
+        raise TextFileError(f"{where}: holds a NUL byte; is this a text file?")
+    return line
 
 
 def _read_txt(path: Path, columns: tuple[str, ...] | None, choose: Choose) -> Iterator[tuple[str, tuple]]:
     if columns is not None:
-        raise UsageError(f"{path} is a text file: it has no column {columns[0]!r}")
-    for number, line in enumerate(_lines(path), 1):
+        raise TextFileError(f"{path} is a text file: it has no column {columns[0]!r}")
+    for number, line in enumerate(lines_of(path), 1):
         yield f"line {number}", (line.removesuffix("\n").removesuffix("\r"),)
 
 
@@ -149,26 +187,29 @@ def _start_of_number(digits: str) -> int:
 
 
 def _read_jsonl(path: Path, columns: tuple[str, ...] | None, choose: Choose) -> Iterator[tuple[str, tuple]]:
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(lines_of(path), 1):
         if not line.strip():
             continue
         try:
             entry = json.loads(line, parse_int=_start_of_number)
         except json.JSONDecodeError as error:
-            raise UsageError(
+            raise TextFileError(
                 f"{name_of(path)}, line {number}: not JSON: {error.msg} at place {error.pos + 1}"
             ) from None
         except RecursionError:
-            raise UsageError(f"{name_of(path)}, line {number}: nested too deeply") from None
+            raise TextFileError(f"{name_of(path)}, line {number}: nested too deeply") from None
         if isinstance(entry, dict):
             if columns is None:
                 columns = tuple(choose(list(entry)))
             for column in columns:
                 if column not in entry:
-                    raise UsageError(f"{name_of(path)}, line {number}: has no {column!r}; it has: {', '.join(entry)}")
+                    raise TextFileError(
+                        f"{name_of(path)}, line {number}: has no {column!r}; it has: {', '.join(entry)}"
+                    )
             values = tuple(map(entry.__getitem__, columns))
         elif columns is not None:
-            raise UsageError(f"{name_of(path)}, line {number}: {_shown(entry)} is no object with a {columns[0]!r}")
+            wanted = f" with a {columns[0]!r}" if columns else ""
+            raise TextFileError(f"{name_of(path)}, line {number}: {_shown(entry)} is no object{wanted}")
         else:
             values = (entry,)
         yield f"line {number}", values
@@ -187,21 +228,23 @@ def _read_table(
     path: Path, columns: tuple[str, ...] | None, choose: Choose, **dialect: Any
 ) -> Iterator[tuple[str, tuple]]:
     csv.field_size_limit(MAX_LINE_BYTES)
-    rows = csv.reader(_lines(path), **dialect)
+    rows = csv.reader(lines_of(path), **dialect)
     header: list[str] | None = None
     try:
         for row in rows:
             if not row:  # a blank line
                 continue
             if header is None:
-                header = row
-                places = [header.index(name) for name in _picked(path, header, columns, choose)]
+                header, picked = row, _picked(path, row, columns, choose)
+                if doubled := next((name for name in picked if name and header.count(name) > 1), None):
+                    raise TextFileError(f"{path}, line {rows.line_num}: two columns are called {doubled!r}")
+                places = [header.index(name) for name in picked]
                 continue
             if len(row) != len(header):
-                raise UsageError(f"{path}, line {rows.line_num}: {len(row)} fields, but {len(header)} in the header")
+                raise TextFileError(f"{path}, line {rows.line_num}: {len(row)} fields, but {len(header)} in the header")
             yield f"line {rows.line_num}", tuple(row[place] for place in places)
     except csv.Error as error:
-        raise UsageError(f"{path}, line {rows.line_num}: {error}") from None
+        raise TextFileError(f"{path}, line {rows.line_num}: {error}") from None
 
 
 def _picked(path: Path, names: list[str], columns: tuple[str, ...] | None, choose: Choose) -> Sequence[str]:
@@ -213,7 +256,7 @@ def _read_parquet(path: Path, columns: tuple[str, ...] | None, choose: Choose) -
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
-        raise UsageError(f"{path}: reading parquet needs pyarrow: pip install pyarrow") from None
+        raise TextFileError(f"{path}: reading parquet needs pyarrow: pip install pyarrow") from None
     row = 0
     try:
         with pq.ParquetFile(path) as file:
@@ -222,13 +265,13 @@ def _read_parquet(path: Path, columns: tuple[str, ...] | None, choose: Choose) -
                 kind = file.schema_arrow.field(name).type
                 inner = kind.value_type if pa.types.is_dictionary(kind) or pa.types.is_list(kind) else kind
                 if not (pa.types.is_string(inner) or pa.types.is_large_string(inner)):
-                    raise UsageError(f"{path}: column {name!r} holds {kind}, not texts")
+                    raise TextFileError(f"{path}: column {name!r} holds {kind}, not texts")
             for batch in file.iter_batches(batch_size=1024, columns=names):
                 for values in zip(*(batch.column(name).to_pylist() for name in names), strict=True):
                     row += 1
                     yield f"row {row}", values
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}, after row {row}: {str(error).splitlines()[0]}") from None
+        raise TextFileError(f"{path}, after row {row}: {str(error).splitlines()[0]}") from None
 
 
 READERS: dict[str, Reader] = {
@@ -239,4 +282,4 @@ READERS: dict[str, Reader] = {
     ".parquet": _read_parquet,
 }
 *_kinds, _last = READERS
-TEXT_KINDS = f"{', '.join(_kinds)} or {_last}"
+TEXT_KINDS = f"{', '.join(_kinds)} or {_last}, all but the last also as .gz"
