@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import re
 from collections.abc import Iterable
 
@@ -10,6 +11,11 @@ from collections.abc import Iterable
 def install(extra: str) -> str:
     """The command that installs an extra of pyproject.toml. It names the clone: no index need have fastbert."""
     return f"pip install '.[{extra}]' in a clone of fastbert"
+
+
+def absent(*modules: str) -> list[str]:
+    """Those that are not installed; none is imported. A name has no dots."""
+    return [module for module in modules if importlib.util.find_spec(module) is None]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str | None:

@@ -6,7 +6,6 @@ recommends for the shortest time of a batch. `runtimes.py` has the contestants t
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ import torch
 
 from fastbert.bench.jobs import PRECISIONS, Call, Job, load_peer
 from fastbert.bench.runtimes import load_onnxruntime, load_openvino, prepare_onnxruntime, prepare_openvino
-from fastbert.messages import install
+from fastbert.messages import absent, install
 
 FLOATS = ("float32", "bfloat16")
 
@@ -35,8 +34,8 @@ class Contestant:
 
     def missing(self) -> str | None:
         """Why it cannot run on this machine; None when it can."""
-        absent = [package for package in self.packages if importlib.util.find_spec(package) is None]
-        return f"not installed: {', '.join(absent)} ({install('bench')})" if absent else None
+        missing = absent(*self.packages)
+        return f"not installed: {', '.join(missing)} ({install('bench')})" if missing else None
 
 
 def load_fastbert(backend: str, job: Job, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Call:

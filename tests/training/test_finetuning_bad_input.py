@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
+from command_line import fails
 from finetuning_runs import TEXTS, base, task_of, write_rows
 from tiny import write_json, write_model
 
@@ -148,3 +151,24 @@ def test_names_of_the_hub(tmp_path, monkeypatch):
         ("bank", None, "train"),
         ("bank", None, "test"),
     ]
+
+
+@pytest.mark.parametrize(
+    "missing,options",
+    (
+        (["scipy"], {}),
+        (["sklearn"], {"held_out": True}),
+        (["scipy", "seqeval"], {"task": "tokens", "held_out": True}),
+    ),
+)
+def test_packages_that_are_missed_later_are_named_first(tmp_path, monkeypatch, missing, options):
+    """Before an evaluation fails behind all steps of an epoch."""
+    for name in missing:
+        monkeypatch.setitem(sys.modules, name, None)
+    path = write_rows(tmp_path / "a.jsonl", ROWS)
+    held_out = path if options.pop("held_out", False) else None
+    said = rf"needs {', '.join(missing)}: pip install '\.\[train\]' in a clone"
+    with pytest.raises(ConfigError, match=said):
+        task_of(base(tmp_path), path, held_out, **options)
+    if "scipy" in missing:
+        assert "predict needs scipy: " in fails("predict", tmp_path, path)

@@ -12,6 +12,7 @@ from fastbert.cli import raise_if_stopped, say
 from fastbert.cli.outputs import NESTED_ROW_KINDS, STDOUT, check_output, open_rows
 from fastbert.cli.parser import A_MODEL, UsageError, add_command, add_running_options
 from fastbert.data.text_files import TEXT_KINDS, check_source, name_of, read_rows
+from fastbert.messages import absent, install
 
 
 def add(commands: Any) -> None:
@@ -59,6 +60,8 @@ def _share(text: str) -> float:
 def run(options: argparse.Namespace) -> int:
     check_output(options.output, NESTED_ROW_KINDS, options.force)
     check_source(options.file)
+    if missing := absent("scipy"):
+        raise UsageError(f"predict needs {', '.join(missing)}: {install('train')}")
 
     from fastbert.sentences.batches import in_chunks, progress_bar
     from fastbert.sentences.loading import open_folder

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 
 from fastbert.config import ConfigError
+from fastbert.messages import absent, install
 from fastbert.training.options import FinetuneOptions
 from fastbert.training.task import Task
 
@@ -16,6 +17,9 @@ TASKS = {
     "qa": "question_answering",
     "embedding": "embedding",
 }
+
+# What the metrics of a task's evaluation are computed by, which is imported when the first one comes.
+_JUDGED_BY = {"classification": ("sklearn",), "tokens": ("seqeval",)}
 
 _WITH_HEAD = ("classification", "tokens", "qa")
 # The options that some tasks alone read.
@@ -38,4 +42,6 @@ def make_task(options: FinetuneOptions) -> Task:
         tasks, value = _READ_BY.get(entry.name, (options.task,)), getattr(options, entry.name)
         if options.task not in tasks and value != entry.default:
             raise ConfigError(f"{entry.name} is for the tasks {', '.join(tasks)}, and the task is {options.task}")
+    if missing := absent("scipy", *(_JUDGED_BY.get(options.task, ()) if options.eval else ())):
+        raise ConfigError(f"the task {options.task} needs {', '.join(missing)}: {install('train')}")
     return importlib.import_module(f"{__name__}.{TASKS[options.task]}").make_task(options)
