@@ -65,24 +65,12 @@ OPTIONS = {
     "unpack": {"num_rows": 4},
 }  # fmt: skip
 ALONE = {"activation", "at_least_fp32", "dropout"}  # take one tensor
+# Tested below, in test_adamw.py, or through `linear`.
 OF_OTHERS = {
-    "adamw",
-    "adamw_late",
-    "LateRows",
-    "Rotary",
-    "rms_norm",
-    "linears",
-    "FinalNorm",
-    "LayerForm",
-    "LayerOperands",
-    "LinearWeights",
-    "multiplies_bf16",
-    "offer",
-    "only_recorded_writes",
-    "repack",
-    "rotate",
-    "warn_of_missing_kernels",
-}  # tested below, in test_adamw.py, or through `linear`
+    "FinalNorm", "LateRows", "LayerForm", "LayerOperands", "LinearWeights", "Rotary", "adamw", "adamw_late",
+    "linears", "multiplies_bf16", "offer", "only_recorded_writes", "repack", "rms_norm", "rotate",
+    "transform_objection", "warn_of_missing_kernels",
+}  # fmt: skip
 
 
 def call(op: str, tensors: dict[str, torch.Tensor], **options):
