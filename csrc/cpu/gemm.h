@@ -49,12 +49,13 @@ void pack_panels(const PackArgs& args, int64_t begin, int64_t end);
 void panel_sums(const char* panel, DType format, int64_t in_features, void* out, DType out_dtype, int64_t columns);
 
 struct PackedWeight {
-  const char* packed;
+  const char* packed;  // its panels; null: each is packed from `source` when it is multiplied with
   DType format;
   int64_t out_features, in_features;
   const int32_t* channel_offset;  // int8 only: what the rows' offset of 128 adds to every sum
   const float* channel_scale;     // int8 only, (out_features,)
   float input_scale;              // int8 only; 0 = measured row by row
+  PackArgs source{};              // the weight itself, where there are no panels; not for int8
 };
 
 // Whether rows that were converted for one weight serve another.

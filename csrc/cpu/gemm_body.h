@@ -75,6 +75,20 @@ void amx_part(AmxTiles& tiles, const Part& part, int64_t row, int64_t rows, int6
   }
 }
 
+// Panel p of a weight: packed before, or now, into memory of the thread's own that the next one takes. The whole panel,
+// though less would stay in a nearer cache: rows are read from end to end, which is what the hardware fetches best.
+const char* panel_of(const PackedWeight& weight, int64_t p) {
+  static thread_local Scratch memory;
+  const int64_t bytes = panel_bytes(weight.format, weight.in_features);
+  if (weight.packed != nullptr) return weight.packed + p * bytes;
+  PackArgs args = weight.source;
+  args.weight = static_cast<const char*>(args.weight) + p * kPanel * args.out_stride * element_size(args.dtype);
+  args.out_features = std::min(kPanel, args.out_features - p * kPanel);
+  args.packed = memory.get(bytes);
+  (pack_panels)(args, 0, 1);  // this instruction set's, not the one in the namespace around that chooses among them
+  return args.packed;
+}
+
 // One target over a block of rows; what its panels and rows are, and what they leave for a gated pair.
 struct Work {
   const GemmTarget& target;
@@ -102,12 +116,13 @@ void gemm_panels(const GemmArgs& args, const Work& work, int64_t row_begin, int6
     for (int64_t product = 0; product <= target.num_addends; ++product) {
       const PackedWeight& weight = product == 0 ? target.weight : target.addends[product - 1].weight;
       const Rows& rows = product == 0 ? work.x : work.addends[product - 1];
-      const int64_t bytes = panel_bytes(weight.format, weight.in_features), steps = bytes / kStepBytes;
+      const int64_t steps = panel_bytes(weight.format, weight.in_features) / kStepBytes;
+      const char* const panel_begin = panel_of(weight, p);
       for (int64_t step = 0; step == 0 || step < steps; step += block_steps) {
         const bool first = product == 0 && step == 0;
         const bool last = product == target.num_addends && step + block_steps >= steps;
         const int64_t count = std::min(block_steps, steps - step);
-        const char* panel = weight.packed + p * bytes + step * kStepBytes;
+        const char* panel = panel_begin + step * kStepBytes;
         const Part part{rows.data + step * 4, rows.stride, panel, count,
                         last && p + 1 == end && next != nullptr ? next : panel + count * kStepBytes};
         for (int64_t row = 0; row < block_rows; row += kRows) {
@@ -169,7 +184,7 @@ Channels channels_of(const GemmTarget& target, int64_t begin, int64_t end, std::
 void run_pairs(const GemmArgs& args, const Work& gate, const Work& up, int64_t row_begin, int64_t row_end,
                int64_t begin, int64_t end, Scratch& sums) {
   const auto panel = [](const PackedWeight& weight, int64_t p) {
-    return weight.packed + p * panel_bytes(weight.format, weight.in_features);
+    return weight.packed == nullptr ? nullptr : weight.packed + p * panel_bytes(weight.format, weight.in_features);
   };
   for (int64_t p = begin; p < end; ++p) {
     run_panels(args, gate, row_begin, row_end, p, p + 1, panel(up.target.weight, p), sums);

@@ -51,11 +51,12 @@ FASTBERT_SIMD void one_step(const From* rows, [[maybe_unused]] int64_t stride, u
   }
 }
 
-// kWidth rows of kWidth steps, `stride` apart, into as many rows of a panel.
+// kWidth rows of kWidth steps, `stride` bytes apart, into as many rows of a panel.
 template <bool kStreams>
-FASTBERT_SIMD void transpose_square(const uint32_t* rows, int64_t stride, uint32_t* out) {
+FASTBERT_SIMD void transpose_square(const void* rows, int64_t stride, uint32_t* out) {
   Ints square[kWidth];
-  for (int64_t i = 0; i < kWidth; ++i) square[i] = load(reinterpret_cast<const int32_t*>(rows + i * stride));
+  const auto* row = static_cast<const char*>(rows);
+  for (int64_t i = 0; i < kWidth; ++i) square[i] = load(reinterpret_cast<const int32_t*>(row + i * stride));
   transpose(square);
   for (int64_t i = 0; i < kWidth; ++i) put<kStreams>(out + i * kPanel, square[i]);
 }
@@ -67,6 +68,18 @@ FASTBERT_SIMD void pack_rows_whole(const From* weight, int64_t stride, int64_t c
                                    int64_t steps, uint32_t* out) {
   constexpr int64_t kPerStep = 4 / sizeof(To), kSteps = 16;
   const bool whole = in_features >= steps * kPerStep && steps == kSteps;
+  // The rows that come next, which are far behind what the hardware fetches of so many.
+  for (int64_t c = 0; whole && c < kWidth; ++c) {
+    const auto* next = reinterpret_cast<const char*>(weight + (c + kWidth) * stride);
+    for (int64_t at = 0; at < int64_t{sizeof(From)} * kPerStep * kSteps; at += 64) __builtin_prefetch(next + at, 0, 2);
+  }
+  if (std::is_same_v<To, From> && whole && columns == kWidth) {
+    const int64_t bytes = stride * int64_t{sizeof(From)};
+    for (int64_t s = 0; s < kSteps; s += kWidth) {
+      transpose_square<kStreams>(weight + s * kPerStep, bytes, out + s * kPanel);
+    }
+    return;
+  }
   uint32_t block[kWidth][kSteps];
   for (int64_t c = 0; c < columns; ++c) {
     const From* row = weight + c * stride;
@@ -77,7 +90,7 @@ FASTBERT_SIMD void pack_rows_whole(const From* weight, int64_t stride, int64_t c
     }
   }
   if (columns == kWidth && steps == kSteps) {
-    for (int64_t s = 0; s < kSteps; s += kWidth) transpose_square<kStreams>(&block[0][s], kSteps, out + s * kPanel);
+    for (int64_t s = 0; s < kSteps; s += kWidth) transpose_square<kStreams>(&block[0][s], kSteps * 4, out + s * kPanel);
     return;
   }
   for (int64_t s = 0; s < steps; ++s) {
@@ -124,6 +137,15 @@ void pack_typed(const PackArgs& args, int64_t begin, int64_t end) {
   } else {
     for (int64_t step = 0; step < steps; ++step) {
       const From* rows = weight + step * kPerStep * args.in_stride;
+      if (end == begin + 1) {  // a few lines of each row, which the hardware takes for no pattern
+        constexpr int64_t kAhead = 16;
+        const auto* next = reinterpret_cast<const char*>(rows + begin * kPanel + kAhead * kPerStep * args.in_stride);
+        for (int64_t i = 0; i < kPerStep; ++i) {
+          for (int64_t at = 0; at < kPanel * int64_t{sizeof(From)}; at += 64) {
+            __builtin_prefetch(next + i * args.in_stride * int64_t{sizeof(From)} + at, 0, 2);
+          }
+        }
+      }
       for (int64_t p = begin; p < end; ++p) {
         pack_columns_whole<To, kStreams>(rows + p * kPanel, args.in_stride, columns_of(p), k - step * kPerStep,
                                          panel(p) + step * kPanel);

@@ -16,11 +16,11 @@ struct UpOperands {
   std::vector<Operand> operands;
   std::vector<Array> kept;  // to what they point
 
-  UpOperands(const FeedForwardOperand& of, int64_t in_features, ScalarType dtype) {
+  UpOperands(const FeedForwardOperand& of, int64_t rows, int64_t in_features, ScalarType dtype) {
     operands.reserve(2);
     if (!of.gated || of.ups.size() == 2) {
       check(of.ups.size() == (of.gated ? 2 : 1), "the first product has ", of.ups.size(), " weights");
-      for (const LinearOperand& up : of.ups) operands.emplace_back(up, in_features, dtype);
+      for (const LinearOperand& up : of.ups) operands.emplace_back(up, rows, in_features, dtype);
       check(operands[0].target.weight.out_features == width(), "gate has ", operands[0].target.weight.out_features,
             " features, up ", width());
       return;
@@ -42,7 +42,7 @@ struct UpOperands {
       const Array bias = half(both.bias, first), scale = half(both.weight_scale, first);
       operands.emplace_back(
           LinearOperand{weight.narrow(0, first, size), &bias, &scale, both.input_scale, both.version, both.comparison},
-          in_features, dtype);
+          rows, in_features, dtype);
     }
   }
 
@@ -79,9 +79,10 @@ void feed_forward_rows(const Array& x_, const FeedForwardOperand& operand, const
                        ScalarType dtype, const RowsDone& done) {
   const auto out_dtype = out.scalar_type();
   const Array x = checked_x(x_, dtype);
-  const UpOperands ups(operand, x.size(1), dtype);
-  const int64_t rows = x.size(0), width = ups.width();
-  Operand down(operand.down, width, dtype);
+  const int64_t rows = x.size(0);
+  const UpOperands ups(operand, rows, x.size(1), dtype);
+  const int64_t width = ups.width();
+  Operand down(operand.down, rows, width, dtype);
 
   // A thread takes a block of rows through both products, so that the wide activations between them stay in its cache.
   // With too few rows for that, the threads share each product instead.
@@ -149,7 +150,7 @@ FeedForwardGradients feed_forward_gradients(const Array& dout_, const Array& x_,
 
   // The first product's epilogue makes both what its gradient is and, again, what forward did not keep.
   const Array dpre = workspace(pre.sizes(), dtype), inner = workspace({rows, width}, dtype);
-  Operand down = transposed(down_weight, down_weight.size(0), dtype);
+  Operand down = transposed(down_weight, rows, down_weight.size(0), dtype);
   down.write_to(dpre, Array(), activation);
   down.target.slope_of = pre.data();
   down.target.activated = inner.data();

@@ -35,7 +35,7 @@ std::vector<Array> linear_cpu(const Array& x_, const std::vector<Array>& weights
   for (size_t i = 0; i < count; ++i) {
     operands.emplace_back(
         LinearOperand{weights[i], &biases[i], &weight_scales[i], input_scales[i], version_of(weights[i]), comparison},
-        x.size(1), dtype);
+        x.size(0), x.size(1), dtype);
     results.push_back(empty({x.size(0), weights[i].size(0)}, dtype));
     const Array out = results.back();
     Array pre;
@@ -66,7 +66,7 @@ Gradients linear_gradients(const std::vector<Array>& douts, const Array& x_, con
     std::vector<GemmAddend> addends;
     operands.reserve(count);
     for (size_t i = 0; i < count; ++i) {
-      operands.push_back(transposed(weights[i], weights[i].size(0), dtype));
+      operands.push_back(transposed(weights[i], x.size(0), weights[i].size(0), dtype));
       if (i > 0) addends.push_back({rows_of(douts[i]), operands[i].target.weight});
     }
     GemmTarget& target = operands[0].target;
@@ -124,7 +124,7 @@ void linear_rows(const Array& x_, const std::vector<LinearOperand>& linears, con
   std::vector<GemmTarget> targets;
   operands.reserve(linears.size());
   for (size_t i = 0; i < linears.size(); ++i) {
-    operands.emplace_back(linears[i], x.size(1), dtype);
+    operands.emplace_back(linears[i], x.size(0), x.size(1), dtype);
     operands[i].write_to(outs[i], Array(), Activation::kNone);
     targets.push_back(operands[i].target);
   }

@@ -68,6 +68,13 @@ struct Weight {
   }
 };
 
+void check_memory(const Array& weight) {
+  const int64_t first = (weight.data<const char>() - storage_of(weight)) / weight.element_size();
+  const int64_t last = first + (weight.size(0) - 1) * weight.stride(0) + (weight.size(1) - 1) * weight.stride(1);
+  const int64_t needed = weight.numel() == 0 ? 0 : (last + 1) * weight.element_size(), bytes = storage_bytes(weight);
+  check(bytes >= needed, "weight needs ", needed, " bytes of storage, but its storage has ", bytes, ": it was resized");
+}
+
 // By the address of a storage's memory, and in it by what they lie in.
 using Weights = std::map<Lines, Weight>;
 using WeightsOfStorages = std::unordered_map<const void*, Weights>;
@@ -118,11 +125,6 @@ uint64_t checksum_of(const char* storage, const Lines& lines) {
   uint64_t sum = 0;
   for (const uint64_t x : sums) sum = mixed(sum, x);
   return sum;
-}
-
-PackArgs pack_args(const Array& weight, DType format) {
-  return {weight.data(),    dtype_of(weight), weight.size(0), weight.size(1), weight.stride(0),
-          weight.stride(1), format,           nullptr,        nullptr};
 }
 
 void pack(const Array& weight, DType format, PackedMemory& packed) {
@@ -254,13 +256,6 @@ void warn(const Array& weight, std::atomic<bool>& warned, const std::string& mes
   check(call_python("fastbert::warn_of_weight_cpu", stack), message);  // a filter has made it an error
 }
 
-void check_memory(const Array& weight, const char* storage) {
-  const int64_t first = (weight.data<const char>() - storage) / weight.element_size();
-  const int64_t last = first + (weight.size(0) - 1) * weight.stride(0) + (weight.size(1) - 1) * weight.stride(1);
-  const int64_t needed = weight.numel() == 0 ? 0 : (last + 1) * weight.element_size(), bytes = storage_bytes(weight);
-  check(bytes >= needed, "weight needs ", needed, " bytes of storage, but its storage has ", bytes, ": it was resized");
-}
-
 template <typename T>
 T ask(const char* name, const Array& weight) {
   StableIValue stack[] = {torch::stable::detail::from(new_handle(weight.handle()))};
@@ -283,6 +278,14 @@ DType dtype_of(const Array& t) {
   }
 }
 
+bool has_whole_lines(const Array& weight) { return weight.stride(0) == 1 || weight.stride(1) == 1; }
+
+PackArgs pack_args(const Array& weight, DType format) {
+  check_memory(weight);
+  return {weight.data(),    dtype_of(weight), weight.size(0), weight.size(1), weight.stride(0),
+          weight.stride(1), format,           nullptr,        nullptr};
+}
+
 int64_t version_of(const Array& weight) {
   return ask<bool>("aten::is_inference", weight) ? kNoVersion : ask<int64_t>("aten::_version", weight);
 }
@@ -299,8 +302,8 @@ bool only_recorded_writes() { return records_all_writes; }
 
 PackedMemory packed_weight(const Array& weight, DType format, int64_t version, Comparison comparison) {
   const char* const storage = storage_of(weight);
-  check_memory(weight, storage);
-  if (weight.numel() == 0 || (weight.stride(0) != 1 && weight.stride(1) != 1)) {
+  check_memory(weight);
+  if (weight.numel() == 0 || !has_whole_lines(weight)) {
     PackedMemory packed;  // neither rows nor columns lie whole: of no use to the next call, which makes another copy
     pack(contiguous(weight), format, packed);
     return packed;

@@ -12,6 +12,12 @@ namespace fastbert {
 
 DType dtype_of(const Array& t);
 
+// Whether its rows or its columns lie whole.
+bool has_whole_lines(const Array& weight);
+
+// How a weight with whole lines is packed, but for the memory that it is packed to. Checks that the weight has memory.
+PackArgs pack_args(const Array& weight, DType format);
+
 // A packed weight's memory.
 struct PackedMemory {
   std::shared_ptr<Block> panels;

@@ -74,7 +74,7 @@ DType format_for(ScalarType dtype) {
 
 RowsArg rows_of(const Array& x) { return {x.data(), dtype_of(x), x.stride(0)}; }
 
-Operand::Operand(const LinearOperand& linear, int64_t in_features, ScalarType dtype) {
+Operand::Operand(const LinearOperand& linear, int64_t rows, int64_t in_features, ScalarType dtype) {
   const Array& weight = linear.weight;
   check(weight.is_cpu(), "weight is on ", weight.device(), ", expected cpu");
   check(weight.dim() == 2 && weight.size(1) == in_features, "weight has shape ", weight.sizes(),
@@ -96,14 +96,15 @@ Operand::Operand(const LinearOperand& linear, int64_t in_features, ScalarType dt
     scale = checked("weight_scale", *linear.weight_scale, {out_features}, ScalarType::Float, scale_copy).data<float>();
   }
   const DType format = is_int8 ? DType::kInt8 : format_for(dtype);
+  target.weight = {nullptr, format, out_features, in_features, nullptr, scale, static_cast<float>(linear.input_scale)};
+  if (!is_int8 && packs_on_its_way(rows, linear.comparison) && has_whole_lines(weight)) {
+    source = weight;
+    target.weight.source = pack_args(source, format);
+    return;
+  }
   packed = packed_weight(weight, format, linear.version, linear.comparison);
-  target.weight = {packed.panels->data(),
-                   format,
-                   out_features,
-                   in_features,
-                   is_int8 ? reinterpret_cast<const int32_t*>(packed.channel_offsets->data()) : nullptr,
-                   scale,
-                   static_cast<float>(linear.input_scale)};
+  target.weight.packed = packed.panels->data();
+  if (is_int8) target.weight.channel_offset = reinterpret_cast<const int32_t*>(packed.channel_offsets->data());
 }
 
 void Operand::write_to(const Array& out, const Array& pre, Activation activation) {
@@ -114,14 +115,15 @@ void Operand::write_to(const Array& out, const Array& pre, Activation activation
   target.activation = activation;
 }
 
-Array with_whole_lines(const Array& weight) {
-  return weight.stride(0) == 1 || weight.stride(1) == 1 ? weight : contiguous(weight);
-}
+Array with_whole_lines(const Array& weight) { return has_whole_lines(weight) ? weight : contiguous(weight); }
 
-Operand transposed(const Array& weight_, int64_t in_features, ScalarType dtype) {
+Operand transposed(const Array& weight_, int64_t rows, int64_t in_features, ScalarType dtype) {
   const Array weight = with_whole_lines(weight_);
-  // Forward has compared all of the weight, and where it differed, this copy is old, too.
-  return Operand({weight.t(), nullptr, nullptr, 0.0, version_of(weight), Comparison::kShare}, in_features, dtype);
+  // Forward, which had as many rows, has packed on its way, and so must this; or it has compared all of the weight, and
+  // where that differed, this copy is old, too.
+  const bool is_few = packs_on_its_way(rows, comparison_of_call());
+  const Comparison comparison = is_few ? Comparison::kWhole : Comparison::kShare;
+  return Operand({weight.t(), nullptr, nullptr, 0.0, version_of(weight), comparison}, rows, in_features, dtype);
 }
 
 Array checked_x(const Array& x, ScalarType dtype) {

@@ -47,13 +47,22 @@ DType format_for(ScalarType dtype);
 
 RowsArg rows_of(const Array& x);
 
-// A weight, packed, with what its product needs beside it.
+// Whether a product of so many rows packs the weight on its way, panel by panel in the thread's cache, and keeps no
+// copy: it reads the weight once, as it is now, where another would read the weight to compare it and then the copy.
+// More rows are several blocks, each of which would pack for itself.
+inline bool packs_on_its_way(int64_t rows, Comparison comparison) {
+  return rows <= kRowBlock && comparison == Comparison::kWhole;
+}
+
+// A weight with what its product needs beside it.
 struct Operand {
-  PackedMemory packed;
+  PackedMemory packed;          // of none where the product packs on its way
   Array bias_copy, scale_copy;  // of those with gaps
+  Array source;                 // what the product packs on its way
   GemmTarget target{};
 
-  Operand(const LinearOperand& linear, int64_t in_features, ScalarType dtype);
+  // For a product of `rows` rows.
+  Operand(const LinearOperand& linear, int64_t rows, int64_t in_features, ScalarType dtype);
 
   void write_to(const Array& out, const Array& pre, Activation activation);
 };
@@ -61,8 +70,8 @@ struct Operand {
 // A weight of which rows or columns lie whole, as packing views of it needs.
 Array with_whole_lines(const Array& weight);
 
-// The right side of a gradient's product.
-Operand transposed(const Array& weight, int64_t in_features, ScalarType dtype);
+// The right side of a gradient's product of `rows` rows.
+Operand transposed(const Array& weight, int64_t rows, int64_t in_features, ScalarType dtype);
 
 // x with its rows whole; their stride is free, so that a slice of a wider matrix needs no copy.
 Array checked_x(const Array& x, ScalarType dtype);

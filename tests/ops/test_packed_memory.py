@@ -22,6 +22,7 @@ if extension_error() is not None:
     pytest.skip(extension_error(), allow_module_level=True)
 from fastbert import _C
 
+ROWS = _C.most_rows_without_copy + 1
 OUT, IN = 128, 64
 ONE = OUT * IN * 4
 
@@ -39,7 +40,7 @@ def before() -> int:
 
 
 def call(weight: torch.Tensor) -> torch.Tensor:
-    return ops.linear(torch.ones(3, weight.shape[1]), weight, None, backend="cpu")
+    return ops.linear(torch.ones(ROWS, weight.shape[1]), weight, None, backend="cpu")
 
 
 def test_copies_go_with_a_model_at_once(before):
@@ -50,11 +51,11 @@ def test_copies_go_with_a_model_at_once(before):
         model = fastbert.BertModel(config).eval()
         if dtype is torch.int8:
             fastbert.quantize(model)
-        model(torch.ones(1, 4, dtype=torch.long))
+        model(torch.ones(ROWS, 1, dtype=torch.long))
         twin = copy.deepcopy(model)
         held = _C.packed_bytes()
         assert held > before
-        twin(torch.ones(1, 4, dtype=torch.long))
+        twin(torch.ones(ROWS, 1, dtype=torch.long))
         assert _C.packed_bytes() - before == 2 * (held - before)
         del twin
         gc.collect()
@@ -201,7 +202,8 @@ def test_a_process_ends_quietly_with_packed_weights_alive():
         import torch, fastbert
         from fastbert import ops
         weight = torch.randn(64, 64)
-        ops.linear(torch.ones(3, 64), weight, None, backend="cpu")
+        with torch.inference_mode():
+            ops.linear(torch.ones(3, 64), weight, None, backend="cpu")
         torch.keep = [weight]
         torch.keep.append(torch.keep)
     """)
@@ -214,7 +216,7 @@ def test_each_warning_comes_once_in_a_process():
         import torch, warnings
         from fastbert import _C, ops
         warnings.simplefilter("always")
-        x = torch.randn(3, 64)
+        x = torch.randn(_C.most_rows_without_copy + 1, 64)
         with torch.inference_mode():
             weights = [torch.randn(64, 64) for _ in range(2)]
         weights += [torch.randn(64, 64) for _ in range(2)]

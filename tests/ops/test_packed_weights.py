@@ -16,7 +16,9 @@ from fastbert.ops._common import extension_error
 
 if extension_error() is not None:
     pytest.skip(extension_error(), allow_module_level=True)
+from fastbert import _C
 
+ROWS = _C.most_rows_without_copy + 8  # for which an ordinary call keeps a copy of the weight
 OUT, IN = 150, 330  # three panels of which the last is partial, and several units of comparison in each
 HIDDEN = (5, 7)  # an element that is none of those sampled at each call
 COLUMNS = [1, 7, 23, 257, 300, 329]  # that are looked at
@@ -29,12 +31,20 @@ def layer_of(dtype: torch.dtype) -> nn.Module:
     return QuantizedLinear.from_linear(linear) if dtype is torch.int8 else linear.to(dtype)
 
 
-def call(layer: nn.Module, weight: torch.Tensor | None = None) -> torch.Tensor:
-    x = torch.eye(IN)[COLUMNS]
-    weight = layer.weight if weight is None else weight
+def columns(layer: nn.Module, weight: torch.Tensor, rows: int) -> torch.Tensor:
+    """Those of the weight, by a product of so many rows."""
+    x = torch.eye(IN)[COLUMNS].repeat(rows, 1)[:rows]
     scale = layer.weight_scale if weight.dtype is torch.int8 else None
+    return ops.linear(x, weight, None, weight_scale=scale, backend="cpu")[: len(COLUMNS)]
+
+
+def call(layer: nn.Module, weight: torch.Tensor | None = None) -> torch.Tensor:
+    """By a copy of the weight, and with few rows, of which the product packs the weight on its way: the same bits."""
+    weight = layer.weight if weight is None else weight
     with torch.no_grad():
-        return ops.linear(x, weight, None, weight_scale=scale, backend="cpu")
+        by_copy, on_the_way = (columns(layer, weight, rows) for rows in (ROWS, len(COLUMNS)))
+    assert torch.equal(by_copy, on_the_way)
+    return by_copy
 
 
 def expect_new(layer: nn.Module, actual: torch.Tensor, old: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from isas import CPU_BACKENDS, backend_with_isa
 from seeds import torch_generator
-from test_packed_weights import HIDDEN, IN, call, each_dtype, expect_new, layer_of, set_element
+from test_packed_weights import HIDDEN, IN, ROWS, call, each_dtype, expect_new, layer_of, set_element
 from torch import nn
 
 from fastbert import ops
@@ -18,6 +18,8 @@ if extension_error() is not None:
 
 # The first call with a weight packs it, the second takes its checksum, those behind them compare this.
 each_call = pytest.mark.parametrize("calls", (1, 2, 3))
+# Few rows, for which products pack on their way, and many.
+each_rows = pytest.mark.parametrize("rows", (7, ROWS))
 each_isa = pytest.mark.parametrize("backend", CPU_BACKENDS)
 
 
@@ -105,7 +107,7 @@ def test_every_part_of_a_weight_is_compared(element, dtype):
 @each_isa
 def test_every_element_counts(backend, shape):
     """Of lines that are shorter and longer than what a checksum takes at a time."""
-    weight, x = torch.randn(shape), torch.randn(3, shape[1]).abs() + 1
+    weight, x = torch.randn(shape), torch.randn(ROWS, shape[1]).abs() + 1
     with backend_with_isa(backend) as chosen, torch.no_grad():
         old = [ops.linear(x, weight, None, backend=chosen) for _ in range(2)][-1]
         for i in torch.randperm(weight.numel())[:40].tolist():
@@ -131,34 +133,38 @@ def prune_by_a_mask(weight):
 PRUNE = (prune_rows, prune_by_numpy, prune_by_a_mask)
 
 
-def products(weight: torch.Tensor, backend: str, autocast: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def products(
+    weight: torch.Tensor, backend: str, autocast: bool = False, rows: int = ROWS
+) -> tuple[torch.Tensor, torch.Tensor]:
     """x w^T, and the gradient of x: a product with the weight and one with its transpose."""
     generator = torch_generator(4)
-    x = torch.randn(9, weight.shape[1], generator=generator).to(weight.dtype).requires_grad_()
-    dout = torch.randn(9, weight.shape[0], generator=generator)
+    x = torch.randn(rows, weight.shape[1], generator=generator).to(weight.dtype).requires_grad_()
+    dout = torch.randn(rows, weight.shape[0], generator=generator)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         out = ops.linear(x, weight, None, backend=backend)
     (dx,) = torch.autograd.grad(out, x, dout.to(out.dtype))
     return out.detach(), dx
 
 
-@each_call
+@pytest.mark.parametrize("rows, calls", ((7, 1), (ROWS, 1), (ROWS, 2), (ROWS, 3)))
 @pytest.mark.parametrize("autocast", (False, True), ids=("float32", "bfloat16"))
 @pytest.mark.parametrize("prune", PRUNE)
 @each_isa
-def test_pruning_by_hand_is_seen_forward_and_backward(backend, prune, autocast, calls):
+def test_pruning_by_hand_is_seen_forward_and_backward(backend, prune, autocast, rows, calls):
     weight = nn.Parameter(torch.randn(150, 96))
     with backend_with_isa(backend) as chosen:
         for _ in range(calls):
-            old = products(weight, chosen, autocast)
+            old = products(weight, chosen, autocast, rows)
         prune(weight)
-        new = products(weight, chosen, autocast)
-        for seen, before, expected in zip(new, old, products(weight.detach().clone(), chosen, autocast), strict=True):
+        new = products(weight, chosen, autocast, rows)
+        for seen, before, expected in zip(
+            new, old, products(weight.detach().clone(), chosen, autocast, rows), strict=True
+        ):
             assert torch.equal(seen, expected)
             assert not torch.equal(seen, before)
         if not autocast:
-            exact = products(weight.detach().double(), "torch")
-            baseline = products(weight.detach(), "torch")
+            exact = products(weight.detach().double(), "torch", rows=rows)
+            baseline = products(weight.detach(), "torch", rows=rows)
             assert_close_to_reference(new[0], exact[0], baseline[0], OUTPUT_FACTOR)
             assert_close_to_reference(new[1], exact[1], baseline[1], GRADIENT_FACTOR)
 
@@ -169,14 +175,14 @@ def test_what_a_call_without_gradients_finds_is_new_in_backward_too():
     weight.data[3] = 0
     with torch.no_grad():
         for _ in range(2):
-            ops.linear(torch.ones(2, 96), weight, None, backend="cpu")
+            ops.linear(torch.ones(ROWS, 96), weight, None, backend="cpu")
     _, dx = products(weight, "cpu")
     assert not torch.equal(dx, old) and torch.equal(dx, products(weight.detach().clone(), "cpu")[1])
 
 
 def test_a_copy_that_is_made_late_is_of_the_same_weight_as_the_others():
     """Backward packs for the first time while the weight is something else than in the forwards around it."""
-    weight, x = nn.Parameter(torch.randn(150, 96)), torch.randn(9, 96, requires_grad=True)
+    weight, x = nn.Parameter(torch.randn(150, 96)), torch.randn(ROWS, 96, requires_grad=True)
     with torch.no_grad():
         for _ in range(2):
             ops.linear(x, weight, None, backend="cpu")
@@ -195,7 +201,7 @@ def test_copies_of_parts_are_old_with_those_of_the_whole(calls):
     weight, down = nn.Parameter(torch.randn(2 * 72, 40)), nn.Parameter(torch.randn(40, 72))
 
     def gradients(weight, down):
-        x = torch.randn(5, 40, generator=torch_generator(1)).requires_grad_()
+        x = torch.randn(ROWS, 40, generator=torch_generator(1)).requires_grad_()
         out = ops.feed_forward(x, weight, None, down, activation="silu", gated=True, backend="cpu")
         return out.detach(), *torch.autograd.grad(out.sum(), (x, weight, down))
 
@@ -210,9 +216,10 @@ def test_copies_of_parts_are_old_with_those_of_the_whole(calls):
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@each_rows
 @each_isa
-def test_finite_differences_are_those_of_the_weight(backend, dtype):
-    weight, x = torch.randn(150, 96).to(dtype), torch.randn(7, 96).to(dtype)
+def test_finite_differences_are_those_of_the_weight(backend, rows, dtype):
+    weight, x = torch.randn(150, 96).to(dtype), torch.randn(rows, 96).to(dtype)
     found: dict[str, list[torch.Tensor]] = {"actual": [], "oracle": [], "baseline": []}
 
     def add(sign: int) -> None:
