@@ -6,16 +6,15 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from fastbert.sentences import Reranker
 from fastbert.serve.engine import Engine
 
-TINY = 1e-12  # torch.nn.functional.normalize's
-
 
 def unit_length(vectors: np.ndarray) -> np.ndarray:
-    """Rows of length 1; a zero row stays zero."""
-    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), TINY)
+    """Rows of length 1, the same numbers as SentenceEncoder's; a zero row stays zero."""
+    return F.normalize(torch.from_numpy(vectors), dim=-1).numpy()
 
 
 def ranking(engine: Engine, logits: np.ndarray, raw: bool, texts: list[str] | None) -> list[dict[str, Any]]:

@@ -79,10 +79,12 @@ def test_many_clients_share_batches_and_get_encodes_vectors(model):
     with served(model) as (_, port), ThreadPoolExecutor(32) as clients:
         answers = list(clients.map(lambda inputs: post(port, {"inputs": inputs}), requests))
         metrics = page(port, "/metrics")
-    for inputs, (status, vectors) in zip(requests, answers, strict=True):
-        assert status == 200
-        near, oracle = (each.encode(inputs, normalize=True) for each in (encoder, exact))
-        assert_close_to_theirs(np.float32(vectors), near, oracle)
+    assert {status for status, _ in answers} == {200}
+    # Which kernels run depends on the longest text of a batch, and so do the last bits. All texts are judged together.
+    near, oracle = (
+        np.concatenate([each.encode(inputs, normalize=True) for inputs in requests]) for each in (encoder, exact)
+    )
+    assert_close_to_theirs(np.concatenate([np.float32(vectors) for _, vectors in answers]), near, oracle)
     batches = float(re.search(r"^te_batch_next_size_count (\S+)$", metrics, re.MULTILINE)[1])
     assert batches < len(requests)  # requests met in batches
     assert "te_request_failure" not in re.sub(r"^#.*$", "", metrics, flags=re.MULTILINE)
