@@ -160,6 +160,23 @@ def transform_objection() -> str | None:
     return _TRANSFORMED
 
 
+def check_differentiated_once() -> None:
+    """Raise BackendError, in the backward of a kernel, where its gradients are to be differentiated or transformed.
+
+    PyTorch's own once_differentiable makes constants of them with create_graph=True. Whoever then asks for the
+    derivative by certain tensors, as torch.autograd.functional's jvp and hvp do, finds no path and takes it for 0.
+    In graphs of torch.compile PyTorch itself refuses create_graph=True.
+    """
+    if torch.compiler.is_compiling():
+        return
+    reason = "create_graph=True" if torch.is_grad_enabled() else transform_objection()
+    if reason is not None:
+        raise BackendError(
+            f"the backward of fastbert's kernels cannot be differentiated or transformed ({reason}): compute the"
+            ' forward pass within `with fastbert.use_backend("torch"):`'
+        )
+
+
 def select(op: str, asked: str | Backend | None, x: torch.Tensor, *args) -> Backend:
     """The backend that will serve this call of `op`; `x` and `args` are what the op's `supports` functions take.
 

@@ -17,6 +17,10 @@ from fastbert.cli.parser import add_command
 from fastbert.native import recipe
 
 WIDTH = 100
+_DERIVATIVES = (
+    "Kernels have first derivatives only: torch.func and forward mode run torch's operations, and double backward"
+    ' (create_graph=True) needs fastbert.use_backend("torch")'
+)
 _PACKAGES = ("triton", "tokenizers", "safetensors", "transformers", "sentence-transformers")
 
 
@@ -58,6 +62,7 @@ def doctor_lines() -> tuple[list[str], bool]:
     lines += ["", "Which backend serves each operation"]
     for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
         lines += _backend_table(device)
+    lines += ["", *textwrap.wrap(_DERIVATIVES, WIDTH, subsequent_indent="  ", break_on_hyphens=False)]
     return lines, True
 
 

@@ -7,6 +7,7 @@ Triton kernel is imported by its first call.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastbert.backend import Backend
+from fastbert.backend import Backend, check_differentiated_once
 
 # --------------------------------------------------------------------------------------------------------------------
 # Availability: asked once, in `supports`, never at import.
@@ -170,6 +171,17 @@ def define_triton(op: str, schema: str, module: str, fake: Callable) -> Callable
 # Autograd
 
 
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """For the backward of an autograd.Function that runs kernels: see `check_differentiated_once`."""
+
+    @functools.wraps(backward)
+    def checked(ctx, *douts):
+        check_differentiated_once()
+        return backward(ctx, *douts)
+
+    return checked
+
+
 class Rule(NamedTuple):
     """How an op is differentiated, for every backend that has kernels of it.
 
@@ -196,7 +208,7 @@ class Differentiable(torch.autograd.Function):
         return results
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx, *douts):
         rule, backend, options = ctx.call
         needed = ctx.needs_input_grad[3:]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from fastbert.backend import Backend, register_offer
-from fastbert.ops._common import check_devices, compute_dtype, define
+from fastbert.ops._common import check_devices, compute_dtype, define, differentiable_once
 from fastbert.ops.encoder_layers import (
     FLOATS,
     GATED,
@@ -123,7 +123,7 @@ class _EncoderLayers(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx, dout):
         call, needs_dx = ctx.call, ctx.needs_input_grad[0]
         num_tables = 2 * len(call.rotary_layouts)

@@ -25,6 +25,7 @@ from fastbert.ops._common import (
     check_devices,
     compute_dtype,
     define,
+    differentiable_once,
     extension_error,
     needs_grad,
 )
@@ -183,7 +184,7 @@ class _MergedLinears(torch.autograd.Function):
         return out.split([w.shape[0] for w in weights], 1)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx, *douts):
         x, *weights = ctx.saved_tensors
         count, widths = len(weights), [w.shape[0] for w in weights]

@@ -9,7 +9,15 @@ from itertools import pairwise
 import torch
 
 from fastbert.backend import Backend, register, select
-from fastbert.ops._common import Differentiable, Rule, check_devices, define_triton, needs_grad, triton_objection
+from fastbert.ops._common import (
+    Differentiable,
+    Rule,
+    check_devices,
+    define_triton,
+    differentiable_once,
+    needs_grad,
+    triton_objection,
+)
 
 # Rows of x (num_rows, width) to (total_tokens, width), and back with zeros in the rows that indices leaves out.
 # indices: int64 (total_tokens,), ascending. Each op is the other's backward.
@@ -42,7 +50,7 @@ class _Pack(torch.autograd.Function):
         return _PACK(x, indices)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx, dout):
         (indices,) = ctx.saved_tensors
         return _UNPACK(dout, indices, ctx.num_rows), None

@@ -11,6 +11,7 @@ from fastbert.ops._common import (
     at_least_fp32,
     check_devices,
     define_triton,
+    differentiable_once,
     needs_grad,
     triton_objection,
 )
@@ -104,7 +105,7 @@ class _Pooling(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx, dout):
         cu_seqlens, *of_max = ctx.saved_tensors
         return _BWD(dout, *of_max, cu_seqlens, *ctx.options), None, None

@@ -7,11 +7,12 @@ import copy
 import pytest
 import torch
 from hf import make_config, make_trio, random_like
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, functional
 from torch.func import functional_call, grad, jacfwd, jvp, vmap
 
 import fastbert
 from fastbert.backend import BackendError, use_backend
+from fastbert.ops._common import extension_error
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
@@ -90,6 +91,39 @@ def test_forward_mode(model_type, transform):
     compare(model_type, transform)
 
 
+def by_two_gradients(model):
+    """The same as `jvp_of_embeds`."""
+    return functional.jvp(lambda e: run(model, {}, inputs_embeds=e), embeds_of(model), embeds_of(model, 2))[1]
+
+
+def hessian_vector_of_embeds(model):
+    def of_embeds(e):
+        return run(model, {}, inputs_embeds=e).pow(3).mean()
+
+    return functional.hvp(of_embeds, embeds_of(model), embeds_of(model, 2))[1]
+
+
+def penalty(model):
+    """The gradient of a penalty on the gradients of the weights."""
+    weights = {name: p.requires_grad_() for name, p in weights_of(model).items() if "pooler" not in name}
+    gradients = torch.autograd.grad(loss(model, weights, input_ids=IDS), [*weights.values()], create_graph=True)
+    found = torch.autograd.grad(sum(g.square().sum() for g in gradients), [*weights.values()])
+    return flat(dict(zip(weights, found, strict=True)))
+
+
+@pytest.mark.parametrize("twice", (by_two_gradients, hessian_vector_of_embeds, penalty))
+@pytest.mark.parametrize("model_type", ("bert", "distilbert"))
+def test_gradients_of_gradients(model_type, twice):
+    """Torch's backend has them; kernels say that they do not, and never give zeros."""
+    trio = make_trio(make_config(model_type), "Model", torch.float32)
+    with use_backend("torch"):
+        compare_with(trio, twice)
+    if extension_error() is None:
+        for model in two_of_ours(trio):
+            with pytest.raises(BackendError, match=r'\(create_graph=True\): compute .*use_backend\("torch"\)'):
+                twice(model)
+
+
 @pytest.mark.filterwarnings("ignore:fastbert. .*transformers' own forward")
 @pytest.mark.parametrize("transform", (gradient, of_each_sample, hessian_vector))
 @pytest.mark.parametrize("model_type", ("bert", "distilbert"))
@@ -98,11 +132,16 @@ def test_transforms_of_gradients(model_type, transform):
 
 
 def compare(model_type, transform):
-    trio = make_trio(make_config(model_type), "Model", torch.float32)
-    theirs, oracle = trio.baseline, trio.oracle
-    accelerated = fastbert.accelerate(copy.deepcopy(theirs))
-    baseline, truth = transform(theirs), transform(oracle)
-    for model in (trio.ours, accelerated):
+    compare_with(make_trio(make_config(model_type), "Model", torch.float32), transform)
+
+
+def two_of_ours(trio):
+    return trio.ours, fastbert.accelerate(copy.deepcopy(trio.baseline))
+
+
+def compare_with(trio, transform):
+    baseline, truth = transform(trio.baseline), transform(trio.oracle)
+    for model in two_of_ours(trio):
         actual = transform(model)
         assert actual is not None and truth.abs().max() > 0
         assert_close_to_reference(actual, truth, baseline, GRADIENT_FACTOR)
