@@ -12,7 +12,7 @@ import torch
 import transformers
 from full import left_to_full
 from hf import config_for, make_hf, make_ours
-from precise import assert_close_to_theirs
+from precise import assert_close_to_theirs, in_float64
 from seeds import numpy_generator, shifted
 
 import fastbert
@@ -133,9 +133,9 @@ def test_accelerate_loop():
     config = config_for("bert", "SequenceClassification", 0, num_labels=3)
     ours = make_ours(config, "SequenceClassification", make_hf(config, "SequenceClassification"))
     found = []
-    for collate in (padded, fastbert.PackingCollator()):
+    for start, collate in ((ours, fastbert.PackingCollator()), (ours, padded), (in_float64(ours), padded)):
         accelerator = Accelerator(cpu=True)
-        model = copy.deepcopy(ours).train()
+        model = copy.deepcopy(start).train()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         loader = torch.utils.data.DataLoader(rows(""), batch_size=8, collate_fn=collate)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -150,7 +150,7 @@ def test_accelerate_loop():
             numbers += [output.loss.item(), *logits.flatten().tolist()]
         assert count == 22
         found.append(numbers)
-    assert found[1] == pytest.approx(found[0], abs=1e-5)
+    assert_close_to_theirs(*found)
 
 
 library = pytest.importorskip("sentence_transformers")

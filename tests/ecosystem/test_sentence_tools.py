@@ -21,6 +21,5 @@ def test_keybert_finds_the_same_words(tmp_path):
     theirs = keybert.KeyBERT(model=library.SentenceTransformer(str(tmp_path), device="cpu"))
     wanted = theirs.extract_keywords(documents, top_n=4, stop_words=None)
     assert [[word for word, _ in row] for row in found] == [[word for word, _ in row] for row in wanted]
-    np.testing.assert_allclose(
-        [score for row in found for _, score in row], [s for row in wanted for _, s in row], atol=2e-4
-    )
+    ours, scores = ([score for row in rows for _, score in row] for rows in (found, wanted))
+    np.testing.assert_allclose(ours, scores, rtol=0, atol=1.01e-4)  # KeyBERT rounds to four places

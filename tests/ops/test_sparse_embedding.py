@@ -6,11 +6,13 @@ import pytest
 import torch
 from hf import make_config, make_hf
 from isas import backend_with_isa, device_of
+from precise import in_float64
 
 import fastbert
 from fastbert import ops
 from fastbert.models.classes import CLASSES
 from fastbert.ops._common import extension_error
+from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 IDS = torch.tensor([7, 2, 7, 0, 39, 2, 7])
 
@@ -61,15 +63,16 @@ def two_models(kind: str):
 @pytest.mark.parametrize("kind", ("own", "accelerated"))
 def test_options_of_a_table_are_those_of_torch(kind, table, option, value):
     found = []
-    for model in two_models(kind):
+    ours, theirs = two_models(kind)
+    for model in (ours, theirs, in_float64(theirs)):
         leaf = model.get_submodule(f"embeddings.{table}_embeddings")
         setattr(leaf, option, value)
         out = model(IDS[None].clamp(max=30)).last_hidden_state
         out.square().sum().backward()
         assert leaf.weight.grad.is_sparse == (option == "sparse")
         found.append((out, leaf.weight.grad.to_dense(), leaf.weight))
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    for actual, baseline, oracle in zip(*found, strict=True):
+        assert_close_to_reference(actual, oracle, baseline, GRADIENT_FACTOR)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")

@@ -141,7 +141,7 @@ def test_word_tables_that_are_only_looked_up_have_sparse_gradients():
             assert not sparse or model is models[1] or optimizer._late[word].count == 6
             catch_up(optimizer)
         for (name, one), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-5, msg=name)
+            assert (one - other).abs().max() <= 6 * torch.finfo(one.dtype).eps * other.abs().max(), name  # six steps
 
 
 def test_schedules():
