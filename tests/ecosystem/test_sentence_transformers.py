@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 from precise import assert_as_theirs, assert_close_to_theirs, in_float64
-from seeds import manual_seed, shifted
+from seeds import manual_seed, python_random, shifted
 
 import fastbert
 
@@ -88,11 +88,18 @@ def test_their_trainer_trains_it(folder, tmp_path):
 def test_their_evaluator_takes_it(folder):
     from sentence_transformers.evaluation import EmbeddingSimilarityEvaluator
 
-    evaluator = EmbeddingSimilarityEvaluator(TEXTS, TEXTS[::-1], [0.1, 0.7, 1.0, 0.6, 0.3], write_csv=False)
+    draw = python_random(0)
+    evaluators = [
+        EmbeddingSimilarityEvaluator(TEXTS, draw.sample(TEXTS, 5), [draw.random() for _ in TEXTS], write_csv=False)
+        for _ in range(30)
+    ]
     ours, theirs = pair(folder)
-    found, wanted = evaluator(ours), evaluator(theirs)
+    found, wanted = evaluators[0](ours), evaluators[0](theirs)
     assert re.search("spearman", " ".join(found)) and found.keys() == wanted.keys()
-    assert_as_theirs(ours, theirs, lambda model: [float(figure) for figure in evaluator(model).values()])
+    # All figures together: of one, how far theirs is off is luck.
+    assert_as_theirs(
+        ours, theirs, lambda model: [float(figure) for each in evaluators for figure in each(model).values()]
+    )
 
 
 def test_int8_stays_frozen(folder):

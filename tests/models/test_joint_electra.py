@@ -9,6 +9,7 @@ import torch
 from batches import make_batch
 from hf import config_for, hf_class, make_config, make_hf, make_ours
 from seeds import manual_seed, torch_generator
+from shares import assert_share
 from torch import nn
 
 from fastbert import ElectraForJointPreTraining
@@ -127,9 +128,8 @@ def test_samples_follow_the_generator():
         joint.generator.generator_predictions.LayerNorm.weight.zero_()
         joint.generator.generator_predictions.LayerNorm.bias.zero_()
     sampled = torch.cat([run(joint, batch.inputs, labels, seed)[1][chosen] for seed in range(20)])
-    share = (sampled == 7).double().mean().item()
     assert ((sampled == 7) | (sampled == 8)).all()
-    assert abs(share - 0.5) < 5 * 0.5 / len(sampled) ** 0.5  # five standard deviations
+    assert_share(sampled == 7, 0.5)
 
 
 def test_no_gradient_through_the_sample():

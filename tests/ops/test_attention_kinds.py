@@ -10,6 +10,7 @@ import torch
 from attention_terms import assert_close_in_units, attention_terms
 from full import halved, left_to_full
 from isas import CPU_BACKENDS
+from layouts import assert_same_results
 from seeds import manual_seed
 from test_attention import RAGGED, SLACK, each_dtype, needs_extension
 
@@ -237,27 +238,32 @@ def test_slices_and_tables_are_read_where_they_lie(backend):
     fused = torch.cat(tensors, 1)
     wide = Rotary(*(torch.cat([t, t], -1)[:, :16] for t in tables[:2]), True)
     turned = Rotary(*(t.t().contiguous().t() for t in tables[:2]), True)
-    results = []
-    for t, table in ((fused, tables), (fused.transpose(1, 2).contiguous().transpose(1, 2), wide), (fused, turned)):
+
+    def run(layout, dtype=torch.float32):
+        t, table = layout
         f = partial(attention, cu_seqlens=case.cu_seqlens, max_seqlen=41, rotary=table, backend=backend)
         strided = torch.stack([places, places], 1)[:, 0] if table is wide else places
-        f = partial(f, window_size=(9, 12), window_positions=strided)
-        leaf = t.detach().requires_grad_()
-        out = f(*leaf.split((4, 2, 2), 1))
-        results.append((out, *torch.autograd.grad(out, leaf, torch.ones_like(out))))
-    assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
+        leaf = t.to(dtype).detach().requires_grad_()
+        out = f(*leaf.split((4, 2, 2), 1), window_size=(9, 12), window_positions=strided)
+        return out, *torch.autograd.grad(out, leaf, torch.ones_like(out))
+
+    layouts = (fused, tables), (fused.transpose(1, 2).contiguous().transpose(1, 2), wide), (fused, turned)
+    assert_same_results(backend, run, layouts)
 
 
 def test_probs_are_those_of_the_output():
     case = Lengths("", (5, 0, 29, 1))
-    q, k, v = (t.double() for t in make(case))
+    qkv = make(case)
     options = {"window_size": (3, 9), "window_positions": positions(case), "rotary": rotary(case, 32, True, True)}
-    probs = attention_probs(q, k, case.cu_seqlens, 30, **options)
-    out = attention(q, k, v, case.cu_seqlens, 30, backend="torch", **options)
+    probs = attention_probs(*qkv[:2], case.cu_seqlens, 30, **options)
+    exact, near = (
+        attention(*(t.to(dtype) for t in qkv), case.cu_seqlens, 30, backend="torch", **options)
+        for dtype in (torch.float64, torch.float32)
+    )
     for i, (start, n) in enumerate(((0, 5), (5, 0), (5, 29), (34, 1))):
-        values = v[start : start + n].repeat_interleave(2, 1).transpose(0, 1)
-        literal = (probs[i, :, :n, :n] @ values).transpose(0, 1)
-        assert_close_to_reference(out[start : start + n], literal, literal)
+        values, rows = qkv[2][start : start + n].repeat_interleave(2, 1).transpose(0, 1), slice(start, start + n)
+        out = (probs[i, :, :n, :n] @ values).transpose(0, 1)
+        assert_close_to_reference(out, exact[rows], near[rows])
         assert probs[i].sum() == pytest.approx(4 * n)
 
 

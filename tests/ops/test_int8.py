@@ -94,11 +94,17 @@ def test_feed_forward_is_its_two_products(backend, dtype, input_scale):
 
 
 def literal_gated(x, dtype, ups, biases, up_scales, down, down_scale, input_scales):
-    """inner, which the second product quantises, is in the dtype in which it is handed on."""
+    """The result, and inner, which the second product quantises: in the dtype in which it is handed on."""
     operands = zip(ups, biases, up_scales, input_scales[:2], ("silu", "none"), strict=True)
     gate, up = [reference.linear_int8(x.to(dtype), w, b.to(dtype), s, i, name) for w, b, s, i, name in operands]
     inner = (gate * up).to(x.dtype).to(dtype)
-    return reference.linear_int8(inner, down, None, down_scale, input_scales[2])
+    return reference.linear_int8(inner, down, None, down_scale, input_scales[2]), inner
+
+
+def rows_away_from_ties(inner, input_scale):
+    """Of float32, where the last bits of inner are rounding's: a step more or less is no error there, but luck."""
+    steps = inner / (inner.abs().amax(-1, keepdim=True) / 127 if input_scale == 0 else input_scale)
+    return ((steps.frac().abs() - 0.5).abs() > 1e-3).all(-1)
 
 
 @halved
@@ -117,8 +123,9 @@ def test_gated_feed_forward(backend, dtype, input_scales):
             weight_scales=(*scales, down_scale), input_scales=input_scales, **options,
         )  # fmt: skip
         operands = (ups, biases, scales, down, down_scale, input_scales)
-        oracle, baseline = (literal_gated(x, t, *operands) for t in (torch.float64, torch.float32))
-        assert_close_to_reference(out, oracle, baseline.to(dtype), name=f"{rows} rows")
+        (oracle, exact), (baseline, _) = (literal_gated(x, t, *operands) for t in (torch.float64, torch.float32))
+        sure = rows_away_from_ties(exact, input_scales[2]) if dtype is torch.float32 else slice(None)
+        assert_close_to_reference(out[sure], oracle[sure], baseline.to(dtype)[sure], name=f"{rows} rows")
         if input_scales[0] == input_scales[1]:
             options |= {"weight_scales": (torch.cat(scales), down_scale), "input_scales": input_scales[1:]}
             assert torch.equal(ops.feed_forward(x, torch.cat(ups), torch.cat(biases), down, **options), out)

@@ -7,6 +7,7 @@ import torch
 from full import halved, left_to_full
 from isas import CPU_BACKENDS, device_of
 from norms import check, differentiate, everything, keep_mask, make, serving, skip_unless_served
+from shares import assert_share
 
 from fastbert.backend import Backend, BackendError, select, use_backend
 from fastbert.ops._common import extension_error
@@ -87,13 +88,8 @@ def test_strided_and_sliced_operands(backend):
 @pytest.mark.parametrize("dropout_p", (0.1, 0.6))
 @each_backend
 def test_dropout_keeps_its_share(backend, dropout_p):
-    keep = keep_mask(backend, 64, 4096, dropout_p, seed=0).double()
-    assert abs(keep.mean().item() - (1 - dropout_p)) < 0.01
-    # Neither rows nor columns are favoured: six standard deviations of 4096 and of 64 draws.
-    spread = (dropout_p * (1 - dropout_p)) ** 0.5
-    for axis in (0, 1):
-        bound = 6 * spread / keep.shape[axis] ** 0.5
-        assert (keep.mean(axis) - (1 - dropout_p)).abs().max() < bound
+    keep = keep_mask(backend, 64, 4096, dropout_p, seed=0)
+    assert_share(keep, 1 - dropout_p, (0,), (1,))  # neither rows nor columns are favoured
 
 
 @each_backend

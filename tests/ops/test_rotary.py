@@ -8,6 +8,7 @@ import pytest
 import test_attention
 import torch
 from full import left_to_full
+from layouts import assert_same_results
 from seeds import manual_seed
 from test_attention import RAGGED, SLACK, check, differentiate, each_dtype, make
 from test_attention_dropout import dropped_probabilities
@@ -138,14 +139,16 @@ def test_only_distances_count(backend):
 def test_slices_of_a_fused_projection_are_read_where_they_lie(backend, dtype):
     qkv, rotary = make(FEW, head_dim=64, dtype=dtype), tables(33, 64)
     dout = torch.randn_like(qkv[0])
-    results = []
-    for layout in ((0, 1, 2, 3), (1, 0, 2, 3), (1, 2, 0, 3), (1, 2, 3, 0)):  # the last has no row in one piece
+
+    def run(layout, dtype=dtype):
         back = [layout.index(i) for i in range(4)]
-        leaf = qkv.permute(layout).contiguous().requires_grad_()
+        leaf = qkv.to(dtype).permute(layout).contiguous().requires_grad_()
         out = ops.attention(*leaf.permute(back).unbind(), FEW.cu_seqlens, 33, rotary=rotary, backend=backend)
-        out.backward(dout.transpose(0, 1).contiguous().transpose(0, 1))
-        results.append((out, leaf.grad.permute(back)))
-    assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
+        out.backward(dout.to(dtype).transpose(0, 1).contiguous().transpose(0, 1))
+        return out, leaf.grad.permute(back)
+
+    layouts = (0, 1, 2, 3), (1, 0, 2, 3), (1, 2, 0, 3), (1, 2, 3, 0)  # the last has no row in one piece
+    assert_same_results(backend, run, layouts)
 
 
 @in_torch_cpu_and_triton
