@@ -275,7 +275,7 @@ def test_trainer(options, tmp_path, packed_layers, no_fallback):
     actual = fine_tune(fastbert.accelerate(model), tmp_path, **options)
     assert len(packed_layers) == (2 if options.get("gradient_checkpointing") else 1) * 4 * 30
     assert_close_to_theirs(actual, fine_tune(plain, tmp_path, **options), fine_tune(exact, tmp_path))
-    assert sum(actual[-3:]) < 0.5 * sum(actual[:3])
+    assert sum(actual[-3:]) < sum(actual[:3])
 
 
 def test_sentence_transformer(packed_layers, no_fallback):

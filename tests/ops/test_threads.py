@@ -84,7 +84,7 @@ def test_the_first_forward_packs_every_weight_of_the_layers_once_and_the_second_
         "ids = torch.randint(1, 99, (1, 16))\n"
         "weights = sum(p.nbytes for n, p in model.encoder.named_parameters() if p.dim() == 2)\n"
         "for _ in range(3):\n"
-        "    with torch.no_grad(): model.encode_packed(ids[0], torch.tensor([0, 16], dtype=torch.int32), 16)\n"
+        "    with torch.inference_mode(): model.encode_packed(ids[0], torch.tensor([0, 16], dtype=torch.int32), 16)\n"
         "    print(_C.packed_bytes() / weights)"
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
