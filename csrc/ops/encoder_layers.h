@@ -10,8 +10,8 @@
 namespace fastbert {
 
 Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Array>& weights, const List<Array>& biases,
-                         const List<Array>& weight_scales, const std::vector<double>& input_scales,
-                         const List<Array>& norms, const std::string& activation, const std::vector<int64_t>& layers,
+                         const List<Array>& weight_scales, const List<Array>& input_scales, const List<Array>& norms,
+                         const std::string& activation, const std::vector<int64_t>& layers,
                          const std::vector<int64_t>& forms, const std::vector<double>& numbers,
                          const std::optional<double>& final_eps, const std::vector<Array>& rotary,
                          const std::vector<int64_t>& rotary_layouts, const OptionalArray& window_positions,

@@ -113,7 +113,7 @@ std::tuple<Array, Array> feed_forward_cpu(const Array& x, const Array& up_weight
                                           const Array& down_weight, const OptionalArray& gate_weight,
                                           const OptionalArray& gate_bias, const OptionalArray& up_scale,
                                           const OptionalArray& down_scale, const OptionalArray& gate_scale,
-                                          const std::vector<double>& input_scales, const OptionalArray& philox,
+                                          const std::vector<OptionalArray>& input_scales, const OptionalArray& philox,
                                           double dropout_p, const std::string& activation, bool gated, ScalarType dtype,
                                           bool return_pre) {
   const size_t ups = gate_weight.defined() ? 2 : 1;
@@ -121,16 +121,17 @@ std::tuple<Array, Array> feed_forward_cpu(const Array& x, const Array& up_weight
   const Comparison comparison = comparison_of_call();
   FeedForwardOperand operand{
       {},
-      {down_weight, nullptr, &down_scale, input_scales[ups], version_of(down_weight), comparison},
+      {down_weight, nullptr, &down_scale, &input_scales[ups], version_of(down_weight), comparison},
       activation_of(activation),
       gated,
       make_dropout(dropout_p, philox)};
   int64_t width = up_weight.size(0);
   if (gate_weight.defined()) {
-    operand.ups.push_back({gate_weight, &gate_bias, &gate_scale, input_scales[0], version_of(gate_weight), comparison});
+    operand.ups.push_back(
+        {gate_weight, &gate_bias, &gate_scale, &input_scales[0], version_of(gate_weight), comparison});
     width += gate_weight.size(0);
   }
-  operand.ups.push_back({up_weight, &up_bias, &up_scale, input_scales[ups - 1], version_of(up_weight), comparison});
+  operand.ups.push_back({up_weight, &up_bias, &up_scale, &input_scales[ups - 1], version_of(up_weight), comparison});
   const Array out = empty({x.size(0), down_weight.size(0)}, dtype);
   const Array pre = empty({return_pre ? x.size(0) : 0, width}, dtype);
   feed_forward_rows(x, operand, out, return_pre ? pre : Array(), dtype, nullptr);

@@ -15,7 +15,7 @@ std::tuple<Array, Array> feed_forward_cpu(const Array& x, const Array& up_weight
                                           const Array& down_weight, const OptionalArray& gate_weight,
                                           const OptionalArray& gate_bias, const OptionalArray& up_scale,
                                           const OptionalArray& down_scale, const OptionalArray& gate_scale,
-                                          const std::vector<double>& input_scales, const OptionalArray& philox,
+                                          const std::vector<OptionalArray>& input_scales, const OptionalArray& philox,
                                           double dropout_p, const std::string& activation, bool gated, ScalarType dtype,
                                           bool return_pre);
 

@@ -124,7 +124,7 @@ void LayerReader::read(const LayerForm& form, LayerOperands& layer) {
     layer.version[i] = has_versions() ? (*lists_.versions)[at] : version_of(weight);
     layer.bias[i] = has_bias ? next("biases", lists_.biases, bias_) : Array();
     layer.scale[i] = has_scale ? next("weight_scales", lists_.scales, scale_) : Array();
-    layer.input_scale[i] = has_scale ? (*lists_.input_scales)[scale_ - 1] : 0.0;
+    layer.input_scale[i] = has_scale ? next("input_scales", lists_.input_scales, input_scale_) : Array();
     const bool is_output = i == form.attention_output() || i == form.down();
     const int64_t features = i < form.num_projections() ? form.heads_of(i) * form.head_dim
                              : is_output                ? hidden_size_

@@ -49,8 +49,7 @@ std::vector<LayerForm> layer_forms(const std::vector<int64_t>& forms, const std:
 // The operands of one layer. Those before it are not needed any more when the next is read.
 struct LayerOperands {
   static constexpr size_t kMostLeaves = 7;
-  std::array<Array, kMostLeaves> weight, bias, scale;
-  std::array<double, kMostLeaves> input_scale;
+  std::array<Array, kMostLeaves> weight, bias, scale, input_scale;
   std::array<int64_t, kMostLeaves> version;
   Comparison comparison;
   NormOperand attention_norm, feed_forward_norm;
@@ -60,11 +59,11 @@ struct LayerOperands {
     return form.norm_first ? feed_forward_norm : attention_norm;
   }
   LinearOperand linear(size_t i) const {
-    return {weight[i], &bias[i], &scale[i], input_scale[i], version[i], comparison};
+    return {weight[i], &bias[i], &scale[i], &input_scale[i], version[i], comparison};
   }
   // For what adds the bias itself.
   LinearOperand without_bias(size_t i) const {
-    return {weight[i], nullptr, &scale[i], input_scale[i], version[i], comparison};
+    return {weight[i], nullptr, &scale[i], &input_scale[i], version[i], comparison};
   }
   std::vector<LinearOperand> projections(const LayerForm& form) const;
   FeedForwardOperand feed_forward(const LayerForm& form, Activation activation, const Dropout& dropout) const;
@@ -91,9 +90,7 @@ Heads make_heads(const LayerForm& form, int64_t tokens, const Make& make) {
 
 // A stack's operands as an operator takes them; null where its schema has none. versions: the weights', or none.
 struct LayerLists {
-  const List<Array>*weights, *biases, *scales;
-  const std::vector<double>* input_scales;
-  const List<Array>* norms;
+  const List<Array>*weights, *biases, *scales, *input_scales, *norms;
   const std::vector<int64_t>* versions;
 };
 
@@ -121,7 +118,7 @@ class LayerReader {
   int64_t hidden_size_;
   ScalarType dtype_;
   Comparison comparison_;
-  size_t layer_ = 0, weight_ = 0, bias_ = 0, scale_ = 0, norm_ = 0;  // the next ones
+  size_t layer_ = 0, weight_ = 0, bias_ = 0, scale_ = 0, input_scale_ = 0, norm_ = 0;  // the next ones
 };
 
 }  // namespace fastbert

@@ -19,8 +19,8 @@ Array bias_gradient(const Array& dout, ScalarType dtype) {
 
 std::vector<Array> linear_cpu(const Array& x_, const std::vector<Array>& weights,
                               const std::vector<OptionalArray>& biases, const std::vector<OptionalArray>& weight_scales,
-                              const std::vector<double>& input_scales, const std::string& activation, ScalarType dtype,
-                              bool return_pre) {
+                              const std::vector<OptionalArray>& input_scales, const std::string& activation,
+                              ScalarType dtype, bool return_pre) {
   const Array x = checked_x(x_, dtype);
   const size_t count = weights.size();
   check(count > 0 && biases.size() == count && weight_scales.size() == count && input_scales.size() == count,
@@ -34,7 +34,7 @@ std::vector<Array> linear_cpu(const Array& x_, const std::vector<Array>& weights
   operands.reserve(count);
   for (size_t i = 0; i < count; ++i) {
     operands.emplace_back(
-        LinearOperand{weights[i], &biases[i], &weight_scales[i], input_scales[i], version_of(weights[i]), comparison},
+        LinearOperand{weights[i], &biases[i], &weight_scales[i], &input_scales[i], version_of(weights[i]), comparison},
         x.size(0), x.size(1), dtype);
     results.push_back(empty({x.size(0), weights[i].size(0)}, dtype));
     const Array out = results.back();

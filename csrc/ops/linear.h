@@ -12,8 +12,8 @@ namespace fastbert {
 
 std::vector<Array> linear_cpu(const Array& x, const std::vector<Array>& weights,
                               const std::vector<OptionalArray>& biases, const std::vector<OptionalArray>& weight_scales,
-                              const std::vector<double>& input_scales, const std::string& activation, ScalarType dtype,
-                              bool return_pre);
+                              const std::vector<OptionalArray>& input_scales, const std::string& activation,
+                              ScalarType dtype, bool return_pre);
 
 // dx, and of every weight dweight and dbias.
 using Gradients = std::tuple<Array, std::vector<Array>, std::vector<Array>>;

@@ -1,5 +1,7 @@
 #include "products.h"
 
+#include <limits>
+
 #include "gradients.h"
 #include "tensors.h"
 #include "workspace.h"
@@ -74,6 +76,18 @@ DType format_for(ScalarType dtype) {
 
 RowsArg rows_of(const Array& x) { return {x.data(), dtype_of(x), x.stride(0)}; }
 
+// 0, as where there is none: each row of x is measured.
+float input_scale_of(const LinearOperand& linear) {
+  if (linear.input_scale == nullptr || !linear.input_scale->defined()) return 0.0f;
+  const Array& t = *linear.input_scale;
+  check(t.is_cpu() && t.scalar_type() == ScalarType::Float && t.numel() == 1, "input_scale is ", t.scalar_type(), " ",
+        t.sizes(), " on ", t.device(), ", expected one Float on cpu");
+  const float scale = *t.data<const float>();
+  check(scale >= 0.0f && scale < std::numeric_limits<float>::infinity(), "input_scale is ", scale,
+        "; it must be 0 or positive");
+  return scale;
+}
+
 Operand::Operand(const LinearOperand& linear, int64_t rows, int64_t in_features, ScalarType dtype) {
   const Array& weight = linear.weight;
   check(weight.is_cpu(), "weight is on ", weight.device(), ", expected cpu");
@@ -96,7 +110,7 @@ Operand::Operand(const LinearOperand& linear, int64_t rows, int64_t in_features,
     scale = checked("weight_scale", *linear.weight_scale, {out_features}, ScalarType::Float, scale_copy).data<float>();
   }
   const DType format = is_int8 ? DType::kInt8 : format_for(dtype);
-  target.weight = {nullptr, format, out_features, in_features, nullptr, scale, static_cast<float>(linear.input_scale)};
+  target.weight = {nullptr, format, out_features, in_features, nullptr, scale, input_scale_of(linear)};
   if (!is_int8 && packs_on_its_way(rows, linear.comparison) && has_whole_lines(weight)) {
     source = weight;
     target.weight.source = pack_args(source, format);
@@ -123,7 +137,7 @@ Operand transposed(const Array& weight_, int64_t rows, int64_t in_features, Scal
   // where that differed, this copy is old, too.
   const bool is_few = packs_on_its_way(rows, comparison_of_call());
   const Comparison comparison = is_few ? Comparison::kWhole : Comparison::kShare;
-  return Operand({weight.t(), nullptr, nullptr, 0.0, version_of(weight), comparison}, rows, in_features, dtype);
+  return Operand({weight.t(), nullptr, nullptr, nullptr, version_of(weight), comparison}, rows, in_features, dtype);
 }
 
 Array checked_x(const Array& x, ScalarType dtype) {

@@ -22,8 +22,8 @@ struct LinearOperand {
   const Array& weight;
   const Array* bias;          // null, or undefined: there is none
   const Array* weight_scale;  // likewise
-  double input_scale;
-  int64_t version;  // of the weight: packed_weights.h
+  const Array* input_scale;   // likewise; one float32, read at each call
+  int64_t version;            // of the weight: packed_weights.h
   Comparison comparison;
 };
 

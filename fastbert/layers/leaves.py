@@ -92,7 +92,7 @@ def place(root: nn.Module, path: str, module: nn.Module) -> None:
 FORWARD = "forward"  # on the instance
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 HOOKS = (*FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks")
-ATTRIBUTES = ("eps", "variance_epsilon", "p", "input_scale_value")  # of norms, a Dropout and a QuantizedLinear
+ATTRIBUTES = ("eps", "variance_epsilon", "p")  # of norms and a Dropout
 # Those of every module of a process (torch.nn.modules.module.register_module_forward_hook and its kin).
 _GLOBAL_HOOKS: tuple[dict, ...] = tuple(getattr(torch_module, f"_global{name}") for name in HOOKS)
 
@@ -155,7 +155,7 @@ def weights_of(module: nn.Module) -> ops.LinearWeights:
     if type(module) is QuantizedLinear:
         return ops.LinearWeights(*module.operands())
     parameters = module._parameters
-    return ops.LinearWeights(parameters["weight"], parameters["bias"], None, 0.0)  # type: ignore[arg-type]
+    return ops.LinearWeights(parameters["weight"], parameters["bias"], None, None)  # type: ignore[arg-type]
 
 
 def linear(module: nn.Module, x: torch.Tensor, activation: str = "none") -> torch.Tensor:

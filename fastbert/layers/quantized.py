@@ -28,7 +28,6 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("weight_scale", torch.ones(out_features, dtype=torch.float32, device=device))
         self.register_buffer("input_scale", torch.zeros((), dtype=torch.float32, device=device))
         self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
-        self.input_scale_value = 0.0  # on the host: ops take it as a number, and a launch must not wait for it
 
     @classmethod
     @torch.no_grad()
@@ -43,10 +42,9 @@ class QuantizedLinear(nn.Module):
         if quantized.bias is not None:
             quantized.bias.copy_(linear.bias)
         quantized.input_scale.fill_(input_scale)
-        quantized.input_scale_value = float(quantized.input_scale)
         return quantized.train(linear.training)
 
-    def operands(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, float]:
+    def operands(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
         """weight, bias, weight_scale and input_scale, as ops take them. Raises RuntimeError in training."""
         if self.training and torch.is_grad_enabled():
             raise RuntimeError(
@@ -54,7 +52,7 @@ class QuantizedLinear(nn.Module):
                 " call its eval()"
             )
         buffers = self._buffers
-        return buffers["weight"], buffers["bias"], buffers["weight_scale"], self.input_scale_value  # type: ignore
+        return buffers["weight"], buffers["bias"], buffers["weight_scale"], buffers["input_scale"]  # type: ignore
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias, scale, input_scale = self.operands()
@@ -90,6 +88,6 @@ class QuantizedLinear(nn.Module):
         arguments = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         if prefix + "input_scale" in state_dict:
-            self.input_scale_value = float(self.input_scale)
-            if not 0 <= self.input_scale_value < float("inf"):
-                error_msgs.append(f"{prefix}input_scale is {self.input_scale_value}; it must be 0 or positive")
+            scale = self.input_scale.item()
+            if not 0 <= scale < float("inf"):
+                error_msgs.append(f"{prefix}input_scale is {scale}; it must be 0 or positive")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -65,11 +67,20 @@ def product(x, weight, bias):
     return F.linear(x, weight, bias)
 
 
+def check_input_scale(scale: torch.Tensor) -> None:
+    """On a GPU nobody waits for its value, and a graph of torch.compile does not know it."""
+    if scale.device.type == "cpu" and not torch.compiler.is_compiling() and not 0 <= scale.item() < math.inf:
+        raise RuntimeError(f"input_scale is {scale.item():g}; it must be 0 or positive")
+
+
 def _linear_int8(x, weight, bias, weight_scale, input_scale):
     rows = at_least_fp32(x)
     largest = rows.abs().amax(-1, keepdim=True)
-    # A static scale must not hide what is not finite behind the clamp: 0 times it is NaN.
-    scale = largest / 127 if input_scale == 0 else input_scale + 0 * largest
+    scale = largest / 127
+    if input_scale is not None:
+        check_input_scale(input_scale)
+        # A static scale must not hide what is not finite behind the clamp: 0 times it is NaN.
+        scale = torch.where(input_scale == 0, scale, input_scale + 0 * largest)
     quantized = torch.round(rows / torch.where(scale > 0, scale, 1.0)).clamp(-127, 127)
     with torch.autocast(x.device.type, enabled=False):  # which would round the sums
         y = F.linear(quantized, weight.to(rows.dtype)) * (scale * weight_scale)

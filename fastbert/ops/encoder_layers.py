@@ -81,7 +81,7 @@ class LinearWeights(NamedTuple):
     weight: torch.Tensor
     bias: torch.Tensor | None
     weight_scale: torch.Tensor | None
-    input_scale: float
+    input_scale: torch.Tensor | None
 
 
 class FinalNorm(NamedTuple):
@@ -101,7 +101,7 @@ class LayerOperands(NamedTuple):
     weights: list[torch.Tensor]
     biases: list[torch.Tensor]
     weight_scales: list[torch.Tensor]
-    input_scales: list[float]  # one for each of weight_scales
+    input_scales: list[torch.Tensor]  # one for each of weight_scales
     norms: list[torch.Tensor]
     activation: str
     layers: list[int]  # which of the forms each layer has
@@ -138,7 +138,7 @@ class LayerOperands(NamedTuple):
                     bias_bits |= 1 << i
                 if scale is not None:
                     scales.append(scale)
-                    input_scales.append(input_scale)
+                    input_scales.append(scale.new_zeros(()) if input_scale is None else input_scale)
                     scale_bits |= 1 << i
             for i, t in enumerate(norms[4 * at : 4 * at + 4]):
                 norm_bits |= (t is not None) << i
@@ -229,7 +229,7 @@ def tables_of(rotary: tuple[Rotary, ...]) -> tuple[list[torch.Tensor], list[int]
 
 define(
     "encoder_layers_cpu",
-    "(Tensor x, Tensor cu_seqlens, Tensor[] weights, Tensor[] biases, Tensor[] weight_scales, float[] input_scales,"
+    "(Tensor x, Tensor cu_seqlens, Tensor[] weights, Tensor[] biases, Tensor[] weight_scales, Tensor[] input_scales,"
     " Tensor[] norms, str activation, int[] layers, int[] forms, float[] numbers, float? final_eps, Tensor[] rotary,"
     " int[] rotary_layouts, Tensor? window_positions, int[] versions) -> Tensor",
     lambda x, *others: torch.empty_like(x),

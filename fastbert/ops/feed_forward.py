@@ -34,8 +34,8 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh")
 
 _FWD_CPU_SCHEMA = (
     "(Tensor x, Tensor up_weight, Tensor? up_bias, Tensor down_weight, Tensor? gate_weight, Tensor? gate_bias,"
-    " Tensor? up_scale, Tensor? down_scale, Tensor? gate_scale, float[] input_scales, Tensor? philox, float dropout_p,"
-    " str activation, bool gated, ScalarType dtype, bool return_pre) -> (Tensor out, Tensor pre)"
+    " Tensor? up_scale, Tensor? down_scale, Tensor? gate_scale, Tensor?[] input_scales, Tensor? philox,"
+    " float dropout_p, str activation, bool gated, ScalarType dtype, bool return_pre) -> (Tensor out, Tensor pre)"
 )
 _BWD_CPU_SCHEMA = (
     "(Tensor dout, Tensor x, Tensor pre, Tensor up_weight, Tensor down_weight, Tensor? gate_weight, Tensor? philox,"
@@ -88,7 +88,7 @@ class FeedForwardOptions(NamedTuple):
     activation: str
     gated: bool
     dropout_p: float
-    input_scales: tuple[float, ...]
+    input_scales: tuple[torch.Tensor | None, ...]
     dtype: torch.dtype
 
 
@@ -138,7 +138,7 @@ def _supports_cuda(x, *operands) -> str | None:
 
 
 def _probe(x: torch.Tensor, vector: torch.Tensor) -> tuple:
-    return x, x, None, x.t(), None, None, FeedForwardOptions("gelu", False, 0.0, (0.0, 0.0), x.dtype)
+    return x, x, None, x.t(), None, None, FeedForwardOptions("gelu", False, 0.0, (None, None), x.dtype)
 
 
 # On a GPU both backends are cuBLAS's products with a kernel between them; `auto` takes CUDA's where it is built.
@@ -222,7 +222,7 @@ def feed_forward(
     gate_bias: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     weight_scales: Sequence[torch.Tensor | None] | None = None,
-    input_scales: Sequence[float] | None = None,
+    input_scales: Sequence[torch.Tensor | None] | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """dropout(inner) down_weight^T, without the second bias: add_layer_norm takes that one.
@@ -252,7 +252,7 @@ def feed_forward(
     """
     products = 2 if gate_weight is None else 3
     scales = (None,) * products if weight_scales is None else tuple(weight_scales)
-    inputs = (0.0,) * products if input_scales is None else tuple(input_scales)
+    inputs = (None,) * products if input_scales is None else tuple(input_scales)
     if len(scales) != products or len(inputs) != products:
         found = f"{len(scales)} and {len(inputs)} elements"
         raise ValueError(f"weight_scales and input_scales have {found}, there are {products} weights")
@@ -260,6 +260,7 @@ def feed_forward(
     check_devices(
         "feed_forward", x=x, up_weight=up_weight, up_bias=up_bias, down_weight=down_weight, gate_weight=gate_weight,
         gate_bias=gate_bias, up_scale=up_scale, down_scale=down_scale, gate_scale=gate_scale,
+        **{f"input_scale {i}": t for i, t in enumerate(inputs)},
     )  # fmt: skip
     weights = (up_weight, up_bias, down_weight, gate_weight, gate_bias)
     _check(x, *weights, activation, gated)

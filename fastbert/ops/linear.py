@@ -33,14 +33,14 @@ from fastbert.ops._linear_torch import linear_torch
 
 # out_i, (total_tokens, out_features_i) in `dtype`: activation(x weight_i^T + bias_i), for every weight of the list
 #
-# x is fp32 or bf16; weights are fp32, bf16, or int8 with weight_scales fp32 (out_features,). An input scale is read for
-# int8 weights only: 0 quantises each row of x by its own largest value. The kernels pack a weight on its first use and
-# keep the copy until the weight changes or dies. With return_pre each out is followed by its value before the
-# activation, which backward needs. Gradients come in the dtypes of x and of the weights, a bias's in its weight's;
+# x is fp32 or bf16; weights are fp32, bf16, or int8 with weight_scales fp32 (out_features,). An input scale, fp32 (),
+# is read for int8 weights only: 0 quantises each row of x by its own largest value. The kernels pack a weight on its
+# first use and keep the copy until the weight changes or dies. With return_pre each out is followed by its value before
+# the activation, which backward needs. Gradients come in the dtypes of x and of the weights, a bias's in its weight's;
 # those that are not needed are empty.
 
 _FWD_SCHEMA = (
-    "(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor?[] weight_scales, float[] input_scales, str activation,"
+    "(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor?[] weight_scales, Tensor?[] input_scales, str activation,"
     " ScalarType dtype, bool return_pre) -> Tensor[]"
 )
 _BWD_SCHEMA = (
@@ -65,7 +65,7 @@ _BWD = define("linear_bwd_cpu", _BWD_SCHEMA, _bwd_fake)
 
 
 class LinearOptions(NamedTuple):
-    input_scales: Sequence[float]
+    input_scales: Sequence[torch.Tensor | None]
     activation: str
     dtype: torch.dtype
 
@@ -214,7 +214,7 @@ def linears(
     biases: Sequence[torch.Tensor | None],
     *,
     weight_scales: Sequence[torch.Tensor | None] | None = None,
-    input_scales: Sequence[float] | None = None,
+    input_scales: Sequence[torch.Tensor | None] | None = None,
     activation: str = "none",
     backend: str | None = None,
 ) -> list[torch.Tensor]:
@@ -225,7 +225,8 @@ def linears(
         weights: (out_features, in_features) each, in x's dtype, or int8.
         biases: (out_features,) each, or None.
         weight_scales: float32 (out_features,) for each int8 weight, None for others.
-        input_scales: for int8 weights; 0 quantises each row by its own largest value, another value all rows by it.
+        input_scales: float32 () for int8 weights, read at each call: what a step of x stands for; 0, and None, quantise
+            each row by its own largest value.
         activation: "none", or a name that the op `activation` knows.
         backend: None follows `use_backend`; a name forces that backend for this call.
 
@@ -234,12 +235,12 @@ def linears(
 
     Raises:
         ValueError: tensors on two devices. BackendError: the backend that was asked for cannot serve the call.
-        RuntimeError: a gradient is wanted through an int8 weight.
+        RuntimeError: a gradient is wanted through an int8 weight; an input scale on a CPU is negative or not finite.
     """
     scales = [None] * len(weights) if weight_scales is None else list(weight_scales)
-    inputs = [0.0] * len(weights) if input_scales is None else list(input_scales)
-    for weight, bias, scale in zip(weights, biases, scales, strict=True):
-        check_devices("linears", x=x, weight=weight, bias=bias, weight_scale=scale)
+    inputs = [None] * len(weights) if input_scales is None else list(input_scales)
+    for weight, bias, scale, step in zip(weights, biases, scales, inputs, strict=True):
+        check_devices("linears", x=x, weight=weight, bias=bias, weight_scale=scale, input_scale=step)
     chosen = select("linears", backend, x, *weights)
     check_gradient(x, scales)
     if chosen is Backend.TORCH:
@@ -267,7 +268,7 @@ def linear(
     bias: torch.Tensor | None,
     *,
     weight_scale: torch.Tensor | None = None,
-    input_scale: float = 0.0,
+    input_scale: torch.Tensor | None = None,
     activation: str = "none",
     backend: str | None = None,
 ) -> torch.Tensor:

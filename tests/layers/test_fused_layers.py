@@ -189,11 +189,35 @@ def test_hooks_run_and_go(calls):
     assert torch.equal(run(model), before) and calls[0] and calls[-1]
 
 
-def test_int8_scales_are_seen(calls):
+SCALE_WRITES = {
+    "fill_": lambda t: t.fill_(0.5),
+    "data": lambda t: t.data.fill_(0.5),
+    "numpy": lambda t: t.flatten().view(torch.uint8).numpy().fill(63),  # bytes of 0.75, or about
+    "set_": lambda t: t.set_(torch.full_like(t, 0.5)),
+}
+
+
+@pytest.mark.parametrize("name", ("input_scale", "weight_scale", "bias"))
+@pytest.mark.parametrize("write", SCALE_WRITES)
+def test_what_belongs_to_int8_weights_is_read_at_each_call(calls, write, name):
+    """By the fused layers, and by the leaf itself, whoever wrote it and however."""
     model = fastbert.quantize(make(), "int8")
-    before = run(model)
-    query(model).input_scale_value = 0.5
-    assert not torch.equal(run(model), before) and calls == [True, True]
+    x = torch.randn(3, query(model).in_features)
+    before, alone = run(model), query(model)(x)
+    SCALE_WRITES[write](getattr(query(model), name))
+    after = run(model)
+    assert not torch.equal(after, before) and not torch.equal(query(model)(x), alone) and calls == [True, True]
+    loaded = fastbert.quantize(make(), "int8")
+    loaded.load_state_dict(model.state_dict())
+    assert torch.equal(run(loaded), after)
+
+
+@pytest.mark.parametrize("scale", (-1.0, float("nan"), float("inf")))
+def test_an_int8_scale_that_cannot_be_is_refused(scale):
+    model = fastbert.quantize(make(), "int8")
+    query(model).input_scale.fill_(scale)
+    with pytest.raises(RuntimeError, match=r"input_scale is -?(nan|inf|1); it must be 0 or positive"):
+        run(model)
 
 
 def test_a_copy_has_its_own(calls):

@@ -51,7 +51,6 @@ CHANGES = {
     "eps": lambda root: setattr(root.norm, "eps", 0.5),
     "variance_epsilon": lambda root: setattr(root.norm, "variance_epsilon", 0.5),
     "p": lambda root: setattr(root.dropout, "p", 0.5),
-    "input_scale_value": lambda root: setattr(root.int8, "input_scale_value", 0.5),
 }
 
 

@@ -143,7 +143,7 @@ def test_calibration(tmp_path):
     fastbert.quantize(model, calibration=iter(inputs))
     for path in paths:
         layer = get_leaf(model, path)
-        assert layer.input_scale == layer.input_scale_value == torch.tensor(max(seen[path]) / 127).item()
+        assert layer.input_scale == torch.tensor(max(seen[path]) / 127)
     assert all((run(model, x).double() - y).norm() < 0.1 * y.norm() for x, y in zip(inputs, exact, strict=True))
     model.save_pretrained(tmp_path)
     assert torch.equal(run(AutoModel.from_pretrained(tmp_path), inputs[0]), run(model, inputs[0]))

@@ -99,14 +99,14 @@ def test_a_tensor_on_another_device(op, name, backend):
 
 
 def encoder_layers(x, cu_seqlens):
-    linears = [ops.LinearWeights(rows(32, 32), rows(32), None, 0.0) for _ in range(6)]
+    linears = [ops.LinearWeights(rows(32, 32), rows(32), None, None) for _ in range(6)]
     operands = ops.LayerOperands.of(linears, [rows(32)] * 4, [ops.LayerForm(2, 2, 16)])
     return ops.offer("encoder_layers", x, lambda: operands)(cu_seqlens)
 
 
 def encoder_layers_training(x, cu_seqlens):
     parameter = partial(torch.nn.Parameter, requires_grad=True)
-    linears = [ops.LinearWeights(parameter(rows(32, 32)), parameter(rows(32)), None, 0.0) for _ in range(6)]
+    linears = [ops.LinearWeights(parameter(rows(32, 32)), parameter(rows(32)), None, None) for _ in range(6)]
     operands = ops.LayerOperands.of(linears, [parameter(rows(32)) for _ in range(4)], [ops.LayerForm(2, 2, 16)])
     return ops.offer("encoder_layers_training", x, lambda: operands)(cu_seqlens)
 

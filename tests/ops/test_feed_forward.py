@@ -236,7 +236,7 @@ def test_opcheck(form):
     operands = (t["x"], t["up_weight"], t["up_bias"], t["down_weight"], gate, t.get("gate_bias"), None, None, None)
     for dropout_p in (0.0, 0.25):
         for return_pre in (True, False):
-            call = (*operands, [0.0] * (2 + (form == "apart")), philox, dropout_p, "silu", gated, torch.float32)
+            call = (*operands, [None] * (2 + (form == "apart")), philox, dropout_p, "silu", gated, torch.float32)
             torch.library.opcheck(forward.default, (*call, return_pre), test_utils=tests)
         out, pre = forward(*call, True)
         for needs in product((True, False), repeat=3):

@@ -57,12 +57,12 @@ def test_linears_against_oracle(backend, dtype, input_scale):
         weights, scales = zip(*(make_weight(size, k) for size in (n, n + 3)), strict=True)
         biases = [torch.randn(n).to(dtype), None]
         for name in ("none", "gelu", "gelu_tanh", "relu"):
-            options = {"weight_scales": scales, "input_scales": [input_scale] * 2, "activation": name}
+            options = {"weight_scales": scales, "input_scales": [torch.tensor(input_scale)] * 2, "activation": name}
             outs = ops.linears(x, weights, biases, backend=backend, **options)
             for i, out in enumerate(outs):
                 operands = (weights[i], biases[i], scales[i], input_scale)
                 check(out, x, *operands, name, f"{rows} x {k} x {n} {name}")
-                alone = {"weight_scale": scales[i], "input_scale": input_scale, "activation": name}
+                alone = {"weight_scale": scales[i], "input_scale": torch.tensor(input_scale), "activation": name}
                 assert torch.equal(out, ops.linear(x, weights[i], biases[i], backend=backend, **alone))
 
 
@@ -71,10 +71,11 @@ def test_one_x_for_weights_of_every_kind(backend, dtype):
     """int8 beside a kept layer, and two static scales: x is converted anew for each."""
     x = make_x(5, 67, dtype, 0.0)
     (a, a_scale), (b, b_scale), kept = make_weight(70, 67), make_weight(70, 67), torch.randn(9, 67).to(dtype)
-    options = {"weight_scales": [a_scale, None, b_scale, a_scale], "input_scales": [0.0, 0.0, 0.0625, 0.03125]}
+    steps = torch.tensor([0.0, 0.0, 0.0625, 0.03125]).unbind()
+    options = {"weight_scales": [a_scale, None, b_scale, a_scale], "input_scales": steps}
     outs = ops.linears(x, [a, kept, b, a], [None] * 4, backend=backend, **options)
-    for i, (w, scale, step) in {0: (a, a_scale, 0.0), 2: (b, b_scale, 0.0625), 3: (a, a_scale, 0.03125)}.items():
-        alone = ops.linear(x, w, None, weight_scale=scale, input_scale=step, backend=backend)
+    for i, (w, scale) in {0: (a, a_scale), 2: (b, b_scale), 3: (a, a_scale)}.items():
+        alone = ops.linear(x, w, None, weight_scale=scale, input_scale=steps[i], backend=backend)
         assert torch.equal(outs[i], alone), i
     assert torch.equal(outs[1], ops.linear(x, kept, None, backend=backend))
 
@@ -84,10 +85,13 @@ def test_one_x_for_weights_of_every_kind(backend, dtype):
 @each_dtype
 def test_feed_forward_is_its_two_products(backend, dtype, input_scale):
     for rows, hidden, inner in ((0, 64, 128), (1, 67, 130), (200, 33, 65)):
-        x, options = make_x(rows, hidden, dtype, input_scale), {"backend": backend, "input_scale": input_scale}
+        x, options = (
+            make_x(rows, hidden, dtype, input_scale),
+            {"backend": backend, "input_scale": torch.tensor(input_scale)},
+        )
         (up, up_scale), (down, down_scale) = make_weight(inner, hidden), make_weight(hidden, inner)
         bias = torch.randn(inner).to(dtype)
-        scales = {"weight_scales": (up_scale, down_scale), "input_scales": (input_scale,) * 2}
+        scales = {"weight_scales": (up_scale, down_scale), "input_scales": (options["input_scale"],) * 2}
         out = ops.feed_forward(x, up, bias, down, backend=backend, **scales)
         middle = ops.linear(x, up, bias, weight_scale=up_scale, activation="gelu", **options)
         assert torch.equal(out, ops.linear(middle, down, None, weight_scale=down_scale, **options))
@@ -120,14 +124,15 @@ def test_gated_feed_forward(backend, dtype, input_scales):
         options = {"activation": "silu", "gated": True, "backend": backend}
         out = ops.feed_forward(
             x, ups[1], biases[1], down, gate_weight=ups[0], gate_bias=biases[0],
-            weight_scales=(*scales, down_scale), input_scales=input_scales, **options,
+            weight_scales=(*scales, down_scale), input_scales=torch.tensor(input_scales).unbind(), **options,
         )  # fmt: skip
         operands = (ups, biases, scales, down, down_scale, input_scales)
         (oracle, exact), (baseline, _) = (literal_gated(x, t, *operands) for t in (torch.float64, torch.float32))
         sure = rows_away_from_ties(exact, input_scales[2]) if dtype is torch.float32 else slice(None)
         assert_close_to_reference(out[sure], oracle[sure], baseline.to(dtype)[sure], name=f"{rows} rows")
         if input_scales[0] == input_scales[1]:
-            options |= {"weight_scales": (torch.cat(scales), down_scale), "input_scales": input_scales[1:]}
+            steps = torch.tensor(input_scales[1:]).unbind()
+            options |= {"weight_scales": (torch.cat(scales), down_scale), "input_scales": steps}
             assert torch.equal(ops.feed_forward(x, torch.cat(ups), torch.cat(biases), down, **options), out)
 
 
@@ -162,7 +167,8 @@ def test_gate_or_up_was_kept(backend, dtype, quantized):
 def test_odd_rows_stay_alone(backend, dtype, input_scale):
     """Zeros give the bias; what is not finite poisons its own row, wherever it stands in it."""
     x, (weight, scale) = make_x(40, 70, dtype, input_scale), make_weight(66, 70)
-    bias, options = torch.randn(66).to(dtype), {"weight_scale": scale, "input_scale": input_scale, "backend": backend}
+    step = torch.tensor(input_scale)
+    bias, options = torch.randn(66).to(dtype), {"weight_scale": scale, "input_scale": step, "backend": backend}
     x[1] = 0
     clean, poisoned = ops.linear(x, weight, bias, **options), {}
     assert torch.equal(clean[1], bias)
@@ -201,7 +207,7 @@ def test_quantized_linear(dtype):
     other.load_state_dict(static.bfloat16().to(dtype).state_dict())
     for same in (static, other, copy.deepcopy(static)):
         assert torch.equal(same.weight_scale, scales[0]) and torch.equal(same.input_scale, scales[1])
-        assert same.input_scale_value == scales[1].item() and same.bias.dtype == dtype
+        assert same.bias.dtype == dtype
     with pytest.raises(RuntimeError, match=r"weight is torch\.\w*float\w*; int8 layers have torch\.int8"):
         other.load_state_dict(linear.state_dict(), strict=False)
     with pytest.raises(RuntimeError, match="weight_scale holds a value that is not positive"):

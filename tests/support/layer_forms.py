@@ -100,7 +100,9 @@ class Layer:
         def int8(leaf: ops.LinearWeights, i: int) -> ops.LinearWeights:
             scale = leaf.weight.float().abs().amax(1) / 127
             integers = torch.round(leaf.weight.float() / scale[:, None]).to(torch.int8)
-            return leaf._replace(weight=integers, weight_scale=scale, input_scale=0.03 if i == 1 else 0.0)
+            return leaf._replace(
+                weight=integers, weight_scale=scale, input_scale=torch.tensor(0.03) if i == 1 else None
+            )
 
         return Layer(self.form, [int8(leaf, i) for i, leaf in enumerate(self.linears)], self.norms)
 
@@ -122,7 +124,7 @@ def make(case: Case, seed: int = 0) -> Layer:
     for i, (out_features, in_features) in enumerate([*shapes, (HIDDEN, INTERMEDIATE)]):
         weight, bias = random(out_features, in_features, scale=in_features**-0.5), random(out_features, scale=0.3)
         has_bias = case.biases is None or i in case.biases
-        linears.append(ops.LinearWeights(weight, bias if has_bias else None, None, 0.0))
+        linears.append(ops.LinearWeights(weight, bias if has_bias else None, None, None))
     norms: list[torch.Tensor | None] = []
     for is_there in (form.has_attention_norm, True):
         weight, bias = random(HIDDEN, scale=0.3, around=1.0), random(HIDDEN, scale=0.3)
