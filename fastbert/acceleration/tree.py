@@ -55,6 +55,10 @@ def look_at(root: nn.Module, plan: Plan, config: EncoderConfig) -> Look | str:
                 return "PEFT's adapter_names and alora_offsets choose by the row of a batch"
             if any(home.startswith("captum.") for home in hooks):
                 return f"Captum attributes to what {path} gives for each row and column, padding included"
+            if isinstance(module, nn.Embedding):
+                snapshot.hold(module.__dict__, "scale_grad_by_freq")
+                if module.scale_grad_by_freq:
+                    return f"{path}'s gradient goes by how often a row is looked up, padding included"
             continue
         snapshot.watch(module, ())
         snapshot.watch_children(module)

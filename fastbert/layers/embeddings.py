@@ -11,6 +11,7 @@ from fastbert import ops
 from fastbert.families.form import Embeddings, TokenDropout
 from fastbert.layers.encoder import add_norm
 from fastbert.layers.leaves import get_leaf, is_plain, norm_kind, norm_weights
+from fastbert.ops._common import needs_grad
 from fastbert.ops.packing import token_sequences
 
 
@@ -34,6 +35,9 @@ def run_embeddings(
     word = get_leaf(root, names.word)
     position = None if names.position is None else get_leaf(root, names.position)
     token_type = None if names.token_type is None else get_leaf(root, names.token_type)
+    for path in (names.word, names.position, names.token_type, names.task_type):
+        if path is not None:
+            _check_counts(get_leaf(root, path), path)
     norm = None if names.norm is None else get_leaf(root, names.norm)
     if embeds is None and names.token_dropout is not None:
         embeds = _without_masked(word(ids.input_ids), ids.input_ids, names.token_dropout, cu_seqlens)
@@ -78,9 +82,18 @@ def run_embeddings(
     return ops.dropout(x, dropout_p)
 
 
+def _check_counts(leaf: nn.Module, path: str) -> None:
+    """Nobody knows here how often a padded batch looks a row up: padding counts, and columns share their positions."""
+    if isinstance(leaf, nn.Embedding) and leaf.scale_grad_by_freq and needs_grad(leaf.weight):
+        raise ValueError(
+            f"{path} has scale_grad_by_freq=True: its gradient goes by how often a padded batch looks a row up, padding"
+            " included, and packed tokens have no padding. Set it to False, or train transformers' model"
+        )
+
+
 def _is_lookup(leaf: nn.Module) -> TypeGuard[nn.Embedding]:
-    """Whether the op does all that calling a leaf does: max_norm changes the table, scale_grad_by_freq its gradient."""
-    return is_plain(leaf, nn.Embedding) and leaf.max_norm is None and not leaf.scale_grad_by_freq
+    """Whether the op does all that calling a leaf does: max_norm changes the table."""
+    return is_plain(leaf, nn.Embedding) and leaf.max_norm is None
 
 
 def _without_masked(
