@@ -109,9 +109,11 @@ def run_layer(layer, spec, x, mask) -> torch.Tensor:
     names, norm_first = spec.names, spec.norm_first
     first, second = at(layer, names.attention_norm), at(layer, names.feed_forward_norm)
     inputs = first(x) if norm_first else x
-    out = attention(layer, names, spec.attention.num_heads, inputs, mask) + x
-    out = out if norm_first else first(out)
-    x = leave(layer, "attention", leave(layer, "attention.output", out))
+    out = attention(layer, names, spec.attention.num_heads, inputs, mask)
+    holds_norm = names.attention_norm.startswith("attention.")  # and the residual; DistilBERT's has the products alone
+    out = (out if holds_norm else leave(layer, "attention", out)) + x
+    x = out if norm_first else first(out)
+    x = leave(layer, "attention", leave(layer, "attention.output", x)) if holds_norm else x
     inner = feed_forward(layer, names, spec.feed_forward.activation, second(x) if norm_first else x)
     inner = leave(layer, "ffn", inner) if isinstance(at(layer, "ffn"), nn.Module) and names.up != "ffn" else inner
     out = inner + x if norm_first else second(inner + x)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from fuzz_driver import Draw, Fuzzer
 from fuzz_literal import PLAIN, Hook, at, literal_forward
 from fuzz_steps import STEPS, draw_attribute
 from fuzz_subject import Subject
+from fuzz_ways import TRANSFORMS, WRAPPERS, assert_same_status
 from hf import leaf_gradients, make_hf, random_like, randomise
 from torch import nn
 
@@ -28,7 +30,7 @@ from fastbert.families.form import Embeddings
 from fastbert.models.auto import model_class
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
-MODES = ("no_grad", "inference_mode", "grad", "backward")
+MODES = ("no_grad", "inference_mode", "grad", "backward", *TRANSFORMS)
 BACKENDS = ("auto", "torch", "cpu")
 Outputs = dict[str, torch.Tensor]
 
@@ -117,12 +119,16 @@ def truth(subject: Subject, model: nn.Module, batch: Batch) -> Outputs:
 def backward(model: nn.Module, outputs: Outputs, batch: Batch) -> Outputs:
     """Gradients of a scalar made of the outputs, a tensor a leaf."""
     model.zero_grad()
-    real = real_values(outputs, batch)
-    scalar = sum((t * random_like(t.shape, i).to(t.dtype)).sum() for i, t in enumerate(real.values()))
+    scalar = scalar_of(outputs, batch)
     if not scalar.requires_grad:
         return {}
     scalar.backward()
     return leaf_gradients({name: p.grad for name, p in model.named_parameters(remove_duplicate=False)})
+
+
+def scalar_of(outputs: Outputs, batch: Batch) -> torch.Tensor:
+    real = real_values(outputs, batch).values()
+    return torch.stack([(t * random_like(t.shape, i).to(t.dtype)).sum() for i, t in enumerate(real)]).sum()
 
 
 def real_values(outputs: Outputs, batch: Batch) -> Outputs:
@@ -156,9 +162,14 @@ def run_and_compare(draw: Draw, subject: Subject, batch: Batch) -> None:
     if subject.is_untold and not subject.is_inference:
         modes = [mode for mode in modes if mode != "inference_mode"]
     mode, backend = draw.choice(modes), draw.choice(BACKENDS)
-    is_compiled = subject.compiled is not None and draw.flag() and not is_replaced
-    in_threads = draw.flag(6) and not is_compiled and not is_replaced  # torch does not promise that
-    draw.note(f"run: {subject.name}, {mode}, {backend}{', compiled' * is_compiled}{', in threads' * in_threads}")
+    is_plain = not is_replaced and mode not in TRANSFORMS
+    is_compiled = subject.compiled is not None and draw.flag() and is_plain
+    is_plain &= not is_compiled
+    in_threads = draw.flag(6) and is_plain  # torch does not promise that
+    is_wrapped = draw.flag(6) and is_plain and not in_threads and mode != "inference_mode"
+    wrapper = WRAPPERS[draw.choice(WRAPPERS)] if is_wrapped else nullcontext
+    how = f"{', compiled' * is_compiled}{', in threads' * in_threads}{f', {wrapper.__name__}' * is_wrapped}"
+    draw.note(f"run: {subject.name}, {mode}, {backend}{how}")
     model = subject.model
     if subject.is_strange and not runs_in_transformers(subject, batch):
         draw.note("  which transformers itself fails on")
@@ -167,11 +178,12 @@ def run_and_compare(draw: Draw, subject: Subject, batch: Batch) -> None:
     for each in (hook for found in hooks.values() for hook in found):
         each.calls = 0
 
-    def run() -> Outputs:
+    def run(called=subject.compiled if is_compiled else model) -> Outputs:
         contexts = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
         with contexts.get(mode, nullcontext)():
-            return call(subject, subject.compiled if is_compiled else model, batch)
+            return call(subject, called, batch)
 
+    gradients: Outputs = {}
     try:
         with nullcontext() if backend == "auto" else fastbert.use_backend(backend):
             if in_threads:
@@ -179,9 +191,15 @@ def run_and_compare(draw: Draw, subject: Subject, batch: Batch) -> None:
                     actual, again = (future.result() for future in [pool.submit(run) for _ in range(2)])
                 for name, t in actual.items():
                     assert torch.equal(t, again[name]), f"{name}: two threads, two results"
+                gradients = backward(model, actual, batch) if mode == "backward" else {}
+            elif mode in TRANSFORMS:
+                actual, gradients = transformed(subject, mode, model, run, batch)
             else:
-                actual = run()
-            gradients = backward(model, actual, batch) if mode == "backward" else {}
+                with wrapper(model) as wrapped:
+                    actual = run(wrapped) if is_wrapped else run()
+                    gradients = backward(model, actual, batch) if mode == "backward" else {}
+                    if is_wrapped:
+                        assert_same_status(subject, wrapped)
     except BackendError as error:
         draw.note(f"  not served: {error}")
         return
@@ -194,11 +212,16 @@ def run_and_compare(draw: Draw, subject: Subject, batch: Batch) -> None:
     assert counted == 1 + in_threads or is_compiled, f"status counted {counted} calls"
     silent = [path for path, found in hooks.items() if any(hook.calls == 0 for hook in found)]
     with torch.inference_mode(subject.is_inference):
-        compare(subject, batch, actual, gradients, mode == "backward")
+        compare(subject, batch, actual, gradients, mode)
     assert not silent, f"hooks that never fired: {silent}"
 
 
-def compare(subject: Subject, batch: Batch, actual: Outputs, gradients: Outputs, has_gradients: bool) -> None:
+def transformed(subject: Subject, mode: str, model: nn.Module, run: Callable, batch: Batch) -> tuple[Outputs, Outputs]:
+    outputs, found = TRANSFORMS[mode](model, run, lambda outputs: scalar_of(outputs, batch))
+    return outputs, real_values(found, batch) if mode == "forward_mode" else leaf_gradients(found)
+
+
+def compare(subject: Subject, batch: Batch, actual: Outputs, gradients: Outputs, mode: str) -> None:
     results, baseline_model = [], copy.deepcopy(subject.model)
     if subject.replaced is not None:
         baseline_model.load_state_dict(subject.replaced, strict=False)
@@ -206,9 +229,13 @@ def compare(subject: Subject, batch: Batch, actual: Outputs, gradients: Outputs,
     if dtype is torch.float64:  # there is nothing more exact to judge it by: fp32 then says what an error may be
         dtype, baseline_model = torch.float32, baseline_model.float()
     for model in (exact_model, baseline_model):
-        with nullcontext() if has_gradients else torch.no_grad():
-            outputs = truth(subject, model, batch)
-        results.append((real_values(outputs, batch), backward(model, outputs, batch) if has_gradients else {}))
+        if mode in TRANSFORMS:
+            outputs, found = transformed(subject, mode, model, lambda m: truth(subject, m, batch), batch)
+        else:
+            with nullcontext() if mode == "backward" else torch.no_grad():
+                outputs = truth(subject, model, batch)
+            found = backward(model, outputs, batch) if mode == "backward" else {}
+        results.append((real_values(outputs, batch), found))
     (oracle, oracle_gradients), (baseline, baseline_gradients) = results
     values = real_values(actual, batch)
     assert set(values) == set(oracle)
