@@ -107,7 +107,7 @@ sanitize: $(VENV)/.installed-test  ## the C++ kernels' tests under AddressSaniti
 
 # MINUTES for all fuzzers together, SEED to do a run again, FUZZERS="ops models" for some of them. docs/fuzzing.md tells more.
 MINUTES ?= 60
-fuzz: $(VENV)/.installed-test  ## ops, models, optimizer, instruction sets, files and the command line under random input, for an hour
+fuzz: $(VENV)/.installed-test  ## ops, models, optimizer, instruction sets, files, runs and the command line under random input, for an hour
 	@$(BIN)/python tests/fuzz $(FUZZERS) --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 clean:  ## remove the virtual environment and build products

@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(HERE.parent), str(HERE.parent / "support")]  # this package, conftest, what tests share
 
-NAMES = ("models", "configs", "ops", "optimizer", "isas", "files", "cli")
+NAMES = ("models", "configs", "ops", "optimizer", "isas", "files", "cli", "resume")
 NO_END = 900  # seconds without the end of a round, which takes a few: it hangs
 GROWTH = 2**30  # bytes that a process may gain once its first rounds have filled the caches
 WARM_ROUNDS = 5
