@@ -327,6 +327,7 @@ def _measure_rank(rank: int, folder: str, rounds: int) -> None:
     if rank == 0:
         sizes = {"bytes": 4 * gradients.numel(), "cores": len(os.sched_getaffinity(0))}
         (Path(folder) / "times.json").write_text(json.dumps(found | sizes), encoding="utf-8")
+    wrapped.clear()  # or the last DDP ends the group, with the GIL, for which the group's threads may wait
     dist.destroy_process_group()
 
 

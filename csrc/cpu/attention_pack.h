@@ -110,7 +110,7 @@ __attribute__((noinline)) void fetch_rows(const HeadRows<T>& x, int64_t token, i
   for (int64_t r = 0; r < rows; ++r, row += stride) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
   }
-  __asm__ volatile("");  // or gcc takes calls for ones that do nothing
+  __atomic_signal_fence(__ATOMIC_SEQ_CST);  // or gcc takes calls for ones that do nothing
 }
 
 // Rows of a head of q or k from `place` of a sequence on: where they lie, or rotated into `space`.

@@ -73,11 +73,9 @@ def in_ddp(model: nn.Module) -> Iterator[nn.Module]:
     if not any(p.requires_grad for p in model.parameters()):  # which it refuses
         yield model
         return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-    finally:
-        dist.destroy_process_group()
+    if not dist.is_initialized():  # once a process: a DDP that outlives its group can block
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
 
 
 @contextmanager

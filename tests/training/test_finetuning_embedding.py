@@ -130,6 +130,11 @@ def test_loss_and_gradients(name, cut, folder):
 def run_rank(rank: int, size: int, folder: str, wrapping: Any) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
     torch.set_num_threads(1)
+    _run_cuts(rank, size, folder, wrapping)  # whose DDP must be gone: the last to let go of the group has the GIL,
+    dist.destroy_process_group()  # waits for the group's threads, and they may wait for the GIL
+
+
+def _run_cuts(rank: int, size: int, folder: str, wrapping: Any) -> None:
     task = task_of(Path(folder) / "model", rows(RANKING, 9), name=f"train-{rank}.jsonl", dims=("32", "8"))
     model = wrap(task.model.train(), World(rank, size, torch.device("cpu")), wrapping, bf16=False)
     nothing = range(0)
@@ -144,7 +149,6 @@ def run_rank(rank: int, size: int, folder: str, wrapping: Any) -> None:
         grads = {name: p.grad for name, p in task.model.encoder.named_parameters()}
         found = {name: (g.full_tensor() if wrapping == "fsdp" else g).clone() for name, g in grads.items()}
         torch.save((loss, found), f"{folder}/rank-{rank}-{len(cut)}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.mark.full
