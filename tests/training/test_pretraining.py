@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +11,7 @@ import transformers
 from precise import assert_as_theirs, assert_close_to_theirs, in_float64
 from pretraining_runs import evaluated, options, train, write_text
 from seeds import manual_seed
+from shares import assert_share
 from training_runs import make_model
 
 import fastbert
@@ -202,5 +202,4 @@ def test_masks_of_held_out_text_stay(text):
     ]
     for one, other in zip(*batches, strict=True):
         assert torch.equal(one["input_ids"], other["input_ids"]) and torch.equal(one["labels"], other["labels"])
-    share = (batches[0][0]["labels"] != -100).float().mean().item()
-    assert np.isclose(share, 0.15 * 22 / 24, atol=0.04)
+    assert_share(batches[0][0]["labels"] != -100, 0.15 * 22 / 24)
