@@ -17,17 +17,15 @@ from fuzz_driver import Draw, Fuzzer
 from fuzz_ops import backends
 from hf import FAMILIES, NUM_CONFIGS, make_config, make_hf, make_oracle, make_ours, random_like
 from isas import backend_with_isa
-from judging import Results, Tensors, judge, nudged
+from judging import NUDGES, Results, Tensors, assert_all_close, judge, nudged
 from theirs import mend
 from torch import nn
 
 import fastbert
 from fastbert import families
-from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 GENERIC, THEIRS = "cpu-generic", "transformers"
 FIRST_ID = 10  # padding and mask tokens have lower ones
-NUDGES = 16  # of a case that fails
 # With more tokens backward takes rowsum(dO O) for attention's delta, as torch's fused attention does and transformers'
 # formula does not (docs/attention.md): it is judged by the generic kernels, which do the same.
 LONGEST_SQUARE = 64
@@ -118,12 +116,6 @@ def results_of(theirs: nn.Module, ours: nn.Module, inputs: Inputs) -> dict[str, 
     return found
 
 
-def assert_rule(results: Results) -> None:
-    actual, oracle, baseline = results
-    for name, t in actual.items():
-        assert_close_to_reference(t, oracle[name], baseline[name], GRADIENT_FACTOR, name)
-
-
 def run_case(draw: Draw) -> None:
     make, longest = draw_case(draw)
     found: list[dict[str, Tensors]] = []  # by draw
@@ -139,7 +131,7 @@ def run_case(draw: Draw) -> None:
         for baseline in (GENERIC, *((THEIRS,) if longest <= LONGEST_SQUARE else ())):
             if backend not in ("oracle", THEIRS, baseline):
                 draw.doing = f"{backend} beside {baseline}"
-                judge(partial(results, backend=backend, baseline=baseline), assert_rule, NUDGES)
+                judge(partial(results, backend=backend, baseline=baseline), assert_all_close, NUDGES)
 
 
 FUZZER = Fuzzer("isas", run_case, cases=20)

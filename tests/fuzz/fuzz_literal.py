@@ -131,10 +131,10 @@ def literal_forward(model: nn.Module, ids, mask, types) -> dict[str, torch.Tenso
             x = run_layer(layer, spec, x, mask)
         if groups and (i + 1) % config.inner_group_num == 0:
             x = leave(model, groups[i // config.inner_group_num], x)
-    if family.final_norm is not None:
-        x = at(model, family.final_norm)(x)
-    stack = config.scopes.encoder  # "encoder", or DistilBERT's "transformer"
-    outputs = {"last_hidden_state": leave(model, stack, x)}
+    scopes = config.scopes  # the stack's is "encoder", or DistilBERT's "transformer"
+    x = x if scopes.ends else leave(model, scopes.encoder, x)
+    x = x if family.final_norm is None else at(model, family.final_norm)(x)
+    outputs = {"last_hidden_state": leave(model, scopes.encoder, x) if scopes.ends else x}
     if family.pooler is not None:
         rows = torch.arange(len(ids))
         first = outputs["last_hidden_state"][rows, mask.long().argmax(1)]

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 
 import torch
 from fuzz_driver import Draw, Fuzzer
-from fuzz_literal import PLAIN, Hook, at, literal_forward
+from fuzz_literal import PLAIN, at, literal_forward
 from fuzz_steps import STEPS, draw_attribute
-from fuzz_subject import Subject
+from fuzz_subject import Subject, calls_of, hooks_of, nudged_copy
 from fuzz_ways import TRANSFORMS, WRAPPERS, assert_same_status
 from hf import leaf_gradients, make_hf, random_like, randomise
+from judging import NUDGES, Results, assert_all_close, judge
 from torch import nn
 
 import fastbert
@@ -28,7 +29,6 @@ from fastbert import BackendError, EncoderConfig
 from fastbert.families import FAMILIES
 from fastbert.families.form import Embeddings
 from fastbert.models.auto import model_class
-from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 MODES = ("no_grad", "inference_mode", "grad", "backward", *TRANSFORMS)
 BACKENDS = ("auto", "torch", "cpu")
@@ -135,18 +135,6 @@ def real_values(outputs: Outputs, batch: Batch) -> Outputs:
     return {name: t[batch.mask] if name == "last_hidden_state" else t for name, t in outputs.items()}
 
 
-def hooks_of(model: nn.Module) -> dict[str, list[Hook]]:
-    return {
-        path: [h for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()) if isinstance(h, Hook)]
-        for path, m in model.named_modules()
-    }
-
-
-def calls_of(subject: Subject) -> int:
-    status = fastbert.status(subject.model)
-    return status.packed + status.others
-
-
 def runs_in_transformers(subject: Subject, batch: Batch) -> bool:
     with torch.no_grad():
         try:
@@ -211,8 +199,15 @@ def run_and_compare(draw: Draw, subject: Subject, batch: Batch) -> None:
     counted = calls_of(subject) - before
     assert counted == 1 + in_threads or is_compiled, f"status counted {counted} calls"
     silent = [path for path, found in hooks.items() if any(hook.calls == 0 for hook in found)]
+
+    def results_of(number: int) -> Results:
+        if number == 0:
+            return compared(subject, batch, actual, gradients, mode)
+        each = nudged_copy(subject, number)
+        return compared(each, batch, *answers(each, mode, each.model, lambda m: call(each, m, batch), batch), mode)
+
     with torch.inference_mode(subject.is_inference):
-        compare(subject, batch, actual, gradients, mode)
+        judge(results_of, assert_all_close, NUDGES)
     assert not silent, f"hooks that never fired: {silent}"
 
 
@@ -221,30 +216,32 @@ def transformed(subject: Subject, mode: str, model: nn.Module, run: Callable, ba
     return outputs, real_values(found, batch) if mode == "forward_mode" else leaf_gradients(found)
 
 
-def compare(subject: Subject, batch: Batch, actual: Outputs, gradients: Outputs, mode: str) -> None:
-    results, baseline_model = [], copy.deepcopy(subject.model)
+def answers(subject: Subject, mode: str, model: nn.Module, run: Callable, batch: Batch) -> tuple[Outputs, Outputs]:
+    """The outputs that `run(model)` gives in this mode, and the gradients."""
+    if mode in TRANSFORMS:
+        return transformed(subject, mode, model, run, batch)
+    with nullcontext() if mode == "backward" else torch.no_grad():
+        outputs = run(model)
+    return outputs, backward(model, outputs, batch) if mode == "backward" else {}
+
+
+def compared(subject: Subject, batch: Batch, actual: Outputs, gradients: Outputs, mode: str) -> Results:
+    """What the error rule takes: these outputs and gradients, and those of the same tree run leaf by leaf."""
+    baseline_model = copy.deepcopy(subject.model)
     if subject.replaced is not None:
         baseline_model.load_state_dict(subject.replaced, strict=False)
     exact_model, dtype = copy.deepcopy(baseline_model).double(), next(baseline_model.parameters()).dtype
     if dtype is torch.float64:  # there is nothing more exact to judge it by: fp32 then says what an error may be
         dtype, baseline_model = torch.float32, baseline_model.float()
+    found = [(actual, gradients)]
     for model in (exact_model, baseline_model):
-        if mode in TRANSFORMS:
-            outputs, found = transformed(subject, mode, model, lambda m: truth(subject, m, batch), batch)
-        else:
-            with nullcontext() if mode == "backward" else torch.no_grad():
-                outputs = truth(subject, model, batch)
-            found = backward(model, outputs, batch) if mode == "backward" else {}
-        results.append((real_values(outputs, batch), found))
-    (oracle, oracle_gradients), (baseline, baseline_gradients) = results
-    values = real_values(actual, batch)
-    assert set(values) == set(oracle)
-    for name, t in values.items():
-        assert_close_to_reference(t.to(dtype), oracle[name], baseline[name], GRADIENT_FACTOR, name)
-    assert set(gradients) == set(oracle_gradients)
-    for leaf, t in gradients.items():
-        where = f"gradient of {leaf}"
-        assert_close_to_reference(t.to(dtype), oracle_gradients[leaf], baseline_gradients[leaf], GRADIENT_FACTOR, where)
+        found.append(answers(subject, mode, model, lambda m: truth(subject, m, batch), batch))
+    named = [
+        {**real_values(outputs, batch), **{f"gradient of {leaf}": t for leaf, t in of_leaves.items()}}
+        for outputs, of_leaves in found
+    ]
+    assert set(named[0]) == set(named[1])
+    return {name: t.to(dtype) for name, t in named[0].items()}, *named[1:]
 
 
 def run_case(draw: Draw) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from fuzz_driver import Draw
+from fuzz_literal import Hook
+from judging import nudged
 from torch import nn
+
+import fastbert
 
 
 @dataclass
@@ -53,3 +59,26 @@ def changed(draw: Draw, t: torch.Tensor) -> torch.Tensor:
 def replace(model: nn.Module, path: str, module: nn.Module) -> None:
     parent, _, name = path.rpartition(".")
     setattr(model.get_submodule(parent), name, module)
+
+
+def hooks_of(model: nn.Module) -> dict[str, list[Hook]]:
+    return {
+        path: [h for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()) if isinstance(h, Hook)]
+        for path, m in model.named_modules()
+    }
+
+
+def calls_of(subject: Subject) -> int:
+    status = fastbert.status(subject.model)
+    return status.packed + status.others
+
+
+def nudged_copy(subject: Subject, number: int) -> Subject:
+    """The same with each weight about a unit in its last place up or down."""
+    model, replaced = copy.deepcopy(subject.model), subject.replaced
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(nudged(p, number))
+    if replaced is not None:
+        replaced = {name: nudged(t, number) for name, t in replaced.items()}
+    return dataclasses.replace(subject, model=model, compiled=None, replaced=replaced)

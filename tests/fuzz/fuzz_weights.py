@@ -108,7 +108,8 @@ def offload(draw: Draw, subject: Subject) -> None:
     value, storage = changed(draw, p), p.untyped_storage()
     size = storage.nbytes()
     others = [q for q in subject.model.parameters() if q.untyped_storage().data_ptr() == storage.data_ptr()]
-    if len(others) == 1 and size == p.numel() * p.element_size():
+    # torch 2.13 dies where shared memory that was resized to 0 is to grow again.
+    if len(others) == 1 and size == p.numel() * p.element_size() and not storage.is_shared():
         storage.resize_(0)
         storage.resize_(size)
         with torch.no_grad():

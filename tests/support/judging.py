@@ -16,7 +16,7 @@ from seeds import another_draw, manual_seed
 
 from fastbert.testing import numerics
 
-DRAWS = 16
+DRAWS = NUDGES = 16  # how many are judged together
 Tensors = dict[str, torch.Tensor]
 Results = tuple[Tensors, Tensors, Tensors]  # by name: what is judged, in float64, and in its own dtype
 
@@ -111,6 +111,13 @@ def judge(results_of: Callable[[int], Results], rule: Callable[[Results], None],
             {name: torch.cat([each[i][name].flatten() for each in all_of_them]) for name in names} for i in range(3)
         )
         rule((actual, oracle, baseline))
+
+
+def assert_all_close(results: Results) -> None:
+    """The error rule for each of the tensors, with the factor of whole models."""
+    actual, oracle, baseline = results
+    for name, t in actual.items():
+        numerics.assert_close_to_reference(t, oracle[name], baseline[name], numerics.GRADIENT_FACTOR, name)
 
 
 def nudged(t: torch.Tensor, draw: int) -> torch.Tensor:
