@@ -155,6 +155,7 @@ def run_and_compare(draw: Draw, subject: Subject, batch: Batch) -> None:
     is_plain &= not is_compiled
     in_threads = draw.flag(6) and is_plain  # torch does not promise that
     is_wrapped = draw.flag(6) and is_plain and not in_threads and mode != "inference_mode"
+    is_wrapped &= not subject.is_inference  # DDP asks each tensor for its version, which inference tensors have not
     wrapper = WRAPPERS[draw.choice(WRAPPERS)] if is_wrapped else nullcontext
     how = f"{', compiled' * is_compiled}{', in threads' * in_threads}{f', {wrapper.__name__}' * is_wrapped}"
     draw.note(f"run: {subject.name}, {mode}, {backend}{how}")
