@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from fuzz_driver import Draw, Fuzzer
@@ -253,7 +253,7 @@ def run_case(draw: Draw) -> None:
         warnings.simplefilter("ignore")  # that a tree runs on a slower path is said there
         subjects = [make_subject(draw, "a")]
         if draw.flag(3):
-            twin = Subject("b", copy.deepcopy(subjects[0].model), subjects[0].is_ours)
+            twin = replace(subjects[0], name="b", model=copy.deepcopy(subjects[0].model))
             subjects.append(randomised(draw, twin) if draw.flag() else make_subject(draw, "b"))
         if draw.flag(8) and "compiled" not in draw.without:
             draw.note("all are compiled")
