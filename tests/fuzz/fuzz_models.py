@@ -27,7 +27,6 @@ from torch import nn
 import fastbert
 from fastbert import BackendError, EncoderConfig
 from fastbert.families import FAMILIES
-from fastbert.families.form import Embeddings
 from fastbert.models.auto import model_class
 
 MODES = ("no_grad", "inference_mode", "grad", "backward", *TRANSFORMS)
@@ -77,13 +76,9 @@ def make_subject(draw: Draw, name: str) -> Subject:
     return Subject(name, model.eval(), is_ours, is_strange=not is_ours and is_strange)
 
 
-def embeddings_of(subject: Subject) -> Embeddings:
-    return EncoderConfig.from_dict(subject.model.config.to_dict()).embeddings
-
-
 def make_batch(draw: Draw, subject: Subject) -> Batch:
     """Padded on the right; ids that the tables have now."""
-    names = embeddings_of(subject)
+    names = subject.config.embeddings
     tables = [at(subject.model, path) for path in (names.word, names.token_type) if path is not None]
     generator = torch.Generator().manual_seed(draw.seed())
     lengths = torch.tensor([draw.choice((5, 1, 2, 9, 17)) for _ in range(draw.integer(1, 3))])
@@ -96,7 +91,7 @@ def make_batch(draw: Draw, subject: Subject) -> Batch:
 
 
 def call(subject: Subject, model, batch: Batch) -> Outputs:
-    has_types = embeddings_of(subject).token_type is not None
+    has_types = subject.config.embeddings.token_type is not None
     types = {"token_type_ids": batch.types} if has_types else {}
     options = {"attention_mask": batch.mask.long(), **types}
     if model is subject.model and subject.replaced is not None:

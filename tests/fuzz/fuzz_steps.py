@@ -63,6 +63,7 @@ def cut_layers(draw: Draw, subject: Subject) -> None:
         if isinstance(module, nn.ModuleList) and len(module) > 1:
             replace(subject.model, path, module[:1])
             subject.may_refuse = subject.is_ours
+            subject.is_strange |= not subject.is_ours  # transformers asks ALBERT for a group that is not there
             return
 
 
@@ -84,7 +85,9 @@ def hook(draw: Draw, subject: Subject, paths: list[str], factor: float, is_befor
 
 
 def hook_leaf(draw: Draw, subject: Subject) -> None:
-    hook(draw, subject, list(leaves(subject.model)), draw.choice((1.0, 0.8)), draw.flag())
+    never_called = subject.config.family.unused_linears(subject.config)
+    paths = [path for path in leaves(subject.model) if path not in never_called]
+    hook(draw, subject, paths, draw.choice((1.0, 0.8)), draw.flag())
 
 
 _CONTAINERS = (

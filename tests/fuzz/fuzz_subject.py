@@ -14,6 +14,7 @@ from judging import nudged
 from torch import nn
 
 import fastbert
+from fastbert import EncoderConfig
 
 
 @dataclass
@@ -28,7 +29,11 @@ class Subject:
     is_untold: bool = False  # of a write that nobody recorded: calls in inference mode may miss it
     replaced: dict[str, torch.Tensor] | None = None  # weights that the next calls have, by torch.func.functional_call
     may_refuse: bool = False  # the last step made a tree for which one clear error is right, too
-    is_strange: bool = False  # an attribute has been set to what transformers' own forward may fail on
+    is_strange: bool = False  # it has been made into what transformers' own forward may fail on
+
+    @property
+    def config(self) -> EncoderConfig:
+        return EncoderConfig.from_dict(self.model.config.to_dict())
 
 
 def leaves(model: nn.Module) -> dict[str, nn.Module]:
