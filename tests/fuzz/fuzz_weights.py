@@ -74,7 +74,9 @@ def load_state_dict(draw: Draw, subject: Subject) -> None:
 def optimizer_step(draw: Draw, subject: Subject) -> None:
     """Of all elements, or of one in a parameter: whatever else is compared, few elements are sampled at a call."""
     parameters = [p for p in subject.model.parameters() if p.requires_grad]
-    kind = draw.choice((torch.optim.SGD, torch.optim.AdamW))
+    # AdamW's eps is 0 in float16: what has no gradient becomes NaN.
+    is_half = any(p.dtype is torch.float16 for p in parameters)
+    kind = draw.choice((torch.optim.SGD,) if is_half else (torch.optim.SGD, torch.optim.AdamW))
     generator = torch.Generator().manual_seed(draw.seed())
     one = draw.integer(0, 999) if draw.flag() else None
     for p in parameters:
@@ -109,7 +111,7 @@ def offload(draw: Draw, subject: Subject) -> None:
     size = storage.nbytes()
     others = [q for q in subject.model.parameters() if q.untyped_storage().data_ptr() == storage.data_ptr()]
     # torch 2.13 dies where shared memory that was resized to 0 is to grow again.
-    if len(others) == 1 and size == p.numel() * p.element_size() and not storage.is_shared():
+    if len(others) == 1 and size == p.numel() * p.element_size() and storage.resizable() and not storage.is_shared():
         storage.resize_(0)
         storage.resize_(size)
         with torch.no_grad():
