@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check --use-pep517 --constraint constraints.txt
 SOURCES := setup.py build_backend.py fastbert/native/recipe.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
-.PHONY: demo test lint type format unit test-full sanitize fuzz bench bench-ops gpu gpu-stale clean help
+.PHONY: demo test lint type format unit facts test-full sanitize fuzz bench bench-ops gpu gpu-stale clean help
 
 help:           ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 12
@@ -79,6 +79,9 @@ gpu-stale: $(VENV)/.installed  ## do the committed GPU results belong to the pre
 
 unit: $(VENV)/.installed-test  ## pytest
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
+
+facts: $(VENV)/.installed-test  ## compile every GPU kernel and write down what the machine code tells, for make test
+	@PYTHONPATH=.:tests/support $(BIN)/python tests/support/facts.py
 
 test-full: $(VENV)/.installed-test  ## what make test leaves out: every architecture, a wheel, cases whose path others take
 	@FASTBERT_TEST_SEED=$${FASTBERT_TEST_SEED:-$$(($$(date +%s) % 4000 + 1))} $(BIN)/python -m pytest -n 2 --dist worksteal -m full

@@ -1,23 +1,24 @@
-"""Every kernel of csrc/cuda, compiled by nvcc for GPUs that need not be here, and what the machine code then tells."""
+"""Every kernel of csrc/cuda, compiled by nvcc for GPUs that need not be here, and what the machine code then tells.
+
+What is checked are the facts that `make facts` has written down (tests/support/facts.py).
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
-import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from built import ROOT, built
+from cubins import ARCHITECTURES, output_of
+from facts import kept
 
 from fastbert.native import recipe
 
-pytestmark = pytest.mark.dear_to_set_up
-SOURCES = sorted(ROOT.glob("csrc/cuda/*.cu"))
-ARCHITECTURES = ("sm_80", "sm_90a", "sm_100")
 # Matrices and vectors in the dtype that a thread reads, each in loads of 16 bytes where rows allow them.
 WIDE_LOADS = {
     "add_layer_norm_fwd_kernel": 5,
@@ -29,55 +30,10 @@ WIDE_LOADS = {
 ALL_KERNELS = {*WIDE_LOADS, "column_sums_kernel"}
 
 
-def nvcc() -> str:
-    found = shutil.which("nvcc") or shutil.which("nvcc", path=f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin")
-    if found is None:
-        pytest.skip("there is no nvcc to compile csrc/cuda with")
-    return found
-
-
-def cuobjdump() -> str:
-    if found := shutil.which("cuobjdump"):
-        return found
-    triton = pytest.importorskip("triton", reason="there is no cuobjdump, neither CUDA's nor Triton's")
-    return triton.knobs.nvidia.cuobjdump.path
-
-
-def output_of(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    return done.stdout
-
-
-def cubin_of(source: Path, architecture: str) -> Path:
-    virtual = f"arch={architecture.replace('sm', 'compute')},code={architecture}"
-    command = [nvcc(), "-std=c++17", "-O3", "-Werror=all-warnings", "-cubin", "-gencode", virtual]
-    parts = [source, *sorted(ROOT.glob("csrc/cuda/*.h")), *sorted(ROOT.glob("csrc/include/*.h"))]
-    key = (command, output_of([nvcc(), "--version"]))
-
-    def make(cubin: Path) -> None:
-        output_of([*command, "-o", str(cubin), str(source)])
-
-    return built("cubins", f"{source.stem}-{architecture}", key, parts, make)
-
-
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=[] if name == "sm_90a" else [pytest.mark.full]) for name in ARCHITECTURES],
-)
+@pytest.fixture(scope="module", params=ARCHITECTURES)
 def kernels(request) -> dict[str, dict]:
-    """{mangled name: stack, local and shared bytes, registers, threads a block, loads} for one architecture."""
-    facts, reader = {}, cuobjdump()
-    for source in SOURCES:
-        cubin = str(cubin_of(source, request.param))
-        usage = output_of([reader, "--dump-resource-usage", cubin])
-        for name, text in re.findall(r"Function (\S+):\n(.*)", usage):
-            facts[name] = {key.lower(): int(value) for key, value in re.findall(r"(\w+):(\d+)", text)}
-        sass = output_of([reader, "--dump-sass", cubin])
-        for part in re.split(r"Function : ", sass)[1:]:
-            facts[part.split()[0]]["loads"] = re.findall(r"\bLDG\.\S+", part)
-            facts[part.split()[0]]["code"] = part
-    return facts
+    """By mangled name: stack, local and shared bytes, registers, loads by kind, for one architecture."""
+    return kept("cuda")[request.param]
 
 
 def kind_of(name: str) -> str:
@@ -100,7 +56,7 @@ def test_every_kernel_is_there_in_every_dtype(kernels):
 def test_registers_suffice_and_shared_memory_is_dynamic(kernels):
     for name, facts in kernels.items():
         assert facts["stack"] == facts["local"] == 0, f"{name} spills registers: {facts}"
-        assert not re.search(r"\b(LDL|STL)\b", facts["code"]), f"{name} uses local memory"
+        assert facts["local_accesses"] == 0, f"{name} uses local memory"
         # Up to 48 KiB are a block's without asking; what is dynamic is checked by the emulation in test_cuda.py.
         assert facts["shared"] <= 1024, f"{name}: {facts['shared']} bytes of static shared memory"
 
@@ -108,9 +64,10 @@ def test_registers_suffice_and_shared_memory_is_dynamic(kernels):
 def test_loads_are_16_bytes_wide(kernels):
     for name, facts in kernels.items():
         if is_wide(name):
-            wide = sum(load.startswith("LDG.E.128") for load in facts["loads"])
-            assert wide >= WIDE_LOADS[kind_of(name)], f"{name}: {facts['loads']}"
-            assert not [load for load in facts["loads"] if ".U16" in load or ".U8" in load], f"{name}: {facts['loads']}"
+            loads = facts["loads"]  # how many there are of each kind
+            wide = sum(count for load, count in loads.items() if load.startswith("LDG.E.128"))
+            assert wide >= WIDE_LOADS[kind_of(name)], f"{name}: {loads}"
+            assert not [load for load in loads if ".U16" in load or ".U8" in load], f"{name}: {loads}"
 
 
 def cuda_headers() -> Path:

@@ -1,4 +1,4 @@
-"""What tests/gpu/test_aot.py compiles: every Triton kernel, with the blocks that it ships."""
+"""What compiled_kernels.py compiles: every Triton kernel, with the blocks that it ships."""
 
 from __future__ import annotations
 
@@ -198,11 +198,3 @@ def cross_entropy_cases() -> Iterator[Case]:
 def all_cases() -> list[Case]:
     mine = [*layer_norm_cases(), *attention_cases(), *tiles_cases(), *rotary_cases(), *feed_forward_cases()]
     return [*mine, *cross_entropy_cases(), *(Case(**case) for case in embedding_cases(HIDDEN_SIZE))]
-
-
-def is_left_to_full(case: Case) -> bool:
-    """Whether `make test` does without it. The code of float16 is bfloat16's, and so is float32's but for attention's
-    products; of both test_launches.py compiles models, and looks for spills. Heads of 64 fill their blocks and heads of
-    80 do not: the other sizes are other numbers in the same code."""
-    narrow = case.dtype == "fp16" or (case.dtype == "fp32" and not case.kernel.startswith("attention"))
-    return narrow or case.constants.get("HEAD_DIM", 64) not in (64, 80)

@@ -1,4 +1,4 @@
-"""What test_aot.py compiles of the kernels around the encoder: embedding, dropout, pooling, packing."""
+"""What compiled_kernels.py compiles of the kernels around the encoder: embedding, dropout, pooling, packing."""
 
 from __future__ import annotations
 
