@@ -6,8 +6,6 @@ All public names are here. They are imported when they are first used: `import f
 
 from __future__ import annotations
 
-import sys
-
 TYPE_CHECKING = False  # typing's own would cost more than the rest: the command line starts with this file
 if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with _MODULES
     from typing import Any
@@ -100,37 +98,6 @@ def from_pretrained(name_or_path: str, **options: Any) -> Any:
     from fastbert.models.auto import AutoModel
 
     return AutoModel.from_pretrained(name_or_path, **options)
-
-
-# Modules that had another name in 0.1.
-_MOVED = {
-    "_saving": "checkpoint.saving",
-    "_weight_files": "checkpoint.weight_files",
-    "accelerate": "acceleration",
-    "cli.commands": "cli.run",
-    "graphs": "cuda_graphs",
-    "hub": "checkpoint.pretrained",
-    "sentence_folder": "data.sentence_folder",
-    "tokenization": "data.tokenization",
-    "testing.bench": "bench.timing",
-    "models.family": "models.tree",
-    **{f"models.{name}": "models.classes" for name in ("albert", "bert", "distilbert", "electra", "roberta")},
-    **{f"testing.{name}": f"bench.{name}" for name in ("compete", "contestants", "jobs", "report", "runtimes")},
-}
-
-
-class _MovedModules:
-    """The last finder of sys.meta_path: importing a module by its old name fails with the new one."""
-
-    @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> None:
-        package, _, rest = name.partition(".")
-        if package == __name__ and rest in _MOVED:
-            # Without `name=`, or `from fastbert import hub` would hide this message behind one of its own.
-            raise ModuleNotFoundError(f"{name} has moved: it is {package}.{_MOVED[rest]} now")
-
-
-sys.meta_path.append(_MovedModules)
 
 
 def _public_names() -> list[str]:

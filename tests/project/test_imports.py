@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import os
 import re
 import subprocess
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 from full import left_to_full
 
-import fastbert
 from fastbert.backend import BUILD_KERNELS
 
 PACKAGE = Path(__file__).parents[2] / "fastbert"
@@ -240,17 +238,6 @@ def test_no_room_is_crowded():
     """families/, ops/ and tests/ may be: they have a file for each thing of one kind."""
     for folder in (PACKAGE, *(p for p in PACKAGE.rglob("*") if p.is_dir()), *PACKAGE.parent.glob("benchmarks/**/")):
         assert folder.name in ("families", "ops") or len(list(folder.glob("*.py"))) <= 15, folder
-
-
-@pytest.mark.parametrize("old,new", fastbert._MOVED.items())
-def test_an_old_path_fails_with_the_new_one(old, new):
-    parent, _, last = f"fastbert.{old}".rpartition(".")
-    with pytest.raises(ModuleNotFoundError, match=rf"fastbert\.{old} has moved: it is fastbert\.{new} now"):
-        importlib.import_module(f"fastbert.{old}")
-    if last not in fastbert.__all__:
-        with pytest.raises(ModuleNotFoundError, match=f"it is fastbert.{new} now"):
-            exec(f"from {parent} import {last}")
-    importlib.import_module(f"fastbert.{new}")
 
 
 def test_the_oracle_imports_torch_only():

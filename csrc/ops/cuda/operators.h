@@ -1,4 +1,4 @@
-// The registered operators of the CUDA backend; fastbert/ops/operators.py has their schemas.
+// The registered operators of the CUDA backend; each op's file in fastbert/ops/ has its schemas.
 #pragma once
 
 #include <string>
