@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -116,15 +117,15 @@ class Case:
 
 def _assert_rule(results: Results) -> None:
     """Where the formula itself overflows in its dtype, it cannot say how much an error may be. Nor can it where all of
-    a result is denormal: hardware and libraries may take such numbers for 0."""
+    a result is denormal, which hardware and libraries may take for 0, or was made of such numbers, which have lost
+    their digits: a norm makes them up to a million times as large."""
     for name, actual in results[0].items():
         if not torch.isfinite(results[2][name]).all():
             continue
         oracle = results[1][name].abs()
-        if oracle.numel() and 0 < oracle.max() < torch.finfo(actual.dtype).tiny:
-            assert actual.abs().max() < 2 * torch.finfo(actual.dtype).tiny, (
-                f"{name}: {actual.abs().max()} for a denormal"
-            )
+        tiny = torch.finfo(actual.dtype).tiny
+        if oracle.numel() and 0 < oracle.max() < tiny * 2**23:
+            assert actual.abs().max() < 2 * max(oracle.max(), tiny), f"{name}: {actual.abs().max()} for denormals"
             continue
         factor = OUTPUT_FACTOR if name == "out" else GRADIENT_FACTOR
         assert_close_to_reference(actual, results[1][name], results[2][name], factor, name)
@@ -154,6 +155,16 @@ def assert_same_elsewhere(name: str, clean: torch.Tensor, poisoned: torch.Tensor
     left, right = clean[~touched], poisoned[~touched]
     same = left.view(torch.uint8) == right.view(torch.uint8) if left.numel() else torch.ones(1, dtype=torch.bool)
     assert same.all(), f"{name}: what is not finite reached {int((~same).flatten(1).any(1).sum())} other rows"
+
+
+@functools.cache
+def products_mix_rows() -> bool:
+    """Whether torch's own products in bfloat16 do. On processors with AMX (torch 2.13) what is not finite in a row goes
+    into the row before it where the inner dimension is odd: padded to an even one, it reads on, and multiplies by 0.
+    """
+    x = torch.ones(17, 17, dtype=torch.bfloat16)
+    x[1] = torch.nan
+    return bool((x @ x.new_ones(17, 16))[0].isnan().any())
 
 
 def isolation(draw: Draw, case: Case, seed: int, out_groups: torch.Tensor, in_groups: torch.Tensor) -> None:
