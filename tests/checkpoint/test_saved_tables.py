@@ -17,6 +17,7 @@ from fastbert.families.form import value_of
 from fastbert.layers.leaves import get_leaf, place
 from fastbert.models.auto import model_class
 from fastbert.models.masked_lm import MaskedLMHeadModel
+from fastbert.testing.numerics import assert_close_to_reference
 
 IDS = torch.tensor([[3, 9, 4, 1, 7], [5, 2, 8, 6, 11]])
 FIELDS = {"word": "vocab_size", "position": "max_position_embeddings", "token_type": "type_vocab_size"}
@@ -193,3 +194,20 @@ def test_a_leaf_that_is_no_table_leaves_the_config_as_it_is(tmp_path):
     model = make("bert", "Model")
     model.embeddings.word_embeddings = Wrapped()
     assert model.live_config == model.config
+
+
+WITH_LONE_BIAS = [kind for kind in FAMILIES if make(kind, "MaskedLM").lone_bias is not None]
+
+
+@pytest.mark.parametrize("model_type", WITH_LONE_BIAS)
+def test_a_decoder_that_was_replaced_by_one_with_a_bias_keeps_it_beside_the_lone_bias(model_type):
+    model = make(model_type, "MaskedLM")
+    decoder = model.get_output_embeddings()
+    with torch.no_grad():
+        before = model(IDS).logits
+        new = nn.Linear(decoder.in_features, decoder.out_features)
+        new.weight.copy_(decoder.weight)
+        place(model, model.masked_lm.decoder, new)
+        found = model(IDS).logits
+    exact = before.double() + new.bias.detach().double()
+    assert_close_to_reference(found, exact, before + new.bias.detach())

@@ -149,3 +149,15 @@ def test_fields_of_families_say_where_they_belong(model_type, message):
     for make in (EncoderConfig, lambda **fields: EncoderConfig.of_family("bert", **fields)):
         with pytest.raises(ConfigError, match="EncoderConfig has no field 'xyzzy'"):
             make(xyzzy=1)
+
+
+@families_axis
+def test_a_field_that_a_family_does_not_have_keeps_its_value(model_type):
+    """Set to another one, it would be ignored, and lost in the file."""
+    for name in FAMILIES[model_type].fixed:
+        now = getattr(EncoderConfig.of_family(model_type), name)
+        other = (
+            not now if isinstance(now, bool) else f"{now}, but another" if isinstance(now, str) else (now or 0) + 0.5
+        )
+        with pytest.raises(ConfigError, match=rf"^{name} is .*; {model_type} has only"):
+            EncoderConfig.of_family(model_type, **{name: other})

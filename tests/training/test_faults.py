@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import resource
+import shutil
 import signal
 import threading
 
@@ -257,3 +259,13 @@ def test_data_that_changed_since(tmp_path):
     loop.task.corpus = dataclasses.replace(loop.task.corpus, documents=loop.task.corpus.documents[:-1])
     with pytest.raises(TrainingError, match="training data are not those of the checkpoint of step 2"):
         loop.run()
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_its_log_anew(tmp_path):
+    make_loop(tmp_path).run()
+    shutil.rmtree(tmp_path / "checkpoints")
+    loop = make_loop(tmp_path)
+    assert not loop.resume()
+    loop.run()
+    steps = [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert steps == sorted(set(steps))

@@ -4,6 +4,8 @@ scikit-learn and SciPy.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,9 @@ from precise import assert_close_to_theirs, in_float64
 from scipy import stats
 from sklearn import metrics, utils
 from tiny import write_json
+
+from fastbert.training.finetuning import classification
+from fastbert.training.finetuning.metrics import class_metrics, several_metrics
 
 AUTO = "AutoModelForSequenceClassification"
 LABELS = {
@@ -150,3 +155,18 @@ def test_a_dry_run_shows_tokens_and_label(tmp_path):
     task = task_of(base(tmp_path), write_rows(tmp_path / "a.jsonl", rows_of("multi")))
     shown = task.show(task.collate(None)([task.train[0], task.train[1]]))
     assert shown == ["[CLS] the cat sat on the mat [SEP] -> new, old", "[CLS] a dog ran in [SEP] -> nothing"]
+
+
+def test_what_an_evaluation_counts_is_what_predict_names(monkeypatch):
+    """Where two probabilities are the same but for rounding, and where one is 0.5, rounded."""
+    logits = np.array([[0.0, 1e-9]], np.float32)
+    assert class_metrics(logits, np.array([1]))["accuracy"] == 1.0
+    monkeypatch.setattr(classification, "logits_of", lambda *given, **run: logits)
+    labels = SimpleNamespace(id2label=["first", "second"])
+    model = SimpleNamespace(tokenize=list, config=labels, kind="single_label_classification")
+    assert classification.Classifier.answers(model, None, {"text": ["a"]})["label"] == ["second"]
+
+    logits = np.array([[1e-9, -1.0]], np.float32)
+    assert several_metrics(logits, np.zeros((1, 2)))["accuracy"] == 1.0
+    model.kind = "multi_label_classification"
+    assert classification.Classifier.answers(model, None, {"text": ["a"]})["labels"] == [[]]
