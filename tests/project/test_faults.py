@@ -1,4 +1,4 @@
-"""The list of past faults fits this tree: tests/faults/run.py, which takes hours, is not to find that out."""
+"""The list of past faults fits this tree: it does not take a run of tests/faults/run.py to find that out."""
 
 from __future__ import annotations
 
