@@ -160,7 +160,7 @@ def assert_same_elsewhere(name: str, clean: torch.Tensor, poisoned: torch.Tensor
 @functools.cache
 def products_mix_rows() -> bool:
     """Whether torch's own products in bfloat16 do. On processors with AMX (torch 2.13) what is not finite in a row goes
-    into the row before it where the inner dimension is odd: padded to an even one, it reads on, and multiplies by 0.
+    into the row before it with many inner dimensions, 17 and 80 among them, and with others not.
     """
     x = torch.ones(17, 17, dtype=torch.bfloat16)
     x[1] = torch.nan
