@@ -42,6 +42,11 @@ def groups_of(lengths: Lengths) -> torch.Tensor:
     return torch.cat(parts)
 
 
+def norms_means(backend: str) -> bool:
+    """Where a mean is 1,000 deviations, torch's own LayerNorm has 3 to 6 times the formula's error in the gradient."""
+    return backend != "torch"
+
+
 def add_norm(draw: Draw, backend: str, dtype: torch.dtype):
     rows, width = draw.choice((1, 0, 2, 3, 17, 33)), draw.choice(WIDTHS)
     name = draw.choice(("add_layer_norm", "add_rms_norm"))
@@ -65,7 +70,8 @@ def add_norm(draw: Draw, backend: str, dtype: torch.dtype):
         return torch.cat(out) if prenorm else out[0]
 
     groups = torch.arange(rows)
-    return Case(op, formula, shapes, dtype), torch.cat([groups, groups]) if prenorm else groups, groups
+    case = Case(op, formula, shapes, dtype, has_means=name == "add_rms_norm" or norms_means(backend))
+    return case, torch.cat([groups, groups]) if prenorm else groups, groups
 
 
 def attention(draw: Draw, backend: str, dtype: torch.dtype):
@@ -91,6 +97,7 @@ def attention(draw: Draw, backend: str, dtype: torch.dtype):
     op = partial(ops.attention, cu_seqlens=cu_seqlens, max_seqlen=longest, backend=backend, **options)
     formula = partial(reference.attention, cu_seqlens=cu_seqlens, **options)
     case = Case(op, formula, {"q": (tokens, heads * group, head_dim), "k": shape, "v": shape}, dtype, joint=True)
+    case.has_means = False  # it cancels in dq, and what is left is what the output's rounding left
     return case, groups_of(lengths), groups_of(lengths)
 
 
@@ -154,7 +161,7 @@ def embed_layer_norm(draw: Draw, backend: str, dtype: torch.dtype):
         return function(*given, eps=1e-5)
 
     op = partial(run, partial(ops.embed_layer_norm, backend=backend))
-    case = Case(op, partial(run, reference.embed_layer_norm), shapes, dtype)
+    case = Case(op, partial(run, reference.embed_layer_norm), shapes, dtype, has_means=norms_means(backend))
     return case, ids["word"], torch.arange(rows["word"])
 
 
@@ -166,7 +173,7 @@ def cross_entropy(draw: Draw, backend: str, dtype: torch.dtype):
     options = {}
     if draw.flag(4):
         options["label_smoothing"] = 0.1
-    if draw.flag(4):
+    if classes > 1 and draw.flag(4):  # of one class the gradient is this loss's alone: float64 loses it beside 1 - 1
         options["z_loss"] = 0.01
     draw.note(f"labels {labels.tolist()}, {options}")
     shapes = {"x": (rows, width), "weight": (classes, width), "bias": (classes,)}
@@ -254,7 +261,7 @@ def add_layer_norm_dropout(draw: Draw, backend: str, dtype: torch.dtype):
         return torch.cat(reference.add_layer_norm(x, residual, weight, None, x_bias, 1e-5, keep, p))
 
     shapes = {"x": (rows, width), "residual": (rows, width), "weight": (width,), "x_bias": (width,)}
-    groups, case = torch.arange(rows), Case(run, formula, shapes, dtype)
+    groups, case = torch.arange(rows), Case(run, formula, shapes, dtype, has_means=norms_means(backend))
     return case, torch.cat([groups, groups]), groups
 
 
