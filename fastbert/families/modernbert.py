@@ -60,7 +60,7 @@ def _spec(config: Any, depth: int) -> LayerSpec:
 def _modernised(entries: dict[str, Any]) -> dict[str, Any]:
     """Thetas and scalings as files had them before rope_parameters; transformers' other name of the window."""
     if (window := entries.pop("sliding_window", None)) is not None:
-        entries["local_attention"] = 2 * window if type(window) is int else window
+        entries["local_attention"] = 2 * window if isinstance(window, int) else window  # of True 2, as there
     rope, scaling = entries.get("rope_parameters") or {}, entries.pop("rope_scaling", None) or {}
     if not isinstance(rope, dict) or not isinstance(scaling, dict):
         return {**entries, "rope_parameters": rope if scaling == {} else scaling}  # which `_spec` refuses

@@ -109,6 +109,7 @@ BESIDE = (
     ("modernbert", {"rope_theta": 33.0, "global_rope_theta": 50.0, "partial_rotary_factor": 0.5}),
     ("modernbert", {"sliding_window": 5}),
     ("modernbert", {"sliding_window": 3, "local_attention": 20}),
+    ("modernbert", {"sliding_window": True}),
     ("modernbert", {"layer_norm_eps": 0.1, "hidden_act": "relu"}),
     ("modernbert", {"layer_norm_eps": 0.1, "norm_eps": 1e-3, "hidden_activation": "silu", "hidden_act": "relu"}),
     ("eurobert", {"layer_norm_eps": 0.1}),
