@@ -189,8 +189,9 @@ def _pooling_bwd_kernel(
     if MODE == "mean":
         dx = dx / (end - begin).to(tl.float32)[:, None]
     if MODE == "max":
-        x = tl.load(x_ptr + at, mask=takes, other=0.0)
-        out = tl.load(out_ptr + pooled_at, mask=takes, other=0.0)
+        # In fp32, as in forward: the interpreter compares 16 bits as integers, to which the two zeros differ.
+        x = tl.load(x_ptr + at, mask=takes, other=0.0).to(tl.float32)
+        out = tl.load(out_ptr + pooled_at, mask=takes, other=0.0).to(tl.float32)
         ties = tl.load(ties_ptr + pooled_at, mask=takes, other=1)
         dx = tl.where(takes & (x == out), dx / ties.to(tl.float32), 0.0)
     tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=(rows < total_tokens)[:, None] & inside)

@@ -86,6 +86,8 @@ def draw_case(draw: Draw) -> tuple[Callable[[int], tuple[nn.Module, nn.Module, I
     if draw.flag():
         heads = draw.choice((2, 1, 4))
         changes |= {"num_attention_heads": heads, "hidden_size": heads * draw.choice((8, 16, 12, 32))}
+        if heads == 1 and "num_key_value_heads" in families.FAMILIES[kind].fields:
+            changes["num_key_value_heads"] = 1  # the family's small configs have up to 2
     if draw.flag(3) and "layer_norm_eps" not in families.FAMILIES[kind].fixed:
         changes["layer_norm_eps"] = draw.choice((1e-12, 1e-5))
     config = make_config(kind, index, **changes)

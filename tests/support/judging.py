@@ -18,6 +18,7 @@ from fastbert.testing import numerics
 
 DRAWS = (4, 16)  # how many are judged together; the next number where the rule does not hold of the one before
 NUDGES = (16,)
+MANY = 10**6
 Tensors = dict[str, torch.Tensor]
 Results = tuple[Tensors, Tensors, Tensors]  # by name: what is judged, in float64, and in its own dtype
 
@@ -114,6 +115,8 @@ def judge(results_of: Callable[[int], Results], rule: Callable[[Results], None],
         except AssertionError:
             if more is None:
                 raise
+        if sum(t.numel() for t in together[0].values()) > MANY:  # which are enough for a rule, and for the memory
+            more = draws[0]
         results += [results_of(draw) for draw in range(len(results), more)]
         actual, oracle, baseline = (
             {name: torch.cat([each[i][name].flatten() for each in results]) for name in results[0][0]} for i in range(3)
