@@ -35,7 +35,7 @@ def train_theirs(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     import datasets
     import transformers
 
-    from fastbert.checkpoint.pretrained import resolve
+    from fastbert.hub import resolve
 
     model_folder = str(resolve("all-MiniLM-L6-v2"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder)

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from fastbert import ops
-from fastbert.backend import Backend, BackendError
+from fastbert.backend import Backend
+from fastbert.errors import BackendError
 from fastbert.testing import reference
 from fastbert.testing.cases import DTYPES, MODELS, WORKLOADS, Workload
 from fastbert.testing.numerics import assert_close_to_reference

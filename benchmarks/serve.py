@@ -26,7 +26,7 @@ import numpy as np
 import orjson
 
 from fastbert.bench.timing import describe_machine
-from fastbert.checkpoint.pretrained import resolve
+from fastbert.hub import resolve
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "all-MiniLM-L6-v2"

@@ -14,7 +14,7 @@ import transformers
 from accelerate import Accelerator
 
 import fastbert
-from fastbert.checkpoint.pretrained import resolve
+from fastbert.hub import resolve
 
 HERE = Path(__file__).parent
 

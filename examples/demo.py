@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import fastbert
-from fastbert.checkpoint.pretrained import resolve
+from fastbert.hub import resolve
 
 MODEL = "all-MiniLM-L6-v2"
 WIDTH = 100

@@ -13,7 +13,7 @@ import numpy as np
 import transformers
 
 import fastbert
-from fastbert.checkpoint.pretrained import resolve
+from fastbert.hub import resolve
 
 HERE = Path(__file__).parent
 

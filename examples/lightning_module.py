@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import fastbert
-from fastbert.checkpoint.pretrained import resolve
+from fastbert.hub import resolve
 
 HERE = Path(__file__).parent
 

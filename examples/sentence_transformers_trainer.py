@@ -14,7 +14,7 @@ from sentence_transformers.sentence_transformer.evaluation import InformationRet
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
 import fastbert
-from fastbert.checkpoint.pretrained import resolve
+from fastbert.hub import resolve
 
 HERE = Path(__file__).parent
 

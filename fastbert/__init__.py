@@ -6,6 +6,8 @@ All public names are here. They are imported when they are first used: `import f
 
 from __future__ import annotations
 
+from fastbert.version import __version__ as __version__
+
 TYPE_CHECKING = False  # typing's own would cost more than the rest: the command line starts with this file
 if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with _MODULES
     from typing import Any
@@ -15,15 +17,15 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from fastbert.acceleration.flattening import SentencePackingCollator as SentencePackingCollator
     from fastbert.acceleration.status import status as status
     from fastbert.backend import Backend as Backend
-    from fastbert.backend import BackendError as BackendError
-    from fastbert.backend import backends as backends
     from fastbert.backend import use_backend as use_backend
     from fastbert.bulk.ray_engine import ray_encode as ray_encode
-    from fastbert.checkpoint.weight_files import CheckpointError as CheckpointError
-    from fastbert.config import ConfigError as ConfigError
     from fastbert.config import EncoderConfig as EncoderConfig
     from fastbert.cuda_graphs import graphs as graphs
     from fastbert.data.collator import PackingCollator as PackingCollator
+    from fastbert.errors import BackendError as BackendError
+    from fastbert.errors import CheckpointError as CheckpointError
+    from fastbert.errors import ConfigError as ConfigError
+    from fastbert.errors import InputError as InputError
     from fastbert.master_weights import MasterWeights as MasterWeights
     from fastbert.models.auto import AutoConfig as AutoConfig
     from fastbert.models.auto import AutoModel as AutoModel
@@ -37,10 +39,10 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from fastbert.models.baby import baby_config as baby_config
     from fastbert.models.classes import *  # noqa: F403
     from fastbert.models.joint_electra import ElectraForJointPreTraining as ElectraForJointPreTraining
+    from fastbert.ops.report import backends as backends
     from fastbert.packed_inputs import PackedInputs as PackedInputs
     from fastbert.packed_inputs import pack_inputs as pack_inputs
     from fastbert.packed_weights import repack as repack
-    from fastbert.packing import InputError as InputError
     from fastbert.packing import PackedBatch as PackedBatch
     from fastbert.packing import check_inputs as check_inputs
     from fastbert.quantization import quantization_error as quantization_error
@@ -49,8 +51,6 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from fastbert.sentences.encoder import SentenceEncoder as SentenceEncoder
     from fastbert.sentences.reranker import Reranker as Reranker
     from fastbert.sentences.sparse_encoder import SparseEncoder as SparseEncoder
-
-__version__ = "0.1.0"
 
 _MODULES: dict[str, tuple[str, ...]] = {
     "fastbert.models.auto": (
@@ -75,15 +75,16 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "fastbert.acceleration.flattening": ("SentencePackingCollator",),
     "fastbert.acceleration.status": ("status",),
     "fastbert.bulk.ray_engine": ("ray_encode",),
-    "fastbert.backend": ("Backend", "BackendError", "backends", "use_backend"),
-    "fastbert.config": ("ConfigError", "EncoderConfig"),
+    "fastbert.backend": ("Backend", "use_backend"),
+    "fastbert.config": ("EncoderConfig",),
     "fastbert.cuda_graphs": ("graphs",),
-    "fastbert.checkpoint.weight_files": ("CheckpointError",),
     "fastbert.data.collator": ("PackingCollator",),
+    "fastbert.errors": ("BackendError", "CheckpointError", "ConfigError", "InputError"),
     "fastbert.master_weights": ("MasterWeights",),
+    "fastbert.ops.report": ("backends",),
     "fastbert.packed_inputs": ("PackedInputs", "pack_inputs"),
     "fastbert.packed_weights": ("repack",),
-    "fastbert.packing": ("InputError", "PackedBatch", "check_inputs"),
+    "fastbert.packing": ("PackedBatch", "check_inputs"),
     "fastbert.quantization": ("quantization_error", "quantize"),
     "fastbert.sentences.classifier": ("TextClassifier",),
     "fastbert.sentences.encoder": ("SentenceEncoder",),

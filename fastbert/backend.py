@@ -1,4 +1,4 @@
-"""The choice of a backend for each op, the reasons for it, and the report behind `fastbert doctor`.
+"""The choice of a backend for each op, and the reasons for it.
 
 A backend is chosen before anything is launched, from shapes, dtypes and devices alone (docs/design.md, Ops). `auto`
 takes the first backend of `ORDER` whose `supports` function gives no objection. A backend that is asked for by name and
@@ -21,6 +21,9 @@ from typing import Any
 
 import torch
 
+from fastbert.errors import BackendError
+from fastbert.native.availability import extension_error
+
 
 class Backend(str, enum.Enum):
     TORCH = "torch"
@@ -29,19 +32,15 @@ class Backend(str, enum.Enum):
     CUDA = "cuda"
 
 
-class BackendError(RuntimeError):
-    """A backend that was asked for by name cannot serve the call. The message holds its reason."""
-
-
 # What `auto` tries, by the tensors' device. Triton's interpreter serves CPU tensors too, but only when asked by name.
 ORDER = {"cuda": (Backend.CUDA, Backend.TRITON), "cpu": (Backend.CPU,)}
 
 Supports = Callable[..., "str | None"]
-_supports: dict[str, dict[Backend, Supports]] = {}  # op -> backend -> objection, or None when it can serve
+SUPPORTS: dict[str, dict[Backend, Supports]] = {}  # op -> backend -> objection, or None when it can serve
 Probe = Callable[[torch.Tensor, torch.Tensor], tuple]
 # Of the ops that are offers: what their backends ask of operands, and the function that runs on them.
-_offers: dict[str, dict[Backend, tuple[Supports, Callable[..., Any]]]] = {}
-_probes: dict[str, Probe] = {}  # op -> what `backends()` asks its `supports` with, where that is not the usual
+OFFERS: dict[str, dict[Backend, tuple[Supports, Callable[..., Any]]]] = {}
+PROBES: dict[str, Probe] = {}  # op -> what `backends()` asks its `supports` with, where that is not the usual
 
 
 def parse_backend(name: str | Backend | None) -> Backend | None:
@@ -79,7 +78,6 @@ _has_warned = False
 
 def missing_kernels() -> str | None:
     """None when the C++ kernels are there, else why not, what that costs and what to do, in one line."""
-    from fastbert.ops._common import extension_error
 
     if extension_error() is None:
         return None
@@ -104,9 +102,9 @@ def register(op: str, backend: Backend, supports: Supports, probe: Probe | None 
     `probe` makes arguments for `supports` from a (2, 64) and a (64,) tensor; without it they are (x, None, vector,
     vector), those of an op over (total_tokens, hidden_size).
     """
-    _supports.setdefault(op, {})[backend] = supports
+    SUPPORTS.setdefault(op, {})[backend] = supports
     if probe is not None:
-        _probes[op] = probe
+        PROBES[op] = probe
 
 
 def register_offer(
@@ -122,7 +120,7 @@ def register_offer(
     accepts(x, operands) likewise, from what it would run on; run(x, operands, *rest) runs it.
     """
     register(op, backend, supports, lambda x, vector: (x,))
-    _offers.setdefault(op, {})[backend] = accepts, run
+    OFFERS.setdefault(op, {})[backend] = accepts, run
 
 
 @contextmanager
@@ -182,7 +180,7 @@ def select(op: str, asked: str | Backend | None, x: torch.Tensor, *args) -> Back
 
     `asked` is the caller's `backend=`; None follows use_backend(). Raises BackendError.
     """
-    table = _supports[op]
+    table = SUPPORTS[op]
     explicit = parse_backend(asked) if asked is not None else None
     backend = explicit or _choice.forced
     if backend is None:
@@ -206,7 +204,7 @@ def first_to_serve(op: str, x: torch.Tensor, *args) -> Backend | None:
     """The backend whose kernels would serve this call; None where none would, or torch was asked for."""
     if transform_objection() is not None:
         return None
-    table = _supports[op]
+    table = SUPPORTS[op]
     for backend in _order(x):
         if backend in table and table[backend](x, *args) is None:
             return backend
@@ -221,7 +219,7 @@ def offer(op: str, x: torch.Tensor, look: Callable[[], Any]) -> Callable[..., An
     """
     if (transformed := transform_objection()) is not None:
         return transformed
-    table, operands, reason = _supports[op], None, None
+    table, operands, reason = SUPPORTS[op], None, None
     for backend in _order(x):
         if backend not in table:
             continue
@@ -230,7 +228,7 @@ def offer(op: str, x: torch.Tensor, look: Callable[[], Any]) -> Callable[..., An
             operands = look() if operands is None else operands
             if isinstance(operands, str):
                 return operands
-            accepts, run = _offers[op][backend]
+            accepts, run = OFFERS[op][backend]
             objection = accepts(x, operands)
             if objection is None:
                 return partial(run, x, operands)
@@ -240,31 +238,3 @@ def offer(op: str, x: torch.Tensor, look: Callable[[], Any]) -> Callable[..., An
     if _choice.forced is None:
         return f"no backend has it for tensors on {x.device.type}"
     return f"{_choice.forced.value}, the backend that was asked for, does not have it"
-
-
-def backends(device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, dict[str, str]]:
-    """Which backend would serve each op for contiguous tensors of `device` and `dtype`, and why others would not.
-
-    Returns:
-        {op: {"selected": backend, other backend: reason, ...}}. "none" is selected if use_backend() or FASTBERT_BACKEND
-        asks for a backend that cannot serve the op. Calls of the op then raise BackendError with the reason.
-
-        For an op that stands for several, "torch" means that these run one by one.
-    """
-    import fastbert.ops  # noqa: F401  (registers every op)
-
-    x, vector = torch.empty(2, 64, device=device, dtype=dtype), torch.empty(64, device=device, dtype=dtype)
-    report = {}
-    for op, table in sorted(_supports.items()):
-        probe = _probes[op](x, vector) if op in _probes else (x, None, vector, vector)
-        try:
-            chosen = first_to_serve(op, *probe) or Backend.TORCH if op in _offers else select(op, None, *probe)
-            selected = chosen.value
-        except BackendError:
-            selected = "none"
-        report[op] = {"selected": selected}
-        for backend in Backend:
-            if backend.value not in (selected, "torch"):
-                asked = table[backend](*probe) if backend in table else "no kernel for this op yet"
-                report[op][backend.value] = asked or "only when asked for by name"
-    return report

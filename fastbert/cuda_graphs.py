@@ -26,7 +26,7 @@ from fastbert.layers.snapshot import Snapshot
 from fastbert.models.base import EncoderModel, must_be_called
 from fastbert.models.inputs import EncoderInputs
 from fastbert.models.outputs import ModelOutput
-from fastbert.packed_inputs import PackedInputs
+from fastbert.packed_inputs import ModelInputs, PackedInputs
 from fastbert.packing import PackedBatch
 
 GPU = "cuda"
@@ -264,10 +264,11 @@ class GraphedEncoder:
                 output_hidden_states, return_dict, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, batch=batch,
                 task_type_ids=task_type_ids,
             )  # fmt: skip
-        inputs = model.prepare(
-            *(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen),
-            *(batch, task_type_ids),
-        )
+        given = ModelInputs(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen, batch,
+            task_type_ids,
+        )  # fmt: skip
+        inputs = model.prepare(given)
         model.calls.ran_packed()
         packed = self._encode(inputs)
         output = ModelOutput(
@@ -287,9 +288,15 @@ class GraphedEncoder:
     ) -> torch.Tensor:
         """`model.encode_packed`: packed in, packed out."""
         self.why_eager = self._objection()
-        inputs = self.model.prepare(
-            input_ids, None, token_type_ids, position_ids, None, cu_seqlens, max_seqlen, None, task_type_ids
+        given = ModelInputs(
+            input_ids,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            task_type_ids=task_type_ids,
         )
+        inputs = self.model.prepare(given)
         self.model.calls.ran_packed()
         return self.model.encode(inputs).packed if self.why_eager is not None else self._encode(inputs)
 

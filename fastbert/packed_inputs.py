@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from fastbert.packing import PADDED_LABELS, InputError, PackedBatch
+from fastbert.errors import InputError
+from fastbert.packing import PADDED_LABELS, PackedBatch
 
 # What a model's forward takes of a PackedInputs, by its own argument names.
 _IDS = ("input_ids", "token_type_ids", "position_ids", "task_type_ids")
@@ -97,12 +98,35 @@ class PackedInputs(Mapping[str, Any]):
         return PackedInputs({name: v if isinstance(v, int) else move(v) for name, v in self._fields.items()})
 
 
-def arguments_of(packed: PackedInputs, *others: Any) -> tuple:
-    """The arguments of an encoder's `prepare`; InputError where others than a PackedInputs were given."""
-    if any(value is not None for value in others):
-        raise InputError("a PackedInputs is all of a batch: give the rest of it to fastbert.pack_inputs")
-    input_ids, token_type_ids, position_ids, task_type_ids = map(packed.get, _IDS)
-    return input_ids, None, token_type_ids, position_ids, None, None, None, packed["batch"], task_type_ids
+class ModelInputs(NamedTuple):
+    """The arguments of a model's forward that say what is to be encoded, as the caller gave them.
+
+    input_ids, token_type_ids, position_ids, task_type_ids: (batch, seqlen), or (total_tokens,) if the input is packed.
+    attention_mask: (batch, seqlen). inputs_embeds: (batch, seqlen, embedding_size) or (total_tokens, embedding_size).
+    cu_seqlens and max_seqlen, or a batch: of a packed input. A PackedInputs as input_ids stands for all of them.
+    """
+
+    input_ids: Any = None
+    attention_mask: torch.Tensor | None = None
+    token_type_ids: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+    inputs_embeds: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
+    max_seqlen: int | None = None
+    batch: PackedBatch | None = None
+    task_type_ids: torch.Tensor | None = None
+
+    def are_packed(self) -> bool:
+        return self.cu_seqlens is not None or self.batch is not None or isinstance(self.input_ids, PackedInputs)
+
+    def opened(self) -> ModelInputs:
+        """What a PackedInputs stands for; InputError where more was given."""
+        packed, *others = self
+        if not isinstance(packed, PackedInputs):
+            return self
+        if any(value is not None for value in others):
+            raise InputError("a PackedInputs is all of a batch: give the rest of it to fastbert.pack_inputs")
+        return ModelInputs(**{name: packed[name] for name in _ENCODER_FIELDS if name in packed})
 
 
 def labels_of(packed: PackedInputs, given: dict[str, Any]) -> dict[str, Any]:

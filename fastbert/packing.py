@@ -14,11 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fastbert import ops
-
-
-class InputError(ValueError):
-    """An input is out of bounds. No kernel has seen it; the message names the value and the limit."""
-
+from fastbert.errors import InputError
 
 # What torch's aminmax takes of integers: the unsigned ones of more than 8 bits are not among them.
 _WITH_ENDS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

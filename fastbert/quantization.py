@@ -13,12 +13,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fastbert.config import ConfigError
+from fastbert.errors import ConfigError, InputError
 from fastbert.layers.quantized import QuantizedLinear
 from fastbert.models.base import HasModel
 from fastbert.models.quantized import linears_of, make_int8
 from fastbert.models.tree import base_models
-from fastbert.packing import InputError
 
 Quantizable = TypeVar("Quantizable", bound="nn.Module | HasModel")
 

@@ -29,7 +29,7 @@ from benchmarks.gpu import rowwise, sequences
 from benchmarks.gpu.checks import Checks, Function, Tensors, Where, assert_keep_rate, compare, isolates_rows, repeats
 from benchmarks.gpu.record import Record, failures_of_a_kernel, results_in, results_of, run_limited, say_result
 from fastbert import ops
-from fastbert.backend import ORDER, Backend, _supports
+from fastbert.backend import ORDER, SUPPORTS, Backend
 from fastbert.testing import reference
 from fastbert.testing.cases import ROWS
 from fastbert.testing.interpreter import mend_triton_interpreter
@@ -161,7 +161,7 @@ def objections(device: torch.device) -> dict[str, dict[Backend, str | None]]:
     report = fastbert.backends(device, torch.bfloat16)
     found: dict[str, dict[Backend, str | None]] = {}
     for op, said in report.items():
-        backends = [b for b in ORDER["cuda"] if b in _supports[op]]
+        backends = [b for b in ORDER["cuda"] if b in SUPPORTS[op]]
         found[op] = {b: said.get(b.value) if b.value != said["selected"] else None for b in backends}
         found[op] = {b: None if why == "only when asked for by name" else why for b, why in found[op].items()}
     return found

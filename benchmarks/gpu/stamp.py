@@ -16,7 +16,7 @@ import torch
 
 import fastbert
 from fastbert.bench.timing import cpu_name
-from fastbert.ops._common import cuda_error, extension_error
+from fastbert.native.availability import cuda_error, extension_error
 
 PACKAGE = Path(fastbert.__file__).resolve().parent
 ROOT = PACKAGE.parent

@@ -9,7 +9,7 @@ import torch
 
 from fastbert.acceleration.forward import Forward
 from fastbert.acceleration.instance import argument_names, put_by_us
-from fastbert.config import ConfigError
+from fastbert.errors import ConfigError
 
 # Of a batch in one row, under transformers' names (FlashAttentionKwargs); sentence-transformers' pooling reads them.
 _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")

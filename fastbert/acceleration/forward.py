@@ -24,7 +24,8 @@ from fastbert.acceleration.objections import (
 )
 from fastbert.acceleration.plan import Plan, live
 from fastbert.acceleration.tree import Look, look_at
-from fastbert.config import ConfigError, EncoderConfig
+from fastbert.config import EncoderConfig
+from fastbert.errors import ConfigError, InputError
 from fastbert.layers.encoder import run_layer
 from fastbert.layers.leaves import get_leaf, parent_of
 from fastbert.layers.sharded import call_sharded, is_sharded
@@ -32,7 +33,8 @@ from fastbert.models.encode import first_tokens, run_encoder, run_pooler, unpack
 from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs
 from fastbert.models.tree import Calls, RunsBaseModel
 from fastbert.ops import transform_objection
-from fastbert.packing import NOT_ONE_GRAPH, PADDED_LABELS, InputError, PackedBatch
+from fastbert.packed_inputs import ModelInputs
+from fastbert.packing import NOT_ONE_GRAPH, PADDED_LABELS, PackedBatch
 
 NOT_CALLED = "accelerated, not called yet"
 
@@ -175,11 +177,12 @@ def _prepare(
 ) -> EncoderInputs:
     if row is not None:
         tensors = {name: None if t is None else t[0] for name, t in tensors.items()} | {"attention_mask": None}
-        return prepare_inputs(config, tables, **tensors, cu_seqlens=row.cu_seqlens, max_seqlen=row.max_seqlen)
+        given = ModelInputs(**tensors, cu_seqlens=row.cu_seqlens, max_seqlen=row.max_seqlen)
+        return prepare_inputs(config, tables, given)
     if tensors["attention_mask"] is not None:
         tensors["attention_mask"] = tensors["attention_mask"] != 0  # every other value is "real" to transformers
         labels = None if labels is None or labels.shape != tensors["attention_mask"].shape else labels
-    return prepare_inputs(config, tables, **tensors, cu_seqlens=None, max_seqlen=None, labels=labels)
+    return prepare_inputs(config, tables, ModelInputs(**tensors), labels)
 
 
 def _in_one_row(value: Any) -> Any:

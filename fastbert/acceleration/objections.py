@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from fastbert.acceleration.plan import Plan
+from fastbert.errors import InputError
 from fastbert.models.inputs import TableSizes
-from fastbert.packing import InputError
 
 TENSORS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "task_type_ids")
 OPTIONS = ("output_attentions", "output_hidden_states", "return_dict")

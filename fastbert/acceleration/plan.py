@@ -10,7 +10,8 @@ from torch import nn
 
 from fastbert.acceleration.attributes import attribute_objection, expected_of
 from fastbert.acceleration.instance import is_free
-from fastbert.config import ConfigError, EncoderConfig
+from fastbert.config import EncoderConfig
+from fastbert.errors import ConfigError
 from fastbert.families import FAMILIES
 from fastbert.families.form import Classifier, Family, Head, MaskedLM, ReplacedTokens, SentencePair
 from fastbert.layers.leaves import get_leaf

@@ -23,6 +23,7 @@ from typing import Any
 from fastbert.bench.contestants import CONTESTANTS
 from fastbert.bench.report import ceiling_of, draw_chart, result_of, to_markdown
 from fastbert.bench.timing import describe_machine
+from fastbert.files import write_text
 from fastbert.messages import install
 from fastbert.testing.cases import Workload
 
@@ -214,9 +215,9 @@ def run(settings: Settings, say: Say) -> dict[str, Any]:
                 report["rows"].append(row)
                 say(f"{workload.id} {precision}: " + ", ".join(_short(*item) for item in row["results"].items()))
                 if settings.output is not None:
-                    (settings.output / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+                    write_text(settings.output / "results.json", json.dumps(report, indent=1) + "\n")
     if settings.output is not None:
-        (settings.output / "results.md").write_text(to_markdown(report) + "\n", encoding="utf-8")
+        write_text(settings.output / "results.md", to_markdown(report) + "\n")
         if importlib.util.find_spec("matplotlib") is None:
             say("no chart: matplotlib is not installed")
         else:

@@ -40,14 +40,16 @@ class Contestant:
 
 def load_fastbert(backend: str, job: Job, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Call:
     """Ours with a backend of `use_backend`; int8 quantises the bfloat16 model as it is loaded."""
-    import fastbert
+    from fastbert.backend import use_backend
+    from fastbert.models.auto import AutoModel
+    from fastbert.quantization import quantize
 
-    model = fastbert.AutoModel.from_pretrained(str(job.checkpoint), dtype=job.dtype, add_pooling_layer=False)
+    model = AutoModel.from_pretrained(str(job.checkpoint), dtype=job.dtype, add_pooling_layer=False)
     if job.precision == "int8":
-        model = fastbert.quantize(model, "int8")
+        model = quantize(model, "int8")
 
     def call() -> torch.Tensor:
-        with fastbert.use_backend(backend):
+        with use_backend(backend):
             out: torch.Tensor = model(input_ids, attention_mask).last_hidden_state
         return out
 

@@ -45,9 +45,10 @@ def build(contestant: str) -> torch.nn.Module:
     theirs = transformers.BertForSequenceClassification(config)
     if contestant == "transformers":
         return theirs
-    import fastbert
+    from fastbert.config import EncoderConfig
+    from fastbert.models.classes import CLASSES
 
-    ours = fastbert.BertForSequenceClassification(fastbert.EncoderConfig.from_dict(config.to_dict()))
+    ours = CLASSES["bert", "SequenceClassification"](EncoderConfig.from_dict(config.to_dict()))
     ours.load_state_dict(theirs.state_dict())
     return ours
 

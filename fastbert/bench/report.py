@@ -10,6 +10,7 @@ from fastbert.bench.contestants import is_ours
 from fastbert.bench.jobs import fields_without_type
 from fastbert.bench.timing import Timing
 from fastbert.config import EncoderConfig
+from fastbert.files import writing
 from fastbert.testing.cases import MODELS, Workload
 
 CHART_GROUPS = {  # what a contestant's name begins with: label and colour (Okabe and Ito's, safe for the colour-blind)
@@ -203,4 +204,5 @@ def draw_chart(report: dict[str, Any], path: Path) -> None:
         fontsize=11,
     )
     figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=2, frameon=False)
-    figure.savefig(path, dpi=150)
+    with writing(path) as new:
+        figure.savefig(new, dpi=150, format="png")

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from fastbert.version import __version__
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -65,13 +67,11 @@ def cpu_name() -> str:
 
 def describe_machine() -> dict:
     """What a result must say about where it came from."""
-    import fastbert
-
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"],
         capture_output=True,
         text=True,
-        cwd=Path(fastbert.__file__).parent,
+        cwd=Path(__file__).parents[1],
         check=False,
     ).stdout.strip()
     return {
@@ -81,7 +81,7 @@ def describe_machine() -> dict:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "fastbert": fastbert.__version__,
+        "fastbert": __version__,
         "commit": commit,
         "date": time.strftime("%Y-%m-%d"),
     }

@@ -7,13 +7,14 @@ starts again leaves out what is there, and a block that is encoded twice (its fi
 from __future__ import annotations
 
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastbert.packing import InputError
+from fastbert.errors import InputError
+from fastbert.files import writing
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -226,19 +227,10 @@ def write_whole(system: FileSystem, path: str, content: Any) -> None:
     """A file under its name only once it is whole: renamed where it is a disk; a store shows no object before."""
     from pyarrow.fs import LocalFileSystem
 
-    beside = path
-    if isinstance(system, LocalFileSystem):
-        folder, _, name = path.rpartition("/")
-        beside = f"{folder}/.{name}.{os.uname().nodename}.{os.getpid()}"
-    try:
-        with system.open_output_stream(beside) as stream:
+    with ExitStack() as stack:
+        where = stack.enter_context(writing(Path(path))) if isinstance(system, LocalFileSystem) else path
+        with system.open_output_stream(str(where)) as stream:
             stream.write(content)
-        if beside != path:
-            os.replace(beside, path)
-    except BaseException:
-        if beside != path and os.path.exists(beside):
-            os.unlink(beside)
-        raise
 
 
 def absolute(place: str) -> str:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastbert.bulk.blocks import absolute, make_plan
 from fastbert.bulk.worker import BlockWorker, Settings, Worker
-from fastbert.config import ConfigError
+from fastbert.errors import ConfigError, InputError
 from fastbert.messages import install
-from fastbert.packing import InputError
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -119,7 +118,7 @@ def ray_encode(
 
     Args:
         dataset: from `ray.data`, with a column of texts. One of the cluster's CPUs is left to read it.
-        model: a folder that every node has, a hub id, or a name in fastbert.checkpoint.pretrained.PACKAGED_MODELS.
+        model: a folder that every node has, a hub id, or a name in fastbert.hub.PACKAGED_MODELS.
         column: the texts. output_column: the vectors, lists of float32 of a fixed size.
         dtype: as SentenceEncoder.from_pretrained has it.
         device: "cuda" or "cpu". The default is the cluster's GPUs if it has any.

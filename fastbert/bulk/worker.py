@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastbert.bulk.blocks import CHUNK_TEXTS, check_column, open_place, read_rows, write_whole
-from fastbert.packing import InputError
+from fastbert.errors import InputError
 
 if TYPE_CHECKING:
     import pyarrow as pa

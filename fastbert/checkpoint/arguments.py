@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from fastbert.checkpoint.dtypes import parse_dtype
-from fastbert.checkpoint.weight_files import BIN, WEIGHTS, CheckpointError
-from fastbert.config import ConfigError, EncoderConfig
+from fastbert.checkpoint.weight_files import BIN, WEIGHTS
+from fastbert.config import EncoderConfig
+from fastbert.errors import CheckpointError, ConfigError
 
 # Ways to compute softmax(q k^T / sqrt(d)) v, which is what fastbert's kernels compute whichever is asked for.
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")

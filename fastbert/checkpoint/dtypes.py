@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fastbert.config import ConfigError
+from fastbert.errors import ConfigError
 
 if TYPE_CHECKING:
     from fastbert.models.base import PreTrainedModel

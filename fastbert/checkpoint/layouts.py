@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
-from fastbert.checkpoint.weight_files import CheckpointError
 from fastbert.config import EncoderConfig
+from fastbert.errors import CheckpointError
 from fastbert.families.form import Rename, Split
 
 Weights = dict[str, torch.Tensor]

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from fastbert.checkpoint.dtypes import common_dtype, is_finite
-from fastbert.checkpoint.hub import PACKAGED_MODELS, resolve  # noqa: F401  (this is where others look for them)
 from fastbert.checkpoint.layouts import to_tree
 from fastbert.checkpoint.saving import config_of, of_one_save
-from fastbert.checkpoint.weight_files import CheckpointError, read_weights, some
+from fastbert.checkpoint.weight_files import read_weights, some
 from fastbert.config import EncoderConfig
+from fastbert.errors import CheckpointError
 
 if TYPE_CHECKING:
     from fastbert.models.base import PreTrainedModel

@@ -9,7 +9,6 @@ always loads as one save or the other.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -23,8 +22,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from fastbert.checkpoint.weight_files import CHECKSUM, WEIGHTS, CheckpointError, checksum, read_metadata
-from fastbert.config import ConfigError, EncoderConfig, parse_json
+from fastbert.checkpoint.weight_files import CHECKSUM, WEIGHTS, checksum, read_metadata
+from fastbert.config import EncoderConfig
+from fastbert.errors import CheckpointError, ConfigError
+from fastbert.files import move, rename, sync
+from fastbert.json_files import parse_json
 
 CONFIG = "config.json"
 SAVED_WITH = "fastbert_config"  # metadata of the weights: {"sha256": of config.json, "shapes": EncoderConfig.shapes()}
@@ -52,10 +54,9 @@ def save(folder: Path, weights: dict[str, torch.Tensor], entries: dict[str, Any]
         except SafetensorError as error:  # which is no OSError, not even where the disk is full
             raise OSError(f"{folder / WEIGHTS} cannot be written: {error}") from None
         (new / CONFIG).write_text(text, encoding="utf-8")
-        for path in (new / WEIGHTS, new / CONFIG, new, folder):
+        for path in (new / CONFIG, new, folder):
             sync(path)
-        os.replace(new / WEIGHTS, folder / WEIGHTS)
-        sync(folder)  # so that no power failure undoes this rename and keeps the next, which is beside()'s
+        move(new / WEIGHTS, folder / WEIGHTS)  # durable before the next rename, which is beside()'s
 
 
 def _sort_metadata(path: Path) -> None:
@@ -108,8 +109,7 @@ def _finish(folder: Path, left: Path) -> None:
     except CheckpointError:  # damaged weights must not keep a save from replacing them
         saved = None
     if saved is not None and left / CONFIG in _unfinished(folder) and _hash(left / CONFIG) == saved["sha256"]:
-        os.replace(left / CONFIG, folder / CONFIG)
-        sync(folder)
+        rename(left / CONFIG, folder / CONFIG)
     (left / CONFIG).unlink(missing_ok=True)  # before the weights, without which it would look like a committed one
     shutil.rmtree(left, ignore_errors=True)
 
@@ -189,22 +189,3 @@ def _hash(path: Path) -> str | None:
         return _digest(path.read_bytes())
     except OSError:
         return None
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():  # folders have no fsync everywhere
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def sync_tree(root: Path) -> None:
-    """`sync` of a folder and of all that is in it."""
-    for at, _, names in os.walk(root):
-        for path in (*(Path(at) / name for name in names), Path(at)):
-            sync(path)

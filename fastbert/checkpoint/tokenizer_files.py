@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
+
+from fastbert.files import writing
 
 # By the names that transformers' tokenizers write.
 NAMES = (
@@ -22,6 +23,5 @@ def copy_tokenizer(source: Path | None, target: Path) -> None:
     if source is None or files_of(target):
         return
     for path in files_of(source):
-        beside = target / f".{path.name}.{os.getpid()}"
-        shutil.copyfile(path, beside)  # follows the links of the hub's cache
-        os.replace(beside, target / path.name)
+        with writing(target / path.name) as new:
+            shutil.copyfile(path, new)  # follows the links of the hub's cache

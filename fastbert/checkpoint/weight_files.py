@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from fastbert.config import parse_json, read_json
+from fastbert.errors import CheckpointError
+from fastbert.json_files import parse_json, read_json
 
 WEIGHTS, BIN = "model.safetensors", "pytorch_model.bin"
 CHECKSUM = "fastbert_crc32"  # metadata of the files that save_pretrained writes: {key: crc32 of the tensor's bytes}
@@ -25,10 +26,6 @@ _PICKLE_ERRORS = (
     RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError, LookupError, TypeError, AttributeError,
     AssertionError, struct.error,
 )  # fmt: skip
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be found or read, or does not fit the model. The message names the file or the keys."""
 
 
 def some(keys: list[str], limit: int = 8) -> str:

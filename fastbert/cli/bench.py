@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastbert.cli import raise_if_stopped, say
 from fastbert.cli.parser import UsageError, add_command, positive
+from fastbert.cli.stopping import raise_if_stopped, say
 
 ROUNDS = 9
 OTHERS = ("bert-large", "minilm", "modernbert-base", "nomic-base", "tiny")

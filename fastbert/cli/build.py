@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fastbert.cli import raise_if_stopped, say
 from fastbert.cli.parser import UsageError, add_command
+from fastbert.cli.stopping import raise_if_stopped, say
 
 STEP = re.compile(r"\[(\d+)/(\d+)\] ")  # ninja's, before a command
 FAULT = re.compile(r"\b(?:fatal |internal compiler |collect2: )?error: .*|.*No space left on device.*")

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fastbert.cli import raise_if_stopped, say
 from fastbert.cli.outputs import ROW_KINDS, STDOUT, check_output, open_rows
 from fastbert.cli.parser import UsageError, add_command, add_model_option, add_running_options, add_source
+from fastbert.cli.stopping import raise_if_stopped, say
 from fastbert.data.text_files import check_source, name_of, read_texts
 
 CHUNK_TEXTS = 1024
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     settings, total = RunOptions(batch_tokens=options.batch_tokens, on_host=True), 0
     with open_rows(options.output) as rows, progress_bar(None, None, desc="classifying", delay=0) as bar:
         for chunk in in_chunks(read_texts(options.file, options.column), CHUNK_TEXTS):
-            scores = classifier.scores(classifier.rows(chunk, settings, bar.update)).float().numpy()
+            scores = classifier.probabilities(classifier.rows(chunk, settings, bar.update)).float().numpy()
             best = scores.argmax(-1)
             found: dict[str, Any] = {"text": chunk, "label": [classifier.labels[i] for i in best]}
             if options.all:

@@ -11,10 +11,10 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from fastbert import __version__
-from fastbert.cli import raise_if_stopped
 from fastbert.cli.parser import add_command
+from fastbert.cli.stopping import raise_if_stopped
 from fastbert.native import recipe
+from fastbert.version import __version__
 
 WIDTH = 100
 _DERIVATIVES = (
@@ -110,7 +110,7 @@ def _cpu_model() -> str:
 
 
 def _extension() -> str:
-    from fastbert.ops._common import extension_error
+    from fastbert.native.availability import extension_error
 
     error = extension_error()
     if error is not None:
@@ -143,7 +143,7 @@ def _extension_file() -> list[tuple[str, str]]:
 
 def _native_products() -> list[tuple[str, str]]:
     """Whether the processor has instructions for products of bfloat16 and of int8, where our kernels would use them."""
-    from fastbert.ops._common import extension_error
+    from fastbert.native.availability import extension_error
 
     if extension_error() is not None:
         return []
@@ -161,7 +161,8 @@ def _backend_table(device: str) -> list[str]:
     """A table for each group of dtypes that are served alike, with the reasons as notes below it."""
     import torch
 
-    from fastbert.backend import Backend, asked_for, backends
+    from fastbert.backend import Backend, asked_for
+    from fastbert.ops.report import backends
 
     reports = {dtype: backends(device, dtype) for dtype in (torch.float32, torch.bfloat16)}
     groups = [list(reports)] if reports[torch.float32] == reports[torch.bfloat16] else [[dtype] for dtype in reports]

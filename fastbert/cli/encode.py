@@ -17,9 +17,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastbert.cli import raise_if_stopped, say
 from fastbert.cli.outputs import ROW_KINDS, check_output, open_rows
-from fastbert.cli.outputs.growing_array import GrowingArray
+from fastbert.cli.outputs.growing_array import GrowingArray, fingerprint
 from fastbert.cli.parser import (
     UsageError,
     add_column_option,
@@ -28,6 +27,7 @@ from fastbert.cli.parser import (
     add_running_options,
     positive,
 )
+from fastbert.cli.stopping import raise_if_stopped, say
 from fastbert.data.text_files import STDIN, TEXT_KINDS, check_source, name_of, read_texts
 
 if TYPE_CHECKING:
@@ -210,8 +210,8 @@ def _count_texts(job: Job) -> int:
 
 def _identity(job: Job, encoder: SentenceEncoder, total: int, batch_tokens: int) -> dict[str, Any]:
     """What the vectors depend on; rows of one identity may stand in one file."""
-    from fastbert import __version__
     from fastbert.models.quantized import is_quantized
+    from fastbert.version import __version__
 
     stat = job.source.stat()
     return {
@@ -222,17 +222,9 @@ def _identity(job: Job, encoder: SentenceEncoder, total: int, batch_tokens: int)
         "texts": total,
         "dim": encoder.dim,
         "model": str(encoder.folder.resolve()),
-        "model files": _fingerprint(encoder.folder),
+        "model files": fingerprint(encoder.folder),
         "dtype": "int8" if is_quantized(encoder.model) else str(encoder.dtype).removeprefix("torch."),
         "device": str(encoder.device),
         "batch tokens": batch_tokens,
         "fastbert": __version__,
     }
-
-
-def _fingerprint(folder: Path) -> str:
-    """Of the names, sizes and times of a model's files."""
-    kinds = (".json", ".txt", ".safetensors", ".bin")
-    files = sorted(path for path in folder.rglob("*") if path.suffix in kinds and path.is_file())
-    stats = [(str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]

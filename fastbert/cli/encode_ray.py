@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fastbert.cli import raise_if_stopped, say
 from fastbert.cli.parser import UsageError
+from fastbert.cli.stopping import raise_if_stopped, say
 from fastbert.data.text_files import pick_column
 
 VECTORS = "embedding"  # the column that is added
@@ -30,14 +30,15 @@ def encode_on_ray(
         raise UsageError(
             f"--output {output}: with --engine ray it is a folder, which gets a parquet file for each block"
         )
-    from fastbert import __version__
     from fastbert.bulk.blocks import absolute, column_names
     from fastbert.bulk.ray_engine import Pool, encode_files, import_ray
     from fastbert.bulk.worker import Settings
-    from fastbert.checkpoint.pretrained import read_config, resolve
-    from fastbert.cli.encode import _fingerprint
+    from fastbert.checkpoint.pretrained import read_config
+    from fastbert.cli.outputs.growing_array import fingerprint
     from fastbert.data.sentence_folder import transformer_folder
+    from fastbert.hub import resolve
     from fastbert.sentences.batches import progress_bar
+    from fastbert.version import __version__
 
     raise_if_stopped()
     import_ray()
@@ -61,7 +62,7 @@ def encode_on_ray(
 
     identity: dict[str, Any] = {
         "model": model,
-        "model files": _fingerprint(folder),
+        "model files": fingerprint(folder),
         "dtype": dtype,
         "device": device,
         "batch tokens": batch_tokens,

@@ -6,8 +6,8 @@ import argparse
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from fastbert.cli import raise_if_stopped
 from fastbert.cli.parser import UsageError, add_command, add_model_option, positive, short
+from fastbert.cli.stopping import raise_if_stopped
 from fastbert.data.text_files import STDIN, read_texts
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from fastbert.checkpoint.pretrained import resolve
     from fastbert.data.tokenization import load_tokenizer, mask_token
+    from fastbert.hub import resolve
     from fastbert.models.auto import AutoModelForMaskedLM
 
     raise_if_stopped()

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastbert.cli import raise_if_stopped
 from fastbert.cli.parser import A_MODEL, add_command
+from fastbert.cli.stopping import raise_if_stopped
 
 if TYPE_CHECKING:
     from torch import nn
@@ -105,9 +105,9 @@ def int8_bytes(model: EncoderModel) -> int:
 
 
 def _read_config(name: str) -> EncoderConfig:
-    from fastbert.checkpoint.pretrained import resolve
     from fastbert.config import EncoderConfig
     from fastbert.data.sentence_folder import transformer_folder
+    from fastbert.hub import resolve
 
     if Path(name).is_file():
         return EncoderConfig.from_file(name)

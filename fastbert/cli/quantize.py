@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import warnings
 from collections.abc import Callable
@@ -11,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastbert.cli import raise_if_stopped, say
 from fastbert.cli.parser import A_MODEL, UsageError, add_command
+from fastbert.cli.stopping import raise_if_stopped, say
 from fastbert.data.text_files import TEXT_KINDS, read_texts
 
 if TYPE_CHECKING:
@@ -75,9 +74,10 @@ def quantize_folder(job: Job, show: Callable[[str], None]) -> str:
         raise UsageError(f"{job.output}: {job.output.absolute().parent} is not a folder")
     texts = None if job.report is None else list(read_texts(job.report))
 
-    from fastbert.checkpoint.pretrained import resolve
-    from fastbert.checkpoint.saving import beside, sync, sync_tree
+    from fastbert.checkpoint.saving import beside
     from fastbert.data.sentence_folder import transformer_folder
+    from fastbert.files import move
+    from fastbert.hub import resolve
     from fastbert.layers.quantized import QuantizedLinear
     from fastbert.models.quantized import is_quantized
     from fastbert.quantization import quantize
@@ -101,9 +101,7 @@ def quantize_folder(job: Job, show: Callable[[str], None]) -> str:
         except shutil.Error as error:  # a list of all files that failed
             raise OSError(f"{job.output} cannot be written: {error.args[0][0][2]}") from None
         model.save_pretrained(copy / folder.relative_to(root))
-        sync_tree(copy)
-        os.replace(copy, job.output)
-        sync(parent)
+        move(copy, job.output)
     leaves = [leaf for leaf in model.modules() if isinstance(leaf, QuantizedLinear)]
     return f"{len(leaves)} layers in int8, {before / 1e6:,.1f} MB -> {_size(model) / 1e6:,.1f} MB -> {job.output}"
 

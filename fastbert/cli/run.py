@@ -10,25 +10,11 @@ import os
 import sys
 import warnings
 
-from fastbert import __version__
-from fastbert.cli import (
-    BROKEN_PIPE,
-    USER_ERROR,
-    bench,
-    build,
-    classify,
-    discard,
-    doctor,
-    encode,
-    fill_mask,
-    info,
-    quantize,
-    say,
-    search,
-    serve,
-)
+from fastbert.cli import bench, build, classify, doctor, encode, fill_mask, info, quantize, search, serve
 from fastbert.cli.parser import A_MODEL, Parser, UsageError
+from fastbert.cli.stopping import BROKEN_PIPE, USER_ERROR, discard, say
 from fastbert.cli.training import finetune, predict, pretrain
+from fastbert.version import __version__
 
 COMMANDS = (
     encode,
@@ -81,7 +67,7 @@ def _user_errors() -> tuple[type[Exception], ...]:
 def _check_choices() -> None:
     try:
         import fastbert.backend  # noqa: F401  (reads FASTBERT_BACKEND)
-        from fastbert.ops._common import extension_error
+        from fastbert.native.availability import extension_error
 
         extension_error()  # reads FASTBERT_ISA
     except ValueError as error:

@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastbert.cli import raise_if_stopped
 from fastbert.cli.outputs import ROW_KINDS, check_output, open_rows
 from fastbert.cli.parser import (
     Parser,
@@ -17,6 +16,7 @@ from fastbert.cli.parser import (
     add_source,
     positive,
 )
+from fastbert.cli.stopping import raise_if_stopped
 from fastbert.data.text_files import check_source, name_of, read_texts
 
 if TYPE_CHECKING:

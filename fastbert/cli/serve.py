@@ -6,8 +6,8 @@ import argparse
 import os
 from typing import Any
 
-from fastbert.cli import raise_if_stopped, say
 from fastbert.cli.parser import A_MODEL, UsageError, add_command, positive
+from fastbert.cli.stopping import raise_if_stopped, say
 from fastbert.messages import install
 
 LOCAL, PORT, API_KEY = "127.0.0.1", 8080, "FASTBERT_API_KEY"

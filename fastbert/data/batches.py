@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, Sampler
 
 from fastbert.data.collator import KEY
 from fastbert.data.masking import example_keys, mixed
-from fastbert.packing import InputError
+from fastbert.errors import InputError
 
 GROUP_STEPS = 50  # whose examples are sorted by length together, where that is asked for
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from fastbert.data.masking import Masking
+from fastbert.errors import InputError
 from fastbert.packed_inputs import PackedInputs, pack_inputs
-from fastbert.packing import InputError
 
 KEY = "example_key"  # of an example, where its masks come from: fastbert.data.masking.example_keys
 _TOKENS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "task_type_ids")

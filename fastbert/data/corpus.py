@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from fastbert.data.sources import Source, check_columns, check_texts, import_datasets, load_source
-from fastbert.packing import InputError
+from fastbert.errors import InputError
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fastbert.packing import InputError
+from fastbert.errors import InputError
 
 Unit = Literal["token", "word", "span"]
 UNITS = ("token", "word", "span")

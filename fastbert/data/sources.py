@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastbert.config import ConfigError
 from fastbert.data import text_files
+from fastbert.errors import ConfigError, InputError, TextFileError
 from fastbert.messages import install
-from fastbert.packing import InputError
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -105,7 +104,7 @@ def _explain(paths: Sequence[str]) -> None:
         for path in map(Path, paths):
             if text_files.kind_of(path) in (".txt", ".jsonl", ".csv", ".tsv"):
                 text_files.check_rows(path)
-    except text_files.TextFileError as error:
+    except TextFileError as error:
         raise InputError(str(error)) from None
 
 

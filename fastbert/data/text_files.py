@@ -14,10 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-
-class TextFileError(ValueError):
-    """A file that cannot be read as it was asked for: the message has the file, the place in it, and what is wrong."""
-
+from fastbert.errors import TextFileError
 
 STDIN = Path("-")
 MAX_LINE_BYTES = 16 << 20  # a longer line is taken for a binary file, and never read into memory

@@ -23,10 +23,10 @@ from tokenizers import (
 )
 
 from fastbert.checkpoint.tokenizer_files import copy_tokenizer, files_of
-from fastbert.config import ConfigError
 from fastbert.data.sources import Source, check_columns, check_texts, import_datasets, load_source
 from fastbert.data.tokenization import SETTINGS, load_tokenizer, tokenizer_settings
-from fastbert.packing import InputError
+from fastbert.errors import ConfigError, InputError
+from fastbert.files import write_text
 
 KINDS = ("wordpiece", "bpe", "unigram")
 MOST_TEXTS = 1_000_000  # that a vocabulary is learnt from; of more, every second, third, ... one
@@ -63,7 +63,7 @@ class Vocabulary:
             return
         contents = {"tokenizer.json": self.tokenizer.to_str(pretty=True), SETTINGS: json.dumps(self.settings, indent=2)}
         for name, text in contents.items():
-            _replace(folder / name, text)
+            write_text(folder / name, text)
 
 
 def read_vocabulary(folder: Path) -> Vocabulary:
@@ -136,7 +136,7 @@ def train_vocabulary(source: Source, design: Design, *, column: str = "text") ->
         raise InputError("the corpus has no words to make a vocabulary of")
     tokenizer.post_processor = _around(tokenizer, design)
     kept.parent.mkdir(parents=True, exist_ok=True)
-    _replace(kept, tokenizer.to_str())
+    write_text(kept, tokenizer.to_str())
     return Vocabulary(tokenizer, None, design.settings)
 
 
@@ -194,10 +194,3 @@ def _around(tokenizer: Tokenizer, design: Design) -> Any:
         pair=f"{cls} $A {between} $B:{second} {sep}:{second}",
         special_tokens=[(text, tokenizer.token_to_id(text)) for text in (cls, sep)],
     )
-
-
-def _replace(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)

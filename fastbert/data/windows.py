@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from fastbert.data.corpus import Corpus
 from fastbert.data.masking import example_keys, uniform
-from fastbert.packing import InputError
+from fastbert.errors import InputError
 
 Pairs = Literal["nsp", "sop"]
 _LABELS = {"nsp": "next_sentence_label", "sop": "sentence_order_label"}

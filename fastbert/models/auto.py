@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 
 from fastbert.checkpoint.arguments import given_config, left_over
-from fastbert.checkpoint.hub import HubOptions, resolve
 from fastbert.checkpoint.pretrained import (
     check_layers,
     load_weights,
@@ -18,8 +17,10 @@ from fastbert.checkpoint.pretrained import (
     without_pooler,
 )
 from fastbert.checkpoint.unfilled import unfilled
-from fastbert.config import ConfigError, EncoderConfig
+from fastbert.config import EncoderConfig
+from fastbert.errors import ConfigError
 from fastbert.families import FAMILIES
+from fastbert.hub import HubOptions, resolve
 from fastbert.models.base import EncoderModel, PreTrainedModel
 from fastbert.models.classes import CLASSES
 from fastbert.models.classifiers import (

@@ -9,21 +9,22 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fastbert import ops
-from fastbert.compat.model_access import ModelAccess
-from fastbert.compat.recording import record, records_theirs
-from fastbert.config import ConfigError, EncoderConfig
+from fastbert.config import EncoderConfig
+from fastbert.errors import ConfigError, InputError
 from fastbert.families.form import Family
 from fastbert.layers.encoder import EncoderLayer, make_norm
 from fastbert.layers.leaves import get_leaf, has_hooks, is_plain, parent_of, place, within
 from fastbert.layers.rotary import RotaryFrequencies, RotaryTable, place_rotary
 from fastbert.layers.sharded import is_sharded
 from fastbert.models.encode import first_tokens, run_encoder, run_pooler, unpacked_extras
+from fastbert.models.hf.access import ModelAccess
+from fastbert.models.hf.recording import record, records_theirs
 from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs, refuse_recording, table_sizes
 from fastbert.models.outputs import ModelOutput
 from fastbert.models.quantized import entry_of, place_int8
 from fastbert.models.tree import Calls, RunsBaseModel, groups_objection, layers_of
-from fastbert.packed_inputs import PackedInputs, arguments_of
-from fastbert.packing import InputError, PackedBatch
+from fastbert.packed_inputs import ModelInputs, PackedInputs
+from fastbert.packing import PackedBatch
 
 
 class PreTrainedModel(ModelAccess):
@@ -256,22 +257,28 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         Raises:
             InputError: an id, a shape, a dtype or an offset is out of bounds.
         """
-        inputs = self.prepare(
-            input_ids, None, token_type_ids, position_ids, None, cu_seqlens, max_seqlen, None, task_type_ids
+        given = ModelInputs(
+            input_ids,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            task_type_ids=task_type_ids,
         )
+        inputs = self.prepare(given)
         self.calls.ran_packed()
         return self.encode(inputs).packed
 
-    def prepare(self, *arguments) -> EncoderInputs:
-        """Check and pack the arguments of `prepare_inputs`, the first of which may be a PackedInputs."""
-        if isinstance(arguments[0], PackedInputs):
-            arguments = arguments_of(*arguments)
-            word = get_leaf(self, self.config.embeddings.word)
+    def prepare(self, given: ModelInputs) -> EncoderInputs:
+        """Check and pack what a caller gave. Raises InputError."""
+        if isinstance(given.input_ids, PackedInputs):
+            given = given.opened()
+            word, device = get_leaf(self, self.config.embeddings.word), given.input_ids.device
             # Where hooks are, they may bring weights from elsewhere before a leaf is called.
-            if is_plain(word, nn.Embedding) and not has_hooks(self) and word.weight.device != arguments[0].device:
-                raise InputError(f"the PackedInputs is on {arguments[0].device}, the model on {word.weight.device}")
-        refuse_recording(is_padded=arguments[1] is not None)
-        return prepare_inputs(self.config, self.table_sizes(), *arguments)
+            if is_plain(word, nn.Embedding) and not has_hooks(self) and word.weight.device != device:
+                raise InputError(f"the PackedInputs is on {device}, the model on {word.weight.device}")
+        refuse_recording(is_padded=given.attention_mask is not None)
+        return prepare_inputs(self.config, self.table_sizes(), given)
 
     def table_sizes(self) -> TableSizes:
         return table_sizes(self, self.config, self.config)
@@ -318,16 +325,15 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         Raises:
             InputError: an id, a shape, a dtype or an offset is out of bounds. Nothing has been launched.
         """
-        if records_theirs() and cu_seqlens is None and batch is None and not isinstance(input_ids, PackedInputs):
-            padded = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
-            padded |= {"position_ids": position_ids, "inputs_embeds": inputs_embeds, "task_type_ids": task_type_ids}
+        given = ModelInputs(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen, batch,
+            task_type_ids,
+        )  # fmt: skip
+        if records_theirs() and not given.are_packed():
             asked = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
-            recorded = ModelOutput(record(self, **padded, **asked))
+            recorded = ModelOutput(record(self, given, asked))
             return recorded if self.config.option("return_dict", return_dict) else recorded.to_tuple()
-        inputs = self.prepare(
-            *(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen),
-            *(batch, task_type_ids),
-        )
+        inputs = self.prepare(given)
         packed, batch, extras = self.run(inputs, output_attentions, output_hidden_states)
         last = batch.unpack(packed)
         output = ModelOutput(

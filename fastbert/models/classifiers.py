@@ -11,13 +11,14 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.config import ACTIVATIONS, EncoderConfig
+from fastbert.errors import InputError
 from fastbert.families.form import Classifier, ReplacedTokens, value_of
 from fastbert.layers.encoder import add_norm, make_norm
 from fastbert.layers.leaves import get_leaf, linear, parent_of, place, within
 from fastbert.models.encode import first_tokens
 from fastbert.models.heads import Encoded, HeadModel, class_labels, token_labels
 from fastbert.packed_inputs import PackedInputs
-from fastbert.packing import InputError, PackedBatch
+from fastbert.packing import PackedBatch
 
 
 def last_tokens(packed: torch.Tensor, batch: PackedBatch) -> torch.Tensor:

@@ -4,8 +4,8 @@ classes.py; the table of families in docs/models.md; and their names in README.m
 
 from __future__ import annotations
 
-import os
 import re
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from textwrap import fill
@@ -13,6 +13,7 @@ from textwrap import fill
 from fastbert.config import EncoderConfig
 from fastbert.families import _FILES, FAMILIES
 from fastbert.families.form import Choice, Family
+from fastbert.files import writing
 from fastbert.models.classes import head_class
 from fastbert.models.heads import HeadModel
 
@@ -122,15 +123,9 @@ def stub() -> str:
 def write(root: Path, stub_file: Path) -> None:
     """Write the stub and fill in the pages below `root`. All texts are made first: an error leaves every file alone."""
     made = {stub_file: stub(), **{root / page: _page(root / page, text()) for page, text in WRITTEN.items()}}
-    beside = {path: path.with_name(f".writing-{path.name}") for path in made}
-    try:
+    with ExitStack() as stack:
         for path, text in made.items():
-            beside[path].write_text(text, encoding="utf-8")
-        for path in made:
-            os.replace(beside[path], path)
-    finally:
-        for path in beside.values():
-            path.unlink(missing_ok=True)
+            stack.enter_context(writing(path)).write_text(text, encoding="utf-8")
 
 
 def _page(path: Path, text: str) -> str:

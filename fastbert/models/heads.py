@@ -10,14 +10,15 @@ import torch
 from torch import nn
 
 from fastbert import ops
-from fastbert.compat.recording import record, records_theirs
 from fastbert.config import EncoderConfig
+from fastbert.errors import InputError
 from fastbert.layers.leaves import get_leaf, is_linear, weights_of
 from fastbert.models.base import EncoderModel, PreTrainedModel, must_be_called
+from fastbert.models.hf.recording import record, records_theirs
 from fastbert.models.inputs import EncoderInputs
 from fastbert.models.outputs import ModelOutput
-from fastbert.packed_inputs import PackedInputs, labels_of
-from fastbert.packing import PADDED_LABELS, InputError, PackedBatch, checks_values
+from fastbert.packed_inputs import ModelInputs, PackedInputs, labels_of
+from fastbert.packing import PADDED_LABELS, PackedBatch, checks_values
 
 
 @dataclass(frozen=True)
@@ -126,57 +127,46 @@ class HeadModel(PreTrainedModel):
         number: the losses of the calls before one step of the optimizer then add up to the mean over all of them. A
         mapping has a number for each kind of labels, where the loss has several terms.
         """
-        given = {"labels": labels, **options}
-        given = {name: value for name, value in given.items() if value is not None}
+        labelled = {name: value for name, value in {"labels": labels, **options}.items() if value is not None}
         if isinstance(input_ids, PackedInputs):
-            given = labels_of(input_ids, given)
-        unknown = set(given) - set(self.option_names)
+            labelled = labels_of(input_ids, labelled)
+        unknown = set(labelled) - set(self.option_names)
         if unknown:
             raise TypeError(
                 f"{type(self).__name__} takes no {', '.join(sorted(unknown))}; it has {', '.join(self.option_names)}"
             )
-        if records_theirs() and cu_seqlens is None and batch is None and not isinstance(input_ids, PackedInputs):
-            padded = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
-            padded |= {"position_ids": position_ids, "inputs_embeds": inputs_embeds, "task_type_ids": task_type_ids}
-            asked = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
-            recorded = ModelOutput(record(self, **padded, **asked, **given))
-            return recorded if self.config.option("return_dict", return_dict) else recorded.to_tuple()
-        arguments = (
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            inputs_embeds,
-            cu_seqlens,
-            max_seqlen,
-            batch,
+        given = ModelInputs(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen, batch,
             task_type_ids,
-        )
-        inputs = self.base_model.prepare(*arguments)
-        given = self.check_given(given, inputs.batch)
-        encoded, extras = self.run_base(inputs, arguments, output_attentions, output_hidden_states)
-        fields = self.compute(encoded, given)
+        )  # fmt: skip
+        if records_theirs() and not given.are_packed():
+            asked = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
+            recorded = ModelOutput(record(self, given, asked | labelled))
+            return recorded if self.config.option("return_dict", return_dict) else recorded.to_tuple()
+        inputs = self.base_model.prepare(given)
+        labelled = self.check_given(labelled, inputs.batch)
+        encoded, extras = self.run_base(inputs, given, output_attentions, output_hidden_states)
+        fields = self.compute(encoded, labelled)
         if fields.get("loss") is not None:
-            fields["loss"] = joined_loss(fields["loss"], given, num_items_in_batch)
+            fields["loss"] = joined_loss(fields["loss"], labelled, num_items_in_batch)
         output = ModelOutput(**fields, **extras)
         return output if self.config.option("return_dict", return_dict) else output.to_tuple()
 
     def run_base(
         self,
         inputs: EncoderInputs,
-        arguments: tuple,
+        given: ModelInputs,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
     ) -> tuple[Encoded, dict]:
-        """Run the base model on what its `prepare` made of `arguments`; also the extras asked for, unpacked."""
+        """Run the base model on what its `prepare` made of `given`; also the extras asked for, unpacked."""
         base = self.base_model
         if not must_be_called(base):
             packed, batch, extras = base.run(inputs, output_attentions, output_hidden_states)
             return Encoded(base, packed, batch), extras
-        *others, cu_seqlens, max_seqlen, given_batch, tasks = arguments
-        layout = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "batch": given_batch, "task_type_ids": tasks}
-        layout = {name: value for name, value in layout.items() if value is not None}  # a forward may take fewer
-        output = base(*others, output_attentions, output_hidden_states, **layout)
+        padded, layout = given[:5], zip(given._fields[5:], given[5:], strict=True)
+        named = {name: value for name, value in layout if value is not None}  # a forward may take fewer
+        output = base(*padded, output_attentions, output_hidden_states, **named)
         batch, hidden = inputs.batch, output.last_hidden_state
         packed = hidden if batch.seqlen is None else batch.pack(hidden)
         extras = {name: output[name] for name in ("hidden_states", "attentions") if name in output}

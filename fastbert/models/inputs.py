@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from fastbert.config import EncoderConfig
+from fastbert.errors import InputError
 from fastbert.layers.embeddings import EmbeddingIds
 from fastbert.layers.leaves import get_leaf
-from fastbert.packed_inputs import MASKED_IDS
-from fastbert.packing import IdRange, InputError, PackedBatch
+from fastbert.packed_inputs import MASKED_IDS, ModelInputs
+from fastbert.packing import IdRange, PackedBatch
 
 
 @dataclass(frozen=True)
@@ -94,15 +95,7 @@ def _shape_of(root: nn.Module, path: str) -> torch.Size | None:
 def prepare_inputs(
     config: EncoderConfig,
     tables: TableSizes,
-    input_ids: torch.Tensor | None,
-    attention_mask: torch.Tensor | None,
-    token_type_ids: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    inputs_embeds: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    max_seqlen: int | None,
-    batch: PackedBatch | None = None,
-    task_type_ids: torch.Tensor | None = None,
+    given: ModelInputs,
     labels: torch.Tensor | None = None,
 ) -> EncoderInputs:
     """Check and pack what a user passed: padded (batch, seqlen); or packed, (total_tokens,), with offsets or a batch.
@@ -110,36 +103,40 @@ def prepare_inputs(
     Ids are checked against `tables`, whatever `config` says of them; where `batch` knows their bounds, the device is
     not waited for. `labels`: as PackedBatch.from_mask has them. Raises InputError, naming the value and the limit.
     """
+    input_ids: torch.Tensor | None = given.input_ids
+    inputs_embeds, attention_mask, position_ids = given.inputs_embeds, given.attention_mask, given.position_ids
+    token_type_ids, task_type_ids = given.token_type_ids, given.task_type_ids
+    cu_seqlens, max_seqlen, batch = given.cu_seqlens, given.max_seqlen, given.batch
     if (input_ids is None) == (inputs_embeds is None):
         raise InputError("give exactly one of input_ids and inputs_embeds")
-    given = input_ids if input_ids is not None else inputs_embeds
-    assert given is not None
-    grid = given.shape if input_ids is not None else given.shape[:-1]
+    values = input_ids if input_ids is not None else inputs_embeds
+    assert values is not None
+    grid = values.shape if input_ids is not None else values.shape[:-1]
     packed = cu_seqlens is not None or batch is not None
     if len(grid) != (1 if packed else 2):
         expected = "(total_tokens,), packed" if packed else "(batch, seqlen)"
-        raise InputError(f"the input has shape {tuple(given.shape)}; its leading shape must be {expected}")
+        raise InputError(f"the input has shape {tuple(values.shape)}; its leading shape must be {expected}")
     if input_ids is not None and (input_ids.is_floating_point() or input_ids.dtype == torch.bool):
         raise InputError(f"input_ids is {input_ids.dtype}; it must be an integer tensor")
     if inputs_embeds is not None and inputs_embeds.shape[-1] != tables.width:
         raise InputError(f"inputs_embeds has width {inputs_embeds.shape[-1]}; the model's is {tables.width}")
     if not packed and 0 in grid:
-        raise InputError(f"an empty batch: the input has shape {tuple(given.shape)}")
+        raise InputError(f"an empty batch: the input has shape {tuple(values.shape)}")
     if batch is not None:
-        _check_batch(batch, given, grid, attention_mask=attention_mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        _check_batch(batch, values, grid, attention_mask=attention_mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
     if cu_seqlens is not None:
         if attention_mask is not None:
             raise InputError("attention_mask and cu_seqlens exclude each other: a packed batch has no padding")
-        if cu_seqlens.device != given.device:
-            raise InputError(f"cu_seqlens is on {cu_seqlens.device}; the input is on {given.device}")
+        if cu_seqlens.device != values.device:
+            raise InputError(f"cu_seqlens is on {cu_seqlens.device}; the input is on {values.device}")
 
     input_ids = None if input_ids is None else input_ids.long()
-    token_type_ids = _like_input("token_type_ids", token_type_ids, grid, given.device)
+    token_type_ids = _like_input("token_type_ids", token_type_ids, grid, values.device)
     if token_type_ids is not None and config.embeddings.token_type is None:
         raise InputError(f"token_type_ids were given, but {config.model_type} has no token types")
     if config.embeddings.task_type is None and "task_type_vocab_size" in config.own:
         task_type_ids = None  # as in transformers: the family takes them, and this config has no use for them
-    task_type_ids = _like_input("task_type_ids", task_type_ids, grid, given.device)
+    task_type_ids = _like_input("task_type_ids", task_type_ids, grid, values.device)
     if task_type_ids is not None and config.embeddings.task_type is None:
         raise InputError(f"task_type_ids were given, but {config.model_type} has no task types")
     limit = tables.longest(config)
@@ -148,7 +145,7 @@ def prepare_inputs(
     if position_ids is not None:
         if position_ids.dim() == 2 and position_ids.shape[0] == 1 and not packed:
             position_ids = position_ids.expand(grid)  # transformers takes one row for the whole batch
-        position_ids = _like_input("position_ids", position_ids, grid, given.device)
+        position_ids = _like_input("position_ids", position_ids, grid, values.device)
     elif (width := batch.seqlen if batch is not None else None if packed else grid[1]) is not None:
         _check_length(width, limit)
 
@@ -166,7 +163,7 @@ def prepare_inputs(
     elif cu_seqlens is not None:
         batch = PackedBatch.from_cu_seqlens(cu_seqlens, max_seqlen, grid[0], ranges)
     else:
-        batch = PackedBatch.from_mask(attention_mask, grid[0], grid[1], given.device, ranges, labels)
+        batch = PackedBatch.from_mask(attention_mask, grid[0], grid[1], values.device, ranges, labels)
     if position_ids is None and batch.seqlen is None:
         _check_length(batch.max_seqlen, limit)
     if position_ids is None and config.family.positions_from_ids and limit is not None:

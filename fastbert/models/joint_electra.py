@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from fastbert.errors import InputError
 from fastbert.layers.leaves import get_leaf, linear
 from fastbert.models import classes, masked_lm
 from fastbert.models.heads import share_of
 from fastbert.models.outputs import ModelOutput
-from fastbert.packed_inputs import PackedInputs, labels_of
-from fastbert.packing import InputError
+from fastbert.packed_inputs import ModelInputs, PackedInputs, labels_of
 
 
 class ElectraForJointPreTraining(nn.Module):
@@ -74,10 +74,10 @@ class ElectraForJointPreTraining(nn.Module):
         if "labels" not in given:
             raise InputError("joint pre-training needs labels")
         generator = self.generator
-        arguments = (input_ids, attention_mask, token_type_ids, None, None, cu_seqlens, max_seqlen, None, None)
-        inputs = generator.base_model.prepare(*arguments)
+        asked = ModelInputs(input_ids, attention_mask, token_type_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        inputs = generator.base_model.prepare(asked)
         packed_labels = generator.check_given(given, inputs.batch)["labels"]
-        encoded, _ = generator.run_base(inputs, arguments)
+        encoded, _ = generator.run_base(inputs, asked)
         packed, batch = encoded.packed, encoded.batch
         kept = masked_lm.labelled_tokens(packed_labels, batch)
         hidden = generator.masked_lm_hidden(packed.index_select(0, kept))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fastbert.compat.their_bases import gets_base
+from fastbert.models.hf.bases import gets_base
 
 
 class Deferred:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from fastbert import ops
-from fastbert.config import ConfigError, EncoderConfig
+from fastbert.config import EncoderConfig
+from fastbert.errors import ConfigError
 from fastbert.layers.fused import forget_layers
 from fastbert.layers.leaves import get_leaf, is_plain, place
 from fastbert.layers.quantized import QuantizedLinear

@@ -16,6 +16,7 @@ from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, PathFin
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fastbert.files import move, write_text
 from fastbert.native import recipe
 
 NAME = "fastbert._C"
@@ -71,9 +72,8 @@ def keep(made: Path, torch_version: str) -> Build:
     stamp["sha256"] = _digest(made)
     written = stamp_path(torch_version)
     stamp["file"] = f"{written.stem}-{stamp['sha256'][:8]}.so"  # no other library has this name, so none is overwritten
-    os.replace(made, folder() / stamp["file"])
-    (made.parent / recipe.STAMP).write_text(json.dumps(stamp), encoding="utf-8")
-    os.replace(made.parent / recipe.STAMP, written)
+    move(made, folder() / stamp["file"])
+    write_text(written, json.dumps(stamp))
     return Build(folder() / stamp["file"], stamp)
 
 

@@ -11,76 +11,15 @@ import functools
 import importlib
 import os
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
 from fastbert.backend import Backend, check_differentiated_once
+from fastbert.native.availability import cuda_error, triton_error
 
 # --------------------------------------------------------------------------------------------------------------------
-# Availability: asked once, in `supports`, never at import.
-
-_extension_error: str | None = "not asked yet"
-
-
-def extension_error() -> str | None:
-    """None when the C++ extension is loaded, else why it is not. ValueError: FASTBERT_ISA is none that runs here."""
-    global _extension_error
-    if _extension_error == "not asked yet":
-        from fastbert.native import cache
-
-        try:
-            cache.load()  # which registers its kernels
-        except ModuleNotFoundError as error:
-            _extension_error = f"the C++ extension is not built ({error})"
-        except ImportError as error:  # mostly a symbol that another torch had
-            _extension_error = f"the C++ extension does not load, build it for this torch ({error})"
-        else:
-            from fastbert import _C
-
-            if (isa := os.environ.get("FASTBERT_ISA")) is not None:
-                _hold_down(_C, isa)
-            _extension_error = None
-    return _extension_error
-
-
-def _hold_down(extension: ModuleType, isa: str) -> None:
-    try:
-        extension.set_isa(isa)
-    except ValueError as error:
-        raise ValueError(f"FASTBERT_ISA: {error}") from None
-
-
-_triton_error: str | None = "not asked yet"
-
-
-def triton_error() -> str | None:
-    """None when Triton can be imported, else why not."""
-    global _triton_error
-    if _triton_error == "not asked yet":
-        try:
-            import triton  # noqa: F401
-
-            _triton_error = None
-        except ImportError as error:
-            _triton_error = f"Triton is not installed ({error})"
-    return _triton_error
-
-
-def cuda_error() -> str | None:
-    """None when the C++ extension is loaded with its CUDA part, else why not."""
-    if extension_error() is not None:
-        return extension_error()
-    from fastbert._C import has_cuda
-
-    return None if has_cuda else "the C++ extension was built without its CUDA part"
-
-
-# What torch.compiler.assume_constant_result does, without its import of torch._dynamo (0.7 s): a trace calls these
-# functions instead of tracing their imports, also when it is the process's first call.
-for _asked_once in (extension_error, triton_error, cuda_error):
-    _asked_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# What kernels take
 
 
 def triton_objection(x: torch.Tensor) -> str | None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from fastbert.backend import Backend, register, select
-from fastbert.ops._common import define, extension_error
+from fastbert.native.availability import extension_error
+from fastbert.ops._common import define
 
 # Lists are as long as the weights; float32, contiguous, gradients, means and squares of a weight's shape. Where there
 # are rows (int64, ascending), the gradient is that of these rows of the weight, the others' is zero, and only these

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from fastbert.backend import Backend, register, select
+from fastbert.native.availability import extension_error
 from fastbert.ops._attention_torch import attention_probs_torch, attention_torch
 from fastbert.ops._common import (
     Differentiable,
@@ -15,7 +16,6 @@ from fastbert.ops._common import (
     check_devices,
     define,
     define_triton,
-    extension_error,
     needs_grad,
     triton_objection,
 )

@@ -6,15 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from fastbert.backend import Backend, register, select
-from fastbert.ops._common import (
-    Differentiable,
-    Rule,
-    define,
-    define_triton,
-    extension_error,
-    needs_grad,
-    triton_objection,
-)
+from fastbert.native.availability import extension_error
+from fastbert.ops._common import Differentiable, Rule, define, define_triton, needs_grad, triton_objection
 
 # x (rows, width) by the mask of philox, int64 (2,) = [seed, offset] on x's device, which add_layer_norm would have for
 # the same rows. Backward is the same op over dout: the mask is not kept, but made again.

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from fastbert.backend import Backend, register, select
+from fastbert.native.availability import extension_error
 from fastbert.ops._common import (
     Differentiable,
     Rule,
@@ -15,7 +16,6 @@ from fastbert.ops._common import (
     cuda_objection,
     define,
     define_triton,
-    extension_error,
     needs_grad,
     triton_objection,
 )

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 
 from fastbert.backend import Backend, register_offer
-from fastbert.ops._common import check_devices, define, extension_error, needs_grad
+from fastbert.native.availability import extension_error
+from fastbert.ops._common import check_devices, define, needs_grad
 from fastbert.ops.packing import int32_offsets
 from fastbert.ops.rotary import Rotary
 

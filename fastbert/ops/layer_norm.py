@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from fastbert.backend import Backend, asked_for, register, select
+from fastbert.native.availability import extension_error
 from fastbert.ops._common import (
     Differentiable,
     Rule,
@@ -19,7 +20,6 @@ from fastbert.ops._common import (
     cuda_objection,
     define,
     define_triton,
-    extension_error,
     needs_grad,
     triton_objection,
 )

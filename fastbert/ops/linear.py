@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from fastbert.backend import Backend, asked_for, offer, register, register_offer, select
+from fastbert.native.availability import extension_error
 from fastbert.ops._common import (
     Differentiable,
     Rule,
@@ -26,7 +27,6 @@ from fastbert.ops._common import (
     compute_dtype,
     define,
     differentiable_once,
-    extension_error,
     needs_grad,
 )
 from fastbert.ops._linear_torch import linear_torch

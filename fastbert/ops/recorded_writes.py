@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fastbert.ops._common import extension_error
+from fastbert.native.availability import extension_error
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""From texts to batches: checks, chunks, batches of a number of tokens, and the bar that shows how far it is."""
+"""From texts to batches: checks, chunks, packed ids, and the bar that shows how far it is."""
 
 from __future__ import annotations
 
@@ -10,13 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastbert.packing import InputError
-
-# Tokens in one batch. CPU, measured (all-MiniLM-L6-v2, 430 texts of 5 to 180 tokens, processor seconds on one Zen 5
-# core, fp32 / bf16): 512 3.30 / 1.25, 1024 3.24 / 1.17, 2048 3.28 / 1.14, 4096 3.39 / 1.19, 16384 3.80 / 1.38. Fewer do
-# not fill the products; more leave the cache between one op and the next. A GPU needs many to hide its launches (this
-# one is not measured).
-BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
+from fastbert.errors import InputError
 
 # What is tokenised at a time: enough to sort well; a token takes some 70 bytes, those that are cut off too.
 CHUNK_TEXTS = 4096
@@ -76,23 +70,6 @@ def longest_first(inputs: Sequence[Any]) -> Iterator[tuple[list[int], list[Any]]
     for chunk in in_chunks((inputs[i] for i in order), CHUNK_TEXTS):
         yield order[done : done + len(chunk)], chunk
         done += len(chunk)
-
-
-def token_batches(lengths: list[int], batch_tokens: int, batch_size: int | None = None) -> Iterator[list[int]]:
-    """Indices of sequences, longest first, in groups of at most `batch_tokens` tokens, or of one sequence.
-
-    `batch_size`: a group has no more sequences either.
-    """
-    batch: list[int] = []
-    total = 0
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if batch and (total + lengths[i] > batch_tokens or len(batch) == batch_size):
-            yield batch
-            batch, total = [], 0
-        batch.append(i)
-        total += lengths[i]
-    if batch:
-        yield batch
 
 
 def packed(sequences: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:

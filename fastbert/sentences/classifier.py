@@ -6,8 +6,6 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from fastbert.sentences.batches import check_text, check_texts
 from fastbert.sentences.loading import LoadArguments
 from fastbert.sentences.pool import ProcessPool
@@ -57,18 +55,10 @@ class TextClassifier(SequenceScorer):
         options = RunOptions("", batch_tokens, batch_size, on_host=True)
         bar_options = {"desc": "classifying"}
         logits = self.shared_rows(listed, options, show_progress_bar, device, pool, chunk_size, **bar_options)
-        scores = self.scores(logits).numpy()
+        scores = self.probabilities(logits).numpy()
         return scores[0] if one else scores
 
     encode = predict
-
-    @torch.inference_mode()
-    def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """What `predict` makes of logits (inputs, num_labels)."""
-        kind = self.model.config.problem_type
-        if kind == "regression":
-            return logits
-        return logits.sigmoid() if kind == "multi_label_classification" or self.num_labels == 1 else logits.softmax(-1)
 
 
 def _check_inputs(inputs: Any) -> list[Any]:

@@ -15,11 +15,10 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-from fastbert.config import ConfigError
 from fastbert.data.sentence_folder import Normalize, Recipe, Settings, read_recipe
+from fastbert.errors import ConfigError, InputError
 from fastbert.models.auto import load_encoder
 from fastbert.models.base import EncoderModel, PreTrainedModel, must_be_called
-from fastbert.packing import InputError
 from fastbert.sentences.batches import (
     CHUNK_TEXTS,
     check_texts,
@@ -27,7 +26,6 @@ from fastbert.sentences.batches import (
     longest_first,
     packed,
     progress_bar,
-    token_batches,
 )
 from fastbert.sentences.loading import LoadArguments, open_folder
 from fastbert.sentences.pool import ProcessPool
@@ -70,7 +68,7 @@ class SentenceEncoder(TextModel):
         """An encoder from a sentence-transformers folder, or from a plain encoder's: mean pooling, not normalised.
 
         Args:
-            model_name_or_path: a folder, a hub id, or a name in fastbert.checkpoint.pretrained.PACKAGED_MODELS.
+            model_name_or_path: a folder, a hub id, or a name in fastbert.hub.PACKAGED_MODELS.
             similarity_fn_name, truncate_dim: instead of what the folder says.
             options: see fastbert.sentences.loading.LoadArguments; the most used are `dtype` ("bfloat16", "int8", ...),
                 `device` and `max_seq_length`.
@@ -317,7 +315,7 @@ class SentenceEncoder(TextModel):
         found: list[dict[str, torch.Tensor]] = [{}] * len(inputs)
         for places, chunk in longest_first(inputs):
             ids = self.tokenize(chunk, options.prompt, options.task)
-            for batch in self._batches(ids, options):
+            for batch in self.batches(list(map(len, ids)), options):
                 input_ids, cu_seqlens, longest = packed([ids[i] for i in batch], self.device)
                 hidden = self._hidden(input_ids, cu_seqlens, longest)
                 vectors = self._finish(self._pool(hidden, cu_seqlens, options), options)
@@ -337,16 +335,12 @@ class SentenceEncoder(TextModel):
     def _width(self, options: RunOptions) -> int:
         return self.dim if options.truncate_dim is None else min(options.truncate_dim, self.full_dim)
 
-    def _batches(self, ids: list[list[int]], options: RunOptions) -> Iterator[list[int]]:
-        budget = options.batch_tokens or self.default_batch_tokens
-        return token_batches([len(sequence) for sequence in ids], budget, options.batch_size)
-
     @torch.inference_mode()
     def _vectors_of(
         self, ids: list[list[int]], options: RunOptions, on_batch: Callable[[int], Any] = lambda texts: None
     ) -> torch.Tensor:
         vectors = torch.empty(len(ids), self._width(options), device=self.device)
-        for batch in self._batches(ids, options):
+        for batch in self.batches(list(map(len, ids)), options):
             input_ids, cu_seqlens, longest = packed([ids[i] for i in batch], self.device)
             pooled = self._pool(self._hidden(input_ids, cu_seqlens, longest), cu_seqlens, options)
             vectors[torch.tensor(batch, device=self.device)] = self._finish(pooled, options)

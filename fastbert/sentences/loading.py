@@ -13,8 +13,6 @@ from tokenizers import Tokenizer
 
 from fastbert.checkpoint.arguments import check_format, chosen_device, left_over
 from fastbert.checkpoint.dtypes import parse_dtype
-from fastbert.checkpoint.hub import HubOptions, resolve
-from fastbert.config import ConfigError
 from fastbert.data.sentence_folder import (
     Settings,
     check_alone,
@@ -23,6 +21,8 @@ from fastbert.data.sentence_folder import (
     transformer_settings,
 )
 from fastbert.data.tokenization import load_cutting_tokenizer
+from fastbert.errors import ConfigError
+from fastbert.hub import HubOptions, resolve
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.quantized import is_quantized, linears_of, make_int8
 from fastbert.sentences.batches import check_text

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastbert.packing import InputError
+from fastbert.errors import InputError
 
 if TYPE_CHECKING:
     from fastbert.sentences.text_model import RunOptions, TextModel

@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import nn
 
-from fastbert.config import ConfigError
 from fastbert.data.sentence_folder import Settings
+from fastbert.errors import ConfigError, InputError
 from fastbert.models.base import PreTrainedModel
-from fastbert.packing import InputError
 from fastbert.sentences.loading import LoadArguments
 from fastbert.sentences.pool import ProcessPool
 from fastbert.sentences.scorer import SequenceScorer, check_pair

@@ -12,6 +12,7 @@ from torch import nn
 
 from fastbert.checkpoint.saving import beside
 from fastbert.data.sentence_folder import Normalize
+from fastbert.files import move
 
 if TYPE_CHECKING:
     from fastbert.sentences.encoder import SentenceEncoder
@@ -32,7 +33,7 @@ def save_encoder(encoder: SentenceEncoder, folder: str | os.PathLike[str]) -> No
         for path in sorted(path for path in new.rglob("*") if path.is_file()):
             target = root / path.relative_to(new)
             target.parent.mkdir(exist_ok=True)
-            os.replace(path, target)
+            move(path, target)
     encoder.model.save_pretrained(root)
 
 

@@ -9,12 +9,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from tokenizers import Tokenizer
 
-from fastbert.checkpoint.weight_files import CheckpointError, some
+from fastbert.checkpoint.weight_files import some
 from fastbert.data.sentence_folder import Settings
+from fastbert.errors import CheckpointError
 from fastbert.models.auto import AutoModelForSequenceClassification
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.heads import HeadModel
-from fastbert.sentences.batches import check_text, flat, longest_first, packed, token_batches
+from fastbert.sentences.batches import check_text, flat, longest_first, packed
 from fastbert.sentences.loading import open_folder
 from fastbert.sentences.text_model import RunOptions, TextModel
 
@@ -76,6 +77,16 @@ class SequenceScorer(TextModel):
         """
         return self._logits_of(tokenized, RunOptions(batch_tokens=batch_tokens), on_batch)
 
+    @torch.inference_mode()
+    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        """Of the labels, (inputs, num_labels) as the logits are: from a softmax; from a sigmoid for one label, or for
+        several at once (`problem_type`). A regression's numbers are as they are.
+        """
+        kind = self.model.config.problem_type
+        if kind == "regression":
+            return logits
+        return logits.sigmoid() if kind == "multi_label_classification" or self.num_labels == 1 else logits.softmax(-1)
+
     def rows(
         self, inputs: list[Input], options: RunOptions, on_batch: Callable[[int], Any] = lambda inputs: None
     ) -> torch.Tensor:
@@ -94,9 +105,8 @@ class SequenceScorer(TextModel):
     def _logits_of(
         self, tokenized: list[Tokenized], options: RunOptions, on_batch: Callable[[int], Any]
     ) -> torch.Tensor:
-        budget = options.batch_tokens or self.default_batch_tokens
         logits = torch.empty(len(tokenized), self.num_labels, device=self.device, dtype=self._logits_dtype)
-        for batch in token_batches([len(one.ids) for one in tokenized], budget, options.batch_size):
+        for batch in self.batches([len(one.ids) for one in tokenized], options):
             input_ids, cu_seqlens, longest = packed([tokenized[i].ids for i in batch], self.device)
             types = flat([tokenized[i].type_ids for i in batch], self.device) if self._has_types else None
             rows = self.model(input_ids, token_type_ids=types, cu_seqlens=cu_seqlens, max_seqlen=longest).logits

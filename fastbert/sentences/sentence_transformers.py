@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from fastbert.config import ConfigError
 from fastbert.data.sentence_folder import Normalize
+from fastbert.errors import ConfigError
 from fastbert.models.quantized import is_quantized
 from fastbert.sentences.saving import save_tokenizer
 from fastbert.sentences.similarity import Similarity

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fastbert.packing import InputError
+from fastbert.errors import InputError
 
 Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
 Precision = Literal["float32", "int8", "uint8", "binary", "ubinary"]

@@ -10,13 +10,13 @@ import torch
 from tokenizers import Tokenizer
 
 from fastbert import ops
-from fastbert.checkpoint.weight_files import CheckpointError, some
+from fastbert.checkpoint.weight_files import some
 from fastbert.data.sentence_folder import Settings, SpladePooling, read_splade
+from fastbert.errors import CheckpointError, InputError
 from fastbert.models.auto import AutoModelForMaskedLM
 from fastbert.models.base import PreTrainedModel, must_be_called
 from fastbert.models.masked_lm import MaskedLMHeadModel
-from fastbert.packing import InputError
-from fastbert.sentences.batches import check_texts, longest_first, packed, token_batches
+from fastbert.sentences.batches import check_texts, longest_first, packed
 from fastbert.sentences.loading import LoadArguments, open_folder
 from fastbert.sentences.pool import ProcessPool
 from fastbert.sentences.similarity import Similarity, similarity, similarity_pairwise
@@ -204,8 +204,8 @@ class SparseEncoder(TextModel):
     @torch.inference_mode()
     def _dense(self, ids: list[list[int]], options: RunOptions) -> Iterator[tuple[list[int], torch.Tensor]]:
         """Batches of sequences, each with its dense vectors, float32 (sequences, dim)."""
-        base, budget = self.model.base_model, options.batch_tokens or self.default_batch_tokens
-        for batch in token_batches([len(sequence) for sequence in ids], budget, options.batch_size):
+        base = self.model.base_model
+        for batch in self.batches(list(map(len, ids)), options):
             input_ids, cu_seqlens, longest = packed([ids[i] for i in batch], self.device)
             if must_be_called(base):
                 hidden = base(input_ids, cu_seqlens=cu_seqlens, max_seqlen=longest).last_hidden_state

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from tokenizers import Tokenizer
 
-from fastbert.config import ConfigError
+from fastbert.data.budget import batch_tokens_of, token_batches
 from fastbert.data.sentence_folder import Settings
+from fastbert.errors import ConfigError, InputError
 from fastbert.models.base import HasModel, PreTrainedModel
-from fastbert.packing import InputError
-from fastbert.sentences.batches import BATCH_TOKENS, progress_bar
+from fastbert.sentences.batches import progress_bar
 from fastbert.sentences.pool import ProcessPool
 
 if TYPE_CHECKING:
@@ -114,7 +114,11 @@ class TextModel(HasModel):
 
     @property
     def default_batch_tokens(self) -> int:
-        return BATCH_TOKENS["cpu" if self.device.type == "cpu" else "cuda"]
+        return batch_tokens_of(self.device)
+
+    def batches(self, lengths: list[int], options: RunOptions) -> Iterator[list[int]]:
+        """Which sequences of these lengths go through the model together, by what a call asks for."""
+        return token_batches(lengths, options.batch_tokens or self.default_batch_tokens, options.batch_size)
 
     def prompt(self, name: str | None = None, text: str | None = None) -> str:
         """The prompt: `text`, or the one called `name`, or the default. Raises InputError if a name is unknown."""

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fastbert.sentences import Reranker
+from fastbert.sentences.scorer import SequenceScorer
 from fastbert.serve.engine import Engine
 
 
@@ -29,12 +30,10 @@ def ranking(engine: Engine, logits: np.ndarray, raw: bool, texts: list[str] | No
 
 def predictions(engine: Engine, logits: np.ndarray, raw: bool) -> list[list[dict[str, Any]]]:
     """For each input the labels with their scores, the best first."""
-    scores = torch.from_numpy(logits)
-    if not raw:
-        several = engine.model.model.config.problem_type == "multi_label_classification"
-        scores = scores.sigmoid() if scores.shape[1] == 1 or several else scores.softmax(-1)
+    assert isinstance(engine.model, SequenceScorer)
+    scores = logits if raw else engine.model.probabilities(torch.from_numpy(logits)).numpy()
     found = []
-    for row in scores.numpy():
+    for row in scores:
         order = np.argsort(-row, kind="stable").tolist()
         found.append([{"score": row[i], "label": engine.labels[i]} for i in order])
     return found

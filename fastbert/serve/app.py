@@ -16,8 +16,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from fastbert import __version__
-from fastbert.packing import InputError
+from fastbert.errors import InputError
 from fastbert.serve import json_text, schemas
 from fastbert.serve.answers import predictions, ranking, unit_length
 from fastbert.serve.batching import Batcher, ComputeError
@@ -25,6 +24,7 @@ from fastbert.serve.engine import Engine
 from fastbert.serve.gate import BODY, Gate
 from fastbert.serve.metrics import Metrics
 from fastbert.serve.refusals import Refusal, refusal_response
+from fastbert.version import __version__
 
 INLINE_CHARS = 2000  # tokenising more would hold up the other requests: a thread does it
 

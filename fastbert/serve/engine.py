@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from fastbert.checkpoint.pretrained import read_config, resolve
+from fastbert.checkpoint.pretrained import read_config
 from fastbert.data.sentence_folder import transformer_folder
+from fastbert.hub import resolve
 from fastbert.sentences import Reranker, SentenceEncoder
 from fastbert.sentences.scorer import Tokenized
 from fastbert.sentences.text_model import TextModel

@@ -7,7 +7,6 @@ would load a file with a wrong bit: each rank writes those of its own files besi
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import warnings
@@ -22,8 +21,8 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from fastbert.checkpoint.saving import sync
-from fastbert.checkpoint.weight_files import CheckpointError
+from fastbert.errors import CheckpointError
+from fastbert.files import move, sync
 from fastbert.training.distributed import World
 
 _NAME = re.compile(r"step-(\d{9})")
@@ -145,11 +144,9 @@ class Checkpoints:
 
     def _name(self, step: int) -> None:
         path = self.folder / f"step-{step:09d}"
-        sync(self._beside(step))
-        os.replace(self._beside(step), path)
-        sync(self.folder)
+        move(self._beside(step), path)
         for old in self.all()[: -self.keep]:  # a kill must not leave a half of it under its name
-            os.replace(old, gone := self.folder / f".writing-{old.name}")
+            old.rename(gone := self.folder / f".writing-{old.name}")
             shutil.rmtree(gone)
 
     def _damage(self, path: Path) -> str:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastbert.config import ConfigError
+from fastbert.errors import ConfigError
 from fastbert.models.base import held_models
 
 Wrapping = Literal["ddp", "fsdp"]

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fastbert.checkpoint.saving import beside, sync
-from fastbert.config import ConfigError, parse_json
 from fastbert.data.sources import digest_of
-from fastbert.packing import InputError
+from fastbert.errors import ConfigError, InputError
+from fastbert.files import write_text
+from fastbert.json_files import parse_json
 from fastbert.training.distributed import World
 from fastbert.training.options import DATA, MAY_CHANGE, RunOptions, options_of, read_yaml, to_yaml
 
@@ -92,14 +92,14 @@ def _digests(options: RunOptions) -> dict[str, dict[str, str]]:
 
 
 def _write_digests(folder: Path, options: RunOptions) -> None:
-    write(folder / DIGESTS, json.dumps(_digests(options), indent=2, ensure_ascii=False) + "\n")
+    write_text(folder / DIGESTS, json.dumps(_digests(options), indent=2, ensure_ascii=False) + "\n")
 
 
 def begin(folder: Path, options: RunOptions) -> None:
     """Write data.json and then run.yaml, which makes it the folder of a run. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_digests(folder, options)
-    write(folder / RUN, f"# fastbert {options.command} --config {RUN} --output NEW_FOLDER\n{to_yaml(options)}")
+    write_text(folder / RUN, f"# fastbert {options.command} --config {RUN} --output NEW_FOLDER\n{to_yaml(options)}")
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def held(folder: Path, world: World) -> Iterator[None]:
     """No other process goes on with this run meanwhile. A lock of POSIX's: it ends with this process, however that
     ends, and forked workers do not have it. Raises ConfigError on all ranks: another process has it.
     """
-    import fcntl  # here, as in checkpoint.saving
+    import fcntl  # here: it is POSIX's
 
     file, refused = None, False
     if world.is_main:
@@ -126,14 +126,6 @@ def held(folder: Path, world: World) -> Iterator[None]:
     finally:
         if file is not None:
             file.close()
-
-
-def write(path: Path, text: str) -> None:
-    """Replace a file whole or not at all. Raises OSError."""
-    with beside(path.parent) as new:
-        (new / path.name).write_text(text, encoding="utf-8")
-        sync(new / path.name)
-        (new / path.name).replace(path)
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

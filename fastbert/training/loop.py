@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import math
-import os
 import signal
 import time
 import warnings
@@ -23,6 +22,8 @@ from torch import nn
 from fastbert import ops
 from fastbert.data.batches import Steps, StepSampler
 from fastbert.data.loader import WorkerKilled, make_loader, read
+from fastbert.errors import TrainingError
+from fastbert.files import write_text
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.distributed import World
 from fastbert.training.memory import collector_spares_what_is_there
@@ -30,10 +31,6 @@ from fastbert.training.optimizers import catch_up, clip_and_step
 from fastbert.training.schedules import Schedule
 from fastbert.training.stopping import SIGNALS, leave_by, signals_wait
 from fastbert.training.task import Phase, Task
-
-
-class TrainingError(RuntimeError):
-    """A run cannot go on. The message says why, and which checkpoint is the last good one."""
 
 
 @dataclass(frozen=True)
@@ -372,9 +369,7 @@ def _cut_log(path: Path, step: int) -> None:
     """Leave out what was logged after the checkpoint, whose steps come again, and what was cut off by a kill."""
     if path.is_file():
         whole = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-        beside = path.with_suffix(".writing")
-        beside.write_text("".join(line for line in whole if json.loads(line)["step"] <= step), encoding="utf-8")
-        os.replace(beside, path)
+        write_text(path, "".join(line for line in whole if json.loads(line)["step"] <= step))
 
 
 def _seed(device: torch.device, seed: int) -> None:

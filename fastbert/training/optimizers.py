@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fastbert import ops
-from fastbert.config import ConfigError
+from fastbert.errors import ConfigError
 from fastbert.models.base import PreTrainedModel, held_models
 
 OPTIMIZERS = ("adamw", "lamb")

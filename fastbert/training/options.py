@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from fastbert.config import ConfigError
+from fastbert.errors import ConfigError
 from fastbert.messages import did_you_mean
 
 Options = TypeVar("Options", bound="RunOptions")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastbert.config import ConfigError
+from fastbert.errors import ConfigError
 from fastbert.training.options import PretrainOptions
 from fastbert.training.task import Phase
 

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from fastbert import __version__
-from fastbert.config import ConfigError
+from fastbert.errors import ConfigError
+from fastbert.files import write_text, writing
 from fastbert.messages import install
 from fastbert.training import folder as run_folder
 from fastbert.training.options import RunOptions
+from fastbert.version import __version__
 
 
 class Progress:
@@ -76,8 +77,8 @@ def write_reports(folder: Path, options: RunOptions, place: Any, task: Any, worl
         "fastbert": __version__,
         "torch": torch.__version__,
     }
-    run_folder.write(folder / run_folder.METRICS, json.dumps(metrics, indent=2) + "\n")
-    run_folder.write(folder / "README.md", card(options, metrics, task))
+    write_text(folder / run_folder.METRICS, json.dumps(metrics, indent=2) + "\n")
+    write_text(folder / "README.md", card(options, metrics, task))
     return metrics
 
 
@@ -121,7 +122,8 @@ def draw_chart(folder: Path) -> None:
         axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)
-    figure.savefig(folder / run_folder.CHART, dpi=130)
+    with writing(folder / run_folder.CHART) as new:
+        figure.savefig(new, dpi=130, format="png")
 
 
 def _steps_of(row: dict[str, Any]) -> range:

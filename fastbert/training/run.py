@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastbert.config import ConfigError
 from fastbert.data.batches import Steps
+from fastbert.errors import ConfigError
 from fastbert.ops import multiplies_bf16
 from fastbert.training import folder as run_folder
 from fastbert.training.distributed import World, join, wrap

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch.optim import Optimizer
 
-from fastbert.config import ConfigError
+from fastbert.errors import ConfigError
 
 SCHEDULES = ("linear", "cosine", "trapezoid", "constant")
 TRAPEZOID_END = 0.2  # the share of a run in which a trapezoid goes down (Hägele et al. 2024, section 3)

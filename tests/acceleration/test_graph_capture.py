@@ -11,6 +11,7 @@ from test_graphs import ON_GPU, make_model
 
 from fastbert import cuda_graphs
 from fastbert.cuda_graphs import StaticBatch, bucket_of
+from fastbert.packed_inputs import ModelInputs
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def cuda(monkeypatch):
 @pytest.fixture
 def batch():
     model = make_model()
-    inputs = model.prepare(torch.randint(1, 40, (2, 8)), *[None] * 6)
+    inputs = model.prepare(ModelInputs(torch.randint(1, 40, (2, 8))))
     return model, inputs, StaticBatch.empty(bucket_of(16, 2, 8, False, 64), model.device, model.config.distances)
 
 

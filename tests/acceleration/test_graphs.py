@@ -13,8 +13,9 @@ from seeds import manual_seed
 import fastbert
 from fastbert import cuda_graphs
 from fastbert.cuda_graphs import Bucket, StaticBatch, bucket_of
+from fastbert.errors import InputError
 from fastbert.models.auto import model_class
-from fastbert.packing import InputError
+from fastbert.packed_inputs import ModelInputs
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 ON_GPU = torch.cuda.is_available()
@@ -110,9 +111,7 @@ def test_a_static_batch_gives_the_same_outputs(model_type, pattern):
     """Slack rows hold an earlier batch, cu_seqlens goes on with empty sequences: real tokens do not notice."""
     model = make_model(model_type)
     batch = make_batch(model.config, pattern)
-    given, names = to_device(batch.inputs), ("input_ids", "attention_mask", "token_type_ids")
-    assert set(given) <= {*names, "task_type_ids"}
-    inputs = model.prepare(*map(given.get, names), *[None] * 5, given.get("task_type_ids"))
+    inputs = model.prepare(ModelInputs(**to_device(batch.inputs)))
     has_types = inputs.ids.token_type_ids is not None
     bucket = bucket_of(inputs.batch.total_tokens, inputs.batch.batch_size, 11, has_types, 8192)
     has_tasks = model.config.embeddings.task_type is not None

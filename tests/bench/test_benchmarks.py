@@ -70,7 +70,7 @@ def row(cells) -> dict:
         return cells.cell("float32", BY_NAME["1x16"])
 
 
-@pytest.mark.full  # the next ones run a worker, too; and the report is made of made-up rows
+@pytest.mark.full  # a worker is a process that loads all of it; the report is made of made-up rows
 def test_a_whole_cell(row):
     ours, theirs = row["results"]["fastbert"], row["results"]["transformers-sdpa"]
     for result in (ours, theirs):
@@ -108,6 +108,7 @@ def test_a_run_writes_its_results_and_resumes(row, monkeypatch, tmp_path):
         compete.run(replace(more, rounds=3), print)
 
 
+@pytest.mark.full  # as the ones before
 def test_a_wrong_output_gets_no_time(cells, tmp_path):
     reference = Path(cells.folder, "1x16.pt")
     expected = torch.load(reference, weights_only=True)
@@ -135,6 +136,7 @@ def test_int8_is_gated_by_the_cosine_of_its_worst_sequence():
         worker.check("q", "int8", out, workload, {"float64": oracle})
 
 
+@pytest.mark.full
 def test_a_worker_says_why_it_died(cells):
     with pytest.raises(compete.WorkerError, match=r"^KeyError: 'huge'$"):
         compete.step(**cells.task("checkpoint", model="huge"))
@@ -187,6 +189,7 @@ def test_bad_arguments_give_one_error(arguments, message, capsys):
     assert captured.out == ""
 
 
+@pytest.mark.full  # the peers are pinned
 @pytest.mark.filterwarnings("ignore:::torch", "ignore:::transformers")  # what tracing says of branches
 @pytest.mark.parametrize(
     "name, precision, masked",

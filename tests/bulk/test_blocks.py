@@ -143,7 +143,7 @@ def test_a_write_that_fails_leaves_nothing(source, tmp_path, model, monkeypatch)
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(blocks.os, "replace", full)
+        patch.setattr(os, "replace", full)
         with pytest.raises(OSError, match="No space left"):
             worker(asdict(plan.blocks[0]))
     assert [path.name for path in out.iterdir()] == ["_fastbert.json"]

@@ -12,11 +12,11 @@ import torch
 import transformers
 from batches import make_batch
 from full import halved, left_to_full
-from hf import config_for, families_axis, hf_class, is_every_other, make_config, make_hf, models_axis
+from hf import config_for, families_axis, hf_class, is_left_out, make_config, make_hf, models_axis
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from fastbert.config import ConfigError
+from fastbert.errors import ConfigError
 from fastbert.families import FAMILIES
 from fastbert.families.form import MaskedLM, PreTraining
 from fastbert.models.auto import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
@@ -82,8 +82,8 @@ def is_taken_by_others(p) -> bool:
     other heads come every second time.
     """
     if (p["model_type"], p["head"]) in TIED or p["head"] == "Model":
-        return is_every_other(p, p["index"] // 2)
-    return p["index"] == 2 or is_every_other(p)
+        return is_left_out(p, p["index"] // 2)
+    return p["index"] == 2 or is_left_out(p)
 
 
 @left_to_full(is_taken_by_others)
@@ -121,7 +121,7 @@ def test_without_pooler(model_type, tmp_path):
     assert out.pooler_output is None and torch.equal(out.last_hidden_state, whole.last_hidden_state)
 
 
-@left_to_full(is_every_other)  # what is fresh is drawn by the same function in all heads
+@left_to_full(lambda p: is_left_out(p, of=4))  # what is fresh is drawn by the same function in all heads
 @models_axis
 def test_fresh_weights_are_saved_for_transformers(model_type, head, tmp_path):
     """A model that fastbert initialised: every parameter is set, and transformers reads it whole."""
@@ -211,6 +211,7 @@ def test_base_checkpoint_into_a_head_and_back(model_type, tmp_path):
     assert not pooled or not encoder.missing_keys
 
 
+@left_to_full(is_left_out)
 @tied_axis
 def test_tied_weights_under_one_name(model_type, head, tmp_path):
     """Whichever name of a tied tensor a file holds, both get it, as one Parameter that stays one in any dtype."""
@@ -236,6 +237,7 @@ def test_tied_weights_under_one_name(model_type, head, tmp_path):
     assert_tied(ours)
 
 
+@left_to_full(is_left_out)
 @tied_axis
 def test_two_tensors_where_the_config_ties(model_type, head, tmp_path):
     """As transformers: a checkpoint whose decoder is not the word embedding keeps both, and a warning names it."""

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from seeds import torch_generator
 
 from fastbert.checkpoint.pretrained import CheckpointError, read_weights
-from fastbert.config import ConfigError, EncoderConfig
+from fastbert.config import EncoderConfig
+from fastbert.errors import ConfigError
 from fastbert.models.auto import (
     AutoModel,
     AutoModelForMaskedLM,

@@ -16,8 +16,8 @@ from precise import assert_as_theirs
 from safetensors.torch import load_file, save_file
 
 from fastbert import families
-from fastbert.checkpoint.weight_files import CheckpointError
 from fastbert.config import EncoderConfig
+from fastbert.errors import CheckpointError
 from fastbert.families.form import Split
 from fastbert.models.auto import AutoModel, AutoModelForMaskedLM
 from fastbert.models.classes import CLASSES

@@ -278,7 +278,7 @@ def test_an_interrupt_between_the_renames(tmp_path, monkeypatch):
         if len(replaced) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(saving.os, "replace", replace)
+    monkeypatch.setattr(os, "replace", replace)
     with pytest.raises(KeyboardInterrupt):
         new.save_pretrained(tmp_path)
     assert is_same(load(tmp_path), new) and names(tmp_path) == ["config.json", "model.safetensors"]

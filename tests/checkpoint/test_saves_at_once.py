@@ -10,7 +10,7 @@ import pytest
 from test_killed_saves import is_same, load, make
 
 from fastbert.checkpoint import pretrained, saving
-from fastbert.config import ConfigError
+from fastbert.errors import ConfigError
 
 
 @pytest.fixture

@@ -25,7 +25,8 @@ from fastbert.cli.info import matmul_parameters
 from fastbert.cli.outputs.growing_array import GrowingArray
 from fastbert.cli.parser import UsageError
 from fastbert.cli.run import USER_ERRORS
-from fastbert.data.text_files import TextFileError, read_texts
+from fastbert.data.text_files import read_texts
+from fastbert.errors import TextFileError
 from fastbert.models.auto import AutoModel
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 

@@ -41,7 +41,7 @@ recipe.__file__ = str(recipe.PACKAGE / "native" / "recipe.py")
 cache.installed = lambda: None
 """
 COMMAND = AS_SMALL + "from fastbert.cli import main\nsys.exit(main(sys.argv[1:]))"
-ERROR = AS_SMALL + "from fastbert.ops._common import extension_error\nprint(extension_error())"
+ERROR = AS_SMALL + "from fastbert.native.availability import extension_error\nprint(extension_error())"
 DOCTOR = AS_SMALL + "from fastbert.cli import doctor\ncache.load()\nprint(doctor._extension_file())"
 LIMITED = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n" + COMMAND
 
@@ -123,6 +123,7 @@ def test_what_is_built_is_used_until_something_changes(package, built):
     assert stale in finish(start(ERROR, package))[1]
 
 
+@pytest.mark.full  # what is another is looked for in one place
 def test_another_compiler_builds_anew(package, built, monkeypatch):
     written = cache.stamp_path(torch.__version__)
     written.write_text(json.dumps({**built.stamp, "compiler": "g++ 1.0"}))

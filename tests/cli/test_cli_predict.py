@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import platform
 
 import pytest
 import torch
@@ -207,5 +208,5 @@ def test_a_full_disk_leaves_nothing(models, tmp_path):
     folder = tmp_path / "locked"
     folder.mkdir()
     out = folder / "out.jsonl"
-    (folder / "out.jsonl.partial").mkdir()  # nothing can be written there
+    (folder / f".out.jsonl.{platform.node()}.partial").mkdir()  # nothing can be written there
     assert fails("predict", models["single"], source, "--output", out) and not out.exists()

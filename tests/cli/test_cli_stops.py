@@ -211,7 +211,7 @@ def test_a_signal_during_an_import_is_one_line(tmp_path, model, source, module, 
     assert not list(tmp_path.iterdir())
 
 
-@left_to_full(lambda p: p["words"] not in ("encode", "doctor"))
+@left_to_full(lambda p: p["words"] != "encode")  # they look for it by the same function
 @pytest.mark.parametrize("words", ("encode", "fill-mask", "quantize", "info", "doctor"))
 def test_a_signal_that_an_import_swallows_is_not_lost(tmp_path, model, source, words):
     """As some of torch's own do, in `except:`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from command_line import fails, run_here
 
-from fastbert.config import ConfigError
+from fastbert.errors import ConfigError
 from fastbert.messages import did_you_mean
 from fastbert.training.options import FinetuneOptions, PretrainOptions, options_of
 

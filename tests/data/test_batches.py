@@ -15,7 +15,7 @@ from fastbert.data.batches import GROUP_STEPS, KeyedDataset, Steps, StepSampler,
 from fastbert.data.collator import PackingCollator
 from fastbert.data.loader import make_loader
 from fastbert.data.masking import Masking
-from fastbert.packing import InputError
+from fastbert.errors import InputError
 
 
 def draw_lengths(count: int, longest: int = 512, seed: int = 0) -> np.ndarray:

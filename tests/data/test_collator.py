@@ -11,9 +11,9 @@ from seeds import manual_seed
 
 from fastbert.data.collator import PackingCollator
 from fastbert.data.masking import Masking, example_keys
+from fastbert.errors import InputError
 from fastbert.models.classes import CLASSES
 from fastbert.packed_inputs import PackedInputs, pack_inputs
-from fastbert.packing import InputError
 
 ROWS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 

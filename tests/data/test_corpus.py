@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from fastbert.data.corpus import Corpus, tokenize_corpus
 from fastbert.data.sources import load_source
 from fastbert.data.windows import Template, WindowPairs, Windows, cut_windows
-from fastbert.packing import InputError
+from fastbert.errors import InputError
 
 datasets = pytest.importorskip("datasets")
 

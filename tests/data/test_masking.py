@@ -10,7 +10,7 @@ from seeds import numpy_generator
 from tokenizers import Tokenizer, models
 
 from fastbert.data.masking import SPAN_WORDS, UNITS, Masking, example_keys, word_starts
-from fastbert.packing import InputError
+from fastbert.errors import InputError
 
 VOCAB = {"[PAD]": 0, "[CLS]": 1, "[SEP]": 2, "[MASK]": 3} | {f"w{i}": i for i in range(4, 60)}
 VOCAB |= {f"##s{i}": i for i in range(60, 100)}

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from seeds import python_random
 
 from fastbert import CheckpointError, ConfigError, InputError, SentenceEncoder
-from fastbert.checkpoint.pretrained import resolve
+from fastbert.data.budget import token_batches
 from fastbert.data.tokenization import load_tokenizer
-from fastbert.sentences.batches import token_batches
+from fastbert.hub import resolve
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 pytestmark = pytest.mark.dear_to_set_up

@@ -88,6 +88,7 @@ def test_datasets_map():
     assert_all_packed(as_plain(sentence_model(), vectors), 2)
 
 
+@pytest.mark.full  # test_own_training.py has it with our own class
 def test_lightning():
     library = pytest.importorskip("lightning")
     collate = transformers.DataCollatorWithPadding(tokenizer())

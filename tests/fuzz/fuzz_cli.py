@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import resource
 import shutil
@@ -25,14 +26,16 @@ from fuzz_driver import Draw, Fuzzer
 from fuzz_files import templates
 from safetensors.torch import load_file
 
-from fastbert.data.text_files import TextFileError, read_texts
+from fastbert.data.text_files import read_texts
+from fastbert.errors import TextFileError
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 NO_END = 600  # seconds, for what takes three
 NUM_TEXTS = 6000  # more chunks than one, in about a second
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT")
-KNOWN = ("texts.txt", "out.npy", "out.npy.partial", "out.npy.progress", "out.npy.progress.new", "int8")
+NOTE = f".out.npy.progress.{platform.node()}.partial"
+KNOWN = ("texts.txt", "out.npy", "out.npy.partial", "out.npy.progress", NOTE, "int8")
 
 
 def start(arguments: list, limit: int | None = None, **options) -> subprocess.Popen:

@@ -14,7 +14,8 @@ from fuzz_driver import Draw, Fuzzer
 from huggingface_hub.errors import StrictDataclassError
 
 import fastbert
-from fastbert.config import ConfigError, EncoderConfig
+from fastbert.config import EncoderConfig
+from fastbert.errors import ConfigError
 from fastbert.families import FAMILIES
 
 # Its code has no error of its own for a file that it cannot run.

@@ -14,8 +14,8 @@ from fuzz_tensors import LAYOUTS, Case, draw_case, draw_lengths, isolation, prod
 from isas import CPU_BACKENDS, backend_with_isa
 
 from fastbert import ops
-from fastbert.backend import BackendError
-from fastbert.ops._common import extension_error, triton_error
+from fastbert.errors import BackendError
+from fastbert.native.availability import extension_error, triton_error
 from fastbert.testing import reference
 from fastbert.testing.cases import Lengths
 
@@ -185,6 +185,7 @@ def cross_entropy(draw: Draw, backend: str, dtype: torch.dtype):
 
     op = partial(run, partial(ops.cross_entropy, backend=backend))
     case = Case(op, partial(run, reference.cross_entropy), shapes, dtype, {"weight": width**-0.5})
+    case.has_means = False  # logits of 10^4 leave log-sum-exp, which backward takes, three digits; torch's own likewise
     return case, None, None
 
 

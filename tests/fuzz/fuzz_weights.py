@@ -9,7 +9,7 @@ from torch import nn
 
 import fastbert
 from fastbert import ops
-from fastbert.ops._common import extension_error
+from fastbert.native.availability import extension_error
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import torch
 from full import halved, left_to_full
 from seeds import manual_seed
 
-from fastbert.ops._common import extension_error
+from fastbert.native.availability import extension_error
 from fastbert.testing import reference
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
 

@@ -14,16 +14,18 @@ from torch._C._profiler import _EventType
 
 import fastbert.backend
 from fastbert import ops
-from fastbert.backend import Backend, BackendError
-from fastbert.ops._common import triton_error
+from fastbert.backend import Backend
+from fastbert.errors import BackendError
+from fastbert.native.availability import triton_error
 from fastbert.testing import reference
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
 
-pytestmark = pytest.mark.dear_to_set_up
 needs_triton = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh")
-WAYS = (pytest.param("epilogue", marks=needs_triton), pytest.param("elementwise", marks=needs_triton), "cuda")
+# Of CUDA the operators, which take a while to compile here; test_cuda.py has their kernels.
+CUDA = pytest.param("cuda", marks=pytest.mark.full)
+WAYS = (pytest.param("epilogue", marks=needs_triton), pytest.param("elementwise", marks=needs_triton), CUDA)
 # One weight, gated with gate and up in one weight, or in two.
 each_form = pytest.mark.parametrize("form", ("plain", "merged", "apart"))
 
@@ -38,7 +40,7 @@ def choose_way(way: str, request, monkeypatch) -> str:
     """The backend whose kernels then run this way; Triton's with blocks that small cases fill and overhang."""
     if way == "cuda":
         request.getfixturevalue("cuda_operators")
-        monkeypatch.setitem(fastbert.backend._supports["feed_forward"], Backend.CUDA, lambda *operands: None)
+        monkeypatch.setitem(fastbert.backend.SUPPORTS["feed_forward"], Backend.CUDA, lambda *operands: None)
         return "cuda"
     from fastbert.kernels import blocks, feed_forward
 
@@ -205,6 +207,7 @@ def test_the_backend_that_was_asked_for_ran(backend, form):
     assert ran == {f"fastbert::feed_forward_{backend}", f"fastbert::feed_forward_bwd_{backend}"}
 
 
+@pytest.mark.full
 def test_the_cuda_operators_compute_in_the_operands_dtype_under_autocast(request, monkeypatch):
     """As kernels read it: a product that autocast made narrower would end too early."""
     ours = partial(ops.feed_forward, backend=choose_way("cuda", request, monkeypatch))
@@ -239,6 +242,7 @@ def test_opcheck(backend, form):
         torch.library.opcheck(backward, (x, x, pre, up, down, gate, "gelu", gated, *needs))
 
 
+@pytest.mark.full
 @each_form
 def test_compiled_as_one_graph(request, monkeypatch, form):
     """With the CUDA operators, forward and backward: the interpreter does not run under torch.compile."""

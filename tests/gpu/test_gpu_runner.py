@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from full import halved
 
 from benchmarks.gpu import cpu, kernels, ops, profile, rowwise, sequences, stamp, suite
 from benchmarks.gpu.checks import Timer, assert_keep_rate
@@ -17,7 +16,7 @@ from benchmarks.gpu.models import entry_of, figures, memory_figures
 from benchmarks.gpu.record import TARGETS, open_record
 from benchmarks.gpu.subject import Subject, lengths
 from fastbert.bench.compete import Worker
-from fastbert.ops._common import triton_error
+from fastbert.native.availability import triton_error
 
 pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
 STAMP = {**stamp.make_stamp("0123456789ab"), "dirty": False}
@@ -37,10 +36,8 @@ def content_of(template, part: str) -> dict:
     return json.loads((template.path.parent / f"{part}.json").read_text())
 
 
-DEAR = [pytest.param(part, marks=pytest.mark.full) for part in ("kernels", "models", "profile")]
-
-
-@pytest.mark.parametrize("part", (*DEAR, "ops", "cpu"))
+@pytest.mark.full  # test_a_failing_entry_fails_its_part_alone runs some of a part
+@pytest.mark.parametrize("part", ("kernels", "models", "profile", "ops", "cpu"))
 def test_a_part_runs_and_is_not_run_again(part, template, monkeypatch):
     assert suite.run([part], template) == 0
     content = content_of(template, part)
@@ -135,6 +132,7 @@ def test_inference_must_have_the_bits_of_training(monkeypatch):
     assert results[0][1] == "AssertionError: inference gives other bits than training"
 
 
+@pytest.mark.full
 def test_a_process_of_its_own(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))  # no sanitizer there either
@@ -183,6 +181,7 @@ def test_gaps_are_when_nothing_runs():
     assert profile.top_kernels(many, 1)["all others"]["calls"] == 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("verdict", ("clean", "error"))
 def test_the_sanitizer(verdict, template, monkeypatch, tmp_path):
     tool = tmp_path / "compute-sanitizer"
@@ -221,7 +220,7 @@ def test_a_contestant_in_a_process():
         worker.close()
 
 
-@halved
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ("forward", "training"))
 @pytest.mark.parametrize("model,weight", (("tiny", "intermediate.dense.weight"), ("tiny-modernbert", "mlp.Wi.weight")))
 def test_a_wrong_model_is_not_timed(model, weight, mode):

@@ -16,7 +16,7 @@ import torch
 from benchmarks.gpu import kernels, models, ops, stamp, suite
 from benchmarks.gpu.checks import Timer, Where
 from benchmarks.gpu.record import entry_tables, open_record, results_in, results_of, run_limited
-from fastbert.ops._common import triton_error
+from fastbert.native.availability import triton_error
 
 pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
 STAMP = {**stamp.make_stamp("0123456789ab"), "dirty": False}

@@ -12,7 +12,7 @@ from benchmarks.gpu import kernels, stamp, suite, tune
 from benchmarks.gpu.checks import Where
 from benchmarks.gpu.record import open_record
 from benchmarks.gpu.tune import Candidate
-from fastbert.ops._common import triton_error
+from fastbert.native.availability import triton_error
 
 pytestmark = [
     pytest.mark.skipif(triton_error() is not None, reason=str(triton_error())),

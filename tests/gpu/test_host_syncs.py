@@ -13,10 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastbert
 from fastbert import packing
 from fastbert.backend import use_backend
+from fastbert.errors import InputError
 from fastbert.models.classes import CLASSES
+from fastbert.native.availability import triton_error
 from fastbert.ops import packing as packing_op
-from fastbert.ops._common import triton_error
-from fastbert.packing import InputError, PackedBatch
+from fastbert.packed_inputs import ModelInputs
+from fastbert.packing import PackedBatch
 
 aten = torch.ops.aten
 # What reads a value (multinomial: whether all of them are numbers), and what makes a tensor whose size is a value.
@@ -104,9 +106,8 @@ def unchecked():
 
 
 def prepare(model, inputs: dict):
-    names = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "cu_seqlens")
     with HostSyncs() as syncs:
-        prepared = model.prepare(*map(inputs.get, names), inputs.get("max_seqlen"))
+        prepared = model.prepare(ModelInputs(**inputs))
     return prepared, syncs.found
 
 
@@ -168,17 +169,17 @@ def test_the_switch(unchecked):
     """Off, values are not looked at; shapes, dtypes and masks are. On again, they are."""
     model = CLASSES["bert", "Model"](config_for("bert", "Model", 0))
     ids, offsets = torch.full((6,), 10**6), torch.tensor([0, 4, 3])
-    assert model.prepare(ids, None, None, None, None, offsets, 4).ids.input_ids is ids
+    assert model.prepare(ModelInputs(ids, cu_seqlens=offsets, max_seqlen=4)).ids.input_ids is ids
     PackedBatch.from_cu_seqlens(offsets, None, 6)
     with pytest.raises(InputError, match="cu_seqlens has shape"):
-        model.prepare(ids, None, None, None, None, offsets[None], 4)
+        model.prepare(ModelInputs(ids, cu_seqlens=offsets[None], max_seqlen=4))
     with pytest.raises(InputError, match="attention_mask has 6 values"):
-        model.prepare(ids.view(1, 6), ids.view(1, 6), None, None, None, None, None)
+        model.prepare(ModelInputs(ids.view(1, 6), ids.view(1, 6)))
     fastbert.check_inputs(True)
     with pytest.raises(InputError, match="cu_seqlens falls from 4 to 3"):
-        model.prepare(ids, None, None, None, None, offsets, 4)
+        model.prepare(ModelInputs(ids, cu_seqlens=offsets, max_seqlen=4))
     with pytest.raises(InputError, match="input_ids holds 1000000; valid values are 0 to 42"):
-        model.prepare(ids, None, None, None, None, torch.tensor([0, 4, 6]), 4)
+        model.prepare(ModelInputs(ids, cu_seqlens=torch.tensor([0, 4, 6]), max_seqlen=4))
 
 
 # What the interpreter runs in a moment: the kernels' shapes make no difference to who waits.

@@ -11,7 +11,7 @@ from training_step import layer_of, make, step
 
 from fastbert import ops
 from fastbert.backend import use_backend
-from fastbert.ops._common import triton_error
+from fastbert.native.availability import triton_error
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))

@@ -15,7 +15,7 @@ from torch import nn
 import fastbert
 from fastbert import ops
 from fastbert.backend import use_backend
-from fastbert.ops._common import extension_error
+from fastbert.native.availability import extension_error
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 pytestmark = pytest.mark.skipif(extension_error() is not None, reason=str(extension_error()))

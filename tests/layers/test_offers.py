@@ -14,7 +14,7 @@ from fastbert.backend import offer, register_offer, use_backend
 from fastbert.cli.doctor import doctor_lines
 from fastbert.layers import fused
 from fastbert.layers.encoder import EncoderLayer
-from fastbert.ops._common import extension_error
+from fastbert.native.availability import extension_error
 
 has_kernels = pytest.mark.skipif(extension_error() is not None, reason=str(extension_error()))
 
@@ -116,8 +116,8 @@ def test_the_reason_names_what_is_in_the_way(change, reason):
 @pytest.fixture
 def pairs(monkeypatch):
     """An offer of two backends, the first of which takes no more than 2 rows."""
-    monkeypatch.setattr(fastbert.backend, "_supports", {})
-    monkeypatch.setattr(fastbert.backend, "_offers", {})
+    monkeypatch.setattr(fastbert.backend, "SUPPORTS", {})
+    monkeypatch.setattr(fastbert.backend, "OFFERS", {})
     monkeypatch.setitem(fastbert.backend.ORDER, "cpu", (fastbert.Backend.CPU, fastbert.Backend.TRITON))
     few = lambda x: None if len(x) <= 2 else f"{len(x)} rows"  # noqa: E731
     positive = lambda x, operands: None if operands > 0 else f"{operands} is not positive"  # noqa: E731
@@ -151,5 +151,5 @@ def test_doctor_prints_the_reasons():
 
 
 def test_every_offer_is_in_ops():
-    assert {"encoder_layers", "encoder_layers_training", "merged_linears"} == set(fastbert.backend._offers)
+    assert {"encoder_layers", "encoder_layers_training", "merged_linears"} == set(fastbert.backend.OFFERS)
     assert ops.offer is offer

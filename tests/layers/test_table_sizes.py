@@ -12,9 +12,9 @@ from torch import nn
 
 import fastbert
 from fastbert.backend import use_backend
+from fastbert.errors import InputError
 from fastbert.models.classes import CLASSES
 from fastbert.models.inputs import TableSizes
-from fastbert.packing import InputError
 from fastbert.sentences.text_model import position_limit
 
 

@@ -16,7 +16,7 @@ from fastbert.backend import use_backend
 from fastbert.config import EncoderConfig
 from fastbert.layers.context import LayerContext
 from fastbert.layers.encoder import EncoderLayer
-from fastbert.ops._common import extension_error
+from fastbert.native.availability import extension_error
 from fastbert.packing import PackedBatch
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 

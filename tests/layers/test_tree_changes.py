@@ -13,7 +13,8 @@ from seeds import torch_generator
 from torch import nn
 
 import fastbert
-from fastbert.config import ConfigError, EncoderConfig
+from fastbert.config import EncoderConfig
+from fastbert.errors import ConfigError
 from fastbert.families import FAMILIES
 from fastbert.models.auto import base_class
 from fastbert.models.base import EncoderModel

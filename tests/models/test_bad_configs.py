@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 
 import fastbert
 from fastbert.checkpoint.pretrained import CheckpointError
-from fastbert.config import MAX_LAYERS, MAX_SIZE, ConfigError, EncoderConfig
+from fastbert.config import MAX_LAYERS, MAX_SIZE, EncoderConfig
 from fastbert.data.tokenization import load_tokenizer
+from fastbert.errors import ConfigError
 from fastbert.families import FAMILIES
 from fastbert.families.form import ActivationName, Choice, Count, Field, Flag, Number, Share, Structure
 from fastbert.models.auto import AutoModel

@@ -12,7 +12,8 @@ import transformers
 from hf import NUM_CONFIGS, families_axis, hf_config, make_config
 from tiny import edit_config
 
-from fastbert.config import _OWN_FIELDS, ConfigError, EncoderConfig
+from fastbert.config import _OWN_FIELDS, EncoderConfig
+from fastbert.errors import ConfigError
 from fastbert.families import FAMILIES
 from fastbert.models.auto import AutoModel, model_class
 

@@ -9,10 +9,10 @@ from hf import FAMILIES, cast, hf_class, hf_config, make_config, make_oracle, ma
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fastbert import families
-from fastbert.config import ConfigError, EncoderConfig
+from fastbert.config import EncoderConfig
+from fastbert.errors import ConfigError, InputError
 from fastbert.layers.rotary import inverse_frequencies
 from fastbert.models.classes import CLASSES
-from fastbert.packing import InputError
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 ROPES = tuple(name for name in FAMILIES if "rope_parameters" in families.FAMILIES[name].fields)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastbert
 from fastbert.models.classes import CLASSES
-from fastbert.ops._common import extension_error
+from fastbert.native.availability import extension_error
 from fastbert.sentences import SentenceEncoder
 from fastbert.testing.cases import DTYPES
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference

@@ -11,8 +11,9 @@ from torch.autograd import forward_ad, functional
 from torch.func import functional_call, grad, jacfwd, jvp, vmap
 
 import fastbert
-from fastbert.backend import BackendError, use_backend
-from fastbert.ops._common import extension_error
+from fastbert.backend import use_backend
+from fastbert.errors import BackendError
+from fastbert.native.availability import extension_error
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])

@@ -8,8 +8,8 @@ from batches import make_batch
 from hf import FAMILIES, config_for, make_config, make_hf, make_ours
 
 import fastbert
+from fastbert.errors import InputError
 from fastbert.models.classes import CLASSES
-from fastbert.packing import InputError
 
 IDS = torch.arange(12).view(2, 6)
 FLAT, OFFSETS = IDS.flatten(), torch.tensor([0, 5, 12], dtype=torch.int32)

@@ -14,7 +14,7 @@ from hf import (
     families_axis,
     gradients,
     has_rotary,
-    is_every_other,
+    is_left_out,
     make_config,
     make_ours,
     make_trio,
@@ -31,6 +31,7 @@ from fastbert.models.classes import CLASSES
 from fastbert.testing.cases import DTYPES, MASKS
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
+WITHOUT = ("all rows", "one row", "one token each")
 TOKEN_FIELDS = ("last_hidden_state", "prediction_logits", "start_logits", "end_logits")
 
 
@@ -59,7 +60,7 @@ def packed_at_same_places(config, batch, pattern: str) -> dict:
     return inputs
 
 
-@left_to_full(lambda p: is_every_other(p, MASKS.index(p["pattern"])))  # each head has half of the masks
+@left_to_full(lambda p: is_left_out(p, MASKS.index(p["pattern"]), of=len(MASKS)))  # each head has a mask
 @pytest.mark.parametrize("pattern", MASKS)
 @models_axis
 def test_packed_equals_padded(model_type, head, pattern):
@@ -244,8 +245,8 @@ def test_other_tokens_in_one_sequence(model_type):
     assert torch.equal(before_packed[packed_others], after_packed[packed_others])
 
 
-@left_to_full(lambda p: is_every_other(p, p["mask"] == "one row"))  # each head has one or two
-@pytest.mark.parametrize("mask", ["all rows", "one row", "one token each"])
+@left_to_full(lambda p: is_left_out(p, WITHOUT.index(p["mask"]), of=len(WITHOUT)))  # each head has one
+@pytest.mark.parametrize("mask", WITHOUT)
 @models_axis
 def test_sequences_without_tokens(model_type, head, mask):
     """Masked rows, all of them too, and one-token sequences: finite outputs, zeros at padding, no NaN gradient."""

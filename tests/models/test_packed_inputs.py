@@ -12,10 +12,10 @@ from hf import CHOICES, config_for, gradients, make_config, randomise
 from seeds import manual_seed
 
 import fastbert
+from fastbert.errors import InputError
 from fastbert.families import FAMILIES
 from fastbert.models.base import EncoderModel
 from fastbert.models.classes import CLASSES
-from fastbert.packing import InputError
 
 HEADS = [("bert", head) for model_type, head in CLASSES if model_type == "bert"]
 # Heads of other forms: no pooler, one token's score, order of sentences, dropout before, positions counted from ids.

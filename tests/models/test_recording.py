@@ -9,7 +9,7 @@ from torch import nn
 
 import fastbert
 from fastbert import InputError
-from fastbert.compat import recording
+from fastbert.models.hf import recording
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 IDS = torch.randint(1, 50, (2, 7), generator=torch_generator(0))

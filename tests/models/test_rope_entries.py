@@ -14,7 +14,8 @@ from hf import make_oracle
 from test_family_configs import LLAMA3, ROPES, YARN
 
 import fastbert
-from fastbert.config import ConfigError, EncoderConfig
+from fastbert.config import EncoderConfig
+from fastbert.errors import ConfigError
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 LINEAR = {"rope_type": "linear", "factor": 3.0}

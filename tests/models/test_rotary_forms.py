@@ -13,7 +13,7 @@ from transformers.models.eurobert import modeling_eurobert
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
 import fastbert
-from fastbert.config import ConfigError
+from fastbert.errors import ConfigError
 from fastbert.families import FAMILIES
 from fastbert.families.spec import AttentionSpec, Invalid, Rotary
 from fastbert.layers.fused import offer_layers

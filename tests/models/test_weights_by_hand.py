@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from batches import make_batch
+from full import halved
 from hf import families_axis, make_config, make_hf, make_ours
 from seeds import torch_generator
 from torch import nn
@@ -46,6 +47,7 @@ def outputs(model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[torch.Ten
     return [hidden.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
+@halved
 @pytest.mark.parametrize("kind", KINDS)
 @families_axis
 def test_every_tensor_of_a_model_is_read_at_each_call(model_type, kind):

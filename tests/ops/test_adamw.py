@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from isas import CPU_BACKENDS, backend_with_isa
+from isas import WITHOUT_PRODUCTS, backend_with_isa
 from seeds import torch_generator
 
 from fastbert import ops
@@ -17,7 +17,7 @@ RATES, DECAYS = [1e-2, 2e-2, 0.0, 3e-2, 1e-2], [0.1, 0.0, 0.1, 0.3, 0.1]
 BETAS, EPS = (0.9, 0.99), 1e-6
 
 
-@pytest.fixture(params=("torch", *CPU_BACKENDS))
+@pytest.fixture(params=("torch", *WITHOUT_PRODUCTS))
 def backend(request):
     with backend_with_isa(request.param) as name:
         yield name
@@ -131,7 +131,7 @@ def test_a_sparse_gradient_is_what_it_would_be_whole(backend, max_norm, how, mon
             assert_close_to_reference(*tensors, name=f"weight {i}")
 
 
-@pytest.mark.parametrize("name", CPU_BACKENDS)
+@pytest.mark.parametrize("name", WITHOUT_PRODUCTS)
 def test_the_norm_is_that_of_gradients_as_they_are_now(name):
     """Backward leaves the squares of what it wrote; what is written by `.data` or NumPy PyTorch does not count."""
     weight, zeros = torch.nn.Parameter(torch.randn(70, 40)), [torch.zeros(70, 40) for _ in range(2)]
@@ -146,7 +146,7 @@ def test_the_norm_is_that_of_gradients_as_they_are_now(name):
     assert_close_to_reference(norm, weight.grad.double().norm(), weight.grad.norm())
 
 
-@pytest.mark.parametrize("name", CPU_BACKENDS)
+@pytest.mark.parametrize("name", WITHOUT_PRODUCTS)
 def test_the_number_of_threads_changes_no_bit(name):
     with backend_with_isa(name) as backend:
         before = torch.get_num_threads()
@@ -169,7 +169,7 @@ def test_a_gradient_that_is_no_number_shows(backend):
 
 
 @pytest.mark.parametrize("change", (None, "in place", "added to", "another"))
-@pytest.mark.parametrize("name", CPU_BACKENDS)
+@pytest.mark.parametrize("name", WITHOUT_PRODUCTS)
 def test_the_norm_of_gradients_that_our_products_made(name, change):
     """Their squares were summed when they were written; not those of what is no longer what was written."""
     with backend_with_isa(name) as backend:

@@ -7,7 +7,7 @@ import functools
 import pytest
 import test_attention
 import torch
-from isas import CPU_BACKENDS, backend_with_isa
+from isas import OF_FLOATS, backend_with_isa
 from seeds import manual_seed
 from shares import assert_share
 from test_attention import RAGGED, check, differentiate, each_backend, each_dtype, make, needs_extension
@@ -46,7 +46,7 @@ each_share = pytest.mark.parametrize(
     ("backend", "dtype"),
     [
         pytest.param(backend, dtype, marks=[pytest.mark.full] if (backend, dtype) == ("triton", torch.float32) else [])
-        for backend in ("torch", *CPU_BACKENDS, "triton")
+        for backend in ("torch", *OF_FLOATS, "triton")
         for dtype in DTYPES
     ],
     indirect=["backend"],
@@ -77,7 +77,7 @@ def test_dropout_against_oracle(backend, dtype):
 
 # About the widths of vectors and panels, up to which the CPU's kernels have their own way of short sequences.
 EDGES = Lengths("", (1, 2, 15, 16, 17, 31, 32, 33, 48, 49, 64, 65, 81))
-each_cpu = pytest.mark.parametrize("backend", CPU_BACKENDS, indirect=True)
+each_cpu = pytest.mark.parametrize("backend", OF_FLOATS, indirect=True)
 
 
 @needs_extension
@@ -145,7 +145,7 @@ def test_every_isa_drops_the_same_elements():
 
 @needs_extension
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("backend", CPU_BACKENDS, indirect=True)
+@pytest.mark.parametrize("backend", OF_FLOATS, indirect=True)
 def test_nothing_is_left_of_the_batch_before(backend, dtype, one_thread):
     """Kernels keep their memory from call to call: what a batch of NaN leaves there is no number of the next one."""
     case, spoiled = Lengths("", (5, 17, 3, 33)), Lengths("", (300,))

@@ -9,7 +9,7 @@ import test_attention
 import torch
 from attention_terms import assert_close_in_units, attention_terms
 from full import halved, left_to_full
-from isas import CPU_BACKENDS
+from isas import OF_FLOATS
 from layouts import assert_same_results
 from seeds import manual_seed
 from test_attention import RAGGED, SLACK, each_dtype, needs_extension
@@ -20,9 +20,9 @@ from fastbert.testing.cases import LENGTHS, Lengths
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
 
 backend = test_attention.backend  # the fixture
-each_backend = pytest.mark.parametrize("backend", ("torch", *CPU_BACKENDS), indirect=True)
+each_backend = pytest.mark.parametrize("backend", ("torch", *OF_FLOATS), indirect=True)
 in_torch_and_cpu = pytest.mark.parametrize("backend", ("torch", "cpu"), indirect=True)
-each_isa = pytest.mark.parametrize("backend", CPU_BACKENDS, indirect=True)
+each_isa = pytest.mark.parametrize("backend", OF_FLOATS, indirect=True)
 # Before and after blocks of 16, 32 and 64 queries, and keys of more than one block of 256 and 1024.
 EDGES = Lengths("", (1, 15, 16, 17, 63, 64, 65, 0, 129))
 LONG = Lengths("", (1100, 2))
@@ -124,6 +124,7 @@ def test_all_together(backend, dtype, kind):
 
 
 @left_to_full(lambda p: p["window_size"] != ((-1, 10) if p["dtype"] is torch.bfloat16 else (40, 64)))
+@left_to_full(lambda p: p["backend"] == "torch")  # which has no blocks
 @pytest.mark.parametrize("window_size", ((-1, -1), (40, 64), (-1, 10)), ids=str)
 @each_dtype
 @each_backend

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import test_attention
 import torch
-from isas import CPU_BACKENDS
+from isas import OF_FLOATS
 from seeds import manual_seed
 from test_attention import RAGGED, differentiate, each_dtype, make
 
@@ -19,7 +19,7 @@ backend = test_attention.backend  # the fixture
 
 @pytest.mark.parametrize("num_heads,lengths", ((1, (700, 3, 190)), (4, (20, 31) * 12)), ids=("long", "short"))
 @each_dtype
-@pytest.mark.parametrize("backend", CPU_BACKENDS, indirect=True)
+@pytest.mark.parametrize("backend", OF_FLOATS, indirect=True)
 def test_threads_do_not_change_bits(backend, dtype, num_heads, lengths):
     """Long sequences are cut into tasks, by queries and by keys, where threads would idle; short ones are joined."""
     case, before = Lengths("", lengths), torch.get_num_threads()

@@ -11,8 +11,8 @@ from seeds import manual_seed
 from test_attention import RAGGED, SLACK, check, differentiate, make
 from test_attention_dropout import dropped_probabilities
 
-from fastbert.backend import BackendError
-from fastbert.ops._common import triton_error
+from fastbert.errors import BackendError
+from fastbert.native.availability import triton_error
 from fastbert.ops.attention import _tile, attention
 from fastbert.testing import reference
 from fastbert.testing.cases import DTYPES, LENGTHS, Lengths

@@ -10,14 +10,15 @@ import torch
 
 import fastbert
 from fastbert import ops
-from fastbert.backend import Backend, BackendError, parse_backend, register, select, use_backend
-from fastbert.ops._common import cuda_error, extension_error
+from fastbert.backend import Backend, parse_backend, register, select, use_backend
+from fastbert.errors import BackendError
+from fastbert.native.availability import cuda_error, extension_error
 
 
 @pytest.fixture
 def probe_op(monkeypatch):
     """An op whose cpu backend objects to more than 2 rows and whose triton backend always objects, and a plain one."""
-    monkeypatch.setattr(fastbert.backend, "_supports", {"plain": {}})
+    monkeypatch.setattr(fastbert.backend, "SUPPORTS", {"plain": {}})
     register("probe", Backend.CPU, lambda x: f"{x.shape[0]} rows, the limit is 2" if x.shape[0] > 2 else None)
     register("probe", Backend.TRITON, lambda x: "no GPU")
 

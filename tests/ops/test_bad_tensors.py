@@ -14,8 +14,9 @@ from test_ops import check
 
 import fastbert
 from fastbert import ops
-from fastbert.backend import BackendError, use_backend
-from fastbert.packing import InputError
+from fastbert.backend import use_backend
+from fastbert.errors import BackendError, InputError
+from fastbert.packed_inputs import ModelInputs
 from fastbert.testing import reference
 from fastbert.testing.cases import Lengths
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
@@ -57,9 +58,6 @@ TENSORS = {
     "pack": {"x": rows(TOKENS, W), "indices": torch.tensor([1, 3])},
     "unpack": {"packed": rows(2, W), "indices": torch.tensor([1, 3])},
 }  # fmt: skip
-ARGUMENTS = (
-    "input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "cu_seqlens", "max_seqlen",
-)  # fmt: skip
 OPTIONS = {
     "attention": {"max_seqlen": 9}, "attention_probs": {"max_seqlen": 9}, "linear": {"activation": "gelu"},
     "unpack": {"num_rows": 4},
@@ -199,7 +197,7 @@ def test_ids_out_of_range(name, layout):
         given["attention_mask"] = mask
     if layout == "packed":
         given = {n: t.flatten() for n, t in given.items()} | {"cu_seqlens": torch.tensor([0, 3, 8])}
-    model.prepare(*map(given.get, ARGUMENTS))
+    model.prepare(ModelInputs(**given))
     for value in (-1, limit, 10**6, -(2**62)):
         given[name] = given[name].clone()
         given[name].view(-1)[-1] = value

@@ -10,8 +10,9 @@ from seeds import manual_seed
 from torch.autograd import forward_ad, functional
 
 from fastbert import ops
-from fastbert.backend import BackendError, use_backend
-from fastbert.ops._common import extension_error
+from fastbert.backend import use_backend
+from fastbert.errors import BackendError
+from fastbert.native.availability import extension_error
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 W = 16

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from isas import CPU_BACKENDS, backend_with_isa, device_of
+from isas import WITHOUT_PRODUCTS, backend_with_isa, device_of
 from seeds import manual_seed
 from shares import assert_share
 
 from fastbert import ops
-from fastbert.backend import BackendError
+from fastbert.errors import BackendError
 
-BACKENDS = ("torch", *CPU_BACKENDS, "triton")
+BACKENDS = ("torch", *WITHOUT_PRODUCTS, "triton")
 
 
 @pytest.fixture(params=BACKENDS)

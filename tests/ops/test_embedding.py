@@ -13,8 +13,8 @@ from shares import assert_share
 from test_ops import check
 
 from fastbert import ops
-from fastbert.backend import BackendError
-from fastbert.ops._common import extension_error
+from fastbert.errors import BackendError
+from fastbert.native.availability import extension_error
 from fastbert.testing import reference
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 

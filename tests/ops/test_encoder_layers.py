@@ -27,7 +27,7 @@ from layer_forms import (
 from seeds import torch_generator
 
 from fastbert import ops
-from fastbert.ops._common import extension_error
+from fastbert.native.availability import extension_error
 from fastbert.testing.cases import DTYPES
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 

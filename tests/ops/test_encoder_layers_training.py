@@ -28,7 +28,7 @@ from layer_forms import (
 from seeds import manual_seed, torch_generator
 
 from fastbert import ops
-from fastbert.ops._common import extension_error
+from fastbert.native.availability import extension_error
 from fastbert.ops.attention import attention
 from fastbert.testing import reference
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference

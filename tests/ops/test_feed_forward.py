@@ -13,7 +13,7 @@ from isas import CPU_BACKENDS, backend_with_isa
 from seeds import manual_seed
 
 from fastbert import ops
-from fastbert.ops._common import extension_error
+from fastbert.native.availability import extension_error
 from fastbert.testing import reference
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from isas import CPU_BACKENDS, backend_with_isa
+from isas import OF_FLOATS, backend_with_isa
 from seeds import torch_generator
 
 from fastbert import ops
-from fastbert.ops._common import extension_error
+from fastbert.native.availability import extension_error
 
 if extension_error() is not None:
     pytest.skip(extension_error(), allow_module_level=True)
@@ -16,7 +16,7 @@ from fastbert import _C
 
 MOST = _C.most_rows_without_copy
 SHAPES = ((128, 96), (150, 330), (63, 65), (64, 7), (1, 64), (1, 1), (65, 1), (200, 769))
-each_isa = pytest.mark.parametrize("backend", CPU_BACKENDS)
+each_isa = pytest.mark.parametrize("backend", OF_FLOATS)
 each_dtype = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 
 LAYOUTS = {

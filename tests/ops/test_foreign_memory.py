@@ -10,7 +10,7 @@ from full import halved, left_to_full
 from isas import CPU_BACKENDS, backend_with_isa, device_of
 
 from fastbert import ops
-from fastbert.ops._common import triton_error
+from fastbert.native.availability import triton_error
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 IDS = {"input_ids": "word", "position_ids": "position", "token_type_ids": "token_type"}

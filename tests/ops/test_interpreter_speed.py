@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from fastbert.ops._common import triton_error
+from fastbert.native.availability import triton_error
 
 pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
 

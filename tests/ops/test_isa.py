@@ -14,7 +14,7 @@ from command_line import fails, run_python
 
 import fastbert
 from fastbert.cli.doctor import doctor_lines
-from fastbert.ops._common import extension_error
+from fastbert.native.availability import extension_error
 
 pytestmark = pytest.mark.skipif(extension_error() is not None, reason=str(extension_error()))
 PROGRAM = """

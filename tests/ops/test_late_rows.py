@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from isas import CPU_BACKENDS, backend_with_isa
+from isas import WITHOUT_PRODUCTS, backend_with_isa
 from seeds import torch_generator
 
 from fastbert import ops
@@ -18,7 +18,7 @@ ROWS, STEPS = 60, 70  # more steps than a history has room for at first
 HYPER = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6}
 
 
-@pytest.fixture(params=CPU_BACKENDS)
+@pytest.fixture(params=WITHOUT_PRODUCTS)
 def backend(request):
     with backend_with_isa(request.param) as name:
         yield name

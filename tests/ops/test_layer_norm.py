@@ -5,18 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 from full import halved, left_to_full
-from isas import CPU_BACKENDS, device_of
+from isas import WITHOUT_PRODUCTS, device_of
 from norms import check, differentiate, everything, keep_mask, make, serving, skip_unless_served
 from shares import assert_share
 
-from fastbert.backend import Backend, BackendError, select, use_backend
-from fastbert.ops._common import extension_error
+from fastbert.backend import Backend, select, use_backend
+from fastbert.errors import BackendError
+from fastbert.native.availability import extension_error
 from fastbert.ops.layer_norm import add_layer_norm
 from fastbert.testing.cases import DTYPES, ROWS
 
 # (residual, x_bias, bias, prenorm): every pair of these choices in every combination.
 VARIANTS = ((1, 1, 1, 1), (0, 0, 0, 0), (1, 0, 1, 0), (0, 1, 0, 1), (1, 1, 0, 0), (0, 0, 1, 1))
-BACKENDS = ("torch", *CPU_BACKENDS, "triton")
+BACKENDS = ("torch", *WITHOUT_PRODUCTS, "triton")
 KERNELS = BACKENDS[1:]
 
 
@@ -28,7 +29,7 @@ def backend(request):
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 each_kernel = pytest.mark.parametrize("backend", KERNELS, indirect=True)
-each_isa = pytest.mark.parametrize("backend", CPU_BACKENDS, indirect=True)
+each_isa = pytest.mark.parametrize("backend", WITHOUT_PRODUCTS, indirect=True)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 
 

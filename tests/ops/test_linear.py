@@ -7,11 +7,12 @@ import threading
 import pytest
 import torch
 from full import halved
-from isas import CPU_BACKENDS, backend_with_isa
+from isas import OF_FLOATS, backend_with_isa
 
 from fastbert import ops
-from fastbert.backend import Backend, BackendError, select
-from fastbert.ops._common import extension_error
+from fastbert.backend import Backend, select
+from fastbert.errors import BackendError
+from fastbert.native.availability import extension_error
 from fastbert.testing import reference
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
 
@@ -25,7 +26,7 @@ each_dtype = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), i
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
 
 
-@pytest.fixture(params=CPU_BACKENDS)
+@pytest.fixture(params=OF_FLOATS)
 def isa(request):
     with backend_with_isa(request.param):
         yield request.param

@@ -12,7 +12,8 @@ from test_ops import check, dtype_axis
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastbert import ops
-from fastbert.backend import backends, use_backend
+from fastbert.backend import use_backend
+from fastbert.ops.report import backends
 from fastbert.testing import reference
 
 MERGING = "triton"

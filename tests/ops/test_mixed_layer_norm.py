@@ -10,8 +10,9 @@ from seeds import manual_seed
 
 import fastbert
 from fastbert import ops
-from fastbert.backend import BackendError, use_backend
-from fastbert.ops._common import triton_error
+from fastbert.backend import use_backend
+from fastbert.errors import BackendError
+from fastbert.native.availability import triton_error
 from fastbert.testing import reference
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
 

@@ -7,8 +7,8 @@ import torch
 from seeds import torch_generator
 
 from fastbert import ops
+from fastbert.native.availability import extension_error, triton_error
 from fastbert.ops import _attention_torch
-from fastbert.ops._common import extension_error, triton_error
 from fastbert.ops.attention import AttentionOptions
 from fastbert.testing import reference
 from fastbert.testing.cases import DTYPES, LENGTHS, Lengths

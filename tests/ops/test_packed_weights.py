@@ -12,7 +12,7 @@ from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector
 import fastbert
 from fastbert import ops
 from fastbert.layers.quantized import QuantizedLinear
-from fastbert.ops._common import extension_error
+from fastbert.native.availability import extension_error
 
 if extension_error() is not None:
     pytest.skip(extension_error(), allow_module_level=True)

@@ -8,7 +8,8 @@ from full import halved, left_to_full
 from isas import backend_with_isa, device_of
 
 from fastbert import ops
-from fastbert.backend import Backend, BackendError, select, use_backend
+from fastbert.backend import Backend, select, use_backend
+from fastbert.errors import BackendError
 from fastbert.packing import PackedBatch
 from fastbert.testing.cases import MASKS, attention_mask
 

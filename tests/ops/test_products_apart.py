@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from fastbert import ops
+from fastbert.native.availability import triton_error
 from fastbert.ops import _linear_torch
-from fastbert.ops._common import triton_error
 from fastbert.testing import reference
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from isas import CPU_BACKENDS, backend_with_isa
+from isas import OF_FLOATS, backend_with_isa
 from seeds import torch_generator
 
 from fastbert import ops
-from fastbert.ops._common import extension_error
+from fastbert.native.availability import extension_error
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 if extension_error() is not None:
@@ -21,7 +21,7 @@ SHAPES = ((128, 96), (150, 330), (63, 65), (64, 7), (1, 64), (1, 1), (65, 1))
 HIDDEN = (3, 5)  # an element that is none of those sampled at each call
 
 
-@pytest.fixture(params=CPU_BACKENDS)
+@pytest.fixture(params=OF_FLOATS)
 def isa(request):
     with backend_with_isa(request.param):
         yield request.param

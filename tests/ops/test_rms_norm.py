@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from full import halved, left_to_full
-from isas import CPU_BACKENDS
+from isas import WITHOUT_PRODUCTS
 from norms import check, differentiate, everything, keep_mask, make, run, serving
 
 from fastbert import ops
-from fastbert.backend import Backend, BackendError, select, use_backend
+from fastbert.backend import Backend, select, use_backend
+from fastbert.errors import BackendError
 from fastbert.testing.cases import DTYPES, ROWS
 
 # (residual, x_bias, prenorm): every pair of these choices in every combination.
 VARIANTS = ((1, 1, 1), (0, 0, 1), (1, 0, 0), (0, 1, 0))
-BACKENDS = ("torch", *CPU_BACKENDS, "triton")
+BACKENDS = ("torch", *WITHOUT_PRODUCTS, "triton")
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def make_rms(*args, **kinds):
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 each_kernel = pytest.mark.parametrize("backend", BACKENDS[1:], indirect=True)
-each_isa = pytest.mark.parametrize("backend", CPU_BACKENDS, indirect=True)
+each_isa = pytest.mark.parametrize("backend", WITHOUT_PRODUCTS, indirect=True)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 
 

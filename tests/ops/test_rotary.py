@@ -14,7 +14,7 @@ from test_attention import RAGGED, SLACK, check, differentiate, each_dtype, make
 from test_attention_dropout import dropped_probabilities
 
 from fastbert import ops
-from fastbert.ops._common import triton_error
+from fastbert.native.availability import triton_error
 from fastbert.ops.attention import _tiles
 from fastbert.ops.packing import token_positions
 from fastbert.ops.rotary import Rotary, rotary_torch

@@ -11,7 +11,7 @@ from precise import in_float64
 import fastbert
 from fastbert import ops
 from fastbert.models.classes import CLASSES
-from fastbert.ops._common import extension_error
+from fastbert.native.availability import extension_error
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 IDS = torch.tensor([7, 2, 7, 0, 39, 2, 7])

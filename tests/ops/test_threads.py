@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fastbert
-from fastbert.ops._common import extension_error
+from fastbert.native.availability import extension_error
 
 if extension_error() is not None:
     pytest.skip(extension_error(), allow_module_level=True)

@@ -12,7 +12,7 @@ from seeds import manual_seed, torch_generator
 from test_attention_dropout import dropped_probabilities
 
 from fastbert import ops
-from fastbert.ops._common import triton_error
+from fastbert.native.availability import triton_error
 from fastbert.ops.attention import _tiles
 from fastbert.ops.rotary import Rotary
 from fastbert.testing import reference

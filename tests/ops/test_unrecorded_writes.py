@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from isas import CPU_BACKENDS, backend_with_isa
+from isas import OF_FLOATS, backend_with_isa
 from seeds import torch_generator
 from test_packed_weights import HIDDEN, IN, ROWS, call, each_dtype, expect_new, layer_of, set_element
 from torch import nn
 
 from fastbert import ops
-from fastbert.ops._common import extension_error
+from fastbert.native.availability import extension_error
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
 
 if extension_error() is not None:
@@ -20,7 +20,7 @@ if extension_error() is not None:
 each_call = pytest.mark.parametrize("calls", (1, 2, 3))
 # Few rows, for which products pack on their way, and many.
 each_rows = pytest.mark.parametrize("rows", (7, ROWS))
-each_isa = pytest.mark.parametrize("backend", CPU_BACKENDS)
+each_isa = pytest.mark.parametrize("backend", OF_FLOATS)
 
 
 def through_numpy(layer):

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import fastbert
-from benchmarks.update_readme import DTYPE, SECTION, rates, summary
-from fastbert.backend import Backend, _supports, missing_kernels
+from benchmarks.update_speed import SECTION
+from fastbert.backend import SUPPORTS, Backend, missing_kernels
 from fastbert.bench.report import best_peer, ratio, to_markdown
-from fastbert.checkpoint.pretrained import resolve
 from fastbert.cli import main
 from fastbert.families import FAMILIES
+from fastbert.hub import resolve
 from fastbert.models import generated
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ REPORT = json.loads((RESULTS / "results.json").read_text(encoding="utf-8"))
 
 def op_table() -> str:
     lines = ["| op | " + " | ".join(b.value for b in Backend) + " |", "|---|" + ":-:|" * len(Backend)]
-    for op, table in sorted(_supports.items()):
+    for op, table in sorted(SUPPORTS.items()):
         cells = ["yes" if b is Backend.TORCH or b in table else "-" for b in Backend]
         lines.append(f"| `{op}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -52,10 +52,9 @@ def test_models_under_another_name_are_of_families_that_are_there():
     assert len(named) >= 6 and set(named) <= FAMILIES.keys()
 
 
-@pytest.mark.parametrize("page,text", {"README.md": summary(REPORT), "speed.md": to_markdown(REPORT)}.items())
-def test_the_speed_is_that_of_the_committed_timings(page, text):
-    (section,) = (found.group() for found in SECTION.finditer(PAGES[page]))
-    assert text in section
+def test_the_speed_is_that_of_the_committed_timings():
+    (section,) = (found.group() for found in SECTION.finditer(PAGES["speed.md"]))
+    assert to_markdown(REPORT) in section
 
 
 @pytest.mark.parametrize(
@@ -66,33 +65,23 @@ def test_committed_tables_are_made_from_the_committed_timings(folder):
     assert (folder / "results.md").read_text(encoding="utf-8") == to_markdown(report) + "\n"
 
 
-def test_the_first_numbers_of_the_readme_were_measured():
-    first = " ".join(README.split("\n## ")[0].split())
-    transformers, openvino, ours = rates(REPORT, "32-ragged")
-    assert f"**The same BERT checkpoints, {ours / openvino:.1f} times as fast.**" in first
-    assert f"at {ours:,.0f} tokens/s with fastbert, at {openvino:,.0f} with OpenVINO" in first
-    assert f"at {transformers:,.0f} with transformers" in first
-    ragged = [row for row in REPORT["rows"] if (row["dtype"], row["workload"]) == (DTYPE, "32-ragged")]
-    assert list(map(best_peer, ragged)) == ["openvino"]
-    dense = [ratio(row, "fastbert") for row in REPORT["rows"] if row["workload"] != "32-ragged"]
-    assert f"{min(dense):.2f} to {max(dense):.2f} times as fast as the fastest other engine" in first
-
-
-def test_the_other_machines_numbers_are_its_own():
-    folder = RESULTS.with_name("intel-xeon-amx-2-cores")
-    rows = json.loads((folder / "results.json").read_text(encoding="utf-8"))["rows"]
+def test_the_range_in_the_readme_is_that_of_all_committed_rows():
+    """The slowest row and the fastest one, of every machine."""
+    reports = [json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.parent.glob("*-2-cores/results.json")]
+    rows = [row for report in reports for row in report["rows"]]
     ragged = [ratio(row, "fastbert") for row in rows if row["workload"] == "32-ragged"]
     dense = [ratio(row, "fastbert") for row in rows if row["workload"] != "32-ragged"]
-    said = " ".join(README.split())
-    assert f"{min(ragged):.1f} to {max(ragged):.1f} times the fastest other engine on texts of mixed length" in said
-    assert f"{min(dense):.2f} to {max(dense):.2f} times where nothing is padded" in said
+    first = " ".join(README.split("\n## ")[0].split())
+    assert f"**{min(dense):.2f} to {max(dense):.2f} times as fast where nothing is padded" in first
+    assert f"{min(ragged):.1f} to {max(ragged):.1f} times on 32 texts of mixed length**" in first
+    assert 2 * sum(best_peer(row).startswith("openvino") for row in rows) > len(rows)
 
 
 def test_the_training_steps_are_those_that_were_measured():
     table = (RESULTS / "fine-tuning.md").read_text(encoding="utf-8")
     steps = re.findall(r"^\| (\d+) \| (\w+) \| [^|]* \| ([\d.]+) \|", table, re.MULTILINE)
     ms = {(int(sentences), name): f"{float(time):.0f}" for sentences, name, time in steps}
-    said = " ".join(README.split())
+    said = " ".join(PAGES["training.md"].split())
     assert f"on 32 sentences takes {ms[32, 'fastbert']} ms instead of {ms[32, 'transformers']}" in said
     assert f"on 128 sentences {ms[128, 'fastbert']} instead of {ms[128, 'transformers']}" in said
 
@@ -103,8 +92,10 @@ def test_the_rows_beside_the_trainer_are_those_that_were_measured(task, name):
     both = runs["transformers"], runs["fastbert"]
     scores = [f"{100 * statistics.fmean(run['scores'][0] for run in found):.2f}" for found in both]
     seconds = [f"{statistics.median(run['seconds'] for run in found):,.0f}" for found in both]
-    (row,) = re.findall(rf"^\| \[{name}\].*", README, re.MULTILINE)
+    (row,) = re.findall(rf"^\| \[{name}\].*", PAGES["training.md"], re.MULTILINE)
     assert row.endswith(f" | {' | '.join(scores + seconds)} |")
+    if task == "sst2":
+        assert f"{seconds[1]} s instead of {seconds[0]} on two cores" in " ".join(README.split())
 
 
 EMBEDDINGS = {
@@ -121,7 +112,7 @@ def test_the_rows_beside_sentence_transformers_are_those_that_were_measured(task
     both = "sentence-transformers", "fastbert"
     scores = [f"{100 * statistics.fmean(found['after'][name]):.2f}" for name in both]
     seconds = [f"{statistics.median(found['seconds'][name]):,.0f}" for name in both]
-    (row,) = re.findall(rf"^\| \[{EMBEDDINGS[task]}\].*", README, re.MULTILINE)
+    (row,) = re.findall(rf"^\| \[{EMBEDDINGS[task]}\].*", PAGES["training.md"], re.MULTILINE)
     assert row.endswith(f" | {' | '.join(scores + seconds)} |")
 
 

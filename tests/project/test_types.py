@@ -1,4 +1,4 @@
-"""What type checkers and editors see: every public name, wrong names as errors, the README under --strict."""
+"""What type checkers and editors see: every public name, wrong names as errors, examples under --strict."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ import pytest
 import fastbert
 
 ROOT = Path(__file__).parents[2]
-README = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+PAGES = ("README.md", "docs/sentences.md", "docs/training.md")
+EXAMPLES = [
+    block
+    for page in PAGES
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+]
 KINDS = {
     "fastbert.AutoModel.from_pretrained('x')": "fastbert.models.base.EncoderModel",
     "fastbert.AutoModelForMaskedLM.from_pretrained('x')": "fastbert.models.masked_lm.ForMaskedLM",
@@ -41,10 +46,10 @@ def test_type_checkers_see_what_there_is():
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> dict[str, list[str]]:
-    """mypy --strict over each example of the README and the lines above: its messages by file."""
+    """mypy --strict over each example of some pages and the lines above: its messages by file."""
     folder = tmp_path_factory.mktemp("typed")
-    for i, block in enumerate(README):
-        (folder / f"readme_{i}.py").write_text(block, encoding="utf-8")
+    for i, block in enumerate(EXAMPLES):
+        (folder / f"example_{i}.py").write_text(block, encoding="utf-8")
     kinds = [f"reveal_type({expression})" for expression in KINDS]
     (folder / "kinds.py").write_text("\n".join(["import fastbert, torch", *kinds, ""]))
     (folder / "wrong.py").write_text("\n".join(["import fastbert", *WRONG, ""]))
@@ -69,9 +74,9 @@ def report(tmp_path_factory) -> dict[str, list[str]]:
 
 
 @pytest.mark.full
-def test_the_examples_of_the_readme_pass(report):
-    assert len(README) >= 3
-    assert not [line for name, lines in report.items() if name.startswith("readme_") for line in lines]
+def test_the_examples_pass(report):
+    assert len(EXAMPLES) >= 5
+    assert not [line for name, lines in report.items() if name.startswith("example_") for line in lines]
 
 
 @pytest.mark.full

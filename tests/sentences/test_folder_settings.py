@@ -12,7 +12,7 @@ from precise import assert_as_theirs
 from tokenizers import Tokenizer
 
 import fastbert
-from fastbert.config import ConfigError
+from fastbert.errors import ConfigError
 
 TEXTS = ["the cat sat on the mat.", "who sat in the old house and ran to the new house, we? " * 8, "a Dog RAN", ""]
 PLAIN = {"embedding_dimension": 32, "pooling_mode": "mean"}

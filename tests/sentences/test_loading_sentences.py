@@ -11,8 +11,8 @@ import torch
 from precise import assert_as_theirs
 
 import fastbert
-from fastbert.checkpoint import hub
-from fastbert.config import ConfigError
+from fastbert import hub
+from fastbert.errors import ConfigError
 
 TEXTS = ["the cat sat on the mat.", "who sat in the old house and ran to the new house, we? " * 8, "a Dog RAN"]
 

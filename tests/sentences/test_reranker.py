@@ -13,9 +13,7 @@ from precise import assert_as_theirs, assert_close_to_theirs, in_float64
 from torch import nn
 
 import fastbert
-from fastbert.checkpoint.weight_files import CheckpointError
-from fastbert.config import ConfigError
-from fastbert.packing import InputError
+from fastbert.errors import CheckpointError, ConfigError, InputError
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 PAIRS = [

@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from seeds import manual_seed
 
 import fastbert
-from fastbert.config import ConfigError
-from fastbert.packing import InputError
+from fastbert.errors import ConfigError, InputError
 
 TEXTS = [
     "the cat sat on the mat.",

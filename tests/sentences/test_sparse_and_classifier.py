@@ -11,9 +11,7 @@ import torch
 from precise import assert_as_theirs, assert_close_to_theirs, in_float64
 
 import fastbert
-from fastbert.checkpoint.weight_files import CheckpointError
-from fastbert.config import ConfigError
-from fastbert.packing import InputError
+from fastbert.errors import CheckpointError, ConfigError, InputError
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 TEXTS = ["the cat sat on the mat.", "a dog ran", "", "who sat in the old house and ran to it, we? " * 9, "Zebra CATS"]

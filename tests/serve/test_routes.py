@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 
-from fastbert import Reranker, SentenceEncoder
+from fastbert import Reranker, SentenceEncoder, TextClassifier
 from fastbert.serve.app import Limits, make_app
 from fastbert.serve.engine import load_engine
 
@@ -117,6 +117,16 @@ def test_predict_gives_labels(engines, folders):
     assert_same(raw[0]["score"], logits[1].max())
     one = send(engines["reranker"], "/predict", {"inputs": [["a dog", "ran"]]}).json
     assert [entry["label"] for entry in one[0]] == ["LABEL_0"] and 0 < one[0][0]["score"] < 1
+
+
+@pytest.mark.parametrize("problem_type", ("regression", "multi_label_classification", None))
+def test_predict_gives_what_the_classifier_gives(problem_type, tmp_path):
+    """A regression's number as it is: it came through a sigmoid here, and raw from a TextClassifier."""
+    folder = tiny.write_model(tmp_path / "scorer", head="SequenceClassification", num_labels=1)
+    tiny.edit_config(folder, problem_type=problem_type)
+    expected = TextClassifier.from_pretrained(folder, device="cpu").predict(["the mat", "a dog"])
+    answer = send(load_engine(str(folder), "auto", "cpu"), "/predict", {"inputs": [["the mat"], ["a dog"]]}).json
+    assert_same([[entry["score"] for entry in row] for row in answer], expected)
 
 
 def test_health_metrics_info(engines):

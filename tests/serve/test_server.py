@@ -22,7 +22,7 @@ from full import left_to_full
 from precise import assert_close_to_theirs
 
 from fastbert import SentenceEncoder
-from fastbert.checkpoint.weight_files import CheckpointError
+from fastbert.errors import CheckpointError
 from fastbert.serve.app import Limits
 from fastbert.serve.run import serve
 

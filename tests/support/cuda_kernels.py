@@ -20,7 +20,7 @@ import torch
 from built import ROOT, built
 
 from fastbert.native import recipe
-from fastbert.ops._common import cuda_error
+from fastbert.native.availability import cuda_error
 
 HERE = Path(__file__).parent
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # fastbert::DType

@@ -32,9 +32,16 @@ models_axis = pytest.mark.parametrize(("model_type", "head"), MODELS, ids=[f"{m}
 families_axis = pytest.mark.parametrize("model_type", FAMILIES)
 
 
-def is_every_other(p: dict[str, Any], place: int = 0) -> bool:
-    """For `left_to_full`: every second head; with `place` on another axis, every second case of a head."""
-    return (MODELS.index((p["model_type"], p["head"])) + place) % 2 == 1
+def is_left_out(p: dict[str, Any], place: int = 0, of: int = 2) -> bool:
+    """For `left_to_full`: every head but one of `of`, other ones in the next family; with `place` on another axis,
+    every case of a head but one of `of`.
+    """
+    return (FAMILIES.index(p["model_type"]) + place_of_head(p) + place) % of != 0
+
+
+def place_of_head(p: dict[str, Any]) -> int:
+    """Which of its family's heads it is."""
+    return [head for model_type, head in MODELS if model_type == p["model_type"]].index(p["head"])
 
 
 # head_dim 32, 80 and 64; 1 to 4 layers; LayerNorm eps that is seen in the result; tied and untied.

@@ -10,7 +10,7 @@ import sys
 import torch
 
 import fastbert
-from fastbert.ops._common import extension_error
+from fastbert.native.availability import extension_error
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 SHAPE = {

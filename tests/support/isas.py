@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from fastbert.ops._common import extension_error, triton_error
+from fastbert.native.availability import extension_error, triton_error
 
 
 def _amx() -> tuple[str, ...]:
@@ -20,6 +20,9 @@ def _amx() -> tuple[str, ...]:
     return ("cpu-amx",) if "amx" in _C.isas() else ()
 
 
+# Of floats there is no code for VNNI, which multiplies int8; and what has no products has none for AMX.
+WITHOUT_PRODUCTS = ("cpu-generic", "cpu-avx2", "cpu-avx512", "cpu-avx512_bf16")
+OF_FLOATS = (*WITHOUT_PRODUCTS, *_amx())
 CPU_BACKENDS = ("cpu-generic", "cpu-avx2", "cpu-avx512", "cpu-avx512_vnni", "cpu-avx512_bf16", *_amx())
 
 

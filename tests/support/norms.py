@@ -9,7 +9,8 @@ import torch
 from isas import backend_with_isa, device_of
 from seeds import manual_seed
 
-from fastbert.backend import BackendError, select
+from fastbert.backend import select
+from fastbert.errors import BackendError
 from fastbert.ops.layer_norm import add_layer_norm, add_rms_norm
 from fastbert.testing import reference
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference

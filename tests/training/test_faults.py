@@ -18,9 +18,8 @@ from half_a_batch import HalfABatch
 from safetensors.torch import load_file
 from training_runs import OPTIONS, losses_of, make_loop, make_model, steps_in, until
 
-from fastbert.checkpoint.weight_files import CheckpointError
+from fastbert.errors import CheckpointError, TrainingError
 from fastbert.training.finetuning import make_task
-from fastbert.training.loop import TrainingError
 from fastbert.training.options import FinetuneOptions
 from fastbert.training.run import execute
 

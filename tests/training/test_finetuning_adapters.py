@@ -7,7 +7,7 @@ import torch
 from finetuning_runs import base, padded, task_of, write_rows
 from test_finetuning_classification import AUTO, rows_of
 
-from fastbert.config import ConfigError
+from fastbert.errors import ConfigError
 from fastbert.testing.numerics import assert_close_to_reference
 from fastbert.training.optimizers import make_optimizer, parameter_groups
 

@@ -10,9 +10,9 @@ import pytest
 from finetuning_runs import TEXTS, base, task_of
 
 from fastbert.data.corpus import tokenize_corpus
-from fastbert.data.text_files import TextFileError, read_texts
+from fastbert.data.text_files import read_texts
 from fastbert.data.tokenization import load_tokenizer
-from fastbert.packing import InputError
+from fastbert.errors import InputError, TextFileError
 from fastbert.training.options import PretrainOptions
 from fastbert.training.pretraining import make_task
 

@@ -9,9 +9,7 @@ from command_line import fails
 from finetuning_runs import TEXTS, base, task_of, write_rows
 from tiny import write_json, write_model
 
-from fastbert.checkpoint.weight_files import CheckpointError
-from fastbert.config import ConfigError
-from fastbert.packing import InputError
+from fastbert.errors import CheckpointError, ConfigError, InputError
 
 ROWS = [{"text": text, "label": i % 2} for i, text in enumerate(TEXTS)]
 

@@ -19,10 +19,9 @@ from hf import leaf_gradients
 from precise import assert_close_to_theirs
 from seeds import manual_seed, numpy_generator, python_random
 
-from fastbert.config import ConfigError
 from fastbert.data.batches import Steps
+from fastbert.errors import ConfigError, InputError
 from fastbert.packed_inputs import PackedInputs
-from fastbert.packing import InputError
 from fastbert.sentences.encoder import SentenceEncoder
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 from fastbert.training.distributed import World, wrap

@@ -17,7 +17,7 @@ import pytest
 from seeds import python_random
 from training_runs import ALONE, losses_of, make_loop, steps_in
 
-from fastbert.config import ConfigError
+from fastbert.errors import ConfigError
 from fastbert.training.folder import held
 
 SUPPORT = Path(__file__).parents[1] / "support"

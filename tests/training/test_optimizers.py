@@ -9,7 +9,7 @@ import torch
 from hf import make_config
 from seeds import manual_seed
 
-from fastbert.config import ConfigError
+from fastbert.errors import ConfigError
 from fastbert.models.classes import CLASSES
 from fastbert.models.joint_electra import ElectraForJointPreTraining
 from fastbert.testing.numerics import assert_close_to_reference

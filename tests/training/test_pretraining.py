@@ -16,8 +16,8 @@ from training_runs import make_model
 
 import fastbert
 from fastbert.cli import main
-from fastbert.config import ConfigError
 from fastbert.data.batches import KeyedDataset
+from fastbert.errors import ConfigError
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 from fastbert.training.pretraining import Student, make_task, student_of
 from fastbert.training.pretraining.masked import EVALUATION_SEED

@@ -11,11 +11,9 @@ import transformers
 from pretraining_runs import options, write_text
 
 import fastbert
-from fastbert.checkpoint.weight_files import CheckpointError
-from fastbert.config import ConfigError
 from fastbert.data.vocabulary import Design, Vocabulary, read_vocabulary, train_vocabulary
+from fastbert.errors import CheckpointError, ConfigError, InputError
 from fastbert.families import FAMILIES
-from fastbert.packing import InputError
 from fastbert.training.options import PretrainOptions, options_of
 from fastbert.training.phases import phases_of
 from fastbert.training.pretraining import make_task

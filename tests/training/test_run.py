@@ -17,7 +17,7 @@ from finetuning_runs import TEXTS, base, write_rows
 from safetensors.torch import load_file
 from seeds import shifted
 
-from fastbert.config import ConfigError
+from fastbert.errors import ConfigError
 from fastbert.training.finetuning import make_task
 from fastbert.training.folder import rows_of
 from fastbert.training.options import FinetuneOptions, options_of, read_yaml, to_yaml

@@ -10,7 +10,6 @@ import pytest
 import torch
 from command_line import run
 from finetuning_runs import TEXTS, base, write_rows
-from full import left_to_full
 from pretraining_runs import write_text
 from safetensors.torch import load_file
 from seeds import shifted
@@ -58,7 +57,7 @@ def content(folder: Path) -> dict[str, object]:
     return found | {"README.md": SPEED.sub("", card)}
 
 
-@left_to_full(lambda p: p["kind"] != "vectors")  # the quickest one
+@pytest.mark.full  # test_equal_models_are_equal_files
 @pytest.mark.parametrize("kind", RUNS)
 def test_equal_runs_leave_equal_bytes(kind, tmp_path):
     """With other orders of sets and of Rust's maps, by which `tokenizers` trains vocabularies, too: one is kept."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fastbert.cli.parser import UsageError
+from fastbert.files import writing
 
 STDOUT = Path("-")
 ROW_KINDS = (".jsonl", ".parquet")
@@ -134,19 +135,14 @@ def open_rows(path: Path, examples: Mapping[str, Any] | None = None) -> Iterator
     if path == STDOUT:
         yield _JsonLines(_Stdout())
         return
-    partial = path.with_name(f"{path.name}.partial")
-    try:
+    with writing(path) as new:
         if path.suffix == ".parquet":
-            rows = _Parquet(partial, examples or {})
+            rows = _Parquet(new, examples or {})
             try:
                 yield rows
             finally:
                 rows.close()
         else:
             is_csv = path.suffix == ".csv"
-            with partial.open("w", encoding="utf-8", newline="" if is_csv else None) as file:
+            with new.open("w", encoding="utf-8", newline="" if is_csv else None) as file:
                 yield _Csv(file) if is_csv else _JsonLines(file)
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise

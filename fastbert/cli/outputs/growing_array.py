@@ -7,6 +7,7 @@ The rows are on the disk before the note that counts them, so a run that starts 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastbert.cli.parser import UsageError
+from fastbert.files import move, sync, write_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -116,16 +118,10 @@ class GrowingArray:
         """Rows first, then the note that counts them: each on the disk before the next begins."""
         if self.rows == self.committed_rows:
             return
-        os.fsync(self.fd)
-        beside = self.progress.with_name(self.progress.name + ".new")
+        sync(self.partial)
         try:
-            with beside.open("w") as file:
-                json.dump({"identity": self.identity, "rows": self.rows}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, self.progress)
+            write_text(self.progress, json.dumps({"identity": self.identity, "rows": self.rows}))
         except OSError as error:
-            beside.unlink(missing_ok=True)
             raise OSError(error.errno, error.strerror, str(self.progress)) from None
         self.committed_rows, self.committed_at = self.rows, time.monotonic()
 
@@ -134,10 +130,7 @@ class GrowingArray:
         if self.rows != self.shape[0]:
             raise UsageError(f"the input changed while it was read: {self.rows} texts now, {self.shape[0]} at first")
         self._commit()
-        os.replace(self.partial, self.output)
-        folder = os.open(self.output.parent, os.O_RDONLY)
-        os.fsync(folder)  # the new name is on the disk before the note goes
-        os.close(folder)
+        move(self.partial, self.output)  # the new name is on the disk before the note goes
         self.progress.unlink(missing_ok=True)
 
 
@@ -157,3 +150,11 @@ def _npy_header(shape: tuple[int, int]) -> bytes:
 def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
     """'another model (a, now b), ...' of what two identities disagree in."""
     return ", ".join(f"another {name} ({old.get(name)}, now {new[name]})" for name in new if old.get(name) != new[name])
+
+
+def fingerprint(folder: Path) -> str:
+    """Of the names, sizes and times of a model's files."""
+    kinds = (".json", ".txt", ".safetensors", ".bin")
+    files = sorted(path for path in folder.rglob("*") if path.suffix in kinds and path.is_file())
+    stats = [(str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastbert.cli import raise_if_stopped, say
 from fastbert.cli.outputs import NESTED_ROW_KINDS, STDOUT, check_output, open_rows
 from fastbert.cli.parser import A_MODEL, UsageError, add_command, add_running_options
+from fastbert.cli.stopping import raise_if_stopped, say
 from fastbert.data.text_files import TEXT_KINDS, check_source, name_of, read_rows
 from fastbert.messages import absent, install
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from fastbert.cli import raise_if_stopped
 from fastbert.cli.parser import add_command
+from fastbert.cli.stopping import raise_if_stopped
 from fastbert.cli.training import add_options, print_metrics, read_options
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 
-from fastbert.config import ConfigError
+from fastbert.errors import ConfigError
 from fastbert.messages import absent, install
 from fastbert.training.options import FinetuneOptions
 from fastbert.training.task import Task

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from fastbert.checkpoint.saving import beside, sync
-from fastbert.config import ConfigError
+from fastbert.checkpoint.saving import beside
+from fastbert.errors import ConfigError
+from fastbert.files import move
 from fastbert.training.options import FinetuneOptions
 
 FOLDER = "adapter"  # of the saved folder: what PEFT's from_pretrained reads
@@ -87,8 +88,7 @@ def save_adapters(model: Any, config: Any, folder: Path) -> None:
         save_file(weights, new / "adapter_model.safetensors", metadata={"format": "pt"})
         config.save_pretrained(new)
         for path in list(new.iterdir()):
-            sync(path)
-            path.replace(folder / path.name)
+            move(path, folder / path.name)
 
 
 def _is_in(name: str, module: str) -> bool:

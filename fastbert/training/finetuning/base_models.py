@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from fastbert.checkpoint.hub import resolve
-from fastbert.checkpoint.weight_files import CheckpointError, some
-from fastbert.config import ConfigError
+from fastbert.checkpoint.weight_files import some
 from fastbert.data.sentence_folder import transformer_folder, transformer_settings
 from fastbert.data.tokenization import load_cutting_tokenizer
+from fastbert.errors import CheckpointError, ConfigError
+from fastbert.hub import resolve
 from fastbert.models.base import PreTrainedModel
 from fastbert.training.options import FinetuneOptions
 

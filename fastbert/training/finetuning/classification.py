@@ -12,7 +12,7 @@ from scipy.special import expit, softmax
 from tokenizers import Tokenizer
 
 from fastbert.checkpoint.pretrained import read_config
-from fastbert.config import ConfigError
+from fastbert.errors import ConfigError
 from fastbert.models.auto import AutoModelForSequenceClassification
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.finetuning.adapters import add_adapters

@@ -19,12 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastbert.config import ConfigError
 from fastbert.data.sentence_folder import Recipe
+from fastbert.errors import ConfigError, InputError
 from fastbert.models.base import EncoderModel
 from fastbert.models.quantized import is_quantized
 from fastbert.packed_inputs import PackedInputs, pack_inputs
-from fastbert.packing import InputError
 from fastbert.sentences.encoder import SentenceEncoder
 from fastbert.sentences.pooling import pool
 from fastbert.training.distributed import gradients_stay_local

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from fastbert.errors import InputError
 from fastbert.models import auto
-from fastbert.packing import InputError
 from fastbert.training.finetuning.classification import Classifier
 from fastbert.training.finetuning.inputs.rows import TEXTS, text_columns
 from fastbert.training.finetuning.inputs.tagged import WORDS

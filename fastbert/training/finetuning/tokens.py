@@ -13,10 +13,9 @@ from scipy.special import log_softmax
 from tokenizers import Tokenizer
 
 from fastbert.checkpoint.pretrained import read_config
-from fastbert.config import ConfigError
+from fastbert.errors import ConfigError, InputError
 from fastbert.models.auto import AutoModelForTokenClassification
 from fastbert.packed_inputs import PackedInputs
-from fastbert.packing import InputError
 from fastbert.training.finetuning.adapters import add_adapters
 from fastbert.training.finetuning.base_models import find_base, has_types, load_base, longest_of, say_notes
 from fastbert.training.finetuning.head_task import HeadTask, LabelledSequences

@@ -6,8 +6,10 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fastbert.checkpoint.saving import beside, sync
-from fastbert.config import ConfigError, EncoderConfig, read_json
+from fastbert.config import EncoderConfig
+from fastbert.errors import ConfigError
+from fastbert.files import write_text
+from fastbert.json_files import read_json
 
 FILE = "fastbert_task.json"
 # The end of a class's name in config.json's architectures -> the task that it is for.
@@ -32,10 +34,7 @@ class Usage:
 
     def save(self, folder: Path) -> None:
         """Raises OSError."""
-        with beside(folder) as new:
-            (new / FILE).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-            sync(new / FILE)
-            (new / FILE).replace(folder / FILE)
+        write_text(folder / FILE, json.dumps(asdict(self), indent=2) + "\n")
 
 
 def read_usage(folder: Path, source: str) -> Usage:

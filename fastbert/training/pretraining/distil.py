@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastbert import ops
-from fastbert.config import ConfigError
+from fastbert.errors import ConfigError
 from fastbert.models.outputs import ModelOutput
-from fastbert.packed_inputs import PackedInputs, labels_of
+from fastbert.packed_inputs import ModelInputs, PackedInputs, labels_of
 from fastbert.training.pretraining.evaluation import masked_lm_metrics
 from fastbert.training.pretraining.masked import MaskedLM, save_model
 
@@ -61,10 +61,9 @@ def soft_loss(scores: torch.Tensor, teacher_scores: torch.Tensor) -> torch.Tenso
 
 def hidden_and_scores(model: Any, packed: PackedInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(hidden states of all tokens, scores of the labelled ones, their labels)."""
-    arguments = (packed, *[None] * 8)
-    inputs = model.base_model.prepare(*arguments)
+    inputs = model.base_model.prepare(ModelInputs(packed))
     labels = model.check_given(labels_of(packed, {}), inputs.batch)["labels"]
-    encoded, _ = model.run_base(inputs, arguments)
+    encoded, _ = model.run_base(inputs, ModelInputs(packed))
     kept = packed["batch"].labelled
     scores = model.masked_lm_scores(encoded.packed.index_select(0, kept))
     return encoded.packed, scores, labels.index_select(0, kept)

@@ -11,7 +11,7 @@ import torch
 
 from fastbert import ops
 from fastbert.data.batches import KeyedDataset, Steps
-from fastbert.packed_inputs import PackedInputs, labels_of
+from fastbert.packed_inputs import ModelInputs, PackedInputs, labels_of
 
 STEP_TOKENS = 8192  # of a batch of held-out text
 
@@ -60,10 +60,9 @@ def masked_lm_metrics(
 
 def _add_masked(model: Any, batch: PackedInputs, pair_label: str | None, sums: Sums) -> None:
     """The head runs for labelled tokens only, as in a training step."""
-    arguments = (batch, *[None] * 8)
-    inputs = model.base_model.prepare(*arguments)
+    inputs = model.base_model.prepare(ModelInputs(batch))
     given = model.check_given(labels_of(batch, {}), inputs.batch)
-    encoded, _ = model.run_base(inputs, arguments)
+    encoded, _ = model.run_base(inputs, ModelInputs(batch))
     kept = batch["batch"].labelled
     targets = given["labels"].index_select(0, kept)
     scores = model.masked_lm_scores(encoded.packed.index_select(0, kept))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fastbert.checkpoint.hub import resolve
 from fastbert.checkpoint.pretrained import read_config
-from fastbert.config import ConfigError, EncoderConfig
+from fastbert.config import EncoderConfig
 from fastbert.data.corpus import Corpus, tokenize_corpus
 from fastbert.data.sources import Source
 from fastbert.data.vocabulary import Design, Vocabulary, has_vocabulary, read_vocabulary, train_vocabulary
+from fastbert.errors import ConfigError
 from fastbert.families import FAMILIES
+from fastbert.hub import resolve
 from fastbert.models.auto import model_class
 from fastbert.models.joint_electra import ElectraForJointPreTraining
 from fastbert.training.options import DATA, PretrainOptions

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastbert.config import ConfigError, EncoderConfig
+from fastbert.config import EncoderConfig
 from fastbert.data.vocabulary import Vocabulary
+from fastbert.errors import ConfigError
 from fastbert.families import FAMILIES
 from fastbert.families.form import Head, MaskedLM, PreTraining, ReplacedTokens
 from fastbert.training.options import PretrainOptions

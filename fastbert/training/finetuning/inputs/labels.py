@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fastbert.config import ConfigError
-from fastbert.packing import InputError
+from fastbert.errors import ConfigError, InputError
 from fastbert.training.finetuning.inputs.rows import missing_label
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastbert.data.sources import check_columns, check_texts, load_source
-from fastbert.packing import InputError
+from fastbert.errors import InputError
 from fastbert.training.options import FinetuneOptions
 
 if TYPE_CHECKING:

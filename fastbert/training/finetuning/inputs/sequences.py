@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from fastbert.data.budget import batch_tokens_of, token_batches
 from fastbert.packed_inputs import PackedInputs, pack_inputs
 
 CHUNK_INPUTS = 1024  # that share batches: those of a long file are the same, read whole or so many at a time
 CHUNK_TEXTS = 4096  # tokenised at a time: an Encoding takes much more memory than its ids
-# Tokens in a batch that is evaluated, by the device: see fastbert.sentences.batches.
-BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 
 
 @dataclass(frozen=True)
@@ -114,16 +113,6 @@ def _joined(parts: list[np.ndarray], empty: np.ndarray) -> np.ndarray:
     return np.concatenate(parts) if parts else empty
 
 
-def budget_batches(lengths: np.ndarray, budget: int) -> Iterator[np.ndarray]:
-    """Indices of inputs, longest first, in groups of at most `budget` tokens, or of one input."""
-    order = np.argsort(-lengths, kind="stable")
-    ends, start, before = np.cumsum(lengths[order]), 0, 0
-    while start < len(order):
-        stop = max(start + 1, int(np.searchsorted(ends, before + budget, "right")))
-        yield order[start:stop]
-        start, before = stop, int(ends[stop - 1])
-
-
 @torch.inference_mode()
 def run_model(
     model: Any,
@@ -137,11 +126,12 @@ def run_model(
     `fastbert predict` has, and the same bits: in float32 the last ones of a product depend on how many rows it has.
     """
     device = model.device
-    budget = batch_tokens or BATCH_TOKENS.get(device.type, BATCH_TOKENS["cuda"])
+    budget = batch_tokens or batch_tokens_of(device)
     inputs = int(sequences.source[-1]) + 1 if len(sequences) else 0
     cuts = np.searchsorted(sequences.source, range(0, inputs + CHUNK_INPUTS, CHUNK_INPUTS))
     for start, stop in pairwise(cuts.tolist()):
-        for indices in budget_batches(sequences.lengths[start:stop], budget):
-            batch = sequences.pack(start + indices)
-            yield start + indices, model(batch.to(device) if device.type != "cpu" else batch)
+        for indices in token_batches(sequences.lengths[start:stop], budget):
+            places = start + np.array(indices)
+            batch = sequences.pack(places)
+            yield places, model(batch.to(device) if device.type != "cpu" else batch)
             on_batch(len(indices))

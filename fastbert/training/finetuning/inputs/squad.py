@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fastbert.data.sources import check_columns, load_source
-from fastbert.packing import InputError
+from fastbert.errors import InputError
 
 COLUMNS = ("question", "context", "answers")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")

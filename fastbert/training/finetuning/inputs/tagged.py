@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fastbert.data.sources import check_columns, load_source
-from fastbert.data.text_files import TextFileError, kind_of, lines_of
-from fastbert.packing import InputError
+from fastbert.data.text_files import kind_of, lines_of
+from fastbert.errors import InputError, TextFileError
 from fastbert.training.finetuning.inputs.labels import in_order, plain
 from fastbert.training.options import FinetuneOptions
 

@@ -4,43 +4,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastbert.compat.config_access import ConfigAccess, ConfigError, check_label2id
+from fastbert.config.hf_access import ConfigAccess, check_label2id
+from fastbert.errors import ConfigError
 from fastbert.families import FAMILIES
 from fastbert.families.fields import ACTIVATIONS, MAX_FLOAT32, Count, Flag, is_number
 from fastbert.families.form import Embeddings, Family, Scopes
 from fastbert.families.spec import Distances, Invalid, LayerSpec, Rotary
-
-
-def read_json(path: Path, error: type[ValueError], expected: type = dict) -> Any:
-    """A JSON object, or list. Raises `error`, naming the file, where it is absent, damaged or not that."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise error(f"{path} does not exist") from None
-    except (OSError, ValueError) as reason:  # ValueError: a path that cannot be one
-        raise error(f"{path} cannot be read: {reason}") from None
-    return parse_json(content, path, error, expected)
-
-
-def parse_json(content: bytes | str, source: Any, error: type[ValueError], expected: type = dict) -> Any:
-    """A JSON object, or list, from its text. Raises `error`, naming its `source`, for anything else."""
-    try:
-        entries = json.loads(content if isinstance(content, str) else content.decode("utf-8"))
-    except ValueError as reason:  # of JSON, of UTF-8, and of an integer of thousands of digits
-        raise error(f"{source} is not valid JSON: {reason}") from None
-    except RecursionError:
-        raise error(f"{source} is not valid JSON: its brackets are nested too deeply") from None
-    if not isinstance(entries, expected):
-        raise error(f"{source} holds a {type(entries).__name__}, not a {expected.__name__}")
-    return entries
-
+from fastbert.json_files import read_json
 
 MAX_SIZE = 2**31 - 1  # kernels count in 32 bits
 MAX_ELEMENTS = 2**40  # of one table: 4 TB in float32

@@ -10,8 +10,9 @@ from typing import Any, NoReturn
 from torch import nn
 
 from fastbert.checkpoint.arguments import left_over
-from fastbert.checkpoint.mixin import CheckpointMixin
-from fastbert.config import ConfigError, EncoderConfig
+from fastbert.config import EncoderConfig
+from fastbert.errors import ConfigError
+from fastbert.models.hf.checkpoints import CheckpointMixin
 
 
 class TheirMethods(CheckpointMixin):

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastbert.packed_inputs import ModelInputs
+
 _LEAVES = (nn.Linear, nn.Embedding, nn.LayerNorm)
 _SAID = (
     "fastbert: torch.jit.trace, torch.export and ONNX record transformers' own code for padded batches, which is exact"
@@ -33,12 +35,12 @@ def _has_transformers() -> bool:
     return importlib.util.find_spec("transformers") is not None
 
 
-def record(model: Any, **given: Any) -> dict[str, Any]:
-    """The fields that transformers' model over the weights of `model` gives for these arguments."""
+def record(model: Any, given: ModelInputs, others: dict[str, Any]) -> dict[str, Any]:
+    """The fields that transformers' model over the weights of `model` gives for these inputs and other arguments."""
     warnings.warn(_SAID, stacklevel=4)
     model.base_model.calls.left("torch.jit.trace, torch.export and ONNX record transformers' own code")
     theirs = their_model(model)
-    arguments = {name: value for name, value in given.items() if value is not None}
+    arguments = {name: value for name, value in (given._asdict() | others).items() if value is not None}
     output = theirs(**arguments, return_dict=True)
     return {name: output[name] for name in output}
 

@@ -2,6 +2,9 @@
 
 The Trainer saves a model as one, config and all, if it is a `transformers.PreTrainedModel`; pipelines read an output by
 position if it is a `transformers.utils.ModelOutput`. What our classes define stays theirs: a base adds what they lack.
+
+This takes a hook into imports. A model may be there before transformers is, and `isinstance` then asks transformers'
+class, which has no `register` as abstract ones have, and nothing of ours. To look when a model is made misses them.
 """
 
 from __future__ import annotations

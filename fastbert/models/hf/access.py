@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from fastbert.compat.their_methods import TheirMethods
-from fastbert.config import ConfigError
+from fastbert.errors import ConfigError
 from fastbert.layers.leaves import get_leaf, place
 from fastbert.layers.resizing import resize_rows
+from fastbert.models.hf.methods import TheirMethods
 
 
 class ModelAccess(TheirMethods):

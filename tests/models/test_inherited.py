@@ -52,7 +52,7 @@ def test_all_that_is_inherited_has_been_looked_at():
     kind = fastbert.BertForMaskedLM
     homes = {name: next(k for k in kind.__mro__ if name in vars(k)) for name in dir(transformers.PreTrainedModel)}
     theirs = {name for name, k in homes.items() if k.__module__.startswith("transformers") and not name.startswith("_")}
-    assert not theirs - RIGHT, "give them their meaning in fastbert/compat/their_methods.py, or one clear error"
+    assert not theirs - RIGHT, "give them their meaning in fastbert/models/hf/methods.py, or one clear error"
 
 
 def test_answers_are_those_of_transformers():

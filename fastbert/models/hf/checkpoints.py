@@ -19,7 +19,6 @@ from fastbert.checkpoint.arguments import (
     given_config,
     left_over,
 )
-from fastbert.checkpoint.hub import HubOptions, resolve
 from fastbert.checkpoint.layouts import to_file, to_tree
 from fastbert.checkpoint.pretrained import (
     _same,
@@ -33,8 +32,10 @@ from fastbert.checkpoint.saving import save
 from fastbert.checkpoint.tokenizer_files import copy_tokenizer
 from fastbert.checkpoint.unfilled import unfilled
 from fastbert.checkpoint.weight_files import some
-from fastbert.compat.their_bases import gets_base
-from fastbert.config import ConfigError, EncoderConfig
+from fastbert.config import EncoderConfig
+from fastbert.errors import ConfigError
+from fastbert.hub import HubOptions, resolve
+from fastbert.models.hf.bases import gets_base
 
 Model = TypeVar("Model", bound="CheckpointMixin")
 

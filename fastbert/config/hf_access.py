@@ -8,12 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from fastbert.errors import ConfigError
 from fastbert.families import FAMILIES
-
-
-class ConfigError(ValueError):
-    """A configuration cannot be run. The message names the field, its value and what is allowed."""
-
+from fastbert.files import write_text
 
 # What transformers' code reads of any config, as it stands there where config.json says nothing of it.
 THEIR_DEFAULTS: dict[str, Any] = {
@@ -161,7 +158,7 @@ class ConfigAccess:
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any) -> Any:
         """The config of a folder or hub id; options of the hub (revision, token, ...), and entries to change."""
-        from fastbert.checkpoint.hub import HubOptions, resolve
+        from fastbert.hub import HubOptions, resolve
 
         given = {name: options.pop(name) for name in HubOptions.__dataclass_fields__ if name in options}
         folder = resolve(pretrained_model_name_or_path, config_only=True, options=HubOptions(**given))
@@ -184,7 +181,7 @@ class ConfigAccess:
     def save_pretrained(self, folder: str | Path) -> None:
         """Write config.json alone; a model's save_pretrained writes it with the weights."""
         Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / "config.json").write_text(self.to_json_string(), encoding="utf-8")
+        write_text(Path(folder) / "config.json", self.to_json_string())
 
 
 def _where(name: str, model_type: Any) -> str:

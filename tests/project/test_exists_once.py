@@ -1,0 +1,31 @@
+"""What the package does in one place only, looked for in its text."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "fastbert"
+
+
+def files_with(pattern: str) -> set[str]:
+    """The package's files with a line of code that has it."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        if any(re.search(pattern, line.partition("#")[0]) for line in path.read_text(encoding="utf-8").splitlines()):
+            found.add(str(path.relative_to(PACKAGE)))
+    return found
+
+
+def test_one_place_renames_what_was_written_beside():
+    assert files_with(r"\bos\.(replace|rename|link)\(|\bfsync\(|mkstemp|NamedTemporaryFile") == {"files.py"}
+
+
+def test_one_place_cuts_batches_by_a_number_of_tokens():
+    assert files_with(r"def token_batches\(|\"cuda\": 16384") == {"data/budget.py"}
+    assert not files_with(r"sorted\(.*key=lambda i: -lengths") and not files_with(r"argsort\(-lengths")
+
+
+def test_one_record_says_what_a_model_is_given():
+    assert files_with(r"class ModelInputs\(") == {"packed_inputs.py"}
+    assert not files_with(r"\bprepare(_inputs)?\(\*")
