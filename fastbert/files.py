@@ -1,38 +1,43 @@
 """Files and folders that are replaced whole or not at all, even if the writer is killed or the power fails.
 
-All that fastbert writes for somebody to read later goes through this module: new content is written beside its place,
-made durable, and then renamed.
+What fastbert writes for somebody to read later is written beside its place, made durable, and then renamed.
 """
 
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import platform
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+PARTIAL = ".partial"  # how the names of unfinished files end; they begin with a dot
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[Path]:
     """The path of an empty file to write, which takes `path`'s place at the end. Raises OSError.
 
-    An error removes the new file. Processes that write the same path wait for each other; what a killed one has left,
-    the next one writes over. Other machines, whose locks a network's file system may not have, use another name.
+    An error removes the new file. What a killed process has left is removed by the next writer of `path` on the same
+    machine. Of several writers at once, the last to end has written it.
     """
-    new = path.with_name(f".{path.name}.{platform.node()}.partial")
     try:
-        with _alone(new):
-            try:
-                yield new
-                move(new, path)
-            except BaseException:
-                new.unlink(missing_ok=True)
-                raise
+        _remove_left(path)
+        new, descriptor = _created(path)
+        try:
+            yield new
+            move(new, path)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+        finally:
+            _unlock(descriptor)
     except OSError as error:
-        if error.filename == str(new):
-            error.filename = str(path)  # which the caller knows
+        if _is_of(error.filename, path):  # which the caller does not know
+            raise OSError(error.errno, error.strerror, str(path)) from None
         raise
 
 
@@ -74,27 +79,51 @@ def _below(root: Path) -> Iterator[Path]:
         yield Path(at)
 
 
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """The file is there and empty, and no other process of this machine is in here with it."""
+def _start(path: Path) -> str:
+    """How the names of `path`'s unfinished files begin, on this machine: others have locks of their own."""
+    return f".{path.name}.{platform.node()}."
+
+
+def _is_of(name: object, path: Path) -> bool:
+    return isinstance(name, str) and Path(name).name.startswith(_start(path)) and name.endswith(PARTIAL)
+
+
+def _created(path: Path) -> tuple[Path, int]:
+    """A new file beside `path`, locked as long as this process writes it."""
+    while True:
+        new = path.with_name(f"{_start(path)}{uuid.uuid4().hex[:12]}{PARTIAL}")
+        descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        _lock(descriptor)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(new), os.fstat(descriptor)):
+                return new, descriptor
+        os.close(descriptor)  # another process has taken it for a dead one's, before it was locked
+
+
+def _remove_left(path: Path) -> None:
+    for left in path.parent.glob(f"{glob.escape(_start(path))}*{PARTIAL}"):
+        with suppress(FileNotFoundError):  # its writer is done, or another process has removed it
+            descriptor = os.open(left, os.O_RDWR)
+            if _lock(descriptor):
+                left.unlink(missing_ok=True)
+            _unlock(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Whether no other process has it now; False, too, on a file system without locks, as some network ones are."""
     import fcntl  # here: it is POSIX's, and reading needs none of it
 
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            with suppress(OSError):  # of a file system without locks, some network ones
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if _is(path, descriptor):
-                os.ftruncate(descriptor, 0)
-                yield
-                return
-        finally:  # which unlocks it
-            os.close(descriptor)
-
-
-def _is(path: Path, descriptor: int) -> bool:
-    """Whether the file has this name still: who had the lock before has renamed or removed it."""
     try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
         return False
+    return True
+
+
+def _unlock(descriptor: int) -> None:
+    """Also for a process that was forked meanwhile, and has the descriptor, too: closing it would not do that."""
+    import fcntl
+
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)

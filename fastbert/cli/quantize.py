@@ -151,8 +151,9 @@ def _report(model: PreTrainedModel, errors: dict[str, float], num_texts: int, sh
 def _left_out(names: list[str], of_the_model: bool) -> set[str]:
     """What is not copied of a folder: what killed saves have left, and the model's own weights in any format."""
     from fastbert.checkpoint.saving import BESIDE
+    from fastbert.files import PARTIAL
 
-    left_out = {name for name in names if name.startswith(BESIDE)}
+    left_out = {name for name in names if name.startswith(BESIDE) or (name.startswith(".") and name.endswith(PARTIAL))}
     if of_the_model:
         left_out |= {name for name in names for pattern in _WEIGHTS if Path(name).match(pattern)}
         left_out |= set(_EXPORTS).intersection(names)

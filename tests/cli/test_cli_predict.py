@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import platform
 
 import pytest
 import torch
@@ -200,7 +199,7 @@ def test_a_folder_that_does_not_fit_itself(models, tmp_path):
     assert "is damaged" in fails("predict", folder, source)
 
 
-def test_a_full_disk_leaves_nothing(models, tmp_path):
+def test_a_full_disk_leaves_nothing(models, tmp_path, monkeypatch):
     source = write(tmp_path / "a.jsonl", {"text": "a"})
     if os.path.exists("/dev/full"):
         done = run_here("predict", models["single"], source, "--output", "/dev/full")
@@ -208,5 +207,10 @@ def test_a_full_disk_leaves_nothing(models, tmp_path):
     folder = tmp_path / "locked"
     folder.mkdir()
     out = folder / "out.jsonl"
-    (folder / f".out.jsonl.{platform.node()}.partial").mkdir()  # nothing can be written there
-    assert fails("predict", models["single"], source, "--output", out) and not out.exists()
+
+    def full(*paths: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    assert "No space left on device" in fails("predict", models["single"], source, "--output", out)
+    assert not list(folder.iterdir())
