@@ -1,1 +1,3 @@
-"""The C++ extension `fastbert._C`: how it is compiled (recipe.py), and which file of it is loaded (cache.py)."""
+"""The C++ extension `fastbert._C`: how it is compiled (recipe.py), which file of it is loaded (cache.py), and which
+parts are there (availability.py).
+"""

@@ -40,9 +40,7 @@ def record(model: Any, given: ModelInputs, others: dict[str, Any]) -> dict[str, 
     warnings.warn(_SAID, stacklevel=4)
     model.base_model.calls.left("torch.jit.trace, torch.export and ONNX record transformers' own code")
     theirs = their_model(model)
-    padded = {
-        name: value for name, value in given._asdict().items() if name not in ("cu_seqlens", "max_seqlen", "batch")
-    }
+    padded = given._replace(max_seqlen=None)._asdict()  # it is of packed inputs, which are not recorded so
     arguments = {name: value for name, value in (padded | others).items() if value is not None}
     output = theirs(**arguments, return_dict=True)
     return {name: output[name] for name in output}
