@@ -82,9 +82,15 @@ class Case:
         return made
 
     def run(
-        self, function: Callable, tensors: Tensors, dtype: torch.dtype, layouts: dict[str, str], reads_gaps: bool
+        self,
+        function: Callable,
+        tensors: Tensors,
+        seed: int,
+        dtype: torch.dtype,
+        layouts: dict[str, str],
+        reads_gaps: bool,
     ) -> Tensors:
-        """The output and the gradients of one function."""
+        """The output and the gradients of one function; `seed` draws what the output's gradient is."""
         leaves, gap = {}, torch.finfo(dtype).max if reads_gaps else torch.nan
         for name, t in tensors.items():
             leaf = LAYOUTS[layouts.get(name, "contiguous")](t.to(dtype), gap).detach()
@@ -95,7 +101,8 @@ class Case:
             wanted = [leaves[name] for name in self.gradients]
             found: list = [None] * len(wanted)
             if out.requires_grad:  # the formula of nothing at all has no graph
-                dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(self.dtype).to(out.dtype)
+                generator = torch.Generator().manual_seed(seed + 10**6)  # no draw has the numbers of another's operands
+                dout = torch.randn(out.shape, generator=generator).to(self.dtype).to(out.dtype)
                 found = list(torch.autograd.grad(out, wanted, dout, allow_unused=True))
             made = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(wanted, found, strict=True)]
             if self.joint:
@@ -111,12 +118,12 @@ class Case:
     def _results(self, seed: int) -> Results:
         tensors = self.make(seed)
         before = {name: t.clone() for name, t in tensors.items()}
-        actual = self.run(self.op, tensors, self.dtype, self.layouts, self.reads_gaps)
+        actual = self.run(self.op, tensors, seed, self.dtype, self.layouts, self.reads_gaps)
         for name, t in tensors.items():
             assert torch.equal(t, before[name]), f"the op wrote to its operand {name}"
-        oracle = self.run(self.formula, tensors, torch.float64, {}, True)
+        oracle = self.run(self.formula, tensors, seed, torch.float64, {}, True)
         # The layouts, too: a library has other sums for a transposed operand, which err otherwise.
-        baseline = self.run(self.formula, tensors, self.dtype, self.layouts, True)
+        baseline = self.run(self.formula, tensors, seed, self.dtype, self.layouts, True)
         assert set(actual) == set(oracle)
         # A loss comes out in fp32 whatever went in; the baseline's has the inputs' dtype.
         actual = {name: t.to(baseline[name].dtype) for name, t in actual.items()}
@@ -184,7 +191,7 @@ def isolation(draw: Draw, case: Case, seed: int, out_groups: torch.Tensor, in_gr
     clean = case.make(seed)
     spoiled = {n: t.clone() for n, t in clean.items()}
     spoiled[name][row] = torch.tensor(poison).to(case.dtype)
-    results = [case.run(case.op, tensors, case.dtype, case.layouts, False) for tensors in (clean, spoiled)]
+    results = [case.run(case.op, tensors, seed, case.dtype, case.layouts, False) for tensors in (clean, spoiled)]
     for key, t in results[0].items():
         groups = out_groups if key == "out" else in_groups
         assert_same_elsewhere(f"isolation of {key}", t, results[1][key], groups == in_groups[row])
