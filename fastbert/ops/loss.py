@@ -56,8 +56,14 @@ def _logits_cross_entropy_torch(logits, labels, options):
     logits = at_least_fp32(logits)
     total = F.cross_entropy(logits, labels, reduction="sum", ignore_index=ignore_index, label_smoothing=label_smoothing)
     if z_loss > 0:
-        total = total + z_loss * (logits.logsumexp(-1).square() * (labels != ignore_index)).sum()
+        total = total + z_loss * (_log_sum_exp(logits).square() * (labels != ignore_index)).sum()
     return total / (labels != ignore_index).sum().clamp(min=1)
+
+
+def _log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
+    """As torch's, whose gradient exp(x - log_sum_exp) loses what rounding takes of a large log_sum_exp."""
+    top = logits.detach().amax(-1, keepdim=True)
+    return top.squeeze(-1) + (logits - top).exp().sum(-1).log()
 
 
 def _sequence_cross_entropy_torch(logits, cu_seqlens, targets):

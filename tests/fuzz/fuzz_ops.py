@@ -184,9 +184,7 @@ def cross_entropy(draw: Draw, backend: str, dtype: torch.dtype):
         return function(x, weight, bias, labels, **options)
 
     op = partial(run, partial(ops.cross_entropy, backend=backend))
-    case = Case(op, partial(run, reference.cross_entropy), shapes, dtype, {"weight": width**-0.5})
-    case.has_means = False  # logits of 10^4 leave log-sum-exp, which backward takes, three digits; torch's own likewise
-    return case, None, None
+    return Case(op, partial(run, reference.cross_entropy), shapes, dtype, {"weight": width**-0.5}), None, None
 
 
 def sequence_cross_entropy(draw: Draw, backend: str, dtype: torch.dtype):

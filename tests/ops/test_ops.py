@@ -211,6 +211,22 @@ def test_cross_entropy(backend, dtype, labelled, options):
     )
 
 
+@pytest.mark.parametrize("backend", ("torch", "cpu", "triton"))
+def test_a_large_z_loss_keeps_the_small_probabilities(backend):
+    """exp(x - log_sum_exp), which is torch's own gradient of it, loses what rounding takes of 300."""
+    error = {"cpu": extension_error, "triton": triton_error}.get(backend, lambda: None)()
+    if error is not None:
+        pytest.skip(error)
+    weight, bias, labels = torch.randn(30, 16) / 4, torch.zeros(30), torch.randint(0, 30, (12,))
+    weight[:2], bias[1] = 1.0, -9.0  # of two classes alone it is not 0: nearly 1, and 1e-4
+    check(
+        lambda x: ops.cross_entropy(x, weight.to(x), bias.to(x), labels, z_loss=0.01, backend=backend),
+        lambda x: reference.cross_entropy(x, weight.to(x), bias.to(x), labels, z_loss=0.01),
+        {"x": 25 * torch.randn(12, 16).abs()},
+        torch.float32,
+    )
+
+
 @pytest.mark.parametrize("count", (0, 12))
 @pytest.mark.parametrize("backend", ("torch", "cpu", "triton"))
 def test_cross_entropy_of_tokens_that_are_known_to_have_a_label(backend, count):
