@@ -20,7 +20,7 @@ from fastbert.cli.stopping import raise_if_stopped
 from fastbert.data.text_files import check_source, name_of, read_texts
 
 if TYPE_CHECKING:
-    from fastbert.sentences.scorer import Input
+    from fastbert.data.tokenized import Text
 
 CHUNK_TEXTS = 1024
 TOP = 10
@@ -164,7 +164,7 @@ def run_rerank(options: argparse.Namespace) -> int:
     settings = RunOptions(prompt=reranker.prompt(), batch_tokens=options.batch_tokens, on_host=True)
     with progress_bar(None, None, desc="scoring", delay=0) as bar:
         for chunk in in_chunks(read_texts(options.file, options.column), CHUNK_TEXTS):
-            pairs: list[Input] = [(options.query, text) for text in chunk]
+            pairs: list[Text] = [(options.query, text) for text in chunk]
             best.add(chunk, reranker.scores(reranker.rows(pairs, settings, bar.update)).tolist())
             raise_if_stopped()
     best.show(options.output, options.file)

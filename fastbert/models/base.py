@@ -265,6 +265,18 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             max_seqlen=max_seqlen,
             task_type_ids=task_type_ids,
         )
+        return self._last_hidden_state(given)
+
+    def last_hidden_state(self, packed: PackedInputs) -> torch.Tensor:
+        """The last hidden state of a batch, (total_tokens, hidden_size), by `forward` where somebody waits for its call
+        (a hook), and else without the pooler. Raises InputError as `forward`.
+        """
+        if must_be_called(self):
+            others = {name: value for name, value in packed.items() if name != "input_ids"}
+            return self(packed["input_ids"], **others).last_hidden_state
+        return self._last_hidden_state(ModelInputs(packed))
+
+    def _last_hidden_state(self, given: ModelInputs) -> torch.Tensor:
         inputs = self.prepare(given)
         self.calls.ran_packed()
         return self.encode(inputs).packed

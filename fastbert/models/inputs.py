@@ -45,6 +45,13 @@ class TableSizes(NamedTuple):
     task_types: int = 0
     rotary_positions: int | None = None
 
+    @property
+    def has_types(self) -> bool:
+        """Whether a model is to be told which token is of which text. A table of one row, RoBERTa's, says nothing, and
+        its tokenizers count no texts.
+        """
+        return self.token_types > 1
+
     def longest(self, config: EncoderConfig) -> int | None:
         """The longest sequence, in tokens, that the position table has room for; None where there is none."""
         if self.positions is None:

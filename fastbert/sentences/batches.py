@@ -1,20 +1,18 @@
-"""From texts to batches: checks, chunks, packed ids, and the bar that shows how far it is."""
+"""Texts as users give them: their checks, chunks of them, and the bar that shows how far it is."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
+from fastbert.data.tokenized import CHUNK_TEXTS
 from fastbert.errors import InputError
 
-# What is tokenised at a time: enough to sort well; a token takes some 70 bytes, those that are cut off too.
-CHUNK_TEXTS = 4096
-CHUNK_CHARS = 4 << 20
+CHUNK_CHARS = 4 << 20  # with CHUNK_TEXTS texts enough to sort well; a token takes some 70 bytes, those cut off, too
 PROGRESS_DELAY_S = 2.0  # shorter work shows no progress bar
 
 
@@ -72,23 +70,42 @@ def longest_first(inputs: Sequence[Any]) -> Iterator[tuple[list[int], list[Any]]
         done += len(chunk)
 
 
-def packed(sequences: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """(ids, int64 (total_tokens,); cu_seqlens, int32 (sequences + 1,); max_seqlen) of sequences of ids."""
-    lengths = [len(sequence) for sequence in sequences]
-    cu_seqlens = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device)
-    return flat(sequences, device), cu_seqlens, max(lengths)
-
-
-def flat(sequences: list[list[int]], device: torch.device) -> torch.Tensor:
-    count = sum(map(len, sequences))
-    return torch.from_numpy(np.fromiter(chain.from_iterable(sequences), np.int64, count)).to(device)
+def in_places(
+    count: int, parts: Iterable[tuple[np.ndarray, torch.Tensor]], device: str | None = None
+) -> torch.Tensor | None:
+    """`count` rows, of which each part says some places and what stands there, on `device`; None where no part is."""
+    rows = None
+    for places, found in parts:
+        if count == 1:
+            return found if device is None else found.to(device)
+        if rows is None:
+            rows = found.new_empty((count, found.shape[1]), device=device)
+        rows[torch.from_numpy(places).to(rows.device)] = found.to(rows.device)
+    return rows
 
 
 def progress_bar(total: int | None, show: bool | None, **options: Any) -> Any:
     """A tqdm bar over texts. None: only on a terminal, and only once the work has taken PROGRESS_DELAY_S."""
+    if not show if show is not None else sys.stderr is None or not sys.stderr.isatty():
+        return _NoBar()
     from tqdm import tqdm
 
-    hidden = not show if show is not None else sys.stderr is None or not sys.stderr.isatty()
     delay = 0.0 if show else PROGRESS_DELAY_S
     options = {"desc": "encoding", "unit": " texts", "delay": delay, **options}
-    return tqdm(total=total, disable=hidden, dynamic_ncols=True, **options)
+    return tqdm(total=total, dynamic_ncols=True, **options)
+
+
+class _NoBar:
+    """What nobody sees: a tqdm that is disabled takes a fiftieth of one short text's time."""
+
+    def __enter__(self) -> _NoBar:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+    def update(self, count: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -6,10 +6,11 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from fastbert.data.tokenized import Text
 from fastbert.sentences.batches import check_text, check_texts
 from fastbert.sentences.loading import LoadArguments
 from fastbert.sentences.pool import ProcessPool
-from fastbert.sentences.scorer import Input, SequenceScorer, check_pair
+from fastbert.sentences.scorer import SequenceScorer, check_pair
 from fastbert.sentences.text_model import Devices, RunOptions
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class TextClassifier(SequenceScorer):
 
     def predict(
         self,
-        inputs: str | Iterable[Input],
+        inputs: str | Iterable[Text],
         batch_size: int | None = None,
         show_progress_bar: bool | None = None,
         device: Devices | None = None,

@@ -16,17 +16,12 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from fastbert.data.sentence_folder import Normalize, Recipe, Settings, read_recipe
+from fastbert.data.tokenized import CHUNK_TEXTS, run_batches
 from fastbert.errors import ConfigError, InputError
 from fastbert.models.auto import load_encoder
-from fastbert.models.base import EncoderModel, PreTrainedModel, must_be_called
-from fastbert.sentences.batches import (
-    CHUNK_TEXTS,
-    check_texts,
-    in_chunks,
-    longest_first,
-    packed,
-    progress_bar,
-)
+from fastbert.models.base import EncoderModel, PreTrainedModel
+from fastbert.packed_inputs import PackedInputs
+from fastbert.sentences.batches import check_texts, in_chunks, longest_first, progress_bar
 from fastbert.sentences.loading import LoadArguments, open_folder
 from fastbert.sentences.pool import ProcessPool
 from fastbert.sentences.pooling import pool as pool_tokens
@@ -273,84 +268,48 @@ class SentenceEncoder(TextModel):
             self.prompt(prompt_name, prompt), batch_tokens, normalize=normalize, truncate_dim=truncate_dim
         )
         for chunk in in_chunks(texts, chunk_texts, aligned=True):
-            ids = self.tokenize(check_texts(chunk), options.prompt)
-            rows = self._vectors_of(ids, options, on_batch)
-            yield rows.cpu().numpy(), sum(map(len, ids))
+            made = self.tokenize(check_texts(chunk), options.prompt)
+            yield self.rows_of(made, options, on_batch).cpu().numpy(), len(made.ids)
 
-    def tokenize(self, texts: list[str], prompt: str = "", task: str | None = None) -> list[list[int]]:
-        """The token ids of each text, with special tokens, cut to max_seq_length or to the task's own length."""
-        if prompt:
-            texts = [prompt + text for text in texts]
-        return [encoding.ids for encoding in self.tokenizer_of(task).encode_batch_fast(texts)]
-
-    def encode_ids(
-        self,
-        ids: list[list[int]],
-        *,
-        batch_tokens: int | None = None,
-        normalize: bool | None = None,
-        on_batch: Callable[[int], Any] = lambda texts: None,
-    ) -> torch.Tensor:
-        """The vectors of sequences of token ids, in their order: float32 (sequences, dim) on the model's device.
-
-        `on_batch(sequences)` is called after each batch. Raises InputError for a budget below 1.
-        """
-        return self._vectors_of(ids, RunOptions(batch_tokens=batch_tokens, normalize=normalize), on_batch)
-
-    def rows(
-        self, inputs: list[str], options: RunOptions, on_batch: Callable[[int], Any] = lambda texts: None
-    ) -> torch.Tensor:
-        device = torch.device("cpu") if options.on_host else self.device
-        vectors = torch.empty(len(inputs), self._width(options), device=device)
-        for places, chunk in longest_first(inputs):
-            rows = self._vectors_of(self.tokenize(chunk, options.prompt, options.task), options, on_batch)
-            vectors[torch.tensor(places, device=device)] = rows.to(device)
-        return vectors
-
-    @torch.inference_mode()
     def token_rows(
         self, inputs: list[str], options: RunOptions, on_batch: Callable[[int], Any] = lambda texts: None
     ) -> list[dict[str, torch.Tensor]]:
         """For each of the texts what `encode` gives for `output_value=None`."""
         found: list[dict[str, torch.Tensor]] = [{}] * len(inputs)
+
+        def compute(batch: PackedInputs) -> list[dict[str, torch.Tensor]]:
+            hidden, lengths = self.model.last_hidden_state(batch), batch["batch"].cu_seqlens.diff().tolist()
+            vectors = self._vectors(hidden, batch, options)
+            return [
+                {
+                    "input_ids": ids,
+                    "attention_mask": torch.ones_like(ids),
+                    "token_embeddings": tokens,
+                    "sentence_embedding": vector,
+                }
+                for ids, tokens, vector in zip(
+                    batch["input_ids"].split(lengths), hidden.split(lengths), vectors, strict=True
+                )
+            ]
+
+        budget, size = options.batch_tokens, options.batch_size
         for places, chunk in longest_first(inputs):
-            ids = self.tokenize(chunk, options.prompt, options.task)
-            for batch in self.batches(list(map(len, ids)), options):
-                input_ids, cu_seqlens, longest = packed([ids[i] for i in batch], self.device)
-                hidden = self._hidden(input_ids, cu_seqlens, longest)
-                vectors = self._finish(self._pool(hidden, cu_seqlens, options), options)
-                lengths = [len(ids[i]) for i in batch]
-                for i, own, tokens, vector in zip(
-                    batch, input_ids.split(lengths), hidden.split(lengths), vectors, strict=True
-                ):
-                    found[places[i]] = {
-                        "input_ids": own,
-                        "attention_mask": torch.ones_like(own),
-                        "token_embeddings": tokens,
-                        "sentence_embedding": vector,
-                    }
-                on_batch(len(batch))
+            made = self.tokenize(chunk, options.prompt, options.task)
+            for batch, rows in run_batches(compute, made, self.device, budget, size, on_batch=on_batch):
+                for i, row in zip(batch.tolist(), rows, strict=True):
+                    found[places[i]] = row
         return found
 
-    def _width(self, options: RunOptions) -> int:
-        return self.dim if options.truncate_dim is None else min(options.truncate_dim, self.full_dim)
+    def no_rows(self, options: RunOptions) -> torch.Tensor:
+        width = self.dim if options.truncate_dim is None else min(options.truncate_dim, self.full_dim)
+        return torch.empty(0, width, device=self.device)
 
-    @torch.inference_mode()
-    def _vectors_of(
-        self, ids: list[list[int]], options: RunOptions, on_batch: Callable[[int], Any] = lambda texts: None
-    ) -> torch.Tensor:
-        vectors = torch.empty(len(ids), self._width(options), device=self.device)
-        for batch in self.batches(list(map(len, ids)), options):
-            input_ids, cu_seqlens, longest = packed([ids[i] for i in batch], self.device)
-            pooled = self._pool(self._hidden(input_ids, cu_seqlens, longest), cu_seqlens, options)
-            vectors[torch.tensor(batch, device=self.device)] = self._finish(pooled, options)
-            on_batch(len(batch))
-        return vectors
+    def compute(self, batch: PackedInputs, options: RunOptions) -> torch.Tensor:
+        """The vectors, float32 (sequences, width)."""
+        return self._vectors(self.model.last_hidden_state(batch), batch, options)
 
-    def _hidden(self, input_ids: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> torch.Tensor:
-        if must_be_called(self.model):
-            return self.model(input_ids, cu_seqlens=cu_seqlens, max_seqlen=longest).last_hidden_state
-        return self.model.encode_packed(input_ids, cu_seqlens, longest)
+    def _vectors(self, hidden: torch.Tensor, batch: PackedInputs, options: RunOptions) -> torch.Tensor:
+        return self._finish(self._pool(hidden, batch["batch"].cu_seqlens, options), options)
 
     def _pool(self, hidden: torch.Tensor, cu_seqlens: torch.Tensor, options: RunOptions) -> torch.Tensor:
         leaves_out = options.prompt and not self.recipe.prompt_is_pooled

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from tokenizers import Tokenizer
@@ -15,18 +15,10 @@ from fastbert.errors import CheckpointError
 from fastbert.models.auto import AutoModelForSequenceClassification
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.heads import HeadModel
-from fastbert.sentences.batches import check_text, flat, longest_first, packed
+from fastbert.packed_inputs import PackedInputs
+from fastbert.sentences.batches import check_text
 from fastbert.sentences.loading import open_folder
 from fastbert.sentences.text_model import RunOptions, TextModel
-
-Input = str | tuple[str, str]
-
-
-class Tokenized(NamedTuple):
-    """The ids of a text or a pair, special tokens included, and for each which text it is of: 0 or 1."""
-
-    ids: list[int]
-    type_ids: list[int]
 
 
 class SequenceScorer(TextModel):
@@ -40,8 +32,7 @@ class SequenceScorer(TextModel):
     ) -> None:
         super()._assemble(model, tokenizer, max_seq_length, settings)
         self.num_labels = model.live_config.num_labels
-        # One row is RoBERTa's: its tokenizers count no texts. Without a table the ids are the tokenizer's own affair.
-        self._has_types = model.base_model.table_sizes().token_types > 1
+        self.has_types = model.base_model.table_sizes().has_types
 
     def _load(self, name_or_path: str | os.PathLike[str], organisation: str | None, options: Mapping[str, Any]) -> None:
         opened = open_folder(name_or_path, "sequence-classification", organisation, options)
@@ -57,62 +48,29 @@ class SequenceScorer(TextModel):
         self._assemble(model, opened.tokenizer(), opened.length(model), opened.settings)
         self.folder = opened.root
 
-    def tokenize(self, inputs: Iterable[Input], prompt: str = "") -> list[Tokenized]:
-        """What the model gets of each text or pair, cut to max_seq_length: of a pair the longer text is cut."""
-        listed: Any = list(inputs)
-        if prompt:
-            listed = [prompt + x if isinstance(x, str) else (prompt + x[0], x[1]) for x in listed]
-        return [Tokenized(encoding.ids, encoding.type_ids) for encoding in self.tokenizer.encode_batch_fast(listed)]
-
-    def logits(
-        self,
-        tokenized: list[Tokenized],
-        *,
-        batch_tokens: int | None = None,
-        on_batch: Callable[[int], Any] = lambda inputs: None,
-    ) -> torch.Tensor:
-        """What the head gives for each, in their order: (inputs, num_labels) on the model's device, at least float32.
-
-        `on_batch(inputs)` is called after each batch. Raises InputError for a budget below 1.
-        """
-        return self._logits_of(tokenized, RunOptions(batch_tokens=batch_tokens), on_batch)
-
-    @torch.inference_mode()
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        """Of the labels, (inputs, num_labels) as the logits are: from a softmax; from a sigmoid for one label, or for
-        several at once (`problem_type`). A regression's numbers are as they are.
-        """
-        kind = self.model.config.problem_type
-        if kind == "regression":
-            return logits
-        return logits.sigmoid() if kind == "multi_label_classification" or self.num_labels == 1 else logits.softmax(-1)
+        """Of the labels, (inputs, num_labels) as the logits are: see label_probabilities."""
+        return label_probabilities(logits, self.model.config.problem_type)
 
-    def rows(
-        self, inputs: list[Input], options: RunOptions, on_batch: Callable[[int], Any] = lambda inputs: None
-    ) -> torch.Tensor:
-        device = torch.device("cpu") if options.on_host else self.device
-        logits = torch.empty(len(inputs), self.num_labels, device=device, dtype=self._logits_dtype)
-        for places, chunk in longest_first(inputs):
-            rows = self._logits_of(self.tokenize(chunk, options.prompt), options, on_batch)
-            logits[torch.tensor(places, device=device)] = rows.to(device)
+    def no_rows(self, options: RunOptions) -> torch.Tensor:
+        return torch.empty(0, self.num_labels, device=self.device, dtype=torch.promote_types(self.dtype, torch.float32))
+
+    def compute(self, batch: PackedInputs, options: RunOptions) -> torch.Tensor:
+        """The logits, (sequences, num_labels), at least float32."""
+        others = {name: value for name, value in batch.items() if name != "input_ids"}
+        logits = self.model(batch["input_ids"], **others).logits
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+@torch.inference_mode()
+def label_probabilities(logits: torch.Tensor, problem_type: str | None) -> torch.Tensor:
+    """Of logits (inputs, num_labels): from a softmax; from a sigmoid for one label, or for several at once. A
+    regression's numbers are as they are.
+    """
+    if problem_type == "regression":
         return logits
-
-    @property
-    def _logits_dtype(self) -> torch.dtype:
-        return torch.promote_types(self.dtype, torch.float32)
-
-    @torch.inference_mode()
-    def _logits_of(
-        self, tokenized: list[Tokenized], options: RunOptions, on_batch: Callable[[int], Any]
-    ) -> torch.Tensor:
-        logits = torch.empty(len(tokenized), self.num_labels, device=self.device, dtype=self._logits_dtype)
-        for batch in self.batches([len(one.ids) for one in tokenized], options):
-            input_ids, cu_seqlens, longest = packed([tokenized[i].ids for i in batch], self.device)
-            types = flat([tokenized[i].type_ids for i in batch], self.device) if self._has_types else None
-            rows = self.model(input_ids, token_type_ids=types, cu_seqlens=cu_seqlens, max_seqlen=longest).logits
-            logits[torch.tensor(batch, device=self.device)] = rows.to(self._logits_dtype)
-            on_batch(len(batch))
-        return logits
+    is_multi = problem_type == "multi_label_classification" or logits.shape[-1] == 1
+    return logits.sigmoid() if is_multi else logits.softmax(-1)
 
 
 def check_pair(name: str, pair: Any) -> tuple[str, str]:

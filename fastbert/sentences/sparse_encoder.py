@@ -14,9 +14,10 @@ from fastbert.checkpoint.weight_files import some
 from fastbert.data.sentence_folder import Settings, SpladePooling, read_splade
 from fastbert.errors import CheckpointError, InputError
 from fastbert.models.auto import AutoModelForMaskedLM
-from fastbert.models.base import PreTrainedModel, must_be_called
+from fastbert.models.base import PreTrainedModel
 from fastbert.models.masked_lm import MaskedLMHeadModel
-from fastbert.sentences.batches import check_texts, longest_first, packed
+from fastbert.packed_inputs import PackedInputs
+from fastbert.sentences.batches import check_texts, longest_first
 from fastbert.sentences.loading import LoadArguments, open_folder
 from fastbert.sentences.pool import ProcessPool
 from fastbert.sentences.similarity import Similarity, similarity, similarity_pairwise
@@ -181,13 +182,13 @@ class SparseEncoder(TextModel):
         found: list[torch.Tensor] = [torch.zeros(0, device=device)] * len(inputs)  # the weights that are not 0
         words: list[torch.Tensor] = [torch.zeros(0, device=device, dtype=torch.int64)] * len(inputs)
         for places, chunk in longest_first(inputs):
-            for batch, vectors in self._dense(self.tokenize(chunk, options.prompt, options.task), options):
+            made = self.tokenize(chunk, options.prompt, options.task)
+            for batch, vectors in self.run(made, options, on_batch):
                 text, word = vectors.nonzero(as_tuple=True)
                 counts = text.bincount(minlength=len(batch)).tolist()
-                weights = vectors[text, word].to(device)
-                for i, own, weight in zip(batch, word.to(device).split(counts), weights.split(counts), strict=True):
+                weights, of_text = vectors[text, word].to(device), word.to(device).split(counts)
+                for i, own, weight in zip(batch.tolist(), of_text, weights.split(counts), strict=True):
                     words[places[i]], found[places[i]] = own, weight
-                on_batch(len(batch))
         active = torch.tensor([len(own) for own in words], dtype=torch.int64, device=device)
         text = torch.arange(len(inputs), device=device).repeat_interleave(active)
         empty = torch.zeros(0, device=device)
@@ -196,33 +197,20 @@ class SparseEncoder(TextModel):
         shape = (len(inputs), self.dim)
         return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False)
 
-    def tokenize(self, texts: list[str], prompt: str = "", task: str | None = None) -> list[list[int]]:
-        """The token ids of each text, with special tokens, cut to max_seq_length or to the task's own length."""
-        listed = [prompt + text for text in texts]
-        return [encoding.ids for encoding in self.tokenizer_of(task).encode_batch_fast(listed)]
-
-    @torch.inference_mode()
-    def _dense(self, ids: list[list[int]], options: RunOptions) -> Iterator[tuple[list[int], torch.Tensor]]:
-        """Batches of sequences, each with its dense vectors, float32 (sequences, dim)."""
-        base = self.model.base_model
-        for batch in self.batches(list(map(len, ids)), options):
-            input_ids, cu_seqlens, longest = packed([ids[i] for i in batch], self.device)
-            if must_be_called(base):
-                hidden = base(input_ids, cu_seqlens=cu_seqlens, max_seqlen=longest).last_hidden_state
-            else:
-                hidden = base.encode_packed(input_ids, cu_seqlens, longest)
-            lengths = [len(ids[i]) for i in batch]
-            start = 0
-            vectors = torch.empty(len(batch), self.dim, device=self.device)
-            for part in _runs(lengths, HEAD_TOKENS):
-                end = start + sum(lengths[i] for i in part)
-                offsets = cu_seqlens[part[0] : part[-1] + 2] - start
-                vectors[part[0] : part[-1] + 1] = self._pooled(self.model.token_scores(hidden[start:end]), offsets)
-                start = end
-            if options.max_active_dims is not None:
-                kept = vectors.topk(min(options.max_active_dims, self.dim), dim=-1)
-                vectors = torch.zeros_like(vectors).scatter(-1, kept.indices, kept.values)
-            yield batch, vectors
+    def compute(self, batch: PackedInputs, options: RunOptions) -> torch.Tensor:
+        """The dense vectors, float32 (sequences, dim)."""
+        hidden, cu_seqlens = self.model.base_model.last_hidden_state(batch), batch["batch"].cu_seqlens
+        lengths, start = cu_seqlens.diff().tolist(), 0
+        vectors = torch.empty(len(lengths), self.dim, device=self.device)
+        for part in _runs(lengths, HEAD_TOKENS):
+            end = start + sum(lengths[i] for i in part)
+            offsets = cu_seqlens[part[0] : part[-1] + 2] - start
+            vectors[part[0] : part[-1] + 1] = self._pooled(self.model.token_scores(hidden[start:end]), offsets)
+            start = end
+        if options.max_active_dims is None:
+            return vectors
+        kept = vectors.topk(min(options.max_active_dims, self.dim), dim=-1)
+        return torch.zeros_like(vectors).scatter(-1, kept.indices, kept.values)
 
     def _pooled(self, scores: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
         """Scores of tokens (tokens, dim) -> weights (sequences, dim)."""

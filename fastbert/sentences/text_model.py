@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from fastbert.data.budget import batch_tokens_of, token_batches
+from fastbert.data.budget import batch_tokens_of
 from fastbert.data.sentence_folder import Settings
+from fastbert.data.tokenized import Text, Tokenized, run_batches, tokenize
 from fastbert.errors import ConfigError, InputError
 from fastbert.models.base import HasModel, PreTrainedModel
-from fastbert.sentences.batches import progress_bar
+from fastbert.packed_inputs import PackedInputs
+from fastbert.sentences.batches import in_places, longest_first, progress_bar
 from fastbert.sentences.pool import ProcessPool
 
 if TYPE_CHECKING:
@@ -51,6 +55,7 @@ class TextModel(HasModel):
     """A model in eval mode, and a tokenizer that cuts texts to `max_seq_length` tokens."""
 
     is_pair: ClassVar[bool] = False  # two texts are one input
+    has_types: bool = False  # the model is told which token is of which text
     default_prompts: ClassVar[tuple[str, ...]] = ()  # that every model has: empty ones, unless its folder says more
 
     def _assemble(
@@ -116,9 +121,43 @@ class TextModel(HasModel):
     def default_batch_tokens(self) -> int:
         return batch_tokens_of(self.device)
 
-    def batches(self, lengths: list[int], options: RunOptions) -> Iterator[list[int]]:
-        """Which sequences of these lengths go through the model together, by what a call asks for."""
-        return token_batches(lengths, options.batch_tokens or self.default_batch_tokens, options.batch_size)
+    def tokenize(self, inputs: Sequence[Text], prompt: str = "", task: str | None = None) -> Tokenized:
+        """The tokens of texts, or of pairs, `prompt` before each: cut to max_seq_length, or to the task's own length.
+
+        Of a pair the longer text is cut.
+        """
+        if prompt:
+            inputs = [prompt + one if isinstance(one, str) else (prompt + one[0], one[1]) for one in inputs]
+        return tokenize(self.tokenizer_of(task), inputs, with_types=self.has_types)
+
+    def compute(self, batch: PackedInputs, options: RunOptions) -> torch.Tensor:
+        """The rows of one batch, (sequences, width), on the model's device."""
+        raise NotImplementedError
+
+    def run(
+        self, made: Tokenized, options: RunOptions, on_batch: Callable[[int], Any] = lambda sequences: None
+    ) -> Iterator[tuple[np.ndarray, torch.Tensor]]:
+        """(the places of a batch's sequences, their rows) of tokenised texts, until all are done."""
+        compute = partial(self.compute, options=options)
+        return run_batches(compute, made, self.device, options.batch_tokens, options.batch_size, on_batch=on_batch)
+
+    def rows_of(
+        self,
+        made: Tokenized,
+        options: RunOptions | None = None,
+        on_batch: Callable[[int], Any] = lambda sequences: None,
+    ) -> torch.Tensor:
+        """The rows of tokenised texts, in their order: (sequences, width) on the model's device, at least float32.
+
+        `on_batch(sequences)` is called after each batch.
+        """
+        options = RunOptions() if options is None else options
+        found = in_places(len(made), self.run(made, options, on_batch))
+        return self.no_rows(options) if found is None else found
+
+    def no_rows(self, options: RunOptions) -> torch.Tensor:
+        """The rows of no input, (0, width) on the model's device."""
+        raise NotImplementedError
 
     def prompt(self, name: str | None = None, text: str | None = None) -> str:
         """The prompt: `text`, or the one called `name`, or the default. Raises InputError if a name is unknown."""
@@ -157,8 +196,13 @@ class TextModel(HasModel):
         pool.close()
 
     def rows(self, inputs: list[Any], options: RunOptions, on_batch: Callable[[int], Any] = lambda n: None) -> Any:
-        """The rows of checked inputs, in their order, on the model's device."""
-        raise NotImplementedError
+        """The rows of checked inputs, in their order, on the model's device, or on the CPU (`options.on_host`)."""
+        parts = (
+            (np.array(places), self.rows_of(self.tokenize(chunk, options.prompt, options.task), options, on_batch))
+            for places, chunk in longest_first(inputs)
+        )
+        found = in_places(len(inputs), parts, "cpu" if options.on_host else None)
+        return self.no_rows(options).to("cpu" if options.on_host else self.device) if found is None else found
 
     def shared_rows(
         self,

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from fastbert.checkpoint.pretrained import read_config
 from fastbert.data.sentence_folder import transformer_folder
+from fastbert.data.tokenized import pack
 from fastbert.hub import resolve
 from fastbert.sentences import Reranker, SentenceEncoder
-from fastbert.sentences.scorer import Tokenized
-from fastbert.sentences.text_model import TextModel
-
-WHOLE = 2**31 - 1  # a batch is cut already
+from fastbert.sentences.text_model import RunOptions, TextModel
 
 
 @dataclass
@@ -25,8 +23,8 @@ class Engine:
     name: str
     kind: str
     model: TextModel
-    compute: Callable[[list[Any]], np.ndarray]
     labels: list[str]
+    options = RunOptions(normalize=False)
 
     @property
     def width(self) -> int:
@@ -35,17 +33,15 @@ class Engine:
     def tokenize(self, inputs: list[Any], prompt: str = "") -> tuple[list[Any], list[int], int | None]:
         """(sequences, their lengths, the first that was cut or None) of texts or pairs.
 
-        Raises InputError for what is not valid Unicode.
+        Raises UnicodeEncodeError for what is not valid Unicode.
         """
-        if prompt:
-            inputs = [prompt + text for text in inputs]
-        encodings = self.model.tokenizer.encode_batch_fast(inputs)
-        cut = next((i for i, encoding in enumerate(encodings) if encoding.overflowing), None)
-        if self.kind == "embedding":
-            sequences: list[Any] = [encoding.ids for encoding in encodings]
-            return sequences, [len(ids) for ids in sequences], cut
-        sequences = [Tokenized(encoding.ids, encoding.type_ids) for encoding in encodings]
-        return sequences, [len(one.ids) for one in sequences], cut
+        made = self.model.tokenize(inputs, prompt)
+        return list(made), made.lengths.tolist(), made.cut[0] if made.cut else None
+
+    def compute(self, sequences: list[Any]) -> np.ndarray:
+        """The vectors of sequences, or their logits: (sequences, width)."""
+        with torch.inference_mode():
+            return self.model.compute(pack(sequences).to(self.model.device), self.options).cpu().numpy()
 
 
 def load_engine(name: str, dtype: str, device: str | None) -> Engine:
@@ -58,13 +54,8 @@ def load_engine(name: str, dtype: str, device: str | None) -> Engine:
         scorer = Reranker.from_pretrained(name, dtype=dtype, device=device)
         labels = [label for _, label in sorted(id2label(scorer).items())]
         kind = "reranker" if scorer.num_labels == 1 else "classifier"
-        return Engine(name, kind, scorer, lambda batch: scorer.logits(batch, batch_tokens=WHOLE).cpu().numpy(), labels)
-    encoder = SentenceEncoder.from_pretrained(name, dtype=dtype, device=device)
-
-    def vectors(batch: list[list[int]]) -> np.ndarray:
-        return encoder.encode_ids(batch, batch_tokens=WHOLE, normalize=False).cpu().numpy()
-
-    return Engine(name, "embedding", encoder, vectors, [])
+        return Engine(name, kind, scorer, labels)
+    return Engine(name, "embedding", SentenceEncoder.from_pretrained(name, dtype=dtype, device=device), [])
 
 
 def id2label(scorer: Reranker) -> dict[int, str]:

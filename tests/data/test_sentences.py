@@ -17,6 +17,7 @@ from seeds import python_random
 from fastbert import CheckpointError, ConfigError, InputError, SentenceEncoder
 from fastbert.data.budget import token_batches
 from fastbert.data.tokenization import load_tokenizer
+from fastbert.data.tokenized import pack
 from fastbert.hub import resolve
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
@@ -110,14 +111,14 @@ def test_odd_texts(encoder, theirs):
     ours, their = encoder.encode(ODD_TEXTS), theirs.encode(ODD_TEXTS)
     assert cosines(ours, their).min() >= 0.99999
     assert np.abs(np.linalg.norm(ours, axis=1) - 1).max() < 1e-5
-    assert [len(ids) for ids in encoder.tokenize(["", "word " * 5000])] == [2, 256]
+    assert encoder.tokenize(["", "word " * 5000]).lengths.tolist() == [2, 256]
 
 
 def test_vectors_do_not_depend_on_the_batch(encoder, minilm, theirs):
     """Alone, in any order, with duplicates, at any budget: the error rule holds against float64."""
     oracle = SentenceEncoder.from_pretrained(minilm, dtype="float64", device="cpu")
     texts = [text for text in ODD_TEXTS + ODD_TEXTS[3:6] if len(text) <= 300]
-    exact = torch.stack([oracle.model.encode_packed(*packed(ids)).mean(0) for ids in oracle.tokenize(texts)])
+    exact = torch.stack([oracle.model.last_hidden_state(pack([one])).mean(0) for one in oracle.tokenize(texts)])
     baseline = theirs.encode(texts, output_value=None, convert_to_numpy=False)
     baseline = torch.stack([row["token_embeddings"][row["attention_mask"].bool()].mean(0) for row in baseline])
     for budget in (1, 100, 100_000):
@@ -130,15 +131,11 @@ def test_vectors_do_not_depend_on_the_batch(encoder, minilm, theirs):
     assert_close_to_reference(alone, exact, baseline, GRADIENT_FACTOR, "alone")
 
 
-def packed(ids: list[int]):
-    return torch.tensor(ids), torch.tensor([0, len(ids)], dtype=torch.int32), len(ids)
-
-
 def test_stream_gives_what_encode_gives(encoder):
     texts = ODD_TEXTS * 3
     chunks = list(encoder.encode_stream(iter(texts), chunk_texts=7))
     assert [len(vectors) for vectors, _ in chunks] == [7] * (len(texts) // 7) + [len(texts) % 7]
-    assert sum(tokens for _, tokens in chunks) == sum(map(len, encoder.tokenize(texts)))
+    assert sum(tokens for _, tokens in chunks) == len(encoder.tokenize(texts).ids)
     assert cosines(np.concatenate([vectors for vectors, _ in chunks]), encoder.encode(texts)).min() >= 0.99999
     again = next(iter(encoder.encode_stream(texts[7:], chunk_texts=7)))[0]
     assert np.array_equal(again, chunks[1][0])  # to the bit: what resuming rests on
@@ -245,7 +242,8 @@ def test_vocab_txt_gives_the_same_tokens(minilm, tmp_path, encoder):
         shutil.copy(minilm / name, tmp_path)
     ours = load_tokenizer(tmp_path)
     ours.enable_truncation(256)
-    assert [e.ids for e in ours.encode_batch(ODD_TEXTS)] == encoder.tokenize(ODD_TEXTS)
+    wanted = [one["input_ids"].tolist() for one in encoder.tokenize(ODD_TEXTS)]
+    assert [one.ids for one in ours.encode_batch(ODD_TEXTS)] == wanted
 
 
 BAD_FOLDERS = {

@@ -26,6 +26,18 @@ def test_one_place_cuts_batches_by_a_number_of_tokens():
     assert not files_with(r"sorted\(.*key=lambda i: -lengths") and not files_with(r"argsort\(-lengths")
 
 
+def test_one_way_leads_from_texts_to_a_models_batches():
+    """A corpus is tokenised into a file; of a question it is looked how much of it fits. `run_batches` runs batches."""
+    tokenising = {"data/tokenized.py", "data/corpus.py", "training/finetuning/question_answering.py"}
+    assert files_with(r"\.encode_batch(_fast)?\b") == tokenising
+    assert files_with(r"\btoken_batches\(") == {"data/budget.py", "data/tokenized.py"}
+    by_batches = {"classification", "question_answering", "tokens"}
+    with_heads = {f"training/finetuning/{name}.py" for name in by_batches}
+    own = {"data/tokenized.py", "sentences/encoder.py", "sentences/text_model.py"}
+    assert files_with(r"\brun_batches\(") == own | with_heads
+    assert files_with(r"\.sigmoid\(\) if") == {"sentences/scorer.py"}  # labels' probabilities
+
+
 def test_one_record_says_what_a_model_is_given():
     assert files_with(r"class ModelInputs\(") == {"packed_inputs.py"}
     assert not files_with(r"\bprepare(_inputs)?\(\*")

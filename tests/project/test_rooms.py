@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "cuda_graphs": {"backend", "families", "layers", "models", "packed_inputs", "packing"},
     "acceleration": {"config", "families", "layers", "models", "ops", "packed_inputs", "packing"},
     "data": {"checkpoint", "config", "packed_inputs"},
-    "sentences": {"checkpoint", "data", "models", "ops"},
+    "sentences": {"checkpoint", "data", "models", "ops", "packed_inputs"},
     "training": {"checkpoint", "config", "data", "families", "models", "ops", "packed_inputs", "sentences"},
     "serve": {"checkpoint", "data", "sentences"},
     "bulk": {"sentences"},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import dataclasses
 import threading
 
 import asgi
@@ -15,7 +14,7 @@ import torch
 
 from fastbert import Reranker, SentenceEncoder, TextClassifier
 from fastbert.serve.app import Limits, make_app
-from fastbert.serve.engine import load_engine
+from fastbert.serve.engine import Engine, load_engine
 
 TEXTS = ["the cat sat on the mat.", "a dog", "", "and who ran in to the old house?", "Zoë"]
 LONG = "the cat " * 100
@@ -75,7 +74,7 @@ def test_embed_gives_encodes_vectors(engines, folders):
 def test_openais_route(engines, folders):
     engine = engines["embedding"]
     expected = SentenceEncoder.from_pretrained(folders["embedding"], device="cpu").encode(TEXTS[:2], normalize=True)
-    lengths = [len(ids) for ids in engine.model.tokenize(TEXTS[:2])]
+    lengths = engine.model.tokenize(TEXTS[:2]).lengths.tolist()
     answer = send(engine, "/v1/embeddings", {"input": TEXTS[:2], "model": engine.name, "user": "me"}).json
     assert answer["object"] == "list" and answer["model"] == engine.name
     assert answer["usage"] == {"prompt_tokens": sum(lengths), "total_tokens": sum(lengths)}
@@ -106,7 +105,7 @@ def test_predict_gives_labels(engines, folders):
     ours = Reranker.from_pretrained(folders["classifier"], device="cpu")
     pairs = [["a dog", "ran"], ["the mat"]]
     answer = send(engines["classifier"], "/predict", {"inputs": pairs}).json
-    logits = ours.logits(ours.tokenize([tuple(pairs[0]), pairs[1][0]]))
+    logits = ours.rows_of(ours.tokenize([tuple(pairs[0]), pairs[1][0]]))
     for row, expected in zip(answer, logits.softmax(-1), strict=True):
         scores = {entry["label"]: entry["score"] for entry in row}
         assert [entry["score"] for entry in row] == sorted(scores.values(), reverse=True)
@@ -221,20 +220,20 @@ def test_the_api_key(engines):
     assert status("/health", "GET") == status("/metrics", "GET") == 200
 
 
-class Held:
+class Held(Engine):
     """An engine whose batches wait until they are let go, or fail."""
 
-    def __init__(self, engine, fails: bool = False):
-        self.begun, self.gate, self.fails, self.compute = threading.Event(), threading.Event(), fails, engine.compute
-        self.engine = dataclasses.replace(engine, compute=self)
+    def __init__(self, engine: Engine, fails: bool = False):
+        super().__init__(engine.name, engine.kind, engine.model, engine.labels)
+        self.begun, self.gate, self.fails = threading.Event(), threading.Event(), fails
 
-    def __call__(self, batch):
+    def compute(self, sequences):
         self.begun.set()
         assert self.gate.wait(60)
         if self.fails:
             self.fails = False
             raise MemoryError("no room")
-        return self.compute(batch)
+        return super().compute(sequences)
 
 
 def test_too_many_requests_are_refused_at_once(engines):
@@ -247,7 +246,7 @@ def test_too_many_requests_are_refused_at_once(engines):
         held.gate.set()
         return refused, [await answer for answer in first], await client.send("/embed", {"inputs": "a"})
 
-    refused, answered, later = asgi.run(app(held.engine, max_concurrent_requests=3), program)
+    refused, answered, later = asgi.run(app(held, max_concurrent_requests=3), program)
     assert refused.status == 429 and refused.headers["retry-after"] == "1"
     assert [answer.status for answer in (*answered, later)] == [200] * 4
 
@@ -261,7 +260,7 @@ def test_timeouts(engines):
         stalled = await client.send("/embed", body=b'{"inp', headers={"content-length": "100"}, stalls=True)
         return slow, stalled, await client.send("/embed", {"inputs": "a"})
 
-    slow, stalled, later = asgi.run(app(held.engine, timeout_s=0.2), program)
+    slow, stalled, later = asgi.run(app(held, timeout_s=0.2), program)
     assert (slow.status, slow.json["error_type"]) == (503, "timeout")
     assert (stalled.status, stalled.json["error_type"]) == (408, "slow")
     assert later.status == 200
@@ -282,7 +281,7 @@ def test_a_client_that_goes_away_is_not_computed_and_the_server_goes_on(engines)
         answers = await first, nothing, await client.send("/embed", {"inputs": "c"})
         return *answers, (await client.send("/metrics", method="GET")).body.decode()
 
-    first, nothing, later, page = asgi.run(app(held.engine, workers=1), program)
+    first, nothing, later, page = asgi.run(app(held, workers=1), program)
     assert (first.status, nothing.status, later.status) == (200, 0, 200)
     assert 'te_request_failure_total{err="disconnected"} 1.0' in page
     assert "te_batch_next_size_sum 2.0" in page
@@ -296,6 +295,6 @@ def test_a_failure_of_the_model_is_told_and_the_server_goes_on(engines):
         failed = await client.send("/embed", {"inputs": "a"})
         return failed, await client.send("/embed", {"inputs": "a"}), await client.send("/health", method="GET")
 
-    failed, later, health = asgi.run(app(held.engine), program)
+    failed, later, health = asgi.run(app(held), program)
     assert failed.status == 424 and failed.json["error"] == "the model failed: MemoryError: no room"
     assert (later.status, health.status) == (200, 200)

@@ -10,18 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from command_line import run_here
 from finetuning_runs import base, write_rows
 from full import left_to_full
 from scipy.stats import pearsonr, spearmanr
-from seeds import numpy_generator, python_random, shifted
+from seeds import python_random, shifted
 from seqeval.metrics import f1_score as entity_f1
 from seqeval.metrics import precision_score, recall_score
 from sklearn.metrics import accuracy_score, f1_score
 from tiny import WORDS
 
-from fastbert.training.finetuning.inputs.sequences import CHUNK_INPUTS, Sequences, run_model
 from fastbert.training.finetuning.inputs.squad import squad_metrics
 
 TAGS = ("O", "B-X", "I-X", "B-Y")
@@ -149,32 +147,3 @@ def of_vectors(folder: Path, file: str, rows: list[Any], place: Path) -> dict[st
         vectors = np.load(place / f"{name}.npy").astype(np.float64)
         sides.append(vectors / np.linalg.norm(vectors, axis=1, keepdims=True))
     return {"spearman": spearmanr((sides[0] * sides[1]).sum(1), [row["score"] for row in rows]).statistic}
-
-
-class Echo:
-    device = torch.device("cpu")
-
-    def __call__(self, batch: Any) -> torch.Tensor:
-        return batch["input_ids"]
-
-
-def test_a_file_has_the_batches_of_its_chunks():
-    """An evaluation gives all of it at once, and `predict` so many rows at a time: the products have equal sizes."""
-    draw = numpy_generator(0)
-    windows = draw.integers(1, 3, 2 * CHUNK_INPUTS + 5)
-    sources = np.repeat(np.arange(len(windows)), windows)
-    lengths = draw.integers(3, 20, len(sources))
-    ids, offsets = draw.integers(0, 100, lengths.sum(), np.int32), np.concatenate([[0], np.cumsum(lengths)])
-    whole = [batch.tolist() for _, batch in run_model(Echo(), Sequences(ids, None, offsets, sources))]
-    parts = []
-    for start in range(0, len(windows), CHUNK_INPUTS):
-        inside = (start <= sources) & (sources < start + CHUNK_INPUTS)
-        tokens, sizes = ids[np.repeat(inside, lengths)], np.concatenate([[0], np.cumsum(lengths[inside])])
-        part = Sequences(tokens, None, sizes, sources[inside] - start)
-        parts += [batch.tolist() for _, batch in run_model(Echo(), part)]
-    assert whole == parts
-
-
-def test_nothing_has_no_batches():
-    empty = np.zeros(0, np.int32)
-    assert not list(run_model(Echo(), Sequences(empty, None, np.zeros(1, np.int64), empty)))

@@ -63,10 +63,10 @@ def run(options: argparse.Namespace) -> int:
     if missing := absent("scipy"):
         raise UsageError(f"predict needs {', '.join(missing)}: {install('train')}")
 
+    from fastbert.data.tokenized import CHUNK_INPUTS
     from fastbert.sentences.batches import in_chunks, progress_bar
     from fastbert.sentences.loading import open_folder
     from fastbert.training.finetuning.base_models import check_complete
-    from fastbert.training.finetuning.inputs.sequences import CHUNK_INPUTS
     from fastbert.training.finetuning.readers import KINDS
     from fastbert.training.finetuning.usage import read_usage
 

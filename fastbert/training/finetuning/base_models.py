@@ -75,11 +75,6 @@ def longest_of(model: Any) -> int:
     return model.config.max_position_embeddings if limit is None else limit
 
 
-def has_types(model: Any) -> bool:
-    """Whether it is told which token is of which text: one row of the table is RoBERTa's, and says nothing."""
-    return model.base_model.table_sizes().token_types > 1
-
-
 def say_notes(*notes: str) -> None:
     """Warn a user, once for all ranks, of what was made of the data; empty notes are none."""
     for note in notes:

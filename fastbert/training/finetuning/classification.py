@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy.special import expit, softmax
 from tokenizers import Tokenizer
 
 from fastbert.checkpoint.pretrained import read_config
+from fastbert.data.tokenized import CHUNK_INPUTS, Tokenized, run_batches, tokenize
 from fastbert.errors import ConfigError
 from fastbert.models.auto import AutoModelForSequenceClassification
 from fastbert.packed_inputs import PackedInputs
+from fastbert.sentences.scorer import label_probabilities
 from fastbert.training.finetuning.adapters import add_adapters
-from fastbert.training.finetuning.base_models import find_base, has_types, load_base, longest_of, say_notes
+from fastbert.training.finetuning.base_models import find_base, load_base, longest_of, say_notes
 from fastbert.training.finetuning.head_task import HeadTask, LabelledSequences, note_of_cut, shown_names
 from fastbert.training.finetuning.inputs import rows as columns
 from fastbert.training.finetuning.inputs.labels import Labels, class_weights, find_labels
-from fastbert.training.finetuning.inputs.sequences import Sequences, run_model, tokenize
 from fastbert.training.finetuning.metrics import class_metrics, number_metrics, several_metrics
 from fastbert.training.finetuning.usage import Usage
 from fastbert.training.options import FinetuneOptions
@@ -50,7 +50,7 @@ def make_task(options: FinetuneOptions) -> Classification:
     def examples(rows: Any, where: str) -> LabelledSequences:
         values = labels.values(rows, where)
         made = reader.tokenize([columns.texts_of(rows, name, where) for name in texts])
-        say_notes(note_of_cut(made.cut, len(made), where, options.max_length, longest_of(model)))
+        say_notes(note_of_cut(len(made.cut), len(made), where, options.max_length, longest_of(model)))
         return LabelledSequences(made, labels=values)
 
     train = examples(data.train, data.train_name)
@@ -112,12 +112,14 @@ class Classifier:
     is_pair = True  # what it may be
 
     def __init__(self, model: Any, tokenizer: Tokenizer, usage: Usage):
-        self.tokenizer, self.with_types, self.config = tokenizer, has_types(model), model.config
+        self.tokenizer, self.with_types, self.config = tokenizer, model.base_model.table_sizes().has_types, model.config
         side = (tokenizer.truncation or {}).get("direction", "right")  # the folder's
         tokenizer.enable_truncation(usage.max_length or longest_of(model), direction=side)
 
-    def tokenize(self, texts: Sequence[Sequence[str]]) -> Sequences:
-        return tokenize(self.tokenizer, *texts, with_types=self.with_types)
+    def tokenize(self, texts: Sequence[Sequence[str]]) -> Tokenized:
+        """Of columns of texts: one, or two."""
+        inputs: Any = texts[0] if len(texts) == 1 else list(zip(*texts, strict=True))
+        return tokenize(self.tokenizer, inputs, with_types=self.with_types)
 
     @property
     def kind(self) -> str:
@@ -140,27 +142,26 @@ class Classifier:
                 {"value": logits[:, 0]} if len(names) == 1 else dict(zip(names, logits.T, strict=True))
             )
             return {**texts, **found}
+        scores = label_probabilities(torch.from_numpy(logits), self.kind).numpy()
         if self.kind == "multi_label_classification":
-            scores = expit(logits)
             above = [np.flatnonzero(row > threshold) for row in scores]
             found = {
                 "labels": [[names[i] for i in chosen] for chosen in above],
                 "scores": [row[chosen].tolist() for row, chosen in zip(scores, above, strict=True)],
             }
         else:
-            scores = softmax(logits, -1)
             found = {"label": [names[i] for i in logits.argmax(-1)], "score": scores.max(-1)}
         return {**texts, **found, **(dict(zip(names, scores.T, strict=True)) if every else {})}
 
 
 def logits_of(
     model: Any,
-    sequences: Sequences,
+    made: Tokenized,
     batch_tokens: int | None = None,
     on_batch: Callable[[int], Any] = lambda inputs: None,
 ) -> np.ndarray:
     """float32 (inputs, num_labels)."""
-    found = np.empty((len(sequences), model.config.num_labels), np.float32)
-    for indices, output in run_model(model, sequences, batch_tokens, on_batch):
-        found[indices] = output.logits.float().cpu().numpy()
+    found = np.empty((len(made), model.config.num_labels), np.float32)
+    for places, output in run_batches(model, made, model.device, batch_tokens, share=CHUNK_INPUTS, on_batch=on_batch):
+        found[places] = output.logits.float().cpu().numpy()
     return found

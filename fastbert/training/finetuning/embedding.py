@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastbert.data.sentence_folder import Recipe
+from fastbert.data.tokenized import CHUNK_INPUTS, Tokenized
 from fastbert.errors import ConfigError, InputError
 from fastbert.models.base import EncoderModel
 from fastbert.models.quantized import is_quantized
@@ -32,7 +33,6 @@ from fastbert.training.finetuning.base_models import say_notes
 from fastbert.training.finetuning.embedding_metrics import ranks_metrics, spearman
 from fastbert.training.finetuning.head_task import note_of_cut
 from fastbert.training.finetuning.inputs.rows import load_rows, texts_of
-from fastbert.training.finetuning.inputs.sequences import CHUNK_INPUTS, Sequences, tokenize
 from fastbert.training.options import FinetuneOptions
 from fastbert.training.task import Phase, Task
 
@@ -73,7 +73,7 @@ class EmbeddingModel(nn.Module):
 class Examples:
     """Token ids of each example's texts, and its score if there are scores."""
 
-    def __init__(self, texts: Sequence[Sequences], scores: np.ndarray | None):
+    def __init__(self, texts: Sequence[Tokenized], scores: np.ndarray | None):
         self.texts, self.scores = texts, scores
         self.lengths = np.sum([sequences.lengths for sequences in texts], axis=0)
 
@@ -234,10 +234,9 @@ def make_task(options: FinetuneOptions) -> Embedding:
     encoder.max_seq_length = min(kept, options.max_length)  # here: what is saved takes texts as long as before
     texts = []
     for column in columns:
-        given = [prompt + text for text in texts_of(rows.train, column, rows.train_name)]
-        texts.append(tokenize(encoder.tokenizer, given, with_types=False))
+        texts.append(encoder.tokenize(texts_of(rows.train, column, rows.train_name), prompt))
         where = f"{column} of {rows.train_name}"
-        say_notes(note_of_cut(texts[-1].cut, len(given), where, encoder.max_seq_length, kept))
+        say_notes(note_of_cut(len(texts[-1].cut), len(texts[-1]), where, encoder.max_seq_length, kept))
     encoder.max_seq_length = kept
     scores = _scores(rows.train, score, rows.train_name) if score and name != "ranking" else None
     if name == "cosine" and scores is not None and (scores.min() < -1 or scores.max() > 1):

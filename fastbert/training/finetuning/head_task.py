@@ -11,9 +11,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from fastbert.data.collator import PackingCollator
+from fastbert.data.tokenized import Tokenized
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.finetuning.adapters import FOLDER, merged, save_adapters
-from fastbert.training.finetuning.inputs.sequences import Sequences
 from fastbert.training.finetuning.usage import Usage
 from fastbert.training.task import Phase, Task
 
@@ -24,7 +24,7 @@ class LabelledSequences:
     `labels`: a row a sequence, or a row a token (`per_token`).
     """
 
-    def __init__(self, sequences: Sequences, *, per_token: bool = False, **labels: np.ndarray):
+    def __init__(self, sequences: Tokenized, *, per_token: bool = False, **labels: np.ndarray):
         self.sequences, self.labels, self.per_token = sequences, labels, per_token
 
     def __len__(self) -> int:

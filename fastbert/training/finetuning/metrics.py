@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from scipy.special import expit, log_softmax
+
+from fastbert.sentences.scorer import label_probabilities
 
 
 def class_metrics(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
@@ -23,7 +26,8 @@ def several_metrics(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     """Of several labels at once: a label is said where its sigmoid is above 0.5."""
     from sklearn.metrics import f1_score
 
-    said, wanted = expit(logits) > 0.5, labels > 0.5
+    said = label_probabilities(torch.from_numpy(logits), "multi_label_classification").numpy() > 0.5
+    wanted = labels > 0.5
     x = logits.astype(np.float64)
     loss = -np.where(wanted, np.log(expit(x)), np.log(expit(-x))).mean()
     scores = {

@@ -10,13 +10,13 @@ import torch
 from scipy.special import logsumexp
 from tokenizers import Tokenizer
 
+from fastbert.data.tokenized import CHUNK_INPUTS, Tokenized, run_batches, tokenize
 from fastbert.errors import ConfigError, InputError
 from fastbert.models.auto import AutoModelForQuestionAnswering
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.finetuning.adapters import add_adapters
-from fastbert.training.finetuning.base_models import find_base, has_types, load_base, longest_of, say_notes
+from fastbert.training.finetuning.base_models import find_base, load_base, longest_of, say_notes
 from fastbert.training.finetuning.head_task import HeadTask, LabelledSequences
-from fastbert.training.finetuning.inputs.sequences import Sequences, run_model, tokenize
 from fastbert.training.finetuning.inputs.squad import Questions, load_questions, squad_metrics
 from fastbert.training.finetuning.usage import Usage
 from fastbert.training.options import FinetuneOptions
@@ -99,7 +99,8 @@ class Finder:
     is_pair = True
 
     def __init__(self, model: Any, tokenizer: Tokenizer, usage: Usage):
-        self.tokenizer, self.with_types, self.no_answer = tokenizer, has_types(model), usage.no_answer
+        self.tokenizer, self.no_answer = tokenizer, usage.no_answer
+        self.with_types = model.base_model.table_sizes().has_types
         self.length = usage.max_length or min(384, longest_of(model))
         self.added = tokenizer.num_special_tokens_to_add(True)
         room = (self.length - self.added) // 2  # for the text, whatever the question
@@ -112,7 +113,7 @@ class Finder:
         if not tokenizer.encode("a").special_tokens_mask[0]:
             raise ConfigError("this model's tokenizer puts no token in front, which would say that there is no answer")
 
-    def tokenize(self, questions: Sequence[str], contexts: Sequence[str]) -> Sequences:
+    def tokenize(self, questions: Sequence[str], contexts: Sequence[str]) -> Tokenized:
         self.tokenizer.no_truncation()
         limit = (self.length - self.added + 1) // 2
         questions = list(questions)
@@ -120,7 +121,8 @@ class Finder:
             if len(made) > limit:
                 questions[i] = questions[i][: made.offsets[limit - 1][1]]
         self.tokenizer.enable_truncation(self.length, stride=self.stride, strategy="only_second")
-        return tokenize(self.tokenizer, questions, contexts, with_types=self.with_types, windows=True, with_spans=True)
+        pairs = list(zip(questions, contexts, strict=True))
+        return tokenize(self.tokenizer, pairs, with_types=self.with_types, windows=True, with_spans=True)
 
     def examples(self, data: Questions) -> LabelledSequences:
         """Windows with the places of the first answer, or of their first token, if the answer is not in them."""
@@ -148,7 +150,7 @@ class Finder:
     def best(
         self,
         model: Any,
-        made: Sequences,
+        made: Tokenized,
         contexts: Sequence[str],
         batch_tokens: int | None = None,
         on_batch: Callable[[int], Any] = lambda n: None,
@@ -161,7 +163,8 @@ class Finder:
         best = np.full(count, -np.inf)
         score, place = np.zeros(count), np.zeros((count, 2), np.int64)
         nothing, nothing_score = np.full(count, np.inf), np.zeros(count)
-        for indices, output in run_model(model, made, batch_tokens, on_batch):
+        batches = run_batches(model, made, model.device, batch_tokens, share=CHUNK_INPUTS, on_batch=on_batch)
+        for indices, output in batches:
             starts, stops = (output[name].float().cpu().numpy() for name in ("start_logits", "end_logits"))
             sizes = offsets[indices + 1] - offsets[indices]
             at = np.cumsum(sizes) - sizes

@@ -13,14 +13,14 @@ from scipy.special import log_softmax
 from tokenizers import Tokenizer
 
 from fastbert.checkpoint.pretrained import read_config
+from fastbert.data.tokenized import CHUNK_INPUTS, Tokenized, run_batches, tokenize
 from fastbert.errors import ConfigError, InputError
 from fastbert.models.auto import AutoModelForTokenClassification
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.finetuning.adapters import add_adapters
-from fastbert.training.finetuning.base_models import find_base, has_types, load_base, longest_of, say_notes
+from fastbert.training.finetuning.base_models import find_base, load_base, longest_of, say_notes
 from fastbert.training.finetuning.head_task import HeadTask, LabelledSequences
 from fastbert.training.finetuning.inputs.labels import Labels
-from fastbert.training.finetuning.inputs.sequences import Sequences, run_model, tokenize
 from fastbert.training.finetuning.inputs.tagged import Tagged, load_tagged
 from fastbert.training.finetuning.metrics import entities_of, tag_metrics
 from fastbert.training.finetuning.usage import Usage
@@ -104,7 +104,7 @@ class Words:
     token, in the window in which it has most words around it; -1: the tokenizer makes nothing of the word.
     """
 
-    def __init__(self, sequences: Sequences, texts: Sequence[str], starts: np.ndarray, ends: np.ndarray, counts: Any):
+    def __init__(self, sequences: Tokenized, texts: Sequence[str], starts: np.ndarray, ends: np.ndarray, counts: Any):
         self.sequences, self.texts, self.starts, self.ends, self.counts = sequences, texts, starts, ends, counts
         first = np.cumsum(counts) - counts  # each text's first word
         span, source = sequences.spans, sequences.source
@@ -140,8 +140,9 @@ class Words:
         spoken = np.flatnonzero(self.token >= 0)
         place[self.token[spoken]] = spoken
         found = np.zeros((len(self.token), model.config.num_labels), np.float32)
-        for indices, output in run_model(model, self.sequences, batch_tokens, on_batch):
-            words = place[np.concatenate([np.arange(offsets[i], offsets[i + 1]) for i in indices])]
+        batches = run_batches(model, self.sequences, model.device, batch_tokens, share=CHUNK_INPUTS, on_batch=on_batch)
+        for places, output in batches:
+            words = place[np.concatenate([np.arange(offsets[i], offsets[i + 1]) for i in places])]
             kept = np.flatnonzero(words >= 0)
             logits = output.logits[torch.from_numpy(kept).to(output.logits.device)].float().cpu().numpy()
             found[words[kept]] = log_softmax(logits, -1)
@@ -163,7 +164,7 @@ class Tagger:
     is_pair = False
 
     def __init__(self, model: Any, tokenizer: Tokenizer, usage: Usage):
-        self.tokenizer, self.with_types = tokenizer, has_types(model)
+        self.tokenizer, self.with_types = tokenizer, model.base_model.table_sizes().has_types
         self.names = [model.config.id2label[i] for i in range(model.config.num_labels)]
         length = usage.max_length or longest_of(model)
         stride = length // 4 if usage.stride is None else usage.stride

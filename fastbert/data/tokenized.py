@@ -1,11 +1,14 @@
-"""Tokenised inputs: ids in one row, made by `tokenizers` on all cores, and batches of them without padding."""
+"""From texts to a model, the one way: tokenised on all cores, packed by a budget of tokens, computed batch by batch.
+
+Vectors, scores, labels, answers, evaluation during training and the server are what is made of a batch's output.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
-from typing import Any
+from itertools import accumulate, chain, pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,18 +17,21 @@ from tokenizers import Tokenizer
 from fastbert.data.budget import batch_tokens_of, token_batches
 from fastbert.packed_inputs import PackedInputs, pack_inputs
 
-CHUNK_INPUTS = 1024  # that share batches: those of a long file are the same, read whole or so many at a time
 CHUNK_TEXTS = 4096  # tokenised at a time: an Encoding takes much more memory than its ids
+CHUNK_INPUTS = 1024  # that share batches: those of a long file are the same, read whole or so many at a time
+
+Text = str | tuple[str, str]  # one text, or a pair
+Output = TypeVar("Output")
 
 
 @dataclass(frozen=True)
-class Sequences:
+class Tokenized:
     """Token ids of many inputs, special tokens included. An input is one sequence, or several that overlap (windows).
 
     ids: int32 (tokens,). types: uint8 (tokens,), of which text each token is; None: the model has no table for it.
     offsets: int64 (sequences + 1,), where each sequence begins. source: int64 (sequences,), which input it is of.
     spans: int32 (tokens, 2), the characters of the last text that each token stands for, -1 for tokens of no character
-    of it; None: nobody asked. cut: how many inputs were too long, and lost their end.
+    of it; None: nobody asked. cut: which inputs were too long, and lost their end.
     """
 
     ids: np.ndarray = field(repr=False)
@@ -33,10 +39,13 @@ class Sequences:
     offsets: np.ndarray = field(repr=False)
     source: np.ndarray = field(repr=False)
     spans: np.ndarray | None = field(default=None, repr=False)
-    cut: int = 0
+    cut: Sequence[int] = ()
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return (self[i] for i in range(len(self)))
 
     @property
     def lengths(self) -> np.ndarray:
@@ -47,42 +56,44 @@ class Sequences:
         """Which sequence each token is in, (tokens,)."""
         return np.repeat(np.arange(len(self)), self.lengths)
 
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        """What goes to the model of one sequence."""
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        """What goes to the model of one sequence, int64 (tokens,) each."""
+        i = range(len(self))[i]  # raises IndexError
         place = slice(self.offsets[i], self.offsets[i + 1])
         found = {"input_ids": self.ids[place].astype(np.int64)}
         return found if self.types is None else found | {"token_type_ids": self.types[place].astype(np.int64)}
 
-    def pack(self, indices: Sequence[int] | np.ndarray) -> PackedInputs:
-        examples = [self[int(i)] for i in indices]
-        return pack_inputs(**{name: [example[name] for example in examples] for name in examples[0]})
+    def pack(self, indices: Iterable[int]) -> PackedInputs:
+        return pack([self[i] for i in indices])
+
+
+def pack(sequences: Sequence[Mapping[str, Any]]) -> PackedInputs:
+    """One batch of sequences, which may be of several Tokenized."""
+    return pack_inputs(**{name: [one[name] for one in sequences] for name in sequences[0]})
 
 
 def tokenize(
     tokenizer: Tokenizer,
-    texts: Sequence[str],
-    pairs: Sequence[str] | None = None,
+    inputs: Sequence[Text],
     *,
     with_types: bool,
     windows: bool = False,
     with_spans: bool = False,
-) -> Sequences:
+) -> Tokenized:
     """The tokens of texts, or of pairs of texts, as long as the tokenizer's `truncation` allows: longer ones are cut,
     or go on in further `windows`, which overlap by its stride.
     """
-    ids, types, lengths, source, spans, cut = [], [], list[int](), list[int](), [], 0
+    ids, types, lengths, source, spans, cut = [], [], list[int](), list[int](), [], list[int]()
     longest = (tokenizer.truncation or {}).get("max_length")
     encode = tokenizer.encode_batch if with_spans else tokenizer.encode_batch_fast
-    for start in range(0, len(texts), CHUNK_TEXTS):
-        part: Any = texts[start : start + CHUNK_TEXTS]
-        if pairs is not None:
-            part = list(zip(part, pairs[start : start + CHUNK_TEXTS], strict=True))
+    for start in range(0, len(inputs), CHUNK_TEXTS):
+        part: Any = inputs[start : start + CHUNK_TEXTS]
         made, of = encode(part), list(range(start, start + len(part)))
         if windows:
             of = [i for i, one in zip(of, made, strict=True) for _ in range(1 + len(one.overflowing))]
             made = [window for one in made for window in (one, *one.overflowing)]
         else:
-            cut += sum(len(one) == longest and bool(one.overflowing) for one in made)
+            cut += [i for i, one in zip(of, made, strict=True) if len(one) == longest and one.overflowing]
         sizes = [len(one) for one in made]
         total = sum(sizes)
         lengths += sizes
@@ -91,14 +102,14 @@ def tokenize(
         if with_types:
             types.append(_flat((one.type_ids for one in made), np.uint8, total))
         if with_spans:
-            last = 0 if pairs is None else 1
+            last = int(isinstance(part[0], tuple))
             found = _flat((chain.from_iterable(one.offsets) for one in made), np.int32, 2 * total).reshape(-1, 2)
             is_text = _flat(((s == last for s in one.sequence_ids) for one in made), bool, total)
             spans.append(np.where(is_text[:, None] & (found[:, 1:] > found[:, :1]), found, -1))
-    return Sequences(
+    return Tokenized(
         _joined(ids, np.zeros(0, np.int32)),
         _joined(types, np.zeros(0, np.uint8)) if with_types else None,
-        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        np.fromiter(accumulate(lengths, initial=0), np.int64, len(lengths) + 1),
         np.array(source, np.int64),
         _joined(spans, np.zeros((0, 2), np.int32)) if with_spans else None,
         cut,
@@ -110,28 +121,34 @@ def _flat(rows: Iterable[Iterable[Any]], dtype: Any, total: int) -> np.ndarray:
 
 
 def _joined(parts: list[np.ndarray], empty: np.ndarray) -> np.ndarray:
-    return np.concatenate(parts) if parts else empty
+    return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else empty
 
 
 @torch.inference_mode()
-def run_model(
-    model: Any,
-    sequences: Sequences,
+def run_batches(
+    compute: Callable[[PackedInputs], Output],
+    made: Tokenized,
+    device: torch.device,
     batch_tokens: int | None = None,
-    on_batch: Callable[[int], Any] = lambda inputs: None,
-) -> Iterator[tuple[np.ndarray, Any]]:
-    """(the indices of a batch's sequences, the model's output for it), until all are done.
+    batch_size: int | None = None,
+    *,
+    share: int | None = None,
+    on_batch: Callable[[int], Any] = lambda sequences: None,
+) -> Iterator[tuple[np.ndarray, Output]]:
+    """(the places of a batch's sequences, int64, and what `compute` gives for it), the longest sequences first.
 
-    A batch has sequences of CHUNK_INPUTS inputs that follow each other, so an evaluation of a file has the batches that
-    `fastbert predict` has, and the same bits: in float32 the last ones of a product depend on how many rows it has.
+    A batch has at most `batch_tokens` tokens (None: as many as `device` is fastest with) and `batch_size` sequences, or
+    one sequence. `share`: only the sequences of so many inputs that follow each other share batches. With CHUNK_INPUTS
+    an evaluation of a file has the batches of `fastbert predict`, and the same bits: in float32 the last ones of a
+    product depend on how many rows it has. `on_batch(sequences)` is called after each batch.
     """
-    device = model.device
     budget = batch_tokens or batch_tokens_of(device)
-    inputs = int(sequences.source[-1]) + 1 if len(sequences) else 0
-    cuts = np.searchsorted(sequences.source, range(0, inputs + CHUNK_INPUTS, CHUNK_INPUTS))
-    for start, stop in pairwise(cuts.tolist()):
-        for indices in token_batches(sequences.lengths[start:stop], budget):
+    inputs = int(made.source[-1]) + 1 if len(made) else 0
+    cuts = np.searchsorted(made.source, range(0, inputs + share, share)).tolist() if share else [0, len(made)]
+    lengths = made.lengths
+    for start, stop in pairwise(cuts):
+        for indices in token_batches(lengths[start:stop], budget, batch_size):
             places = start + np.array(indices)
-            batch = sequences.pack(places)
-            yield places, model(batch.to(device) if device.type != "cpu" else batch)
+            batch = made.pack(places)
+            yield places, compute(batch if device.type == "cpu" else batch.to(device))
             on_batch(len(indices))
