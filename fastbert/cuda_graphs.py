@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fastbert.backend import Backend, _choice, first_to_serve
-from fastbert.families.spec import Distances
+from fastbert.layer_spec import Distances
 from fastbert.layers.embeddings import EmbeddingIds
 from fastbert.layers.leaves import FORWARD_HOOKS
 from fastbert.layers.snapshot import Snapshot

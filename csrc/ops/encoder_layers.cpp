@@ -1,7 +1,7 @@
 #include "encoder_layers.h"
 
 #include "attention.h"
-#include "layer_form.h"
+#include "layer_spec.h"
 #include "tensors.h"
 #include "workspace.h"
 
@@ -10,14 +10,14 @@ namespace fastbert {
 Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Array>& weights, const List<Array>& biases,
                          const List<Array>& weight_scales, const List<Array>& input_scales, const List<Array>& norms,
                          const std::string& activation, const std::vector<int64_t>& layers,
-                         const std::vector<int64_t>& form_ints, const std::vector<double>& numbers,
+                         const std::vector<int64_t>& ints, const std::vector<double>& floats,
                          const std::optional<double>& final_eps, const std::vector<Array>& rotary,
                          const std::vector<int64_t>& rotary_layouts, const OptionalArray& window_positions,
                          const std::vector<int64_t>& versions) {
-  const std::vector<LayerForm> forms = layer_forms(form_ints, numbers);
+  const std::vector<LayerSpec> specs = layer_specs(ints, floats);
   check(x.dim() == 2 && !layers.empty(), "x has shape ", x.sizes(), ", there are ", layers.size(), " layers");
-  for (const int64_t i : layers) check(i >= 0 && i < static_cast<int64_t>(forms.size()), "there is no form ", i);
-  const auto form_of = [&](size_t layer) -> const LayerForm& { return forms[static_cast<size_t>(layers[layer])]; };
+  for (const int64_t i : layers) check(i >= 0 && i < static_cast<int64_t>(specs.size()), "there are no numbers ", i);
+  const auto spec_of = [&](size_t layer) -> const LayerSpec& { return specs[static_cast<size_t>(layers[layer])]; };
   const auto dtype = x.scalar_type();
   const int64_t tokens = x.size(0), hidden_size = x.size(1);
 
@@ -31,7 +31,7 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
   const Activation act = activation_of(activation);
 
   LayerReader reader({&weights, &biases, &weight_scales, &input_scales, &norms, &versions}, hidden_size, dtype);
-  const auto final_norm = [&](const LayerForm& last) -> NormOperand {
+  const auto final_norm = [&](const LayerSpec& last) -> NormOperand {
     const size_t left = reader.norms_left();
     check(final_eps.has_value() ? left == 1 || left == 2 : left == 0, "there are ", left, " tensors of norms too many");
     return final_eps.has_value() ? reader.norm_ahead(last.rms, left == 1 ? 1 : 3, *final_eps) : NormOperand();
@@ -40,33 +40,33 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
   Array hidden = contiguous(x);  // what the next residual is
   bool is_normed = false;        // whether the layer before left in `normed` what the next one begins with
   for (size_t i = 0; i < layers.size(); ++i) {
-    const LayerForm& form = form_of(i);
+    const LayerSpec& spec = spec_of(i);
     const bool is_last = i + 1 == layers.size();
-    reader.read(form, layer);
+    reader.read(spec, layer);
     if (i == 0 || layers[i] != layers[i - 1]) {
-      attention = attention_form(form, {rotary, rotary_layouts, window_positions});
-      heads = make_heads(form, tokens, make);
-      context = workspace({tokens, form.num_heads, form.head_dim}, dtype);
-      flat_context = context.view({tokens, form.num_heads * form.head_dim});
+      attention = attention_form(spec, {rotary, rotary_layouts, window_positions});
+      heads = make_heads(spec, tokens, make);
+      context = workspace({tokens, spec.num_heads, spec.head_dim}, dtype);
+      flat_context = context.view({tokens, spec.num_heads * spec.head_dim});
     }
 
-    if (form.begins_with_norm() && !is_normed) {
+    if (spec.begins_with_norm() && !is_normed) {
       parallel_for(0, tokens, 16, add_norm_rows(hidden, none, none, layer.attention_norm, normed, none));
     }
-    linear_rows(form.begins_with_norm() ? normed : hidden, layer.projections(form), heads.flat, dtype, nullptr);
+    linear_rows(spec.begins_with_norm() ? normed : hidden, layer.projections(spec), heads.flat, dtype, nullptr);
     attention_rows(heads.q, heads.k, heads.v, cu_seqlens, attention, context);
 
     // What ends a half, residual and norm, runs over rows as the product before it finishes them.
-    const size_t output = form.attention_output(), down = form.down();
+    const size_t output = spec.attention_output(), down = spec.down();
     const auto end_attention = [&](const RowsDone& end) {
       linear_rows(flat_context, {layer.without_bias(output)}, {product}, dtype, end);
     };
     const auto end_layer = [&](const RowsDone& end) {
-      feed_forward_rows(normed, layer.feed_forward(form, act, {0.0, 0, 0}), product, none, dtype, end);
+      feed_forward_rows(normed, layer.feed_forward(spec, act, {0.0, 0, 0}), product, none, dtype, end);
     };
-    const NormOperand next = is_last ? final_norm(form) : reader.norm_ahead(form_of(i + 1));
-    is_normed = form.norm_first && next.weight.defined();
-    if (form.norm_first) {
+    const NormOperand next = is_last ? final_norm(spec) : reader.norm_ahead(spec_of(i + 1));
+    is_normed = spec.norm_first && next.weight.defined();
+    if (spec.norm_first) {
       end_attention(add_norm_rows(product, layer.bias[output], hidden, layer.feed_forward_norm, normed, out));
       end_layer(add_norm_rows(product, layer.bias[down], out, next,
                               !is_normed ? none

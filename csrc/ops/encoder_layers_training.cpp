@@ -5,7 +5,7 @@
 #include "../cpu/add.h"
 #include "attention.h"
 #include "dropout.h"
-#include "layer_form.h"
+#include "layer_spec.h"
 #include "tensors.h"
 #include "workspace.h"
 
@@ -24,20 +24,20 @@ struct Kept {
 
 // Visits those that there are, in the order of the list that forward returns after its output.
 template <typename Visit>
-void for_each_kept(const LayerForm& form, Kept& kept, const Visit& visit) {
+void for_each_kept(const LayerSpec& spec, Kept& kept, const Visit& visit) {
   const auto visit_all = [&](std::initializer_list<Array*> arrays) {
     for (Array* array : arrays) visit(*array);
   };
-  kept.projected.resize(form.num_projections());
-  if (form.begins_with_norm()) visit_all({&kept.first, &kept.first_mean, &kept.first_rstd});
+  kept.projected.resize(spec.num_projections());
+  if (spec.begins_with_norm()) visit_all({&kept.first, &kept.first_mean, &kept.first_rstd});
   for (Array& array : kept.projected) visit(array);
   visit_all({&kept.context, &kept.softmax_stats, &kept.summed});
-  if (form.norm_first || form.has_attention_norm()) visit_all({&kept.middle, &kept.mean, &kept.rstd});
+  if (spec.norm_first || spec.has_attention_norm()) visit_all({&kept.middle, &kept.mean, &kept.rstd});
   visit(kept.pre);
-  if (!form.norm_first) visit_all({&kept.last_summed, &kept.last_mean, &kept.last_rstd});
+  if (!spec.norm_first) visit_all({&kept.last_summed, &kept.last_mean, &kept.last_rstd});
 }
 
-// The layer's dropouts, in the order of its form's, of which the inner one has a seed only where it is on.
+// The layer's dropouts, in the order of its spec's, of which the inner one has a seed only where it is on.
 enum DropoutOf : size_t { kProbabilities, kAttentionOutput, kInner, kOutput };
 
 OptionalArray philox_of(const OptionalArray& philox, DropoutOf which) {
@@ -47,8 +47,8 @@ OptionalArray philox_of(const OptionalArray& philox, DropoutOf which) {
   return philox.select(0, which == kOutput ? philox.size(0) - 1 : which);
 }
 
-Dropout inner_dropout(const LayerForm& form, const OptionalArray& philox) {
-  const double p = form.dropouts[kInner];
+Dropout inner_dropout(const LayerSpec& spec, const OptionalArray& philox) {
+  const double p = spec.inner_dropout;
   return make_dropout(p, p > 0.0 ? philox_of(philox, kInner) : OptionalArray());
 }
 
@@ -110,25 +110,25 @@ EndGradients end_gradients(const Sum& gradient, const OptionalArray& dsum, const
   return {dropout_p > 0.0 ? dproduct : dsummed, dsummed, dbias, dnorm, dnorm_bias};
 }
 
-// The layers of a call: of each its form, and where its weights begin in their list.
+// The layers of a call: of each its spec, and where its weights begin in their list.
 struct Stack {
-  std::vector<LayerForm> forms;
+  std::vector<LayerSpec> specs;
   std::vector<size_t> first_weight;
 };
 
-Stack stack_of(const std::vector<int64_t>& layers, const std::vector<int64_t>& ints, const std::vector<double>& numbers,
+Stack stack_of(const std::vector<int64_t>& layers, const std::vector<int64_t>& ints, const std::vector<double>& floats,
                size_t num_weights) {
-  const std::vector<LayerForm> forms = layer_forms(ints, numbers);
+  const std::vector<LayerSpec> specs = layer_specs(ints, floats);
   check(!layers.empty(), "there are no layers");
   Stack stack;
   size_t weights = 0;
   for (const int64_t i : layers) {
-    check(i >= 0 && i < static_cast<int64_t>(forms.size()), "there is no form ", i);
-    const LayerForm& form = forms[static_cast<size_t>(i)];
-    check(form.scales == 0, "int8 weights have no gradients");
-    stack.forms.push_back(form);
+    check(i >= 0 && i < static_cast<int64_t>(specs.size()), "there are no numbers ", i);
+    const LayerSpec& spec = specs[static_cast<size_t>(i)];
+    check(spec.scales == 0, "int8 weights have no gradients");
+    stack.specs.push_back(spec);
     stack.first_weight.push_back(weights);
-    weights += form.num_leaves();
+    weights += spec.num_leaves();
   }
   check(num_weights == weights, "got ", num_weights, " weights, expected ", weights, " weights");
   return stack;
@@ -152,35 +152,35 @@ struct Shared {
 };
 
 // The layer over x; returns what it gives, and fills `kept`.
-Array layer_forward(const Array& x, const LayerForm& form, const LayerOperands& layer, const OptionalArray& philox,
+Array layer_forward(const Array& x, const LayerSpec& spec, const LayerOperands& layer, const OptionalArray& philox,
                     const Shared& shared, ScalarType dtype, Kept& kept) {
-  const size_t output = form.attention_output(), up = form.first_up(), down = form.down();
-  if (form.begins_with_norm()) {
+  const size_t output = spec.attention_output(), up = spec.first_up(), down = spec.down();
+  if (spec.begins_with_norm()) {
     const NormOperand& norm = layer.attention_norm;
     std::tie(kept.first, std::ignore, kept.first_mean, kept.first_rstd) =
         add_layer_norm_fwd_cpu(x, {}, {}, norm.weight, norm.bias, {}, 0.0, norm.eps, false, true, norm.rms);
   }
-  const Heads heads = make_heads(form, x.size(0), [&](const Shape& shape) { return empty(shape, dtype); });
-  linear_rows(form.begins_with_norm() ? kept.first : x, layer.projections(form), heads.flat, dtype, nullptr);
+  const Heads heads = make_heads(spec, x.size(0), [&](const Shape& shape) { return empty(shape, dtype); });
+  linear_rows(spec.begins_with_norm() ? kept.first : x, layer.projections(spec), heads.flat, dtype, nullptr);
   kept.projected = heads.whole;
   std::tie(kept.context, kept.softmax_stats) =
       attention_fwd_cpu(heads.q, heads.k, heads.v, shared.cu_seqlens, philox_of(philox, kProbabilities),
-                        attention_form(form, shared.tables), form.dropouts[kProbabilities], true);
+                        attention_form(spec, shared.tables), spec.attention_dropout, true);
 
   // The sums of residual and product are in x's dtype: where that is wider, the product is not rounded on its way.
   const Array product = workspace(x.sizes(), x.scalar_type());
   linear_rows(flat(kept.context), {layer.without_bias(output)}, {product}, dtype, nullptr);
-  const End middle = end_half(product, layer.bias[output], x, layer.middle_norm(form),
-                              philox_of(philox, kAttentionOutput), form.dropouts[kAttentionOutput]);
+  const End middle = end_half(product, layer.bias[output], x, layer.middle_norm(spec),
+                              philox_of(philox, kAttentionOutput), spec.attention_output_dropout);
   std::tie(kept.middle, kept.summed, kept.mean, kept.rstd) =
       std::tie(middle.out, middle.summed, middle.mean, middle.rstd);
 
-  const FeedForwardOperand feed_forward = layer.feed_forward(form, shared.activation, inner_dropout(form, philox));
-  kept.pre = empty({x.size(0), static_cast<int64_t>(form.num_ups()) * layer.weight[up].size(0)}, dtype);
+  const FeedForwardOperand feed_forward = layer.feed_forward(spec, shared.activation, inner_dropout(spec, philox));
+  kept.pre = empty({x.size(0), static_cast<int64_t>(spec.num_ups()) * layer.weight[up].size(0)}, dtype);
   feed_forward_rows(middle.out, feed_forward, product, kept.pre, dtype, nullptr);
-  const End last = end_half(product, layer.bias[down], form.norm_first ? middle.summed : middle.out,
-                            form.norm_first ? NormOperand() : layer.feed_forward_norm, philox_of(philox, kOutput),
-                            form.dropouts[kOutput]);
+  const End last = end_half(product, layer.bias[down], spec.norm_first ? middle.summed : middle.out,
+                            spec.norm_first ? NormOperand() : layer.feed_forward_norm, philox_of(philox, kOutput),
+                            spec.feed_forward_dropout);
   std::tie(kept.last_summed, kept.last_mean, kept.last_rstd) = std::tie(last.summed, last.mean, last.rstd);
 
   return last.out;
@@ -189,26 +189,26 @@ Array layer_forward(const Array& x, const LayerForm& form, const LayerOperands& 
 struct LayerGradients {
   Sum dx;
   std::array<Array, LayerOperands::kMostLeaves> dweight, dbias;
-  std::array<Array, 4> dnorms;  // as a form's bits count them
+  std::array<Array, 4> dnorms;  // as a spec's bits count them
 };
 
 // `all_weights`: of all layers, of which this one's begin at `first_weight`. dx lies in memory of make_dx.
-LayerGradients layer_backward(const Sum& dout, const Array& x, const Kept& kept, const LayerForm& form,
+LayerGradients layer_backward(const Sum& dout, const Array& x, const Kept& kept, const LayerSpec& spec,
                               const LayerOperands& layer, const List<Array>& all_weights, size_t first_weight,
                               const OptionalArray& philox, const Shared& shared, bool needs_dx, MakeArray make_dx) {
   std::array<Array, LayerOperands::kMostLeaves> weights;
-  for (size_t i = 0; i < form.num_leaves(); ++i) weights[i] = all_weights[first_weight + i];
-  const size_t output = form.attention_output(), up = form.first_up(), down = form.down();
-  const Heads heads(form, kept.projected);
+  for (size_t i = 0; i < spec.num_leaves(); ++i) weights[i] = all_weights[first_weight + i];
+  const size_t output = spec.attention_output(), up = spec.first_up(), down = spec.down();
+  const Heads heads(spec, kept.projected);
   const auto dtype = kept.context.scalar_type();
-  const auto has_bias = [&](size_t i) { return (form.biases >> i & 1) != 0; };
+  const auto has_bias = [&](size_t i) { return (spec.biases >> i & 1) != 0; };
   LayerGradients gradients;
   auto& [gradient_of_x, dweight, dbias, dnorms] = gradients;
 
   const EndGradients last =
       end_gradients(dout, {}, kept.last_summed, kept.last_mean, kept.last_rstd,
-                    form.norm_first ? NormOperand() : layer.feed_forward_norm, philox_of(philox, kOutput),
-                    form.dropouts[kOutput], has_bias(down), workspace);
+                    spec.norm_first ? NormOperand() : layer.feed_forward_norm, philox_of(philox, kOutput),
+                    spec.feed_forward_dropout, has_bias(down), workspace);
   dbias[down] = last.dbias;
   std::vector<Array> ups;
   bool has_up_biases = false;
@@ -218,7 +218,7 @@ LayerGradients layer_backward(const Sum& dout, const Array& x, const Kept& kept,
   }
   const auto [dmiddle, dups, dup_biases, ddown] = feed_forward_gradients(
       last.dproduct, kept.middle.defined() ? kept.middle : kept.summed, kept.pre, ups, weights[down], shared.activation,
-      form.gated, inner_dropout(form, philox), true, true, has_up_biases, workspace);
+      spec.gated, inner_dropout(spec, philox), true, true, has_up_biases, workspace);
   dweight[down] = ddown;
   for (size_t i = up; i < down; ++i) {
     dweight[i] = dups[i - up];
@@ -226,43 +226,43 @@ LayerGradients layer_backward(const Sum& dout, const Array& x, const Kept& kept,
   }
 
   // The residual goes to what the attention's end gave: to its sum before the norm, or behind it.
-  const Sum to_middle{dmiddle, form.norm_first ? Array() : last.dresidual};
+  const Sum to_middle{dmiddle, spec.norm_first ? Array() : last.dresidual};
   const EndGradients middle =
-      end_gradients(to_middle, form.norm_first ? last.dresidual : OptionalArray(), kept.summed, kept.mean, kept.rstd,
-                    layer.middle_norm(form), philox_of(philox, kAttentionOutput), form.dropouts[kAttentionOutput],
+      end_gradients(to_middle, spec.norm_first ? last.dresidual : OptionalArray(), kept.summed, kept.mean, kept.rstd,
+                    layer.middle_norm(spec), philox_of(philox, kAttentionOutput), spec.attention_output_dropout,
                     has_bias(output), workspace);
   dbias[output] = middle.dbias;
   const auto [dcontext, doutput, no_bias] =
       linear_gradients({middle.dproduct}, flat(kept.context), {weights[output]}, dtype, true, true, false, workspace);
   dweight[output] = doutput[0];
 
-  const Heads dheads = make_heads(form, x.size(0), [&](const Shape& shape) { return workspace(shape, dtype); });
+  const Heads dheads = make_heads(spec, x.size(0), [&](const Shape& shape) { return workspace(shape, dtype); });
   attention_gradients(dcontext.view(kept.context.sizes()), heads.q, heads.k, heads.v, kept.context, kept.softmax_stats,
-                      shared.cu_seqlens, philox_of(philox, kProbabilities), attention_form(form, shared.tables),
-                      form.dropouts[kProbabilities], dheads.q, dheads.k, dheads.v);
+                      shared.cu_seqlens, philox_of(philox, kProbabilities), attention_form(spec, shared.tables),
+                      spec.attention_dropout, dheads.q, dheads.k, dheads.v);
   std::vector<Array> projections;
   bool has_biases = false;
-  for (size_t i = 0; i < form.num_projections(); ++i) {
+  for (size_t i = 0; i < spec.num_projections(); ++i) {
     projections.push_back(weights[i]);
     has_biases |= has_bias(i);
   }
   auto [dx, dprojections, dprojection_biases] = linear_gradients(
-      dheads.flat, form.begins_with_norm() ? kept.first : x, projections, dtype, needs_dx || form.begins_with_norm(),
-      true, has_biases, form.begins_with_norm() ? workspace : make_dx);
-  for (size_t i = 0; i < form.num_projections(); ++i) {
+      dheads.flat, spec.begins_with_norm() ? kept.first : x, projections, dtype, needs_dx || spec.begins_with_norm(),
+      true, has_biases, spec.begins_with_norm() ? workspace : make_dx);
+  for (size_t i = 0; i < spec.num_projections(); ++i) {
     dweight[i] = dprojections[i];
     if (has_biases) dbias[i] = dprojection_biases[i];
   }
 
   EndGradients first;
-  if (form.begins_with_norm()) {
+  if (spec.begins_with_norm()) {
     first = end_gradients({dx, {}}, middle.dresidual, x, kept.first_mean, kept.first_rstd, layer.attention_norm, {},
                           0.0, false, make_dx);
     dx = needs_dx ? first.dresidual : empty({0, x.size(1)}, x);
   }
-  gradient_of_x = {dx, needs_dx && !form.begins_with_norm() ? middle.dresidual : Array()};
+  gradient_of_x = {dx, needs_dx && !spec.begins_with_norm() ? middle.dresidual : Array()};
   // Of the norms in the order of the layer's, not of the passes.
-  const EndGradients &attention = form.norm_first ? first : middle, &feed_forward = form.norm_first ? middle : last;
+  const EndGradients &attention = spec.norm_first ? first : middle, &feed_forward = spec.norm_first ? middle : last;
   dnorms = {attention.dnorm, attention.dnorm_bias, feed_forward.dnorm, feed_forward.dnorm_bias};
   return gradients;
 }
@@ -273,10 +273,10 @@ std::vector<Array> encoder_layers_fwd_cpu(const Array& x, const Array& cu_seqlen
                                           const List<Array>& biases, const List<Array>& norms,
                                           const OptionalArray& philox, const std::string& activation,
                                           const std::vector<int64_t>& layers, const std::vector<int64_t>& ints,
-                                          const std::vector<double>& numbers, const std::vector<Array>& rotary,
+                                          const std::vector<double>& floats, const std::vector<Array>& rotary,
                                           const std::vector<int64_t>& rotary_layouts,
                                           const OptionalArray& window_positions, ScalarType dtype) {
-  const Stack stack = stack_of(layers, ints, numbers, weights.size());
+  const Stack stack = stack_of(layers, ints, floats, weights.size());
   check(x.dim() == 2, "x has shape ", x.sizes(), ", expected (total_tokens, hidden_size)");
   const Shared shared{cu_seqlens, activation_of(activation), {rotary, rotary_layouts, window_positions}};
   LayerReader reader({&weights, &biases, nullptr, nullptr, &norms, nullptr}, x.size(1), x.scalar_type());
@@ -284,15 +284,15 @@ std::vector<Array> encoder_layers_fwd_cpu(const Array& x, const Array& cu_seqlen
   Array hidden = contiguous(x);
   std::vector<Array> results{Array()};
   for (size_t i = 0; i < layers.size(); ++i) {
-    const LayerForm& form = stack.forms[i];
-    reader.read(form, layer);
+    const LayerSpec& spec = stack.specs[i];
+    reader.read(spec, layer);
     if (i + 1 == layers.size()) {
       check(reader.norms_left() == 0, "there are ", reader.norms_left(), " tensors of norms too many");
     }
     if (i > 0) results.push_back(hidden);
     Kept kept;
-    hidden = layer_forward(hidden, form, layer, philox_of_layer(philox, i, layers.size()), shared, dtype, kept);
-    for_each_kept(form, kept, [&](const Array& array) { results.push_back(array); });
+    hidden = layer_forward(hidden, spec, layer, philox_of_layer(philox, i, layers.size()), shared, dtype, kept);
+    for_each_kept(spec, kept, [&](const Array& array) { results.push_back(array); });
   }
   results[0] = hidden;
   return results;
@@ -302,10 +302,10 @@ std::vector<Array> encoder_layers_bwd_cpu(const Array& dout_, const Array& x_, c
                                           const List<Array>& weights, const List<Array>& norms,
                                           const std::vector<Array>& kept_list, const OptionalArray& philox,
                                           const std::string& activation, const std::vector<int64_t>& layers,
-                                          const std::vector<int64_t>& ints, const std::vector<double>& numbers,
+                                          const std::vector<int64_t>& ints, const std::vector<double>& floats,
                                           const std::vector<Array>& rotary, const std::vector<int64_t>& rotary_layouts,
                                           const OptionalArray& window_positions, bool needs_dx) {
-  const Stack stack = stack_of(layers, ints, numbers, weights.size());
+  const Stack stack = stack_of(layers, ints, floats, weights.size());
   const size_t count = layers.size();
   const Shared shared{cu_seqlens, activation_of(activation), {rotary, rotary_layouts, window_positions}};
   LayerReader reader({&weights, nullptr, nullptr, nullptr, &norms, nullptr}, x_.size(1), x_.scalar_type());
@@ -319,18 +319,18 @@ std::vector<Array> encoder_layers_bwd_cpu(const Array& dout_, const Array& x_, c
     array = kept_list[taken++];
   };
   for (size_t i = 0; i < count; ++i) {
-    const LayerForm& form = stack.forms[i];
+    const LayerSpec& spec = stack.specs[i];
     i == 0 ? void(inputs[0] = contiguous(x_)) : take(inputs[i]);
-    for_each_kept(form, kept[i], take);
-    reader.read_norms(form, operands[i]);
+    for_each_kept(spec, kept[i], take);
+    reader.read_norms(spec, operands[i]);
   }
   check(taken == kept_list.size(), "forward keeps ", taken, " tensors, got ", kept_list.size());
   for (size_t i = 0; i < count; ++i) {
-    const LayerForm& form = stack.forms[i];
+    const LayerSpec& spec = stack.specs[i];
     check(inputs[i].sizes() == x_.sizes(), "a layer's input has shape ", inputs[i].sizes(), ", expected ", x_.sizes());
-    for (size_t j = 0; j < form.num_projections(); ++j) {
+    for (size_t j = 0; j < spec.num_projections(); ++j) {
       const Array& projected = kept[i].projected[j];
-      check_tensor("a projection", projected, {x_.size(0), form.heads_of(j), form.head_dim}, projected.scalar_type(),
+      check_tensor("a projection", projected, {x_.size(0), spec.heads_of(j), spec.head_dim}, projected.scalar_type(),
                    cpu());
     }
   }
@@ -339,7 +339,7 @@ std::vector<Array> encoder_layers_bwd_cpu(const Array& dout_, const Array& x_, c
   Sum dout{contiguous(dout_), {}};
   for (size_t i = count; i-- > 0;) {
     const MakeArray make_dx = i > 0 ? &workspace : static_cast<MakeArray>(&empty);
-    gradients[i] = layer_backward(dout, inputs[i], kept[i], stack.forms[i], operands[i], weights, stack.first_weight[i],
+    gradients[i] = layer_backward(dout, inputs[i], kept[i], stack.specs[i], operands[i], weights, stack.first_weight[i],
                                   philox_of_layer(philox, i, count), shared, i > 0 || needs_dx, make_dx);
     kept[i] = Kept();
     dout = std::exchange(gradients[i].dx, Sum());  // its memory serves the layers below
@@ -348,16 +348,16 @@ std::vector<Array> encoder_layers_bwd_cpu(const Array& dout_, const Array& x_, c
   std::vector<Array> results{dout.added()};
   for (size_t i = 0; i < count; ++i) {
     const auto& all = gradients[i].dweight;
-    results.insert(results.end(), all.begin(), all.begin() + static_cast<int64_t>(stack.forms[i].num_leaves()));
+    results.insert(results.end(), all.begin(), all.begin() + static_cast<int64_t>(stack.specs[i].num_leaves()));
   }
   for (size_t i = 0; i < count; ++i) {
     for (size_t j = 0; j < 4; ++j) {
-      if ((stack.forms[i].norms >> j & 1) != 0) results.push_back(gradients[i].dnorms[j]);
+      if ((stack.specs[i].norms >> j & 1) != 0) results.push_back(gradients[i].dnorms[j]);
     }
   }
   for (size_t i = 0; i < count; ++i) {
-    for (size_t j = 0; j < stack.forms[i].num_leaves(); ++j) {
-      if ((stack.forms[i].biases >> j & 1) != 0) results.push_back(gradients[i].dbias[j]);
+    for (size_t j = 0; j < stack.specs[i].num_leaves(); ++j) {
+      if ((stack.specs[i].biases >> j & 1) != 0) results.push_back(gradients[i].dbias[j]);
     }
   }
   return results;

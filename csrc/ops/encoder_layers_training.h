@@ -12,8 +12,8 @@ namespace fastbert {
 std::vector<Array> encoder_layers_fwd_cpu(const Array& x, const Array& cu_seqlens, const List<Array>& weights,
                                           const List<Array>& biases, const List<Array>& norms,
                                           const OptionalArray& philox, const std::string& activation,
-                                          const std::vector<int64_t>& layers, const std::vector<int64_t>& forms,
-                                          const std::vector<double>& numbers, const std::vector<Array>& rotary,
+                                          const std::vector<int64_t>& layers, const std::vector<int64_t>& ints,
+                                          const std::vector<double>& floats, const std::vector<Array>& rotary,
                                           const std::vector<int64_t>& rotary_layouts,
                                           const OptionalArray& window_positions, ScalarType dtype);
 
@@ -21,7 +21,7 @@ std::vector<Array> encoder_layers_bwd_cpu(const Array& dout, const Array& x, con
                                           const List<Array>& weights, const List<Array>& norms,
                                           const std::vector<Array>& kept, const OptionalArray& philox,
                                           const std::string& activation, const std::vector<int64_t>& layers,
-                                          const std::vector<int64_t>& forms, const std::vector<double>& numbers,
+                                          const std::vector<int64_t>& ints, const std::vector<double>& floats,
                                           const std::vector<Array>& rotary, const std::vector<int64_t>& rotary_layouts,
                                           const OptionalArray& window_positions, bool needs_dx);
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fastbert.config import EncoderConfig
-from fastbert.families.spec import AttentionSpec
+from fastbert.layer_spec import AttentionSpec
 from fastbert.layers.leaves import get_leaf
 
 _ANYTHING = object()  # what no forward reads in this family

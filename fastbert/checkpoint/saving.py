@@ -25,8 +25,7 @@ import torch
 from fastbert.checkpoint.weight_files import CHECKSUM, WEIGHTS, checksum, read_metadata
 from fastbert.config import EncoderConfig
 from fastbert.errors import CheckpointError, ConfigError
-from fastbert.files import move, rename, sync
-from fastbert.json_files import parse_json
+from fastbert.files import move, parse_json, rename, sync
 
 CONFIG = "config.json"
 SAVED_WITH = "fastbert_config"  # metadata of the weights: {"sha256": of config.json, "shapes": EncoderConfig.shapes()}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fastbert.errors import CheckpointError
-from fastbert.json_files import parse_json, read_json
+from fastbert.files import parse_json, read_json
 
 WEIGHTS, BIN = "model.safetensors", "pytorch_model.bin"
 CHECKSUM = "fastbert_crc32"  # metadata of the files that save_pretrained writes: {key: crc32 of the tensor's bytes}

@@ -15,8 +15,8 @@ from fastbert.errors import ConfigError
 from fastbert.families import FAMILIES
 from fastbert.families.fields import ACTIVATIONS, MAX_FLOAT32, Count, Flag, is_number
 from fastbert.families.form import Embeddings, Family, Scopes
-from fastbert.families.spec import Distances, Invalid, LayerSpec, Rotary
-from fastbert.json_files import read_json
+from fastbert.files import read_json
+from fastbert.layer_spec import Distances, Invalid, LayerSpec, RotarySpec
 
 MAX_SIZE = 2**31 - 1  # kernels count in 32 bits
 MAX_ELEMENTS = 2**40  # of one table: 4 TB in float32
@@ -202,7 +202,7 @@ class EncoderConfig(ConfigAccess):
         return self.__dict__["_derived"].distances
 
     @property
-    def rotaries(self) -> tuple[Rotary, ...]:
+    def rotaries(self) -> tuple[RotarySpec, ...]:
         """The kinds of rotary embedding that the layers have."""
         return () if self.distances is None else self.distances.rotaries
 

@@ -20,7 +20,7 @@ from fastbert.checkpoint.unfilled import unfilled
 from fastbert.checkpoint.weight_files import read_weights
 from fastbert.config import MAX_SIZE
 from fastbert.errors import CheckpointError, ConfigError
-from fastbert.json_files import read_json
+from fastbert.files import read_json
 
 POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 # What the first module of a folder computes: who loads such a folder, and which result of the model goes where.

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from fastbert.checkpoint.pretrained import CheckpointError
-from fastbert.json_files import read_json
+from fastbert.files import read_json
 
 SETTINGS = "tokenizer_config.json"
 NO_LIMIT = 2**31 - 1  # tokens of a text

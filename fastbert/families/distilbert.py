@@ -1,7 +1,7 @@
 """DistilBERT (Sanh et al. 2019): BERT without token types and without a pooler, under its own names."""
 
 from fastbert.families.form import Classifier, Embeddings, Family, FromConfig, MaskedLM, TheirClass, heads
-from fastbert.families.spec import LayerNames
+from fastbert.layer_spec import LayerNames
 
 _SEQUENCE = Classifier(pooling="first", dense="pre_classifier", activation="relu")
 

@@ -18,7 +18,7 @@ from fastbert.families.form import (
     TokenDropout,
     heads,
 )
-from fastbert.families.spec import AttentionSpec, FeedForwardSpec, Invalid, LayerNames, LayerSpec, NormSpec, Rotary
+from fastbert.layer_spec import AttentionSpec, FeedForwardSpec, Invalid, LayerNames, LayerSpec, NormSpec, RotarySpec
 
 _LAYER = LayerNames(attention_norm="attention.LayerNorm", feed_forward_norm="LayerNorm")
 _DROPOUT = FromConfig("hidden_dropout_prob")
@@ -46,7 +46,7 @@ def _embeddings(config: Any) -> Embeddings:
 def _spec(config: Any, depth: int) -> LayerSpec:
     count, dropout = config.num_attention_heads, config.hidden_dropout_prob
     width, turns = config.hidden_size // count, config.position_embedding_type == "rotary"
-    position = Rotary(float(config.rope_theta), width, frequencies=_FREQUENCIES) if turns else None
+    position = RotarySpec(float(config.rope_theta), width, frequencies=_FREQUENCIES) if turns else None
     return LayerSpec(
         _LAYER,
         AttentionSpec(count, count, width, dropout=config.attention_probs_dropout_prob, position=position),

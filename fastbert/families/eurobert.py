@@ -17,7 +17,7 @@ from fastbert.families.form import (
     heads,
 )
 from fastbert.families.rope import modern_rope, rotary
-from fastbert.families.spec import (
+from fastbert.layer_spec import (
     AttentionSpec,
     FeedForwardSpec,
     Invalid,

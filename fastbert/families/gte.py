@@ -5,7 +5,7 @@ from typing import Any
 
 from fastbert.families.form import Embeddings, Family, MaskedLM, Rename, Split, Structure, TheirClass, heads
 from fastbert.families.rope import modern_rope, rotary
-from fastbert.families.spec import AttentionSpec, FeedForwardSpec, LayerNames, LayerSpec, NormSpec
+from fastbert.layer_spec import AttentionSpec, FeedForwardSpec, LayerNames, LayerSpec, NormSpec
 
 _LAYER = LayerNames(
     query="self_attn.q_proj",

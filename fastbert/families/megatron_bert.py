@@ -5,7 +5,7 @@ without warm-up: fastbert.baby_config is one.
 """
 
 from fastbert.families.form import Embeddings, Family, MaskedLM, PreTraining, SentencePair, TheirClass, heads
-from fastbert.families.spec import LayerNames
+from fastbert.layer_spec import LayerNames
 
 FAMILY = Family(
     model_type="megatron-bert",

@@ -14,7 +14,7 @@ from fastbert.families.form import (
     heads,
 )
 from fastbert.families.rope import rotary
-from fastbert.families.spec import AttentionSpec, FeedForwardSpec, Invalid, LayerNames, LayerSpec, NormSpec
+from fastbert.layer_spec import AttentionSpec, FeedForwardSpec, Invalid, LayerNames, LayerSpec, NormSpec
 
 _LAYER = LayerNames(
     query="attn.Wqkv", key="attn.Wqkv", value="attn.Wqkv", attention_output="attn.Wo", attention_norm="attn_norm",

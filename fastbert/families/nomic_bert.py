@@ -14,7 +14,7 @@ from fastbert.families.form import (
     heads,
 )
 from fastbert.families.rope import modern_rope, rotary
-from fastbert.families.spec import AttentionSpec, FeedForwardSpec, LayerNames, LayerSpec, NormSpec
+from fastbert.layer_spec import AttentionSpec, FeedForwardSpec, LayerNames, LayerSpec, NormSpec
 
 _LAYER = LayerNames(
     query="self_attn.q_proj",

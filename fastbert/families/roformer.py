@@ -13,7 +13,7 @@ from fastbert.families.form import (
     TheirClass,
     heads,
 )
-from fastbert.families.spec import AttentionSpec, FeedForwardSpec, LayerNames, LayerSpec, NormSpec, Rotary
+from fastbert.layer_spec import AttentionSpec, FeedForwardSpec, LayerNames, LayerSpec, NormSpec, RotarySpec
 
 _LAYER = LayerNames()
 _DROPOUT = FromConfig("hidden_dropout_prob")
@@ -23,7 +23,7 @@ def _spec(config: Any, depth: int) -> LayerSpec:
     count, dropout = config.num_attention_heads, config.hidden_dropout_prob
     width = config.hidden_size // count
     table = "encoder.embed_positions"
-    position = Rotary(10_000.0, width, interleaved=True, rotates_values=config.rotary_value, table=table)
+    position = RotarySpec(10_000.0, width, interleaved=True, rotates_values=config.rotary_value, table=table)
     return LayerSpec(
         _LAYER,
         AttentionSpec(count, count, width, dropout=config.attention_probs_dropout_prob, position=position),

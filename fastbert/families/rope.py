@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastbert.families.fields import MAX_FLOAT32, is_number
-from fastbert.families.spec import Invalid, Rotary
+from fastbert.layer_spec import Invalid, RotarySpec
 
 _LENGTH, _SHARE, _TRUNCATE = "original_max_position_embeddings", "partial_rotary_factor", "truncate"
 # rope_type -> the numbers that its table is made from.
@@ -24,7 +24,7 @@ _OFF_BY_ZERO = _OPTIONAL[1:]
 Thetas = float | Mapping[str, float]
 
 
-def rotary(config: Any, dim: int, theta: Thetas, layer_type: str | None = None, **options: Any) -> Rotary:
+def rotary(config: Any, dim: int, theta: Thetas, layer_type: str | None = None, **options: Any) -> RotarySpec:
     """What `config.rope_parameters` mean for heads of width `dim`.
 
     theta: where they have none; of families whose rope_parameters have an object for each type of layer, one for each
@@ -55,13 +55,13 @@ def rotary(config: Any, dim: int, theta: Thetas, layer_type: str | None = None, 
     if not is_number(base) or not 1 < base < MAX_FLOAT32:
         raise Invalid(f"{name}.rope_theta", base, "a number above 1")
     if kind == "default":  # transformers reads nothing else then, not even partial_rotary_factor
-        return Rotary(float(base), dim, **options)
+        return RotarySpec(float(base), dim, **options)
     made = _numbers(config, kind, given, name, is_flat=layer_type is None)
     made |= _share(config, kind, dim, given, name)
     if kind == "yarn":
         # transformers looks for it in rope_parameters itself, which may hold nothing beside objects of layer types.
         made[_TRUNCATE] = layer_type is not None or _truncates(given)
-    return Rotary(float(base), dim, scaling=(kind, tuple(made.items())), **options)
+    return RotarySpec(float(base), dim, scaling=(kind, tuple(made.items())), **options)
 
 
 def _numbers(config: Any, kind: str, given: Mapping[str, Any], name: str, is_flat: bool) -> dict[str, float]:

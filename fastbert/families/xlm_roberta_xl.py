@@ -11,7 +11,7 @@ from fastbert.families.form import (
     TheirClass,
     heads,
 )
-from fastbert.families.spec import LayerNames
+from fastbert.layer_spec import LayerNames
 
 FAMILY = Family(
     model_type="xlm-roberta-xl",

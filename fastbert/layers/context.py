@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fastbert import ops
-from fastbert.families.spec import Distances, Rotary
+from fastbert.layer_spec import Distances, RotarySpec
 from fastbert.layers.rotary import rotary_tables
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class LayerContext:
 
     batch: PackedBatch
     window_positions: torch.Tensor | None = None
-    rotary: Mapping[Rotary, ops.Rotary] = field(default_factory=dict)
+    rotary: Mapping[RotarySpec, ops.Rotary] = field(default_factory=dict)
 
 
 def make_context(

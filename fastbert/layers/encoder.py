@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fastbert import ops
-from fastbert.families.spec import LayerSpec, NormSpec
+from fastbert.layer_spec import LayerSpec, NormSpec
 from fastbert.layers.context import LayerContext
 from fastbert.layers.fused import offer_layer
 from fastbert.layers.leaves import (

@@ -7,13 +7,13 @@ tree is looked at only where the device, the dtype and the modes of the process 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from fastbert import ops
-from fastbert.families.spec import LayerSpec, Rotary
+from fastbert.layer_spec import LayerSpec, RotarySpec
 from fastbert.layers.leaves import (
     FORWARD_HOOKS,
     HOOKS,
@@ -100,7 +100,7 @@ def _offer_layers(
     return _with_context(ops.offer(op, x, look))
 
 
-def _with_context(offered: Callable[..., torch.Tensor] | str, position: Rotary | None = None) -> Fused | str:
+def _with_context(offered: Callable[..., torch.Tensor] | str, position: RotarySpec | None = None) -> Fused | str:
     """What takes a LayerContext; `position`: which of its tables the op takes, None all of them."""
     if isinstance(offered, str):
         return offered
@@ -128,7 +128,7 @@ def _operands(
         return "a layer is in training mode"
     # The tables come in this order: LayerContext.rotary has it, too.
     rotaries = list(dict.fromkeys(spec.attention.position for spec in specs if spec.attention.position is not None))
-    found: list[_Leaves] = []
+    found: list[ops.LayerWeights] = []
     for at, layer, spec in zip(paths, layers, specs, strict=True):
         if layer_type is not None:
             if not is_plain(layer, layer_type):
@@ -136,8 +136,7 @@ def _operands(
             for path in spec.names.containers:  # the outer ones first: what is below one that was replaced may be gone
                 if not is_plain(get_leaf(layer, path), Container):
                     return _not_plain(f"{at}.{path}", get_leaf(layer, path))
-        position = spec.attention.position
-        leaves = _leaves(layer, spec, -1 if position is None else rotaries.index(position), layer.training)
+        leaves = _leaves(layer, spec)
         if isinstance(leaves, str):
             return f"{at}.{leaves}"
         found.append(leaves)
@@ -146,65 +145,28 @@ def _operands(
         leaf = get_leaf(root, final_norm)
         if norm_kind(leaf) != specs[-1].norm.kind:
             return _not_plain(final_norm, leaf)
-        last = ops.FinalNorm(*norm_weights(leaf))
-    linears = [linear for leaves in found for linear in leaves.linears]
-    norms = [t for leaves in found for t in leaves.norms]
-    return ops.LayerOperands.of(linears, norms, [leaves.form for leaves in found], last)
+        last = norm_weights(leaf)
+    return ops.LayerOperands.of(found, rotaries, last)
 
 
-class _Leaves(NamedTuple):
-    """What LayerOperands.of takes of one layer."""
-
-    linears: list[ops.LinearWeights]
-    norms: list[torch.Tensor | None]
-    form: ops.LayerForm
-
-
-def _leaves(layer: nn.Module, spec: LayerSpec, rotary: int, with_dropout: bool) -> _Leaves | str:
-    """What the leaves of a layer hold, or which of them must be called. `rotary`: which table it turns by."""
-    names, attention, feed_forward = spec.names, spec.attention, spec.feed_forward
+def _leaves(layer: nn.Module, spec: LayerSpec) -> ops.LayerWeights | str:
+    """What the leaves of a layer hold, or which of them must be called."""
     linears: list[ops.LinearWeights] = []  # annotations: torch.compile does not know list[...]()
-    norms: list[torch.Tensor | None] = []
-    eps: list[float] = []
-    for path in names.linears:
+    norms: list[ops.NormWeights | None] = []
+    for path in spec.names.linears:
         leaf = get_leaf(layer, path)
         if not is_linear(leaf):
             return _not_plain(path, leaf)
         linears.append(weights_of(leaf))
-    for i, path in enumerate(names.norms):
+    for i, path in enumerate(spec.names.norms):
         if i == 0 and not spec.has_attention_norm:
-            norms += [None, None]
-            eps.append(0.0)
+            norms.append(None)
             continue
         norm = get_leaf(layer, path)
         if norm_kind(norm) != spec.norm.kind:
             return _not_plain(path, norm)
-        weight, bias, norm_eps = norm_weights(norm)
-        norms += [weight, bias]
-        eps.append(norm_eps)
-    if attention.position is not None and attention.position.rotates_values:
-        return "attention rotates values, too"
-    if attention.position is not None and attention.position.dim < attention.head_dim:
-        return f"rotary embedding turns {attention.position.dim} of a head's {attention.head_dim} dimensions"
-    dropouts = (attention.dropout, spec.attention_output_dropout, feed_forward.dropout, spec.feed_forward_dropout)
-    form = ops.LayerForm(
-        num_heads=attention.num_heads,
-        num_kv_heads=attention.num_kv_heads,
-        head_dim=attention.head_dim,
-        softmax_scale=attention.softmax_scale,
-        window_size=attention.window_size,
-        rotary=rotary,
-        norm=spec.norm.kind,
-        norm_first=spec.norm_first,
-        has_attention_norm=spec.has_attention_norm,
-        merged_qkv=len(names.qkv) == 1,
-        gated=feed_forward.gated,
-        merged_gate=feed_forward.gated and len(names.ups) == 1,
-        activation=feed_forward.activation,
-        eps=(eps[0], eps[1]),
-        dropouts=dropouts if with_dropout else (0.0, 0.0, 0.0, 0.0),
-    )
-    return _Leaves(linears, norms, form)
+        norms.append(norm_weights(norm))
+    return ops.LayerWeights(spec, linears, (norms[0], norms[1]), layer.training)
 
 
 def _not_plain(path: str, module: nn.Module) -> str:
@@ -241,7 +203,9 @@ def offer_layer(layer: nn.Module, spec: LayerSpec, x: torch.Tensor) -> Fused | s
     position = spec.attention.position
 
     def look() -> ops.LayerOperands | str:
-        found = _leaves(layer, spec, -1 if position is None else 0, layer.training)
-        return found if isinstance(found, str) else ops.LayerOperands.of(found.linears, found.norms, [found.form])
+        found = _leaves(layer, spec)
+        if isinstance(found, str):
+            return found
+        return ops.LayerOperands.of([found], () if position is None else (position,))
 
     return _with_context(ops.offer("encoder_layers_training", x, look), position)

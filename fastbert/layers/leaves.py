@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import nn
@@ -135,19 +135,13 @@ def _is_their_rms_norm(module: nn.Module) -> bool:
     return is_theirs and is_plain(module, kind)
 
 
-class NormWeights(NamedTuple):
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    eps: float
-
-
-def norm_weights(norm: nn.Module) -> NormWeights:
+def norm_weights(norm: nn.Module) -> ops.NormWeights:
     """Those of a norm that norm_kind knows."""
     parameters, attributes = norm._parameters, norm.__dict__
     weight = parameters["weight"]
     assert weight is not None
     eps = attributes["variance_epsilon"] if "variance_epsilon" in attributes else attributes["eps"]
-    return NormWeights(weight, parameters.get("bias"), torch.finfo(weight.dtype).eps if eps is None else eps)
+    return ops.NormWeights(weight, parameters.get("bias"), torch.finfo(weight.dtype).eps if eps is None else eps)
 
 
 def weights_of(module: nn.Module) -> ops.LinearWeights:

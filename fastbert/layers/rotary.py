@@ -10,11 +10,11 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastbert import ops
-from fastbert.families.spec import Rotary
+from fastbert.layer_spec import RotarySpec
 from fastbert.layers.leaves import get_leaf, place
 
 
-def inverse_frequencies(rotary: Rotary) -> tuple[torch.Tensor, float]:
+def inverse_frequencies(rotary: RotarySpec) -> tuple[torch.Tensor, float]:
     """fp32 (dim / 2,): by how much each pair of dimensions turns from one position to the next; and a factor of the
     cosines and sines.
     """
@@ -27,18 +27,18 @@ def inverse_frequencies(rotary: Rotary) -> tuple[torch.Tensor, float]:
     return _SCALED[kind](rotary, plain, given)
 
 
-def _linear(rotary: Rotary, plain: torch.Tensor, given: dict) -> tuple[torch.Tensor, float]:
+def _linear(rotary: RotarySpec, plain: torch.Tensor, given: dict) -> tuple[torch.Tensor, float]:
     """Positions are nearer to each other by `factor` (Chen et al. 2023)."""
     return plain / given["factor"], 1.0
 
 
-def _proportional(rotary: Rotary, plain: torch.Tensor, given: dict) -> tuple[torch.Tensor, float]:
+def _proportional(rotary: RotarySpec, plain: torch.Tensor, given: dict) -> tuple[torch.Tensor, float]:
     """A share of the frequencies, the fast ones, and no turning by the others."""
     kept = int(given["partial_rotary_factor"] * rotary.dim // 2)
     return torch.cat((plain[:kept], torch.zeros_like(plain[kept:]))) / given["factor"], 1.0
 
 
-def _llama3(rotary: Rotary, plain: torch.Tensor, given: dict) -> tuple[torch.Tensor, float]:
+def _llama3(rotary: RotarySpec, plain: torch.Tensor, given: dict) -> tuple[torch.Tensor, float]:
     """Long waves are stretched by `factor`, short ones left alone, those between in proportion (Llama 3.1)."""
     factor, low, high = given["factor"], given["low_freq_factor"], given["high_freq_factor"]
     turns = given["original_max_position_embeddings"] * plain / (2 * math.pi)  # over the original length
@@ -46,7 +46,7 @@ def _llama3(rotary: Rotary, plain: torch.Tensor, given: dict) -> tuple[torch.Ten
     return (1 - smooth) * plain / factor + smooth * plain, 1.0
 
 
-def _yarn(rotary: Rotary, plain: torch.Tensor, given: dict) -> tuple[torch.Tensor, float]:
+def _yarn(rotary: RotarySpec, plain: torch.Tensor, given: dict) -> tuple[torch.Tensor, float]:
     """Peng et al. 2023, "YaRN", sections 3.2 and 3.4."""
     factor, length = given["factor"], given["original_max_position_embeddings"]
 
@@ -76,7 +76,7 @@ _SCALED = {"linear": _linear, "llama3": _llama3, "yarn": _yarn, "proportional": 
 class RotaryTable(nn.Embedding):
     """Sines and then cosines by position, (rows, dim), which a family's files hold. No gradient changes them."""
 
-    def __init__(self, rotary: Rotary, rows: int):
+    def __init__(self, rotary: RotarySpec, rows: int):
         super().__init__(rows, rotary.dim, _freeze=True)
         self.rotary = rotary
 
@@ -93,7 +93,7 @@ class RotaryTable(nn.Embedding):
 class RotaryFrequencies(nn.Module):
     """Inverse frequencies, (dim / 2,), which a family's files hold, in a buffer `name`."""
 
-    def __init__(self, rotary: Rotary, name: str):
+    def __init__(self, rotary: RotarySpec, name: str):
         super().__init__()
         self.rotary, self.buffer_name = rotary, name
         self.register_buffer(name, torch.empty(rotary.dim // 2))
@@ -116,7 +116,7 @@ class RotaryFrequencies(nn.Module):
         return self
 
 
-def place_rotary(root: nn.Module, rotaries: Iterable[Rotary], rows: int) -> None:
+def place_rotary(root: nn.Module, rotaries: Iterable[RotarySpec], rows: int) -> None:
     """The leaves below `root` that hold what a family saves of these; `rows`: the positions of a table."""
     for rotary in rotaries:
         if rotary.table is not None:
@@ -129,13 +129,13 @@ def place_rotary(root: nn.Module, rotaries: Iterable[Rotary], rows: int) -> None
 Table = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, a row for each position
 
 # Tables of positions, made once and again where a text is longer. Only eager calls may ask here: see Remembered.
-_made: dict[tuple[Rotary, torch.device], Table] = {}
+_made: dict[tuple[RotarySpec, torch.device], Table] = {}
 _MOST_TABLES = 64
 _made_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # buffer of frequencies -> (what it held, the factor, table)
 
 
 def rotary_tables(
-    root: nn.Module, rotary: Rotary, positions: torch.Tensor | None, max_seqlen: int, device
+    root: nn.Module, rotary: RotarySpec, positions: torch.Tensor | None, max_seqlen: int, device
 ) -> ops.Rotary:
     """The tables that attention takes: by a token's place in its sequence, or, with `positions` (total_tokens,), by
     token. What `root` holds of them counts: transformers' frequencies are bf16 after `model.bfloat16()`, and they and
@@ -172,7 +172,7 @@ def _held_in(root: nn.Module, path: str | None) -> tuple[torch.Tensor | None, fl
     return root._buffers[name], root.__dict__.get(f"{name.removesuffix('inv_freq')}attention_scaling")
 
 
-def _remembered(rotary: Rotary, max_seqlen: int, device) -> Table:
+def _remembered(rotary: RotarySpec, max_seqlen: int, device) -> Table:
     found = _made.get((rotary, device))
     if found is None or found[0].shape[0] < max_seqlen:
         found = _long_table(rotary, None, None, max_seqlen, device)
@@ -182,7 +182,7 @@ def _remembered(rotary: Rotary, max_seqlen: int, device) -> Table:
     return found
 
 
-def _remembered_of(held: torch.Tensor, factor: float | None, rotary: Rotary, max_seqlen: int) -> Table:
+def _remembered_of(held: torch.Tensor, factor: float | None, rotary: RotarySpec, max_seqlen: int) -> Table:
     # Not every write is counted, and these are few numbers. A GPU would be waited for: there the count must do.
     holds = held.tolist() if held.device.type == "cpu" else held._version
     *made_from, found = _made_of.get(held, (None, None, None))
@@ -192,7 +192,7 @@ def _remembered_of(held: torch.Tensor, factor: float | None, rotary: Rotary, max
     return found
 
 
-def _long_table(rotary: Rotary, held: torch.Tensor | None, factor: float | None, max_seqlen: int, device) -> Table:
+def _long_table(rotary: RotarySpec, held: torch.Tensor | None, factor: float | None, max_seqlen: int, device) -> Table:
     with torch.inference_mode(False), torch.no_grad():
         return _turned(rotary, held, factor, _all_positions(1 << max(max_seqlen - 1, 127).bit_length(), device))
 
@@ -201,7 +201,7 @@ def _all_positions(length: int, device) -> torch.Tensor:
     return torch.arange(length, device=device)
 
 
-def _turned(rotary: Rotary, held: torch.Tensor | None, factor: float | None, positions: torch.Tensor) -> Table:
+def _turned(rotary: RotarySpec, held: torch.Tensor | None, factor: float | None, positions: torch.Tensor) -> Table:
     """cos and sin, fp32 (positions, dim / 2), by the frequencies and the factor that a tree holds, or else by those of
     `rotary`.
     """

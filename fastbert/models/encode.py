@@ -11,7 +11,7 @@ from torch import nn
 from fastbert import ops
 from fastbert.config import EncoderConfig
 from fastbert.families.form import Family, Scopes, value_of
-from fastbert.families.spec import LayerSpec
+from fastbert.layer_spec import LayerSpec
 from fastbert.layers.context import LayerContext, make_context
 from fastbert.layers.embeddings import EmbeddingIds, run_embeddings
 from fastbert.layers.encoder import add_norm

@@ -9,7 +9,7 @@ from fastbert.ops.adamw import LateRows, adamw, adamw_late
 from fastbert.ops.attention import attention, attention_probs
 from fastbert.ops.dropout import dropout
 from fastbert.ops.embedding import embed_layer_norm
-from fastbert.ops.encoder_layers import FinalNorm, LayerForm, LayerOperands, LinearWeights
+from fastbert.ops.encoder_layers import LayerOperands, LayerWeights, LinearWeights, NormWeights
 from fastbert.ops.feed_forward import activation, feed_forward
 from fastbert.ops.layer_norm import add_layer_norm, add_rms_norm, rms_norm
 from fastbert.ops.linear import linear, linears, multiplies_bf16, repack
@@ -20,11 +20,11 @@ from fastbert.ops.recorded_writes import only_recorded_writes
 from fastbert.ops.rotary import Rotary, rotate
 
 __all__ = [
-    "FinalNorm",
     "LateRows",
-    "LayerForm",
     "LayerOperands",
+    "LayerWeights",
     "LinearWeights",
+    "NormWeights",
     "Rotary",
     "activation",
     "adamw",

@@ -1,4 +1,4 @@
-"""Whole layers of any form in one call, with a backward: an offer, `offer("encoder_layers_training", x, look)`.
+"""Whole layers of any spec in one call, with a backward: an offer, `offer("encoder_layers_training", x, look)`.
 
 One call for all layers of MiniLM, and not one for each, takes 2 of a fine-tuning step's 55 ms on 32 sentences: Python,
 autograd and torch's dispatcher work on one core while the other one waits.
@@ -11,24 +11,13 @@ from typing import NamedTuple
 import torch
 
 from fastbert.backend import Backend, register_offer
+from fastbert.layer_spec import LayerNumbers
 from fastbert.ops._common import check_devices, compute_dtype, define, differentiable_once
-from fastbert.ops.encoder_layers import (
-    FLOATS,
-    GATED,
-    INTS,
-    MERGED_GATE,
-    MERGED_QKV,
-    NORM_FIRST,
-    RMS,
-    LayerOperands,
-    accepts,
-    supports,
-    tables_of,
-)
+from fastbert.ops.encoder_layers import LayerOperands, accepts, supports, tables_of
 from fastbert.ops.packing import int32_offsets
 from fastbert.ops.rotary import Rotary
 
-# The lists, layers, forms and numbers are LayerOperands'. philox: int64 (layers, 3, 2), of attention's dropout, its
+# The lists, layers, ints and floats are LayerOperands'. philox: int64 (layers, 3, 2), of attention's dropout, its
 # output's and the feed-forward's, and with dropout inside of the feed-forward (layers, 4, 2), the last two being that
 # one's and the output's. Products and attention run in `dtype`, everything else in x's, which may be wider: under
 # autocast the residual stream stays in x's. Forward returns out, and as `kept` what backward wants: layer by layer, the
@@ -37,60 +26,53 @@ from fastbert.ops.rotary import Rotary
 
 _FWD_SCHEMA = (
     "(Tensor x, Tensor cu_seqlens, Tensor[] weights, Tensor[] biases, Tensor[] norms, Tensor? philox, str activation,"
-    " int[] layers, int[] forms, float[] numbers, Tensor[] rotary, int[] rotary_layouts, Tensor? window_positions,"
+    " int[] layers, int[] ints, float[] floats, Tensor[] rotary, int[] rotary_layouts, Tensor? window_positions,"
     " ScalarType dtype) -> Tensor[]"
 )
 _BWD_SCHEMA = (
     "(Tensor dout, Tensor x, Tensor cu_seqlens, Tensor[] weights, Tensor[] norms, Tensor[] kept, Tensor? philox,"
-    " str activation, int[] layers, int[] forms, float[] numbers, Tensor[] rotary, int[] rotary_layouts,"
+    " str activation, int[] layers, int[] ints, float[] floats, Tensor[] rotary, int[] rotary_layouts,"
     " Tensor? window_positions, bool needs_dx) -> Tensor[]"
 )
 
 
-def _fwd_fake(x, cu_seqlens, weights, biases, norms, philox, activation, layers, forms, numbers, *others):
-    kept, first, dtype = [], 0, others[-1]
+def _fwd_fake(x, cu_seqlens, weights, biases, norms, philox, activation, layers, ints, floats, *others):
+    kept, first, dtype, kinds = [], 0, others[-1], LayerNumbers.read(ints, floats)
     for i, at in enumerate(layers):
-        form = forms[at * INTS : (at + 1) * INTS]
-        ups = weights[first + (2 if form[6] & MERGED_QKV else 4) : first + _num_linears(form) - 1]
+        layer = kinds[at]
+        ups = weights[first + (2 if layer.merged_qkv else 4) : first + layer.num_linears - 1]
         kept += [torch.empty_like(x)] if i else []
-        kept += _kept_fake(x, form, sum([w.shape[0] for w in ups]), dtype)
-        first += _num_linears(form)
+        kept += _kept_fake(x, layer, sum([w.shape[0] for w in ups]), dtype)
+        first += layer.num_linears
     return [torch.empty_like(x), *kept]
 
 
-def _kept_fake(x, form, pre_width, dtype):
-    num_heads, num_kv_heads, head_dim, *_, flags, _, _, norm_bits = form
-    tokens = x.shape[0]
+def _kept_fake(x, layer, pre_width, dtype):
+    tokens, num_heads, num_kv_heads = x.shape[0], layer.num_heads, layer.num_kv_heads
 
     def normed():  # what a norm gives, the sum before it, its mean and rstd
-        mean, rstd = (x.new_empty(n, dtype=torch.float32) for n in (0 if flags & RMS else tokens, tokens))
+        mean, rstd = (x.new_empty(n, dtype=torch.float32) for n in (0 if layer.rms else tokens, tokens))
         return [torch.empty_like(x), torch.empty_like(x), mean, rstd]
 
-    has_attention_norm, norm_first = norm_bits & 1, flags & NORM_FIRST
-    first = normed()[1:] if norm_first and has_attention_norm else []
-    heads = [num_heads + 2 * num_kv_heads] if flags & MERGED_QKV else [num_heads, num_kv_heads, num_kv_heads]
-    projected = [x.new_empty(tokens, n, head_dim, dtype=dtype) for n in heads]
-    context = x.new_empty(tokens, num_heads, head_dim, dtype=dtype)
+    has_attention_norm = layer.norms & 1
+    first = normed()[1:] if layer.norm_first and has_attention_norm else []
+    heads = [num_heads + 2 * num_kv_heads] if layer.merged_qkv else [num_heads, num_kv_heads, num_kv_heads]
+    projected = [x.new_empty(tokens, n, layer.head_dim, dtype=dtype) for n in heads]
+    context = x.new_empty(tokens, num_heads, layer.head_dim, dtype=dtype)
     softmax_stats = x.new_empty(2, num_heads, tokens, dtype=torch.float32)
-    middle = normed() if norm_first or has_attention_norm else [torch.empty_like(x)]
-    last = [] if norm_first else normed()[1:]
+    middle = normed() if layer.norm_first or has_attention_norm else [torch.empty_like(x)]
+    last = [] if layer.norm_first else normed()[1:]
     return [*first, *projected, context, softmax_stats, *middle, x.new_empty(tokens, pre_width, dtype=dtype), *last]
 
 
-def _bwd_fake(dout, x, cu_seqlens, weights, norms, kept, philox, activation, layers, forms, *others):
-    dbiases, first = [], 0
+def _bwd_fake(dout, x, cu_seqlens, weights, norms, kept, philox, activation, layers, ints, floats, *others):
+    dbiases, first, kinds = [], 0, LayerNumbers.read(ints, floats)
     for at in layers:
-        form = forms[at * INTS : (at + 1) * INTS]
-        of_layer = weights[first : first + _num_linears(form)]
-        dbiases += [w.new_empty(w.shape[0]) for i, w in enumerate(of_layer) if form[-3] >> i & 1]
+        of_layer = weights[first : first + kinds[at].num_linears]
+        dbiases += [w.new_empty(w.shape[0]) for i, w in enumerate(of_layer) if kinds[at].biases >> i & 1]
         first += len(of_layer)
     dx = x.new_empty(x.shape[0] if others[-1] else 0, x.shape[1])
     return [dx, *map(torch.empty_like, (*weights, *norms)), *dbiases]
-
-
-def _num_linears(form):
-    flags = form[6]
-    return (1 if flags & MERGED_QKV else 3) + 1 + (2 if flags & GATED and not flags & MERGED_GATE else 1) + 1
 
 
 _FWD = define("encoder_layers_fwd_cpu", _FWD_SCHEMA, _fwd_fake)
@@ -103,7 +85,7 @@ class _Call(NamedTuple):
     num_norms: int
     num_biases: int
     rotary_layouts: list[int]
-    forms: tuple  # activation, layers, forms and numbers
+    numbers: tuple  # activation, layers, ints and floats
     dtype: torch.dtype
 
 
@@ -117,7 +99,7 @@ class _EncoderLayers(torch.autograd.Function):
         weights, norms = tensors[:norms_at], tensors[norms_at:biases_at]
         biases, rotary = tensors[biases_at:rotary_at], tensors[rotary_at:]
         tables = (rotary, call.rotary_layouts, window_positions)
-        out, *kept = _FWD(x, cu_seqlens, weights, biases, norms, philox, *call.forms, *tables, call.dtype)
+        out, *kept = _FWD(x, cu_seqlens, weights, biases, norms, philox, *call.numbers, *tables, call.dtype)
         ctx.save_for_backward(x, cu_seqlens, philox, window_positions, *weights, *norms, *rotary, *kept)
         ctx.call = call
         return out
@@ -132,7 +114,7 @@ class _EncoderLayers(torch.autograd.Function):
         kept_at = rotary_at + num_tables
         weights, norms, kept = saved[:norms_at], saved[norms_at:rotary_at], saved[kept_at:]
         tables = (saved[rotary_at:kept_at], call.rotary_layouts, window_positions)
-        dx, *gradients = _BWD(dout, x, cu_seqlens, weights, norms, kept, philox, *call.forms, *tables, needs_dx)
+        dx, *gradients = _BWD(dout, x, cu_seqlens, weights, norms, kept, philox, *call.numbers, *tables, needs_dx)
         return dx if needs_dx else None, None, None, None, None, *gradients, *[None] * num_tables
 
 
@@ -142,11 +124,6 @@ def _supports_training(x: torch.Tensor) -> str | None:
     if compute_dtype(x) not in (torch.float32, torch.bfloat16):
         return f"autocast to {compute_dtype(x)}"
     return supports(x)
-
-
-def _dropouts(numbers: list[float]) -> list[float]:
-    """The four of each form, one form after the other."""
-    return [p for at in range(0, len(numbers), FLOATS) for p in numbers[at + FLOATS - 4 : at + FLOATS]]
 
 
 def _accepts_training(x: torch.Tensor, operands: LayerOperands) -> str | None:
@@ -164,14 +141,14 @@ def _run_training(
 ) -> torch.Tensor:
     check_devices("encoder_layers_training", x=x, cu_seqlens=cu_seqlens, window_positions=window_positions)
     cu_seqlens = int32_offsets("encoder_layers_training", cu_seqlens)
-    weights, biases, _, _, norms, activation, layers, forms, numbers, _, _ = operands
-    philox = None
-    if any(dropouts := _dropouts(numbers)):
-        seeds = 4 if any(dropouts[2::4]) else 3
+    weights, biases, _, _, norms, activation, layers, ints, floats, _, _ = operands
+    philox, kinds = None, LayerNumbers.read(ints, floats)
+    if any([any(layer.dropouts) for layer in kinds]):
+        seeds = 4 if any([layer.inner_dropout for layer in kinds]) else 3
         philox = torch.randint(2**62, (len(layers), seeds, 2), dtype=torch.int64)
     tables, layouts = tables_of(rotary)
-    all_forms = (activation, layers, forms, numbers)
-    call = _Call(len(weights), len(norms), len(biases), layouts, all_forms, compute_dtype(x))
+    numbers = (activation, layers, ints, floats)
+    call = _Call(len(weights), len(norms), len(biases), layouts, numbers, compute_dtype(x))
     return _EncoderLayers.apply(x, cu_seqlens, philox, window_positions, call, *weights, *norms, *biases, *tables)
 
 

@@ -168,48 +168,49 @@ def linear_int8(x, weight, bias, weight_scale, input_scale=0.0, name="none"):
     return y if name == "none" else activation(y, name)
 
 
-def encoder_layer(x, form, linears, norms, cu_seqlens, tables=(), window_positions=None, keeps=(None,) * 4):
-    """A layer of any form (ops.LayerForm); `keeps` are the masks of its dropouts that were used.
+def encoder_layer(x, spec, linears, norms, cu_seqlens, table=None, window_positions=None, keeps=(None,) * 4):
+    """A layer of a LayerSpec; `keeps` are the masks of its dropouts that were used, in the order of `spec.dropouts`.
 
-    linears: weight, bias, weight_scale and input_scale of every Linear, in the order of ops.LayerOperands; norms:
-    weight and bias of the attention's and of the feed-forward's; `tables` are the call's, of which the form names one.
+    linears: weight, bias, weight_scale and input_scale of every Linear, in the order of ops.LayerWeights; norms:
+    weight, bias and eps of the attention's and of the feed-forward's, None where there is none; `table`: by which
+    queries and keys are turned, if they are.
     """
+    attention_spec, feed_forward_spec, dropouts = spec.attention, spec.feed_forward, [*spec.dropouts.values()]
 
     def product(x, leaf):
         weight, bias, scale, input_scale = leaf
         return linear(x, weight, bias) if scale is None else linear_int8(x, weight, bias, scale, input_scale)
 
     def normed(x, which):
-        weight, bias = norms[2 * which : 2 * which + 2]
-        if weight is None:
+        if norms[which] is None:
             return x
-        eps = form.eps[which]
-        return rms_norm(x, weight, eps) if form.norm == "rms" else layer_norm(x, weight, bias, eps)
+        weight, bias, eps = norms[which]
+        return rms_norm(x, weight, eps) if spec.norm.kind == "rms" else layer_norm(x, weight, bias, eps)
 
     def dropped(x, which):
         if keeps[which] is None:
             return x
-        return torch.where(keeps[which], x / (1.0 - form.dropouts[which]), torch.zeros_like(x))
+        return torch.where(keeps[which], x / (1.0 - dropouts[which]), torch.zeros_like(x))
 
-    *projections, output = linears[: 2 if form.merged_qkv else 4]
-    *ups, down = linears[len(projections) + 1 :]
-    inputs = normed(x, 0) if form.norm_first else x
-    heads = torch.cat([product(inputs, leaf) for leaf in projections], -1).unflatten(-1, (-1, form.head_dim))
-    q, k, v = heads.split((form.num_heads, form.num_kv_heads, form.num_kv_heads), 1)
+    num_projections, heads = len(spec.names.qkv), (attention_spec.num_heads, *[attention_spec.num_kv_heads] * 2)
+    projections, (output, *ups, down) = linears[:num_projections], linears[num_projections:]
+    inputs = normed(x, 0) if spec.norm_first else x
+    projected = torch.cat([product(inputs, leaf) for leaf in projections], -1)
+    q, k, v = projected.unflatten(-1, (-1, attention_spec.head_dim)).split(heads, 1)
     context = attention(
-        q, k, v, cu_seqlens, form.softmax_scale, keeps[0], form.dropouts[0], form.window_size, window_positions,
-        tables[form.rotary] if form.rotary >= 0 else None,
+        q, k, v, cu_seqlens, attention_spec.softmax_scale, keeps[0], dropouts[0], attention_spec.window_size,
+        window_positions, table,
     )  # fmt: skip
     x = x + dropped(product(context.flatten(1), output), 1)
-    x = x if form.norm_first else normed(x, 0)
-    inner = torch.cat([product(normed(x, 1) if form.norm_first else x, leaf) for leaf in ups], -1)
-    if form.gated:
+    x = x if spec.norm_first else normed(x, 0)
+    inner = torch.cat([product(normed(x, 1) if spec.norm_first else x, leaf) for leaf in ups], -1)
+    if feed_forward_spec.gated:
         gate, up = inner.chunk(2, -1)
-        inner = activation(gate, form.activation) * up
+        inner = activation(gate, feed_forward_spec.activation) * up
     else:
-        inner = activation(inner, form.activation)
+        inner = activation(inner, feed_forward_spec.activation)
     x = x + dropped(product(dropped(inner, 2), down), 3)
-    return x if form.norm_first else normed(x, 1)
+    return x if spec.norm_first else normed(x, 1)
 
 
 def cross_entropy(hidden_states, weight, bias, labels, ignore_index=-100, label_smoothing=0.0, z_loss=0.0):

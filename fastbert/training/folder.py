@@ -13,8 +13,7 @@ from typing import Any
 
 from fastbert.data.sources import digest_of
 from fastbert.errors import ConfigError, InputError
-from fastbert.files import write_text
-from fastbert.json_files import parse_json
+from fastbert.files import parse_json, write_text
 from fastbert.training.distributed import World
 from fastbert.training.options import DATA, MAY_CHANGE, RunOptions, options_of, read_yaml, to_yaml
 

@@ -22,7 +22,7 @@ from tiny import write_json, write_model, write_modules
 from torch import nn
 
 import fastbert
-from fastbert.families.spec import Distances
+from fastbert.layer_spec import Distances
 from fastbert.testing.cases import DTYPES, MASKS
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 

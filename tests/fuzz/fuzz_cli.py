@@ -20,8 +20,9 @@ from functools import cache, partial
 from pathlib import Path
 
 import tiny
+from draw import Draw
 from fuzz_damage import BYTES, ODD_VALUES
-from fuzz_driver import Draw, Fuzzer
+from fuzz_driver import Fuzzer
 from fuzz_files import templates
 from safetensors.torch import load_file
 

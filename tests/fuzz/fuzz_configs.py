@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import transformers
 from config_files import IDS, built, check, file_of
-from fuzz_driver import Draw, Fuzzer
+from draw import Draw
+from fuzz_driver import Fuzzer
 from huggingface_hub.errors import StrictDataclassError
 
 import fastbert

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fuzz_driver import Draw
+from draw import Draw
 
 # What a field of a JSON file may hold instead; written with allow_nan, as Python does.
 ODD_VALUES: tuple[Any, ...] = (

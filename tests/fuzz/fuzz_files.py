@@ -18,8 +18,9 @@ from pathlib import Path
 import numpy as np
 import tiny
 import torch
+from draw import Draw
 from fuzz_damage import copy_of, damage_bytes, damage_header, damage_json, read_header
-from fuzz_driver import Draw, Fuzzer
+from fuzz_driver import Fuzzer
 from safetensors.torch import load_file, save_file
 
 import fastbert

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from fuzz_driver import Draw, Fuzzer
+from draw import Draw
+from fuzz_driver import Fuzzer
 from fuzz_ops import backends
 from hf import FAMILIES, NUM_CONFIGS, make_config, make_hf, make_oracle, make_ours, random_like
 from isas import backend_with_isa

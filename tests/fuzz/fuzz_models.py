@@ -15,7 +15,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
-from fuzz_driver import Draw, Fuzzer
+from draw import Draw
+from fuzz_driver import Fuzzer
 from fuzz_literal import PLAIN, at, literal_forward
 from fuzz_steps import STEPS, draw_attribute
 from fuzz_subject import Subject, calls_of, hooks_of, nudged_copy

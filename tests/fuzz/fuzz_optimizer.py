@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from fuzz_driver import Draw, Fuzzer
+from draw import Draw
+from fuzz_driver import Fuzzer
 from fuzz_ops import backends
 from isas import backend_with_isa
 from judging import Results, assert_all_close, judge

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import tiny
+from draw import Draw
 from fuzz_cli import SIGNALS, assert_user_error, finish, start
-from fuzz_driver import Draw, Fuzzer
+from fuzz_driver import Fuzzer
 from fuzz_files import templates
 from safetensors.torch import load_file
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import fuzz_weights as weights
 import torch
 from attributes import places, set_value
-from fuzz_driver import Draw
+from draw import Draw
 from fuzz_literal import After, Before, Hook
 from fuzz_subject import Subject, changed, draw_leaf, draw_weight, leaves, replace
 from torch import nn

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from fuzz_driver import Draw
+from draw import Draw
 from fuzz_literal import Hook
 from judging import nudged
 from torch import nn

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from fuzz_driver import Draw
+from draw import Draw
 from fuzz_subject import Subject, changed, draw_leaf, draw_weight
 from torch import nn
 

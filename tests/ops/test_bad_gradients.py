@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layer_forms import CASES, HIDDEN, TOKENS, fused, make
+from layer_specs import CASES, HIDDEN, TOKENS, fused, make
 from test_attention import needs_extension
 
 from fastbert import ops

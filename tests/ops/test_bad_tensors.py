@@ -9,6 +9,7 @@ import pytest
 import torch
 from full import halved
 from isas import CPU_BACKENDS, backend_with_isa, device_of
+from layer_specs import spec_of
 from seeds import torch_generator
 from test_ops import check
 
@@ -65,7 +66,7 @@ OPTIONS = {
 ALONE = {"activation", "at_least_fp32", "dropout"}  # take one tensor
 # Tested below, in test_adamw.py, or through `linear`.
 OF_OTHERS = {
-    "FinalNorm", "LateRows", "LayerForm", "LayerOperands", "LinearWeights", "Rotary", "adamw", "adamw_late",
+    "LateRows", "LayerOperands", "LayerWeights", "LinearWeights", "NormWeights", "Rotary", "adamw", "adamw_late",
     "linears", "multiplies_bf16", "offer", "only_recorded_writes", "repack", "rms_norm", "rotate",
     "transform_objection", "warn_of_missing_kernels",
 }  # fmt: skip
@@ -96,16 +97,19 @@ def test_a_tensor_on_another_device(op, name, backend):
         assert not [event.name for event in profile.events() if event.name.startswith(("aten::", "fastbert::"))]
 
 
+def layer_operands(make=rows) -> ops.LayerOperands:
+    linears = [ops.LinearWeights(make(32, 32), make(32), None, None) for _ in range(6)]
+    norms = ops.NormWeights(make(32), make(32), 1e-5), ops.NormWeights(make(32), make(32), 1e-5)
+    return ops.LayerOperands.of([ops.LayerWeights(spec_of(num_heads=2, num_kv_heads=2, head_dim=16), linears, norms)])
+
+
 def encoder_layers(x, cu_seqlens):
-    linears = [ops.LinearWeights(rows(32, 32), rows(32), None, None) for _ in range(6)]
-    operands = ops.LayerOperands.of(linears, [rows(32)] * 4, [ops.LayerForm(2, 2, 16)])
+    operands = layer_operands()
     return ops.offer("encoder_layers", x, lambda: operands)(cu_seqlens)
 
 
 def encoder_layers_training(x, cu_seqlens):
-    parameter = partial(torch.nn.Parameter, requires_grad=True)
-    linears = [ops.LinearWeights(parameter(rows(32, 32)), parameter(rows(32)), None, None) for _ in range(6)]
-    operands = ops.LayerOperands.of(linears, [parameter(rows(32)) for _ in range(4)], [ops.LayerForm(2, 2, 16)])
+    operands = layer_operands(lambda *shape: torch.nn.Parameter(rows(*shape)))
     return ops.offer("encoder_layers_training", x, lambda: operands)(cu_seqlens)
 
 

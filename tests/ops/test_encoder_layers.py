@@ -1,4 +1,4 @@
-"""Stacks of layers of every form as one op, in inference."""
+"""Stacks of layers of every kind as one op, in inference."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import pytest
 import torch
 from full import halved
 from isas import CPU_BACKENDS, backend_with_isa
-from layer_forms import (
+from layer_specs import (
     CASES,
     CU_SEQLENS,
     HIDDEN,
+    ROTARIES,
     TOKENS,
     WITH_HOLES,
     apart,
@@ -23,6 +24,7 @@ from layer_forms import (
     make_final_norm,
     operands_of,
     rotary_tables,
+    spec_of,
 )
 from seeds import torch_generator
 
@@ -42,8 +44,8 @@ def make_stack(name: str, dtype: torch.dtype, final: bool = True):
     """Layers, x and the final norm, which post-norm stacks do not have."""
     layers = [make(CASES[each], seed).map(lambda t: t.to(dtype)) for seed, each in enumerate(STACKS[name])]
     x = torch.randn(TOKENS, HIDDEN, generator=torch_generator(1)).to(dtype)
-    last = layers[-1].form
-    norm = [None if t is None else t.to(dtype) for t in make_final_norm(last.norm)]
+    last = layers[-1].spec
+    norm = [None if t is None else t.to(dtype) for t in make_final_norm(last.norm.kind)]
     return layers, x, norm if final and last.norm_first else None
 
 
@@ -115,32 +117,32 @@ def test_rows_that_lie_apart():
     assert torch.equal(fused("encoder_layers", layers, wide, norm), fused("encoder_layers", layers, x, norm))
 
 
-POST = CASES["post"].form
-REASONS = {
-    POST._replace(head_dim=1): r"head_dim is 1 \(attention has 2 to 256\)",
-    POST._replace(head_dim=320): r"head_dim is 320 \(attention has 2 to 256\)",
-    POST._replace(head_dim=15, rotary=0): "head_dim is 15, rotary embedding takes",
-    POST._replace(num_kv_heads=3): "num_heads is 4, no multiple of num_kv_heads, which is 3",
-    POST._replace(softmax_scale=math.inf): "softmax_scale is inf",
-    POST._replace(norm="batch"): "norm is 'batch'",
-    POST._replace(activation="relu"): "layers have gelu and relu",
-}
+REASONS = (
+    (spec_of(head_dim=1), r"head_dim is 1 \(attention has 2 to 256\)"),
+    (spec_of(head_dim=320), r"head_dim is 320 \(attention has 2 to 256\)"),
+    (spec_of(num_kv_heads=3), "num_heads is 4, no multiple of num_kv_heads, which is 3"),
+    (spec_of(softmax_scale=math.inf), "softmax_scale is inf"),
+    (spec_of(position=ROTARIES[0]._replace(rotates_values=True)), "attention rotates values, too"),
+    (spec_of(position=ROTARIES[0]._replace(dim=8)), "rotary embedding turns 8 of a head's 16 dimensions"),
+    (spec_of(norm="batch"), "norm is 'batch'"),  # type: ignore[arg-type]
+    (spec_of(activation="relu"), "layers have gelu and relu"),
+)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("form", "reason"), REASONS.items(), ids=range(len(REASONS)))
-def test_reasons(form, reason):
+@pytest.mark.parametrize(("spec", "reason"), REASONS, ids=range(len(REASONS)))
+def test_reasons(spec, reason):
     layers, x, _ = make_stack("post", torch.float32)
-    layers[0].form = form
-    assert re.match(reason, ops.offer("encoder_layers", x, lambda: operands_of(layers)))
+    layers[0].spec = spec
+    position = spec.attention.position
+    rotaries = () if position is None else (position,)
+    assert re.match(reason, ops.offer("encoder_layers", x, lambda: operands_of(layers, rotaries=rotaries)))
 
 
 def test_operands_that_do_not_fit():
     layers, x, _ = make_stack("post", torch.float32)
     assert operands_of(layers, make_final_norm("layer")).objection == "there is a norm behind post-norm layers"
-    with pytest.raises(
-        ValueError, match=r"\(11, 8\) Linears and tensors of norms, the forms of 2 layers have \(12, 8\)"
-    ):
+    with pytest.raises(ValueError, match="a layer has 5 Linears, and its spec 6"):
         layers[1].linears.pop()
         operands_of(layers)
     with torch.no_grad(), pytest.raises(RuntimeError, match="takes rotary table 0, the call has 0"):
@@ -161,19 +163,19 @@ def test_opcheck(name):
     torch.library.opcheck(torch.ops.fastbert.encoder_layers_cpu, arguments(name))
 
 
-# By the arguments' places: weights, biases, norms, layers, forms, numbers.
+# By the arguments' places: weights, biases, norms, layers, ints, floats.
 @pytest.mark.parametrize(
     ("at", "change", "message"),
     (
-        (2, lambda weights: weights[:-1], "there are 11 weights, the layers' forms have more"),
+        (2, lambda weights: weights[:-1], "there are 11 weights, the layers have more"),
         (2, lambda weights: [*weights, weights[0]], "there are 1 weights, biases and weight_scales too many"),
         (2, lambda weights: [weights[1].t(), *weights[1:]], "weight 0 of layer 0 is"),
-        (3, lambda biases: biases[:-1], "there are 11 biases, the layers' forms have more"),
+        (3, lambda biases: biases[:-1], "there are 11 biases, the layers have more"),
         (6, lambda norms: [*norms, norms[0]], "there are 1 tensors of norms too many"),
         (6, lambda norms: [norms[0][:5], *norms[1:]], "norm has shape"),
-        (8, lambda layers: [0, 1], "there is no form 1"),
-        (9, lambda forms: forms[1:], "a form is 10 whole numbers"),
-        (10, lambda numbers: numbers[1:], "a form is 10 whole numbers and 7 others, got 10 and 6"),
+        (8, lambda layers: [0, 1], "there are no numbers 1"),
+        (9, lambda ints: ints[1:], "a layer's numbers are 14 whole ones"),
+        (10, lambda floats: floats[1:], "a layer's numbers are 14 whole ones and 7 others, got 14 and 6"),
     ),
 )
 def test_lists_that_do_not_fit(at, change, message):

@@ -1,4 +1,4 @@
-"""Layers of every form as one op for training: outputs, gradients, dropout."""
+"""Layers of every kind as one op for training: outputs, gradients, dropout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from attention_terms import assert_zero_but_for_rounding, key_bias_terms
 from full import halved, left_to_full
 from isas import CPU_BACKENDS, backend_with_isa
-from layer_forms import (
+from layer_specs import (
     CASES,
     CU_SEQLENS,
     HIDDEN,
@@ -28,6 +28,7 @@ from layer_forms import (
 from seeds import manual_seed, torch_generator
 
 from fastbert import ops
+from fastbert.layer_spec import LayerNumbers
 from fastbert.native.availability import extension_error
 from fastbert.ops.attention import attention
 from fastbert.testing import reference
@@ -36,6 +37,7 @@ from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 pytestmark = pytest.mark.skipif(extension_error() is not None, reason=str(extension_error()))
 
 MODES = ("float32", "bfloat16", "autocast")
+SCALES = LayerNumbers._fields.index("scales")
 
 
 def differentiate(run, layer: Layer | Several, x: torch.Tensor, needs_dx: bool = True) -> dict[str, torch.Tensor]:
@@ -80,8 +82,9 @@ def check(cases: list[Case], mode: str, keeps=(None,) * 4, seed: int = 0, name: 
     compared = torch.float32 if mode == "float32" else torch.bfloat16
     for key, found in actual.items():
         # Without rotary embedding softmax does not see a key's bias.
-        form = cases[int(key[-1])].form if key[-1].isdigit() else None
-        if form is not None and key.startswith("bias 1,") and not form.merged_qkv and form.rotary < 0:
+        spec = cases[int(key[-1])].spec if key[-1].isdigit() else None
+        is_keys = spec is not None and key.startswith("bias 1,") and not spec.merges_qkv
+        if is_keys and spec.attention.position is None:
             assert_zero_but_for_rounding(found, terms[int(key[-1])], compared, f"{key} of {name}")
             continue
         assert found.dtype is dtype
@@ -99,20 +102,21 @@ def test_against_oracle(name, mode):
 
 def masks(case: Case, seed: int) -> tuple[torch.Tensor, ...]:
     """What the layer's dropouts keep after torch.manual_seed(seed)."""
-    form = case.form
+    dropouts = [*case.spec.dropouts.values()]
     manual_seed(seed)
     philox = torch.randint(2**62, (4, 2), dtype=torch.int64)
 
     def keep(which: int, width: int) -> torch.Tensor:
-        return torch.ops.fastbert.dropout_cpu(torch.ones(TOKENS, width), philox[which], form.dropouts[which]) != 0
+        return torch.ops.fastbert.dropout_cpu(torch.ones(TOKENS, width), philox[which], dropouts[which]) != 0
 
     # Of values that are their tokens' positions in one-hot, where all keys are alike, attention shows its mask.
     width = max(LENGTHS)
     position = torch.cat([torch.arange(n) for n in LENGTHS])
-    identity = torch.nn.functional.one_hot(position, width)[:, None].expand(-1, form.num_heads, -1).float()
+    num_heads = case.spec.attention.num_heads
+    identity = torch.nn.functional.one_hot(position, width)[:, None].expand(-1, num_heads, -1).float()
     manual_seed(seed)
     zeros = torch.zeros_like(identity)
-    probabilities = attention(zeros, zeros, identity, CU_SEQLENS, width, dropout_p=form.dropouts[0], backend="cpu")
+    probabilities = attention(zeros, zeros, identity, CU_SEQLENS, width, dropout_p=dropouts[0], backend="cpu")
     return probabilities != 0, keep(1, HIDDEN), keep(2, INTERMEDIATE), keep(3, HIDDEN)
 
 
@@ -181,8 +185,10 @@ STACKS = {
 
 def stack_of(name: str) -> list[Case]:
     """With one activation, as an offer asks."""
-    activation = CASES[STACKS[name][0]].form.activation
-    return [replace(CASES[each], form=CASES[each].form._replace(activation=activation)) for each in STACKS[name]]
+    cases = [CASES[each] for each in STACKS[name]]
+    activation = cases[0].spec.feed_forward.activation
+    alike = [replace(case.spec.feed_forward, activation=activation) for case in cases]
+    return [replace(case, spec=replace(case.spec, feed_forward=half)) for case, half in zip(cases, alike, strict=True)]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -231,11 +237,11 @@ def test_what_takes_no_gradient_is_refused(frozen):
 def arguments(name: str, count: int = 1, dtype: torch.dtype = torch.bfloat16) -> list:
     """Of the registered forward, over `count` layers."""
     case = CASES[name].with_dropouts(0.1, 0.2, 0.3, 0.4)
-    weights, biases, _, _, norms, activation, layers, forms, numbers, _, _ = operands_of([make(case)] * count)
+    weights, biases, _, _, norms, activation, layers, ints, floats, _, _ = operands_of([make(case)] * count)
     tables = [t for table in rotary_tables() for t in table[:2]]
     philox = torch.arange(8 * count).view(count, 4, 2)
     shared = (tables, [0, 0, 3], WITH_HOLES.int())
-    return [X, CU_SEQLENS, weights, biases, norms, philox, activation, layers, forms, numbers, *shared, dtype]
+    return [X, CU_SEQLENS, weights, biases, norms, philox, activation, layers, ints, floats, *shared, dtype]
 
 
 def backward_arguments(given: list, kept: list[torch.Tensor], needs_dx: bool) -> list:
@@ -261,14 +267,14 @@ def test_operands_that_do_not_fit():
     for at, change, message in (
         (2, lambda weights: weights[1:], "got 5 weights, expected 6"),
         (3, lambda biases: [*biases, biases[0]], "there are 1 weights, biases and weight_scales too many"),
-        (4, lambda norms: norms[1:], "there are 3 tensors of norms, the layers' forms have more"),
+        (4, lambda norms: norms[1:], "there are 3 tensors of norms, the layers have more"),
         (5, lambda philox: philox[0], r"expected \(1, 3, 2\) or \(1, 4, 2\)"),
         (5, lambda philox: philox[:, :2], r"expected \(3, 2\) or \(4, 2\)"),
         (5, lambda philox: None, "philox, its seed and offset, is None"),
-        (7, lambda layers: [1], "there is no form 1"),
+        (7, lambda layers: [1], "there are no numbers 1"),
         (7, lambda layers: [], "there are no layers"),
-        (8, lambda form: [3, *form[1:]], "num_heads is 3, num_kv_heads 4"),
-        (8, lambda form: [*form[:8], 1, *form[9:]], "int8 weights have no gradients"),
+        (8, lambda ints: [3, *ints[1:]], "num_heads is 3, num_kv_heads 4"),
+        (8, lambda ints: [*ints[:SCALES], 1, *ints[SCALES + 1 :]], "int8 weights have no gradients"),
     ):
         wrong = [*given[:at], change(given[at]), *given[at + 1 :]]
         with pytest.raises(RuntimeError, match=message):

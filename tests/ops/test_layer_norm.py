@@ -1,4 +1,4 @@
-"""add_layer_norm: every backend, forward and backward, against the float64 oracle."""
+"""add_layer_norm and add_rms_norm: what is special to them, on every backend, against the float64 oracle."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import pytest
 import torch
 from full import halved, left_to_full
 from isas import WITHOUT_PRODUCTS, device_of
-from norms import check, differentiate, everything, keep_mask, make, serving, skip_unless_served
+from norms import check, everything, keep_mask, make, run, serving, skip_unless_served
 from shares import assert_share
 
-from fastbert.backend import Backend, select, use_backend
+from fastbert import ops
+from fastbert.backend import use_backend
 from fastbert.errors import BackendError
 from fastbert.native.availability import extension_error
 from fastbert.ops.layer_norm import add_layer_norm
 from fastbert.testing.cases import DTYPES, ROWS
 
-# (residual, x_bias, bias, prenorm): every pair of these choices in every combination.
+# (residual, x_bias, bias, prenorm): every pair of these choices in every combination. RMSNorm has no bias.
 VARIANTS = ((1, 1, 1, 1), (0, 0, 0, 0), (1, 0, 1, 0), (0, 1, 0, 1), (1, 1, 0, 0), (0, 0, 1, 1))
+OF_RMS = ((1, 1, 0, 1), (0, 0, 0, 1), (1, 0, 0, 0), (0, 1, 0, 0))
 BACKENDS = ("torch", *WITHOUT_PRODUCTS, "triton")
-KERNELS = BACKENDS[1:]
 
 
 @pytest.fixture
@@ -28,30 +29,34 @@ def backend(request):
 
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
-each_kernel = pytest.mark.parametrize("backend", KERNELS, indirect=True)
 each_isa = pytest.mark.parametrize("backend", WITHOUT_PRODUCTS, indirect=True)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+each_norm = pytest.mark.parametrize("rms", (False, True), ids=("layer", "rms"))
 
 
 @left_to_full(lambda p: p["backend"] == "triton" and p["dtype"] is torch.bfloat16 and p["rows"] not in (2, 17))
 @pytest.mark.parametrize("rows,hidden_size", ROWS, ids=lambda n: str(n))
+@each_norm
 @each_dtype
 @each_backend
-def test_against_oracle(backend, dtype, rows, hidden_size):
-    for residual, x_bias, bias, prenorm in VARIANTS:
-        check(backend, make(rows, hidden_size, dtype, backend, residual, x_bias, bias), prenorm=bool(prenorm))
+def test_against_oracle(backend, dtype, rms, rows, hidden_size):
+    for residual, x_bias, bias, prenorm in OF_RMS if rms else VARIANTS:
+        operands = make(rows, hidden_size, dtype, backend, residual, x_bias, bias)
+        check(backend, operands, prenorm=bool(prenorm), rms=rms)
 
 
+@each_norm
 @pytest.mark.parametrize("backend", ("triton",), indirect=True)
-def test_float16(backend):
-    check(backend, make(5, 80, torch.float16, backend))
+def test_float16(backend, rms):
+    check(backend, make(5, 80, torch.float16, backend, bias=not rms), eps=1e-5, rms=rms)
 
 
 ADVERSARIAL = {
-    "large": lambda x, residual, x_bias, mean: (x * 30, residual, x_bias),
-    "large-mean": lambda x, residual, x_bias, mean: (x + mean, residual, x_bias),
-    "constant-rows": lambda x, residual, x_bias, mean: (x[:, :1] + 0 * x, residual[:, :1] + 0 * x, 0 * x_bias + 0.1),
-    "zero-rows": lambda x, residual, x_bias, mean: (0 * x, 0 * residual, 0 * x_bias),
+    "large": lambda t, mean: t * 30,
+    "large-mean": lambda t, mean: t + mean,
+    "constant-rows": lambda t, mean: t[..., :1] + 0 * t,
+    "zero-rows": lambda t, mean: 0 * t,
+    "one-large-column": lambda t, mean: torch.cat([t[..., :1] * mean, t[..., 1:]], -1),
 }
 # The backward of torch's own LayerNorm subtracts multiples of the mean from each other, in float32. That costs more
 # digits than the rule allows: with means of 1000 for most seeds, on every CPU. In bfloat16 it adds up in 16 bits
@@ -59,16 +64,18 @@ ADVERSARIAL = {
 LARGE_MEAN, TORCH_LARGE_MEAN = 1e4, 30.0
 
 
+ODD = [(rms, kind) for rms in (False, True) for kind in ADVERSARIAL if rms or kind != "one-large-column"]
+
+
 @halved
-@pytest.mark.parametrize("kind", ADVERSARIAL)
+@pytest.mark.parametrize(("rms", "kind"), ODD)
 @each_dtype
 @each_backend
-def test_adversarial_inputs(backend, dtype, kind):
-    operands = make(4, 768, dtype, backend)
-    names = ("x", "residual", "x_bias")
-    mean = TORCH_LARGE_MEAN if backend == "torch" else LARGE_MEAN
-    spoiled = ADVERSARIAL[kind](*(operands[name] for name in names), mean)
-    check(backend, operands | dict(zip(names, spoiled, strict=True)))
+def test_adversarial_inputs(backend, dtype, rms, kind):
+    operands = make(4, 768, dtype, backend, bias=not rms)
+    mean = TORCH_LARGE_MEAN if backend == "torch" and not rms else LARGE_MEAN
+    names = ("x",) if kind == "large-mean" and not rms else ("x", "residual", "x_bias")
+    check(backend, operands | {name: ADVERSARIAL[kind](operands[name], mean) for name in names}, rms=rms)
 
 
 @each_isa
@@ -77,12 +84,6 @@ def test_bfloat16_rounds_to_nearest_even(backend):
     x[0, :3] = torch.tensor([float("nan"), float("inf"), float("-inf")])
     summed = add_layer_norm(x, residual, weight, None, prenorm=True, backend=backend)[1]
     torch.testing.assert_close(summed, (x.float() + residual.float()).bfloat16(), rtol=0, atol=0, equal_nan=True)
-
-
-@each_kernel
-def test_strided_and_sliced_operands(backend):
-    operands = make(6, 160, torch.float32, backend)
-    check(backend, {name: t[..., ::2] for name, t in operands.items()})
 
 
 @halved
@@ -102,13 +103,15 @@ def test_dropout_follows_the_seed(backend):
 
 @halved
 @pytest.mark.parametrize("rows,hidden_size", ((3, 80), (17, 33), (5, 768)), ids=lambda n: str(n))
+@each_norm
 @each_dtype
 @each_backend
-def test_dropout_against_oracle(backend, dtype, rows, hidden_size):
+def test_dropout_against_oracle(backend, dtype, rms, rows, hidden_size):
+    """The same seed gives both norms the same mask."""
     keep = keep_mask(backend, rows, hidden_size, 0.25, seed=7, dtype=dtype)
-    for residual, x_bias, bias, prenorm in VARIANTS[:3]:
+    for residual, x_bias, bias, prenorm in OF_RMS[:2] if rms else VARIANTS[:3]:
         operands = make(rows, hidden_size, dtype, backend, residual, x_bias, bias)
-        check(backend, operands, prenorm=bool(prenorm), keep=keep, dropout_p=0.25, seed=7)
+        check(backend, operands, prenorm=bool(prenorm), keep=keep, dropout_p=0.25, seed=7, rms=rms)
 
 
 @each_backend
@@ -130,81 +133,63 @@ def test_cpu_and_triton_drop_the_same_elements():
     assert torch.equal(*masks)
 
 
-@each_dtype
-@each_kernel
-def test_repeats_bit_for_bit(backend, dtype):
-    assert all(map(torch.equal, everything(backend, dtype=dtype), everything(backend, dtype=dtype)))
-
-
+@each_norm
 @each_dtype
 @each_isa
-def test_threads_do_not_change_bits(backend, dtype):
+def test_threads_do_not_change_bits(backend, dtype, rms):
+    """Of as many rows as each of them has several blocks of."""
     before, results = torch.get_num_threads(), []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        results.append(everything(backend, rows=1000, dtype=dtype))
+        results.append(everything(backend, rows=1000, dtype=dtype, rms=rms))
     torch.set_num_threads(before)
     assert all(map(torch.equal, results[0], results[1]))
     assert all(map(torch.equal, results[0], results[2]))
 
 
-@each_isa
-def test_writes_all_that_it_allocates(backend):
-    """Which is filled with NaN, by backend_with_isa and conftest.py."""
-    assert all(torch.isfinite(t).all() for t in everything(backend, rows=33, hidden_size=33))
+@each_backend
+def test_rms_norm_is_add_rms_norm_of_x_alone(backend):
+    x, _, weight, _, _ = make(5, 80, torch.float32, backend).values()
+    out = ops.rms_norm(x, weight, eps=1e-5, backend=backend)
+    assert torch.equal(out, ops.add_rms_norm(x, None, weight, eps=1e-5, backend=backend))
+    again, summed = ops.add_rms_norm(x, None, weight, eps=1e-5, prenorm=True, backend=backend)
+    assert torch.equal(out, again) and torch.equal(summed, x)
 
 
-@halved
-@pytest.mark.parametrize("dropout_p", (0.0, 0.1))
-@pytest.mark.parametrize("backend", ("cpu", "triton"), indirect=True)
-def test_opcheck(backend, dropout_p):
-    x, residual, weight, bias, x_bias = make(3, 64, torch.float32, backend).values()
-    philox = torch.tensor([2**61 + 5, 2**40 + 1], device=x.device)
-    forward = getattr(torch.ops.fastbert, f"add_layer_norm_fwd_{backend}").default
-    backward = getattr(torch.ops.fastbert, f"add_layer_norm_bwd_{backend}").default
-    torch.library.opcheck(forward, (x, x_bias, residual, weight, bias, philox, dropout_p, 1e-12, True, True))
-    torch.library.opcheck(forward, (x, None, None, weight, None, None, 0.0, 1e-12, False, False))
-    _, summed, mean, rstd = forward(x, x_bias, residual, weight, bias, philox, dropout_p, 1e-12, True, True)
-    torch.library.opcheck(backward, (x, residual, summed, mean, rstd, weight, philox, dropout_p, True))
-    torch.library.opcheck(backward, (x, None, summed, mean, rstd, weight, None, 0.0, False))
-
-
-@pytest.mark.parametrize("backend", ("torch", "cpu", "triton"), indirect=True)
-def test_the_backend_that_was_asked_for_runs(backend):
-    x, residual, weight, bias, _ = make(2, 64, torch.float32, backend).values()
-    assert select("add_layer_norm", backend, x, residual, weight, bias) is Backend(backend)
-    with use_backend(backend), torch.profiler.profile() as profile:
-        add_layer_norm(x, residual, weight, bias)
-    ours = [event.name for event in profile.events() if event.name.startswith("fastbert::")]
-    assert ours == ([] if backend == "torch" else [f"fastbert::add_layer_norm_fwd_{backend}"])
-
-
-def test_what_cannot_be_served_raises_with_the_reason():
-    x, residual, weight, bias, _ = make(2, 64, torch.float64).values()
-    with pytest.raises(BackendError, match=r"float64 \(has float32"):
-        add_layer_norm(x, residual, weight, bias, backend="cpu")
+@each_norm
+def test_what_cannot_be_served_raises_with_the_reason(rms):
+    operands = make(2, 64, torch.float64, bias=not rms)
+    name = "add_rms_norm" if rms else "add_layer_norm"
+    with pytest.raises(BackendError, match=rf"{name}: dtype torch.float64 \(has float32"):
+        run(operands, rms, backend="cpu")
     with pytest.raises(BackendError, match="cuda"):
-        add_layer_norm(x, residual, weight, bias, backend="cuda")
+        run(operands, rms, backend="cuda")
     with use_backend("cpu"), pytest.raises(BackendError, match="float64"):
-        add_layer_norm(x, residual, weight, bias)
+        run(operands, rms)
 
 
 @pytest.mark.skipif(extension_error() is not None, reason=str(extension_error()))
 def test_the_kernel_names_the_wrong_value():
-    x, weight = torch.ones(2, 64), torch.ones(63)
+    x, weight = torch.ones(2, 64), torch.ones(64)
     with pytest.raises(RuntimeError, match=r"weight has shape \[63\], expected \[64\]"):
-        torch.ops.fastbert.add_layer_norm_fwd_cpu(x, None, None, weight, None, None, 0.0, 1e-12, False, False)
+        torch.ops.fastbert.add_layer_norm_fwd_cpu(x, None, None, weight[1:], None, None, 0.0, 1e-12, False, False)
+    with pytest.raises(RuntimeError, match="RMSNorm has no bias"):
+        torch.ops.fastbert.add_layer_norm_fwd_cpu(x, None, None, weight, weight, None, 0.0, 1e-6, False, False, True)
 
 
-@pytest.mark.parametrize("backend", ("cpu",), indirect=True)
-def test_compiles_into_one_graph(backend):
-    operands = make(5, 64, torch.float32)
-    cotangents = [torch.randn(5, 64) for _ in range(2)]
-
-    def f(o):
-        x, residual, weight, bias, x_bias = o.values()
-        return add_layer_norm(x, residual, weight, bias, x_bias=x_bias, prenorm=True, backend=backend)
-
-    eager, _ = differentiate(f, operands, cotangents)
-    compiled, _ = differentiate(torch.compile(f, fullgraph=True), operands, cotangents)
-    assert all(map(torch.equal, eager, compiled))
+@pytest.mark.parametrize("backend", ("cpu", "triton"), indirect=True)
+def test_autocast_and_vectors_in_fp32(backend):
+    """Under autocast fp32 comes out, as of LayerNorm, and bf16 of the Triton kernels."""
+    operands = make(21, 48, torch.float32, backend, bias=False)
+    rounded = {name: t if name != "x" else t.bfloat16() for name, t in operands.items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        out = run(rounded, rms=True, backend=backend)
+    assert out.dtype is (torch.bfloat16 if backend == "triton" else torch.float32)
+    narrow = {name: t if t is None or t.dim() == 1 else t.bfloat16() for name, t in operands.items()}
+    if backend == "cpu":
+        wide = {name: None if t is None else t.float() for name, t in rounded.items()}
+        assert torch.equal(out, run(wide, rms=True, backend=backend))
+        with pytest.raises(BackendError, match=r"weight is torch\.float32, x is torch\.bfloat16"):
+            run(narrow, rms=True, backend=backend)
+    else:
+        assert torch.equal(out, run(narrow, rms=True, backend=backend))

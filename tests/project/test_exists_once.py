@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from fastbert.layer_spec import HEADER, header
+
 PACKAGE = Path(__file__).parents[2] / "fastbert"
 
 
@@ -41,3 +43,10 @@ def test_one_way_leads_from_texts_to_a_models_batches():
 def test_one_record_says_what_a_model_is_given():
     assert files_with(r"class ModelInputs\(") == {"packed_inputs.py"}
     assert not files_with(r"\bprepare(_inputs)?\(\*")
+
+
+def test_one_description_of_a_layer():
+    """And one place with the order in which C++ reads its numbers."""
+    assert files_with(r"\bnum_kv_heads: int$") == {"layer_spec.py"}
+    assert HEADER.read_text(encoding="utf-8") == header(), "write it anew: python -m fastbert.layer_spec"
+    assert not [path for path in HEADER.parent.glob("*.cpp") if re.search(r"\b(ints|floats)\[\d", path.read_text())]

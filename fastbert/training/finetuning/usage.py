@@ -8,8 +8,7 @@ from pathlib import Path
 
 from fastbert.config import EncoderConfig
 from fastbert.errors import ConfigError
-from fastbert.files import write_text
-from fastbert.json_files import read_json
+from fastbert.files import read_json, write_text
 
 FILE = "fastbert_task.json"
 # The end of a class's name in config.json's architectures -> the task that it is for.

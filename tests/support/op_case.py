@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from fuzz_driver import Draw
+from draw import Draw
 from judging import Results, Tensors, judge
 
 from fastbert.testing.cases import Lengths

@@ -1,4 +1,4 @@
-// What a layer computes, as fastbert/ops/encoder_layers.py writes it down, and what it runs on.
+// What a layer computes, and what it runs on: what fastbert/ops/encoder_layers.py makes lists of.
 #pragma once
 
 #include <array>
@@ -8,17 +8,14 @@
 #include "attention.h"
 #include "feed_forward.h"
 #include "layer_norm.h"
+#include "layer_numbers.h"
 #include "register.h"
 
 namespace fastbert {
 
-struct LayerForm {
-  int64_t num_heads, num_kv_heads, head_dim, window_left, window_right, rotary;
-  bool norm_first, merged_qkv, gated, merged_gate, rms;
-  int64_t biases, scales, norms;  // bit i: leaf i has one; bit i: the norms' tensor i is there
-  double softmax_scale;
-  std::array<double, 2> eps;
-  std::array<double, 4> dropouts;
+// The numbers of a layer, and what follows from them.
+struct LayerSpec : LayerNumbers {
+  explicit LayerSpec(const LayerNumbers& numbers) : LayerNumbers(numbers) {}
 
   // Leaves, in this order: those that attention's heads come from, its output, those up, down.
   size_t num_projections() const { return merged_qkv ? 1 : 3; }
@@ -42,9 +39,9 @@ struct AttentionTables {
   const OptionalArray& window_positions;
 };
 
-AttentionForm attention_form(const LayerForm& form, const AttentionTables& tables);
+AttentionForm attention_form(const LayerSpec& spec, const AttentionTables& tables);
 
-std::vector<LayerForm> layer_forms(const std::vector<int64_t>& forms, const std::vector<double>& numbers);
+std::vector<LayerSpec> layer_specs(const std::vector<int64_t>& ints, const std::vector<double>& floats);
 
 // The operands of one layer. Those before it are not needed any more when the next is read.
 struct LayerOperands {
@@ -55,8 +52,8 @@ struct LayerOperands {
   NormOperand attention_norm, feed_forward_norm;
 
   // What stands behind the attention's residual.
-  const NormOperand& middle_norm(const LayerForm& form) const {
-    return form.norm_first ? feed_forward_norm : attention_norm;
+  const NormOperand& middle_norm(const LayerSpec& spec) const {
+    return spec.norm_first ? feed_forward_norm : attention_norm;
   }
   LinearOperand linear(size_t i) const {
     return {weight[i], &bias[i], &scale[i], &input_scale[i], version[i], comparison};
@@ -65,8 +62,8 @@ struct LayerOperands {
   LinearOperand without_bias(size_t i) const {
     return {weight[i], nullptr, &scale[i], &input_scale[i], version[i], comparison};
   }
-  std::vector<LinearOperand> projections(const LayerForm& form) const;
-  FeedForwardOperand feed_forward(const LayerForm& form, Activation activation, const Dropout& dropout) const;
+  std::vector<LinearOperand> projections(const LayerSpec& spec) const;
+  FeedForwardOperand feed_forward(const LayerSpec& spec, Activation activation, const Dropout& dropout) const;
 };
 
 // What the projections give, or its gradients.
@@ -76,16 +73,16 @@ struct Heads {
   Array q, k, v;             // parts of them
 
   Heads() = default;
-  Heads(const LayerForm& form, std::vector<Array> whole);
+  Heads(const LayerSpec& spec, std::vector<Array> whole);
 };
 
 // In memory that make(shape) gives.
 template <typename Make>
-Heads make_heads(const LayerForm& form, int64_t tokens, const Make& make) {
+Heads make_heads(const LayerSpec& spec, int64_t tokens, const Make& make) {
   std::vector<Array> whole;
-  whole.reserve(form.num_projections());
-  for (size_t i = 0; i < form.num_projections(); ++i) whole.push_back(make({tokens, form.heads_of(i), form.head_dim}));
-  return {form, std::move(whole)};
+  whole.reserve(spec.num_projections());
+  for (size_t i = 0; i < spec.num_projections(); ++i) whole.push_back(make({tokens, spec.heads_of(i), spec.head_dim}));
+  return {spec, std::move(whole)};
 }
 
 // A stack's operands as an operator takes them; null where its schema has none. versions: the weights', or none.
@@ -100,12 +97,12 @@ class LayerReader {
   LayerReader(const LayerLists& lists, int64_t hidden_size, ScalarType dtype);
 
   // The next layer's, with those shapes checked that no product checks.
-  void read(const LayerForm& form, LayerOperands& layer);
-  void read_norms(const LayerForm& form, LayerOperands& layer);
+  void read(const LayerSpec& spec, LayerOperands& layer);
+  void read_norms(const LayerSpec& spec, LayerOperands& layer);
   // The norm whose tensors come next in the list, by the bits of those that are there; they stay the next.
   NormOperand norm_ahead(bool rms, int64_t bits, double eps) const;
-  // The one that a layer of this form, the next to be read, begins with: undefined where it does not.
-  NormOperand norm_ahead(const LayerForm& form) const;
+  // The one that a layer of this spec, the next to be read, begins with: undefined where it does not.
+  NormOperand norm_ahead(const LayerSpec& spec) const;
   // How many tensors of norms are left; fails if anything else is.
   size_t norms_left() const;
 

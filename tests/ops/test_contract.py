@@ -1,0 +1,186 @@
+"""What every op promises (docs/design.md, "Ops"), over the table in tests/support/op_cases.py.
+
+An op's own file keeps what is special to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from draw import Draw
+from full import left_to_full
+from isas import backend_with_isa
+from op_case import LAYOUTS, isolation, products_mix_rows
+from op_cases import OPS
+from seeds import python_random, shifted
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fastbert.errors import BackendError
+from fastbert.testing.cases import DTYPES
+
+DRAWS = 4  # shapes and options of an op, in each test
+WITH_KERNELS = [(op, backend) for op, entry in OPS.items() for backend in entry.backends]
+ANY_BACKEND = [*WITH_KERNELS, *((op, "torch") for op in OPS)]
+# One instruction set stands for what goes by Python and by the operator's schema.
+ONCE = [(op, backend) for op, backend in WITH_KERNELS if backend in ("cpu-avx2", "triton")]
+# Triton's interpreter is not traced, and these cases seed torch's generator themselves.
+TRACED = [(op, backend) for op, backend in ONCE if backend != "triton" and "dropout" not in op]
+
+any_backend = pytest.mark.parametrize(("op", "backend"), ANY_BACKEND)
+with_kernels = pytest.mark.parametrize(("op", "backend"), WITH_KERNELS)
+once = pytest.mark.parametrize(("op", "backend"), ONCE)
+
+
+class Drawn:
+    """The cases of an op for one backend and dtype: `make(case)` of the same shapes and numbers each time."""
+
+    def __init__(self, op: str, backend: str, dtype: torch.dtype, number: int):
+        self.draw = Draw(python_random(1000 * number + list(OPS).index(op)).randint)
+        kind = backend.partition("-")[0]
+        self.case, self.out_groups, self.in_groups = OPS[op].make(self.draw, kind, dtype)
+        self.case.gradients = tuple(self.case.shapes)
+        self.case.reads_gaps = kind != "cpu" and dtype is torch.bfloat16 and products_mix_rows()
+        self.seed = shifted(number)
+
+    def results(self, op: Callable[..., torch.Tensor] | None = None, **layouts: str) -> dict[str, torch.Tensor]:
+        """The output and the gradients."""
+        case = self.case
+        return case.run(op or case.op, case.make(self.seed), self.seed, case.dtype, layouts, case.reads_gaps)
+
+
+@contextmanager
+def drawn(op: str, backend: str, dtype: torch.dtype) -> Iterator[list[Drawn]]:
+    """Cases that the backend serves, of which there is at least one."""
+    with backend_with_isa(backend):
+        found = []
+        for number in range(8 * DRAWS):
+            one = Drawn(op, backend, dtype, number)
+            try:
+                one.results()
+            except BackendError:
+                continue
+            found.append(one)
+            if len(found) == DRAWS:
+                break
+        assert found, f"{backend} serves no case of {op}"
+        yield found
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, t in found.items():
+        assert t.dtype is expected[name].dtype and torch.equal(t, expected[name]), name
+
+
+class Recorded(TorchDispatchMode):
+    """Which registered operators run, and with what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[Any, tuple[tuple, dict]] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "fastbert":
+            given = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), (args, kwargs or {}))
+            if function not in self.calls or _has_empty(self.calls[function]):  # which torch cannot copy as they lie
+                self.calls[function] = given
+        return function(*args, **(kwargs or {}))
+
+
+def _has_empty(given: Any) -> bool:
+    return any(isinstance(t, torch.Tensor) and not t.numel() for t in tree_leaves(given))
+
+
+@any_backend
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_against_the_formula(op, backend, dtype):
+    """In float64, outputs and gradients."""
+    with drawn(op, backend, dtype) as cases:
+        for one in cases:
+            one.case.compare(one.seed)
+
+
+@with_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_same_bits_in_every_run_and_for_any_number_of_threads(op, backend, dtype):
+    threads = torch.get_num_threads()
+    with drawn(op, backend, dtype) as cases:
+        for one in cases:
+            expected = one.results()
+            for count in (threads, 1, 2, 3):
+                torch.set_num_threads(count)
+                found = one.results()
+                torch.set_num_threads(threads)
+                assert_same(found, expected)
+
+
+@with_kernels
+@left_to_full(lambda p: p["backend"] not in ("cpu-avx2", "triton"))
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "contiguous"])
+def test_any_layout_of_its_operands(op, backend, layout):
+    """Between the elements is NaN."""
+    with drawn(op, backend, torch.float32) as cases:
+        for one in cases:
+            one.case.layouts = dict.fromkeys(one.case.shapes, layout)
+            one.case.compare(one.seed)
+
+
+@with_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_stays_in_its_row(op, backend, dtype):
+    with drawn(op, backend, dtype) as cases:
+        for one in cases:
+            if one.in_groups is not None and one.in_groups.numel() and not one.case.reads_gaps:
+                isolation(one.draw, one.case, one.seed, one.out_groups, one.in_groups)
+
+
+@with_kernels
+def test_the_backend_that_is_asked_for_runs(op, backend):
+    with drawn(op, backend, torch.float32) as cases:
+        with Recorded() as recorded:
+            for one in cases:
+                one.results()
+        names = [function.name().partition(".")[0] for function in recorded.calls]
+        assert names and all(name.endswith(backend.partition("-")[0]) for name in names), names
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_torch_runs_torch_alone(op):
+    with drawn(op, "torch", torch.float32) as cases, Recorded() as recorded:
+        for one in cases:
+            one.results()
+    assert not recorded.calls
+
+
+@once
+def test_opcheck(op, backend):
+    """Of each operator that runs, forward and backward: its schema, its fake, and that it is traced."""
+    with drawn(op, backend, torch.float32) as cases:
+        with Recorded() as recorded:
+            for one in cases:
+                one.results()
+        assert recorded.calls
+        for function, (args, kwargs) in recorded.calls.items():
+            torch.library.opcheck(function, args, kwargs)
+
+
+@pytest.mark.parametrize(("op", "backend"), TRACED)
+def test_compiles_into_one_graph_with_the_same_bits(op, backend):
+    with drawn(op, backend, torch.float32) as cases:
+        one = cases[0]
+        expected = one.results()
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            assert_same(one.results(torch.compile(one.case.op, fullgraph=True, backend="aot_eager")), expected)
+
+
+@once
+def test_float64_is_refused_with_its_name(op, backend):
+    """Kernels compute in float32 at most."""
+    with backend_with_isa(backend), pytest.raises(BackendError, match="float64"):
+        Drawn(op, backend, torch.float64, 0).results()

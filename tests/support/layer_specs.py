@@ -1,0 +1,251 @@
+"""Layers of every kind of LayerSpec: their operands, the op over them, and the literal formula."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from seeds import torch_generator
+
+from fastbert import ops
+from fastbert.layer_spec import AttentionSpec, FeedForwardSpec, LayerNames, LayerSpec, NormSpec, RotarySpec
+from fastbert.testing import reference
+
+HIDDEN, INTERMEDIATE, HEAD_DIM = 48, 72, 16
+LENGTHS = (5, 1, 12, 0, 33)
+TOKENS = sum(LENGTHS)
+CU_SEQLENS = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
+
+EPS = (1e-5, 1e-6)  # of the attention's norm and of the feed-forward's
+# Of the tables of a call: by position, of another theta, and by token and interleaved.
+ROTARIES = (RotarySpec(1e4, HEAD_DIM), RotarySpec(100.0, HEAD_DIM), RotarySpec(50.0, HEAD_DIM, interleaved=True))
+
+
+def spec_of(
+    *,
+    merged_qkv: bool = False,
+    merged_gate: bool = False,
+    gated: bool = False,
+    activation: str = "gelu",
+    norm: Literal["layer", "rms"] = "layer",
+    norm_first: bool = False,
+    has_attention_norm: bool = True,
+    **attention: Any,
+) -> LayerSpec:
+    projections = dict.fromkeys(("query", "key", "value"), "qkv") if merged_qkv else {}
+    names = LayerNames(**projections, up="up", gate=None if not gated else "up" if merged_gate else "gate")
+    return LayerSpec(
+        names,
+        AttentionSpec(**{"num_heads": 4, "num_kv_heads": 4, "head_dim": HEAD_DIM, **attention}),
+        FeedForwardSpec(INTERMEDIATE, activation, gated),
+        NormSpec(norm),
+        norm_first,
+        has_attention_norm,
+    )
+
+
+PRE: dict[str, Any] = {"norm_first": True}
+RMS: dict[str, Any] = {"norm_first": True, "norm": "rms"}
+MERGED: dict[str, Any] = {"merged_qkv": True, "gated": True, "merged_gate": True}
+SILU: dict[str, Any] = {"gated": True, "activation": "silu"}
+LOCAL: dict[str, Any] = {"window_size": (4, 4), "position": ROTARIES[1]}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`biases`: which Linears have one, by their place; None: all."""
+
+    spec: LayerSpec
+    biases: tuple[int, ...] | None = None
+    norm_biases: bool = True
+
+    def with_dropouts(self, *dropouts: float) -> Case:
+        return replace(self, spec=self.spec.with_dropouts(dict(zip(self.spec.dropouts, dropouts, strict=True))))
+
+
+CASES = {
+    "post": Case(spec_of()),
+    "post, tanh": Case(spec_of(activation="gelu_tanh", softmax_scale=0.4)),
+    "post, no biases": Case(spec_of(), (), False),
+    "post, no attention norm": Case(spec_of(has_attention_norm=False)),
+    "post, merged": Case(spec_of(**MERGED), (3,)),  # as in GTE
+    "pre": Case(spec_of(**PRE)),
+    "pre, some biases": Case(spec_of(**PRE), (0, 2, 4)),
+    "pre, no attention norm": Case(spec_of(**PRE, has_attention_norm=False, merged_qkv=True), (), False),
+    "pre, merged": Case(spec_of(**PRE, **MERGED), (), False),  # as in ModernBERT
+    "pre, two gates": Case(spec_of(**PRE, **SILU)),
+    "rms": Case(spec_of(**RMS, **SILU), (), False),  # as in EuroBERT
+    "post, rms": Case(spec_of(norm="rms"), None, False),
+    "post, grouped": Case(spec_of(num_kv_heads=2)),
+    "pre, grouped, merged": Case(spec_of(**PRE, num_kv_heads=1, merged_qkv=True)),
+    "post, rotary": Case(spec_of(position=ROTARIES[0])),
+    "pre, local": Case(spec_of(**PRE, window_size=(3, 2))),
+    # As ModernBERT's first layer and its others, EuroBERT, nomic and RoFormer have it.
+    "global": Case(spec_of(**PRE, **MERGED, has_attention_norm=False, position=ROTARIES[0]), (), False),
+    "local": Case(spec_of(**PRE, **MERGED, **LOCAL), (), False),
+    "rms, grouped": Case(spec_of(**RMS, **SILU, num_kv_heads=2, position=ROTARIES[0]), (), False),
+    "nomic": Case(spec_of(**SILU, merged_qkv=True, position=ROTARIES[0]), ()),
+    "interleaved": Case(spec_of(position=ROTARIES[2])),
+}
+
+
+# Positions with holes, by which the last one of ROTARIES turns.
+POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])
+WITH_HOLES = POSITIONS + POSITIONS // 4
+
+
+def rotary_tables(dtype: torch.dtype = torch.float32) -> tuple[ops.Rotary, ...]:
+    """cos and sin are float32's numbers in any dtype."""
+
+    def table(theta: float, positions: torch.Tensor, *kind: bool) -> ops.Rotary:
+        angles = positions[:, None] * theta ** -(torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
+        return ops.Rotary(angles.cos().to(dtype), angles.sin().to(dtype), *kind)
+
+    longest = torch.arange(max(LENGTHS))
+    places = (longest, longest, WITH_HOLES)
+    kinds = [(spec.theta, at, spec.interleaved, at is WITH_HOLES) for spec, at in zip(ROTARIES, places, strict=True)]
+    return tuple(table(*kind) for kind in kinds)
+
+
+@dataclass
+class Layer:
+    spec: LayerSpec
+    linears: list[ops.LinearWeights]
+    norms: tuple[ops.NormWeights | None, ops.NormWeights | None]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those that take a gradient, by name."""
+        named = {f"weight {i}": leaf.weight for i, leaf in enumerate(self.linears)}
+        of_norms = [t for norm in self.norms for t in (norm or (None, None))[:2]]
+        named |= {f"norm {i}": t for i, t in enumerate(of_norms) if t is not None}
+        return named | {f"bias {i}": leaf.bias for i, leaf in enumerate(self.linears) if leaf.bias is not None}
+
+    def map(self, f) -> Layer:
+        """f over the tensors, but for int8 and its scales."""
+
+        def over(t):
+            return t if t is None or t.dtype is torch.int8 else f(t)
+
+        linears = [leaf._replace(weight=over(leaf.weight), bias=over(leaf.bias)) for leaf in self.linears]
+        norms = [norm and norm._replace(weight=over(norm.weight), bias=over(norm.bias)) for norm in self.norms]
+        return Layer(self.spec, linears, (norms[0], norms[1]))
+
+    def quantized(self) -> Layer:
+        def int8(leaf: ops.LinearWeights, i: int) -> ops.LinearWeights:
+            scale = leaf.weight.float().abs().amax(1) / 127
+            integers = torch.round(leaf.weight.float() / scale[:, None]).to(torch.int8)
+            return leaf._replace(
+                weight=integers, weight_scale=scale, input_scale=torch.tensor(0.03) if i == 1 else None
+            )
+
+        return Layer(self.spec, [int8(leaf, i) for i, leaf in enumerate(self.linears)], self.norms)
+
+
+def make(case: Case, seed: int = 0) -> Layer:
+    """In float32."""
+    noise = torch_generator(seed)
+
+    def random(*shape: int, scale: float = 1.0, around: float = 0.0) -> torch.Tensor:
+        return torch.randn(*shape, generator=noise) * scale + around
+
+    spec, attention = case.spec, case.spec.attention
+    width, kv_width = attention.num_heads * HEAD_DIM, attention.num_kv_heads * HEAD_DIM
+    projections = [width + 2 * kv_width] if spec.merges_qkv else [width, kv_width, kv_width]
+    ups = [INTERMEDIATE] * (1 + spec.feed_forward.gated)
+    ups = [sum(ups)] if spec.merges_gate else ups
+    shapes = [(n, HIDDEN) for n in projections] + [(HIDDEN, width)] + [(n, HIDDEN) for n in ups]
+    linears = []
+    for i, (out_features, in_features) in enumerate([*shapes, (HIDDEN, INTERMEDIATE)]):
+        weight, bias = random(out_features, in_features, scale=in_features**-0.5), random(out_features, scale=0.3)
+        has_bias = case.biases is None or i in case.biases
+        linears.append(ops.LinearWeights(weight, bias if has_bias else None, None, None))
+    norms: list[ops.NormWeights | None] = []
+    for is_there, eps in zip((spec.has_attention_norm, True), EPS, strict=True):
+        weight, bias = random(HIDDEN, scale=0.3, around=1.0), random(HIDDEN, scale=0.3)
+        norms.append(ops.NormWeights(weight, bias if case.norm_biases else None, eps) if is_there else None)
+    return Layer(spec, linears, (norms[0], norms[1]))
+
+
+def make_final_norm(kind: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    noise = torch_generator(99)
+    weight, bias = torch.randn(2, HIDDEN, generator=noise)
+    return weight + 3, None if kind == "rms" else bias
+
+
+def fused(op: str, layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU_SEQLENS, positions=None):
+    """The layers as one op; a refusal is an error. `positions`: those that windows go by."""
+    found = ops.offer(op, x, lambda: operands_of(layers, final_norm))
+    assert callable(found), found
+    return found(cu_seqlens, rotary_tables(), None if positions is None else positions.int())
+
+
+def operands_of(layers: list[Layer], final_norm=None, rotaries=ROTARIES) -> ops.LayerOperands:
+    given = [ops.LayerWeights(layer.spec, layer.linears, layer.norms, trains=True) for layer in layers]
+    return ops.LayerOperands.of(given, rotaries, None if final_norm is None else ops.NormWeights(*final_norm, 1e-5))
+
+
+def literal(layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU_SEQLENS, positions=None, **keeps):
+    tables = rotary_tables(torch.promote_types(x.dtype, torch.float32))
+    for layer in layers:
+        table = table_of(layer.spec, tables)
+        x = reference.encoder_layer(x, layer.spec, layer.linears, layer.norms, cu_seqlens, table, positions, **keeps)
+    if final_norm is not None:
+        weight, bias = final_norm
+        is_rms = layers[-1].spec.norm.kind == "rms"
+        x = reference.rms_norm(x, weight, 1e-5) if is_rms else reference.layer_norm(x, weight, bias, 1e-5)
+    return x
+
+
+def table_of(spec: LayerSpec, tables: tuple[ops.Rotary, ...]) -> ops.Rotary | None:
+    position = spec.attention.position
+    return None if position is None else tables[ROTARIES.index(position)]
+
+
+def apart(layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU_SEQLENS, positions=None) -> torch.Tensor:
+    """The layers op by op, each of which chooses its backend, for inference."""
+
+    def normed(x, residual, weight, bias, eps, x_bias=None):
+        """The norm, and the sum before it."""
+        options = {"x_bias": x_bias, "eps": eps, "prenorm": True}
+        if spec.norm.kind == "rms":
+            return ops.add_rms_norm(x, residual, weight, **options)
+        return ops.add_layer_norm(x, residual, weight, bias, **options)
+
+    def add(product, bias, residual):
+        """In fp32, and rounded once, as norms' kernels do it."""
+        summed = product.float() if bias is None else product.float() + bias.float()
+        return (summed + residual.float()).to(x.dtype)
+
+    tables = rotary_tables()
+    for layer in layers:
+        spec, attention, (first, second) = layer.spec, layer.spec.attention, layer.norms
+        projections, (output, *ups, down) = layer.linears[: len(spec.names.qkv)], layer.linears[len(spec.names.qkv) :]
+        inputs = normed(x, None, *first)[0] if spec.norm_first and first is not None else x
+        weights, biases, scales, input_scales = zip(*projections, strict=True)
+        heads = ops.linears(inputs, weights, biases, weight_scales=scales, input_scales=input_scales)
+        counts = (attention.num_heads, attention.num_kv_heads, attention.num_kv_heads)
+        q, k, v = torch.cat(heads, 1).view(len(x), -1, HEAD_DIM).split(counts, 1)
+        context = ops.attention(
+            q, k, v, cu_seqlens, max(LENGTHS), softmax_scale=attention.softmax_scale, window_size=attention.window_size,
+            window_positions=None if positions is None else positions.int(), rotary=table_of(spec, tables),
+        ).flatten(1)  # fmt: skip
+        product = ops.linear(
+            context, output.weight, None, weight_scale=output.weight_scale, input_scale=output.input_scale
+        )
+        if spec.norm_first:
+            inputs, x = normed(product, x, *second, output.bias)
+        else:
+            x = add(product, output.bias, x)
+            inputs = x = x if first is None else normed(x, None, *first)[0]
+        up = ups[-1]
+        gate = {"gate_weight": ups[0].weight, "gate_bias": ups[0].bias} if len(ups) == 2 else {}
+        product = ops.feed_forward(
+            inputs, up.weight, up.bias, down.weight, **gate,
+            activation=spec.feed_forward.activation, gated=spec.feed_forward.gated,
+            weight_scales=[leaf.weight_scale for leaf in (*ups, down)],
+            input_scales=[leaf.input_scale for leaf in (*ups, down)],
+        )  # fmt: skip
+        x = add(product, down.bias, x)
+        x = x if spec.norm_first else normed(x, None, *second)[0]
+    return x if final_norm is None else normed(x, None, *final_norm, 1e-5)[0]
