@@ -180,7 +180,7 @@ class Captured:
 
 def _look_at(model: nn.Module) -> Snapshot:
     """All that a captured graph has written down of a model: weights' memory, and what calling its modules does."""
-    snapshot = Snapshot(with_memory=True)
+    snapshot = Snapshot(model, with_memory=True)
     for module in model.modules():
         snapshot.watch(module, () if module is model else FORWARD_HOOKS)  # the model's own hooks are for its caller
         if module._modules:

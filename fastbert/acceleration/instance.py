@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fastbert.layers.leaves import FORWARD
+from fastbert.layers.snapshot import forget_all
 from fastbert.models.tree import PLACED
 
 
@@ -112,6 +113,7 @@ def take_away(module: nn.Module) -> None:
         )
     for name in (FORWARD, PLACED, "extra_repr"):
         module.__dict__.pop(name, None)
+    forget_all(module)
 
 
 def _home(function: Any) -> str:

@@ -25,7 +25,7 @@ class Look(NamedTuple):
     sharded: frozenset[str] = frozenset()
 
 
-_remembered = Remembered()  # what the last look at each model found
+_remembered = Remembered("_fastbert_tree")  # what the last look at each model found
 
 
 def look_at(root: nn.Module, plan: Plan, config: EncoderConfig) -> Look | str:
@@ -35,7 +35,7 @@ def look_at(root: nn.Module, plan: Plan, config: EncoderConfig) -> Look | str:
     leaf_hooks = FORWARD_HOOKS if "captum" in sys.modules else ("_forward_pre_hooks",)  # each takes time in every call
     if (found := _remembered.get(root, (plan, config, leaf_hooks))) is not None:
         return found
-    snapshot = Snapshot()  # of all that is read below
+    snapshot = Snapshot(root)  # of all that is read below
     if objection := groups_objection(root, config) or _count_objection(root, config, snapshot):
         return objection
     if (path := missing_leaf(root, config)) is not None:

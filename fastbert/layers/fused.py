@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Fused = Callable[["LayerContext"], torch.Tensor]  # -> (total_tokens, hidden_size)
 
-_remembered = Remembered()
+_remembered = Remembered("_fastbert_layers")  # what the last look at the layers below each root found
 
 
 def forget_layers(root: nn.Module) -> None:
@@ -182,7 +182,7 @@ def _snapshot(
     hooks: Sequence[str],
 ) -> Snapshot:
     """All by which `_operands` goes. `called`: layers and the containers in them have hooks of their own."""
-    snapshot = Snapshot()
+    snapshot = Snapshot(root)
     for path, spec in dict(zip(paths, specs, strict=True)).items():  # ALBERT's layers come again
         snapshot.watch_path(root, path)
         layer, names = get_leaf(root, path), spec.names

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import is_, itemgetter
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 from torch import nn
@@ -20,14 +20,18 @@ _children_of = itemgetter("_modules")
 
 
 class Snapshot:
-    """Modules, and all that decided what calling them did when they were watched.
+    """Modules of a tree, and all that decided what calling them did when they were watched.
 
     `with_memory`: also where the tensors' memory was, and its dtype. Weights that change in place never count.
-    Everything is held by the dict that holds it and its name there, never by a module above what is watched: a table
-    that goes by weak references to the root can keep a Snapshot.
+    Everything is held by the dict that holds it and its name there. Of the root neither the module nor its dict is
+    held: it may keep this itself, and must be freed with the last reference to it.
     """
 
-    def __init__(self, with_memory: bool = False):
+    def __init__(self, root: nn.Module, with_memory: bool = False):
+        self._root, self._kind = ref(root), type(root)
+        self._root_tensors: dict[str, Any] = {}  # what the root's dict has under these names, as in the columns
+        self._root_others: dict[str, Any] = {}
+        self._absent_from_root: list[str] = []
         # Columns of equal length: a module's dict, a name, and what it has there. Tensors are the same objects or
         # others; `==` would compare their values.
         self._tensors: tuple[list[dict], list[str], list[Any]] = [], [], []
@@ -35,7 +39,7 @@ class Snapshot:
         self._absent: tuple[list[dict], list[str]] = [], []  # hooks, of which there must be none
         self._parents: tuple[list[dict], list[dict]] = [], []  # modules' dicts, and which modules were below them
         self._held: set[tuple[int, str]] = set()
-        self.modules: list[nn.Module] = []
+        self.modules: list[nn.Module] = []  # without the root
         self._kinds: list[type] = []  # of those modules
         self._with_memory = with_memory
         self._located: list[torch.Tensor] = []
@@ -61,6 +65,9 @@ class Snapshot:
         for name in ATTRIBUTES:
             if name in attributes:
                 self.hold(attributes, name)
+        if module is self._root():
+            self._absent_from_root.extend(hooks)
+            return
         self.modules.append(module)
         self._kinds.append(type(module))
         self._absent[0].extend([attributes] * len(hooks))
@@ -69,16 +76,18 @@ class Snapshot:
     def watch_children(self, module: nn.Module) -> None:
         """Which modules are right below this one, all of them."""
         attributes = module.__dict__
-        if (id(attributes), "_modules") not in self._held:
+        if module is self._root():
+            self.hold(attributes, "_modules")
+        elif (id(attributes), "_modules") not in self._held:
             self._held.add((id(attributes), "_modules"))
             self._parents[0].append(attributes)
             self._parents[1].append(dict(module._modules))
 
-    def watch_path(self, root: nn.Module, path: str) -> None:
-        """What stands on the way from `root` to `path`."""
+    def watch_path(self, module: nn.Module, path: str) -> None:
+        """What stands on the way from `module` to `path`."""
         for name in path.split("."):
-            self.watch_children(root)
-            root = root._modules[name]  # type: ignore[assignment]
+            self.watch_children(module)
+            module = module._modules[name]  # type: ignore[assignment]
 
     def hold(self, values: dict, *names: str) -> None:
         """What a dict has under these names, None where it has nothing; a dict there is copied, to be compared."""
@@ -91,6 +100,9 @@ class Snapshot:
             value = values.get(name)
             if columns is self._others and isinstance(value, dict):
                 value = value.copy()
+            if values is self._root().__dict__:
+                (self._root_others if columns is self._others else self._root_tensors)[name] = value
+                return
             columns[0].append(values)
             columns[1].append(name)
             columns[2].append(value)
@@ -99,17 +111,26 @@ class Snapshot:
     # Whether it is still so. By maps, which make no Python frame or loop: this is the longest of all that stands before
     # a short text.
 
+    def is_root(self, module: nn.Module) -> bool:
+        return self._root() is module
+
     def has_hooks(self) -> bool:
         """Whether a module that was watched has hooks now, or every module has."""
-        return has_global_hooks() or any(map(dict.get, *self._absent))
+        own = self._root().__dict__.get
+        return has_global_hooks() or any(map(dict.get, *self._absent)) or any(map(own, self._absent_from_root))
 
     def is_same(self) -> bool:
         """Whether the same modules hold the same tensors, hooks left aside."""
         tensor_dicts, tensor_names, tensors = self._tensors
         dicts, names, values = self._others
         parents, children = self._parents
+        root = self._root()
+        own = root.__dict__.get
         return (
-            all(map(is_, map(dict.get, tensor_dicts, tensor_names), tensors))
+            type(root) is self._kind
+            and list(map(own, self._root_others)) == list(self._root_others.values())
+            and all(map(is_, map(own, self._root_tensors), self._root_tensors.values()))
+            and all(map(is_, map(dict.get, tensor_dicts, tensor_names), tensors))
             and list(map(dict.get, dicts, names)) == values
             and list(map(_children_of, parents)) == children
             and list(map(type, self.modules)) == self._kinds
@@ -128,23 +149,49 @@ def _memory_of(t: torch.Tensor) -> tuple:
 class Remembered:
     """An answer for each root, for as long as the root lives, the tree is what it was and the question is the same.
 
+    The root keeps it in its own dict, under `name`. A table beside would hold what leads back to the root (a hook, a
+    forward that somebody has put there), and so the root, for ever: only what hangs on the root is freed with it.
+
     Only eager calls may ask here. A graph of torch.compile guards what it has read of a model, but not which entry of a
     table it found: two models that share one compilation would share one model's weights.
     """
 
-    def __init__(self) -> None:
-        self._answers: WeakKeyDictionary[nn.Module, tuple[Any, Snapshot, Any]] = WeakKeyDictionary()
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def get(self, root: nn.Module, question: Any) -> Any:
         """None where there is none, or not any more: what it held of the tree is let go."""
-        found = self._answers.get(root)
-        if found is not None and found[0] == question and found[1].is_current():
-            return found[2]
+        found = root.__dict__.get(self._name)
+        if found is not None and found.is_of(root, question):
+            return found.answer
         self.forget(root)
         return None
 
     def put(self, root: nn.Module, question: Any, snapshot: Snapshot, answer: Any) -> None:
-        self._answers[root] = question, snapshot, answer
+        root.__dict__[self._name] = _Answer(question, snapshot, answer)
 
     def forget(self, root: nn.Module) -> None:
-        self._answers.pop(root, None)
+        root.__dict__.pop(self._name, None)
+
+
+def forget_all(root: nn.Module) -> None:
+    """All answers that a root keeps."""
+    for name in [name for name, value in root.__dict__.items() if isinstance(value, _Answer)]:
+        del root.__dict__[name]
+
+
+class _Answer:
+    """What a copy of the root (deepcopy, pickle, torch.save) has of it is empty: it goes by the root's own tensors."""
+
+    __slots__ = ("answer", "question", "snapshot")
+
+    def __init__(self, question: Any = None, snapshot: Snapshot | None = None, answer: Any = None):
+        self.question, self.snapshot, self.answer = question, snapshot, answer
+
+    def is_of(self, root: nn.Module, question: Any) -> bool:
+        """Not of a shallow copy (copy.copy, DataParallel's replicas), which has the dict's entries."""
+        snapshot = self.snapshot
+        return snapshot is not None and snapshot.is_root(root) and self.question == question and snapshot.is_current()
+
+    def __reduce__(self) -> tuple:
+        return type(self), ()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import threading
 import warnings
@@ -137,6 +138,17 @@ def test_a_copy_is_bound_to_itself(duplicate, packed_layers, no_fallback):
     gone = weakref.ref(other.bert)
     del other
     assert gone() is None  # no reference cycle: the weights are freed at once
+
+
+def test_a_model_that_something_in_it_leads_back_to_is_freed():
+    """ESM registers a method of its own for loading."""
+    config = config_for("esm", "Model")
+    model = fastbert.accelerate(make_hf(config, "Model"))
+    model(IDS)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 TABLES = ("word_embeddings", "position_embeddings", "token_type_embeddings", "LayerNorm")

@@ -40,6 +40,7 @@ class Finding:
 class Round:
     seed: int
     cases: int = 0
+    has_compiled: bool = False
     finding: Finding | None = None
     draw: Draw | None = field(default=None, repr=False)
 
@@ -56,7 +57,10 @@ def run_round(
     def run_case(integer: Callable[[int, int], int]) -> None:
         done.cases += 1
         done.draw = Draw(integer, frozenset(without))
-        fuzzer.case(done.draw)
+        try:
+            fuzzer.case(done.draw)
+        finally:
+            done.has_compiled |= done.draw.has_compiled
 
     try:
         if fuzzer.is_slow:

@@ -7,8 +7,10 @@ that are accelerated; in float64, and in the model's dtype for what rounding may
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -245,6 +247,17 @@ def run_case(draw: Draw) -> None:
     if "torch._dynamo" in sys.modules:  # importing it takes seconds
         torch._dynamo.reset()
     torch.manual_seed(0)
+    looks = draw.flag(8)  # collecting takes half a second
+    models = run_steps(draw)
+    if looks and not draw.has_compiled:
+        draw.doing = "dropped"
+        gc.collect()
+        kept = [type(model()).__name__ for model in models if model() is not None]
+        assert not kept, f"models that nobody holds are not freed: {kept}"
+
+
+def run_steps(draw: Draw) -> list[weakref.ref[nn.Module]]:
+    """The models that they were run on."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a tree runs on a slower path is said there
         subjects = [make_subject(draw, "a")]
@@ -255,6 +268,7 @@ def run_case(draw: Draw) -> None:
             draw.note("all are compiled")
             for each in subjects:
                 STEPS["compiled"](draw, each)
+        models = [weakref.ref(subject.model) for subject in subjects]
         for _ in range(draw.integer(1, 6)):
             subject = draw.choice(subjects)
             step = draw.choice(STEPS)
@@ -265,6 +279,7 @@ def run_case(draw: Draw) -> None:
             for each in subjects:
                 run_and_compare(draw, each, make_batch(draw, each))
             subject.replaced = None
+    return models
 
 
 def randomised(draw: Draw, subject: Subject) -> Subject:

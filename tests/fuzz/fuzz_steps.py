@@ -178,6 +178,7 @@ def as_inference_tensors(draw: Draw, subject: Subject) -> None:
 
 
 def compiled(draw: Draw, subject: Subject) -> None:
+    draw.has_compiled = True
     subject.compiled = torch.compile(subject.model, backend="eager")
 
 

@@ -230,11 +230,26 @@ def test_a_copy_has_its_own(calls):
 
 def test_a_dropped_model_is_freed():
     model = make()
-    run(model)
+    with torch.inference_mode():
+        run(model)
     weight = weakref.ref(query(model).weight)
     del model
     gc.collect()
     assert weight() is None
+
+
+def test_a_dropped_model_is_freed_though_its_forward_leads_back_to_it():
+    def around(forward):
+        return lambda *args, **options: forward(*args, **options)
+
+    model = make()
+    model.forward = around(model.forward)
+    with torch.inference_mode():
+        run(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def test_one_op_is_what_the_layers_are(calls):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections import OrderedDict
@@ -12,7 +13,7 @@ from torch import nn
 
 from fastbert.layers.leaves import ATTRIBUTES, HOOKS, is_plain
 from fastbert.layers.quantized import QuantizedLinear
-from fastbert.layers.snapshot import Remembered, Snapshot
+from fastbert.layers.snapshot import Remembered, Snapshot, forget_all
 
 
 def make() -> nn.Module:
@@ -20,11 +21,13 @@ def make() -> nn.Module:
     root.norm, root.linear, root.dropout = nn.LayerNorm(4), nn.Linear(4, 4), nn.Dropout(0.1)
     root.norm.variance_epsilon = root.norm.eps  # as transformers' RMSNorms call it
     root.int8 = QuantizedLinear.from_linear(nn.Linear(4, 4))
+    root.scale = nn.Parameter(torch.ones(4))
     return root
 
 
 def look_at(root: nn.Module, **options) -> Snapshot:
-    snapshot = Snapshot(**options)
+    snapshot = Snapshot(root, **options)
+    snapshot.watch(root, HOOKS)
     snapshot.watch_children(root)
     for child in root.children():
         snapshot.watch(child, HOOKS)
@@ -51,6 +54,11 @@ CHANGES = {
     "eps": lambda root: setattr(root.norm, "eps", 0.5),
     "variance_epsilon": lambda root: setattr(root.norm, "variance_epsilon", 0.5),
     "p": lambda root: setattr(root.dropout, "p", 0.5),
+    "hooks of the root": lambda root: root.register_forward_hook(print),
+    "forward of the root": lambda root: setattr(root, "forward", print),
+    "class of the root": lambda root: setattr(root, "__class__", nn.Sequential),
+    "parameter of the root": lambda root: setattr(root, "scale", nn.Parameter(torch.ones(4))),
+    "the root's dict of parameters": lambda root: root.__dict__.update(_parameters=dict(root._parameters)),
 }
 
 
@@ -99,7 +107,7 @@ def test_values_in_place_are_not_the_tree_and_memory_is_where_it_is_asked_for():
 
 def test_a_dict_is_remembered_by_what_it_held():
     root = make()
-    snapshot = Snapshot()
+    snapshot = Snapshot(root)
     handle = root.linear.register_forward_hook(lambda *_: None)
     snapshot.hold(root.linear.__dict__, "_forward_hooks")
     assert snapshot.is_same()
@@ -108,12 +116,41 @@ def test_a_dict_is_remembered_by_what_it_held():
 
 
 def test_answers_go_with_the_tree_and_with_the_root():
-    root, remembered = make(), Remembered()
+    root, remembered = make(), Remembered("_answer")
     remembered.put(root, "question", look_at(root), "answer")
     assert remembered.get(root, "question") == "answer" and remembered.get(make(), "question") is None
     assert remembered.get(root, "another") is None and remembered.get(root, "question") is None  # it was let go
     remembered.put(root, "question", look_at(root), "answer")
+    for duplicate in (copy.copy, copy.deepcopy):  # whose tensors, or dicts, are others
+        assert remembered.get(duplicate(root), "question") is None
+    assert remembered.get(root, "question") == "answer"
     weight = weakref.ref(root.linear.weight)
     del root
+    assert weight() is None  # at once: nothing goes in a circle
+    root = make()
+    remembered.put(root, "question", look_at(root), "answer")
+    forget_all(root)
+    assert remembered.get(root, "question") is None
+
+
+def lead_back(where: str, root: nn.Module) -> None:
+    if where == "a forward":
+        forward = root.forward
+        root.forward = lambda *args: forward(*args)
+    elif where == "a hook for loading":
+        root.register_load_state_dict_post_hook(lambda *_: root)
+    elif where == "a weight":
+        root.linear.weight.register_hook(lambda _: root)
+    else:
+        root.linear.register_full_backward_hook(lambda *_: root)
+
+
+@pytest.mark.parametrize("where", ("a forward", "a hook for loading", "a weight", "a hook below"))
+def test_a_root_is_freed_whatever_leads_back_to_it(where):
+    root, remembered = make(), Remembered("_answer")
+    lead_back(where, root)
+    remembered.put(root, "question", look_at(root), root.linear.weight)
+    gone = weakref.ref(root)
+    del root
     gc.collect()
-    assert weight() is None
+    assert gone() is None

@@ -6,9 +6,8 @@ from functools import partial
 
 import pytest
 import torch
+from attention_cases import SLACK, make, needs_triton
 from full import halved
-from test_attention import SLACK, make
-from test_attention_tiles import needs_triton
 
 from fastbert import ops
 from fastbert.testing.interpreter import unordered_accesses

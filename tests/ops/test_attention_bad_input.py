@@ -1,13 +1,17 @@
-"""attention names what does not fit: heads, shapes, dtypes, windows, positions and rotary tables."""
+"""attention names what does not fit: heads, shapes, dtypes, scales, windows, positions, offsets and rotary tables."""
 
 from __future__ import annotations
 
+import attention_cases
 import pytest
 import torch
-from test_attention import needs_extension
+from attention_cases import RAGGED, backends, in_torch_cpu_and_triton, make, needs_extension, tables
 
 from fastbert import ops
-from fastbert.ops import Rotary
+from fastbert.errors import BackendError
+from fastbert.ops import Rotary, attention, attention_probs
+
+backend = attention_cases.backend  # the fixture
 
 
 @needs_extension
@@ -46,3 +50,54 @@ def test_attention_probs_of_what_does_not_fit(options, reason):
         ops.attention_probs(q, k, torch.tensor([0, 4]), 4, **options)
     with pytest.raises(ValueError, match="which the 3 of k do not divide"):
         ops.attention_probs(q, torch.randn(4, 3, 16), torch.tensor([0, 4]), 4)
+
+
+@pytest.mark.parametrize("softmax_scale", (float("nan"), float("inf")), ids=str)
+def test_a_scale_that_is_not_finite_is_refused(softmax_scale):
+    q, k, v = make(RAGGED)
+    with pytest.raises(ValueError, match=f"softmax_scale is {softmax_scale}, it must be finite"):
+        attention(q, k, v, RAGGED.cu_seqlens, 41, softmax_scale=softmax_scale)
+    with pytest.raises(ValueError, match=f"softmax_scale is {softmax_scale}, it must be finite"):
+        attention_probs(q, k, RAGGED.cu_seqlens, 41, softmax_scale=softmax_scale)
+
+
+@needs_extension
+@pytest.mark.parametrize("offsets, reason", [
+    ([0, 3, 2], "below"), ([0, 5], "above total_tokens, which is 4"), ([1, 4], "expected 0"),
+], ids=str)  # fmt: skip
+def test_offsets_that_do_not_fit(offsets, reason):
+    q = torch.zeros(4, 2, 16)
+    with pytest.raises(RuntimeError, match=rf"cu_seqlens\[.*\] is .*{reason}"):
+        attention(q, q, q, torch.tensor(offsets, dtype=torch.int32), 4, backend="cpu")
+
+
+@backends("cpu", "triton")
+def test_a_head_that_is_too_wide(backend):
+    q = torch.zeros(4, 2, 257)
+    with pytest.raises(BackendError, match=r"head_dim is 257 .has 2 to 256"):
+        attention(q, q, q, torch.tensor([0, 4], dtype=torch.int32), 4, backend=backend)
+
+
+@in_torch_cpu_and_triton
+def test_rotary_tables_that_do_not_fit(backend):
+    q, cu_seqlens = torch.zeros(4, 2, 16), torch.tensor([0, 4], dtype=torch.int32)
+    cos, sin, *_ = tables(4, 16)
+    cases = (
+        ((cos[:, :5], sin), r"cos has shape \(4, 5\), expected \(rows, head_dim // 2 = 8\)"),
+        ((cos, sin[:, None]), r"sin has shape \(4, 1, 8\), expected"),
+        ((cos, sin.bfloat16()), "sin is torch.bfloat16, expected torch.float32"),
+        ((cos.to("meta"), sin), "cos is on meta, q on cpu"),
+        ((cos[:3], sin), "cos has 3 positions, max_seqlen is 4"),
+        ((cos, torch.cat([sin, sin])), r"cos has shape \(4, 8\), sin \(8, 8\)"),
+        ((cos, sin.clone().requires_grad_()), "sin requires a gradient"),
+    )
+    with torch.profiler.profile() as profile:
+        for rotary, reason in cases:
+            with pytest.raises(ValueError, match=reason):
+                attention(q, q, q, cu_seqlens, 4, rotary=Rotary(*rotary), backend=backend)
+        odd = torch.zeros(4, 2, 15)
+        with pytest.raises(ValueError, match="head_dim is 15"):
+            attention(odd, odd, odd, cu_seqlens, 4, rotary=Rotary(cos, sin), backend=backend)
+    assert not [event for event in profile.events() if event.name.startswith("fastbert::")]
+    with pytest.raises(ValueError, match="cos has 3 positions, max_seqlen is 4"):
+        attention_probs(q, q, cu_seqlens, 4, rotary=tables(3, 16))

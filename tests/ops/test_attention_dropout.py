@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import functools
 
+import attention_cases
 import pytest
-import test_attention
 import torch
+from attention_cases import (
+    RAGGED,
+    check,
+    differentiate,
+    dropped_probabilities,
+    each_backend,
+    each_dtype,
+    each_isa,
+    kept,
+    make,
+    needs_extension,
+    rotary_of,
+)
 from isas import OF_FLOATS, backend_with_isa
 from seeds import manual_seed
 from shares import assert_share
-from test_attention import RAGGED, check, differentiate, each_backend, each_dtype, make, needs_extension
 
-from fastbert.ops.attention import attention
+from fastbert.ops import attention
 from fastbert.testing.cases import DTYPES, Lengths
 
-backend = test_attention.backend  # the fixture
-
-
-def dropped_probabilities(backend, case, num_heads, dropout_p, seed, dtype=torch.float32):
-    """What is left of the probabilities, and the same from backward: (2, query, head, key), all keys alike before."""
-    width = max(case.lengths)
-    position = torch.cat([torch.arange(n) for n in case.lengths])
-    identity = torch.nn.functional.one_hot(position, width)[:, None].expand(-1, num_heads, -1).to(dtype)
-    q, v = torch.zeros_like(identity), identity.clone().requires_grad_()
-    manual_seed(seed)
-    out = attention(q, q, v, case.cu_seqlens, width, dropout_p=dropout_p, backend=backend)
-    (dv,) = torch.autograd.grad(out, v, identity)  # (key, head, query)
-    backward = torch.zeros_like(out)
-    for start, stop in zip(case.cu_seqlens[:-1], case.cu_seqlens[1:], strict=True):
-        backward[start:stop, :, : stop - start] = dv[start:stop, :, : stop - start].transpose(0, 2)
-    return torch.stack([out.detach(), backward])
+backend = attention_cases.backend  # the fixture
 
 
 @pytest.fixture
@@ -60,33 +57,36 @@ def test_dropout_keeps_its_share_and_backward_the_mask(backend, dtype):
     for p in shares:
         forward, backward = dropped_probabilities(backend, case, num_heads, p, 3, dtype)
         assert torch.equal(forward, backward)
-        kept = forward != 0
-        assert (forward[kept].double() * 64 * (1 - p) - 1).abs().max() <= 2 * torch.finfo(dtype).eps
-        assert_share(kept, 1 - p, (0, 1), (0, 2), (1, 2))  # neither queries nor heads nor keys are favoured
+        is_kept = forward != 0
+        assert (forward[is_kept].double() * 64 * (1 - p) - 1).abs().max() <= 2 * torch.finfo(dtype).eps
+        assert_share(is_kept, 1 - p, (0, 1), (0, 2), (1, 2))  # neither queries nor heads nor keys are favoured
         assert torch.equal(forward, dropped_probabilities(backend, case, num_heads, p, 3, dtype)[0])
-        assert not torch.equal(kept, dropped_probabilities(backend, case, num_heads, p, 4, dtype)[0] != 0)
+        assert not torch.equal(is_kept, kept(backend, case, num_heads, p, 4, dtype))
 
 
 @each_share
 def test_dropout_against_oracle(backend, dtype):
     longest = 66 if backend == "triton" else 130  # two tiles of 64 in either
     for case in (RAGGED, Lengths("", (longest, 3, 0, 17))):
-        keep = dropped_probabilities(backend, case, 2, 0.25, 7, dtype)[0] != 0
-        check(backend, make(case, 2, max(case.lengths), dtype), case, keep=keep, dropout_p=0.25, seed=7)
+        options = {"keep": kept(backend, case, 2, 0.25, 7, dtype), "dropout_p": 0.25, "seed": 7}
+        check(backend, case, make(case, 2, max(case.lengths), dtype), **options)
+    # Rotated, and with a scale of nothing and of another sign, the mask is the same.
+    options["keep"] = kept(backend, RAGGED, 2, 0.25, 7, dtype)
+    for other in ({"rotary": rotary_of(RAGGED, 32)}, {"softmax_scale": 0.0}, {"softmax_scale": -0.25}):
+        check(backend, RAGGED, make(RAGGED, 2, 32, dtype), **options, **other)
 
 
 # About the widths of vectors and panels, up to which the CPU's kernels have their own way of short sequences.
 EDGES = Lengths("", (1, 2, 15, 16, 17, 31, 32, 33, 48, 49, 64, 65, 81))
-each_cpu = pytest.mark.parametrize("backend", OF_FLOATS, indirect=True)
 
 
 @needs_extension
 @each_dtype
-@each_cpu
+@each_isa
 def test_edges_against_oracle(backend, dtype):
-    keep = dropped_probabilities(backend, EDGES, 2, 0.25, 7, dtype)[0] != 0
+    options = {"keep": kept(backend, EDGES, 2, 0.25, 7, dtype), "dropout_p": 0.25, "seed": 7}
     for head_dim in (20, 32):
-        check(backend, make(EDGES, 2, head_dim, dtype), EDGES, keep=keep, dropout_p=0.25, seed=7)
+        check(backend, EDGES, make(EDGES, 2, head_dim, dtype), **options)
 
 
 def philox(counter, offset, seed):
@@ -109,7 +109,7 @@ def words_of_sequence(first_token, n, num_heads, offset, seed):
 
 @needs_extension
 @each_dtype
-@each_cpu
+@each_isa
 def test_the_mask_is_that_of_the_counters(backend, dtype):
     num_heads, head_dim, (seed, offset), p = 2, 32, (2**61 + 5, 2**40 + 1), 0.25
     form = (None, None, None, 1.0, p, -1, -1, False, False)
@@ -123,9 +123,9 @@ def test_the_mask_is_that_of_the_counters(backend, dtype):
         _, _, dv = torch.ops.fastbert.attention_bwd_cpu(v, q, q, v, out, stats, EDGES.cu_seqlens, given, *form)
         forward[..., first : first + head_dim], backward[..., first : first + head_dim] = out, dv
     for token, n in zip(EDGES.cu_seqlens.tolist(), EDGES.lengths, strict=False):
-        kept = words_of_sequence(token, n, num_heads, offset, seed) >= p * 2**32
-        assert torch.equal(forward[token : token + n, :, :n] != 0, kept)
-        assert torch.equal(backward[token : token + n, :, :n].transpose(0, 2) != 0, kept)
+        keep = words_of_sequence(token, n, num_heads, offset, seed) >= p * 2**32
+        assert torch.equal(forward[token : token + n, :, :n] != 0, keep)
+        assert torch.equal(backward[token : token + n, :, :n].transpose(0, 2) != 0, keep)
 
 
 @each_backend
@@ -138,18 +138,18 @@ def test_dropping_everything_leaves_zeros(backend):
 
 @needs_extension
 def test_every_isa_drops_the_same_elements():
-    here = dropped_probabilities("cpu", RAGGED, 2, 0.4, 11)[0] != 0
+    here = kept("cpu", RAGGED, 2, 0.4, 11)
     with backend_with_isa("cpu-generic"):
-        assert torch.equal(dropped_probabilities("cpu", RAGGED, 2, 0.4, 11)[0] != 0, here)
+        assert torch.equal(kept("cpu", RAGGED, 2, 0.4, 11), here)
 
 
 @needs_extension
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("backend", OF_FLOATS, indirect=True)
+@each_dtype
+@each_isa
 def test_nothing_is_left_of_the_batch_before(backend, dtype, one_thread):
     """Kernels keep their memory from call to call: what a batch of NaN leaves there is no number of the next one."""
     case, spoiled = Lengths("", (5, 17, 3, 33)), Lengths("", (300,))
-    qkv, nans = make(case, dtype=dtype), torch.full_like(make(spoiled, dtype=dtype), float("nan"))
+    qkv, nans = make(case, dtype=dtype), tuple(t * float("nan") for t in make(spoiled, dtype=dtype))
 
     def run(case, qkv):
         manual_seed(5)

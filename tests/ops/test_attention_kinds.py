@@ -1,96 +1,62 @@
-"""Windows, positions, grouped keys and rotary embedding together: torch and the CPU against the float64 oracle."""
+"""Windows, positions, grouped keys and rotary embedding, alone and together: every backend against the oracle."""
 
 from __future__ import annotations
 
 from functools import partial
 
+import attention_cases
 import pytest
-import test_attention
 import torch
-from attention_terms import assert_close_in_units, attention_terms
+from attention_cases import (
+    EDGES,
+    FEW,
+    KINDS,
+    LONG,
+    RAGGED,
+    SLACK,
+    backends,
+    check,
+    differentiate,
+    each_backend,
+    each_dtype,
+    each_isa,
+    each_kernel,
+    each_kind,
+    in_torch_cpu_and_triton,
+    is_interpreted_in_16_bits,
+    kept,
+    make,
+    needs_extension,
+    positions,
+    rotary_of,
+)
 from full import halved, left_to_full
 from isas import OF_FLOATS
 from layouts import assert_same_results
 from seeds import manual_seed
-from test_attention import RAGGED, SLACK, each_dtype, needs_extension
 
-from fastbert.ops import Rotary, attention, attention_probs
-from fastbert.testing import reference
+from fastbert.ops import Rotary, attention
 from fastbert.testing.cases import LENGTHS, Lengths
-from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
 
-backend = test_attention.backend  # the fixture
-each_backend = pytest.mark.parametrize("backend", ("torch", *OF_FLOATS), indirect=True)
-in_torch_and_cpu = pytest.mark.parametrize("backend", ("torch", "cpu"), indirect=True)
-each_isa = pytest.mark.parametrize("backend", OF_FLOATS, indirect=True)
-# Before and after blocks of 16, 32 and 64 queries, and keys of more than one block of 256 and 1024.
-EDGES = Lengths("", (1, 15, 16, 17, 63, 64, 65, 0, 129))
-LONG = Lengths("", (1100, 2))
-KINDS = {
-    "halves": (False, False),
-    "pairs": (True, False),
-    "halves-by-token": (False, True),
-    "pairs-by-token": (True, True),
-}
-Tensors = tuple[torch.Tensor, ...]
+backend = attention_cases.backend  # the fixture
+BLOCKS = Lengths("", (1100, 2))  # more keys than a block of 256 and 1024 of the CPU's kernels
+WINDOWS = ((0, 0), (7, 16), (-1, 2), (20, -1), (3, 3), (64, 64))
 
 
-def make(case: Lengths, num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 32, dtype=torch.float32) -> Tensors:
-    return tuple(
-        torch.randn(case.total_tokens, heads, head_dim).to(dtype) for heads in (num_heads, *[num_kv_heads] * 2)
-    )
-
-
-def rotary(case: Lengths, head_dim: int, interleaved: bool = False, by_token: bool = False) -> Rotary:
-    angles = 6 * torch.rand(case.total_tokens if by_token else max(case.lengths) + 5, head_dim // 2)
-    return Rotary(angles.cos(), angles.sin(), interleaved, by_token)
-
-
-def positions(case: Lengths, largest_step: int = 4) -> torch.Tensor:
-    """Those of padded columns, where a mask has holes; slack has any."""
-    pieces = [torch.randint(1, largest_step + 1, (n,)).cumsum(0) - 1 for n in case.lengths]
-    return torch.cat([*pieces, torch.randint(-9, 9, (case.slack,))]).int()
-
-
-def differentiate(f, tensors: Tensors, dout: torch.Tensor) -> Tensors:
-    leaves = [t.detach().clone().requires_grad_() for t in tensors]
-    out = f(*leaves)
-    return out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))
-
-
-def check(backend, case: Lengths, tensors: Tensors, keep=None, seed=0, in_units=False, **options) -> None:
-    """Output and gradients, the latter together: dq and dk are differences that cancel (docs/attention.md).
-
-    in_units: each error counts by the terms of its element, where few elements would have nearly all of the error.
-    """
-
-    def ours(q, k, v):
-        manual_seed(seed)
-        return attention(q, k, v, case.cu_seqlens, max(case.lengths) + 5, backend=backend, **options)
-
-    dout = torch.randn_like(tensors[0])
-    literal = partial(reference.attention, cu_seqlens=case.cu_seqlens, keep=keep, **options)
-    results = [differentiate(ours, tensors, dout), differentiate(literal, tensors, dout)]
-    results.append(differentiate(literal, tuple(t.double() for t in tensors), dout))
-    actual, baseline, oracle = ((out, torch.cat([g.flatten() for g in grads])) for out, *grads in results)
-    if in_units:
-        terms = attention_terms(*(t.double() for t in (*tensors, dout)), case.cu_seqlens, keep=keep, **options)
-        terms = (terms["out"], torch.cat([terms[name].flatten() for name in ("dq", "dk", "dv")]))
-        for *of_one, factor in zip(actual, oracle, baseline, terms, (OUTPUT_FACTOR, GRADIENT_FACTOR), strict=True):
-            assert_close_in_units(*of_one, factor)
-        return
-    for i, (name, factor) in enumerate((("out", OUTPUT_FACTOR), ("dqkv", GRADIENT_FACTOR))):
-        assert_close_to_reference(actual[i], oracle[i], baseline[i], factor, name)
+def cases_of(backend: str) -> tuple[Lengths, ...]:
+    return (RAGGED, SLACK, LONG) if backend == "triton" else (RAGGED, EDGES, SLACK)
 
 
 @halved
-@pytest.mark.parametrize("window_size", ((0, 0), (7, 16), (-1, 2), (20, -1), (64, 64)), ids=str)
+@left_to_full(lambda p: is_interpreted_in_16_bits(p) and p["window_size"] not in WINDOWS[1::3])
+@pytest.mark.parametrize("window_size", WINDOWS, ids=str)
 @each_dtype
 @each_backend
 def test_windows(backend, dtype, window_size):
-    for case in (RAGGED, EDGES, SLACK):
+    for case in cases_of(backend):
         for places in (None, positions(case)):
-            check(backend, case, make(case, 2, 2, 16, dtype), window_size=window_size, window_positions=places)
+            tensors = make(case, 1 if backend == "triton" else 2, 16, dtype)
+            check(backend, case, tensors, window_size=window_size, window_positions=places)
 
 
 @halved
@@ -98,41 +64,52 @@ def test_windows(backend, dtype, window_size):
 @each_dtype
 @each_backend
 def test_grouped_keys(backend, dtype, heads):
+    if backend == "triton":  # tiles of 16, 32 and 128 tokens, and of 32 with a head_dim that is padded
+        for case, head_dim in ((RAGGED, 32), (SLACK, 32), (LONG, 64), (LONG, 160)):
+            check(backend, case, make(case, heads if case is not LONG else (2, 1), head_dim, dtype))
+        return
     for case in (RAGGED, EDGES, *LENGTHS[4:6]):
-        check(backend, case, make(case, *heads, 32, dtype))
-    check(backend, RAGGED, make(RAGGED, *heads, 7, dtype), window_size=(5, 9))
+        check(backend, case, make(case, heads, 32, dtype))
+    check(backend, RAGGED, make(RAGGED, heads, 7, dtype), window_size=(5, 9))
 
 
 @halved
-@pytest.mark.parametrize("kind", KINDS)
+@left_to_full(lambda p: is_interpreted_in_16_bits(p) and p["kind"] in ("halves", "pairs-by-token"))
+@each_kind
 @each_dtype
 @each_backend
 def test_rotary(backend, dtype, kind):
-    for case, head_dim in ((RAGGED, 80), (EDGES, 64), (SLACK, 2), (RAGGED, 130)):
-        check(backend, case, make(case, 2, 2, head_dim, dtype), rotary=rotary(case, head_dim, *KINDS[kind]))
+    # Of 5 and of 6 and 1 heads, which the Triton kernels rotate four in turn.
+    heads = ((4, 2), (5, 5), (6, 1)) if backend == "triton" else ((2, 2),) * 4
+    sizes = ((RAGGED, 32), (SLACK, 80), (SLACK, 2)) if backend == "triton" else (
+        (RAGGED, 80), (EDGES, 64), (SLACK, 2), (RAGGED, 130)
+    )  # fmt: skip
+    for (case, head_dim), of_case in zip(sizes, heads, strict=True):
+        check(backend, case, make(case, of_case, head_dim, dtype), rotary=rotary_of(case, head_dim, kind))
 
 
 @halved
-@pytest.mark.parametrize("kind", KINDS)
+@left_to_full(lambda p: is_interpreted_in_16_bits(p) and p["kind"] != "pairs")
+@each_kind
 @each_dtype
 @each_backend
 def test_all_together(backend, dtype, kind):
-    for case in (RAGGED, EDGES, SLACK):
+    for case in (FEW, SLACK) if backend == "triton" else cases_of(backend):
         for places in (None, positions(case)):
             options = {"window_size": (9, 20), "window_positions": places, "softmax_scale": -0.3}
-            check(backend, case, make(case, dtype=dtype), rotary=rotary(case, 32, *KINDS[kind]), **options)
+            check(backend, case, make(case, (4, 2), dtype=dtype), rotary=rotary_of(case, 32, kind), **options)
 
 
 @left_to_full(lambda p: p["window_size"] != ((-1, 10) if p["dtype"] is torch.bfloat16 else (40, 64)))
 @left_to_full(lambda p: p["backend"] == "torch")  # which has no blocks
 @pytest.mark.parametrize("window_size", ((-1, -1), (40, 64), (-1, 10)), ids=str)
 @each_dtype
-@each_backend
+@backends("torch", *OF_FLOATS)
 def test_sequences_longer_than_a_block_of_keys(backend, dtype, window_size):
     """With steps up to 100 a block of keys may hold none that a query sees, and a later one the first."""
-    options = {"window_size": window_size, "rotary": rotary(LONG, 32)}
-    for places in (None, positions(LONG, 100)):
-        check(backend, LONG, make(LONG, 2, 1, dtype=dtype), window_positions=places, **options)
+    options = {"window_size": window_size, "rotary": rotary_of(BLOCKS, 32)}
+    for places in (None, positions(BLOCKS, 100)):
+        check(backend, BLOCKS, make(BLOCKS, (2, 1), dtype=dtype), window_positions=places, **options)
 
 
 @halved
@@ -141,76 +118,104 @@ def test_sequences_longer_than_a_block_of_keys(backend, dtype, window_size):
 def test_large_logits_and_scales_of_nothing(backend, dtype):
     options = {"window_size": (30, 5), "window_positions": positions(EDGES)}
     for factor, softmax_scale in ((30.0, 0.5), (30.0, -0.5), (1.0, 0.0), (1.0, -1e-40)):
-        q, k, v = make(EDGES, dtype=dtype)
+        q, k, v = make(EDGES, (4, 2), dtype=dtype)
         check(backend, EDGES, (factor * q, factor * k, v), in_units=True, softmax_scale=softmax_scale, **options)
 
 
-def kept(backend, case: Lengths, num_heads: int, dropout_p: float, seed: int, dtype) -> torch.Tensor:
-    """(query, head, key): whether a probability is kept where every query sees every key."""
-    width = max(case.lengths)
-    place = torch.cat([torch.arange(n) for n in case.lengths])
-    v = torch.nn.functional.one_hot(place, width)[:, None].expand(-1, num_heads, -1).to(dtype)
-    manual_seed(seed)
-    q = torch.zeros_like(v)
-    return attention(q, q, v, case.cu_seqlens, width, dropout_p=dropout_p, backend=backend) != 0
-
-
+@left_to_full(lambda p: is_interpreted_in_16_bits(p) and p["window_size"] != (1, 3))
+@pytest.mark.parametrize("window_size", ((0, 0), (1, 3), (17, -1)), ids=str)
 @each_dtype
-@each_isa
+@backends("torch", "triton")
+def test_any_scale_in_windows(backend, dtype, window_size):
+    """Blocks of which some queries see no key: there 0 would be multiplied by -inf."""
+    for case, softmax_scale in ((RAGGED, 0.0), (SLACK, -1e-300), (Lengths("", (70,)), -0.25)):
+        check(backend, case, make(case, 1, dtype=dtype), window_size=window_size, softmax_scale=softmax_scale)
+
+
+@left_to_full(is_interpreted_in_16_bits)
+@each_dtype
+@each_kernel
 def test_dropout_goes_by_token_head_and_key(backend, dtype):
     """The mask is the same whatever a query sees, and whoever shares keys."""
-    for case in (RAGGED, Lengths("", (130, 3))):
+    for case in (FEW,) if backend == "triton" else (RAGGED, LONG):
         keep = kept(backend, case, 4, 0.25, 7, dtype)
-        options = {"window_size": (20, 9), "window_positions": positions(case), "rotary": rotary(case, 32)}
-        check(backend, case, make(case, dtype=dtype), keep=keep, dropout_p=0.25, seed=7, **options)
+        options = {"window_size": (20, 9), "window_positions": positions(case), "rotary": rotary_of(case, 32)}
+        check(backend, case, make(case, (4, 2), dtype=dtype), keep=keep, dropout_p=0.25, seed=7, **options)
 
 
 @halved
+@left_to_full(lambda p: p["backend"] == "triton" and p["dtype"] is torch.float32)
 @pytest.mark.parametrize("window_size", ((-1, -1), (70, 20)), ids=str)
 @each_dtype
-@each_isa
-def test_threads_do_not_change_bits(backend, dtype, window_size):
+@each_kernel
+def test_threads_and_runs_do_not_change_bits(backend, dtype, window_size):
+    """Long sequences are cut into tasks, by queries and by keys, where threads would idle; short ones are joined.
+    dk and dv are sums over the heads of a group."""
     before = torch.get_num_threads()
-    for case, heads in ((Lengths("", (900, 3, 190)), (2, 1)), (Lengths("", (40, 61) * 9), (6, 2))):
-        tensors = make(case, *heads, 32, dtype)
-        options = {"window_size": window_size, "rotary": rotary(case, 32), "dropout_p": 0.1, "backend": backend}
+    cases = (LONG,) if backend == "triton" else (Lengths("", (900, 3, 190)), Lengths("", (40, 61) * 9))
+    for case, heads in zip(cases, ((2, 1), (6, 2)), strict=False):
+        tensors = make(case, heads, 32, dtype)
+        options = {"window_size": window_size, "rotary": rotary_of(case, 32), "dropout_p": 0.1, "backend": backend}
 
         def f(*qkv, case=case, options=options):
             manual_seed(1)
             return attention(*qkv, case.cu_seqlens, max(case.lengths), **options)
 
         results = []
-        for threads in (1, 2, 3, 8):
+        for threads in (1, 2) if backend == "triton" else (1, 2, 3, 8, 1):
             torch.set_num_threads(threads)
             results.append(differentiate(f, tensors, tensors[0]))
         torch.set_num_threads(before)
         assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
 
 
-@each_isa
+@each_kernel
 def test_a_window_that_hides_nothing_changes_no_bit(backend):
-    tensors = make(RAGGED)
-    plain = partial(attention, cu_seqlens=RAGGED.cu_seqlens, max_seqlen=41, backend=backend)
-    for wide in ({"window_size": (40, 40)}, {"window_size": (2**31, -1)}, {"window_positions": positions(RAGGED)}):
-        for pair in zip(*(differentiate(partial(plain, **o), tensors, tensors[0]) for o in ({}, wide)), strict=True):
-            assert torch.equal(*pair)
+    """The positions of no holes are the places, with a stride as well; of the CPU's kernels that goes for any."""
+    tensors, case = make(RAGGED, (4, 2)), RAGGED
+    places = torch.cat([torch.arange(n) for n in case.lengths]).int()
+    pairs = [({"window_size": (4, 7)}, {"window_size": (4, 7), "window_positions": torch.stack([places] * 2, 1)[:, 0]})]
+    if backend != "triton":
+        wide = ({"window_size": (40, 40)}, {"window_size": (2**31, -1)}, {"window_positions": positions(case)})
+        pairs += [({}, options) for options in wide]
+    for pair in pairs:
+        plain = partial(attention, cu_seqlens=case.cu_seqlens, max_seqlen=41, backend=backend)
+        found, expected = (differentiate(partial(plain, **options), tensors, tensors[0]) for options in pair)
+        assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.parametrize("window_size", ((3, 2**31 - 1), (2**31 - 1, 3), (2**40, 2**40)), ids=str)
+@each_kernel
+def test_windows_wider_than_any_sequence(backend, window_size):
+    """As the literal formula has them: nothing wraps around where a token's number is added."""
+    check(backend, SLACK, make(SLACK, 1), window_size=window_size)
+
+
+@left_to_full(is_interpreted_in_16_bits)
 @each_dtype
 @each_backend
 def test_nothing_crosses_from_one_sequence_to_another(backend, dtype):
-    case = Lengths("", (7, 165, 9), slack=70)
-    options = {"window_size": (20, 9), "window_positions": positions(case), "rotary": rotary(case, 32, True, True)}
-    f = partial(attention, cu_seqlens=case.cu_seqlens, max_seqlen=165, backend=backend, **options)
-    tensors = make(case, dtype=dtype)
-    spoiled = tuple(t.clone() for t in tensors)
-    for t in spoiled:
-        t[7:172] = torch.tensor([float("nan"), float("inf")]).repeat(16)
-        t[181:] = float("nan")
+    """Neither values nor positions nor rows of the tables; slack is zeros, of which there is more than positions."""
+    n = 20 if backend == "triton" else 165
+    case, end = Lengths("", (7, n, 9), slack=70), n + 7
+    places, rotary = positions(case), rotary_of(case, 32, "pairs-by-token")
+    tensors = make(case, (4, 2), dtype=dtype)
     dout = torch.randn_like(tensors[0])
-    clean = [*range(7), *range(172, 251)]
-    for found, expected in zip(*(differentiate(f, x, dout) for x in (spoiled, tensors)), strict=True):
-        assert torch.equal(found[clean], expected[clean]) and not found[181:].any()
+
+    def run(tensors, places, rotary):
+        options = {"window_size": (20, 9), "window_positions": places, "rotary": rotary, "backend": backend}
+        return differentiate(lambda *qkv: attention(*qkv, case.cu_seqlens, n, **options), tensors, dout)
+
+    expected = run(tensors, places, rotary)
+    spoiled, moved, cos = tuple(t.clone() for t in tensors), places.clone(), rotary.cos.clone()
+    for t in spoiled:
+        t[7:end:2], t[8:end:2], t[end + 9 :] = float("nan"), float("inf"), float("nan")
+    cos[7:end], moved[7:end] = float("nan"), moved[7:end] + 1000
+    clean = [*range(7), *range(end, end + 79)]
+    results = run(spoiled, moved, rotary._replace(cos=cos))
+    for found, of_clean in zip(results, expected, strict=True):
+        assert torch.equal(found[clean], of_clean[clean]) and not found[end + 9 :].any()
+    assert results[0][7:end].isnan().all()
 
 
 @each_dtype
@@ -218,9 +223,9 @@ def test_nothing_crosses_from_one_sequence_to_another(backend, dtype):
 def test_what_is_far_outside_of_the_window_is_not_visited(backend, dtype):
     """A NaN there would be seen: its product with a probability of 0 is NaN."""
     case, n = Lengths("", (4096,)), 4096
-    options = {"window_size": (64, 64), "rotary": rotary(case, 32)}
+    options = {"window_size": (64, 64), "rotary": rotary_of(case, 32)}
     f = partial(attention, cu_seqlens=case.cu_seqlens, max_seqlen=n, backend=backend, **options)
-    tensors = make(case, 2, 1, dtype=dtype)
+    tensors = make(case, (2, 1), dtype=dtype)
     spoiled = tuple(t.clone() for t in tensors)
     for t in spoiled:
         t[2048] = float("nan")
@@ -231,55 +236,47 @@ def test_what_is_far_outside_of_the_window_is_not_visited(backend, dtype):
         assert torch.equal(found[far], expected[far]) and found[2048].isnan().all()
 
 
-@in_torch_and_cpu
+@in_torch_cpu_and_triton
 def test_slices_and_tables_are_read_where_they_lie(backend):
-    """Of a fused projection, of a wider table, or with no row in one piece."""
-    case, places = RAGGED, positions(RAGGED)
-    tensors, tables = make(case), rotary(case, 32, True)
+    """Of a fused projection, of a wider table as transformers has it, with each half twice, or with no row in one
+    piece."""
+    case, places = FEW if backend == "triton" else RAGGED, positions(FEW if backend == "triton" else RAGGED)
+    tensors, rotary = make(case, (4, 2)), rotary_of(case, 32, "pairs")
     fused = torch.cat(tensors, 1)
-    wide = Rotary(*(torch.cat([t, t], -1)[:, :16] for t in tables[:2]), True)
-    turned = Rotary(*(t.t().contiguous().t() for t in tables[:2]), True)
+    wide = Rotary(*(torch.cat([t, t], -1)[:, :16] for t in rotary[:2]), True)
+    columns_first = Rotary(*(t.t().contiguous().t() for t in rotary[:2]), True)
+    dout = torch.randn_like(tensors[0])
 
     def run(layout, dtype=torch.float32):
         t, table = layout
-        f = partial(attention, cu_seqlens=case.cu_seqlens, max_seqlen=41, rotary=table, backend=backend)
+        f = partial(attention, cu_seqlens=case.cu_seqlens, max_seqlen=max(case.lengths), rotary=table, backend=backend)
         strided = torch.stack([places, places], 1)[:, 0] if table is wide else places
         leaf = t.to(dtype).detach().requires_grad_()
         out = f(*leaf.split((4, 2, 2), 1), window_size=(9, 12), window_positions=strided)
-        return out, *torch.autograd.grad(out, leaf, torch.ones_like(out))
+        grad = dout.to(dtype) if table is rotary else dout.to(dtype).transpose(0, 1).contiguous().transpose(0, 1)
+        return out, *torch.autograd.grad(out, leaf, grad)
 
-    layouts = (fused, tables), (fused.transpose(1, 2).contiguous().transpose(1, 2), wide), (fused, turned)
+    def laid_out(*order):
+        back = [order.index(i) for i in range(3)]
+        return fused.permute(order).contiguous().permute(back)
+
+    layouts = (fused, rotary), (laid_out(0, 2, 1), wide), (laid_out(1, 0, 2), columns_first), (laid_out(2, 1, 0), wide)
     assert_same_results(backend, run, layouts)
 
 
-def test_probs_are_those_of_the_output():
-    case = Lengths("", (5, 0, 29, 1))
-    qkv = make(case)
-    options = {"window_size": (3, 9), "window_positions": positions(case), "rotary": rotary(case, 32, True, True)}
-    probs = attention_probs(*qkv[:2], case.cu_seqlens, 30, **options)
-    exact, near = (
-        attention(*(t.to(dtype) for t in qkv), case.cu_seqlens, 30, backend="torch", **options)
-        for dtype in (torch.float64, torch.float32)
-    )
-    for i, (start, n) in enumerate(((0, 5), (5, 0), (5, 29), (34, 1))):
-        values, rows = qkv[2][start : start + n].repeat_interleave(2, 1).transpose(0, 1), slice(start, start + n)
-        out = (probs[i, :, :n, :n] @ values).transpose(0, 1)
-        assert_close_to_reference(out, exact[rows], near[rows])
-        assert probs[i].sum() == pytest.approx(4 * n)
-
-
-@left_to_full(lambda p: p["backend"] == "torch")  # a rectangle's graph takes a minute; test_rotary.py has one
-@in_torch_and_cpu
+@left_to_full(lambda p: p["backend"] == "torch")  # a rectangle's graph takes a minute
+@backends("torch", "cpu")
 def test_compiles_into_one_graph(backend):
+    """Of any shape: the second case is traced with sizes that vary."""
     options = {"window_size": (9, 20), "backend": backend}
 
     def f(q, k, v, places, cos, sin, cu_seqlens, max_seqlen):
-        tables = Rotary(cos, sin, True, True)
-        return attention(q, k, v, cu_seqlens, max_seqlen, window_positions=places, rotary=tables, **options)
+        rotary = Rotary(cos, sin, *KINDS["pairs-by-token"])
+        return attention(q, k, v, cu_seqlens, max_seqlen, window_positions=places, rotary=rotary, **options)
 
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
     for case in (RAGGED, SLACK):
-        tensors, (cos, sin, *_) = make(case), rotary(case, 32, True, True)
+        tensors, (cos, sin, *_) = make(case, (4, 2)), rotary_of(case, 32, "pairs-by-token")
         where = {"places": positions(case), "cos": cos, "sin": sin, "cu_seqlens": case.cu_seqlens}
         where["max_seqlen"] = max(case.lengths)
         dout = torch.randn_like(tensors[0])
@@ -290,7 +287,8 @@ def test_compiles_into_one_graph(backend):
 @needs_extension
 @pytest.mark.parametrize("dropout_p", (0.0, 0.1))
 def test_opcheck(dropout_p):
-    (q, k, v), (cos, sin, *kind) = make(SLACK), rotary(SLACK, 32, True, True)
+    """Of all options; tests/ops/test_contract.py checks the operators as ops call them."""
+    (q, k, v), (cos, sin, *kind) = make(SLACK, (4, 2)), rotary_of(SLACK, 32, "pairs-by-token")
     philox = torch.tensor([2**61 + 5, 2**40 + 1]) if dropout_p else None
     forward, backward = (getattr(torch.ops.fastbert, f"attention_{d}_cpu").default for d in ("fwd", "bwd"))
     form = (positions(SLACK), cos, sin, 0.2, dropout_p, 2, 3, *kind)

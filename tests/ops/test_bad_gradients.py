@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attention_cases import needs_extension
 from layer_specs import CASES, HIDDEN, TOKENS, fused, make
-from test_attention import needs_extension
 
 from fastbert import ops
 

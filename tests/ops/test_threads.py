@@ -50,7 +50,7 @@ def run(threads: int, *prefix: str) -> str:
 def test_bits_are_the_same_for_any_number_of_threads_and_on_one_core():
     expected = run(1)
     assert [line.split()[0] for line in expected.splitlines()] == ["float32", "bfloat16", "int8"]
-    assert run(3) == expected, "OMP_NUM_THREADS=3"  # test_attention.py has 2 and 4 threads in one process
+    assert run(3) == expected, "OMP_NUM_THREADS=3"  # test_contract.py has 2 and 3 threads in one process
     if shutil.which("taskset"):
         assert run(2, "taskset", "-c", str(min(os.sched_getaffinity(0)))) == expected, "on one core"
 

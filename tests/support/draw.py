@@ -16,6 +16,7 @@ class Draw:
         self.integer, self.without = integer, without
         self.notes: list[str] = []
         self.doing = ""  # by which findings are told apart
+        self.has_compiled = False  # torch.compile, which keeps megabytes of each graph for as long as the process lives
 
     def choice(self, options: Iterable[Option]) -> Option:
         """One of the options; the first is the simplest, to which a finding is shrunk. LookupError: there is none."""
