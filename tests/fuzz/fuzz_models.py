@@ -167,7 +167,9 @@ def run_and_compare(draw: Draw, subject: Subject, batch: Batch) -> None:
 
     def run(called=subject.compiled if is_compiled else model) -> Outputs:
         contexts = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
-        with contexts.get(mode, nullcontext)():
+        # Compiled calls look for hooks that came later where torch is told to guard them (docs/differences.md).
+        guarded = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False) if is_compiled else nullcontext()
+        with contexts.get(mode, nullcontext)(), guarded:
             return call(subject, called, batch)
 
     gradients: Outputs = {}
