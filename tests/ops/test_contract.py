@@ -123,10 +123,10 @@ def test_the_same_bits_in_every_run_and_for_any_number_of_threads(op, backend, d
 @left_to_full(lambda p: p["backend"] not in ("cpu-avx2", "triton"))
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "contiguous"])
 def test_any_layout_of_its_operands(op, backend, layout):
-    """Between the elements is NaN."""
+    """And of the output's gradient. Between the elements is NaN."""
     with drawn(op, backend, torch.float32) as cases:
         for one in cases:
-            one.case.layouts = dict.fromkeys(one.case.shapes, layout)
+            one.case.layouts = dict.fromkeys((*one.case.shapes, "out"), layout)
             one.case.compare(one.seed)
 
 

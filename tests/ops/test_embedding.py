@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from full import halved, left_to_full
@@ -256,37 +254,6 @@ def test_dropout_comes_last(backend):
     ours = call(ops.embed_layer_norm, ids, device_of(backend), backend=backend, dropout_p=0.25)
     leaves = {n: t.to(device_of(backend)).requires_grad_() for n, t in tensors.items()}
     assert torch.equal(ours(**leaves) != 0, keep)
-
-
-@only_triton
-def test_which_ops_run(backend):
-    ids, tensors = inputs(5), tables(32, "token_type", "weight")
-    ours = call(ops.embed_layer_norm, ids, device_of(backend), backend=backend, dropout_p=0.5)
-
-    def ran(function):
-        with torch.profiler.profile() as profile:
-            function()
-        return {event.name.removeprefix("fastbert::") for event in profile.events() if "fastbert::" in event.name}
-
-    assert ran(partial(inference, backend, ids, tensors, dropout_p=0.5)) == {"embed_fwd_triton", "dropout_triton"}
-    leaves = {n: t.to(device_of(backend)).requires_grad_() for n, t in tensors.items()}
-    assert ran(lambda: ours(**leaves).sum().backward()) == {
-        "embed_fwd_triton", "embed_bwd_triton", "dropout_triton", "add_layer_norm_fwd_triton",
-        "add_layer_norm_bwd_triton",
-    }  # fmt: skip
-
-
-@only_triton
-def test_opcheck(backend):
-    device = device_of(backend)
-    ids, positions, types = (t.to(device) for t in inputs(7))
-    rows = tables(32, "token_type", "weight", "bias")
-    word, position, token_type, weight, bias = (t.to(device) for t in rows.values())
-    forward, backward = (getattr(torch.ops.fastbert, f"embed_{way}_triton").default for way in ("fwd", "bwd"))
-    torch.library.opcheck(forward, (ids, positions, types, word, position, token_type, weight, bias, 1e-12))
-    torch.library.opcheck(forward, (None, positions, None, word[:7], position, None, None, None, 0.0))
-    torch.library.opcheck(forward, (ids, None, None, word, None, None, weight, None, 1e-5))
-    torch.library.opcheck(backward, (torch.randn(7, 32, device=device), ids, word, 0))
 
 
 def test_what_cannot_be_served_raises_with_the_reason():

@@ -25,8 +25,8 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh")
 each_form = pytest.mark.parametrize("form", FORMS)
 each_gated = pytest.mark.parametrize("form", FORMS[1:])
 each_dtype = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("float32", "bfloat16"))
-# What takes whole panels, what has a rest of one, and what is less than a vector.
-SIZES = ((32, 128), (30, 70), (5, 3))
+# What takes whole panels, what has a rest of one, what is less than a vector, and more than a chain of sums.
+SIZES = ((32, 128), (30, 70), (5, 3), (1030, 31))
 
 
 @pytest.fixture(params=CPU_BACKENDS)
@@ -208,48 +208,10 @@ def test_autocast_computes_in_bfloat16_from_float32_weights(form):
         assert_close_to_reference(found.bfloat16(), oracle[name], baseline[name].bfloat16(), factor, name)
 
 
-@each_gated
-def test_nan_stays_in_its_row(isa, form):
-    named = make(form, 30, 64, 136)
-    expected = ours(form)(**named)
-    named["x"][11, 5] = torch.nan
-    out, others = ours(form)(**named), torch.arange(30) != 11
-    assert out[11].isnan().all() and torch.equal(out[others], expected[others])
-
-
-@each_gated
-def test_operands_with_gaps_and_transposed_ones_give_the_same_bits(form):
-    named, dout = make(form, 12, 24, 70), torch.randn(12, 24)
-    expected = run(ours(form), named, dout)
-    spread = {name: torch.stack((t, torch.full_like(t, torch.nan)), -1)[..., 0] for name, t in named.items()}
-    turned = {name: t.t().contiguous().t() if t.dim() == 2 else t for name, t in named.items()}
-    for others in (spread, turned):
-        with torch.no_grad():
-            assert torch.equal(ours(form)(**others), expected["out"])
-
-
 @each_form
-def test_opcheck(form):
-    t, tests = make(form, 5, 16, 24), ("test_schema", "test_faketensor")
-    gate, philox, gated = t.get("gate_weight"), torch.tensor([3, 4]), form != "plain"
-    forward, backward = torch.ops.fastbert.feed_forward_cpu, torch.ops.fastbert.feed_forward_bwd_cpu
-    operands = (t["x"], t["up_weight"], t["up_bias"], t["down_weight"], gate, t.get("gate_bias"), None, None, None)
-    for dropout_p in (0.0, 0.25):
-        for return_pre in (True, False):
-            call = (*operands, [None] * (2 + (form == "apart")), philox, dropout_p, "silu", gated, torch.float32)
-            torch.library.opcheck(forward.default, (*call, return_pre), test_utils=tests)
-        out, pre = forward(*call, True)
-        for needs in product((True, False), repeat=3):
-            saved = (out, t["x"], pre, t["up_weight"], t["down_weight"], gate, philox, dropout_p, "silu", gated)
-            torch.library.opcheck(backward.default, (*saved, *needs), test_utils=tests)
-
-
-@halved
-@each_form
-@pytest.mark.parametrize("dropout_p", (0.0, 0.25))
-def test_compiled_as_one_graph(form, dropout_p):
+def test_compiled_as_one_graph_with_dropout(form):
     named, dout = make(form, 24, 16, 48), torch.randn(24, 16)
-    function = ours(form, dropout_p=dropout_p)
+    function = ours(form, dropout_p=0.25)
     torch.compiler.reset()
     found = []
     for call in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):

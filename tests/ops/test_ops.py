@@ -1,4 +1,4 @@
-"""Every op's torch backend against the oracle: outputs and gradients, fp32 and bf16, every edge of the contract."""
+"""What is special to ops in torch and to losses, against the oracle (what every op promises: test_contract.py)."""
 
 from __future__ import annotations
 
@@ -116,25 +116,6 @@ def test_buckets_hold_every_sequence_once_and_waste_little():
     assert len(buckets) < 20
 
 
-@dtype_axis
-@pytest.mark.parametrize("rows", (0, 1, 17))
-@pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
-@pytest.mark.parametrize("activation", ("gelu", "gelu_tanh", "relu", "tanh", "silu"))
-def test_feed_forward(dtype, rows, activation, gated):
-    up_size = 96 if gated else 48
-    check(
-        lambda x, up, bias, down: ops.feed_forward(x, up, bias, down, activation=activation, gated=gated),
-        lambda x, up, bias, down: reference.feed_forward(x, up, bias, down, activation, gated),
-        {
-            "x": torch.randn(rows, 32),
-            "up": torch.randn(up_size, 32) / 4,
-            "bias": torch.randn(up_size),
-            "down": torch.randn(32, 48) / 4,
-        },
-        dtype,
-    )
-
-
 @pytest.mark.parametrize("activation", ("gelu", "gelu_tanh", "relu", "tanh", "silu"))
 def test_without_backward_the_activation_runs_in_place_with_the_same_bits(activation):
     x, weight, bias = torch.randn(9, 32), torch.randn(48, 32), torch.randn(48)
@@ -161,27 +142,6 @@ def test_erf_and_tanh_gelu_are_not_swapped():
     assert 100 * (tanh - reference.activation(x, "gelu_tanh")).abs() < apart
 
 
-@dtype_axis
-@pytest.mark.parametrize("types", (True, False))
-@pytest.mark.parametrize("norm", (True, False))
-def test_embed_layer_norm(dtype, types, norm):
-    ids, positions = torch.randint(0, 50, (19,)), torch.randint(0, 20, (19,))
-    token_types = torch.randint(0, 2, (19,))
-    tensors = {"word": torch.randn(50, 32), "position": torch.randn(20, 32)}
-    if types:
-        tensors["token_type"] = torch.randn(2, 32)
-    if norm:
-        tensors |= {"weight": torch.randn(32), "bias": torch.randn(32)}
-
-    def run(function, **options):
-        def call(word, position, token_type=None, weight=None, bias=None):
-            return function(ids, positions, token_types, word, position, token_type, weight, bias, **options)
-
-        return call
-
-    check(run(ops.embed_layer_norm), run(reference.embed_layer_norm), tensors, dtype)
-
-
 def test_padding_rows_take_no_gradient():
     word = torch.randn(5, 8, requires_grad=True)
     position = torch.randn(5, 8, requires_grad=True)
@@ -191,24 +151,6 @@ def test_padding_rows_take_no_gradient():
     out.sum().backward()
     assert [row.any().item() for row in word.grad] == [True, False, True, False, False]
     assert [row.any().item() for row in position.grad] == [True, True, False, False, False]
-
-
-@dtype_axis
-@pytest.mark.parametrize("options", ({}, {"label_smoothing": 0.1}, {"z_loss": 0.01}), ids=str)
-@pytest.mark.parametrize("labelled", (0, 1, 12))
-@pytest.mark.parametrize("backend", ("torch", "cpu", "triton"))
-def test_cross_entropy(backend, dtype, labelled, options):
-    error = {"cpu": extension_error, "triton": triton_error}.get(backend, lambda: None)()
-    if error is not None:
-        pytest.skip(error)
-    labels = torch.full((12,), -100)
-    labels[torch.randperm(12)[:labelled]] = torch.randint(0, 30, (labelled,))
-    check(
-        lambda x, weight, bias: ops.cross_entropy(x, weight, bias, labels, backend=backend, **options),
-        lambda x, weight, bias: reference.cross_entropy(x, weight, bias, labels, **options),
-        {"x": torch.randn(12, 16), "weight": torch.randn(30, 16), "bias": torch.randn(30)},
-        dtype,
-    )
 
 
 @pytest.mark.parametrize("backend", ("torch", "cpu", "triton"))
@@ -244,18 +186,6 @@ def test_cross_entropy_of_tokens_that_are_known_to_have_a_label(backend, count):
             inferred = ops.cross_entropy(*tensors, labels, ignore_index=ignore_index, z_loss=0.01, backend=backend)
         assert torch.equal(inferred, loss)
     assert all(map(torch.equal, *results))
-
-
-@pytest.mark.parametrize("case", [c for c in LENGTHS if not c.slack], ids=lambda c: c.id)
-@dtype_axis
-def test_sequence_cross_entropy(case, dtype):
-    targets = torch.tensor([min(3, n - 1) if i % 3 else n for i, n in enumerate(case.lengths)])  # some outside
-    check(
-        lambda x: ops.sequence_cross_entropy(x, case.cu_seqlens, targets),
-        lambda x: reference.sequence_cross_entropy(x, case.cu_seqlens, targets),
-        {"x": 4 * torch.randn(case.total_tokens)},
-        dtype,
-    )
 
 
 def test_sequence_cross_entropy_of_logits_far_from_zero():

@@ -113,25 +113,6 @@ def test_nan_is_copied_as_it_is(dtype, backend):
     assert same_bits(ops.unpack(packed, indices, 6, backend=backend), literal(packed, indices, 6))
 
 
-@only_triton
-def test_strides(backend):
-    indices = indices_of(attention_mask("holes", 3, 7), backend)
-    wide = torch.randn(24, 42, device=indices.device)
-    strided = torch.stack([indices, indices], 1)[:, 0]
-    assert not strided.is_contiguous()
-    for x in (wide.t()[::2], wide.t()[::2, :5], wide.t()[:21, 3:4].expand(-1, 6)):
-        check(x, strided, backend)
-
-
-@only_triton
-def test_opcheck(backend):
-    indices = indices_of(attention_mask("right", 3, 7), backend)
-    for dtype in DTYPES:
-        x = torch.randn(21, 6, device=indices.device).to(dtype)
-        torch.library.opcheck(torch.ops.fastbert.pack_triton.default, (x, indices))
-        torch.library.opcheck(torch.ops.fastbert.unpack_triton.default, (x[indices], indices, 21))
-
-
 @left_to_full(lambda p: p["compiler"] == "inductor")  # ours ends where the graph does; test_compile.py runs inductor
 @pytest.mark.parametrize("compiler", ("aot_eager", "inductor"))
 def test_compiles_into_one_graph(compiler):

@@ -54,6 +54,7 @@ def draw_lengths(draw: Draw, longest: int = 70, slack: bool = True) -> Lengths:
 class Case:
     """An op and its formula over the same float operands, by name, with rows of tokens where `token_rows` says so.
 
+    `layouts`: of operands, and of the output's gradient as "out".
     `joint`: gradients are compared as one tensor, since they are differences that cancel (attention's dq and dk).
     `has_means`: whether operands may have a mean far above their deviation.
     `gradients`: the operands that may have one.
@@ -103,6 +104,7 @@ class Case:
             if out.requires_grad:  # the formula of nothing at all has no graph
                 generator = torch.Generator().manual_seed(seed + 10**6)  # no draw has the numbers of another's operands
                 dout = torch.randn(out.shape, generator=generator).to(self.dtype).to(out.dtype)
+                dout = LAYOUTS[layouts.get("out", "contiguous") if out.dim() > 1 else "contiguous"](dout, gap)
                 found = list(torch.autograd.grad(out, wanted, dout, allow_unused=True))
             made = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(wanted, found, strict=True)]
             if self.joint:
@@ -154,6 +156,8 @@ def draw_case(draw: Draw, case: Case) -> Case:
             case.values[name] = draw.choice(kinds)
         if draw.flag(3):
             case.layouts[name] = draw.choice(LAYOUTS)
+    if draw.flag(3):
+        case.layouts["out"] = draw.choice(LAYOUTS)
     names = tuple(case.shapes)
     if not case.joint:  # whose gradients have one scale, that of all of them
         names = tuple(name for name in names if not draw.flag(4))
