@@ -19,7 +19,7 @@ spec = importlib.util.spec_from_file_location("recipe", ROOT / "fastbert" / "nat
 recipe = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(recipe)
 
-objection = recipe.objection()
+unsupported = recipe.unsupported()
 
 
 class BuildPython(build_py):
@@ -29,14 +29,14 @@ class BuildPython(build_py):
             shipped = Path(self.build_lib, "fastbert", "csrc")
             shutil.rmtree(shipped, ignore_errors=True)
             shutil.copytree(ROOT / "csrc", shipped)
-        if objection is not None:
+        if unsupported is not None:
             if os.environ.get("FASTBERT_BUILD_CUDA") == "1":
-                raise SystemExit(f"FASTBERT_BUILD_CUDA=1: {objection}")
-            recipe.say(f"pure Python, because {objection}; once it is mended, `fastbert build` makes the C++ kernels")
+                raise SystemExit(f"FASTBERT_BUILD_CUDA=1: {unsupported}")
+            recipe.say(f"pure Python, because {unsupported}; once it is mended, `fastbert build` makes the C++ kernels")
 
 
 commands, extensions = {"build_py": BuildPython}, []
-if objection is None:
+if unsupported is None:
     commands["build_ext"] = recipe.build_command()
     extensions.append(recipe.extension(with_cuda=False))  # the command adds the CUDA part where it builds
 

@@ -28,7 +28,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
   m.impl("add_layer_norm_fwd_cpu", fastbert::boxed_operator<&fastbert::add_layer_norm_fwd_cpu>);
   m.impl("add_layer_norm_bwd_cpu", fastbert::boxed_operator<&fastbert::add_layer_norm_bwd_cpu>);
   m.impl("adamw_cpu", fastbert::boxed_operator<&fastbert::adamw_cpu>);
-  m.impl("adamw_late_cpu", fastbert::boxed_operator<&fastbert::adamw_late_cpu>);
+  m.impl("adamw_deferred_cpu", fastbert::boxed_operator<&fastbert::adamw_deferred_cpu>);
   m.impl("dropout_cpu", fastbert::boxed_operator<&fastbert::dropout_cpu>);
   m.impl("embed_fwd_cpu", fastbert::boxed_operator<&fastbert::embed_fwd_cpu>);
   m.impl("embed_bwd_cpu", fastbert::boxed_operator<&fastbert::embed_bwd_cpu>);

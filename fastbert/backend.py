@@ -1,12 +1,12 @@
 """The choice of a backend for each op, and the reasons for it.
 
 A backend is chosen before anything is launched, from shapes, dtypes and devices alone (docs/design.md, Ops). `auto`
-takes the first backend of `ORDER` whose `supports` function gives no objection. A backend that is asked for by name and
-cannot serve raises `BackendError` with its reason. `torch` serves every call.
+takes the first backend of `ORDER` whose `supports` function gives no reason against it. A backend that is asked for by
+name and cannot serve raises `BackendError` with its reason. `torch` serves every call.
 
-An op that stands for several others is an offer (docs/design.md, Ops): nobody calls it by name. Before a layer runs
-the others, it asks `offer`, which answers with something to call or with the reason why they run one by one. The torch
-backend is those others, so `use_backend("torch")` never meets an offer.
+An op that stands for several others is a fused op (docs/design.md, Ops): nobody calls it by name. Before a layer runs
+the others, it asks `try_fused`, which answers with something to call or with the reason why they run one by one. The
+torch backend is those others, so `use_backend("torch")` never meets a fused op.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Backend(str, enum.Enum):
 ORDER = {"cuda": (Backend.CUDA, Backend.TRITON), "cpu": (Backend.CPU,)}
 
 Supports = Callable[..., "str | None"]
-SUPPORTS: dict[str, dict[Backend, Supports]] = {}  # op -> backend -> objection, or None when it can serve
+SUPPORTS: dict[str, dict[Backend, Supports]] = {}  # op -> backend -> why not, or None when it can serve
 Probe = Callable[[torch.Tensor, torch.Tensor], tuple]
-# Of the ops that are offers: what their backends ask of operands, and the function that runs on them.
-OFFERS: dict[str, dict[Backend, tuple[Supports, Callable[..., Any]]]] = {}
+# Of the fused ops: what their backends ask of operands, and the function that runs on them.
+FUSED: dict[str, dict[Backend, tuple[Supports, Callable[..., Any]]]] = {}
 PROBES: dict[str, Probe] = {}  # op -> what `backends()` asks its `supports` with, where that is not the usual
 
 
@@ -107,7 +107,7 @@ def register(op: str, backend: Backend, supports: Supports, probe: Probe | None 
         PROBES[op] = probe
 
 
-def register_offer(
+def register_fused(
     op: str,
     backend: Backend,
     supports: Callable[[torch.Tensor], str | None],
@@ -120,7 +120,7 @@ def register_offer(
     accepts(x, operands) likewise, from what it would run on; run(x, operands, *rest) runs it.
     """
     register(op, backend, supports, lambda x, vector: (x,))
-    OFFERS.setdefault(op, {})[backend] = accepts, run
+    FUSED.setdefault(op, {})[backend] = accepts, run
 
 
 @contextmanager
@@ -145,7 +145,7 @@ def asked_for(name: str | Backend | None) -> Backend | None:
 _TRANSFORMED = "forward-mode derivatives and torch.func's transforms go through torch's own operations alone"
 
 
-def transform_objection() -> str | None:
+def transform_unsupported() -> str | None:
     """Why no kernel may run now: within forward_ad.dual_level() or a transform of torch.func (jvp, grad, vmap, ...).
 
     Kernels hand on no tangent and know nothing of batched tensors. Two integers of the process are looked at, no
@@ -167,7 +167,7 @@ def check_differentiated_once() -> None:
     """
     if torch.compiler.is_compiling():
         return
-    reason = "create_graph=True" if torch.is_grad_enabled() else transform_objection()
+    reason = "create_graph=True" if torch.is_grad_enabled() else transform_unsupported()
     if reason is not None:
         raise BackendError(
             f"the backward of fastbert's kernels cannot be differentiated or transformed ({reason}): compute the"
@@ -190,7 +190,7 @@ def select(op: str, asked: str | Backend | None, x: torch.Tensor, *args) -> Back
     if backend not in table:
         reason: str | None = f"there is no {backend.value} kernel for {op}"
     else:
-        reason = transform_objection() or table[backend](x, *args)
+        reason = transform_unsupported() or table[backend](x, *args)
     if reason is not None:
         raise BackendError(f"backend {backend.value!r} cannot serve {op}: {reason}")
     return backend
@@ -202,7 +202,7 @@ def _order(x: torch.Tensor) -> tuple[Backend, ...]:
 
 def first_to_serve(op: str, x: torch.Tensor, *args) -> Backend | None:
     """The backend whose kernels would serve this call; None where none would, or torch was asked for."""
-    if transform_objection() is not None:
+    if transform_unsupported() is not None:
         return None
     table = SUPPORTS[op]
     for backend in _order(x):
@@ -211,28 +211,28 @@ def first_to_serve(op: str, x: torch.Tensor, *args) -> Backend | None:
     return None
 
 
-def offer(op: str, x: torch.Tensor, look: Callable[[], Any]) -> Callable[..., Any] | str:
+def try_fused(op: str, x: torch.Tensor, look: Callable[[], Any]) -> Callable[..., Any] | str:
     """`op`, which stands for several ops, bound to x and to what `look()` returns; or why they run one by one.
 
     `look()` finds out what the op would run on, or gives a reason, a str: the dear part. It is asked only where x, the
     modes of the process and the choice of a backend leave it open.
     """
-    if (transformed := transform_objection()) is not None:
+    if (transformed := transform_unsupported()) is not None:
         return transformed
     table, operands, reason = SUPPORTS[op], None, None
     for backend in _order(x):
         if backend not in table:
             continue
-        objection = table[backend](x)
-        if objection is None:
+        unsupported = table[backend](x)
+        if unsupported is None:
             operands = look() if operands is None else operands
             if isinstance(operands, str):
                 return operands
-            accepts, run = OFFERS[op][backend]
-            objection = accepts(x, operands)
-            if objection is None:
+            accepts, run = FUSED[op][backend]
+            unsupported = accepts(x, operands)
+            if unsupported is None:
                 return partial(run, x, operands)
-        reason = objection
+        reason = unsupported
     if reason is not None:
         return reason
     if _choice.forced is None:

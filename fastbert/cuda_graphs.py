@@ -21,8 +21,8 @@ from torch import nn
 from fastbert.backend import Backend, _choice, first_to_serve
 from fastbert.layer_spec import Distances
 from fastbert.layers.embeddings import EmbeddingIds
+from fastbert.layers.fingerprint import ModuleFingerprint
 from fastbert.layers.leaves import FORWARD_HOOKS
-from fastbert.layers.snapshot import Snapshot
 from fastbert.models.base import EncoderModel, must_be_called
 from fastbert.models.inputs import EncoderInputs
 from fastbert.models.outputs import ModelOutput
@@ -178,14 +178,14 @@ class Captured:
         self.graph.reset()
 
 
-def _look_at(model: nn.Module) -> Snapshot:
+def _look_at(model: nn.Module) -> ModuleFingerprint:
     """All that a captured graph has written down of a model: weights' memory, and what calling its modules does."""
-    snapshot = Snapshot(model, with_memory=True)
+    fingerprint = ModuleFingerprint(model, with_memory=True)
     for module in model.modules():
-        snapshot.watch(module, () if module is model else FORWARD_HOOKS)  # the model's own hooks are for its caller
+        fingerprint.watch(module, () if module is model else FORWARD_HOOKS)  # the model's own hooks are for its caller
         if module._modules:
-            snapshot.watch_children(module)
-    return snapshot
+            fingerprint.watch_children(module)
+    return fingerprint
 
 
 class GraphedEncoder:
@@ -204,7 +204,7 @@ class GraphedEncoder:
         self.model, self.max_tokens, self.max_graphs, self.max_memory = model, max_tokens, max_graphs, max_memory
         self.why_eager: str | None = "nothing has run yet"
         self._graphs: OrderedDict[tuple[Bucket, Backend | None], Captured] = OrderedDict()
-        self._captured: Snapshot | None = None  # what they were captured from
+        self._captured: ModuleFingerprint | None = None  # what they were captured from
         self._turns: Turns | None = None
         self._lock = threading.Lock()  # a graph's buffers hold one batch at a time
 
@@ -253,7 +253,7 @@ class GraphedEncoder:
     ) -> ModelOutput | tuple:
         """`model.forward`; raises what that raises, before anything is launched."""
         model = self.model
-        self.why_eager = self._objection()
+        self.why_eager = self._unsupported()
         if output_attentions or output_hidden_states:
             self.why_eager = "output_attentions and output_hidden_states leave a graph"
         if must_be_called(model):
@@ -287,7 +287,7 @@ class GraphedEncoder:
         task_type_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`model.encode_packed`: packed in, packed out."""
-        self.why_eager = self._objection()
+        self.why_eager = self._unsupported()
         given = ModelInputs(
             input_ids,
             token_type_ids=token_type_ids,
@@ -300,7 +300,7 @@ class GraphedEncoder:
         self.model.calls.ran_packed()
         return self.model.encode(inputs).packed if self.why_eager is not None else self._encode(inputs)
 
-    def _objection(self) -> str | None:
+    def _unsupported(self) -> str | None:
         """Why no call can go through a graph now."""
         model = self.model
         if torch.compiler.is_compiling():
@@ -322,7 +322,7 @@ class GraphedEncoder:
             return "attention runs in torch, which asks the host for the lengths"
         return None
 
-    def _tree_objection(self) -> str | None:
+    def _tree_unsupported(self) -> str | None:
         """Forget the graphs where the model is not what they were captured from; why its leaves must be called."""
         if self._captured is None or not self._captured.is_same():
             self._clear()
@@ -339,7 +339,7 @@ class GraphedEncoder:
         longest = min(batch.max_seqlen, batch.total_tokens)
         bucket = bucket_of(batch.total_tokens, batch.batch_size, longest, has_types, self.max_tokens)
         with self._lock:
-            self.why_eager = self._tree_objection()
+            self.why_eager = self._tree_unsupported()
             if inputs.ids.input_ids is None:
                 self.why_eager = "inputs_embeds are not copied"
             elif bucket is None:

@@ -27,7 +27,7 @@ class RotarySpec(NamedTuple):
     dimension 2i is paired with 2i + 1 instead of i with dim / 2 + i. rotates_values: of values, too. scaling:
     (rope_type, its parameters as pairs); () is the plain table of theta. table: the path of a leaf that holds the
     table's sines and then cosines, which is saved.
-    frequencies: the path of a buffer that holds the inverse frequencies, which is saved. their_frequencies: where
+    frequencies: the path of a buffer that holds the inverse frequencies, which is saved. hf_frequencies: where
     transformers' tree has them, where they are not saved.
     """
 
@@ -38,7 +38,7 @@ class RotarySpec(NamedTuple):
     scaling: tuple[Any, ...] = ()
     table: str | None = None
     frequencies: str | None = None
-    their_frequencies: str | None = None
+    hf_frequencies: str | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Distances(NamedTuple):
 
     @property
     def are_absolute(self) -> bool:
-        """Whether it counts where a sequence begins, too: values that are turned, and tables that are not known to be
+        """Whether it counts where a sequence begins, too: values that are rotated, and tables that are not known to be
         rotations, of which only the difference of two positions would remain.
         """
         return any(rotary.rotates_values or rotary.table is not None for rotary in self.rotaries)

@@ -20,7 +20,7 @@ import torch
 import fastbert
 from benchmarks.gpu.record import Record
 from fastbert.bench import ceiling
-from fastbert.bench.compete import SETTLE_SECONDS, Worker
+from fastbert.bench.compete import SETTLE_SECONDS, ContestantProcess
 from fastbert.bench.fine_tuning import make_batches
 from fastbert.bench.timing import measure_once
 from fastbert.bench.worker import CHECKED_SEQUENCES, check, serve
@@ -132,7 +132,7 @@ def run_part(record: Record) -> None:
 
 def scaling(record: Record) -> dict[str, Any]:
     """Rates by threads; and over one thread's, beside them."""
-    kind_of_worker = Local if record.smoke else partial(Worker, module="benchmarks.gpu.cpu")
+    kind_of_worker = Local if record.smoke else partial(ContestantProcess, module="benchmarks.gpu.cpu")
     workers = {n: kind_of_worker({"threads": n, "smoke": record.smoke}) for n in counts()}
     rates: dict[tuple[str, int], list[float]] = {}
     try:

@@ -156,7 +156,7 @@ class Job:
         return f"{self.checks} {self.dtype} {self.backend}"
 
 
-def objections(device: torch.device) -> dict[str, dict[Backend, str | None]]:
+def unsupported(device: torch.device) -> dict[str, dict[Backend, str | None]]:
     """{op: {backend for GPUs that has a kernel for it: why that cannot run here, or None}}."""
     report = fastbert.backends(device, torch.bfloat16)
     found: dict[str, dict[Backend, str | None]] = {}
@@ -172,10 +172,10 @@ def jobs(smoke: bool, device: torch.device) -> Iterator[Job]:
 
     An epilogue is never chosen for fp32, whose products are torch's.
     """
-    has = objections(device)
+    has = unsupported(device)
     for checks in CHECKS:
         kernels = has[checks.partition("/")[0]]
-        backends = [b for b, objection in kernels.items() if objection is None] or [Backend.TORCH]
+        backends = [b for b, unsupported in kernels.items() if unsupported is None] or [Backend.TORCH]
         if checks == "feed_forward/epilogue":  # of Triton's alone
             backends = [b for b in backends if b is Backend.TRITON]
         dtypes = DTYPES[:1] if smoke else DTYPES[:2] if checks == "feed_forward/epilogue" else DTYPES
@@ -222,10 +222,10 @@ def in_a_process(record: Record, job: Job) -> dict[str, Any]:
 
 def run_part(record: Record) -> None:
     """The part `kernels`."""
-    for op, kernels in objections(record.device).items():
-        for backend, objection in kernels.items():
-            if objection is not None:
-                record.add(f"{op} {backend.value}", {"skipped": objection})
+    for op, kernels in unsupported(record.device).items():
+        for backend, reason in kernels.items():
+            if reason is not None:
+                record.add(f"{op} {backend.value}", {"skipped": reason})
         if kernels and op not in {checks.partition("/")[0] for checks in CHECKS}:
             record.add(op, {"failed": "has a kernel for GPUs, and no check here"})
     done = {name for name, entry in record.entries.items() if "failed" not in entry}
@@ -336,11 +336,11 @@ def run_sanitizer(record: Record) -> None:
     if sanitizer() is None:
         record.add("compute-sanitizer", {"skipped": "compute-sanitizer is neither on PATH nor in CUDA_HOME/bin"})
         return
-    has = objections(record.device)
+    has = unsupported(record.device)
     asked: list[tuple[str, Job]] = []
     for checks in SANITIZED:
         kernels = has[checks.partition("/")[0]]
-        for backend in (b for b, objection in kernels.items() if objection is None):
+        for backend in (b for b, unsupported in kernels.items() if unsupported is None):
             job = Job(checks, "bfloat16", backend.value, smoke=True)
             asked += [(tool, job) for tool in ("memcheck", *(("racecheck",) if backend is Backend.CUDA else ()))]
     if not any(tool == "racecheck" for tool, _ in asked):

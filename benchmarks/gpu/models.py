@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.subject import BATCHES, CONTESTANTS, TIME_LIMIT, Subject, prepared
-from fastbert.bench.compete import Worker, WorkerError
+from fastbert.bench.compete import ContestantProcess, WorkerError
 from fastbert.bench.timing import Timing
 
 ROUNDS = 5
@@ -73,11 +73,11 @@ def seconds_to_prepare(contestant: str, share: float, left: float) -> int:
     return int(min(LONGEST_COMPILED if contestant == COMPILED else LONGEST, share * left))
 
 
-def start(cell: Cell, contestant: str, limit: int, smoke: bool) -> Worker | Local:
+def start(cell: Cell, contestant: str, limit: int, smoke: bool) -> ContestantProcess | Local:
     threads = max(1, min(4, (os.cpu_count() or 1) // 3))
     task = {"threads": threads, "contestant": contestant, "limit": limit, "smoke": smoke}
     task |= {"model": cell.model, "mode": cell.mode, "precision": cell.precision}
-    return Local(task) if smoke else Worker(task, "benchmarks.gpu.subject")
+    return Local(task) if smoke else ContestantProcess(task, "benchmarks.gpu.subject")
 
 
 def contestants(cell: Cell, smoke: bool) -> tuple[str, ...]:
@@ -108,7 +108,7 @@ def run_group(record: Record, share: float, cells: tuple[Cell, ...], rounds: int
 
 def run_cell(
     cell: Cell,
-    workers: dict[tuple[Cell, str], Worker | Local],
+    workers: dict[tuple[Cell, str], ContestantProcess | Local],
     ready: dict[tuple[Cell, str], dict[str, Any]],
     rounds: int,
 ) -> dict[str, Any]:

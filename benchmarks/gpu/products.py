@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu.checks import Call, Timer, Where
-from benchmarks.gpu.kernels import objections
+from benchmarks.gpu.kernels import unsupported
 from benchmarks.gpu.record import Record, failures_of_a_kernel
 from benchmarks.gpu.rowwise import feed_forward_plans, feed_forward_rows, planned
 from benchmarks.gpu.tune import SHIPPED_PLAN, is_tried, plan_label
@@ -35,7 +35,7 @@ def leaves_of(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 def runnable(where: Where, op: str) -> list[str]:
     """The backends that have a kernel of `op` for GPUs and can run it here; the first is what a GPU gets."""
-    return [backend.value for backend, objection in objections(where.device)[op].items() if objection is None]
+    return [backend.value for backend, reason in unsupported(where.device)[op].items() if reason is None]
 
 
 def products(bench: Bench) -> dict[str, Any]:

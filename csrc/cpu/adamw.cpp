@@ -58,7 +58,7 @@ FASTBERT_INLINE void adamw_body(const AdamWArgs<T>& args, int64_t begin, int64_t
 
 // At most kBlock elements from `first` on.
 template <typename T>
-FASTBERT_INLINE void late_block(const AdamWArgs<T>& a, const AdamWStep<T>* steps, int64_t count, int64_t first,
+FASTBERT_INLINE void deferred_block(const AdamWArgs<T>& a, const AdamWStep<T>* steps, int64_t count, int64_t first,
                                 int64_t n) {
   T weight[kBlock] = {}, mean[kBlock] = {}, square[kBlock] = {};  // whole vectors, which stay in registers
   int any = 0;
@@ -90,12 +90,12 @@ FASTBERT_INLINE void late_block(const AdamWArgs<T>& a, const AdamWStep<T>* steps
 }
 
 template <typename T>
-FASTBERT_INLINE void adamw_late_body(const AdamWArgs<T>& args, const AdamWStep<T>* steps, int64_t count, int64_t begin,
+FASTBERT_INLINE void adamw_deferred_body(const AdamWArgs<T>& args, const AdamWStep<T>* steps, int64_t count, int64_t begin,
                                      int64_t end) {
   const AdamWArgs<T> a = args;
   int64_t first = begin;
-  for (; first + kBlock <= end; first += kBlock) late_block(a, steps, count, first, kBlock);
-  if (first < end) late_block(a, steps, count, first, end - first);
+  for (; first + kBlock <= end; first += kBlock) deferred_block(a, steps, count, first, kBlock);
+  if (first < end) deferred_block(a, steps, count, first, end - first);
 }
 
 template <typename T>
@@ -114,13 +114,13 @@ FASTBERT_INLINE void sum_of_squares_body(const T* x, int64_t begin, int64_t end,
 }  // namespace
 
 FASTBERT_DISPATCH(adamw, (const AdamWArgs<T>& args, int64_t begin, int64_t end), (args, begin, end))
-FASTBERT_DISPATCH(adamw_late,
+FASTBERT_DISPATCH(adamw_deferred,
                   (const AdamWArgs<T>& args, const AdamWStep<T>* steps, int64_t count, int64_t begin, int64_t end),
                   (args, steps, count, begin, end))
 FASTBERT_DISPATCH(sum_of_squares, (const T* x, int64_t begin, int64_t end, double* out), (x, begin, end, out))
 
 template void adamw(const AdamWArgs<float>&, int64_t, int64_t);
-template void adamw_late(const AdamWArgs<float>&, const AdamWStep<float>*, int64_t, int64_t, int64_t);
+template void adamw_deferred(const AdamWArgs<float>&, const AdamWStep<float>*, int64_t, int64_t, int64_t);
 template void sum_of_squares(const float*, int64_t, int64_t, double*);
 
 }  // namespace fastbert

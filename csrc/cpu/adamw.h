@@ -35,7 +35,7 @@ void adamw(const AdamWArgs<T>& args, int64_t begin, int64_t end);
 // The same elements through `count` steps without a gradient, which `steps` has instead of args.step: the bits of so
 // many calls with zeros, for one reading and one writing of the memory.
 template <typename T>
-void adamw_late(const AdamWArgs<T>& args, const AdamWStep<T>* steps, int64_t count, int64_t begin, int64_t end);
+void adamw_deferred(const AdamWArgs<T>& args, const AdamWStep<T>* steps, int64_t count, int64_t begin, int64_t end);
 
 // *out = the sum of x[begin]^2 to x[end - 1]^2.
 template <typename T>

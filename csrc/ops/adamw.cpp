@@ -93,7 +93,7 @@ void check_rows(const Array& rows, int64_t limit) {
 }
 
 // How many steps each row has had, and the history in which they count.
-std::tuple<int32_t*, Step*> checked_late(const Array& done, const Array& history, int64_t rows, int64_t least) {
+std::tuple<int32_t*, Step*> checked_deferred(const Array& done, const Array& history, int64_t rows, int64_t least) {
   check(done.is_cpu() && done.scalar_type() == ScalarType::Int && done.is_contiguous() && done.sizes() == Shape{rows},
         "adamw: done has shape ", done.sizes(), ", expected contiguous int32 (", rows, ",)");
   check(history.is_cpu() && history.scalar_type() == ScalarType::Float && history.is_contiguous() &&
@@ -145,7 +145,7 @@ Array adamw_cpu(const List<Array>& weights, const List<Array>& gradients, const 
       entry.count = counts[table];
       check(entry.count >= 0, "adamw: a history has ", entry.count, " steps");
       std::tie(entry.done, entry.history) =
-          checked_late(dones[table], histories[table], weight.size(0), entry.count + 1);
+          checked_deferred(dones[table], histories[table], weight.size(0), entry.count + 1);
       ++table;
       for (int64_t k = 0; k < entry.row_count; ++k) {
         check(entry.done[entry.rows[k]] == entry.count, "adamw: row ", entry.rows[k], " of weight ", i,
@@ -200,7 +200,7 @@ Array adamw_cpu(const List<Array>& weights, const List<Array>& gradients, const 
   return result;
 }
 
-void adamw_late_cpu(const Array& weight, const Array& mean, const Array& square, const Array& done,
+void adamw_deferred_cpu(const Array& weight, const Array& mean, const Array& square, const Array& done,
                     const OptionalArray& rows, const Array& history, int64_t count) {
   check(weight.dim() > 0 && weight.size(0) > 0, "adamw: the weight has shape ", weight.sizes(), ", and no rows");
   const auto floats = [&](const char* name, const Array& t) {
@@ -209,7 +209,7 @@ void adamw_late_cpu(const Array& weight, const Array& mean, const Array& square,
     return t.data<float>();
   };
   const int64_t height = weight.size(0), width = weight.numel() / height;
-  const auto [had, steps] = checked_late(done, history, height, count);
+  const auto [had, steps] = checked_deferred(done, history, height, count);
   std::vector<int64_t> chosen;  // each once, in order
   if (rows.defined()) {
     check(rows.dim() == 1 && rows.scalar_type() == ScalarType::Long && rows.is_contiguous() && rows.is_cpu(),
@@ -240,7 +240,7 @@ void adamw_late_cpu(const Array& weight, const Array& mean, const Array& square,
     for (int64_t k = task * kRows; k < std::min(count_of_rows, (task + 1) * kRows); ++k) {
       const int64_t row = row_at(k);
       if (had[row] == count) continue;
-      adamw_late(all, steps + had[row], count - had[row], row * width, (row + 1) * width);
+      adamw_deferred(all, steps + had[row], count - had[row], row * width, (row + 1) * width);
       had[row] = static_cast<int32_t>(count);
     }
   });

@@ -1,4 +1,4 @@
-// The registered operators adamw_cpu and adamw_late_cpu (fastbert/ops/adamw.py has their schemas).
+// The registered operators adamw_cpu and adamw_deferred_cpu (fastbert/ops/adamw.py has their schemas).
 #pragma once
 
 #include <vector>
@@ -13,7 +13,7 @@ Array adamw_cpu(const List<Array>& weights, const List<Array>& gradients, const 
                 const std::vector<double>& rates, const std::vector<double>& decays, double beta1, double beta2,
                 double eps, double max_norm);
 
-void adamw_late_cpu(const Array& weight, const Array& mean, const Array& square, const Array& done,
+void adamw_deferred_cpu(const Array& weight, const Array& mean, const Array& square, const Array& done,
                     const OptionalArray& rows, const Array& history, int64_t count);
 
 }  // namespace fastbert

@@ -21,7 +21,7 @@ from fastbert.acceleration.plan import is_patched, is_span_head, labels_tokens, 
 from fastbert.acceleration.status import status
 from fastbert.acceleration.tree import look_at
 from fastbert.families import FAMILIES
-from fastbert.families.form import Family
+from fastbert.families.schema import Family
 from fastbert.layers.sharded import class_of
 
 __all__ = ["accelerate", "restore", "status"]
@@ -67,9 +67,11 @@ def accelerate(hf_model: M, *, spans_over_real_tokens: bool = False) -> M:
         elif relation == "base" and (not _is_accelerated(module) or spans_over_real_tokens):
             above = heads.get(id(module), [])
             plan = make_plan(module, label, [head for _, _, head in above], spans_over_real_tokens)
-            objection = plan if isinstance(plan, str) else _heads_objection(plan.family, above, spans_over_real_tokens)
-            if isinstance(plan, str) or objection is not None:
-                reasons.append(f"{label}: {objection}")
+            unsupported = (
+                plan if isinstance(plan, str) else _heads_unsupported(plan.family, above, spans_over_real_tokens)
+            )
+            if isinstance(plan, str) or unsupported is not None:
+                reasons.append(f"{label}: {unsupported}")
                 continue
             forward = Forward(module, plan)
             put(module, forward)
@@ -129,7 +131,7 @@ def _told_by(family: Family, heads: _Heads, spans_over_real_tokens: bool) -> _He
     ]
 
 
-def _heads_objection(family: Family, heads: _Heads, spans_over_real_tokens: bool) -> str | None:
+def _heads_unsupported(family: Family, heads: _Heads, spans_over_real_tokens: bool) -> str | None:
     for parent, _, head in _told_by(family, heads, spans_over_real_tokens):
         if not is_free(parent):
             return f"the forward of its {head} has been replaced already: accelerate before that"

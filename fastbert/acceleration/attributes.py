@@ -39,13 +39,13 @@ def _of_activation(name: str) -> Callable[[EncoderConfig, AttentionSpec], Any]:
 
 
 # Attributes under all names that the families have for them -> the value, by the config and the attention of the layer
-# that the module is in. Those of dropouts are a family's data (TheirClass). What is not here is no forward's business:
+# that the module is in. Those of dropouts are a family's data (HfClass). What is not here is no forward's business:
 # tests/acceleration/test_attributes.py changes every attribute of every module and looks at the outputs.
 _TABLE: dict[str, Callable[[EncoderConfig, AttentionSpec], Any]] = {
     **dict.fromkeys(("num_attention_heads", "n_heads"), lambda config, form: form.num_heads),
     **dict.fromkeys(("attention_head_size", "head_dim"), lambda config, form: form.head_dim),
     "num_key_value_groups": lambda config, form: form.num_heads // form.num_kv_heads,
-    "scaling": lambda config, form: config.family.theirs.scaling or form.head_dim**-0.5,
+    "scaling": lambda config, form: config.family.hf_class.scaling or form.head_dim**-0.5,
     "sliding_window": lambda config, form: _window(form),
     "attention_type": lambda config, form: "full_attention" if _window(form) is None else "sliding_attention",
     **dict.fromkeys(
@@ -73,7 +73,7 @@ def expected_of(module: nn.Module, config: EncoderConfig, form: AttentionSpec | 
     return {name: value for name, value in values.items() if value is not _ANYTHING}
 
 
-def attribute_objection(module: nn.Module, path: str, expected: dict[str, Any]) -> str | None:
+def attribute_unsupported(module: nn.Module, path: str, expected: dict[str, Any]) -> str | None:
     for name, value in expected.items():
         found = module.__dict__.get(name)
         if not _is_same(found, value):
@@ -101,7 +101,7 @@ _COUNTED = ("position_ids", "token_type_ids")
 SeenBuffers = dict[str, tuple[torch.Tensor, int]]  # by name: what was found right, and its version then
 
 
-def buffer_objection(root: nn.Module, config: EncoderConfig, given: dict, seen: SeenBuffers) -> str | None:
+def buffer_unsupported(root: nn.Module, config: EncoderConfig, given: dict, seen: SeenBuffers) -> str | None:
     """Why what the embeddings hold in the place of ids that are not `given` is not what every token's place says."""
     scope = config.scopes.embeddings
     buffers = {} if scope is None else get_leaf(root, scope)._buffers

@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastbert.acceleration.attributes import SeenBuffers, buffer_objection
+from fastbert.acceleration.attributes import SeenBuffers, buffer_unsupported
 from fastbert.acceleration.instance import OnInstance, argument_names
-from fastbert.acceleration.objections import (
+from fastbert.acceleration.plan import PackedPlan, live
+from fastbert.acceleration.tree import Look, look_at
+from fastbert.acceleration.unsupported import (
     OPTIONS,
     TENSORS,
     Flattened,
-    call_objection,
+    call_unsupported,
     flattened,
-    flattened_objection,
+    flattened_unsupported,
 )
-from fastbert.acceleration.plan import Plan, live
-from fastbert.acceleration.tree import Look, look_at
 from fastbert.config import EncoderConfig
 from fastbert.errors import ConfigError, InputError
 from fastbert.layers.encoder import run_layer
@@ -32,7 +32,7 @@ from fastbert.layers.sharded import call_sharded, is_sharded
 from fastbert.models.encode import first_tokens, run_encoder, run_pooler, unpacked_extras
 from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs
 from fastbert.models.tree import Calls, RunsBaseModel
-from fastbert.ops import transform_objection
+from fastbert.ops import transform_unsupported
 from fastbert.packed_inputs import ModelInputs
 from fastbert.packing import NOT_ONE_GRAPH, PADDED_LABELS, PackedBatch
 
@@ -42,7 +42,7 @@ NOT_CALLED = "accelerated, not called yet"
 class Forward(OnInstance, RunsBaseModel):
     """The forward of one accelerated base model."""
 
-    def __init__(self, module: nn.Module, plan: Plan):
+    def __init__(self, module: nn.Module, plan: PackedPlan):
         super().__init__(module, plan)
         self.plan = plan
         self.said: set[str] = set()
@@ -93,11 +93,11 @@ class Forward(OnInstance, RunsBaseModel):
         given = {**self._from_head.__dict__.pop("given", {}), **given}
         try:
             config, tables = live(module, self.plan)
-            objection = transform_objection() or call_objection(module, self.plan, tables, given, options)
-            objection = objection or buffer_objection(module, config, given, self._seen_buffers)
-            if objection is None and given.get("cu_seq_lens_q") is not None:
-                objection = flattened_objection(self.plan, given)
-            found = objection or look_at(module, self.plan, config)
+            unsupported = transform_unsupported() or call_unsupported(module, self.plan, tables, given, options)
+            unsupported = unsupported or buffer_unsupported(module, config, given, self._seen_buffers)
+            if unsupported is None and given.get("cu_seq_lens_q") is not None:
+                unsupported = flattened_unsupported(self.plan, given)
+            found = unsupported or look_at(module, self.plan, config)
         except KeyError as error:
             found = f"there is no {error} where transformers had it"
         except ConfigError as error:  # of a number of layers that the rest of the config does not go with
@@ -168,7 +168,7 @@ class Forward(OnInstance, RunsBaseModel):
             fields["cross_attentions"] = ()  # transformers' recorder has found none
         from transformers import modeling_outputs
 
-        output = getattr(modeling_outputs, family.theirs.output)(**fields)
+        output = getattr(modeling_outputs, family.hf_class.output)(**fields)
         return output.to_tuple() if options["return_dict"] is False else output
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from fastbert.acceleration.forward import Forward
 from fastbert.acceleration.instance import OnInstance, argument_names, put_by_us
-from fastbert.acceleration.objections import FLATTENED
+from fastbert.acceleration.unsupported import FLATTENED
 from fastbert.packing import NOT_ONE_GRAPH
 
 _POSITIONS = ("start_positions", "end_positions")

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastbert.layers.fingerprint import forget_all
 from fastbert.layers.leaves import FORWARD
-from fastbert.layers.snapshot import forget_all
 from fastbert.models.tree import PLACED
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from fastbert.acceleration.attributes import attribute_objection, expected_of
+from fastbert.acceleration.attributes import attribute_unsupported, expected_of
 from fastbert.acceleration.instance import is_free
 from fastbert.config import EncoderConfig
 from fastbert.errors import ConfigError
 from fastbert.families import FAMILIES
-from fastbert.families.form import Classifier, Family, Head, MaskedLM, ReplacedTokens, SentencePair
+from fastbert.families.schema import ClassifierHead, Family, Head, MaskedLM, ReplacedTokens, SentencePair
 from fastbert.layers.leaves import get_leaf
 from fastbert.layers.sharded import class_of
 from fastbert.models.inputs import TableSizes, table_sizes
@@ -21,7 +21,7 @@ from fastbert.models.tree import key_of_spec, layers_of, modules_of
 
 
 def _home(family: Family) -> str:
-    return f"transformers.models.{family.theirs.folder}.modeling_{family.theirs.folder}"
+    return f"transformers.models.{family.hf_class.folder}.modeling_{family.hf_class.folder}"
 
 
 MODEL_TYPES = {(_home(family), f"{family.classes}Model"): name for name, family in FAMILIES.items()}
@@ -52,22 +52,22 @@ def labels_tokens(head: str, family: Family) -> bool:
     form = _form_of(head, family)
     if is_span_head(head) or isinstance(form, (ReplacedTokens, SentencePair)):
         return False
-    return not isinstance(form, Classifier) or form.pooling == "tokens"
+    return not isinstance(form, ClassifierHead) or form.pooling == "tokens"
 
 
 def _read_by(head: str, family: Family, config: EncoderConfig, spans_over_real_tokens: bool) -> str:
-    """What transformers' head of this class makes of last_hidden_state: see Plan.reads."""
+    """What transformers' head of this class makes of last_hidden_state: see PackedPlan.reads."""
     form = _form_of(head, family)
     if is_span_head(head):  # a softmax over all columns
         return "tokens" if spans_over_real_tokens else "padding"
     if isinstance(form, (MaskedLM, ReplacedTokens)):
         return "tokens"
-    pooling = form.pooling_of(config) if isinstance(form, Classifier) else "first"
+    pooling = form.pooling_of(config) if isinstance(form, ClassifierHead) else "first"
     return pooling if pooling in ("tokens", "last") else "first"
 
 
 @dataclass(frozen=True)
-class Plan:
+class PackedPlan:
     """What was learnt about a base model when it was accelerated.
 
     reads: what is made of last_hidden_state: "tokens" where each is looked at for itself and padding does not matter;
@@ -88,7 +88,7 @@ class Plan:
         return FAMILIES[self.model_type]
 
 
-def live(module: Any, plan: Plan) -> tuple[EncoderConfig, TableSizes]:
+def live(module: Any, plan: PackedPlan) -> tuple[EncoderConfig, TableSizes]:
     """The plan's config with the layers of now, and the tables of now: both change behind a config's back."""
     config = plan.config
     # transformers' encoders run the layers that are there; ALBERT counts them by its config.
@@ -108,12 +108,12 @@ def dropout_roles(config: EncoderConfig) -> dict[str, str | None]:
     """Which of LayerSpec.dropouts, or "embeddings", every dropout of transformers' tree is, by key as modules_of yields
     them; None: it is never called.
     """
-    theirs = config.family.theirs
+    hf_class = config.family.hf_class
     made: dict[str, str | None] = {}
-    if theirs.embedding_dropout is not None:
-        made[theirs.embedding_dropout] = "embeddings" if theirs.drops_embeddings else None
+    if hf_class.embedding_dropout is not None:
+        made[hf_class.embedding_dropout] = "embeddings" if hf_class.drops_embeddings else None
     for i, _ in enumerate(dict.fromkeys(config.layer_specs)):
-        made |= {f"{key_of_spec(i)}.{path}": role for path, role in theirs.dropouts.items()}
+        made |= {f"{key_of_spec(i)}.{path}": role for path, role in hf_class.dropouts.items()}
     return made
 
 
@@ -127,7 +127,7 @@ def missing_leaf(root: nn.Module, config: EncoderConfig) -> str | None:
     return next((path for path in paths if path is not None and get_leaf(root, path) is None), None)
 
 
-def _heads_objection(root: nn.Module, config: EncoderConfig) -> str | None:
+def _heads_unsupported(root: nn.Module, config: EncoderConfig) -> str | None:
     """Some families' modules have no number of heads: their projections tell it."""
     for layer, spec in zip(config.layer_paths, config.layer_specs, strict=True):
         form, leaves = spec.attention, [get_leaf(root, f"{layer}.{path}") for path in spec.names.qkv]
@@ -138,7 +138,7 @@ def _heads_objection(root: nn.Module, config: EncoderConfig) -> str | None:
     return None
 
 
-def make_plan(module: Any, label: str, heads: list[str], spans_over_real_tokens: bool = False) -> Plan | str:
+def make_plan(module: Any, label: str, heads: list[str], spans_over_real_tokens: bool = False) -> PackedPlan | str:
     """The plan for a base model of transformers, or the reason why there is none."""
     kind = class_of(module)
     model_type = MODEL_TYPES[kind.__module__, kind.__name__]
@@ -152,19 +152,21 @@ def make_plan(module: Any, label: str, heads: list[str], spans_over_real_tokens:
         if family.positions_from_ids:  # transformers counts from what the embeddings were built with
             config = config.replace(pad_token_id=module.embeddings.padding_idx)
         reads = {_read_by(head, family, config, spans_over_real_tokens) for head in heads} or {"first"}
-        plan = Plan(label, model_type, config, next(r for r in ("padding", "last", "first", "tokens") if r in reads))
+        plan = PackedPlan(
+            label, model_type, config, next(r for r in ("padding", "last", "first", "tokens") if r in reads)
+        )
         now = live(module, plan)[0]
         found = [("", "", module, module), *modules_of(module, family, now)]
-        if (objection := _learn(plan, found, now)) is not None:
-            return objection
+        if (unsupported := _learn(plan, found, now)) is not None:
+            return unsupported
         if (path := missing_leaf(module, now)) is not None:
             return f"there is no {path}, which its config asks for"
-        return _heads_objection(module, now) or plan
+        return _heads_unsupported(module, now) or plan
     except (ConfigError, KeyError) as error:  # of a field; of a module that is not there
         return f"it is not what fastbert can run: {error}"
 
 
-def _learn(plan: Plan, found: list[tuple], config: EncoderConfig) -> str | None:
+def _learn(plan: PackedPlan, found: list[tuple], config: EncoderConfig) -> str | None:
     """Note the modules that our path does not call; or why they are not what the config asks for."""
     from transformers.activations import ACT2FN
 
@@ -185,8 +187,8 @@ def _learn(plan: Plan, found: list[tuple], config: EncoderConfig) -> str | None:
         if not is_right:
             return f"{path} is a {kind.__module__}.{kind.__name__}, which its config does not ask for"
         expected = expected_of(child, plan.config, None if spec is None else spec.attention)
-        if (objection := attribute_objection(child, path, expected)) is not None:
-            return objection
+        if (unsupported := attribute_unsupported(child, path, expected)) is not None:
+            return unsupported
         plan.classes[key] = kind
         plan.attributes[key] = plan.attributes.get(key, {}) | expected
     return None

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fastbert.acceleration.attributes import attribute_objection
-from fastbert.acceleration.plan import Plan, dropout_roles, missing_leaf
+from fastbert.acceleration.attributes import attribute_unsupported
+from fastbert.acceleration.plan import PackedPlan, dropout_roles, missing_leaf
 from fastbert.config import EncoderConfig
+from fastbert.layers.fingerprint import ModuleFingerprint, TreeCache
 from fastbert.layers.leaves import FORWARD, FORWARD_HOOKS, HOOKS, has_global_hooks, parent_of
 from fastbert.layers.sharded import HOOKS_FROM, class_of, is_sharded
-from fastbert.layers.snapshot import Remembered, Snapshot
-from fastbert.models.tree import groups_objection, modules_of
+from fastbert.models.tree import groups_unsupported, modules_of
 
 
 class Look(NamedTuple):
@@ -25,44 +25,44 @@ class Look(NamedTuple):
     sharded: frozenset[str] = frozenset()
 
 
-_remembered = Remembered("_fastbert_tree")  # what the last look at each model found
+_tree_cache = TreeCache("_fastbert_tree")  # what the last look at each model found
 
 
-def look_at(root: nn.Module, plan: Plan, config: EncoderConfig) -> Look | str:
+def look_at(root: nn.Module, plan: PackedPlan, config: EncoderConfig) -> Look | str:
     """What is there now, or why our path would not do what calling every module of the tree does."""
     if has_global_hooks():
         return "global module hooks are registered"
     leaf_hooks = FORWARD_HOOKS if "captum" in sys.modules else ("_forward_pre_hooks",)  # each takes time in every call
-    if (found := _remembered.get(root, (plan, config, leaf_hooks))) is not None:
+    if (found := _tree_cache.get(root, (plan, config, leaf_hooks))) is not None:
         return found
-    snapshot = Snapshot(root)  # of all that is read below
-    if objection := groups_objection(root, config) or _count_objection(root, config, snapshot):
-        return objection
+    fingerprint = ModuleFingerprint(root)  # of all that is read below
+    if unsupported := groups_unsupported(root, config) or _count_unsupported(root, config, fingerprint):
+        return unsupported
     if (path := missing_leaf(root, config)) is not None:
         return f"there is no {path} any more"
     roles = dropout_roles(config)
     dropouts: dict[tuple[str, str], float] = {}  # by the path of a layer, "" for the embeddings, and the role there
     sharded: list[str] = []
-    snapshot.watch_children(root)
-    snapshot.hold(root.__dict__, "training", *plan.attributes[""])
-    if objection := attribute_objection(root, "", plan.attributes[""]):
-        return objection
+    fingerprint.watch_children(root)
+    fingerprint.hold(root.__dict__, "training", *plan.attributes[""])
+    if unsupported := attribute_unsupported(root, "", plan.attributes[""]):
+        return unsupported
     for key, path, module, owner in modules_of(root, plan.family, config):
         if key is None:
-            snapshot.hold(module.__dict__, *leaf_hooks)
+            fingerprint.hold(module.__dict__, *leaf_hooks)
             hooks = [_home(hook) for name in leaf_hooks for hook in getattr(module, name).values()]
             if any(home.startswith("peft.") for home in hooks):
                 return "PEFT's adapter_names and alora_offsets choose by the row of a batch"
             if any(home.startswith("captum.") for home in hooks):
                 return f"Captum attributes to what {path} gives for each row and column, padding included"
             if isinstance(module, nn.Embedding):
-                snapshot.hold(module.__dict__, "scale_grad_by_freq")
+                fingerprint.hold(module.__dict__, "scale_grad_by_freq")
                 if module.scale_grad_by_freq:
                     return f"{path}'s gradient goes by how often a row is looked up, padding included"
             continue
-        snapshot.watch(module, ())
-        snapshot.watch_children(module)
-        snapshot.hold(module.__dict__, "training", *HOOKS)  # not none of them: transformers' recorder may stay
+        fingerprint.watch(module, ())
+        fingerprint.watch_children(module)
+        fingerprint.hold(module.__dict__, "training", *HOOKS)  # not none of them: transformers' recorder may stay
         known: Any = plan.classes.get(key)
         if class_of(module) is not known:
             return f"{path} is a {type(module).__name__}, which was not there when the model was accelerated"
@@ -72,11 +72,11 @@ def look_at(root: nn.Module, plan: Plan, config: EncoderConfig) -> Look | str:
             sharded.append(path)
         if _has_hooks(module):
             return f"{path} has hooks, and packed execution does not call that module"
-        snapshot.hold(module.__dict__, *plan.attributes[key])
-        if objection := attribute_objection(module, path, plan.attributes[key]):
-            return objection
+        fingerprint.hold(module.__dict__, *plan.attributes[key])
+        if unsupported := attribute_unsupported(module, path, plan.attributes[key]):
+            return unsupported
         for name, p, role in _dropouts_in(module, key, roles):
-            snapshot.hold(module.__dict__, name)
+            fingerprint.hold(module.__dict__, name)
             if role is None:  # no forward calls it
                 continue
             where = path if name == "p" else f"{path}.{name}"
@@ -91,7 +91,7 @@ def look_at(root: nn.Module, plan: Plan, config: EncoderConfig) -> Look | str:
     if beyond := [path for path in sharded if path not in callable_ones.union(config.layer_paths)]:
         return f"{beyond[0]} is sharded by itself; fully_shard the layers, the embeddings or the whole model instead"
     look = Look(config.with_dropouts(dropouts), frozenset(sharded))
-    _remembered.put(root, (plan, config, leaf_hooks), snapshot, look)
+    _tree_cache.put(root, (plan, config, leaf_hooks), fingerprint, look)
     return look
 
 
@@ -112,10 +112,10 @@ def _layer_of(key: str, path: str) -> str:
     return path.removesuffix(inside).removesuffix(".") if inside else path
 
 
-def _count_objection(root: Any, config: EncoderConfig, snapshot: Snapshot) -> str | None:
-    if not config.family.theirs.counts_layers:
+def _count_unsupported(root: Any, config: EncoderConfig, fingerprint: ModuleFingerprint) -> str | None:
+    if not config.family.hf_class.counts_layers:
         return None
-    snapshot.hold(vars(root.config), "num_hidden_layers")
+    fingerprint.hold(vars(root.config), "num_hidden_layers")
     count = root.config.num_hidden_layers
     return (
         f"its config counts {count} layers of {config.num_hidden_layers}" if count < config.num_hidden_layers else None

@@ -40,7 +40,7 @@ class BenchmarkError(ValueError):
 
 
 @dataclass(frozen=True)
-class Settings:
+class BenchSettings:
     """One run. `restarts` starts every contestant anew that many times, since where a process's memory happens to lie
     moves its rate by 5 %; `rounds` is turns a start. `output` is the folder of the results, None writes none."""
 
@@ -59,7 +59,7 @@ class WorkerError(RuntimeError):
     """A worker died; the message is its last line."""
 
 
-class Worker:
+class ContestantProcess:
     """A process of `module`, which does what `fastbert.bench.worker.serve` tells it to with the task."""
 
     def __init__(self, task: dict[str, Any], module: str = "fastbert.bench.worker"):
@@ -101,7 +101,7 @@ class Worker:
 
 def step(**task: Any) -> dict[str, Any]:
     """A task with one answer, in a process of its own, so that what it loads is gone when the contest begins."""
-    worker = Worker(task)
+    worker = ContestantProcess(task)
     try:
         return worker.answer()
     finally:
@@ -113,7 +113,7 @@ def compete(tasks: dict[str, dict[str, Any]], rounds: int, restarts: int) -> tup
     answers: Answers = {name: [] for name in tasks}
     failures: dict[str, str] = {}
     for _ in range(restarts):
-        workers: dict[str, Worker] = {}
+        workers: dict[str, ContestantProcess] = {}
 
         def hear(name: str, answer: Callable[[], dict[str, Any]]) -> None:
             try:
@@ -123,7 +123,7 @@ def compete(tasks: dict[str, dict[str, Any]], rounds: int, restarts: int) -> tup
 
         try:
             for name in (name for name in tasks if name not in failures):
-                workers[name] = Worker(tasks[name])
+                workers[name] = ContestantProcess(tasks[name])
                 hear(name, workers[name].answer)
             for _ in range(rounds):
                 for name in (name for name in workers if name not in failures):
@@ -138,7 +138,7 @@ def compete(tasks: dict[str, dict[str, Any]], rounds: int, restarts: int) -> tup
 class Run:
     """What one run keeps between its cells: the folder of models, and what was prepared in it."""
 
-    def __init__(self, settings: Settings, folder: str, say: Say):
+    def __init__(self, settings: BenchSettings, folder: str, say: Say):
         self.settings, self.folder, self.say = settings, folder, say
         self.references: set[str] = set()
         self.prepared: dict[tuple[str, str, bool], dict[str, Any]] = {}
@@ -191,7 +191,7 @@ class Run:
         return {"dtype": precision, "workload": workload.id, "ceiling_gflops": ceiling, "results": results}
 
 
-def run(settings: Settings, say: Say) -> dict[str, Any]:
+def run(settings: BenchSettings, say: Say) -> dict[str, Any]:
     """Measure every precision and batch; results.json, results.md and results.png in `settings.output`.
 
     results.json is written after every cell; with `resume` its cells are kept, if they are this machine's, commit's and
@@ -225,7 +225,7 @@ def run(settings: Settings, say: Say) -> dict[str, Any]:
     return report
 
 
-def _new_report(settings: Settings) -> dict[str, Any]:
+def _new_report(settings: BenchSettings) -> dict[str, Any]:
     installed = [package for package in PACKAGES if importlib.util.find_spec(package) is not None]
     versions = {package: importlib.metadata.version(package) for package in installed}
     return {

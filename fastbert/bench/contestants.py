@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fastbert.bench.jobs import PRECISIONS, Call, Job, load_peer
+from fastbert.bench.jobs import PRECISIONS, BenchJob, Call, load_peer
 from fastbert.bench.runtimes import load_onnxruntime, load_openvino, prepare_onnxruntime, prepare_openvino
 from fastbert.messages import absent, install
 
@@ -28,9 +28,9 @@ class Contestant:
     """
 
     precisions: tuple[str, ...]
-    load: Callable[[Job, torch.Tensor, torch.Tensor | None], Call]
+    load: Callable[[BenchJob, torch.Tensor, torch.Tensor | None], Call]
     packages: tuple[str, ...] = ()
-    prepare: Callable[[Job], dict[str, Any]] | None = None
+    prepare: Callable[[BenchJob], dict[str, Any]] | None = None
 
     def missing(self) -> str | None:
         """Why it cannot run on this machine; None when it can."""
@@ -38,7 +38,7 @@ class Contestant:
         return f"not installed: {', '.join(missing)} ({install('bench')})" if missing else None
 
 
-def load_fastbert(backend: str, job: Job, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Call:
+def load_fastbert(backend: str, job: BenchJob, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Call:
     """Ours with a backend of `use_backend`; int8 quantises the bfloat16 model as it is loaded."""
     from fastbert.backend import use_backend
     from fastbert.models.auto import AutoModel
@@ -57,7 +57,7 @@ def load_fastbert(backend: str, job: Job, input_ids: torch.Tensor, attention_mas
 
 
 def load_transformers(
-    attention: str, compiled: bool, job: Job, input_ids: torch.Tensor, attention_mask: torch.Tensor | None
+    attention: str, compiled: bool, job: BenchJob, input_ids: torch.Tensor, attention_mask: torch.Tensor | None
 ) -> Call:
     """transformers with its attention "eager" or "sdpa".
 

@@ -14,7 +14,7 @@ Call = Callable[[], torch.Tensor]  # last_hidden_state of the job's batch, (batc
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchJob:
     """One contestant's task: the same checkpoint, batch and number of threads as everyone else's.
 
     Precision "int8" means: weights, and the activations that are multiplied with them, in 8 bits.

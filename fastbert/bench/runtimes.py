@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastbert.bench.jobs import Call, Job, load_peer
+from fastbert.bench.jobs import BenchJob, Call, load_peer
 
 EXAMPLE_SHAPE = (2, 16)  # (batch, sequence) of the example that is traced; both stay free
 CALIBRATION_BATCHES, CALIBRATION_SHAPE = 16, (4, 128)  # random tokens
@@ -18,7 +18,7 @@ CALIBRATION_BATCHES, CALIBRATION_SHAPE = 16, (4, 128)  # random tokens
 class _LastHiddenState(nn.Module):
     """The encoder with plain tensors in and out, for the exporters."""
 
-    def __init__(self, job: Job, attention: str):
+    def __init__(self, job: BenchJob, attention: str):
         super().__init__()
         self.model = load_peer(job.checkpoint, torch.float32, attention)
 
@@ -27,12 +27,12 @@ class _LastHiddenState(nn.Module):
         return out
 
 
-def _example(job: Job) -> dict[str, torch.Tensor]:
+def _example(job: BenchJob) -> dict[str, torch.Tensor]:
     input_ids = torch.randint(1000, 30000, EXAMPLE_SHAPE, generator=torch.Generator().manual_seed(2))
     return {"input_ids": input_ids, **({"attention_mask": torch.ones_like(input_ids)} if job.masked else {})}
 
 
-def _calibration_set(job: Job) -> list[dict[str, Any]]:
+def _calibration_set(job: BenchJob) -> list[dict[str, Any]]:
     """Batches like the benchmark's: padded where those are, since static scales must fit what a mask does to scores.
 
     Without padding here, BERT-base's cosine to the oracle on the ragged batch was 0.989 instead of 0.9994.
@@ -46,7 +46,7 @@ def _calibration_set(job: Job) -> list[dict[str, Any]]:
     return batches
 
 
-def _path(job: Job, kind: str, suffix: str) -> Path:
+def _path(job: BenchJob, kind: str, suffix: str) -> Path:
     return job.prepared / f"{kind}-{'masked' if job.masked else 'unmasked'}{suffix}"
 
 
@@ -59,7 +59,7 @@ def _feed(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> dict[
 # ONNX Runtime
 
 
-def prepare_onnxruntime(job: Job) -> dict[str, Any]:
+def prepare_onnxruntime(job: BenchJob) -> dict[str, Any]:
     """Export, fuse with ONNX Runtime's transformer optimiser, and for int8 quantise dynamically.
 
     Always with a mask: without one the optimiser recognises no attention.
@@ -87,7 +87,7 @@ def prepare_onnxruntime(job: Job) -> dict[str, Any]:
     return facts
 
 
-def _export_and_fuse(job: Job, target: Path) -> dict[str, Any]:
+def _export_and_fuse(job: BenchJob, target: Path) -> dict[str, Any]:
     from onnxruntime.transformers.fusion_options import FusionOptions
     from onnxruntime.transformers.optimizer import optimize_model
 
@@ -122,7 +122,7 @@ def _export_and_fuse(job: Job, target: Path) -> dict[str, Any]:
     return {"fused_operators": fused}
 
 
-def load_onnxruntime(job: Job, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Call:
+def load_onnxruntime(job: BenchJob, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Call:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -137,7 +137,7 @@ def load_onnxruntime(job: Job, input_ids: torch.Tensor, attention_mask: torch.Te
 # OpenVINO
 
 
-def prepare_openvino(kind: str, job: Job) -> dict[str, Any]:
+def prepare_openvino(kind: str, job: BenchJob) -> dict[str, Any]:
     """Convert from PyTorch, and quantise with NNCF as its documentation says for its two kinds of int8.
 
     kind "float": nothing more. "weights": nncf.compress_weights in INT8_SYM, the mode made for activations that are
@@ -170,7 +170,7 @@ def prepare_openvino(kind: str, job: Job) -> dict[str, Any]:
     return {}
 
 
-def load_openvino(kind: str, job: Job, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Call:
+def load_openvino(kind: str, job: BenchJob, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Call:
     """For one shape, since its documentation advises against free dimensions where the shape is known."""
     import openvino
 

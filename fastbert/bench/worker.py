@@ -19,7 +19,7 @@ import torch
 
 from fastbert.bench import ceiling, fine_tuning
 from fastbert.bench.contestants import CONTESTANTS
-from fastbert.bench.jobs import Job, fields_without_type, load_peer
+from fastbert.bench.jobs import BenchJob, fields_without_type, load_peer
 from fastbert.bench.timing import measure_once, peak_memory
 from fastbert.testing.cases import MODELS, WORKLOADS, Workload
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
@@ -76,7 +76,7 @@ def check(name: str, precision: str, out: torch.Tensor, workload: Workload, expe
     return quality
 
 
-def contest(name: str, job: Job, workload: Workload, reference: Path, answer: Answer) -> None:
+def contest(name: str, job: BenchJob, workload: Workload, reference: Path, answer: Answer) -> None:
     input_ids, mask = workload.batch()
     start = time.perf_counter()
     with torch.inference_mode():
@@ -116,7 +116,7 @@ def work(task: dict[str, Any], answer: Answer) -> None:
         write_reference(task["model"], checkpoint, workload, reference)
         return answer({})
     name = task["contestant"]
-    job = Job(checkpoint, prepared, task["precision"], workload.masked, task["threads"])
+    job = BenchJob(checkpoint, prepared, task["precision"], workload.masked, task["threads"])
     if task["action"] == "prepare":
         prepare = CONTESTANTS[name].prepare
         return answer(prepare(job) if prepare else {})

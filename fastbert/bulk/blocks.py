@@ -39,7 +39,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BlockPlan:
     """All blocks of a run, in the order of the files and their rows, and those whose output is there."""
 
     blocks: list[Block]
@@ -76,7 +76,7 @@ def open_place(place: str) -> tuple[FileSystem, str]:
         return PyFileSystem(FSSpecHandler(system)), path
 
 
-def make_plan(source: str, output: str, column: str, identity: dict[str, Any], workers: int, force: bool) -> Plan:
+def make_plan(source: str, output: str, column: str, identity: dict[str, Any], workers: int, force: bool) -> BlockPlan:
     """The plan of a new run, or of one that is in `output` already. Writes its manifest.
 
     Raises InputError for a source without texts in `column`, or an output of another identity if not `force`.
@@ -109,7 +109,7 @@ def make_plan(source: str, output: str, column: str, identity: dict[str, Any], w
                 system.delete_file(f"{folder}/{name}")
         write_whole(system, f"{folder}/{MANIFEST}", json.dumps(manifest).encode())
         names = frozenset()
-    return Plan(_cut(files, manifest["block_texts"]), names)
+    return BlockPlan(_cut(files, manifest["block_texts"]), names)
 
 
 def _read_manifest(output: str, content: bytes) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastbert.bulk.blocks import absolute, make_plan
-from fastbert.bulk.worker import BlockWorker, Settings, Worker
+from fastbert.bulk.worker import BlockWorker, Worker, WorkerSettings
 from fastbert.errors import ConfigError, InputError
 from fastbert.messages import install
 
@@ -130,7 +130,7 @@ def ray_encode(
     """
     ray = start_ray()
     pool = make_pool(ray.cluster_resources(), workers, device, 1.0)
-    settings = Settings(
+    settings = WorkerSettings(
         model=absolute(model) if Path(model).is_dir() else model,
         column=column,
         output_column=output_column,
@@ -150,7 +150,7 @@ def encode_files(
     source: str,
     output: str,
     *,
-    settings: Callable[[Pool], Settings],
+    settings: Callable[[Pool], WorkerSettings],
     identity: dict[str, Any],
     device: str | None,
     workers: int | None,

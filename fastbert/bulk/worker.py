@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Settings:
+class WorkerSettings:
     """What all workers of a run have in common; `threads` is of one."""
 
     model: str
@@ -33,7 +33,7 @@ class Settings:
 class Worker:
     """Adds the column of vectors, float32 of a fixed length, to a table."""
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: WorkerSettings):
         os.environ["RAYON_NUM_THREADS"] = str(settings.threads)  # of the tokenizer, which counts the machine's cores
         import torch
 
@@ -77,7 +77,7 @@ class Worker:
 class BlockWorker(Worker):
     """Reads a block, encodes it, and writes its file. It returns numbers, so that nothing large goes through Ray."""
 
-    def __init__(self, settings: Settings, source: str, output: str):
+    def __init__(self, settings: WorkerSettings, source: str, output: str):
         super().__init__(settings)
         self.source, _ = open_place(source)
         self.output, self.folder = open_place(output)

@@ -9,7 +9,7 @@ import torch
 
 from fastbert.config import EncoderConfig
 from fastbert.errors import CheckpointError
-from fastbert.families.form import Rename, Split
+from fastbert.families.schema import Rename, Split
 
 Weights = dict[str, torch.Tensor]
 

@@ -66,7 +66,7 @@ def run_bench(options: argparse.Namespace, say: Callable[[str], None]) -> str:
     (model,) = _choose("--model", options.model, tuple(MODELS))
     longest = MODELS[model].get("max_position_embeddings", 512)
     workloads = {workload.id: workload for workload in WORKLOADS if max(workload.lengths) <= longest}
-    settings = compete.Settings(
+    settings = compete.BenchSettings(
         model=model,
         precisions=_choose("--dtypes", options.dtypes, PRECISIONS),
         workloads=tuple(workloads[name] for name in _choose("--workloads", options.workloads, tuple(workloads))),

@@ -45,8 +45,8 @@ def run(options: argparse.Namespace) -> int:
     from fastbert.native import cache, recipe
 
     raise_if_stopped()
-    if (objection := recipe.objection()) is not None:
-        raise UsageError(objection)
+    if (unsupported := recipe.unsupported()) is not None:
+        raise UsageError(unsupported)
     there, _ = cache.find(torch.__version__)
     if there is not None and not options.force and _is_what_is_asked_for(there.stamp, recipe.compiler_version()):
         say(f"{there.path} is there already; --force builds it anew")

@@ -40,11 +40,11 @@ def run(options: argparse.Namespace) -> int:
 
     from fastbert.sentences import TextClassifier
     from fastbert.sentences.batches import in_chunks, progress_bar
-    from fastbert.sentences.text_model import RunOptions
+    from fastbert.sentences.text_model import InferenceOptions
 
     raise_if_stopped()
     classifier = TextClassifier.from_pretrained(options.model, dtype=options.dtype, device=options.device)
-    settings, total = RunOptions(batch_tokens=options.batch_tokens, on_host=True), 0
+    settings, total = InferenceOptions(batch_tokens=options.batch_tokens, on_host=True), 0
     with open_rows(options.output) as rows, progress_bar(None, None, desc="classifying", delay=0) as bar:
         for chunk in in_chunks(read_texts(options.file, options.column), CHUNK_TEXTS):
             scores = classifier.probabilities(classifier.rows(chunk, settings, bar.update)).float().numpy()

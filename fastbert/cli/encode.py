@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.workers is not None:
         raise UsageError("--workers is for --engine ray")
-    job = Job(
+    job = EncodeJob(
         source=Path(options.file),
         output=Path(options.output),
         model=options.model,
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class Job:
+class EncodeJob:
     """The arguments of one `fastbert encode`."""
 
     source: Path
@@ -106,7 +106,7 @@ class Job:
     piped: str | None = None  # of texts from standard input, which the source holds now: what they are known by
 
 
-def encode_file(job: Job, say: Callable[[str], None]) -> str:
+def encode_file(job: EncodeJob, say: Callable[[str], None]) -> str:
     """Encode `job.source` into `job.output`; returns a one-line summary. `say` shows the user a line meanwhile.
 
     Raises UsageError, before anything is written, for a source or an output that cannot be had; the errors of
@@ -154,7 +154,7 @@ def encode_file(job: Job, say: Callable[[str], None]) -> str:
     return f"{total - done_before:,} texts{rate} -> {job.output} float32 ({total}, {encoder.dim})"
 
 
-def _encode_into(array: GrowingArray, encoder: SentenceEncoder, job: Job, batch_tokens: int) -> int:
+def _encode_into(array: GrowingArray, encoder: SentenceEncoder, job: EncodeJob, batch_tokens: int) -> int:
     """Encode the texts that the array has no rows for yet; returns how many tokens they had."""
     from fastbert.sentences.batches import progress_bar
 
@@ -176,7 +176,7 @@ def _advance(bar: Any, count: int) -> None:
     bar.update(count)
 
 
-def _encode_rows(job: Job) -> str:
+def _encode_rows(job: EncodeJob) -> str:
     """Into what takes a row after the other: from a pipe, too, whose end nobody knows."""
     from fastbert.sentences import SentenceEncoder
     from fastbert.sentences.batches import in_chunks, progress_bar
@@ -200,7 +200,7 @@ def _encode_rows(job: Job) -> str:
     return f"{total:,} texts in {seconds:.1f} s -> {job.output} float32 ({total}, {encoder.dim})"
 
 
-def _count_texts(job: Job) -> int:
+def _count_texts(job: EncodeJob) -> int:
     """Reads the file once, which checks every text before anything is written, and gives the array's height."""
     total = sum(1 for _ in read_texts(job.source, job.column))
     if total == 0:
@@ -208,7 +208,7 @@ def _count_texts(job: Job) -> int:
     return total
 
 
-def _identity(job: Job, encoder: SentenceEncoder, total: int, batch_tokens: int) -> dict[str, Any]:
+def _identity(job: EncodeJob, encoder: SentenceEncoder, total: int, batch_tokens: int) -> dict[str, Any]:
     """What the vectors depend on; rows of one identity may stand in one file."""
     from fastbert.models.quantized import is_quantized
     from fastbert.version import __version__

@@ -32,7 +32,7 @@ def encode_on_ray(
         )
     from fastbert.bulk.blocks import absolute, column_names
     from fastbert.bulk.ray_engine import Pool, encode_files, import_ray
-    from fastbert.bulk.worker import Settings
+    from fastbert.bulk.worker import WorkerSettings
     from fastbert.checkpoint.pretrained import read_config
     from fastbert.cli.outputs.growing_array import fingerprint
     from fastbert.data.sentence_folder import transformer_folder
@@ -47,8 +47,8 @@ def encode_on_ray(
 
     texts_in = pick_column(source, column_names(source), column)
 
-    def settings(pool: Pool) -> Settings:
-        return Settings(
+    def settings(pool: Pool) -> WorkerSettings:
+        return WorkerSettings(
             model=absolute(model) if Path(model).is_dir() else model,
             column=texts_in,
             output_column=VECTORS,

@@ -47,12 +47,12 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    say(quantize_folder(Job(options.model, options.output, options.keep, options.report), print))
+    say(quantize_folder(QuantizeJob(options.model, options.output, options.keep, options.report), print))
     return 0
 
 
 @dataclass(frozen=True)
-class Job:
+class QuantizeJob:
     """The arguments of one `fastbert quantize`."""
 
     model: str
@@ -61,7 +61,7 @@ class Job:
     report: Path | None
 
 
-def quantize_folder(job: Job, show: Callable[[str], None]) -> str:
+def quantize_folder(job: QuantizeJob, show: Callable[[str], None]) -> str:
     """Write `job.model`, in int8, to `job.output`; returns a one-line summary. `show` prints a line of the report.
 
     Killed, it leaves a folder beside the output, which the next run removes. Raises UsageError, before anything is

@@ -154,14 +154,14 @@ def run_rerank(options: argparse.Namespace) -> int:
 
     from fastbert.sentences import Reranker
     from fastbert.sentences.batches import in_chunks, progress_bar
-    from fastbert.sentences.text_model import RunOptions
+    from fastbert.sentences.text_model import InferenceOptions
 
     raise_if_stopped()
     reranker = Reranker.from_pretrained(options.model, dtype=options.dtype, device=options.device)
     if reranker.num_labels != 1:
         raise UsageError(f"{options.model} has {reranker.num_labels} labels; a reranker has one")
     best = Best(options.top)
-    settings = RunOptions(prompt=reranker.prompt(), batch_tokens=options.batch_tokens, on_host=True)
+    settings = InferenceOptions(prompt=reranker.prompt(), batch_tokens=options.batch_tokens, on_host=True)
     with progress_bar(None, None, desc="scoring", delay=0) as bar:
         for chunk in in_chunks(read_texts(options.file, options.column), CHUNK_TEXTS):
             pairs: list[Text] = [(options.query, text) for text in chunk]

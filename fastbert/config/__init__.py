@@ -14,7 +14,7 @@ from fastbert.config.hf_access import ConfigAccess, check_label2id
 from fastbert.errors import ConfigError
 from fastbert.families import FAMILIES
 from fastbert.families.fields import ACTIVATIONS, MAX_FLOAT32, Count, Flag, is_number
-from fastbert.families.form import Embeddings, Family, Scopes
+from fastbert.families.schema import Embeddings, Family, Scopes
 from fastbert.files import read_json
 from fastbert.layer_spec import Distances, Invalid, LayerSpec, RotarySpec
 
@@ -96,8 +96,8 @@ class EncoderConfig(ConfigAccess):
         own = {name: self.own.get(name, kind.default) for name, kind in fields.items()}
         self.own = own
         for name, kind in fields.items():
-            if (allowed := kind.objection(own[name])) is not None:
-                raise ConfigError(f"{self.family.their_names.get(name, name)} is {_shown(own[name])}; {allowed}")
+            if (allowed := kind.unsupported(own[name])) is not None:
+                raise ConfigError(f"{self.family.hf_names.get(name, name)} is {_shown(own[name])}; {allowed}")
         for name in self.family.fixed:
             default = self.family.defaults.get(name, self.__dataclass_fields__[name].default)
             if self.__dict__[name] != default:
@@ -290,9 +290,9 @@ class EncoderConfig(ConfigAccess):
         if not isinstance(model_type, str):
             raise ConfigError(f"config.json has no model_type; fastbert has: {_known_types()}")
         family = FAMILIES.get(model_type)
-        names = {} if family is None else family.their_names
-        if family is not None and family.modernised is not None:
-            entries = family.modernised(entries)
+        names = {} if family is None else family.hf_names
+        if family is not None and family.upgrade_config is not None:
+            entries = family.upgrade_config(entries)
         known = {f.name for f in dataclasses.fields(cls)} - {"model_type", "own", "extra", "id2label", "num_labels"}
         known -= set() if family is None else {*family.fixed}  # an entry of that name is none that transformers reads
         fields: dict[str, Any] = {}
@@ -314,7 +314,7 @@ class EncoderConfig(ConfigAccess):
     def to_dict(self) -> dict[str, Any]:
         """The entries of the family's config.json, under Hugging Face's names. `from_dict` reads them."""
         family = self.family
-        names, defaults = family.their_names, EncoderConfig.of_family(self.model_type)
+        names, defaults = family.hf_names, EncoderConfig.of_family(self.model_type)
         entries: dict[str, Any] = {"model_type": self.model_type}
         for f in dataclasses.fields(self):
             value = self.__dict__[f.name]

@@ -58,7 +58,7 @@ class ConfigAccess:
 
     def our_name(self, name: str) -> str:
         """A field's name, if `name` is what the family's config.json calls it."""
-        return next((ours for ours, theirs in self.family.their_names.items() if theirs == name), name)
+        return next((ours for ours, theirs in self.family.hf_names.items() if theirs == name), name)
 
     def sorted_out(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """`changes` under our names of fields; entries that config.json may have besides are under `extra`.

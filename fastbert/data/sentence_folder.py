@@ -78,7 +78,7 @@ class TransformerSettings:
 
 
 @dataclass
-class Settings:
+class FolderSettings:
     """What config_sentence_transformers.json says of the whole model.
 
     `prompts` are texts, by name, that may be put before every text. `activation_fn` is the path of a class of torch's.
@@ -270,14 +270,14 @@ def read_splade(root: Path) -> SpladePooling:
     return SpladePooling(chosen["pooling_strategy"], chosen["activation_function"])
 
 
-def read_settings(root: Path, folder: Path, transformer: TransformerSettings) -> Settings:
+def read_settings(root: Path, folder: Path, transformer: TransformerSettings) -> FolderSettings:
     """Of a model in `root` whose tokenizer is in `folder`. Raises CheckpointError for what is of another type."""
     path = root / "config_sentence_transformers.json"
     entries = _optional_json(path)
     prompts = entries.get("prompts")
     if not isinstance(prompts, dict | None) or not all(isinstance(t, str | None) for t in (prompts or {}).values()):
         raise CheckpointError(f"{path}: prompts is {reprlib.repr(prompts)}; it must map names to texts")
-    settings = Settings({name: text or "" for name, text in (prompts or {}).items()}, transformer=transformer)
+    settings = FolderSettings({name: text or "" for name, text in (prompts or {}).items()}, transformer=transformer)
     settings.truncate_dim = _length(path, "truncate_dim")
     settings.max_active_dims = _length(path, "max_active_dims")
     for name in ("default_prompt_name", "activation_fn", "similarity_fn_name"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from fastbert.families.form import Family
+from fastbert.families.schema import Family
 
 _FILES = (
     "albert",

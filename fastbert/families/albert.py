@@ -1,14 +1,14 @@
 """ALBERT (Lan et al. 2019): factorised embeddings, layers that share their weights, sentence order prediction."""
 
-from fastbert.families.form import (
+from fastbert.families.schema import (
     ALBERT_TOKENS,
     Embeddings,
     Family,
     FromConfig,
+    HfClass,
     MaskedLM,
     NewVocabulary,
     PreTraining,
-    TheirClass,
     heads,
 )
 from fastbert.layer_spec import LayerNames
@@ -25,7 +25,7 @@ FAMILY = Family(
     model_type="albert",
     classes="Albert",
     prefix="albert",
-    theirs=TheirClass(
+    hf_class=HfClass(
         "albert",
         "BaseModelOutputWithPooling",
         dropouts={
@@ -60,7 +60,7 @@ FAMILY = Family(
         "bos_token_id": 2,
         "eos_token_id": 3,
     },
-    their_names={"classifier_dropout": "classifier_dropout_prob"},
+    hf_names={"classifier_dropout": "classifier_dropout_prob"},
     embeddings=Embeddings(project="encoder.embedding_hidden_mapping_in", always_projects=True),
     layer=LayerNames(
         query="attention.query",

@@ -1,25 +1,25 @@
 """DistilBERT (Sanh et al. 2019): BERT without token types and without a pooler, under its own names."""
 
-from fastbert.families.form import Classifier, Embeddings, Family, FromConfig, MaskedLM, TheirClass, heads
+from fastbert.families.schema import ClassifierHead, Embeddings, Family, FromConfig, HfClass, MaskedLM, heads
 from fastbert.layer_spec import LayerNames
 
-_SEQUENCE = Classifier(pooling="first", dense="pre_classifier", activation="relu")
+_SEQUENCE = ClassifierHead(pooling="first", dense="pre_classifier", activation="relu")
 
 FAMILY = Family(
     model_type="distilbert",
     classes="DistilBert",
     prefix="distilbert",
-    theirs=TheirClass(
+    hf_class=HfClass(
         "distilbert", "BaseModelOutput", dropouts={"attention.dropout": "attention", "ffn.dropout": "feed_forward"}
     ),
     heads=heads(
         MaskedLM("vocab_transform", "vocab_layer_norm", "vocab_projector", None),
         sequence=_SEQUENCE,
-        tokens=Classifier(pooling="tokens", dropout=FromConfig("hidden_dropout_prob")),
+        tokens=ClassifierHead(pooling="tokens", dropout=FromConfig("hidden_dropout_prob")),
         choice=_SEQUENCE,
     ),
     defaults={"num_hidden_layers": 6, "type_vocab_size": 0, "classifier_dropout": 0.2, "qa_dropout": 0.1},
-    their_names={
+    hf_names={
         "hidden_size": "dim",
         "num_hidden_layers": "n_layers",
         "num_attention_heads": "n_heads",

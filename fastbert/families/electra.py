@@ -1,13 +1,13 @@
 """ELECTRA (Clark et al. 2020): a small generator masks, a discriminator says which tokens were replaced."""
 
-from fastbert.families.form import (
-    Classifier,
+from fastbert.families.schema import (
+    ClassifierHead,
     Embeddings,
     Family,
     FromConfig,
+    HfClass,
     MaskedLM,
     ReplacedTokens,
-    TheirClass,
     heads,
 )
 
@@ -15,7 +15,7 @@ FAMILY = Family(
     model_type="electra",
     classes="Electra",
     prefix="electra",
-    theirs=TheirClass("electra", "BaseModelOutputWithPastAndCrossAttentions"),
+    hf_class=HfClass("electra", "BaseModelOutputWithPastAndCrossAttentions"),
     heads=heads(
         MaskedLM(
             "generator_predictions.dense",
@@ -25,10 +25,10 @@ FAMILY = Family(
             activation="gelu",
             order=("norm", "dense", "decoder"),
         ),
-        sequence=Classifier(
+        sequence=ClassifierHead(
             "classifier.out_proj", "first", dense="classifier.dense", activation="gelu", drops_first=True
         ),
-        choice=Classifier(
+        choice=ClassifierHead(
             pooling="first",
             dense="sequence_summary.summary",
             activation=FromConfig("summary_activation"),

@@ -3,15 +3,15 @@
 from dataclasses import replace
 from typing import Any
 
-from fastbert.families.form import (
+from fastbert.families.schema import (
     Count,
     Embeddings,
     Family,
     Flag,
+    HfClass,
     MaskedLM,
     PreTraining,
     SentencePair,
-    TheirClass,
     heads,
 )
 
@@ -28,7 +28,7 @@ FAMILY = Family(
     model_type="ernie",
     classes="Ernie",
     prefix="ernie",
-    theirs=TheirClass("ernie"),
+    hf_class=HfClass("ernie"),
     heads=heads(MaskedLM(), PreTraining=PreTraining(MaskedLM()), NextSentencePrediction=SentencePair()),
     fields={"task_type_vocab_size": Count(3), "use_task_id": Flag(False)},
     embeddings=_embeddings,

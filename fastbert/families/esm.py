@@ -2,19 +2,19 @@
 
 from typing import Any
 
-from fastbert.families.form import (
+from fastbert.families.schema import (
     ONLY_VALUES,
     Choice,
-    Classifier,
+    ClassifierHead,
     Count,
     Embeddings,
     Family,
     Flag,
     FromConfig,
+    HfClass,
     MaskedLM,
     Number,
     Rename,
-    TheirClass,
     TokenDropout,
     heads,
 )
@@ -67,7 +67,7 @@ FAMILY = Family(
     model_type="esm",
     classes="Esm",
     prefix="esm",
-    theirs=TheirClass("esm", drops_embeddings=False, scaling=1.0),  # queries are scaled before
+    hf_class=HfClass("esm", drops_embeddings=False, scaling=1.0),  # queries are scaled before
     heads=heads(
         MaskedLM(
             "lm_head.dense",
@@ -77,10 +77,10 @@ FAMILY = Family(
             activation="gelu",
             decoder_bias=False,
         ),
-        sequence=Classifier(
+        sequence=ClassifierHead(
             "classifier.out_proj", "first", dense="classifier.dense", dropout=_DROPOUT, drops_first=True
         ),
-        tokens=Classifier(pooling="tokens", dropout=_DROPOUT),
+        tokens=ClassifierHead(pooling="tokens", dropout=_DROPOUT),
         answers=None,
         choice=None,
     ),

@@ -2,21 +2,21 @@
 
 from typing import Any
 
-from fastbert.families.form import (
+from fastbert.families.rope import rotary, upgrade_rope
+from fastbert.families.schema import (
     Choice,
-    Classifier,
+    ClassifierHead,
     Count,
     Embeddings,
     Family,
     Flag,
     FromConfig,
+    HfClass,
     MaskedLM,
     NewVocabulary,
     Structure,
-    TheirClass,
     heads,
 )
-from fastbert.families.rope import modern_rope, rotary
 from fastbert.layer_spec import (
     AttentionSpec,
     FeedForwardSpec,
@@ -48,7 +48,7 @@ def _spec(config: Any, depth: int) -> LayerSpec:
     count, groups = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
     if count % groups:
         raise Invalid("num_key_value_heads", groups, f"a divisor of num_attention_heads, {count}")
-    position = rotary(config, config.head_dim, 10_000.0, their_frequencies="rotary_emb.inv_freq")
+    position = rotary(config, config.head_dim, 10_000.0, hf_frequencies="rotary_emb.inv_freq")
     attention = ("query", "key", "value", "attention_output") if config.attention_bias else ()
     feed_forward = ("gate", "up", "down") if config.mlp_bias else ()
     return LayerSpec(
@@ -65,19 +65,19 @@ FAMILY = Family(
     model_type="eurobert",
     classes="EuroBert",
     prefix="model",
-    theirs=TheirClass(
+    hf_class=HfClass(
         "eurobert", "BaseModelOutput", {"self_attn.attention_dropout": "attention"}, None, counts_layers=True
     ),
     heads=heads(
         MaskedLM(None, None, "lm_head", None, decoder_bias=FromConfig("mlp_bias"), order=("decoder",)),
-        sequence=Classifier(
+        sequence=ClassifierHead(
             pooling=FromConfig("classifier_pooling"),
             poolings={"bos": "first"},
             dense="dense",
             activation="gelu",
             dropout=0.0,
         ),
-        tokens=Classifier(pooling="tokens", dropout=0.0),
+        tokens=ClassifierHead(pooling="tokens", dropout=0.0),
         answers=None,
         choice=None,
     ),
@@ -94,7 +94,7 @@ FAMILY = Family(
         "eos_token_id": 128001,
         "tie_word_embeddings": False,
     },
-    their_names={"layer_norm_eps": "rms_norm_eps", "attention_probs_dropout_prob": "attention_dropout"},
+    hf_names={"layer_norm_eps": "rms_norm_eps", "attention_probs_dropout_prob": "attention_dropout"},
     fields={
         "num_key_value_heads": Count(None),
         "head_dim": Count(None),
@@ -104,7 +104,7 @@ FAMILY = Family(
         "rope_parameters": Structure(),
     },
     fixed=("hidden_dropout_prob", "type_vocab_size"),
-    modernised=modern_rope,
+    upgrade_config=upgrade_rope,
     embeddings=Embeddings("embed_tokens", None, None, norm=None, dropout=0.0),
     layer_path="layers.{i}",
     layer=_LAYER,

@@ -31,7 +31,7 @@ class Flag:
 
     default: bool | None
 
-    def objection(self, value: Any) -> str | None:
+    def unsupported(self, value: Any) -> str | None:
         return None if type(value) is bool or value is self.default else "it must be true or false"
 
 
@@ -41,7 +41,7 @@ class Share:
 
     default: float
 
-    def objection(self, value: Any) -> str | None:
+    def unsupported(self, value: Any) -> str | None:
         return None if is_number(value) and 0.0 <= value < 1.0 else "it must be at least 0 and below 1"
 
 
@@ -52,7 +52,7 @@ class Number:
     default: float
     low: float = 0.0
 
-    def objection(self, value: Any) -> str | None:
+    def unsupported(self, value: Any) -> str | None:
         fits = is_number(value) and self.low < value <= MAX_FLOAT32
         return None if fits else f"it must be a number above {self.low} that float32 holds"
 
@@ -65,7 +65,7 @@ class Count:
     low: int = 1
     high: int = 2**31 - 1
 
-    def objection(self, value: Any) -> str | None:
+    def unsupported(self, value: Any) -> str | None:
         if value is None and self.default is None:
             return None
         fits = type(value) is int and self.low <= value <= self.high
@@ -79,7 +79,7 @@ class Choice:
     default: str
     values: tuple[str, ...]
 
-    def objection(self, value: Any) -> str | None:
+    def unsupported(self, value: Any) -> str | None:
         return None if value in self.values else f"it must be one of: {', '.join(self.values)}"
 
 
@@ -89,7 +89,7 @@ class ActivationName:
 
     default: str
 
-    def objection(self, value: Any) -> str | None:
+    def unsupported(self, value: Any) -> str | None:
         is_known = isinstance(value, str) and value in ACTIVATIONS
         return None if is_known else f"it must be one of: {', '.join(ACTIVATIONS)}"
 
@@ -100,7 +100,7 @@ class Structure:
 
     default: Any = None
 
-    def objection(self, value: Any) -> str | None:
+    def unsupported(self, value: Any) -> str | None:
         return None
 
 

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from fastbert.families.form import Embeddings, Family, MaskedLM, Rename, Split, Structure, TheirClass, heads
-from fastbert.families.rope import modern_rope, rotary
+from fastbert.families.rope import rotary, upgrade_rope
+from fastbert.families.schema import Embeddings, Family, HfClass, MaskedLM, Rename, Split, Structure, heads
 from fastbert.layer_spec import AttentionSpec, FeedForwardSpec, LayerNames, LayerSpec, NormSpec
 
 _LAYER = LayerNames(
@@ -26,7 +26,7 @@ _LAYER = LayerNames(
 
 def _spec(config: Any, depth: int) -> LayerSpec:
     count, width, dropout = config.num_attention_heads, config.head_dim, config.hidden_dropout_prob
-    position = rotary(config, width, 160_000.0, their_frequencies="rotary_emb.inv_freq")
+    position = rotary(config, width, 160_000.0, hf_frequencies="rotary_emb.inv_freq")
     return LayerSpec(
         _LAYER,
         AttentionSpec(count, count, width, dropout=config.attention_probs_dropout_prob, position=position),
@@ -48,7 +48,7 @@ FAMILY = Family(
     model_type="gte",
     classes="Gte",
     prefix="gte",
-    theirs=TheirClass(
+    hf_class=HfClass(
         "gte",
         "BaseModelOutputWithPooling",
         dropouts={
@@ -72,7 +72,7 @@ FAMILY = Family(
         "pad_token_id": 1,
     },
     fields={"rope_parameters": Structure()},
-    modernised=modern_rope,
+    upgrade_config=upgrade_rope,
     embeddings=_embeddings,
     layer_path="layers.{i}",
     layer=_LAYER,

@@ -2,20 +2,20 @@
 
 from typing import Any
 
-from fastbert.families.form import (
+from fastbert.families.rope import rotary, upgrade_rope
+from fastbert.families.schema import (
     ROBERTA_TOKENS,
-    Classifier,
+    ClassifierHead,
     Embeddings,
     Family,
+    HfClass,
     MaskedLM,
     NewVocabulary,
     Rename,
     Split,
     Structure,
-    TheirClass,
     heads,
 )
-from fastbert.families.rope import modern_rope, rotary
 from fastbert.layer_spec import AttentionSpec, FeedForwardSpec, LayerNames, LayerSpec, NormSpec
 
 _LAYER = LayerNames(
@@ -36,7 +36,7 @@ _LAYER = LayerNames(
 
 def _spec(config: Any, depth: int) -> LayerSpec:
     count, width, dropout = config.num_attention_heads, config.head_dim, config.hidden_dropout_prob
-    position = rotary(config, width, 20_000.0, their_frequencies="rotary_emb.inv_freq")
+    position = rotary(config, width, 20_000.0, hf_frequencies="rotary_emb.inv_freq")
     return LayerSpec(
         _LAYER,
         AttentionSpec(count, count, width, dropout=config.attention_probs_dropout_prob, position=position),
@@ -51,7 +51,7 @@ FAMILY = Family(
     model_type="jina_embeddings_v3",
     classes="JinaEmbeddingsV3",
     prefix="roberta",
-    theirs=TheirClass(
+    hf_class=HfClass(
         "jina_embeddings_v3",
         "BaseModelOutputWithPooling",
         dropouts={
@@ -63,7 +63,7 @@ FAMILY = Family(
     ),
     heads=heads(
         MaskedLM("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias", activation="gelu"),
-        sequence=Classifier("classifier.out_proj", "first", dense="classifier.dense", drops_first=True),
+        sequence=ClassifierHead("classifier.out_proj", "first", dense="classifier.dense", drops_first=True),
         choice=None,
     ),
     defaults={
@@ -80,7 +80,7 @@ FAMILY = Family(
         "eos_token_id": 2,
     },
     fields={"rope_parameters": Structure()},
-    modernised=modern_rope,
+    upgrade_config=upgrade_rope,
     embeddings=Embeddings(position=None),
     layer_path="layers.{i}",
     layer=_LAYER,

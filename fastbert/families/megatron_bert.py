@@ -4,14 +4,14 @@ Pre-norm (Xiong et al. 2020) normalises before each half of a layer and once at 
 without warm-up: fastbert.baby_config is one.
 """
 
-from fastbert.families.form import Embeddings, Family, MaskedLM, PreTraining, SentencePair, TheirClass, heads
+from fastbert.families.schema import Embeddings, Family, HfClass, MaskedLM, PreTraining, SentencePair, heads
 from fastbert.layer_spec import LayerNames
 
 FAMILY = Family(
     model_type="megatron-bert",
     classes="MegatronBert",
     prefix="bert",
-    theirs=TheirClass("megatron_bert"),
+    hf_class=HfClass("megatron_bert"),
     heads=heads(MaskedLM(), PreTraining=PreTraining(MaskedLM()), NextSentencePrediction=SentencePair()),
     defaults={
         "vocab_size": 29056,

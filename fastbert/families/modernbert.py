@@ -3,17 +3,17 @@
 from typing import Any
 
 from fastbert.families.fields import ActivationName, Choice, Count, Flag, Share, Structure
-from fastbert.families.form import (
-    Classifier,
+from fastbert.families.rope import rotary
+from fastbert.families.schema import (
+    ClassifierHead,
     Embeddings,
     Family,
     FromConfig,
+    HfClass,
     MaskedLM,
     NewVocabulary,
-    TheirClass,
     heads,
 )
-from fastbert.families.rope import rotary
 from fastbert.layer_spec import AttentionSpec, FeedForwardSpec, Invalid, LayerNames, LayerSpec, NormSpec
 
 _LAYER = LayerNames(
@@ -41,7 +41,7 @@ def _layer_types(config: Any) -> list[str]:
 def _spec(config: Any, depth: int) -> LayerSpec:
     kind, half = _layer_types(config)[depth], config.local_attention // 2
     width, count = config.hidden_size, config.num_attention_heads
-    position = rotary(config, width // count, _THETAS, kind, their_frequencies=f"rotary_emb.{kind}_inv_freq")
+    position = rotary(config, width // count, _THETAS, kind, hf_frequencies=f"rotary_emb.{kind}_inv_freq")
     window = (half, half) if kind == "sliding_attention" else (-1, -1)
     dropout = config.attention_probs_dropout_prob
     biases = ("query", "key", "value", "attention_output") if config.attention_bias else ()
@@ -57,7 +57,7 @@ def _spec(config: Any, depth: int) -> LayerSpec:
     )
 
 
-def _modernised(entries: dict[str, Any]) -> dict[str, Any]:
+def _upgrade_config(entries: dict[str, Any]) -> dict[str, Any]:
     """Thetas and scalings as files had them before rope_parameters; transformers' other name of the window."""
     if (window := entries.pop("sliding_window", None)) is not None:
         entries["local_attention"] = 2 * window if isinstance(window, int) else window  # of True 2, as there
@@ -75,12 +75,12 @@ def _modernised(entries: dict[str, Any]) -> dict[str, Any]:
 
 _HEAD: dict[str, Any] = {"dense": "head.dense", "dense_bias": FromConfig("classifier_bias"), "norm": "head.norm"}
 _HEAD |= {"activation": FromConfig("classifier_activation"), "dropout": FromConfig("classifier_dropout")}
-_POOLED = Classifier(pooling=FromConfig("classifier_pooling"), poolings={"cls": "first"}, **_HEAD)
-_TOKENS = Classifier(pooling="tokens", **_HEAD)
+_POOLED = ClassifierHead(pooling=FromConfig("classifier_pooling"), poolings={"cls": "first"}, **_HEAD)
+_TOKENS = ClassifierHead(pooling="tokens", **_HEAD)
 
 FAMILY = Family(
     model_type="modernbert", classes="ModernBert", prefix="model",
-    theirs=TheirClass(
+    hf_class=HfClass(
         "modernbert", "BaseModelOutput", embedding_dropout="embeddings.drop",
         dropouts={"attn.attention_dropout": "attention", "attn.out_drop": "attention_output", "mlp.drop": "inner"},
     ),
@@ -98,7 +98,7 @@ FAMILY = Family(
         "type_vocab_size": 0, "layer_norm_eps": 1e-5,
         "pad_token_id": 50283, "eos_token_id": 50282, "bos_token_id": 50281,
     },
-    their_names={
+    hf_names={
         "hidden_act": "hidden_activation", "layer_norm_eps": "norm_eps",
         "attention_probs_dropout_prob": "attention_dropout",
     },
@@ -112,7 +112,7 @@ FAMILY = Family(
         "layer_types": Structure(), "rope_parameters": Structure(),
     },
     fixed=("hidden_dropout_prob", "type_vocab_size"),
-    modernised=_modernised, vocabulary=NewVocabulary("bpe"),
+    upgrade_config=_upgrade_config, vocabulary=NewVocabulary("bpe"),
     embeddings=Embeddings(
         "embeddings.tok_embeddings", None, None, norm="embeddings.norm", dropout=FromConfig("embedding_dropout")
     ),

@@ -2,18 +2,18 @@
 
 from typing import Any
 
-from fastbert.families.form import (
+from fastbert.families.rope import rotary, upgrade_rope
+from fastbert.families.schema import (
     Count,
     Embeddings,
     Family,
+    HfClass,
     MaskedLM,
     Rename,
     Split,
     Structure,
-    TheirClass,
     heads,
 )
-from fastbert.families.rope import modern_rope, rotary
 from fastbert.layer_spec import AttentionSpec, FeedForwardSpec, LayerNames, LayerSpec, NormSpec
 
 _LAYER = LayerNames(
@@ -35,7 +35,7 @@ _LAYER = LayerNames(
 
 def _spec(config: Any, depth: int) -> LayerSpec:
     count, width, dropout = config.num_attention_heads, config.head_dim, config.hidden_dropout_prob
-    position = rotary(config, width, 1000.0, their_frequencies="rotary_emb.inv_freq")
+    position = rotary(config, width, 1000.0, hf_frequencies="rotary_emb.inv_freq")
     return LayerSpec(
         _LAYER,
         AttentionSpec(count, count, width, dropout=config.attention_probs_dropout_prob, position=position),
@@ -51,7 +51,7 @@ FAMILY = Family(
     model_type="nomic_bert",
     classes="NomicBert",
     prefix="nomic_bert",
-    theirs=TheirClass(
+    hf_class=HfClass(
         "nomic_bert",
         "BaseModelOutputWithPooling",
         dropouts={
@@ -70,7 +70,7 @@ FAMILY = Family(
         "max_position_embeddings": 2048,
     },
     fields={"head_dim": Count(None), "rope_parameters": Structure()},
-    modernised=modern_rope,
+    upgrade_config=upgrade_rope,
     embeddings=Embeddings(position=None),
     layer_path="layers.{i}",
     layer=_LAYER,

@@ -1,14 +1,14 @@
 """RemBERT (Chung et al. 2021): BERT whose input and output embeddings are decoupled, and have widths of their own."""
 
-from fastbert.families.form import (
+from fastbert.families.schema import (
     ALBERT_TOKENS,
     Count,
     Embeddings,
     Family,
     FromConfig,
+    HfClass,
     MaskedLM,
     NewVocabulary,
-    TheirClass,
     heads,
 )
 
@@ -16,7 +16,7 @@ FAMILY = Family(
     model_type="rembert",
     classes="RemBert",
     prefix="rembert",
-    theirs=TheirClass("rembert"),
+    hf_class=HfClass("rembert"),
     heads=heads(
         MaskedLM(
             "cls.predictions.dense",
@@ -42,7 +42,7 @@ FAMILY = Family(
         "eos_token_id": 313,
         "tie_word_embeddings": False,
     },
-    their_names={"embedding_size": "input_embedding_size", "classifier_dropout": "classifier_dropout_prob"},
+    hf_names={"embedding_size": "input_embedding_size", "classifier_dropout": "classifier_dropout_prob"},
     fields={"output_embedding_size": Count(1664)},
     embeddings=Embeddings(project="encoder.embedding_hidden_mapping_in", always_projects=True),
     vocabulary=NewVocabulary("unigram", ALBERT_TOKENS),

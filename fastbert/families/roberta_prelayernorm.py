@@ -1,14 +1,14 @@
 """RoBERTa-PreLayerNorm (Ott et al. 2019, "fairseq"): RoBERTa with its norms before each half of a layer."""
 
-from fastbert.families.form import (
+from fastbert.families.schema import (
     ROBERTA_TOKENS,
-    Classifier,
+    ClassifierHead,
     Embeddings,
     Family,
     FromConfig,
+    HfClass,
     MaskedLM,
     NewVocabulary,
-    TheirClass,
     heads,
 )
 from fastbert.layer_spec import LayerNames
@@ -17,11 +17,11 @@ FAMILY = Family(
     model_type="roberta-prelayernorm",
     classes="RobertaPreLayerNorm",
     prefix="roberta_prelayernorm",
-    theirs=TheirClass("roberta_prelayernorm"),
+    hf_class=HfClass("roberta_prelayernorm"),
     heads=heads(
         MaskedLM("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias", activation="gelu"),
-        sequence=Classifier("classifier.out_proj", "first", dense="classifier.dense", drops_first=True),
-        choice=Classifier(dropout=FromConfig("hidden_dropout_prob")),
+        sequence=ClassifierHead("classifier.out_proj", "first", dense="classifier.dense", drops_first=True),
+        choice=ClassifierHead(dropout=FromConfig("hidden_dropout_prob")),
     ),
     defaults={"vocab_size": 50265, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
     embeddings=Embeddings(pads_positions=True, order=("word", "token_type", "norm", "position")),

@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from fastbert.families.form import (
+from fastbert.families.schema import (
     ONLY_VALUES,
-    Classifier,
+    ClassifierHead,
     Embeddings,
     Family,
     Flag,
     FromConfig,
+    HfClass,
     MaskedLM,
-    TheirClass,
     heads,
 )
 from fastbert.layer_spec import AttentionSpec, FeedForwardSpec, LayerNames, LayerSpec, NormSpec, RotarySpec
@@ -38,10 +38,10 @@ FAMILY = Family(
     model_type="roformer",
     classes="RoFormer",
     prefix="roformer",
-    theirs=TheirClass("roformer", "BaseModelOutputWithPastAndCrossAttentions"),
+    hf_class=HfClass("roformer", "BaseModelOutputWithPastAndCrossAttentions"),
     heads=heads(
         MaskedLM(),
-        sequence=Classifier(
+        sequence=ClassifierHead(
             "classifier.out_proj",
             "first",
             dense="classifier.dense",
@@ -49,8 +49,8 @@ FAMILY = Family(
             dropout=_DROPOUT,
             drops_first=True,
         ),
-        tokens=Classifier(pooling="tokens", dropout=_DROPOUT),
-        choice=Classifier(pooling="last", dropout=FromConfig("summary_last_dropout")),
+        tokens=ClassifierHead(pooling="tokens", dropout=_DROPOUT),
+        choice=ClassifierHead(pooling="last", dropout=FromConfig("summary_last_dropout")),
     ),
     defaults={"vocab_size": 50000, "max_position_embeddings": 1536},
     fields={"rotary_value": Flag(False)},

@@ -104,7 +104,7 @@ def _truncates(given: Mapping[str, Any]) -> bool:
     return bool(value)
 
 
-def modern_rope(entries: dict[str, Any]) -> dict[str, Any]:
+def upgrade_rope(entries: dict[str, Any]) -> dict[str, Any]:
     """Entries of a config.json from before there was rope_parameters, with rope_theta and rope_scaling inside of it.
 
     As in transformers: a scaling goes before rope_parameters, and the others fill in what these lack.

@@ -1,14 +1,14 @@
 """XLM-RoBERTa-XL (Goyal et al. 2021): XLM-RoBERTa with pre-norm layers, and no norm after the embeddings."""
 
-from fastbert.families.form import (
+from fastbert.families.schema import (
     ROBERTA_TOKENS,
-    Classifier,
+    ClassifierHead,
     Embeddings,
     Family,
     FromConfig,
+    HfClass,
     MaskedLM,
     NewVocabulary,
-    TheirClass,
     heads,
 )
 from fastbert.layer_spec import LayerNames
@@ -17,11 +17,11 @@ FAMILY = Family(
     model_type="xlm-roberta-xl",
     classes="XLMRobertaXL",
     prefix="roberta",
-    theirs=TheirClass("xlm_roberta_xl"),
+    hf_class=HfClass("xlm_roberta_xl"),
     heads=heads(
         MaskedLM("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias", activation="gelu"),
-        sequence=Classifier("classifier.out_proj", "first", dense="classifier.dense", drops_first=True),
-        choice=Classifier(dropout=FromConfig("hidden_dropout_prob")),
+        sequence=ClassifierHead("classifier.out_proj", "first", dense="classifier.dense", drops_first=True),
+        choice=ClassifierHead(dropout=FromConfig("hidden_dropout_prob")),
     ),
     defaults={
         "vocab_size": 250880,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fastbert import ops
-from fastbert.families.form import Embeddings, TokenDropout
+from fastbert.families.schema import Embeddings, TokenDropout
 from fastbert.layers.encoder import add_norm
 from fastbert.layers.leaves import get_leaf, is_plain, norm_kind, norm_weights
 from fastbert.ops._common import needs_grad

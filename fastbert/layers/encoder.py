@@ -10,7 +10,7 @@ from torch import nn
 from fastbert import ops
 from fastbert.layer_spec import LayerSpec, NormSpec
 from fastbert.layers.context import LayerContext
-from fastbert.layers.fused import offer_layer
+from fastbert.layers.fused import try_fused_layer
 from fastbert.layers.leaves import (
     get_leaf,
     is_called,
@@ -120,7 +120,7 @@ def run_layer(
     Also the attention probabilities, where they are wanted.
     """
     if not wants_probs:
-        fused = offer_layer(layer, spec, x)
+        fused = try_fused_layer(layer, spec, x)
         if not isinstance(fused, str):
             return fused(context), None
     names = spec.names

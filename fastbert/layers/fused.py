@@ -1,4 +1,4 @@
-"""Layers as one op: all of an encoder, or one of its layers in training, where a backend offers that.
+"""Layers as one op: all of an encoder, or one of its layers in training, where a backend has that.
 
 Each function answers with something to call on the LayerContext, or with the reason why the layers run op by op. The
 tree is looked at only where the device, the dtype and the modes of the process leave it to the tree.
@@ -14,6 +14,7 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.layer_spec import LayerSpec, RotarySpec
+from fastbert.layers.fingerprint import ModuleFingerprint, TreeCache
 from fastbert.layers.leaves import (
     FORWARD_HOOKS,
     HOOKS,
@@ -25,22 +26,21 @@ from fastbert.layers.leaves import (
     norm_weights,
     weights_of,
 )
-from fastbert.layers.snapshot import Remembered, Snapshot
 
 if TYPE_CHECKING:
     from fastbert.layers.context import LayerContext
 
 Fused = Callable[["LayerContext"], torch.Tensor]  # -> (total_tokens, hidden_size)
 
-_remembered = Remembered("_fastbert_layers")  # what the last look at the layers below each root found
+_tree_cache = TreeCache("_fastbert_layers")  # what the last look at the layers below each root found
 
 
 def forget_layers(root: nn.Module) -> None:
     """Let go of the weights of `root`'s layers, which are otherwise held until it runs again."""
-    _remembered.forget(root)
+    _tree_cache.forget(root)
 
 
-def offer_layers(
+def try_fused_layers(
     root: nn.Module,
     paths: Sequence[str],
     specs: Sequence[LayerSpec],
@@ -54,10 +54,10 @@ def offer_layers(
     `layer_type`: layers of another type, or with hooks on them or on a container in them, are called; None where the
     caller has looked at them.
     """
-    return _offer_layers("encoder_layers", root, paths, specs, final_norm, layer_type, x)
+    return _try_fused_layers("encoder_layers", root, paths, specs, final_norm, layer_type, x)
 
 
-def offer_layers_for_training(
+def try_fused_layers_for_training(
     root: nn.Module,
     paths: Sequence[str],
     specs: Sequence[LayerSpec],
@@ -69,10 +69,10 @@ def offer_layers_for_training(
         return "a layer comes more than once"
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return "gradients of a layer are sent while those of the layers below it are computed"
-    return _offer_layers("encoder_layers_training", root, paths, specs, None, layer_type, x)
+    return _try_fused_layers("encoder_layers_training", root, paths, specs, None, layer_type, x)
 
 
-def _offer_layers(
+def _try_fused_layers(
     op: str,
     root: nn.Module,
     paths: Sequence[str],
@@ -84,30 +84,30 @@ def _offer_layers(
     trains = op == "encoder_layers_training"
 
     def look() -> ops.LayerOperands | str:
-        if torch.compiler.is_compiling():  # a trace looks at the tree anew: see Remembered
+        if torch.compiler.is_compiling():  # a trace looks at the tree anew: see TreeCache
             return _operands(root, paths, specs, final_norm, layer_type, trains)
         question = (paths, specs, final_norm, trains)
-        operands = _remembered.get(root, question)
+        operands = _tree_cache.get(root, question)
         if operands is None:
             operands = _operands(root, paths, specs, final_norm, layer_type, trains)
             if not isinstance(operands, str):
-                snapshot = _snapshot(
+                fingerprint = _fingerprint(
                     root, paths, specs, final_norm, layer_type is not None, HOOKS if trains else FORWARD_HOOKS
                 )
-                _remembered.put(root, question, snapshot, operands)
+                _tree_cache.put(root, question, fingerprint, operands)
         return operands
 
-    return _with_context(ops.offer(op, x, look))
+    return _with_context(ops.try_fused(op, x, look))
 
 
-def _with_context(offered: Callable[..., torch.Tensor] | str, position: RotarySpec | None = None) -> Fused | str:
+def _with_context(fused_call: Callable[..., torch.Tensor] | str, position: RotarySpec | None = None) -> Fused | str:
     """What takes a LayerContext; `position`: which of its tables the op takes, None all of them."""
-    if isinstance(offered, str):
-        return offered
+    if isinstance(fused_call, str):
+        return fused_call
 
     def run(context: LayerContext) -> torch.Tensor:
         tables = tuple(context.rotary.values()) if position is None else (context.rotary[position],)
-        return offered(context.batch.cu_seqlens, tables, context.window_positions)
+        return fused_call(context.batch.cu_seqlens, tables, context.window_positions)
 
     return run
 
@@ -173,32 +173,32 @@ def _not_plain(path: str, module: nn.Module) -> str:
     return f"{path} is no plain module ({type(module).__name__}; hooks, a forward of its own, or a weight that is None)"
 
 
-def _snapshot(
+def _fingerprint(
     root: nn.Module,
     paths: Sequence[str],
     specs: Sequence[LayerSpec],
     final_norm: str | None,
     called: bool,
     hooks: Sequence[str],
-) -> Snapshot:
+) -> ModuleFingerprint:
     """All by which `_operands` goes. `called`: layers and the containers in them have hooks of their own."""
-    snapshot = Snapshot(root)
+    fingerprint = ModuleFingerprint(root)
     for path, spec in dict(zip(paths, specs, strict=True)).items():  # ALBERT's layers come again
-        snapshot.watch_path(root, path)
+        fingerprint.watch_path(root, path)
         layer, names = get_leaf(root, path), spec.names
-        snapshot.hold(layer.__dict__, "training")
+        fingerprint.hold(layer.__dict__, "training")
         for leaf in (*names.linears, *(names.norms if spec.has_attention_norm else names.norms[1:])):
-            snapshot.watch_path(layer, leaf)
-            snapshot.watch(get_leaf(layer, leaf), hooks)
+            fingerprint.watch_path(layer, leaf)
+            fingerprint.watch(get_leaf(layer, leaf), hooks)
         for module in (layer, *(get_leaf(layer, path) for path in names.containers)) if called else ():
-            snapshot.watch(module, hooks)
+            fingerprint.watch(module, hooks)
     if final_norm is not None:
-        snapshot.watch_path(root, final_norm)
-        snapshot.watch(get_leaf(root, final_norm), hooks)
-    return snapshot
+        fingerprint.watch_path(root, final_norm)
+        fingerprint.watch(get_leaf(root, final_norm), hooks)
+    return fingerprint
 
 
-def offer_layer(layer: nn.Module, spec: LayerSpec, x: torch.Tensor) -> Fused | str:
+def try_fused_layer(layer: nn.Module, spec: LayerSpec, x: torch.Tensor) -> Fused | str:
     """One layer over x as an op with a backward, or why its ops run one by one. Whoever asks has called its hooks."""
     position = spec.attention.position
 
@@ -208,4 +208,4 @@ def offer_layer(layer: nn.Module, spec: LayerSpec, x: torch.Tensor) -> Fused | s
             return found
         return ops.LayerOperands.of([found], () if position is None else (position,))
 
-    return _with_context(ops.offer("encoder_layers_training", x, look), position)
+    return _with_context(ops.try_fused("encoder_layers_training", x, look), position)

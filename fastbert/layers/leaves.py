@@ -88,7 +88,7 @@ def place(root: nn.Module, path: str, module: nn.Module) -> None:
 
 
 # What decides what calling a module does, beside its class, its tensors and the modules below it: the one list of what
-# makes a leaf plain, and of what a Snapshot watches.
+# makes a leaf plain, and of what a ModuleFingerprint watches.
 FORWARD = "forward"  # on the instance
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 HOOKS = (*FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks")
@@ -123,16 +123,16 @@ def norm_kind(module: nn.Module) -> str | None:
     """
     if is_plain(module, nn.LayerNorm):
         return None if module.weight is None else "layer"
-    if not is_plain(module, nn.RMSNorm) and not _is_their_rms_norm(module):
+    if not is_plain(module, nn.RMSNorm) and not _is_hf_rms_norm(module):
         return None
     return None if module._parameters["weight"] is None else "rms"
 
 
-def _is_their_rms_norm(module: nn.Module) -> bool:
+def _is_hf_rms_norm(module: nn.Module) -> bool:
     """transformers has a class of it for every family that computes just this (all are LlamaRMSNorm's text)."""
     kind = type(module)
-    is_theirs = kind.__name__.endswith("RMSNorm") and kind.__module__.startswith("transformers.models.")
-    return is_theirs and is_plain(module, kind)
+    is_hf = kind.__name__.endswith("RMSNorm") and kind.__module__.startswith("transformers.models.")
+    return is_hf and is_plain(module, kind)
 
 
 def norm_weights(norm: nn.Module) -> ops.NormWeights:

@@ -128,7 +128,7 @@ def place_rotary(root: nn.Module, rotaries: Iterable[RotarySpec], rows: int) -> 
 
 Table = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, a row for each position
 
-# Tables of positions, made once and again where a text is longer. Only eager calls may ask here: see Remembered.
+# Tables of positions, made once and again where a text is longer. Only eager calls may ask here: see TreeCache.
 _made: dict[tuple[RotarySpec, torch.device], Table] = {}
 _MOST_TABLES = 64
 _made_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # buffer of frequencies -> (what it held, the factor, table)
@@ -148,7 +148,7 @@ def rotary_tables(
         rows = rows if positions is None else rows.index_select(0, positions)
         sin, cos = rows.chunk(2, -1)
         return ops.Rotary(cos, sin, rotary.interleaved, positions is not None)
-    held, factor = _held_in(root, rotary.frequencies or rotary.their_frequencies)
+    held, factor = _held_in(root, rotary.frequencies or rotary.hf_frequencies)
     is_remembered = positions is None and not torch.compiler.is_compiling()
     if is_remembered and held is None:
         cos, sin = _remembered(rotary, max_seqlen, device)
@@ -156,7 +156,7 @@ def rotary_tables(
         cos, sin = _remembered_of(held, factor, rotary, max_seqlen)
     else:
         rows = _all_positions(max_seqlen, device) if positions is None else positions
-        cos, sin = _turned(rotary, held, factor, rows)
+        cos, sin = _rotated(rotary, held, factor, rows)
     return ops.Rotary(cos, sin, rotary.interleaved, positions is not None)
 
 
@@ -194,14 +194,14 @@ def _remembered_of(held: torch.Tensor, factor: float | None, rotary: RotarySpec,
 
 def _long_table(rotary: RotarySpec, held: torch.Tensor | None, factor: float | None, max_seqlen: int, device) -> Table:
     with torch.inference_mode(False), torch.no_grad():
-        return _turned(rotary, held, factor, _all_positions(1 << max(max_seqlen - 1, 127).bit_length(), device))
+        return _rotated(rotary, held, factor, _all_positions(1 << max(max_seqlen - 1, 127).bit_length(), device))
 
 
 def _all_positions(length: int, device) -> torch.Tensor:
     return torch.arange(length, device=device)
 
 
-def _turned(rotary: RotarySpec, held: torch.Tensor | None, factor: float | None, positions: torch.Tensor) -> Table:
+def _rotated(rotary: RotarySpec, held: torch.Tensor | None, factor: float | None, positions: torch.Tensor) -> Table:
     """cos and sin, fp32 (positions, dim / 2), by the frequencies and the factor that a tree holds, or else by those of
     `rotary`.
     """

@@ -11,18 +11,18 @@ from torch.utils.checkpoint import checkpoint
 from fastbert import ops
 from fastbert.config import EncoderConfig
 from fastbert.errors import ConfigError, InputError
-from fastbert.families.form import Family
+from fastbert.families.schema import Family
 from fastbert.layers.encoder import EncoderLayer, make_norm
 from fastbert.layers.leaves import get_leaf, has_hooks, is_plain, parent_of, place, within
 from fastbert.layers.rotary import RotaryFrequencies, RotaryTable, place_rotary
 from fastbert.layers.sharded import is_sharded
 from fastbert.models.encode import first_tokens, run_encoder, run_pooler, unpacked_extras
 from fastbert.models.hf.access import ModelAccess
-from fastbert.models.hf.recording import record, records_theirs
+from fastbert.models.hf.recording import record, records_hf
 from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs, refuse_recording, table_sizes
 from fastbert.models.outputs import ModelOutput
 from fastbert.models.quantized import entry_of, place_int8
-from fastbert.models.tree import Calls, RunsBaseModel, groups_objection, layers_of
+from fastbert.models.tree import Calls, RunsBaseModel, groups_unsupported, layers_of
 from fastbert.packed_inputs import ModelInputs, PackedInputs
 from fastbert.packing import PackedBatch
 
@@ -51,8 +51,8 @@ class PreTrainedModel(ModelAccess):
     @property
     def running_config(self) -> EncoderConfig:
         """`config` with the number of layers that are there now: `model.encoder.layer = model.encoder.layer[:4]`."""
-        if (objection := groups_objection(self.base_model, self.config)) is not None:
-            raise ConfigError(objection)
+        if (unsupported := groups_unsupported(self.base_model, self.config)) is not None:
+            raise ConfigError(unsupported)
         layers = layers_of(self.base_model, self.config)
         if layers is None or layers == self.config.num_hidden_layers:
             return self.config
@@ -341,7 +341,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen, batch,
             task_type_ids,
         )  # fmt: skip
-        if records_theirs() and not given.are_packed():
+        if records_hf() and not given.are_packed():
             asked = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
             recorded = ModelOutput(record(self, given, asked))
             return recorded if self.config.option("return_dict", return_dict) else recorded.to_tuple()

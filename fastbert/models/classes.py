@@ -6,7 +6,7 @@ A type checker and an IDE read classes.pyi, which `python -m fastbert.models.gen
 from __future__ import annotations
 
 from fastbert.families import FAMILIES
-from fastbert.families.form import Classifier, Head, MaskedLM, PreTraining, ReplacedTokens, SentencePair
+from fastbert.families.schema import ClassifierHead, Head, MaskedLM, PreTraining, ReplacedTokens, SentencePair
 from fastbert.models import classifiers, masked_lm
 from fastbert.models.base import EncoderModel, PreTrainedModel
 from fastbert.models.heads import HeadModel
@@ -30,7 +30,7 @@ CLASSES: dict[tuple[str, str], type[PreTrainedModel]] = {}
 
 def head_class(name: str, head: Head) -> type[HeadModel]:
     """The class that runs a head of the family's data, whatever the family."""
-    return _CLASSIFIERS[name] if isinstance(head, Classifier) else _HEADS[type(head)]
+    return _CLASSIFIERS[name] if isinstance(head, ClassifierHead) else _HEADS[type(head)]
 
 
 def _add(name: str, key: tuple[str, str], kind: type[PreTrainedModel], **attributes) -> type[PreTrainedModel]:

@@ -1,6 +1,6 @@
 # Written by `python -m fastbert.models.generated` from the families; a test compares.
 
-from fastbert.families.form import Head
+from fastbert.families.schema import Head
 from fastbert.models.base import EncoderModel, PreTrainedModel
 from fastbert.models.classifiers import (
     ForMultipleChoice,

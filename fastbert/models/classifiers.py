@@ -12,7 +12,7 @@ from torch import nn
 from fastbert import ops
 from fastbert.config import ACTIVATIONS, EncoderConfig
 from fastbert.errors import InputError
-from fastbert.families.form import Classifier, ReplacedTokens, value_of
+from fastbert.families.schema import ClassifierHead, ReplacedTokens, value_of
 from fastbert.layers.encoder import add_norm, make_norm
 from fastbert.layers.leaves import get_leaf, linear, parent_of, place, within
 from fastbert.models.encode import first_tokens
@@ -31,9 +31,9 @@ def last_tokens(packed: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
 
 
 class ClassifierModel(HeadModel):
-    """A Linear, and what may stand before it, over one vector a sequence or over each token: a form.Classifier."""
+    """A Linear, and what may stand before it, over one vector a sequence or over each token: a form.ClassifierHead."""
 
-    head_form: ClassVar[Classifier]
+    head_form: ClassVar[ClassifierHead]
 
     @property
     def pooling(self) -> str:

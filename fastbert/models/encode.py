@@ -10,12 +10,12 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.config import EncoderConfig
-from fastbert.families.form import Family, Scopes, value_of
+from fastbert.families.schema import Family, Scopes, value_of
 from fastbert.layer_spec import LayerSpec
 from fastbert.layers.context import LayerContext, make_context
 from fastbert.layers.embeddings import EmbeddingIds, run_embeddings
 from fastbert.layers.encoder import add_norm
-from fastbert.layers.fused import offer_layers, offer_layers_for_training
+from fastbert.layers.fused import try_fused_layers, try_fused_layers_for_training
 from fastbert.layers.leaves import get_leaf, is_called, linear, within
 from fastbert.models.inputs import EncoderInputs
 from fastbert.packing import PackedBatch
@@ -86,10 +86,10 @@ def run_encoder(
         called = scopes.groups and any([is_called(root, path) for path in dict.fromkeys(scopes.groups)])
         if not (wants_probs or wants_hidden_states or called or sharded or calls_layers):
             if not root.training:
-                fused = offer_layers(root, paths, specs, family.final_norm if scopes.ends else None, layer_type, x)
+                fused = try_fused_layers(root, paths, specs, family.final_norm if scopes.ends else None, layer_type, x)
                 if callable(fused):
                     return fused(context)
-            trained = offer_layers_for_training(root, paths, specs, layer_type, x)
+            trained = try_fused_layers_for_training(root, paths, specs, layer_type, x)
             if callable(trained):
                 return final_norm(trained(context)) if scopes.ends else trained(context)
         if not scopes.groups:

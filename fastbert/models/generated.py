@@ -12,7 +12,7 @@ from textwrap import fill
 
 from fastbert.config import EncoderConfig
 from fastbert.families import _FILES, FAMILIES
-from fastbert.families.form import Choice, Family
+from fastbert.families.schema import Choice, Family
 from fastbert.files import writing
 from fastbert.models.classes import head_class
 from fastbert.models.heads import HeadModel
@@ -108,7 +108,7 @@ def stub() -> str:
             body.append(f"class {family.classes}For{name}({kind.__name__}): ...")
     kinds.add((HeadModel.__module__, HeadModel.__name__))
     lines = ["# Written by `python -m fastbert.models.generated` from the families; a test compares.", ""]
-    lines.append("from fastbert.families.form import Head")
+    lines.append("from fastbert.families.schema import Head")
     lines.append("from fastbert.models.base import EncoderModel, PreTrainedModel")
     for module in sorted({module for module, _ in kinds}):
         names = sorted(name for other, name in kinds if other == module)

@@ -14,7 +14,7 @@ from fastbert.config import EncoderConfig
 from fastbert.errors import InputError
 from fastbert.layers.leaves import get_leaf, is_linear, weights_of
 from fastbert.models.base import EncoderModel, PreTrainedModel, must_be_called
-from fastbert.models.hf.recording import record, records_theirs
+from fastbert.models.hf.recording import record, records_hf
 from fastbert.models.inputs import EncoderInputs
 from fastbert.models.outputs import ModelOutput
 from fastbert.packed_inputs import ModelInputs, PackedInputs, labels_of
@@ -139,7 +139,7 @@ class HeadModel(PreTrainedModel):
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, cu_seqlens, max_seqlen, batch,
             task_type_ids,
         )  # fmt: skip
-        if records_theirs() and not given.are_packed():
+        if records_hf() and not given.are_packed():
             asked = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
             recorded = ModelOutput(record(self, given, asked | labelled))
             return recorded if self.config.option("return_dict", return_dict) else recorded.to_tuple()

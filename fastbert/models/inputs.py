@@ -23,7 +23,7 @@ class EncoderInputs:
     rotary_positions, window_positions: int64 (total_tokens,), by which rotary embedding and windows measure distances;
     None: by a token's place in its sequence. As in transformers, these are columns of the padded grid, so that a hole
     in a mask keeps its width, and rotary embedding goes by the caller's position_ids where there are some. Values that
-    are turned, too, keep what their positions are, and not only what lies between them.
+    are rotated, too, keep what their positions are, and not only what lies between them.
     """
 
     batch: PackedBatch

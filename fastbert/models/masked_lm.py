@@ -9,7 +9,7 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.config import ACTIVATIONS, EncoderConfig
-from fastbert.families.form import MaskedLM, PreTraining, SentencePair, value_of
+from fastbert.families.schema import MaskedLM, PreTraining, SentencePair, value_of
 from fastbert.layers.encoder import add_norm, make_norm
 from fastbert.layers.leaves import (
     get_leaf,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fastbert.config import EncoderConfig
-from fastbert.families.form import Family
+from fastbert.families.schema import Family
 from fastbert.layers.leaves import get_leaf
 
 
@@ -22,7 +22,7 @@ def layers_of(root: nn.Module, config: EncoderConfig) -> int | None:
     return len(get_leaf(root, config.layer_paths[0].rpartition(".")[0])._modules)
 
 
-def groups_objection(root: nn.Module, config: EncoderConfig) -> str | None:
+def groups_unsupported(root: nn.Module, config: EncoderConfig) -> str | None:
     """Why ALBERT's groups in `root` are not those of `config`, which says how often each of them runs."""
     if not config.num_hidden_groups:
         return None

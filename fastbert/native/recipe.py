@@ -103,7 +103,7 @@ def compiler_version() -> str:
     return said.splitlines()[0] if said else "unknown"
 
 
-def objection() -> str | None:
+def unsupported() -> str | None:
     """Why no extension can be built here, or None."""
     if not sources():
         return f"there is no csrc in {home()}"
@@ -139,7 +139,7 @@ def cpp_extension() -> Any:
     return cpp_extension
 
 
-def cuda_objection() -> str | None:
+def cuda_unsupported() -> str | None:
     """Why the CUDA part cannot be built here, or None."""
     toolkit = cpp_extension().CUDA_HOME
     import torch
@@ -166,7 +166,7 @@ def cuda_choice() -> tuple[bool, str]:
     asked = os.environ.get("FASTBERT_BUILD_CUDA", "auto")
     if asked not in ("auto", "0", "1"):
         raise SystemExit(f"FASTBERT_BUILD_CUDA={asked!r}: valid values are auto, 0 and 1")
-    against = "FASTBERT_BUILD_CUDA=0" if asked == "0" else cuda_objection()
+    against = "FASTBERT_BUILD_CUDA=0" if asked == "0" else cuda_unsupported()
     if against is None:
         return True, "with the CUDA part"
     if asked == "1":
@@ -248,7 +248,7 @@ def build_command() -> type:
 
 def main(folder: str) -> int:
     """Build into `folder`, and load it. The last line with "fastbert: " in front tells what came of it; 1: nothing."""
-    if (against := objection()) is not None:
+    if (against := unsupported()) is not None:
         say(against)
         return 1
     from setuptools import Distribution

@@ -1,11 +1,11 @@
 """The op level: functions over tensors, no nn.Module, no config. One contract, one oracle, several backends each."""
 
-import fastbert.ops.encoder_layers_training  # noqa: F401  (which registers its offer)
+import fastbert.ops.encoder_layers_training  # noqa: F401  (which registers its fused op)
 
 # Layers, models and accelerate know no backend, and call these.
-from fastbert.backend import offer, transform_objection, warn_of_missing_kernels
+from fastbert.backend import transform_unsupported, try_fused, warn_of_missing_kernels
 from fastbert.ops._common import at_least_fp32
-from fastbert.ops.adamw import LateRows, adamw, adamw_late
+from fastbert.ops.adamw import DeferredRows, adamw, adamw_deferred
 from fastbert.ops.attention import attention, attention_probs
 from fastbert.ops.dropout import dropout
 from fastbert.ops.embedding import embed_layer_norm
@@ -20,7 +20,7 @@ from fastbert.ops.recorded_writes import only_recorded_writes
 from fastbert.ops.rotary import Rotary, rotate
 
 __all__ = [
-    "LateRows",
+    "DeferredRows",
     "LayerOperands",
     "LayerWeights",
     "LinearWeights",
@@ -28,7 +28,7 @@ __all__ = [
     "Rotary",
     "activation",
     "adamw",
-    "adamw_late",
+    "adamw_deferred",
     "add_layer_norm",
     "add_rms_norm",
     "at_least_fp32",
@@ -42,7 +42,6 @@ __all__ = [
     "linears",
     "logits_cross_entropy",
     "multiplies_bf16",
-    "offer",
     "only_recorded_writes",
     "pack",
     "pooling",
@@ -50,7 +49,8 @@ __all__ = [
     "rms_norm",
     "rotate",
     "sequence_cross_entropy",
-    "transform_objection",
+    "transform_unsupported",
+    "try_fused",
     "unpack",
     "warn_of_missing_kernels",
 ]

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from fastbert.backend import Backend, asked_for, transform_objection
+from fastbert.backend import Backend, asked_for, transform_unsupported
 from fastbert.ops._common import at_least_fp32, needs_grad
 from fastbert.ops.dropout import dropout_torch
 from fastbert.ops.packing import check_offsets, check_offsets_on_cpu, token_sequences
@@ -118,7 +118,7 @@ def _rectangle_attention(q, k, v, mask, options):
     q, k, v = (t.transpose(1, 2) for t in (q, *_every_head(q.shape[2], k, v)))
     has_window = mask is not None and mask.shape[2] > 1  # SDPA's gradients err more where a query sees few keys
     # SDPA's kernels are differentiable once, and not in forward mode.
-    is_twice = (asked_for(None) is Backend.TORCH and needs_grad(q, k, v)) or transform_objection() is not None
+    is_twice = (asked_for(None) is Backend.TORCH and needs_grad(q, k, v)) or transform_unsupported() is not None
     if has_window or is_twice or _writes_scores(q, q.shape[2]):
         out = _written_attention(q, k, v, mask, options)
     else:

@@ -22,7 +22,7 @@ from fastbert.native.availability import cuda_error, triton_error
 # What kernels take
 
 
-def triton_objection(x: torch.Tensor) -> str | None:
+def triton_unsupported(x: torch.Tensor) -> str | None:
     """Why Triton's kernels cannot run on x: no GPU and no interpreter, no Triton, or a dtype that they do not have."""
     if x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"tensors are on {x.device.type}"
@@ -33,7 +33,7 @@ def triton_objection(x: torch.Tensor) -> str | None:
     return triton_error()
 
 
-def cuda_objection(x: torch.Tensor, max_columns: int | None = 8192) -> str | None:
+def cuda_unsupported(x: torch.Tensor, max_columns: int | None = 8192) -> str | None:
     """Why the CUDA kernels cannot run on x (total_tokens, width); max_columns None: they do not keep whole rows."""
     if x.device.type != "cuda":
         return f"tensors are on {x.device.type}"

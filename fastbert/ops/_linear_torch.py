@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from fastbert.backend import transform_objection
+from fastbert.backend import transform_unsupported
 from fastbert.ops._common import at_least_fp32, compute_dtype
 
 _ACTIVATIONS = {
@@ -30,7 +30,7 @@ ACTIVATIONS_IN_PLACE = {
 
 def may_write_over(*tensors: torch.Tensor) -> bool:
     """Whether no derivative needs what they hold; of a transform's nested tensors only the outermost would say."""
-    return transform_objection() is None and not any([t.requires_grad for t in tensors])
+    return transform_unsupported() is None and not any([t.requires_grad for t in tensors])
 
 
 def activation_torch(x: torch.Tensor, name: str) -> torch.Tensor:

@@ -22,7 +22,7 @@ _SCHEMA = (
     " float beta1, float beta2, float eps, float max_norm) -> Tensor"
 )
 # The rows (None: all) take the steps of the history that they have not had, each with a gradient of zero.
-_LATE_SCHEMA = (
+_DEFERRED_SCHEMA = (
     "(Tensor(a!) weight, Tensor(b!) mean, Tensor(c!) square, Tensor(d!) done, Tensor? rows, Tensor history, int count)"
     " -> ()"
 )
@@ -33,10 +33,10 @@ def _fake(weights, *others):
 
 
 _OPS = {Backend.CPU: define("adamw_cpu", _SCHEMA, _fake)}
-_LATE = define("adamw_late_cpu", _LATE_SCHEMA, lambda *arguments: None)
+_DEFERRED = define("adamw_deferred_cpu", _DEFERRED_SCHEMA, lambda *arguments: None)
 
 
-class LateRows:
+class DeferredRows:
     """The steps of AdamW that rows of a table without a gradient have not had yet: 24 bytes a step, and 4 a row.
 
     A table of words has a hundred times the rows that a step looks up. A row without a gradient takes a step all the
@@ -82,21 +82,23 @@ class LateRows:
         return [(t.data_ptr(), t._version) for t in (self.weight, self.mean, self.square)]
 
 
-def adamw_late(late: LateRows, *, rows: torch.Tensor | None = None) -> None:
+def adamw_deferred(deferred: DeferredRows, *, rows: torch.Tensor | None = None) -> None:
     """Do the steps that rows of a table lack, in place: of `rows`, int64 (any number,), or of all.
 
     Raises RuntimeError: there is no such row, or the table was written to meanwhile.
     """
-    if late.count == 0:
+    if deferred.count == 0:
         return
-    late.check()
+    deferred.check()
     with torch.no_grad():
-        _LATE(late.weight, late.mean, late.square, late.done, rows, late.history, late.count)
+        _DEFERRED(
+            deferred.weight, deferred.mean, deferred.square, deferred.done, rows, deferred.history, deferred.count
+        )
     if rows is None:
-        late.done.zero_()
-        late.count = 0
-    torch.autograd.graph.increment_version([late.weight])
-    late.note()
+        deferred.done.zero_()
+        deferred.count = 0
+    torch.autograd.graph.increment_version([deferred.weight])
+    deferred.note()
 
 
 def _supports_cpu(*tensors) -> str | None:
@@ -130,7 +132,7 @@ def adamw(
     beta2: float,
     eps: float,
     max_norm: float = 0.0,
-    late: Sequence[LateRows | None] | None = None,
+    deferred: Sequence[DeferredRows | None] | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Change weights, means, squares and steps in place by one step; returns the norm of all gradients, float32 ().
@@ -138,17 +140,17 @@ def adamw(
     Args:
         weights, gradients: lists of float32 tensors, one gradient a weight. They stay as they are where the gradients
             are clipped. A gradient may be sparse in its first dimension, as that of nn.Embedding(sparse=True): the
-            rows that it does not have are zero, and take their step, too, or later: see `late`.
+            rows that it does not have are zero, and take their step, too, or later: see `deferred`.
         means, squares: the moving means of the gradients and of their squares, of the weights' shapes.
         steps: float32 (), a tensor a weight: how many steps it has had; 1 is added.
         rates, decays: the learning rate and the weight decay of each weight.
         max_norm: if all gradients together are longer, they are shortened to it (Pascanu et al. 2013). 0: they are
             not, and the norm that is returned is NaN.
-        late: of each weight, what its rows lack, made of the same weight, mean and square; rows without a gradient are
-            left as they are, and `adamw_late` is to be called before anybody reads them. None: all rows take the step
-            here.
+        deferred: of each weight, what its rows lack, made of the same weight, mean and square; rows without a gradient
+            are left as they are, and `adamw_deferred` is to be called before anybody reads them. None: all rows take
+            the step here.
 
-    Raises BackendError: the backend that was asked for cannot serve the call. ValueError: `late` of another table.
+    Raises BackendError: the backend that was asked for cannot serve the call. ValueError: `deferred` of another table.
     RuntimeError: a row has a gradient, but lacks steps from before, so that what was looked up was not the row; or a
     table was written to meanwhile.
     """
@@ -157,20 +159,22 @@ def adamw(
     with torch.no_grad():
         gradients = [_by_rows(g) if g.is_sparse else g for g in gradients]
         values = [g.values() if g.is_sparse else g for g in gradients]
-        waiting = [None] * len(gradients) if late is None else late
+        waiting = [None] * len(gradients) if deferred is None else deferred
         if select("adamw", backend, *weights, *values) is Backend.TORCH:
             for each in waiting:
                 if each is not None:
-                    adamw_late(each)
+                    adamw_deferred(each)
             dense = [g.to_dense() if g.is_sparse else g for g in gradients]
             return _adamw_torch(weights, dense, means, squares, steps, rates, decays, beta1, beta2, eps, max_norm)
         rows = [g.indices()[0] if g.is_sparse else None for g in gradients]
         lates = {
-            i: waiting[i] or LateRows(weights[i], means[i], squares[i]) for i, of in enumerate(rows) if of is not None
+            i: waiting[i] or DeferredRows(weights[i], means[i], squares[i])
+            for i, of in enumerate(rows)
+            if of is not None
         }
         for i, each in lates.items():
             if not each.is_of(weights[i], means[i], squares[i]):
-                raise ValueError(f"late[{i}] is of another table than weight {i}, or of other means")
+                raise ValueError(f"deferred[{i}] is of another table than weight {i}, or of other means")
             each.check()
             each.make_room()
         changed = list(weights)
@@ -184,7 +188,7 @@ def adamw(
             each.count += 1
             each.note()
             if waiting[i] is None:
-                adamw_late(each)
+                adamw_deferred(each)
         return norm
 
 

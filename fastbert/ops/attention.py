@@ -17,7 +17,7 @@ from fastbert.ops._common import (
     define,
     define_triton,
     needs_grad,
-    triton_objection,
+    triton_unsupported,
 )
 from fastbert.ops.packing import int32_offsets
 from fastbert.ops.rotary import Rotary, check_rotary, rotary_triton, rotate
@@ -105,14 +105,14 @@ def _supports_cpu(q, k, v, options) -> str | None:
         return f"tensors are on {q.device.type}"
     if q.dtype not in (torch.float32, torch.bfloat16):
         return f"dtype {q.dtype} (has float32 and bfloat16)"
-    return _head_dim_objection(q) or extension_error()
+    return _head_dim_unsupported(q) or extension_error()
 
 
 def _supports_triton(q, k, v, options) -> str | None:
-    return triton_objection(q) or _head_dim_objection(q)
+    return triton_unsupported(q) or _head_dim_unsupported(q)
 
 
-def _head_dim_objection(q) -> str | None:
+def _head_dim_unsupported(q) -> str | None:
     if not 2 <= q.shape[-1] <= 256:  # 1: what its rounded output costs the fp32 gradients has nothing to drown in
         return f"head_dim is {q.shape[-1]} (has 2 to 256)"
     return None

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from fastbert.backend import Backend, register, select
 from fastbert.native.availability import extension_error
-from fastbert.ops._common import Differentiable, Rule, define, define_triton, needs_grad, triton_objection
+from fastbert.ops._common import Differentiable, Rule, define, define_triton, needs_grad, triton_unsupported
 
 # x (rows, width) by the mask of philox, int64 (2,) = [seed, offset] on x's device, which add_layer_norm would have for
 # the same rows. Backward is the same op over dout: the mask is not kept, but made again.
@@ -41,7 +41,7 @@ def _probe(x, vector):
 
 
 register("dropout", Backend.CPU, _supports_cpu, probe=_probe)
-register("dropout", Backend.TRITON, triton_objection, probe=_probe)
+register("dropout", Backend.TRITON, triton_unsupported, probe=_probe)
 
 
 def _launch(backend, dropout_p, x, philox):

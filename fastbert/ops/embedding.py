@@ -13,11 +13,11 @@ from fastbert.ops._common import (
     Differentiable,
     Rule,
     check_devices,
-    cuda_objection,
+    cuda_unsupported,
     define,
     define_triton,
     needs_grad,
-    triton_objection,
+    triton_unsupported,
 )
 from fastbert.ops.dropout import dropout, dropout_torch
 from fastbert.ops.layer_norm import add_layer_norm
@@ -97,13 +97,13 @@ def _supports_cpu(x, *others) -> str | None:
 def _supports_cuda(x, *others) -> str | None:
     if needs_grad(x, *others):
         return "it has no backward"
-    return cuda_objection(x) or _supports_common(x, *others)
+    return cuda_unsupported(x) or _supports_common(x, *others)
 
 
 def _supports_triton(x, *others) -> str | None:
     if x.shape[-1] > 8192:
         return f"embedding_size {x.shape[-1]} is above 8192, that of add_layer_norm"
-    return triton_objection(x) or _supports_common(x, *others)
+    return triton_unsupported(x) or _supports_common(x, *others)
 
 
 register("embed_layer_norm", Backend.CPU, _supports_cpu)

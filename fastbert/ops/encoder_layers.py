@@ -2,8 +2,8 @@
 figure 1). Calling their ops one by one takes a third of a short text's time in inference, and 3 % of a fine-tuning
 step on 32 sentences. encoder_layers_training.py has what has a backward.
 
-Both are offers: `offer("encoder_layers", x, look)` for inference, `offer("encoder_layers_training", x, look)`; `look()`
-gives LayerOperands. What they answer is called with cu_seqlens, int32 (batch + 1,), the offsets of the
+Both are fused ops: `try_fused("encoder_layers", x, look)` for inference, `try_fused("encoder_layers_training", x,
+look)`; `look()` gives LayerOperands. What they answer is called with cu_seqlens, int32 (batch + 1,), the offsets of the
 sequences, and where a layer's spec says so, a tuple of Rotary and the positions that windows go by, as in `attention`.
 It returns what x is, (total_tokens, hidden_size).
 """
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastbert.backend import Backend, register_offer
+from fastbert.backend import Backend, register_fused
 from fastbert.layer_spec import LayerNumbers, LayerSpec, RotarySpec
 from fastbert.native.availability import extension_error
 from fastbert.ops._common import check_devices, define, needs_grad
@@ -71,7 +71,7 @@ class LayerOperands(NamedTuple):
     ints: list[int]  # of the LayerNumbers that differ
     floats: list[float]
     final_eps: float | None
-    objection: str | None
+    unsupported: str | None
 
     @classmethod
     def of(
@@ -86,7 +86,7 @@ class LayerOperands(NamedTuple):
         """
         weights, biases, scales, input_scales, norms, layers = [], [], [], [], [], []
         kinds: dict[LayerNumbers, int] = {}
-        objection, activation = None, given[0].spec.feed_forward.activation
+        unsupported, activation = None, given[0].spec.feed_forward.activation
         for layer in given:
             spec, position = layer.spec, layer.spec.attention.position
             if len(layer.linears) != len(spec.names.linears):
@@ -111,14 +111,14 @@ class LayerOperands(NamedTuple):
             numbers = LayerNumbers.of(spec, rotary, (bias_bits, scale_bits, norm_bits), eps, layer.trains)
             if numbers not in kinds:
                 kinds[numbers] = len(kinds)
-                objection = objection or _objection(spec)
+                unsupported = unsupported or _unsupported(spec)
             if spec.feed_forward.activation != activation:
-                objection = f"layers have {spec.feed_forward.activation} and {activation}"
+                unsupported = f"layers have {spec.feed_forward.activation} and {activation}"
             layers.append(kinds[numbers])
         if final_norm is not None:
             norms += [final_norm.weight] if final_norm.bias is None else [final_norm.weight, final_norm.bias]
             if not given[-1].spec.norm_first:
-                objection = "there is a norm behind post-norm layers"
+                unsupported = "there is a norm behind post-norm layers"
         return cls(
             weights,
             biases,
@@ -130,11 +130,11 @@ class LayerOperands(NamedTuple):
             [n for numbers in kinds for n in numbers.ints],
             [n for numbers in kinds for n in numbers.floats],
             None if final_norm is None else final_norm.eps,
-            objection,
+            unsupported,
         )
 
 
-def _objection(spec: LayerSpec) -> str | None:
+def _unsupported(spec: LayerSpec) -> str | None:
     """Why the CPU's kernels cannot run a layer."""
     attention, position = spec.attention, spec.attention.position
     if not 2 <= attention.head_dim <= 256:
@@ -164,8 +164,8 @@ def supports(x: torch.Tensor) -> str | None:
 
 
 def accepts(x: torch.Tensor, operands: LayerOperands) -> str | None:
-    if operands.objection is not None:
-        return operands.objection
+    if operands.unsupported is not None:
+        return operands.unsupported
     # A set, not a loop with a choice for each tensor: there are a hundred, and a short text takes half a millisecond.
     tensors = (*operands.weights, *operands.biases, *operands.norms)
     if not {t.dtype if t.is_cpu else t.device for t in tensors} <= {x.dtype, torch.int8}:
@@ -235,4 +235,4 @@ def _versions(weights: list[torch.Tensor]) -> list[int]:
         return []
 
 
-register_offer("encoder_layers", Backend.CPU, _supports_inference, _accepts_inference, _run_inference)
+register_fused("encoder_layers", Backend.CPU, _supports_inference, _accepts_inference, _run_inference)

@@ -1,4 +1,4 @@
-"""Whole layers of any spec in one call, with a backward: an offer, `offer("encoder_layers_training", x, look)`.
+"""Whole layers of any spec in one call, with a backward: a fused op, `try_fused("encoder_layers_training", x, look)`.
 
 One call for all layers of MiniLM, and not one for each, takes 2 of a fine-tuning step's 55 ms on 32 sentences: Python,
 autograd and torch's dispatcher work on one core while the other one waits.
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastbert.backend import Backend, register_offer
+from fastbert.backend import Backend, register_fused
 from fastbert.layer_spec import LayerNumbers
 from fastbert.ops._common import check_devices, compute_dtype, define, differentiable_once
 from fastbert.ops.encoder_layers import LayerOperands, accepts, supports, tables_of
@@ -152,4 +152,4 @@ def _run_training(
     return _EncoderLayers.apply(x, cu_seqlens, philox, window_positions, call, *weights, *norms, *biases, *tables)
 
 
-register_offer("encoder_layers_training", Backend.CPU, _supports_training, _accepts_training, _run_training)
+register_fused("encoder_layers_training", Backend.CPU, _supports_training, _accepts_training, _run_training)

@@ -14,11 +14,11 @@ from fastbert.ops._common import (
     Rule,
     check_devices,
     compute_dtype,
-    cuda_objection,
+    cuda_unsupported,
     define,
     define_triton,
     needs_grad,
-    triton_objection,
+    triton_unsupported,
 )
 from fastbert.ops._linear_torch import ACTIVATIONS_IN_PLACE, activation_torch, linear_torch, may_write_over
 from fastbert.ops.dropout import dropout_torch
@@ -129,12 +129,12 @@ def _supports_gpu(x, up_weight, up_bias, down_weight, gate_weight, gate_bias, op
 
 
 def _supports_triton(x, *operands) -> str | None:
-    return _supports_gpu(x, *operands) or triton_objection(x)
+    return _supports_gpu(x, *operands) or triton_unsupported(x)
 
 
 def _supports_cuda(x, *operands) -> str | None:
     # Any intermediate_size: rows that 16-byte loads do not take go element by element.
-    return _supports_gpu(x, *operands) or cuda_objection(x, max_columns=None)
+    return _supports_gpu(x, *operands) or cuda_unsupported(x, max_columns=None)
 
 
 def _probe(x: torch.Tensor, vector: torch.Tensor) -> tuple:

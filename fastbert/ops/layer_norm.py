@@ -17,11 +17,11 @@ from fastbert.ops._common import (
     Differentiable,
     Rule,
     check_devices,
-    cuda_objection,
+    cuda_unsupported,
     define,
     define_triton,
     needs_grad,
-    triton_objection,
+    triton_unsupported,
 )
 from fastbert.ops.dropout import dropout_torch
 
@@ -121,11 +121,11 @@ def _supports_triton(x, residual, weight, bias, x_bias=None) -> str | None:
         return f"hidden_size {x.shape[-1]} is above 8192, where the backward's rows no longer fit in registers"
     if weight.dtype not in (x.dtype, torch.float32):
         return f"weight is {weight.dtype}, x is {x.dtype}"
-    return triton_objection(x) or _supports_common(x, residual, weight, bias, x_bias)
+    return triton_unsupported(x) or _supports_common(x, residual, weight, bias, x_bias)
 
 
 def _supports_cuda(x, residual, weight, bias, x_bias=None) -> str | None:
-    return cuda_objection(x) or _supports_one_dtype(x, residual, weight, bias, x_bias)
+    return cuda_unsupported(x) or _supports_one_dtype(x, residual, weight, bias, x_bias)
 
 
 for _op in ("add_layer_norm", "add_rms_norm"):
@@ -165,7 +165,7 @@ def _autocast_dtype(x: torch.Tensor, backend: str | None) -> torch.dtype:
     asked = asked_for(backend)
     is_triton = asked is Backend.TRITON if asked is not None else x.device.type == "cuda"
     low = torch.get_autocast_dtype(x.device.type)
-    return low if low is torch.bfloat16 and is_triton and triton_objection(x) is None else torch.float32
+    return low if low is torch.bfloat16 and is_triton and triton_unsupported(x) is None else torch.float32
 
 
 def _add_norm(op, x, residual, weight, bias, x_bias, prenorm, backend, options):

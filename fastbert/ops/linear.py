@@ -1,8 +1,8 @@
 """Products with a weight: one or several over the same x, with bias and activation in the GEMM's epilogue.
 
-On a GPU several products without an activation, those of query, key and value, are offered as one (`merged_linears`),
-over weights laid beside each other: x is read once, and backward's dx is added up inside its product instead of by two
-passes over memory.
+On a GPU several products without an activation, those of query, key and value, run as one where they can
+(`merged_linears`), over weights laid beside each other: x is read once, and backward's dx is added up inside its
+product instead of by two passes over memory.
 
 int8 weights (Dettmers et al. 2022, section 2.1) hold round(w / scale) with one scale an output channel; rows of x are
 quantised on the fly by their own largest value, or by a scale that calibration has found.
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastbert.backend import Backend, asked_for, offer, register, register_offer, select
+from fastbert.backend import Backend, asked_for, register, register_fused, select, try_fused
 from fastbert.native.availability import extension_error
 from fastbert.ops._common import (
     Differentiable,
@@ -112,9 +112,9 @@ _RULE = Rule(_forward, _backward)
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# merged_linears: products without an activation as one, an offer on GPUs. Laying three weights of BERT-base beside each
-# other moves 7 MB, 2 us on an H200: in inference that must be little beside the products, in training it costs less
-# than backward's additions.
+# merged_linears: products without an activation as one, a fused op on GPUs. Laying three weights of BERT-base beside
+# each other moves 7 MB, 2 us on an H200: in inference that must be little beside the products, in training it costs
+# less than backward's additions.
 
 _MERGED_TOKENS = 4096
 
@@ -201,8 +201,8 @@ class _MergedLinears(torch.autograd.Function):
 
 
 # cuBLAS's product, beside the kernels of either backend.
-register_offer("merged_linears", Backend.CUDA, _supports_merged, _accepts_merged, _run_merged)
-register_offer("merged_linears", Backend.TRITON, _supports_merged_triton, _accepts_merged, _run_merged)
+register_fused("merged_linears", Backend.CUDA, _supports_merged, _accepts_merged, _run_merged)
+register_fused("merged_linears", Backend.TRITON, _supports_merged_triton, _accepts_merged, _run_merged)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def linears(
     check_gradient(x, scales)
     if chosen is Backend.TORCH:
         if asked_for(backend) is not Backend.TORCH:
-            merged = offer("merged_linears", x, lambda: (weights, biases, scales, activation))
+            merged = try_fused("merged_linears", x, lambda: (weights, biases, scales, activation))
             if not isinstance(merged, str):
                 return merged()
         return [

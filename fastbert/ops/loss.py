@@ -17,7 +17,7 @@ from fastbert.ops._common import (
     compute_dtype,
     define_triton,
     needs_grad,
-    triton_objection,
+    triton_unsupported,
 )
 from fastbert.ops._linear_torch import product
 from fastbert.ops.linear import linear, supports_gemm_cpu
@@ -89,7 +89,7 @@ def _supports_triton(x, weight, bias, labels) -> str | None:
     for t in (weight, bias):
         if t is not None and t.dtype is not x.dtype and not torch.is_autocast_enabled(x.device.type):
             return f"a weight is {t.dtype}, hidden_states are {x.dtype}"
-    return triton_objection(x)
+    return triton_unsupported(x)
 
 
 register("cross_entropy", Backend.CPU, lambda x, weight, *others: supports_gemm_cpu(x, weight))

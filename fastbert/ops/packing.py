@@ -16,7 +16,7 @@ from fastbert.ops._common import (
     define_triton,
     differentiable_once,
     needs_grad,
-    triton_objection,
+    triton_unsupported,
 )
 
 # Rows of x (num_rows, width) to (total_tokens, width), and back with zeros in the rows that indices leaves out.
@@ -36,7 +36,7 @@ _UNPACK = define_triton(
 )
 
 for _op in ("pack", "unpack"):
-    register(_op, Backend.TRITON, triton_objection, probe=lambda x, vector: (x,))
+    register(_op, Backend.TRITON, triton_unsupported, probe=lambda x, vector: (x,))
 
 
 class _Pack(torch.autograd.Function):

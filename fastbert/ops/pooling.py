@@ -13,7 +13,7 @@ from fastbert.ops._common import (
     define_triton,
     differentiable_once,
     needs_grad,
-    triton_objection,
+    triton_unsupported,
 )
 from fastbert.ops.packing import check_offsets_on_cpu, int32_offsets, token_sequences
 
@@ -84,7 +84,7 @@ def _pooling_torch(hidden_states, cu_seqlens, mode):
 def _supports_triton(x, cu_seqlens) -> str | None:
     if x.dim() != 2:
         return f"hidden_states has {x.dim()} dimensions, the kernels take (total_tokens, hidden_size)"
-    return triton_objection(x)
+    return triton_unsupported(x)
 
 
 register("pooling", Backend.TRITON, _supports_triton, probe=lambda x, vector: (x, vector))

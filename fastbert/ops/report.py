@@ -23,7 +23,7 @@ def backends(device: str | torch.device = "cpu", dtype: torch.dtype = torch.floa
     for op, table in sorted(registry.SUPPORTS.items()):
         probe = registry.PROBES[op](x, vector) if op in registry.PROBES else (x, None, vector, vector)
         try:
-            chosen = first_to_serve(op, *probe) or Backend.TORCH if op in registry.OFFERS else select(op, None, *probe)
+            chosen = first_to_serve(op, *probe) or Backend.TORCH if op in registry.FUSED else select(op, None, *probe)
             selected = chosen.value
         except BackendError:
             selected = "none"

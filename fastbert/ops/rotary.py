@@ -20,7 +20,7 @@ class Rotary(NamedTuple):
     by_token: bool = False  # row t belongs to token t of the packed batch, else row p to position p of a sequence
 
 
-# q and k turned by their tokens' positions (cos and sin, fp32 (rows, head_dim // 2), rows in one piece): both
+# q and k rotated by their tokens' positions (cos and sin, fp32 (rows, head_dim // 2), rows in one piece): both
 # contiguous, zeros in slack rows. tiles and tile: as in attention; the rest: as in Rotary.
 rotary_triton = define_triton(
     "rotary",

@@ -11,7 +11,7 @@ from fastbert.sentences.batches import check_text, check_texts
 from fastbert.sentences.loading import LoadArguments
 from fastbert.sentences.pool import ProcessPool
 from fastbert.sentences.scorer import SequenceScorer, check_pair
-from fastbert.sentences.text_model import Devices, RunOptions
+from fastbert.sentences.text_model import Devices, InferenceOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -53,7 +53,7 @@ class TextClassifier(SequenceScorer):
         """
         one = isinstance(inputs, str)
         listed = check_texts(inputs) if isinstance(inputs, str) else _check_inputs(inputs)
-        options = RunOptions("", batch_tokens, batch_size, on_host=True)
+        options = InferenceOptions("", batch_tokens, batch_size, on_host=True)
         bar_options = {"desc": "classifying"}
         logits = self.shared_rows(listed, options, show_progress_bar, device, pool, chunk_size, **bar_options)
         scores = self.probabilities(logits).numpy()

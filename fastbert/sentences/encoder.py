@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-from fastbert.data.sentence_folder import Normalize, Recipe, Settings, read_recipe
+from fastbert.data.sentence_folder import FolderSettings, Normalize, Recipe, read_recipe
 from fastbert.data.tokenized import CHUNK_TEXTS, run_batches
 from fastbert.errors import ConfigError, InputError
 from fastbert.models.auto import load_encoder
@@ -35,7 +35,7 @@ from fastbert.sentences.similarity import (
     similarity,
     similarity_pairwise,
 )
-from fastbert.sentences.text_model import Devices, RunOptions, TextModel
+from fastbert.sentences.text_model import Devices, InferenceOptions, TextModel
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -80,7 +80,7 @@ class SentenceEncoder(TextModel):
             module.to(device=opened.device, dtype=torch.float32).requires_grad_(False)
         settings = opened.settings
         settings.similarity_fn_name = similarity_fn_name or settings.similarity_fn_name
-        settings.truncate_dim = RunOptions(truncate_dim=truncate_dim).truncate_dim or settings.truncate_dim
+        settings.truncate_dim = InferenceOptions(truncate_dim=truncate_dim).truncate_dim or settings.truncate_dim
         self._assemble(model, opened.tokenizer(), opened.length(model), settings, recipe)
         self.folder = opened.root
 
@@ -89,7 +89,7 @@ class SentenceEncoder(TextModel):
         model: PreTrainedModel,
         tokenizer: Tokenizer,
         max_seq_length: int,
-        settings: Settings | None = None,
+        settings: FolderSettings | None = None,
         recipe: Recipe | None = None,
     ) -> None:
         super()._assemble(model, tokenizer, max_seq_length, settings)
@@ -97,7 +97,7 @@ class SentenceEncoder(TextModel):
         self.truncate_dim = self.settings.truncate_dim
         self.similarity_fn_name = self.settings.similarity_fn_name or "cosine"
         pooled = torch.zeros(1, model.config.hidden_size * len(self.recipe.pooling), device=model.device)
-        self.full_dim = self._finish(pooled, RunOptions()).shape[1]  # before truncate_dim
+        self.full_dim = self._finish(pooled, InferenceOptions()).shape[1]  # before truncate_dim
 
     def to(self, device: str | torch.device) -> SentenceEncoder:
         super().to(device)
@@ -193,7 +193,7 @@ class SentenceEncoder(TextModel):
         if normalize_embeddings and normalize is False:
             raise InputError("normalize_embeddings=True and normalize=False exclude each other")
         one, listed, as_vectors = isinstance(inputs, str), check_texts(inputs), output_value == "sentence_embedding"
-        options = RunOptions(
+        options = InferenceOptions(
             prompt=self.prompt(prompt_name, prompt),
             batch_tokens=batch_tokens,
             batch_size=batch_size,
@@ -264,7 +264,7 @@ class SentenceEncoder(TextModel):
         `chunk_texts`-th text, or at a multiple of that, gives the same bits.
         `on_batch(texts)` is called after each batch.
         """
-        options = RunOptions(
+        options = InferenceOptions(
             self.prompt(prompt_name, prompt), batch_tokens, normalize=normalize, truncate_dim=truncate_dim
         )
         for chunk in in_chunks(texts, chunk_texts, aligned=True):
@@ -272,7 +272,7 @@ class SentenceEncoder(TextModel):
             yield self.rows_of(made, options, on_batch).cpu().numpy(), len(made.ids)
 
     def token_rows(
-        self, inputs: list[str], options: RunOptions, on_batch: Callable[[int], Any] = lambda texts: None
+        self, inputs: list[str], options: InferenceOptions, on_batch: Callable[[int], Any] = lambda texts: None
     ) -> list[dict[str, torch.Tensor]]:
         """For each of the texts what `encode` gives for `output_value=None`."""
         found: list[dict[str, torch.Tensor]] = [{}] * len(inputs)
@@ -300,18 +300,18 @@ class SentenceEncoder(TextModel):
                     found[places[i]] = row
         return found
 
-    def no_rows(self, options: RunOptions) -> torch.Tensor:
+    def no_rows(self, options: InferenceOptions) -> torch.Tensor:
         width = self.dim if options.truncate_dim is None else min(options.truncate_dim, self.full_dim)
         return torch.empty(0, width, device=self.device)
 
-    def compute(self, batch: PackedInputs, options: RunOptions) -> torch.Tensor:
+    def compute(self, batch: PackedInputs, options: InferenceOptions) -> torch.Tensor:
         """The vectors, float32 (sequences, width)."""
         return self._vectors(self.model.last_hidden_state(batch), batch, options)
 
-    def _vectors(self, hidden: torch.Tensor, batch: PackedInputs, options: RunOptions) -> torch.Tensor:
+    def _vectors(self, hidden: torch.Tensor, batch: PackedInputs, options: InferenceOptions) -> torch.Tensor:
         return self._finish(self._pool(hidden, batch["batch"].cu_seqlens, options), options)
 
-    def _pool(self, hidden: torch.Tensor, cu_seqlens: torch.Tensor, options: RunOptions) -> torch.Tensor:
+    def _pool(self, hidden: torch.Tensor, cu_seqlens: torch.Tensor, options: InferenceOptions) -> torch.Tensor:
         leaves_out = options.prompt and not self.recipe.prompt_is_pooled
         return pool_tokens(
             hidden, cu_seqlens, self.recipe.pooling, self._prompt_tokens(options.prompt) if leaves_out else 0
@@ -323,7 +323,7 @@ class SentenceEncoder(TextModel):
         return len(encoding.ids) - encoding.special_tokens_mask[-1]
 
     @torch.inference_mode()
-    def _finish(self, pooled: torch.Tensor, options: RunOptions) -> torch.Tensor:
+    def _finish(self, pooled: torch.Tensor, options: InferenceOptions) -> torch.Tensor:
         modules, pooled = self.recipe.modules, pooled.float()
         if options.normalize is False and modules and isinstance(modules[-1], Normalize):
             modules = modules[:-1]

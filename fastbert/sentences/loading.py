@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from fastbert.checkpoint.arguments import check_format, chosen_device, left_over
 from fastbert.checkpoint.dtypes import parse_dtype
 from fastbert.data.sentence_folder import (
-    Settings,
+    FolderSettings,
     check_alone,
     read_settings,
     transformer_folder,
@@ -76,7 +76,7 @@ class Opened:
 
     root: Path
     folder: Path  # of the transformer in it
-    settings: Settings
+    settings: FolderSettings
     device: torch.device
     dtype: torch.dtype | None  # None: the checkpoint's own
     int8: bool

@@ -12,7 +12,7 @@ import torch
 from fastbert.errors import InputError
 
 if TYPE_CHECKING:
-    from fastbert.sentences.text_model import RunOptions, TextModel
+    from fastbert.sentences.text_model import InferenceOptions, TextModel
 
 LARGEST_CHUNK = 5000  # texts; sentence-transformers' own
 CHUNKS_PER_WORKER = 10  # so that workers end at about the same time
@@ -38,7 +38,7 @@ class ProcessPool:
         self._executor = ProcessPoolExecutor(self.workers, context, _start, (sent, waiting, threads))
 
     def rows(
-        self, inputs: list[Any], options: RunOptions, chunk_size: int | None = None
+        self, inputs: list[Any], options: InferenceOptions, chunk_size: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """(how many inputs, their rows) for one chunk after the other, in order."""
         if chunk_size is not None and chunk_size < 1:
@@ -70,7 +70,7 @@ def _start(model: TextModel, waiting: Any, threads: int) -> None:
     _model = model.to(device)
 
 
-def _run(inputs: list[Any], options: RunOptions) -> Any:
+def _run(inputs: list[Any], options: InferenceOptions) -> Any:
     assert _model is not None
     rows = _model.rows(inputs, options).cpu()
     # NumPy travels through the pipe; a tensor would be a file of shared memory for each chunk.

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import nn
 
-from fastbert.data.sentence_folder import Settings
+from fastbert.data.sentence_folder import FolderSettings
 from fastbert.errors import ConfigError, InputError
 from fastbert.models.base import PreTrainedModel
 from fastbert.sentences.loading import LoadArguments
 from fastbert.sentences.pool import ProcessPool
 from fastbert.sentences.scorer import SequenceScorer, check_pair
-from fastbert.sentences.text_model import Devices, RunOptions
+from fastbert.sentences.text_model import Devices, InferenceOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -75,7 +75,7 @@ class Reranker(SequenceScorer):
             raise ConfigError(f"num_labels={num_labels}: the checkpoint of {model_name_or_path} has {self.num_labels}")
 
     def _assemble(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, max_seq_length: int, settings: Settings | None = None
+        self, model: PreTrainedModel, tokenizer: Tokenizer, max_seq_length: int, settings: FolderSettings | None = None
     ) -> None:
         super()._assemble(model, tokenizer, max_seq_length, settings)
         self.activation_fn = self._given_activation or _activation(model, settings, self.num_labels)
@@ -134,7 +134,7 @@ class Reranker(SequenceScorer):
         """
         pairs, one = _check_pairs(inputs)
         on_host = convert_to_numpy and not convert_to_tensor
-        options = RunOptions(self.prompt(prompt_name, prompt), batch_tokens, batch_size, on_host=on_host)
+        options = InferenceOptions(self.prompt(prompt_name, prompt), batch_tokens, batch_size, on_host=on_host)
         bar_options = {"unit": " pairs", "desc": "scoring"}
         logits = self.shared_rows(pairs, options, show_progress_bar, device, pool, chunk_size, **bar_options)
         scores = self.scores(logits, activation_fn, apply_softmax)
@@ -189,7 +189,7 @@ def _check_pairs(inputs: Any) -> tuple[list[tuple[str, str]], bool]:
     return [check_pair(f"inputs[{i}]", pair) for i, pair in enumerate(listed)], False
 
 
-def _activation(model: PreTrainedModel, settings: Settings | None, num_labels: int) -> Activation:
+def _activation(model: PreTrainedModel, settings: FolderSettings | None, num_labels: int) -> Activation:
     """What the folder names, in today's place or those of older releases; else sentence-transformers' default."""
     extra = model.config.extra
     older = extra.get("sentence_transformers")

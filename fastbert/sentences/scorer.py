@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from fastbert.checkpoint.weight_files import some
-from fastbert.data.sentence_folder import Settings
+from fastbert.data.sentence_folder import FolderSettings
 from fastbert.errors import CheckpointError
 from fastbert.models.auto import AutoModelForSequenceClassification
 from fastbert.models.base import PreTrainedModel
@@ -18,7 +18,7 @@ from fastbert.models.heads import HeadModel
 from fastbert.packed_inputs import PackedInputs
 from fastbert.sentences.batches import check_text
 from fastbert.sentences.loading import open_folder
-from fastbert.sentences.text_model import RunOptions, TextModel
+from fastbert.sentences.text_model import InferenceOptions, TextModel
 
 
 class SequenceScorer(TextModel):
@@ -28,7 +28,7 @@ class SequenceScorer(TextModel):
     what: ClassVar[str]  # that it is given, in messages
 
     def _assemble(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, max_seq_length: int, settings: Settings | None = None
+        self, model: PreTrainedModel, tokenizer: Tokenizer, max_seq_length: int, settings: FolderSettings | None = None
     ) -> None:
         super()._assemble(model, tokenizer, max_seq_length, settings)
         self.num_labels = model.live_config.num_labels
@@ -52,10 +52,10 @@ class SequenceScorer(TextModel):
         """Of the labels, (inputs, num_labels) as the logits are: see label_probabilities."""
         return label_probabilities(logits, self.model.config.problem_type)
 
-    def no_rows(self, options: RunOptions) -> torch.Tensor:
+    def no_rows(self, options: InferenceOptions) -> torch.Tensor:
         return torch.empty(0, self.num_labels, device=self.device, dtype=torch.promote_types(self.dtype, torch.float32))
 
-    def compute(self, batch: PackedInputs, options: RunOptions) -> torch.Tensor:
+    def compute(self, batch: PackedInputs, options: InferenceOptions) -> torch.Tensor:
         """The logits, (sequences, num_labels), at least float32."""
         others = {name: value for name, value in batch.items() if name != "input_ids"}
         logits = self.model(batch["input_ids"], **others).logits

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from fastbert import ops
 from fastbert.checkpoint.weight_files import some
-from fastbert.data.sentence_folder import Settings, SpladePooling, read_splade
+from fastbert.data.sentence_folder import FolderSettings, SpladePooling, read_splade
 from fastbert.errors import CheckpointError, InputError
 from fastbert.models.auto import AutoModelForMaskedLM
 from fastbert.models.base import PreTrainedModel
@@ -21,7 +21,7 @@ from fastbert.sentences.batches import check_texts, longest_first
 from fastbert.sentences.loading import LoadArguments, open_folder
 from fastbert.sentences.pool import ProcessPool
 from fastbert.sentences.similarity import Similarity, similarity, similarity_pairwise
-from fastbert.sentences.text_model import Devices, RunOptions, TextModel
+from fastbert.sentences.text_model import Devices, InferenceOptions, TextModel
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -64,7 +64,7 @@ class SparseEncoder(TextModel):
         opened.quantised(model)
         settings = opened.settings
         settings.similarity_fn_name = similarity_fn_name or settings.similarity_fn_name
-        limit = RunOptions(max_active_dims=max_active_dims).max_active_dims
+        limit = InferenceOptions(max_active_dims=max_active_dims).max_active_dims
         settings.max_active_dims = limit or settings.max_active_dims
         self._assemble(model, opened.tokenizer(), opened.length(model), settings, pooling)
         self.folder = opened.root
@@ -74,7 +74,7 @@ class SparseEncoder(TextModel):
         model: PreTrainedModel,
         tokenizer: Tokenizer,
         max_seq_length: int,
-        settings: Settings | None = None,
+        settings: FolderSettings | None = None,
         pooling: SpladePooling | None = None,
     ) -> None:
         super()._assemble(model, tokenizer, max_seq_length, settings)
@@ -122,7 +122,7 @@ class SparseEncoder(TextModel):
         one, listed = isinstance(inputs, str), check_texts(inputs)
         if isinstance(device, list):
             raise InputError("a SparseEncoder runs on one device")
-        options = RunOptions(
+        options = InferenceOptions(
             prompt=self.prompt(prompt_name, prompt),
             batch_tokens=batch_tokens,
             batch_size=batch_size,
@@ -176,7 +176,7 @@ class SparseEncoder(TextModel):
         return [(self.tokenizer.id_to_token(words[i]), weights[i]) for i in order]
 
     def rows(
-        self, inputs: list[str], options: RunOptions, on_batch: Callable[[int], Any] = lambda texts: None
+        self, inputs: list[str], options: InferenceOptions, on_batch: Callable[[int], Any] = lambda texts: None
     ) -> torch.Tensor:
         device = torch.device("cpu") if options.on_host else self.device
         found: list[torch.Tensor] = [torch.zeros(0, device=device)] * len(inputs)  # the weights that are not 0
@@ -197,7 +197,7 @@ class SparseEncoder(TextModel):
         shape = (len(inputs), self.dim)
         return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False)
 
-    def compute(self, batch: PackedInputs, options: RunOptions) -> torch.Tensor:
+    def compute(self, batch: PackedInputs, options: InferenceOptions) -> torch.Tensor:
         """The dense vectors, float32 (sequences, dim)."""
         hidden, cu_seqlens = self.model.base_model.last_hidden_state(batch), batch["batch"].cu_seqlens
         lengths, start = cu_seqlens.diff().tolist(), 0

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 
 from fastbert.data.budget import batch_tokens_of
-from fastbert.data.sentence_folder import Settings
+from fastbert.data.sentence_folder import FolderSettings
 from fastbert.data.tokenized import Text, Tokenized, run_batches, tokenize
 from fastbert.errors import ConfigError, InputError
 from fastbert.models.base import HasModel, PreTrainedModel
@@ -30,7 +30,7 @@ Devices = str | torch.device | list[str | torch.device]
 
 
 @dataclass(frozen=True)
-class RunOptions:
+class InferenceOptions:
     """What a call asks for, checked. `batch_tokens` and `batch_size` bound a batch."""
 
     prompt: str = ""
@@ -59,10 +59,10 @@ class TextModel(HasModel):
     default_prompts: ClassVar[tuple[str, ...]] = ()  # that every model has: empty ones, unless its folder says more
 
     def _assemble(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, max_seq_length: int, settings: Settings | None = None
+        self, model: PreTrainedModel, tokenizer: Tokenizer, max_seq_length: int, settings: FolderSettings | None = None
     ) -> None:
         """What `__init__` does once the parts are there."""
-        settings = Settings() if settings is None else settings
+        settings = FolderSettings() if settings is None else settings
         tokenizer.no_padding()
         self.model, self.tokenizer, self.settings = model.eval(), tokenizer, settings
         self.max_seq_length = max_seq_length
@@ -130,12 +130,12 @@ class TextModel(HasModel):
             inputs = [prompt + one if isinstance(one, str) else (prompt + one[0], one[1]) for one in inputs]
         return tokenize(self.tokenizer_of(task), inputs, with_types=self.has_types)
 
-    def compute(self, batch: PackedInputs, options: RunOptions) -> torch.Tensor:
+    def compute(self, batch: PackedInputs, options: InferenceOptions) -> torch.Tensor:
         """The rows of one batch, (sequences, width), on the model's device."""
         raise NotImplementedError
 
     def run(
-        self, made: Tokenized, options: RunOptions, on_batch: Callable[[int], Any] = lambda sequences: None
+        self, made: Tokenized, options: InferenceOptions, on_batch: Callable[[int], Any] = lambda sequences: None
     ) -> Iterator[tuple[np.ndarray, torch.Tensor]]:
         """(the places of a batch's sequences, their rows) of tokenised texts, until all are done."""
         compute = partial(self.compute, options=options)
@@ -144,18 +144,18 @@ class TextModel(HasModel):
     def rows_of(
         self,
         made: Tokenized,
-        options: RunOptions | None = None,
+        options: InferenceOptions | None = None,
         on_batch: Callable[[int], Any] = lambda sequences: None,
     ) -> torch.Tensor:
         """The rows of tokenised texts, in their order: (sequences, width) on the model's device, at least float32.
 
         `on_batch(sequences)` is called after each batch.
         """
-        options = RunOptions() if options is None else options
+        options = InferenceOptions() if options is None else options
         found = in_places(len(made), self.run(made, options, on_batch))
         return self.no_rows(options) if found is None else found
 
-    def no_rows(self, options: RunOptions) -> torch.Tensor:
+    def no_rows(self, options: InferenceOptions) -> torch.Tensor:
         """The rows of no input, (0, width) on the model's device."""
         raise NotImplementedError
 
@@ -195,7 +195,9 @@ class TextModel(HasModel):
     def stop_multi_process_pool(pool: ProcessPool) -> None:
         pool.close()
 
-    def rows(self, inputs: list[Any], options: RunOptions, on_batch: Callable[[int], Any] = lambda n: None) -> Any:
+    def rows(
+        self, inputs: list[Any], options: InferenceOptions, on_batch: Callable[[int], Any] = lambda n: None
+    ) -> Any:
         """The rows of checked inputs, in their order, on the model's device, or on the CPU (`options.on_host`)."""
         parts = (
             (np.array(places), self.rows_of(self.tokenize(chunk, options.prompt, options.task), options, on_batch))
@@ -207,7 +209,7 @@ class TextModel(HasModel):
     def shared_rows(
         self,
         inputs: list[Any],
-        options: RunOptions,
+        options: InferenceOptions,
         show: bool | None,
         device: Devices | None,
         pool: ProcessPool | None,

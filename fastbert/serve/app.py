@@ -18,12 +18,12 @@ from starlette.responses import Response
 
 from fastbert.errors import InputError
 from fastbert.serve import json_text, schemas
+from fastbert.serve.admission import BODY, AdmissionControl
 from fastbert.serve.answers import predictions, ranking, unit_length
 from fastbert.serve.batching import Batcher, ComputeError
 from fastbert.serve.engine import Engine
-from fastbert.serve.gate import BODY, Gate
 from fastbert.serve.metrics import Metrics
-from fastbert.serve.refusals import Refusal, refusal_response
+from fastbert.serve.request_errors import RequestError, error_response
 from fastbert.version import __version__
 
 INLINE_CHARS = 2000  # tokenising more would hold up the other requests: a thread does it
@@ -70,18 +70,18 @@ def make_app(
     for path, answer in gets.items():
         app.get(path)(answer)
 
-    @app.exception_handler(Refusal)
-    async def refuse(request: Request, refusal: Refusal) -> Response:
-        server.metrics.failures.labels(refusal.kind).inc()
-        return refusal_response(request.url.path, refusal.kind, str(refusal))
+    @app.exception_handler(RequestError)
+    async def refuse(request: Request, error: RequestError) -> Response:
+        server.metrics.failures.labels(error.kind).inc()
+        return error_response(request.url.path, error.kind, str(error))
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}; {', '.join(posts)} take POST"
-        return refusal_response(request.url.path, "not_found", message, error.status_code)
+        return error_response(request.url.path, "not_found", message, error.status_code)
 
     app.add_middleware(
-        Gate,
+        AdmissionControl,
         metrics=server.metrics,
         api_key=api_key,
         max_requests=limits.max_concurrent_requests,
@@ -112,7 +112,7 @@ class Server:
     async def openai_embeddings(self, request: Request) -> Response:
         asked = self._read(request, schemas.OpenAIRequest, "embedding")
         if asked.model not in (None, self.engine.name):
-            raise Refusal("not_found", f"model {asked.model!r} is not served here; {self.engine.name!r} is")
+            raise RequestError("not_found", f"model {asked.model!r} is not served here; {self.engine.name!r} is")
         vectors, tokens = await self._run("input", asked.input, None, self._prompt(None))
         rows: Any = self._vectors(vectors, asked.dimensions, True)
         if asked.encoding_format == "base64":
@@ -140,7 +140,7 @@ class Server:
 
     async def health(self) -> Response:
         if not self.batcher.is_alive:
-            raise Refusal("unhealthy", "a thread that computes has ended")
+            raise RequestError("unhealthy", "a thread that computes has ended")
         return Response()
 
     async def page(self) -> Response:
@@ -171,19 +171,21 @@ class Server:
 
     def _read(self, request: Request, kind: type[schemas.R], *engines: str) -> schemas.R:
         if self.engine.kind not in engines:
-            raise Refusal("backend", f"{self.engine.name} is no {' or '.join(engines)} model: it is {self.engine.kind}")
+            raise RequestError(
+                "backend", f"{self.engine.name} is no {' or '.join(engines)} model: it is {self.engine.kind}"
+            )
         return schemas.parse(request.scope[BODY], kind)
 
     def _prompt(self, name: str | None) -> str:
         try:
             return self.engine.model.prompt(name)
         except InputError as error:
-            raise Refusal("validation", f"prompt_name: {error}") from None
+            raise RequestError("validation", f"prompt_name: {error}") from None
 
     async def _run(
         self, field: str, inputs: list[Any], truncate: bool | None, prompt: str = ""
     ) -> tuple[np.ndarray, int]:
-        """(rows of the inputs, their tokens). Raises Refusal for what is too many, too long, too late, or fails."""
+        """(rows of the inputs, their tokens). Raises RequestError for what is too many, too long or late, or fails."""
         start = time.perf_counter()
         self._check_count(field, inputs)
         chars = sum(len(text) if isinstance(text, str) else len(text[0]) + len(text[1]) for text in inputs)
@@ -193,10 +195,10 @@ class Server:
             else:
                 sequences, lengths, cut = await asyncio.to_thread(self.engine.tokenize, inputs, prompt)
         except UnicodeEncodeError as error:
-            raise Refusal("tokenizer", f"{field}: not valid Unicode: {error}") from None
+            raise RequestError("tokenizer", f"{field}: not valid Unicode: {error}") from None
         if cut is not None and not (self.limits.auto_truncate if truncate is None else truncate):
             limit = self.engine.model.max_seq_length
-            raise Refusal("validation", f"{field}[{cut}] has more than {limit} tokens, the model's limit; "
+            raise RequestError("validation", f"{field}[{cut}] has more than {limit} tokens, the model's limit; "
                           "with truncate it is cut")  # fmt: skip
         tokenized = time.perf_counter()
         job = self.batcher.submit(sequences, lengths)
@@ -204,11 +206,11 @@ class Server:
         try:
             rows = await job.future
         except ComputeError as error:
-            raise Refusal("backend", f"the model failed: {error}") from None
+            raise RequestError("backend", f"the model failed: {error}") from None
         except asyncio.CancelledError:
             if timer.when() > asyncio.get_running_loop().time():
                 raise  # the client has gone
-            raise Refusal("timeout", f"not answered within {self.limits.timeout_s:g} s: try again later") from None
+            raise RequestError("timeout", f"not answered within {self.limits.timeout_s:g} s: try again later") from None
         finally:
             timer.cancel()
         self._observe(len(inputs), sum(lengths), start, tokenized, job)
@@ -217,10 +219,10 @@ class Server:
     def _check_count(self, field: str, inputs: list[Any]) -> None:
         self.metrics.requests.labels("single" if len(inputs) == 1 else "batch").inc()
         if not inputs:
-            raise Refusal("empty", f"{field} is empty")
+            raise RequestError("empty", f"{field} is empty")
         limit = self.limits.max_client_batch_size
         if len(inputs) > limit:
-            raise Refusal("validation", f"{field} has {len(inputs)} texts; a request may have {limit}")
+            raise RequestError("validation", f"{field} has {len(inputs)} texts; a request may have {limit}")
 
     def _observe(self, count: int, tokens: int, start: float, tokenized: float, job: Any) -> None:
         m = self.metrics
@@ -234,6 +236,8 @@ class Server:
     def _vectors(self, vectors: np.ndarray, dimensions: int | None, normalize: bool) -> np.ndarray:
         if dimensions is not None:
             if dimensions > vectors.shape[1]:
-                raise Refusal("validation", f"dimensions is {dimensions}; the model's vectors have {vectors.shape[1]}")
+                raise RequestError(
+                    "validation", f"dimensions is {dimensions}; the model's vectors have {vectors.shape[1]}"
+                )
             vectors = np.ascontiguousarray(vectors[:, :dimensions])
         return unit_length(vectors) if normalize else vectors

@@ -24,11 +24,11 @@ Sequence = Any  # what the engine computes, with a length in tokens
 class Piece(NamedTuple):
     """A sequence of a job, and its place there."""
 
-    job: Job
+    job: PendingRequest
     place: int
 
 
-class Job:
+class PendingRequest:
     """The sequences of one request. `future` gets their rows, (sequences, width)."""
 
     def __init__(self, sequences: list[Sequence], lengths: list[int], future: asyncio.Future):
@@ -55,7 +55,7 @@ class Batcher:
         on_batch: Callable[[int, int], None] = lambda sequences, tokens: None,
     ):
         self.compute, self.budget, self.on_batch = compute, budget, on_batch
-        self.queue: deque[Job] = deque()
+        self.queue: deque[PendingRequest] = deque()
         self.waiting = self.waiting_tokens = 0  # sequences that are in no batch, and their tokens
         self._idle = 0
         self._closed = False
@@ -69,9 +69,9 @@ class Batcher:
     def is_alive(self) -> bool:
         return all(thread.is_alive() for thread in self._threads)
 
-    def submit(self, sequences: list[Sequence], lengths: list[int]) -> Job:
+    def submit(self, sequences: list[Sequence], lengths: list[int]) -> PendingRequest:
         """The job of some sequences, at least one; cancelling its future takes out those that are not begun."""
-        job = Job(sequences, lengths, self._loop.create_future())
+        job = PendingRequest(sequences, lengths, self._loop.create_future())
         with self._changed:
             self.queue.append(job)
             self.waiting += len(sequences)

@@ -13,7 +13,7 @@ from fastbert.data.sentence_folder import transformer_folder
 from fastbert.data.tokenized import pack
 from fastbert.hub import resolve
 from fastbert.sentences import Reranker, SentenceEncoder
-from fastbert.sentences.text_model import RunOptions, TextModel
+from fastbert.sentences.text_model import InferenceOptions, TextModel
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Engine:
     kind: str
     model: TextModel
     labels: list[str]
-    options = RunOptions(normalize=False)
+    options = InferenceOptions(normalize=False)
 
     @property
     def width(self) -> int:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from fastbert.serve import json_text
-from fastbert.serve.refusals import Refusal
+from fastbert.serve.request_errors import RequestError
 
 TEXT: dict[str, Any] = {"type": "string"}
 TEXTS: dict[str, Any] = {"type": "array", "items": TEXT}
@@ -105,13 +105,13 @@ R = TypeVar("R", bound=Request)
 
 
 def parse(body: bytes, kind: type[R]) -> R:
-    """The request in a body. Raises Refusal with the first thing that is wrong."""
+    """The request in a body. Raises RequestError with the first thing that is wrong."""
     try:
         content = json_text.loads(body)
     except ValueError as error:
-        raise Refusal("json", f"the body is not JSON: {error}") from None
+        raise RequestError("json", f"the body is not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise Refusal("validation", f"the body is {_kind(content)}; it must be an object")
+        raise RequestError("validation", f"the body is {_kind(content)}; it must be an object")
     try:
         return kind.model_validate(content)
     except ValidationError as error:
@@ -121,4 +121,4 @@ def parse(body: bytes, kind: type[R]) -> R:
             message = f"unknown field {place!r}; known are: {', '.join(kind.model_fields)}"
         else:
             message = f"{place}: {first['msg'].removeprefix('Value error, ')}"
-        raise Refusal("validation", message) from None
+        raise RequestError("validation", message) from None

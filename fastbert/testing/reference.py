@@ -173,7 +173,7 @@ def encoder_layer(x, spec, linears, norms, cu_seqlens, table=None, window_positi
 
     linears: weight, bias, weight_scale and input_scale of every Linear, in the order of ops.LayerWeights; norms:
     weight, bias and eps of the attention's and of the feed-forward's, None where there is none; `table`: by which
-    queries and keys are turned, if they are.
+    queries and keys are rotated, if they are.
     """
     attention_spec, feed_forward_spec, dropouts = spec.attention, spec.feed_forward, [*spec.dropouts.values()]
 

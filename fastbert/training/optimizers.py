@@ -138,11 +138,11 @@ class AdamW(_WithoutDynamo, torch.optim.AdamW):
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
-        self._late: dict[torch.Tensor, ops.LateRows] = {}
+        self._deferred: dict[torch.Tensor, ops.DeferredRows] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._late = {}
+        self._deferred = {}
 
     def __getstate__(self) -> dict[str, Any]:
         self.catch_up()
@@ -162,8 +162,8 @@ class AdamW(_WithoutDynamo, torch.optim.AdamW):
 
     def catch_up(self, rows: torch.Tensor | None = None) -> None:
         """Do the steps that rows of the tables lack: of `rows`, int64, before they are looked up; None: of all."""
-        for late in self._late.values():
-            ops.adamw_late(late, rows=rows)
+        for deferred in self._deferred.values():
+            ops.adamw_deferred(deferred, rows=rows)
 
     def clip_and_step(self, max_norm: float) -> torch.Tensor:
         """A step; returns the norm of the gradients, float32 (). It is torch's own, one tensor after the other, where
@@ -191,7 +191,7 @@ class AdamW(_WithoutDynamo, torch.optim.AdamW):
         means, squares, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
         beta1, beta2, eps = map(float, (*self.param_groups[0]["betas"], self.param_groups[0]["eps"]))
         return ops.adamw(
-            weights, gradients, means, squares, steps, late=self._late_of(weights, gradients, means, squares),
+            weights, gradients, means, squares, steps, deferred=self._deferred_of(weights, gradients, means, squares),
             rates=rates, decays=decays, beta1=beta1, beta2=beta2, eps=eps, max_norm=max_norm,
         )  # fmt: skip
 
@@ -204,25 +204,25 @@ class AdamW(_WithoutDynamo, torch.optim.AdamW):
             for group in self.param_groups
         )
 
-    def _late_of(
+    def _deferred_of(
         self,
         weights: list[torch.Tensor],
         gradients: list[torch.Tensor],
         means: list[torch.Tensor],
         squares: list[torch.Tensor],
-    ) -> list[ops.LateRows | None] | None:
+    ) -> list[ops.DeferredRows | None] | None:
         tables = {
             p: (mean, square)
             for p, g, mean, square in zip(weights, gradients, means, squares, strict=True)
             if g.is_sparse and g.sparse_dim() == 1
         }
         # One's gradient is not sparse this time, or not there; or its state has been replaced.
-        if not all(p in tables and late.is_of(p, *tables[p]) for p, late in self._late.items()):
+        if not all(p in tables and deferred.is_of(p, *tables[p]) for p, deferred in self._deferred.items()):
             self.catch_up()
-            self._late.clear()
-        for p in tables.keys() - self._late.keys():
-            self._late[p] = ops.LateRows(p, *tables[p])
-        return [self._late.get(p) for p in weights] if tables else None
+            self._deferred.clear()
+        for p in tables.keys() - self._deferred.keys():
+            self._deferred[p] = ops.DeferredRows(p, *tables[p])
+        return [self._deferred.get(p) for p in weights] if tables else None
 
 
 class Lamb(_WithoutDynamo):

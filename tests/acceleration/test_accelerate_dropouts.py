@@ -62,7 +62,7 @@ def test_every_dropout_is_that_of_now(model_type, no_fallback):
     assert_as_transformers(model, input_ids=IDS)
     calm, calm_eval = model(IDS)[0], model.eval()(IDS)[0]
     model.train()
-    theirs = config.family.theirs
+    theirs = config.family.hf_class
     unused = [f"{config.layer_paths[0]}.{at}" for at, role in theirs.dropouts.items() if role is None]
     unused += [] if theirs.drops_embeddings else [theirs.embedding_dropout]
     for path in of_first_layer(found):

@@ -16,7 +16,7 @@ from seeds import manual_seed
 from fastbert import BertModel, EncoderConfig
 from fastbert.bench import compete, report, worker
 from fastbert.bench.contestants import CONTESTANTS, Contestant
-from fastbert.bench.jobs import Job
+from fastbert.bench.jobs import BenchJob
 from fastbert.bench.timing import Timing, describe_machine, measure_once
 from fastbert.cli import main
 from fastbert.cli.info import matmul_parameters
@@ -24,7 +24,7 @@ from fastbert.testing.cases import MODELS, WORKLOADS, Workload
 
 pytestmark = pytest.mark.dear_to_set_up
 BY_NAME = {workload.id: workload for workload in WORKLOADS}
-SETTINGS = compete.Settings(
+SETTINGS = compete.BenchSettings(
     model="tiny", precisions=("float32",), workloads=(BY_NAME["1x16"],),
     contestants=("fastbert", "transformers-sdpa", "absent"), rounds=2, restarts=1, threads=1,
 )  # fmt: skip
@@ -204,7 +204,7 @@ def test_runtimes_pass_the_check(name, precision, masked, cells, tmp_path):
         pytest.skip(missing)
     workload = Workload("two", (9, 4 if masked else 9))
     worker.write_reference("tiny", Path(cells.folder, "checkpoint"), workload, tmp_path / "reference.pt")
-    job = Job(Path(cells.folder, "checkpoint"), tmp_path, precision, masked, threads=1)
+    job = BenchJob(Path(cells.folder, "checkpoint"), tmp_path, precision, masked, threads=1)
     facts = contestant.prepare(job)
     assert "onnxruntime" not in name or facts["fused_operators"]["Attention"] == 2
     input_ids, mask = workload.batch()

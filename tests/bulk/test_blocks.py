@@ -20,9 +20,9 @@ from pyarrow.fs import LocalFileSystem
 import fastbert.bulk.blocks as blocks
 import fastbert.bulk.ray_engine as ray_engine
 from fastbert import ConfigError, InputError, SentenceEncoder
-from fastbert.bulk.blocks import CHUNK_TEXTS, Plan, make_plan, read_rows
+from fastbert.bulk.blocks import CHUNK_TEXTS, BlockPlan, make_plan, read_rows
 from fastbert.bulk.ray_engine import make_pool
-from fastbert.bulk.worker import BlockWorker, Settings, Worker
+from fastbert.bulk.worker import BlockWorker, Worker, WorkerSettings
 
 IDENTITY = {"model": "tiny"}
 
@@ -52,15 +52,15 @@ def source(tmp_path, texts) -> Path:
     return folder
 
 
-def settings(model: Path, **changes) -> Settings:
-    given = Settings(
+def settings(model: Path, **changes) -> WorkerSettings:
+    given = WorkerSettings(
         model=str(model), column="text", output_column="embedding", dtype="auto", device="cpu", batch_tokens=None,
         normalize=None, prompt_name=None, threads=1,
     )  # fmt: skip
     return replace(given, **changes)
 
 
-def plan_of(source: Path, output: Path, workers: int = 1, force: bool = False, **identity) -> Plan:
+def plan_of(source: Path, output: Path, workers: int = 1, force: bool = False, **identity) -> BlockPlan:
     return make_plan(str(source), str(output), "text", {**IDENTITY, **identity}, workers, force)
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from fastbert.errors import ConfigError
 from fastbert.families import FAMILIES
-from fastbert.families.form import MaskedLM, PreTraining
+from fastbert.families.schema import MaskedLM, PreTraining
 from fastbert.models.auto import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
 from fastbert.models.classes import CLASSES
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from fastbert import families
 from fastbert.config import EncoderConfig
 from fastbert.errors import CheckpointError
-from fastbert.families.form import Split
+from fastbert.families.schema import Split
 from fastbert.models.auto import AutoModel, AutoModelForMaskedLM
 from fastbert.models.classes import CLASSES
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from fastbert import families
 from fastbert.errors import ConfigError
-from fastbert.families.form import value_of
+from fastbert.families.schema import value_of
 from fastbert.layers.leaves import get_leaf, place
 from fastbert.models.auto import model_class
 from fastbert.models.masked_lm import MaskedLMHeadModel

@@ -252,7 +252,7 @@ def test_an_nvcc_that_does_not_fit(tmp_path, monkeypatch, says, reason):
     monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setenv("FASTBERT_BUILD_CUDA", "auto")
-    found = recipe.cuda_objection()
+    found = recipe.cuda_unsupported()
     assert found == reason or (found is not None and reason is not None and found.endswith(reason))
     assert recipe.cuda_choice()[0] == (reason is None)
     if reason is not None:

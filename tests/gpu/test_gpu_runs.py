@@ -197,7 +197,7 @@ def test_a_peer_that_is_not_compiled_in_time_is_skipped_and_says_so(template, mo
         def close(self):
             pass
 
-    monkeypatch.setattr(models, "Worker", Late)
+    monkeypatch.setattr(models, "ContestantProcess", Late)
     monkeypatch.setattr(models, "GROUPS", ((0.5, models.FORWARD[:1]),))
     template.smoke, template.deadline = False, math.inf
     models.run_part(template)

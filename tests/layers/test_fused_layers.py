@@ -38,16 +38,16 @@ def make(**fields) -> fastbert.BertModel:
 
 @pytest.fixture
 def calls(monkeypatch) -> list[bool]:
-    """For each time that all layers were asked for as one op, whether a backend offered it."""
+    """For each time that all layers were asked for as one op, whether a backend served it."""
     made: list[bool] = []
-    offer = ops.offer
+    try_fused = ops.try_fused
 
     def counted(op, x, look):
-        found = offer(op, x, look)
+        found = try_fused(op, x, look)
         made.extend([callable(found)] if op == "encoder_layers" else [])
         return found
 
-    monkeypatch.setattr(ops, "offer", counted)
+    monkeypatch.setattr(ops, "try_fused", counted)
     return made
 
 
@@ -270,7 +270,7 @@ def test_heads_that_the_kernels_do_not_have(head_dim):
 
 
 def test_gradients_in_eval_with_the_backend_forced():
-    """The op for inference is an offer: where gradients are wanted, a forced backend runs its ops one by one."""
+    """The op for inference is a fused one: where gradients are wanted, a forced backend runs its ops one by one."""
 
     def gradient(model: nn.Module) -> torch.Tensor:
         (model(IDS, MASK).last_hidden_state ** 3).sum().backward()

@@ -54,16 +54,16 @@ def step(layer: EncoderLayer, autocast: bool = False) -> dict[str, torch.Tensor]
 
 @pytest.fixture
 def served(monkeypatch) -> list[bool]:
-    """For each time that a layer was asked for as one op, whether a backend offered it."""
+    """For each time that a layer was asked for as one op, whether a backend served it."""
     made: list[bool] = []
-    offer = ops.offer
+    try_fused = ops.try_fused
 
     def counted(op, x, look):
-        found = offer(op, x, look)
+        found = try_fused(op, x, look)
         made.append(callable(found))
         return found
 
-    monkeypatch.setattr(ops, "offer", counted)
+    monkeypatch.setattr(ops, "try_fused", counted)
     return made
 
 
@@ -92,7 +92,7 @@ def test_against_oracle(backend, mode, served):
 
 def one_by_one(monkeypatch, layer: EncoderLayer) -> dict[str, torch.Tensor]:
     with monkeypatch.context() as patch:
-        patch.setattr(ops, "offer", lambda op, x, look: "not here")
+        patch.setattr(ops, "try_fused", lambda op, x, look: "not here")
         return step(layer)
 
 
@@ -156,7 +156,7 @@ def test_inference_is_left_alone(served):
 
 
 def test_a_forced_backend_without_it_runs_the_ops(served):
-    """One op for several is an offer: where it cannot serve, nothing is raised, and each op chooses for itself."""
+    """One op for several is tried: where it cannot serve, nothing is raised, and each op chooses for itself."""
     with use_backend("torch"):
         step(make_layer())
     with use_backend("cpu"):

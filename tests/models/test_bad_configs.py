@@ -18,7 +18,7 @@ from fastbert.config import MAX_LAYERS, MAX_SIZE, EncoderConfig
 from fastbert.data.tokenization import load_tokenizer
 from fastbert.errors import ConfigError
 from fastbert.families import FAMILIES
-from fastbert.families.form import ActivationName, Choice, Count, Field, Flag, Number, Share, Structure
+from fastbert.families.schema import ActivationName, Choice, Count, Field, Flag, Number, Share, Structure
 from fastbert.models.auto import AutoModel
 from fastbert.sentences import SentenceEncoder
 
@@ -112,7 +112,7 @@ def test_the_list_is_complete():
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_field_of_a_family(model_type):
     for name, kind in FAMILIES[model_type].fields.items():
-        theirs = FAMILIES[model_type].their_names.get(name, name)
+        theirs = FAMILIES[model_type].hf_names.get(name, name)
         for value in BAD_OF_KIND[type(kind)](kind) if type(kind) is not Structure else ():
             with pytest.raises(ConfigError, match=theirs) as caught:
                 EncoderConfig.from_dict({"model_type": model_type, theirs: value})

@@ -82,7 +82,7 @@ SMALL = {"vocab_size": 60, "hidden_size": 48, "num_hidden_layers": 2, "num_atten
 def config_of(name: str) -> tuple[dict, EncoderConfig]:
     """The published entries, made small under the family's names of them, and what fastbert reads of them."""
     entries = dict(PUBLISHED[name])
-    names = fastbert.families.FAMILIES[entries["model_type"]].their_names
+    names = fastbert.families.FAMILIES[entries["model_type"]].hf_names
     entries |= {names.get(field, field): value for field, value in SMALL.items()}
     entries["pad_token_id"] = min(entries["pad_token_id"], 3)
     return entries, EncoderConfig.from_dict(entries)

@@ -45,7 +45,7 @@ def test_config_both_ways(model_type, index):
             assert getattr(theirs, name) == expected, name
         # A field that is not written is one that the family does not have, at its default.
         for field in dataclasses.fields(config):
-            name = FAMILIES[model_type].their_names.get(field.name, field.name)
+            name = FAMILIES[model_type].hf_names.get(field.name, field.name)
             if name not in entries and field.name not in ("extra", "own", "num_labels"):
                 default = getattr(EncoderConfig.of_family(model_type), field.name)
                 assert getattr(config, field.name) == default, name

@@ -32,7 +32,7 @@ from theirs import by_choice
 
 from fastbert import families
 from fastbert.backend import use_backend
-from fastbert.families.form import Share
+from fastbert.families.schema import Share
 from fastbert.models.baby import baby_config
 from fastbert.testing.cases import DTYPES, MASKS
 

@@ -16,7 +16,7 @@ import fastbert
 from fastbert.errors import ConfigError
 from fastbert.families import FAMILIES
 from fastbert.layer_spec import AttentionSpec, Invalid, RotarySpec
-from fastbert.layers.fused import offer_layers
+from fastbert.layers.fused import try_fused_layers
 from fastbert.models.auto import AutoModel
 from fastbert.testing.cases import MASKS
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
@@ -106,7 +106,7 @@ def test_part_of_a_head(pattern, monkeypatch):
     assert_as_theirs(ours, theirs, make_batch(config, pattern))
     x = torch.ones(1, config.hidden_size)
     with torch.no_grad():
-        why_not = offer_layers(ours, config.layer_paths, config.layer_specs, None, None, x)
+        why_not = try_fused_layers(ours, config.layer_paths, config.layer_specs, None, None, x)
     assert why_not == "rotary embedding turns 20 of a head's 40 dimensions"
 
 

@@ -66,9 +66,10 @@ OPTIONS = {
 ALONE = {"activation", "at_least_fp32", "dropout"}  # take one tensor
 # Tested below, in test_adamw.py, or through `linear`.
 OF_OTHERS = {
-    "LateRows", "LayerOperands", "LayerWeights", "LinearWeights", "NormWeights", "Rotary", "adamw", "adamw_late",
-    "linears", "multiplies_bf16", "offer", "only_recorded_writes", "repack", "rms_norm", "rotate",
-    "transform_objection", "warn_of_missing_kernels",
+    "DeferredRows", "LayerOperands", "LayerWeights", "LinearWeights", "NormWeights", "Rotary", "adamw",
+    "adamw_deferred",
+    "linears", "multiplies_bf16", "only_recorded_writes", "repack", "rms_norm", "rotate",
+    "transform_unsupported", "try_fused", "warn_of_missing_kernels",
 }  # fmt: skip
 
 
@@ -105,12 +106,12 @@ def layer_operands(make=rows) -> ops.LayerOperands:
 
 def encoder_layers(x, cu_seqlens):
     operands = layer_operands()
-    return ops.offer("encoder_layers", x, lambda: operands)(cu_seqlens)
+    return ops.try_fused("encoder_layers", x, lambda: operands)(cu_seqlens)
 
 
 def encoder_layers_training(x, cu_seqlens):
     operands = layer_operands(lambda *shape: torch.nn.Parameter(rows(*shape)))
-    return ops.offer("encoder_layers_training", x, lambda: operands)(cu_seqlens)
+    return ops.try_fused("encoder_layers_training", x, lambda: operands)(cu_seqlens)
 
 
 WITH_OFFSETS = {

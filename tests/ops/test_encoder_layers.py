@@ -136,18 +136,18 @@ def test_reasons(spec, reason):
     layers[0].spec = spec
     position = spec.attention.position
     rotaries = () if position is None else (position,)
-    assert re.match(reason, ops.offer("encoder_layers", x, lambda: operands_of(layers, rotaries=rotaries)))
+    assert re.match(reason, ops.try_fused("encoder_layers", x, lambda: operands_of(layers, rotaries=rotaries)))
 
 
 def test_operands_that_do_not_fit():
     layers, x, _ = make_stack("post", torch.float32)
-    assert operands_of(layers, make_final_norm("layer")).objection == "there is a norm behind post-norm layers"
+    assert operands_of(layers, make_final_norm("layer")).unsupported == "there is a norm behind post-norm layers"
     with pytest.raises(ValueError, match="a layer has 5 Linears, and its spec 6"):
         layers[1].linears.pop()
         operands_of(layers)
     with torch.no_grad(), pytest.raises(RuntimeError, match="takes rotary table 0, the call has 0"):
         layers = [make(CASES["post, rotary"])]
-        ops.offer("encoder_layers", x, lambda: operands_of(layers))(CU_SEQLENS)
+        ops.try_fused("encoder_layers", x, lambda: operands_of(layers))(CU_SEQLENS)
 
 
 def arguments(name: str, dtype: torch.dtype = torch.float32) -> tuple:

@@ -184,7 +184,7 @@ STACKS = {
 
 
 def stack_of(name: str) -> list[Case]:
-    """With one activation, as an offer asks."""
+    """With one activation, as the fused op asks."""
     cases = [CASES[each] for each in STACKS[name]]
     activation = cases[0].spec.feed_forward.activation
     alike = [replace(case.spec.feed_forward, activation=activation) for case in cases]
@@ -230,7 +230,7 @@ def test_compiled(name):
 def test_what_takes_no_gradient_is_refused(frozen):
     layer = make(CASES["post"]).map(lambda t: t.clone().requires_grad_())
     layer.tensors()[frozen].requires_grad_(False)
-    found = ops.offer("encoder_layers_training", X, lambda: operands_of([layer]))
+    found = ops.try_fused("encoder_layers_training", X, lambda: operands_of([layer]))
     assert found == "it is for training all of a layer: a weight takes no gradient"
 
 

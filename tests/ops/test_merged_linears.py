@@ -23,7 +23,7 @@ ROWS = 11
 
 @pytest.fixture(autouse=True)
 def merged(monkeypatch) -> Iterator[ModuleType]:
-    """The module, where inference merges few rows too; the offer is Triton's: on a CPU it has to be asked for."""
+    """The module, where inference merges few rows too; the fused op is Triton's: on a CPU it has to be asked for."""
     module = sys.modules["fastbert.ops.linear"]  # the package's attribute of this name is the function
     monkeypatch.setattr(module, "_MERGED_TOKENS", ROWS)
     monkeypatch.setenv("TRITON_INTERPRET", "1")

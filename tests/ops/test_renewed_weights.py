@@ -79,7 +79,7 @@ def test_products_after_a_step_are_those_of_the_new_weight(isa, shape, autocast)
 @pytest.mark.parametrize("autocast", (False, True), ids=("float32", "bfloat16"))
 @pytest.mark.parametrize("cuts", ((64, 128), (30, 64), (64, 101), (128, 129)), ids=str)
 def test_parts_of_a_weight_are_followed_too(isa, cuts, autocast):
-    """Gate and up in one weight are packed one by one."""
+    """AdmissionControl and up in one weight are packed one by one."""
     weight = weight_of((200, 70))
     rows = [slice(0, cuts[0]), slice(*cuts), slice(cuts[1], None), slice(None)]
     optimizer, old = Optimizer(weight), [products(weight[part], autocast) for part in rows]

@@ -197,7 +197,7 @@ def test_a_copy_that_is_made_late_is_of_the_same_weight_as_the_others():
 
 @each_call
 def test_copies_of_parts_are_old_with_those_of_the_whole(calls):
-    """Gate and up in one weight: forward packs each of them, backward both together."""
+    """AdmissionControl and up in one weight: forward packs each of them, backward both together."""
     weight, down = nn.Parameter(torch.randn(2 * 72, 40)), nn.Parameter(torch.randn(40, 72))
 
     def gradients(weight, down):

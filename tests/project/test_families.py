@@ -10,7 +10,7 @@ import pytest
 
 import fastbert
 from fastbert.families import _FILES, FAMILIES
-from fastbert.families.form import Classifier
+from fastbert.families.schema import ClassifierHead
 from fastbert.models.classes import CLASSES
 from fastbert.models.generated import STUB, WRITTEN, stub, tables, write
 
@@ -102,7 +102,7 @@ def test_classes_are_those_of_the_data():
         assert heads == {"Model", *family.heads}
         for head, kind in ((head, CLASSES[model_type, head]) for head in heads):
             assert kind.family is family and kind.__name__.startswith(family.classes)
-            assert isinstance(family.heads.get(head), Classifier) == hasattr(kind, "scores")
+            assert isinstance(family.heads.get(head), ClassifierHead) == hasattr(kind, "scores")
 
 
 def test_no_family_is_named_outside_of_the_families():

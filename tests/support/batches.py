@@ -10,7 +10,7 @@ from seeds import torch_generator
 
 from fastbert import families
 from fastbert.config import EncoderConfig
-from fastbert.families.form import ReplacedTokens
+from fastbert.families.schema import ReplacedTokens
 from fastbert.testing.cases import attention_mask
 
 

@@ -190,7 +190,7 @@ def main() -> None:
     dry = DryDriver(int(sys.argv[1]))
     driver.set_active(dry)
     blocks._majors[torch.device("cpu")] = dry.target.arch // 10
-    for table in SUPPORTS.values():  # whose objection is that tensors are on a CPU
+    for table in SUPPORTS.values():  # whose reason is that tensors are on a CPU
         if Backend.TRITON in table:
             table[Backend.TRITON] = lambda *operands, **options: None
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from fastbert import families
 from fastbert.config import EncoderConfig
 from fastbert.families import form
-from fastbert.families.form import PreTraining, ReplacedTokens
+from fastbert.families.schema import PreTraining, ReplacedTokens
 from fastbert.models.classes import CLASSES
 
 transformers.logging.set_verbosity_error()

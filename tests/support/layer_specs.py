@@ -175,7 +175,7 @@ def make_final_norm(kind: str) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 def fused(op: str, layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU_SEQLENS, positions=None):
     """The layers as one op; a refusal is an error. `positions`: those that windows go by."""
-    found = ops.offer(op, x, lambda: operands_of(layers, final_norm))
+    found = ops.try_fused(op, x, lambda: operands_of(layers, final_norm))
     assert callable(found), found
     return found(cu_seqlens, rotary_tables(), None if positions is None else positions.int())
 

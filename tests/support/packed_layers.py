@@ -20,12 +20,12 @@ def count(patch: pytest.MonkeyPatch) -> list[int]:
 
         return call
 
-    offer = ops.offer
+    try_fused = ops.try_fused
 
-    def counted_offer(op, x, look):
-        found = offer(op, x, look)
+    def counted_try(op, x, look):
+        found = try_fused(op, x, look)
         return found if isinstance(found, str) else counted(found, len(found.args[1].layers))
 
     patch.setattr(ops, "attention", counted(ops.attention, 1))
-    patch.setattr(ops, "offer", counted_offer)
+    patch.setattr(ops, "try_fused", counted_try)
     return calls

@@ -104,14 +104,14 @@ def trained(kind: type, dtype: torch.dtype, change: Callable[[Any, int], None], 
     optimizer = kind([{"params": [w]} for w in weights], lr=1e-2, weight_decay=0.1, **options)
     for step in range(STEPS):
         change(optimizer, step)
-        is_late = isinstance(optimizer, AdamW)
-        if is_late:
+        is_deferred = isinstance(optimizer, AdamW)
+        if is_deferred:
             optimizer.catch_up(rows_of(step))
         seen.append(weights[0].detach()[rows_of(step)])
         for weight, gradient in zip(weights, gradients_of(step), strict=True):
-            weight.grad = (gradient if is_late or not gradient.is_sparse else gradient.to_dense()).to(dtype)
-        optimizer.clip_and_step(0.0) if is_late else optimizer.step()
-    if is_late:
+            weight.grad = (gradient if is_deferred or not gradient.is_sparse else gradient.to_dense()).to(dtype)
+        optimizer.clip_and_step(0.0) if is_deferred else optimizer.step()
+    if is_deferred:
         optimizer.catch_up()
     return [torch.cat(seen), *(weight.detach() for weight in weights)]
 

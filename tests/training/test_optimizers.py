@@ -138,7 +138,7 @@ def test_word_tables_that_are_only_looked_up_have_sparse_gradients():
                 assert word.grad.is_sparse == (sparse and model is models[0])
                 clip_and_step(optimizer, 0.1)
                 optimizer.zero_grad()
-            assert not sparse or model is models[1] or optimizer._late[word].count == 6
+            assert not sparse or model is models[1] or optimizer._deferred[word].count == 6
             catch_up(optimizer)
         for (name, one), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
             assert (one - other).abs().max() <= 6 * torch.finfo(one.dtype).eps * other.abs().max(), name  # six steps

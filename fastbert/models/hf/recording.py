@@ -24,7 +24,7 @@ _SAID = (
 )
 
 
-def records_theirs() -> bool:
+def records_hf() -> bool:
     """Whether a graph is being recorded that gets transformers' code for padded batches."""
     # torch 2.11 says of torch.compile, too, that it exports.
     exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
@@ -39,7 +39,7 @@ def record(model: Any, given: ModelInputs, others: dict[str, Any]) -> dict[str, 
     """The fields that transformers' model over the weights of `model` gives for these inputs and other arguments."""
     warnings.warn(_SAID, stacklevel=4)
     model.base_model.calls.left("torch.jit.trace, torch.export and ONNX record transformers' own code")
-    theirs = their_model(model)
+    theirs = hf_model_of(model)
     padded = given._replace(max_seqlen=None)._asdict()  # it is of packed inputs, which are not recorded so
     arguments = {name: value for name, value in (padded | others).items() if value is not None}
     output = theirs(**arguments, return_dict=True)
@@ -58,7 +58,7 @@ def _new(name: str, model: Any) -> nn.Module:
         return kind(theirs_config, **options).to(model.device)
 
 
-def their_model(model: Any) -> nn.Module:
+def hf_model_of(model: Any) -> nn.Module:
     """transformers' model of the same config around the leaves of ours, with their tensors, hooks and adapters."""
     name = next(kind.__name__ for kind in type(model).__mro__ if kind.__module__ == "fastbert.models.classes")
     # What records tensors does so in its own thread only: these are to be made, and not recorded.

@@ -10,7 +10,7 @@ from fastbert.config import EncoderConfig
 from fastbert.data.vocabulary import Vocabulary
 from fastbert.errors import ConfigError
 from fastbert.families import FAMILIES
-from fastbert.families.form import Head, MaskedLM, PreTraining, ReplacedTokens
+from fastbert.families.schema import Head, MaskedLM, PreTraining, ReplacedTokens
 from fastbert.training.options import PretrainOptions
 
 # Objective -> (the name of the head that learns it, its form).

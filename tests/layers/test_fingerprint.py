@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from fastbert.layers.fingerprint import ModuleFingerprint, TreeCache, forget_all
 from fastbert.layers.leaves import ATTRIBUTES, HOOKS, is_plain
 from fastbert.layers.quantized import QuantizedLinear
-from fastbert.layers.snapshot import Remembered, Snapshot, forget_all
 
 
 def make() -> nn.Module:
@@ -25,13 +25,13 @@ def make() -> nn.Module:
     return root
 
 
-def look_at(root: nn.Module, **options) -> Snapshot:
-    snapshot = Snapshot(root, **options)
-    snapshot.watch(root, HOOKS)
-    snapshot.watch_children(root)
+def look_at(root: nn.Module, **options) -> ModuleFingerprint:
+    fingerprint = ModuleFingerprint(root, **options)
+    fingerprint.watch(root, HOOKS)
+    fingerprint.watch_children(root)
     for child in root.children():
-        snapshot.watch(child, HOOKS)
-    return snapshot
+        fingerprint.watch(child, HOOKS)
+    return fingerprint
 
 
 def register(hooks: str):
@@ -69,10 +69,10 @@ def test_every_attribute_of_the_list_is_tried():
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_change_is_seen(change):
     root = make()
-    snapshot = look_at(root)
-    assert snapshot.is_current() and snapshot.is_same()
+    fingerprint = look_at(root)
+    assert fingerprint.is_current() and fingerprint.is_same()
     change(root)
-    assert not snapshot.is_current()
+    assert not fingerprint.is_current()
 
 
 @pytest.mark.parametrize("name", (*HOOKS, "forward", "class"))
@@ -84,15 +84,15 @@ def test_what_makes_a_leaf_no_plain_one_is_watched(name):
 
 def test_hooks_are_not_the_tree():
     root = make()
-    snapshot = look_at(root)
+    fingerprint = look_at(root)
     handle = root.linear.register_forward_hook(lambda *_: None)
-    assert snapshot.is_same() and snapshot.has_hooks()
+    assert fingerprint.is_same() and fingerprint.has_hooks()
     handle.remove()
-    assert snapshot.is_current()
+    assert fingerprint.is_current()
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    assert snapshot.is_same() and snapshot.has_hooks()
+    assert fingerprint.is_same() and fingerprint.has_hooks()
     handle.remove()
-    assert snapshot.is_current()
+    assert fingerprint.is_current()
 
 
 def test_values_in_place_are_not_the_tree_and_memory_is_where_it_is_asked_for():
@@ -105,32 +105,32 @@ def test_values_in_place_are_not_the_tree_and_memory_is_where_it_is_asked_for():
     assert plain.is_current() and not located.is_current()
 
 
-def test_a_dict_is_remembered_by_what_it_held():
+def test_a_dict_is_cache_by_what_it_held():
     root = make()
-    snapshot = Snapshot(root)
+    fingerprint = ModuleFingerprint(root)
     handle = root.linear.register_forward_hook(lambda *_: None)
-    snapshot.hold(root.linear.__dict__, "_forward_hooks")
-    assert snapshot.is_same()
+    fingerprint.hold(root.linear.__dict__, "_forward_hooks")
+    assert fingerprint.is_same()
     handle.remove()
-    assert not snapshot.is_same()
+    assert not fingerprint.is_same()
 
 
 def test_answers_go_with_the_tree_and_with_the_root():
-    root, remembered = make(), Remembered("_answer")
-    remembered.put(root, "question", look_at(root), "answer")
-    assert remembered.get(root, "question") == "answer" and remembered.get(make(), "question") is None
-    assert remembered.get(root, "another") is None and remembered.get(root, "question") is None  # it was let go
-    remembered.put(root, "question", look_at(root), "answer")
+    root, cache = make(), TreeCache("_answer")
+    cache.put(root, "question", look_at(root), "answer")
+    assert cache.get(root, "question") == "answer" and cache.get(make(), "question") is None
+    assert cache.get(root, "another") is None and cache.get(root, "question") is None  # it was let go
+    cache.put(root, "question", look_at(root), "answer")
     for duplicate in (copy.copy, copy.deepcopy):  # whose tensors, or dicts, are others
-        assert remembered.get(duplicate(root), "question") is None
-    assert remembered.get(root, "question") == "answer"
+        assert cache.get(duplicate(root), "question") is None
+    assert cache.get(root, "question") == "answer"
     weight = weakref.ref(root.linear.weight)
     del root
     assert weight() is None  # at once: nothing goes in a circle
     root = make()
-    remembered.put(root, "question", look_at(root), "answer")
+    cache.put(root, "question", look_at(root), "answer")
     forget_all(root)
-    assert remembered.get(root, "question") is None
+    assert cache.get(root, "question") is None
 
 
 def lead_back(where: str, root: nn.Module) -> None:
@@ -147,9 +147,9 @@ def lead_back(where: str, root: nn.Module) -> None:
 
 @pytest.mark.parametrize("where", ("a forward", "a hook for loading", "a weight", "a hook below"))
 def test_a_root_is_freed_whatever_leads_back_to_it(where):
-    root, remembered = make(), Remembered("_answer")
+    root, cache = make(), TreeCache("_answer")
     lead_back(where, root)
-    remembered.put(root, "question", look_at(root), root.linear.weight)
+    cache.put(root, "question", look_at(root), root.linear.weight)
     gone = weakref.ref(root)
     del root
     gc.collect()

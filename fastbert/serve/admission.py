@@ -9,13 +9,13 @@ from typing import Any
 import anyio
 
 from fastbert.serve.metrics import Metrics
-from fastbert.serve.refusals import Refusal, refusal_response
+from fastbert.serve.request_errors import RequestError, error_response
 
 PUBLIC = ("/health", "/metrics")  # without a key: what watches the server has none
 BODY = "fastbert.body"  # where the scope has a POST's body
 
 
-class Gate:
+class AdmissionControl:
     """Hands a POST on with its whole body in the scope, and stops working for a client that goes away."""
 
     def __init__(
@@ -55,22 +55,22 @@ class Gate:
                 await self.app(scope, receive, send)
                 return
             if self.requests >= self.max_requests:
-                raise Refusal("overloaded", f"{self.requests} requests are being worked on: try again later")
+                raise RequestError("overloaded", f"{self.requests} requests are being worked on: try again later")
             self.requests += 1
             try:
                 await self._post(scope, receive, send)
             finally:
                 self.requests -= 1
-        except Refusal as refusal:
-            self.metrics.failures.labels(refusal.kind).inc()
-            await refusal_response(scope["path"], refusal.kind, str(refusal))(scope, receive, send)
+        except RequestError as error:
+            self.metrics.failures.labels(error.kind).inc()
+            await error_response(scope["path"], error.kind, str(error))(scope, receive, send)
 
     async def _post(self, scope: dict, receive: Any, send: Any) -> None:
         try:
             with anyio.fail_after(self.timeout_s):
                 body = await self._read(scope, receive)
         except TimeoutError:
-            raise Refusal("slow", f"the body did not arrive within {self.timeout_s:g} s") from None
+            raise RequestError("slow", f"the body did not arrive within {self.timeout_s:g} s") from None
         if body is None:
             return
         scope[BODY] = body
@@ -93,7 +93,7 @@ class Gate:
             if answers:
                 raise
             if not gone.done():
-                raise Refusal("stopping", "the server stops before this was computed: try again") from None
+                raise RequestError("stopping", "the server stops before this was computed: try again") from None
             self.metrics.failures.labels("disconnected").inc()
         finally:
             gone.remove_done_callback(leave)
@@ -110,11 +110,11 @@ class Gate:
             body += message.get("body", b"")
             if not message.get("more_body") and len(body) <= self.max_bytes:
                 return bytes(body)
-        raise Refusal("too_large", f"the body has more than {self.max_bytes:,} bytes")
+        raise RequestError("too_large", f"the body has more than {self.max_bytes:,} bytes")
 
 
 def check_key(scope: dict, expected: bytes) -> None:
-    """Raises Refusal for a request without the header; the time does not tell how much of it is right."""
+    """Raises RequestError for a request without the header; the time does not tell how much of it is right."""
     given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
     if not hmac.compare_digest(given, expected):
-        raise Refusal("unauthorized", "the header Authorization must be: Bearer, a space and the API key")
+        raise RequestError("unauthorized", "the header Authorization must be: Bearer, a space and the API key")

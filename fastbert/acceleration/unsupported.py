@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fastbert.acceleration.plan import Plan
+from fastbert.acceleration.plan import PackedPlan
 from fastbert.errors import InputError
 from fastbert.models.inputs import TableSizes
 
@@ -29,14 +29,14 @@ class Flattened(NamedTuple):
     max_seqlen: int | None
 
 
-def call_objection(module: Any, plan: Plan, tables: TableSizes, given: dict, options: dict) -> str | None:
+def call_unsupported(module: Any, plan: PackedPlan, tables: TableSizes, given: dict, options: dict) -> str | None:
     """Why this call must be transformers' own; what is wrong with an input is left to prepare_inputs to say."""
     arguments = _ARGUMENTS if given.get("cu_seq_lens_q") is None else _ARGUMENTS.union(FLATTENED)
     for name, value in given.items():
         if name not in arguments and value is not None and value is not False:
             return f"the argument {name} is not one that fastbert reads"
-    if (objection := _config_objection(module.config, plan, options)) is not None:
-        return objection
+    if (unsupported := _config_unsupported(module.config, plan, options)) is not None:
+        return unsupported
     tensors = {name: given[name] for name in TENSORS if given.get(name) is not None}
     for name, t in tensors.items():
         if type(t) not in (torch.Tensor, nn.Parameter) or t.device.type == "meta":
@@ -67,7 +67,7 @@ def call_objection(module: Any, plan: Plan, tables: TableSizes, given: dict, opt
     return None
 
 
-def _config_objection(config: Any, plan: Plan, options: dict) -> str | None:
+def _config_unsupported(config: Any, plan: PackedPlan, options: dict) -> str | None:
     """Of what transformers' forward reads in its config with each call."""
     live = vars(config)  # not every family's config has these
     causal, attention = live.get("is_decoder") or live.get("is_causal"), live.get("_attn_implementation_internal")
@@ -85,7 +85,7 @@ def _config_objection(config: Any, plan: Plan, options: dict) -> str | None:
     return None
 
 
-def flattened_objection(plan: Plan, given: dict) -> str | None:
+def flattened_unsupported(plan: PackedPlan, given: dict) -> str | None:
     """Why a call with `cu_seq_lens_q` must be transformers' own."""
     rows = next((given[n].shape[0] for n in ("input_ids", "inputs_embeds") if given.get(n) is not None), 1)
     mask, keys = given.get("attention_mask"), given.get("cu_seq_lens_k")

@@ -19,7 +19,7 @@ from fastbert.layers.leaves import ATTRIBUTES, FORWARD, FORWARD_HOOKS, has_globa
 _children_of = itemgetter("_modules")
 
 
-class Snapshot:
+class ModuleFingerprint:
     """Modules of a tree, and all that decided what calling them did when they were watched.
 
     `with_memory`: also where the tensors' memory was, and its dtype. Weights that change in place never count.
@@ -146,7 +146,7 @@ def _memory_of(t: torch.Tensor) -> tuple:
     return t.data_ptr(), t.dtype
 
 
-class Remembered:
+class TreeCache:
     """An answer for each root, for as long as the root lives, the tree is what it was and the question is the same.
 
     The root keeps it in its own dict, under `name`. A table beside would hold what leads back to the root (a hook, a
@@ -167,8 +167,8 @@ class Remembered:
         self.forget(root)
         return None
 
-    def put(self, root: nn.Module, question: Any, snapshot: Snapshot, answer: Any) -> None:
-        root.__dict__[self._name] = _Answer(question, snapshot, answer)
+    def put(self, root: nn.Module, question: Any, fingerprint: ModuleFingerprint, answer: Any) -> None:
+        root.__dict__[self._name] = _Answer(question, fingerprint, answer)
 
     def forget(self, root: nn.Module) -> None:
         root.__dict__.pop(self._name, None)
@@ -183,15 +183,20 @@ def forget_all(root: nn.Module) -> None:
 class _Answer:
     """What a copy of the root (deepcopy, pickle, torch.save) has of it is empty: it goes by the root's own tensors."""
 
-    __slots__ = ("answer", "question", "snapshot")
+    __slots__ = ("answer", "fingerprint", "question")
 
-    def __init__(self, question: Any = None, snapshot: Snapshot | None = None, answer: Any = None):
-        self.question, self.snapshot, self.answer = question, snapshot, answer
+    def __init__(self, question: Any = None, fingerprint: ModuleFingerprint | None = None, answer: Any = None):
+        self.question, self.fingerprint, self.answer = question, fingerprint, answer
 
     def is_of(self, root: nn.Module, question: Any) -> bool:
         """Not of a shallow copy (copy.copy, DataParallel's replicas), which has the dict's entries."""
-        snapshot = self.snapshot
-        return snapshot is not None and snapshot.is_root(root) and self.question == question and snapshot.is_current()
+        fingerprint = self.fingerprint
+        return (
+            fingerprint is not None
+            and fingerprint.is_root(root)
+            and self.question == question
+            and fingerprint.is_current()
+        )
 
     def __reduce__(self) -> tuple:
         return type(self), ()

@@ -88,7 +88,7 @@ Pooling = Literal["pooler", "first", "last", "mean", "late", "tokens"]
 
 
 @dataclass(frozen=True)
-class Classifier:
+class ClassifierHead:
     """[dropout ->] [dense -> activation [-> norm]] -> dropout -> out.
 
     pooling: what it runs over: the pooler's output, each sequence's first token, its last, the mean of its tokens, or
@@ -139,15 +139,17 @@ class ReplacedTokens:
     out: str = "discriminator_predictions.dense_prediction"
 
 
-Head = MaskedLM | Classifier | SentencePair | PreTraining | ReplacedTokens
+Head = MaskedLM | ClassifierHead | SentencePair | PreTraining | ReplacedTokens
 
 
 def heads(
     masked_lm: MaskedLM,
-    sequence: Classifier = Classifier(),
-    tokens: Classifier = Classifier(pooling="tokens"),
-    answers: Classifier | None = Classifier(out="qa_outputs", pooling="tokens", dropout=FromConfig("qa_dropout")),
-    choice: Classifier | None = Classifier(),
+    sequence: ClassifierHead = ClassifierHead(),
+    tokens: ClassifierHead = ClassifierHead(pooling="tokens"),
+    answers: ClassifierHead | None = ClassifierHead(
+        out="qa_outputs", pooling="tokens", dropout=FromConfig("qa_dropout")
+    ),
+    choice: ClassifierHead | None = ClassifierHead(),
     **others: Head,
 ) -> dict[str, Head]:
     """The heads that nearly every family has, by the names that transformers' classes end in, and `others`."""
@@ -219,7 +221,7 @@ _DROPOUTS: Mapping[str, str | None] = {
 }
 
 
-class TheirClass(NamedTuple):
+class HfClass(NamedTuple):
     """Where transformers has the base model: transformers.models.{folder}.modeling_{folder}, and what it returns.
 
     dropouts: where its layers keep the dropouts, as a module or as a number, below the layer -> which of
@@ -290,17 +292,19 @@ class Family:
     model_type: str
     classes: str  # what the names of its classes begin with: "Bert" is BertModel, BertForMaskedLM, ...
     prefix: str  # the attribute that holds the base model in a model with a head
-    theirs: TheirClass
+    hf_class: HfClass
     heads: Mapping[str, Head]
 
     # The config
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that a config.json leaves out; else BERT's
-    their_names: Mapping[str, str] = field(default_factory=dict)  # our names of fields -> theirs
+    hf_names: Mapping[str, str] = field(default_factory=dict)  # our names of fields -> theirs
     aliases: tuple[str, ...] = ()  # of these, our names that config.json may use, too: transformers' attribute_map
     fields: Mapping[str, Field] = field(default_factory=dict)  # that only this family, or few, have
     fixed: tuple[str, ...] = ()  # fields that its config.json does not have: only the default is possible
     only_values: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: ONLY_VALUES)
-    modernised: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # entries as old files have them -> as today's
+    upgrade_config: Callable[[dict[str, Any]], dict[str, Any]] | None = (
+        None  # entries as old files have them -> as today's
+    )
 
     # The tree
     embeddings: Embeddings | Callable[[Any], Embeddings] = Embeddings()

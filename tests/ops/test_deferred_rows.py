@@ -54,30 +54,30 @@ def at(step: int, changes: bool) -> dict[str, float]:
     }
 
 
-def trained(width: int, decay: float, backend: str, is_late: bool, changes: bool = False) -> list[torch.Tensor]:
+def trained(width: int, decay: float, backend: str, is_deferred: bool, changes: bool = False) -> list[torch.Tensor]:
     """Weight, mean and square after STEPS, in which the learning rate changes, or all that a step goes by."""
     (weight, mean, square, steps) = start(width)
-    late = ops.LateRows(weight[0], mean[0], square[0])
+    deferred = ops.DeferredRows(weight[0], mean[0], square[0])
     for step in range(STEPS):
         gradient = gradient_of(step, width)
-        if is_late:
-            ops.adamw_late(late, rows=looked_up(step).repeat(2))
+        if is_deferred:
+            ops.adamw_deferred(deferred, rows=looked_up(step).repeat(2))
         ops.adamw(
-            weight, [gradient if is_late else gradient.to_dense()], mean, square, steps, rates=[1e-2 / (1 + step % 7)],
-            decays=[decay * (step % 3 if changes else 1)], late=[late] if is_late else None, backend=backend,
-            **at(step, changes),
+            weight, [gradient if is_deferred else gradient.to_dense()], mean, square, steps, backend=backend,
+            rates=[1e-2 / (1 + step % 7)], decays=[decay * (step % 3 if changes else 1)],
+            deferred=[deferred] if is_deferred else None, **at(step, changes),
         )  # fmt: skip
-    assert not is_late or late.count == STEPS
-    ops.adamw_late(late)
-    assert late.count == 0 and not late.done.any()
+    assert not is_deferred or deferred.count == STEPS
+    ops.adamw_deferred(deferred)
+    assert deferred.count == 0 and not deferred.done.any()
     return [weight[0], mean[0], square[0]]
 
 
 @pytest.mark.parametrize("width", (1, 64, 70, 200))
 @pytest.mark.parametrize("decay", (0.0, 0.1))
 @pytest.mark.parametrize("changes", (False, True), ids=("constant", "changed"))
-def test_late_steps_have_the_bits_of_those_in_time(backend, width, decay, changes):
-    one, other = (trained(width, decay, backend, is_late, changes) for is_late in (True, False))
+def test_deferred_steps_have_the_bits_of_those_in_time(backend, width, decay, changes):
+    one, other = (trained(width, decay, backend, is_deferred, changes) for is_deferred in (True, False))
     assert all(map(torch.equal, one, other))
 
 
@@ -93,21 +93,22 @@ def moved_by_its_mean(kind: str, dtype: torch.dtype, backend: str = "torch") -> 
             optimizer.step()
         return leaf.detach()
     (weight, mean, square, steps) = [table], [torch.zeros_like(table)], [torch.zeros_like(table)], [torch.zeros(())]
-    late = ops.LateRows(weight[0], mean[0], square[0]) if kind != "in time" else None
+    deferred = ops.DeferredRows(weight[0], mean[0], square[0]) if kind != "in time" else None
     for step in range(4):
         gradient = first if step == 0 else torch.zeros_like(first)
         ops.adamw(
-            weight, [gradient if late is None else gradient.to_sparse(1)], mean, square, steps, rates=[1e-2],
-            decays=[0.1], beta1=0.9, beta2=0.0, eps=1e-3, late=None if late is None else [late], backend=backend,
+            weight, [gradient if deferred is None else gradient.to_sparse(1)], mean, square, steps, rates=[1e-2],
+            decays=[0.1], beta1=0.9, beta2=0.0, eps=1e-3, deferred=None if deferred is None else [deferred],
+            backend=backend,
         )  # fmt: skip
         if kind == "looked up" and step == 1:  # rows that wait from here on have no square any more
-            ops.adamw_late(late)
-    if late is not None:
-        ops.adamw_late(late)
+            ops.adamw_deferred(deferred)
+    if deferred is not None:
+        ops.adamw_deferred(deferred)
     return weight[0]
 
 
-@pytest.mark.parametrize("kind", ("in time", "late", "looked up"))
+@pytest.mark.parametrize("kind", ("in time", "deferred", "looked up"))
 def test_a_mean_that_outlives_its_square_moves_the_weight(backend, kind):
     exact, baseline = (moved_by_its_mean("theirs", dtype) for dtype in (torch.float64, torch.float32))
     assert_close_to_reference(moved_by_its_mean(kind, torch.float32, backend), exact, baseline)
@@ -127,25 +128,25 @@ def test_the_number_of_threads_changes_no_bit(backend):
 def test_a_row_that_lacked_steps_when_it_was_looked_up_is_refused():
     """Its gradient is that of another row; nothing is changed."""
     weight, mean, square, steps = start(8)
-    late = ops.LateRows(weight[0], mean[0], square[0])
-    given = {"rates": [1e-2], "decays": [0.1], "late": [late], "backend": "cpu", **HYPER}
+    deferred = ops.DeferredRows(weight[0], mean[0], square[0])
+    given = {"rates": [1e-2], "decays": [0.1], "deferred": [deferred], "backend": "cpu", **HYPER}
     ops.adamw(weight, [gradient_of(1, 8)], mean, square, steps, **given)
     before = copy.deepcopy([weight, mean, square, steps])
     with pytest.raises(RuntimeError, match=r"row \d+ of weight 0 has a gradient from before it took all of its steps"):
         ops.adamw(weight, [gradient_of(2, 8)], mean, square, steps, **given)
-    assert str(before) == str([weight, mean, square, steps]) and late.count == 1
+    assert str(before) == str([weight, mean, square, steps]) and deferred.count == 1
 
 
 def test_without_kernels_rows_do_first_what_they_lack():
     weight, mean, square, steps = start(8)
-    late = ops.LateRows(weight[0], mean[0], square[0])
+    deferred = ops.DeferredRows(weight[0], mean[0], square[0])
     expected = start(8)
     for step, backend in enumerate(("cpu", "torch", "cpu")):
         given = {"rates": [1e-2], "decays": [0.1], "backend": backend, **HYPER}
-        ops.adamw_late(late, rows=looked_up(step))
-        ops.adamw(weight, [gradient_of(step, 8)], mean, square, steps, late=[late], **given)
+        ops.adamw_deferred(deferred, rows=looked_up(step))
+        ops.adamw(weight, [gradient_of(step, 8)], mean, square, steps, deferred=[deferred], **given)
         ops.adamw(expected[0], [gradient_of(step, 8).to_dense()], *expected[1:], **given)
-    ops.adamw_late(late)
+    ops.adamw_deferred(deferred)
     assert torch.equal(weight[0], expected[0][0])
 
 
@@ -166,7 +167,7 @@ def test_whatever_else_reads_the_state_finds_it_whole(how):
     wanted, whole = leaf_and_optimizer()
     whole.catch_up()
     leaf, optimizer = leaf_and_optimizer()
-    assert not torch.equal(leaf, wanted) and optimizer._late
+    assert not torch.equal(leaf, wanted) and optimizer._deferred
     if how == "state_dict":
         found = optimizer.state_dict()["state"][0]["exp_avg"]
         assert torch.equal(found, whole.state_dict()["state"][0]["exp_avg"])
@@ -206,23 +207,23 @@ def test_a_table_that_was_written_to_while_rows_waited_is_refused(what):
 
 def test_bad_histories():
     weight, mean, square, steps = start(8)
-    late = ops.LateRows(weight[0], mean[0], square[0])
-    late.count = 1
-    late.history[0] = torch.tensor([1.0, 1e-2, 1.0, 0.1, 1e-3, 1e-8])
+    deferred = ops.DeferredRows(weight[0], mean[0], square[0])
+    deferred.count = 1
+    deferred.history[0] = torch.tensor([1.0, 1e-2, 1.0, 0.1, 1e-3, 1e-8])
     with pytest.raises(RuntimeError, match="rows are not below 60"):
-        ops.adamw_late(late, rows=torch.tensor([1, 60]))
-    late.done[7] = 2
+        ops.adamw_deferred(deferred, rows=torch.tensor([1, 60]))
+    deferred.done[7] = 2
     with pytest.raises(RuntimeError, match="a row has had 2 of 1 steps"):
-        ops.adamw_late(late)
-    late.done = late.done[:3]
+        ops.adamw_deferred(deferred)
+    deferred.done = deferred.done[:3]
     with pytest.raises(RuntimeError, match=r"done has shape \[3\]"):
-        ops.adamw_late(late)
-    late.done = torch.zeros(ROWS, dtype=torch.int32)
-    late.history = torch.empty(8, 3)
+        ops.adamw_deferred(deferred)
+    deferred.done = torch.zeros(ROWS, dtype=torch.int32)
+    deferred.history = torch.empty(8, 3)
     with pytest.raises(RuntimeError, match=r"the history has shape \[8, 3\], expected .* \(1 or more, 6\)"):
-        ops.adamw_late(late)
-    with pytest.raises(ValueError, match=r"late\[0\] is of another table than weight 0"):
+        ops.adamw_deferred(deferred)
+    with pytest.raises(ValueError, match=r"deferred\[0\] is of another table than weight 0"):
         ops.adamw(
-            [weight[0].clone()], [gradient_of(0, 8)], mean, square, steps, rates=[0.1], decays=[0.0], late=[late],
-            backend="cpu", **HYPER,
+            [weight[0].clone()], [gradient_of(0, 8)], mean, square, steps, rates=[0.1], decays=[0.0],
+            deferred=[deferred], backend="cpu", **HYPER,
         )  # fmt: skip

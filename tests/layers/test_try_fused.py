@@ -1,4 +1,4 @@
-"""Layers as one op are an offer: asked for cheapest first, refused with a reason, and never met by plain torch."""
+"""Layers as one op are tried: asked for cheapest first, refused with a reason, and never met by plain torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from test_fused_layers import IDS, MASK, make, query
 
 import fastbert
 from fastbert import ops
-from fastbert.backend import offer, register_offer, use_backend
+from fastbert.backend import register_fused, try_fused, use_backend
 from fastbert.cli.doctor import doctor_lines
 from fastbert.layers import fused
 from fastbert.layers.encoder import EncoderLayer
@@ -40,7 +40,7 @@ def looks(monkeypatch) -> list[str]:
 
 def answer(model: fastbert.BertModel, x: torch.Tensor, layer_type=EncoderLayer):
     """What is answered for all of a model's layers, without a call of them."""
-    return fused.offer_layers(model, model.config.layer_paths, model.config.layer_specs, None, layer_type, x)
+    return fused.try_fused_layers(model, model.config.layer_paths, model.config.layer_specs, None, layer_type, x)
 
 
 @pytest.mark.parametrize("device", ("meta", "cpu"))
@@ -115,25 +115,25 @@ def test_the_reason_names_what_is_in_the_way(change, reason):
 
 @pytest.fixture
 def pairs(monkeypatch):
-    """An offer of two backends, the first of which takes no more than 2 rows."""
+    """A fused op of two backends, the first of which takes no more than 2 rows."""
     monkeypatch.setattr(fastbert.backend, "SUPPORTS", {})
-    monkeypatch.setattr(fastbert.backend, "OFFERS", {})
+    monkeypatch.setattr(fastbert.backend, "FUSED", {})
     monkeypatch.setitem(fastbert.backend.ORDER, "cpu", (fastbert.Backend.CPU, fastbert.Backend.TRITON))
     few = lambda x: None if len(x) <= 2 else f"{len(x)} rows"  # noqa: E731
     positive = lambda x, operands: None if operands > 0 else f"{operands} is not positive"  # noqa: E731
-    register_offer("pair", fastbert.Backend.CPU, few, positive, lambda x, operands, more: ("cpu", operands, more))
-    register_offer("pair", fastbert.Backend.TRITON, lambda x: None, positive, lambda *args: ("triton", *args[1:]))
+    register_fused("pair", fastbert.Backend.CPU, few, positive, lambda x, operands, more: ("cpu", operands, more))
+    register_fused("pair", fastbert.Backend.TRITON, lambda x: None, positive, lambda *args: ("triton", *args[1:]))
 
 
 def test_an_offer_is_the_first_that_takes_it(pairs):
-    assert offer("pair", torch.zeros(2), lambda: 5)(7) == ("cpu", 5, 7)
-    assert offer("pair", torch.zeros(3), lambda: 5)(7) == ("triton", 5, 7)
-    assert offer("pair", torch.zeros(3), lambda: -5) == "-5 is not positive"
-    assert offer("pair", torch.zeros(2), lambda: "a reason of the tree's") == "a reason of the tree's"
+    assert try_fused("pair", torch.zeros(2), lambda: 5)(7) == ("cpu", 5, 7)
+    assert try_fused("pair", torch.zeros(3), lambda: 5)(7) == ("triton", 5, 7)
+    assert try_fused("pair", torch.zeros(3), lambda: -5) == "-5 is not positive"
+    assert try_fused("pair", torch.zeros(2), lambda: "a reason of the tree's") == "a reason of the tree's"
     with use_backend("cpu"):
-        assert offer("pair", torch.zeros(3), lambda: 5) == "3 rows"  # by name: no other one, and nothing is raised
+        assert try_fused("pair", torch.zeros(3), lambda: 5) == "3 rows"  # by name: no other one, and nothing is raised
     with use_backend("torch"):
-        assert "torch" in offer("pair", torch.zeros(3), lambda: 5)
+        assert "torch" in try_fused("pair", torch.zeros(3), lambda: 5)
 
 
 @has_kernels
@@ -151,5 +151,5 @@ def test_doctor_prints_the_reasons():
 
 
 def test_every_offer_is_in_ops():
-    assert {"encoder_layers", "encoder_layers_training", "merged_linears"} == set(fastbert.backend.OFFERS)
-    assert ops.offer is offer
+    assert {"encoder_layers", "encoder_layers_training", "merged_linears"} == set(fastbert.backend.FUSED)
+    assert ops.try_fused is try_fused

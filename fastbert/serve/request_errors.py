@@ -25,7 +25,7 @@ STATUS = {
 RETRY_AFTER_S = "1"
 
 
-class Refusal(Exception):
+class RequestError(Exception):
     """A request that is not answered; `kind` is a key of STATUS."""
 
     def __init__(self, kind: str, message: str):
@@ -33,7 +33,7 @@ class Refusal(Exception):
         self.kind = kind
 
 
-def refusal_response(path: str, kind: str, message: str, status: int | None = None) -> Response:
+def error_response(path: str, kind: str, message: str, status: int | None = None) -> Response:
     """OpenAI's form below /v1, elsewhere text-embeddings-inference's."""
     status = STATUS[kind] if status is None else status
     if path.startswith("/v1/"):

@@ -1,0 +1,120 @@
+"""python tests/support/rename.py TABLE: gives things new names, everywhere at once. renames.txt has them.
+
+A line of the table is an old name, a new one, and the files for which it holds (globs from the top; none: all). A line
+whose names have a slash moves a file. In Python, identifiers change, also within f-strings, and paths of modules within
+strings. In comments, docstrings, documents and C++ a name changes that no sentence has (with an underscore or a
+capital), and any other one between backticks. The patches of tests/faults are made anew: of the renamed file, and of
+the renamed file with the fault.
+"""
+
+from __future__ import annotations
+
+import difflib
+import io
+import re
+import subprocess
+import sys
+import tempfile
+import tokenize
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+HEAD = re.compile(r"^diff --git ", re.MULTILINE)
+
+
+class Name(NamedTuple):
+    old: str
+    new: str
+    files: tuple[str, ...]
+
+    @property
+    def is_a_word(self) -> bool:
+        """Sentences may have it."""
+        return re.fullmatch("[a-z]+", self.old) is not None
+
+
+def in_code(text: str, names: list[Name]) -> str:
+    for name in names:
+        text = re.sub(rf"\b{re.escape(name.old)}\b", name.new, text)
+    return text
+
+
+def in_prose(text: str, names: list[Name]) -> str:
+    text = in_code(text, [name for name in names if not name.is_a_word])
+    return re.sub(r"`[^`\n]+`", lambda found: in_code(found[0], names), text)
+
+
+def in_string(token: str, names: list[Name]) -> str:
+    if re.match("[a-zA-Z]*[fF]", token):
+        return re.sub(r"\{[^{}]*\}", lambda found: in_code(found[0], names), in_prose(token, names))
+    is_path = re.fullmatch(r"\"[\w./]+[./][\w./]+\"", token) is not None
+    return in_code(token, names) if is_path else in_prose(token, names)
+
+
+def in_python(source: str, names: list[Name]) -> str:
+    new, lines = {name.old: name.new for name in names}, source.splitlines(keepends=True)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line))
+    made, at = [], 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        begin, end = (starts[row - 1] + column for row, column in (token.start, token.end))
+        if token.type == tokenize.NAME and token.string in new:
+            text = new[token.string]
+        elif token.type == tokenize.STRING:
+            text = in_string(token.string, names)
+        elif token.type == tokenize.COMMENT:
+            text = in_prose(token.string, names)
+        else:
+            continue
+        made += [source[at:begin], text]
+        at = end
+    return "".join([*made, source[at:]])
+
+
+def renamed(path: str, text: str, names: list[Name]) -> str:
+    names = [name for name in names if not name.files or any(fnmatch(path, one) for one in name.files)]
+    return in_python(text, names) if path.endswith((".py", ".pyi")) else in_prose(text, names)
+
+
+def with_fault(patch: str, path: str) -> str:
+    """The file as the patch makes it."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, path)
+        copy.parent.mkdir(parents=True)
+        copy.write_text((ROOT / path).read_text())
+        command = ["git", "apply", "--include", path, str(ROOT / patch)]
+        subprocess.run(command, cwd=folder, env={"GIT_CEILING_DIRECTORIES": folder}, check=True)
+        return copy.read_text()
+
+
+def main() -> None:
+    rows = [line.split() for line in Path(sys.argv[1]).read_text().splitlines() if line and not line.startswith("#")]
+    names = [Name(row[0], row[1], tuple(row[2:])) for row in rows if "/" not in row[0]]
+    moves = {row[0]: row[1] for row in rows if "/" in row[0]}
+    names += [Name(old.removeprefix("fastbert/"), new.removeprefix("fastbert/"), ()) for old, new in moves.items()]
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    kinds = (".py", ".pyi", ".md", ".h", ".cpp", ".cu", ".toml", ".yml", ".patch", "Makefile")
+    kept = {"tests/support/rename.py", "CHANGELOG.md"}
+    files = {path: (ROOT / path).read_text() for path in listed if path.endswith(kinds) and path not in kept}
+    made = {path: renamed(path, text, names) for path, text in files.items() if not path.endswith(".patch")}
+    for patch, text in files.items():
+        if patch.endswith(".patch") and in_prose(text, names) != text:
+            parts = [text[: HEAD.search(text).start()]]  # type: ignore[union-attr]
+            for path in re.findall(r"^\+\+\+ b/(.+)$", text, re.MULTILINE):
+                new, bad = moves.get(path, path), renamed(path, with_fault(patch, path), names)
+                sides = (made[path].splitlines(keepends=True), bad.splitlines(keepends=True))
+                parts += [f"diff --git a/{new} b/{new}\n", *difflib.unified_diff(*sides, f"a/{new}", f"b/{new}")]
+            made[patch] = in_prose(parts[0], names) + "".join(parts[1:])
+    for path, text in made.items():
+        if text != files[path]:
+            (ROOT / path).write_text(text)
+    for old, new in moves.items():
+        (ROOT / new).parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["git", "mv", old, new], cwd=ROOT, check=True)
+
+
+if __name__ == "__main__":
+    main()
