@@ -59,7 +59,7 @@ FASTBERT_INLINE void adamw_body(const AdamWArgs<T>& args, int64_t begin, int64_t
 // At most kBlock elements from `first` on.
 template <typename T>
 FASTBERT_INLINE void deferred_block(const AdamWArgs<T>& a, const AdamWStep<T>* steps, int64_t count, int64_t first,
-                                int64_t n) {
+                                    int64_t n) {
   T weight[kBlock] = {}, mean[kBlock] = {}, square[kBlock] = {};  // whole vectors, which stay in registers
   int any = 0;
 #pragma omp simd reduction(| : any)
@@ -90,8 +90,8 @@ FASTBERT_INLINE void deferred_block(const AdamWArgs<T>& a, const AdamWStep<T>* s
 }
 
 template <typename T>
-FASTBERT_INLINE void adamw_deferred_body(const AdamWArgs<T>& args, const AdamWStep<T>* steps, int64_t count, int64_t begin,
-                                     int64_t end) {
+FASTBERT_INLINE void adamw_deferred_body(const AdamWArgs<T>& args, const AdamWStep<T>* steps, int64_t count,
+                                         int64_t begin, int64_t end) {
   const AdamWArgs<T> a = args;
   int64_t first = begin;
   for (; first + kBlock <= end; first += kBlock) deferred_block(a, steps, count, first, kBlock);

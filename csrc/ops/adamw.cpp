@@ -201,7 +201,7 @@ Array adamw_cpu(const List<Array>& weights, const List<Array>& gradients, const 
 }
 
 void adamw_deferred_cpu(const Array& weight, const Array& mean, const Array& square, const Array& done,
-                    const OptionalArray& rows, const Array& history, int64_t count) {
+                        const OptionalArray& rows, const Array& history, int64_t count) {
   check(weight.dim() > 0 && weight.size(0) > 0, "adamw: the weight has shape ", weight.sizes(), ", and no rows");
   const auto floats = [&](const char* name, const Array& t) {
     check(t.sizes() == weight.sizes() && t.scalar_type() == ScalarType::Float && t.is_contiguous() && t.is_cpu(),

@@ -14,6 +14,6 @@ Array adamw_cpu(const List<Array>& weights, const List<Array>& gradients, const 
                 double eps, double max_norm);
 
 void adamw_deferred_cpu(const Array& weight, const Array& mean, const Array& square, const Array& done,
-                    const OptionalArray& rows, const Array& history, int64_t count);
+                        const OptionalArray& rows, const Array& history, int64_t count);
 
 }  // namespace fastbert
