@@ -175,7 +175,9 @@ def cross_entropy(draw: Draw, backend: str, dtype: torch.dtype):
         return function(x, weight, bias, labels, **options)
 
     op = partial(run, partial(ops.cross_entropy, backend=backend))
-    return Case(op, partial(run, reference.cross_entropy), shapes, dtype, {"weight": width**-0.5}), None, None
+    case = Case(op, partial(run, reference.cross_entropy), shapes, dtype, {"weight": width**-0.5})
+    case.addends = int((labels != -100).sum())
+    return case, None, None
 
 
 def sequence_cross_entropy(draw: Draw, backend: str, dtype: torch.dtype):
@@ -185,7 +187,7 @@ def sequence_cross_entropy(draw: Draw, backend: str, dtype: torch.dtype):
     options = {"cu_seqlens": lengths.cu_seqlens, "targets": targets}
     op = partial(ops.sequence_cross_entropy, **options)
     formula = partial(reference.sequence_cross_entropy, **options)
-    return Case(op, formula, {"logits": (lengths.total_tokens,)}, dtype), None, None
+    return Case(op, formula, {"logits": (lengths.total_tokens,)}, dtype, addends=len(targets)), None, None
 
 
 def pooling(draw: Draw, backend: str, dtype: torch.dtype):
