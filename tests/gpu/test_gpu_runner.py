@@ -15,7 +15,7 @@ from benchmarks.gpu.checks import Timer, assert_keep_rate
 from benchmarks.gpu.models import entry_of, figures, memory_figures
 from benchmarks.gpu.record import TARGETS, open_record
 from benchmarks.gpu.subject import Subject, lengths
-from fastbert.bench.compete import Worker
+from fastbert.bench.compete import ContestantProcess
 from fastbert.native.availability import triton_error
 
 pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
@@ -206,7 +206,7 @@ def test_the_sanitizer(verdict, template, monkeypatch, tmp_path):
 
 @pytest.mark.full  # test_a_part_runs has the same code in this process
 def test_a_contestant_in_a_process():
-    worker = Worker(
+    worker = ContestantProcess(
         {**TASK, "contestant": "fastbert", "mode": "training", "precision": "amp"}, "benchmarks.gpu.subject"
     )
     try:

@@ -34,7 +34,7 @@ def looks(monkeypatch) -> list[str]:
         monkeypatch.setattr(fused, name, counted)
 
     count("_operands")
-    count("_snapshot")
+    count("_fingerprint")
     return made
 
 
@@ -76,10 +76,10 @@ def test_the_tree_is_looked_at_once(looks, trains):
     with torch.set_grad_enabled(trains):
         for _ in range(3):
             model(IDS, MASK)
-        assert looks == ["_operands", "_snapshot"]
+        assert looks == ["_operands", "_fingerprint"]
         query(model).weight = torch.nn.Parameter(query(model).weight * 2)
         model(IDS, MASK)
-    assert looks == ["_operands", "_snapshot"] * 2
+    assert looks == ["_operands", "_fingerprint"] * 2
 
 
 def hook_a_leaf(model):

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from fastbert import families
 from fastbert.config import EncoderConfig
-from fastbert.families import form
+from fastbert.families import schema
 from fastbert.families.schema import PreTraining, ReplacedTokens
 from fastbert.models.classes import CLASSES
 
@@ -157,7 +157,7 @@ def _before_relu(config: EncoderConfig) -> tuple[str, ...]:
     for head in config.family.heads.values():
         head = head.masked_lm if isinstance(head, PreTraining) else head
         act = config.hidden_act if isinstance(head, ReplacedTokens) else getattr(head, "activation", None)
-        if form.value_of(act, config) == "relu" and head.dense is not None:
+        if schema.value_of(act, config) == "relu" and head.dense is not None:
             found.append(head.dense)
     return tuple(f"{path}.bias" for path in found)
 
