@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import shutil
@@ -61,6 +62,11 @@ def damage_bytes(draw: Draw, path: Path) -> None:
         path.write_bytes(damaged)
 
 
+def odd_value(draw: Draw) -> Any:
+    """A copy: what is put into a file may be changed there, and be put into itself."""
+    return copy.deepcopy(draw.choice(ODD_VALUES))
+
+
 def mutate(draw: Draw, entries: Any) -> Any:
     """`entries` with one entry of one of its containers changed, taken away, renamed or put deeper."""
     containers: list[Any] = []
@@ -72,13 +78,13 @@ def mutate(draw: Draw, entries: Any) -> Any:
             pending.extend(each.values() if isinstance(each, dict) else each)
     full = [each for each in containers if each]
     if not full or draw.flag(30):
-        return draw.choice(ODD_VALUES)
+        return odd_value(draw)
     container = full[0] if draw.flag() else draw.choice(full)
     key = draw.choice(list(container) if isinstance(container, dict) else list(range(len(container))))
     kind = draw.choice(("replace", "replace", "delete", "nest", "exchange", "rename"))
     draw.note(f"  {kind} {key!r}")
     if kind == "replace":
-        container[key] = draw.choice(ODD_VALUES)
+        container[key] = odd_value(draw)
         draw.note(f"    by {container[key]!r}")
     elif kind == "delete":
         del container[key]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from attention_terms import key_terms_of_modules
 from draw import Draw
 from fuzz_driver import Fuzzer
 from fuzz_ops import backends
@@ -110,7 +111,10 @@ def draw_case(draw: Draw) -> tuple[Callable[[int], tuple[nn.Module, nn.Module, I
 
 def results_of(theirs: nn.Module, ours: nn.Module, inputs: Inputs) -> dict[str, Tensors]:
     """By who computed them; the truth is "oracle"."""
-    found = {"oracle": gradients(make_oracle(theirs), inputs, torch.float64)}
+    oracle = make_oracle(theirs)
+    with key_terms_of_modules(oracle) as terms:
+        found = {"oracle": gradients(oracle, inputs, torch.float64)}
+    found["oracle"] |= {name: t.detach() for name, t in terms.items()}
     found[THEIRS] = gradients(theirs, inputs, torch.float32)
     for backend in backends():
         if backend.startswith("cpu-"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 import runpy
 import subprocess
 import sys
@@ -14,7 +16,15 @@ import fuzz_models
 import fuzz_ops
 import fuzz_optimizer
 import pytest
+import torch
+from attention_terms import key_bias_terms, key_terms_of_modules
+from draw import Draw
+from fuzz_damage import ODD_VALUES, mutate
 from fuzz_driver import run_round
+from hf import make_config, make_hf, make_oracle, make_ours
+
+from fastbert import ops
+from fastbert.backend import use_backend
 
 CASES = {
     fuzz_files.FUZZER: 30,
@@ -76,3 +86,31 @@ def test_a_leak_is_told_from_caches_that_fill_up():
     filling = [round(4.1e8 + 1.1e9 * (1 - 0.99**i)) for i in range(662)]
     assert driver["growth"](filling) == driver["growth"]([]) == driver["growth"](filling[:1]) == ""
     assert driver["growth"]([size + 8_000_000 * i for i, size in enumerate(filling)]).startswith("from ")
+
+
+def test_damage_leaves_the_table_of_odd_values_as_it_is():
+    """Its lists were changed where they had been put, at last put into themselves: a walk over them had no end."""
+    before = repr(ODD_VALUES)
+    for seed in range(300):
+        draw, entries = Draw(random.Random(seed).randint), {"a": 1}
+        for _ in range(4):
+            entries = mutate(draw, entries)
+        json.dumps(entries)
+    assert repr(ODD_VALUES) == before
+
+
+def test_terms_of_transformers_attention():
+    """What its keys' biases add up, as the terms of our own attention tell it."""
+    config = make_config("bert", 0)
+    theirs = make_hf(config, "Model")
+    oracle, ids = make_oracle(theirs), torch.randint(10, 40, (3, 9))
+    inputs = fuzz_isas.Inputs(ids, None, torch.arange(9) < torch.tensor([[9], [4], [1]]), None)
+    with key_terms_of_modules(oracle) as found:
+        fuzz_isas.gradients(oracle, inputs, torch.float64)
+    ours = make_ours(config, "Model", theirs).double()
+    with use_backend("torch"), key_bias_terms(ops) as terms:
+        fuzz_isas.gradients(ours, inputs, torch.float64)
+    assert len(found) == len(terms) == config.num_hidden_layers
+    for i in range(len(found)):
+        t = found[f"encoder.layer.{i}.attention.self.terms"]
+        torch.testing.assert_close(t, terms[i].max(), rtol=1e-9, atol=0)

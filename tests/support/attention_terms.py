@@ -7,6 +7,7 @@ elements have nearly all of the error (large scores, of which two keys have near
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from fastbert.testing import reference
 
@@ -100,4 +102,32 @@ def key_bias_terms(where: Any) -> Iterator[dict[int, torch.Tensor]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(where, "attention", recorded)
+        yield terms
+
+
+@contextmanager
+def key_terms_of_modules(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """The same for transformers' model as it is called within, its eager attention: by the module that attention is of,
+    as its parameter "terms" would be called; the largest of each, (). Empty for families that have no such function.
+    """
+    module, terms = sys.modules[type(model).__module__], dict[str, torch.Tensor]()
+    names = {each: f"{path}.terms" for path, each in model.named_modules()}
+    attention = getattr(module, "eager_attention_forward", None)
+
+    def recorded(each, query, key, value, *args, scaling, **options):
+        out, probs = attention(each, query, key, value, *args, scaling=scaling, **options)
+
+        def note(dout: torch.Tensor) -> None:  # (batch, queries, num_heads, head_dim)
+            values = value.abs().repeat_interleave(query.shape[1] // value.shape[1], 1)
+            dprobs = dout.abs().transpose(1, 2) @ values.transpose(2, 3)
+            dscores = probs * (dprobs + (probs * dprobs).sum(-1, keepdim=True)) * abs(scaling)
+            of_call = (dscores.transpose(2, 3) @ query.abs()).sum((0, 2)).max()
+            terms[names[each]] = terms.get(names[each], torch.zeros_like(of_call)) + of_call
+
+        out.register_hook(note)
+        return out, probs
+
+    with pytest.MonkeyPatch.context() as patch:
+        if attention is not None:
+            patch.setattr(module, "eager_attention_forward", recorded)
         yield terms

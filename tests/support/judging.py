@@ -119,7 +119,7 @@ def judge(results_of: Callable[[int], Results], rule: Callable[[Results], None],
             more = draws[0]
         results += [results_of(draw) for draw in range(len(results), more)]
         actual, oracle, baseline = (
-            {name: torch.cat([each[i][name].flatten() for each in results]) for name in results[0][0]} for i in range(3)
+            {name: torch.cat([each[i][name].flatten() for each in results]) for name in results[0][i]} for i in range(3)
         )
         together = (actual, oracle, baseline)
 
@@ -128,7 +128,8 @@ def assert_all_close(results: Results) -> None:
     """The error rule for each of the tensors, with the factor of whole models.
 
     What is 0 by mathematics (the gradient of a key's bias; of queries and keys, where a text has one token) is at most
-    eps times the largest gradient of the same module, and not compared with what rounding left of another one's.
+    eps times the largest gradient of the same module, or of the terms that its attention adds up where the oracle has
+    these (attention_terms.py), and not compared with what rounding left of another one's.
     """
     actual, oracle, baseline = results
     for name, t in actual.items():
