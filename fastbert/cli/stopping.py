@@ -15,7 +15,9 @@ received: list[type[KeyboardInterrupt]] = []
 
 
 def catch_signals():
-    """Let SIGINT and SIGTERM raise, and be remembered; returns what undoes that. Signals that others handle stay so."""
+    """Let SIGINT and SIGTERM raise, and be remembered; returns what undoes that. Signals that others handle stay so,
+    also where they took them over since: a server that has stopped ignores them.
+    """
     import signal
     import threading
 
@@ -33,7 +35,12 @@ def catch_signals():
 
         if signal.getsignal(number) is default:
             signal.signal(number, stop)
-            restore.append(lambda number=number, default=default: signal.signal(number, default))
+
+            def undo(number=number, default=default, stop=stop):
+                if signal.getsignal(number) is stop:
+                    signal.signal(number, default)
+
+            restore.append(undo)
     return restore
 
 

@@ -96,11 +96,7 @@ def serve(
     what = f"{engine.kind}, {str(engine.model.dtype).removeprefix('torch.')}, {engine.model.device}"
     serving = f"serving {engine.name} ({what}) at http://{shown}, described at http://{shown}/openapi.json"
     server = make_server(app, limits, connections(limits.max_concurrent_requests), lambda: say(serving))
-    try:
-        server.run(sockets=[bound])
-    except KeyboardInterrupt:  # uvicorn raises the signal once more when all is done
-        if not server.started:
-            raise
+    server.run(sockets=[bound])
     outcomes = app.state.outcomes
     cut_off = f", cut off {outcomes.cut_off}" if outcomes.cut_off else ""
     say(f"stopped: answered {outcomes.answered}, refused {outcomes.refused}{cut_off}")

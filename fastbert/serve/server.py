@@ -9,26 +9,53 @@ from __future__ import annotations
 import asyncio
 import errno
 import selectors
+import signal
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import uvicorn
 
 ROUND_S = 0.01  # between two looks at what is still to be read
 PAUSE_S = 1.0  # before more are let in, where the process may open no more files
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class HttpServer(uvicorn.Server):
     """Listens at the one socket that `run(sockets=[...])` gets. `on_open()` is called when a signal finds the way to
     `shutdown`: from then on no request is lost.
+
+    When it has stopped, the process ignores SIGINT and SIGTERM: all is answered, and one more Ctrl-C must not make a
+    killed process of a clean end while Python exits. What comes before it has started is raised, as uvicorn does.
     """
 
     def __init__(self, config: uvicorn.Config, on_open: Callable[[], None]):
         super().__init__(config)
         self.on_open = on_open
         self.entering: set[asyncio.Task] = set()  # connections on their way from the door to a protocol
+        self.received: list[int] = []  # signals
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, signal.SIG_IGN if self.started else handler)
+        for number in () if self.started else self.received[:1]:
+            signal.raise_signal(number)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.received.append(sig)
+        super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         assert sockets is not None

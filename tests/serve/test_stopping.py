@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -100,3 +101,15 @@ def test_a_second_ctrl_c_refuses_what_waits(model):
     assert process.returncode == 0
     assert set(map(tuple, found)) <= {(200,), (503,)}
     assert stderr == f"fastbert: stopped: answered {found.count([200])}, refused {found.count([503])}\n"
+
+
+def test_signals_up_to_the_end_leave_it_a_clean_one(model):
+    """Ctrl-C again and again, and SIGTERM: also between the last answer and the end of the process."""
+    with served(model) as (process, port):
+        process.send_signal(signal.SIGINT)
+        while process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGTERM)
+            time.sleep(1e-4)
+        stderr = process.stderr.read()
+    assert (process.returncode, stderr) == (0, "fastbert: stopped: answered 0, refused 0\n")
