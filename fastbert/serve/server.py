@@ -50,8 +50,8 @@ class HttpServer(uvicorn.Server):
         finally:
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_IGN if self.started else handler)
-        for number in () if self.started else self.received[:1]:
-            signal.raise_signal(number)
+        if self.received and not self.started:
+            signal.raise_signal(self.received[0])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.received.append(sig)

@@ -105,7 +105,7 @@ def test_a_second_ctrl_c_refuses_what_waits(model):
 
 def test_signals_up_to_the_end_leave_it_a_clean_one(model):
     """Ctrl-C again and again, and SIGTERM: also between the last answer and the end of the process."""
-    with served(model) as (process, port):
+    with served(model) as (process, _):
         process.send_signal(signal.SIGINT)
         while process.poll() is None:
             process.send_signal(signal.SIGINT)
