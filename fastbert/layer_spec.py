@@ -41,9 +41,43 @@ class RotarySpec(NamedTuple):
     hf_frequencies: str | None = None
 
 
+class RelativeBias(NamedTuple):
+    """A number for each head and kind of distance, added to the scores (Raffel et al. 2020, section 2.1).
+
+    table: the path of an Embedding (num_rows, num_heads), below the base model; all layers share it. Half of
+    `num_buckets` are for keys before the query and half for those behind it; from `max_distance` on there is one.
+    """
+
+    table: str
+    num_rows: int
+    num_buckets: int = 32
+    max_distance: int = 128
+
+
+class Disentangled(NamedTuple):
+    """Disentangled attention: scores have terms of a token and a distance (He et al. 2021, "DeBERTa", section 3.1).
+
+    table: the path of an Embedding (2 * span, hidden_size), below the base model; norm: of a norm of its rows. Layers
+    project it: `LayerNames.relative_key` for the content-to-position term, `relative_query` for position-to-content.
+    A distance is clamped to the span; where there are `buckets`, half of them are for one distance each, and the others
+    grow up to `max_distance`.
+    """
+
+    table: str
+    span: int
+    norm: str | None = None
+    buckets: int = 0
+    max_distance: int = 0
+
+
+Position = RotarySpec | RelativeBias | Disentangled
+
+
 @dataclass(frozen=True)
 class AttentionSpec:
-    """window_size: (left, right), how far before and behind itself a query sees keys; -1 is unlimited.
+    """window_size: (left, right), how far before and behind itself a query sees keys; -1 is unlimited. position: what
+    the scores have of the distance of two tokens; None: nothing. relative_dropout: of the table of Disentangled, in each
+    layer anew.
 
     Raises Invalid: `position` takes dimensions that a head does not have, or not in pairs.
     """
@@ -54,10 +88,19 @@ class AttentionSpec:
     softmax_scale: float | None = None  # None: 1 / sqrt(head_dim)
     dropout: float = 0.0
     window_size: tuple[int, int] = (-1, -1)
-    position: RotarySpec | None = None
+    position: Position | None = None
+    relative_dropout: float = 0.0
+
+    @property
+    def rotary(self) -> RotarySpec | None:
+        return self.position if isinstance(self.position, RotarySpec) else None
+
+    @property
+    def relative(self) -> RelativeBias | Disentangled | None:
+        return None if isinstance(self.position, RotarySpec) else self.position
 
     def __post_init__(self) -> None:
-        if self.position is None:
+        if not isinstance(self.position, RotarySpec):
             return
         if (dim := self.position.dim) % 2:
             name = "head_dim" if dim == self.head_dim else "the width that rotary embedding turns"
@@ -85,11 +128,27 @@ class NormSpec:
     bias: bool = True
 
 
+class ConvSpec(NamedTuple):
+    """A convolution over a sequence's columns, behind a layer: norm(out + activation(dropout(conv(x)))), where x went
+    into the first layer and `out` came out of this one (He et al. 2021, "DeBERTa", version 2).
+
+    path: of the container of its leaves, `conv` and `LayerNorm`, below the base model. A hole in a mask is a column of
+    zeros.
+    """
+
+    path: str
+    kernel_size: int
+    groups: int
+    activation: str
+    dropout: float
+
+
 class Distances(NamedTuple):
     """What in a stack of layers goes by the distance of two tokens."""
 
     rotaries: tuple[RotarySpec, ...] = ()
     has_windows: bool = False
+    relatives: tuple[RelativeBias | Disentangled, ...] = ()
 
     @property
     def are_absolute(self) -> bool:
@@ -100,7 +159,8 @@ class Distances(NamedTuple):
 
 
 _QKV = ("query", "key", "value")
-LINEARS = (*_QKV, "attention_output", "gate", "up", "down")
+RELATIVES = ("relative_key", "relative_query")
+LINEARS = (*_QKV, "attention_output", "gate", "up", "down", *RELATIVES)
 
 
 @dataclass(frozen=True)
@@ -108,7 +168,10 @@ class LayerNames:
     """Where the leaves of one layer are, below the layer, by role.
 
     Where one leaf serves several roles (query, key and value; gate and up), these have one path: its rows are theirs,
-    in this order. `gate`: of gated feed-forwards. `order` is the order in which transformers registers the leaves: an
+    in this order; `per_head`: those of the first head's query, key and value, then the second's. `gate`: of gated
+    feed-forwards. `relative_key`, `relative_query`: what projects the table of Disentangled, which may be key and query
+    themselves; None: there is no such term. `query_bias`, `value_bias`: bare parameters, of a Linear that has no bias.
+    `order` is the order in which transformers registers the leaves: an
     optimizer's saved state goes by it.
     """
 
@@ -121,12 +184,18 @@ class LayerNames:
     down: str = "output.dense"
     feed_forward_norm: str = "output.LayerNorm"
     gate: str | None = None
+    relative_key: str | None = None
+    relative_query: str | None = None
+    query_bias: str | None = None
+    value_bias: str | None = None
+    per_head: bool = False
     order: tuple[str, ...] = (*_QKV, "attention_output", "attention_norm", "up", "down", "feed_forward_norm")
 
     # What follows from the paths, worked out once: a model looks at them with every call.
     qkv: tuple[str, ...] = field(init=False)  # one path, or three
     ups: tuple[str, ...] = field(init=False)  # up; or gate and up; or the one of both
     linears: tuple[str, ...] = field(init=False)
+    relatives: tuple[str, ...] = field(init=False)  # of the table, where they are leaves of their own
     norms: tuple[str, ...] = field(init=False)
     containers: tuple[str, ...] = field(init=False)  # all that stands before a dot, the outer ones first
 
@@ -137,8 +206,10 @@ class LayerNames:
         put("qkv", tuple(dict.fromkeys((self.query, self.key, self.value))))
         put("ups", tuple(dict.fromkeys(path for path in (self.gate, self.up) if path is not None)))
         put("linears", (*self.qkv, self.attention_output, *self.ups, self.down))
+        relatives = dict.fromkeys((self.relative_key, self.relative_query))
+        put("relatives", tuple(path for path in relatives if path is not None and path not in self.qkv))
         put("norms", (self.attention_norm, self.feed_forward_norm))
-        leaves = [path.split(".") for path in (*self.linears, *self.norms)]
+        leaves = [path.split(".") for path in (*self.linears, *self.relatives, *self.norms)]
         put("containers", tuple(dict.fromkeys(".".join(n[:i]) for n in leaves for i in range(1, len(n)))))
 
 
@@ -147,7 +218,7 @@ class LayerSpec:
     """What the layer at one depth computes, without tensors.
 
     norm_first: the norms stand before each half (pre-norm) instead of behind it (post-norm). biases: the roles whose
-    Linear has one. The dropouts are those of the two halves' results.
+    Linear has one. The dropouts are those of the two halves' results. after: what stands behind the layer.
     """
 
     names: LayerNames
@@ -159,6 +230,7 @@ class LayerSpec:
     attention_output_dropout: float = 0.0
     feed_forward_dropout: float = 0.0
     biases: tuple[str, ...] = LINEARS
+    after: ConvSpec | None = None
 
     @property
     def merges_qkv(self) -> bool:
@@ -172,19 +244,30 @@ class LayerSpec:
 
     @property
     def dropouts(self) -> dict[str, float]:
-        """All of them: of the attention probabilities, of what goes into the last product, of the halves' results."""
-        return {
+        """All of them: of the attention probabilities, of what goes into the last product, of the halves' results; of
+        the table of Disentangled, and of what stands behind the layer, where there are these.
+        """
+        made = {
             "attention": self.attention.dropout,
             "attention_output": self.attention_output_dropout,
             "inner": self.feed_forward.dropout,
             "feed_forward": self.feed_forward_dropout,
         }
+        if isinstance(self.attention.position, Disentangled):
+            made["relative"] = self.attention.relative_dropout
+        if self.after is not None:
+            made["after"] = self.after.dropout
+        return made
 
     def with_dropouts(self, dropouts: Mapping[str, float]) -> LayerSpec:
         """The same with these, all of them, by the names of `dropouts`."""
+        attention = replace(
+            self.attention, dropout=dropouts["attention"], relative_dropout=dropouts.get("relative", 0.0)
+        )
         return replace(
             self,
-            attention=replace(self.attention, dropout=dropouts["attention"]),
+            attention=attention,
+            after=None if self.after is None else self.after._replace(dropout=dropouts["after"]),
             attention_output_dropout=dropouts["attention_output"],
             feed_forward=replace(self.feed_forward, dropout=dropouts["inner"]),
             feed_forward_dropout=dropouts["feed_forward"],
@@ -244,7 +327,7 @@ class LayerNumbers(NamedTuple):
             scale,
             eps[0],
             eps[1],
-            *(dropouts.values() if trains else (0.0,) * len(dropouts)),
+            *([*dropouts.values()][:4] if trains else (0.0,) * 4),
         )
 
     @classmethod

@@ -15,6 +15,7 @@ import torch
 
 from fastbert import ops
 from fastbert.errors import InputError
+from fastbert.ops.packing import token_sequences
 
 # What torch's aminmax takes of integers: the unsigned ones of more than 8 bits are not among them.
 _WITH_ENDS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -320,6 +321,19 @@ class PackedBatch:
             if is_whole and not (absolute and (bool(columns[:1].any()) or bool(columns[1:][begins].any()))):
                 return None
         return columns
+
+    def grid_slots(self) -> tuple[int, torch.Tensor]:
+        """The columns of a grid that holds the batch, and int64 (total_tokens,): each token's slot in that grid, row by
+        row; slack rows of a packed batch have the one behind it.
+        """
+        width = self.max_seqlen if self.seqlen is None else self.seqlen
+        if self.seqlen is not None:
+            tokens = torch.arange(self.total_tokens, device=self.cu_seqlens.device)
+            return width, tokens if self.indices is None else self.indices
+        sequence, inside = token_sequences(self.cu_seqlens, self.total_tokens)
+        place = torch.arange(self.total_tokens, device=sequence.device) - self.cu_seqlens[sequence].long()
+        slots = sequence * width + place
+        return width, torch.where(inside, slots, self.batch_size * width)
 
     def local_targets(self, positions: torch.Tensor) -> torch.Tensor:
         """Columns of the padded grid (batch,) -> places among a sequence's real tokens; -1 where there is no token."""

@@ -51,9 +51,9 @@ _TABLE: dict[str, Callable[[EncoderConfig, AttentionSpec], Any]] = {
     **dict.fromkeys(
         ("is_causal", "is_decoder", "is_cross_attention", "add_cross_attention"), lambda config, form: False
     ),
-    "rotary_value": lambda config, form: form.position is not None and form.position.rotates_values,
+    "rotary_value": lambda config, form: form.rotary is not None and form.rotary.rotates_values,
     "position_embedding_type": lambda config, form: "rotary" if config.embeddings.position is None else "absolute",
-    "padding_idx": lambda config, form: config.pad_token_id if config.family.positions_from_ids else _ANYTHING,
+    "padding_idx": lambda config, form: config.padding_idx if config.family.positions_from_ids else _ANYTHING,
     "token_dropout": lambda config, form: config.embeddings.token_dropout is not None,
     "mask_token_id": lambda config, form: _mask_token(config),
     "use_task_id": lambda config, form: config.embeddings.task_type is not None,

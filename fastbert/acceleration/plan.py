@@ -149,7 +149,9 @@ def make_plan(module: Any, label: str, heads: list[str], spans_over_real_tokens:
     family = FAMILIES[model_type]
     try:
         config = EncoderConfig.from_dict(module.config.to_dict())
-        if family.positions_from_ids:  # transformers counts from what the embeddings were built with
+        if (
+            family.positions_from_ids and family.padding_idx is None
+        ):  # transformers counts from what the embeddings were built with
             config = config.replace(pad_token_id=module.embeddings.padding_idx)
         reads = {_read_by(head, family, config, spans_over_real_tokens) for head in heads} or {"first"}
         plan = PackedPlan(

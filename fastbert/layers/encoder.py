@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fastbert import ops
-from fastbert.layer_spec import LayerSpec, NormSpec
+from fastbert.layer_spec import RELATIVES, LayerSpec
 from fastbert.layers.context import LayerContext
 from fastbert.layers.fused import try_fused_layer
 from fastbert.layers.leaves import (
@@ -17,6 +17,7 @@ from fastbert.layers.leaves import (
     is_linear,
     linear,
     linears,
+    make_norm,
     norm_kind,
     norm_weights,
     parent_of,
@@ -25,6 +26,7 @@ from fastbert.layers.leaves import (
     weights_of,
     within,
 )
+from fastbert.layers.relative import relative_of
 
 
 def add_norm(norm: nn.Module, x, bias, residual, dropout_p: float, prenorm: bool = False):
@@ -53,28 +55,49 @@ def run_attention(layer: nn.Module, spec: LayerSpec, x, context: LayerContext, w
     Also its probabilities (batch, heads, max_seqlen, max_seqlen), or None.
     """
     form, batch = spec.attention, context.batch
-    leaves = [get_leaf(layer, path) for path in spec.names.qkv]
-    heads = (form.num_heads, form.num_kv_heads, form.num_kv_heads)
-    products = linears(leaves, x)
-    if len(products) == 1:
-        products = list(products[0].split([count * form.head_dim for count in heads], dim=-1))
-    q, k, v = (t.unflatten(-1, (count, form.head_dim)) for t, count in zip(products, heads, strict=True))
-    rotary = None if form.position is None else context.rotary[form.position]
-    if rotary is not None and form.position is not None:
-        if form.position.rotates_values:
+    q, k, v = _queries_keys_values(layer, spec, x)
+    rotary = None if form.rotary is None else context.rotary[form.rotary]
+    if rotary is not None and form.rotary is not None:
+        if form.rotary.rotates_values:
             (v,) = ops.rotate((v,), rotary, batch.cu_seqlens, batch.cache)
-        if form.position.dim < form.head_dim:  # attention turns whole heads
+        if form.rotary.dim < form.head_dim:  # attention turns whole heads
             (q, k), rotary = ops.rotate((q, k), rotary, batch.cu_seqlens, batch.cache), None
+    relative = None if form.relative is None else relative_of(layer, spec, context.relative[form.relative], q.dtype)
     options: dict[str, Any] = {
         "softmax_scale": form.softmax_scale,
         "window_size": form.window_size,
         "window_positions": context.window_positions,
         "rotary": rotary,
+        "relative": relative,
     }
     probs = ops.attention_probs(q, k, batch.cu_seqlens, batch.max_seqlen, **options) if wants_probs else None
     dropout_p = form.dropout if layer.training else 0.0
     out = ops.attention(q, k, v, batch.cu_seqlens, batch.max_seqlen, dropout_p=dropout_p, cache=batch.cache, **options)
     return out.flatten(1), probs
+
+
+def _queries_keys_values(layer: nn.Module, spec: LayerSpec, x) -> list[torch.Tensor]:
+    """(total_tokens, its heads, head_dim) each."""
+    form, names = spec.attention, spec.names
+    heads = (form.num_heads, form.num_kv_heads, form.num_kv_heads)
+    products = linears([get_leaf(layer, path) for path in names.qkv], x)
+    if names.per_head:
+        return _with_biases(layer, spec, list(products[0].unflatten(-1, (form.num_heads, 3, form.head_dim)).unbind(2)))
+    if len(products) == 1:
+        products = list(products[0].split([count * form.head_dim for count in heads], dim=-1))
+    made = [t.unflatten(-1, (count, form.head_dim)) for t, count in zip(products, heads, strict=True)]
+    return _with_biases(layer, spec, made)
+
+
+def _with_biases(layer: nn.Module, spec: LayerSpec, made: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of query and value that are parameters by themselves."""
+    for i, path in ((0, spec.names.query_bias), (2, spec.names.value_bias)):
+        if path is not None:
+            parent, _, name = path.rpartition(".")
+            bias = get_leaf(layer, parent)._parameters[name]
+            assert bias is not None
+            made[i] = made[i] + bias.view(made[i].shape[1:]).to(made[i].dtype)
+    return made
 
 
 def run_feed_forward(layer: nn.Module, spec: LayerSpec, x):
@@ -215,12 +238,6 @@ def run_containers(
     return out if is_inside else norm(names.feed_forward_norm, out, x, feed_forward_dropout), probs
 
 
-def make_norm(spec: NormSpec, width: int) -> nn.Module:
-    if spec.kind == "rms":
-        return nn.RMSNorm(width, eps=spec.eps)
-    return nn.LayerNorm(width, eps=spec.eps, bias=spec.bias)
-
-
 class EncoderLayer(nn.Module):
     """Holds the leaves of one layer under the family's names."""
 
@@ -239,11 +256,18 @@ class EncoderLayer(nn.Module):
                 continue
             if role in ("attention_norm", "feed_forward_norm"):
                 place(self, path, make_norm(spec.norm, hidden_size))
+            elif role in RELATIVES:
+                if path in names.relatives:
+                    place(self, path, nn.Linear(hidden_size, queries, bias=role in spec.biases))
             else:
                 served = [other for other in rows if getattr(names, other) == path]
                 has_bias = role in spec.biases
                 leaf = nn.Linear(columns.get(role, hidden_size), sum(rows[other] for other in served), bias=has_bias)
                 place(self, path, leaf)
+        for path, width in ((names.query_bias, queries), (names.value_bias, keys)):
+            if path is not None:
+                parent, _, name = path.rpartition(".")
+                get_leaf(self, parent).register_parameter(name, nn.Parameter(torch.zeros(width)))
 
     def forward(self, hidden_states: torch.Tensor, context: LayerContext, wants_probs: bool = False):
         """The layer's result; where they are wanted, (result, attention probabilities)."""

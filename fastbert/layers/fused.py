@@ -124,10 +124,14 @@ def _operands(
     layers = [get_leaf(root, path) for path in paths]
     if not layers:
         return "there are no layers"
+    if (reason := _op_by_op(specs)) is not None:
+        return reason
+    if any([spec.after is not None for spec in specs]):
+        return "a convolution stands behind a layer"
     if not trains and any([layer.training for layer in layers]):
         return "a layer is in training mode"
     # The tables come in this order: LayerContext.rotary has it, too.
-    rotaries = list(dict.fromkeys(spec.attention.position for spec in specs if spec.attention.position is not None))
+    rotaries = list(dict.fromkeys(spec.attention.rotary for spec in specs if spec.attention.rotary is not None))
     found: list[ops.LayerWeights] = []
     for at, layer, spec in zip(paths, layers, specs, strict=True):
         if layer_type is not None:
@@ -147,6 +151,16 @@ def _operands(
             return _not_plain(final_norm, leaf)
         last = norm_weights(leaf)
     return ops.LayerOperands.of(found, rotaries, last)
+
+
+def _op_by_op(specs: Sequence[LayerSpec]) -> str | None:
+    """Why the kernels of whole layers do not have one of these."""
+    for spec in specs:
+        if spec.attention.relative is not None:
+            return "attention has relative terms"
+        if spec.names.per_head or spec.names.query_bias is not None:
+            return "the rows of query, key and value stand head by head, and their biases in no Linear"
+    return None
 
 
 def _leaves(layer: nn.Module, spec: LayerSpec) -> ops.LayerWeights | str:
@@ -200,9 +214,11 @@ def _fingerprint(
 
 def try_fused_layer(layer: nn.Module, spec: LayerSpec, x: torch.Tensor) -> Fused | str:
     """One layer over x as an op with a backward, or why its ops run one by one. Whoever asks has called its hooks."""
-    position = spec.attention.position
+    position = spec.attention.rotary
 
     def look() -> ops.LayerOperands | str:
+        if (reason := _op_by_op([spec])) is not None:
+            return reason
         found = _leaves(layer, spec)
         if isinstance(found, str):
             return found

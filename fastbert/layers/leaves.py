@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from fastbert import ops
+from fastbert.layer_spec import NormSpec
 from fastbert.layers.quantized import QuantizedLinear
 from fastbert.layers.sharded import call_sharded, is_sharded
 
@@ -114,6 +115,12 @@ def has_hooks(module: nn.Module) -> bool:
 def is_linear(module: nn.Module) -> bool:
     """Whether `weights_of` describes all that calling `module` does."""
     return is_plain(module, nn.Linear) or is_plain(module, QuantizedLinear)
+
+
+def make_norm(spec: NormSpec, width: int) -> nn.Module:
+    if spec.kind == "rms":
+        return nn.RMSNorm(width, eps=spec.eps)
+    return nn.LayerNorm(width, eps=spec.eps, bias=spec.bias)
 
 
 def norm_kind(module: nn.Module) -> str | None:
