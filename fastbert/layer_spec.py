@@ -76,8 +76,8 @@ Position = RotarySpec | RelativeBias | Disentangled
 @dataclass(frozen=True)
 class AttentionSpec:
     """window_size: (left, right), how far before and behind itself a query sees keys; -1 is unlimited. position: what
-    the scores have of the distance of two tokens; None: nothing. relative_dropout: of the table of Disentangled, in each
-    layer anew.
+    the scores have of the distance of two tokens; None: nothing. relative_dropout: of the table of Disentangled, drawn
+    in each layer.
 
     Raises Invalid: `position` takes dimensions that a head does not have, or not in pairs.
     """
@@ -231,6 +231,17 @@ class LayerSpec:
     feed_forward_dropout: float = 0.0
     biases: tuple[str, ...] = LINEARS
     after: ConvSpec | None = None
+
+    @property
+    def shared_leaves(self) -> tuple[str, ...]:
+        """The paths, below the base model, of leaves that stand beside the layer and that it takes part in: the table
+        of distances and its norm, the convolution and its norm.
+        """
+        position, after = self.attention.relative, self.after
+        found = () if position is None else (position.table,)
+        if isinstance(position, Disentangled) and position.norm is not None:
+            found += (position.norm,)
+        return found if after is None else (*found, f"{after.path}.conv", f"{after.path}.LayerNorm")
 
     @property
     def merges_qkv(self) -> bool:
