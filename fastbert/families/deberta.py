@@ -1,4 +1,4 @@
-"""DeBERTa, version 1 (He et al. 2021): disentangled attention over distances that are clamped."""
+"""DeBERTa (He et al. 2021): disentangled attention, over distances that are clamped to a span."""
 
 from typing import Any
 

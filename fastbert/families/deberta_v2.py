@@ -1,4 +1,4 @@
-"""DeBERTa, versions 2 and 3 (He et al. 2021), and mDeBERTa: disentangled attention, with buckets of distances."""
+"""DeBERTa-v2 (He et al. 2021), DeBERTa-v3 and mDeBERTa: disentangled attention, over buckets of distances."""
 
 from typing import Any
 

@@ -210,11 +210,13 @@ def run_containers(
     def attention(x, residual):
         return within(layer, last, end, within(layer, own, heads, x), residual)
 
-    if spec.norm_first and not adds:
-        x = x + within(layer, around, lambda normed: attention(normed, None), before(x))
-    else:
+    def half(x):
+        if spec.norm_first and not adds:
+            return x + within(layer, around, lambda normed: attention(normed, None), before(x))
         out = within(layer, around, lambda x: attention(before(x), x), x)
-        x = out if is_inside else norm(names.attention_norm, out, x, output_dropout)
+        return out if is_inside else norm(names.attention_norm, out, x, output_dropout)
+
+    x = within(layer, parent_of(around or ""), half, x)  # MPNet's norm is in a container around that one
 
     # The feed-forward, whose two halves have a container each, or one around both, or none.
     up, down = parent_of(names.up), parent_of(names.down)

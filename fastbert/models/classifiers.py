@@ -120,13 +120,14 @@ class ForSequenceClassification(ClassifierModel):
     """Classes, several labels at once, or regression, of whole sequences (`problem_type`, or inferred)."""
 
     def has_soft_labels(self) -> bool:
-        return self.head_form.soft_labels and self.config.problem_type is None and self.config.num_labels > 1
+        """Whether labels mean what `ClassifierHead.soft_labels` says."""
+        return self.head_form.soft_labels and self.config.problem_type is None
 
     def check_given(self, given, batch):
         if not given:
             return {}
         labels, classes = given["labels"], self.classes_at(self.label_leaf)
-        if self.has_soft_labels():
+        if self.has_soft_labels() and self.config.num_labels > 1:
             return {"labels": self.check_soft(labels, batch, classes)}
         if problem_type(self.config, labels) == "single_label_classification":
             return {"labels": class_labels(labels, batch.batch_size, batch, classes)}
@@ -140,14 +141,17 @@ class ForSequenceClassification(ClassifierModel):
 
     def compute(self, encoded, given):
         logits = self.scores(encoded)
+        if given and self.has_soft_labels() and self.config.num_labels == 1:  # with labels, as in transformers
+            logits = logits.reshape(-1)
         return {"loss": self.loss(logits, given["labels"], encoded.batch) if given else None, "logits": logits}
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         """Regression, single- or multi-label loss of (batch, num_labels) logits."""
-        if self.has_soft_labels() and labels.dim() > 1:
+        has_soft_labels = self.has_soft_labels() and self.config.num_labels > 1
+        if has_soft_labels and labels.dim() > 1:
             shares = check_numbers(labels, tuple(logits.shape))
             return -(ops.at_least_fp32(logits).log_softmax(-1) * shares).sum(-1).mean()
-        kind = _PROBLEMS[1] if self.has_soft_labels() else problem_type(self.config, labels)
+        kind = _PROBLEMS[1] if has_soft_labels else problem_type(self.config, labels)
         if kind == "single_label_classification":
             return self.class_loss(self.label_leaf, logits, labels, batch)
         logits = ops.at_least_fp32(logits)

@@ -47,9 +47,11 @@ def make(model_type: str, index: int = 0, dtype=torch.float32, **changes):
 
 
 def fused_cases() -> list[tuple[str, int]]:
-    """All but RoFormer where it turns values, too, which no whole-layer op does."""
+    """All but RoFormer where it turns values, too, and relative attention, which no whole-layer op does."""
     cases = [(name, index) for name in FAMILIES for index in range(NUM_CONFIGS)]
-    turns = {case: [spec.attention.position for spec in make_config(*case).layer_specs] for case in cases}
+    specs = {case: make_config(*case).layer_specs for case in cases}
+    cases = [case for case in cases if not any(spec.attention.relative for spec in specs[case])]
+    turns = {case: [spec.attention.rotary for spec in make_config(*case).layer_specs] for case in cases}
     return [case for case in cases if not any(position and position.rotates_values for position in turns[case])]
 
 

@@ -134,7 +134,7 @@ REASONS = (
 def test_reasons(spec, reason):
     layers, x, _ = make_stack("post", torch.float32)
     layers[0].spec = spec
-    position = spec.attention.position
+    position = spec.attention.rotary
     rotaries = () if position is None else (position,)
     assert re.match(reason, ops.try_fused("encoder_layers", x, lambda: operands_of(layers, rotaries=rotaries)))
 
