@@ -175,7 +175,8 @@ def test_a_family_imports_the_form_only():
     for path in sorted(folder.glob("*.py")):
         for found in imports_of(path):
             is_standard = found.module.split(".")[0] in sys.stdlib_module_names
-            is_form = found.module in {f"fastbert.{form}" for form in (*FORMS, "families.rope", "families.disentangled", "layer_spec")}
+            shared = ("families.rope", "families.disentangled", "layer_spec")
+            is_form = found.module in {f"fastbert.{form}" for form in (*FORMS, *shared)}
             assert is_standard or is_form, f"{path} imports {found.module}"
 
 
