@@ -10,7 +10,8 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.layer_spec import AttentionSpec, Disentangled, LayerSpec, NormSpec, RelativeBias
-from fastbert.layers.leaves import get_leaf, linear, make_norm, place
+from fastbert.layers.leaves import get_leaf, is_plain, linear, make_norm, place
+from fastbert.layers.quantized import QuantizedLinear
 
 
 def place_relative(root: nn.Module, form: AttentionSpec, norm: NormSpec, hidden_size: int) -> None:
@@ -130,6 +131,15 @@ def _read_table(root: nn.Module, path: str) -> torch.Tensor:
     return weight
 
 
+def _projected(leaf: nn.Module, table: torch.Tensor) -> torch.Tensor:
+    """The table (num_rows, hidden_size) through a projection, in floating point where that is in int8, too: few rows
+    that all tokens share.
+    """
+    if is_plain(leaf, QuantizedLinear):
+        return leaf.in_floating_point(table)
+    return linear(leaf, table)
+
+
 def relative_of(layer: nn.Module, spec: LayerSpec, shared: RelativeTable, dtype: torch.dtype) -> ops.Relative | None:
     """What attention takes in one layer: the projections of the table, in `dtype`, or the bias itself."""
     form = spec.attention
@@ -141,7 +151,7 @@ def relative_of(layer: nn.Module, spec: LayerSpec, shared: RelativeTable, dtype:
         table = ops.dropout(table, form.relative_dropout)
     projected = []
     for path in (spec.names.relative_key, spec.names.relative_query):
-        made = None if path is None else linear(get_leaf(layer, path), table)
+        made = None if path is None else _projected(get_leaf(layer, path), table)
         projected.append(None if made is None else made.unflatten(-1, (form.num_heads, form.head_dim)).to(dtype))
     if projected == [None, None]:  # transformers has the table then, too, and reads it in vain
         return None
