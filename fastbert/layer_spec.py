@@ -238,10 +238,11 @@ class LayerSpec:
         of distances and its norm, the convolution and its norm.
         """
         position, after = self.attention.relative, self.after
-        found = () if position is None else (position.table,)
+        found = [] if position is None else [position.table]
         if isinstance(position, Disentangled) and position.norm is not None:
-            found += (position.norm,)
-        return found if after is None else (*found, f"{after.path}.conv", f"{after.path}.LayerNorm")
+            found.append(position.norm)
+        found += [] if after is None else [f"{after.path}.conv", f"{after.path}.LayerNorm"]
+        return tuple(found)
 
     @property
     def merges_qkv(self) -> bool:

@@ -132,6 +132,11 @@ def _is_all_ones(mask: torch.Tensor) -> bool:
     return int(low) == int(high) == 1
 
 
+def _most_runs(real: torch.Tensor) -> torch.Tensor:
+    """int64 (1,): into how many pieces padding cuts the sequence of a (batch_size, seqlen) mask that has most."""
+    return (real[:, :1].sum(1) + (real[:, 1:] & ~real[:, :-1]).sum(1)).amax()[None]
+
+
 @dataclass(frozen=True)
 class PackedBatch:
     """Where the real tokens of a batch are.
@@ -145,6 +150,7 @@ class PackedBatch:
     labelled: int64 (n,), the packed tokens that have a label, in order; None where nobody has looked.
     bounds: the smallest and the largest of the ids and labels that belong to the batch, by name, as the host has seen
         them; None where nobody has looked. `fastbert.pack_inputs` fills both in, so that no model has to wait for them.
+    has_gaps: whether a sequence has padding between its tokens; None where the host does not know.
     cache: what backends derive from cu_seqlens, kept for the layers of one forward pass.
     """
 
@@ -156,6 +162,7 @@ class PackedBatch:
     total_tokens: int
     labelled: torch.Tensor | None = None
     bounds: Mapping[str, tuple[int, int]] | None = None
+    has_gaps: bool | None = None
     cache: dict = field(default_factory=dict, repr=False, compare=False)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
@@ -205,13 +212,16 @@ class PackedBatch:
             has_ends = mask.dtype in _WITH_ENDS
             ends = torch.stack(mask.aminmax()) if has_ends else (real & (mask != 1)).any()[None]
             stray = [] if labels is None else [((labels.to(device) != -100) & ~real).sum()[None]]
-            looked_at = [lengths, ends, *stray, *_extremes(ranges, real)]
+            # On a CPU columns_with_gaps looks by itself, where something goes by distances.
+            runs = [] if _is_on_host(real) else [_most_runs(real)]
+            looked_at = [lengths, ends, *stray, *runs, *_extremes(ranges, real)]
             if torch.compiler.is_dynamo_compiling():  # what comes next is in no graph: with fullgraph the error
                 torch._dynamo.graph_break(msg=NOT_ONE_GRAPH)
             values = _to_host(looked_at)
             counts, after = values[:batch_size], batch_size + len(ends)
             (low, high), extremes = (min(values[batch_size:after]), max(values[batch_size:after])), values[after:]
             bounds = {PADDED_LABELS: (0, extremes.pop(0))} if stray else None
+            has_gaps = extremes.pop(0) > 1 if runs else None
             if low < 0 or high > (1 if has_ends else 0):
                 strange = int((real & (mask != 1)).sum())
                 raise InputError(f"attention_mask has {strange} values that are neither 0 (padding) nor 1 (real)")
@@ -220,7 +230,9 @@ class PackedBatch:
             if total_tokens < batch_size * seqlen:
                 indices = real.flatten().nonzero_static(size=total_tokens).flatten()
                 cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-                return cls(indices, cu_seqlens, max_seqlen, batch_size, seqlen, total_tokens, bounds=bounds)
+                return cls(
+                    indices, cu_seqlens, max_seqlen, batch_size, seqlen, total_tokens, bounds=bounds, has_gaps=has_gaps
+                )
         else:
             _check_ranges(ranges, _to_host(_extremes(ranges)))
         cu_seqlens = torch.arange(0, (batch_size + 1) * seqlen, seqlen, dtype=torch.int32, device=device)
@@ -313,6 +325,8 @@ class PackedBatch:
         each sequence is known to begin in column 0, too, so that the places are the columns.
         """
         if self.seqlen is None or self.indices is None:
+            return None
+        if self.has_gaps is False and not absolute:
             return None
         columns = self.indices % self.seqlen
         if _is_on_host(self.indices) and not torch.compiler.is_compiling():

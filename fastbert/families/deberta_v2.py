@@ -33,6 +33,8 @@ def _norms_table(config: Any) -> bool:
     found = [kind.strip() for kind in kinds.lower().split("|")] if isinstance(kinds, str) else None
     if found is None or not all(kind in ("none", "layer_norm") for kind in found):
         raise Invalid("norm_rel_ebd", kinds, "none or layer_norm")
+    if "layer_norm" in found and not config.relative_attention:
+        raise Invalid("norm_rel_ebd", kinds, "none where relative_attention is false, and there is no table")
     return "layer_norm" in found
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from fastbert.families.fields import Field
 from fastbert.families.schema import (
     ActivationName,
     ClassifierHead,
@@ -34,6 +35,8 @@ def checked_widths(config: Any) -> None:
     for name, width in widths.items():
         if config.extra.get(name, width) != width:
             raise Invalid(name, config.extra[name], f"{width}, by hidden_size and num_attention_heads")
+    if not config.legacy and config.embedding_width != config.hidden_size:
+        raise Invalid("embedding_size", config.embedding_width, f"hidden_size, {config.hidden_size}, without legacy")
 
 
 def span_of(config: Any) -> int:
@@ -72,7 +75,7 @@ DROPOUTS = {
     "attention.output.dropout": "attention_output",
     "output.dropout": "feed_forward",
 }
-FIELDS = {
+FIELDS: dict[str, Field] = {
     "relative_attention": Flag(False), "max_relative_positions": Count(-1, -1), "pos_att_type": Structure(),
     "position_biased_input": Flag(True), "pooler_dropout": Share(0.0), "pooler_hidden_act": ActivationName("gelu"),
     "legacy": Flag(True),

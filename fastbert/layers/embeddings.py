@@ -61,7 +61,7 @@ def run_embeddings(
         and not (word.sparse and torch.compiler.is_compiling())  # torch's compilers know nothing of such gradients
         and kind in ("none", "layer")
     ):
-        weight, bias, eps = (None, None, 0.0) if kind == "none" else norm_weights(norm)
+        weight, bias, eps = (None, None, 0.0) if norm is None or kind == "none" else norm_weights(norm)
         x = ops.embed_layer_norm(
             ids.input_ids if embeds is None else None,
             ids.position_ids,

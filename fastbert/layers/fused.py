@@ -124,8 +124,6 @@ def _operands(
     layers = [get_leaf(root, path) for path in paths]
     if not layers:
         return "there are no layers"
-    if (reason := _op_by_op(specs)) is not None:
-        return reason
     if any([spec.after is not None for spec in specs]):
         return "a convolution stands behind a layer"
     if not trains and any([layer.training for layer in layers]):
@@ -151,16 +149,6 @@ def _operands(
             return _not_plain(final_norm, leaf)
         last = norm_weights(leaf)
     return ops.LayerOperands.of(found, rotaries, last)
-
-
-def _op_by_op(specs: Sequence[LayerSpec]) -> str | None:
-    """Why the kernels of whole layers do not have one of these."""
-    for spec in specs:
-        if spec.attention.relative is not None:
-            return "attention has relative terms"
-        if spec.names.per_head or spec.names.query_bias is not None:
-            return "the rows of query, key and value stand head by head, and their biases in no Linear"
-    return None
 
 
 def _leaves(layer: nn.Module, spec: LayerSpec) -> ops.LayerWeights | str:
@@ -217,8 +205,6 @@ def try_fused_layer(layer: nn.Module, spec: LayerSpec, x: torch.Tensor) -> Fused
     position = spec.attention.rotary
 
     def look() -> ops.LayerOperands | str:
-        if (reason := _op_by_op([spec])) is not None:
-            return reason
         found = _leaves(layer, spec)
         if isinstance(found, str):
             return found

@@ -16,13 +16,18 @@ from fastbert.layers.quantized import QuantizedLinear
 
 def place_relative(root: nn.Module, form: AttentionSpec, norm: NormSpec, hidden_size: int) -> None:
     """The leaves below `root` that hold what layers with this attention share."""
+    for path, shape in relative_shapes(form, hidden_size).items():
+        place(root, path, nn.Embedding(*shape))
+    if isinstance(form.position, Disentangled) and form.position.norm is not None:
+        place(root, form.position.norm, make_norm(norm, hidden_size))
+
+
+def relative_shapes(form: AttentionSpec, hidden_size: int) -> dict[str, tuple[int, int]]:
+    """The path of the table that layers with this attention share, if there is one: its rows and columns."""
     position = form.relative
     if isinstance(position, RelativeBias):
-        place(root, position.table, nn.Embedding(position.num_rows, form.num_heads))
-    elif position is not None:
-        place(root, position.table, nn.Embedding(2 * position.span, hidden_size))
-        if position.norm is not None:
-            place(root, position.norm, make_norm(norm, hidden_size))
+        return {position.table: (position.num_rows, form.num_heads)}
+    return {} if position is None else {position.table: (2 * position.span, hidden_size)}
 
 
 class RelativeTable(NamedTuple):
@@ -149,10 +154,11 @@ def relative_of(layer: nn.Module, spec: LayerSpec, shared: RelativeTable, dtype:
     assert isinstance(form.position, Disentangled)
     if layer.training:
         table = ops.dropout(table, form.relative_dropout)
-    projected = []
+    projected: list[torch.Tensor | None] = []
     for path in (spec.names.relative_key, spec.names.relative_query):
         made = None if path is None else _projected(get_leaf(layer, path), table)
         projected.append(None if made is None else made.unflatten(-1, (form.num_heads, form.head_dim)).to(dtype))
     if projected == [None, None]:  # transformers has the table then, too, and reads it in vain
         return None
-    return ops.Relative(rows, *projected, positions=positions)
+    key, query = projected
+    return ops.Relative(rows, key, query, positions=positions)

@@ -15,7 +15,7 @@ from fastbert.families.schema import Family
 from fastbert.layers.convolution import place_convolution
 from fastbert.layers.encoder import EncoderLayer
 from fastbert.layers.leaves import get_leaf, has_hooks, is_plain, make_norm, parent_of, place, within
-from fastbert.layers.relative import place_relative
+from fastbert.layers.relative import place_relative, relative_shapes
 from fastbert.layers.rotary import RotaryFrequencies, RotaryTable, place_rotary
 from fastbert.layers.sharded import is_sharded
 from fastbert.models.encode import first_tokens, run_encoder, run_pooler, unpacked_extras
@@ -88,6 +88,8 @@ class PreTrainedModel(ModelAccess):
         for rotary in config.rotaries:
             if rotary.table is not None:
                 shapes[rotary.table] = (config.max_position_embeddings, rotary.dim)
+        attention = self.family.layer_spec(config, 0).attention
+        shapes |= relative_shapes(attention, config.hidden_size)
         shapes |= {path: (out, given) for path, (given, out) in self.family.unused_linears(config).items()}
         prefix = "" if self.base_model is self else f"{self.family.prefix}."
         return {f"{prefix}{path}.weight": shape for path, shape in shapes.items()}

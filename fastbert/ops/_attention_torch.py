@@ -160,10 +160,12 @@ def _every_head(num_heads, *tensors):
     return [t if group <= 1 else t.repeat_interleave(group, -2) for t, group in zip(tensors, groups, strict=True)]
 
 
-def _rectangle_attention(q, k, v, mask, options, relative: Relative | None, places):
-    """q, k, v (num_sequences, width, heads, head_dim) -> q's shape; mask (num_sequences, 1, 1 or width, width); places
-    (num_sequences or 1, width), of relative terms.
+def _rectangle_attention(operands, mask, options, relative: Relative | None, places):
+    """operands: q, k, v (num_sequences, width, heads, head_dim) -> q's shape.
+
+    mask (num_sequences, 1, 1 or width, width); places (num_sequences or 1, width), of relative terms.
     """
+    q, k, v = operands
     if relative is not None:
         return _relative_attention(q, k, v, mask, options, relative, places)
     q, k, v = (t.transpose(1, 2) for t in (q, *_every_head(q.shape[2], k, v)))
@@ -191,15 +193,15 @@ def _tables_of(relative: Relative | None) -> list[torch.Tensor]:
 def _attention_bucketed(q, k, v, buckets, options, relative: Relative | None):
     total_tokens, num_heads, head_dim = q.shape
     pieces, order = [], []
-    places = None
+    places: torch.Tensor | None = None
     for b in buckets:
         tokens = [t[b.span[0] : b.span[1]] if b.span else t.index_select(0, b.token_index) for t in (q, k, v)]
         operands = [t.view(b.num_sequences, b.width, *t.shape[1:]) for t in tokens]
-        if relative is not None and relative.positions is None:
-            places = torch.arange(b.width, device=q.device)[None]
-        elif relative is not None:
+        if relative is not None and relative.positions is not None:
             places = relative.positions[b.token_index].view(b.num_sequences, b.width)
-        out = _rectangle_attention(*operands, b.mask, options, relative, places).reshape(-1, num_heads, head_dim)
+        elif relative is not None:
+            places = torch.arange(b.width, device=q.device)[None]
+        out = _rectangle_attention(operands, b.mask, options, relative, places).reshape(-1, num_heads, head_dim)
         pieces.append(out if b.real_slots is None else out.index_select(0, b.real_slots))
         order.append(b.tokens)
     if len(buckets) == 1 and buckets[0].span == (0, total_tokens):
@@ -239,7 +241,7 @@ def _attention_padded(q, k, v, cu_seqlens, max_seqlen, window_positions, options
     if max(window_size) >= 0:
         mask = mask & _window(index, window_size, window_positions)
     places = None if relative is None else _places(index, relative)
-    out = _rectangle_attention(*operands, mask, options, relative, places)
+    out = _rectangle_attention(operands, mask, options, relative, places)
     # Back to tokens: token t of sequence s sits in slot (s, t - start(s)).
     sequence, inside = token_sequences(cu_seqlens, total_tokens)
     slot = (torch.arange(total_tokens, device=q.device) - cu_seqlens[sequence].long()).clamp(max=max_seqlen - 1)

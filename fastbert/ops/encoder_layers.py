@@ -88,7 +88,7 @@ class LayerOperands(NamedTuple):
         kinds: dict[LayerNumbers, int] = {}
         unsupported, activation = None, given[0].spec.feed_forward.activation
         for layer in given:
-            spec, position = layer.spec, layer.spec.attention.position
+            spec, position = layer.spec, layer.spec.attention.rotary
             if len(layer.linears) != len(spec.names.linears):
                 raise ValueError(f"a layer has {len(layer.linears)} Linears, and its spec {len(spec.names.linears)}")
             bias_bits = scale_bits = norm_bits = 0
@@ -136,7 +136,11 @@ class LayerOperands(NamedTuple):
 
 def _unsupported(spec: LayerSpec) -> str | None:
     """Why the CPU's kernels cannot run a layer."""
-    attention, position = spec.attention, spec.attention.position
+    attention, position = spec.attention, spec.attention.rotary
+    if attention.relative is not None:
+        return "attention has relative terms"
+    if spec.names.per_head or spec.names.query_bias is not None:
+        return "the rows of query, key and value stand head by head, and their biases in no Linear"
     if not 2 <= attention.head_dim <= 256:
         return f"head_dim is {attention.head_dim} (attention has 2 to 256)"
     if attention.num_heads % attention.num_kv_heads:
