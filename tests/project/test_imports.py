@@ -70,7 +70,7 @@ def test_import_touches_no_optional_part():
 
 def test_import_is_cheap():
     """What a quiet machine does in under 0.15 s on top of torch's own (docs/design.md), by what does not depend on the
-    machine: which packages come along, and how many Python functions are called (33,000 with 19 families, in
+    machine: which packages come along, and how many Python functions are called (36,000 with 19 families, in
     0.1 s, mostly importlib's, torch.library's and dataclasses').
     """
     calls, packages = run("""
@@ -86,7 +86,7 @@ def test_import_is_cheap():
         new = {name.split(".")[0] for name in set(sys.modules) - before}
         print(calls, ",".join(sorted(new - sys.stdlib_module_names)))
     """).split()
-    assert int(calls) < 36_000
+    assert int(calls) < 37_000
     assert packages == "fastbert,tokenizers"
 
 
