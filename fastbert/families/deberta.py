@@ -6,6 +6,7 @@ from fastbert.families.disentangled import (
     DROPOUTS,
     FIELDS,
     POOLED,
+    SPECIAL,
     TOKENS,
     checked_widths,
     embeddings_of,
@@ -67,5 +68,5 @@ FAMILY = Family(
     spec=_spec,
     pooler=None,
     ignored_keys=("position_embeddings.weight",),
-    vocabulary=NewVocabulary("bpe"),
+    vocabulary=NewVocabulary("bpe", SPECIAL, separators=2, bare=("vocab.json", "merges.txt")),
 )

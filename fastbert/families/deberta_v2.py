@@ -6,6 +6,7 @@ from fastbert.families.disentangled import (
     DROPOUTS,
     FIELDS,
     POOLED,
+    SPECIAL,
     TOKENS,
     checked_widths,
     embeddings_of,
@@ -13,7 +14,7 @@ from fastbert.families.disentangled import (
     span_of,
     terms,
 )
-from fastbert.families.schema import ActivationName, Count, Family, Flag, HfClass, Structure, heads
+from fastbert.families.schema import ActivationName, Count, Family, Flag, HfClass, NewVocabulary, Structure, heads
 from fastbert.layer_spec import (
     AttentionSpec,
     ConvSpec,
@@ -106,7 +107,7 @@ FAMILY = Family(
         **FIELDS, "position_buckets": Count(-1, -1), "share_att_key": Flag(False), "norm_rel_ebd": Structure("none"),
         "conv_kernel_size": Count(0, 0), "conv_groups": Count(1), "conv_act": ActivationName("tanh"),
     },
-    ignores_types=True,
+    ignores_types=True, vocabulary=NewVocabulary("unigram", SPECIAL, bare=("spm.model",), behind=("mask",)),
     embeddings=embeddings_of, spec=_spec, pooler=None,
     ignored_keys=("position_embeddings.weight",),
 )  # fmt: skip

@@ -68,6 +68,7 @@ POOLED = ClassifierHead(
     pooling="first", dense="pooler.dense", activation=FromConfig("pooler_hidden_act"), drops_first=True,
     first_dropout=FromConfig("pooler_dropout"), soft_labels=True,
 )  # fmt: skip
+SPECIAL: dict[str, str] = {"pad": "[PAD]", "cls": "[CLS]", "sep": "[SEP]", "unk": "[UNK]", "mask": "[MASK]"}
 TOKENS = ClassifierHead(pooling="tokens", dropout=FromConfig("hidden_dropout_prob"))
 DROPOUTS = {
     "attention.self.dropout": "attention",

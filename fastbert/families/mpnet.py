@@ -72,6 +72,7 @@ FAMILY = Family(
     positions_from_ids=True,
     padding_idx=1,
     vocabulary=NewVocabulary(
-        special={"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "[UNK]", "mask": "<mask>"}, separators=2
+        special={"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "[UNK]", "mask": "<mask>"}, separators=2,
+        bare=("vocab.txt",), mask_takes_space=True,
     ),
 )  # fmt: skip

@@ -11,9 +11,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from fastbert.families.fields import ActivationName, Choice, Count, Field, Flag, Number, Share, Structure
+from fastbert.families.vocabulary import ALBERT_TOKENS, ROBERTA_TOKENS, NewVocabulary
 from fastbert.layer_spec import LINEARS, AttentionSpec, Distances, FeedForwardSpec, LayerNames, LayerSpec, NormSpec
 
-__all__ = ["ActivationName", "Choice", "Count", "Flag", "Number", "Share", "Structure"]  # which family files take here
+# Which family files take here.
+__all__ = [
+    "ALBERT_TOKENS", "ROBERTA_TOKENS", "ActivationName", "Choice", "Count", "Flag", "NewVocabulary", "Number", "Share",
+    "Structure",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -200,26 +205,6 @@ class Split(NamedTuple):
 
     def shares_of(self, config: Any) -> tuple[int, ...]:
         return (1,) * len(self.new) if self.shares is None else self.shares(config)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The vocabulary
-
-
-class NewVocabulary(NamedTuple):
-    """What the vocabulary of a new model is like, where none is given. As many tokens as the family's default has.
-
-    special: role -> text, in the order of their ids. separators: between the sequences of a pair; where there are two,
-    as in RoBERTa, all tokens have type 0.
-    """
-
-    kind: Literal["wordpiece", "bpe", "unigram"] = "wordpiece"
-    special: Mapping[str, str] = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
-    separators: int = 1
-
-
-ROBERTA_TOKENS: Mapping[str, str] = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
-ALBERT_TOKENS: Mapping[str, str] = {"pad": "<pad>", "unk": "<unk>", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 
 
 # --------------------------------------------------------------------------------------------------------------------
