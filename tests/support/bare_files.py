@@ -77,7 +77,7 @@ def spm_pieces() -> list[tuple[str, float, int]]:
 def _write_bpe(folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    special, alphabet = list(_BERT_TOKENS.values()), pre_tokenizers.ByteLevel.alphabet()
+    special, alphabet = list(FORMS["deberta"].special.values()), pre_tokenizers.ByteLevel.alphabet()
     options = {"special_tokens": special, "initial_alphabet": sorted(alphabet), "show_progress": False}
     tokenizer.train_from_iterator([WORDS] * 3, trainers.BpeTrainer(vocab_size=300, **options))
     model = json.loads(tokenizer.to_str())["model"]
