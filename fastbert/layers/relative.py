@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
+from operator import is_
 from typing import NamedTuple
 
 import torch
@@ -10,7 +13,8 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.layer_spec import AttentionSpec, Disentangled, LayerSpec, NormSpec, RelativeBias
-from fastbert.layers.leaves import get_leaf, is_plain, linear, make_norm, place
+from fastbert.layers.fingerprint import Kept
+from fastbert.layers.leaves import get_leaf, is_linear, is_plain, linear, make_norm, place
 from fastbert.layers.quantized import QuantizedLinear
 
 
@@ -33,14 +37,19 @@ def relative_shapes(form: AttentionSpec, hidden_size: int) -> dict[str, tuple[in
 class RelativeTable(NamedTuple):
     """What the layers of one forward pass share of a Disentangled or a RelativeBias.
 
-    rows: int32 (2 * longest - 1,), as in ops.Relative. table: (num_rows, hidden_size), which layers project, or
-    (num_rows, num_heads), the bias itself; in a model of Disentangled only the rows that the batch's distances reach.
-    positions: int32 (total_tokens,), the columns of the padded batch; None: a token's place in its sequence.
+    rows: int32 (2 * longest - 1,), as in ops.Relative, counted from the first row that the batch's distances reach.
+    positions: int32 (total_tokens,), the columns of the padded batch; None: a token's place in its sequence. table:
+    (num_rows, hidden_size), which layers project, or (num_rows, num_heads), the bias itself. Of Disentangled it has the
+    rows that are reached, normed; in inference mode, where layers keep their projections, all of them as they are, with
+    which are `reached`, their `norm`, and the tensors that all of this is made of.
     """
 
     rows: torch.Tensor
-    table: torch.Tensor
     positions: torch.Tensor | None
+    table: torch.Tensor
+    reached: slice | None = None
+    norm: nn.Module | None = None
+    sources: Sequence[torch.Tensor] = ()
 
 
 def bias_rows(form: RelativeBias, longest: int) -> torch.Tensor:
@@ -98,6 +107,15 @@ def _rows_of(form: RelativeBias | Disentangled, longest: int) -> torch.Tensor:
     return bias_rows(form, longest) if isinstance(form, RelativeBias) else disentangled_rows(form, longest)
 
 
+@functools.cache
+def _reached(form: Disentangled, longest: int) -> tuple[int, int]:
+    """The first row that a distance of less than `longest` has, and the one behind the last: distances rise, and so do
+    their rows.
+    """
+    ends = disentangled_rows(form, longest)
+    return int(ends[0]), int(ends[-1]) + 1
+
+
 def relative_table(
     root: nn.Module,
     form: RelativeBias | Disentangled,
@@ -111,22 +129,17 @@ def relative_table(
     rows = _rows(form, longest, device)
     table = _read_table(root, form.table)
     if isinstance(form, RelativeBias):
-        return RelativeTable(rows, table, positions)
-    first, last = 0, 2 * form.span  # distances rise, and so do their rows
+        return RelativeTable(rows, positions, table)
+    norm = None if form.norm is None else get_leaf(root, form.norm)
+    first, last = 0, 2 * form.span
     if not torch.compiler.is_compiling():
         first, last = _reached(form, longest)
         rows = rows - first if first else rows
+    if not torch.is_inference_mode_enabled() or torch.compiler.is_compiling():
         table = table[first:last]
-    if form.norm is not None:
-        norm = get_leaf(root, form.norm)
-        table = norm(table)
-    return RelativeTable(rows, table, positions)
-
-
-def _reached(form: Disentangled, longest: int) -> tuple[int, int]:
-    """The first row that a distance of less than `longest` has, and the one behind the last."""
-    ends = disentangled_rows(form, longest)
-    return int(ends[0]), int(ends[-1]) + 1
+        return RelativeTable(rows, positions, table if norm is None else norm(table))
+    held = [table] if norm is None else [table, *_tensors_of(norm)]
+    return RelativeTable(rows, positions, table, slice(first, last), norm, held)
 
 
 def _read_table(root: nn.Module, path: str) -> torch.Tensor:
@@ -134,6 +147,44 @@ def _read_table(root: nn.Module, path: str) -> torch.Tensor:
     weight = get_leaf(root, path).weight
     assert isinstance(weight, torch.Tensor)
     return weight
+
+
+def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    own = (*module._parameters.values(), *module._buffers.values())
+    return [t for t in own if t is not None]
+
+
+class Projections(Kept):
+    """What a layer's projections make of the whole table, kept in the layer between calls in inference mode.
+
+    They are made anew where a tensor that they were made of is another one or has been written to, and after 1,024
+    calls, since not every write is counted (docs/gemm.md).
+    """
+
+    __slots__ = ("calls_left", "dtype", "made", "sources", "versions")
+
+    def __init__(self) -> None:
+        self.calls_left = 0
+
+    def serves(self, sources: list[torch.Tensor], dtype: torch.dtype) -> bool:
+        self.calls_left -= 1
+        return (
+            self.calls_left > 0
+            and self.dtype is dtype
+            and len(sources) == len(self.sources)
+            and all(map(is_, sources, self.sources))
+            and [t._version for t in sources] == self.versions
+        )
+
+    def keep(
+        self, sources: list[torch.Tensor], dtype: torch.dtype, made: tuple[torch.Tensor | None, torch.Tensor | None]
+    ) -> None:
+        self.sources, self.dtype, self.made = sources, dtype, made
+        self.versions = [t._version for t in sources]
+        self.calls_left = 1024
+
+
+_KEPT = "_fastbert_projections"
 
 
 def _projected(leaf: nn.Module, table: torch.Tensor) -> torch.Tensor:
@@ -147,18 +198,33 @@ def _projected(leaf: nn.Module, table: torch.Tensor) -> torch.Tensor:
 
 def relative_of(layer: nn.Module, spec: LayerSpec, shared: RelativeTable, dtype: torch.dtype) -> ops.Relative | None:
     """What attention takes in one layer: the projections of the table, in `dtype`, or the bias itself."""
-    form = spec.attention
-    rows, table, positions = shared
+    form, names = spec.attention, spec.names
     if isinstance(form.position, RelativeBias):
-        return ops.Relative(rows, bias=table, positions=positions)
-    assert isinstance(form.position, Disentangled)
-    if layer.training:
-        table = ops.dropout(table, form.relative_dropout)
-    projected: list[torch.Tensor | None] = []
-    for path in (spec.names.relative_key, spec.names.relative_query):
-        made = None if path is None else _projected(get_leaf(layer, path), table)
-        projected.append(None if made is None else made.unflatten(-1, (form.num_heads, form.head_dim)).to(dtype))
-    if projected == [None, None]:  # transformers has the table then, too, and reads it in vain
+        return ops.Relative(shared.rows, bias=shared.table, positions=shared.positions)
+    paths = (names.relative_key, names.relative_query)
+    if paths == (None, None):  # transformers has the table then, too, and reads it in vain
         return None
-    key, query = projected
-    return ops.Relative(rows, key, query, positions=positions)
+
+    def project(path: str | None, table: torch.Tensor) -> torch.Tensor | None:
+        if path is None:
+            return None
+        return _projected(get_leaf(layer, path), table).unflatten(-1, (form.num_heads, form.head_dim)).to(dtype)
+
+    if shared.reached is None:
+        table = ops.dropout(shared.table, form.relative_dropout) if layer.training else shared.table
+        key, query = (project(path, table) for path in paths)
+        return ops.Relative(shared.rows, key, query, positions=shared.positions)
+    leaves = [get_leaf(layer, path) for path in paths if path is not None]
+    sources = [*shared.sources, *(t for leaf in leaves for t in _tensors_of(leaf))]
+    can_keep = not layer.training and all(map(is_linear, leaves)) and not any(t.is_inference() for t in sources)
+    kept = layer.__dict__.setdefault(_KEPT, Projections()) if can_keep else Projections()
+    if not can_keep or not kept.serves(sources, dtype):
+        table = shared.table if shared.norm is None else shared.norm(shared.table)
+        table = ops.dropout(table, form.relative_dropout) if layer.training else table
+        made = (project(paths[0], table), project(paths[1], table))
+        if can_keep:
+            kept.keep(sources, dtype, made)
+    else:
+        made = kept.made
+    key, query = (None if t is None else t[shared.reached] for t in made)
+    return ops.Relative(shared.rows, key, query, positions=shared.positions)

@@ -16,6 +16,7 @@ import fastbert
 from fastbert.config import EncoderConfig
 from fastbert.errors import ConfigError
 from fastbert.layer_spec import Disentangled, RelativeBias
+from fastbert.layers import relative
 from fastbert.layers.relative import bias_rows, disentangled_rows
 from fastbert.testing.cases import DTYPES
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
@@ -199,3 +200,44 @@ def test_int8_projects_the_table_in_floating_point():
     exact = theirs.encoder.layer[0].attention.self.key_proj.double()(table.double())
     near = (layer.key_proj.in_floating_point(table) - exact).abs().mean()
     assert 0 < near < (layer.key_proj(table) - exact).abs().mean()
+
+
+def test_projections_are_kept_in_inference_mode(monkeypatch):
+    """For texts of any length, until a weight that they are made of changes, and not by a copy of the model."""
+    calls = []
+    projected = relative._projected
+    monkeypatch.setattr(relative, "_projected", lambda *given: calls.append(0) or projected(*given))
+    model = fastbert.DebertaV2Model(make_config("deberta-v2", 0)).eval()
+    oracle = copy.deepcopy(model).double()
+    texts = [make_batch(model.config, "right", 3, length) for length in (5, 17, 9)]
+    layer = model.encoder.layer[1].attention.self
+
+    def run(how_many: int) -> None:
+        before = len(calls)
+        for text in texts:
+            with torch.inference_mode():
+                out = model(**text.inputs).last_hidden_state
+            assert len(calls) == before + how_many
+            with torch.no_grad():
+                expected = [m(**text.inputs).last_hidden_state for m in (oracle, model)]
+            assert_close_to_reference(out, *expected, GRADIENT_FACTOR)
+            before, how_many = len(calls), 0  # no_grad makes them anew
+
+    layers = model.config.num_hidden_layers
+    run(2 * layers)
+    run(0)
+    with torch.no_grad():
+        for each in (layer, oracle.encoder.layer[1].attention.self):
+            each.key_proj.weight.mul_(1.5)
+    run(2)
+    for each in (model, oracle):
+        each.encoder.rel_embeddings.weight.data[3:] *= -1
+    fastbert.repack(model)
+    run(2 * layers)
+    model = copy.deepcopy(model)
+    run(2 * layers)
+    model.encoder.layer[0].attention.self.key_proj.register_forward_hook(lambda *_: None)  # which waits for each call
+    before = len(calls)
+    with torch.inference_mode():
+        model(**texts[0].inputs), model(**texts[1].inputs)
+    assert len(calls) == before + 4

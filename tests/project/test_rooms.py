@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "checkpoint": {"config", "families"},
     "models": {"checkpoint", "config", "families", "layers", "ops", "packed_inputs", "packing"},
     "quantization": {"layers", "models"},
-    "packed_weights": {"models", "ops"},
+    "packed_weights": {"layers", "models", "ops"},
     "master_weights": set(),
     "cuda_graphs": {"backend", "families", "layers", "models", "packed_inputs", "packing"},
     "acceleration": {"config", "families", "layers", "models", "ops", "packed_inputs", "packing"},
