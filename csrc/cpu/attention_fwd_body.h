@@ -307,7 +307,7 @@ template <typename E, typename T>
 void attention_fwd_task(const AttentionFwd<T>& args, const AttentionTask& task) {
   if constexpr (!kUsesAmx<typename DotOf<E>::Dot>) {
     static_assert(kAttentionBlock >= kPanel);  // or a sequence of one panel might be cut into several tasks
-    if (!task.has_window && task.length <= kPanel) return attention_fwd_short<E>(args, task);
+    if (!task.has_window && task.length <= kPanel) return attention_fwd_short<E, false>(args, task, nullptr);
   }
   task.has_window ? attention_fwd_heads<E, true, false>(args, task, nullptr)
                   : attention_fwd_heads<E, false, false>(args, task, nullptr);
@@ -315,6 +315,10 @@ void attention_fwd_task(const AttentionFwd<T>& args, const AttentionTask& task) 
 
 template <typename E, typename T>
 void attention_relative_fwd_task(const AttentionFwd<T>& args, const RelativeTerms& terms, const AttentionTask& task) {
+  if constexpr (!kUsesAmx<typename DotOf<E>::Dot>) {
+    const bool is_short = task.length <= kPanel && !terms.has_holes(task.first_token, task.length);
+    if (!task.has_window && is_short) return attention_fwd_short<E, true>(args, task, &terms);
+  }
   task.has_window ? attention_fwd_heads<E, true, true>(args, task, &terms)
                   : attention_fwd_heads<E, false, true>(args, task, &terms);
 }

@@ -15,9 +15,11 @@ struct FwdShortMemory {
   char* probs;                  // (steps of keys, kPanel)
   char *q_rotated, *k_rotated;  // rows
   char* sums;                   // rows of the output
+  char* q_copy;                 // of relative terms, where rows are no whole steps
+  float* space;
 };
 
-template <typename E, typename T>
+template <typename E, bool kIsRelative, typename T>
 FwdShortMemory lay_out_fwd_short(Carver& carver, const AttentionInputs<T>& in, int64_t n) {
   const int64_t dim_panels = (in.head_dim + kPanel - 1) / kPanel, dim_steps = whole_steps<E>(in.head_dim);
   const int64_t rotated_bytes = in.rotary.cos == nullptr ? 0 : in.head_dim * static_cast<int64_t>(sizeof(T));
@@ -30,6 +32,10 @@ FwdShortMemory lay_out_fwd_short(Carver& carver, const AttentionInputs<T>& in, i
   memory.q_rotated = carver.take(n * rotated_bytes);
   memory.k_rotated = carver.take(n * rotated_bytes);
   memory.sums = carver.take(dim_panels * n * kStepBytes);
+  if constexpr (kIsRelative) {
+    memory.q_copy = carver.take(lies_ready<E, T>(in.head_dim) ? 0 : n * dim_steps * 4);
+    memory.space = carver.take_floats(kTermSpace);
+  }
   return memory;
 }
 
@@ -77,17 +83,19 @@ FASTBERT_SIMD void softmax_columns(const float* scores, int64_t keys, float scal
   store(sums, total[0]);
 }
 
-template <typename E, typename T>
-void attention_fwd_short(const AttentionFwd<T>& args, const AttentionTask& task) {
+template <typename E, bool kIsRelative, typename T>
+void attention_fwd_short(const AttentionFwd<T>& args, const AttentionTask& task,
+                         [[maybe_unused]] const RelativeTerms* relative) {
   using Dot = typename DotOf<E>::Dot;
   static thread_local Scratch scratch;
   const AttentionInputs<T>& in = args.in;
   const int64_t n = task.length, d = in.head_dim, token = task.first_token, dim_panels = (d + kPanel - 1) / kPanel;
   Carver counting{nullptr};
-  lay_out_fwd_short<E>(counting, in, n);
+  lay_out_fwd_short<E, kIsRelative>(counting, in, n);
   Carver carver{scratch.get(counting.size)};
-  const FwdShortMemory m = lay_out_fwd_short<E>(carver, in, n);
-  const float scale = in.softmax_scale * kLog2e;
+  const FwdShortMemory m = lay_out_fwd_short<E, kIsRelative>(carver, in, n);
+  const bool has_bias = kIsRelative && relative->bias != nullptr, adds = kIsRelative && relative->has_tables();
+  const float scale = has_bias ? kLog2e : in.softmax_scale * kLog2e;
   const DropoutMask mask = DropoutMask::of(in.dropout);
   const uint64_t counters_per_query = static_cast<uint64_t>(in.num_heads) << 32;
 
@@ -108,8 +116,18 @@ void attention_fwd_short(const AttentionFwd<T>& args, const AttentionTask& task)
     const auto k_rows = rotated(in, in.k, token, 0, n, key_head, m.k_rotated);
     const Left k = left_rows<E>(k_rows.data, k_rows.stride, n, d, m.k_copy);
     pack_columns<E>(q.data, q.stride, n, d, m.q_columns);
-    vector_product<Dot>(n, k.data, k.stride, 4, m.q_columns, whole_steps<E>(d), n, false,
+    [[maybe_unused]] const TileScores tile{m.scores, 0, 0};
+    if constexpr (kIsRelative) {
+      if (adds) {
+        const Left q_left = left_rows<E>(q.data, q.stride, n, d, m.q_copy);
+        short_terms<E>(*relative, head, n, d, q_left, k, m.space, tile);
+      }
+    }
+    vector_product<Dot>(n, k.data, k.stride, 4, m.q_columns, whole_steps<E>(d), n, adds,
                         reinterpret_cast<char*>(m.scores));
+    if constexpr (kIsRelative) {
+      if (has_bias) add_bias(n, n, bias_turned_of_head(*relative, head), in.softmax_scale, tile);
+    }
     alignas(64) float tops[kPanel], sums[kPanel], inverse[kPanel];
     for (int64_t query = 0; query < n; query += kWidth) {
       const uint64_t counter = static_cast<uint64_t>((token + query) * in.num_heads + head) << 32;

@@ -11,6 +11,7 @@ constexpr int64_t kTermColumns = kUsesAmx<typename DotOf<BFloat16>::Dot> ? kAmxR
 // The most columns of a tile, and floats from one row of products to the next: runs, what they are rounded up to, and
 // an odd number of cache lines.
 constexpr int64_t kTermBlock = 512, kTermStride = 592;
+constexpr int64_t kTermSpace = std::max(kTermRows, kTermColumns) * kTermStride;  // floats
 static_assert(kTermColumns % kWidth == 0 && kTermStride >= kTermBlock + kAmxRows - 1 + 2 * 16);
 
 // The columns of one head's table.
@@ -224,6 +225,20 @@ FASTBERT_SIMD void add_bias_of_places(int64_t rows, int64_t columns, const int32
   }
 }
 
+// What the scores of a sequence of at most one panel begin with: a row for each key.
+template <typename E>
+void short_terms(const RelativeTerms& relative, int64_t head, int64_t n, int64_t head_dim, const Left& q, const Left& k,
+                 float* space, const TileScores& scores) {
+  AmxTiles tiles;
+  const TileTerms terms{table_of_head<E>(relative.query, head, head_dim),
+                        table_of_head<E>(relative.key, head, head_dim), k, q};
+  tile_terms<E>(tiles, terms, n, n, 0, space, scores);
+}
+
+FASTBERT_SIMD const float* bias_turned_of_head(const RelativeTerms& relative, int64_t head) {
+  return relative.bias_turned + head * relative.bias_stride + relative.reach - 1;
+}
+
 // Relative terms of one (sequence, head), for tiles whose rows are queries.
 struct QueryTerms {
   const RelativeTerms* relative;
@@ -247,7 +262,7 @@ QueryTerms lay_out_terms(Carver& carver, const RelativeTerms& relative, const At
   if (relative.has_holes(task.first_token, task.length)) terms.places = relative.places + task.first_token;
   terms.first_key = first_key, terms.keys = keys;
   const bool has_query = relative.query.columns != nullptr;
-  terms.space = carver.take_floats(relative.has_tables() ? std::max(kTermRows, kTermColumns) * kTermStride : 0);
+  terms.space = carver.take_floats(relative.has_tables() ? kTermSpace : 0);
   terms.k_copy = carver.take(has_query && !lies_ready<E, T>(in.head_dim) ? keys * whole_steps<E>(in.head_dim) * 4 : 0);
   terms.key_ends = carver.take_floats(has_query ? 2 * keys : 0);
   return terms;
