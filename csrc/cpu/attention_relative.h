@@ -38,6 +38,38 @@ struct RelativeTerms {
 template <typename T>
 void attention_relative_fwd(const AttentionFwd<T>& args, const RelativeTerms& terms, const AttentionTask& task);
 
+// Where a head of a group of sequences sums up the gradients of the tables by distance, as they count: (panels of
+// head_dim, panels * kPanel, kPanel) each, relative_sum_bytes. Null where there is no such term.
+struct RelativeSums {
+  char *key, *query;
+  float* bias;  // (panels * kPanel,)
+};
+
+inline int64_t relative_sum_bytes(int64_t head_dim, int64_t panels) {
+  constexpr int64_t kFloats = kAttentionBlock;  // kPanel
+  return (head_dim + kFloats - 1) / kFloats * panels * kFloats * kFloats * 4;
+}
+
+// attention_bwd of one head of some sequences, each with all of its queries and keys, in their order. The tables'
+// gradients lack softmax_scale, that of the bias does not.
+template <typename T>
+void attention_relative_bwd(const AttentionBwd<T>& args, const RelativeTerms& terms, const RelativeSums& sums,
+                            const AttentionTask* tasks, int64_t count);
+
+// The gradient of one head's table from the sums of all groups, which are summed up in their order.
+template <typename T>
+struct TableGradient {
+  const char* sums;  // (groups, num_heads, relative_sum_bytes)
+  int64_t groups, num_heads, head_dim, panels, num_rows;
+  const int32_t *begin, *columns;  // the columns of row r are columns[begin[r]] to columns[begin[r + 1]]
+  float softmax_scale;
+  T* out;
+  int64_t row_stride, head_stride;
+};
+
+template <typename T>
+void table_gradient(const TableGradient<T>& args, int64_t head);
+
 // One table of one dtype, (num_rows, num_heads, head_dim), strides in elements, and what becomes of it.
 template <typename T>
 struct PackTable {

@@ -27,6 +27,13 @@ void pack_table(const PackTable<T>& table, int64_t head, int64_t panel) {
   FASTBERT_RUN(pack_table, table, head, panel);
 }
 
+template <typename T>
+void table_gradient(const TableGradient<T>& args, int64_t head) {
+  FASTBERT_RUN(table_gradient, args, head);
+}
+
+template void table_gradient(const TableGradient<float>&, int64_t);
+template void table_gradient(const TableGradient<BFloat16>&, int64_t);
 template int64_t table_column_bytes(const float*, int64_t, int64_t);
 template int64_t table_column_bytes(const BFloat16*, int64_t, int64_t);
 template int64_t table_row_bytes(const float*, int64_t, int64_t);

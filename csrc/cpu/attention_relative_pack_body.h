@@ -1,4 +1,5 @@
-// Packs tables by distance, for one ISA; included by attention_relative_pack.cpp through foreach_isa.h.
+// Packs tables by distance, and sums up their gradients, for one ISA; included by attention_relative_pack.cpp through
+// foreach_isa.h.
 #include "attention_pack.h"
 
 template <typename E>
@@ -41,6 +42,29 @@ void pack_panel(const PackTable<T>& table, int64_t head, int64_t panel) {
   pack_rows<E>(rows.data, rows.stride, kPanel, d, table.panels * steps,
                table.rows + head * row_bytes<E>(d, table.panels) + panel * steps * kStepBytes);
 }
+
+template <typename T>
+void sum_table(const TableGradient<T>& args, int64_t head) {
+  const int64_t d = args.head_dim, head_bytes = relative_sum_bytes(d, args.panels);
+  const Floats scale = set1(args.softmax_scale);
+  for (int64_t row = 0; row < args.num_rows; ++row) {
+    T* out = args.out + row * args.row_stride + head * args.head_stride;
+    for (int64_t dim = 0; dim < d; dim += kWidth) {
+      Floats total = set1(0.0f);
+      for (int64_t group = 0; group < args.groups; ++group) {
+        const char* sums = args.sums + (group * args.num_heads + head) * head_bytes;
+        for (int64_t i = args.begin[row]; i < args.begin[row + 1]; ++i) {
+          const int64_t at = (dim / kPanel * args.panels * kPanel + args.columns[i]) * kPanel + dim % kPanel;
+          total = add(total, load(reinterpret_cast<const float*>(sums) + at));
+        }
+      }
+      store_columns(out + dim, mul(total, scale), d - dim);
+    }
+  }
+}
+
+void table_gradient(const TableGradient<float>& args, int64_t head) { sum_table(args, head); }
+void table_gradient(const TableGradient<BFloat16>& args, int64_t head) { sum_table(args, head); }
 
 int64_t table_column_bytes(const float*, int64_t head_dim, int64_t panels) {
   return column_bytes<float>(head_dim, panels);
