@@ -4,6 +4,7 @@
 
 #include "../include/scratch.h"
 #include "attention.h"
+#include "attention_relative.h"
 #include "gemm.h"
 
 #define FASTBERT_BODY "../cpu/attention_bwd_body.h"
@@ -19,5 +20,16 @@ void attention_bwd(const AttentionBwd<T>& args, const AttentionTask& task) {
 
 template void attention_bwd(const AttentionBwd<float>&, const AttentionTask&);
 template void attention_bwd(const AttentionBwd<BFloat16>&, const AttentionTask&);
+
+template <typename T>
+void attention_relative_bwd(const AttentionBwd<T>& args, const RelativeTerms& terms, const RelativeSums& sums,
+                            const AttentionTask* tasks, int64_t count) {
+  FASTBERT_RUN(attention_relative_bwd, args, terms, sums, tasks, count);
+}
+
+template void attention_relative_bwd(const AttentionBwd<float>&, const RelativeTerms&, const RelativeSums&,
+                                     const AttentionTask*, int64_t);
+template void attention_relative_bwd(const AttentionBwd<BFloat16>&, const RelativeTerms&, const RelativeSums&,
+                                     const AttentionTask*, int64_t);
 
 }  // namespace fastbert

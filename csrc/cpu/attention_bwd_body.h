@@ -6,6 +6,7 @@
 // blocks, always in ascending order. Where a sequence has more than one square, delta = rowsum(dO O), which is the same
 // but for rounding and is known before the first square.
 #include "attention_pack.h"
+#include "attention_relative_scores.h"
 
 constexpr int64_t kBlock = kAttentionBlock;
 
@@ -210,9 +211,13 @@ void write_by_keys(const char* sums, char* space, float factor, int64_t keys, in
   write_rows(sums, kBlock, &factor, 0, keys, d, out, stride);
 }
 
-template <typename E, bool kHasWindow, typename T>
+#include "attention_relative_bwd.h"
+
+// `terms` is read if kIsRelative; all of the sequence is in the range then.
+template <typename E, bool kHasWindow, bool kIsRelative, typename T>
 void attention_bwd_head(const AttentionBwd<T>& args, AmxTiles& tiles, const BwdMemory& memory, const BwdRange& range,
-                        const DropoutMask& mask, const AttentionTask& task, int64_t head) {
+                        const DropoutMask& mask, const AttentionTask& task, int64_t head,
+                        [[maybe_unused]] BwdTerms* terms) {
   using Dot = typename DotOf<E>::Dot;
   const AttentionInputs<T>& in = args.in;
   const int64_t d = in.head_dim, dim_panels = (d + kPanel - 1) / kPanel, dim_steps = whole_steps<E>(d);
@@ -224,6 +229,9 @@ void attention_bwd_head(const AttentionBwd<T>& args, AmxTiles& tiles, const BwdM
   const T* dout = args.dout.at(token, head);
   // The softmax of one score is 1 whatever the score: rounding must not make a gradient of dP - delta.
   const float dscores_scale = task.length == 1 ? 0.0f : in.softmax_scale;
+  const bool has_bias = kIsRelative && terms->relative->bias != nullptr;
+  const bool adds = kIsRelative && terms->relative->has_tables();
+  const float probs_scale = has_bias ? 1.0f : in.softmax_scale;
 
   const float* stats = args.softmax_stats + head * args.total_tokens + token;
   for (int64_t r = 0; r < rows_total; ++r) {
@@ -242,6 +250,7 @@ void attention_bwd_head(const AttentionBwd<T>& args, AmxTiles& tiles, const BwdM
     pack_queries<E>(dout, dout_stride, rows_total, d, memory, memory.dout_rows, memory.dout_columns);
   }
 
+  if constexpr (kIsRelative) begin_bwd_head<E>(*terms, in, head, q_left);
   // Heads that share their keys add to the same sums, one after the other.
   const bool is_first_of_keys = head % in.group == 0, is_last_of_keys = (head + 1) % in.group == 0;
   for (int64_t key = range.key_begin; key < range.key_end; key += kBlock) {
@@ -250,6 +259,7 @@ void attention_bwd_head(const AttentionBwd<T>& args, AmxTiles& tiles, const BwdM
     pack_columns<E>(k.data, k.stride, keys, d, memory.k_columns);
     pack_columns<E>(in.v.at(key_token, key_head), in.v.token_stride, keys, d, memory.v_columns);
     if (range.has_dq) pack_rows<E>(k.data, k.stride, keys, d, block_steps, memory.k_rows);
+    if constexpr (kIsRelative) begin_key_block<E>(*terms, memory, k, keys, d);
     const int64_t sums_of_block = in.group > 1 ? (key - range.key_begin) / kBlock * key_sums_bytes(in) : 0;
     char *dk_sums = memory.dk_sums + sums_of_block, *dv_sums = memory.dv_sums + sums_of_block;
     int64_t first_query = 0, end_query = rows_total;
@@ -260,8 +270,12 @@ void attention_bwd_head(const AttentionBwd<T>& args, AmxTiles& tiles, const BwdM
     }
     for (int64_t query = first_query; query < end_query; query += kBlock) {
       const int64_t rows = std::min(kBlock, rows_total - query);
+      if constexpr (kIsRelative) {
+        if (adds) begin_square<E>(tiles, *terms, query, rows, key, keys, memory.scores);
+      }
       product<Dot>(tiles, rows, q_left.data + query * q_left.stride, q_left.stride, memory.k_columns, dim_steps, keys,
-                   false, reinterpret_cast<char*>(memory.scores));
+                   adds, reinterpret_cast<char*>(memory.scores));
+      if constexpr (kIsRelative) end_square<E>(*terms, query, rows, key, keys, in.softmax_scale, memory.scores);
       product<Dot>(tiles, rows, dout_left.data + query * dout_left.stride, dout_left.stride, memory.v_columns,
                    dim_steps, keys, false, reinterpret_cast<char*>(memory.dprobs));
       const auto row = static_cast<uint64_t>((token + query) * in.num_heads + head);
@@ -272,7 +286,7 @@ void attention_bwd_head(const AttentionBwd<T>& args, AmxTiles& tiles, const BwdM
       const bool is_cut = kHasWindow && (window.begin[query + rows - 1] > key || window.end[query] < key + keys);
       const auto gradients = [&](auto has_window, auto whole) {
         square_gradients<E, has_window(), whole()>(memory, mask, in.dropout.p > 0.0, counter, counters_per_query, query,
-                                                   rows, keys, in.softmax_scale, window);
+                                                   rows, keys, probs_scale, window);
       };
       constexpr std::true_type kYes{};
       constexpr std::false_type kNo{};
@@ -298,7 +312,12 @@ void attention_bwd_head(const AttentionBwd<T>& args, AmxTiles& tiles, const BwdM
                        memory.dq_sums + (p * rows_total + query) * kStepBytes);
         }
       }
+      if constexpr (kIsRelative) {
+        // The only score of a query has no gradient, whatever is left of it.
+        if (task.length > 1) add_square<E>(tiles, *terms, memory, query, rows, rows_total, key, keys, d, dk_sums);
+      }
     }
+    if constexpr (kIsRelative) end_key_block<E>(*terms, keys, d, dk_sums);
     if (!range.has_dkv || !is_last_of_keys) continue;
     auto* space = reinterpret_cast<char*>(memory.scores);
     T* dk = args.dk.at(key_token, key_head);
@@ -343,9 +362,49 @@ void attention_bwd_heads(const AttentionBwd<T>& args, const AttentionTask& task)
   const DropoutMask mask = DropoutMask::of(args.in.dropout);
   AmxTiles tiles;
   for (int64_t head = task.head_begin; head < task.head_end; ++head) {
-    task.has_window ? attention_bwd_head<E, true>(args, tiles, memory, range, mask, task, head)
-                    : attention_bwd_head<E, false>(args, tiles, memory, range, mask, task, head);
+    task.has_window ? attention_bwd_head<E, true, false>(args, tiles, memory, range, mask, task, head, nullptr)
+                    : attention_bwd_head<E, false, false>(args, tiles, memory, range, mask, task, head, nullptr);
   }
+}
+
+template <typename E, typename T>
+void attention_relative_bwd_heads(const AttentionBwd<T>& args, const RelativeTerms& relative, const RelativeSums& sums,
+                                  const AttentionTask* tasks, int64_t count) {
+  static thread_local Scratch scratch;
+  const AttentionInputs<T>& in = args.in;
+  int64_t size = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    Carver counting{nullptr};
+    lay_out_bwd_terms<E>(counting, in, relative);
+    lay_out<E>(counting, in, range_of(in, tasks[i]));
+    size = std::max(size, counting.size);
+  }
+  const int64_t key_bytes = relative_sum_bytes(in.head_dim, relative.key.panels),
+                query_bytes = relative_sum_bytes(in.head_dim, relative.query.panels);
+  if (sums.key != nullptr) std::memset(sums.key, 0, static_cast<size_t>(key_bytes));
+  if (sums.query != nullptr) std::memset(sums.query, 0, static_cast<size_t>(query_bytes));
+  if (sums.bias != nullptr) std::memset(sums.bias, 0, static_cast<size_t>(relative.key.panels * kPanel) * 4);
+  const DropoutMask mask = DropoutMask::of(in.dropout);
+  AmxTiles tiles;
+  BwdTerms terms{};
+  bool is_clear = false;
+  for (int64_t i = 0; i < count; ++i) {
+    const AttentionTask& task = tasks[i];
+    const BwdRange range = range_of(in, task);
+    Carver carver{scratch.get(size)};
+    terms = lay_out_bwd_terms<E>(carver, in, relative);  // first, and so in the same place for all tasks
+    terms.sums = sums;
+    const BwdMemory memory = lay_out<E>(carver, in, range);
+    const bool has_holes = relative.has_holes(task.first_token, task.length);
+    terms.places = has_holes ? relative.places + task.first_token : nullptr;
+    if (!has_holes && !is_clear) clear_band<E>(terms);
+    is_clear = !has_holes;
+    task.has_window
+        ? attention_bwd_head<E, true, true>(args, tiles, memory, range, mask, task, task.head_begin, &terms)
+        : attention_bwd_head<E, false, true>(args, tiles, memory, range, mask, task, task.head_begin, &terms);
+  }
+  if (sums.key != nullptr) turn_sums<E>(terms, sums.key, key_bytes / (kPanel * kStepBytes));
+  if (sums.query != nullptr) turn_sums<E>(terms, sums.query, query_bytes / (kPanel * kStepBytes));
 }
 
 void attention_bwd(const AttentionBwd<float>& args, const AttentionTask& task) {
@@ -357,5 +416,19 @@ void attention_bwd(const AttentionBwd<BFloat16>& args, const AttentionTask& task
   attention_bwd_heads<BFloat16>(args, task);
 #else
   attention_bwd_heads<float>(args, task);
+#endif
+}
+
+void attention_relative_bwd(const AttentionBwd<float>& args, const RelativeTerms& terms, const RelativeSums& sums,
+                            const AttentionTask* tasks, int64_t count) {
+  attention_relative_bwd_heads<float>(args, terms, sums, tasks, count);
+}
+
+void attention_relative_bwd(const AttentionBwd<BFloat16>& args, const RelativeTerms& terms, const RelativeSums& sums,
+                            const AttentionTask* tasks, int64_t count) {
+#if defined(FASTBERT_BF16)
+  attention_relative_bwd_heads<BFloat16>(args, terms, sums, tasks, count);
+#else
+  attention_relative_bwd_heads<float>(args, terms, sums, tasks, count);
 #endif
 }

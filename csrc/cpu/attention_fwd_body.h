@@ -1,5 +1,6 @@
 // Forward attention for one ISA; included by attention_fwd.cpp through foreach_isa.h.
 #include "attention_pack.h"
+#include "attention_relative_scores.h"
 
 // Keys are taken in blocks whose scores and packed operands stay in the second-level cache; a longer row rescales what
 // it has summed when a later block holds a larger score (Milakov & Gimelshein 2018, "Online normalizer calculation for
@@ -208,8 +209,10 @@ void pack_keys(const AttentionInputs<T>& in, int64_t first_token, int64_t place,
   }
 }
 
-template <typename E, bool kHasWindow, typename T>
-void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task) {
+// `relative` is read if kIsRelative.
+template <typename E, bool kHasWindow, bool kIsRelative, typename T>
+void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task,
+                         [[maybe_unused]] const RelativeTerms* relative) {
   using Dot = typename DotOf<E>::Dot;
   static thread_local Scratch scratch;
   constexpr int64_t step = kHasWindow ? kWindowRows : kQueryRows;
@@ -224,12 +227,17 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task)
   }
   const int64_t d = in.head_dim, dim_panels = (d + kPanel - 1) / kPanel;
   const int64_t dim_steps = whole_steps<E>(d), key_steps = whole_steps<E>(n);
-  const int64_t block = std::min((widest + kPanel - 1) / kPanel * kPanel, kKeyBlock);
+  const int64_t block =
+      std::min((widest + kPanel - 1) / kPanel * kPanel, kIsRelative ? std::min(kTermBlock, kKeyBlock) : kKeyBlock);
   Carver counting{nullptr};
   lay_out<E, kHasWindow>(counting, in, n, block);
+  if constexpr (kIsRelative) lay_out_terms<E>(counting, *relative, in, task, first_key, n);
   Carver carver{scratch.get(counting.size)};
   const FwdMemory m = lay_out<E, kHasWindow>(carver, in, n, block);
-  const float scale = in.softmax_scale * kLog2e;
+  [[maybe_unused]] QueryTerms terms{};
+  if constexpr (kIsRelative) terms = lay_out_terms<E>(carver, *relative, in, task, first_key, n);
+  const bool has_bias = kIsRelative && relative->bias != nullptr, adds = kIsRelative && relative->has_tables();
+  const float scale = has_bias ? kLog2e : in.softmax_scale * kLog2e;
   const DropoutMask mask = DropoutMask::of(in.dropout);
   AmxTiles tiles;
 
@@ -240,6 +248,7 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task)
       pack_keys<E>(in, task.first_token, first_key, n, key_head, m);
       pack_rows<E>(in.v.at(task.first_token + first_key, key_head), in.v.token_stride, n, d, key_steps, m.v_rows);
     }
+    if constexpr (kIsRelative) begin_head<E>(terms, in, task.first_token, head);
     for (int64_t query = task.query_begin; query < task.query_end; query += step) {
       const int64_t rows = std::min(step, task.query_end - query), token = task.first_token + query;
       const auto q_rows = rotated(in, in.q, task.first_token, query, rows, head, m.q_rotated);
@@ -249,13 +258,18 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task)
       for (int64_t key = range.begin; key < range.end; key += block) {
         const int64_t keys = std::min(block, range.end - key), packed = key - first_key;
         const int64_t shift = kHasWindow ? packed % kPanel : 0, columns = shift + keys;
+        [[maybe_unused]] const TileScores tile{m.scores, kQueryRows * kPanel, shift};
+        if constexpr (kIsRelative) {
+          if (adds) begin_scores<E>(tiles, terms, query, rows, q, key, keys, tile);
+        }
         for (int64_t p = 0; p * kPanel < columns; ++p) {
           const int64_t skipped = p == 0 ? shift : 0;
           product<Dot>(tiles, rows, q.data, q.stride,
                        m.k_columns + (packed / kPanel + p) * dim_steps * kStepBytes + skipped * 4, dim_steps,
-                       std::min(kPanel, columns - p * kPanel) - skipped, false,
+                       std::min(kPanel, columns - p * kPanel) - skipped, adds,
                        reinterpret_cast<char*>(m.scores + p * kQueryRows * kPanel + skipped));
         }
+        if constexpr (kIsRelative) end_scores(terms, query, rows, key, keys, in.softmax_scale, tile);
         const Window window = kHasWindow ? Window{in.key_begin + token, in.key_end + token, key, shift} : Window{};
         const uint64_t counters_per_query = static_cast<uint64_t>(in.num_heads) << 32;
         for (int64_t r = 0; r < rows; r += kWidth) {
@@ -287,147 +301,26 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task)
   }
 }
 
-// A sequence of at most one panel: the scores are made the other way round, a row for each key and a lane for each
-// query. Then what softmax needs of a query's keys is maxima and sums of whole vectors, none of whose lanes is beyond
-// the last key, and one vector of each lies ready for all the queries. With the scores of 12 tokens by rows, reducing,
-// broadcasting and masking took as long as all the products. The results are the same to the bit: the sums are made in
-// the order of reduce_rows.
-//
-// Not for AMX, which does not read a left operand the other way round.
-struct FwdShortMemory {
-  char* q_columns;              // packed, all queries
-  char* k_copy;                 // where rows are no whole steps
-  char* v_rows;                 // packed, all keys
-  float* scores;                // (keys, kPanel)
-  char* probs;                  // (steps of keys, kPanel)
-  char *q_rotated, *k_rotated;  // rows
-  char* sums;                   // rows of the output
-};
-
-template <typename E, typename T>
-FwdShortMemory lay_out_fwd_short(Carver& carver, const AttentionInputs<T>& in, int64_t n) {
-  const int64_t dim_panels = (in.head_dim + kPanel - 1) / kPanel, dim_steps = whole_steps<E>(in.head_dim);
-  const int64_t rotated_bytes = in.rotary.cos == nullptr ? 0 : in.head_dim * static_cast<int64_t>(sizeof(T));
-  FwdShortMemory memory;
-  memory.q_columns = carver.take(dim_steps * kStepBytes);
-  memory.k_copy = carver.take(lies_ready<E, T>(in.head_dim) ? 0 : n * dim_steps * 4);
-  memory.v_rows = carver.take(dim_panels * steps_of<E>(n) * kStepBytes);
-  memory.scores = carver.take_floats(n * kPanel);
-  memory.probs = carver.take(steps_of<E>(n) * kStepBytes);
-  memory.q_rotated = carver.take(n * rotated_bytes);
-  memory.k_rotated = carver.take(n * rotated_bytes);
-  memory.sums = carver.take(dim_panels * n * kStepBytes);
-  return memory;
-}
-
-// Scores (keys, kPanel) of kWidth queries to probabilities that lack their division by the sum, as steps of keys.
-// `counter` is that of the first query's first keys.
-template <typename E, bool kHasDropout>
-FASTBERT_SIMD void softmax_columns(const float* scores, int64_t keys, float scale, const DropoutMask& mask,
-                                   uint64_t counter, uint64_t counters_per_query, char* probs, float* tops,
-                                   float* sums) {
-  const Floats sign = set1(scale < 0.0f ? -1.0f : 1.0f), scales = set1(scale);
-  Floats top = set1(-__builtin_inff());
-  for (int64_t key = 0; key < keys; ++key) top = max(top, mul(load(scores + key * kPanel), sign));
-  top = mul(top, sign);
-  store(tops, top);
-  [[maybe_unused]] const Longs every_other_query = multiples(2 * counters_per_query);
-  Floats total[kWidth];
-  for (int64_t i = 0; i < kWidth; ++i) total[i] = set1(0.0f);
-  for (int64_t first = 0; first < keys; first += 4) {
-    [[maybe_unused]] ColumnMultipliers multipliers;
-    if constexpr (kHasDropout) {
-      multipliers =
-          draw_columns(mask, counter + static_cast<uint64_t>(first / 4), counters_per_query, every_other_query);
-    }
-    Floats x[4];
-#pragma GCC unroll 4
-    for (int64_t i = 0; i < 4; ++i) {
-      x[i] = set1(0.0f);
-      if (first + i >= keys) continue;
-      x[i] = exp_score<E>(scores + (first + i) * kPanel, top, scales, kWidth);
-      Floats& sum = total[(first + i) % kWidth];
-      sum = add(sum, x[i]);
-      if constexpr (kHasDropout) x[i] = mul(x[i], multipliers.column[i]);
-    }
-#pragma GCC unroll 4
-    for (int64_t i = 0; i < 4; i += kPerStep<E>) {
-      if (first + i >= keys) break;
-      store_step<E>(probs + (first + i) / kPerStep<E> * kStepBytes, x[i], x[i + kPerStep<E> - 1]);
-    }
-  }
-#pragma GCC unroll 4
-  for (int64_t half = kWidth / 2; half > 0; half /= 2) {
-#pragma GCC unroll 8
-    for (int64_t i = 0; i < half; ++i) total[i] = add(total[i], total[i + half]);
-  }
-  store(sums, total[0]);
-}
-
-template <typename E, typename T>
-void attention_fwd_short(const AttentionFwd<T>& args, const AttentionTask& task) {
-  using Dot = typename DotOf<E>::Dot;
-  static thread_local Scratch scratch;
-  const AttentionInputs<T>& in = args.in;
-  const int64_t n = task.length, d = in.head_dim, token = task.first_token, dim_panels = (d + kPanel - 1) / kPanel;
-  Carver counting{nullptr};
-  lay_out_fwd_short<E>(counting, in, n);
-  Carver carver{scratch.get(counting.size)};
-  const FwdShortMemory m = lay_out_fwd_short<E>(carver, in, n);
-  const float scale = in.softmax_scale * kLog2e;
-  const DropoutMask mask = DropoutMask::of(in.dropout);
-  const uint64_t counters_per_query = static_cast<uint64_t>(in.num_heads) << 32;
-
-  for (int64_t head = task.head_begin; head < task.head_end; ++head) {
-    const int64_t key_head = in.group == 1 ? head : head / in.group;
-    if (in.group == 1 || head == task.head_begin || head % in.group == 0) {
-      pack_rows<E>(in.v.at(token, key_head), in.v.token_stride, n, d, steps_of<E>(n), m.v_rows);
-    }
-    if (head + 1 < task.head_end) {
-      fetch_rows(in.q, token, n, head + 1, d);
-      fetch_rows(args.out, token, n, head + 1, d);
-      if (in.group == 1 || (head + 1) % in.group == 0) {
-        fetch_rows(in.k, token, n, key_head + 1, d);
-        fetch_rows(in.v, token, n, key_head + 1, d);
-      }
-    }
-    const auto q = rotated(in, in.q, token, 0, n, head, m.q_rotated);
-    const auto k_rows = rotated(in, in.k, token, 0, n, key_head, m.k_rotated);
-    const Left k = left_rows<E>(k_rows.data, k_rows.stride, n, d, m.k_copy);
-    pack_columns<E>(q.data, q.stride, n, d, m.q_columns);
-    vector_product<Dot>(n, k.data, k.stride, 4, m.q_columns, whole_steps<E>(d), n, false,
-                        reinterpret_cast<char*>(m.scores));
-    alignas(64) float tops[kPanel], sums[kPanel], inverse[kPanel];
-    for (int64_t query = 0; query < n; query += kWidth) {
-      const uint64_t counter = static_cast<uint64_t>((token + query) * in.num_heads + head) << 32;
-      if (in.dropout.p > 0.0) {
-        softmax_columns<E, true>(m.scores + query, n, scale, mask, counter, counters_per_query, m.probs + query * 4,
-                                 tops + query, sums + query);
-      } else {
-        softmax_columns<E, false>(m.scores + query, n, scale, mask, counter, counters_per_query, m.probs + query * 4,
-                                  tops + query, sums + query);
-      }
-      store(inverse + query, div(set1(1.0f), load(sums + query)));
-    }
-    for (int64_t p = 0; p < dim_panels; ++p) {
-      vector_product<Dot>(n, m.probs, 4, kStepBytes, m.v_rows + p * steps_of<E>(n) * kStepBytes, steps_of<E>(n),
-                          std::min(kPanel, d - p * kPanel), false, m.sums + p * n * kStepBytes);
-    }
-    write_rows(m.sums, n, inverse, 1, n, d, args.out.at(token, head), args.out.token_stride);
-    if (args.softmax_stats == nullptr) continue;
-    float* stats = args.softmax_stats + head * args.total_tokens + token;
-    std::copy_n(tops, n, stats);
-    std::copy_n(sums, n, stats + in.num_heads * args.total_tokens);
-  }
-}
+#include "attention_fwd_short.h"
 
 template <typename E, typename T>
 void attention_fwd_task(const AttentionFwd<T>& args, const AttentionTask& task) {
   if constexpr (!kUsesAmx<typename DotOf<E>::Dot>) {
     static_assert(kAttentionBlock >= kPanel);  // or a sequence of one panel might be cut into several tasks
-    if (!task.has_window && task.length <= kPanel) return attention_fwd_short<E>(args, task);
+    if (!task.has_window && task.length <= kPanel) return attention_fwd_short<E, false>(args, task, nullptr);
   }
-  task.has_window ? attention_fwd_heads<E, true>(args, task) : attention_fwd_heads<E, false>(args, task);
+  task.has_window ? attention_fwd_heads<E, true, false>(args, task, nullptr)
+                  : attention_fwd_heads<E, false, false>(args, task, nullptr);
+}
+
+template <typename E, typename T>
+void attention_relative_fwd_task(const AttentionFwd<T>& args, const RelativeTerms& terms, const AttentionTask& task) {
+  if constexpr (!kUsesAmx<typename DotOf<E>::Dot>) {
+    const bool is_short = task.length <= kPanel && !terms.has_holes(task.first_token, task.length);
+    if (!task.has_window && is_short) return attention_fwd_short<E, true>(args, task, &terms);
+  }
+  task.has_window ? attention_fwd_heads<E, true, true>(args, task, &terms)
+                  : attention_fwd_heads<E, false, true>(args, task, &terms);
 }
 
 void attention_fwd(const AttentionFwd<float>& args, const AttentionTask& task) {
@@ -439,5 +332,17 @@ void attention_fwd(const AttentionFwd<BFloat16>& args, const AttentionTask& task
   attention_fwd_task<BFloat16>(args, task);
 #else
   attention_fwd_task<float>(args, task);
+#endif
+}
+
+void attention_relative_fwd(const AttentionFwd<float>& args, const RelativeTerms& terms, const AttentionTask& task) {
+  attention_relative_fwd_task<float>(args, terms, task);
+}
+
+void attention_relative_fwd(const AttentionFwd<BFloat16>& args, const RelativeTerms& terms, const AttentionTask& task) {
+#if defined(FASTBERT_BF16)
+  attention_relative_fwd_task<BFloat16>(args, terms, task);
+#else
+  attention_relative_fwd_task<float>(args, terms, task);
 #endif
 }

@@ -1,0 +1,24 @@
+// Which distances relative terms are needed for, and which row of the tables each of them has.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace fastbert {
+
+// Columns of a table by distance: as cpu/attention_relative.h's DistanceTable, and the row of each column.
+struct DistanceColumns {
+  int64_t first, panels;
+  std::vector<int32_t> rows;
+};
+
+struct Distances {
+  int64_t reach;  // all distances are below it
+  int64_t far_left, far_right;
+  DistanceColumns ahead, behind;  // by a key's place less a query's, and the other way round
+
+  // `rows` (2 * longest - 1,): of a query's place less a key's, from 1 - longest on; 0 < reach <= longest.
+  static Distances of(const int32_t* rows, int64_t longest, int64_t reach);
+};
+
+}  // namespace fastbert
