@@ -245,6 +245,15 @@ class LayerSpec:
         return tuple(found)
 
     @property
+    def relative_bits(self) -> int:
+        """As LayerNumbers.relative; 0: the scores have no such terms."""
+        if self.attention.relative is None:
+            return 0
+        if isinstance(self.attention.relative, RelativeBias):
+            return 4
+        return (self.names.relative_key is not None) | (self.names.relative_query is not None) << 1
+
+    @property
     def merges_qkv(self) -> bool:
         """One Linear is query, key and value."""
         return len(self.names.qkv) == 1
@@ -292,7 +301,8 @@ class LayerNumbers(NamedTuple):
     rotary: which of the call's tables turns queries and keys; -1 is none. merged_qkv, merged_gate: one Linear is query,
     key and value, or gate and up, whose rows stand one after the other. rms: the norms are RMSNorm. biases, scales: bit
     i, the layer's Linear i has a bias, or a weight_scale (int8). norms: a bit each for weight and bias of the
-    attention's norm and of the feed-forward's. The dropouts are 0 where the layer does not train.
+    attention's norm and of the feed-forward's. relative: bit 0 for a relative key, bit 1 for a relative query, bit 2
+    for a bias by distance. The dropouts are 0 where the layer does not train.
     """
 
     num_heads: int
@@ -309,6 +319,7 @@ class LayerNumbers(NamedTuple):
     biases: int
     scales: int
     norms: int
+    relative: int
     softmax_scale: float
     attention_norm_eps: float
     feed_forward_norm_eps: float
@@ -336,6 +347,7 @@ class LayerNumbers(NamedTuple):
             spec.merges_gate,
             spec.norm.kind == "rms",
             *bits,
+            spec.relative_bits,
             scale,
             eps[0],
             eps[1],

@@ -129,6 +129,8 @@ def _supports_training(x: torch.Tensor) -> str | None:
 def _accepts_training(x: torch.Tensor, operands: LayerOperands) -> str | None:
     if not all([p.requires_grad for p in (*operands.weights, *operands.biases, *operands.norms)]):
         return "it is for training all of a layer: a weight takes no gradient"
+    if any([layer.relative for layer in LayerNumbers.read(operands.ints, operands.floats)]):
+        return "attention has relative terms, and their tables take gradients"
     return accepts(x, operands)
 
 
