@@ -101,10 +101,9 @@ class StaticBatch:
             self.ids[1, :tokens].copy_(ids.position_ids)
         if self.goes_by is not None:
             places = batch.local_positions()
-            rows = [(3, inputs.window_positions)]
-            rows += [(1, inputs.rotary_positions)] if self.goes_by.rotaries else []
-            for row, positions in rows:
-                self.ids[row, :tokens].copy_(places if positions is None else positions)
+            for row, positions in ((1, inputs.rotary_positions), (3, inputs.window_positions)):
+                if row == 3 or self.goes_by.rotaries:
+                    self.ids[row, :tokens].copy_(places if positions is None else positions)
         self.cu_seqlens[: batch.batch_size + 1].copy_(batch.cu_seqlens)
         self.cu_seqlens[batch.batch_size + 1 :].fill_(tokens)
 
@@ -122,10 +121,6 @@ class StaticBatch:
 
     def nbytes(self) -> int:
         return self.ids.nbytes + self.cu_seqlens.nbytes
-
-
-def _is_relative(goes_by: Distances | None) -> bool:
-    return goes_by is not None and bool(goes_by.relatives)
 
 
 class Turns:
@@ -350,7 +345,7 @@ class GraphedEncoder:
             self.why_eager = self._tree_unsupported()
             if inputs.ids.input_ids is None:
                 self.why_eager = "inputs_embeds are not copied"
-            elif inputs.window_positions is not None and _is_relative(self.model.config.distances):
+            elif inputs.window_positions is not None and (self.model.config.distances or Distances()).relatives:
                 self.why_eager = "relative positions go by columns, and a mask has padding between its tokens"
             elif bucket is None:
                 self.why_eager = f"{batch.total_tokens} tokens are not within 1 to {self.max_tokens}"

@@ -8,7 +8,8 @@ from torch import nn
 from fastbert import ops
 from fastbert.layer_spec import ConvSpec, NormSpec
 from fastbert.layers.context import LayerContext
-from fastbert.layers.leaves import get_leaf, make_norm, place
+from fastbert.layers.encoder import add_norm
+from fastbert.layers.leaves import get_leaf, make_norm, place, within
 
 
 def place_convolution(root: nn.Module, form: ConvSpec, norm: NormSpec, hidden_size: int) -> None:
@@ -19,7 +20,7 @@ def place_convolution(root: nn.Module, form: ConvSpec, norm: NormSpec, hidden_si
     place(root, f"{form.path}.LayerNorm", make_norm(norm, hidden_size))
 
 
-def convolved(root: nn.Module, form: ConvSpec, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
+def _convolved(root: nn.Module, form: ConvSpec, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
     """activation(dropout(conv(x))) of x (total_tokens, hidden_size).
 
     The leaf is called with a padded batch, (batch, hidden_size, columns), as transformers calls it: it is one product
@@ -32,3 +33,23 @@ def convolved(root: nn.Module, form: ConvSpec, x: torch.Tensor, context: LayerCo
     out = get_leaf(root, f"{form.path}.conv")(columns).transpose(1, 2).flatten(0, 1)
     made = torch.cat((out, out.new_zeros(1, out.shape[1]))).index_select(0, slots)
     return ops.activation(ops.dropout(made, form.dropout if root.training else 0.0), form.activation)
+
+
+def run_convolution(
+    root: nn.Module,
+    form: ConvSpec,
+    given: torch.Tensor,
+    out: torch.Tensor,
+    context: LayerContext,
+    calls_container: bool,
+) -> torch.Tensor:
+    """norm(out + activation(dropout(conv(given)))), all (total_tokens, hidden_size). calls_container: the tree is ours,
+    and its container is called where it has hooks.
+    """
+
+    def run(given, out):
+        return add_norm(
+            get_leaf(root, f"{form.path}.LayerNorm"), _convolved(root, form, given, context), None, out, 0.0
+        )
+
+    return within(root, form.path if calls_container else None, run, given, out)

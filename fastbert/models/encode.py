@@ -13,7 +13,7 @@ from fastbert.config import EncoderConfig
 from fastbert.families.schema import Family, Scopes, value_of
 from fastbert.layer_spec import LayerSpec
 from fastbert.layers.context import LayerContext, make_context
-from fastbert.layers.convolution import convolved
+from fastbert.layers.convolution import run_convolution
 from fastbert.layers.embeddings import EmbeddingIds, run_embeddings
 from fastbert.layers.encoder import add_norm
 from fastbert.layers.fused import try_fused_layers, try_fused_layers_for_training
@@ -77,21 +77,12 @@ def run_encoder(
                     hidden_states.append(_as_autocast_has_it(x))
                 x, found = run_one_layer(get_leaf(root, path), spec, x, context, wants_probs)
                 if spec.after is not None:
-                    x = behind_layer(spec.after, given, x)
+                    x = run_convolution(root, spec.after, given, x, context, layer_type is not None)
                 if found is not None:
                     probs.append(found)
             return x
 
         return run
-
-    def behind_layer(form, given, x):
-        """What stands behind a layer whose result is x; `given`: what went into the first one."""
-
-        def run(given, x):
-            norm = get_leaf(root, f"{form.path}.LayerNorm")
-            return add_norm(norm, convolved(root, form, given, context), None, x, 0.0)
-
-        return within(root, None if layer_type is None else form.path, run, given, x)
 
     def encoder(x):
         x = project(x) if scopes.projects else x

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 
 from fastbert.backend import Backend, register_fused
-from fastbert.layer_spec import LayerNumbers, LayerSpec, RotarySpec
+from fastbert.layer_numbers import LayerNumbers
+from fastbert.layer_spec import LayerSpec, RotarySpec
 from fastbert.native.availability import extension_error
 from fastbert.ops._common import check_devices, define, needs_grad
 from fastbert.ops.packing import int32_offsets

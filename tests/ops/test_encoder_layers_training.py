@@ -28,7 +28,7 @@ from layer_specs import (
 from seeds import manual_seed, torch_generator
 
 from fastbert import ops
-from fastbert.layer_spec import LayerNumbers
+from fastbert.layer_numbers import LayerNumbers
 from fastbert.native.availability import extension_error
 from fastbert.ops.attention import attention
 from fastbert.testing import reference
