@@ -15,7 +15,15 @@ PACKAGE = Path(__file__).parents[2] / "fastbert"
 # Which room, or file beside the rooms, may import which of the others, or which files of them (docs/design.md). What no
 # row names fails.
 FORMS = {"families.schema", "families.fields"}  # that a family's data fill in
-LEAVES = {"errors", "files", "hub", "layer_numbers", "layer_spec", "messages", "version"}  # which all of them may import
+LEAVES = {
+    "errors",
+    "files",
+    "hub",
+    "layer_numbers",
+    "layer_spec",
+    "messages",
+    "version",
+}  # which all of them may import
 MAY_IMPORT = {
     **{leaf: set() for leaf in LEAVES},
     "__init__": {"families", "models"},
