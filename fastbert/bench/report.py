@@ -10,8 +10,8 @@ from fastbert.bench.contestants import is_ours
 from fastbert.bench.jobs import fields_without_type
 from fastbert.bench.timing import Timing
 from fastbert.config import EncoderConfig
+from fastbert.config.operations import Operations, operations
 from fastbert.files import writing
-from fastbert.models.operations import Operations, operations
 from fastbert.testing.cases import MODELS, Workload
 
 CHART_GROUPS = {  # what a contestant's name begins with: label and colour (Okabe and Ito's, safe for the colour-blind)

@@ -37,8 +37,8 @@ def info_lines(name: str) -> list[str]:
     from torch import nn
 
     from fastbert.checkpoint.unfilled import unfilled
+    from fastbert.config.operations import operations, weights_of_layer
     from fastbert.models.auto import base_class
-    from fastbert.models.operations import operations, weights_of_layer
     from fastbert.sentences.text_model import position_limit
 
     raise_if_stopped()

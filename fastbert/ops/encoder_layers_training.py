@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 
 from fastbert.backend import Backend, register_fused
-from fastbert.layer_numbers import LayerNumbers
 from fastbert.ops._common import check_devices, compute_dtype, define, differentiable_once
 from fastbert.ops.encoder_layers import LayerOperands, accepts, supports, tables_of
+from fastbert.ops.layer_numbers import LayerNumbers
 from fastbert.ops.packing import int32_offsets
 from fastbert.ops.rotary import Rotary
 

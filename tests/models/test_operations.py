@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fastbert
-from fastbert.models.operations import operations, seen_keys
+from fastbert.config.operations import operations, seen_keys
 
 SHAPE = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16, "num_hidden_layers": 5}
 WEIGHTS = 4 * 8 * 8 + 2 * 8 * 16  # of a layer of this shape

@@ -19,7 +19,6 @@ LEAVES = {
     "errors",
     "files",
     "hub",
-    "layer_numbers",
     "layer_spec",
     "messages",
     "version",

@@ -1,6 +1,6 @@
 """LayerNumbers: a LayerSpec as csrc/ reads it.
 
-`python -m fastbert.layer_numbers` writes csrc/ops/layer_numbers.h: the one place that has their order.
+`write` writes csrc/ops/layer_numbers.h: the one place that has their order is here.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class LayerNumbers(NamedTuple):
 _TYPES = get_type_hints(LayerNumbers)
 NUM_INTS = sum(kind is not float for kind in _TYPES.values())  # how many of each a layer has; the floats come last
 NUM_FLOATS = len(_TYPES) - NUM_INTS
-HEADER = Path(__file__).parents[1] / "csrc" / "ops" / "layer_numbers.h"
+HEADER = Path(__file__).parents[2] / "csrc" / "ops" / "layer_numbers.h"
 
 
 def header() -> str:
@@ -112,7 +112,7 @@ def header() -> str:
         value = f"floats[{i - NUM_INTS}]" if kind is float else f"ints[{i}]" + " != 0" * (kind is bool)
         fields.append(f"  {in_cpp[kind]} {name};\n")
         reads.append(f"    made.{name} = {value};\n")
-    return f"""// Written by `python -m fastbert.layer_numbers`, whose LayerNumbers says what these are.
+    return f"""// Written by fastbert.ops.layer_numbers.write, whose LayerNumbers says what these are.
 #pragma once
 
 #include <cstddef>
@@ -134,5 +134,5 @@ struct LayerNumbers {{
 """
 
 
-if __name__ == "__main__":
+def write() -> None:
     HEADER.write_text(header(), encoding="utf-8")
