@@ -369,7 +369,7 @@ void attention_bwd_heads(const AttentionBwd<T>& args, const AttentionTask& task)
 
 template <typename E, typename T>
 void attention_relative_bwd_heads(const AttentionBwd<T>& args, const RelativeTerms& relative, const RelativeSums& sums,
-                                  const AttentionTask* tasks, int64_t count) {
+                                  int64_t head, const AttentionTask* tasks, int64_t count) {
   static thread_local Scratch scratch;
   const AttentionInputs<T>& in = args.in;
   int64_t size = 0;
@@ -399,9 +399,8 @@ void attention_relative_bwd_heads(const AttentionBwd<T>& args, const RelativeTer
     terms.places = has_holes ? relative.places + task.first_token : nullptr;
     if (!has_holes && !is_clear) clear_band<E>(terms);
     is_clear = !has_holes;
-    task.has_window
-        ? attention_bwd_head<E, true, true>(args, tiles, memory, range, mask, task, task.head_begin, &terms)
-        : attention_bwd_head<E, false, true>(args, tiles, memory, range, mask, task, task.head_begin, &terms);
+    task.has_window ? attention_bwd_head<E, true, true>(args, tiles, memory, range, mask, task, head, &terms)
+                    : attention_bwd_head<E, false, true>(args, tiles, memory, range, mask, task, head, &terms);
   }
   if (sums.key != nullptr) turn_sums<E>(terms, sums.key, key_bytes / (kPanel * kStepBytes));
   if (sums.query != nullptr) turn_sums<E>(terms, sums.query, query_bytes / (kPanel * kStepBytes));
@@ -420,15 +419,15 @@ void attention_bwd(const AttentionBwd<BFloat16>& args, const AttentionTask& task
 }
 
 void attention_relative_bwd(const AttentionBwd<float>& args, const RelativeTerms& terms, const RelativeSums& sums,
-                            const AttentionTask* tasks, int64_t count) {
-  attention_relative_bwd_heads<float>(args, terms, sums, tasks, count);
+                            int64_t head, const AttentionTask* tasks, int64_t count) {
+  attention_relative_bwd_heads<float>(args, terms, sums, head, tasks, count);
 }
 
 void attention_relative_bwd(const AttentionBwd<BFloat16>& args, const RelativeTerms& terms, const RelativeSums& sums,
-                            const AttentionTask* tasks, int64_t count) {
+                            int64_t head, const AttentionTask* tasks, int64_t count) {
 #if defined(FASTBERT_BF16)
-  attention_relative_bwd_heads<BFloat16>(args, terms, sums, tasks, count);
+  attention_relative_bwd_heads<BFloat16>(args, terms, sums, head, tasks, count);
 #else
-  attention_relative_bwd_heads<float>(args, terms, sums, tasks, count);
+  attention_relative_bwd_heads<float>(args, terms, sums, head, tasks, count);
 #endif
 }
