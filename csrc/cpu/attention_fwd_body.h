@@ -12,6 +12,9 @@ constexpr int64_t kQueryRows = 32, kKeyBlock = 256;
 constexpr int64_t kQueryRows = 48, kKeyBlock = 1024;
 #endif
 
+// With relative terms more queries share what belongs to the keys, and fewer keys keep their scores in the cache.
+constexpr int64_t kRelativeRows = kMostRows, kRelativeKeyBlock = kTermBlock;
+
 // With a window, fewer queries at once share fewer keys that some of them do not see. Tasks begin at multiples of the
 // rows, and a block's keys at multiples of what a tile's columns and a group of steps have.
 #if defined(FASTBERT_AMX)
@@ -23,10 +26,10 @@ static_assert(kAttentionBlock % kWindowRows == 0 && kPanel % kKeyAlignment == 0)
 
 struct FwdMemory {
   char *k_columns, *v_rows;     // packed, all keys of the task
-  float* scores;                // kQueryRows rows by one block of keys
+  float* scores;                // a block of queries by one of keys
   char *probs, *q_copy;         // the same; q_copy where rows are no whole steps
   char *q_rotated, *k_rotated;  // rows of one block of queries, and of one panel of keys
-  char* sums;                   // kQueryRows rows of the output
+  char* sums;                   // rows of the output
   float* multiplier;            // null without dropout
   int64_t probs_stride;         // bytes
 };
@@ -51,16 +54,17 @@ struct Window {
 
 // What is known of the rows of a block after some of their keys: the top score (the smallest, if softmax_scale is
 // negative), the sum of exp(softmax_scale * (score - top)), and what earlier sums were multiplied by when top changed.
+template <int64_t kRows>
 struct RowStates {
-  alignas(64) float top[kQueryRows], sum[kQueryRows], correction[kQueryRows];
+  alignas(64) float top[kRows], sum[kRows], correction[kRows];
 };
 
 // Probabilities of one row, and what is to be summed of them: all before dropout.
-template <typename E, bool kHasDropout>
+template <typename E, bool kHasDropout, int64_t kRows>
 FASTBERT_SIMD Floats exp_row(const float* scores, int64_t keys, Floats top, Floats scale, const float* multiplier,
                              E* probs) {
   Floats total = set1(0.0f);
-  for (int64_t key = 0; key < keys; key += kPanel, scores += kQueryRows * kPanel) {
+  for (int64_t key = 0; key < keys; key += kPanel, scores += kRows * kPanel) {
     const int64_t columns = std::min(kPanel, keys - key);
     for (int64_t i = 0; i < columns; i += kWidth) {
       Floats x = exp_score<E>(scores + i, top, scale, columns - i);
@@ -78,19 +82,20 @@ FASTBERT_SIMD Floats exp_row(const float* scores, int64_t keys, Floats top, Floa
 }
 
 // The scores of column `column` and those after it in its panel.
+template <int64_t kRows>
 FASTBERT_SIMD const float* score_at(const float* row, int64_t column) {
-  return row + column / kPanel * kQueryRows * kPanel + column % kPanel;
+  return row + column / kPanel * kRows * kPanel + column % kPanel;
 }
 
 // exp_row of the keys from `begin` to `end`, and zeros for the others.
-template <typename E, bool kHasDropout>
+template <typename E, bool kHasDropout, int64_t kRows>
 FASTBERT_SIMD Floats exp_row_seen(const float* row, int64_t shift, int64_t begin, int64_t end, int64_t keys, Floats top,
                                   Floats scale, const float* multiplier, E* probs) {
   Floats total = set1(0.0f);
   int64_t key = 0;
   for (; key + kWidth <= begin; key += kWidth) store(probs + key, total);
   for (; key < end; key += kWidth) {
-    Floats x = exp_seen<E>(score_at(row, shift + key), top, scale, begin - key, end - key);
+    Floats x = exp_seen<E>(score_at<kRows>(row, shift + key), top, scale, begin - key, end - key);
     total = add(total, x);
     if constexpr (kHasDropout) x = mul(x, load(multiplier + key));
     store(probs + key, x);
@@ -99,13 +104,13 @@ FASTBERT_SIMD Floats exp_row_seen(const float* row, int64_t shift, int64_t begin
   return total;
 }
 
-// Scores (panels, kQueryRows, kPanel) of up to kWidth rows from `first` on to probabilities that lack their division by
+// Scores (panels, kRows, kPanel) of up to kWidth rows from `first` on to probabilities that lack their division by
 // the sum; `scale` is softmax_scale * log2(e). Row r's dropout counters begin at counter + r * counters_per_query.
-template <typename E, bool kHasWindow>
+template <typename E, bool kHasWindow, int64_t kRows>
 void softmax_rows(const FwdMemory& m, int64_t first, int64_t rows, int64_t keys, const Window& window, float scale,
                   const DropoutMask& mask, uint64_t counter, uint64_t counters_per_query, bool is_first,
-                  RowStates& states) {
-  constexpr int64_t kVectors = kPanel / kWidth, kPanelStride = kQueryRows * kPanel;
+                  RowStates<kRows>& states) {
+  constexpr int64_t kVectors = kPanel / kWidth, kPanelStride = kRows * kPanel;
   alignas(64) float lanes[kWidth][kWidth];
   const int64_t whole = keys / kPanel;
   const Floats sign = set1(scale < 0.0f ? -1.0f : 1.0f), scales = set1(scale);
@@ -121,7 +126,7 @@ void softmax_rows(const FwdMemory& m, int64_t first, int64_t rows, int64_t keys,
       Floats top = set1(-__FLT_MAX__ / 4);
       const KeyRange range = seen(r);
       for (int64_t key = range.begin / kWidth * kWidth; key < range.end; key += kWidth) {
-        const Floats x = mul(load(score_at(row, window.shift + key)), sign);
+        const Floats x = mul(load(score_at<kRows>(row, window.shift + key)), sign);
         top = max(top, min(within(range.begin - key, range.end - key), x));
       }
       store(lanes[r], top);
@@ -158,19 +163,19 @@ void softmax_rows(const FwdMemory& m, int64_t first, int64_t rows, int64_t keys,
     if constexpr (kHasWindow) {
       const auto [begin, end] = seen(r);
       if (m.multiplier == nullptr) {
-        total = exp_row_seen<E, false>(row, window.shift, begin, end, keys, top, scales, nullptr, probs);
+        total = exp_row_seen<E, false, kRows>(row, window.shift, begin, end, keys, top, scales, nullptr, probs);
       } else {
         const int64_t drawn = begin / (2 * kWidth) * (2 * kWidth);
         draw_row(mask, counter + static_cast<uint64_t>(r) * counters_per_query + static_cast<uint64_t>(drawn / 4),
                  end - drawn, m.multiplier + drawn);
-        total = exp_row_seen<E, true>(row, window.shift, begin, end, keys, top, scales, m.multiplier, probs);
+        total = exp_row_seen<E, true, kRows>(row, window.shift, begin, end, keys, top, scales, m.multiplier, probs);
       }
     } else if (m.multiplier == nullptr) {
-      total = exp_row<E, false>(row, keys, top, scales, nullptr, probs);
+      total = exp_row<E, false, kRows>(row, keys, top, scales, nullptr, probs);
     } else {
       const float* multiplier = draw_in_turn(mask, counter + static_cast<uint64_t>(r) * counters_per_query,
                                              counters_per_query, r, keys, kWidth, m.multiplier);
-      total = exp_row<E, true>(row, keys, top, scales, multiplier, probs);
+      total = exp_row<E, true, kRows>(row, keys, top, scales, multiplier, probs);
     }
     store(lanes[r], total);
   }
@@ -178,21 +183,21 @@ void softmax_rows(const FwdMemory& m, int64_t first, int64_t rows, int64_t keys,
 }
 
 // For n keys, in blocks of `block`, beside which a window's scores may begin within a panel.
-template <typename E, bool kHasWindow, typename T>
+template <typename E, bool kHasWindow, int64_t kRows, typename T>
 FwdMemory lay_out(Carver& carver, const AttentionInputs<T>& in, int64_t n, int64_t block) {
   const int64_t dim_panels = (in.head_dim + kPanel - 1) / kPanel, dim_steps = whole_steps<E>(in.head_dim);
   FwdMemory memory;
   memory.k_columns = carver.take((n + kPanel - 1) / kPanel * dim_steps * kStepBytes);
   memory.v_rows = carver.take(dim_panels * whole_steps<E>(n) * kStepBytes);
-  memory.scores = carver.take_floats((block + (kHasWindow ? kPanel : 0)) * kQueryRows);
+  memory.scores = carver.take_floats((block + (kHasWindow ? kPanel : 0)) * kRows);
   // A line more than the keys need: rows 1 KB apart would compete for the same sets of the first-level cache.
   memory.probs_stride = block * static_cast<int64_t>(sizeof(E)) + 64;
-  memory.probs = carver.take(kQueryRows * memory.probs_stride);
-  memory.q_copy = carver.take(lies_ready<E, T>(in.head_dim) ? 0 : kQueryRows * dim_steps * 4);
+  memory.probs = carver.take(kRows * memory.probs_stride);
+  memory.q_copy = carver.take(lies_ready<E, T>(in.head_dim) ? 0 : kRows * dim_steps * 4);
   const int64_t rotated_bytes = in.rotary.cos == nullptr ? 0 : in.head_dim * static_cast<int64_t>(sizeof(T));
-  memory.q_rotated = carver.take(kQueryRows * rotated_bytes);
+  memory.q_rotated = carver.take(kRows * rotated_bytes);
   memory.k_rotated = carver.take(kPanel * rotated_bytes);
-  memory.sums = carver.take(dim_panels * kQueryRows * kStepBytes);
+  memory.sums = carver.take(dim_panels * kRows * kStepBytes);
   memory.multiplier = in.dropout.p > 0.0 ? carver.take_floats(block + kWidth) : nullptr;
   return memory;
 }
@@ -215,7 +220,7 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task,
                          [[maybe_unused]] const RelativeTerms* relative) {
   using Dot = typename DotOf<E>::Dot;
   static thread_local Scratch scratch;
-  constexpr int64_t step = kHasWindow ? kWindowRows : kQueryRows;
+  constexpr int64_t kRows = kIsRelative ? kRelativeRows : kQueryRows, step = kHasWindow ? kWindowRows : kRows;
   const AttentionInputs<T>& in = args.in;
   // Keys are packed from a panel's begin on; the largest range of a block of queries tells the size of the blocks.
   const KeyRange all = keys_of<kHasWindow>(in, task, task.query_begin, task.query_end - task.query_begin);
@@ -227,13 +232,12 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task,
   }
   const int64_t d = in.head_dim, dim_panels = (d + kPanel - 1) / kPanel;
   const int64_t dim_steps = whole_steps<E>(d), key_steps = whole_steps<E>(n);
-  const int64_t block =
-      std::min((widest + kPanel - 1) / kPanel * kPanel, kIsRelative ? std::min(kTermBlock, kKeyBlock) : kKeyBlock);
+  const int64_t block = std::min((widest + kPanel - 1) / kPanel * kPanel, kIsRelative ? kRelativeKeyBlock : kKeyBlock);
   Carver counting{nullptr};
-  lay_out<E, kHasWindow>(counting, in, n, block);
+  lay_out<E, kHasWindow, kRows>(counting, in, n, block);
   if constexpr (kIsRelative) lay_out_terms<E>(counting, *relative, in, task, first_key, n);
   Carver carver{scratch.get(counting.size)};
-  const FwdMemory m = lay_out<E, kHasWindow>(carver, in, n, block);
+  const FwdMemory m = lay_out<E, kHasWindow, kRows>(carver, in, n, block);
   [[maybe_unused]] QueryTerms terms{};
   if constexpr (kIsRelative) terms = lay_out_terms<E>(carver, *relative, in, task, first_key, n);
   const bool has_bias = kIsRelative && relative->bias != nullptr, adds = kIsRelative && relative->has_tables();
@@ -254,11 +258,11 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task,
       const auto q_rows = rotated(in, in.q, task.first_token, query, rows, head, m.q_rotated);
       const Left q = left_rows<E>(q_rows.data, q_rows.stride, rows, d, m.q_copy);
       const KeyRange range = keys_of<kHasWindow>(in, task, query, rows);
-      RowStates states;
+      RowStates<kRows> states;
       for (int64_t key = range.begin; key < range.end; key += block) {
         const int64_t keys = std::min(block, range.end - key), packed = key - first_key;
         const int64_t shift = kHasWindow ? packed % kPanel : 0, columns = shift + keys;
-        [[maybe_unused]] const TileScores tile{m.scores, kQueryRows * kPanel, shift};
+        [[maybe_unused]] const TileScores tile{m.scores, kRows * kPanel, shift};
         if constexpr (kIsRelative) {
           if (adds) begin_scores<E>(tiles, terms, query, rows, q, key, keys, tile);
         }
@@ -267,32 +271,32 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task,
           product<Dot>(tiles, rows, q.data, q.stride,
                        m.k_columns + (packed / kPanel + p) * dim_steps * kStepBytes + skipped * 4, dim_steps,
                        std::min(kPanel, columns - p * kPanel) - skipped, adds,
-                       reinterpret_cast<char*>(m.scores + p * kQueryRows * kPanel + skipped));
+                       reinterpret_cast<char*>(m.scores + p * kRows * kPanel + skipped));
         }
         if constexpr (kIsRelative) end_scores(terms, query, rows, key, keys, in.softmax_scale, tile);
         const Window window = kHasWindow ? Window{in.key_begin + token, in.key_end + token, key, shift} : Window{};
         const uint64_t counters_per_query = static_cast<uint64_t>(in.num_heads) << 32;
         for (int64_t r = 0; r < rows; r += kWidth) {
           const auto row = static_cast<uint64_t>((token + r) * in.num_heads + head);
-          softmax_rows<E, kHasWindow>(m, r, std::min(kWidth, rows - r), keys, window, scale, mask,
-                                      (row << 32) + static_cast<uint64_t>(key / 4), counters_per_query,
-                                      key == range.begin, states);
+          softmax_rows<E, kHasWindow, kRows>(m, r, std::min(kWidth, rows - r), keys, window, scale, mask,
+                                             (row << 32) + static_cast<uint64_t>(key / 4), counters_per_query,
+                                             key == range.begin, states);
         }
         for (int64_t r = 0; key > range.begin && r < rows; ++r) {
           for (int64_t dim = 0; dim < d; dim += kWidth) {
-            auto* sum = reinterpret_cast<float*>(m.sums + (dim / kPanel * kQueryRows + r) * kStepBytes) + dim % kPanel;
+            auto* sum = reinterpret_cast<float*>(m.sums + (dim / kPanel * kRows + r) * kStepBytes) + dim % kPanel;
             store(sum, mul(load(sum), set1(states.correction[r])));
           }
         }
         for (int64_t p = 0; p < dim_panels; ++p) {
           product<Dot>(tiles, rows, m.probs, m.probs_stride,
                        m.v_rows + (p * key_steps + packed / kPerStep<E>)*kStepBytes, whole_steps<E>(keys),
-                       std::min(kPanel, d - p * kPanel), key > range.begin, m.sums + p * kQueryRows * kStepBytes);
+                       std::min(kPanel, d - p * kPanel), key > range.begin, m.sums + p * kRows * kStepBytes);
         }
       }
-      float inverse[kQueryRows];
+      float inverse[kRows];
       for (int64_t r = 0; r < rows; r += kWidth) store(inverse + r, div(set1(1.0f), load(states.sum + r)));
-      write_rows(m.sums, kQueryRows, inverse, 1, rows, d, args.out.at(token, head), args.out.token_stride);
+      write_rows(m.sums, kRows, inverse, 1, rows, d, args.out.at(token, head), args.out.token_stride);
       if (args.softmax_stats == nullptr) continue;
       float* stats = args.softmax_stats + head * args.total_tokens + token;
       std::copy_n(states.top, rows, stats);

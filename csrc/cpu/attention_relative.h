@@ -15,6 +15,9 @@ struct DistanceTable {
   int64_t first, panels;
 };
 
+// No tile of which anything is near has more distances.
+constexpr int64_t kTileDistances = 192;
+
 // `ahead` is a key's place less a query's. Up to `far_left` and from `far_right` on all distances have the same row of
 // the tables; where there are more of them than a tile has, the tables end there.
 struct RelativeTerms {

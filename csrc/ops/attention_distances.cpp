@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "../cpu/attention.h"
+#include "../cpu/attention_relative.h"
 
 namespace fastbert {
 namespace {
@@ -35,7 +35,7 @@ Distances Distances::of(const int32_t* rows, int64_t longest, int64_t reach) {
   while (right > 0 && row_ahead(right - 1) == row_ahead(right)) --right;
   distances.far_left = left, distances.far_right = right;
   // A square of which all is far does as well for those that are further.
-  const int64_t blocks = ceil_blocks(reach) - 1, to_end = kAttentionBlock - 1;
+  const int64_t blocks = ceil_blocks(reach) - 1, to_end = kTileDistances - kAttentionBlock;
   const int64_t begin = std::max(-blocks, floor_blocks(left - to_end)),
                 end = std::min(blocks, ceil_blocks(right + to_end));
   distances.ahead = columns_of(begin, end, row_ahead);
