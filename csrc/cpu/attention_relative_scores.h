@@ -1,5 +1,5 @@
-// What relative terms add to the scores of a tile; included by attention_fwd_body.h and attention_bwd_body.h, once per
-// ISA. A tile's rows and columns are queries and keys, or keys and queries.
+// What relative terms add to the scores of a tile; included by attention_fwd_heads.h and attention_bwd_heads.h, once
+// per ISA. A tile's rows and columns are queries and keys, or keys and queries.
 //
 // A row's term is its product with the table's columns of all distances from the tile's columns, one run of them; the
 // next row's run begins one column earlier. The columns' term is made so too, a row for each of the tile's columns, and
