@@ -21,15 +21,4 @@ void attention_bwd(const AttentionBwd<T>& args, const AttentionTask& task) {
 template void attention_bwd(const AttentionBwd<float>&, const AttentionTask&);
 template void attention_bwd(const AttentionBwd<BFloat16>&, const AttentionTask&);
 
-template <typename T>
-void attention_relative_bwd(const AttentionBwd<T>& args, const RelativeTerms& terms, const RelativeSums& sums,
-                            const AttentionTask* tasks, int64_t count) {
-  FASTBERT_RUN(attention_relative_bwd, args, terms, sums, tasks, count);
-}
-
-template void attention_relative_bwd(const AttentionBwd<float>&, const RelativeTerms&, const RelativeSums&,
-                                     const AttentionTask*, int64_t);
-template void attention_relative_bwd(const AttentionBwd<BFloat16>&, const RelativeTerms&, const RelativeSums&,
-                                     const AttentionTask*, int64_t);
-
 }  // namespace fastbert

@@ -21,12 +21,4 @@ void attention_fwd(const AttentionFwd<T>& args, const AttentionTask& task) {
 template void attention_fwd(const AttentionFwd<float>&, const AttentionTask&);
 template void attention_fwd(const AttentionFwd<BFloat16>&, const AttentionTask&);
 
-template <typename T>
-void attention_relative_fwd(const AttentionFwd<T>& args, const RelativeTerms& terms, const AttentionTask& task) {
-  FASTBERT_RUN(attention_relative_fwd, args, terms, task);
-}
-
-template void attention_relative_fwd(const AttentionFwd<float>&, const RelativeTerms&, const AttentionTask&);
-template void attention_relative_fwd(const AttentionFwd<BFloat16>&, const RelativeTerms&, const AttentionTask&);
-
 }  // namespace fastbert

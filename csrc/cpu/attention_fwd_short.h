@@ -1,4 +1,4 @@
-// Forward attention of short sequences; included by attention_fwd_body.h, for one ISA.
+// Forward attention of short sequences; included by attention_fwd_heads.h, for one ISA.
 
 // A sequence of at most one panel: the scores are made the other way round, a row for each key and a lane for each
 // query. Then what softmax needs of a query's keys is maxima and sums of whole vectors, none of whose lanes is beyond

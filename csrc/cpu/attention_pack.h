@@ -1,5 +1,5 @@
 // What both directions of attention do around the tile: packing of either operand, products of any size, the way out.
-// Included by attention_fwd_body.h and attention_bwd_body.h, once per ISA. T is how a tensor is stored, E what the
+// Included by attention_fwd_heads.h and attention_bwd_heads.h, once per ISA. T is how a tensor is stored, E what the
 // products take.
 #include "../include/gemm_tile.h"
 

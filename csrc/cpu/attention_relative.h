@@ -15,6 +15,9 @@ struct DistanceTable {
   int64_t first, panels;
 };
 
+// No tile of which anything is near has more distances.
+constexpr int64_t kTileDistances = 192;
+
 // `ahead` is a key's place less a query's. Up to `far_left` and from `far_right` on all distances have the same row of
 // the tables; where there are more of them than a tile has, the tables end there.
 struct RelativeTerms {
@@ -50,11 +53,11 @@ inline int64_t relative_sum_bytes(int64_t head_dim, int64_t panels) {
   return (head_dim + kFloats - 1) / kFloats * panels * kFloats * kFloats * 4;
 }
 
-// attention_bwd of one head of some sequences, each with all of its queries and keys, in their order. The tables'
+// attention_bwd of one head of some sequences, in their order, each with all of its queries and keys. The tables'
 // gradients lack softmax_scale, that of the bias does not.
 template <typename T>
 void attention_relative_bwd(const AttentionBwd<T>& args, const RelativeTerms& terms, const RelativeSums& sums,
-                            const AttentionTask* tasks, int64_t count);
+                            int64_t head, const AttentionTask* tasks, int64_t count);
 
 // The gradient of one head's table from the sums of all groups, which are summed up in their order.
 template <typename T>

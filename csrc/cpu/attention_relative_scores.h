@@ -1,5 +1,5 @@
-// What relative terms add to the scores of a tile; included by attention_fwd_body.h and attention_bwd_body.h, once per
-// ISA. A tile's rows and columns are queries and keys, or keys and queries.
+// What relative terms add to the scores of a tile; included by attention_fwd_heads.h and attention_bwd_heads.h, once
+// per ISA. A tile's rows and columns are queries and keys, or keys and queries.
 //
 // A row's term is its product with the table's columns of all distances from the tile's columns, one run of them; the
 // next row's run begins one column earlier. The columns' term is made so too, a row for each of the tile's columns, and
@@ -10,7 +10,8 @@ constexpr int64_t kTermRows = kUsesAmx<typename DotOf<BFloat16>::Dot> ? kAmxRows
 constexpr int64_t kTermColumns = kUsesAmx<typename DotOf<BFloat16>::Dot> ? kAmxRows : kWidth == 16 ? 16 : 24;
 // The most columns of a tile, and floats from one row of products to the next: runs, what they are rounded up to, and
 // an odd number of cache lines.
-constexpr int64_t kTermBlock = 512, kTermStride = 592;
+constexpr int64_t kTermBlock = 256, kTermStride = 336;
+constexpr int64_t kMostRows = 128;                                               // of a tile
 constexpr int64_t kTermSpace = std::max(kTermRows, kTermColumns) * kTermStride;  // floats
 static_assert(kTermColumns % kWidth == 0 && kTermStride >= kTermBlock + kAmxRows - 1 + 2 * 16);
 
@@ -297,6 +298,7 @@ template <typename E>
 void begin_scores(AmxTiles& tiles, QueryTerms& terms, int64_t query, int64_t rows, const Left& q, int64_t key,
                   int64_t keys, const TileScores& scores) {
   constexpr int64_t kFarColumns = 16;
+  static_assert(kMostRows + kFarColumns <= kTileDistances);
   const RelativeTerms& relative = *terms.relative;
   TileTerms tile = terms.tables;
   const int64_t stride = tile.columns.stride, first = key - terms.first_key;
@@ -317,7 +319,7 @@ void begin_scores(AmxTiles& tiles, QueryTerms& terms, int64_t query, int64_t row
                   {scores.scores, scores.panel_stride, scores.shift + near_begin});
   }
   if (near_begin == 0 && near_end == keys) return;
-  alignas(64) float row_ends[kAttentionBlock];
+  alignas(64) float row_ends[kMostRows];
   const bool has_rows = tile.of_rows.columns != nullptr, has_columns = tile.of_columns.columns != nullptr;
   if (has_columns && !terms.has_key_ends) {
     for (int64_t end = 0; end < 2; ++end) {

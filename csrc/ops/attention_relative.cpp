@@ -21,7 +21,7 @@ struct RelativeForm {
 struct PreparedTerms {
   RelativeTerms terms{};
   Distances distances;
-  Array places, columns_of_key, columns_of_query, bias;
+  Array places, packed_key, packed_query, bias;
 };
 
 // The most places that a sequence spans, as `places` has them, or as its tokens follow each other.
@@ -69,17 +69,27 @@ Array expanded_bias(const Array& bias, const int32_t* rows, int64_t longest, Rel
 }
 
 template <typename T>
-PackTable<T> table_to_pack(const Array& table, const DistanceColumns& columns, Array& memory, DistanceTable& packed) {
+PackTable<T> table_to_pack(const Array& table, const DistanceColumns& columns, bool has_rows, Array& memory,
+                           DistanceTable& packed) {
+  const auto* dtype = static_cast<const T*>(nullptr);
   const int64_t num_heads = table.size(1), head_dim = table.size(2);
-  const int64_t bytes = num_heads * table_column_bytes(static_cast<const T*>(nullptr), head_dim, columns.panels);
-  memory = workspace({(bytes + kPackedSlack) / 4}, ScalarType::Float);
-  packed = {memory.data<const char>(), nullptr, columns.first, columns.panels};
-  return {table.data<const T>(), table.stride(0), table.stride(1),     head_dim,
-          columns.rows.data(),   columns.panels,  memory.data<char>(), nullptr};
+  const int64_t bytes = num_heads * table_column_bytes(dtype, head_dim, columns.panels) + kPackedSlack;
+  const int64_t row_bytes = has_rows ? num_heads * table_row_bytes(dtype, head_dim, columns.panels) : 0;
+  memory = workspace({(bytes + row_bytes) / 4}, ScalarType::Float);
+  char* made = memory.data<char>();
+  packed.columns = made, packed.rows = made + bytes;
+  return {table.data<T>(),
+          table.stride(0),
+          table.stride(1),
+          head_dim,
+          columns.rows.data(),
+          columns.panels,
+          made,
+          has_rows ? made + bytes : nullptr};
 }
 
 // Throws where the terms do not fit q or the sequences.
-PreparedTerms prepare(const RelativeForm& form, const Operands& operands) {
+PreparedTerms prepare(const RelativeForm& form, const Operands& operands, bool is_backward) {
   const Array& q = operands.q;
   check(operands.group() == 1, "relative terms are of as many heads as q has, ", operands.num_heads, "; k has ",
         operands.num_kv_heads);
@@ -115,15 +125,18 @@ PreparedTerms prepare(const RelativeForm& form, const Operands& operands) {
 
   prepared.distances = Distances::of(row, longest, terms.reach);
   terms.far_left = prepared.distances.far_left, terms.far_right = prepared.distances.far_right;
+  const DistanceColumns &ahead = prepared.distances.ahead, &behind = prepared.distances.behind;
+  terms.key.first = ahead.first, terms.key.panels = ahead.panels;
+  terms.query.first = behind.first, terms.query.panels = behind.panels;
   if (bias.defined()) prepared.bias = expanded_bias(bias, row, longest, terms);
   for_dtype(q.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     std::vector<PackTable<T>> tables;
     if (key.defined()) {
-      tables.push_back(table_to_pack<T>(key, prepared.distances.ahead, prepared.columns_of_key, terms.key));
+      tables.push_back(table_to_pack<T>(key, ahead, is_backward, prepared.packed_key, terms.key));
     }
     if (query.defined()) {
-      tables.push_back(table_to_pack<T>(query, prepared.distances.behind, prepared.columns_of_query, terms.query));
+      tables.push_back(table_to_pack<T>(query, behind, is_backward, prepared.packed_query, terms.query));
     }
     constexpr int64_t kGrain = 8;  // panels: about 10 microseconds
     for (const PackTable<T>& table : tables) {
@@ -133,6 +146,51 @@ PreparedTerms prepare(const RelativeForm& form, const Operands& operands) {
     }
   });
   return prepared;
+}
+
+// The sums of one term's gradients, of each group and head.
+struct GradientSums {
+  Array memory;
+  int64_t stride = 0;  // floats
+
+  GradientSums() = default;
+  GradientSums(int64_t groups, int64_t num_heads, int64_t floats)
+      : memory(workspace({groups, num_heads, floats}, ScalarType::Float)), stride(floats) {}
+
+  float* of(int64_t group, int64_t head) const {
+    return memory.defined() ? memory.data<float>() + (group * memory.size(1) + head) * stride : nullptr;
+  }
+};
+
+template <typename T>
+void write_table(const GradientSums& sums, const DistanceColumns& columns, double softmax_scale, const Array& out) {
+  const ColumnsOfRows of_rows = ColumnsOfRows::of(columns.rows, out.size(0));
+  const TableGradient<T> args{sums.memory.data<const char>(),
+                              sums.memory.size(0),
+                              sums.memory.size(1),
+                              out.size(2),
+                              columns.panels,
+                              out.size(0),
+                              of_rows.begin.data(),
+                              of_rows.columns.data(),
+                              static_cast<float>(softmax_scale),
+                              out.data<T>(),
+                              out.stride(0),
+                              out.stride(1)};
+  parallel_for(0, out.size(1), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t head = begin; head < end; ++head) table_gradient(args, head);
+  });
+}
+
+void write_bias(const GradientSums& sums, const DistanceColumns& columns, const Array& out) {
+  const int64_t num_heads = out.size(1);
+  auto* to = out.data<float>();
+  for (int64_t group = 0; group < sums.memory.size(0); ++group) {
+    for (int64_t head = 0; head < num_heads; ++head) {
+      const float* from = sums.of(group, head);
+      for (size_t i = 0; i < columns.rows.size(); ++i) to[columns.rows[i] * num_heads + head] += from[i];
+    }
+  }
 }
 
 }  // namespace
@@ -146,7 +204,7 @@ std::tuple<Array, Array> attention_relative_fwd_cpu(const Array& q, const Array&
                                                     int64_t window_right, bool return_stats) {
   const AttentionForm form{softmax_scale, window_left, window_right, window_positions};
   const Operands operands = checked_operands(q, k, v, cu_seqlens, form, make_dropout(dropout_p, philox));
-  const PreparedTerms prepared = prepare({rows, key, query, bias, positions}, operands);
+  const PreparedTerms prepared = prepare({rows, key, query, bias, positions}, operands, false);
   const Array out = empty_like(q);
   const Array stats = empty({return_stats ? 2 : 0, q.size(1), q.size(0)}, ScalarType::Float);
   const int64_t end = operands.offsets.back(), slack = operands.total_tokens - end;
@@ -160,6 +218,68 @@ std::tuple<Array, Array> attention_relative_fwd_cpu(const Array& q, const Array&
              [&](const AttentionTask& task) { attention_relative_fwd(args, prepared.terms, task); });
   });
   return {out, stats};
+}
+
+std::tuple<Array, Array, Array, Array, Array, Array> attention_relative_bwd_cpu(
+    const Array& dout_, const Array& q, const Array& k, const Array& v, const Array& out_, const Array& softmax_stats,
+    const Array& cu_seqlens, const OptionalArray& philox, const OptionalArray& window_positions, const Array& rows,
+    const OptionalArray& key, const OptionalArray& query, const OptionalArray& bias, const OptionalArray& positions,
+    double softmax_scale, double dropout_p, int64_t window_left, int64_t window_right) {
+  const AttentionForm form{softmax_scale, window_left, window_right, window_positions};
+  const Operands operands = checked_operands(q, k, v, cu_seqlens, form, make_dropout(dropout_p, philox));
+  const int64_t total_tokens = operands.total_tokens, num_heads = operands.num_heads, end = operands.offsets.back();
+  const Array out = with_rows("out", out_, q.sizes(), q), dout = with_rows("dout", dout_, q.sizes(), q);
+  const Array stats = checked("softmax_stats", softmax_stats, {2, num_heads, total_tokens}, ScalarType::Float);
+  const PreparedTerms prepared = prepare({rows, key, query, bias, positions}, operands, true);
+  const RelativeTerms& terms = prepared.terms;
+
+  const Array dq = empty_like(q), dk = empty_like(k), dv = empty_like(v);
+  for (const Array& t : {dq, dk, dv}) zero(t.narrow(0, end, total_tokens - end));
+  const auto like = [&](const Array& table) {
+    return table.defined() ? empty_like(table) : empty({0}, q.scalar_type());
+  };
+  const Array dkey = like(key), dquery = like(query), dbias = like(bias);
+  if (bias.defined()) zero(dbias);
+  if (terms.reach == 0 || num_heads == 0) {
+    for (const Array& t : {dkey, dquery}) zero(t);
+    return {dq, dk, dv, dkey, dquery, dbias};
+  }
+
+  // A group's sums are written, and read again, once for each distance; sums of the bias are a few numbers.
+  constexpr int64_t kScoresOfDistance = 256, kLeastScores = 32768;
+  const std::vector<size_t> ends =
+      group_ends(operands.offsets, terms.has_tables() ? kScoresOfDistance * (2 * terms.reach - 1) : kLeastScores);
+  const auto groups = static_cast<int64_t>(ends.size());
+  std::vector<std::vector<AttentionTask>> tasks(ends.size());
+  for (size_t group = 0, i = 0; group < ends.size(); ++group) {
+    for (; i < ends[group]; ++i) {
+      const int64_t first = operands.offsets[i], n = operands.offsets[i + 1] - first;
+      if (n > 0) tasks[group].push_back({first, n, operands.seen.is_cut[i + 1] != 0, 0, num_heads, 0, n, 0, n});
+    }
+  }
+  GradientSums of_key, of_query, of_bias;
+  const auto floats = [&](int64_t panels) { return relative_sum_bytes(q.size(2), panels) / 4; };
+  if (key.defined()) of_key = {groups, num_heads, floats(terms.key.panels)};
+  if (query.defined()) of_query = {groups, num_heads, floats(terms.query.panels)};
+  if (bias.defined()) of_bias = {groups, num_heads, terms.key.panels * kAttentionBlock};
+  for_dtype(q.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    const AttentionBwd<T> args{
+        inputs<T>(operands), head_rows<const T>(out), head_rows<const T>(dout), stats.data<const float>(),
+        head_rows<T>(dq),    head_rows<T>(dk),        head_rows<T>(dv),         total_tokens};
+    run_tasks(groups * num_heads, [&](int64_t task) {
+      const int64_t group = task / num_heads, head = task % num_heads;
+      const auto& of_group = tasks[static_cast<size_t>(group)];
+      const RelativeSums sums{reinterpret_cast<char*>(of_key.of(group, head)),
+                              reinterpret_cast<char*>(of_query.of(group, head)), of_bias.of(group, head)};
+      attention_relative_bwd(args, terms, sums, head, of_group.data(), static_cast<int64_t>(of_group.size()));
+    });
+    const Distances& distances = prepared.distances;
+    if (key.defined()) write_table<T>(of_key, distances.ahead, softmax_scale, dkey);
+    if (query.defined()) write_table<T>(of_query, distances.behind, softmax_scale, dquery);
+  });
+  if (bias.defined()) write_bias(of_bias, prepared.distances.ahead, dbias);
+  return {dq, dk, dv, dkey, dquery, dbias};
 }
 
 }  // namespace fastbert

@@ -9,6 +9,7 @@ import torch
 
 from fastbert.backend import Backend, register, select
 from fastbert.native.availability import extension_error
+from fastbert.ops._attention_relative import attention_relative_cpu
 from fastbert.ops._attention_torch import attention_probs_torch, attention_torch
 from fastbert.ops._common import (
     Differentiable,
@@ -107,8 +108,6 @@ def _supports_cpu(q, k, v, options) -> str | None:
         return f"tensors are on {q.device.type}"
     if q.dtype not in (torch.float32, torch.bfloat16):
         return f"dtype {q.dtype} (has float32 and bfloat16)"
-    if options.has_relative:
-        return "relative terms"
     return _head_dim_unsupported(q) or extension_error()
 
 
@@ -328,6 +327,8 @@ def attention(
             q, k = rotate((q, k), rotary, cu_seqlens, cache)
         return attention_torch(q, k, v, cu_seqlens, max_seqlen, window_positions, options, cache, relative)
     philox = torch.randint(2**62, (2,), dtype=torch.int64, device=q.device) if dropout_p > 0 else None
+    if chosen is Backend.CPU and relative is not None:
+        return attention_relative_cpu(options, q, k, v, cu_seqlens, philox, window_positions, relative)
     where, cos, sin = cu_seqlens, None, None
     if rotary is not None:
         cos, sin = rotary.cos, rotary.sin

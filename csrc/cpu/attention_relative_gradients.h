@@ -1,4 +1,4 @@
-// From the gradients of a square's scores to those of relative terms; included by attention_bwd_body.h, for one ISA.
+// From the gradients of a square's scores to those of relative terms; included by attention_bwd_heads.h, for one ISA.
 //
 // With each row moved to where its distances are, dS is a band: row r has column c at c - r + kBlock - 1, of 2 kBlock
 // distances, and zeros beside it. The gradient of the square's rows is the band's product with the table, and that of
