@@ -11,12 +11,6 @@
 namespace fastbert {
 namespace {
 
-// As fastbert.ops.Relative has them.
-struct RelativeForm {
-  Array rows;
-  OptionalArray key, query, bias, positions;
-};
-
 // Relative terms as the kernels read them, and the memory of what they point to.
 struct PreparedTerms {
   RelativeTerms terms{};
@@ -193,7 +187,27 @@ void write_bias(const GradientSums& sums, const DistanceColumns& columns, const 
   }
 }
 
+// `stats` is undefined where it is not wanted.
+void run_forward(const Operands& operands, const RelativeForm& form, const Array& out, const Array& stats) {
+  const PreparedTerms prepared = prepare(form, operands, false);
+  const int64_t end = operands.offsets.back(), slack = operands.total_tokens - end;
+  zero(out.narrow(0, end, slack));
+  if (stats.defined()) zero(stats.narrow(2, end, slack));
+  for_dtype(out.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    const AttentionFwd<T> args{inputs<T>(operands), head_rows<T>(out), stats.defined() ? stats.data<float>() : nullptr,
+                               operands.total_tokens};
+    run_plan(make_plan(operands.offsets, operands.seen, operands.num_heads, 1, false),
+             [&](const AttentionTask& task) { attention_relative_fwd(args, prepared.terms, task); });
+  });
+}
+
 }  // namespace
+
+void attention_relative_rows(const Array& q, const Array& k, const Array& v, const Array& cu_seqlens,
+                             const AttentionForm& form, const RelativeForm& relative, const Array& out) {
+  run_forward(checked_operands(q, k, v, cu_seqlens, form, {0.0, 0, 0}), relative, out, {});
+}
 
 std::tuple<Array, Array> attention_relative_fwd_cpu(const Array& q, const Array& k, const Array& v,
                                                     const Array& cu_seqlens, const OptionalArray& philox,
@@ -204,19 +218,9 @@ std::tuple<Array, Array> attention_relative_fwd_cpu(const Array& q, const Array&
                                                     int64_t window_right, bool return_stats) {
   const AttentionForm form{softmax_scale, window_left, window_right, window_positions};
   const Operands operands = checked_operands(q, k, v, cu_seqlens, form, make_dropout(dropout_p, philox));
-  const PreparedTerms prepared = prepare({rows, key, query, bias, positions}, operands, false);
   const Array out = empty_like(q);
   const Array stats = empty({return_stats ? 2 : 0, q.size(1), q.size(0)}, ScalarType::Float);
-  const int64_t end = operands.offsets.back(), slack = operands.total_tokens - end;
-  zero(out.narrow(0, end, slack));
-  if (return_stats) zero(stats.narrow(2, end, slack));
-  for_dtype(out.scalar_type(), [&](auto zero) {
-    using T = decltype(zero);
-    const AttentionFwd<T> args{inputs<T>(operands), head_rows<T>(out), return_stats ? stats.data<float>() : nullptr,
-                               operands.total_tokens};
-    run_plan(make_plan(operands.offsets, operands.seen, operands.num_heads, 1, false),
-             [&](const AttentionTask& task) { attention_relative_fwd(args, prepared.terms, task); });
-  });
+  run_forward(operands, {rows, key, query, bias, positions}, out, return_stats ? stats : Array());
   return {out, stats};
 }
 

@@ -4,8 +4,19 @@
 #include <tuple>
 
 #include "array.h"
+#include "attention.h"
 
 namespace fastbert {
+
+// As fastbert.ops.Relative has them.
+struct RelativeForm {
+  Array rows;
+  OptionalArray key, query, bias, positions;
+};
+
+// attention_relative_fwd_cpu in inference, into `out`, of q's shape.
+void attention_relative_rows(const Array& q, const Array& k, const Array& v, const Array& cu_seqlens,
+                             const AttentionForm& form, const RelativeForm& relative, const Array& out);
 
 std::tuple<Array, Array> attention_relative_fwd_cpu(const Array& q, const Array& k, const Array& v,
                                                     const Array& cu_seqlens, const OptionalArray& philox,
