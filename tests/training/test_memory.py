@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import collector
 import pytest
 
 from fastbert.training.memory import collector_spares_what_is_there
@@ -51,7 +52,8 @@ def test_freed_memory_stays_and_lies_in_huge_pages():
     raise AssertionError(f"no area holds {address}")
 
 
-def test_the_collector_looks_at_what_is_new_alone():
+def test_the_collector_looks_at_what_is_new_alone(monkeypatch):
+    monkeypatch.setattr(gc, "unfreeze", collector.thaw)
     older: list[object] = [[]]
 
     def is_looked_at(thing: object) -> bool:
@@ -62,3 +64,4 @@ def test_the_collector_looks_at_what_is_new_alone():
         newer: list[object] = [[]]
         assert is_looked_at(newer) and not is_looked_at(older)
     assert is_looked_at(newer) and is_looked_at(older)
+    collector.spare_what_is_there()  # again, for the tests that follow
