@@ -1,7 +1,7 @@
 """Python's collector looks through what tests make, and not each time through what lives to the end.
 
-That is half a million objects: torch, transformers, all that was collected. A whole collection of them takes 0.4 s, each
-run of training asks for one, and what tests allocate starts others.
+That is half a million objects: torch, transformers, all that was collected. A whole collection of them takes 0.4 s,
+each run of training asks for one, and what tests allocate starts others.
 """
 
 from __future__ import annotations
