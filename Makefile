@@ -2,21 +2,25 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check --use-pep517 --constraint constraints.txt
+# Python compiles what it imports, which is a seventh of what is installed, and keeps that: hence --no-compile, and no
+# word against keeping it, which each of hundreds of processes would pay for.
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile --constraint constraints.txt
+PIP    := $(INSTALL) -qq --use-pep517
+unexport PYTHONDONTWRITEBYTECODE
 SOURCES := setup.py build_backend.py fastbert/native/recipe.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
-.PHONY: demo test lint type format unit facts test-full sanitize fuzz bench bench-ops gpu gpu-stale clean help
+.PHONY: demo test checked lint type format unit facts test-full sanitize fuzz bench bench-ops gpu gpu-stale clean help
 
 help:           ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 12
 
 # The build tools come first: the extension is compiled against the torch that runs it, without build isolation.
 $(VENV)/.installed: $(SOURCES)
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV)  # also one that was left half made
 	@echo "installing torch and the build tools into $(VENV) ..."
 	@$(PIP) torch numpy setuptools wheel ninja
 	@echo "building fastbert ..."
-	@$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --no-build-isolation --verbose -e ".[demo]" \
+	@$(INSTALL) --no-build-isolation --verbose -e ".[demo]" \
 		> $(VENV)/build.log 2>&1 || (tail -n 40 $(VENV)/build.log; false)
 	@grep -h "^ *fastbert: " $(VENV)/build.log | tail -n 1
 	@touch $@
@@ -30,7 +34,15 @@ $(VENV)/.installed-test: $(VENV)/.installed
 demo: $(VENV)/.installed  ## set everything up, then embed and search real text with a real model
 	@$(BIN)/python examples/demo.py
 
-test: $(VENV)/.installed-test lint type unit  ## set everything up, then lint, type check and test
+test: $(VENV)/.installed-test lint checked  ## set everything up, then lint, type check and test
+
+# mypy takes one core for half a minute where it has no cache: beside the tests, that is nothing. What it says comes last.
+checked: $(VENV)/.installed-test
+	@mkdir -p build
+	@$(BIN)/mypy > build/mypy.log 2>&1 & types=$$!; trap "kill $$types 2> /dev/null" INT TERM; \
+		$(UNIT); unit=$$?; wait $$types; typed=$$?; cat build/mypy.log; \
+		[ $$unit -eq 0 ] || echo "make test: pytest failed ($$unit)"; [ $$typed -eq 0 ] || echo "make test: mypy failed ($$typed)"; \
+		[ $$unit -eq 0 ] && [ $$typed -eq 0 ]
 
 CPP_SOURCES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
@@ -77,8 +89,10 @@ build/.gpu-extension: $(SOURCES)
 gpu-stale: $(VENV)/.installed  ## do the committed GPU results belong to the present kernels?
 	@$(BIN)/python -m benchmarks.gpu --stale
 
+UNIT := $(BIN)/python -m pytest -n 2 --dist worksteal
+
 unit: $(VENV)/.installed-test  ## pytest
-	@$(BIN)/python -m pytest -n 2 --dist worksteal
+	@$(UNIT)
 
 facts: $(VENV)/.installed-test  ## compile every GPU kernel and write down what the machine code tells, for make test
 	@PYTHONPATH=.:tests/support $(BIN)/python tests/support/facts.py

@@ -27,6 +27,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import collector
 import judging
 from full import mark_those_left_to_full
 from seeds import SEED, manual_seed
@@ -34,6 +35,7 @@ from seeds import SEED, manual_seed
 import fastbert
 from fastbert.testing.interpreter import mend_triton_interpreter
 
+collector.install()
 judging.install()
 
 # `with torch.device("meta")` keeps a list of torch's constructors, made at its first use: that must come before
@@ -61,8 +63,12 @@ def pytest_collection():
     try:
         return (yield)
     finally:
-        gc.freeze()
+        collector.spare_what_is_there()
         gc.enable()
+
+
+def pytest_runtest_logfinish():
+    collector.spare_what_was_imported()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at

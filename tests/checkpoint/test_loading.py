@@ -4,21 +4,17 @@ sympy.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 import tiny
 import torch
+import warm
 from safetensors.torch import load_file, save_file
 
 from fastbert import AutoModel
 from fastbert.families import FAMILIES
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # Runs in a process of its own; `step` names what has imported it. An optimizer is not here: torch's own import it.
 PROGRAM = """
@@ -73,9 +69,7 @@ def test_loading_and_running_a_model_imports_no_compiler(tmp_path):
         {"linear.weight": torch.zeros(12, 32), "linear.bias": torch.zeros(12)}, dense / "2_Dense/model.safetensors"
     )
     given = f"FOLDERS, ENCODERS = {folders!r}, {[folders['roberta'], str(dense)]!r}"
-    command = [sys.executable, "-c", f"{given}\n{textwrap.dedent(PROGRAM)}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    done = warm.run([sys.executable, "-c", f"{given}\n{textwrap.dedent(PROGRAM)}"])
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -3,42 +3,42 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
 
 import pytest
 import tiny
-from command_line import run_here
+from command_line import run_here, run_python
 from full import left_to_full
 
 from fastbert.checkpoint.saving import BESIDE
 from fastbert.models.auto import AutoModel
 from fastbert.models.quantized import is_quantized
 
-# Runs the command line, and is killed before a whole folder is renamed.
-KILLED = """
-import os, signal, sys
+# Runs the command line, whose files may have so many bytes.
+LIMITED = """
+import os, resource, sys
 from pathlib import Path
+if limit := int(sys.argv.pop(1)):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+from fastbert.cli import main
+sys.exit(main())
+"""
+# The same, and it is killed before a whole folder is renamed.
+KILLED = """
+import signal
 replace = os.replace
 def kill(source, goal):
     if Path(source).is_dir():
         os.kill(os.getpid(), signal.SIGKILL)
     replace(source, goal)
 os.replace = kill
-from fastbert.cli import main
-sys.exit(main())
 """
 
 
-def run(*command, largest_file: int | None = None) -> subprocess.CompletedProcess:
-    def limit():
-        if largest_file is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-
-    arguments = [sys.executable, *map(str, command)]
-    return subprocess.run(arguments, capture_output=True, text=True, timeout=300, preexec_fn=limit, check=False)
+def run(program: str, *arguments: object, largest_file: int = 0) -> subprocess.CompletedProcess:
+    return run_python([sys.executable, "-c", program, largest_file, "quantize", *arguments])
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def names(folder) -> list[str]:
 
 def test_killed(source, tmp_path):
     out = tmp_path / "int8"
-    done = run("-c", KILLED, "quantize", source, out)
+    done = run(LIMITED.replace("from fastbert", f"{KILLED}from fastbert"), source, out)
     assert done.returncode == -signal.SIGKILL
     assert not out.exists() and [name for name in names(tmp_path) if name.startswith(BESIDE)]
     done = run_here("quantize", source, out)
@@ -74,7 +74,7 @@ def test_full_disk(what, source, tmp_path):
         (source / "large.json").write_bytes(b" " * 10 * size)
     before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
     out = tmp_path / "int8"
-    done = run("-m", "fastbert", "quantize", source, out, largest_file=size)
+    done = run(LIMITED, source, out, largest_file=size)
     assert done.returncode == 2 and done.stderr.startswith("fastbert: error: ") and done.stderr.count("\n") == 1
     assert "cannot be written" in done.stderr and "File too large" in done.stderr
     assert names(tmp_path) == ["float"]

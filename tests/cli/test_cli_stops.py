@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
-from command_line import ENVIRONMENT, command, fails, run, run_here
+import warm
+from command_line import ENVIRONMENT, command, fails, run_here, run_python
 from full import left_to_full
 
 CHUNKS, CHUNK = 5, 1024
@@ -41,11 +42,14 @@ sys.exit(cli.main(sys.argv[2:]))
 """
 
 
-def run_program(program: str, *arguments: object, **options) -> subprocess.CompletedProcess:
+def run_program(program: str, *arguments: object) -> subprocess.CompletedProcess:
+    return run_python([sys.executable, "-c", program, *map(str, arguments)])
+
+
+def run_from_the_first_import(program: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess:
     line = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(
-        line, capture_output=True, text=True, timeout=300, check=False, **{"env": ENVIRONMENT, **options}
-    )
+    env = {**ENVIRONMENT, **environment}
+    return subprocess.run(line, capture_output=True, text=True, timeout=300, check=False, env=env)
 
 
 @pytest.fixture(autouse=True)
@@ -197,16 +201,14 @@ sys.meta_path.insert(0, Stop)
 
 
 # The handlers are set before any of these imports, whatever the signal and the module.
-@left_to_full(
-    lambda p: p["module"] in ("torch.nn", "numpy") or (p["stop"], p["module"]) == (signal.SIGTERM, "tokenizers")
-)
+@left_to_full(lambda p: p["module"] in ("torch.nn", "numpy", "tokenizers"))
 @pytest.mark.parametrize("stop,code,said", ((signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")))
 @pytest.mark.parametrize("module", ("fastbert.cli.run", "argparse", "numpy", "torch", "torch.nn", "tokenizers"))
 def test_a_signal_during_an_import_is_one_line(tmp_path, model, source, module, stop, code, said):
-    environment = {**ENVIRONMENT, "STOP_AT": module, "STOP_BY": str(int(stop))}
     arguments = ["encode", source, "--model", model, "--device", "cpu", "--output", tmp_path / "out.npy"]
     entry = "import re, sys\nfrom fastbert.cli import main\nsys.exit(main())"  # as pip's script has it
-    done = run_program(f"{STOP_AT}\n{entry}", *arguments, env=environment)
+    where = {"STOP_AT": module, "STOP_BY": str(int(stop))}
+    done = run_from_the_first_import(f"{STOP_AT}\n{entry}", *arguments, **where)
     assert (done.returncode, done.stdout, done.stderr) == (code, "", f"fastbert: {said}\n")
     assert not list(tmp_path.iterdir())
 
@@ -228,7 +230,7 @@ def test_a_signal_that_an_import_swallows_is_not_lost(tmp_path, model, source, w
         "            try: signal.raise_signal(signal.SIGINT)\n            except: pass\n",
     )
     entry = "from fastbert.cli import main\nsys.exit(main())"
-    done = run_program(f"{swallowing}\n{entry}", words, *arguments, env={**ENVIRONMENT, "STOP_AT": "torch"})
+    done = run_from_the_first_import(f"{swallowing}\n{entry}", words, *arguments, STOP_AT="torch")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "fastbert: interrupted\n")
     assert not list(tmp_path.iterdir())
 
@@ -255,16 +257,16 @@ def test_a_signal_that_comes_out_as_another_error_is_the_signal(monkeypatch, cap
 
 def test_python_m_is_the_same_entry(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(STOP_AT)
-    path = f"{tmp_path}:{ENVIRONMENT['PYTHONPATH']}"
-    done = run("doctor", STOP_AT="argparse", STOP_BY=str(int(signal.SIGINT)), PYTHONPATH=path)
+    where = {"STOP_AT": "argparse", "STOP_BY": str(int(signal.SIGINT))}
+    env = {**ENVIRONMENT, **where, "PYTHONPATH": f"{tmp_path}:{ENVIRONMENT['PYTHONPATH']}"}
+    done = subprocess.run(command("doctor"), env=env, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "fastbert: interrupted\n")
 
 
 def test_broken_pipe_is_silent(model):
-    arguments = command("info", model)
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT)
+    process = warm.Process(command("info", model), env=ENVIRONMENT)
     process.stdout.close()
-    assert process.stderr.read() == b"" and process.wait(120) == 141
+    assert process.communicate(120)[1] == "" and process.returncode == 141
 
 
 def shell(line: str, *arguments: object) -> subprocess.CompletedProcess:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-import subprocess
 import sys
 import textwrap
 
 import pytest
 import torch
 import transformers
+import warm
 from hf import config_for, make_hf, make_ours
 from precise import assert_as_theirs
 from seeds import manual_seed
@@ -229,4 +229,5 @@ def test_a_class_that_is_only_looked_for_and_a_process_without_transformers():
         assert isinstance(model, transformers.PreTrainedModel) and hasattr(model, "add_adapter")
         assert isinstance(pickle.loads(pickled), transformers.PreTrainedModel)
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=300)
+    done = warm.run([sys.executable, "-c", textwrap.dedent(program)])
+    assert done.returncode == 0, done.stderr

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 import torch
+import warm
 
 import fastbert
 from fastbert import ops
@@ -55,15 +55,15 @@ def test_use_backend_is_strict_where_the_backend_has_kernels(probe_op):
 def test_environment_variable_sets_the_start_value():
     program = "from fastbert.backend import _choice; print(_choice.forced.value)"
     run = [sys.executable, "-c", program]
-    out = subprocess.run(run, env={"FASTBERT_BACKEND": "torch", "PATH": ""}, capture_output=True, text=True, check=True)
+    out = warm.run(run, env={"FASTBERT_BACKEND": "torch", "PATH": ""})
     assert out.stdout.strip() == "torch"
-    out = subprocess.run(run, env={"FASTBERT_BACKEND": "fast", "PATH": ""}, capture_output=True, text=True, check=False)
+    out = warm.run(run, env={"FASTBERT_BACKEND": "fast", "PATH": ""})
     assert out.stderr.splitlines()[-1] == (
         "ValueError: FASTBERT_BACKEND: unknown backend 'fast'; valid names: auto, torch, cpu, triton, cuda"
     )
     # Importing the package says nothing yet: what is wrong is said where it matters, and by the command line in a line.
     run[-1] = "import fastbert"
-    subprocess.run(run, env={"FASTBERT_BACKEND": "fast", "PATH": ""}, check=True)
+    assert warm.run(run, env={"FASTBERT_BACKEND": "fast", "PATH": ""}).returncode == 0
 
 
 def test_report_names_every_op_and_every_other_backends_reason():

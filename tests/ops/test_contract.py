@@ -5,6 +5,7 @@ An op's own file keeps what is special to it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -53,22 +54,29 @@ class Drawn:
         return case.run(op or case.op, case.make(self.seed), self.seed, case.dtype, layouts, case.reads_gaps)
 
 
+@functools.cache
+def _served(op: str, backend: str, dtype: torch.dtype, _: int) -> list[int]:
+    """The first numbers whose cases the backend serves, of which there is at least one; by the seed that all draw by.
+    It runs them to find out.
+    """
+    found = []
+    for number in range(8 * DRAWS):
+        try:
+            Drawn(op, backend, dtype, number).results()
+        except BackendError:
+            continue
+        found.append(number)
+        if len(found) == DRAWS:
+            break
+    assert found, f"{backend} serves no case of {op}"
+    return found
+
+
 @contextmanager
 def drawn(op: str, backend: str, dtype: torch.dtype) -> Iterator[list[Drawn]]:
-    """Cases that the backend serves, of which there is at least one."""
+    """Cases that the backend serves."""
     with backend_with_isa(backend):
-        found = []
-        for number in range(8 * DRAWS):
-            one = Drawn(op, backend, dtype, number)
-            try:
-                one.results()
-            except BackendError:
-                continue
-            found.append(one)
-            if len(found) == DRAWS:
-                break
-        assert found, f"{backend} serves no case of {op}"
-        yield found
+        yield [Drawn(op, backend, dtype, number) for number in _served(op, backend, dtype, shifted(0))]
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -13,6 +12,7 @@ import weakref
 
 import pytest
 import torch
+import warm
 
 import fastbert
 from fastbert import ops
@@ -190,8 +190,7 @@ def test_repack_says_what_it_takes():
 
 
 def run(program: str) -> str:
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = warm.run([sys.executable, "-c", textwrap.dedent(program)])
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stderr
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import warm
 
 import fastbert
 from fastbert.native.availability import extension_error
@@ -19,7 +18,10 @@ if extension_error() is not None:
 
 # Enough tokens for several blocks of rows, sequences of 1 to 130 tokens, sizes that fill no panel.
 PROGRAM = """
-import hashlib, torch, fastbert
+import hashlib, os, sys, torch, fastbert
+torch.set_num_threads(int(sys.argv[1]))
+if cores := sys.argv[2:]:
+    os.sched_setaffinity(0, map(int, cores))
 torch.manual_seed(0)
 shape = {"hidden_size": 72, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 200}
 config = fastbert.EncoderConfig.of_family("bert", vocab_size=99, max_position_embeddings=130, **shape)
@@ -41,18 +43,17 @@ for kind in ("float32", "bfloat16", "int8"):
 """
 
 
-def run(threads: int, *prefix: str) -> str:
-    env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    command = [*prefix, sys.executable, "-c", PROGRAM]
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+def run(threads: int, *cores: int) -> str:
+    done = warm.run([sys.executable, "-c", PROGRAM, threads, *cores])
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_bits_are_the_same_for_any_number_of_threads_and_on_one_core():
     expected = run(1)
     assert [line.split()[0] for line in expected.splitlines()] == ["float32", "bfloat16", "int8"]
-    assert run(3) == expected, "OMP_NUM_THREADS=3"  # test_contract.py has 2 and 3 threads in one process
-    if shutil.which("taskset"):
-        assert run(2, "taskset", "-c", str(min(os.sched_getaffinity(0)))) == expected, "on one core"
+    assert run(3) == expected, "three threads"  # test_contract.py has 2 and 3 threads in one process
+    assert run(2, min(os.sched_getaffinity(0))) == expected, "on one core"
 
 
 @pytest.mark.parametrize("kind", ("float32", "bfloat16", "int8"))
@@ -87,6 +88,5 @@ def test_the_first_forward_packs_every_weight_of_the_layers_once_and_the_second_
         "    with torch.inference_mode(): model.encode_packed(ids[0], torch.tensor([0, 16], dtype=torch.int32), 16)\n"
         "    print(_C.packed_bytes() / weights)"
     )
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    first, second, third = map(float, out.split())
+    first, second, third = map(float, warm.run([sys.executable, "-c", program]).stdout.split())
     assert 1.0 <= first < 1.05 and first == second == third

@@ -8,7 +8,6 @@ import json
 import re
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
+import warm
 from command_line import ENVIRONMENT, command_without, fails, run_python
 from full import left_to_full
 from precise import assert_close_to_theirs
@@ -36,13 +36,11 @@ def model(tmp_path_factory) -> Path:
 
 
 @contextlib.contextmanager
-def served(
-    *arguments: object, without: Sequence[str] = (), **environment: str
-) -> Iterator[tuple[subprocess.Popen, int]]:
+def served(*arguments: object, without: Sequence[str] = (), **environment: str) -> Iterator[tuple[warm.Process, int]]:
     """A running server, `without` some modules, and its port; it is killed at the end, if it has not ended."""
     env = {**ENVIRONMENT, **environment}
     words = command_without(without, "serve", *arguments, "--device", "cpu", "--port", 0)
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    process = warm.Process(words, env=env)
     try:
         line = process.stderr.readline()
         found = re.search(r"at http://127\.0\.0\.1:(\d+), described at", line)

@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+import warm
+
 from fastbert import cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,8 +31,7 @@ def command_without(modules: Sequence[str], *arguments: object) -> list[str]:
 
 
 def run_python(command: list[str], **environment: str) -> subprocess.CompletedProcess:
-    env = {**ENVIRONMENT, **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, check=False)
+    return warm.run(command, env={**ENVIRONMENT, **environment})
 
 
 def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 SEED = int(os.environ.get("FASTBERT_TEST_SEED", "0"))
+_IS_CPU_ALONE = not torch.accelerator.is_available()
 
 
 def shifted(seed: int) -> int:
@@ -23,6 +24,9 @@ def shifted(seed: int) -> int:
 
 
 def manual_seed(seed: int) -> torch.Generator:
+    """torch.manual_seed, which also notes a stack trace for each kind of device that is not there: 0.7 ms a test."""
+    if _IS_CPU_ALONE:
+        return torch.default_generator.manual_seed(shifted(seed))
     return torch.manual_seed(shifted(seed))
 
 

@@ -124,20 +124,17 @@ def test_no_number_on_one_rank(tmp_path):
 
 def test_a_second_run_in_the_folder_is_refused(tmp_path):
     """As long as the first one lives: a kill leaves nothing that has to be removed."""
-    code = f"""
-        import time
-        from pathlib import Path
-        import torch
-        from fastbert.training.distributed import World
-        from fastbert.training.folder import held
-        with held(Path({str(tmp_path)!r}), World(0, 1, torch.device("cpu"))):
-            print("ready", flush=True)
+    reader, writer = os.pipe()
+    first = os.fork()
+    if first == 0:
+        with held(tmp_path, ALONE):
+            os.write(writer, b"ready")
             time.sleep(300)
-    """
-    first = start(textwrap.dedent(code))
+            os._exit(0)
+    assert os.read(reader, 5) == b"ready"
     with pytest.raises(ConfigError, match="another process works on the run"), held(tmp_path, ALONE):
         pass
-    first.kill()
-    first.wait()
+    os.kill(first, signal.SIGKILL)
+    os.waitpid(first, 0)
     with held(tmp_path, ALONE):
         pass

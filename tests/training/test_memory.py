@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import platform
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import collector
 import pytest
+import warm
 
 from fastbert.training.memory import collector_spares_what_is_there
 
@@ -38,7 +39,7 @@ print(open("/proc/self/smaps").read())
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="this kernel has no such pages")
 def test_freed_memory_stays_and_lies_in_huge_pages():
     """Of /proc/self/smaps, proc(5): the heap is marked `hg`, whether or not the kernel has such pages at the moment."""
-    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    run = warm.run([sys.executable, "-c", PROGRAM])
     first, areas = run.stdout.split("\n", 1)
     faults, address = map(int, first.split())
     assert faults < 1000  # 64 MB are 16,000 pages
@@ -51,7 +52,8 @@ def test_freed_memory_stays_and_lies_in_huge_pages():
     raise AssertionError(f"no area holds {address}")
 
 
-def test_the_collector_looks_at_what_is_new_alone():
+def test_the_collector_looks_at_what_is_new_alone(monkeypatch):
+    monkeypatch.setattr(gc, "unfreeze", collector.thaw)
     older: list[object] = [[]]
 
     def is_looked_at(thing: object) -> bool:
@@ -62,3 +64,4 @@ def test_the_collector_looks_at_what_is_new_alone():
         newer: list[object] = [[]]
         assert is_looked_at(newer) and not is_looked_at(older)
     assert is_looked_at(newer) and is_looked_at(older)
+    collector.spare_what_is_there()  # again, for the tests that follow

@@ -23,7 +23,8 @@ from tiny import WORDS
 from fastbert.training.finetuning.inputs.squad import squad_metrics
 
 TAGS = ("O", "B-X", "I-X", "B-Y")
-COUNT = 1100  # more than `predict` reads at a time
+COUNT, CHUNK = 220, 200  # of rows; how many `predict` reads at a time here
+OF_TASKS = [f"training.finetuning.{task}" for task in ("classification", "embedding", "question_answering", "tokens")]
 
 
 def text(draw: Any) -> str:
@@ -114,7 +115,9 @@ CASES = {
 @left_to_full(lambda p: p["precision"] == "fp32" and p["case"] != "number")  # which runs as it did before
 @pytest.mark.parametrize("precision", ("bf16", "fp32"))
 @pytest.mark.parametrize("case", CASES)
-def test_reported_metrics_are_those_of_the_saved_model(case, precision, tmp_path):
+def test_reported_metrics_are_those_of_the_saved_model(case, precision, tmp_path, monkeypatch):
+    for name in ("data.tokenized", *OF_TASKS):
+        monkeypatch.setattr(f"fastbert.{name}.CHUNK_INPUTS", CHUNK)
     make, measure, flags = CASES[case]
     draw, folder = python_random(3), tmp_path / "run"
     rows = [make(draw) for _ in range(COUNT)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+import warm
 import yaml
 from command_line import run_here
 from finetuning_runs import TEXTS, base, write_rows
@@ -110,12 +110,12 @@ def test_a_dry_run_writes_nothing(files, tmp_path):
 
 
 DRY_RUN = """
-    import sys
+    import gc, sys
+    gc.unfreeze()  # what warm.py has frozen
     from fastbert.cli import main
     import fastbert.training.finetuning as finetuning
 
     def make_task(options, make=finetuning.make_task):
-        import gc
         import torch
         assert not any(thing is vars(torch) for thing in gc.get_objects()), "the collector goes through torch again"
         return make(options)
@@ -132,7 +132,7 @@ def test_what_a_dry_run_need_not_wait_for(files, tmp_path):
     """Half a second for checkpoints, as much for an optimizer, and the collector's rounds, longer than each."""
     given = [word for name, value in files.items() for word in (f"--{name}", value)]
     words = [sys.executable, "-c", textwrap.dedent(DRY_RUN), "finetune", *given, *FLAGS, "--dry-run"]
-    done = subprocess.run([*words, "--output", str(tmp_path / "run")], capture_output=True, text=True)
+    done = warm.run([*words, "--output", str(tmp_path / "run")])
     assert done.returncode == 0, done.stderr
 
 
@@ -145,35 +145,27 @@ WHOLE_RUN = """
 """
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("lamb", marks=pytest.mark.full)])  # one base class
+@pytest.mark.full  # of AdamW in the process of the next test; LAMB has the same base class
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
 def test_a_run_imports_no_compiler(optimizer, files, tmp_path):
     """torch's optimizers and its names for a checkpoint's entries import it, which takes half a second."""
     given = [word for name, value in files.items() for word in (f"--{name}", value)]
     words = [sys.executable, "-c", textwrap.dedent(WHOLE_RUN), "finetune", *given, *FLAGS, "--steps", "2"]
     words += ["--optimizer", optimizer, "--output", str(tmp_path / "run")]
-    done = subprocess.run(words, capture_output=True, text=True)
+    done = warm.run(words)
     assert done.returncode == 0, done.stderr
 
 
-WITHOUT_PICTURES = "import sys; sys.modules['matplotlib'] = None; from fastbert.cli import main; sys.exit(main())"
+WITHOUT_PICTURES = "import sys\nsys.modules['matplotlib'] = None" + textwrap.dedent(WHOLE_RUN)
 
 
 def test_a_run_without_anything_to_draw_with_leaves_out_the_chart(files, tmp_path):
+    """A whole run, which imports no compiler either."""
     folder = tmp_path / "run"
     given = [word for name, value in files.items() for word in (f"--{name}", value)]
-    words = [
-        sys.executable,
-        "-c",
-        WITHOUT_PICTURES,
-        "finetune",
-        *given,
-        *FLAGS,
-        "--steps",
-        "2",
-        "--output",
-        str(folder),
-    ]
-    done = subprocess.run(words, capture_output=True, text=True)
+    words = [sys.executable, "-c", WITHOUT_PICTURES, "finetune", *given, *FLAGS, "--steps", "2"]
+    words += ["--output", str(folder)]
+    done = warm.run(words)
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if "chart" in line or "matplotlib" in line]
     assert len(said) == 1 and said[0].startswith("fastbert: warning: chart.png is left out: matplotlib"), said
