@@ -198,12 +198,19 @@ void add_to_table(AmxTiles& tiles, const BwdTerms& terms, const BandSide& side, 
 
 template <typename E>
 void add_to_bias(const BwdTerms& terms, const BandSide& side) {
+  constexpr int64_t kChain = 8;
   for (int64_t u = 0; u < (side.is_skewed ? kBand : side.distances); u += kWidth) {
-    Floats sum = load(side.bias_sums + u);
     const int64_t begin = side.is_skewed ? std::max<int64_t>(0, kBlock - u - kWidth) : 0;
     const int64_t end = side.is_skewed ? std::min(side.rows, kBand - 1 - u) : side.rows;
-    for (int64_t r = begin; r < end; ++r) sum = add(sum, load(reinterpret_cast<const E*>(terms.band) + r * kBand + u));
-    store(side.bias_sums + u, sum);
+    Floats total = set1(0.0f);
+    for (int64_t r = begin; r < end; r += kChain) {
+      Floats chain = set1(0.0f);
+      for (int64_t i = r; i < std::min(r + kChain, end); ++i) {
+        chain = add(chain, load(reinterpret_cast<const E*>(terms.band) + i * kBand + u));
+      }
+      total = add(total, chain);
+    }
+    store(side.bias_sums + u, add(load(side.bias_sums + u), total));
   }
 }
 

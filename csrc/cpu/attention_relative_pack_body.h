@@ -53,9 +53,16 @@ void sum_table(const TableGradient<T>& args, int64_t head) {
       Floats total = set1(0.0f);
       for (int64_t group = 0; group < args.groups; ++group) {
         const char* sums = args.sums + (group * args.num_heads + head) * head_bytes;
-        for (int64_t i = args.begin[row]; i < args.begin[row + 1]; ++i) {
-          const int64_t at = (dim / kPanel * args.panels * kPanel + args.columns[i]) * kPanel + dim % kPanel;
-          total = add(total, load(reinterpret_cast<const float*>(sums) + at));
+        const auto* from =
+            reinterpret_cast<const float*>(sums) + dim / kPanel * args.panels * kPanel * kPanel + dim % kPanel;
+        // Many distances may share a row, whose sums nearly cancel.
+        constexpr int64_t kChain = 16;
+        for (int64_t i = args.begin[row]; i < args.begin[row + 1]; i += kChain) {
+          Floats chain = set1(0.0f);
+          for (int64_t j = i; j < std::min<int64_t>(i + kChain, args.begin[row + 1]); ++j) {
+            chain = add(chain, load(from + args.columns[j] * kPanel));
+          }
+          total = add(total, chain);
         }
       }
       store_columns(out + dim, mul(total, scale), d - dim);

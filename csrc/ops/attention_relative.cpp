@@ -176,15 +176,19 @@ void write_table(const GradientSums& sums, const DistanceColumns& columns, doubl
   });
 }
 
+// In double: many distances may share a row, whose sums nearly cancel.
 void write_bias(const GradientSums& sums, const DistanceColumns& columns, const Array& out) {
   const int64_t num_heads = out.size(1);
-  auto* to = out.data<float>();
+  std::vector<double> totals(static_cast<size_t>(out.numel()));
   for (int64_t group = 0; group < sums.memory.size(0); ++group) {
     for (int64_t head = 0; head < num_heads; ++head) {
       const float* from = sums.of(group, head);
-      for (size_t i = 0; i < columns.rows.size(); ++i) to[columns.rows[i] * num_heads + head] += from[i];
+      for (size_t i = 0; i < columns.rows.size(); ++i) {
+        totals[static_cast<size_t>(columns.rows[i] * num_heads + head)] += from[i];
+      }
     }
   }
+  std::transform(totals.begin(), totals.end(), out.data<float>(), [](double x) { return static_cast<float>(x); });
 }
 
 // `stats` is undefined where it is not wanted.
@@ -243,9 +247,8 @@ std::tuple<Array, Array, Array, Array, Array, Array> attention_relative_bwd_cpu(
     return table.defined() ? empty_like(table) : empty({0}, q.scalar_type());
   };
   const Array dkey = like(key), dquery = like(query), dbias = like(bias);
-  if (bias.defined()) zero(dbias);
   if (terms.reach == 0 || num_heads == 0) {
-    for (const Array& t : {dkey, dquery}) zero(t);
+    for (const Array& t : {dkey, dquery, dbias}) zero(t);
     return {dq, dk, dv, dkey, dquery, dbias};
   }
 
