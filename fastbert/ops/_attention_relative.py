@@ -8,9 +8,9 @@ from fastbert.backend import Backend
 from fastbert.ops._common import Differentiable, Rule, define, needs_grad
 from fastbert.ops.relative import Relative
 
-# As attention_fwd_cpu and attention_bwd_cpu; rows, key, query, bias and positions as in Relative, bias in fp32, in which
-# it is added up. Where there is a bias, softmax_stats are of scores that have been scaled. The gradient of a table that
-# is None is (0,). Ops of their own: what plain attention passes on stays as it is.
+# As attention_fwd_cpu and attention_bwd_cpu; rows, key, query, bias and positions as in Relative, bias in fp32, in
+# which it is added up. Where there is a bias, softmax_stats are of scores that have been scaled. The gradient of a
+# table that is None is (0,). Ops of their own: what plain attention passes on stays as it is.
 
 _TERMS = (
     "Tensor? window_positions, Tensor rows, Tensor? key, Tensor? query, Tensor? bias, Tensor? positions,"

@@ -24,7 +24,7 @@ each_term = pytest.mark.parametrize("terms", TERMS)
 SHORT = Lengths("short", (1, 2, 15, 0, 16, 17, 31, 32, 33))
 MIDDLE = Lengths("middle", (63, 64, 65, 129), slack=3)
 LONG = Lengths("long", (300, 5))
-FEW = Lengths("few", (20, 70, 1))
+FEW = Lengths("few", (20, 70, 1), slack=3)
 
 
 @halved
@@ -32,13 +32,9 @@ FEW = Lengths("few", (20, 70, 1))
 @each_dtype
 @each_backend
 def test_terms(backend, dtype, terms):
-    for case, heads, head_dim in ((SHORT, 3, 32), (MIDDLE, 1, 64)):
-        check(
-            backend,
-            case,
-            make(case, heads, head_dim, dtype),
-            make_terms(case, terms, "buckets", heads, head_dim, dtype),
-        )
+    for case, heads, head_dim in ((SHORT, 2, 32), (MIDDLE, 1, 16)):
+        relative = make_terms(case, terms, "buckets", heads, head_dim, dtype)
+        check(backend, case, make(case, heads, head_dim, dtype), relative)
 
 
 @halved
@@ -48,18 +44,18 @@ def test_terms(backend, dtype, terms):
 def test_rows_of_any_kind(backend, dtype, kind):
     """With tiles of which all is beyond the last bucket, on one side or on both."""
     for case, places in ((LONG, None), (FEW, holes(FEW))):
-        relative = make_terms(case, "all", kind, 2, 16, dtype, places)
-        check(backend, case, make(case, 2, 16, dtype), relative)
+        relative = make_terms(case, "all", kind, 1, 8, dtype, places)
+        check(backend, case, make(case, 1, 8, dtype), relative)
 
 
-@left_to_full(lambda p: p["terms"] != ("all" if p["dtype"] is torch.float32 else "both"))
+@left_to_full(lambda p: p["terms"] != "all" or p["dtype"] is torch.bfloat16)
 @pytest.mark.parametrize("terms", ("both", "all", "key", "query"))
 @each_dtype
 @each_backend
 def test_sequences_far_beyond_the_span(backend, dtype, terms):
     """More keys than a block has, most of which are far."""
     case = Lengths("", (1100,))
-    check(backend, case, make(case, 1, 8, dtype), make_terms(case, terms, "clamped", 1, 8, dtype))
+    check(backend, case, make(case, 1, 4, dtype), make_terms(case, terms, "clamped", 1, 4, dtype))
 
 
 @halved
@@ -79,24 +75,25 @@ def test_any_head_dim(backend, dtype, head_dim):
 @each_backend
 def test_places_with_holes(backend, dtype, terms):
     """With steps up to 60 a tile's distances are more than the kernels take at once."""
-    for case, step in ((MIDDLE, 3), (SHORT, 4), (FEW, 60)):
-        relative = make_terms(case, terms, "buckets", 2, 32, dtype, holes(case, step))
-        check(backend, case, make(case, 2, 32, dtype), relative)
-    case, places = FEW, holes(FEW, 60)
+    for case, step in ((SHORT, 4), (FEW, 3), (FEW, 60)):
+        relative = make_terms(case, terms, "buckets", 2, 16, dtype, holes(case, step))
+        check(backend, case, make(case, 2, 16, dtype), relative)
+    case = Lengths("", (5, 40))
+    places = holes(case, 60)
     distances = 2 * longest_of(case, places) - 1
     tables = (0.5 * torch.randn(distances, 1, 8).to(dtype) for _ in range(2))
     check(backend, case, make(case, 1, 8, dtype), Relative(torch.arange(distances).int(), *tables, None, places))
 
 
 @halved
-@pytest.mark.parametrize("window_size", ((0, 0), (9, 20), (-1, 10), (70, 3)), ids=str)
+@pytest.mark.parametrize("window_size", ((0, 1), (9, 20), (-1, 10), (70, 3)), ids=str)
 @each_dtype
 @each_backend
 def test_windows(backend, dtype, window_size):
-    for case, places in ((MIDDLE, None), (LONG, None), (FEW, holes(FEW))):
+    for case, places in ((LONG, None), (FEW, None), (FEW, holes(FEW))):
         options = {"window_size": window_size, "window_positions": places}
-        relative = make_terms(case, "all", "buckets", 2, 16, dtype, places)
-        check(backend, case, make(case, 2, 16, dtype), relative, **options)
+        relative = make_terms(case, "all", "buckets", 1, 8, dtype, places)
+        check(backend, case, make(case, 1, 8, dtype), relative, **options)
 
 
 @halved
@@ -105,26 +102,26 @@ def test_windows(backend, dtype, window_size):
 @each_backend
 def test_any_scale(backend, dtype, softmax_scale):
     for terms in ("both", "all"):
-        relative = make_terms(MIDDLE, terms, "buckets", 1, 16, dtype)
-        check(backend, MIDDLE, make(MIDDLE, 1, 16, dtype), relative, softmax_scale=softmax_scale)
+        relative = make_terms(FEW, terms, "buckets", 1, 16, dtype)
+        check(backend, FEW, make(FEW, 1, 16, dtype), relative, softmax_scale=softmax_scale)
 
 
 @each_dtype
 @each_isa
 def test_large_terms(backend, dtype):
-    for case in (MIDDLE, FEW):
-        relative = make_terms(case, "all", "buckets", 2, 32, dtype)
+    for case in (SHORT, FEW):
+        relative = make_terms(case, "all", "buckets", 2, 16, dtype)
         large = relative._replace(**{name: 5 * getattr(relative, name) for name in TERMS["all"]})
-        check(backend, case, make(case, 2, 32, dtype), large)
+        check(backend, case, make(case, 2, 16, dtype), large)
 
 
 @each_dtype
 @each_isa
 def test_dropout(backend, dtype):
-    for case, places in ((SHORT, None), (MIDDLE, None), (FEW, holes(FEW))):
+    for case, places in ((SHORT, None), (FEW, None), (FEW, holes(FEW))):
         options = {"keep": kept(backend, case, 2, 0.25, 7, dtype), "dropout_p": 0.25, "seed": 7}
-        relative = make_terms(case, "all", "buckets", 2, 32, dtype, places)
-        check(backend, case, make(case, 2, 32, dtype), relative, **options)
+        relative = make_terms(case, "all", "buckets", 2, 16, dtype, places)
+        check(backend, case, make(case, 2, 16, dtype), relative, **options)
 
 
 @each_isa
@@ -228,7 +225,7 @@ def test_probs_are_those_of_the_output():
     relative = make_terms(FEW, "all", "buckets", 2, 70, torch.float32, places)
     probs = attention_probs(q, k, FEW.cu_seqlens, 70, relative=relative)
     place = torch.cat([torch.arange(n) for n in FEW.lengths])
-    values = torch.nn.functional.one_hot(place, 70)[:, None].expand(-1, 2, -1).float()
+    values = torch.nn.functional.one_hot(torch.nn.functional.pad(place, (0, 3)), 70)[:, None].expand(-1, 2, -1).float()
     out = attention(q, k, values, FEW.cu_seqlens, 70, relative=relative, backend="torch")
     for i, (start, n) in enumerate(((0, 20), (20, 70), (90, 1))):
         torch.testing.assert_close(probs[i, :, :n].transpose(0, 1), out[start : start + n])
@@ -280,8 +277,7 @@ def test_compiles_into_one_graph():
 
 
 @needs_extension
-@pytest.mark.parametrize("dropout_p", (0.0, 0.1))
-@each_term
+@pytest.mark.parametrize(("terms", "dropout_p"), (("all", 0.0), ("key", 0.1), ("bias", 0.1)))
 def test_opcheck(terms, dropout_p):
     tensors, relative = make(SLACK, 2, 16), make_terms(SLACK, terms, "buckets", 2, 16, torch.float32, holes(SLACK))
     philox = torch.tensor([2**61 + 5, 2**40 + 1]) if dropout_p else None
