@@ -13,7 +13,7 @@ import pytest
 import torch
 from batches import make_batch
 from full import halved, left_to_full
-from hf import FAMILIES, MODELS, config_for, families_axis, is_left_out, make_hf, make_oracle, random_like
+from hf import FAMILIES, MODELS, config_for, families_axis, is_alike, is_left_out, make_hf, make_oracle, random_like
 from seeds import manual_seed
 from theirs import by_choice, mend
 from torch import nn
@@ -144,6 +144,7 @@ def test_every_mask(model_type, pattern, dtype, packed_layers, no_fallback):
     assert packed_layers
 
 
+@left_to_full(is_alike)
 @families_axis
 def test_attentions(model_type, packed_layers, no_fallback):
     config = config_for(model_type, "TokenClassification", 3)
@@ -160,6 +161,7 @@ def test_attentions(model_type, packed_layers, no_fallback):
 
 @halved
 @pytest.mark.parametrize("options", ({}, {"output_hidden_states": True, "output_attentions": True}))
+@left_to_full(is_alike)
 @families_axis
 def test_tuples_and_config_defaults(model_type, options, no_fallback):
     config = config_for(model_type, "Model", 3)
@@ -221,6 +223,7 @@ def test_dropout_is_the_configs(no_fallback):
     assert not torch.equal(model(ids)[0], model(ids)[0]) and torch.equal(model.eval()(ids)[0], model(ids)[0])
 
 
+@left_to_full(is_alike)
 @families_axis
 def test_autocast(model_type, no_fallback):
     config = config_for(model_type, "SequenceClassification", 0)

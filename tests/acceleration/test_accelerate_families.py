@@ -14,7 +14,7 @@ import pytest
 import torch
 from batches import make_batch
 from full import halved, left_to_full
-from hf import FAMILIES, config_for, families_axis, make_config, make_hf, make_oracle
+from hf import FAMILIES, config_for, families_axis, is_alike, make_config, make_hf, make_oracle
 from seeds import torch_generator
 from test_accelerate import assert_as_transformers, dtype_axis, no_fallback, one_thread, run  # noqa: F401
 from test_accelerate_integrations import fine_tune
@@ -121,6 +121,7 @@ def test_layers_that_are_moved_take_their_form_along():
     assert_as_transformers(model, input_ids=IDS)
 
 
+@left_to_full(is_alike)
 @families_axis
 def test_a_config_that_counts_fewer_layers(model_type):
     """Some families' forwards count by it, others run the layers that are there."""

@@ -8,7 +8,8 @@ import copy
 import pytest
 import torch
 import transformers
-from hf import FAMILIES, config_for, families_axis, make_config, make_hf, make_oracle
+from full import left_to_full
+from hf import FAMILIES, config_for, families_axis, is_alike, make_config, make_hf, make_oracle
 from seeds import torch_generator
 from test_accelerate import IDS, no_fallback, one_thread, small  # noqa: F401
 
@@ -37,6 +38,7 @@ def one_by_one(model, rows, labels):
     return logits, torch.nn.functional.cross_entropy(logits[0], labels[0])
 
 
+@left_to_full(is_alike)
 @families_axis
 def test_sequences_in_one_row(model_type, packed_layers, no_fallback):
     plain = make_hf(config_for(model_type, "TokenClassification"), "TokenClassification").eval()
@@ -68,6 +70,7 @@ def test_the_base_models_output(no_fallback):
         model(**batch | {"cu_seq_lens_q": torch.tensor([0, 17]), "cu_seq_lens_k": torch.tensor([0, 17])})
 
 
+@left_to_full(is_alike)
 @pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "roformer"])  # which takes no positions
 def test_positions_that_start_again_are_sequences_where_transformers_has_it_so(model_type, packed_layers, no_fallback):
     """Its flash attention goes by them; the others let all tokens of a row see each other."""

@@ -14,16 +14,12 @@ import torch
 from attributes import places, set_value
 from batches import make_batch
 from full import left_to_full
-from hf import FAMILIES, make_config, make_hf, make_oracle
+from hf import FAMILIES, is_alike, make_config, make_hf, make_oracle
 from test_accelerate import IDS, MASK, one_thread, small  # noqa: F401
 from torch import nn
 
 import fastbert
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
-
-# Their modules are BERT's, RoBERTa's or Nomic BERT's but for names, and how layers put them together.
-ALIKE = ("camembert", "electra", "ernie", "gte", "xlm-roberta", "jina_embeddings_v3", "xlm-roberta-xl", "megatron-bert")
-ALIKE = (*ALIKE, "rembert", "roberta-prelayernorm")
 
 
 def outputs(model: nn.Module, inputs: dict) -> torch.Tensor:
@@ -42,7 +38,7 @@ def assert_no_other_values(model: nn.Module, theirs: nn.Module, near: torch.Tens
         assert_close_to_reference(actual[real], oracle[real].double(), near[real], GRADIENT_FACTOR)
 
 
-@left_to_full(lambda p: p["model_type"] in ALIKE or p["index"] > 0)
+@left_to_full(lambda p: is_alike(p) or p["index"] > 0)
 @pytest.mark.parametrize("index", (0, 1))
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_attribute(model_type, index):

@@ -7,7 +7,8 @@ import copy
 import pytest
 import torch
 from batches import make_batch
-from hf import FAMILIES, families_axis, make_config
+from full import left_to_full
+from hf import FAMILIES, families_axis, is_alike, make_config
 from seeds import manual_seed
 
 import fastbert
@@ -133,6 +134,7 @@ def test_a_static_batch_gives_the_same_outputs(model_type, pattern):
         assert torch.equal(found, model.encode(static.inputs()).packed[: inputs.batch.total_tokens])
 
 
+@left_to_full(is_alike)
 @families_axis
 def test_padded_and_packed_calls(captures, model_type):
     model = make_model(model_type)

@@ -79,11 +79,11 @@ def file_keys(folder) -> set[str]:
 
 def is_taken_by_others(p) -> bool:
     """Untied tables are the base models' and those of heads that could be tied, every second time, as tied ones are;
-    other heads come every second time.
+    other heads come every fourth time.
     """
     if (p["model_type"], p["head"]) in TIED or p["head"] == "Model":
         return is_left_out(p, p["index"] // 2)
-    return p["index"] == 2 or is_left_out(p)
+    return p["index"] == 2 or is_left_out(p, of=4)
 
 
 @left_to_full(is_taken_by_others)

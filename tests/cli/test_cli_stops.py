@@ -254,7 +254,6 @@ def test_a_signal_that_comes_out_as_another_error_is_the_signal(monkeypatch, cap
         cli.main([])
 
 
-
 def test_python_m_is_the_same_entry(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(STOP_AT)
     where = {"STOP_AT": "argparse", "STOP_BY": str(int(signal.SIGINT))}

@@ -7,13 +7,14 @@ import copy
 import pytest
 import torch
 from batches import make_batch, make_labels, token_level
-from full import halved, left_to_full
+from full import halved, left_to_full, thinned
 from hf import (
     CHOICES,
     config_for,
     families_axis,
     gradients,
     has_rotary,
+    is_alike,
     is_left_out,
     make_config,
     make_ours,
@@ -57,7 +58,7 @@ def packed_at_same_places(config, batch, pattern: str) -> dict:
     return inputs
 
 
-@left_to_full(lambda p: is_left_out(p, MASKS.index(p["pattern"]), of=len(MASKS)))  # each head has a mask
+@left_to_full(lambda p: is_left_out(p, MASKS.index(p["pattern"]), of=2 * len(MASKS)))  # every second head has a mask
 @pytest.mark.parametrize("pattern", MASKS)
 @models_axis
 def test_packed_equals_padded(model_type, head, pattern):
@@ -132,7 +133,7 @@ def test_a_bound_far_above_the_truth_makes_no_larger_tables(model_type, checked,
     assert all(len(cos) <= 128 for cos, _ in tables.values())
 
 
-@halved
+@thinned(3)
 @pytest.mark.parametrize("pattern", MASKS)
 @families_axis
 def test_hidden_states_and_attentions(model_type, pattern):
@@ -162,6 +163,7 @@ def test_hidden_states_and_attentions(model_type, pattern):
 
 @halved
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@left_to_full(is_alike)
 @families_axis
 def test_inputs_embeds_and_position_ids(model_type, dtype):
     config = make_config(model_type, 0)
@@ -210,7 +212,7 @@ def isolation(model, config, batch, change, head: str):
     return fields, embeds.grad[others]
 
 
-@halved
+@thinned(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head", ["Model", "SequenceClassification", "TokenClassification"])
 @families_axis
@@ -228,6 +230,7 @@ def test_no_sequence_sees_another(model_type, head, dtype):
             assert torch.equal(grad, changed_grad) and torch.isfinite(grad).all() and (grad != 0).any()
 
 
+@left_to_full(is_alike)
 @families_axis
 def test_other_tokens_in_one_sequence(model_type):
     """Other ids, with the same lengths: the other sequences' bits stay, padded and packed."""
@@ -242,7 +245,7 @@ def test_other_tokens_in_one_sequence(model_type):
     assert torch.equal(before_packed[packed_others], after_packed[packed_others])
 
 
-@left_to_full(lambda p: is_left_out(p, WITHOUT.index(p["mask"]), of=len(WITHOUT)))  # each head has one
+@left_to_full(lambda p: is_left_out(p, WITHOUT.index(p["mask"]), of=2 * len(WITHOUT)))  # every second head has one
 @pytest.mark.parametrize("mask", WITHOUT)
 @models_axis
 def test_sequences_without_tokens(model_type, head, mask):
@@ -279,6 +282,7 @@ def test_sequences_without_tokens(model_type, head, mask):
 
 @halved
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
+@left_to_full(is_alike)
 @families_axis
 def test_gradient_checkpointing(model_type, dropout):
     """The same loss, gradients and extras, bit for bit, with dropout too."""

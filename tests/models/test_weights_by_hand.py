@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 from batches import make_batch
-from full import halved
-from hf import families_axis, make_config, make_hf, make_ours
+from full import halved, left_to_full
+from hf import families_axis, is_alike, make_config, make_hf, make_ours
 from seeds import torch_generator
 from torch import nn
 
@@ -49,6 +49,7 @@ def outputs(model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[torch.Ten
 
 @halved
 @pytest.mark.parametrize("kind", KINDS)
+@left_to_full(is_alike)
 @families_axis
 def test_every_tensor_of_a_model_is_read_at_each_call(model_type, kind):
     model, inputs = make(model_type, kind)

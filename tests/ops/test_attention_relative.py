@@ -8,7 +8,7 @@ import attention_cases
 import pytest
 import torch
 from attention_cases import SLACK, backends, each_dtype, each_isa, kept, make, needs_extension
-from full import halved, left_to_full
+from full import left_to_full, thinned
 from isas import OF_FLOATS
 from relative_cases import ROWS, TERMS, check, differentiate, holes, longest_of, make_terms, rows_of, run
 from seeds import manual_seed
@@ -27,7 +27,7 @@ LONG = Lengths("long", (300, 5))
 FEW = Lengths("few", (20, 70, 1), slack=3)
 
 
-@halved
+@thinned(6)
 @each_term
 @each_dtype
 @each_backend
@@ -37,7 +37,7 @@ def test_terms(backend, dtype, terms):
         check(backend, case, make(case, heads, head_dim, dtype), relative)
 
 
-@halved
+@thinned(6)
 @pytest.mark.parametrize("kind", ROWS)
 @each_dtype
 @each_backend
@@ -58,7 +58,7 @@ def test_sequences_far_beyond_the_span(backend, dtype, terms):
     check(backend, case, make(case, 1, 4, dtype), make_terms(case, terms, "clamped", 1, 4, dtype))
 
 
-@halved
+@thinned(6)
 @pytest.mark.parametrize("head_dim", (2, 8, 20, 32, 64, 80, 130))
 @each_dtype
 @each_backend
@@ -69,7 +69,7 @@ def test_any_head_dim(backend, dtype, head_dim):
         )
 
 
-@halved
+@thinned(6)
 @each_term
 @each_dtype
 @each_backend
@@ -85,7 +85,7 @@ def test_places_with_holes(backend, dtype, terms):
     check(backend, case, make(case, 1, 8, dtype), Relative(torch.arange(distances).int(), *tables, None, places))
 
 
-@halved
+@thinned(6)
 @pytest.mark.parametrize("window_size", ((0, 1), (9, 20), (-1, 10), (70, 3)), ids=str)
 @each_dtype
 @each_backend
@@ -96,7 +96,7 @@ def test_windows(backend, dtype, window_size):
         check(backend, case, make(case, 1, 8, dtype), relative, **options)
 
 
-@halved
+@thinned(6)
 @pytest.mark.parametrize("softmax_scale", (0.0, -0.25, 1e-40, -1e-300), ids=str)
 @each_dtype
 @each_backend

@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 
-# A mark for a grid: `make test` has the cases of one colour of a checkerboard laid over its axes. So each value of an
-# axis meets every second value of each other axis, and `make test-full` has the cases of the other colour.
-halved = pytest.mark.halved
+
+def thinned(of: int) -> pytest.MarkDecorator:
+    """A mark for a grid: `make test` has the cases of one of `of` colours of a checkerboard laid over its axes. So each
+    value of an axis meets one of `of` values of each other axis, and `make test-full` has the other colours' cases.
+    """
+    return pytest.mark.thinned(of)
+
+
+halved = thinned(2)
 
 _Places = dict[tuple[str, ...], dict[tuple[int, ...], int]]  # by an axis' names and a value's parts: which value it is
 
@@ -23,14 +29,14 @@ def mark_those_left_to_full(items: list[pytest.Item]) -> None:
     places: dict[str, _Places] = {}
     for item in items:
         left = any(mark.args[0](item.callspec.params) for mark in item.iter_markers("left_to_full"))
-        if item.get_closest_marker("halved"):
-            left |= _is_black(item, places.setdefault(item.nodeid.partition("[")[0], {}))
+        if (mark := item.get_closest_marker("thinned")) is not None:
+            left |= _colour(item, places.setdefault(item.nodeid.partition("[")[0], {})) % mark.args[0] != 0
         if left:
             item.add_marker(pytest.mark.full)
 
 
-def _is_black(item: pytest.Item, places: _Places) -> bool:
-    """Which colour a case has: the sum of its values' places on their axes; names given together are one axis."""
+def _colour(item: pytest.Item, places: _Places) -> int:
+    """The sum of its values' places on their axes; names given together are one axis."""
     given = item.callspec.params
     axes = [_names(mark.args[0]) for mark in item.iter_markers("parametrize")]
     axes += [(name,) for name in given if not any(name in axis for axis in axes)]  # of a fixture
@@ -38,7 +44,7 @@ def _is_black(item: pytest.Item, places: _Places) -> bool:
     for axis in axes:
         known = places.setdefault(axis, {})
         total += known.setdefault(tuple(id(given[name]) for name in axis), len(known))  # all cases have the same values
-    return total % 2 == 1
+    return total
 
 
 def _names(given: str | Sequence[str]) -> tuple[str, ...]:

@@ -30,6 +30,14 @@ FAMILIES = tuple(families.FAMILIES)
 MODELS = sorted(CLASSES)  # (model_type, head)
 models_axis = pytest.mark.parametrize(("model_type", "head"), MODELS, ids=[f"{m}-{h}" for m, h in MODELS])
 families_axis = pytest.mark.parametrize("model_type", FAMILIES)
+# Their modules are BERT's, RoBERTa's or Nomic BERT's but for names, and how layers put them together.
+ALIKE = ("camembert", "electra", "ernie", "gte", "xlm-roberta", "jina_embeddings_v3", "xlm-roberta-xl", "megatron-bert")
+ALIKE = (*ALIKE, "rembert", "roberta-prelayernorm")
+
+
+def is_alike(p: dict[str, Any]) -> bool:
+    """For `left_to_full`, of what goes by modules and not by their names, which others ask of every family."""
+    return p["model_type"] in ALIKE
 
 
 def is_left_out(p: dict[str, Any], place: int = 0, of: int = 2) -> bool:

@@ -57,6 +57,7 @@ def run(model, head: str, batch: Batch, labels: dict[str, torch.Tensor], literal
 def check(config, head: str, batch: Batch, labels: dict[str, torch.Tensor], dtype: torch.dtype) -> Trio:
     """Raises AssertionError where fastbert's model, in training, is not as near as it must be. Returns the models."""
     trio = make_trio(config, head, dtype)
+    assert list(trio.ours.state_dict()) == list(trio.baseline.state_dict())  # the parameters' order is an optimizer's
     literal = head == "QuestionAnswering" and not batch.real.all()
     out, actual, loss, grads = run(trio.ours, head, batch, labels)
     last = getattr(config.family.heads.get(head), "pooling", None) == "last"
