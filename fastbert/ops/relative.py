@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from fastbert.ops._common import check_devices
+
 
 class Relative(NamedTuple):
     """Tables with a row for each kind of distance, and which row a distance has.
@@ -46,6 +48,7 @@ def check_relative(op: str, q: torch.Tensor, k: torch.Tensor, relative: Relative
     """Raises ValueError where the tables do not fit q (total_tokens, num_heads, head_dim), k or max_seqlen."""
     rows, key, query, bias, positions = relative
     total_tokens, num_heads, head_dim = q.shape
+    check_devices(op, q=q, rows=rows, key=key, query=query, bias=bias, positions=positions)
     if k.shape[1] != num_heads:
         raise ValueError(f"{op}: relative terms are of as many heads as q has, {num_heads}; k has {k.shape[1]}")
     if rows.dtype is not torch.int32 or rows.dim() != 1 or rows.shape[0] % 2 == 0:

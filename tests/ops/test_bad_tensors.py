@@ -66,8 +66,8 @@ OPTIONS = {
 ALONE = {"activation", "at_least_fp32", "dropout"}  # take one tensor
 # Tested below, in test_adamw.py, or through `linear`.
 OF_OTHERS = {
-    "DeferredRows", "LayerOperands", "LayerWeights", "LinearWeights", "NormWeights", "Rotary", "adamw",
-    "adamw_deferred",
+    "DeferredRows", "LayerOperands", "LayerWeights", "LinearWeights", "NormWeights", "Relative", "Rotary",
+    "adamw", "adamw_deferred",
     "linears", "multiplies_bf16", "only_recorded_writes", "repack", "rms_norm", "rotate",
     "transform_unsupported", "try_fused", "warn_of_missing_kernels",
 }  # fmt: skip
