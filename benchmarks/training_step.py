@@ -121,7 +121,7 @@ def measure(batch_size: int, steps: int) -> dict[str, Any]:
             task, task.model, config.hidden_size, optimizer, schedule, world, Path(folder), options, on_log=on_log,
             on_step=on_step,
         )  # fmt: skip
-        loop.save = lambda: None  # type: ignore[method-assign]
+        loop._save = lambda: None  # type: ignore[method-assign]
         loop.run()
     means = {name: statistics.fmean(values[WARM_UP:]) for name, values in seconds.items()}
     for name in ("step", "optimizer"):  # what the last step left to be done is every step's

@@ -64,7 +64,7 @@ class StaticBatch:
     """A bucket's buffers, where its graph reads: int64 ids (5, total_tokens) and int32 cu_seqlens (batch_size + 1,).
 
     ids: words, positions, token types, columns, by which windows measure distances, and task types. `goes_by` says what
-    the layers measure: where they do, positions are those of rotary embedding. `has_tasks`: the family has task types.
+    the layers measure: where there is rotary embedding, positions are its own. `has_tasks`: the family has task types.
     """
 
     bucket: Bucket
@@ -97,13 +97,13 @@ class StaticBatch:
             self.ids[4, :tokens].copy_(ids.task_type_ids)
         else:
             self.ids[4, :tokens].zero_()
-        if self.goes_by is None:
-            assert ids.position_ids is not None
+        if ids.position_ids is not None and (self.goes_by is None or not self.goes_by.rotaries):
             self.ids[1, :tokens].copy_(ids.position_ids)
-        else:
+        if self.goes_by is not None:
             places = batch.local_positions()
             for row, positions in ((1, inputs.rotary_positions), (3, inputs.window_positions)):
-                self.ids[row, :tokens].copy_(places if positions is None else positions)
+                if row == 3 or self.goes_by.rotaries:
+                    self.ids[row, :tokens].copy_(places if positions is None else positions)
         self.cu_seqlens[: batch.batch_size + 1].copy_(batch.cu_seqlens)
         self.cu_seqlens[batch.batch_size + 1 :].fill_(tokens)
 
@@ -114,7 +114,10 @@ class StaticBatch:
         words, positions, types, columns, tasks = self.ids
         task_type_ids = tasks if self.has_tasks else None
         ids = EmbeddingIds(words, positions, types if has_types else None, task_type_ids, None)
-        return EncoderInputs(batch, ids) if self.goes_by is None else EncoderInputs(batch, ids, positions, columns)
+        if self.goes_by is None:
+            return EncoderInputs(batch, ids)
+        # Relative terms know how far apart two tokens can be: the places of a sequence, not columns with gaps.
+        return EncoderInputs(batch, ids, positions, None if self.goes_by.relatives else columns)
 
     def nbytes(self) -> int:
         return self.ids.nbytes + self.cu_seqlens.nbytes
@@ -342,6 +345,8 @@ class GraphedEncoder:
             self.why_eager = self._tree_unsupported()
             if inputs.ids.input_ids is None:
                 self.why_eager = "inputs_embeds are not copied"
+            elif inputs.window_positions is not None and (self.model.config.distances or Distances()).relatives:
+                self.why_eager = "relative positions go by columns, and a mask has padding between its tokens"
             elif bucket is None:
                 self.why_eager = f"{batch.total_tokens} tokens are not within 1 to {self.max_tokens}"
             if self.why_eager is None:

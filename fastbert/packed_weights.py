@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from fastbert import ops
+from fastbert.layers.fingerprint import forget_all
 from fastbert.models.base import HasModel
 
 
@@ -35,4 +36,6 @@ def repack(model: nn.Module | HasModel) -> None:
     module = model.model if isinstance(model, HasModel) else model
     if not isinstance(module, nn.Module):
         raise TypeError(f"repack takes a module or a SentenceEncoder, not {type(model).__name__}")
+    for each in module.modules():
+        forget_all(each)
     ops.repack((*module.parameters(), *module.buffers()))

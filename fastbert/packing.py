@@ -15,6 +15,7 @@ import torch
 
 from fastbert import ops
 from fastbert.errors import InputError
+from fastbert.ops.packing import token_sequences
 
 # What torch's aminmax takes of integers: the unsigned ones of more than 8 bits are not among them.
 _WITH_ENDS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -131,6 +132,11 @@ def _is_all_ones(mask: torch.Tensor) -> bool:
     return int(low) == int(high) == 1
 
 
+def _most_runs(real: torch.Tensor) -> torch.Tensor:
+    """int64 (1,): into how many pieces padding cuts the sequence of a (batch_size, seqlen) mask that has most."""
+    return (real[:, :1].sum(1) + (real[:, 1:] & ~real[:, :-1]).sum(1)).amax()[None]
+
+
 @dataclass(frozen=True)
 class PackedBatch:
     """Where the real tokens of a batch are.
@@ -144,6 +150,7 @@ class PackedBatch:
     labelled: int64 (n,), the packed tokens that have a label, in order; None where nobody has looked.
     bounds: the smallest and the largest of the ids and labels that belong to the batch, by name, as the host has seen
         them; None where nobody has looked. `fastbert.pack_inputs` fills both in, so that no model has to wait for them.
+    has_gaps: whether a sequence has padding between its tokens; None where the host does not know.
     cache: what backends derive from cu_seqlens, kept for the layers of one forward pass.
     """
 
@@ -155,6 +162,7 @@ class PackedBatch:
     total_tokens: int
     labelled: torch.Tensor | None = None
     bounds: Mapping[str, tuple[int, int]] | None = None
+    has_gaps: bool | None = None
     cache: dict = field(default_factory=dict, repr=False, compare=False)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
@@ -204,13 +212,16 @@ class PackedBatch:
             has_ends = mask.dtype in _WITH_ENDS
             ends = torch.stack(mask.aminmax()) if has_ends else (real & (mask != 1)).any()[None]
             stray = [] if labels is None else [((labels.to(device) != -100) & ~real).sum()[None]]
-            looked_at = [lengths, ends, *stray, *_extremes(ranges, real)]
+            # On a CPU columns_with_gaps looks by itself, where something goes by distances.
+            runs = [] if _is_on_host(real) else [_most_runs(real)]
+            looked_at = [lengths, ends, *stray, *runs, *_extremes(ranges, real)]
             if torch.compiler.is_dynamo_compiling():  # what comes next is in no graph: with fullgraph the error
                 torch._dynamo.graph_break(msg=NOT_ONE_GRAPH)
             values = _to_host(looked_at)
             counts, after = values[:batch_size], batch_size + len(ends)
             (low, high), extremes = (min(values[batch_size:after]), max(values[batch_size:after])), values[after:]
             bounds = {PADDED_LABELS: (0, extremes.pop(0))} if stray else None
+            has_gaps = extremes.pop(0) > 1 if runs else None
             if low < 0 or high > (1 if has_ends else 0):
                 strange = int((real & (mask != 1)).sum())
                 raise InputError(f"attention_mask has {strange} values that are neither 0 (padding) nor 1 (real)")
@@ -219,7 +230,9 @@ class PackedBatch:
             if total_tokens < batch_size * seqlen:
                 indices = real.flatten().nonzero_static(size=total_tokens).flatten()
                 cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-                return cls(indices, cu_seqlens, max_seqlen, batch_size, seqlen, total_tokens, bounds=bounds)
+                return cls(
+                    indices, cu_seqlens, max_seqlen, batch_size, seqlen, total_tokens, bounds=bounds, has_gaps=has_gaps
+                )
         else:
             _check_ranges(ranges, _to_host(_extremes(ranges)))
         cu_seqlens = torch.arange(0, (batch_size + 1) * seqlen, seqlen, dtype=torch.int32, device=device)
@@ -313,6 +326,8 @@ class PackedBatch:
         """
         if self.seqlen is None or self.indices is None:
             return None
+        if self.has_gaps is False and not absolute:
+            return None
         columns = self.indices % self.seqlen
         if _is_on_host(self.indices) and not torch.compiler.is_compiling():
             begins = (self.indices // self.seqlen).diff() != 0
@@ -320,6 +335,19 @@ class PackedBatch:
             if is_whole and not (absolute and (bool(columns[:1].any()) or bool(columns[1:][begins].any()))):
                 return None
         return columns
+
+    def grid_slots(self) -> tuple[int, torch.Tensor]:
+        """The columns of a grid that holds the batch, and int64 (total_tokens,): each token's slot in that grid, row by
+        row; slack rows of a packed batch have the one behind it.
+        """
+        width = self.max_seqlen if self.seqlen is None else self.seqlen
+        if self.seqlen is not None:
+            tokens = torch.arange(self.total_tokens, device=self.cu_seqlens.device)
+            return width, tokens if self.indices is None else self.indices
+        sequence, inside = token_sequences(self.cu_seqlens, self.total_tokens)
+        place = torch.arange(self.total_tokens, device=sequence.device) - self.cu_seqlens[sequence].long()
+        slots = sequence * width + place
+        return width, torch.where(inside, slots, self.batch_size * width)
 
     def local_targets(self, positions: torch.Tensor) -> torch.Tensor:
         """Columns of the padded grid (batch,) -> places among a sequence's real tokens; -1 where there is no token."""

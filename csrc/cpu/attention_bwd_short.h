@@ -1,6 +1,6 @@
 // Backward attention of short sequences; included by attention_bwd_body.h, for one ISA.
 
-// A sequence of at most one panel, as in attention_fwd_body.h: scores and dP have a row for each key and a lane for
+// A sequence of at most one panel, as in attention_fwd_short.h: scores and dP have a row for each key and a lane for
 // each query, so that what belongs to a query is one vector for all keys, and no lane is of a key beyond the last. P^T
 // and dS^T are rows here, and dS is read as the transpose of steps of keys.
 struct BwdShortMemory {

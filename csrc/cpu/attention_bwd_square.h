@@ -1,4 +1,4 @@
-// From the scores of one square to their gradients; included by attention_bwd_body.h, for one ISA.
+// From the scores of one square to their gradients; included by attention_bwd_heads.h, for one ISA.
 
 // The probabilities of kWidth keys, and the derivative by their scores.
 struct Gradient {

@@ -4,6 +4,7 @@
 
 #include "../include/scratch.h"
 #include "attention.h"
+#include "attention_relative.h"
 #include "gemm.h"
 
 #define FASTBERT_BODY "../cpu/attention_fwd_body.h"

@@ -1,5 +1,5 @@
 // What both directions of attention do around the tile: packing of either operand, products of any size, the way out.
-// Included by attention_fwd_body.h and attention_bwd_body.h, once per ISA. T is how a tensor is stored, E what the
+// Included by attention_fwd_heads.h and attention_bwd_heads.h, once per ISA. T is how a tensor is stored, E what the
 // products take.
 #include "../include/gemm_tile.h"
 
@@ -215,47 +215,48 @@ Left left_rows(const T* x, int64_t stride, int64_t rows, int64_t dims, char* cop
 }
 
 // One tile of exactly `rows` rows, which are at most kRows.
-template <typename Dot, int kRows, int kVectors>
+template <typename Dot, int kRows, int kVectors, int64_t kSumBytes>
 FASTBERT_SIMD void exact_tile(int64_t rows, const char* a, int64_t row_stride, int64_t step_stride, const char* panel,
                               int64_t steps, bool accumulate, char* sums) {
   if constexpr (kRows > 1) {
     if (rows < kRows) {
-      return exact_tile<Dot, kRows - 1, kVectors>(rows, a, row_stride, step_stride, panel, steps, accumulate, sums);
+      return exact_tile<Dot, kRows - 1, kVectors, kSumBytes>(rows, a, row_stride, step_stride, panel, steps, accumulate,
+                                                             sums);
     }
   }
-  tile<Dot, kRows, kVectors>(a, row_stride, step_stride, panel, steps, accumulate, sums);
+  tile<Dot, kRows, kVectors, 0, kSumBytes>(a, row_stride, step_stride, panel, steps, accumulate, sums);
 }
 
 // Narrow panels, which short sequences and small heads have, take tall tiles of nearly equal heights: enough sums at
 // once to hide the latency of the products.
-template <typename Dot, int kRows, int kVectors>
+template <typename Dot, int kRows, int kVectors, int64_t kSumBytes>
 void strip(int64_t rows, const char* a, int64_t row_stride, int64_t step_stride, const char* panel, int64_t steps,
            bool accumulate, char* sums) {
   for (int64_t tiles = (rows + kRows - 1) / kRows; tiles > 0; --tiles) {
     const int64_t height = (rows + tiles - 1) / tiles;
-    exact_tile<Dot, kRows, kVectors>(height, a, row_stride, step_stride, panel, steps, accumulate, sums);
+    exact_tile<Dot, kRows, kVectors, kSumBytes>(height, a, row_stride, step_stride, panel, steps, accumulate, sums);
     rows -= height;
     a += height * row_stride;
-    sums += height * kStepBytes;
+    sums += height * kSumBytes;
   }
 }
 
-template <typename Dot>
+template <typename Dot, int64_t kSumBytes>
 FASTBERT_SIMD void product_chain(int64_t rows, const char* a, int64_t row_stride, int64_t step_stride,
                                  const char* panel, int64_t steps, int64_t columns, bool accumulate, char* sums) {
   if constexpr (kTileVectors == 4) {
     switch ((columns + kWidth - 1) / kWidth) {
       case 1:
-        return strip<Dot, 16, 1>(rows, a, row_stride, step_stride, panel, steps, accumulate, sums);
+        return strip<Dot, 16, 1, kSumBytes>(rows, a, row_stride, step_stride, panel, steps, accumulate, sums);
       case 2:
-        return strip<Dot, 12, 2>(rows, a, row_stride, step_stride, panel, steps, accumulate, sums);
+        return strip<Dot, 12, 2, kSumBytes>(rows, a, row_stride, step_stride, panel, steps, accumulate, sums);
       case 3:
-        return strip<Dot, 8, 3>(rows, a, row_stride, step_stride, panel, steps, accumulate, sums);
+        return strip<Dot, 8, 3, kSumBytes>(rows, a, row_stride, step_stride, panel, steps, accumulate, sums);
     }
   }
   for (int64_t row = 0; row < rows; row += kTileRows) {
-    tile_rows<Dot>(std::min<int64_t>(kTileRows, rows - row), a + row * row_stride, row_stride, step_stride, panel,
-                   steps, columns, accumulate, sums + row * kStepBytes);
+    tile_rows<Dot, kSumBytes>(std::min<int64_t>(kTileRows, rows - row), a + row * row_stride, row_stride, step_stride,
+                              panel, steps, columns, accumulate, sums + row * kSumBytes);
   }
 }
 
@@ -266,23 +267,23 @@ template <typename Dot>
 constexpr int64_t kAttentionChain = std::is_same_v<Dot, Float32Dot> ? 32 : 128;
 
 // sums (rows, kPanel) = or += `rows` rows of a times `columns` columns of one panel.
-template <typename Dot>
+template <typename Dot, int64_t kSumBytes = kStepBytes>
 void vector_product(int64_t rows, const char* a, int64_t row_stride, int64_t step_stride, const char* panel,
                     int64_t steps, int64_t columns, bool accumulate, char* sums) {
   for (int64_t step = 0; step < steps; step += kAttentionChain<Dot>) {
-    product_chain<Dot>(rows, a + step * step_stride, row_stride, step_stride, panel + step * kStepBytes,
-                       std::min(kAttentionChain<Dot>, steps - step), columns, accumulate || step > 0, sums);
+    product_chain<Dot, kSumBytes>(rows, a + step * step_stride, row_stride, step_stride, panel + step * kStepBytes,
+                                  std::min(kAttentionChain<Dot>, steps - step), columns, accumulate || step > 0, sums);
   }
 }
 
 // The same for rows that lie whole, and for whole_steps.
-template <typename Dot>
+template <typename Dot, int64_t kSumBytes = kStepBytes>
 void product(AmxTiles& tiles, int64_t rows, const char* a, int64_t row_stride, const char* panel, int64_t steps,
              int64_t columns, bool accumulate, char* sums) {
   if constexpr (kUsesAmx<Dot>) {
-    tiles.template product<Dot>(rows, a, row_stride, panel, steps, columns, accumulate, sums);
+    tiles.template product<Dot, kSumBytes>(rows, a, row_stride, panel, steps, columns, accumulate, sums);
   } else {
-    vector_product<Dot>(rows, a, row_stride, 4, panel, steps, columns, accumulate, sums);
+    vector_product<Dot, kSumBytes>(rows, a, row_stride, 4, panel, steps, columns, accumulate, sums);
   }
 }
 

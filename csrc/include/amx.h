@@ -11,7 +11,7 @@ template <typename Dot>
 constexpr bool kUsesAmx = false;
 struct AmxTiles {
   // Never made: C++17 must know the name where it is called.
-  template <typename Dot>
+  template <typename Dot, int64_t kSumBytes = kStepBytes>
   void product(int64_t rows, const char* x, int64_t x_stride, const char* panel, int64_t steps, int64_t columns,
                bool accumulate, char* sums, int64_t lines = 0, const char* fetch = nullptr);
 };
@@ -66,16 +66,16 @@ FASTBERT_SIMD void amx_dot() {
 
 // Tiles 0 to 3 are the sums of 32 rows by 32 columns, 4 and 5 the rows, 6 and 7 the columns. Each group of steps also
 // asks for `lines` cache lines from `fetch` on.
-template <typename Dot, bool kBelow>
+template <typename Dot, bool kBelow, int64_t kSumBytes>
 FASTBERT_SIMD void amx_square(const char* x, int64_t x_stride, const char* panel, int64_t steps, bool accumulate,
                               char* sums, const char* fetch, int64_t lines) {
-  char* below = sums + 16 * kStepBytes;
+  char* below = sums + 16 * kSumBytes;
   if (accumulate) {
-    amx_load<0>(sums, kStepBytes);
-    amx_load<1>(sums + 64, kStepBytes);
+    amx_load<0>(sums, kSumBytes);
+    amx_load<1>(sums + 64, kSumBytes);
     if constexpr (kBelow) {
-      amx_load<2>(below, kStepBytes);
-      amx_load<3>(below + 64, kStepBytes);
+      amx_load<2>(below, kSumBytes);
+      amx_load<3>(below + 64, kSumBytes);
     }
   } else {
     amx_zero<0>();
@@ -99,11 +99,11 @@ FASTBERT_SIMD void amx_square(const char* x, int64_t x_stride, const char* panel
       amx_dot<Dot, 3, 5, 7>();
     }
   }
-  amx_store<0>(sums, kStepBytes);
-  amx_store<1>(sums + 64, kStepBytes);
+  amx_store<0>(sums, kSumBytes);
+  amx_store<1>(sums + 64, kSumBytes);
   if constexpr (kBelow) {
-    amx_store<2>(below, kStepBytes);
-    amx_store<3>(below + 64, kStepBytes);
+    amx_store<2>(below, kSumBytes);
+    amx_store<3>(below + 64, kSumBytes);
   }
 }
 
@@ -134,7 +134,7 @@ class AmxTiles {
 
   // sums (rows, kPanel) = or += rows of x times `columns` (rounded up to 32) of the panel, from whole groups of
   // kAmxSteps steps. With `lines` cache lines fetched a group of steps, from `fetch` on.
-  template <typename Dot>
+  template <typename Dot, int64_t kSumBytes = kStepBytes>
   void product(int64_t rows, const char* x, int64_t x_stride, const char* panel, int64_t steps, int64_t columns,
                bool accumulate, char* sums, int64_t lines = 0, const char* fetch = nullptr) {
     for (int64_t row = 0; row < rows; row += kAmxRows) {
@@ -142,11 +142,11 @@ class AmxTiles {
       const char* from = x + row * x_stride;
       shape(height);
       for (int64_t column = 0; column < columns; column += 32) {
-        char* to = sums + row * kStepBytes + column * 4;
+        char* to = sums + row * kSumBytes + column * 4;
         if (height > 16) {
-          amx_square<Dot, true>(from, x_stride, panel + column * 4, steps, accumulate, to, fetch, lines);
+          amx_square<Dot, true, kSumBytes>(from, x_stride, panel + column * 4, steps, accumulate, to, fetch, lines);
         } else {
-          amx_square<Dot, false>(from, x_stride, panel + column * 4, steps, accumulate, to, fetch, lines);
+          amx_square<Dot, false, kSumBytes>(from, x_stride, panel + column * 4, steps, accumulate, to, fetch, lines);
         }
         fetch += steps / kAmxSteps * lines * 64;
       }

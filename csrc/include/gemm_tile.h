@@ -38,8 +38,9 @@ struct Int8Dot {
 // sums (kRows, kPanel), four bytes each: rows of `a` times kVectors vectors of the panel, from `steps` steps; added to
 // what is there if `accumulate`. Strides are in bytes: a matrix as it lies has steps 4 apart, a packed panel serves as
 // its own transpose with rows 4 and steps kStepBytes apart. Each step also asks for kFetch cache lines from `fetch` on:
-// what is needed next comes into the second-level cache while the vector units are busy.
-template <typename Dot, int kRows, int kVectors, int kFetch = 0>
+// what is needed next comes into the second-level cache while the vector units are busy. Rows of `sums` are kSumBytes
+// apart.
+template <typename Dot, int kRows, int kVectors, int kFetch = 0, int64_t kSumBytes = kStepBytes>
 FASTBERT_SIMD void tile(const char* a, int64_t row_stride, int64_t step_stride, const char* panel, int64_t steps,
                         bool accumulate, char* sums, const char* fetch = nullptr) {
   using Sum = typename Dot::Sum;
@@ -60,7 +61,7 @@ FASTBERT_SIMD void tile(const char* a, int64_t row_stride, int64_t step_stride, 
   }
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kVectors; ++v) {
-      auto* to = reinterpret_cast<int32_t*>(sums + r * kStepBytes) + v * kWidth;
+      auto* to = reinterpret_cast<int32_t*>(sums + r * kSumBytes) + v * kWidth;
       if (accumulate) sum[r][v] = add((Sum)load(to), sum[r][v]);
       store(to, (Ints)sum[r][v]);
     }
@@ -69,40 +70,49 @@ FASTBERT_SIMD void tile(const char* a, int64_t row_stride, int64_t step_stride, 
 
 // As tile, for `columns` (rounded up to what a tile has) of the panel, and with `lines` (0, 1 or 2) cache lines fetched
 // a step where a tile has the panel's width.
-template <typename Dot, int kRows>
+template <typename Dot, int kRows, int64_t kSumBytes = kStepBytes>
 void tile_row(const char* a, int64_t row_stride, int64_t step_stride, const char* panel, int64_t steps, int64_t columns,
               bool accumulate, char* sums, int64_t lines, const char* fetch) {
   constexpr int64_t kColumns = kTileVectors * kWidth;
   if constexpr (kColumns == kPanel && kRows >= 4) {
     if (lines == 1) {
-      return tile<Dot, kRows, kTileVectors, 1>(a, row_stride, step_stride, panel, steps, accumulate, sums, fetch);
+      return tile<Dot, kRows, kTileVectors, 1, kSumBytes>(a, row_stride, step_stride, panel, steps, accumulate, sums,
+                                                          fetch);
     }
     if (lines == 2) {
-      return tile<Dot, kRows, kTileVectors, 2>(a, row_stride, step_stride, panel, steps, accumulate, sums, fetch);
+      return tile<Dot, kRows, kTileVectors, 2, kSumBytes>(a, row_stride, step_stride, panel, steps, accumulate, sums,
+                                                          fetch);
     }
   }
   for (int64_t c = 0; c < columns; c += kColumns) {
-    tile<Dot, kRows, kTileVectors>(a, row_stride, step_stride, panel + c * 4, steps, accumulate, sums + c * 4);
+    tile<Dot, kRows, kTileVectors, 0, kSumBytes>(a, row_stride, step_stride, panel + c * 4, steps, accumulate,
+                                                 sums + c * 4);
   }
 }
 
-template <typename Dot>
+template <typename Dot, int64_t kSumBytes = kStepBytes>
 FASTBERT_SIMD void tile_rows(int64_t rows, const char* a, int64_t row_stride, int64_t step_stride, const char* panel,
                              int64_t steps, int64_t columns, bool accumulate, char* sums, int64_t lines = 0,
                              const char* fetch = nullptr) {
   switch (rows) {
     case 1:
-      return tile_row<Dot, 1>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines, fetch);
+      return tile_row<Dot, 1, kSumBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines,
+                                         fetch);
     case 2:
-      return tile_row<Dot, 2>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines, fetch);
+      return tile_row<Dot, 2, kSumBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines,
+                                         fetch);
     case 3:
-      return tile_row<Dot, 3>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines, fetch);
+      return tile_row<Dot, 3, kSumBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines,
+                                         fetch);
     case 4:
-      return tile_row<Dot, 4>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines, fetch);
+      return tile_row<Dot, 4, kSumBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines,
+                                         fetch);
     case 5:
-      return tile_row<Dot, 5>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines, fetch);
+      return tile_row<Dot, 5, kSumBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines,
+                                         fetch);
     default:
-      return tile_row<Dot, 6>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines, fetch);
+      return tile_row<Dot, 6, kSumBytes>(a, row_stride, step_stride, panel, steps, columns, accumulate, sums, lines,
+                                         fetch);
   }
 }
 

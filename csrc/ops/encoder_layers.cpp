@@ -1,6 +1,7 @@
 #include "encoder_layers.h"
 
 #include "attention.h"
+#include "attention_relative.h"
 #include "layer_spec.h"
 #include "tensors.h"
 #include "workspace.h"
@@ -13,7 +14,8 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
                          const std::vector<int64_t>& ints, const std::vector<double>& floats,
                          const std::optional<double>& final_eps, const std::vector<Array>& rotary,
                          const std::vector<int64_t>& rotary_layouts, const OptionalArray& window_positions,
-                         const std::vector<int64_t>& versions) {
+                         const OptionalArray& relative_rows, const OptionalArray& relative_positions,
+                         const std::vector<Array>& relative, const std::vector<int64_t>& versions) {
   const std::vector<LayerSpec> specs = layer_specs(ints, floats);
   check(x.dim() == 2 && !layers.empty(), "x has shape ", x.sizes(), ", there are ", layers.size(), " layers");
   for (const int64_t i : layers) check(i >= 0 && i < static_cast<int64_t>(specs.size()), "there are no numbers ", i);
@@ -36,6 +38,12 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
     check(final_eps.has_value() ? left == 1 || left == 2 : left == 0, "there are ", left, " tensors of norms too many");
     return final_eps.has_value() ? reader.norm_ahead(last.rms, left == 1 ? 1 : 3, *final_eps) : NormOperand();
   };
+  size_t next_term = 0;
+  const auto term = [&](const LayerSpec& spec, int64_t bit) -> Array {
+    if ((spec.relative >> bit & 1) == 0) return {};
+    check(next_term < relative.size(), "there are ", relative.size(), " relative terms, too few for the layers");
+    return relative[next_term++];
+  };
   LayerOperands layer;
   Array hidden = contiguous(x);  // what the next residual is
   bool is_normed = false;        // whether the layer before left in `normed` what the next one begins with
@@ -54,7 +62,14 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
       parallel_for(0, tokens, 16, add_norm_rows(hidden, none, none, layer.attention_norm, normed, none));
     }
     linear_rows(spec.begins_with_norm() ? normed : hidden, layer.projections(spec), heads.flat, dtype, nullptr);
-    attention_rows(heads.q, heads.k, heads.v, cu_seqlens, attention, context);
+    if (spec.relative == 0) {
+      attention_rows(heads.q, heads.k, heads.v, cu_seqlens, attention, context);
+    } else {
+      check(relative_rows.defined(), "a layer has relative terms, and the call has no relative_rows");
+      const Array key = term(spec, 0), query = term(spec, 1), bias = term(spec, 2);
+      const RelativeForm terms{relative_rows, key, query, bias, relative_positions};
+      attention_relative_rows(heads.q, heads.k, heads.v, cu_seqlens, attention, terms, context);
+    }
 
     // What ends a half, residual and norm, runs over rows as the product before it finishes them.
     const size_t output = spec.attention_output(), down = spec.down();
@@ -80,6 +95,7 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
     }
     hidden = out;  // nothing reads a layer's input once its last product runs
   }
+  check(next_term == relative.size(), "there are ", relative.size(), " relative terms, too many for the layers");
   return out;
 }
 

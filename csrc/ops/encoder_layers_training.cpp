@@ -126,6 +126,7 @@ Stack stack_of(const std::vector<int64_t>& layers, const std::vector<int64_t>& i
     check(i >= 0 && i < static_cast<int64_t>(specs.size()), "there are no numbers ", i);
     const LayerSpec& spec = specs[static_cast<size_t>(i)];
     check(spec.scales == 0, "int8 weights have no gradients");
+    check(spec.relative == 0, "relative terms are op by op in training");
     stack.specs.push_back(spec);
     stack.first_weight.push_back(weights);
     weights += spec.num_leaves();

@@ -1,4 +1,4 @@
-// Written by `python -m fastbert.layer_spec`, whose LayerNumbers says what these are.
+// Written by fastbert.ops.layer_numbers.write, whose LayerNumbers says what these are.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 namespace fastbert {
 
 struct LayerNumbers {
-  static constexpr size_t kInts = 14, kFloats = 7;
+  static constexpr size_t kInts = 15, kFloats = 7;
 
   int64_t num_heads;
   int64_t num_kv_heads;
@@ -23,6 +23,7 @@ struct LayerNumbers {
   int64_t biases;
   int64_t scales;
   int64_t norms;
+  int64_t relative;
   double softmax_scale;
   double attention_norm_eps;
   double feed_forward_norm_eps;
@@ -47,6 +48,7 @@ struct LayerNumbers {
     made.biases = ints[11];
     made.scales = ints[12];
     made.norms = ints[13];
+    made.relative = ints[14];
     made.softmax_scale = floats[0];
     made.attention_norm_eps = floats[1];
     made.feed_forward_norm_eps = floats[2];

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from fastbert.config import EncoderConfig
-from fastbert.layer_spec import AttentionSpec
+from fastbert.families import disentangled
+from fastbert.layer_spec import AttentionSpec, Disentangled
 from fastbert.layers.leaves import get_leaf
 
 _ANYTHING = object()  # what no forward reads in this family
@@ -27,6 +28,14 @@ def _window(form: AttentionSpec) -> int | None:
 def _mask_token(config: EncoderConfig) -> Any:
     dropout = config.embeddings.token_dropout
     return _ANYTHING if dropout is None else dropout.mask_token_id
+
+
+def _of_field(name: str) -> Callable[[EncoderConfig, AttentionSpec], Any]:
+    return lambda config, form: getattr(config, name)
+
+
+def _rows(form: AttentionSpec) -> int:
+    return 2 * form.position.span if isinstance(form.position, Disentangled) else 0
 
 
 def _of_activation(name: str) -> Callable[[EncoderConfig, AttentionSpec], Any]:
@@ -51,13 +60,21 @@ _TABLE: dict[str, Callable[[EncoderConfig, AttentionSpec], Any]] = {
     **dict.fromkeys(
         ("is_causal", "is_decoder", "is_cross_attention", "add_cross_attention"), lambda config, form: False
     ),
-    "rotary_value": lambda config, form: form.position is not None and form.position.rotates_values,
+    "rotary_value": lambda config, form: form.rotary is not None and form.rotary.rotates_values,
     "position_embedding_type": lambda config, form: "rotary" if config.embeddings.position is None else "absolute",
-    "padding_idx": lambda config, form: config.pad_token_id if config.family.positions_from_ids else _ANYTHING,
+    "padding_idx": lambda config, form: config.padding_idx if config.family.positions_from_ids else _ANYTHING,
     "token_dropout": lambda config, form: config.embeddings.token_dropout is not None,
     "mask_token_id": lambda config, form: _mask_token(config),
     "use_task_id": lambda config, form: config.embeddings.task_type is not None,
     "max_norm": lambda config, form: None,  # of a table that is read, and not called
+    # Of DeBERTa's modules
+    "relative_attention": lambda config, form: config.relative_attention,
+    "pos_att_type": lambda config, form: disentangled.terms(config),
+    "max_relative_positions": lambda config, form: disentangled.span_of(config),
+    "pos_ebd_size": lambda config, form: _rows(form) // 2,
+    "norm_rel_ebd": lambda config, form: [kind.strip() for kind in config.norm_rel_ebd.lower().split("|")],
+    "z_steps": lambda config, form: 0,
+    **{name: _of_field(name) for name in ("position_buckets", "share_att_key", "conv_act", "position_biased_input")},
     "act": _of_activation("act"),
     "approximate": _of_activation("approximate"),
 }

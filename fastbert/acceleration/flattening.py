@@ -58,8 +58,8 @@ class _Flatten:
         config = forward.config_now()
         self.model, self.first_position = model, 0
         if config.family.positions_from_ids:
-            assert config.pad_token_id is not None
-            self.first_position = config.pad_token_id + 1
+            assert config.padding_idx is not None
+            self.first_position = config.padding_idx + 1
         self.has_positions = "position_ids" in argument_names(type(forward.module))
         if model[0].model_forward_params is not None:  # else its forward takes any name
             model[0].model_forward_params |= {*_OFFSETS, "position_ids"}

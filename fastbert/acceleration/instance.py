@@ -113,7 +113,8 @@ def take_away(module: nn.Module) -> None:
         )
     for name in (FORWARD, PLACED, "extra_repr"):
         module.__dict__.pop(name, None)
-    forget_all(module)
+    for each in module.modules():
+        forget_all(each)
 
 
 def _home(function: Any) -> str:

@@ -112,7 +112,9 @@ def dropout_roles(config: EncoderConfig) -> dict[str, str | None]:
     made: dict[str, str | None] = {}
     if hf_class.embedding_dropout is not None:
         made[hf_class.embedding_dropout] = "embeddings" if hf_class.drops_embeddings else None
-    for i, _ in enumerate(dict.fromkeys(config.layer_specs)):
+    for i, spec in enumerate(dict.fromkeys(config.layer_specs)):
+        if spec.after is not None:
+            made[f"{spec.after.path}.dropout"] = "after"
         made |= {f"{key_of_spec(i)}.{path}": role for path, role in hf_class.dropouts.items()}
     return made
 
@@ -123,7 +125,8 @@ def missing_leaf(root: nn.Module, config: EncoderConfig) -> str | None:
     paths = [*(getattr(names, role) for role in names.order), family.final_norm]
     for layer, spec in dict(zip(config.layer_paths, config.layer_specs, strict=True)).items():
         norms = spec.names.norms if spec.has_attention_norm else spec.names.norms[1:]
-        paths += [f"{layer}.{path}" for path in (*spec.names.linears, *norms)]
+        paths += [f"{layer}.{path}" for path in (*spec.names.linears, *spec.names.relatives, *norms)]
+        paths += spec.shared_leaves
     return next((path for path in paths if path is not None and get_leaf(root, path) is None), None)
 
 
@@ -149,7 +152,9 @@ def make_plan(module: Any, label: str, heads: list[str], spans_over_real_tokens:
     family = FAMILIES[model_type]
     try:
         config = EncoderConfig.from_dict(module.config.to_dict())
-        if family.positions_from_ids:  # transformers counts from what the embeddings were built with
+        if (
+            family.positions_from_ids and family.padding_idx is None
+        ):  # transformers counts from what the embeddings were built with
             config = config.replace(pad_token_id=module.embeddings.padding_idx)
         reads = {_read_by(head, family, config, spans_over_real_tokens) for head in heads} or {"first"}
         plan = PackedPlan(

@@ -38,9 +38,13 @@ def fields_without_type(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_peer(checkpoint: Path, dtype: torch.dtype, attention: str) -> Any:
-    """transformers' encoder of a folder, without a pooler, in eval mode; `attention` is "eager" or "sdpa"."""
-    from transformers import AutoModel
+    """transformers' encoder of a folder, without a pooler, in eval mode; `attention` is "eager", or "sdpa" where
+    transformers has that of the model.
+    """
+    from transformers import AutoConfig, AutoModel
 
+    kind: Any = AutoModel._model_mapping[type(AutoConfig.from_pretrained(checkpoint))]
+    attention = attention if kind._supports_sdpa else "eager"
     model = AutoModel.from_pretrained(checkpoint, dtype=dtype, attn_implementation=attention).eval()
     if getattr(model, "pooler", None) is not None:
         model.pooler = None

@@ -10,6 +10,7 @@ from fastbert.bench.contestants import is_ours
 from fastbert.bench.jobs import fields_without_type
 from fastbert.bench.timing import Timing
 from fastbert.config import EncoderConfig
+from fastbert.config.operations import Operations, operations
 from fastbert.files import writing
 from fastbert.testing.cases import MODELS, Workload
 
@@ -27,27 +28,11 @@ LEGEND = (
 )
 
 
-def operations(model: str, workload: Workload) -> int:
-    """Useful operations of one batch's real tokens: 2 for every weight, and in attention 4 for every element of a head
-    and key that a query sees, which in local layers are those of its window.
-    """
+def operations_of(model: str, workload: Workload) -> Operations:
+    """Those of one batch's real tokens."""
     fields = MODELS[model]
     config = EncoderConfig.of_family(fields.get("model_type", "bert"), **fields_without_type(fields))
-    total = 0
-    for spec in config.layer_specs:
-        attention, feed_forward = spec.attention, spec.feed_forward
-        heads = attention.head_dim * (2 * attention.num_heads + 2 * attention.num_kv_heads)  # of q, k, v and the output
-        inner = feed_forward.intermediate_size * (3 if feed_forward.gated else 2)
-        weights = config.hidden_size * (heads + inner)
-        width = 4 * attention.num_heads * attention.head_dim
-        total += sum(2 * weights * n + width * seen_keys(n, attention.window_size) for n in workload.lengths)
-    return total
-
-
-def seen_keys(length: int, window_size: tuple[int, int]) -> int:
-    """How many pairs of a query and a key that it sees a sequence has."""
-    left, right = (length if side < 0 else min(side, length) for side in window_size)
-    return sum(min(length - 1, i + right) - max(0, i - left) + 1 for i in range(length))
+    return operations(config, workload.lengths)
 
 
 def ceiling_of(rounds: list[list[float]]) -> float | None:
@@ -59,7 +44,7 @@ def result_of(model: str, workload: Workload, ceiling: float | None, answers: li
     """One contestant's result from what its processes answered: one start each, and one timing a round."""
     timing = Timing.of([answer["seconds"] for answer in answers if "seconds" in answer])
     starts = [answer for answer in answers if "cosine" in answer]
-    gflops = operations(model, workload) / timing.median / 1e9
+    gflops = operations_of(model, workload).executed / timing.median / 1e9
     return {
         "tokens_per_second": sum(workload.lengths) / timing.median,
         "gflops": gflops,

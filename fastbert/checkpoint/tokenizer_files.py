@@ -1,17 +1,25 @@
-"""The files of a tokenizer, which stay beside a model that is loaded from one folder and saved into another."""
+"""The files of a tokenizer: which there are, what their settings say, and how they come into another folder."""
 
 from __future__ import annotations
 
+import reprlib
 import shutil
 from pathlib import Path
+from typing import Any
 
-from fastbert.files import writing
+from fastbert.errors import CheckpointError
+from fastbert.families import FAMILIES
+from fastbert.families.schema import NewVocabulary
+from fastbert.files import read_json, writing
 
+SETTINGS = "tokenizer_config.json"
 # By the names that transformers' tokenizers write.
 NAMES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.txt",
+    "tokenizer.json", SETTINGS, "special_tokens_map.json", "added_tokens.json", "vocab.txt",
     "vocab.json", "merges.txt", "sentencepiece.bpe.model", "spiece.model", "spm.model", "tokenizer.model",
 )  # fmt: skip
+# BertNormalizer's options and BERT's own choice; None follows do_lower_case.
+BERT_FLAGS = {"tokenize_chinese_chars": True, "strip_accents": None, "do_lower_case": True}
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -25,3 +33,50 @@ def copy_tokenizer(source: Path | None, target: Path) -> None:
     for path in files_of(source):
         with writing(target / path.name) as new:
             shutil.copyfile(path, new)  # follows the links of the hub's cache
+
+
+def tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json; empty where there is none. Raises CheckpointError."""
+    return optional_json(folder / SETTINGS)
+
+
+def optional_json(path: Path) -> dict[str, Any]:
+    """Empty where there is no such file. Raises CheckpointError."""
+    return read_json(path, CheckpointError) if path.is_file() else {}
+
+
+def form_of(folder: Path, default: NewVocabulary | None = None) -> NewVocabulary:
+    """What the tokens of a folder's family are; `default`, or BERT's, where its files name no family of ours.
+
+    The class of the tokenizer counts before that of the model, as in transformers: there are models of DeBERTa's
+    architecture with a BertTokenizer. Raises CheckpointError.
+    """
+    config = optional_json(folder / "config.json")
+    named = tokenizer_settings(folder).get("tokenizer_class") or config.get("tokenizer_class")
+    model_type = config.get("model_type")
+    if isinstance(named, str):
+        of_class = (t for t, family in FAMILIES.items() if named.removesuffix("Fast") == f"{family.classes}Tokenizer")
+        model_type = next(of_class, model_type)
+    if isinstance(model_type, str) and model_type in FAMILIES:
+        return FAMILIES[model_type].vocabulary
+    return NewVocabulary() if default is None else default
+
+
+def flag(where: Path, settings: dict[str, Any], name: str, default: bool | None) -> Any:
+    """An entry of settings in the file `where` that is true or false, or null where that is the default, too.
+
+    Raises CheckpointError.
+    """
+    value = settings.get(name, default)
+    if type(value) is not bool and (value is not None or default is not None):
+        raise CheckpointError(f"{where}: {name} is {reprlib.repr(value)}; it must be true or false")
+    return value
+
+
+def token_text(where: Path, settings: dict[str, Any], role: str) -> str | None:
+    """A token of settings in the file `where` is its text, or an object that holds it. Raises CheckpointError."""
+    entry = settings.get(role)
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    if not isinstance(text, str) and entry is not None:
+        raise CheckpointError(f"{where}: {role} is {reprlib.repr(entry)}; it must be a text")
+    return text

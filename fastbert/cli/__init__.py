@@ -17,8 +17,13 @@ def main(arguments: list[str] | None = None) -> int:
         from fastbert.cli.run import run
 
         return run(arguments)
-    except KeyboardInterrupt as error:
-        was_terminated = isinstance(error, stopping.Terminated)
+    except BaseException as error:
+        # A signal that met C++ which was calling Python comes out as that call's error: what ends a command once a
+        # signal has come is the signal.
+        stopped_by = type(error) if isinstance(error, KeyboardInterrupt) else next(iter(stopping.received), None)
+        if stopped_by is None or isinstance(error, SystemExit):
+            raise
+        was_terminated = issubclass(stopped_by, stopping.Terminated)
         stopping.say("terminated" if was_terminated else "interrupted")
         return stopping.TERMINATED if was_terminated else stopping.INTERRUPTED
     finally:

@@ -12,7 +12,7 @@ from fastbert.cli.parser import UsageError, add_command, positive
 from fastbert.cli.stopping import raise_if_stopped, say
 
 ROUNDS = 9
-OTHERS = ("bert-large", "minilm", "modernbert-base", "nomic-base", "tiny")
+OTHERS = ("bert-large", "deberta-v3-base", "minilm", "modernbert-base", "mpnet-base", "nomic-base", "tiny")
 
 
 def add(commands: Any) -> None:

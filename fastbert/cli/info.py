@@ -11,8 +11,6 @@ from fastbert.cli.parser import A_MODEL, add_command
 from fastbert.cli.stopping import raise_if_stopped
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from fastbert.config import EncoderConfig
     from fastbert.models.base import EncoderModel
 
@@ -39,6 +37,7 @@ def info_lines(name: str) -> list[str]:
     from torch import nn
 
     from fastbert.checkpoint.unfilled import unfilled
+    from fastbert.config.operations import operations, weights_of_layer
     from fastbert.models.auto import base_class
     from fastbert.sentences.text_model import position_limit
 
@@ -46,7 +45,7 @@ def info_lines(name: str) -> list[str]:
     config = _read_config(name)
     with unfilled():
         model = base_class(config.model_type)(config)
-    total, encoder = model.num_parameters(), matmul_parameters(model)
+    total = model.num_parameters()
     embeddings = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
     limit = position_limit(model)
     lengths = [*(n for n in LENGTHS if n < limit), limit]
@@ -61,11 +60,15 @@ def info_lines(name: str) -> list[str]:
         ("saved in", _format(config)),
     ]
     lines = [f"{name}", *(f"  {label:<15}{value}" for label, value in rows), ""]
-    lines += [f"Operations per token, forward: 2 P + 4 S H L; P = {encoder:,} weights in layers, S tokens long"]
+    weights = sum(weights_of_layer(spec, config.hidden_size) for spec in config.layer_specs)
+    lines += [f"Operations per token, forward: each token meets {weights:,} weights in layers; of a text of S tokens"]
     for length in lengths:
-        attention = 4 * length * config.hidden_size * config.num_hidden_layers
-        share = attention / (2 * encoder + attention)
-        lines.append(f"  S = {length:<9}{(2 * encoder + attention) / 1e6:10,.1f} M   attention {share:.0%}")
+        count = operations(config, [length])
+        share = count.attention / count.executed if count.executed else 0.0
+        per_token = [n / length / 1e6 for n in (count.executed, count.transformers)]
+        lines.append(
+            f"  S = {length:<9}{per_token[0]:10,.1f} M   attention {share:.0%}   transformers {per_token[1]:,.1f} M"
+        )
     lines += ["", f"Memory{'float32':>21}{'bfloat16':>12}{'int8':>12}"]
     # What is alive at the widest point of a layer with the torch backend, the hungriest: measured for MiniLM-L6 on the
     # CPU, 416 MB where this says 403.
@@ -98,7 +101,12 @@ def _format(config: EncoderConfig) -> str:
 
 def int8_bytes(model: EncoderModel) -> int:
     """Of the model that `fastbert quantize` would make: a byte a weight of the layers' products, the rest bfloat16."""
-    leaves = {id(leaf): leaf for leaf in linears_of_layers(model)}.values()
+    from torch import nn
+
+    from fastbert.layers.leaves import get_leaf
+    from fastbert.models.tree import linear_paths
+
+    leaves = [leaf for path in linear_paths(model.config) if isinstance(leaf := get_leaf(model, path), nn.Linear)]
     weights = sum(leaf.weight.numel() for leaf in leaves)
     scales = sum(4 * leaf.out_features for leaf in leaves)
     return 2 * (model.num_parameters() - weights) + weights + scales
@@ -117,18 +125,3 @@ def _read_config(name: str) -> EncoderConfig:
 def _sharing(config: EncoderConfig) -> str:
     shared = config.num_unique_layers
     return f", sharing the weights of {shared}" if shared != config.num_hidden_layers else ""
-
-
-def matmul_parameters(model: EncoderModel) -> int:
-    """Weights of the matrix products that a token passes in the layers; a shared layer counts each time it runs."""
-    return sum(leaf.weight.numel() for leaf in linears_of_layers(model))
-
-
-def linears_of_layers(model: EncoderModel) -> list[nn.Linear]:
-    """The matrix products that a token passes in the layers; those of a shared layer each time it runs."""
-    from torch import nn
-
-    from fastbert.layers.leaves import get_leaf
-
-    layers = (get_leaf(model, path) for path in model.config.layer_paths)
-    return [m for layer in layers for m in layer.modules() if isinstance(m, nn.Linear)]

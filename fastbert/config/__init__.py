@@ -207,6 +207,11 @@ class EncoderConfig(ConfigAccess):
         return () if self.distances is None else self.distances.rotaries
 
     @property
+    def padding_idx(self) -> int | None:
+        """The id that is padding to the word table and where positions are counted from the ids."""
+        return self.pad_token_id if self.family.padding_idx is None else self.family.padding_idx
+
+    @property
     def scopes(self) -> Scopes:
         return self.__dict__["_derived"].scopes
 

@@ -1,4 +1,4 @@
-"""Loads a folder's tokenizer with Hugging Face's `tokenizers`, from tokenizer.json or from a WordPiece vocab.txt."""
+"""Loads a folder's tokenizer with Hugging Face's `tokenizers`, from tokenizer.json or from a family's bare files."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ import reprlib
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, normalizers
 
-from fastbert.checkpoint.pretrained import CheckpointError
-from fastbert.files import read_json
+from fastbert.checkpoint.tokenizer_files import (
+    BERT_FLAGS,
+    SETTINGS,
+    files_of,
+    flag,
+    form_of,
+    token_text,
+    tokenizer_settings,
+)
+from fastbert.errors import CheckpointError
+from fastbert.families.schema import NewVocabulary
 
-SETTINGS = "tokenizer_config.json"
 NO_LIMIT = 2**31 - 1  # tokens of a text
 
-# BertNormalizer's options and BERT's own choice; None follows do_lower_case.
-_FLAGS = {"tokenize_chinese_chars": True, "strip_accents": None, "do_lower_case": True}
-_ATTRIBUTES = dict(zip(_FLAGS, ("handle_chinese_chars", "strip_accents", "lowercase"), strict=True))
+_ATTRIBUTES = dict(zip(BERT_FLAGS, ("handle_chinese_chars", "strip_accents", "lowercase"), strict=True))
 _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # of transformers: they take a tokenizer.json as it is
-
-_SPECIAL_TOKENS = {
-    "unk_token": "[UNK]",
-    "cls_token": "[CLS]",
-    "sep_token": "[SEP]",
-    "pad_token": "[PAD]",
-    "mask_token": "[MASK]",
-}
+_BERT = NewVocabulary(bare=("vocab.txt",))  # as which a vocab.txt is read whose family says nothing of bare files
 
 
-def load_tokenizer(folder: Path, *, lowercase: bool = False) -> Tokenizer:
+def load_tokenizer(folder: Path, *, lowercase: bool = False, form: NewVocabulary | None = None) -> Tokenizer:
     """The tokenizer of a model's folder; `lowercase` makes one that keeps case lower it.
 
-    Raises CheckpointError: no tokenizer that can be read, or a damaged one.
+    form: of the model's family, where the folder does not say what that is. Raises CheckpointError: no tokenizer that
+    can be read, or a damaged one.
     """
-    tokenizer = _read(folder, lowercase)
+    tokenizer = _read(folder, lowercase, form)
     tokenizer.no_truncation()
     return tokenizer
 
@@ -52,18 +52,29 @@ def load_cutting_tokenizer(folder: Path, *, lowercase: bool = False, side: str |
     return tokenizer
 
 
-def _read(folder: Path, lowercase: bool) -> Tokenizer:
+def _read(folder: Path, lowercase: bool, form: NewVocabulary | None = None) -> Tokenizer:
     if (folder / "tokenizer.json").is_file():
         tokenizer = _from_json(folder / "tokenizer.json", lowercase)
-    elif (folder / "vocab.txt").is_file():
-        tokenizer = _from_vocab(folder, lowercase)
     else:
-        raise CheckpointError(
-            f"{folder} has neither tokenizer.json nor vocab.txt; with transformers installed,"
-            " AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes a tokenizer.json"
-        )
+        from fastbert.data.bare_tokenizer import read_bare  # here: few folders need it, and to import it takes time
+
+        form = form_of(folder, form)
+        form = form if form.bare else _BERT
+        if not all((folder / name).is_file() for name in form.bare):
+            raise CheckpointError(_nothing_to_read(folder, form))
+        tokenizer = read_bare(folder, form, lowercase)
     tokenizer.no_padding()
     return tokenizer
+
+
+def _nothing_to_read(folder: Path, form: NewVocabulary) -> str:
+    if (folder / "bpe_encoder.bin").is_file():
+        reason = f": bpe_encoder.bin is a pickle, which is never loaded; {' and '.join(form.bare)} hold the same"
+    else:
+        found = ", ".join(path.name for path in files_of(folder))
+        reason = "; with transformers installed, AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes a"
+        reason = f"{f' (but {found})' if found else ''}{reason} tokenizer.json"
+    return f"{folder} has neither tokenizer.json nor {' and '.join(form.bare)}{reason}"
 
 
 def _from_json(path: Path, lowercase: bool) -> Tokenizer:
@@ -85,7 +96,9 @@ def _follow(tokenizer: Tokenizer, folder: Path) -> None:
     if not isinstance(normalizer, normalizers.BertNormalizer) or settings.get("tokenizer_class") in _GENERIC:
         return
     for name, attribute in _ATTRIBUTES.items():
-        if name in settings and getattr(normalizer, attribute) != _flag(folder, settings, name):
+        if name in settings and getattr(normalizer, attribute) != flag(
+            folder / SETTINGS, settings, name, BERT_FLAGS[name]
+        ):
             setattr(normalizer, attribute, settings[name])
             tokenizer.normalizer = normalizer
 
@@ -99,58 +112,10 @@ def _lowers(normalizer: dict[str, Any] | None) -> bool:
     return normalizer["type"] == "Lowercase" or bool(normalizer.get("lowercase"))
 
 
-def _from_vocab(folder: Path, lowercase: bool) -> Tokenizer:
-    """BERT's own: clean, split, WordPiece, [CLS] text [SEP] (Devlin et al. 2018, section 3)."""
-    path, settings = folder / "vocab.txt", tokenizer_settings(folder)
-    try:
-        vocab = {token: i for i, token in enumerate(path.read_text(encoding="utf-8").removesuffix("\n").split("\n"))}
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} is not UTF-8: {error}") from None
-    names = {role: _token_text(folder, settings, role) or default for role, default in _SPECIAL_TOKENS.items()}
-    flags: dict[str, Any] = {name: _flag(folder, settings, name) for name in _FLAGS}
-    for role in ("unk_token", "cls_token", "sep_token"):
-        if names[role] not in vocab:
-            raise CheckpointError(f"{path} has no {names[role]}, the {role}")
-    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=names["unk_token"]))
-    tokenizer.normalizer = normalizers.BertNormalizer(
-        handle_chinese_chars=flags["tokenize_chinese_chars"],
-        strip_accents=flags["strip_accents"],
-        lowercase=lowercase or flags["do_lower_case"],
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    tokenizer.add_special_tokens([name for name in names.values() if name in vocab])
-    ends = ((names[role], vocab[names[role]]) for role in ("sep_token", "cls_token"))
-    tokenizer.post_processor = processors.BertProcessing(*ends)
-    return tokenizer
-
-
-def _flag(folder: Path, settings: dict[str, Any], name: str) -> bool | None:
-    """An option of BERT's normalizer. Raises CheckpointError."""
-    flag = settings.get(name, _FLAGS[name])
-    if type(flag) is not bool and (flag is not None or _FLAGS[name] is not None):
-        raise CheckpointError(f"{folder / SETTINGS}: {name} is {reprlib.repr(flag)}; it must be true or false")
-    return flag
-
-
-def tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json; empty where there is none."""
-    path = folder / SETTINGS
-    return read_json(path, CheckpointError) if path.is_file() else {}
-
-
 def mask_token(folder: Path, tokenizer: Tokenizer) -> str | None:
     """The text of the tokenizer's mask token; None if it has none. Raises CheckpointError."""
-    for name in (_token_text(folder, tokenizer_settings(folder), "mask_token"), "[MASK]", "<mask>"):
+    named = token_text(folder / SETTINGS, tokenizer_settings(folder), "mask_token")
+    for name in (named, form_of(folder).special.get("mask"), "[MASK]", "<mask>"):
         if name is not None and tokenizer.token_to_id(name) is not None:
             return name
     return None
-
-
-def _token_text(folder: Path, settings: dict[str, Any], role: str) -> str | None:
-    """A token of tokenizer_config.json is its text, or an object that holds it. Raises CheckpointError."""
-    entry = settings.get(role)
-    text = entry.get("content") if isinstance(entry, dict) else entry
-    if not isinstance(text, str) and entry is not None:
-        raise CheckpointError(f"{folder / SETTINGS}: {role} is {reprlib.repr(entry)}; it must be a text")
-    return text

@@ -18,14 +18,15 @@ from tokenizers import (
     models,
     normalizers,
     pre_tokenizers,
-    processors,
     trainers,
 )
 
-from fastbert.checkpoint.tokenizer_files import copy_tokenizer, files_of
+from fastbert.checkpoint.tokenizer_files import SETTINGS, copy_tokenizer, files_of, form_of, tokenizer_settings
+from fastbert.data.bare_tokenizer import put_around
 from fastbert.data.sources import Source, check_columns, check_texts, import_datasets, load_source
-from fastbert.data.tokenization import SETTINGS, load_tokenizer, tokenizer_settings
+from fastbert.data.tokenization import load_tokenizer
 from fastbert.errors import ConfigError, InputError
+from fastbert.families.schema import NewVocabulary
 from fastbert.files import write_text
 
 KINDS = ("wordpiece", "bpe", "unigram")
@@ -36,11 +37,15 @@ _SPECIAL = {"pad": ("[PAD]", "<pad>"), "cls": ("[CLS]", "<s>"), "sep": ("[SEP]",
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer, and the files that it is saved as. folder: where these are; None: they are written anew."""
+    """A tokenizer, and the files that it is saved as. folder: where these are; None: they are written anew.
+
+    form: of the model's family, where the folder does not say what that is.
+    """
 
     tokenizer: Tokenizer
     folder: Path | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)  # tokenizer_config.json of a new one
+    form: NewVocabulary | None = None
 
     @property
     def size(self) -> int:
@@ -52,7 +57,9 @@ class Vocabulary:
         known = self.settings if self.folder is None else tokenizer_settings(self.folder)
         entry = known.get(f"{role}_token")
         named = entry.get("content") if isinstance(entry, dict) else entry
-        ids = (self.tokenizer.token_to_id(text) for text in (named, *_SPECIAL.get(role, ())) if isinstance(text, str))
+        usual = None if self.folder is None else form_of(self.folder, self.form).special.get(role)
+        texts = (text for text in (named, usual, *_SPECIAL.get(role, ())) if isinstance(text, str))
+        ids = map(self.tokenizer.token_to_id, texts)
         return next((i for i in ids if i is not None), None)
 
     def save(self, folder: Path) -> None:
@@ -66,9 +73,9 @@ class Vocabulary:
             write_text(folder / name, text)
 
 
-def read_vocabulary(folder: Path) -> Vocabulary:
-    """Of a folder, as it is. Raises CheckpointError."""
-    return Vocabulary(load_tokenizer(folder), folder)
+def read_vocabulary(folder: Path, form: NewVocabulary | None = None) -> Vocabulary:
+    """Of a folder, as it is; `form`: see `load_tokenizer`. Raises CheckpointError."""
+    return Vocabulary(load_tokenizer(folder, form=form), folder, form=form)
 
 
 def has_vocabulary(folder: Path) -> bool:
@@ -134,7 +141,7 @@ def train_vocabulary(source: Source, design: Design, *, column: str = "text") ->
         assert tokenizer.token_to_id(text) is not None
     if len(tokenizer.get_vocab()) <= len(design.special) + (256 if design.kind == "bpe" else 0):
         raise InputError("the corpus has no words to make a vocabulary of")
-    tokenizer.post_processor = _around(tokenizer, design)
+    put_around(tokenizer, design.special["cls"], design.special["sep"], design.separators)
     kept.parent.mkdir(parents=True, exist_ok=True)
     write_text(kept, tokenizer.to_str())
     return Vocabulary(tokenizer, None, design.settings)
@@ -182,15 +189,3 @@ def _trainer(design: Design) -> Any:
     if design.kind == "bpe":
         return trainers.BpeTrainer(initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), **options)
     return trainers.UnigramTrainer(unk_token=design.special["unk"], **options)
-
-
-def _around(tokenizer: Tokenizer, design: Design) -> Any:
-    """[CLS] A [SEP] B [SEP], or <s> A </s></s> B </s>."""
-    cls, sep = design.special["cls"], design.special["sep"]
-    second = int(design.separators == 1)
-    between = " ".join([sep] * design.separators)
-    return processors.TemplateProcessing(
-        single=f"{cls} $A {sep}",
-        pair=f"{cls} $A {between} $B:{second} {sep}:{second}",
-        special_tokens=[(text, tokenizer.token_to_id(text)) for text in (cls, sep)],
-    )

@@ -32,7 +32,7 @@ def _layer_types(config: Any) -> list[str]:
     """One name a layer; where the config has none, every third layer from the first on is global."""
     types, every, count = config.layer_types, config.global_attn_every_n_layers, config.num_hidden_layers
     if types is None:
-        return ["sliding_attention" if i % every else "full_attention" for i in range(count)]
+        return ["sliding_attention" if i % every else "full_attention" for i in range(max(count, 1))]
     if not isinstance(types, (list, tuple)) or len(types) < count or not all(kind in list(_THETAS) for kind in types):
         raise Invalid("layer_types", types, f"a list of {count} or more of {', '.join(_THETAS)}")
     return list(types)

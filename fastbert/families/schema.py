@@ -11,9 +11,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from fastbert.families.fields import ActivationName, Choice, Count, Field, Flag, Number, Share, Structure
+from fastbert.families.vocabulary import ALBERT_TOKENS, ROBERTA_TOKENS, NewVocabulary
 from fastbert.layer_spec import LINEARS, AttentionSpec, Distances, FeedForwardSpec, LayerNames, LayerSpec, NormSpec
 
-__all__ = ["ActivationName", "Choice", "Count", "Flag", "Number", "Share", "Structure"]  # which family files take here
+# Which family files take here.
+__all__ = [
+    "ALBERT_TOKENS", "ROBERTA_TOKENS", "ActivationName", "Choice", "Count", "Flag", "NewVocabulary", "Number", "Share",
+    "Structure",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,8 @@ class TokenDropout(NamedTuple):
 class Embeddings:
     """Where the embedding leaves are, below the base model; None where the family has no such leaf.
 
-    project: embedding_size -> hidden_size, where they differ, or always. skips_given: inputs_embeds are the result, and
+    project: embedding_size -> hidden_size, where they differ, or always; projects_first: before the norm, which is then
+    as wide as the layers, and without a bias. skips_given: inputs_embeds are the result, and
     nothing is added to them. dropout: of the sum. `order` is the order in which transformers registers the leaves.
     """
 
@@ -56,6 +62,7 @@ class Embeddings:
     norm: str | None = "embeddings.LayerNorm"
     project: str | None = None
     always_projects: bool = False
+    projects_first: bool = False
     pads_positions: bool = False  # whether the position table has a padding row, which takes no gradient
     token_dropout: TokenDropout | None = None
     skips_given: bool = False
@@ -67,13 +74,14 @@ class Embeddings:
 class MaskedLM:
     """[dense -> activation -> norm ->] decoder, whose weight is the word table where the config ties them.
 
-    bias: the decoder bias's second name, None where it has one; where the decoder has no bias, one that stands alone.
-    width: what `dense` makes.
+    decoder: None: the word table itself. bias: the decoder bias's second name, None where it has one; where the decoder
+    has no bias, one that stands alone. width: what `dense` makes. instead: a Flag of the config, and the head of models
+    where it is false.
     """
 
     dense: str | None = "cls.predictions.transform.dense"
     norm: str | None = "cls.predictions.transform.LayerNorm"
-    decoder: str = "cls.predictions.decoder"
+    decoder: str | None = "cls.predictions.decoder"
     bias: str | None = "cls.predictions.bias"
     activation: str | FromConfig = FromConfig("hidden_act")
     width: int | FromConfig = FromConfig("embedding_width")
@@ -82,6 +90,11 @@ class MaskedLM:
     sparse: bool | FromConfig = False  # logits of labelled tokens only, where there are labels
     may_tie: bool = True
     order: tuple[str, ...] = ("dense", "norm", "decoder")  # in which transformers registers them
+    instead: tuple[str, MaskedLM] | None = None
+
+    def of(self, config: Any) -> MaskedLM:
+        """The head of a model with this config."""
+        return self if self.instead is None or getattr(config, self.instead[0]) else self.instead[1]
 
 
 Pooling = Literal["pooler", "first", "last", "mean", "late", "tokens"]
@@ -93,7 +106,9 @@ class ClassifierHead:
 
     pooling: what it runs over: the pooler's output, each sequence's first token, its last, the mean of its tokens, or
     its tokens; "late" is the mean of what comes out for the tokens. The last token is a real one, where transformers
-    reads the last column, padding or not. poolings: other names that a config has for these.
+    reads the last column, padding or not. poolings: other names that a config has for these. drops_first: there is a
+    dropout before `dense`, too, of `first_dropout`; None: of the same. soft_labels: where the config has no
+    problem_type, labels (batch, num_labels) are shares of classes, and classes below 0 are left out.
     """
 
     out: str = "classifier"
@@ -106,6 +121,8 @@ class ClassifierHead:
     out_bias: bool = True
     dropout: float | FromConfig = FromConfig("head_dropout")
     drops_first: bool = False
+    first_dropout: float | FromConfig | None = None
+    soft_labels: bool = False
 
     def pooling_of(self, config: Any) -> str:
         name = value_of(self.pooling, config)
@@ -191,26 +208,6 @@ class Split(NamedTuple):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The vocabulary
-
-
-class NewVocabulary(NamedTuple):
-    """What the vocabulary of a new model is like, where none is given. As many tokens as the family's default has.
-
-    special: role -> text, in the order of their ids. separators: between the sequences of a pair; where there are two,
-    as in RoBERTa, all tokens have type 0.
-    """
-
-    kind: Literal["wordpiece", "bpe", "unigram"] = "wordpiece"
-    special: Mapping[str, str] = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
-    separators: int = 1
-
-
-ROBERTA_TOKENS: Mapping[str, str] = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
-ALBERT_TOKENS: Mapping[str, str] = {"pad": "<pad>", "unk": "<unk>", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
-
-
-# --------------------------------------------------------------------------------------------------------------------
 # The family
 
 
@@ -277,7 +274,7 @@ class Derived(NamedTuple):
         """EncoderConfig.with_dropouts."""
         specs = list(self.layer_specs)
         for i, (path, spec) in enumerate(zip(self.layer_paths, specs, strict=True)):
-            now = {role: found.get((path, role), p) for role, p in spec.dropouts.items()}
+            now = {role: found.get(("" if role == "after" else path, role), p) for role, p in spec.dropouts.items()}
             specs[i] = spec if now == spec.dropouts else spec.with_dropouts(now)
         p = value_of(self.embeddings.dropout, config)
         now_p = found.get(("", "embeddings"), p)
@@ -300,6 +297,7 @@ class Family:
     hf_names: Mapping[str, str] = field(default_factory=dict)  # our names of fields -> theirs
     aliases: tuple[str, ...] = ()  # of these, our names that config.json may use, too: transformers' attribute_map
     fields: Mapping[str, Field] = field(default_factory=dict)  # that only this family, or few, have
+    ignores_types: bool = False  # a model without token types takes token_type_ids, which its tokenizer makes
     fixed: tuple[str, ...] = ()  # fields that its config.json does not have: only the default is possible
     only_values: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: ONLY_VALUES)
     upgrade_config: Callable[[dict[str, Any]], dict[str, Any]] | None = (
@@ -321,6 +319,7 @@ class Family:
     has_pooler: bool = True  # whether a base model has it where nobody asked
     final_norm: str | None = None
     positions_from_ids: bool = False  # RoBERTa: cumsum(ids != pad) + pad
+    padding_idx: int | None = None  # the pad of that rule and of the word table, whatever pad_token_id says
     unused: Callable[[Any], Mapping[str, tuple[int, int]]] | None = None  # Linears that no forward runs: (in, out)
 
     # The files
@@ -385,8 +384,10 @@ class Family:
         """Worked out once for a config: a model looks at it in every call."""
         embeddings, paths, specs = self.embedding_spec(config), self.layer_paths(config), self.layer_specs(config)
         kinds = dict.fromkeys(spec.attention for spec in specs)
-        rotaries = dict.fromkeys(kind.position for kind in kinds if kind.position is not None)
-        distances = Distances(tuple(rotaries), any(kind.window_size != (-1, -1) for kind in kinds))
+        rotaries = dict.fromkeys(kind.rotary for kind in kinds if kind.rotary is not None)
+        relatives = dict.fromkeys(kind.relative for kind in kinds if kind.relative is not None)
+        has_windows = any(kind.window_size != (-1, -1) for kind in kinds)
+        distances = Distances(tuple(rotaries), has_windows, tuple(relatives))
         layers = self.path_of_layer(config, 0).partition(".0")[0]
         encoder = layers.partition(".")[0] if "." in layers else None
         inside = "" if encoder is None else f"{encoder}."

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from fastbert import ops
-from fastbert.layer_spec import Distances, RotarySpec
+from fastbert.layer_spec import Disentangled, Distances, RelativeBias, RotarySpec
+from fastbert.layers.relative import RelativeTable, relative_table
 from fastbert.layers.rotary import rotary_tables
 
 if TYPE_CHECKING:
@@ -22,12 +23,14 @@ class LayerContext:
     """batch: where the sequences are.
 
     window_positions: int32 (total_tokens,), by which windows measure distances; None: a token's place in its sequence.
-    rotary: the tables of each kind of rotary embedding that the layers have.
+    rotary: the tables of each kind of rotary embedding that the layers have; relative: those of each kind of relative
+    attention.
     """
 
     batch: PackedBatch
     window_positions: torch.Tensor | None = None
     rotary: Mapping[RotarySpec, ops.Rotary] = field(default_factory=dict)
+    relative: Mapping[RelativeBias | Disentangled, RelativeTable] = field(default_factory=dict)
 
 
 def make_context(
@@ -42,8 +45,10 @@ def make_context(
     """
     if distances is None:
         return LayerContext(batch)
-    rotaries, has_windows = distances
+    rotaries, has_windows, relatives = distances
     device = batch.cu_seqlens.device
     tables = {each: rotary_tables(root, each, rotary_positions, batch.max_seqlen, device) for each in rotaries}
-    has_columns = has_windows and window_positions is not None
-    return LayerContext(batch, window_positions.int() if has_columns else None, tables)  # type: ignore[union-attr]
+    columns = None if window_positions is None else window_positions.int()
+    longest = batch.max_seqlen if columns is None or batch.seqlen is None else batch.seqlen
+    terms = {each: relative_table(root, each, max(1, longest), columns, device) for each in relatives}
+    return LayerContext(batch, columns if has_windows else None, tables, terms)

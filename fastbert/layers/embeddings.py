@@ -10,7 +10,7 @@ from torch import nn
 from fastbert import ops
 from fastbert.families.schema import Embeddings, TokenDropout
 from fastbert.layers.encoder import add_norm
-from fastbert.layers.leaves import get_leaf, is_plain, norm_kind, norm_weights
+from fastbert.layers.leaves import get_leaf, is_plain, linear, norm_kind, norm_weights
 from fastbert.ops._common import needs_grad
 from fastbert.ops.packing import token_sequences
 
@@ -28,7 +28,7 @@ class EmbeddingIds(NamedTuple):
 def run_embeddings(
     root: nn.Module, names: Embeddings, ids: EmbeddingIds, dropout_p: float, cu_seqlens: torch.Tensor
 ) -> torch.Tensor:
-    """The packed embedding output (total_tokens, embedding_size), over the leaves of `root`, ours or Hugging Face's."""
+    """The packed embedding output (total_tokens, its width), over the leaves of `root`, ours or Hugging Face's."""
     embeds = ids.inputs_embeds
     if embeds is not None and names.skips_given:
         return embeds
@@ -39,6 +39,13 @@ def run_embeddings(
         if path is not None:
             _check_counts(get_leaf(root, path), path)
     norm = None if names.norm is None else get_leaf(root, names.norm)
+    projection = get_leaf(root, names.project) if names.project is not None and names.projects_first else None
+
+    def ended(x):
+        x = x if projection is None else linear(projection, x)
+        x = x if norm is None else add_norm(norm, x, None, None, 0.0)
+        return ops.dropout(x, dropout_p)
+
     if embeds is None and names.token_dropout is not None:
         embeds = _without_masked(word(ids.input_ids), ids.input_ids, names.token_dropout, cu_seqlens)
     if names.task_type is not None:  # the op has no such table: it gets the sum in the place of words
@@ -46,7 +53,7 @@ def run_embeddings(
         tasks = ids.task_type_ids
         tasks = embeds.new_zeros(embeds.shape[0], dtype=torch.int64) if tasks is None else tasks
         embeds = embeds + get_leaf(root, names.task_type)(tasks)
-    kind = "none" if norm is None else norm_kind(norm)
+    kind = "none" if norm is None or projection is not None else norm_kind(norm)
     if (
         _is_lookup(word)
         and (position is None or (_is_lookup(position) and not position.sparse))
@@ -54,8 +61,8 @@ def run_embeddings(
         and not (word.sparse and torch.compiler.is_compiling())  # torch's compilers know nothing of such gradients
         and kind in ("none", "layer")
     ):
-        weight, bias, eps = (None, None, 0.0) if norm is None else norm_weights(norm)
-        return ops.embed_layer_norm(
+        weight, bias, eps = (None, None, 0.0) if norm is None or kind == "none" else norm_weights(norm)
+        x = ops.embed_layer_norm(
             ids.input_ids if embeds is None else None,
             ids.position_ids,
             ids.token_type_ids,
@@ -67,10 +74,11 @@ def run_embeddings(
             inputs_embeds=embeds,
             padding_idx=word.padding_idx,
             position_padding_idx=None if position is None else position.padding_idx,
-            dropout_p=dropout_p,
+            dropout_p=0.0 if projection is not None else dropout_p,
             eps=eps,
             sparse=word.sparse,
         )
+        return x if projection is None else ended(x)
     # A leaf is hooked, or LoRA's, or the op does not have the sum: each is called, as every leaf is.
     x = word(ids.input_ids) if embeds is None else embeds
     if token_type is not None:
@@ -78,8 +86,7 @@ def run_embeddings(
         x = x + token_type(x.new_zeros(x.shape[0], dtype=torch.int64) if types is None else types)
     if position is not None:
         x = x + position(ids.position_ids)
-    x = x if norm is None else add_norm(norm, x, None, None, 0.0)
-    return ops.dropout(x, dropout_p)
+    return ended(x)
 
 
 def _check_counts(leaf: nn.Module, path: str) -> None:

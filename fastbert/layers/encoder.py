@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fastbert import ops
-from fastbert.layer_spec import LayerSpec, NormSpec
+from fastbert.layer_spec import RELATIVES, LayerSpec
 from fastbert.layers.context import LayerContext
 from fastbert.layers.fused import try_fused_layer
 from fastbert.layers.leaves import (
@@ -17,6 +18,7 @@ from fastbert.layers.leaves import (
     is_linear,
     linear,
     linears,
+    make_norm,
     norm_kind,
     norm_weights,
     parent_of,
@@ -25,6 +27,7 @@ from fastbert.layers.leaves import (
     weights_of,
     within,
 )
+from fastbert.layers.relative import relative_of
 
 
 def add_norm(norm: nn.Module, x, bias, residual, dropout_p: float, prenorm: bool = False):
@@ -53,28 +56,49 @@ def run_attention(layer: nn.Module, spec: LayerSpec, x, context: LayerContext, w
     Also its probabilities (batch, heads, max_seqlen, max_seqlen), or None.
     """
     form, batch = spec.attention, context.batch
-    leaves = [get_leaf(layer, path) for path in spec.names.qkv]
-    heads = (form.num_heads, form.num_kv_heads, form.num_kv_heads)
-    products = linears(leaves, x)
-    if len(products) == 1:
-        products = list(products[0].split([count * form.head_dim for count in heads], dim=-1))
-    q, k, v = (t.unflatten(-1, (count, form.head_dim)) for t, count in zip(products, heads, strict=True))
-    rotary = None if form.position is None else context.rotary[form.position]
-    if rotary is not None and form.position is not None:
-        if form.position.rotates_values:
+    q, k, v = _queries_keys_values(layer, spec, x)
+    rotary = None if form.rotary is None else context.rotary[form.rotary]
+    if rotary is not None and form.rotary is not None:
+        if form.rotary.rotates_values:
             (v,) = ops.rotate((v,), rotary, batch.cu_seqlens, batch.cache)
-        if form.position.dim < form.head_dim:  # attention turns whole heads
+        if form.rotary.dim < form.head_dim:  # attention turns whole heads
             (q, k), rotary = ops.rotate((q, k), rotary, batch.cu_seqlens, batch.cache), None
+    relative = None if form.relative is None else relative_of(layer, spec, context.relative[form.relative], q.dtype)
     options: dict[str, Any] = {
         "softmax_scale": form.softmax_scale,
         "window_size": form.window_size,
         "window_positions": context.window_positions,
         "rotary": rotary,
+        "relative": relative,
     }
     probs = ops.attention_probs(q, k, batch.cu_seqlens, batch.max_seqlen, **options) if wants_probs else None
     dropout_p = form.dropout if layer.training else 0.0
     out = ops.attention(q, k, v, batch.cu_seqlens, batch.max_seqlen, dropout_p=dropout_p, cache=batch.cache, **options)
     return out.flatten(1), probs
+
+
+def _queries_keys_values(layer: nn.Module, spec: LayerSpec, x) -> list[torch.Tensor]:
+    """(total_tokens, its heads, head_dim) each."""
+    form, names = spec.attention, spec.names
+    heads = (form.num_heads, form.num_kv_heads, form.num_kv_heads)
+    products = linears([get_leaf(layer, path) for path in names.qkv], x)
+    if names.per_head:
+        return _with_biases(layer, spec, list(products[0].unflatten(-1, (form.num_heads, 3, form.head_dim)).unbind(2)))
+    if len(products) == 1:
+        products = list(products[0].split([count * form.head_dim for count in heads], dim=-1))
+    made = [t.unflatten(-1, (count, form.head_dim)) for t, count in zip(products, heads, strict=True)]
+    return _with_biases(layer, spec, made)
+
+
+def _with_biases(layer: nn.Module, spec: LayerSpec, made: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of query and value that are parameters by themselves."""
+    for i, path in ((0, spec.names.query_bias), (2, spec.names.value_bias)):
+        if path is not None:
+            parent, _, name = path.rpartition(".")
+            bias = get_leaf(layer, parent)._parameters[name]
+            assert bias is not None
+            made[i] = made[i] + bias.view(made[i].shape[1:]).to(made[i].dtype)
+    return made
 
 
 def run_feed_forward(layer: nn.Module, spec: LayerSpec, x):
@@ -112,113 +136,156 @@ def run_activations(layer: nn.Module, spec: LayerSpec, x):
     return ops.dropout(inner, form.dropout) if layer.training else inner
 
 
+class Sum(NamedTuple):
+    """dropout(x + bias) + residual, which the norm that comes next may take along."""
+
+    x: torch.Tensor
+    bias: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    dropout_p: float = 0.0
+
+    def added(self) -> torch.Tensor:
+        return add(*self)
+
+
+class Half(NamedTuple):
+    """Attention or feed-forward: `compute`, and then the Linear at `last`; `both` is the two in one, with the bias that
+    is still to be added. first: a leaf of what is computed first, by which its container is known.
+    """
+
+    first: str
+    last: str
+    norm: str
+    has_norm: bool
+    dropout_p: float
+    compute: Callable[[torch.Tensor], torch.Tensor]
+    both: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+class HalfScopes(NamedTuple):
+    """The containers of a half, None where there is none to call: of what it computes first, of its last Linear, of
+    both, and of all that and the norm.
+    """
+
+    first: str | None = None
+    last: str | None = None
+    around: str | None = None
+    outer: str | None = None
+
+    @classmethod
+    def of(cls, half: Half) -> HalfScopes:
+        first, last = parent_of(half.first), parent_of(half.last)
+        around = last if first == last else parent_of(first or "")
+        first, last = (None if path == around else path for path in (first, last))
+        return cls(first, last, around, parent_of(around or ""))
+
+
+_LAYER = ""  # the scope that is the layer itself
+
+
+def run_half(layer: nn.Module, spec: LayerSpec, half: Half, given: Sum, scopes: HalfScopes) -> Sum:
+    """One half of a layer. A container with hooks is called with what it stands for in transformers: of what is
+    computed first x -> its result, of the last Linear (that result, x) -> the half's end, of both x -> that end. A norm
+    and the residual take part where the norm's path says so.
+    """
+
+    def holding(*paths: str | None) -> str:
+        return next((path for path in paths if path is not None and half.norm.startswith(f"{path}.")), _LAYER)
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return add_norm(get_leaf(layer, half.norm), x, None, None, 0.0)
+
+    def enter(path: str | None, run: Callable[..., Sum], *args: torch.Tensor) -> Sum:
+        if path is None or not is_called(layer, path):
+            return run(*args)
+        return Sum(within(layer, path, lambda *args: run(*args).added(), *args))
+
+    if spec.norm_first:
+        begins_at = holding(scopes.first, scopes.around)
+        ends_at = scopes.last or (scopes.around if begins_at == scopes.around and scopes.around else _LAYER)
+    else:
+        begins_at, ends_at = _LAYER, holding(scopes.last, scopes.around, scopes.outer)
+
+    def ended(made: Sum, residual: torch.Tensor, at: str | None) -> Sum:
+        """With what ends the half, if that is in the scope `at`."""
+        if ends_at != at:
+            return made
+        if spec.norm_first:
+            return made._replace(residual=residual)
+        return Sum(add_norm(get_leaf(layer, half.norm), made.x, made.bias, residual, made.dropout_p))
+
+    def first(x: torch.Tensor) -> Sum:
+        return Sum(half.compute(norm(x) if begins_at == scopes.first else x))
+
+    def last(made: torch.Tensor, residual: torch.Tensor) -> Sum:
+        return ended(Sum(*projection(get_leaf(layer, half.last), made), None, half.dropout_p), residual, scopes.last)
+
+    def around(given: torch.Tensor) -> Sum:
+        residual = x if spec.norm_first and begins_at == _LAYER else given
+        inner = norm(given) if begins_at == scopes.around else given
+        if scopes == HalfScopes():
+            return Sum(*half.both(inner), None, half.dropout_p)
+        made = enter(scopes.last, last, enter(scopes.first, first, inner).added(), residual)
+        return ended(made, residual, scopes.around)
+
+    def outer(given: torch.Tensor) -> Sum:
+        return ended(enter(scopes.around, around, given), x if spec.norm_first else given, scopes.outer)
+
+    if not (spec.norm_first and half.has_norm and begins_at == _LAYER):
+        normed = x = given.added()
+    elif given.residual is None:
+        x = given.added()
+        normed = norm(x)
+    else:  # the end of the half before, and this one's norm
+        normed, x = add_norm(get_leaf(layer, half.norm), *given, prenorm=True)
+    return ended(enter(scopes.outer, outer, normed), x, _LAYER)
+
+
 def run_layer(
-    layer: nn.Module, spec: LayerSpec, x, context: LayerContext, wants_probs: bool = False
+    layer: nn.Module,
+    spec: LayerSpec,
+    x,
+    context: LayerContext,
+    wants_probs: bool = False,
+    calls_containers: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """One layer over the leaves of `layer`, ours or Hugging Face's: x (total_tokens, hidden_size) -> the same shape.
 
-    Also the attention probabilities, where they are wanted.
+    Also the attention probabilities, where they are wanted. calls_containers: a container of `layer` has hooks.
     """
-    if not wants_probs:
+    if not wants_probs and not calls_containers:
         fused = try_fused_layer(layer, spec, x)
         if not isinstance(fused, str):
             return fused(context), None
-    names = spec.names
-    output_dropout = spec.attention_output_dropout if layer.training else 0.0
-    feed_forward_dropout = spec.feed_forward_dropout if layer.training else 0.0
-    feed_forward_norm = get_leaf(layer, names.feed_forward_norm)
-    normed = x
-    if spec.norm_first and spec.has_attention_norm:
-        normed = add_norm(get_leaf(layer, names.attention_norm), x, None, None, 0.0)
-    heads, probs = run_attention(layer, spec, normed, context, wants_probs)
-    out, bias = projection(get_leaf(layer, names.attention_output), heads)
-    if spec.norm_first:
-        normed, x = add_norm(feed_forward_norm, out, bias, x, output_dropout, prenorm=True)
-        out, bias = run_feed_forward(layer, spec, normed)
-        return add(out, bias, x, feed_forward_dropout), probs
-    x = add_norm(get_leaf(layer, names.attention_norm), out, bias, x, output_dropout)
-    out, bias = run_feed_forward(layer, spec, x)
-    return add_norm(feed_forward_norm, out, bias, x, feed_forward_dropout), probs
-
-
-def run_containers(
-    layer: nn.Module, spec: LayerSpec, x, context: LayerContext, wants_probs: bool = False
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`run_layer`, with every container of `layer` that has hooks called with what it stands for in transformers.
-
-    Of attention that is x -> the end of its half, of what is inside of it x -> heads and (heads, x) -> that end; of the
-    feed-forward x -> activations and (activations, x) -> its end. A norm takes part where its path says so.
-    """
     names, probs = spec.names, None
-    output_dropout = spec.attention_output_dropout if layer.training else 0.0
-    feed_forward_dropout = spec.feed_forward_dropout if layer.training else 0.0
-
-    def norm(path: str, x, residual=None, dropout_p: float = 0.0):
-        return add_norm(get_leaf(layer, path), x, None, residual, dropout_p)
-
-    def half_end(leaf: str, norm_path: str, scope: str | None, dropout_p: float, adds: bool):
-        """What ends a half: its last Linear, and the residual and the norm as far as they are inside of `scope`."""
-        is_inside = spec.norm_first or scope is None or norm_path.startswith(f"{scope}.")
-
-        def run(x, residual):
-            out = linear(get_leaf(layer, leaf), x)
-            if spec.norm_first:
-                return add(out, None, residual if adds else None, dropout_p)
-            return norm(norm_path, out, residual, dropout_p) if is_inside else out
-
-        return run, is_inside
-
-    # Attention. A container around all of it is that of its output's container, or of its leaves. That of a pre-norm
-    # half has the norm and the residual either both inside of it (Megatron-BERT) or neither (ModernBERT).
-    own, last = parent_of(names.query), parent_of(names.attention_output)
-    around = last if own == last else parent_of(own or "")
-    own, last = (None if path == around else path for path in (own, last))
-    adds = around is None or names.attention_norm.startswith(f"{around}.")
-    end, is_inside = half_end(names.attention_output, names.attention_norm, around, output_dropout, adds)
 
     def heads(x):
         nonlocal probs
         out, probs = run_attention(layer, spec, x, context, wants_probs)
         return out
 
-    def before(x):
-        return norm(names.attention_norm, x) if spec.norm_first and spec.has_attention_norm else x
-
-    def attention(x, residual):
-        return within(layer, last, end, within(layer, own, heads, x), residual)
-
-    if spec.norm_first and not adds:
-        x = x + within(layer, around, lambda normed: attention(normed, None), before(x))
-    else:
-        out = within(layer, around, lambda x: attention(before(x), x), x)
-        x = out if is_inside else norm(names.attention_norm, out, x, output_dropout)
-
-    # The feed-forward, whose two halves have a container each, or one around both, or none.
-    up, down = parent_of(names.up), parent_of(names.down)
-    around = up if up == down else None
-    up, down = (None if path == around else path for path in (up, down))
-    end, is_inside = half_end(names.down, names.feed_forward_norm, around or down, feed_forward_dropout, around is None)
-    norms_inside = up is not None and names.feed_forward_norm.startswith(f"{up}.")  # RoBERTa-PreLayerNorm
-
-    def activations(x):
-        return run_activations(layer, spec, norm(names.feed_forward_norm, x) if norms_inside else x)
-
-    def feed_forward(x, residual):
-        return within(layer, down, end, within(layer, up, activations, x), residual)
-
-    normed = norm(names.feed_forward_norm, x) if spec.norm_first and not norms_inside else x
-    if around is None:
-        out = feed_forward(normed, x)
-    else:
-        out = within(layer, around, lambda normed: feed_forward(normed, x), normed)
-        out = x + out if spec.norm_first else out
-    return out if is_inside else norm(names.feed_forward_norm, out, x, feed_forward_dropout), probs
-
-
-def make_norm(spec: NormSpec, width: int) -> nn.Module:
-    if spec.kind == "rms":
-        return nn.RMSNorm(width, eps=spec.eps)
-    return nn.LayerNorm(width, eps=spec.eps, bias=spec.bias)
+    attention = Half(
+        names.query,
+        names.attention_output,
+        names.attention_norm,
+        spec.has_attention_norm,
+        spec.attention_output_dropout if layer.training else 0.0,
+        heads,
+        lambda x: projection(get_leaf(layer, names.attention_output), heads(x)),
+    )
+    feed_forward = Half(
+        names.up,
+        names.down,
+        names.feed_forward_norm,
+        True,
+        spec.feed_forward_dropout if layer.training else 0.0,
+        lambda x: run_activations(layer, spec, x),
+        lambda x: run_feed_forward(layer, spec, x),
+    )
+    made = Sum(x)
+    for half in (attention, feed_forward):
+        made = run_half(layer, spec, half, made, HalfScopes.of(half) if calls_containers else HalfScopes())
+    return made.added(), probs
 
 
 class EncoderLayer(nn.Module):
@@ -239,16 +306,22 @@ class EncoderLayer(nn.Module):
                 continue
             if role in ("attention_norm", "feed_forward_norm"):
                 place(self, path, make_norm(spec.norm, hidden_size))
+            elif role in RELATIVES:
+                if path in names.relatives:
+                    place(self, path, nn.Linear(hidden_size, queries, bias=role in spec.biases))
             else:
                 served = [other for other in rows if getattr(names, other) == path]
                 has_bias = role in spec.biases
                 leaf = nn.Linear(columns.get(role, hidden_size), sum(rows[other] for other in served), bias=has_bias)
                 place(self, path, leaf)
+        for path, width in ((names.query_bias, queries), (names.value_bias, keys)):
+            if path is not None:
+                parent, _, name = path.rpartition(".")
+                get_leaf(self, parent).register_parameter(name, nn.Parameter(torch.zeros(width)))
 
     def forward(self, hidden_states: torch.Tensor, context: LayerContext, wants_probs: bool = False):
         """The layer's result; where they are wanted, (result, attention probabilities)."""
         # A list, not any(...): each of them must be asked whether it is still a container.
         has_hooks = any([is_called(self, path) for path in self.spec.names.containers])
-        run = run_containers if has_hooks else run_layer
-        out, probs = run(self, self.spec, hidden_states, context, wants_probs)
+        out, probs = run_layer(self, self.spec, hidden_states, context, wants_probs, has_hooks)
         return (out, probs) if wants_probs else out

@@ -176,13 +176,22 @@ class TreeCache:
 
 def forget_all(root: nn.Module) -> None:
     """All answers that a root keeps."""
-    for name in [name for name, value in root.__dict__.items() if isinstance(value, _Answer)]:
+    for name in [name for name, value in root.__dict__.items() if isinstance(value, Kept)]:
         del root.__dict__[name]
 
 
-class _Answer:
-    """What a copy of the root (deepcopy, pickle, torch.save) has of it is empty: it goes by the root's own tensors."""
+class Kept:
+    """What a module keeps in its own dict. What a copy of the module (deepcopy, pickle, torch.save) has of it is empty:
+    it goes by the module's own tensors.
+    """
 
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple:
+        return type(self), ()
+
+
+class _Answer(Kept):
     __slots__ = ("answer", "fingerprint", "question")
 
     def __init__(self, question: Any = None, fingerprint: ModuleFingerprint | None = None, answer: Any = None):
@@ -197,6 +206,3 @@ class _Answer:
             and self.question == question
             and fingerprint.is_current()
         )
-
-    def __reduce__(self) -> tuple:
-        return type(self), ()

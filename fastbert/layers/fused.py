@@ -26,6 +26,7 @@ from fastbert.layers.leaves import (
     norm_weights,
     weights_of,
 )
+from fastbert.layers.relative import relative_of
 
 if TYPE_CHECKING:
     from fastbert.layers.context import LayerContext
@@ -97,7 +98,15 @@ def _try_fused_layers(
                 _tree_cache.put(root, question, fingerprint, operands)
         return operands
 
-    return _with_context(ops.try_fused(op, x, look))
+    fused_call = ops.try_fused(op, x, look)
+    if isinstance(fused_call, str) or not any([spec.relative_bits for spec in specs]):
+        return _with_context(fused_call)
+
+    def run(context: LayerContext) -> torch.Tensor:
+        given = (context.batch.cu_seqlens, tuple(context.rotary.values()), context.window_positions)
+        return fused_call(*given, _relatives(root, paths, specs, context, x.dtype))
+
+    return run
 
 
 def _with_context(fused_call: Callable[..., torch.Tensor] | str, position: RotarySpec | None = None) -> Fused | str:
@@ -112,6 +121,18 @@ def _with_context(fused_call: Callable[..., torch.Tensor] | str, position: Rotar
     return run
 
 
+def _relatives(
+    root: nn.Module, paths: Sequence[str], specs: Sequence[LayerSpec], context: LayerContext, dtype: torch.dtype
+) -> list[ops.Relative]:
+    """Those of the layers that have such terms: what projects the table is called, or what it gave has been kept."""
+    made = []
+    for path, spec in zip(paths, specs, strict=True):
+        form = spec.attention.relative
+        found = None if form is None else relative_of(get_leaf(root, path), spec, context.relative[form], dtype)
+        made += [] if found is None else [found]
+    return made
+
+
 def _operands(
     root: nn.Module,
     paths: Sequence[str],
@@ -124,10 +145,12 @@ def _operands(
     layers = [get_leaf(root, path) for path in paths]
     if not layers:
         return "there are no layers"
+    if any([spec.after is not None for spec in specs]):
+        return "a convolution stands behind a layer"
     if not trains and any([layer.training for layer in layers]):
         return "a layer is in training mode"
     # The tables come in this order: LayerContext.rotary has it, too.
-    rotaries = list(dict.fromkeys(spec.attention.position for spec in specs if spec.attention.position is not None))
+    rotaries = list(dict.fromkeys(spec.attention.rotary for spec in specs if spec.attention.rotary is not None))
     found: list[ops.LayerWeights] = []
     for at, layer, spec in zip(paths, layers, specs, strict=True):
         if layer_type is not None:
@@ -200,7 +223,7 @@ def _fingerprint(
 
 def try_fused_layer(layer: nn.Module, spec: LayerSpec, x: torch.Tensor) -> Fused | str:
     """One layer over x as an op with a backward, or why its ops run one by one. Whoever asks has called its hooks."""
-    position = spec.attention.position
+    position = spec.attention.rotary
 
     def look() -> ops.LayerOperands | str:
         found = _leaves(layer, spec)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from fastbert import ops
+from fastbert.layer_spec import NormSpec
 from fastbert.layers.quantized import QuantizedLinear
 from fastbert.layers.sharded import call_sharded, is_sharded
 
@@ -116,6 +117,12 @@ def is_linear(module: nn.Module) -> bool:
     return is_plain(module, nn.Linear) or is_plain(module, QuantizedLinear)
 
 
+def make_norm(spec: NormSpec, width: int) -> nn.Module:
+    if spec.kind == "rms":
+        return nn.RMSNorm(width, eps=spec.eps)
+    return nn.LayerNorm(width, eps=spec.eps, bias=spec.bias)
+
+
 def norm_kind(module: nn.Module) -> str | None:
     """ "layer" or "rms" where a norm's weight, bias and eps describe all that calling it does, else None.
 
@@ -123,15 +130,19 @@ def norm_kind(module: nn.Module) -> str | None:
     """
     if is_plain(module, nn.LayerNorm):
         return None if module.weight is None else "layer"
-    if not is_plain(module, nn.RMSNorm) and not _is_hf_rms_norm(module):
+    if is_hf_class(module, "DebertaLayerNorm"):  # DeBERTa's, of its first version
+        return "layer"
+    if not is_plain(module, nn.RMSNorm) and not is_hf_class(module, "RMSNorm"):
         return None
     return None if module._parameters["weight"] is None else "rms"
 
 
-def _is_hf_rms_norm(module: nn.Module) -> bool:
-    """transformers has a class of it for every family that computes just this (all are LlamaRMSNorm's text)."""
+def is_hf_class(module: nn.Module, ending: str) -> bool:
+    """Whether it is a plain norm of transformers, which has classes of its own that compute just what `ending` says:
+    one of RMSNorm for every family (all are LlamaRMSNorm's text), and DebertaLayerNorm.
+    """
     kind = type(module)
-    is_hf = kind.__name__.endswith("RMSNorm") and kind.__module__.startswith("transformers.models.")
+    is_hf = kind.__name__.endswith(ending) and kind.__module__.startswith("transformers.models.")
     return is_hf and is_plain(module, kind)
 
 

@@ -54,6 +54,11 @@ class QuantizedLinear(nn.Module):
         buffers = self._buffers
         return buffers["weight"], buffers["bias"], buffers["weight_scale"], buffers["input_scale"]  # type: ignore
 
+    def in_floating_point(self, x: torch.Tensor) -> torch.Tensor:
+        """x (rows, in_features) times the weights that the integers stand for, x itself not rounded to int8."""
+        weight, bias, scale, _ = self.operands()
+        return torch.nn.functional.linear(x, (weight * scale[:, None]).to(x.dtype), bias)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias, scale, input_scale = self.operands()
         flat = x.reshape(-1, self.in_features)

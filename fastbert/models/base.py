@@ -12,8 +12,10 @@ from fastbert import ops
 from fastbert.config import EncoderConfig
 from fastbert.errors import ConfigError, InputError
 from fastbert.families.schema import Family
-from fastbert.layers.encoder import EncoderLayer, make_norm
-from fastbert.layers.leaves import get_leaf, has_hooks, is_plain, parent_of, place, within
+from fastbert.layers.convolution import place_convolution
+from fastbert.layers.encoder import EncoderLayer
+from fastbert.layers.leaves import get_leaf, has_hooks, is_plain, make_norm, parent_of, place, within
+from fastbert.layers.relative import place_relative, relative_shapes
 from fastbert.layers.rotary import RotaryFrequencies, RotaryTable, place_rotary
 from fastbert.layers.sharded import is_sharded
 from fastbert.models.encode import first_tokens, run_encoder, run_pooler, unpacked_extras
@@ -86,6 +88,8 @@ class PreTrainedModel(ModelAccess):
         for rotary in config.rotaries:
             if rotary.table is not None:
                 shapes[rotary.table] = (config.max_position_embeddings, rotary.dim)
+        attention = self.family.layer_spec(config, 0).attention
+        shapes |= relative_shapes(attention, config.hidden_size)
         shapes |= {path: (out, given) for path, (given, out) in self.family.unused_linears(config).items()}
         prefix = "" if self.base_model is self else f"{self.family.prefix}."
         return {f"{prefix}{path}.weight": shape for path, shape in shapes.items()}
@@ -122,7 +126,7 @@ class PreTrainedModel(ModelAccess):
         std = self.config.initializer_range
         if isinstance(module, (RotaryTable, RotaryFrequencies)):
             module.fill()
-        elif isinstance(module, nn.Linear):
+        elif isinstance(module, (nn.Linear, nn.Conv1d)):
             module.weight.normal_(0.0, std)
             if module.bias is not None:
                 module.bias.zero_()
@@ -164,15 +168,15 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         super().__init__(config)
         config, family = self.config, self.family
         names, norm = config.embeddings, family.norm_spec(config)
-        padding_idx, width = config.pad_token_id, config.embedding_width
+        padding_idx, width = config.padding_idx, config.embedding_width
         position_padding = padding_idx if names.pads_positions else None
         make = {
             "word": lambda: nn.Embedding(config.vocab_size, width, padding_idx=padding_idx),
             "position": lambda: nn.Embedding(config.max_position_embeddings, width, padding_idx=position_padding),
             "token_type": lambda: nn.Embedding(config.type_vocab_size, width),
             "task_type": lambda: nn.Embedding(config.task_type_vocab_size, width),
-            "norm": lambda: make_norm(norm, width),
-            "project": lambda: nn.Linear(width, config.hidden_size),
+            "norm": lambda: make_norm(norm, config.hidden_size if names.projects_first else width),
+            "project": lambda: nn.Linear(width, config.hidden_size, bias=not names.projects_first),
         }
         for role in names.order:
             path = getattr(names, role)
@@ -189,6 +193,10 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             path = family.path_of_layer(config, i)
             spec = layers[path] if path in layers else family.layer_spec(config, i)
             place(self, path, EncoderLayer(spec, config.hidden_size))
+        first = family.layer_spec(config, 0)
+        place_relative(self, first.attention, norm, config.hidden_size)
+        if first.after is not None:
+            place_convolution(self, first.after, norm, config.hidden_size)
         if family.final_norm is not None:
             place(self, family.final_norm, make_norm(norm, config.hidden_size))
         if not family.pooler_first:

@@ -13,8 +13,8 @@ from fastbert import ops
 from fastbert.config import ACTIVATIONS, EncoderConfig
 from fastbert.errors import InputError
 from fastbert.families.schema import ClassifierHead, ReplacedTokens, value_of
-from fastbert.layers.encoder import add_norm, make_norm
-from fastbert.layers.leaves import get_leaf, linear, parent_of, place, within
+from fastbert.layers.encoder import add_norm
+from fastbert.layers.leaves import get_leaf, linear, make_norm, parent_of, place, within
 from fastbert.models.encode import first_tokens
 from fastbert.models.heads import Encoded, HeadModel, class_labels, token_labels
 from fastbert.packed_inputs import PackedInputs
@@ -75,11 +75,12 @@ class ClassifierModel(HeadModel):
     def classified(self, x: torch.Tensor) -> torch.Tensor:
         """(n, hidden_size) -> (n, num_outputs), containers with hooks included."""
         head, p = self.head_form, value_of(self.head_form.dropout, self.config)
+        first_p = p if head.first_dropout is None else value_of(head.first_dropout, self.config)
         around = parent_of(head.out)  # holds dense, too, where there is one
 
         def dense(x):
             if head.drops_first:
-                x = self.drop(x, p)
+                x = self.drop(x, first_p)
             if head.dense is not None:
                 x = linear(get_leaf(self, head.dense), x)
                 name = value_of(head.activation, self.config)
@@ -118,21 +119,39 @@ def check_numbers(labels: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 class ForSequenceClassification(ClassifierModel):
     """Classes, several labels at once, or regression, of whole sequences (`problem_type`, or inferred)."""
 
+    def has_soft_labels(self) -> bool:
+        """Whether labels mean what `ClassifierHead.soft_labels` says."""
+        return self.head_form.soft_labels and self.config.problem_type is None
+
     def check_given(self, given, batch):
         if not given:
             return {}
         labels, classes = given["labels"], self.classes_at(self.label_leaf)
+        if self.has_soft_labels() and self.config.num_labels > 1:
+            return {"labels": self.check_soft(labels, batch, classes)}
         if problem_type(self.config, labels) == "single_label_classification":
             return {"labels": class_labels(labels, batch.batch_size, batch, classes)}
         return {"labels": labels if classes is None else check_numbers(labels, (batch.batch_size, classes))}
 
+    def check_soft(self, labels: torch.Tensor, batch: PackedBatch, classes: int | None) -> torch.Tensor:
+        """Classes (batch,), of which those below 0 do not count and are -100 now; or shares (batch, classes)."""
+        if labels.dim() == 1 or labels.shape[-1] == 1:
+            return class_labels(torch.where(labels < 0, -100, labels), batch.batch_size, batch, classes)
+        return labels if classes is None else check_numbers(labels, (batch.batch_size, classes))
+
     def compute(self, encoded, given):
         logits = self.scores(encoded)
+        if given and self.has_soft_labels() and self.config.num_labels == 1:  # with labels, as in transformers
+            logits = logits.reshape(-1)
         return {"loss": self.loss(logits, given["labels"], encoded.batch) if given else None, "logits": logits}
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         """Regression, single- or multi-label loss of (batch, num_labels) logits."""
-        kind = problem_type(self.config, labels)
+        has_soft_labels = self.has_soft_labels() and self.config.num_labels > 1
+        if has_soft_labels and labels.dim() > 1:
+            shares = check_numbers(labels, tuple(logits.shape))
+            return -(ops.at_least_fp32(logits).log_softmax(-1) * shares).sum(-1).mean()
+        kind = _PROBLEMS[1] if has_soft_labels else problem_type(self.config, labels)
         if kind == "single_label_classification":
             return self.class_loss(self.label_leaf, logits, labels, batch)
         logits = ops.at_least_fp32(logits)

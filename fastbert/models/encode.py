@@ -13,6 +13,7 @@ from fastbert.config import EncoderConfig
 from fastbert.families.schema import Family, Scopes, value_of
 from fastbert.layer_spec import LayerSpec
 from fastbert.layers.context import LayerContext, make_context
+from fastbert.layers.convolution import run_convolution
 from fastbert.layers.embeddings import EmbeddingIds, run_embeddings
 from fastbert.layers.encoder import add_norm
 from fastbert.layers.fused import try_fused_layers, try_fused_layers_for_training
@@ -66,14 +67,17 @@ def run_encoder(
         return run_embeddings(root, names, EmbeddingIds(*ids), dropout_p, inputs.batch.cu_seqlens)
 
     def project(x):
-        return x if names.project is None else linear(get_leaf(root, names.project), x)
+        return x if names.project is None or names.projects_first else linear(get_leaf(root, names.project), x)
 
     def layers(first, last):
         def run(x):
+            given = x
             for path, spec in zip(paths[first:last], specs[first:last], strict=True):
                 if wants_hidden_states:
                     hidden_states.append(_as_autocast_has_it(x))
                 x, found = run_one_layer(get_leaf(root, path), spec, x, context, wants_probs)
+                if spec.after is not None:
+                    x = run_convolution(root, spec.after, given, x, context, layer_type is not None)
                 if found is not None:
                     probs.append(found)
             return x

@@ -14,6 +14,7 @@ from fastbert.config import EncoderConfig
 from fastbert.families import _FILES, FAMILIES
 from fastbert.families.schema import Choice, Family
 from fastbert.files import writing
+from fastbert.layer_spec import RelativeBias
 from fastbert.models.classes import head_class
 from fastbert.models.heads import HeadModel
 
@@ -49,6 +50,8 @@ def _layers(family: Family) -> str:
     words = ["pre-norm" if first.norm_first else "post-norm"]
     words += ["RMSNorm"] if first.norm.kind == "rms" else []
     words += ["rotary positions"] if _may_turn(family, config) else []
+    words += ["disentangled attention"] if "relative_attention" in family.fields else []
+    words += ["a bias by distance"] if isinstance(first.attention.position, RelativeBias) else []
     if first.feed_forward.gated:
         words.append(_GATED.get(first.feed_forward.activation, f"gated {first.feed_forward.activation}"))
     windows = [max(spec.attention.window_size) for spec in specs if max(spec.attention.window_size) >= 0]
@@ -65,7 +68,7 @@ def _may_turn(family: Family, config: EncoderConfig) -> bool:
     """Whether the default config has rotary positions, or another may ask for them."""
     asked = family.fields.get("position_embedding_type")
     may_ask = isinstance(asked, Choice) and "rotary" in asked.values
-    return may_ask or any(spec.attention.position is not None for spec in config.layer_specs)
+    return may_ask or any(spec.attention.rotary is not None for spec in config.layer_specs)
 
 
 def tables() -> str:

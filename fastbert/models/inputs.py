@@ -138,6 +138,8 @@ def prepare_inputs(
             raise InputError(f"cu_seqlens is on {cu_seqlens.device}; the input is on {values.device}")
 
     input_ids = None if input_ids is None else input_ids.long()
+    if config.embeddings.token_type is None and config.family.ignores_types:
+        token_type_ids = None
     token_type_ids = _like_input("token_type_ids", token_type_ids, grid, values.device)
     if token_type_ids is not None and config.embeddings.token_type is None:
         raise InputError(f"token_type_ids were given, but {config.model_type} has no token types")
@@ -223,18 +225,18 @@ def _check_length(longest: int, limit: int | None) -> None:
 
 
 def _first_position(config: EncoderConfig) -> int:
-    if config.pad_token_id is None:
+    if config.padding_idx is None:
         raise InputError(f"{config.model_type} counts positions from pad_token_id, which this config does not have")
-    return config.pad_token_id + 1
+    return config.padding_idx + 1
 
 
 def _check_masked(config: EncoderConfig, batch: PackedBatch) -> None:
     """Ids that a mask has left out of `pack_inputs` cannot be counted any more."""
     masked = (batch.bounds or {}).get(MASKED_IDS)
-    if masked is not None and masked != (config.pad_token_id, config.pad_token_id):
+    if masked is not None and masked != (config.padding_idx, config.padding_idx):
         raise InputError(
             f"ids {masked[0]} to {masked[1]} are masked before other tokens; {config.model_type} counts positions from"
-            f" all ids but {config.pad_token_id}: give position_ids to fastbert.pack_inputs"
+            f" all ids but {config.padding_idx}: give position_ids to fastbert.pack_inputs"
         )
 
 
@@ -247,7 +249,7 @@ def _positions_from_ids(config, input_ids, grid, batch: PackedBatch) -> torch.Te
             if len(grid) == 1
             else (torch.arange(grid[1], device=batch.cu_seqlens.device) + first).expand(grid)
         )
-    real = (input_ids != config.pad_token_id).long()
+    real = (input_ids != config.padding_idx).long()
     count = real.cumsum(-1)
     if len(grid) == 1:  # packed: counting starts again with each sequence
         before = torch.nn.functional.pad(count, (1, 0))[batch.cu_seqlens.long()]

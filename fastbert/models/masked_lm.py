@@ -10,13 +10,14 @@ from torch import nn
 from fastbert import ops
 from fastbert.config import ACTIVATIONS, EncoderConfig
 from fastbert.families.schema import MaskedLM, PreTraining, SentencePair, value_of
-from fastbert.layers.encoder import add_norm, make_norm
+from fastbert.layers.encoder import add_norm
 from fastbert.layers.leaves import (
     get_leaf,
     is_called,
     is_linear,
     is_plain,
     linear,
+    make_norm,
     parent_of,
     place,
     weights_of,
@@ -38,7 +39,7 @@ class MaskedLMHeadModel(HeadModel):
 
     @property
     def masked_lm(self) -> MaskedLM:
-        return self.head_form
+        return self.head_form.of(self.config)
 
     def build_masked_lm(self, config: EncoderConfig) -> None:
         names = self.masked_lm
@@ -64,7 +65,7 @@ class MaskedLMHeadModel(HeadModel):
         """Second names of shared tensors -> the name that a file holds."""
         names = self.masked_lm
         tied = {}
-        if self.config.tie_word_embeddings and names.may_tie:
+        if self.config.tie_word_embeddings and names.may_tie and names.decoder is not None:
             tied[f"{names.decoder}.weight"] = f"{self.family.prefix}.{self.config.embeddings.word}.weight"
         if self.config.tie_word_embeddings and names.bias is not None and value_of(names.decoder_bias, self.config):
             tied[f"{names.decoder}.bias"] = names.bias
@@ -72,8 +73,11 @@ class MaskedLMHeadModel(HeadModel):
 
     def table_shapes(self, config: EncoderConfig) -> dict[str, tuple[int, ...]]:
         names, words = self.masked_lm, config.vocab_size
-        biases = [path for path in (f"{names.decoder}.bias", names.bias) if path is not None]
-        decoder = {f"{names.decoder}.weight": (words, self.decoder_width(config))}
+        biases = [] if names.bias is None else [names.bias]
+        decoder = {}
+        if names.decoder is not None:
+            biases.append(f"{names.decoder}.bias")
+            decoder = {f"{names.decoder}.weight": (words, self.decoder_width(config))}
         return {**super().table_shapes(config), **decoder, **dict.fromkeys(biases, (words,))}
 
     def tie_weights(self) -> None:
@@ -82,10 +86,14 @@ class MaskedLMHeadModel(HeadModel):
             get_leaf(self, copy_root)._parameters[copy_leaf] = get_leaf(self, root)._parameters[leaf]
 
     def get_output_embeddings(self) -> nn.Module:
-        return get_leaf(self, self.masked_lm.decoder)
+        """The decoder; the word table, where that is what scores words."""
+        decoder = self.masked_lm.decoder
+        return get_leaf(self.base_model, self.config.embeddings.word) if decoder is None else get_leaf(self, decoder)
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         """Replace the decoder; as in transformers, its bias is the head's from then on."""
+        if self.masked_lm.decoder is None:
+            raise TypeError(f"{type(self).__name__} has no decoder: the word table scores the words")
         place(self, self.masked_lm.decoder, new_embeddings)
         if self.masked_lm.bias is not None and isinstance(new_embeddings._parameters.get("bias"), nn.Parameter):
             parent, _, leaf = self.masked_lm.bias.rpartition(".")
@@ -93,6 +101,8 @@ class MaskedLMHeadModel(HeadModel):
 
     def resize_decoder(self, rows: int, std: float | None) -> None:
         decoder, names = self.get_output_embeddings(), self.masked_lm
+        if names.decoder is None:
+            raise TypeError(f"{type(self).__name__} has no decoder to resize: the word table scores the words")
         if not isinstance(decoder, nn.Linear):
             raise TypeError(f"the decoder is a {type(decoder).__name__}; only an nn.Linear can be resized")
         is_tied = f"{names.decoder}.weight" in self.tied_keys()
@@ -111,12 +121,16 @@ class MaskedLMHeadModel(HeadModel):
     def num_words(self) -> int:
         """The classes of the decoder that is there; a leaf that is not plain checks labels by itself."""
         decoder = self.get_output_embeddings()
+        if is_plain(decoder, nn.Embedding):
+            return decoder.weight.shape[0]
         return weights_of(decoder).weight.shape[0] if is_linear(decoder) else self.config.vocab_size
 
     def decoder_loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy of decoder(hidden) (tokens, vocab_size), every token labelled."""
         decoder = self.get_output_embeddings()
         lone = self.lone_bias
+        if isinstance(decoder, nn.Embedding) and lone is not None:
+            return ops.cross_entropy(hidden, decoder.weight, lone, labels, ignore_index=None)
         if is_plain(decoder, nn.Linear) and (lone is None or decoder.bias is None):
             bias = decoder.bias if lone is None else lone
             return ops.cross_entropy(hidden, decoder.weight, bias, labels, ignore_index=None)
@@ -135,6 +149,8 @@ class MaskedLMHeadModel(HeadModel):
     def decoded(self, hidden: torch.Tensor) -> torch.Tensor:
         """(tokens, embedding_size) -> scores (tokens, vocab_size)."""
         decoder, bias = self.get_output_embeddings(), self.lone_bias
+        if isinstance(decoder, nn.Embedding):  # read, not called, as in transformers
+            return ops.linear(hidden, decoder.weight, bias)
         if bias is not None and is_plain(decoder, nn.Linear) and decoder.bias is None:
             return ops.linear(hidden, decoder.weight, bias)
         scores = linear(decoder, hidden)  # hooked, or LoRA's: called, as every leaf is
@@ -153,7 +169,7 @@ class MaskedLMHeadModel(HeadModel):
             return x if names.norm is None else add_norm(get_leaf(self, names.norm), x, None, None, 0.0)
 
         scope = parent_of(names.dense)
-        return within(self, None if scope == parent_of(names.decoder) else scope, run, packed)
+        return within(self, None if scope == self.inner_container else scope, run, packed)
 
     def token_scores(self, packed: torch.Tensor) -> torch.Tensor:
         """Scores of the vocabulary: (tokens, hidden_size) -> (tokens, vocab_size)."""
@@ -161,20 +177,27 @@ class MaskedLMHeadModel(HeadModel):
         def run(x):
             return self.decoded(self.masked_lm_hidden(x))
 
-        return within(self, parent_of(self.masked_lm.decoder), run, packed)
+        return within(self, self.inner_container, run, packed)
 
     def masked_lm_scores(self, packed: torch.Tensor) -> torch.Tensor:
         """`token_scores`, by way of all containers of the head that have hooks."""
         return within(self, self.outer_container, self.token_scores, packed)
 
     @property
+    def inner_container(self) -> str | None:
+        """What holds the decoder, or its bias where the word table is the decoder."""
+        names = self.masked_lm
+        leaf = names.bias if names.decoder is None else names.decoder
+        return None if leaf is None else parent_of(leaf)
+
+    @property
     def outer_container(self) -> str | None:
         """BERT's `cls`, which holds all that is above the base model; None where a family has no such container."""
-        return parent_of(parent_of(self.masked_lm.decoder) or "")
+        return parent_of(self.inner_container or "")
 
     def needs_scores(self) -> bool:
         """Whether a container is called that returns scores, which the loss then starts from."""
-        scopes = (parent_of(self.masked_lm.decoder), self.outer_container)
+        scopes = (self.inner_container, self.outer_container)
         return any([is_called(self, path) for path in scopes if path is not None])
 
     def masked_lm_logits(self, packed: torch.Tensor, batch: PackedBatch):
@@ -258,7 +281,7 @@ class ForPreTraining(MaskedLMHeadModel):
 
     @property
     def masked_lm(self):
-        return self.head_form.masked_lm
+        return self.head_form.masked_lm.of(self.config)
 
     @property
     def label_leaf(self):

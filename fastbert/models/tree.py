@@ -128,7 +128,8 @@ def modules_of(root: nn.Module, family: Family, config: EncoderConfig) -> Iterat
         path.rpartition(".")[0] or path for path in family.unused_linears(config)
     }  # what is around them runs as little
     for spec, number in numbers.items():
-        paths = [path for path in spec.names.linears]
+        paths = [*spec.names.linears, *spec.names.relatives]
+        leaves.update(spec.shared_leaves)
         paths += spec.names.norms if spec.has_attention_norm else spec.names.norms[1:]
         leaves |= {f"{number}.{path}" for path in paths}
     pending = [("", "", root, root)]

@@ -17,6 +17,7 @@ from fastbert.ops.loss import cross_entropy, logits_cross_entropy, sequence_cros
 from fastbert.ops.packing import pack, unpack
 from fastbert.ops.pooling import pooling
 from fastbert.ops.recorded_writes import only_recorded_writes
+from fastbert.ops.relative import Relative
 from fastbert.ops.rotary import Rotary, rotate
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "LayerWeights",
     "LinearWeights",
     "NormWeights",
+    "Relative",
     "Rotary",
     "activation",
     "adamw",

@@ -17,6 +17,7 @@ from fastbert.backend import Backend, asked_for, transform_unsupported
 from fastbert.ops._common import at_least_fp32, needs_grad
 from fastbert.ops.dropout import dropout_torch
 from fastbert.ops.packing import check_offsets, check_offsets_on_cpu, token_sequences
+from fastbert.ops.relative import Relative, reached, row_of_each_pair
 
 
 class _Bucket:
@@ -79,6 +80,15 @@ def _writes_scores(q, width: int) -> bool:
     return width <= 256
 
 
+def _scaled_product(a, b, scale: float):
+    """a @ b * scale of batches of matrices."""
+    if abs(scale) < torch.finfo(torch.float32).tiny:
+        # On CPUs baddbmm returns memory that nobody has written where alpha is 0, or 0 in fp32 (bf16, torch 2.13).
+        return torch.bmm(a, b) * scale
+    # alpha scales the GEMM's fp32 accumulator; with beta = 0 the first operand is never read.
+    return torch.baddbmm(a.new_zeros(()).expand(a.shape[0], a.shape[1], b.shape[2]), a, b, beta=0, alpha=scale)
+
+
 def _written_attention(q, k, v, mask, options):
     """As _rectangle_attention, by way of the scores; q, k, v (num_sequences, num_heads, width, head_dim)."""
     num_sequences, num_heads, width, head_dim = q.shape
@@ -92,19 +102,56 @@ def _written_attention(q, k, v, mask, options):
         padding = (~mask).expand(-1, num_heads, -1, -1).reshape(rows, mask.shape[2], width).split(max(1, chunk))
     pieces = []
     for qs, ks, vs, padded in zip(*splits, padding, strict=True):
-        if abs(softmax_scale) < torch.finfo(torch.float32).tiny:
-            # On CPUs baddbmm returns memory that nobody has written where alpha is 0, or 0 in fp32 (bf16, torch 2.13).
-            scores = torch.bmm(qs, ks.mT) * softmax_scale
-        else:
-            # alpha scales the GEMM's fp32 accumulator; with beta = 0 the first operand is never read.
-            scores = torch.baddbmm(
-                q.new_zeros(()).expand(qs.shape[0], width, width), qs, ks.mT, beta=0, alpha=softmax_scale
-            )
+        scores = _scaled_product(qs, ks.mT, softmax_scale)
         if padded is not None:
             scores.masked_fill_(padded, -math.inf)
         pieces.append(torch.bmm(dropout_torch(scores.softmax(-1), options.dropout_p), vs))
     out = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     return out.view(num_sequences, num_heads, width, head_dim)
+
+
+def _relative_scores(q, k, relative: Relative, pairs, softmax_scale):
+    """q, k (num_heads, num_sequences, width, head_dim) -> scores (num_heads, num_sequences, width, width).
+
+    pairs (num_sequences or 1, width, width): the row of the tables for each query and key.
+    """
+    num_heads, num_sequences, width, _ = q.shape
+    scores = _scaled_product(q.flatten(0, 1), k.flatten(0, 1).mT, softmax_scale).unflatten(0, (num_heads, -1))
+    pairs = pairs.expand(num_heads, num_sequences, width, width)
+    if relative.key is not None:
+        by_row = _scaled_product(q.flatten(1, 2), relative.key.permute(1, 2, 0), softmax_scale)
+        scores = scores + by_row.unflatten(1, (num_sequences, width)).gather(-1, pairs)
+    if relative.query is not None:
+        by_row = _scaled_product(k.flatten(1, 2), relative.query.permute(1, 2, 0), softmax_scale)
+        scores = scores + by_row.unflatten(1, (num_sequences, width)).gather(-1, pairs.mT).mT
+    if relative.bias is not None:
+        bias = relative.bias.to(scores.dtype).t()[:, :, None].expand(-1, -1, num_sequences * width)
+        scores = scores + bias.transpose(1, 2).unflatten(1, (num_sequences, width)).gather(-1, pairs)
+    return scores
+
+
+def _relative_attention(q, k, v, mask, options, relative: Relative, places):
+    """_rectangle_attention with relative terms; places (num_sequences or 1, width). Some heads at a time, by the bytes
+    of their scores.
+    """
+    num_sequences, width, num_heads, _ = q.shape
+    relative = reached(relative, width)
+    pairs = row_of_each_pair(relative, places)
+    padded = None if mask is None else ~mask.transpose(0, 1)
+    at_once = num_heads
+    if not torch.compiler.is_compiling():
+        at_once = max(1, _SCORE_BYTES // max(1, num_sequences * width * width * q.element_size()))
+    pieces = []
+    for first in range(0, num_heads, at_once):
+        heads = slice(first, first + at_once)
+        qs, ks, vs = (t[:, :, heads].permute(2, 0, 1, 3) for t in (q, k, v))
+        tables = (None if t is None else t[:, heads] for t in relative[1:4])
+        scores = _relative_scores(qs, ks, Relative(relative.rows, *tables), pairs, options.softmax_scale)
+        if padded is not None:
+            scores = scores.masked_fill(padded, -math.inf)
+        probs = dropout_torch(scores.softmax(-1), options.dropout_p)
+        pieces.append((probs @ vs).permute(1, 2, 0, 3))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
 
 
 def _every_head(num_heads, *tensors):
@@ -113,8 +160,14 @@ def _every_head(num_heads, *tensors):
     return [t if group <= 1 else t.repeat_interleave(group, -2) for t, group in zip(tensors, groups, strict=True)]
 
 
-def _rectangle_attention(q, k, v, mask, options):
-    """q, k, v (num_sequences, width, heads, head_dim) -> q's shape; mask (num_sequences, 1, 1 or width, width)."""
+def _rectangle_attention(operands, mask, options, relative: Relative | None, places):
+    """operands: q, k, v (num_sequences, width, heads, head_dim) -> q's shape.
+
+    mask (num_sequences, 1, 1 or width, width); places (num_sequences or 1, width), of relative terms.
+    """
+    q, k, v = operands
+    if relative is not None:
+        return _relative_attention(q, k, v, mask, options, relative, places)
     q, k, v = (t.transpose(1, 2) for t in (q, *_every_head(q.shape[2], k, v)))
     has_window = mask is not None and mask.shape[2] > 1  # SDPA's gradients err more where a query sees few keys
     # SDPA's kernels are differentiable once, and not in forward mode.
@@ -133,19 +186,28 @@ def _zeros_of_nothing(shape, *operands):
     return operands[0].new_zeros(shape) + sum(t[:0].sum() for t in operands)
 
 
-def _attention_bucketed(q, k, v, buckets, options):
+def _tables_of(relative: Relative | None) -> list[torch.Tensor]:
+    return [] if relative is None else [t for t in relative[1:4] if t is not None]
+
+
+def _attention_bucketed(q, k, v, buckets, options, relative: Relative | None):
     total_tokens, num_heads, head_dim = q.shape
     pieces, order = [], []
+    places: torch.Tensor | None = None
     for b in buckets:
         tokens = [t[b.span[0] : b.span[1]] if b.span else t.index_select(0, b.token_index) for t in (q, k, v)]
         operands = [t.view(b.num_sequences, b.width, *t.shape[1:]) for t in tokens]
-        out = _rectangle_attention(*operands, b.mask, options).reshape(-1, num_heads, head_dim)
+        if relative is not None and relative.positions is not None:
+            places = relative.positions[b.token_index].view(b.num_sequences, b.width)
+        elif relative is not None:
+            places = torch.arange(b.width, device=q.device)[None]
+        out = _rectangle_attention(operands, b.mask, options, relative, places).reshape(-1, num_heads, head_dim)
         pieces.append(out if b.real_slots is None else out.index_select(0, b.real_slots))
         order.append(b.tokens)
     if len(buckets) == 1 and buckets[0].span == (0, total_tokens):
         return pieces[0]
     if not pieces:
-        return _zeros_of_nothing(q.shape, q, k, v)
+        return _zeros_of_nothing(q.shape, q, k, v, *_tables_of(relative))
     # Tokens of no bucket (slack rows beyond cu_seqlens[-1]) stay zero. Autocast may lower the dtype.
     return pieces[0].new_zeros(q.shape).index_copy(0, torch.cat(order), torch.cat(pieces))
 
@@ -160,18 +222,26 @@ def _padded_slots(total_tokens, cu_seqlens, max_seqlen):
     return index, real
 
 
-def _attention_padded(q, k, v, cu_seqlens, max_seqlen, window_positions, options):
+def _places(index: torch.Tensor, relative: Relative) -> torch.Tensor:
+    """Those of the slots of _padded_slots' index (batch, max_seqlen)."""
+    if relative.positions is None:
+        return torch.arange(index.shape[1], device=index.device)[None]
+    return relative.positions[index]
+
+
+def _attention_padded(q, k, v, cu_seqlens, max_seqlen, window_positions, options, relative: Relative | None):
     """One SDPA call on the (batch, max_seqlen) rectangle: what torch.compile traces, with no data-dependent shape."""
     total_tokens, window_size = q.shape[0], options.window_size
     if 0 in (total_tokens, cu_seqlens.shape[0] - 1, max_seqlen):
-        return _zeros_of_nothing(q.shape, q, k, v)
+        return _zeros_of_nothing(q.shape, q, k, v, *_tables_of(relative))
     index, real = _padded_slots(total_tokens, cu_seqlens, max_seqlen)
     operands = [t.index_select(0, index.flatten()).view(*index.shape, *t.shape[1:]) for t in (q, k, v)]
     # A sequence without tokens attends to slot 0, which is then dropped: no row is fully masked.
     mask = (real | (torch.arange(max_seqlen, device=q.device) == 0))[:, None, None, :]
     if max(window_size) >= 0:
         mask = mask & _window(index, window_size, window_positions)
-    out = _rectangle_attention(*operands, mask, options)
+    places = None if relative is None else _places(index, relative)
+    out = _rectangle_attention(operands, mask, options, relative, places)
     # Back to tokens: token t of sequence s sits in slot (s, t - start(s)).
     sequence, inside = token_sequences(cu_seqlens, total_tokens)
     slot = (torch.arange(total_tokens, device=q.device) - cu_seqlens[sequence].long()).clamp(max=max_seqlen - 1)
@@ -191,23 +261,34 @@ def _window(index, window_size, window_positions):
     return (distance >= -left) & (distance <= right)
 
 
-def _check_positions(window_positions, cu_seqlens):
-    """Raise ValueError unless they ascend in each sequence, where a look costs no wait."""
-    if window_positions is None or not window_positions.is_cpu or torch.compiler.is_compiling():
+def _check_positions(name: str, positions, cu_seqlens, longest: int | None = None):
+    """Raise ValueError unless they ascend in each sequence, less than `longest` in all, where a look costs no wait."""
+    if positions is None or not positions.is_cpu or torch.compiler.is_compiling():
         return
-    falls = (window_positions[1:] <= window_positions[:-1]).nonzero().flatten() + 1
-    for token in set(falls.tolist()).difference(cu_seqlens.tolist()):
-        if token < cu_seqlens[-1]:
-            raise ValueError(
-                f"window_positions falls or stands still at token {token}; it must ascend within a sequence"
-            )
+    falls = (positions[1:] <= positions[:-1]).nonzero().flatten() + 1
+    offsets = cu_seqlens.tolist()
+    for token in set(falls.tolist()).difference(offsets):
+        if token < offsets[-1]:
+            raise ValueError(f"{name} falls or stands still at token {token}; it must ascend within a sequence")
+    if longest is None or not offsets[-1]:
+        return
+    ends = [(start, stop - 1) for start, stop in pairwise(offsets) if stop > start]
+    spread = max(int(positions[last]) - int(positions[first]) for first, last in ends)
+    if spread >= longest:
+        raise ValueError(f"{name} has places {spread} apart in a sequence; relative.rows serves {longest} places")
 
 
-def attention_torch(q, k, v, cu_seqlens, max_seqlen, window_positions, options, cache):
+def _check_relative_positions(relative: Relative | None, cu_seqlens):
+    if relative is not None:
+        _check_positions("relative.positions", relative.positions, cu_seqlens, relative.longest)
+
+
+def attention_torch(q, k, v, cu_seqlens, max_seqlen, window_positions, options, cache, relative=None):
     if torch.compiler.is_compiling() or max(options.window_size) >= 0:
         check_offsets_on_cpu("attention", cu_seqlens, q.shape[0], max_seqlen)
-        _check_positions(window_positions, cu_seqlens)
-        return _attention_padded(q, k, v, cu_seqlens, max_seqlen, window_positions, options)
+        _check_positions("window_positions", window_positions, cu_seqlens)
+        _check_relative_positions(relative, cu_seqlens)
+        return _attention_padded(q, k, v, cu_seqlens, max_seqlen, window_positions, options, relative)
     buckets = None if cache is None else cache.get("torch_buckets")
     if buckets is None:
         offsets = cu_seqlens.tolist()
@@ -215,21 +296,30 @@ def attention_torch(q, k, v, cu_seqlens, max_seqlen, window_positions, options, 
         buckets = make_buckets([stop - start for start, stop in pairwise(offsets)], q.device)
         if cache is not None:
             cache["torch_buckets"] = buckets
-    return _attention_bucketed(q, k, v, buckets, options)
+    _check_relative_positions(relative, cu_seqlens)
+    return _attention_bucketed(q, k, v, buckets, options, relative)
 
 
-def attention_probs_torch(q, k, cu_seqlens, max_seqlen, window_positions, options):
+def attention_probs_torch(q, k, cu_seqlens, max_seqlen, window_positions, options, relative=None):
     """(batch, num_heads, max_seqlen, max_seqlen); zero where a query or key slot is padding, or beyond the window."""
     check_offsets_on_cpu("attention_probs", cu_seqlens, q.shape[0], max_seqlen)
     if q.shape[0] == 0:
-        return _zeros_of_nothing((cu_seqlens.shape[0] - 1, q.shape[1], max_seqlen, max_seqlen), q, k)
+        shape = (cu_seqlens.shape[0] - 1, q.shape[1], max_seqlen, max_seqlen)
+        return _zeros_of_nothing(shape, q, k, *_tables_of(relative))
     (k,) = _every_head(q.shape[1], k)
     index, real = _padded_slots(q.shape[0], cu_seqlens, max_seqlen)
     q, k = (t.index_select(0, index.flatten()).view(*index.shape, *t.shape[1:]).transpose(1, 2) for t in (q, k))
-    scores = at_least_fp32(q @ k.transpose(-1, -2)) * options.softmax_scale
+    if relative is None:
+        scores = at_least_fp32(q @ k.transpose(-1, -2)) * options.softmax_scale
+    else:
+        _check_relative_positions(relative, cu_seqlens)
+        relative = reached(relative, max_seqlen)
+        pairs, heads_first = row_of_each_pair(relative, _places(index, relative)), (t.transpose(0, 1) for t in (q, k))
+        scores = _relative_scores(*heads_first, relative, pairs, options.softmax_scale).transpose(0, 1)
+        scores = at_least_fp32(scores)
     seen = real[:, None, None, :]
     if max(options.window_size) >= 0:
-        _check_positions(window_positions, cu_seqlens)
+        _check_positions("window_positions", window_positions, cu_seqlens)
         seen = seen & _window(index, options.window_size, window_positions)
     probs = scores.masked_fill(~seen, -math.inf).softmax(-1)
     return torch.where(real[:, None, None, :] & real[:, None, :, None], probs, 0.0).to(q.dtype)

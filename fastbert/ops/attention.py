@@ -9,6 +9,7 @@ import torch
 
 from fastbert.backend import Backend, register, select
 from fastbert.native.availability import extension_error
+from fastbert.ops._attention_relative import attention_relative_cpu
 from fastbert.ops._attention_torch import attention_probs_torch, attention_torch
 from fastbert.ops._common import (
     Differentiable,
@@ -20,6 +21,7 @@ from fastbert.ops._common import (
     triton_unsupported,
 )
 from fastbert.ops.packing import int32_offsets
+from fastbert.ops.relative import Relative, check_relative
 from fastbert.ops.rotary import Rotary, check_rotary, rotary_triton, rotate
 
 Window = tuple[int, int]
@@ -98,6 +100,7 @@ class AttentionOptions(NamedTuple):
     interleaved: bool = False  # of Rotary
     by_token: bool = False
     tile: int = 0  # of the Triton kernels: see `_tile`
+    has_relative: bool = False
 
 
 def _supports_cpu(q, k, v, options) -> str | None:
@@ -109,6 +112,8 @@ def _supports_cpu(q, k, v, options) -> str | None:
 
 
 def _supports_triton(q, k, v, options) -> str | None:
+    if options.has_relative:
+        return "relative terms"
     return triton_unsupported(q) or _head_dim_unsupported(q)
 
 
@@ -195,7 +200,7 @@ def _tiles(cu_seqlens: torch.Tensor, total_tokens: int, tile: int, cache: dict |
 
 def _form(options, window_positions, cos, sin):
     """What the CPU's kernels take of the kind of attention: _FORM."""
-    softmax_scale, dropout_p, window_size, interleaved, by_token, _ = options
+    softmax_scale, dropout_p, window_size, interleaved, by_token, *_ = options
     return window_positions, cos, sin, softmax_scale, dropout_p, *window_size, interleaved, by_token
 
 
@@ -203,7 +208,7 @@ def _launch(backend, options, q, k, v, where, philox, window_positions, cos, sin
     """where: cu_seqlens (cpu), or the tiles (triton, of which cos and sin have been used before)."""
     if backend is Backend.CPU:
         return _FWD_CPU(q, k, v, where, philox, *_form(options, window_positions, cos, sin), return_stats)
-    softmax_scale, dropout_p, window_size, _, _, tile = options
+    softmax_scale, dropout_p, window_size, _, _, tile, _ = options
     return _FWD_TRITON(
         q, k, v, where, philox, window_positions, tile, softmax_scale, dropout_p, window_size, return_stats
     )  # fmt: skip
@@ -229,7 +234,7 @@ def _backward(backend, options, needed, saved, dout):
     if backend is Backend.CPU:
         gradients = _BWD_CPU(dout, *operands, *_form(options, window_positions, cos, sin))
     else:
-        softmax_scale, dropout_p, window_size, interleaved, by_token, tile = options
+        softmax_scale, dropout_p, window_size, interleaved, by_token, tile, _ = options
         dqkv = _BWD_TRITON(
             dout, *operands, window_positions, tile, softmax_scale, dropout_p, window_size, cos, sin, interleaved,
             by_token,
@@ -254,6 +259,7 @@ def attention(
     window_size: Window = UNLIMITED,
     window_positions: torch.Tensor | None = None,
     rotary: Rotary | None = None,
+    relative: Relative | None = None,
     cache: dict | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
@@ -276,6 +282,8 @@ def attention(
         rotary: q and k, not v, are rotated (Su et al. 2021, section 3.4.2), in fp32, and rounded to q's dtype: by
             tables of at least max_seqlen rows, a token's row being its place in its sequence, or by a row for each
             token. The tables take no gradient.
+        relative: terms of the scores that go by the distance of a query and a key, and not beside `rotary`. The tables
+            take gradients.
         cache: a dict that lives as long as the batch; a backend keeps there what it derives from cu_seqlens, so that
             the layers of one forward pass derive it once.
         backend: None follows `use_backend`; a name forces that backend for this call.
@@ -288,7 +296,8 @@ def attention(
             those of q; a cu_seqlens or window_positions of another dtype or shape; a softmax_scale that is not finite;
             a window_size below -1; on a CPU (there RuntimeError or IndexError, too) offsets that do not fit the tokens,
             and positions that do not ascend; of rotary, an odd head_dim, or tables of another shape, dtype or device,
-            that require a gradient, or with fewer positions than max_seqlen.
+            that require a gradient, or with fewer positions than max_seqlen; of relative, tables that do not fit q, or
+            rows for shorter sequences.
         BackendError: the backend that was asked for cannot serve the call.
     """
     check_devices("attention", q=q, k=k, v=v, cu_seqlens=cu_seqlens, window_positions=window_positions)
@@ -304,14 +313,22 @@ def attention(
         options = options._replace(interleaved=rotary.interleaved, by_token=rotary.by_token)
     if torch.is_autocast_enabled(q.device.type) and q.dtype is not torch.float64:
         q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))  # as autocast does for SDPA
+        relative = None if relative is None else relative.to(q.dtype)
     if not (k.dtype is q.dtype is v.dtype):
         _check_dtypes("attention", q, k=k, v=v)
+    if relative is not None:
+        if rotary is not None:
+            raise ValueError("attention: rotary and relative exclude each other")
+        check_relative("attention", q, k, relative, max_seqlen)
+        options = options._replace(has_relative=True)
     chosen = select("attention", backend, q, k, v, options)
     if chosen is Backend.TORCH:
         if rotary is not None:
             q, k = rotate((q, k), rotary, cu_seqlens, cache)
-        return attention_torch(q, k, v, cu_seqlens, max_seqlen, window_positions, options, cache)
+        return attention_torch(q, k, v, cu_seqlens, max_seqlen, window_positions, options, cache, relative)
     philox = torch.randint(2**62, (2,), dtype=torch.int64, device=q.device) if dropout_p > 0 else None
+    if chosen is Backend.CPU and relative is not None:
+        return attention_relative_cpu(options, q, k, v, cu_seqlens, philox, window_positions, relative)
     where, cos, sin = cu_seqlens, None, None
     if rotary is not None:
         cos, sin = rotary.cos, rotary.sin
@@ -337,6 +354,7 @@ def attention_probs(
     window_size: Window = UNLIMITED,
     window_positions: torch.Tensor | None = None,
     rotary: Rotary | None = None,
+    relative: Relative | None = None,
 ) -> torch.Tensor:
     """The probabilities that `attention` never writes down, for `output_attentions=True`; before dropout.
 
@@ -351,5 +369,7 @@ def attention_probs(
     if rotary is not None:
         check_rotary(q, rotary, max_seqlen)
         q, k = rotate((q, k), rotary, cu_seqlens)
+    if relative is not None:
+        check_relative("attention_probs", q, k, relative, max_seqlen)
     options = AttentionOptions(_scale("attention_probs", q, softmax_scale), 0.0, window_size)
-    return attention_probs_torch(q, k, cu_seqlens, max_seqlen, window_positions, options)
+    return attention_probs_torch(q, k, cu_seqlens, max_seqlen, window_positions, options, relative)

@@ -17,10 +17,12 @@ from typing import NamedTuple
 import torch
 
 from fastbert.backend import Backend, register_fused
-from fastbert.layer_spec import LayerNumbers, LayerSpec, RotarySpec
+from fastbert.layer_spec import LayerSpec, RotarySpec
 from fastbert.native.availability import extension_error
 from fastbert.ops._common import check_devices, define, needs_grad
+from fastbert.ops.layer_numbers import LayerNumbers
 from fastbert.ops.packing import int32_offsets
+from fastbert.ops.relative import Relative
 from fastbert.ops.rotary import Rotary
 
 
@@ -88,7 +90,7 @@ class LayerOperands(NamedTuple):
         kinds: dict[LayerNumbers, int] = {}
         unsupported, activation = None, given[0].spec.feed_forward.activation
         for layer in given:
-            spec, position = layer.spec, layer.spec.attention.position
+            spec, position = layer.spec, layer.spec.attention.rotary
             if len(layer.linears) != len(spec.names.linears):
                 raise ValueError(f"a layer has {len(layer.linears)} Linears, and its spec {len(spec.names.linears)}")
             bias_bits = scale_bits = norm_bits = 0
@@ -136,7 +138,11 @@ class LayerOperands(NamedTuple):
 
 def _unsupported(spec: LayerSpec) -> str | None:
     """Why the CPU's kernels cannot run a layer."""
-    attention, position = spec.attention, spec.attention.position
+    attention, position = spec.attention, spec.attention.rotary
+    if spec.relative_bits and attention.num_kv_heads != attention.num_heads:
+        return "attention has relative terms and grouped keys"
+    if spec.names.per_head or spec.names.query_bias is not None:
+        return "the rows of query, key and value stand head by head, and their biases in no Linear"
     if not 2 <= attention.head_dim <= 256:
         return f"head_dim is {attention.head_dim} (attention has 2 to 256)"
     if attention.num_heads % attention.num_kv_heads:
@@ -188,13 +194,15 @@ def tables_of(rotary: tuple[Rotary, ...]) -> tuple[list[torch.Tensor], list[int]
 # encoder_layers on the CPU, for inference
 #
 # layers, ints, floats, final_eps and the lists before them: of LayerOperands. rotary, rotary_layouts: of `tables_of`.
-# versions: the weights', or none, and the kernels ask for each.
+# relative_rows, relative_positions, relative: of `Relative`, of all layers; each has as many of the last as its numbers
+# say. versions: the weights', or none, and the kernels ask for each.
 
 define(
     "encoder_layers_cpu",
     "(Tensor x, Tensor cu_seqlens, Tensor[] weights, Tensor[] biases, Tensor[] weight_scales, Tensor[] input_scales,"
     " Tensor[] norms, str activation, int[] layers, int[] ints, float[] floats, float? final_eps, Tensor[] rotary,"
-    " int[] rotary_layouts, Tensor? window_positions, int[] versions) -> Tensor",
+    " int[] rotary_layouts, Tensor? window_positions, Tensor? relative_rows, Tensor? relative_positions,"
+    " Tensor[] relative, int[] versions) -> Tensor",
     lambda x, *others: torch.empty_like(x),
 )
 
@@ -217,12 +225,19 @@ def _run_inference(
     cu_seqlens: torch.Tensor,
     rotary: tuple[Rotary, ...] = (),
     window_positions: torch.Tensor | None = None,
+    relative: Sequence[Relative] = (),
 ) -> torch.Tensor:
+    """relative: of each layer that has such terms; they share their rows and positions."""
     check_devices("encoder_layers", x=x, cu_seqlens=cu_seqlens, window_positions=window_positions)
     cu_seqlens = int32_offsets("encoder_layers", cu_seqlens)
     *of_layers, _ = operands
     tables, versions = tables_of(rotary), _versions(operands.weights)
-    return torch.ops.fastbert.encoder_layers_cpu(x, cu_seqlens, *of_layers, *tables, window_positions, versions)
+    rows, positions, terms = None, None, []
+    for each in relative:
+        rows, positions, bias = each.rows, each.positions, None if each.bias is None else each.bias.float()
+        terms += [t for t in (each.key, each.query, bias) if t is not None]
+    shared = (window_positions, rows, positions, terms, versions)
+    return torch.ops.fastbert.encoder_layers_cpu(x, cu_seqlens, *of_layers, *tables, *shared)
 
 
 def _versions(weights: list[torch.Tensor]) -> list[int]:

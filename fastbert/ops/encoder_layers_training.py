@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 
 from fastbert.backend import Backend, register_fused
-from fastbert.layer_spec import LayerNumbers
 from fastbert.ops._common import check_devices, compute_dtype, define, differentiable_once
 from fastbert.ops.encoder_layers import LayerOperands, accepts, supports, tables_of
+from fastbert.ops.layer_numbers import LayerNumbers
 from fastbert.ops.packing import int32_offsets
 from fastbert.ops.rotary import Rotary
 
@@ -129,6 +129,8 @@ def _supports_training(x: torch.Tensor) -> str | None:
 def _accepts_training(x: torch.Tensor, operands: LayerOperands) -> str | None:
     if not all([p.requires_grad for p in (*operands.weights, *operands.biases, *operands.norms)]):
         return "it is for training all of a layer: a weight takes no gradient"
+    if any([layer.relative for layer in LayerNumbers.read(operands.ints, operands.floats)]):
+        return "attention has relative terms, and their tables take gradients"
     return accepts(x, operands)
 
 

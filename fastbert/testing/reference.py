@@ -86,7 +86,7 @@ _rotary = rotary  # attention's argument has the same name
 
 def attention(
     q, k, v, cu_seqlens, softmax_scale=None, keep=None, dropout_p=0.0, window_size=(-1, -1), window_positions=None,
-    rotary=None,
+    rotary=None, relative=None,
 ):  # fmt: skip
     """q (total_tokens, num_heads, head_dim), k and v (total_tokens, num_kv_heads, head_dim), one sequence after the
     other; query head h sees key head h // (num_heads // num_kv_heads).
@@ -94,7 +94,8 @@ def attention(
     `keep`, bool (total_tokens, num_heads, at least the longest length), is the dropout mask that was used: for each
     query, by the key's index in the sequence. window_size (left, right), -1: no end; a query at position p sees the
     keys at p - left to p + right, positions being 0, 1, 2... in each sequence, or those of window_positions
-    (total_tokens,). `rotary` is (cos, sin, interleaved, by_token).
+    (total_tokens,). `rotary` is (cos, sin, interleaved, by_token). `relative` is (rows, key, query, bias, positions),
+    as fastbert.ops.Relative has them.
     """
     if rotary is not None:
         cos, sin, *kind = rotary
@@ -108,7 +109,11 @@ def attention(
     for start, stop in pairwise(offsets):
         qs, ks, vs = (t[start:stop].transpose(0, 1) for t in (q, k, v))
         if stop > start:
-            scores = qs @ ks.transpose(1, 2) * softmax_scale
+            scores = qs @ ks.transpose(1, 2)
+            if relative is None:
+                scores = scores * softmax_scale
+            else:
+                scores = _with_relative(scores, qs, ks, relative, start, stop, softmax_scale)
             if window_positions is None:
                 position = torch.arange(stop - start, device=q.device)
             else:
@@ -121,6 +126,19 @@ def attention(
                 probs = torch.where(kept, probs / (1.0 - dropout_p), torch.zeros_like(probs))
             pieces.append((probs @ vs).transpose(0, 1))
     return torch.cat([*pieces, v.new_zeros(q.shape[0] - offsets[-1], *v.shape[1:])])  # slack is zeros
+
+
+def _with_relative(scores, q, k, relative, start, stop, softmax_scale):
+    """scores (num_heads, n, n), q and k (num_heads, n, head_dim) of one sequence, from token `start` to `stop`."""
+    rows, key, query, bias, positions = relative
+    places = torch.arange(stop - start, device=q.device) if positions is None else positions[start:stop].long()
+    row = rows.long()[places[:, None] - places[None, :] + (rows.shape[0] - 1) // 2]  # (n, n), of a query and a key
+    if key is not None:
+        scores = scores + torch.einsum("hid,ijhd->hij", q, key[row])
+    if query is not None:
+        scores = scores + torch.einsum("hjd,ijhd->hij", k, query[row])
+    scores = scores * softmax_scale
+    return scores if bias is None else scores + bias[row].permute(2, 0, 1)
 
 
 def embed_layer_norm(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, eps=1e-12):

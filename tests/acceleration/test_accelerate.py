@@ -232,7 +232,11 @@ def test_autocast(model_type, no_fallback):
     oracle = make_oracle(baseline)(**batch.inputs).logits
     accelerated = fastbert.accelerate(copy.deepcopy(baseline))
     with torch.autocast("cpu", torch.bfloat16):
-        near, actual = baseline(**batch.inputs).logits, accelerated(**batch.inputs).logits
+        actual = accelerated(**batch.inputs).logits
+        if model_type != "deberta":
+            near = baseline(**batch.inputs).logits
+    if model_type == "deberta":  # whose mask of transformers has float32's least number, which bfloat16 has not
+        near = baseline.bfloat16()(**batch.inputs).logits
     assert_close_to_reference(actual, oracle, near, GRADIENT_FACTOR)
     actual.sum().backward()
 

@@ -235,6 +235,25 @@ def test_a_signal_that_an_import_swallows_is_not_lost(tmp_path, model, source, w
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("number", "said"), ((signal.SIGTERM, "terminated"), (signal.SIGINT, "interrupted")))
+def test_a_signal_that_comes_out_as_another_error_is_the_signal(monkeypatch, capsys, number, said):
+    """As where it meets C++ that is calling Python: that call has failed, and says so (found by the fuzzer of cli)."""
+    from fastbert import cli
+    from fastbert.cli import run as running
+
+    def interrupted(arguments):
+        try:
+            signal.raise_signal(number)
+        except KeyboardInterrupt:
+            raise RuntimeError("a call of Python failed") from None
+
+    monkeypatch.setattr(running, "run", interrupted)
+    assert cli.main([]) == 128 + number and capsys.readouterr().err == f"fastbert: {said}\n"
+    monkeypatch.setattr(running, "run", lambda arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main([])
+
+
 def test_python_m_is_the_same_entry(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(STOP_AT)
     where = {"STOP_AT": "argparse", "STOP_BY": str(int(signal.SIGINT))}

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from full import left_to_full
+from hf import config_for, make_hf
 from seeds import manual_seed
 
 import fastbert
@@ -101,6 +102,27 @@ def test_cross_encoder():
     actual = fastbert.accelerate(model).predict(pairs, convert_to_tensor=True)
     assert_close_to_reference(actual.float(), oracle.double(), near.float(), GRADIENT_FACTOR)
     assert_all_packed(model, 1)
+
+
+def test_a_reranker_on_deberta(tmp_path):
+    """And what holds its encoder in a module of its own, as GLiNER does."""
+    library = pytest.importorskip("sentence_transformers")
+    manual_seed(0)
+    config = config_for("deberta-v2", "SequenceClassification", 0, vocab_size=30522, num_labels=1)
+    make_hf(config, "SequenceClassification").save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(tmp_path)
+    model = library.CrossEncoder(str(tmp_path), device="cpu", max_length=20)
+    pairs = [(a, b) for a in TEXTS[:2] for b in TEXTS]
+    near, oracle = (m.predict(pairs, convert_to_tensor=True) for m in (model, copy.deepcopy(model).double()))
+    actual = fastbert.accelerate(model).predict(pairs, convert_to_tensor=True)
+    assert_close_to_reference(actual.float(), oracle.double(), near.float(), GRADIENT_FACTOR)
+    assert_all_packed(model, 1)
+    tagger = torch.nn.ModuleDict({"encoder": make_hf(config, "Model").eval(), "spans": torch.nn.Linear(64, 3)})
+    ids, mask = torch.randint(5, 40, (3, 9)), torch.ones(3, 9).long()
+    mask[1, 4:] = 0
+    near, oracle = (m["encoder"](ids, mask)[0][mask.bool()] for m in (tagger, copy.deepcopy(tagger).double()))
+    actual = fastbert.accelerate(tagger)["encoder"](ids, mask)[0][mask.bool()]
+    assert_close_to_reference(actual, oracle.double(), near, GRADIENT_FACTOR)
 
 
 def test_sparse_encoder():

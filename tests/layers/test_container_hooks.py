@@ -88,6 +88,8 @@ def test_a_hook_changes_what_it_changes_in_transformers(model_type, head, with_l
     models = (trio.ours, trio.oracle, trio.baseline)
     before = outputs(trio.ours, batch, labels)
     for path in containers(trio.ours):
+        if path.endswith("encoder") and model_type.startswith("deberta"):
+            continue  # there transformers goes on with the hidden states that it has recorded, not with the result
         handles = [model.get_submodule(path).register_forward_hook(scaled) for model in models]
         ours, oracle, baseline = (outputs(model, batch, labels) for model in models)
         trio.ours.eval()  # where the layers are one op, if nothing is to be called

@@ -11,7 +11,15 @@ import pytest
 import torch
 from batches import Batch, make_batch
 from full import halved, left_to_full, thinned
-from hf import FAMILIES, NUM_CONFIGS, families_axis, has_rotary, has_windows, make_config, make_trio
+from hf import (
+    FAMILIES,
+    NUM_CONFIGS,
+    families_axis,
+    has_rotary,
+    make_config,
+    make_trio,
+    measures_by_columns,
+)
 from parity import check
 
 from fastbert.testing.cases import DTYPES
@@ -69,13 +77,13 @@ def test_modernbert_at_8192(dtype):
 
 def has_places(config) -> bool:
     """Whether more than the distance of two tokens matters: where each of them is."""
-    turned = [spec.attention.position for spec in config.layer_specs if spec.attention.position is not None]
+    turned = [spec.attention.rotary for spec in config.layer_specs if spec.attention.rotary is not None]
     return config.embeddings.position is not None or any(position.rotates_values for position in turned)
 
 
 def packed_cases() -> list[tuple[str, str]]:
-    """Windows go by columns: holes are wider in a padded batch than in a packed one, which does not have them."""
-    local = {f for f in FAMILIES if any(has_windows(make_config(f, i)) for i in range(NUM_CONFIGS))}
+    """Distances go by columns: holes are wider in a padded batch than in a packed one, which does not have them."""
+    local = {f for f in FAMILIES if any(measures_by_columns(make_config(f, i)) for i in range(NUM_CONFIGS))}
     return [(f, p) for f in FAMILIES for p in PATTERNS if f not in local or p in ("none", "right", "left")]
 
 

@@ -19,6 +19,7 @@ from hf import (
     make_config,
     make_ours,
     make_trio,
+    measures_by_columns,
     models_axis,
     random_like,
     randomise,
@@ -45,10 +46,6 @@ def assert_same_gradients(a, b) -> None:
     for name, grad in first.items():
         assert (grad is None) == (second[name] is None), name
         assert grad is None or torch.equal(grad, second[name]), name
-
-
-def measures_by_columns(config) -> bool:
-    return config.distances is not None and config.distances.has_windows
 
 
 def packed_at_same_places(config, batch, pattern: str) -> dict:

@@ -134,7 +134,7 @@ REASONS = (
 def test_reasons(spec, reason):
     layers, x, _ = make_stack("post", torch.float32)
     layers[0].spec = spec
-    position = spec.attention.position
+    position = spec.attention.rotary
     rotaries = () if position is None else (position,)
     assert re.match(reason, ops.try_fused("encoder_layers", x, lambda: operands_of(layers, rotaries=rotaries)))
 
@@ -155,7 +155,7 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> tuple:
     layers, x, norm = make_stack(name, dtype)
     *of_layers, _ = operands_of(layers, norm)
     tables = [t for table in rotary_tables() for t in table[:2]]
-    return x, CU_SEQLENS, *of_layers, tables, [0, 0, 3], WITH_HOLES.int(), []
+    return x, CU_SEQLENS, *of_layers, tables, [0, 0, 3], WITH_HOLES.int(), None, None, [], []
 
 
 @pytest.mark.parametrize("name", ("modernbert", "post", "rms, grouped"))
@@ -174,8 +174,9 @@ def test_opcheck(name):
         (6, lambda norms: [*norms, norms[0]], "there are 1 tensors of norms too many"),
         (6, lambda norms: [norms[0][:5], *norms[1:]], "norm has shape"),
         (8, lambda layers: [0, 1], "there are no numbers 1"),
-        (9, lambda ints: ints[1:], "a layer's numbers are 14 whole ones"),
-        (10, lambda floats: floats[1:], "a layer's numbers are 14 whole ones and 7 others, got 14 and 6"),
+        (9, lambda ints: ints[1:], "a layer's numbers are 15 whole ones"),
+        (10, lambda floats: floats[1:], "a layer's numbers are 15 whole ones and 7 others, got 15 and 6"),
+        (17, lambda relative: [torch.ones(3, 4, 8)], "there are 1 relative terms, too many for the layers"),
     ),
 )
 def test_lists_that_do_not_fit(at, change, message):

@@ -28,9 +28,9 @@ from layer_specs import (
 from seeds import manual_seed, torch_generator
 
 from fastbert import ops
-from fastbert.layer_spec import LayerNumbers
 from fastbert.native.availability import extension_error
 from fastbert.ops.attention import attention
+from fastbert.ops.layer_numbers import LayerNumbers
 from fastbert.testing import reference
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 

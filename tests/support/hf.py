@@ -64,12 +64,32 @@ _SHAPES = (
      "hidden_act": "relu", "initializer_range": 0.05},
 )  # fmt: skip
 _SMOOTH = {"hidden_act": "gelu"}  # of gates without a bias, which could keep them from where a ReLU bends
+_BOTH = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
 _OF_FAMILY = {
     "albert": (
         {"embedding_size": 48},
         {"embedding_size": 160, "num_hidden_layers": 3, "num_hidden_groups": 2, "inner_group_num": 2},
         {"embedding_size": 32, "num_hidden_layers": 2, "num_hidden_groups": 2},
         {"embedding_size": 64, "num_hidden_groups": 3},
+    ),
+    "deberta": (
+        {**_BOTH, "max_relative_positions": 6, "position_biased_input": False},
+        {"relative_attention": True, "pos_att_type": ["c2p"], "embedding_size": 48, "type_vocab_size": 2},
+        {"relative_attention": True, "pos_att_type": ["p2c"], "max_relative_positions": 30},
+        {**_BOTH, "legacy": False, "pooler_hidden_act": "tanh"},
+    ),
+    "deberta-v2": (
+        {
+            **_BOTH,
+            "position_buckets": 4,
+            "max_relative_positions": 12,
+            "norm_rel_ebd": "layer_norm",
+            "share_att_key": True,
+            "position_biased_input": False,
+        },
+        {**_BOTH, "conv_kernel_size": 3, "conv_groups": 2, "embedding_size": 48, "type_vocab_size": 2},
+        {"relative_attention": True, "pos_att_type": ["c2p"], "conv_kernel_size": 5, "conv_act": "gelu"},
+        {"relative_attention": True, "pos_att_type": ["p2c"], "position_buckets": 6, "legacy": False},
     ),
     "electra": (
         {"embedding_size": 48},
@@ -133,11 +153,17 @@ def make_config(model_type: str, index: int = 0, **changes) -> EncoderConfig:
 
 
 def has_rotary(config: EncoderConfig) -> bool:
-    return any(spec.attention.position is not None for spec in config.layer_specs)
+    return any(spec.attention.rotary is not None for spec in config.layer_specs)
 
 
 def has_windows(config: EncoderConfig) -> bool:
     return any(spec.attention.window_size != (-1, -1) for spec in config.layer_specs)
+
+
+def measures_by_columns(config: EncoderConfig) -> bool:
+    """Whether distances go by the columns of a padded batch, where a hole in a mask is as wide as it is."""
+    distances = config.distances
+    return distances is not None and (distances.has_windows or bool(distances.relatives))
 
 
 def config_for(model_type: str, head: str, index: int = 0, **changes) -> EncoderConfig:
@@ -170,6 +196,10 @@ def _before_relu(config: EncoderConfig) -> tuple[str, ...]:
     return tuple(f"{path}.bias" for path in found)
 
 
+# Their terms of the scores have a deviation of 1 and more, as those of the words: with less, a wrong sign would pass.
+_OF_DISTANCES = ("encoder.rel_embeddings.weight", "encoder.LayerNorm.weight", "encoder.relative_attention_bias.weight")
+
+
 @torch.no_grad()
 def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
     """Weights and biases large enough for every error to show; a norm's too.
@@ -183,7 +213,9 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
         if not parameter.requires_grad:
             continue  # RoFormer's table of sines and cosines: it would turn by no distance any more
         noise = torch.randn(parameter.shape, generator=generator)
-        if name.endswith(before_relu):
+        if name.endswith(_OF_DISTANCES):
+            parameter.copy_(3 * noise)
+        elif name.endswith(before_relu):
             parameter.copy_(noise.sign() * 4)
         elif name in norms:
             parameter.copy_(1 + 0.3 * noise)

@@ -198,7 +198,7 @@ def literal(layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU
 
 
 def table_of(spec: LayerSpec, tables: tuple[ops.Rotary, ...]) -> ops.Rotary | None:
-    position = spec.attention.position
+    position = spec.attention.rotary
     return None if position is None else tables[ROTARIES.index(position)]
 
 

@@ -15,6 +15,7 @@ import torch
 from draw import Draw
 from isas import OF_FLOATS, WITHOUT_PRODUCTS
 from op_case import LAYOUTS, Case, draw_lengths
+from relative_cases import relative_attention
 
 from fastbert import ops
 from fastbert.testing import reference
@@ -278,4 +279,5 @@ OPS = {
     "pack_and_unpack": Op(pack_and_unpack, ("triton",)),
     "dropout": Op(dropout, (*WITHOUT_PRODUCTS, "triton")),
     "add_layer_norm_dropout": Op(add_layer_norm_dropout, (*WITHOUT_PRODUCTS, "triton")),
+    "relative_attention": Op(relative_attention, OF_FLOATS),
 }

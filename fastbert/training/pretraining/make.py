@@ -91,7 +91,7 @@ def _check_checkpoint(options: PretrainOptions, source: str, config: EncoderConf
 
 def _read_vocabulary(options: PretrainOptions, source: str, folder: Path, config: EncoderConfig) -> Vocabulary:
     """That of the checkpoint, or the one that was given, which must be the same. Raises ConfigError."""
-    vocabulary = read_vocabulary(resolve(options.tokenizer) if options.tokenizer else folder)
+    vocabulary = read_vocabulary(resolve(options.tokenizer) if options.tokenizer else folder, config.family.vocabulary)
     if vocabulary.size > config.vocab_size:
         raise ConfigError(
             f"the vocabulary of {options.tokenizer or source} has {vocabulary.size} tokens, and the word table of"
@@ -110,7 +110,7 @@ def _read_vocabulary(options: PretrainOptions, source: str, folder: Path, config
 def _new_vocabulary(options: PretrainOptions, model_type: str, train: Source, longest: int) -> Vocabulary:
     """That of a folder, or one that is trained. A run that goes on takes its own."""
     if options.tokenizer:
-        return read_vocabulary(resolve(options.tokenizer))
+        return read_vocabulary(resolve(options.tokenizer), FAMILIES[model_type].vocabulary)
     if options.resume and has_vocabulary(Path(options.output)):
         return read_vocabulary(Path(options.output))
     family, size = FAMILIES[model_type], options.vocab_size

@@ -85,7 +85,7 @@ def new_config(preset: Preset, model_type: str, vocabulary: Vocabulary, longest:
     family, fields = FAMILIES[model_type], dict[str, Any](preset.shape)
     if model_type == preset.family:
         fields |= preset.fields
-    if family.vocabulary.separators > 1:
+    if family.vocabulary.separators > 1 and family.defaults.get("type_vocab_size", 2) > 0:
         fields["type_vocab_size"] = 1  # as RoBERTa's
     if "embedding_size" in family.defaults:  # ELECTRA-base has the width of its layers, ALBERT always 128
         narrow = family.defaults["embedding_size"]
