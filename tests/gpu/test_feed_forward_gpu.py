@@ -107,6 +107,7 @@ def check(backend, tensors, activation, form="plain"):
 
 
 @left_to_full(lambda p: p["dtype"] is torch.float16)  # which the rule does not tell from bfloat16
+@halved
 @needs_triton
 @each_form
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -228,6 +229,7 @@ def test_the_same_bits_every_time(backend, form):
 
 
 @left_to_full(lambda p: p["form"] == "merged")  # takes the arguments of both others
+@halved
 @each_form
 def test_opcheck(backend, form):
     x, up, down, bias, *gate = make(8, 16, 32, torch.float32, form=form).values()

@@ -24,6 +24,7 @@ from attention_cases import (
     each_kind,
     in_torch_cpu_and_triton,
     is_interpreted_in_16_bits,
+    is_met_in_the_other_dtype,
     kept,
     make,
     needs_extension,
@@ -101,7 +102,7 @@ def test_all_together(backend, dtype, kind):
 
 
 @left_to_full(lambda p: p["window_size"] != ((-1, 10) if p["dtype"] is torch.bfloat16 else (40, 64)))
-@left_to_full(lambda p: p["backend"] == "torch")  # which has no blocks
+@left_to_full(lambda p: p["backend"] == "torch" or is_met_in_the_other_dtype(p, 0))  # torch has no blocks
 @pytest.mark.parametrize("window_size", ((-1, -1), (40, 64), (-1, 10)), ids=str)
 @each_dtype
 @backends("torch", *OF_FLOATS)

@@ -115,6 +115,7 @@ def test_a_position_beyond_the_tables_is_not_read():
     assert torch.isfinite(rotated[:10]).all() and rotated[10:18].isnan().all() and not rotated[18:].any()
 
 
+@left_to_full(lambda p: p["dropout_p"] == 0)  # an operand less
 @pytest.mark.parametrize("dropout_p", (0.0, 0.1))
 def test_opcheck(dropout_p):
     """Of all options, and of slices; tests/ops/test_contract.py checks the operators as ops call them."""
@@ -154,7 +155,8 @@ def test_with_products_of_a_gpu_the_error_rule_holds(dtype):
 
 
 @with_products_of_a_gpu
-@left_to_full(lambda p: (p["dtype"] is torch.float16 or p["softmax_scale"] < 0) and p["kind"] != "dominant-key")
+@left_to_full(lambda p: (p["dtype"] is not torch.float32 or p["softmax_scale"] < 0) and p["kind"] != "dominant-key")
+@left_to_full(lambda p: p["dtype"] is torch.float16 and p["softmax_scale"] < 0)  # 16 bits err alike
 @pytest.mark.parametrize("softmax_scale", (0.5, -0.5))
 @pytest.mark.parametrize("kind", ADVERSARIAL)
 @each_16_and_32

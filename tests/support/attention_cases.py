@@ -17,6 +17,7 @@ from fastbert.testing import reference
 from fastbert.testing.cases import DTYPES, LENGTHS, Lengths
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
 
+OF_BFLOAT16 = ("cpu-avx512_bf16", "cpu-amx")
 RAGGED, SLACK = LENGTHS[3], LENGTHS[5]
 FEW = Lengths("few", (5, 33, 1))
 # Before and after the CPU's blocks of 16, 32 and 64 queries; more than one tile of 128 of the Triton kernels.
@@ -58,6 +59,15 @@ needs_triton = pytest.mark.skipif(triton_error() is not None, reason=str(triton_
 def is_interpreted_in_16_bits(p) -> bool:
     """Whose path is that of 32 bits but for the rounding: one case of a test is enough for `make test`."""
     return p["backend"] == "triton" and p["dtype"] is torch.bfloat16
+
+
+def is_met_in_the_other_dtype(p, place: int) -> bool:
+    """Of the CPU's kernels, which a dtype changes in loads and stores alone: the value at this place of an axis meets
+    each instruction set in one of them. Where products of bfloat16 have instructions of their own, it meets these.
+    """
+    if p["backend"] == "triton" or (p["backend"] in OF_BFLOAT16 and p["dtype"] is torch.bfloat16):
+        return False
+    return (("torch", *OF_FLOATS).index(p["backend"]) + DTYPES.index(p["dtype"]) + place) % 2 != 0
 
 
 def make(case: Lengths, heads: int | tuple[int, int] = 3, head_dim: int = 32, dtype=torch.float32) -> Tensors:
