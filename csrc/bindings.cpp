@@ -26,8 +26,8 @@
 STABLE_TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
   m.impl("attention_fwd_cpu", fastbert::boxed_operator<&fastbert::attention_fwd_operator>);
   m.impl("attention_bwd_cpu", fastbert::boxed_operator<&fastbert::attention_bwd_operator>);
-  m.impl("attention_relative_fwd_cpu", fastbert::boxed_operator<&fastbert::attention_relative_fwd_cpu>);
-  m.impl("attention_relative_bwd_cpu", fastbert::boxed_operator<&fastbert::attention_relative_bwd_cpu>);
+  m.impl("attention_relative_fwd_cpu", fastbert::boxed_operator<&fastbert::attention_relative_fwd_operator>);
+  m.impl("attention_relative_bwd_cpu", fastbert::boxed_operator<&fastbert::attention_relative_bwd_operator>);
   m.impl("add_layer_norm_fwd_cpu", fastbert::boxed_operator<&fastbert::add_layer_norm_fwd_cpu>);
   m.impl("add_layer_norm_bwd_cpu", fastbert::boxed_operator<&fastbert::add_layer_norm_bwd_cpu>);
   m.impl("adamw_cpu", fastbert::boxed_operator<&fastbert::adamw_cpu>);

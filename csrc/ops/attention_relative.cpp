@@ -215,33 +215,28 @@ void attention_relative_rows(const Array& q, const Array& k, const Array& v, con
 
 std::tuple<Array, Array> attention_relative_fwd_cpu(const Array& q, const Array& k, const Array& v,
                                                     const Array& cu_seqlens, const OptionalArray& philox,
-                                                    const OptionalArray& window_positions, const Array& rows,
-                                                    const OptionalArray& key, const OptionalArray& query,
-                                                    const OptionalArray& bias, const OptionalArray& positions,
-                                                    double softmax_scale, double dropout_p, int64_t window_left,
-                                                    int64_t window_right, bool return_stats) {
-  const AttentionForm form{softmax_scale, window_left, window_right, window_positions};
+                                                    const AttentionForm& form, const RelativeForm& relative,
+                                                    double dropout_p, bool return_stats) {
   const Operands operands = checked_operands(q, k, v, cu_seqlens, form, make_dropout(dropout_p, philox));
   const Array out = empty_like(q);
   const Array stats = empty({return_stats ? 2 : 0, q.size(1), q.size(0)}, ScalarType::Float);
-  run_forward(operands, {rows, key, query, bias, positions}, out, return_stats ? stats : Array());
+  run_forward(operands, relative, out, return_stats ? stats : Array());
   return {out, stats};
 }
 
-std::tuple<Array, Array, Array, Array, Array, Array> attention_relative_bwd_cpu(
-    const Array& dout_, const Array& q, const Array& k, const Array& v, const Array& out_, const Array& softmax_stats,
-    const Array& cu_seqlens, const OptionalArray& philox, const OptionalArray& window_positions, const Array& rows,
-    const OptionalArray& key, const OptionalArray& query, const OptionalArray& bias, const OptionalArray& positions,
-    double softmax_scale, double dropout_p, int64_t window_left, int64_t window_right) {
-  const AttentionForm form{softmax_scale, window_left, window_right, window_positions};
+RelativeGradients attention_relative_gradients(const Array& dout_, const Array& q, const Array& k, const Array& v,
+                                               const Array& out_, const Array& softmax_stats, const Array& cu_seqlens,
+                                               const OptionalArray& philox, const AttentionForm& form,
+                                               const RelativeForm& relative, double dropout_p, const Array& dq,
+                                               const Array& dk, const Array& dv) {
+  const OptionalArray &key = relative.key, &query = relative.query, &bias = relative.bias;
   const Operands operands = checked_operands(q, k, v, cu_seqlens, form, make_dropout(dropout_p, philox));
   const int64_t total_tokens = operands.total_tokens, num_heads = operands.num_heads, end = operands.offsets.back();
   const Array out = with_rows("out", out_, q.sizes(), q), dout = with_rows("dout", dout_, q.sizes(), q);
   const Array stats = checked("softmax_stats", softmax_stats, {2, num_heads, total_tokens}, ScalarType::Float);
-  const PreparedTerms prepared = prepare({rows, key, query, bias, positions}, operands, true);
+  const PreparedTerms prepared = prepare(relative, operands, true);
   const RelativeTerms& terms = prepared.terms;
 
-  const Array dq = empty_like(q), dk = empty_like(k), dv = empty_like(v);
   for (const Array& t : {dq, dk, dv}) zero(t.narrow(0, end, total_tokens - end));
   const auto like = [&](const Array& table) {
     return table.defined() ? empty_like(table) : empty({0}, q.scalar_type());
@@ -249,7 +244,7 @@ std::tuple<Array, Array, Array, Array, Array, Array> attention_relative_bwd_cpu(
   const Array dkey = like(key), dquery = like(query), dbias = like(bias);
   if (terms.reach == 0 || num_heads == 0) {
     for (const Array& t : {dkey, dquery, dbias}) zero(t);
-    return {dq, dk, dv, dkey, dquery, dbias};
+    return {dkey, dquery, dbias};
   }
 
   // A group's sums are written, and read again, once for each distance; sums of the bias are a few numbers.
@@ -286,7 +281,31 @@ std::tuple<Array, Array, Array, Array, Array, Array> attention_relative_bwd_cpu(
     if (query.defined()) write_table<T>(of_query, distances.behind, softmax_scale, dquery);
   });
   if (bias.defined()) write_bias(of_bias, prepared.distances.ahead, dbias);
-  return {dq, dk, dv, dkey, dquery, dbias};
+  return {dkey, dquery, dbias};
+}
+
+std::tuple<Array, Array> attention_relative_fwd_operator(const Array& q, const Array& k, const Array& v,
+                                                         const Array& cu_seqlens, const OptionalArray& philox,
+                                                         const OptionalArray& window_positions, const Array& rows,
+                                                         const OptionalArray& key, const OptionalArray& query,
+                                                         const OptionalArray& bias, const OptionalArray& positions,
+                                                         double softmax_scale, double dropout_p, int64_t window_left,
+                                                         int64_t window_right, bool return_stats) {
+  return attention_relative_fwd_cpu(q, k, v, cu_seqlens, philox,
+                                    {softmax_scale, window_left, window_right, window_positions},
+                                    {rows, key, query, bias, positions}, dropout_p, return_stats);
+}
+
+std::tuple<Array, Array, Array, Array, Array, Array> attention_relative_bwd_operator(
+    const Array& dout, const Array& q, const Array& k, const Array& v, const Array& out, const Array& softmax_stats,
+    const Array& cu_seqlens, const OptionalArray& philox, const OptionalArray& window_positions, const Array& rows,
+    const OptionalArray& key, const OptionalArray& query, const OptionalArray& bias, const OptionalArray& positions,
+    double softmax_scale, double dropout_p, int64_t window_left, int64_t window_right) {
+  const Array dq = empty_like(q), dk = empty_like(k), dv = empty_like(v);
+  const RelativeGradients of_terms = attention_relative_gradients(
+      dout, q, k, v, out, softmax_stats, cu_seqlens, philox, {softmax_scale, window_left, window_right, window_positions},
+      {rows, key, query, bias, positions}, dropout_p, dq, dk, dv);
+  return {dq, dk, dv, of_terms.key, of_terms.query, of_terms.bias};
 }
 
 }  // namespace fastbert

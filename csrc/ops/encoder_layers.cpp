@@ -1,7 +1,6 @@
 #include "encoder_layers.h"
 
 #include "attention.h"
-#include "attention_relative.h"
 #include "layer_spec.h"
 #include "tensors.h"
 #include "workspace.h"
@@ -38,12 +37,7 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
     check(final_eps.has_value() ? left == 1 || left == 2 : left == 0, "there are ", left, " tensors of norms too many");
     return final_eps.has_value() ? reader.norm_ahead(last.rms, left == 1 ? 1 : 3, *final_eps) : NormOperand();
   };
-  size_t next_term = 0;
-  const auto term = [&](const LayerSpec& spec, int64_t bit) -> Array {
-    if ((spec.relative >> bit & 1) == 0) return {};
-    check(next_term < relative.size(), "there are ", relative.size(), " relative terms, too few for the layers");
-    return relative[next_term++];
-  };
+  RelativeReader terms({relative_rows, relative_positions, relative});
   LayerOperands layer;
   Array hidden = contiguous(x);  // what the next residual is
   bool is_normed = false;        // whether the layer before left in `normed` what the next one begins with
@@ -65,10 +59,7 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
     if (spec.relative == 0) {
       attention_rows(heads.q, heads.k, heads.v, cu_seqlens, attention, context);
     } else {
-      check(relative_rows.defined(), "a layer has relative terms, and the call has no relative_rows");
-      const Array key = term(spec, 0), query = term(spec, 1), bias = term(spec, 2);
-      const RelativeForm terms{relative_rows, key, query, bias, relative_positions};
-      attention_relative_rows(heads.q, heads.k, heads.v, cu_seqlens, attention, terms, context);
+      attention_relative_rows(heads.q, heads.k, heads.v, cu_seqlens, attention, terms.read(spec), context);
     }
 
     // What ends a half, residual and norm, runs over rows as the product before it finishes them.
@@ -95,7 +86,7 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
     }
     hidden = out;  // nothing reads a layer's input once its last product runs
   }
-  check(next_term == relative.size(), "there are ", relative.size(), " relative terms, too many for the layers");
+  terms.finish();
   return out;
 }
 

@@ -4,6 +4,7 @@
 
 #include "../cpu/add.h"
 #include "attention.h"
+#include "attention_relative.h"
 #include "dropout.h"
 #include "layer_spec.h"
 #include "tensors.h"
@@ -126,7 +127,6 @@ Stack stack_of(const std::vector<int64_t>& layers, const std::vector<int64_t>& i
     check(i >= 0 && i < static_cast<int64_t>(specs.size()), "there are no numbers ", i);
     const LayerSpec& spec = specs[static_cast<size_t>(i)];
     check(spec.scales == 0, "int8 weights have no gradients");
-    check(spec.relative == 0, "relative terms are op by op in training");
     stack.specs.push_back(spec);
     stack.first_weight.push_back(weights);
     weights += spec.num_leaves();
@@ -154,7 +154,7 @@ struct Shared {
 
 // The layer over x; returns what it gives, and fills `kept`.
 Array layer_forward(const Array& x, const LayerSpec& spec, const LayerOperands& layer, const OptionalArray& philox,
-                    const Shared& shared, ScalarType dtype, Kept& kept) {
+                    const RelativeForm& relative, const Shared& shared, ScalarType dtype, Kept& kept) {
   const size_t output = spec.attention_output(), up = spec.first_up(), down = spec.down();
   if (spec.begins_with_norm()) {
     const NormOperand& norm = layer.attention_norm;
@@ -164,9 +164,13 @@ Array layer_forward(const Array& x, const LayerSpec& spec, const LayerOperands& 
   const Heads heads = make_heads(spec, x.size(0), [&](const Shape& shape) { return empty(shape, dtype); });
   linear_rows(spec.begins_with_norm() ? kept.first : x, layer.projections(spec), heads.flat, dtype, nullptr);
   kept.projected = heads.whole;
+  const AttentionForm form = attention_form(spec, shared.tables);
+  const OptionalArray of_probabilities = philox_of(philox, kProbabilities);
   std::tie(kept.context, kept.softmax_stats) =
-      attention_fwd_cpu(heads.q, heads.k, heads.v, shared.cu_seqlens, philox_of(philox, kProbabilities),
-                        attention_form(spec, shared.tables), spec.attention_dropout, true);
+      spec.relative == 0 ? attention_fwd_cpu(heads.q, heads.k, heads.v, shared.cu_seqlens, of_probabilities, form,
+                                             spec.attention_dropout, true)
+                         : attention_relative_fwd_cpu(heads.q, heads.k, heads.v, shared.cu_seqlens, of_probabilities,
+                                                      form, relative, spec.attention_dropout, true);
 
   // The sums of residual and product are in x's dtype: where that is wider, the product is not rounded on its way.
   const Array product = workspace(x.sizes(), x.scalar_type());
@@ -191,12 +195,14 @@ struct LayerGradients {
   Sum dx;
   std::array<Array, LayerOperands::kMostLeaves> dweight, dbias;
   std::array<Array, 4> dnorms;  // as a spec's bits count them
+  RelativeGradients drelative;
 };
 
 // `all_weights`: of all layers, of which this one's begin at `first_weight`. dx lies in memory of make_dx.
 LayerGradients layer_backward(const Sum& dout, const Array& x, const Kept& kept, const LayerSpec& spec,
                               const LayerOperands& layer, const List<Array>& all_weights, size_t first_weight,
-                              const OptionalArray& philox, const Shared& shared, bool needs_dx, MakeArray make_dx) {
+                              const OptionalArray& philox, const RelativeForm& relative, const Shared& shared,
+                              bool needs_dx, MakeArray make_dx) {
   std::array<Array, LayerOperands::kMostLeaves> weights;
   for (size_t i = 0; i < spec.num_leaves(); ++i) weights[i] = all_weights[first_weight + i];
   const size_t output = spec.attention_output(), up = spec.first_up(), down = spec.down();
@@ -204,7 +210,7 @@ LayerGradients layer_backward(const Sum& dout, const Array& x, const Kept& kept,
   const auto dtype = kept.context.scalar_type();
   const auto has_bias = [&](size_t i) { return (spec.biases >> i & 1) != 0; };
   LayerGradients gradients;
-  auto& [gradient_of_x, dweight, dbias, dnorms] = gradients;
+  auto& [gradient_of_x, dweight, dbias, dnorms, drelative] = gradients;
 
   const EndGradients last =
       end_gradients(dout, {}, kept.last_summed, kept.last_mean, kept.last_rstd,
@@ -238,9 +244,17 @@ LayerGradients layer_backward(const Sum& dout, const Array& x, const Kept& kept,
   dweight[output] = doutput[0];
 
   const Heads dheads = make_heads(spec, x.size(0), [&](const Shape& shape) { return workspace(shape, dtype); });
-  attention_gradients(dcontext.view(kept.context.sizes()), heads.q, heads.k, heads.v, kept.context, kept.softmax_stats,
-                      shared.cu_seqlens, philox_of(philox, kProbabilities), attention_form(spec, shared.tables),
-                      spec.attention_dropout, dheads.q, dheads.k, dheads.v);
+  const AttentionForm form = attention_form(spec, shared.tables);
+  const OptionalArray of_probabilities = philox_of(philox, kProbabilities);
+  const Array dattention = dcontext.view(kept.context.sizes());
+  if (spec.relative == 0) {
+    attention_gradients(dattention, heads.q, heads.k, heads.v, kept.context, kept.softmax_stats, shared.cu_seqlens,
+                        of_probabilities, form, spec.attention_dropout, dheads.q, dheads.k, dheads.v);
+  } else {
+    drelative = attention_relative_gradients(dattention, heads.q, heads.k, heads.v, kept.context, kept.softmax_stats,
+                                             shared.cu_seqlens, of_probabilities, form, relative,
+                                             spec.attention_dropout, dheads.q, dheads.k, dheads.v);
+  }
   std::vector<Array> projections;
   bool has_biases = false;
   for (size_t i = 0; i < spec.num_projections(); ++i) {
@@ -276,11 +290,14 @@ std::vector<Array> encoder_layers_fwd_cpu(const Array& x, const Array& cu_seqlen
                                           const std::vector<int64_t>& layers, const std::vector<int64_t>& ints,
                                           const std::vector<double>& floats, const std::vector<Array>& rotary,
                                           const std::vector<int64_t>& rotary_layouts,
-                                          const OptionalArray& window_positions, ScalarType dtype) {
+                                          const OptionalArray& window_positions, const OptionalArray& relative_rows,
+                                          const OptionalArray& relative_positions, const std::vector<Array>& relative,
+                                          ScalarType dtype) {
   const Stack stack = stack_of(layers, ints, floats, weights.size());
   check(x.dim() == 2, "x has shape ", x.sizes(), ", expected (total_tokens, hidden_size)");
   const Shared shared{cu_seqlens, activation_of(activation), {rotary, rotary_layouts, window_positions}};
   LayerReader reader({&weights, &biases, nullptr, nullptr, &norms, nullptr}, x.size(1), x.scalar_type());
+  RelativeReader terms({relative_rows, relative_positions, relative});
   LayerOperands layer;
   Array hidden = contiguous(x);
   std::vector<Array> results{Array()};
@@ -292,9 +309,11 @@ std::vector<Array> encoder_layers_fwd_cpu(const Array& x, const Array& cu_seqlen
     }
     if (i > 0) results.push_back(hidden);
     Kept kept;
-    hidden = layer_forward(hidden, spec, layer, philox_of_layer(philox, i, layers.size()), shared, dtype, kept);
+    hidden = layer_forward(hidden, spec, layer, philox_of_layer(philox, i, layers.size()), terms.read(spec), shared,
+                           dtype, kept);
     for_each_kept(spec, kept, [&](const Array& array) { results.push_back(array); });
   }
+  terms.finish();
   results[0] = hidden;
   return results;
 }
@@ -305,7 +324,9 @@ std::vector<Array> encoder_layers_bwd_cpu(const Array& dout_, const Array& x_, c
                                           const std::string& activation, const std::vector<int64_t>& layers,
                                           const std::vector<int64_t>& ints, const std::vector<double>& floats,
                                           const std::vector<Array>& rotary, const std::vector<int64_t>& rotary_layouts,
-                                          const OptionalArray& window_positions, bool needs_dx) {
+                                          const OptionalArray& window_positions, const OptionalArray& relative_rows,
+                                          const OptionalArray& relative_positions, const std::vector<Array>& relative,
+                                          bool needs_dx) {
   const Stack stack = stack_of(layers, ints, floats, weights.size());
   const size_t count = layers.size();
   const Shared shared{cu_seqlens, activation_of(activation), {rotary, rotary_layouts, window_positions}};
@@ -313,6 +334,8 @@ std::vector<Array> encoder_layers_bwd_cpu(const Array& dout_, const Array& x_, c
 
   std::vector<Array> inputs(count);
   std::vector<Kept> kept(count);
+  std::vector<RelativeForm> relatives(count);
+  RelativeReader terms({relative_rows, relative_positions, relative});
   std::vector<LayerOperands> operands(count);  // of which only the norms are read
   size_t taken = 0;
   const auto take = [&](Array& array) {
@@ -324,7 +347,9 @@ std::vector<Array> encoder_layers_bwd_cpu(const Array& dout_, const Array& x_, c
     i == 0 ? void(inputs[0] = contiguous(x_)) : take(inputs[i]);
     for_each_kept(spec, kept[i], take);
     reader.read_norms(spec, operands[i]);
+    relatives[i] = terms.read(spec);
   }
+  terms.finish();
   check(taken == kept_list.size(), "forward keeps ", taken, " tensors, got ", kept_list.size());
   for (size_t i = 0; i < count; ++i) {
     const LayerSpec& spec = stack.specs[i];
@@ -341,7 +366,7 @@ std::vector<Array> encoder_layers_bwd_cpu(const Array& dout_, const Array& x_, c
   for (size_t i = count; i-- > 0;) {
     const MakeArray make_dx = i > 0 ? &workspace : static_cast<MakeArray>(&empty);
     gradients[i] = layer_backward(dout, inputs[i], kept[i], stack.specs[i], operands[i], weights, stack.first_weight[i],
-                                  philox_of_layer(philox, i, count), shared, i > 0 || needs_dx, make_dx);
+                                  philox_of_layer(philox, i, count), relatives[i], shared, i > 0 || needs_dx, make_dx);
     kept[i] = Kept();
     dout = std::exchange(gradients[i].dx, Sum());  // its memory serves the layers below
   }
@@ -359,6 +384,12 @@ std::vector<Array> encoder_layers_bwd_cpu(const Array& dout_, const Array& x_, c
   for (size_t i = 0; i < count; ++i) {
     for (size_t j = 0; j < stack.specs[i].num_leaves(); ++j) {
       if ((stack.specs[i].biases >> j & 1) != 0) results.push_back(gradients[i].dbias[j]);
+    }
+  }
+  for (const LayerGradients& of_layer : gradients) {
+    const RelativeGradients& of_terms = of_layer.drelative;
+    for (const Array& gradient : {of_terms.key, of_terms.query, of_terms.bias}) {
+      if (gradient.defined() && gradient.dim() > 1) results.push_back(gradient);
     }
   }
   return results;

@@ -9,7 +9,8 @@ namespace fastbert {
 namespace {
 
 // A list's next element.
-Array next(const char* name, const List<Array>* list, size_t& at) {
+template <typename Tensors>
+Array next(const char* name, const Tensors* list, size_t& at) {
   const size_t size = list == nullptr ? 0 : list->size();
   check(at < size, "there are ", size, " ", name, ", the layers have more");
   return (*list)[at++];
@@ -31,6 +32,18 @@ AttentionForm attention_form(const LayerSpec& spec, const AttentionTables& table
   attention.interleaved = (tables.rotary_layouts[i] & 1) != 0;
   attention.by_token = (tables.rotary_layouts[i] & 2) != 0;
   return attention;
+}
+
+RelativeForm RelativeReader::read(const LayerSpec& spec) {
+  if (spec.relative == 0) return {};
+  check(lists_.rows.defined(), "a layer has relative terms, and the call has no relative_rows");
+  const auto term = [&](size_t bit) { return has_bit(spec.relative, bit) ? next("relative terms", &lists_.terms, next_) : Array(); };
+  const Array key = term(0), query = term(1), bias = term(2);
+  return {lists_.rows, key, query, bias, lists_.positions};
+}
+
+void RelativeReader::finish() const {
+  check(next_ == lists_.terms.size(), "there are ", lists_.terms.size(), " relative terms, too many for the layers");
 }
 
 std::vector<LayerSpec> layer_specs(const std::vector<int64_t>& ints, const std::vector<double>& floats) {

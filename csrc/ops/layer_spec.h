@@ -6,6 +6,7 @@
 
 #include "activation.h"
 #include "attention.h"
+#include "attention_relative.h"
 #include "feed_forward.h"
 #include "layer_norm.h"
 #include "layer_numbers.h"
@@ -40,6 +41,28 @@ struct AttentionTables {
 };
 
 AttentionForm attention_form(const LayerSpec& spec, const AttentionTables& tables);
+
+// What the layers of a call have of relative terms, as an operator takes it: rows and positions are shared, and `terms`
+// has of each layer those that its numbers say.
+struct RelativeLists {
+  const OptionalArray &rows, &positions;
+  const std::vector<Array>& terms;
+};
+
+// Takes them apart, layer by layer.
+class RelativeReader {
+ public:
+  explicit RelativeReader(const RelativeLists& lists) : lists_(lists) {}
+
+  // The next layer's. Rows are undefined where it has no such term.
+  RelativeForm read(const LayerSpec& spec);
+  // Fails if any are left.
+  void finish() const;
+
+ private:
+  RelativeLists lists_;
+  size_t next_ = 0;
+};
 
 std::vector<LayerSpec> layer_specs(const std::vector<int64_t>& ints, const std::vector<double>& floats);
 

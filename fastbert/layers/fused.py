@@ -98,37 +98,41 @@ def _try_fused_layers(
                 _tree_cache.put(root, question, fingerprint, operands)
         return operands
 
-    fused_call = ops.try_fused(op, x, look)
-    if isinstance(fused_call, str) or not any([spec.relative_bits for spec in specs]):
-        return _with_context(fused_call)
-
-    def run(context: LayerContext) -> torch.Tensor:
-        given = (context.batch.cu_seqlens, tuple(context.rotary.values()), context.window_positions)
-        return fused_call(*given, _relatives(root, paths, specs, context, x.dtype))
-
-    return run
+    layers = [get_leaf(root, path) for path in paths] if any([spec.relative_bits for spec in specs]) else []
+    return _with_context(ops.try_fused(op, x, look), x, layers, specs)
 
 
-def _with_context(fused_call: Callable[..., torch.Tensor] | str, position: RotarySpec | None = None) -> Fused | str:
-    """What takes a LayerContext; `position`: which of its tables the op takes, None all of them."""
+def _with_context(
+    fused_call: Callable[..., torch.Tensor] | str,
+    x: torch.Tensor,
+    layers: Sequence[nn.Module],
+    specs: Sequence[LayerSpec],
+    position: RotarySpec | None = None,
+) -> Fused | str:
+    """What takes a LayerContext. `layers`: whose relative terms the op takes, none where they have none; `position`:
+    which of the context's rotary tables, None all of them.
+    """
     if isinstance(fused_call, str):
         return fused_call
 
     def run(context: LayerContext) -> torch.Tensor:
         tables = tuple(context.rotary.values()) if position is None else (context.rotary[position],)
-        return fused_call(context.batch.cu_seqlens, tables, context.window_positions)
+        given = (context.batch.cu_seqlens, tables, context.window_positions)
+        if not layers:
+            return fused_call(*given)
+        return fused_call(*given, _relatives(layers, specs, context, ops.compute_dtype(x)))
 
     return run
 
 
 def _relatives(
-    root: nn.Module, paths: Sequence[str], specs: Sequence[LayerSpec], context: LayerContext, dtype: torch.dtype
+    layers: Sequence[nn.Module], specs: Sequence[LayerSpec], context: LayerContext, dtype: torch.dtype
 ) -> list[ops.Relative]:
     """Those of the layers that have such terms: what projects the table is called, or what it gave has been kept."""
     made = []
-    for path, spec in zip(paths, specs, strict=True):
+    for layer, spec in zip(layers, specs, strict=True):
         form = spec.attention.relative
-        found = None if form is None else relative_of(get_leaf(root, path), spec, context.relative[form], dtype)
+        found = None if form is None else relative_of(layer, spec, context.relative[form], dtype)
         made += [] if found is None else [found]
     return made
 
@@ -231,4 +235,5 @@ def try_fused_layer(layer: nn.Module, spec: LayerSpec, x: torch.Tensor) -> Fused
             return found
         return ops.LayerOperands.of([found], () if position is None else (position,))
 
-    return _with_context(ops.try_fused("encoder_layers_training", x, look), position)
+    layers = [layer] if spec.relative_bits else []
+    return _with_context(ops.try_fused("encoder_layers_training", x, look), x, layers, [spec], position)

@@ -4,7 +4,7 @@ import fastbert.ops.encoder_layers_training  # noqa: F401  (which registers its 
 
 # Layers, models and accelerate know no backend, and call these.
 from fastbert.backend import transform_unsupported, try_fused, warn_of_missing_kernels
-from fastbert.ops._common import at_least_fp32
+from fastbert.ops._common import at_least_fp32, compute_dtype
 from fastbert.ops.adamw import DeferredRows, adamw, adamw_deferred
 from fastbert.ops.attention import attention, attention_probs
 from fastbert.ops.dropout import dropout
@@ -36,6 +36,7 @@ __all__ = [
     "at_least_fp32",
     "attention",
     "attention_probs",
+    "compute_dtype",
     "cross_entropy",
     "dropout",
     "embed_layer_norm",

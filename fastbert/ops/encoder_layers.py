@@ -190,6 +190,21 @@ def tables_of(rotary: tuple[Rotary, ...]) -> tuple[list[torch.Tensor], list[int]
     return tables, layouts
 
 
+def relative_lists(
+    relative: Sequence[Relative],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, list[torch.Tensor]]:
+    """rows and positions, which layers share, and their terms one layer after the other."""
+    rows, positions, terms = None, None, []
+    bias = in_fp32 = None
+    for each in relative:
+        rows, positions = each.rows, each.positions
+        if each.bias is not bias:  # MPNet's layers share one
+            bias = each.bias
+            in_fp32 = None if bias is None else bias.float()
+        terms += [t for t in (each.key, each.query, in_fp32) if t is not None]
+    return rows, positions, terms
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # encoder_layers on the CPU, for inference
 #
@@ -232,11 +247,7 @@ def _run_inference(
     cu_seqlens = int32_offsets("encoder_layers", cu_seqlens)
     *of_layers, _ = operands
     tables, versions = tables_of(rotary), _versions(operands.weights)
-    rows, positions, terms = None, None, []
-    for each in relative:
-        rows, positions, bias = each.rows, each.positions, None if each.bias is None else each.bias.float()
-        terms += [t for t in (each.key, each.query, bias) if t is not None]
-    shared = (window_positions, rows, positions, terms, versions)
+    shared = (window_positions, *relative_lists(relative), versions)
     return torch.ops.fastbert.encoder_layers_cpu(x, cu_seqlens, *of_layers, *tables, *shared)
 
 

@@ -6,33 +6,36 @@ autograd and torch's dispatcher work on one core while the other one waits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from fastbert.backend import Backend, register_fused
 from fastbert.ops._common import check_devices, compute_dtype, define, differentiable_once
-from fastbert.ops.encoder_layers import LayerOperands, accepts, supports, tables_of
+from fastbert.ops.encoder_layers import LayerOperands, accepts, relative_lists, supports, tables_of
 from fastbert.ops.layer_numbers import LayerNumbers
 from fastbert.ops.packing import int32_offsets
+from fastbert.ops.relative import Relative
 from fastbert.ops.rotary import Rotary
 
 # The lists, layers, ints and floats are LayerOperands'. philox: int64 (layers, 3, 2), of attention's dropout, its
 # output's and the feed-forward's, and with dropout inside of the feed-forward (layers, 4, 2), the last two being that
-# one's and the output's. Products and attention run in `dtype`, everything else in x's, which may be wider: under
-# autocast the residual stream stays in x's. Forward returns out, and as `kept` what backward wants: layer by layer, the
-# input of all but the first before it. Backward returns the gradients of x (zero rows unless needs_dx), weights, norms
-# and biases.
+# one's and the output's. relative_rows, relative_positions, relative: as encoder_layers_cpu has them. Products and
+# attention run in `dtype`, everything else in x's, which may be wider: under autocast the residual stream stays in x's.
+# Forward returns out, and as `kept` what backward wants: layer by layer, the input of all but the first before it.
+# Backward returns the gradients of x (zero rows unless needs_dx), weights, norms, biases and relative terms.
 
 _FWD_SCHEMA = (
     "(Tensor x, Tensor cu_seqlens, Tensor[] weights, Tensor[] biases, Tensor[] norms, Tensor? philox, str activation,"
     " int[] layers, int[] ints, float[] floats, Tensor[] rotary, int[] rotary_layouts, Tensor? window_positions,"
-    " ScalarType dtype) -> Tensor[]"
+    " Tensor? relative_rows, Tensor? relative_positions, Tensor[] relative, ScalarType dtype) -> Tensor[]"
 )
 _BWD_SCHEMA = (
     "(Tensor dout, Tensor x, Tensor cu_seqlens, Tensor[] weights, Tensor[] norms, Tensor[] kept, Tensor? philox,"
     " str activation, int[] layers, int[] ints, float[] floats, Tensor[] rotary, int[] rotary_layouts,"
-    " Tensor? window_positions, bool needs_dx) -> Tensor[]"
+    " Tensor? window_positions, Tensor? relative_rows, Tensor? relative_positions, Tensor[] relative,"
+    " bool needs_dx) -> Tensor[]"
 )
 
 
@@ -71,51 +74,73 @@ def _bwd_fake(dout, x, cu_seqlens, weights, norms, kept, philox, activation, lay
         of_layer = weights[first : first + kinds[at].num_linears]
         dbiases += [w.new_empty(w.shape[0]) for i, w in enumerate(of_layer) if kinds[at].biases >> i & 1]
         first += len(of_layer)
-    dx = x.new_empty(x.shape[0] if others[-1] else 0, x.shape[1])
-    return [dx, *map(torch.empty_like, (*weights, *norms)), *dbiases]
+    *_, relative, needs_dx = others
+    dx = x.new_empty(x.shape[0] if needs_dx else 0, x.shape[1])
+    return [dx, *map(torch.empty_like, (*weights, *norms)), *dbiases, *[t.new_empty(t.shape) for t in relative]]
 
 
 _FWD = define("encoder_layers_fwd_cpu", _FWD_SCHEMA, _fwd_fake)
 _BWD = define("encoder_layers_bwd_cpu", _BWD_SCHEMA, _bwd_fake)
 
 
+class _Shared(NamedTuple):
+    # The tensors that layers share, beside x.
+    cu_seqlens: torch.Tensor
+    philox: torch.Tensor | None
+    window_positions: torch.Tensor | None
+    relative_rows: torch.Tensor | None
+    relative_positions: torch.Tensor | None
+
+
 class _Call(NamedTuple):
-    # What layers have beside their tensors.
-    num_weights: int
-    num_norms: int
-    num_biases: int
+    # What layers have beside their tensors, and how many there are of each kind of these.
+    counts: tuple[int, int, int, int]  # of weights, norms, biases, relative terms; the others are rotary tables
     rotary_layouts: list[int]
     numbers: tuple  # activation, layers, ints and floats
     dtype: torch.dtype
 
+    def parts(self, tensors):
+        """Weights, norms, biases, relative terms, rotary tables."""
+        parts, first = [], 0
+        for count in self.counts:
+            parts.append(tensors[first : first + count])
+            first += count
+        return [*parts, tensors[first:]]
+
 
 class _EncoderLayers(torch.autograd.Function):
-    """Autograd around the registered forward and backward. tensors: weights, norms, biases, rotary."""
+    """Autograd around the registered forward and backward; `tensors` in the order of `_Call.parts`."""
 
     @staticmethod
-    def forward(ctx, x, cu_seqlens, philox, window_positions, call, *tensors):
-        norms_at, biases_at = call.num_weights, call.num_weights + call.num_norms
-        rotary_at = biases_at + call.num_biases
-        weights, norms = tensors[:norms_at], tensors[norms_at:biases_at]
-        biases, rotary = tensors[biases_at:rotary_at], tensors[rotary_at:]
-        tables = (rotary, call.rotary_layouts, window_positions)
-        out, *kept = _FWD(x, cu_seqlens, weights, biases, norms, philox, *call.numbers, *tables, call.dtype)
-        ctx.save_for_backward(x, cu_seqlens, philox, window_positions, *weights, *norms, *rotary, *kept)
+    def forward(ctx, call, x, *tensors):
+        count = len(_Shared._fields)
+        shared = _Shared(*tensors[:count])
+        weights, norms, biases, relative, rotary = call.parts(tensors[count:])
+        tables = (rotary, call.rotary_layouts, *shared[2:], relative)
+        out, *kept = _FWD(
+            x, shared.cu_seqlens, weights, biases, norms, shared.philox, *call.numbers, *tables, call.dtype
+        )
+        ctx.save_for_backward(x, *shared, *weights, *norms, *relative, *rotary, *kept)
         ctx.call = call
         return out
 
     @staticmethod
     @differentiable_once
     def backward(ctx, dout):
-        call, needs_dx = ctx.call, ctx.needs_input_grad[0]
+        call, needs_dx, count = ctx.call, ctx.needs_input_grad[1], len(_Shared._fields)
         num_tables = 2 * len(call.rotary_layouts)
-        x, cu_seqlens, philox, window_positions, *saved = ctx.saved_tensors
-        norms_at, rotary_at = call.num_weights, call.num_weights + call.num_norms
-        kept_at = rotary_at + num_tables
-        weights, norms, kept = saved[:norms_at], saved[norms_at:rotary_at], saved[kept_at:]
-        tables = (saved[rotary_at:kept_at], call.rotary_layouts, window_positions)
-        dx, *gradients = _BWD(dout, x, cu_seqlens, weights, norms, kept, philox, *call.numbers, *tables, needs_dx)
-        return dx if needs_dx else None, None, None, None, None, *gradients, *[None] * num_tables
+        x, *saved = ctx.saved_tensors
+        shared = _Shared(*saved[:count])
+        num_weights, num_norms, _, num_terms = call.counts
+        weights, norms, _, relative, rest = call._replace(counts=(num_weights, num_norms, 0, num_terms)).parts(
+            saved[count:]
+        )
+        rotary, kept = rest[:num_tables], rest[num_tables:]
+        tables = (rotary, call.rotary_layouts, *shared[2:], relative)
+        dx, *gradients = _BWD(
+            dout, x, shared.cu_seqlens, weights, norms, kept, shared.philox, *call.numbers, *tables, needs_dx
+        )
+        return None, dx if needs_dx else None, *[None] * count, *gradients, *[None] * num_tables
 
 
 def _supports_training(x: torch.Tensor) -> str | None:
@@ -129,8 +154,6 @@ def _supports_training(x: torch.Tensor) -> str | None:
 def _accepts_training(x: torch.Tensor, operands: LayerOperands) -> str | None:
     if not all([p.requires_grad for p in (*operands.weights, *operands.biases, *operands.norms)]):
         return "it is for training all of a layer: a weight takes no gradient"
-    if any([layer.relative for layer in LayerNumbers.read(operands.ints, operands.floats)]):
-        return "attention has relative terms, and their tables take gradients"
     return accepts(x, operands)
 
 
@@ -140,6 +163,7 @@ def _run_training(
     cu_seqlens: torch.Tensor,
     rotary: tuple[Rotary, ...] = (),
     window_positions: torch.Tensor | None = None,
+    relative: Sequence[Relative] = (),
 ) -> torch.Tensor:
     check_devices("encoder_layers_training", x=x, cu_seqlens=cu_seqlens, window_positions=window_positions)
     cu_seqlens = int32_offsets("encoder_layers_training", cu_seqlens)
@@ -149,9 +173,11 @@ def _run_training(
         seeds = 4 if any([layer.inner_dropout for layer in kinds]) else 3
         philox = torch.randint(2**62, (len(layers), seeds, 2), dtype=torch.int64)
     tables, layouts = tables_of(rotary)
-    numbers = (activation, layers, ints, floats)
-    call = _Call(len(weights), len(norms), len(biases), layouts, numbers, compute_dtype(x))
-    return _EncoderLayers.apply(x, cu_seqlens, philox, window_positions, call, *weights, *norms, *biases, *tables)
+    rows, positions, terms = relative_lists(relative)
+    counts = (len(weights), len(norms), len(biases), len(terms))
+    call = _Call(counts, layouts, (activation, layers, ints, floats), compute_dtype(x))
+    shared = _Shared(cu_seqlens, philox, window_positions, rows, positions)
+    return _EncoderLayers.apply(call, x, *shared, *weights, *norms, *biases, *terms, *tables)
 
 
 register_fused("encoder_layers_training", Backend.CPU, _supports_training, _accepts_training, _run_training)

@@ -186,12 +186,14 @@ def linear_int8(x, weight, bias, weight_scale, input_scale=0.0, name="none"):
     return y if name == "none" else activation(y, name)
 
 
-def encoder_layer(x, spec, linears, norms, cu_seqlens, table=None, window_positions=None, keeps=(None,) * 4):
+def encoder_layer(
+    x, spec, linears, norms, cu_seqlens, table=None, window_positions=None, keeps=(None,) * 4, relative=None
+):
     """A layer of a LayerSpec; `keeps` are the masks of its dropouts that were used, in the order of `spec.dropouts`.
 
     linears: weight, bias, weight_scale and input_scale of every Linear, in the order of ops.LayerWeights; norms:
     weight, bias and eps of the attention's and of the feed-forward's, None where there is none; `table`: by which
-    queries and keys are rotated, if they are.
+    queries and keys are rotated, if they are; `relative`: as in attention.
     """
     attention_spec, feed_forward_spec, dropouts = spec.attention, spec.feed_forward, [*spec.dropouts.values()]
 
@@ -217,7 +219,7 @@ def encoder_layer(x, spec, linears, norms, cu_seqlens, table=None, window_positi
     q, k, v = projected.unflatten(-1, (-1, attention_spec.head_dim)).split(heads, 1)
     context = attention(
         q, k, v, cu_seqlens, attention_spec.softmax_scale, keeps[0], dropouts[0], attention_spec.window_size,
-        window_positions, table,
+        window_positions, table, relative,
     )  # fmt: skip
     x = x + dropped(product(context.flatten(1), output), 1)
     x = x if spec.norm_first else normed(x, 0)

@@ -23,6 +23,7 @@ from layer_specs import (
     make,
     make_final_norm,
     operands_of,
+    relative_lists_of,
     rotary_tables,
     spec_of,
 )
@@ -38,6 +39,7 @@ pytestmark = pytest.mark.skipif(extension_error() is not None, reason=str(extens
 # Layers that follow each other in one stack: as in ModernBERT, and of both placements of norms.
 STACKS = {name: (name, name) for name in CASES}
 STACKS |= {"modernbert": ("global", "local", "local"), "mixed": ("pre", "post", "pre, no attention norm", "pre")}
+STACKS |= {"mixed distances": ("disentangled", "post", "bias by distance")}
 
 
 def make_stack(name: str, dtype: torch.dtype, final: bool = True):
@@ -155,10 +157,10 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> tuple:
     layers, x, norm = make_stack(name, dtype)
     *of_layers, _ = operands_of(layers, norm)
     tables = [t for table in rotary_tables() for t in table[:2]]
-    return x, CU_SEQLENS, *of_layers, tables, [0, 0, 3], WITH_HOLES.int(), None, None, [], []
+    return x, CU_SEQLENS, *of_layers, tables, [0, 0, 3], WITH_HOLES.int(), *relative_lists_of(layers), []
 
 
-@pytest.mark.parametrize("name", ("modernbert", "post", "rms, grouped"))
+@pytest.mark.parametrize("name", ("modernbert", "post", "rms, grouped", "disentangled"))
 def test_opcheck(name):
     torch.library.opcheck(torch.ops.fastbert.encoder_layers_cpu, arguments(name))
 

@@ -23,6 +23,7 @@ from layer_specs import (
     literal,
     make,
     operands_of,
+    relative_lists_of,
     rotary_tables,
 )
 from seeds import manual_seed, torch_generator
@@ -129,7 +130,7 @@ def test_dropout_against_oracle(name, mode):
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
-@pytest.mark.parametrize("name", ("local", "rms, grouped", "post, merged"))
+@pytest.mark.parametrize("name", ("local", "rms, grouped", "post, merged", "disentangled", "bias by distance"))
 def test_every_isa_and_windows_by_position(name, backend):
     case = CASES[name].with_dropouts(0.1, 0.2, 0.3, 0.4)
     with backend_with_isa(backend):
@@ -151,7 +152,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 X = torch.randn(TOKENS, HIDDEN, generator=torch_generator(1))
-SOME = ("local", "global", "rms, grouped", "post", "post, no attention norm")
+SOME = ("local", "global", "rms, grouped", "post", "post, no attention norm", "disentangled", "bias by distance")
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -180,6 +181,7 @@ STACKS = {
     "post": ("post", "post, no biases", "post"),
     "modernbert": ("global", "local", "global"),
     "mixed": ("pre", "rms", "post, grouped", "pre, two gates"),
+    "distances": ("disentangled", "post", "pre, disentangled", "bias by distance"),
 }
 
 
@@ -217,7 +219,7 @@ def test_several_layers_are_one_after_the_other(name, mode):
     assert_same(*found)
 
 
-@pytest.mark.parametrize("name", ("local", "post"))
+@pytest.mark.parametrize("name", ("local", "post", "disentangled"))
 def test_compiled(name):
     compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
     manual_seed(3)
@@ -237,10 +239,11 @@ def test_what_takes_no_gradient_is_refused(frozen):
 def arguments(name: str, count: int = 1, dtype: torch.dtype = torch.bfloat16) -> list:
     """Of the registered forward, over `count` layers."""
     case = CASES[name].with_dropouts(0.1, 0.2, 0.3, 0.4)
-    weights, biases, _, _, norms, activation, layers, ints, floats, _, _ = operands_of([make(case)] * count)
+    made = [make(case)] * count
+    weights, biases, _, _, norms, activation, layers, ints, floats, _, _ = operands_of(made)
     tables = [t for table in rotary_tables() for t in table[:2]]
     philox = torch.arange(8 * count).view(count, 4, 2)
-    shared = (tables, [0, 0, 3], WITH_HOLES.int())
+    shared = (tables, [0, 0, 3], WITH_HOLES.int(), *relative_lists_of(made))
     return [X, CU_SEQLENS, weights, biases, norms, philox, activation, layers, ints, floats, *shared, dtype]
 
 
@@ -249,7 +252,7 @@ def backward_arguments(given: list, kept: list[torch.Tensor], needs_dx: bool) ->
     return [torch.ones_like(x), x, cu_seqlens, weights, norms, kept, *others, needs_dx]
 
 
-@left_to_full(lambda p: p["name"] != "post")  # the others differ in values
+@left_to_full(lambda p: p["name"] not in ("post", "disentangled"))  # the others differ in values
 @pytest.mark.parametrize("name", CASES)
 def test_opcheck(name):
     given = arguments(name, 2)
@@ -275,6 +278,7 @@ def test_operands_that_do_not_fit():
         (7, lambda layers: [], "there are no layers"),
         (8, lambda ints: [3, *ints[1:]], "num_heads is 3, num_kv_heads 4"),
         (8, lambda ints: [*ints[:SCALES], 1, *ints[SCALES + 1 :]], "int8 weights have no gradients"),
+        (15, lambda relative: [torch.ones(3, 4, 8)], "there are 1 relative terms, too many for the layers"),
     ):
         wrong = [*given[:at], change(given[at]), *given[at + 1 :]]
         with pytest.raises(RuntimeError, match=message):

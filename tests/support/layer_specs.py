@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
+from relative_cases import ROWS, rows_of
 from seeds import torch_generator
 
 from fastbert import ops
-from fastbert.layer_spec import AttentionSpec, FeedForwardSpec, LayerNames, LayerSpec, NormSpec, RotarySpec
+from fastbert.layer_spec import (
+    AttentionSpec,
+    Disentangled,
+    FeedForwardSpec,
+    LayerNames,
+    LayerSpec,
+    NormSpec,
+    RelativeBias,
+    RotarySpec,
+)
 from fastbert.testing import reference
 
 HIDDEN, INTERMEDIATE, HEAD_DIM = 48, 72, 16
@@ -31,9 +41,11 @@ def spec_of(
     norm: Literal["layer", "rms"] = "layer",
     norm_first: bool = False,
     has_attention_norm: bool = True,
+    relatives: tuple[str, ...] = (),
     **attention: Any,
 ) -> LayerSpec:
     projections = dict.fromkeys(("query", "key", "value"), "qkv") if merged_qkv else {}
+    projections |= {name: name for name in relatives}
     names = LayerNames(**projections, up="up", gate=None if not gated else "up" if merged_gate else "gate")
     return LayerSpec(
         names,
@@ -50,6 +62,7 @@ RMS: dict[str, Any] = {"norm_first": True, "norm": "rms"}
 MERGED: dict[str, Any] = {"merged_qkv": True, "gated": True, "merged_gate": True}
 SILU: dict[str, Any] = {"gated": True, "activation": "silu"}
 LOCAL: dict[str, Any] = {"window_size": (4, 4), "position": ROTARIES[1]}
+DISENTANGLED: dict[str, Any] = {"position": Disentangled("table", 16), "softmax_scale": (3 * HEAD_DIM) ** -0.5}
 
 
 @dataclass(frozen=True)
@@ -87,12 +100,21 @@ CASES = {
     "rms, grouped": Case(spec_of(**RMS, **SILU, num_kv_heads=2, position=ROTARIES[0]), (), False),
     "nomic": Case(spec_of(**SILU, merged_qkv=True, position=ROTARIES[0]), ()),
     "interleaved": Case(spec_of(position=ROTARIES[2])),
+    # As DeBERTa and MPNet have it, of which softmax does not see a key's bias; and as no family does.
+    "disentangled": Case(spec_of(**DISENTANGLED, relatives=("relative_key", "relative_query"))),
+    "bias by distance": Case(spec_of(position=RelativeBias("table", 32)), (0, 2, 3, 4, 5)),
+    "pre, disentangled": Case(
+        spec_of(**PRE, **DISENTANGLED, merged_qkv=True, window_size=(9, 6), relatives=("relative_query",))
+    ),
 }
 
 
 # Positions with holes, by which the last one of ROTARIES turns.
 POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])
 WITH_HOLES = POSITIONS + POSITIONS // 4
+
+KIND_OF_ROWS = "buckets"
+RELATIVE_ROWS = rows_of(KIND_OF_ROWS, max(LENGTHS) + 3)
 
 
 def rotary_tables(dtype: torch.dtype = torch.float32) -> tuple[ops.Rotary, ...]:
@@ -113,13 +135,18 @@ class Layer:
     spec: LayerSpec
     linears: list[ops.LinearWeights]
     norms: tuple[ops.NormWeights | None, ops.NormWeights | None]
+    tables: dict[str, torch.Tensor] = field(default_factory=dict)  # of ops.Relative, by name
+
+    def relative(self, rows: torch.Tensor) -> ops.Relative | None:
+        return ops.Relative(rows, **self.tables) if self.tables else None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those that take a gradient, by name."""
         named = {f"weight {i}": leaf.weight for i, leaf in enumerate(self.linears)}
         of_norms = [t for norm in self.norms for t in (norm or (None, None))[:2]]
         named |= {f"norm {i}": t for i, t in enumerate(of_norms) if t is not None}
-        return named | {f"bias {i}": leaf.bias for i, leaf in enumerate(self.linears) if leaf.bias is not None}
+        named |= {f"bias {i}": leaf.bias for i, leaf in enumerate(self.linears) if leaf.bias is not None}
+        return named | {f"relative {name}": t for name, t in self.tables.items()}
 
     def map(self, f) -> Layer:
         """f over the tensors, but for int8 and its scales."""
@@ -129,7 +156,7 @@ class Layer:
 
         linears = [leaf._replace(weight=over(leaf.weight), bias=over(leaf.bias)) for leaf in self.linears]
         norms = [norm and norm._replace(weight=over(norm.weight), bias=over(norm.bias)) for norm in self.norms]
-        return Layer(self.spec, linears, (norms[0], norms[1]))
+        return Layer(self.spec, linears, (norms[0], norms[1]), {name: f(t) for name, t in self.tables.items()})
 
     def quantized(self) -> Layer:
         def int8(leaf: ops.LinearWeights, i: int) -> ops.LinearWeights:
@@ -139,7 +166,7 @@ class Layer:
                 weight=integers, weight_scale=scale, input_scale=torch.tensor(0.03) if i == 1 else None
             )
 
-        return Layer(self.spec, [int8(leaf, i) for i, leaf in enumerate(self.linears)], self.norms)
+        return Layer(self.spec, [int8(leaf, i) for i, leaf in enumerate(self.linears)], self.norms, self.tables)
 
 
 def make(case: Case, seed: int = 0) -> Layer:
@@ -164,7 +191,12 @@ def make(case: Case, seed: int = 0) -> Layer:
     for is_there, eps in zip((spec.has_attention_norm, True), EPS, strict=True):
         weight, bias = random(HIDDEN, scale=0.3, around=1.0), random(HIDDEN, scale=0.3)
         norms.append(ops.NormWeights(weight, bias if case.norm_biases else None, eps) if is_there else None)
-    return Layer(spec, linears, (norms[0], norms[1]))
+    num_rows, num_heads = ROWS[KIND_OF_ROWS][0], attention.num_heads
+    tables = {}
+    for bit, (name, shape) in enumerate((("key", (HEAD_DIM,)), ("query", (HEAD_DIM,)), ("bias", ()))):
+        if spec.relative_bits >> bit & 1:
+            tables[name] = random(num_rows, num_heads, *shape)
+    return Layer(spec, linears, (norms[0], norms[1]), tables)
 
 
 def make_final_norm(kind: str) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -177,7 +209,8 @@ def fused(op: str, layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seq
     """The layers as one op; a refusal is an error. `positions`: those that windows go by."""
     found = ops.try_fused(op, x, lambda: operands_of(layers, final_norm))
     assert callable(found), found
-    return found(cu_seqlens, rotary_tables(), None if positions is None else positions.int())
+    relative = [terms for layer in layers if (terms := layer.relative(RELATIVE_ROWS)) is not None]
+    return found(cu_seqlens, rotary_tables(), None if positions is None else positions.int(), relative)
 
 
 def operands_of(layers: list[Layer], final_norm=None, rotaries=ROTARIES) -> ops.LayerOperands:
@@ -185,11 +218,20 @@ def operands_of(layers: list[Layer], final_norm=None, rotaries=ROTARIES) -> ops.
     return ops.LayerOperands.of(given, rotaries, None if final_norm is None else ops.NormWeights(*final_norm, 1e-5))
 
 
+def relative_lists_of(layers: list[Layer]) -> tuple[torch.Tensor | None, None, list[torch.Tensor]]:
+    """relative_rows, relative_positions and relative, as the registered ops take them."""
+    terms = [t for layer in layers for t in layer.tables.values()]
+    return RELATIVE_ROWS if terms else None, None, terms
+
+
 def literal(layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU_SEQLENS, positions=None, **keeps):
     tables = rotary_tables(torch.promote_types(x.dtype, torch.float32))
     for layer in layers:
         table = table_of(layer.spec, tables)
-        x = reference.encoder_layer(x, layer.spec, layer.linears, layer.norms, cu_seqlens, table, positions, **keeps)
+        x = reference.encoder_layer(
+            x, layer.spec, layer.linears, layer.norms, cu_seqlens, table, positions,
+            relative=layer.relative(RELATIVE_ROWS), **keeps,
+        )  # fmt: skip
     if final_norm is not None:
         weight, bias = final_norm
         is_rms = layers[-1].spec.norm.kind == "rms"
@@ -229,6 +271,7 @@ def apart(layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seqlens=CU_S
         context = ops.attention(
             q, k, v, cu_seqlens, max(LENGTHS), softmax_scale=attention.softmax_scale, window_size=attention.window_size,
             window_positions=None if positions is None else positions.int(), rotary=table_of(spec, tables),
+            relative=layer.relative(RELATIVE_ROWS),
         ).flatten(1)  # fmt: skip
         product = ops.linear(
             context, output.weight, None, weight_scale=output.weight_scale, input_scale=output.input_scale
