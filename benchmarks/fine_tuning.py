@@ -1,4 +1,7 @@
-"""Fine-tuning steps side by side: `python benchmarks/fine_tuning.py` prints a table and can write it to a folder."""
+"""Fine-tuning steps side by side: `python benchmarks/fine_tuning.py` prints a table and can write it to a folder.
+
+    python benchmarks/fine_tuning.py --model deberta-v3-base --batches 32 4x512
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,12 @@ import torch
 from fastbert.bench.compete import compete, step
 from fastbert.bench.fine_tuning import CONTESTANTS
 from fastbert.bench.timing import Timing, describe_machine
+from fastbert.testing.cases import MODELS
 
 
-def measure(batch_size: int, contestants: tuple[str, ...], rounds: int, restarts: int, threads: int) -> dict[str, Any]:
-    """{contestant: its figures} on batches of one size, or {"failed": why}."""
-    task = {"action": "fine-tuning", "batch_size": batch_size, "threads": threads}
+def measure(model: str, batch: str, contestants: tuple[str, ...], rounds: int, restarts: int, threads: int) -> dict[str, Any]:
+    """{contestant: its figures} on batches of one kind, or {"failed": why}."""
+    task = {"action": "fine-tuning", "model": model, "batch": batch, "threads": threads}
     for name in contestants:
         step(**task, contestant=name, check=True)
     answers, failures = compete({n: {**task, "contestant": n, "check": False} for n in contestants}, rounds, restarts)
@@ -38,16 +42,16 @@ def measure(batch_size: int, contestants: tuple[str, ...], rounds: int, restarts
 def to_markdown(report: dict[str, Any]) -> str:
     machine = report["machine"]
     lines = [
-        "A fine-tuning step (forward, backward, fused AdamW) of a MiniLM-sized sentence classifier: 6 layers of 384,"
+        f"A fine-tuning step (forward, backward, fused AdamW) of a sentence classifier of {report['model']}'s size,"
         " bfloat16 autocast, dropout 0.1, sentences of log-normal length (mean 12, at most 64). Real tokens/s;"
         f" {machine['cpu']}, {report['threads']} threads, torch {machine['torch']}, commit {machine['commit']},"
         f" {machine['date']}.",
         "",
-        "| sentences a batch | contestant | tokens/s | ms a step | peak memory, MB |",
+        "| batch | contestant | tokens/s | ms a step | peak memory, MB |",
         "|--:|---|--:|--:|--:|",
     ]
     for size, results in report["rows"].items():
-        base = results[CONTESTANTS[0]].get("tokens_per_second")
+        base = results.get(CONTESTANTS[0], {}).get("tokens_per_second")
         for name, result in results.items():
             if "failed" in result:
                 lines.append(f"| {size} | {name} | failed: {result['failed']} | | |")
@@ -61,16 +65,18 @@ def to_markdown(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch-sizes", default="32,128")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="minilm", choices=sorted(MODELS))
+    parser.add_argument("--batches", nargs="+", default=["32", "128"], help="sentences in a batch, or 4x512")
+    parser.add_argument("--contestants", nargs="+", default=list(CONTESTANTS), choices=CONTESTANTS)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--restarts", type=int, default=1)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--output", type=Path, help="folder for fine-tuning.json and fine-tuning.md")
     args = parser.parse_args()
-    sizes = [int(size) for size in args.batch_sizes.split(",")]
-    rows = {str(n): measure(n, CONTESTANTS, args.rounds, args.restarts, args.threads) for n in sizes}
-    report = {"machine": describe_machine(), "threads": args.threads, "rows": rows}
+    contestants = tuple(args.contestants)
+    rows = {n: measure(args.model, n, contestants, args.rounds, args.restarts, args.threads) for n in args.batches}
+    report = {"machine": describe_machine(), "model": args.model, "threads": args.threads, "rows": rows}
     print(to_markdown(report))
     if args.output:
         args.output.mkdir(parents=True, exist_ok=True)

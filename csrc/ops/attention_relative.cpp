@@ -277,8 +277,8 @@ RelativeGradients attention_relative_gradients(const Array& dout_, const Array& 
       attention_relative_bwd(args, terms, sums, head, of_group.data(), static_cast<int64_t>(of_group.size()));
     });
     const Distances& distances = prepared.distances;
-    if (key.defined()) write_table<T>(of_key, distances.ahead, softmax_scale, dkey);
-    if (query.defined()) write_table<T>(of_query, distances.behind, softmax_scale, dquery);
+    if (key.defined()) write_table<T>(of_key, distances.ahead, form.softmax_scale, dkey);
+    if (query.defined()) write_table<T>(of_query, distances.behind, form.softmax_scale, dquery);
   });
   if (bias.defined()) write_bias(of_bias, prepared.distances.ahead, dbias);
   return {dkey, dquery, dbias};

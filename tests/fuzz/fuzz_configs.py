@@ -4,7 +4,11 @@ classes and accelerated models must compute what transformers makes of the file,
 
 from __future__ import annotations
 
+import resource
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +24,10 @@ from fastbert.errors import ConfigError
 from fastbert.families import FAMILIES
 
 # Its code has no error of its own for a file that it cannot run.
-THEIR_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, StrictDataclassError, TypeError, ValueError)
+THEIR_ERRORS = (
+    ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, StrictDataclassError, TypeError, ValueError
+)  # fmt: skip
+THEIR_MEMORY = 2**31  # bytes that it may take for a file: it multiplies "3", a string, by the width of a head
 ROTARY = tuple(name for name, family in FAMILIES.items() if "rope_parameters" in family.fields)
 LAYER_TYPES = ("full_attention", "sliding_attention")
 TYPES = ("default", "linear", "llama3", "yarn", "proportional", "dynamic", "longrope", "axial", None)
@@ -83,10 +90,22 @@ def entries(draw: Draw, model_type: str) -> dict[str, Any]:
     return {**made, "local_attention": 12} if model_type == "modernbert" else made
 
 
+@contextmanager
+def _memory_limit(more: int) -> Iterator[None]:
+    """Allocations fail once this process has so many bytes more, instead of the machine's memory running out."""
+    now = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (now + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
 def _their_output(file: dict) -> torch.Tensor | None:
     """What transformers computes in float64; None where it fails."""
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _memory_limit(THEIR_MEMORY):
             return built(file).double().eval()(IDS)[0]
     except THEIR_ERRORS:
         return None

@@ -243,7 +243,7 @@ def arguments(name: str, count: int = 1, dtype: torch.dtype = torch.bfloat16) ->
     weights, biases, _, _, norms, activation, layers, ints, floats, _, _ = operands_of(made)
     tables = [t for table in rotary_tables() for t in table[:2]]
     philox = torch.arange(8 * count).view(count, 4, 2)
-    shared = (tables, [0, 0, 3], WITH_HOLES.int(), *relative_lists_of(made))
+    shared = (tables, [0, 0, 3], WITH_HOLES.int(), *relative_lists_of(made, dtype))
     return [X, CU_SEQLENS, weights, biases, norms, philox, activation, layers, ints, floats, *shared, dtype]
 
 

@@ -74,7 +74,8 @@ class Case:
     norm_biases: bool = True
 
     def with_dropouts(self, *dropouts: float) -> Case:
-        return replace(self, spec=self.spec.with_dropouts(dict(zip(self.spec.dropouts, dropouts, strict=True))))
+        """`dropouts`: all but the one of a table of distances, which is dropped before the op."""
+        return replace(self, spec=self.spec.with_dropouts(dict(zip(self.spec.dropouts, dropouts, strict=False))))
 
 
 CASES = {
@@ -209,7 +210,8 @@ def fused(op: str, layers: list[Layer], x: torch.Tensor, final_norm=None, cu_seq
     """The layers as one op; a refusal is an error. `positions`: those that windows go by."""
     found = ops.try_fused(op, x, lambda: operands_of(layers, final_norm))
     assert callable(found), found
-    relative = [terms for layer in layers if (terms := layer.relative(RELATIVE_ROWS)) is not None]
+    relative = [ops.Relative(RELATIVE_ROWS, **layer.tables) for layer in layers if layer.tables]
+    relative = [terms.to(ops.compute_dtype(x)) for terms in relative]
     return found(cu_seqlens, rotary_tables(), None if positions is None else positions.int(), relative)
 
 
@@ -218,9 +220,11 @@ def operands_of(layers: list[Layer], final_norm=None, rotaries=ROTARIES) -> ops.
     return ops.LayerOperands.of(given, rotaries, None if final_norm is None else ops.NormWeights(*final_norm, 1e-5))
 
 
-def relative_lists_of(layers: list[Layer]) -> tuple[torch.Tensor | None, None, list[torch.Tensor]]:
-    """relative_rows, relative_positions and relative, as the registered ops take them."""
-    terms = [t for layer in layers for t in layer.tables.values()]
+def relative_lists_of(
+    layers: list[Layer], dtype: torch.dtype
+) -> tuple[torch.Tensor | None, None, list[torch.Tensor]]:
+    """relative_rows, relative_positions and relative, as the registered ops take them for products in `dtype`."""
+    terms = [t if name == "bias" else t.to(dtype) for layer in layers for name, t in layer.tables.items()]
     return RELATIVE_ROWS if terms else None, None, terms
 
 
