@@ -1,6 +1,6 @@
 """Fine-tuning steps side by side: `python benchmarks/fine_tuning.py` prints a table and can write it to a folder.
 
-    python benchmarks/fine_tuning.py --model deberta-v3-base --batches 32 4x512
+python benchmarks/fine_tuning.py --model deberta-v3-base --batches 32 4x512
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from fastbert.bench.timing import Timing, describe_machine
 from fastbert.testing.cases import MODELS
 
 
-def measure(model: str, batch: str, contestants: tuple[str, ...], rounds: int, restarts: int, threads: int) -> dict[str, Any]:
+def measure(
+    model: str, batch: str, contestants: tuple[str, ...], rounds: int, restarts: int, threads: int
+) -> dict[str, Any]:
     """{contestant: its figures} on batches of one kind, or {"failed": why}."""
     task = {"action": "fine-tuning", "model": model, "batch": batch, "threads": threads}
     for name in contestants:

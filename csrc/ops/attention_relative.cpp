@@ -302,9 +302,10 @@ std::tuple<Array, Array, Array, Array, Array, Array> attention_relative_bwd_oper
     const OptionalArray& key, const OptionalArray& query, const OptionalArray& bias, const OptionalArray& positions,
     double softmax_scale, double dropout_p, int64_t window_left, int64_t window_right) {
   const Array dq = empty_like(q), dk = empty_like(k), dv = empty_like(v);
-  const RelativeGradients of_terms = attention_relative_gradients(
-      dout, q, k, v, out, softmax_stats, cu_seqlens, philox, {softmax_scale, window_left, window_right, window_positions},
-      {rows, key, query, bias, positions}, dropout_p, dq, dk, dv);
+  const RelativeGradients of_terms =
+      attention_relative_gradients(dout, q, k, v, out, softmax_stats, cu_seqlens, philox,
+                                   {softmax_scale, window_left, window_right, window_positions},
+                                   {rows, key, query, bias, positions}, dropout_p, dq, dk, dv);
   return {dq, dk, dv, of_terms.key, of_terms.query, of_terms.bias};
 }
 

@@ -37,7 +37,9 @@ AttentionForm attention_form(const LayerSpec& spec, const AttentionTables& table
 RelativeForm RelativeReader::read(const LayerSpec& spec) {
   if (spec.relative == 0) return {};
   check(lists_.rows.defined(), "a layer has relative terms, and the call has no relative_rows");
-  const auto term = [&](size_t bit) { return has_bit(spec.relative, bit) ? next("relative terms", &lists_.terms, next_) : Array(); };
+  const auto term = [&](size_t bit) {
+    return has_bit(spec.relative, bit) ? next("relative terms", &lists_.terms, next_) : Array();
+  };
   const Array key = term(0), query = term(1), bias = term(2);
   return {lists_.rows, key, query, bias, lists_.positions};
 }

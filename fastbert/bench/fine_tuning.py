@@ -1,7 +1,8 @@
 """A fine-tuning step side by side: forward, backward and AdamW of a sentence classifier, ours against transformers'.
 
 Batches are ragged sentences (lengths log-normal, mean 12, at most 64) or of one length, in bfloat16 autocast over
-float32 weights, with PyTorch's fused AdamW on all sides. The logits of both are checked against transformers in float64 before any timing.
+float32 weights, with PyTorch's fused AdamW on all sides. The logits of all are checked against transformers in float64
+before any timing.
 """
 
 from __future__ import annotations

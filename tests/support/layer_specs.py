@@ -220,9 +220,7 @@ def operands_of(layers: list[Layer], final_norm=None, rotaries=ROTARIES) -> ops.
     return ops.LayerOperands.of(given, rotaries, None if final_norm is None else ops.NormWeights(*final_norm, 1e-5))
 
 
-def relative_lists_of(
-    layers: list[Layer], dtype: torch.dtype
-) -> tuple[torch.Tensor | None, None, list[torch.Tensor]]:
+def relative_lists_of(layers: list[Layer], dtype: torch.dtype) -> tuple[torch.Tensor | None, None, list[torch.Tensor]]:
     """relative_rows, relative_positions and relative, as the registered ops take them for products in `dtype`."""
     terms = [t if name == "bias" else t.to(dtype) for layer in layers for name, t in layer.tables.items()]
     return RELATIVE_ROWS if terms else None, None, terms
