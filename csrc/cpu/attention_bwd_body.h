@@ -25,7 +25,11 @@ void attention_bwd_heads(const AttentionBwd<T>& args, const AttentionTask& task)
 }
 
 void attention_bwd(const AttentionBwd<float>& args, const AttentionTask& task) {
+#if defined(FASTBERT_BF16)
+  avx512::attention_bwd(args, task);
+#else
   attention_bwd_heads<float>(args, task);
+#endif
 }
 
 void attention_bwd(const AttentionBwd<BFloat16>& args, const AttentionTask& task) {

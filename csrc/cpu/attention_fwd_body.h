@@ -12,7 +12,11 @@ void attention_fwd_task(const AttentionFwd<T>& args, const AttentionTask& task) 
 }
 
 void attention_fwd(const AttentionFwd<float>& args, const AttentionTask& task) {
+#if defined(FASTBERT_BF16)
+  avx512::attention_fwd(args, task);
+#else
   attention_fwd_task<float>(args, task);
+#endif
 }
 
 void attention_fwd(const AttentionFwd<BFloat16>& args, const AttentionTask& task) {

@@ -42,7 +42,11 @@ void attention_relative_bwd_heads(const AttentionBwd<T>& args, const RelativeTer
 
 void attention_relative_bwd(const AttentionBwd<float>& args, const RelativeTerms& terms, const RelativeSums& sums,
                             int64_t head, const AttentionTask* tasks, int64_t count) {
+#if defined(FASTBERT_BF16)
+  avx512::attention_relative_bwd(args, terms, sums, head, tasks, count);
+#else
   attention_relative_bwd_heads<float>(args, terms, sums, head, tasks, count);
+#endif
 }
 
 void attention_relative_bwd(const AttentionBwd<BFloat16>& args, const RelativeTerms& terms, const RelativeSums& sums,

@@ -13,7 +13,11 @@ void attention_relative_fwd_task(const AttentionFwd<T>& args, const RelativeTerm
 }
 
 void attention_relative_fwd(const AttentionFwd<float>& args, const RelativeTerms& terms, const AttentionTask& task) {
+#if defined(FASTBERT_BF16)
+  avx512::attention_relative_fwd(args, terms, task);
+#else
   attention_relative_fwd_task<float>(args, terms, task);
+#endif
 }
 
 void attention_relative_fwd(const AttentionFwd<BFloat16>& args, const RelativeTerms& terms, const AttentionTask& task) {

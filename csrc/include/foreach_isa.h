@@ -1,6 +1,8 @@
 // Includes the file that FASTBERT_BODY names once per instruction set, each time in a namespace of that set's name and
 // compiled for it. A kernel body is written once, against the vectors of simd_*.h; `FASTBERT_RUN` calls the copy for
-// the ISA in use.
+// the ISA in use. What would come out the same is not compiled again: each copy of attention takes the compiler ten
+// seconds, and beyond AVX-512 only bfloat16 and 8-bit integers have instructions of their own. So float there is
+// AVX-512's (FASTBERT_BF16 in the bodies).
 //
 // Everything inside is forced inline or internal to its namespace: no function that another file could share is ever
 // emitted with wide instructions (see isa.h). Standard headers must be included before this one.
@@ -56,8 +58,10 @@ namespace fastbert::avx512 {
 }  // namespace fastbert::avx512
 FASTBERT_TARGET_END
 
-FASTBERT_TARGET("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
+// Only for the bodies that multiply 8-bit integers: FASTBERT_USES_VNNI.
 #define FASTBERT_VNNI
+#if defined(FASTBERT_USES_VNNI)
+FASTBERT_TARGET("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
 namespace fastbert::avx512_vnni {
 #include "simd_avx512.h"
 #include "simd_math.h"
@@ -66,6 +70,11 @@ namespace fastbert::avx512_vnni {
 #include FASTBERT_BODY
 }  // namespace fastbert::avx512_vnni
 FASTBERT_TARGET_END
+#else
+namespace fastbert {
+namespace avx512_vnni = avx512;
+}
+#endif
 
 FASTBERT_TARGET("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16")
 #define FASTBERT_BF16

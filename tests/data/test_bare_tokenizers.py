@@ -92,7 +92,7 @@ def random_texts(count: int, seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "count", (pytest.param(250, id="some"), pytest.param(10_000, id="all", marks=pytest.mark.full))
+    "count", (pytest.param(80, id="some"), pytest.param(10_000, id="all", marks=pytest.mark.full))
 )
 @families
 def test_real_vocabularies(model_type, count, tmp_path):

@@ -63,7 +63,7 @@ OPTIONS = {
     "attention": {"max_seqlen": 9}, "attention_probs": {"max_seqlen": 9}, "linear": {"activation": "gelu"},
     "unpack": {"num_rows": 4},
 }  # fmt: skip
-ALONE = {"activation", "at_least_fp32", "dropout"}  # take one tensor
+ALONE = {"activation", "at_least_fp32", "compute_dtype", "dropout"}  # take one tensor
 # Tested below, in test_adamw.py, or through `linear`.
 OF_OTHERS = {
     "DeferredRows", "LayerOperands", "LayerWeights", "LinearWeights", "NormWeights", "Relative", "Rotary",

@@ -124,6 +124,7 @@ def test_a_checkout_runs_uninstalled(checkout, tmp_path):
     check(checkout, tmp_path, built=False)
 
 
+@pytest.mark.full  # files of a release, which nightly runs make
 def test_the_sdist_holds_the_sources_and_runs_in_place(sdist, tmp_path):
     for name in (
         "build_backend.py",
