@@ -57,7 +57,7 @@ def call_of(model: torch.nn.Module, mode: str, lengths: tuple[int, ...]) -> Call
 
     def step() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=mode.endswith("autocast")):
-            hidden = model.encode_packed(ids, offsets, max(lengths)).packed
+            hidden = model.encode_packed(ids, offsets, max(lengths))
         hidden.float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
