@@ -91,9 +91,7 @@ def random_texts(count: int, seed: int) -> list[str]:
     return ["".join(piece() for _ in range(draw.randrange(40))) for _ in range(count)]
 
 
-@pytest.mark.parametrize(
-    "count", (pytest.param(80, id="some"), pytest.param(10_000, id="all", marks=pytest.mark.full))
-)
+@pytest.mark.parametrize("count", (pytest.param(80, id="some"), pytest.param(10_000, id="all", marks=pytest.mark.full)))
 @families
 def test_real_vocabularies(model_type, count, tmp_path):
     folder = real_folder(tmp_path, model_type)
