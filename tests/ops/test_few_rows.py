@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from full import halved
 from isas import OF_FLOATS, backend_with_isa
 from seeds import torch_generator
 
@@ -40,6 +41,7 @@ def assert_same_bits(by_copies, on_the_way) -> None:
         assert torch.equal(one, other)
 
 
+@halved
 @pytest.mark.parametrize("layout", LAYOUTS)
 @each_dtype
 @each_isa

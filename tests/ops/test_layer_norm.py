@@ -34,6 +34,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).remov
 each_norm = pytest.mark.parametrize("rms", (False, True), ids=("layer", "rms"))
 
 
+@halved
 @left_to_full(lambda p: p["backend"] == "triton" and p["dtype"] is torch.bfloat16 and p["rows"] not in (2, 17))
 @pytest.mark.parametrize("rows,hidden_size", ROWS, ids=lambda n: str(n))
 @each_norm

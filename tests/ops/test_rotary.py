@@ -19,7 +19,7 @@ from attention_cases import (
     rotary_of,
     tables,
 )
-from full import left_to_full
+from full import halved, left_to_full
 
 from fastbert import ops
 from fastbert.ops import Rotary
@@ -32,6 +32,7 @@ from fastbert.testing.numerics import assert_close_to_reference
 backend = attention_cases.backend  # the fixture
 
 
+@halved
 @left_to_full(lambda p: is_interpreted_in_16_bits(p) and p["case"].id not in ("ragged", "slack"))
 @pytest.mark.parametrize("case", LENGTHS, ids=lambda c: c.id)
 @each_dtype
@@ -41,6 +42,7 @@ def test_against_oracle(backend, dtype, case):
 
 
 # One pair, padded, not padded; in 16 bits one of them.
+@halved
 @left_to_full(
     lambda p: (
         p["backend"] == "triton" and p["head_dim"] not in ((80,) if is_interpreted_in_16_bits(p) else (2, 80, 128))
