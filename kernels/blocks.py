@@ -89,6 +89,47 @@ def attention_blocks(
     return blocks_of(which, _major(q.device), q.shape[2], q.element_size(), tile, has_dropout, kinds)
 
 
+class RelativeBlocks(Blocks):
+    """Of attention with terms by distance, whose tiles are square; apart: each table's gradient is a launch."""
+
+    def __init__(self, tile: int, num_warps: int, num_stages: int, apart: bool = False):
+        super().__init__(tile, tile, 1, num_warps, num_stages)
+        self.apart = apart
+
+
+# {architecture: {pass: (block, num_warps)}}, 16 bits, head sizes up to 64, tiles of the list of 64. wgmma wants 64
+# rows, which Ampere's products have no registers for; on Blackwell the tables' gradients have none. Chosen as above.
+_RELATIVE = {
+    8: {"dkdv": (32, 8), "": (32, 4)},
+    9: {"": (64, 4)},
+    10: {"tables": (32, 4), "": (64, 8)},
+}
+
+
+def relative_blocks_of(
+    which: str, major: int, head_dim: int, element_size: int, tile: int, has_more: bool
+) -> RelativeBlocks:
+    """has_more: holes, a window, or all three terms, for which the largest blocks would spill."""
+    major = max(8, min(major, 10))
+    if element_size == 4:
+        return RelativeBlocks(16, 8 if which in ("dkdv", "tables") else 4, 1)
+    if head_dim > 64:
+        return RelativeBlocks(32 if which == "fwd" and head_dim <= 128 else 16, 8, 2 if head_dim <= 128 else 1)
+    block, num_warps = _RELATIVE[major].get(which) or _RELATIVE[major][""]
+    if has_more and block == 64:
+        block, num_warps = 32, 8 if which == "dkdv" else 4
+    if tile < block:
+        block, num_warps = tile, num_warps if tile == 32 else 2
+    return RelativeBlocks(block, num_warps, 2, apart=block == 64 or major == 8)
+
+
+def relative_blocks(which: str, q: torch.Tensor, tile: int, has_more: bool) -> RelativeBlocks:
+    """Of the pass `which` ("fwd", "dkdv", "dq", "tables")."""
+    blocks = relative_blocks_of(which, _major(q.device), q.shape[2], q.element_size(), tile, has_more)
+    blocks.tile = min(tile, blocks.tile)
+    return blocks
+
+
 class FeedForwardPlan:
     """How a feed-forward's wide matrix is made: as the epilogue of a Triton GEMM with these blocks, up in forward and
     down in backward, or, without blocks, by torch's GEMM and a kernel after it."""

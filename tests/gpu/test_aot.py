@@ -79,7 +79,7 @@ def test_fp32_attention_has_no_tensor_cores(compiled):
 
 def test_copies_wait_for_the_readers_of_what_they_overwrite(compiled):
     records = "attention_bwd._attention_dkdv_kernel-bf16-plain-64-tile128-sm_90"
-    assert compiled[records]["facts"]["90"]["single"]["count"] > 0  # as _load_records says
+    assert compiled[records]["facts"]["90"]["single"]["count"] > 0  # as load_records says
     for name, case in compiled.items():
         for capability, facts in case["facts"].items():
             where, single = f"{name} sm_{capability}", facts["single"]
