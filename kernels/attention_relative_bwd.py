@@ -35,7 +35,7 @@ from .attention_relative import (
     walk_blocks,
 )
 from .blocks import relative_blocks
-from .relative_skew import unskew_columns_across, unskew_rows
+from .relative_skew import settled, unskew_columns_across, unskew_rows
 from .relative_slabs import expand
 from .relative_tables import table_gradients
 from .sizes import next_power_of_2
@@ -102,7 +102,7 @@ def _step(
         da = tl.dot(dscores, k, da, input_precision="ieee")
         if HAS_KEY and IS_NEAR:
             da = tl.dot(unskew_rows(dscores), key_slab, da, input_precision="ieee")
-    return da, dv, weight
+    return settled(da), settled(dv), weight
 
 
 @triton.jit

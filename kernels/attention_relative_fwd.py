@@ -27,7 +27,7 @@ from .attention_relative import (
     window_keys,
 )
 from .blocks import relative_blocks
-from .relative_skew import beside, skew_columns, skew_rows, skew_vector
+from .relative_skew import beside, settled, skew_columns, skew_rows, skew_vector
 from .relative_slabs import expand
 
 
@@ -38,7 +38,7 @@ def _fwd_step(
     keep_scale, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, IS_NEAR: tl.constexpr, HAS_KEY: tl.constexpr,
     HAS_QUERY: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_HOLES: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr, HAS_DROPOUT: tl.constexpr, 
+    HAS_POSITIONS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """One block of keys into the online softmax. Not IS_NEAR: all at the distance `far`, of_key being q key[far]."""
     k = load_places(k_ptr, stride_kt, index_ptr, start, end, BLOCK, HEAD_DIM, BLOCK_D, HAS_HOLES)
@@ -81,7 +81,7 @@ def _fwd_step(
         probs = kept_of(probs * signs, keep_scale, True)
     v = load_places(v_ptr, stride_vt, index_ptr, start, end, BLOCK, HEAD_DIM, BLOCK_D, HAS_HOLES)
     acc = tl.dot(probs.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    return acc, new_top, total, hi_product
+    return settled(acc), new_top, total, hi_product
 
 
 @triton.jit

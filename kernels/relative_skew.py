@@ -120,6 +120,20 @@ def skew_vector(vector, N: tl.constexpr):
     return _fetch(vector, (r - c + N) + r_of_8 * 8 - c_of_8 * 8)
 
 
+@triton.jit
+def settled(x):
+    """x, which costs nothing but that a product is waited for whose sum it is.
+
+    The compiler leaves the last product of a step of a loop under way until the next step has waited for one of its own.
+    ptxas then meets instructions that define another product's sum while this one is not done, and serialises all
+    products of the kernel (C7515). What is used in the same step is waited for.
+    """
+    M: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    a, b = tl.split(tl.reshape(x, [M, N // 2, 2]))
+    return tl.reshape(tl.join(a, b), [M, N])
+
+
 # Back: from two copies beside each other (or above), so that what begins anywhere in one ends in the other. Distances
 # from 0 to N - 1 and, modulo N, from -N to -1 come from the same places.
 
