@@ -39,9 +39,10 @@ def load_tile(tiles_ptr, BLOCK: tl.constexpr, BLOCK_TILE: tl.constexpr):
 
 @triton.jit
 def tokens_at(index_ptr, first, end, ROWS: tl.constexpr):
-    """The tokens of ROWS places from `first` on; -1 in holes and from `end` on."""
-    places = tl.arange(0, ROWS)
-    return tl.load(index_ptr + first + places, mask=places < end - first, other=-1)
+    """The tokens of ROWS places from `first` on; -1 in holes and from `end` on. Loaded as in window_places."""
+    places, column = tl.arange(0, ROWS)[:, None], tl.arange(0, 4)[None, :]
+    inside = (places < end - first) & (column == 0)
+    return tl.max(tl.load(index_ptr + first + places + column * 0, mask=inside, other=-1), axis=1)
 
 
 @triton.jit

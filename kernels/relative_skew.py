@@ -124,9 +124,9 @@ def skew_vector(vector, N: tl.constexpr):
 def settled(x):
     """x, which costs nothing but that a product is waited for whose sum it is.
 
-    The compiler leaves the last product of a step of a loop under way until the next step has waited for one of its own.
-    ptxas then meets instructions that define another product's sum while this one is not done, and serialises all
-    products of the kernel (C7515). What is used in the same step is waited for.
+    The compiler leaves a loop's last product under way until the next step has waited for one of its own. ptxas then
+    meets instructions that define another product's sum while this one is not done, and serialises all products of the
+    kernel (C7515). What is used in the same step is waited for.
     """
     M: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]

@@ -28,7 +28,7 @@ from .attention_relative import (
     tile_probs,
 )
 from .blocks import relative_blocks
-from .relative_skew import unskew_columns, unskew_rows_across
+from .relative_skew import settled, unskew_columns, unskew_rows_across
 from .sizes import cdiv
 
 
@@ -165,12 +165,12 @@ def _relative_sums_kernel(
             dscores = dscores.to(q.dtype)
             if NEEDS_KEY:
                 lo, hi = unskew_rows_across(dscores)
-                dkey_lo = tl.dot(lo, q, dkey_lo, input_precision="ieee")
-                dkey_hi = tl.dot(hi, q, dkey_hi, input_precision="ieee")
+                dkey_lo = settled(tl.dot(lo, q, dkey_lo, input_precision="ieee"))
+                dkey_hi = settled(tl.dot(hi, q, dkey_hi, input_precision="ieee"))
             if NEEDS_QUERY:
                 lo, hi = unskew_columns(dscores)
-                dquery_lo = tl.dot(lo, k, dquery_lo, input_precision="ieee")
-                dquery_hi = tl.dot(hi, k, dquery_hi, input_precision="ieee")
+                dquery_lo = settled(tl.dot(lo, k, dquery_lo, input_precision="ieee"))
+                dquery_hi = settled(tl.dot(hi, k, dquery_hi, input_precision="ieee"))
     at = (group.to(tl.int64) * num_heads + head) * num_diagonals + diagonal + num_diagonals // 2
     at = at * (2 * BLOCK) + tl.arange(0, BLOCK)
     at_rows = at[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
