@@ -300,10 +300,13 @@ def dscores_of(probs, dprobs, delta, keep_scale, HAS_DROPOUT: tl.constexpr):
 # What every launch is given
 
 
-def has_more(slabs: Slabs, index, window_size) -> bool:
-    """Whether a kernel has more in registers than most."""
-    has_all = all(t is not None for t in (slabs.key, slabs.query, slabs.bias))
-    return index is not None or max(window_size) >= 0 or has_all
+def kind_of(slabs: Slabs, index, window_size) -> str:
+    """Of _RELATIVE in blocks.py: by what a kernel has in registers."""
+    if index is not None or max(window_size) >= 0:
+        return "more"
+    if slabs.key is None and slabs.query is None:
+        return "bias"
+    return "" if slabs.key is None or slabs.query is None or slabs.bias is None else "more"
 
 
 def relative_arguments(

@@ -17,8 +17,8 @@ from .attention_bwd import make_records
 from .attention_relative import (
     dscores_of,
     far_scores,
-    has_more,
     kept_of,
+    kind_of,
     load_bias,
     load_places,
     load_slab,
@@ -227,7 +227,7 @@ def attention_relative_bwd(
         of_keys = {"a_ptr": k, "a_other_ptr": v, "b_ptr": q, "b_other_ptr": dout, "da_ptr": dk}
         of_keys |= strides(a=k, ao=v, b=q, bo=dout)
         for which, operands in (("dkdv", of_keys), ("dq", of_queries)):
-            blocks = relative_blocks(which, q, tile, has_more(slabs, index, window_size))
+            blocks = relative_blocks(which, q, tile, kind_of(slabs, index, window_size))
             grid, shared = relative_arguments(q, tiles, tile, *options, blocks, slabs, index)
             _attention_relative_bwd_kernel[grid](
                 **operands, records_ptr=records, dv_ptr=dv, stride_gt=dqkv.stride(0), softmax_scale=softmax_scale,

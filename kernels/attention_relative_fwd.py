@@ -8,9 +8,9 @@ from .attention import in_window, rows_whole, strides
 from .attention_relative import (
     dropout_signs,
     far_scores,
-    has_more,
     is_token,
     kept_of,
+    kind_of,
     load_bias,
     load_places,
     load_slab,
@@ -204,7 +204,7 @@ def attention_relative_fwd(
     top, total = stats if return_stats else (out, out)
     rows = rows.contiguous()
     slabs = expand(rows, key, query, bias, q.shape[2])
-    blocks = relative_blocks("fwd", q, tile, has_more(slabs, index, window_size))
+    blocks = relative_blocks("fwd", q, tile, kind_of(slabs, index, window_size))
     grid, shared = relative_arguments(
         q, tiles, tile, philox, window_positions, softmax_scale, dropout_p, window_size, blocks, slabs, index
     )  # fmt: skip

@@ -90,42 +90,54 @@ def attention_blocks(
 
 
 class RelativeBlocks(Blocks):
-    """Of attention with terms by distance, whose tiles are square; apart: each table's gradient is a launch."""
+    """Of attention with terms by distance, whose tiles are square. launches: the tables whose gradients are made in one
+    launch, which are sums in registers."""
 
-    def __init__(self, tile: int, num_warps: int, num_stages: int, apart: bool = False):
+    def __init__(self, tile: int, num_warps: int, num_stages: int, launches: tuple[tuple[str, ...], ...]):
         super().__init__(tile, tile, 1, num_warps, num_stages)
-        self.apart = apart
+        self.launches = launches
 
 
-# {architecture: {pass: (block, num_warps)}}, 16 bits, head sizes up to 64, tiles of the list of 64. wgmma wants 64
-# rows, which Ampere's products have no registers for; on Blackwell the tables' gradients have none. Chosen as above.
+# {(architecture, kind): {pass: (block, num_warps, num_stages)}}, 16 bits, head sizes up to 64, tiles of the list of 64.
+# Kinds: "bias" where that is the only term, "more" with what takes registers (holes, a window, all three terms), else
+# "". wgmma wants 64 rows, which Ampere's products have no registers for; on Blackwell the tables' gradients have none.
+# Chosen as above. Hopper's dq copies nothing ahead, so that shared memory has room for two programs; nor do most of
+# Blackwell's kernels, whose products read later than they are issued what the next copy would overwrite.
 _RELATIVE = {
-    8: {"dkdv": (32, 8), "": (32, 4)},
-    9: {"": (64, 4)},
-    10: {"tables": (32, 4), "": (64, 8)},
+    (8, ""): {"dkdv": (32, 8, 2), "": (32, 4, 2)},
+    (8, "more"): {"dkdv": (32, 8, 1), "": (32, 4, 1)},
+    (9, ""): {"dq": (64, 4, 1), "": (64, 4, 2)},
+    (9, "bias"): {"": (64, 4, 2)},
+    (9, "more"): {"": (32, 4, 2)},
+    (10, ""): {"dq": (64, 8, 2), "tables": (32, 4, 1), "": (64, 8, 1)},
+    (10, "more"): {"tables": (32, 4, 1), "": (32, 8, 1)},
 }
 
 
 def relative_blocks_of(
-    which: str, major: int, head_dim: int, element_size: int, tile: int, has_more: bool
+    which: str, major: int, head_dim: int, element_size: int, tile: int, kind: str
 ) -> RelativeBlocks:
-    """has_more: holes, a window, or all three terms, for which the largest blocks would spill."""
     major = max(8, min(major, 10))
+    together, pairs, apart = (
+        (("key", "query", "bias"),),
+        (("key", "bias"), ("query",)),
+        (("key",), ("query",), ("bias",)),
+    )
     if element_size == 4:
-        return RelativeBlocks(16, 8 if which in ("dkdv", "tables") else 4, 1)
+        return RelativeBlocks(16, 4 if which == "dq" or (which == "fwd" and kind != "more") else 8, 1, together)
     if head_dim > 64:
-        return RelativeBlocks(32 if which == "fwd" and head_dim <= 128 else 16, 8, 2 if head_dim <= 128 else 1)
-    block, num_warps = _RELATIVE[major].get(which) or _RELATIVE[major][""]
-    if has_more and block == 64:
-        block, num_warps = 32, 8 if which == "dkdv" else 4
+        block, apart = 32 if which == "fwd" and head_dim <= 128 else 16, (("key",), ("query",), ("bias",))
+        return RelativeBlocks(block, 8, 2 if head_dim <= 128 and major < 10 else 1, apart)
+    passes = _RELATIVE.get((major, kind)) or _RELATIVE[major, ""]
+    block, num_warps, num_stages = passes.get(which) or passes[""]
     if tile < block:
         block, num_warps = tile, num_warps if tile == 32 else 2
-    return RelativeBlocks(block, num_warps, 2, apart=block == 64 or major == 8)
+    return RelativeBlocks(block, num_warps, num_stages, pairs if block == 64 or major == 8 else together)
 
 
-def relative_blocks(which: str, q: torch.Tensor, tile: int, has_more: bool) -> RelativeBlocks:
+def relative_blocks(which: str, q: torch.Tensor, tile: int, kind: str) -> RelativeBlocks:
     """Of the pass `which` ("fwd", "dkdv", "dq", "tables")."""
-    blocks = relative_blocks_of(which, _major(q.device), q.shape[2], q.element_size(), tile, has_more)
+    blocks = relative_blocks_of(which, _major(q.device), q.shape[2], q.element_size(), tile, kind)
     blocks.tile = min(tile, blocks.tile)
     return blocks
 

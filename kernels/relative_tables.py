@@ -15,7 +15,7 @@ from .attention import strides
 from .attention_relative import (
     dscores_of,
     far_scores,
-    has_more,
+    kind_of,
     load_bias,
     load_places,
     load_slab,
@@ -37,6 +37,14 @@ def _load_span(offsets_ptr, sequence, num_places):
     """Of a sequence, within the batch whatever the offsets."""
     begin, end = tl.load(offsets_ptr + sequence), tl.load(offsets_ptr + sequence + 1)
     return tl.maximum(begin, 0), tl.minimum(end, num_places)
+
+
+@triton.jit
+def _added(total, lost, x):
+    """total + x, and what rounding has lost of such sums so far (Kahan 1965): a row of a bias has many tiles."""
+    x -= lost
+    new = total + x
+    return new, (new - total) - x
 
 
 @triton.jit
@@ -117,7 +125,7 @@ def _relative_sums_kernel(
     dkey_lo = tl.zeros([BLOCK, BLOCK_D], tl.float32)
     dkey_hi, dquery_lo, dquery_hi = dkey_lo, dkey_lo, dkey_lo
     dbias_lo = tl.zeros([BLOCK], tl.float32)
-    dbias_hi = dbias_lo
+    dbias_hi, lost_lo, lost_hi = dbias_lo, dbias_lo, dbias_lo
     is_corner = tl.arange(0, BLOCK) == 0
     for s in range(sequence, far_stop):
         begin, end = _load_span(offsets_ptr, s, num_places)
@@ -132,7 +140,8 @@ def _relative_sums_kernel(
             )  # fmt: skip
             of_queries = tl.sum(dscores, axis=1)
             if NEEDS_BIAS:
-                dbias_hi += tl.where(is_corner, tl.sum(of_queries, axis=0), 0.0)
+                corner = tl.where(is_corner, tl.sum(of_queries, axis=0), 0.0)
+                dbias_hi, lost_hi = _added(dbias_hi, lost_hi, corner)
             if NEEDS_KEY:
                 total = tl.sum(of_queries[:, None] * q.to(tl.float32), axis=0)
                 dkey_hi += tl.where(is_corner[:, None], total[None, :], 0.0)
@@ -160,8 +169,8 @@ def _relative_sums_kernel(
             )  # fmt: skip
             if NEEDS_BIAS:
                 lo, hi = unskew_rows_across(dscores)
-                dbias_lo += tl.sum(lo, axis=1)
-                dbias_hi += tl.sum(hi, axis=1)
+                dbias_lo, lost_lo = _added(dbias_lo, lost_lo, tl.sum(lo, axis=1))
+                dbias_hi, lost_hi = _added(dbias_hi, lost_hi, tl.sum(hi, axis=1))
             dscores = dscores.to(q.dtype)
             if NEEDS_KEY:
                 lo, hi = unskew_rows_across(dscores)
@@ -231,7 +240,7 @@ def table_gradients(
     gradients = [q.new_empty(0) if t is None else t.new_empty(t.shape) for t in needed]
     if not any(t is not None for t in needed):
         return gradients
-    blocks = relative_blocks("tables", q, tile, has_more(slabs, index, window_size))
+    blocks = relative_blocks("tables", q, tile, kind_of(slabs, index, window_size))
     _, shared = relative_arguments(
         q, offsets, tile, philox, positions, softmax_scale, dropout_p, window_size, blocks, slabs, index
     )  # fmt: skip
@@ -247,7 +256,7 @@ def table_gradients(
     operands = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "dout_ptr": dout, "records_ptr": records, "offsets_ptr": offsets}
     operands |= strides(q=q, k=k, v=v, d=dout)
     grid = (num_diagonals, num_heads, num_groups)
-    for wanted in (("key", "bias"), ("query",)) if blocks.apart else (("key", "query", "bias"),):
+    for wanted in blocks.launches:
         names = [name for name, t in zip(("key", "query", "bias"), needed, strict=True) if t is not None]
         flags = {f"NEEDS_{name.upper()}": name in wanted and name in names for name in ("key", "query", "bias")}
         if any(flags.values()):

@@ -107,9 +107,9 @@ _RULE = Rule(_forward, _backward)
 
 
 def attention_relative_triton(
-    q, k, v, cu_seqlens, max_seqlen, philox, window_positions, options, relative: Relative, cache
+    options, q, k, v, cu_seqlens, philox, window_positions, relative: Relative, max_seqlen, cache
 ) -> torch.Tensor:
-    """As `attention`, whose checks are behind it; options are attention's."""
+    """fastbert.ops.attention of checked operands; options: AttentionOptions."""
     rows, *tables, positions = relative
     longest = relative.longest
     if positions is None and 0 < max_seqlen < longest:

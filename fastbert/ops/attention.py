@@ -96,6 +96,7 @@ class AttentionOptions(NamedTuple):
     interleaved: bool = False  # of Rotary
     by_token: bool = False
     tile: int = 0  # of the Triton kernels: see `_tile`
+    has_relative: bool = False
 
 
 def _supports_cpu(q, k, v, options) -> str | None:
@@ -107,6 +108,8 @@ def _supports_cpu(q, k, v, options) -> str | None:
 
 
 def _supports_triton(q, k, v, options) -> str | None:
+    if options.has_relative and q.dtype is torch.float32 and q.shape[-1] > 64:  # more than registers hold
+        return f"relative terms in float32 with a head_dim of {q.shape[-1]} (has 2 to 64, in 16 bits to 256)"
     return triton_unsupported(q) or _head_dim_unsupported(q)
 
 
@@ -191,7 +194,7 @@ def _launch(backend, options, q, k, v, where, philox, window_positions, cos, sin
     """where: cu_seqlens (cpu), or the tiles (triton, of which cos and sin have been used before)."""
     if backend is Backend.CPU:
         return _FWD_CPU(q, k, v, where, philox, *_form(options, window_positions, cos, sin), return_stats)
-    softmax_scale, dropout_p, window_size, _, _, tile = options
+    softmax_scale, dropout_p, window_size, _, _, tile, _ = options
     return _FWD_TRITON(
         q, k, v, where, philox, window_positions, tile, softmax_scale, dropout_p, window_size, return_stats
     )  # fmt: skip
@@ -217,7 +220,7 @@ def _backward(backend, options, needed, saved, dout):
     if backend is Backend.CPU:
         gradients = _BWD_CPU(dout, *operands, *_form(options, window_positions, cos, sin))
     else:
-        softmax_scale, dropout_p, window_size, interleaved, by_token, tile = options
+        softmax_scale, dropout_p, window_size, interleaved, by_token, tile, _ = options
         dqkv = _BWD_TRITON(
             dout, *operands, window_positions, tile, softmax_scale, dropout_p, window_size, cos, sin, interleaved,
             by_token,
@@ -303,18 +306,18 @@ def attention(
         if rotary is not None:
             raise ValueError("attention: rotary and relative exclude each other")
         check_relative("attention", q, k, relative, max_seqlen)
+        options = options._replace(has_relative=True)
     chosen = select("attention", backend, q, k, v, options)
     if chosen is Backend.TORCH:
         if rotary is not None:
             q, k = rotate((q, k), rotary, cu_seqlens, cache)
         return attention_torch(q, k, v, cu_seqlens, max_seqlen, window_positions, options, cache, relative)
     philox = torch.randint(2**62, (2,), dtype=torch.int64, device=q.device) if dropout_p > 0 else None
-    if relative is not None and chosen is Backend.TRITON:
-        return attention_relative_triton(
-            q, k, v, cu_seqlens, max_seqlen, philox, window_positions, options, relative, cache
-        )  # fmt: skip
     if relative is not None:
-        return attention_relative_cpu(options, q, k, v, cu_seqlens, philox, window_positions, relative)
+        operands = (options, q, k, v, cu_seqlens, philox, window_positions, relative)
+        if chosen is Backend.TRITON:
+            return attention_relative_triton(*operands, max_seqlen, cache)
+        return attention_relative_cpu(*operands)
     where, cos, sin = cu_seqlens, None, None
     if rotary is not None:
         cos, sin = rotary.cos, rotary.sin

@@ -11,14 +11,16 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "both-dropout": ("key query", ("DROPOUT",)),
     "bias-dropout": ("bias", ("DROPOUT",)),
     "all-dropout": ("key query bias", ("DROPOUT",)),
-    "holes": ("key query", ("HOLES", "WINDOW", "POSITIONS", "DROPOUT")),
+    "holes": ("key query", ("HOLES", "DROPOUT")),
+    "everything": ("key query bias", ("HOLES", "WINDOW", "POSITIONS", "DROPOUT")),
 }
 # (dtype, head_dim, tile, kind, the only architecture or 0)
 VARIANTS = [
     ("bf16", 64, 64, "both", 0), ("bf16", 64, 64, "both-dropout", 0), ("bf16", 64, 64, "bias-dropout", 0),
-    ("bf16", 64, 64, "all-dropout", 0), ("bf16", 64, 64, "holes", 0), ("bf16", 64, 32, "both-dropout", 8),
-    ("bf16", 64, 16, "both-dropout", 9), ("bf16", 32, 64, "both", 9), ("bf16", 128, 32, "both", 9),
-    ("fp16", 64, 64, "both-dropout", 9), ("fp32", 64, 16, "both-dropout", 9),
+    ("bf16", 64, 64, "all-dropout", 0), ("bf16", 64, 64, "everything", 0), ("bf16", 64, 32, "both-dropout", 0),
+    ("bf16", 64, 16, "both-dropout", 0), ("bf16", 32, 64, "both", 9), ("bf16", 128, 32, "both-dropout", 0),
+    ("bf16", 128, 32, "everything", 9), ("bf16", 256, 32, "everything", 0), ("fp16", 64, 64, "both-dropout", 9),
+    ("fp32", 64, 16, "all-dropout", 0), ("fp32", 64, 16, "holes", 0),
 ]  # fmt: skip
 STRIDES = [f"stride_{name}{axis}" for name in ("q", "k", "v", "d", "a", "ao", "b", "bo") for axis in "th"]
 
@@ -54,7 +56,7 @@ def _attention(dtype: str, head_dim: int, tile: int, kind: str, major: int) -> I
     constants |= {"HEAD_DIM": head_dim, "BLOCK_D": max(16, 1 << (head_dim - 1).bit_length())}
     for name, feature in (("philox_ptr", "DROPOUT"), ("index_ptr", "HOLES"), ("positions_ptr", "POSITIONS")):
         constants |= {} if feature in features else {name: None}
-    has_more = "HOLES" in features or terms == "key query bias"
+    registers = "more" if "HOLES" in features else {"key query": "", "bias": "bias"}.get(terms, "more")
     slabs = sum(name in terms for name in ("key", "query"))
     for which, kernel, loads in (
         ("fwd", "attention_relative_fwd._attention_relative_fwd_kernel", 3),
@@ -62,11 +64,12 @@ def _attention(dtype: str, head_dim: int, tile: int, kind: str, major: int) -> I
         ("dkdv", "attention_relative_bwd._attention_relative_bwd_kernel", 4),
         ("tables", "relative_tables._relative_sums_kernel", 4),
     ):
-        blocks = relative_blocks_of(which, major, head_dim, 4 if dtype == "fp32" else 2, tile, has_more)
+        blocks = relative_blocks_of(which, major, head_dim, 4 if dtype == "fp32" else 2, tile, registers)
         case = {
             "kernel": kernel, "dtype": dtype, "types": _types(dtype), "num_warps": blocks.num_warps,
             "wide_loads": loads + slabs, "num_stages": blocks.num_stages, "major": major,
             "has_products": blocks.tile == 64,
+            "narrow_loads": 2 if which in ("dq", "dkdv") else 0,  # a row each, of which a thread has one element
         }  # fmt: skip
         own = {"BLOCK": blocks.tile, "BLOCK_TILE": tile}
         if which == "fwd":
@@ -78,8 +81,7 @@ def _attention(dtype: str, head_dim: int, tile: int, kind: str, major: int) -> I
             yield {**case, "constants": constants | own, "variant": variant}
             continue
         del own["BLOCK_TILE"]
-        launches = (("key", "bias"), ("query",)) if blocks.apart else (("key", "query", "bias"),)
-        for wanted in launches:
+        for wanted in blocks.launches:
             needs = {f"NEEDS_{name.upper()}": name in wanted and name in terms for name in ("key", "query", "bias")}
             if any(needs.values()):
                 yield {**case, "constants": constants | own | needs, "variant": f"{variant}-{'-'.join(wanted)}"}

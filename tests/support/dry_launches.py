@@ -149,27 +149,28 @@ def attend_in_every_kind() -> None:
 
 
 def attend_with_relative_terms() -> None:
-    """Each term, holes, windows and dropout; in a graph, too, of any length. Tables that nobody trains."""
+    """Each term, holes, windows and dropout; in a graph, too, of any length, with tables that nobody trains."""
     rows = (torch.arange(2 * 90 - 1) // 8).int()
     compiled = torch.compile(ops.attention, fullgraph=True, dynamic=True, backend="aot_eager")
     shapes = {"key": (23, 2, 64), "query": (23, 2, 64), "bias": (23, 2)}
-    for lengths in ((64, 6), (80, 1, 3)):
-        total = sum(lengths)
-        places = torch.arange(total, dtype=torch.int32)
-        offsets = torch.tensor((0, *lengths)).cumsum(0).int()
-        for terms in (("key", "query"), ("bias",), ("key", "query", "bias")):
-            for options in ({}, {"dropout_p": 0.1}, {"window_size": (3, 5)}):
-                for function in (ops.attention, compiled):
-                    for positions in (None, places):
-                        trained = function is ops.attention
-                        tables = {
-                            name: torch.ones(shapes[name], dtype=torch.bfloat16, requires_grad=trained)
-                            for name in terms
-                        }
-                        relative = ops.Relative(rows, **tables, positions=positions)
-                        qkv = torch.ones(total, 6, 64, dtype=torch.bfloat16, requires_grad=True)
-                        called = {"relative": relative, "backend": "triton", **options}
-                        function(*qkv.split(2, 1), offsets, max(lengths), **called).sum().backward()
+    for terms, has_holes, options in (
+        (("key", "query"), False, {"dropout_p": 0.1}),
+        (("bias",), False, {}),
+        (("key", "query", "bias"), True, {"dropout_p": 0.1, "window_size": (3, 5)}),
+    ):
+        for lengths in ((64, 6), (80, 1, 3)):
+            total = sum(lengths)
+            offsets = torch.tensor((0, *lengths)).cumsum(0).int()
+            places = torch.arange(total, dtype=torch.int32) if has_holes else None
+            for function in (ops.attention, compiled):
+                is_trained = function is ops.attention
+                tables = {
+                    name: torch.ones(shapes[name], dtype=torch.bfloat16, requires_grad=is_trained) for name in terms
+                }
+                qkv = torch.ones(total, 6, 64, dtype=torch.bfloat16, requires_grad=True)
+                relative = ops.Relative(rows, **tables, positions=places)
+                called = {"relative": relative, "backend": "triton", **options}
+                function(*qkv.split(2, 1), offsets, max(lengths), **called).sum().backward()
 
 
 def norm_without_mean_and_positions() -> None:
