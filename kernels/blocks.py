@@ -102,13 +102,14 @@ class RelativeBlocks(Blocks):
 # Kinds: "bias" where that is the only term, "more" with what takes registers (holes, a window, all three terms), else
 # "". wgmma wants 64 rows, which Ampere's products have no registers for; on Blackwell the tables' gradients have none.
 # Chosen as above. Hopper's dq copies nothing ahead, so that shared memory has room for two programs; nor do most of
-# Blackwell's kernels, whose products read later than they are issued what the next copy would overwrite.
+# Blackwell's kernels, whose products read later than they are issued what the next copy would overwrite; nor does
+# "more", since what is loaded by an index goes in four bytes each.
 _RELATIVE = {
     (8, ""): {"dkdv": (32, 8, 2), "": (32, 4, 2)},
     (8, "more"): {"dkdv": (32, 8, 1), "": (32, 4, 1)},
     (9, ""): {"dq": (64, 4, 1), "": (64, 4, 2)},
     (9, "bias"): {"": (64, 4, 2)},
-    (9, "more"): {"": (32, 4, 2)},
+    (9, "more"): {"": (32, 4, 1)},
     (10, ""): {"dq": (64, 8, 2), "tables": (32, 4, 1), "": (64, 8, 1)},
     (10, "more"): {"tables": (32, 4, 1), "": (32, 8, 1)},
 }
@@ -118,21 +119,19 @@ def relative_blocks_of(
     which: str, major: int, head_dim: int, element_size: int, tile: int, kind: str
 ) -> RelativeBlocks:
     major = max(8, min(major, 10))
-    together, pairs, apart = (
-        (("key", "query", "bias"),),
-        (("key", "bias"), ("query",)),
-        (("key",), ("query",), ("bias",)),
-    )
+    apart: tuple[tuple[str, ...], ...] = (("key",), ("query",), ("bias",))
+    together = (("key", "query", "bias"),)
     if element_size == 4:
         return RelativeBlocks(16, 4 if which == "dq" or (which == "fwd" and kind != "more") else 8, 1, together)
     if head_dim > 64:
-        block, apart = 32 if which == "fwd" and head_dim <= 128 else 16, (("key",), ("query",), ("bias",))
-        return RelativeBlocks(block, 8, 2 if head_dim <= 128 and major < 10 else 1, apart)
+        block = 32 if which == "fwd" and kind != "more" else 16
+        return RelativeBlocks(block, 8, 2 if kind != "more" and major < 10 else 1, apart)
     passes = _RELATIVE.get((major, kind)) or _RELATIVE[major, ""]
     block, num_warps, num_stages = passes.get(which) or passes[""]
     if tile < block:
         block, num_warps = tile, num_warps if tile == 32 else 2
-    return RelativeBlocks(block, num_warps, num_stages, pairs if block == 64 or major == 8 else together)
+    launches = apart if block == 64 or major == 8 or kind == "more" else together
+    return RelativeBlocks(block, num_warps, num_stages, launches)
 
 
 def relative_blocks(which: str, q: torch.Tensor, tile: int, kind: str) -> RelativeBlocks:

@@ -108,8 +108,9 @@ def _supports_cpu(q, k, v, options) -> str | None:
 
 
 def _supports_triton(q, k, v, options) -> str | None:
-    if options.has_relative and q.dtype is torch.float32 and q.shape[-1] > 64:  # more than registers hold
-        return f"relative terms in float32 with a head_dim of {q.shape[-1]} (has 2 to 64, in 16 bits to 256)"
+    largest = 64 if q.dtype is torch.float32 else 128  # what registers hold
+    if options.has_relative and q.shape[-1] > largest:
+        return f"relative terms in {q.dtype} with a head_dim of {q.shape[-1]} (has 2 to {largest})"
     return triton_unsupported(q) or _head_dim_unsupported(q)
 
 

@@ -59,8 +59,8 @@ def test_every_tile_is_far(terms):
     check("triton", case, make(case, 1, 16), one._replace(rows=torch.zeros_like(one.rows)))
 
 
-@left_to_full(lambda p: p["head_dim"] in (2, 130))
-@pytest.mark.parametrize("head_dim", (2, 20, 80, 130))
+@left_to_full(lambda p: p["head_dim"] == 2)
+@pytest.mark.parametrize("head_dim", (2, 20, 80))
 def test_any_head_dim(head_dim):
     for places in (None, holes(FEW)):
         relative = make_terms(FEW, "all", "buckets", 1, head_dim, torch.bfloat16, places)

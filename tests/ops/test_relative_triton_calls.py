@@ -60,11 +60,12 @@ def test_what_does_not_fit_reads_nothing_beyond_the_tensors():
     assert offsets[-1] <= 3 * relative.longest == len(index) and index.max() < SLACK.total_tokens
 
 
-def test_float32_with_large_heads_is_refused_by_name():
-    """Its kernels would spill registers. Nobody's model has them: where no backend is named, torch serves."""
-    tensors, relative = make(FEW, 1, 80), make_terms(FEW, "all", "two", 1, 80, torch.float32)
+@pytest.mark.parametrize("head_dim, dtype", ((80, torch.float32), (130, torch.float16)))
+def test_large_heads_are_refused_by_name(head_dim, dtype):
+    """The kernels would spill registers. No family has them: where no backend is named, torch serves."""
+    tensors, relative = make(FEW, 1, head_dim, dtype), make_terms(FEW, "all", "two", 1, head_dim, dtype)
     f = partial(attention, *tensors, FEW.cu_seqlens, 70, relative=relative)
-    with pytest.raises(BackendError, match="relative terms in float32 with a head_dim of 80"):
+    with pytest.raises(BackendError, match=f"relative terms in {dtype} with a head_dim of {head_dim}"):
         f(backend="triton")
     with use_backend("auto"):
         assert torch.isfinite(f()).all()
