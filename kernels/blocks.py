@@ -111,6 +111,7 @@ _RELATIVE = {
     (9, "bias"): {"": (64, 4, 2)},
     (9, "more"): {"": (32, 4, 1)},
     (10, ""): {"dq": (64, 8, 2), "tables": (32, 4, 1), "": (64, 8, 1)},
+    (10, "bias"): {"dq": (64, 8, 2), "tables": (32, 4, 2), "": (64, 8, 1)},
     (10, "more"): {"tables": (32, 4, 1), "": (32, 8, 1)},
 }
 
@@ -128,9 +129,11 @@ def relative_blocks_of(
         return RelativeBlocks(block, 8, 2 if kind != "more" and major < 10 else 1, apart)
     passes = _RELATIVE.get((major, kind)) or _RELATIVE[major, ""]
     block, num_warps, num_stages = passes.get(which) or passes[""]
-    if tile < block:
-        block, num_warps = tile, num_warps if tile == 32 else 2
-    launches = apart if block == 64 or major == 8 or kind == "more" else together
+    if tile == 16:
+        block, num_warps, num_stages = (16, 4, 1) if kind == "more" else (16, 2, 2)
+    elif tile < block:
+        block, num_stages = tile, 1 if major == 10 else num_stages
+    launches = apart if block == 64 or (block == 32 and (major == 8 or kind == "more")) else together
     return RelativeBlocks(block, num_warps, num_stages, launches)
 
 

@@ -19,7 +19,7 @@ VARIANTS = [
     ("bf16", 64, 64, "both", 0), ("bf16", 64, 64, "both-dropout", 0), ("bf16", 64, 64, "bias-dropout", 0),
     ("bf16", 64, 64, "all-dropout", 0), ("bf16", 64, 64, "everything", 0), ("bf16", 64, 32, "both-dropout", 0),
     ("bf16", 64, 16, "both-dropout", 0), ("bf16", 32, 64, "both", 9), ("bf16", 128, 32, "both-dropout", 0),
-    ("bf16", 128, 32, "everything", 0), ("fp16", 64, 64, "both-dropout", 9),
+    ("bf16", 128, 32, "everything", 0), ("bf16", 64, 16, "everything", 0), ("fp16", 64, 64, "both-dropout", 9),
     ("fp32", 64, 16, "all-dropout", 0), ("fp32", 64, 16, "holes", 0),
 ]  # fmt: skip
 STRIDES = [f"stride_{name}{axis}" for name in ("q", "k", "v", "d", "a", "ao", "b", "bo") for axis in "th"]
