@@ -157,7 +157,7 @@ def signed(scores, SIGN: tl.constexpr):
 def window_places(positions_ptr, tokens, end, HAS_POSITIONS: tl.constexpr):
     """What a window goes by: the tokens' positions, or the tokens themselves.
 
-    Loaded in a block of its own: of a plain vector every thread would load again what it wants (_load_records).
+    Loaded in a block of its own: of a plain vector every thread would load again what it wants (load_records).
     """
     if HAS_POSITIONS:
         column = tl.arange(0, 4)[None, :]

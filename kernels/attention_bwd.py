@@ -65,7 +65,7 @@ def _attention_records_kernel(
 
 
 @triton.jit
-def _load_records(ptr, first, end, ROWS: tl.constexpr, IS_WHOLE: tl.constexpr):
+def load_records(ptr, first, end, ROWS: tl.constexpr, IS_WHOLE: tl.constexpr):
     """shift, inverse and delta of ROWS queries from `first` on; zeros from `end` on.
 
     One record is one load, which one thread does and puts where all find it. Loads of single numbers are done again by
@@ -90,7 +90,7 @@ def _load_records(ptr, first, end, ROWS: tl.constexpr, IS_WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _probs_and_dscores(
+def probs_and_dscores(
     scores, dprobs, shift, inverse, delta, kept, seen, scale_log2e, IS_FP32: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """(p, ds / softmax_scale); operands broadcast to the scores' shape, `kept` is 1 without dropout."""
@@ -120,7 +120,7 @@ def _dkdv_step(
     scores = signed(tl.dot(k, tl.trans(q), input_precision="ieee"), SIGN)  # [N, M]
     dout = load_rows(dout_ptr, stride_dt, start, end, BLOCK_M, HEAD_DIM, BLOCK_D, IS_WHOLE)
     dprobs = tl.dot(v, tl.trans(dout), input_precision="ieee")  # [N, M]
-    shift, inverse, delta = _load_records(records_ptr, start, end, BLOCK_M, IS_WHOLE)
+    shift, inverse, delta = load_records(records_ptr, start, end, BLOCK_M, IS_WHOLE)
     seen = inside[None, :]
     if HAS_WINDOW:
         at = window_places(positions_ptr, queries, end, HAS_POSITIONS)
@@ -128,7 +128,7 @@ def _dkdv_step(
     kept = 1.0
     if HAS_DROPOUT:
         kept = tl.trans(kept_probs(philox_ptr, queries, first - begin, head, threshold, keep_scale, k.shape[0]))
-    probs, dscores = _probs_and_dscores(
+    probs, dscores = probs_and_dscores(
         scores, dprobs, shift[None, :], inverse[None, :], delta[None, :], kept, seen, scale_log2e, IS_FP32, IS_WHOLE
     )  # fmt: skip
     dv = tl.dot((probs * kept).to(dout.dtype), dout, dv, input_precision="ieee")
@@ -208,7 +208,7 @@ def _dq_step(
     kept = 1.0
     if HAS_DROPOUT:
         kept = kept_probs(philox_ptr, rows, start - begin, head, threshold, keep_scale, BLOCK_N)
-    _, dscores = _probs_and_dscores(
+    _, dscores = probs_and_dscores(
         scores, dprobs, shift, inverse, delta, kept, seen, scale_log2e, IS_FP32, IS_WHOLE
     )  # fmt: skip
     return tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
@@ -243,7 +243,7 @@ def _attention_dq_kernel(
         kh = h // GROUP
         q = load_rows(q_ptr + h * stride_qh, stride_qt, first, last, BLOCK_TILE, HEAD_DIM, BLOCK_D, False)
         dout = load_rows(dout_ptr + h * stride_dh, stride_dt, first, last, BLOCK_TILE, HEAD_DIM, BLOCK_D, False)
-        shift, inverse, delta = _load_records(records_ptr + h * total_tokens * 4, first, last, BLOCK_TILE, False)
+        shift, inverse, delta = load_records(records_ptr + h * total_tokens * 4, first, last, BLOCK_TILE, False)
         shift, inverse, delta = shift[:, None], inverse[:, None], delta[:, None]
         dq = tl.zeros([BLOCK_TILE, BLOCK_D], tl.float32)
         if not HAS_WINDOW:
@@ -264,6 +264,18 @@ def _attention_dq_kernel(
         store_rows(dq_ptr + h * HEAD_DIM, stride_gt, first, last, dq * softmax_scale, HEAD_DIM)
 
 
+def make_records(dout, out, softmax_stats, scale_log2e, block_d) -> torch.Tensor:
+    """fp32 (num_heads, total_tokens, 4): see the kernel."""
+    total_tokens, num_heads, head_dim = dout.shape
+    top, total = softmax_stats
+    records = top.new_empty(num_heads, total_tokens, 4)
+    _attention_records_kernel[(cdiv(total_tokens, 32), num_heads)](
+        dout, out, top, total, records, *dout.stride()[:2], *out.stride()[:2], total_tokens, scale_log2e,
+        HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_TILE=32,
+    )  # fmt: skip
+    return records
+
+
 def attention_bwd(
     dout, q, k, v, out, softmax_stats, tiles, philox, window_positions, tile, softmax_scale, dropout_p, window_size,
     cos, sin, interleaved, by_token,
@@ -276,18 +288,13 @@ def attention_bwd(
     if q.numel() == 0:
         return dqkv
     dq, dk, dv = dqkv.split((num_heads, num_kv_heads, num_kv_heads), 1)
-    top, total = softmax_stats
-    records = top.new_empty(num_heads, total_tokens, 4)
     with torch.cuda.device_of(q):
         group = num_heads // num_kv_heads
         kind = (dropout_p > 0, group, window_positions is not None)
         blocks = attention_blocks("dkdv", q, tile, *kind)
         options = (group, tiles, philox, window_positions, softmax_scale, dropout_p, window_size)
         grid, shared = launch_arguments(k, *options, blocks)
-        _attention_records_kernel[(cdiv(total_tokens, 32), num_heads)](
-            dout, out, top, total, records, *dout.stride()[:2], *out.stride()[:2], total_tokens, shared["scale_log2e"],
-            HEAD_DIM=head_dim, BLOCK_D=shared["BLOCK_D"], BLOCK_TILE=32,
-        )  # fmt: skip
+        records = make_records(dout, out, softmax_stats, shared["scale_log2e"], shared["BLOCK_D"])
         operands = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "dout_ptr": dout, "records_ptr": records}
         operands |= {"softmax_scale": softmax_scale, "stride_gt": dqkv.stride(0)}
         operands |= strides(q=q, k=k, v=v, d=dout)

@@ -89,6 +89,61 @@ def attention_blocks(
     return blocks_of(which, _major(q.device), q.shape[2], q.element_size(), tile, has_dropout, kinds)
 
 
+class RelativeBlocks(Blocks):
+    """Of attention with terms by distance, whose tiles are square. launches: the tables whose gradients are made in one
+    launch, which are sums in registers."""
+
+    def __init__(self, tile: int, num_warps: int, num_stages: int, launches: tuple[tuple[str, ...], ...]):
+        super().__init__(tile, tile, 1, num_warps, num_stages)
+        self.launches = launches
+
+
+# {(architecture, kind): {pass: (block, num_warps, num_stages)}}, 16 bits, head sizes up to 64, tiles of the list of 64.
+# Kinds: "bias" where that is the only term, "more" with what takes registers (holes, a window, all three terms), else
+# "". wgmma wants 64 rows, which Ampere's products have no registers for; on Blackwell the tables' gradients have none.
+# Chosen as above. Hopper's dq copies nothing ahead, so that shared memory has room for two programs; nor do most of
+# Blackwell's kernels, whose products read later than they are issued what the next copy would overwrite; nor does
+# "more", since what is loaded by an index goes in four bytes each.
+_RELATIVE = {
+    (8, ""): {"dkdv": (32, 8, 2), "": (32, 4, 2)},
+    (8, "more"): {"dkdv": (32, 8, 1), "": (32, 4, 1)},
+    (9, ""): {"dq": (64, 4, 1), "": (64, 4, 2)},
+    (9, "bias"): {"": (64, 4, 2)},
+    (9, "more"): {"": (32, 4, 1)},
+    (10, ""): {"dq": (64, 8, 2), "tables": (32, 4, 1), "": (64, 8, 1)},
+    (10, "bias"): {"dq": (64, 8, 2), "tables": (32, 4, 2), "": (64, 8, 1)},
+    (10, "more"): {"tables": (32, 4, 1), "": (32, 8, 1)},
+}
+
+
+def relative_blocks_of(
+    which: str, major: int, head_dim: int, element_size: int, tile: int, kind: str
+) -> RelativeBlocks:
+    major = max(8, min(major, 10))
+    apart: tuple[tuple[str, ...], ...] = (("key",), ("query",), ("bias",))
+    together = (("key", "query", "bias"),)
+    if element_size == 4:
+        return RelativeBlocks(16, 4 if which == "dq" or (which == "fwd" and kind != "more") else 8, 1, together)
+    if head_dim > 64:
+        block = 32 if which == "fwd" and kind != "more" else 16
+        return RelativeBlocks(block, 8, 2 if kind != "more" and major < 10 else 1, apart)
+    passes = _RELATIVE.get((major, kind)) or _RELATIVE[major, ""]
+    block, num_warps, num_stages = passes.get(which) or passes[""]
+    if tile == 16:
+        block, num_warps, num_stages = (16, 4, 1) if kind == "more" else (16, 2, 2)
+    elif tile < block:
+        block, num_stages = tile, 1 if major == 10 else num_stages
+    launches = apart if block == 64 or (block == 32 and (major == 8 or kind == "more")) else together
+    return RelativeBlocks(block, num_warps, num_stages, launches)
+
+
+def relative_blocks(which: str, q: torch.Tensor, tile: int, kind: str) -> RelativeBlocks:
+    """Of the pass `which` ("fwd", "dkdv", "dq", "tables")."""
+    blocks = relative_blocks_of(which, _major(q.device), q.shape[2], q.element_size(), tile, kind)
+    blocks.tile = min(tile, blocks.tile)
+    return blocks
+
+
 class FeedForwardPlan:
     """How a feed-forward's wide matrix is made: as the epilogue of a Triton GEMM with these blocks, up in forward and
     down in backward, or, without blocks, by torch's GEMM and a kernel after it."""

@@ -10,6 +10,7 @@ import torch
 from fastbert.backend import Backend, register, select
 from fastbert.native.availability import extension_error
 from fastbert.ops._attention_relative import attention_relative_cpu
+from fastbert.ops._attention_tiles import tiles_of
 from fastbert.ops._attention_torch import attention_probs_torch, attention_torch
 from fastbert.ops._common import (
     Differentiable,
@@ -20,6 +21,7 @@ from fastbert.ops._common import (
     needs_grad,
     triton_unsupported,
 )
+from fastbert.ops._relative_triton import attention_relative_triton
 from fastbert.ops.packing import int32_offsets
 from fastbert.ops.relative import Relative, check_relative
 from fastbert.ops.rotary import Rotary, check_rotary, rotary_triton, rotate
@@ -83,12 +85,6 @@ def _bwd_triton_fake(dout, q, k, *others):
     return q.new_empty(total_tokens, num_heads + 2 * k.shape[1], head_dim)
 
 
-_MAKE_TILES = define_triton(
-    "attention_tiles",
-    "(Tensor cu_seqlens, SymInt total_tokens, int tile) -> Tensor",
-    "attention",
-    lambda cu_seqlens, total_tokens, tile: cu_seqlens.new_empty(total_tokens // tile + cu_seqlens.numel(), 4),
-)
 _FWD_TRITON = define_triton("attention_fwd", _FWD_TRITON_SCHEMA, "attention_fwd", _fwd_fake)
 _BWD_TRITON = define_triton("attention_bwd", _BWD_TRITON_SCHEMA, "attention_bwd", _bwd_triton_fake)
 
@@ -112,8 +108,9 @@ def _supports_cpu(q, k, v, options) -> str | None:
 
 
 def _supports_triton(q, k, v, options) -> str | None:
-    if options.has_relative:
-        return "relative terms"
+    largest = 64 if q.dtype is torch.float32 else 128  # what registers hold
+    if options.has_relative and q.shape[-1] > largest:
+        return f"relative terms in {q.dtype} with a head_dim of {q.shape[-1]} (has 2 to {largest})"
     return triton_unsupported(q) or _head_dim_unsupported(q)
 
 
@@ -186,16 +183,6 @@ def _tile(head_dim: int, max_seqlen: int, is_fp32: bool) -> int:
     while tile < largest and tile < max_seqlen:
         tile *= 2
     return tile
-
-
-def _tiles(cu_seqlens: torch.Tensor, total_tokens: int, tile: int, cache: dict | None) -> torch.Tensor:
-    """The list of tiles of a batch, made once for all layers."""
-    tiles = None if cache is None else cache.get(("triton_tiles", tile))
-    if tiles is None:
-        tiles = _MAKE_TILES(cu_seqlens, total_tokens, tile)
-        if cache is not None:
-            cache["triton_tiles", tile] = tiles
-    return tiles
 
 
 def _form(options, window_positions, cos, sin):
@@ -327,14 +314,17 @@ def attention(
             q, k = rotate((q, k), rotary, cu_seqlens, cache)
         return attention_torch(q, k, v, cu_seqlens, max_seqlen, window_positions, options, cache, relative)
     philox = torch.randint(2**62, (2,), dtype=torch.int64, device=q.device) if dropout_p > 0 else None
-    if chosen is Backend.CPU and relative is not None:
-        return attention_relative_cpu(options, q, k, v, cu_seqlens, philox, window_positions, relative)
+    if relative is not None:
+        operands = (options, q, k, v, cu_seqlens, philox, window_positions, relative)
+        if chosen is Backend.TRITON:
+            return attention_relative_triton(*operands, max_seqlen, cache)
+        return attention_relative_cpu(*operands)
     where, cos, sin = cu_seqlens, None, None
     if rotary is not None:
         cos, sin = rotary.cos, rotary.sin
     if chosen is Backend.TRITON:
         options = options._replace(tile=_tile(q.shape[-1], max_seqlen, q.dtype is torch.float32))
-        where = _tiles(cu_seqlens, q.shape[0], options.tile, cache)
+        where = tiles_of(cu_seqlens, q.shape[0], options.tile, cache)
         if cos is not None and sin is not None:
             cos, sin = (t if t.stride(1) == 1 else t.contiguous() for t in (cos, sin))
     if needs_grad(q, k, v):

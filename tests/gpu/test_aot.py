@@ -79,7 +79,7 @@ def test_fp32_attention_has_no_tensor_cores(compiled):
 
 def test_copies_wait_for_the_readers_of_what_they_overwrite(compiled):
     records = "attention_bwd._attention_dkdv_kernel-bf16-plain-64-tile128-sm_90"
-    assert compiled[records]["facts"]["90"]["single"]["count"] > 0  # as _load_records says
+    assert compiled[records]["facts"]["90"]["single"]["count"] > 0  # as load_records says
     for name, case in compiled.items():
         for capability, facts in case["facts"].items():
             where, single = f"{name} sm_{capability}", facts["single"]
@@ -101,8 +101,24 @@ def test_copies_that_do_not_wait_are_found():
     assert found(wait, reads["b"], wait, copy) == found(wait, reads["c"], copy) == found(wait, copy, reads["b"]) == []
     assert found(wait, reads["b"], copy) == [copy, copy]
     assert found(copy, wait, reads["b"]) == [copy]  # the next iteration's
-    ttgir = "%a = ttg.local_alloc : () -> !ttg.memdesc<1x64x4xf32\n%b = ttg.memdesc_index %a[%c]\nwarp_group_dot %b, %d"
-    assert single_buffers(ttgir) == {"count": 1, "read_later": ["warp_group_dot %b, %d"], "waits": []}
+    body = ["common.ret:", "ret void", copy, reads["b"], "br label %common.ret"]  # the return, written down first
+    assert copies_before_reads_end("\n".join([*made, *body])) == []
+
+
+def test_products_that_read_one_buffer_later_are_found():
+    alloc, view = "%a = ttg.local_alloc : () -> !ttg.memdesc<{}x64x4xf32", "%b = ttg.memdesc_index %a[%c]"
+    product, wait = "%e = ttng.warp_group_dot %b, %d", "%f:2 = ttng.warp_group_dot_wait %e, %b {{pendings = {} : i32}}"
+
+    def found(*body):
+        return single_buffers("\n".join(body))
+
+    late = {"count": 1, "read_later": [product], "waits": []}
+    assert found(alloc.format(1), view, product) == found(alloc.format(1), view, product, wait.format(1)) == late
+    assert found(alloc.format(1), view, product, "%g = arith.addf %h, %i", wait.format(0)) == late
+    assert found(alloc.format(1), view, product, wait.format(0)) == {**late, "read_later": []}
+    # Another loop's buffer of the same name
+    assert found(alloc.format(1), view, alloc.format(2), view, product) == {**late, "read_later": []}
+    assert found(alloc.format(1), "ttg.async_wait %b {num = 2 : i32}")["waits"] == ["2"]
 
 
 def test_the_table_shows_what_is_kept(compiled):

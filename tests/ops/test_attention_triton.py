@@ -26,7 +26,8 @@ from seeds import manual_seed
 from test_attention import ADVERSARIAL
 
 from fastbert.ops import attention
-from fastbert.ops.attention import _tile, _tiles
+from fastbert.ops._attention_tiles import tiles_of
+from fastbert.ops.attention import _tile
 from fastbert.testing import reference
 from fastbert.testing.cases import LENGTHS, Lengths
 from fastbert.testing.interpreter import products_of_a_gpu
@@ -98,7 +99,7 @@ def test_the_rotation_alone(dtype, interleaved, by_token):
 
     cos, sin, *kind = tables(RAGGED.total_tokens if by_token else 41, 80, interleaved, by_token)
     q, k, _ = torch.cat(make(RAGGED, (5, 1), 80, dtype), 1).split((5, 1, 1), 1)  # with a stride
-    tiles = _tiles(RAGGED.cu_seqlens, RAGGED.total_tokens, 16, None)
+    tiles = tiles_of(RAGGED.cu_seqlens, RAGGED.total_tokens, 16, None)
     rotated = torch.ops.fastbert.rotary_triton(q, k, cos, sin, tiles, 16, *kind)
     rotate_back(*(back := (q.contiguous(), k.contiguous())), cos, sin, tiles, 16, *kind)
     for found, sign in ((rotated, 1), (back, -1)):
@@ -110,7 +111,7 @@ def test_the_rotation_alone(dtype, interleaved, by_token):
 def test_a_position_beyond_the_tables_is_not_read():
     """max_seqlen was no bound: the host cannot see that, but nothing may be read from beyond the tables' ends."""
     q = torch.randn(20, 2, 32)
-    tiles = _tiles(torch.tensor([0, 18], dtype=torch.int32), 20, 16, None)
+    tiles = tiles_of(torch.tensor([0, 18], dtype=torch.int32), 20, 16, None)
     rotated, _ = torch.ops.fastbert.rotary_triton(q, q, *tables(10, 32)[:2], tiles, 16)
     assert torch.isfinite(rotated[:10]).all() and rotated[10:18].isnan().all() and not rotated[18:].any()
 
@@ -123,7 +124,7 @@ def test_opcheck(dropout_p):
     cos, sin, *kind = rotary_of(SLACK, 16, "pairs-by-token")
     namespace, philox = torch.ops.fastbert, torch.tensor([2**61 + 5, 2**40 + 1]) if dropout_p else None
     torch.library.opcheck(namespace.attention_tiles_triton.default, (SLACK.cu_seqlens, SLACK.total_tokens, 16))
-    tiles = _tiles(SLACK.cu_seqlens, SLACK.total_tokens, 16, None)
+    tiles = tiles_of(SLACK.cu_seqlens, SLACK.total_tokens, 16, None)
     torch.library.opcheck(namespace.rotary_triton.default, (q, k, cos, sin, tiles, 16, *kind))
     options = (tiles, philox, positions(SLACK), 16, 0.2, dropout_p, [2, -1])
     for return_stats in (True, False):

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from aot_cases_embedding import cases as embedding_cases
+from aot_cases_relative import cases as relative_cases
 
 HIDDEN_SIZE = 768  # BERT-base; divisible by 16, as launchers' arguments are when loads may be 16 bytes wide
 
@@ -197,4 +198,5 @@ def cross_entropy_cases() -> Iterator[Case]:
 
 def all_cases() -> list[Case]:
     mine = [*layer_norm_cases(), *attention_cases(), *tiles_cases(), *rotary_cases(), *feed_forward_cases()]
-    return [*mine, *cross_entropy_cases(), *(Case(**case) for case in embedding_cases(HIDDEN_SIZE))]
+    others = (*embedding_cases(HIDDEN_SIZE), *relative_cases())
+    return [*mine, *cross_entropy_cases(), *(Case(**case) for case in others)]

@@ -148,6 +148,31 @@ def attend_in_every_kind() -> None:
                 out.sum().backward()
 
 
+def attend_with_relative_terms() -> None:
+    """Each term, holes, windows and dropout; in a graph, too, of any length, with tables that nobody trains."""
+    rows = (torch.arange(2 * 90 - 1) // 8).int()
+    compiled = torch.compile(ops.attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    shapes = {"key": (23, 2, 64), "query": (23, 2, 64), "bias": (23, 2)}
+    for terms, has_holes, options in (
+        (("key", "query"), False, {"dropout_p": 0.1}),
+        (("bias",), False, {}),
+        (("key", "query", "bias"), True, {"dropout_p": 0.1, "window_size": (3, 5)}),
+    ):
+        for lengths in ((64, 6), (80, 1, 3)):
+            total = sum(lengths)
+            offsets = torch.tensor((0, *lengths)).cumsum(0).int()
+            places = torch.arange(total, dtype=torch.int32) if has_holes else None
+            for function in (ops.attention, compiled):
+                is_trained = function is ops.attention
+                tables = {
+                    name: torch.ones(shapes[name], dtype=torch.bfloat16, requires_grad=is_trained) for name in terms
+                }
+                qkv = torch.ones(total, 6, 64, dtype=torch.bfloat16, requires_grad=True)
+                relative = ops.Relative(rows, **tables, positions=places)
+                called = {"relative": relative, "backend": "triton", **options}
+                function(*qkv.split(2, 1), offsets, max(lengths), **called).sum().backward()
+
+
 def norm_without_mean_and_positions() -> None:
     """RMSNorm, and embeddings without a position table."""
     weight = torch.ones(128, dtype=torch.bfloat16, requires_grad=True)
@@ -198,6 +223,7 @@ def main() -> None:
     for model_type, head in (("albert", "MaskedLM"), ("distilbert", "MaskedLM"), ("electra", "MaskedLM")):
         run(make(model_type, head, torch.bfloat16), (130, 1, 70))
     attend_in_every_kind()
+    attend_with_relative_terms()
     norm_without_mean_and_positions()
     pad_and_pack()
     pool()

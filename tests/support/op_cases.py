@@ -279,5 +279,5 @@ OPS = {
     "pack_and_unpack": Op(pack_and_unpack, ("triton",)),
     "dropout": Op(dropout, (*WITHOUT_PRODUCTS, "triton")),
     "add_layer_norm_dropout": Op(add_layer_norm_dropout, (*WITHOUT_PRODUCTS, "triton")),
-    "relative_attention": Op(relative_attention, OF_FLOATS),
+    "relative_attention": Op(relative_attention, (*OF_FLOATS, "triton")),
 }
