@@ -21,25 +21,25 @@ from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_clo
 
 pytestmark = needs_triton
 # About blocks of 16, 32 and 64; in fp32 they are 16 always.
-SHORT = Lengths("short", (1, 2, 15, 0, 16, 17))
-MIDDLE = Lengths("middle", (33, 40, 65), slack=3)
-FEW = Lengths("few", (20, 70, 1), slack=3)
+SHORT = Lengths("short", (1, 15, 0, 17))
+MIDDLE = Lengths("middle", (33, 65), slack=3)
+FEW = Lengths("few", (7, 40, 1), slack=3)
 each_dtype = pytest.mark.parametrize(
     "dtype", (torch.float32, torch.bfloat16, torch.float16), ids=lambda d: str(d).removeprefix("torch.")
 )
 each_term = pytest.mark.parametrize("terms", TERMS)
 
 
-@thinned(3)
+@thinned(5)
 @each_term
 @each_dtype
 def test_terms(dtype, terms):
-    for case, heads, head_dim in ((SHORT, 2, 32), (MIDDLE, 1, 64)):
+    for case, heads, head_dim in ((SHORT, 2, 32), (MIDDLE, 1, 16)):
         relative = make_terms(case, terms, "buckets", heads, head_dim, dtype)
         check("triton", case, make(case, heads, head_dim, dtype), relative)
 
 
-@thinned(3)
+@left_to_full(lambda p: (p["kind"], p["dtype"]) not in (("clamped", torch.bfloat16), ("any", torch.float16)))
 @pytest.mark.parametrize("kind", ROWS)
 @each_dtype
 def test_rows_of_any_kind(dtype, kind):
@@ -49,17 +49,17 @@ def test_rows_of_any_kind(dtype, kind):
         check("triton", case, make(case, 1, 16, dtype), relative)
 
 
-@thinned(2)
+@thinned(5)
 @each_term
 def test_every_tile_is_far(terms):
     """One row: no product with a table anywhere but in the tile at the ends."""
-    case = Lengths("", (130,))
+    case = Lengths("", (50,))
     check("triton", case, make(case, 1, 16), make_terms(case, terms, "two", 1, 16, torch.float32))
     one = make_terms(case, terms, "two", 1, 16, torch.float32)
     check("triton", case, make(case, 1, 16), one._replace(rows=torch.zeros_like(one.rows)))
 
 
-@left_to_full(lambda p: p["head_dim"] == 2)
+@left_to_full(lambda p: p["head_dim"] != 20)  # in `make test` the table of ops has others
 @pytest.mark.parametrize("head_dim", (2, 20, 80))
 def test_any_head_dim(head_dim):
     for places in (None, holes(FEW)):
@@ -67,7 +67,7 @@ def test_any_head_dim(head_dim):
         check("triton", FEW, make(FEW, 1, head_dim, torch.bfloat16), relative)
 
 
-@thinned(2)
+@thinned(3)
 @pytest.mark.parametrize("window_size", ((0, 0), (9, 20), (-1, 10)), ids=str)
 @pytest.mark.parametrize("kind", ("places", "holes", "positions"))
 def test_windows(kind, window_size):
@@ -78,6 +78,7 @@ def test_windows(kind, window_size):
     check("triton", FEW, make(FEW, 1, 16), relative, window_size=window_size, **by)
 
 
+@left_to_full(lambda p: p["softmax_scale"] == 1e-40)  # as 0
 @pytest.mark.parametrize("softmax_scale", (0.0, -0.25, 1e-40))
 def test_any_scale(softmax_scale):
     relative = make_terms(FEW, "all", "buckets", 1, 16, torch.float32)
@@ -86,26 +87,26 @@ def test_any_scale(softmax_scale):
 
 def kept(case: Lengths, heads: int, dropout_p: float, seed: int, positions=None, max_seqlen=None) -> torch.Tensor:
     """(query, head, key): whether `seed` keeps a probability. All keys are alike; values tell them apart."""
-    width = max(case.lengths)
+    width = max(case.lengths)  # in 16 bits, which have wider heads
     place = torch.cat([torch.arange(n) for n in (*case.lengths, case.slack)])
-    values = torch.nn.functional.one_hot(place, width)[:, None].expand(-1, heads, -1).float()
+    values = torch.nn.functional.one_hot(place, width)[:, None].expand(-1, heads, -1).bfloat16()
     longest = max(longest_of(case, positions), max_seqlen or 0)
     relative = Relative(torch.zeros(2 * longest - 1).int(), bias=torch.zeros(1, heads), positions=positions)
     manual_seed(seed)
-    q = torch.zeros(case.total_tokens, heads, width)
+    q = torch.zeros(case.total_tokens, heads, width, dtype=torch.bfloat16)
     options = {"dropout_p": dropout_p, "relative": relative, "backend": "triton"}
     return attention(q, q, values, case.cu_seqlens, max_seqlen or width, **options) != 0
 
 
-@thinned(2)
+@thinned(3)
 @pytest.mark.parametrize("has_holes", (False, True), ids=("places", "holes"))
 @each_dtype
 def test_dropout(dtype, has_holes):
     """Forward and all gradients have one mask, and it is the same with any other terms."""
     places = holes(FEW) if has_holes else None
-    keep = kept(FEW, 2, 0.25, 7, places)
-    relative = make_terms(FEW, "all", "buckets", 2, 32, dtype, places)
-    check("triton", FEW, make(FEW, 2, 32, dtype), relative, keep=keep, dropout_p=0.25, seed=7)
+    keep = kept(FEW, 1, 0.25, 7, places)
+    relative = make_terms(FEW, "all", "buckets", 1, 32, dtype, places)
+    check("triton", FEW, make(FEW, 1, 32, dtype), relative, keep=keep, dropout_p=0.25, seed=7)
 
 
 def test_the_mask_goes_by_places_and_not_by_blocks():
@@ -131,21 +132,24 @@ def test_float16_scores_beyond_its_largest_number():
     assert_close_to_reference(out, oracle, formula(*(t.float() for t in tensors), relative=f32).half(), OUTPUT_FACTOR)
 
 
+@left_to_full(lambda p: not p["has_holes"])  # the same sums, in the same order
 @pytest.mark.parametrize("has_holes", (False, True), ids=("places", "holes"))
 def test_the_same_bits_in_every_run(has_holes):
-    places = holes(FEW) if has_holes else None
-    tensors = make(FEW, 2, 32, torch.bfloat16)
-    relative = make_terms(FEW, "all", "buckets", 2, 32, torch.bfloat16, places)
-    first, second = (run("triton", FEW, tensors, relative, tensors[0], dropout_p=0.1) for _ in range(2))
+    case = Lengths("", (5, 20), slack=1)
+    places = holes(case) if has_holes else None
+    tensors = make(case, 1, 16, torch.bfloat16)
+    relative = make_terms(case, "all", "buckets", 1, 16, torch.bfloat16, places)
+    first, second = (run("triton", case, tensors, relative, tensors[0], dropout_p=0.1) for _ in range(2))
     assert all(torch.equal(t, second[name]) for name, t in first.items())
 
 
-@pytest.mark.parametrize("n, has_holes", ((70, False), (9, False), (70, True)))
+@left_to_full(lambda p: p["n"] == 70 and not p["has_holes"])  # as 9, in more tiles
+@pytest.mark.parametrize("n, has_holes", ((70, False), (9, False), (30, True)))
 def test_nothing_crosses_from_one_sequence_to_another(n, has_holes):
     """But by the tables' gradients, to which all add. Slack is zeros."""
     case, end = Lengths("", (7, n, 9), slack=2), n + 7
-    tensors = make(case, 1, 32, torch.bfloat16)
-    relative = make_terms(case, "all", "buckets", 1, 32, torch.bfloat16, holes(case) if has_holes else None)
+    tensors = make(case, 1, 16, torch.bfloat16)
+    relative = make_terms(case, "all", "buckets", 1, 16, torch.bfloat16, holes(case) if has_holes else None)
     spoiled = tuple(t.clone() for t in tensors)
     for t in spoiled:
         t[7:end:2], t[8:end:2], t[end + 9 :] = float("nan"), float("inf"), float("nan")
@@ -164,10 +168,11 @@ def products() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("products")
+@left_to_full(lambda p: p["dtype"] is torch.float16)  # as bfloat16, with more digits
 @each_dtype
 def test_with_products_of_a_gpu_the_error_rule_holds(dtype):
-    relative = make_terms(MIDDLE, "all", "buckets", 1, 32, dtype)
-    check("triton", MIDDLE, make(MIDDLE, 1, 32, dtype), relative)
+    relative = make_terms(FEW, "all", "buckets", 1, 32, dtype)
+    check("triton", FEW, make(FEW, 1, 32, dtype), relative)
 
 
 @pytest.mark.usefixtures("products")
