@@ -47,6 +47,17 @@ class Batch:
         return Batch(inputs, self.front(self.real, last), inputs["position_ids"])
 
 
+    def with_a_token_in_each(self) -> Batch:
+        """Sequences that have none show their first column, and still count as without: transformers' mean of no token
+        is 0 / 0, of which a label of -100 makes NaN in every gradient.
+        """
+        if self.real.any(1).all():
+            return self
+        mask = self.real.clone()
+        mask[~self.real.any(1), 0] = True
+        return Batch({**self.inputs, "attention_mask": mask.long()}, self.real, self.positions)
+
+
 def make_batch(
     config: EncoderConfig, pattern: str = "right", batch_size: int = 6, seqlen: int = 11, seed: int = 0
 ) -> Batch:

@@ -16,6 +16,8 @@ from built import ROOT
 
 SOURCES = sorted(ROOT.glob("csrc/cuda/*.cu"))
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100")
+# What nvcc calls an unnamed namespace has a hash of the file's path in it, which is another one in each checkout.
+LOCAL_NAME = re.compile(r"(_GLOBAL__N__)[0-9a-f]{8}(_\d+_\w+?_cu_)[0-9a-f]{8}")
 
 
 def nvcc() -> str | None:
@@ -57,6 +59,7 @@ def facts_of(source: Path, architecture: str) -> dict[str, dict]:
         flags = ["-std=c++17", "-O3", "-Werror=all-warnings", "-cubin", "-gencode", virtual]
         output_of([compiler, *flags, "-o", cubin, str(source)])
         usage, sass = (output_of([reader, f"--dump-{what}", cubin]) for what in ("resource-usage", "sass"))
+    usage, sass = (LOCAL_NAME.sub(r"\g<1>00000000\g<2>00000000", text) for text in (usage, sass))
     for name, text in re.findall(r"Function (\S+):\n(.*)", usage):
         facts[name] = {key.lower(): int(value) for key, value in re.findall(r"(\w+):(\d+)", text)}
     for part in re.split(r"Function : ", sass)[1:]:

@@ -7,6 +7,7 @@ from batches import Batch, token_level
 from hf import CHOICES, Trio, gradients, leaf_gradients, make_trio, random_like
 from theirs import by_choice
 
+from fastbert.families.schema import ClassifierHead
 from fastbert.testing import reference
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
@@ -60,12 +61,16 @@ def check(config, head: str, batch: Batch, labels: dict[str, torch.Tensor], dtyp
     assert list(trio.ours.state_dict()) == list(trio.baseline.state_dict())  # the parameters' order is an optimizer's
     literal = head == "QuestionAnswering" and not batch.real.all()
     out, actual, loss, grads = run(trio.ours, head, batch, labels)
-    last = getattr(config.family.heads.get(head), "pooling", None) == "last"
+    form = config.family.heads.get(head)
+    form = form if isinstance(form, ClassifierHead) else None
+    last = form is not None and form.pooling_of(config) == "last"
     if head in POOLED and not batch.real[:, -1 if last else 0].all():
         labels = {name: batch.front(t, last) if t.dim() == 2 else t for name, t in labels.items()}
         their_batch = batch.real_tokens_first(last)
     else:
         their_batch = batch
+    if form is not None and form.pooling_of(config) in ("mean", "late"):
+        their_batch = their_batch.with_a_token_in_each()
     _, oracle, oracle_loss, oracle_grads = run(trio.oracle, head, their_batch, labels, literal)
     _, baseline, baseline_loss, baseline_grads = run(trio.baseline, head, their_batch, labels, literal)
 
