@@ -78,7 +78,7 @@ class Scaling:
         """Ragged sentences, autocast to bf16 over fp32 weights, PyTorch's fused AdamW: what `fastbert bench` trains."""
         model = fastbert.BertForSequenceClassification(fastbert.EncoderConfig.of_family("bert", **shape)).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
-        ids, mask, labels = make_batches(batch_size)[0]
+        ids, mask, labels = make_batches(str(batch_size))[0]
 
         def step() -> None:
             with torch.autocast("cpu", torch.bfloat16):
