@@ -40,14 +40,6 @@ def _load_span(offsets_ptr, sequence, num_places):
 
 
 @triton.jit
-def _added(total, lost, x):
-    """total + x, and what rounding has lost of such sums so far (Kahan 1965): a row of a bias has many tiles."""
-    x -= lost
-    new = total + x
-    return new, (new - total) - x
-
-
-@triton.jit
 def _tile(
     q_ptr, k_ptr, v_ptr, dout_ptr, records_ptr, key_slab, query_slab, bias, key_ptr, query_ptr,
     bias_ptr, stride_qt, stride_kt, stride_vt, stride_dt, query, key, begin, end, index_ptr, philox_ptr, positions_ptr,
@@ -125,7 +117,7 @@ def _relative_sums_kernel(
     dkey_lo = tl.zeros([BLOCK, BLOCK_D], tl.float32)
     dkey_hi, dquery_lo, dquery_hi = dkey_lo, dkey_lo, dkey_lo
     dbias_lo = tl.zeros([BLOCK], tl.float32)
-    dbias_hi, lost_lo, lost_hi = dbias_lo, dbias_lo, dbias_lo
+    dbias_hi = dbias_lo
     is_corner = tl.arange(0, BLOCK) == 0
     for s in range(sequence, far_stop):
         begin, end = _load_span(offsets_ptr, s, num_places)
@@ -140,8 +132,7 @@ def _relative_sums_kernel(
             )  # fmt: skip
             of_queries = tl.sum(dscores, axis=1)
             if NEEDS_BIAS:
-                corner = tl.where(is_corner, tl.sum(of_queries, axis=0), 0.0)
-                dbias_hi, lost_hi = _added(dbias_hi, lost_hi, corner)
+                dbias_hi += tl.where(is_corner, tl.sum(of_queries, axis=0), 0.0)
             if NEEDS_KEY:
                 total = tl.sum(of_queries[:, None] * q.to(tl.float32), axis=0)
                 dkey_hi += tl.where(is_corner[:, None], total[None, :], 0.0)
@@ -169,8 +160,8 @@ def _relative_sums_kernel(
             )  # fmt: skip
             if NEEDS_BIAS:
                 lo, hi = unskew_rows_across(dscores)
-                dbias_lo, lost_lo = _added(dbias_lo, lost_lo, tl.sum(lo, axis=1))
-                dbias_hi, lost_hi = _added(dbias_hi, lost_hi, tl.sum(hi, axis=1))
+                dbias_lo += tl.sum(lo, axis=1)
+                dbias_hi += tl.sum(hi, axis=1)
             dscores = dscores.to(q.dtype)
             if NEEDS_KEY:
                 lo, hi = unskew_rows_across(dscores)

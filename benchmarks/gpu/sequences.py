@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.gpu.checks import (
     Checks,
+    Tensors,
     Where,
     assert_keep_rate,
     compare,
@@ -174,6 +175,75 @@ def _kind_repeats(where: Where, case: Lengths) -> None:
         repeats(partial(_kind, where, case, 3, {"dropout_p": dropout_p}), {"heads": _kind_heads(where, case, 3)})
 
 
+RELATIVE_HEADS, RELATIVE_SPAN = 2, 16
+RELATIVE_TERMS = {"content and position": ("key", "query"), "bias": ("bias",), "all terms": ("key", "query", "bias")}
+
+
+def _relative_operands(where: Where, case: Lengths, terms: tuple[str, ...], head_dim: int) -> Tensors:
+    tensors = {"qkv": where.randn(case.total_tokens, 3 * RELATIVE_HEADS, head_dim)}
+    for seed, name in enumerate(terms, 1):
+        width = () if name == "bias" else (head_dim,)
+        tensors[name] = where.randn(2 * RELATIVE_SPAN, RELATIVE_HEADS, *width, seed=seed)
+    return tensors
+
+
+def _relative(places: torch.Tensor | None, longest: int, device: torch.device, **tables: torch.Tensor) -> ops.Relative:
+    """A row for each distance up to a span, and the ends' for those beyond, as DeBERTa's first version has them."""
+    rows = (
+        torch.arange(1 - longest, longest, device=device).clamp(-RELATIVE_SPAN, RELATIVE_SPAN - 1) + RELATIVE_SPAN
+    ).int()
+    return ops.Relative(rows, **tables, positions=places)
+
+
+def _relative_called(
+    where: Where | None, case: Lengths, has_holes: bool, qkv: torch.Tensor, options: dict[str, Any], **tables
+):
+    """The op where a backend is given, else the formula. Holes: each fourth token has one behind it."""
+    places = (torch.arange(case.total_tokens, device=qkv.device) * 5 // 4).int() if has_holes else None
+    relative = _relative(places, 2 * max(case.lengths) + 1, qkv.device, **tables)
+    q, k, v = qkv.split(RELATIVE_HEADS, 1)
+    if where is None:
+        return reference.attention(q, k, v, case.cu_seqlens, relative=relative, **options)
+    torch.manual_seed(0)
+    given = {"relative": relative, "backend": where.backend, **options}
+    return ops.attention(q, k, v, case.cu_seqlens.to(where.device), max(case.lengths), **given)
+
+
+def _relative_against_oracle(
+    where: Where, case: Lengths, terms: tuple[str, ...], head_dim: int, holes: bool, **options
+) -> None:
+    def function(backend: Where | None, qkv: torch.Tensor, **tables: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _relative_called(backend, case, holes, qkv, options, **tables)
+        return out
+
+    compare(partial(function, where), partial(function, None), _relative_operands(where, case, terms, head_dim))
+
+
+def _relative_repeats(where: Where, case: Lengths, holes: bool) -> None:
+    """Of the tables' gradients, too, which are sums over all sequences."""
+    for dropout_p in (0.0, 0.1):
+        function = partial(_relative_called, where, case, holes, options={"dropout_p": dropout_p})
+        repeats(function, _relative_operands(where, case, RELATIVE_TERMS["all terms"], 64))
+
+
+def relative(where: Where) -> Checks:
+    few = where.choose(Lengths("", (3, 41)), Lengths("", (1, 15, 16, 17, 64, 65, 130), slack=3))
+    long = where.choose(few, Lengths("", (1000, 333)))
+    heads = where.choose((16,), (64, 32, 48) if where.dtype is torch.float32 else (64, 32, 80, 128))
+    for head_dim in heads:
+        for name, terms in RELATIVE_TERMS.items():
+            yield f"{name}, head_dim {head_dim}", partial(_relative_against_oracle, where, few, terms, head_dim, False)
+    terms = RELATIVE_TERMS["content and position"]
+    yield "far beyond the last bucket", partial(_relative_against_oracle, where, long, terms, 64, False)
+    yield "holes", partial(_relative_against_oracle, where, few, RELATIVE_TERMS["all terms"], 64, True)
+    window = {"window_size": (5, 20)}
+    yield "a window", partial(_relative_against_oracle, where, few, terms, 64, False, **window)
+    yield "a window by tokens with holes", partial(_relative_against_oracle, where, few, terms, 64, True, **window)
+    if has_kernel(where):
+        for holes in (False, True):
+            yield f"same bits, holes {holes}", partial(_relative_repeats, where, few, holes)
+
+
 def same_bits_twice(where: Where, case: Lengths) -> None:
     qkv = where.randn(3, case.total_tokens, where.choose(2, 4), where.choose(16, 64))
     for dropout_p in (0.0, 0.1):
@@ -321,6 +391,7 @@ CHECKS: dict[str, Callable[[Where], Checks]] = {
     "attention/wide": wide,
     "attention/features": features,
     "attention/kinds": kinds,
+    "attention/relative": relative,
     "pooling": pooling,
     "pack": partial(packing, "pack"),
     "unpack": partial(packing, "unpack"),
