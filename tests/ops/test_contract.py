@@ -48,6 +48,11 @@ def is_met_by_other_ops(p) -> bool:
     return p["backend"] not in ("cpu-avx2", "triton") or (place + (p["backend"] == "triton")) % 2 != 0
 
 
+def has_tests_of_its_own(p) -> bool:
+    """The interpreter takes seconds for a case of this op: test_relative_triton*.py ask the same of smaller ones."""
+    return (p["op"], p["backend"]) == ("relative_attention", "triton")
+
+
 any_backend = pytest.mark.parametrize(("op", "backend"), ANY_BACKEND)
 with_kernels = pytest.mark.parametrize(("op", "backend"), WITH_KERNELS)
 once = pytest.mark.parametrize(("op", "backend"), ONCE)
@@ -130,6 +135,7 @@ def test_against_the_formula(op, backend, dtype):
             one.case.compare(one.seed)
 
 
+@left_to_full(has_tests_of_its_own)
 @left_to_full(is_met_in_the_other_dtype)
 @with_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -146,6 +152,7 @@ def test_the_same_bits_in_every_run_and_for_any_number_of_threads(op, backend, d
                 assert_same(found, expected)
 
 
+@left_to_full(has_tests_of_its_own)
 @left_to_full(is_met_by_other_ops)
 @with_kernels
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "contiguous"])
@@ -157,6 +164,7 @@ def test_any_layout_of_its_operands(op, backend, layout):
             one.case.compare(one.seed)
 
 
+@left_to_full(has_tests_of_its_own)
 @left_to_full(is_met_in_the_other_dtype)
 @with_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -167,6 +175,7 @@ def test_what_is_not_finite_stays_in_its_row(op, backend, dtype):
                 isolation(one.draw, one.case, one.seed, one.out_groups, one.in_groups)
 
 
+@left_to_full(has_tests_of_its_own)
 @with_kernels
 def test_the_backend_that_is_asked_for_runs(op, backend):
     with drawn(op, backend, torch.float32) as cases:
@@ -185,6 +194,7 @@ def test_torch_runs_torch_alone(op):
     assert not recorded.calls
 
 
+@left_to_full(has_tests_of_its_own)
 @once
 def test_opcheck(op, backend):
     """Of each operator that runs, forward and backward: its schema, its fake, and that it is traced."""
