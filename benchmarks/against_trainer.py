@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from fastbert.bench import ceiling
+from fastbert.bench.report import write_report
 from fastbert.bench.timing import describe_machine
 
 METRICS = {"sst2": "accuracy", "stsb": "spearman"}
@@ -176,10 +177,8 @@ def main() -> None:
     }  # fmt: skip
     print(to_markdown(report))
     if args.output:
-        args.output.mkdir(parents=True, exist_ok=True)
         name = f"trainer-{args.task}" + ("-times" if args.max_steps else "")
-        (args.output / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        (args.output / f"{name}.md").write_text(to_markdown(report) + "\n", encoding="utf-8")
+        write_report(args.output, name, report, to_markdown(report))
 
 
 if __name__ == "__main__":

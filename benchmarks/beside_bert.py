@@ -10,7 +10,6 @@ of BERT would differ by what the optimizer has to read.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 import fastbert
+from fastbert.bench.report import write_report
 from fastbert.bench.timing import describe_machine
 from fastbert.models.auto import model_class
 from fastbert.testing.cases import MODELS
@@ -113,9 +113,7 @@ def main() -> None:
             print(mode, shape, rows[mode][shape], flush=True)
     print(to_markdown(report))
     if options.output is not None:
-        options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "beside-bert.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        (options.output / "beside-bert.md").write_text(to_markdown(report) + "\n", encoding="utf-8")
+        write_report(options.output, "beside-bert", report, to_markdown(report))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fastbert.bench import ceiling
+from fastbert.bench.report import write_report
 from fastbert.bench.timing import describe_machine
 
 TASKS = ("stsb", "pairs", "banking")
@@ -194,9 +195,7 @@ def main() -> None:
             report["rows"].append(row)
             print(to_markdown(report), flush=True)
     if given.report:
-        given.report.mkdir(parents=True, exist_ok=True)
-        (given.report / "embedding-training.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        (given.report / "embedding-training.md").write_text(to_markdown(report) + "\n", encoding="utf-8")
+        write_report(given.report, "embedding-training", report, to_markdown(report))
 
 
 def to_markdown(report: dict[str, Any]) -> str:

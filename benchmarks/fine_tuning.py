@@ -6,7 +6,6 @@ python benchmarks/fine_tuning.py --model deberta-v3-base --batches 32 4x512
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from fastbert.bench.compete import compete, step
 from fastbert.bench.fine_tuning import CONTESTANTS
+from fastbert.bench.report import write_report
 from fastbert.bench.timing import Timing, describe_machine
 from fastbert.testing.cases import MODELS
 
@@ -45,7 +45,8 @@ def to_markdown(report: dict[str, Any]) -> str:
     machine = report["machine"]
     lines = [
         f"A fine-tuning step (forward, backward, fused AdamW) of a sentence classifier of {report['model']}'s size,"
-        " bfloat16 autocast, dropout 0.1, sentences of log-normal length (mean 12, at most 64). Real tokens/s;"
+        " bfloat16 autocast, dropout 0.1. Batches of a number of sentences have log-normal lengths (mean 12, at most"
+        " 64), 4x512 are four of one length. Real tokens/s;"
         f" {machine['cpu']}, {report['threads']} threads, torch {machine['torch']}, commit {machine['commit']},"
         f" {machine['date']}.",
         "",
@@ -81,9 +82,7 @@ def main() -> None:
     report = {"machine": describe_machine(), "model": args.model, "threads": args.threads, "rows": rows}
     print(to_markdown(report))
     if args.output:
-        args.output.mkdir(parents=True, exist_ok=True)
-        (args.output / "fine-tuning.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        (args.output / "fine-tuning.md").write_text(to_markdown(report) + "\n", encoding="utf-8")
+        write_report(args.output, "fine-tuning", report, to_markdown(report))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ The outputs must be equal bit by bit, complete, and without doubles. Needs the e
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import re
@@ -24,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
+from fastbert.bench.report import write_report
 from fastbert.bench.timing import describe_machine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -150,9 +150,7 @@ def main() -> None:
     page = to_markdown(report)
     print(page)
     if options.output is not None:
-        options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "ray.json").write_text(json.dumps(report, indent=1) + "\n")
-        (options.output / "ray.md").write_text(page + "\n")
+        write_report(options.output, "ray", report, page)
     assert all(row[key] for row in runs[1:] for key in ("complete_without_doubles_in_order", "bits_equal"))
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import orjson
 
+from fastbert.bench.report import write_report
 from fastbert.bench.timing import describe_machine
 from fastbert.hub import resolve
 
@@ -265,9 +266,7 @@ def main() -> None:
     page = to_markdown(report)
     print(page)
     if options.output is not None:
-        options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "serve.json").write_text(json.dumps(report, indent=1) + "\n")
-        (options.output / "serve.md").write_text(page + "\n")
+        write_report(options.output, "serve", report, page)
 
 
 if __name__ == "__main__":

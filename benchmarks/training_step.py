@@ -8,7 +8,6 @@ with the best rate of this machine's matrix products, which is measured between 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -21,6 +20,7 @@ import torch
 import fastbert
 from fastbert.bench import ceiling
 from fastbert.bench.fine_tuning import LONGEST, MEAN_LENGTH, SPREAD
+from fastbert.bench.report import write_report
 from fastbert.bench.timing import describe_machine
 from fastbert.data.collator import PackingCollator
 from fastbert.testing.cases import MODELS
@@ -187,9 +187,7 @@ def main() -> None:
     report = {"machine": describe_machine(), "steps": args.steps, "rows": rows}
     print(to_markdown(report))
     if args.output:
-        args.output.mkdir(parents=True, exist_ok=True)
-        (args.output / "training-step.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        (args.output / "training-step.md").write_text(to_markdown(report) + "\n", encoding="utf-8")
+        write_report(args.output, "training-step", report, to_markdown(report))
 
 
 if __name__ == "__main__":

@@ -292,13 +292,9 @@ class GraphedEncoder:
         """`model.encode_packed`: packed in, packed out."""
         self.why_eager = self._unsupported()
         given = ModelInputs(
-            input_ids,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
-            task_type_ids=task_type_ids,
-        )
+            input_ids, token_type_ids=token_type_ids, position_ids=position_ids, cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen, task_type_ids=task_type_ids,
+        )  # fmt: skip
         inputs = self.model.prepare(given)
         self.model.calls.ran_packed()
         return self.model.encode(inputs).packed if self.why_eager is not None else self._encode(inputs)

@@ -230,9 +230,8 @@ std::optional<Found> find_or_pack(const Request& asked, bool is_watched) {
     set_sample();
   }
   Copy& copy = known->copies[kind];
-  // Packing takes a checksum where it is likely to be asked for, which it is not where an optimizer writes the weight
-  // behind each call with it; and where there is one, because what is packed beside others must be the same as they
-  // are.
+  // Packing takes a checksum where it is likely to be asked for, not where an optimizer writes the weight behind each
+  // call with it; and where there is one, because what is packed beside others must be the same as they are.
   known->is_compared |= !copy.is_old && is_whole;
   const bool takes_one = copy.is_old ? known->checksum.has_value() || known->was_compared : is_whole;
   if (takes_one && !asked.checksum.has_value()) return Found{};

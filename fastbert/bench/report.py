@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from fastbert.bench.jobs import fields_without_type
 from fastbert.bench.timing import Timing
 from fastbert.config import EncoderConfig
 from fastbert.config.operations import Operations, operations
-from fastbert.files import writing
+from fastbert.files import write_text, writing
 from fastbert.testing.cases import MODELS, Workload
 
 CHART_GROUPS = {  # what a contestant's name begins with: label and colour (Okabe and Ito's, safe for the colour-blind)
@@ -26,6 +27,13 @@ LEGEND = (
     "machine, measured in turn with the contestants. Cosine: to float64, lowest over the batches. Start: from imports",
     "(torch's own apart) to the first output, median. Peak: resident memory of the process, highest over the batches.",
 )
+
+
+def write_report(folder: Path, name: str, report: dict[str, Any], page: str) -> None:
+    """`folder`/name.json with all figures and name.md with the page that is read. Makes the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / f"{name}.json", json.dumps(report, indent=1) + "\n")
+    write_text(folder / f"{name}.md", page + "\n")
 
 
 def operations_of(model: str, workload: Workload) -> Operations:

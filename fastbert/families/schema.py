@@ -51,8 +51,8 @@ class Embeddings:
     """Where the embedding leaves are, below the base model; None where the family has no such leaf.
 
     project: embedding_size -> hidden_size, where they differ, or always; projects_first: before the norm, which is then
-    as wide as the layers, and without a bias. skips_given: inputs_embeds are the result, and
-    nothing is added to them. dropout: of the sum. `order` is the order in which transformers registers the leaves.
+    as wide as the layers, and without a bias. skips_given: inputs_embeds are the result, and nothing is added to them.
+    dropout: of the sum. `order` is the order in which transformers registers the leaves.
     """
 
     word: str = "embeddings.word_embeddings"
@@ -300,9 +300,7 @@ class Family:
     ignores_types: bool = False  # a model without token types takes token_type_ids, which its tokenizer makes
     fixed: tuple[str, ...] = ()  # fields that its config.json does not have: only the default is possible
     only_values: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: ONLY_VALUES)
-    upgrade_config: Callable[[dict[str, Any]], dict[str, Any]] | None = (
-        None  # entries as old files have them -> as today's
-    )
+    upgrade_config: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # entries of old files -> today's
 
     # The tree
     embeddings: Embeddings | Callable[[Any], Embeddings] = Embeddings()

@@ -12,8 +12,9 @@ import warnings
 import pytest
 import torch
 from batches import make_batch
+from family_configs import config_for
 from full import halved, left_to_full
-from hf import FAMILIES, MODELS, config_for, families_axis, is_alike, is_left_out, make_hf, make_oracle, random_like
+from hf import FAMILIES, MODELS, families_axis, is_alike, is_left_out, make_hf, make_oracle, random_like
 from seeds import manual_seed
 from theirs import by_choice, mend
 from torch import nn
@@ -197,23 +198,6 @@ def test_inputs_embeds_positions_and_dropped_layers(packed_layers, no_fallback):
     assert len(packed_layers) == 2 * 3 * 2
 
 
-@halved
-@pytest.mark.parametrize("reentrant", (False, True))
-@pytest.mark.parametrize("model_type", ("bert", "roberta", "distilbert", "electra", "megatron-bert"))
-def test_gradient_checkpointing(model_type, reentrant, packed_layers, no_fallback):
-    config = config_for(model_type, "SequenceClassification", 0)
-    batch = make_batch(config, "right")
-    model = fastbert.accelerate(make_hf(config, "SequenceClassification"))
-    labels = make_labels(config, "SequenceClassification", batch.real)
-    _, expected, expected_grads = run(model, "SequenceClassification", batch, labels, output_attentions=True)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    packed_layers.clear()
-    _, actual, grads = run(model, "SequenceClassification", batch, labels, output_attentions=True)
-    assert len(packed_layers) == 2 * config.num_hidden_layers and actual.keys() == expected.keys()
-    assert all(torch.equal(actual[name], expected[name]) for name in expected)
-    assert all(torch.equal(grads[name], expected_grads[name]) for name in grads if grads[name] is not None)
-
-
 def test_dropout_is_the_configs(no_fallback):
     model = make_hf(config_for("bert", "Model", 0, hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5), "Model")
     model = fastbert.accelerate(model)
@@ -299,11 +283,3 @@ def test_fallback(name, packed_layers):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once
         model(IDS, **arguments)
-
-
-def test_span_heads_read_padding(packed_layers):
-    model = fastbert.accelerate(small("QuestionAnswering"))
-    with pytest.warns(UserWarning, match=r"bert \(BertModel\) .* softmax runs over the padding"):
-        assert_as_transformers(model, input_ids=IDS, attention_mask=MASK)
-    assert not packed_layers
-    assert assert_as_transformers(model, input_ids=IDS) is not None and packed_layers

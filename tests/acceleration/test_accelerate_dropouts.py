@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf import families_axis, make_config, make_hf
+from family_configs import make_config
+from hf import families_axis, make_hf
 from seeds import torch_generator
 from test_accelerate import assert_as_transformers, no_fallback, one_thread  # noqa: F401
 from torch import nn

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from batches import make_batch
+from family_configs import config_for, make_config
 from full import halved, left_to_full
-from hf import FAMILIES, config_for, families_axis, is_alike, make_config, make_hf, make_oracle
+from hf import FAMILIES, families_axis, is_alike, make_hf, make_oracle
 from seeds import torch_generator
 from test_accelerate import assert_as_transformers, dtype_axis, no_fallback, one_thread, run  # noqa: F401
 from test_accelerate_integrations import fine_tune

@@ -8,8 +8,9 @@ import copy
 import pytest
 import torch
 import transformers
+from family_configs import config_for, make_config
 from full import left_to_full
-from hf import FAMILIES, config_for, families_axis, is_alike, make_config, make_hf, make_oracle
+from hf import FAMILIES, families_axis, is_alike, make_hf, make_oracle
 from seeds import torch_generator
 from test_accelerate import IDS, no_fallback, one_thread, small  # noqa: F401
 

@@ -8,8 +8,10 @@ import pickle
 
 import pytest
 import torch
-from hf import config_for, make_hf, make_oracle
-from test_accelerate import IDS, MASK, no_fallback, one_thread, small  # noqa: F401
+from family_configs import config_for
+from hf import make_hf, make_oracle
+from test_accelerate import IDS, MASK, assert_as_transformers, no_fallback, one_thread, small  # noqa: F401
+from torch import nn
 
 import fastbert
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
@@ -109,3 +111,18 @@ def test_spans_can_be_chosen_later_and_only_where_there_are_some(packed_layers):
     assert len(packed_layers) == 3
     with pytest.raises(ValueError, match=r"spans_over_real_tokens is for .* BertForTokenClassification has none"):
         fastbert.accelerate(small("TokenClassification"), spans_over_real_tokens=True)
+
+
+def test_span_heads_read_padding(packed_layers):
+    model = fastbert.accelerate(small("QuestionAnswering"))
+    with pytest.warns(UserWarning, match=r"bert \(BertModel\) .* softmax runs over the padding"):
+        assert_as_transformers(model, input_ids=IDS, attention_mask=MASK)
+    assert not packed_layers
+    assert assert_as_transformers(model, input_ids=IDS) is not None and packed_layers
+
+
+def test_generator_and_discriminator(packed_layers, no_fallback):
+    both = nn.ModuleDict({"generator": small("MaskedLM", "electra"), "discriminator": small("PreTraining", "electra")})
+    for model in fastbert.accelerate(both).values():
+        assert_as_transformers(model, input_ids=IDS, attention_mask=MASK)
+    assert len(packed_layers) == 6

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from family_configs import config_for
 from full import halved, left_to_full
-from hf import config_for, hf_class, make_hf
+from hf import hf_class, make_hf
 from precise import assert_close_to_theirs
 from seeds import shifted, torch_generator
 from test_accelerate import (  # noqa: F401
@@ -92,13 +93,6 @@ def test_hooks_that_are_there_before(packed_layers):
     handle.remove()
     model(IDS)
     assert len(packed_layers) == 3
-
-
-def test_generator_and_discriminator(packed_layers, no_fallback):
-    both = nn.ModuleDict({"generator": small("MaskedLM", "electra"), "discriminator": small("PreTraining", "electra")})
-    for model in fastbert.accelerate(both).values():
-        assert_as_transformers(model, input_ids=IDS, attention_mask=MASK)
-    assert len(packed_layers) == 6
 
 
 def test_nothing_is_registered_and_restore_undoes(tmp_path, no_fallback):

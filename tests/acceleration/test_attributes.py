@@ -13,8 +13,9 @@ import pytest
 import torch
 from attributes import places, set_value
 from batches import make_batch
+from family_configs import make_config
 from full import left_to_full
-from hf import FAMILIES, is_alike, make_config, make_hf, make_oracle
+from hf import FAMILIES, is_alike, make_hf, make_oracle
 from test_accelerate import IDS, MASK, one_thread, small  # noqa: F401
 from torch import nn
 

@@ -7,8 +7,9 @@ import copy
 import pytest
 import torch
 from batches import make_batch
+from family_configs import make_config
 from full import left_to_full
-from hf import FAMILIES, families_axis, is_alike, make_config
+from hf import FAMILIES, families_axis, is_alike
 from seeds import manual_seed
 
 import fastbert

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 import transformers
-from hf import make_config
+from family_configs import make_config
 from test_accelerate import IDS, MASK, small
 from torch import nn
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from family_configs import config_for
 from full import left_to_full
-from hf import config_for, make_hf, make_ours
+from hf import make_hf, make_ours
 from test_accelerate import IDS, MASK, small
 from torch import distributed as dist
 from torch import nn

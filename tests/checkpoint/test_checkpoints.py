@@ -11,8 +11,9 @@ import pytest
 import torch
 import transformers
 from batches import make_batch
+from family_configs import config_for, make_config
 from full import halved, left_to_full
-from hf import config_for, families_axis, hf_class, is_left_out, make_config, make_hf, models_axis
+from hf import families_axis, hf_class, is_left_out, make_hf, models_axis
 from safetensors import safe_open
 from safetensors.torch import save_file
 

@@ -6,7 +6,8 @@ import json
 import re
 
 import pytest
-from hf import config_for, make_config, make_hf
+from family_configs import config_for, make_config
+from hf import make_hf
 from safetensors.torch import load_file, save_file
 from tiny import edit_config
 

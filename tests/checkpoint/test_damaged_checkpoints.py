@@ -9,8 +9,9 @@ import warnings
 
 import pytest
 import torch
+from family_configs import config_for, make_config
 from full import halved
-from hf import config_for, make_config, make_hf
+from hf import make_hf
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from seeds import torch_generator

@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from hf import FAMILIES, config_for, families_axis, hf_class, hf_config, make_config, make_hf, make_ours
+from family_configs import config_for, make_config
+from hf import FAMILIES, families_axis, hf_class, hf_config, make_hf, make_ours
 from precise import assert_as_theirs
 from safetensors.torch import load_file, save_file
 

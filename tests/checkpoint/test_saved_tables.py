@@ -6,8 +6,9 @@ import warnings
 
 import pytest
 import torch
+from family_configs import config_for, make_config
 from full import halved, left_to_full
-from hf import FAMILIES, config_for, hf_class, is_left_out, make_config, randomise
+from hf import FAMILIES, hf_class, is_left_out, randomise
 from test_checkpoints import assert_same_state, load_hf
 from torch import nn
 

@@ -89,8 +89,7 @@ def built(package, cache_with_a_build) -> cache.Build:
 def start(program: str, package: Path, *arguments: str, **environment: str) -> warm.Process:
     env = {**ENVIRONMENT, "FASTBERT_CACHE": os.environ["FASTBERT_CACHE"], **environment}
     env.pop("FASTBERT_ISA", None)  # the small one has no kernels to hold down
-    line = [sys.executable, "-c", program, str(package), *arguments]
-    return warm.Process(line, env=env)
+    return warm.Process([sys.executable, "-c", program, str(package), *arguments], env=env)
 
 
 def finish(process: warm.Process) -> tuple[int, str, str]:
@@ -124,8 +123,7 @@ def test_what_is_built_is_used_until_something_changes(package, built):
 def test_force_builds_anew(package, built):
     before = built.path.stat().st_mtime_ns
     assert run_here("build", "--force").returncode == 0
-    again, _ = cache.find(torch.__version__)
-    assert again is not None and again.path.stat().st_mtime_ns > before
+    assert cache.find(torch.__version__)[0].path.stat().st_mtime_ns > before
 
 
 @pytest.mark.full  # what is another is looked for in one place
@@ -173,8 +171,7 @@ def test_a_file_for_a_newer_torch_is_not_loaded(package, built):
 
 @pytest.mark.full  # both make the same names, each in one step
 def test_two_builds_at_once(package):
-    processes = [start(COMMAND, package, "build") for _ in range(2)]
-    assert [finish(process)[0] for process in processes] == [0, 0]
+    assert [finish(each)[0] for each in [start(COMMAND, package, "build") for _ in range(2)]] == [0, 0]
     assert kept(package) == {".so", ".json"}
     assert finish(start(ERROR, package)) == (0, "None\n", "")
 
@@ -288,12 +285,9 @@ recipe.build_command()
 
 def test_where_the_cache_is(monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
-    for own, caches, expected in (
-        ("/mine", "/caches", "/mine"),
-        ("", "/caches", "/caches/fastbert"),
-        ("", "relative", "/home/somebody/.cache/fastbert"),
-        ("", "", "/home/somebody/.cache/fastbert"),
-    ):
+    at_home = "/home/somebody/.cache/fastbert"
+    of_caches = (("/caches", "/caches/fastbert"), ("relative", at_home), ("", at_home))
+    for own, caches, expected in (("/mine", "/caches", "/mine"), *(("", *pair) for pair in of_caches)):
         monkeypatch.setenv("FASTBERT_CACHE", own)
         monkeypatch.setenv("XDG_CACHE_HOME", caches)
         assert cache.folder() == Path(expected)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from batches import make_batch
-from hf import config_for
+from family_configs import config_for
 from seeds import manual_seed
 
 from fastbert.data.collator import PackingCollator

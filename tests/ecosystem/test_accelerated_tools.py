@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from family_configs import config_for
 from full import left_to_full
-from hf import config_for, make_hf
+from hf import make_hf
 from seeds import manual_seed
 
 import fastbert

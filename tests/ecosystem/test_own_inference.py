@@ -7,8 +7,9 @@ import warnings
 import pytest
 import torch
 import transformers
+from family_configs import config_for
 from full import left_to_full
-from hf import config_for, make_hf, make_ours
+from hf import make_hf, make_ours
 from seeds import torch_generator
 from theirs import mend
 from tiny import write_model

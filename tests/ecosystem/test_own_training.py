@@ -7,8 +7,9 @@ import copy
 import pytest
 import torch
 import transformers
+from family_configs import config_for
 from full import left_to_full
-from hf import config_for, make_hf, make_ours
+from hf import make_hf, make_ours
 from precise import assert_close_to_theirs
 from seeds import manual_seed, shifted, torch_generator
 from torch import nn

@@ -10,8 +10,9 @@ import pytest
 import tiny
 import torch
 import transformers
+from family_configs import config_for
 from full import left_to_full
-from hf import config_for, make_hf, make_ours
+from hf import make_hf, make_ours
 from precise import assert_close_to_theirs, in_float64
 from seeds import numpy_generator, shifted
 

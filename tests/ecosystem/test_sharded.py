@@ -10,7 +10,8 @@ import packed_layers
 import pytest
 import torch
 from batches import make_batch
-from hf import config_for, make_hf, make_ours
+from family_configs import config_for
+from hf import make_hf, make_ours
 from seeds import manual_seed
 from torch import distributed as dist
 from torch import multiprocessing, nn

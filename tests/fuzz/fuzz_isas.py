@@ -15,9 +15,10 @@ from functools import partial
 import torch
 from attention_terms import key_terms_of_modules
 from draw import Draw
+from family_configs import NUM_CONFIGS, make_config
 from fuzz_driver import Fuzzer
 from fuzz_ops import backends
-from hf import FAMILIES, NUM_CONFIGS, make_config, make_hf, make_oracle, make_ours, random_like
+from hf import FAMILIES, make_hf, make_oracle, make_ours, random_like
 from isas import backend_with_isa
 from judging import NUDGES, Results, Tensors, assert_all_close, judge, nudged
 from theirs import mend

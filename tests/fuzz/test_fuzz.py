@@ -19,9 +19,10 @@ import pytest
 import torch
 from attention_terms import key_bias_terms, key_terms_of_modules
 from draw import Draw
+from family_configs import make_config
 from fuzz_damage import ODD_VALUES, mutate
 from fuzz_driver import run_round
-from hf import make_config, make_hf, make_oracle, make_ours
+from hf import make_hf, make_oracle, make_ours
 
 from fastbert import ops
 from fastbert.backend import use_backend

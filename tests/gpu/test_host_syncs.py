@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from batches import make_batch, make_labels
+from family_configs import CHOICES, config_for, make_config
 from full import halved, left_to_full
-from hf import CHOICES, config_for, make_config, make_hf
+from hf import make_hf
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -1,24 +1,22 @@
 """Hooks on containers and base models of our own models: they run, on what transformers' run on, and change the result
-as theirs do. Those on leaves are in test_whole_layers.py and test_accelerate_integrations.py."""
+as theirs do. Those on leaves are in test_fused_layers.py and test_accelerate_integrations.py."""
 
 from __future__ import annotations
 
 import warnings
 
-import numpy
 import pytest
 import torch
 from batches import make_batch, make_labels
+from family_configs import config_for
 from full import halved, left_to_full
-from hf import MODELS, config_for, is_left_out, make_trio
+from hf import MODELS, is_left_out, make_trio
 from seeds import torch_generator
 from theirs import by_choice
-from tiny import write_model
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import fastbert
-from fastbert import SentenceEncoder
 from fastbert.backend import use_backend
 from fastbert.layers.leaves import Container
 from fastbert.models.auto import base_class
@@ -289,15 +287,3 @@ def test_a_forward_of_the_base_models_own(change, mode):
         handle.remove()
         change(model)
         assert torch.equal(model(ids, mask).logits, expected) and not torch.equal(expected, before)
-
-
-def test_a_sentence_encoder_calls_its_model_where_that_is_called(tmp_path):
-    encoder = SentenceEncoder.from_pretrained(write_model(tmp_path))
-    before, seen = encoder.encode(["the cat", "a dog ran"]), []
-    handle = encoder.model.register_forward_hook(lambda *_: seen.append("hook"))
-    assert numpy.array_equal(encoder.encode(["the cat", "a dog ran"]), before)
-    handle.remove()
-    own = encoder.model.forward
-    encoder.model.forward = lambda *args, **kwargs: seen.append("forward") or own(*args, **kwargs)
-    assert numpy.array_equal(encoder.encode(["the cat", "a dog ran"]), before)
-    assert seen == ["hook", "forward"]

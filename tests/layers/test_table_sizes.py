@@ -6,7 +6,8 @@ import copy
 
 import pytest
 import torch
-from hf import FAMILIES, make_config
+from family_configs import make_config
+from hf import FAMILIES
 from seeds import manual_seed
 from torch import nn
 

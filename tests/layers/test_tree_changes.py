@@ -5,10 +5,11 @@ from __future__ import annotations
 import warnings
 from copy import deepcopy
 
-import hf
 import pytest
 import torch
+from family_configs import config_for, make_config
 from full import halved, left_to_full
+from hf import make_hf, make_ours, random_like
 from seeds import torch_generator
 from torch import nn
 
@@ -73,7 +74,7 @@ def run(model: nn.Module, how: str) -> list[torch.Tensor]:
         hidden = model(IDS, MASK).last_hidden_state
     if how == "no_grad":
         return [hidden]
-    (hidden * hf.random_like(hidden.shape, 0).to(hidden.dtype)).sum().backward()
+    (hidden * random_like(hidden.shape, 0).to(hidden.dtype)).sum().backward()
     return [hidden, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])]
 
 
@@ -166,8 +167,8 @@ def test_what_is_saved_has_as_many_layers_as_its_config(tmp_path, head, int8):
 
 
 def test_an_accelerated_model_goes_by_its_tree_too():
-    config = hf.make_config("bert", vocab_size=50)
-    theirs = hf.make_hf(config, "Model").eval()
+    config = make_config("bert", vocab_size=50)
+    theirs = make_hf(config, "Model").eval()
     replace(
         theirs, "encoder.layer.0.output.LayerNorm", nn.LayerNorm(theirs.config.hidden_size, elementwise_affine=False)
     )
@@ -183,7 +184,7 @@ def test_an_accelerated_model_goes_by_its_tree_too():
 @pytest.mark.parametrize("groups", (True, False), ids=("groups", "inner"))
 def test_albert_groups_that_are_not_the_configs(groups):
     """Ours refuses them by name, transformers' own forward runs where there is one."""
-    config = hf.config_for("albert", "Model", 1)  # two groups of two layers
+    config = config_for("albert", "Model", 1)  # two groups of two layers
 
     def cut(model):
         if groups:
@@ -192,8 +193,8 @@ def test_albert_groups_that_are_not_the_configs(groups):
             model.encoder.albert_layer_groups[1].albert_layers = model.encoder.albert_layer_groups[1].albert_layers[:1]
         return model
 
-    theirs = hf.make_hf(config, "Model").eval()
-    ours, ids = hf.make_ours(config, "Model", theirs).eval(), torch.tensor([[3, 9, 4]])
+    theirs = make_hf(config, "Model").eval()
+    ours, ids = make_ours(config, "Model", theirs).eval(), torch.tensor([[3, 9, 4]])
     with torch.no_grad():
         with pytest.raises(ConfigError, match=r"holds [01] layers; its config says 2"):
             cut(ours)(ids)

@@ -6,8 +6,9 @@ import copy
 
 import pytest
 import torch
+from family_configs import config_for
 from full import left_to_full
-from hf import config_for, make_hf, make_oracle, randomise
+from hf import make_hf, make_oracle, randomise
 
 import fastbert
 from fastbert.backend import use_backend

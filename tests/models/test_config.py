@@ -9,7 +9,8 @@ import pickle
 
 import pytest
 import transformers
-from hf import NUM_CONFIGS, families_axis, hf_config, make_config
+from family_configs import NUM_CONFIGS, make_config
+from hf import families_axis, hf_config
 from tiny import edit_config
 
 from fastbert.config import _OWN_FIELDS, EncoderConfig

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from batches import make_batch
-from hf import FAMILIES, cast, hf_class, hf_config, make_config, make_oracle, make_ours, randomise
+from family_configs import make_config
+from hf import FAMILIES, cast, hf_class, hf_config, make_oracle, make_ours, randomise
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fastbert import families

@@ -10,16 +10,9 @@ from __future__ import annotations
 import pytest
 import torch
 from batches import Batch, make_batch
+from family_configs import NUM_CONFIGS, has_rotary, make_config, measures_by_columns
 from full import halved, left_to_full, thinned
-from hf import (
-    FAMILIES,
-    NUM_CONFIGS,
-    families_axis,
-    has_rotary,
-    make_config,
-    make_trio,
-    measures_by_columns,
-)
+from hf import FAMILIES, families_axis, make_trio
 from parity import check
 
 from fastbert.testing.cases import DTYPES

@@ -9,8 +9,9 @@ import pytest
 import tiny
 import torch
 from batches import make_batch
+from family_configs import NUM_CONFIGS, has_rotary, has_windows, make_config
 from full import halved, left_to_full
-from hf import FAMILIES, NUM_CONFIGS, families_axis, has_rotary, has_windows, make_config, randomise
+from hf import FAMILIES, families_axis, randomise
 from precise import in_float64
 from seeds import manual_seed
 from torch.utils._python_dispatch import TorchDispatchMode

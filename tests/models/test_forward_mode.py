@@ -6,7 +6,8 @@ import copy
 
 import pytest
 import torch
-from hf import make_config, make_trio, random_like
+from family_configs import make_config
+from hf import make_trio, random_like
 from torch.autograd import forward_ad, functional
 from torch.func import functional_call, grad, jacfwd, jvp, vmap
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 import transformers
 import warm
-from hf import config_for, make_hf, make_ours
+from family_configs import config_for
+from hf import make_hf, make_ours
 from precise import assert_as_theirs
 from seeds import manual_seed
 from torch import nn

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from batches import make_batch
-from hf import FAMILIES, config_for, make_config, make_hf, make_ours
+from family_configs import config_for, make_config
+from hf import FAMILIES, make_hf, make_ours
 
 import fastbert
 from fastbert.errors import InputError

@@ -7,7 +7,8 @@ import copy
 import pytest
 import torch
 from batches import make_batch
-from hf import config_for, hf_class, make_config, make_hf, make_ours
+from family_configs import config_for, make_config
+from hf import hf_class, make_hf, make_ours
 from seeds import manual_seed, torch_generator
 from shares import assert_share
 from torch import nn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf import config_for
+from family_configs import config_for
 
 import fastbert
 from fastbert.models.classes import CLASSES

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hf import config_for
+from family_configs import config_for
 from precise import in_float64
 from seeds import manual_seed
 

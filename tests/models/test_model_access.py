@@ -11,8 +11,9 @@ import textwrap
 import pytest
 import torch
 import transformers
+from family_configs import config_for
 from full import halved
-from hf import FAMILIES, config_for, families_axis, hf_class, hf_config, make_hf, make_ours
+from hf import FAMILIES, families_axis, hf_class, hf_config, make_hf, make_ours
 from precise import assert_as_theirs
 from seeds import manual_seed
 

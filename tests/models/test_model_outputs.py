@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 from batches import make_batch
-from hf import config_for, make_config, make_trio
+from family_configs import config_for, make_config
+from hf import make_trio
 from torch.utils import _pytree as pytree
 
 from fastbert.models.classes import CLASSES

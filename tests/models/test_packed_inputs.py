@@ -8,7 +8,8 @@ import copy
 import pytest
 import torch
 from batches import make_batch, make_labels
-from hf import CHOICES, config_for, gradients, make_config, randomise
+from family_configs import CHOICES, config_for, make_config
+from hf import gradients, randomise
 from seeds import manual_seed
 
 import fastbert

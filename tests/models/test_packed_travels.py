@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import transformers
 from batches import make_batch, make_labels
-from hf import config_for
+from family_configs import config_for
 from seeds import manual_seed
 from torch import nn
 from torch.utils.data import DataLoader

@@ -1,10 +1,10 @@
 """Every family and head against transformers: outputs, loss and every gradient, on real tokens.
 
 The oracle is transformers' eager model in float64, the baseline the same model in the tested dtype. A covering design
-stands in for the full product: every head of every family meets every mask pattern, and the four configurations
-of `hf.make_config` rotate over heads and masks, so that every (head, configuration) and, within each family, every
-(configuration, mask) is met. `make test` has each head once: with another mask
-and configuration than the next head of its family, and in the other dtype; `make test-full` has the rest.
+stands in for the full product: every head of every family meets every mask pattern, and the four configurations of
+`family_configs.make_config` rotate over heads and masks, so that every (head, configuration) and, within each family,
+every (configuration, mask) is met. `make test` has each head once: with another mask and configuration than the next
+head of its family, and in the other dtype; `make test-full` has the rest.
 """
 
 from __future__ import annotations
@@ -12,21 +12,9 @@ from __future__ import annotations
 import pytest
 import torch
 from batches import Batch, make_batch, make_labels
+from family_configs import CHOICES, NUM_CONFIGS, config_for, make_config
 from full import halved, left_to_full, thinned
-from hf import (
-    CHOICES,
-    FAMILIES,
-    MODELS,
-    NUM_CONFIGS,
-    config_for,
-    families_axis,
-    is_left_out,
-    make_config,
-    make_trio,
-    models_axis,
-    place_of_head,
-    random_like,
-)
+from hf import FAMILIES, MODELS, families_axis, is_left_out, make_trio, models_axis, place_of_head, random_like
 from parity import call, check
 from theirs import by_choice
 

@@ -8,8 +8,9 @@ import itertools
 import pytest
 import torch
 from batches import make_batch, make_labels
+from family_configs import config_for, make_config
 from full import left_to_full
-from hf import config_for, make_config, make_hf, make_oracle, make_ours, make_trio, random_like
+from hf import make_hf, make_oracle, make_ours, make_trio, random_like
 from parity import check
 
 import fastbert

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from batches import make_batch
-from hf import cast, hf_class, hf_config, make_config, make_hf, make_oracle, make_ours, randomise
+from family_configs import make_config
+from hf import cast, hf_class, hf_config, make_hf, make_oracle, make_ours, randomise
 from transformers.models.eurobert import modeling_eurobert
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 

@@ -7,8 +7,9 @@ import copy
 import pytest
 import torch
 from batches import make_batch
+from family_configs import make_config
 from full import halved, left_to_full
-from hf import families_axis, is_alike, make_config, make_hf, make_ours
+from hf import families_axis, is_alike, make_hf, make_ours
 from seeds import torch_generator
 from torch import nn
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf import make_config, make_hf
+from family_configs import make_config
+from hf import make_hf
 from isas import backend_with_isa, device_of
 from precise import in_float64
 

@@ -217,3 +217,15 @@ def test_progress_bar(tmp_path, capsys):
     assert capsys.readouterr().err == ""
     encoder.encode(TEXTS, show_progress_bar=True)
     assert "encoding: 100%" in capsys.readouterr().err
+
+
+def test_a_sentence_encoder_calls_its_model_where_that_is_called(tmp_path):
+    encoder = fastbert.SentenceEncoder.from_pretrained(tiny.write_model(tmp_path))
+    before, seen = encoder.encode(["the cat", "a dog ran"]), []
+    handle = encoder.model.register_forward_hook(lambda *_: seen.append("hook"))
+    assert np.array_equal(encoder.encode(["the cat", "a dog ran"]), before)
+    handle.remove()
+    own = encoder.model.forward
+    encoder.model.forward = lambda *args, **kwargs: seen.append("forward") or own(*args, **kwargs)
+    assert np.array_equal(encoder.encode(["the cat", "a dog ran"]), before)
+    assert seen == ["hook", "forward"]

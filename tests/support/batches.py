@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from hf import CHOICES
+from family_configs import CHOICES
 from seeds import torch_generator
 
 from fastbert import families

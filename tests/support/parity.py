@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from batches import Batch, token_level
-from hf import CHOICES, Trio, gradients, leaf_gradients, make_trio, random_like
+from family_configs import CHOICES
+from hf import Trio, gradients, leaf_gradients, make_trio, random_like
 from theirs import by_choice
 
 from fastbert.families.schema import ClassifierHead

@@ -1,5 +1,6 @@
 """fastbert finetune --task embedding: losses, gradients, steps, figures and folders are sentence-transformers'."""
 
+# ruff: noqa: F811  (a fixture that is imported is also an argument)
 from __future__ import annotations
 
 import contextlib
@@ -15,9 +16,10 @@ import tiny
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from embedding_tasks import PHASE, RANKING, SCORED, folder, rows, task_of, write  # noqa: F401
 from hf import leaf_gradients
 from precise import assert_close_to_theirs
-from seeds import manual_seed, numpy_generator, python_random
+from seeds import manual_seed
 
 from fastbert.data.batches import Steps
 from fastbert.errors import ConfigError, InputError
@@ -27,45 +29,11 @@ from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 from fastbert.training.distributed import World, wrap
 from fastbert.training.finetuning import make_task
 from fastbert.training.finetuning.embedding import Embedding
-from fastbert.training.finetuning.embedding_metrics import ranks_metrics, spearman
 from fastbert.training.options import FinetuneOptions
 from fastbert.training.run import execute
-from fastbert.training.task import Phase
 
 library = pytest.importorskip("sentence_transformers")
 losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
-CALM = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-PHASE = Phase(until=1, step_tokens=4096)
-RANKING = ("anchor", "positive", "negative_1", "negative_2")
-SCORED = ("sentence1", "sentence2", "score")
-
-
-def rows(columns: tuple[str, ...], count: int, seed: int = 0) -> list[dict[str, Any]]:
-    draw = python_random(seed)
-
-    def value(column: str, i: int) -> Any:
-        if column == "score":
-            return (i * 7 % 5) / 5
-        return " ".join(draw.choices(tiny.WORDS.split(), k=draw.randint(1, 9))) + f" {'abcdefgh'[i % 8]}"
-
-    return [{column: value(column, i) for column in columns} for i in range(count)]
-
-
-def write(path: Path, data: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in data), encoding="utf-8")
-    return str(path)
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    return tiny.write_model(tmp_path / "model", **CALM)
-
-
-def task_of(folder: Path, data: list[dict[str, Any]], name: str = "train.jsonl", **options: Any) -> Embedding:
-    path = write(folder.parent / name, data)
-    task = make_task(FinetuneOptions(task="embedding", model=str(folder), train=(path,), max_length=16, **options))
-    assert isinstance(task, Embedding)
-    return task
 
 
 def collated(task: Embedding, part: range) -> PackedInputs:
@@ -185,7 +153,6 @@ def test_parts_have_the_same_dropout_twice(tmp_path):
 
 
 STEPS, BATCH = 20, 8
-EPS = torch.finfo(torch.float64).eps  # metrics are means of as many numbers as there are rows
 
 
 def test_a_run_has_the_losses_of_sentence_transformers_trainer(folder, tmp_path):
@@ -227,52 +194,6 @@ def test_a_run_has_the_losses_of_sentence_transformers_trainer(folder, tmp_path)
     near, oracle = (m.encode(texts, convert_to_tensor=True) for m in (saved, copy.deepcopy(saved).double()))
     actual = SentenceEncoder(tmp_path / "run").encode(texts, convert_to_tensor=True)
     assert_close_to_reference(actual, oracle, near, GRADIENT_FACTOR)
-
-
-def test_spearman_is_theirs(folder, tmp_path):
-    from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
-
-    data = rows(SCORED, 40, seed=1)
-    path = write(tmp_path / "eval.jsonl", data)
-    task = task_of(folder, rows(SCORED, 8), eval=(path,), dims=("32", "8"))
-    found, model = task.evaluate(task.model.eval()), library.SentenceTransformer(str(folder), device="cpu")
-    columns = [[row[c] for row in data] for c in SCORED]
-    for dim, name in ((32, "spearman"), (8, "spearman_8")):
-        evaluator = EmbeddingSimilarityEvaluator(*columns, truncate_dim=dim, main_similarity="cosine")
-        theirs = evaluator(model)
-        wanted = next(v for k, v in theirs.items() if "spearman_cosine" in k)
-        assert found[name] == pytest.approx(wanted, abs=len(data) * EPS)
-
-
-def test_retrieval_is_theirs(folder, tmp_path):
-    from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
-
-    data = rows(RANKING[:3], 60, seed=2)
-    data += [{**data[0], "positive": data[3]["positive"]}]  # an anchor with two positives, a text for two anchors
-    task = task_of(folder, rows(RANKING, 8), eval=(write(tmp_path / "eval.jsonl", data),))
-    found = task.evaluate(task.model.eval())
-    corpus = {t: t for row in data for t in (row["positive"], row["negative_1"])}
-    relevant: dict[str, set[str]] = {}
-    for row in data:
-        relevant.setdefault(row["anchor"], set()).add(row["positive"])
-    evaluator = InformationRetrievalEvaluator({t: t for t in relevant}, corpus, relevant, main_score_function="cosine")
-    theirs = evaluator(library.SentenceTransformer(str(folder), device="cpu"))
-    for name in ("accuracy_at_1", "mrr_at_10", "accuracy_at_10"):
-        assert found[name] == pytest.approx(theirs[f"cosine_{name.replace('_at_', '@')}"], abs=len(data) * EPS)
-
-
-def test_metrics_of_vectors():
-    """Ties share their rank; a text that is an anchor and a document is not looked for by itself."""
-    scipy = pytest.importorskip("scipy.stats")
-    draw = numpy_generator(0)
-    vectors, scores = torch.from_numpy(draw.normal(size=(60, 8))), draw.integers(0, 4, 30)
-    pairs = [np.arange(30), np.arange(30, 60)]
-    cosines = torch.nn.functional.cosine_similarity(vectors[:30], vectors[30:]).numpy()
-    assert spearman(vectors, pairs, scores) == pytest.approx(scipy.spearmanr(cosines, scores).statistic)
-    square = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0]])
-    assert ranks_metrics(square, [np.array([0, 1]), np.array([1, 0])])["accuracy_at_1"] == 1.0
-    triplets = [np.array([0, 1]), np.array([2, 2]), np.array([1, 0])]
-    assert ranks_metrics(square, triplets) == {"accuracy_at_1": 0.0, "accuracy_at_10": 1.0, "mrr_at_10": 0.5}
 
 
 def test_plain_encoders_get_the_pooling_that_is_asked_for(folder):

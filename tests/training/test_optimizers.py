@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hf import make_config
+from family_configs import make_config
 from seeds import manual_seed
 
 from fastbert.errors import ConfigError
