@@ -13,15 +13,19 @@
 namespace fastbert {
 namespace {
 
-// What forward keeps for backward.
+// What forward keeps for backward: of a norm what it is made from, not what it gives, which backward makes again. That
+// costs what fresh memory's page faults cost in forward, and is a quarter of a step's memory under autocast.
 struct Kept {
-  Array first, first_mean, first_rstd;  // the norm that a pre-norm layer begins with
+  Array first_mean, first_rstd;  // the norm that a pre-norm layer begins with
   std::vector<Array> projected;
   Array context, softmax_stats;
-  Array summed, mean, rstd, middle;  // the attention's end
+  Array summed, mean, rstd;  // the attention's end
   Array pre;
   Array last_summed, last_mean, last_rstd;  // the norm that a post-norm layer ends with
 };
+
+// Whether a norm lies between attention and feed-forward.
+bool has_middle_norm(const LayerSpec& spec) { return spec.norm_first || spec.has_attention_norm(); }
 
 // Visits those that there are, in the order of the list that forward returns after its output.
 template <typename Visit>
@@ -30,10 +34,10 @@ void for_each_kept(const LayerSpec& spec, Kept& kept, const Visit& visit) {
     for (Array* array : arrays) visit(*array);
   };
   kept.projected.resize(spec.num_projections());
-  if (spec.begins_with_norm()) visit_all({&kept.first, &kept.first_mean, &kept.first_rstd});
+  if (spec.begins_with_norm()) visit_all({&kept.first_mean, &kept.first_rstd});
   for (Array& array : kept.projected) visit(array);
   visit_all({&kept.context, &kept.softmax_stats, &kept.summed});
-  if (spec.norm_first || spec.has_attention_norm()) visit_all({&kept.middle, &kept.mean, &kept.rstd});
+  if (has_middle_norm(spec)) visit_all({&kept.mean, &kept.rstd});
   visit(kept.pre);
   if (!spec.norm_first) visit_all({&kept.last_summed, &kept.last_mean, &kept.last_rstd});
 }
@@ -63,21 +67,29 @@ void add_to(const Array& sum, const Array& x) {
   });
 }
 
-// The end of a half: dropout(product + bias) + residual, and the norm of that, if there is one.
+// The end of a half: dropout(product + bias) + residual, and the norm of that, if there is one, in memory of make_out.
 struct End {
   Array out, summed, mean, rstd;
 };
 
 End end_half(const Array& product, const Array& bias, const Array& residual, const NormOperand& norm,
-             const OptionalArray& philox, double dropout_p) {
+             const OptionalArray& philox, double dropout_p, MakeArray make_out) {
   if (!norm.weight.defined()) {
     const Array sum = add_dropped(product, bias, residual, philox, dropout_p);
     return {sum, sum, {}, {}};
   }
-  const auto [out, summed, mean, rstd] = add_layer_norm_fwd_cpu(product, bias, residual, norm.weight, norm.bias, philox,
-                                                                dropout_p, norm.eps, true, true, norm.rms);
+  const auto [out, summed, mean, rstd] =
+      add_layer_norm(product, bias, residual, norm, philox, dropout_p, true, true, make_out);
   return {out, summed, mean, rstd};
 }
+
+// What a layer is given: `kept`, or where the layer below ends with a norm, that of it.
+struct Input {
+  Array kept;
+  NormOperand norm;
+
+  Array rows() const { return norm.weight.defined() ? norm_of_rows(kept, norm, workspace) : kept; }
+};
 
 struct EndGradients {
   Array dproduct, dresidual, dbias, dnorm, dnorm_bias;
@@ -152,17 +164,18 @@ struct Shared {
   AttentionTables tables;
 };
 
-// The layer over x; returns what it gives, and fills `kept`.
+// The layer over x; returns what it gives, and fills `kept`. make_out: for what a norm at its end gives.
 Array layer_forward(const Array& x, const LayerSpec& spec, const LayerOperands& layer, const OptionalArray& philox,
-                    const RelativeForm& relative, const Shared& shared, ScalarType dtype, Kept& kept) {
+                    const RelativeForm& relative, const Shared& shared, ScalarType dtype, MakeArray make_out,
+                    Kept& kept) {
   const size_t output = spec.attention_output(), up = spec.first_up(), down = spec.down();
+  Array first = x;
   if (spec.begins_with_norm()) {
-    const NormOperand& norm = layer.attention_norm;
-    std::tie(kept.first, std::ignore, kept.first_mean, kept.first_rstd) =
-        add_layer_norm_fwd_cpu(x, {}, {}, norm.weight, norm.bias, {}, 0.0, norm.eps, false, true, norm.rms);
+    std::tie(first, std::ignore, kept.first_mean, kept.first_rstd) =
+        add_layer_norm(x, {}, {}, layer.attention_norm, {}, 0.0, false, true, workspace);
   }
   const Heads heads = make_heads(spec, x.size(0), [&](const Shape& shape) { return empty(shape, dtype); });
-  linear_rows(spec.begins_with_norm() ? kept.first : x, layer.projections(spec), heads.flat, dtype, nullptr);
+  linear_rows(first, layer.projections(spec), heads.flat, dtype, nullptr);
   kept.projected = heads.whole;
   const AttentionForm form = attention_form(spec, shared.tables);
   const OptionalArray of_probabilities = philox_of(philox, kProbabilities);
@@ -176,16 +189,15 @@ Array layer_forward(const Array& x, const LayerSpec& spec, const LayerOperands& 
   const Array product = workspace(x.sizes(), x.scalar_type());
   linear_rows(flat(kept.context), {layer.without_bias(output)}, {product}, dtype, nullptr);
   const End middle = end_half(product, layer.bias[output], x, layer.middle_norm(spec),
-                              philox_of(philox, kAttentionOutput), spec.attention_output_dropout);
-  std::tie(kept.middle, kept.summed, kept.mean, kept.rstd) =
-      std::tie(middle.out, middle.summed, middle.mean, middle.rstd);
+                              philox_of(philox, kAttentionOutput), spec.attention_output_dropout, workspace);
+  std::tie(kept.summed, kept.mean, kept.rstd) = std::tie(middle.summed, middle.mean, middle.rstd);
 
   const FeedForwardOperand feed_forward = layer.feed_forward(spec, shared.activation, inner_dropout(spec, philox));
   kept.pre = empty({x.size(0), static_cast<int64_t>(spec.num_ups()) * layer.weight[up].size(0)}, dtype);
   feed_forward_rows(middle.out, feed_forward, product, kept.pre, dtype, nullptr);
   const End last = end_half(product, layer.bias[down], spec.norm_first ? middle.summed : middle.out,
                             spec.norm_first ? NormOperand() : layer.feed_forward_norm, philox_of(philox, kOutput),
-                            spec.feed_forward_dropout);
+                            spec.feed_forward_dropout, make_out);
   std::tie(kept.last_summed, kept.last_mean, kept.last_rstd) = std::tie(last.summed, last.mean, last.rstd);
 
   return last.out;
@@ -199,7 +211,7 @@ struct LayerGradients {
 };
 
 // `all_weights`: of all layers, of which this one's begin at `first_weight`. dx lies in memory of make_dx.
-LayerGradients layer_backward(const Sum& dout, const Array& x, const Kept& kept, const LayerSpec& spec,
+LayerGradients layer_backward(const Sum& dout, const Input& input, const Kept& kept, const LayerSpec& spec,
                               const LayerOperands& layer, const List<Array>& all_weights, size_t first_weight,
                               const OptionalArray& philox, const RelativeForm& relative, const Shared& shared,
                               bool needs_dx, MakeArray make_dx) {
@@ -224,8 +236,10 @@ LayerGradients layer_backward(const Sum& dout, const Array& x, const Kept& kept,
     has_up_biases |= has_bias(i);
   }
   const auto [dmiddle, dups, dup_biases, ddown] = feed_forward_gradients(
-      last.dproduct, kept.middle.defined() ? kept.middle : kept.summed, kept.pre, ups, weights[down], shared.activation,
-      spec.gated, inner_dropout(spec, philox), true, true, has_up_biases, workspace);
+      last.dproduct,
+      has_middle_norm(spec) ? norm_of_rows(kept.summed, layer.middle_norm(spec), workspace) : kept.summed, kept.pre,
+      ups, weights[down], shared.activation, spec.gated, inner_dropout(spec, philox), true, true, has_up_biases,
+      workspace);
   dweight[down] = ddown;
   for (size_t i = up; i < down; ++i) {
     dweight[i] = dups[i - up];
@@ -243,7 +257,8 @@ LayerGradients layer_backward(const Sum& dout, const Array& x, const Kept& kept,
       linear_gradients({middle.dproduct}, flat(kept.context), {weights[output]}, dtype, true, true, false, workspace);
   dweight[output] = doutput[0];
 
-  const Heads dheads = make_heads(spec, x.size(0), [&](const Shape& shape) { return workspace(shape, dtype); });
+  const Heads dheads =
+      make_heads(spec, kept.context.size(0), [&](const Shape& shape) { return workspace(shape, dtype); });
   const AttentionForm form = attention_form(spec, shared.tables);
   const OptionalArray of_probabilities = philox_of(philox, kProbabilities);
   const Array dattention = dcontext.view(kept.context.sizes());
@@ -261,9 +276,11 @@ LayerGradients layer_backward(const Sum& dout, const Array& x, const Kept& kept,
     projections.push_back(weights[i]);
     has_biases |= has_bias(i);
   }
-  auto [dx, dprojections, dprojection_biases] = linear_gradients(
-      dheads.flat, spec.begins_with_norm() ? kept.first : x, projections, dtype, needs_dx || spec.begins_with_norm(),
-      true, has_biases, spec.begins_with_norm() ? workspace : make_dx);
+  const Array x = input.rows();
+  const Array projected = spec.begins_with_norm() ? norm_of_rows(x, layer.attention_norm, workspace) : x;
+  auto [dx, dprojections, dprojection_biases] =
+      linear_gradients(dheads.flat, projected, projections, dtype, needs_dx || spec.begins_with_norm(), true,
+                       has_biases, spec.begins_with_norm() ? workspace : make_dx);
   for (size_t i = 0; i < spec.num_projections(); ++i) {
     dweight[i] = dprojections[i];
     if (has_biases) dbias[i] = dprojection_biases[i];
@@ -307,10 +324,11 @@ std::vector<Array> encoder_layers_fwd_cpu(const Array& x, const Array& cu_seqlen
     if (i + 1 == layers.size()) {
       check(reader.norms_left() == 0, "there are ", reader.norms_left(), " tensors of norms too many");
     }
-    if (i > 0) results.push_back(hidden);
+    if (i > 0 && stack.specs[i - 1].norm_first) results.push_back(hidden);
     Kept kept;
+    const MakeArray make_out = i + 1 < layers.size() ? &workspace : static_cast<MakeArray>(&empty);
     hidden = layer_forward(hidden, spec, layer, philox_of_layer(philox, i, layers.size()), terms.read(spec), shared,
-                           dtype, kept);
+                           dtype, make_out, kept);
     for_each_kept(spec, kept, [&](const Array& array) { results.push_back(array); });
   }
   terms.finish();
@@ -332,7 +350,7 @@ std::vector<Array> encoder_layers_bwd_cpu(const Array& dout_, const Array& x_, c
   const Shared shared{cu_seqlens, activation_of(activation), {rotary, rotary_layouts, window_positions}};
   LayerReader reader({&weights, nullptr, nullptr, nullptr, &norms, nullptr}, x_.size(1), x_.scalar_type());
 
-  std::vector<Array> inputs(count);
+  std::vector<Input> inputs(count);
   std::vector<Kept> kept(count);
   std::vector<RelativeForm> relatives(count);
   RelativeReader terms({relative_rows, relative_positions, relative});
@@ -344,7 +362,13 @@ std::vector<Array> encoder_layers_bwd_cpu(const Array& dout_, const Array& x_, c
   };
   for (size_t i = 0; i < count; ++i) {
     const LayerSpec& spec = stack.specs[i];
-    i == 0 ? void(inputs[0] = contiguous(x_)) : take(inputs[i]);
+    if (i == 0) {
+      inputs[0].kept = contiguous(x_);
+    } else if (stack.specs[i - 1].norm_first) {
+      take(inputs[i].kept);
+    } else {
+      inputs[i] = {kept[i - 1].last_summed, operands[i - 1].feed_forward_norm};
+    }
     for_each_kept(spec, kept[i], take);
     reader.read_norms(spec, operands[i]);
     relatives[i] = terms.read(spec);
@@ -353,7 +377,8 @@ std::vector<Array> encoder_layers_bwd_cpu(const Array& dout_, const Array& x_, c
   check(taken == kept_list.size(), "forward keeps ", taken, " tensors, got ", kept_list.size());
   for (size_t i = 0; i < count; ++i) {
     const LayerSpec& spec = stack.specs[i];
-    check(inputs[i].sizes() == x_.sizes(), "a layer's input has shape ", inputs[i].sizes(), ", expected ", x_.sizes());
+    const Shape sizes = inputs[i].kept.sizes();
+    check(sizes == x_.sizes(), "a layer's input has shape ", sizes, ", expected ", x_.sizes());
     for (size_t j = 0; j < spec.num_projections(); ++j) {
       const Array& projected = kept[i].projected[j];
       check_tensor("a projection", projected, {x_.size(0), spec.heads_of(j), spec.head_dim}, projected.scalar_type(),

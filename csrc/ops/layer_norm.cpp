@@ -43,18 +43,35 @@ std::tuple<Array, Array, Array, Array> add_layer_norm_fwd_cpu(const Array& x, co
                                                               const OptionalArray& bias, const OptionalArray& philox,
                                                               double dropout_p, double eps, bool return_sum,
                                                               bool return_stats, bool rms) {
-  const auto t = add_layer_norm_fwd_tensors(x, x_bias, residual, weight, bias, return_sum, return_stats, rms, cpu());
+  return add_layer_norm(x, x_bias, residual, {rms, weight, bias, eps}, philox, dropout_p, return_sum, return_stats,
+                        empty);
+}
+
+std::tuple<Array, Array, Array, Array> add_layer_norm(const Array& x, const OptionalArray& x_bias,
+                                                      const OptionalArray& residual, const NormOperand& norm,
+                                                      const OptionalArray& philox, double dropout_p, bool return_sum,
+                                                      bool return_stats, MakeArray make_out) {
+  const bool rms = norm.rms;
+  const auto t = add_layer_norm_fwd_tensors(x, x_bias, residual, norm.weight, norm.bias, return_sum, return_stats, rms,
+                                            cpu(), make_out);
   const Dropout dropout = make_dropout(dropout_p, philox);
   for_dtype(t.x.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
     const Array none;
     const auto args =
-        fwd_args<T>(norm_of(rms), t.x, t.x_bias, t.residual, t.weight, t.bias, dropout, eps, t.out,
+        fwd_args<T>(norm_of(rms), t.x, t.x_bias, t.residual, t.weight, t.bias, dropout, norm.eps, t.out,
                     return_sum ? t.summed : none, return_stats && !rms ? t.mean : none, return_stats ? t.rstd : none);
     parallel_for(0, t.x.size(0), grain_rows(t.x.size(1)),
                  [&](int64_t begin, int64_t end) { add_layer_norm_fwd(args, begin, end); });
   });
   return {t.out, t.summed, t.mean, t.rstd};
+}
+
+Array norm_of_rows(const Array& x_, const NormOperand& norm, MakeArray make_out) {
+  const Array x = checked("x", x_, {x_.size(0), norm.weight.size(0)}, norm.weight.scalar_type());
+  const Array out = make_out(x.sizes(), x.scalar_type()), none;
+  parallel_for(0, x.size(0), grain_rows(x.size(1)), add_norm_rows(x, none, none, norm, out, none));
+  return out;
 }
 
 std::tuple<Array, Array, Array, Array, Array> add_layer_norm_bwd_cpu(const Array& dout, const OptionalArray& dsum,

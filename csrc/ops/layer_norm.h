@@ -9,11 +9,27 @@
 
 namespace fastbert {
 
+// LayerNorm, or RMSNorm; an undefined weight stands for no norm at all.
+struct NormOperand {
+  bool rms = false;
+  OptionalArray weight, bias;
+  double eps = 0.0;
+};
+
 std::tuple<Array, Array, Array, Array> add_layer_norm_fwd_cpu(const Array& x, const OptionalArray& x_bias,
                                                               const OptionalArray& residual, const Array& weight,
                                                               const OptionalArray& bias, const OptionalArray& philox,
                                                               double dropout_p, double eps, bool return_sum,
                                                               bool return_stats, bool rms = false);
+
+// The same with its norm as a record, and `out` in memory of make_out.
+std::tuple<Array, Array, Array, Array> add_layer_norm(const Array& x, const OptionalArray& x_bias,
+                                                      const OptionalArray& residual, const NormOperand& norm,
+                                                      const OptionalArray& philox, double dropout_p, bool return_sum,
+                                                      bool return_stats, MakeArray make_out);
+
+// The norm of x's rows alone, in memory of make_out: the numbers that add_layer_norm has given of such a sum.
+Array norm_of_rows(const Array& x, const NormOperand& norm, MakeArray make_out);
 
 std::tuple<Array, Array, Array, Array, Array> add_layer_norm_bwd_cpu(const Array& dout, const OptionalArray& dsum,
                                                                      const Array& summed, const Array& mean,
@@ -32,13 +48,6 @@ std::tuple<Array, Array, Array, Array, Array> add_layer_norm_gradients(const Arr
 // dropout(x + x_bias) + residual.
 Array add_dropped(const Array& x, const OptionalArray& x_bias, const OptionalArray& residual,
                   const OptionalArray& philox, double dropout_p);
-
-// LayerNorm, or RMSNorm; an undefined weight stands for no norm at all.
-struct NormOperand {
-  bool rms = false;
-  OptionalArray weight, bias;
-  double eps = 0.0;
-};
 
 // What runs rows [begin, end) of
 //

@@ -11,10 +11,11 @@ struct AddLayerNormFwdTensors {
   Array out, summed, mean, rstd;  // summed, mean and rstd have no rows unless they are asked for; RMSNorm has no mean
 };
 
+// make_out: for out, on a CPU; null: a new tensor.
 inline AddLayerNormFwdTensors add_layer_norm_fwd_tensors(const Array& x, const OptionalArray& x_bias,
                                                          const OptionalArray& residual, const Array& weight,
                                                          const OptionalArray& bias, bool return_sum, bool return_stats,
-                                                         bool rms, Device device) {
+                                                         bool rms, Device device, MakeArray make_out = nullptr) {
   check(x.dim() == 2, "x has shape ", x.sizes(), ", expected (total_tokens, hidden_size)");
   check(!rms || !bias.defined(), "RMSNorm has no bias");
   const int64_t rows = x.size(0), hidden_size = x.size(1);
@@ -25,7 +26,7 @@ inline AddLayerNormFwdTensors add_layer_norm_fwd_tensors(const Array& x, const O
   t.residual = checked_if_defined("residual", residual, x.sizes(), dtype, device);
   t.weight = checked("weight", weight, {hidden_size}, dtype, device);
   t.bias = checked_if_defined("bias", bias, {hidden_size}, dtype, device);
-  t.out = empty({rows, hidden_size}, t.x);
+  t.out = make_out == nullptr ? empty({rows, hidden_size}, t.x) : make_out({rows, hidden_size}, dtype);
   t.summed = empty({return_sum ? rows : 0, hidden_size}, t.x);
   t.mean = empty({return_stats && !rms ? rows : 0}, ScalarType::Float, t.x.device());
   t.rstd = empty({return_stats ? rows : 0}, ScalarType::Float, t.x.device());

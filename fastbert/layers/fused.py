@@ -98,8 +98,11 @@ def _try_fused_layers(
                 _tree_cache.put(root, question, fingerprint, operands)
         return operands
 
+    fused_call = ops.try_fused(op, x, look)
+    if isinstance(fused_call, str):
+        return fused_call
     layers = [get_leaf(root, path) for path in paths] if any([spec.relative_bits for spec in specs]) else []
-    return _with_context(ops.try_fused(op, x, look), x, layers, specs)
+    return _with_context(fused_call, x, layers, specs)
 
 
 def _with_context(

@@ -23,7 +23,8 @@ from fastbert.ops.rotary import Rotary
 # output's and the feed-forward's, and with dropout inside of the feed-forward (layers, 4, 2), the last two being that
 # one's and the output's. relative_rows, relative_positions, relative: as encoder_layers_cpu has them. Products and
 # attention run in `dtype`, everything else in x's, which may be wider: under autocast the residual stream stays in x's.
-# Forward returns out, and as `kept` what backward wants: layer by layer, the input of all but the first before it.
+# Forward returns out, and as `kept` what backward wants: layer by layer, before it the output of a pre-norm layer. What
+# norms give is not kept.
 # Backward returns the gradients of x (zero rows unless needs_dx), weights, norms, biases and relative terms.
 
 _FWD_SCHEMA = (
@@ -44,7 +45,7 @@ def _fwd_fake(x, cu_seqlens, weights, biases, norms, philox, activation, layers,
     for i, at in enumerate(layers):
         layer = kinds[at]
         ups = weights[first + (2 if layer.merged_qkv else 4) : first + layer.num_linears - 1]
-        kept += [torch.empty_like(x)] if i else []
+        kept += [torch.empty_like(x)] if i and kinds[layers[i - 1]].norm_first else []
         kept += _kept_fake(x, layer, sum([w.shape[0] for w in ups]), dtype)
         first += layer.num_linears
     return [torch.empty_like(x), *kept]
@@ -53,18 +54,17 @@ def _fwd_fake(x, cu_seqlens, weights, biases, norms, philox, activation, layers,
 def _kept_fake(x, layer, pre_width, dtype):
     tokens, num_heads, num_kv_heads = x.shape[0], layer.num_heads, layer.num_kv_heads
 
-    def normed():  # what a norm gives, the sum before it, its mean and rstd
-        mean, rstd = (x.new_empty(n, dtype=torch.float32) for n in (0 if layer.rms else tokens, tokens))
-        return [torch.empty_like(x), torch.empty_like(x), mean, rstd]
+    def stats():  # a norm's mean and rstd
+        return [x.new_empty(n, dtype=torch.float32) for n in (0 if layer.rms else tokens, tokens)]
 
     has_attention_norm = layer.norms & 1
-    first = normed()[1:] if layer.norm_first and has_attention_norm else []
+    first = stats() if layer.norm_first and has_attention_norm else []
     heads = [num_heads + 2 * num_kv_heads] if layer.merged_qkv else [num_heads, num_kv_heads, num_kv_heads]
     projected = [x.new_empty(tokens, n, layer.head_dim, dtype=dtype) for n in heads]
     context = x.new_empty(tokens, num_heads, layer.head_dim, dtype=dtype)
     softmax_stats = x.new_empty(2, num_heads, tokens, dtype=torch.float32)
-    middle = normed() if layer.norm_first or has_attention_norm else [torch.empty_like(x)]
-    last = [] if layer.norm_first else normed()[1:]
+    middle = [torch.empty_like(x), *(stats() if layer.norm_first or has_attention_norm else [])]
+    last = [] if layer.norm_first else [torch.empty_like(x), *stats()]
     return [*first, *projected, context, softmax_stats, *middle, x.new_empty(tokens, pre_width, dtype=dtype), *last]
 
 
