@@ -11,11 +11,18 @@ namespace {
 constexpr int64_t kBlock = 64;     // elements that are skipped together
 constexpr int64_t kSummed = 1024;  // that are added up in float32, before double takes over
 
+// (1 - share) * old + share * x, from the nearer end: what a small x leaves of a large old one is not what two large
+// numbers leave of each other. `share` is the same for all elements of a loop.
+template <typename T>
+FASTBERT_INLINE T moved(T old, T x, T share) {
+  return share <= T(0.5) ? old + share * (x - old) : x - (T(1) - share) * (x - old);
+}
+
 // What a step makes of one element.
 template <typename T>
 FASTBERT_INLINE void step_element(T g, const AdamWStep<T>& step, T& weight, T& mean, T& square) {
-  const T m = mean + step.new_mean * (g - mean);
-  const T s = square + step.new_square * (g * g - square);
+  const T m = moved(mean, g, step.new_mean);
+  const T s = moved(square, g * g, step.new_square);
   mean = m;
   square = s;
   weight = weight * step.keep - step.rate * (m / (std::sqrt(s) * step.root_scale + step.eps));

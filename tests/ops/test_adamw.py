@@ -96,6 +96,36 @@ def test_it_is_torchs_optimizer(backend):
             assert_close_to_reference(ours, exact, theirs.detach())
 
 
+@pytest.mark.parametrize("betas", ((0.0, 0.999), (0.3, 0.999), (0.9, 0.0), (0.9, 0.3)), ids=str)
+def test_a_small_gradient_after_large_ones(backend, betas):
+    """Betas below a half, which a schedule may set: nearly all of the moments is new."""
+    generator, exact = torch_generator(1), torch.float64
+    gradient = 1e-4 * torch.randn(300, generator=generator)
+
+    def state(dtype: torch.dtype) -> list[torch.Tensor]:
+        draw = torch_generator(2)
+        mean, noise = 1e3 * torch.randn(300, generator=draw), torch.rand(300, generator=draw)
+        return [t.to(dtype) for t in (torch.zeros(300), mean, 1e6 * noise)]
+
+    def moments(name: str) -> list[torch.Tensor]:
+        weight, mean, square = state(torch.float32)
+        ops.adamw(
+            [weight], [gradient], [mean], [square], [torch.ones(())], rates=[0.1], decays=[0.0], beta1=betas[0],
+            beta2=betas[1], eps=EPS, backend=name,
+        )  # fmt: skip
+        return [weight, mean, square]
+
+    weight, mean, square = state(exact)
+    mean.mul_(betas[0]).add_(gradient.to(exact), alpha=1 - betas[0])
+    square.mul_(betas[1]).add_(gradient.to(exact) ** 2, alpha=1 - betas[1])
+    root = (square / (1 - betas[1] ** 2)).sqrt() + EPS
+    weight.sub_(0.1 * mean / (1 - betas[0] ** 2) / root)
+    for name, *tensors in zip(("weight", "mean", "square"), moments(backend), (weight, mean, square), moments("torch"),
+                              strict=True):  # fmt: skip
+        ours, oracle, theirs = (t / weight.abs() if name == "weight" else t for t in tensors)  # each counts alike
+        assert_close_to_reference(ours, oracle, theirs, name=name)
+
+
 def in_rows(gradient: torch.Tensor, how: str) -> torch.Tensor:
     """The same gradient, sparse in its first dimension; or with its halves added up; or sparse in all."""
     if how == "elements":

@@ -7,7 +7,6 @@ elements have nearly all of the error (large scores, of which two keys have near
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
@@ -16,12 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from fastbert.testing import reference
 
 FORMULA = reference.attention  # which `key_bias_terms` may replace
-OPTIONS = ("softmax_scale", "keep", "dropout_p", "window_size", "window_positions")
+OPTIONS = ("softmax_scale", "keep", "dropout_p", "window_size", "window_positions", "relative")
 
 
 def attention_terms(
@@ -81,7 +79,8 @@ def assert_zero_but_for_rounding(actual: torch.Tensor, terms: torch.Tensor, dtyp
 @contextmanager
 def key_bias_terms(where: Any) -> Iterator[dict[int, torch.Tensor]]:
     """Of the gradients of keys' biases, for each call of `where.attention` within, reference's or ops', by its number:
-    (num_kv_heads * head_dim,). Backward fills them in.
+    (num_kv_heads * head_dim,). Backward fills them in. Those of a call with rotary embedding, or with terms of keys and
+    distances (`relative.query`), mean nothing: there such a gradient is not 0.
     """
     terms: dict[int, torch.Tensor] = {}
     attention, numbers = where.attention, count()
@@ -102,32 +101,4 @@ def key_bias_terms(where: Any) -> Iterator[dict[int, torch.Tensor]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(where, "attention", recorded)
-        yield terms
-
-
-@contextmanager
-def key_terms_of_modules(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """The same for transformers' model as it is called within, its eager attention: by the module that attention is of,
-    as its parameter "terms" would be called; the largest of each, (). Empty for families that have no such function.
-    """
-    module, terms = sys.modules[type(model).__module__], dict[str, torch.Tensor]()
-    names = {each: f"{path}.terms" for path, each in model.named_modules()}
-    attention = getattr(module, "eager_attention_forward", None)
-
-    def recorded(each, query, key, value, *args, scaling, **options):
-        out, probs = attention(each, query, key, value, *args, scaling=scaling, **options)
-
-        def note(dout: torch.Tensor) -> None:  # (batch, queries, num_heads, head_dim)
-            values = value.abs().repeat_interleave(query.shape[1] // value.shape[1], 1)
-            dprobs = dout.abs().transpose(1, 2) @ values.transpose(2, 3)
-            dscores = probs * (dprobs + (probs * dprobs).sum(-1, keepdim=True)) * abs(scaling)
-            of_call = (dscores.transpose(2, 3) @ query.abs()).sum((0, 2)).max()
-            terms[names[each]] = terms.get(names[each], torch.zeros_like(of_call)) + of_call
-
-        out.register_hook(note)
-        return out, probs
-
-    with pytest.MonkeyPatch.context() as patch:
-        if attention is not None:
-            patch.setattr(module, "eager_attention_forward", recorded)
         yield terms
