@@ -113,7 +113,7 @@ def draw_case(draw: Draw) -> tuple[Callable[[int], tuple[nn.Module, nn.Module, I
 
 
 def key_terms(theirs: nn.Module, inputs: Inputs) -> Tensors:
-    """What the gradients of keys' biases add up at most, (), named as a parameter "terms" of each layer's attention would
+    """What the gradients of keys' biases add up at most, (), named as a parameter "terms" of a layer's attention would
     be: from our own formula, since only some of transformers' families have a function to look into.
     """
     config = EncoderConfig.from_dict(theirs.config.to_dict())
