@@ -283,6 +283,9 @@ def test_operands_that_do_not_fit():
         wrong = [*given[:at], change(given[at]), *given[at + 1 :]]
         with pytest.raises(RuntimeError, match=message):
             forward(*wrong)
-    for wrong, message in ((kept[1:], "forward keeps more than"), ([*kept, kept[0]], "forward keeps 13 tensors")):
+    for wrong, message in (
+        (kept[1:], "forward keeps more than"),
+        ([*kept, kept[0]], "forward keeps 12 tensors, got 13"),
+    ):
         with pytest.raises(RuntimeError, match=message):
             backward(*backward_arguments(given, wrong, True))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,11 @@ from seqeval.metrics import precision_score, recall_score
 from sklearn.metrics import accuracy_score, f1_score
 from tiny import WORDS
 
+from fastbert.training.finetuning import make_task
 from fastbert.training.finetuning.inputs.squad import squad_metrics
+from fastbert.training.options import FinetuneOptions
+from fastbert.training.report import write_reports
+from fastbert.training.run import execute
 
 TAGS = ("O", "B-X", "I-X", "B-Y")
 COUNT, CHUNK = 220, 200  # of rows; how many `predict` reads at a time here
@@ -150,3 +155,26 @@ def of_vectors(folder: Path, file: str, rows: list[Any], place: Path) -> dict[st
         vectors = np.load(place / f"{name}.npy").astype(np.float64)
         sides.append(vectors / np.linalg.norm(vectors, axis=1, keepdims=True))
     return {"spearman": spearmanr((sides[0] * sides[1]).sum(1), [row["score"] for row in rows]).statistic}
+
+
+def test_the_training_loss_does_not_go_by_where_a_run_had_stopped(tmp_path):
+    """A stop ends a row of the log: train_loss was that of the last row, which then has fewer steps."""
+    rows = write_rows(tmp_path / "rows.jsonl", [one_label(python_random(i)) for i in range(24)])
+    options = FinetuneOptions(
+        model=str(base(tmp_path)), train=(rows,), eval=(rows,), output=str(tmp_path / "run"), steps=6, batch_size=4,
+        log_every=4, max_length=16,
+    )  # fmt: skip
+    metrics = execute(options, make_task)
+    log, task = tmp_path / "run/log.jsonl", make_task(options)
+    *before, last = map(json.loads, log.read_text().splitlines())
+    losses = [loss for row in (*before, last) for loss in row["losses"]]
+    assert metrics["train_loss"] == pytest.approx(sum(losses[2:]) / 4)
+    half = {**last, "tokens": last["tokens"] / 2}
+    cut = [
+        {**half, "step": 5, "losses": last["losses"][:1]},
+        {**half, "loss": last["losses"][1], "losses": last["losses"][1:]},
+    ]
+    cut[0] = {name: value for name, value in cut[0].items() if not name.startswith("eval_")}
+    log.write_text("".join(json.dumps(row) + "\n" for row in (*before, *cut)))
+    again = write_reports(tmp_path / "run", options, SimpleNamespace(step=6, best_step=metrics["best_step"]), task, 1)
+    assert len(last["losses"]) == 2 and again["train_loss"] == metrics["train_loss"]
