@@ -29,7 +29,7 @@ from fastbert.errors import ConfigError, InputError
 from fastbert.layers.encoder import run_layer
 from fastbert.layers.leaves import get_leaf, parent_of
 from fastbert.layers.sharded import call_sharded, is_sharded
-from fastbert.models.encode import first_tokens, run_encoder, run_pooler, unpacked_extras
+from fastbert.models.encode import Wanted, first_tokens, run_encoder, run_pooler, unpacked_extras
 from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs
 from fastbert.models.tree import Calls, RunsBaseModel
 from fastbert.ops import transform_unsupported
@@ -144,9 +144,10 @@ class Forward(OnInstance, RunsBaseModel):
                 run = partial(layer._gradient_checkpointing_func, run)
             return call_sharded(layer, run, x) if sharded and is_sharded(layer) else run(x)
 
-        wants_hidden_states, wants_probs = bool(options["output_hidden_states"]), bool(options["output_attentions"])
+        wants_probs = bool(options["output_attentions"])
+        wanted = Wanted.of_all(len(look.config.layer_paths), bool(options["output_hidden_states"]), wants_probs)
         made = run_encoder(
-            module, look.config, inputs, run_one_layer, None, wants_hidden_states, wants_probs, sharded,
+            module, look.config, inputs, run_one_layer, None, wanted, sharded,
             calls_layers=any([checkpoints(get_leaf(module, path)) for path in look.config.layer_paths]),
         )  # fmt: skip
         last = batch.unpack(made.packed)

@@ -18,7 +18,15 @@ from fastbert.layers.leaves import get_leaf, has_hooks, is_plain, make_norm, par
 from fastbert.layers.relative import place_relative, relative_shapes
 from fastbert.layers.rotary import RotaryFrequencies, RotaryTable, place_rotary
 from fastbert.layers.sharded import is_sharded
-from fastbert.models.encode import first_tokens, run_encoder, run_pooler, unpacked_extras
+from fastbert.models.encode import (
+    NOTHING_ELSE,
+    EncoderOutput,
+    Wanted,
+    first_tokens,
+    run_encoder,
+    run_pooler,
+    unpacked_extras,
+)
 from fastbert.models.hf.access import ModelAccess
 from fastbert.models.hf.recording import record, records_hf
 from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs, refuse_recording, table_sizes
@@ -226,8 +234,8 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
     def config_now(self) -> EncoderConfig:
         return self.running_config
 
-    def encode(self, inputs: EncoderInputs, wants_hidden_states: bool = False, wants_probs: bool = False):
-        """The EncoderOutput of checked inputs."""
+    def encode(self, inputs: EncoderInputs, wanted: Wanted = NOTHING_ELSE) -> EncoderOutput:
+        """The last hidden state of checked inputs, and what else is wanted."""
 
         checkpoints = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
 
@@ -239,9 +247,8 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             return out if wants_probs else (out, None)
 
         return run_encoder(
-            self, self.running_config, inputs, run_one_layer, EncoderLayer, wants_hidden_states, wants_probs,
-            calls_layers=checkpoints,
-        )  # fmt: skip
+            self, self.running_config, inputs, run_one_layer, EncoderLayer, wanted, calls_layers=checkpoints
+        )
 
     def encode_packed(
         self,
@@ -367,8 +374,9 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         """Encode; (packed hidden states, batch, the unpacked extras that were asked for)."""
         wants_hidden_states = self.config.option("output_hidden_states", output_hidden_states)
         wants_probs = self.config.option("output_attentions", output_attentions)
+        wanted = Wanted.of_all(len(self.running_config.layer_paths), wants_hidden_states, wants_probs)
         self.calls.ran_packed()
-        output, batch = self.encode(inputs, wants_hidden_states, wants_probs), inputs.batch
+        output, batch = self.encode(inputs, wanted), inputs.batch
         return output.packed, batch, unpacked_extras(output, batch)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,9 +23,33 @@ from fastbert.models.inputs import EncoderInputs
 from fastbert.packing import PackedBatch
 
 
+class Wanted(NamedTuple):
+    """What a forward pass leaves beside the last hidden state, by the numbers of layers.
+
+    hidden_states: what goes into each of these layers; the number of all layers: what comes out of the last one.
+    probs: the attention probabilities of these. stops: no layer behind the last of these runs.
+    """
+
+    hidden_states: frozenset[int] = frozenset()
+    probs: frozenset[int] = frozenset()
+    stops: bool = False
+
+    @classmethod
+    def of_all(cls, num_layers: int, hidden_states: bool, probs: bool) -> Wanted:
+        """As output_hidden_states and output_attentions have it."""
+        states = frozenset(range(num_layers + 1 if hidden_states else 0))
+        return cls(states, frozenset(range(num_layers if probs else 0)))
+
+    def layers_to_run(self, num_layers: int) -> int:
+        return max(0, *self.hidden_states, *(i + 1 for i in self.probs)) if self.stops else num_layers
+
+
+NOTHING_ELSE = Wanted()
+
+
 class EncoderOutput(NamedTuple):
-    """The packed last hidden state (total_tokens, hidden_size); where they were asked for, the packed hidden states
-    that went into each layer and came out of the last, and the probabilities (batch, heads, max_seqlen, max_seqlen).
+    """The packed last hidden state (total_tokens, hidden_size); where they were asked for, packed hidden states and
+    probabilities (batch, heads, max_seqlen, max_seqlen), in the order of the layers.
     """
 
     packed: torch.Tensor
@@ -42,19 +67,20 @@ def run_encoder(
     inputs: EncoderInputs,
     run_one_layer: RunLayer,
     layer_type: type[nn.Module] | None = None,
-    wants_hidden_states: bool = False,
-    wants_probs: bool = False,
+    wanted: Wanted = NOTHING_ELSE,
     sharded: frozenset[str] = frozenset(),
     calls_layers: bool = False,
 ) -> EncoderOutput:
     """A forward pass up to the last hidden state, over the leaves of `root`, ours or Hugging Face's.
 
-    `layer_type`: all layers may run as one op, if they are plain ones of that type; None: the tree is not ours, and its
+    `layer_type`: layers may run as one op, if they are plain ones of that type; None: the tree is not ours, and its
     owner has looked at its containers, of which those that are `sharded` are called. `calls_layers`: each layer runs by
-    itself, as activation checkpointing has it.
+    itself, as activation checkpointing has it. Layers between those of which something is wanted may run as one op.
     """
     family, names = config.family, config.embeddings
-    paths, specs = config.layer_paths, config.layer_specs
+    count = wanted.layers_to_run(len(config.layer_paths))
+    paths, specs = config.layer_paths[:count], config.layer_specs[:count]
+    norm = family.final_norm if count == len(config.layer_paths) else None  # the one behind all layers
     dropout_p = value_of(names.dropout, config) if root.training else 0.0
     scopes = Scopes() if layer_type is None else config.scopes
     if sharded:
@@ -69,53 +95,63 @@ def run_encoder(
     def project(x):
         return x if names.project is None or names.projects_first else linear(get_leaf(root, names.project), x)
 
-    def layers(first, last):
-        def run(x):
-            given = x
-            for path, spec in zip(paths[first:last], specs[first:last], strict=True):
-                if wants_hidden_states:
-                    hidden_states.append(_as_autocast_has_it(x))
-                x, found = run_one_layer(get_leaf(root, path), spec, x, context, wants_probs)
-                if spec.after is not None:
-                    x = run_convolution(root, spec.after, given, x, context, layer_type is not None)
-                if found is not None:
-                    probs.append(found)
-            return x
+    def layer(i, x):
+        spec = specs[i]
+        out, found = run_one_layer(get_leaf(root, paths[i]), spec, x, context, i in wanted.probs)
+        if found is not None:
+            probs.append(found)
+        return out if spec.after is None else run_convolution(root, spec.after, x, out, context, layer_type is not None)
 
-        return run
+    def final_norm(x):
+        return x if norm is None else add_norm(get_leaf(root, norm), x, None, None, 0.0)
+
+    def layers(first, last, x, as_one_op=False):
+        """Layers [first, last), with the norm behind all of them if that belongs to them. as_one_op: those between two
+        of which something is wanted run as one op, where they can."""
+        while first < last:
+            end = first + 1
+            if first in wanted.hidden_states:
+                hidden_states.append(_as_autocast_has_it(x))
+            if as_one_op and first not in wanted.probs:
+                while end < last and end not in wanted.hidden_states | wanted.probs:
+                    end += 1
+                stretch = root, paths[first:end], specs[first:end]
+                ends = end == count and scopes.ends
+                if not root.training:
+                    fused = try_fused_layers(*stretch, norm if ends else None, layer_type, x)
+                    if callable(fused):
+                        x, first = fused(context), end
+                        if ends:
+                            return x
+                        continue
+                trained = try_fused_layers_for_training(*stretch, layer_type, x)
+                if callable(trained):
+                    x, first = trained(context), end
+                    continue
+            for i in range(first, end):
+                x = layer(i, x)
+            first = end
+        return final_norm(x) if last == count and scopes.ends else x
 
     def encoder(x):
         x = project(x) if scopes.projects else x
         # The groups of ALBERT, which nothing below looks at; a list, so that each is asked whether it is a container.
         called = scopes.groups and any([is_called(root, path) for path in dict.fromkeys(scopes.groups)])
-        if not (wants_probs or wants_hidden_states or called or sharded or calls_layers):
-            if not root.training:
-                fused = try_fused_layers(root, paths, specs, family.final_norm if scopes.ends else None, layer_type, x)
-                if callable(fused):
-                    return fused(context)
-            trained = try_fused_layers_for_training(root, paths, specs, layer_type, x)
-            if callable(trained):
-                return final_norm(trained(context)) if scopes.ends else trained(context)
-        if not scopes.groups:
-            x = layers(0, None)(x)
-        else:  # the layers of each of ALBERT's groups, as often as it runs
-            for i, path in zip(range(0, len(paths), config.inner_group_num), scopes.groups, strict=True):
-                x = within(root, path, layers(i, i + config.inner_group_num), x)
-        return final_norm(x) if scopes.ends else x
-
-    def final_norm(x):
-        return x if family.final_norm is None else add_norm(get_leaf(root, family.final_norm), x, None, None, 0.0)
+        if not called:
+            return layers(0, count, x, as_one_op=not (sharded or calls_layers))
+        size = config.inner_group_num  # layers of each of ALBERT's groups, as often as it runs
+        for i, path in zip(range(0, count, size), scopes.groups, strict=False):
+            x = within(root, path, partial(layers, i, min(i + size, count)), x)
+        return x
 
     x = within(root, scopes.embeddings, embeddings, *inputs.ids)
     x = x if scopes.projects else project(x)
     scope = scopes.encoder if scopes.encoder in root._modules else None  # a model made without layers has none
     x = within(root, scope, encoder, x)
     x = _as_autocast_has_it(x if scopes.ends else final_norm(x))
-    if wants_hidden_states:
+    if count in wanted.hidden_states:
         hidden_states.append(x)
-    return EncoderOutput(
-        x, tuple(hidden_states) if wants_hidden_states else None, tuple(probs) if wants_probs else None
-    )
+    return EncoderOutput(x, tuple(hidden_states) or None, tuple(probs) or None)
 
 
 def _sharded_scopes(scopes: Scopes, sharded: frozenset[str]) -> Scopes:
