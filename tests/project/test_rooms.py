@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "checkpoint": {"config", "families"},
     "models": {"checkpoint", "config", "families", "layers", "ops", "packed_inputs", "packing"},
     "quantization": {"layers", "models"},
+    "inspect": {"models", "packed_inputs"},
     "packed_weights": {"layers", "models", "ops"},
     "master_weights": set(),
     "cuda_graphs": {"backend", "families", "layers", "models", "packed_inputs", "packing"},
