@@ -1,4 +1,4 @@
-"""Which words decided: integrated gradients (Sundararajan et al. 2017) of packed texts, all steps of them in few batches."""
+"""Which words decided: integrated gradients (Sundararajan et al. 2017) of packed texts, many points in a batch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ def label(index: int) -> Target:
 
 
 def token_label(place: int, index: int) -> Target:
-    """The logit of a label of the token at `place`, counted in each text; of a model that labels tokens, or of its words
-    for a masked-LM head."""
+    """The logit of a label of the token at `place`, counted in each text; for a masked LM of a word."""
     return lambda output, cu_seqlens: output["logits"][cu_seqlens[:-1] + place, index]
 
 
@@ -43,8 +42,8 @@ def span(start: int, end: int) -> Target:
 class Attribution:
     """How much each token of a text adds to a number.
 
-    scores: (tokens,), float32. value, baseline_value: the number for the text, and for the baseline that the path begins
-    at; the scores add up to their difference, but for what `steps` points miss of the path.
+    scores: (tokens,), float32. value, baseline_value: the number for the text, and for the baseline where the path
+    begins; the scores add up to their difference, but for what `steps` points miss of the path.
     """
 
     scores: torch.Tensor
@@ -77,8 +76,8 @@ def integrated_gradients(
     Args:
         model: one of fastbert's, in eval mode. Its weights get no gradients.
         batch: packed texts (`fastbert.pack_inputs`).
-        target: what is explained: `label(i)`, for which the number i stands, `token_label`, `span`, or a function of the
-            same kind.
+        target: what is explained: `label(i)`, for which the number i stands, `token_label`, `span`, or another function
+            of that kind.
         baseline_id: the token that stands at every place of the baseline; default: the padding token.
         kept_ids: tokens that stand in the baseline as in the text ([CLS] and [SEP]).
         steps: points of the path.
@@ -147,7 +146,7 @@ def integrated_gradients(
 
 
 def _parts(ends: list[int], points: int, batch_tokens: int) -> Iterator[list[tuple[int, int]]]:
-    """(text, point), of which each list has at most `batch_tokens` tokens, or one text. Texts without tokens have none."""
+    """Lists of (text, point) with at most `batch_tokens` tokens, or one text. Texts without tokens are in none."""
     part, tokens = list[tuple[int, int]](), 0
     for i in range(len(ends) - 1):
         length = ends[i + 1] - ends[i]
