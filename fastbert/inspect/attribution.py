@@ -101,7 +101,7 @@ def integrated_gradients(
     if fill is None:
         raise InputError("the model has no padding token: give baseline_id")
     inputs = base.prepare(ModelInputs(batch))
-    if inputs.window_positions is not None or inputs.rotary_positions is not None:
+    if inputs.window_positions is not None:
         raise InputError("a text has padding between its tokens: pack its tokens alone")
     words = model.get_input_embeddings()
     ids, ends = inputs.ids, inputs.batch.cu_seqlens.tolist()

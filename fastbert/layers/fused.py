@@ -110,22 +110,24 @@ def _with_context(
     x: torch.Tensor,
     layers: Sequence[nn.Module],
     specs: Sequence[LayerSpec],
-    position: RotarySpec | None = None,
 ) -> Fused | str:
-    """What takes a LayerContext. `layers`: whose relative terms the op takes, none where they have none; `position`:
-    which of the context's rotary tables, None all of them.
-    """
+    """What takes a LayerContext. `layers`: whose relative terms the op takes, none where they have none."""
     if isinstance(fused_call, str):
         return fused_call
 
     def run(context: LayerContext) -> torch.Tensor:
-        tables = tuple(context.rotary.values()) if position is None else (context.rotary[position],)
+        tables = tuple([context.rotary[rotary] for rotary in _rotaries(specs)]) if context.rotary else ()
         given = (context.batch.cu_seqlens, tables, context.window_positions)
         if not layers:
             return fused_call(*given)
         return fused_call(*given, _relatives(layers, specs, context, ops.compute_dtype(x)))
 
     return run
+
+
+def _rotaries(specs: Sequence[LayerSpec]) -> list[RotarySpec]:
+    """The kinds of rotary embedding that these layers have, in the order in which the op has their tables."""
+    return list(dict.fromkeys([spec.attention.rotary for spec in specs if spec.attention.rotary is not None]))
 
 
 def _relatives(
@@ -156,8 +158,6 @@ def _operands(
         return "a convolution stands behind a layer"
     if not trains and any([layer.training for layer in layers]):
         return "a layer is in training mode"
-    # The tables come in this order: LayerContext.rotary has it, too.
-    rotaries = list(dict.fromkeys(spec.attention.rotary for spec in specs if spec.attention.rotary is not None))
     found: list[ops.LayerWeights] = []
     for at, layer, spec in zip(paths, layers, specs, strict=True):
         if layer_type is not None:
@@ -176,7 +176,7 @@ def _operands(
         if norm_kind(leaf) != specs[-1].norm.kind:
             return _not_plain(final_norm, leaf)
         last = norm_weights(leaf)
-    return ops.LayerOperands.of(found, rotaries, last)
+    return ops.LayerOperands.of(found, _rotaries(specs), last)
 
 
 def _leaves(layer: nn.Module, spec: LayerSpec) -> ops.LayerWeights | str:
@@ -230,13 +230,12 @@ def _fingerprint(
 
 def try_fused_layer(layer: nn.Module, spec: LayerSpec, x: torch.Tensor) -> Fused | str:
     """One layer over x as an op with a backward, or why its ops run one by one. Whoever asks has called its hooks."""
-    position = spec.attention.rotary
 
     def look() -> ops.LayerOperands | str:
         found = _leaves(layer, spec)
         if isinstance(found, str):
             return found
-        return ops.LayerOperands.of([found], () if position is None else (position,))
+        return ops.LayerOperands.of([found], _rotaries([spec]))
 
     layers = [layer] if spec.relative_bits else []
-    return _with_context(ops.try_fused("encoder_layers_training", x, look), x, layers, [spec], position)
+    return _with_context(ops.try_fused("encoder_layers_training", x, look), x, layers, [spec])

@@ -256,7 +256,11 @@ def test_one_op_is_what_the_layers_are(calls):
     whole = run(model)
     with torch.inference_mode():
         states = model(IDS, MASK, output_hidden_states=True).hidden_states
-    assert calls == [True] and torch.equal(states[-1][MASK.bool()], whole[MASK.bool()])
+        assert calls == [True] * (1 + 3)  # all of them, and then each
+        apart = model(IDS, MASK, output_attentions=True).last_hidden_state
+    assert len(calls) == 4
+    for found in (states[-1], apart):
+        assert torch.equal(found[MASK.bool()], whole[MASK.bool()])
 
 
 @pytest.mark.parametrize("head_dim", (1, 320))
