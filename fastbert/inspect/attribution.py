@@ -105,16 +105,17 @@ def integrated_gradients(
         raise InputError("a text has padding between its tokens: pack its tokens alone")
     words = model.get_input_embeddings()
     ids, ends = inputs.ids, inputs.batch.cu_seqlens.tolist()
+    assert ids.input_ids is not None  # a PackedInputs has them
     kept = torch.isin(ids.input_ids, torch.tensor(sorted(kept_ids), device=base.device, dtype=torch.int64))
     with torch.no_grad():
         text = words(ids.input_ids)
         start = torch.where(kept[:, None], text, words(torch.full_like(ids.input_ids, fill)))
-    others = {
-        "position_ids": ids.position_ids,
-        "token_type_ids": ids.token_type_ids,
-        "task_type_ids": ids.task_type_ids,
-    }
-    others = {name: t for name, t in others.items() if t is not None}
+    named = (
+        ("position_ids", ids.position_ids),
+        ("token_type_ids", ids.token_type_ids),
+        ("task_type_ids", ids.task_type_ids),
+    )
+    others = {name: t for name, t in named if t is not None}
     score = label(target) if isinstance(target, int) else target
     nodes, weights = np.polynomial.legendre.leggauss(steps)
     points = [0.0, *((1 + nodes) / 2).tolist(), 1.0]
