@@ -81,6 +81,7 @@ def run_encoder(
     count = wanted.layers_to_run(len(config.layer_paths))
     paths, specs = config.layer_paths[:count], config.layer_specs[:count]
     norm = family.final_norm if count == len(config.layer_paths) else None  # the one behind all layers
+    marked = wanted.hidden_states | wanted.probs
     dropout_p = value_of(names.dropout, config) if root.training else 0.0
     scopes = Scopes() if layer_type is None else config.scopes
     if sharded:
@@ -112,9 +113,9 @@ def run_encoder(
             end = first + 1
             if first in wanted.hidden_states:
                 hidden_states.append(_as_autocast_has_it(x))
-            if as_one_op and first not in wanted.probs:
-                while end < last and end not in wanted.hidden_states | wanted.probs:
-                    end += 1
+            while as_one_op and first not in wanted.probs and end < last and end not in marked:
+                end += 1
+            if as_one_op and (end - first > 1 or not marked):  # each alone would make the tree be looked at each time
                 stretch = root, paths[first:end], specs[first:end]
                 ends = end == count and scopes.ends
                 if not root.training:
