@@ -275,6 +275,11 @@ class LayerSpec:
             made["after"] = self.after.dropout
         return made
 
+    def causal(self) -> LayerSpec:
+        """The same, but that attention sees no token behind its own."""
+        left, _ = self.attention.window_size
+        return replace(self, attention=replace(self.attention, window_size=(left, 0)))
+
     def with_dropouts(self, dropouts: Mapping[str, float]) -> LayerSpec:
         """The same with these, all of them, by the names of `dropouts`."""
         attention = replace(

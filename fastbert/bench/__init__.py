@@ -1,1 +1,1 @@
-"""The code behind `fastbert bench`: contestants, ceilings, timing, the report and its chart."""
+"""The code behind `fastbert bench` and `fastbert compare`: contestants, ceilings, timing, reports and charts."""

@@ -12,7 +12,8 @@ from fastbert.cli.parser import UsageError, add_command, positive
 from fastbert.cli.stopping import raise_if_stopped, say
 
 ROUNDS = 9
-OTHERS = ("bert-large", "deberta-v3-base", "minilm", "modernbert-base", "mpnet-base", "nomic-base", "tiny")
+OTHERS = ("albert-base", "bert-large", "deberta-v3-base", "distilbert-base", "electra-base", "minilm", "modernbert-base")
+OTHERS = (*OTHERS, "mpnet-base", "nomic-base", "tiny")
 
 
 def add(commands: Any) -> None:

@@ -8,31 +8,36 @@ from dataclasses import dataclass
 import torch
 
 from fastbert.errors import InputError
+from fastbert.layer_spec import LayerSpec
+from fastbert.layers.context import LayerContext, make_context
+from fastbert.layers.encoder import add_norm, queries_keys_values
+from fastbert.layers.leaves import get_leaf, projection
 from fastbert.models.base import EncoderModel, PreTrainedModel
-from fastbert.models.encode import Wanted
+from fastbert.models.encode import EncoderOutput, Wanted
+from fastbert.models.inputs import EncoderInputs
 from fastbert.packed_inputs import ModelInputs, PackedInputs
 
 
 @dataclass(frozen=True)
 class AttentionMaps:
-    """Attention probabilities of a batch, before dropout.
+    """What the tokens of the texts of a batch get of each other.
 
-    layers, heads: which these are. probs: of each text (layers, heads, its tokens, its tokens), float32; a row holds
-    what one token looks at, and adds up to 1.
+    layers, heads: which these are. weights: of each text (layers, heads, its tokens, its tokens), float32; a row is
+    what one token gets.
     """
 
     layers: tuple[int, ...]
     heads: tuple[int, ...]
-    probs: tuple[torch.Tensor, ...]
+    weights: tuple[torch.Tensor, ...]
 
     def __len__(self) -> int:
-        return len(self.probs)
+        return len(self.weights)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self.probs)
+        return iter(self.weights)
 
     def __getitem__(self, i: int) -> torch.Tensor:
-        return self.probs[i]
+        return self.weights[i]
 
 
 @torch.no_grad()
@@ -41,8 +46,10 @@ def attention(
     batch: PackedInputs,
     layers: Iterable[int] | None = None,
     heads: Iterable[int] | None = None,
+    *,
+    causal: bool = False,
 ) -> AttentionMaps:
-    """What the tokens of a batch look at.
+    """What the tokens of a batch look at: attention probabilities, before dropout. Each row adds up to 1.
 
     Layers around those that are asked for run as one op, and those behind the last of them do not run.
 
@@ -50,30 +57,104 @@ def attention(
         model: one of fastbert's, with or without a head; in eval mode, since dropout would be part of what is seen.
         batch: packed texts (`fastbert.pack_inputs`).
         layers, heads: which, counted from 0, below 0 from the end; None: all.
+        causal: no token sees those behind it, as in a language model that writes from left to right.
 
     Raises:
         InputError: the model has no such layer or head; it is in training mode.
     """
-    base: EncoderModel = model.base_model
-    if base.training:
-        raise InputError("the model is in training mode: call model.eval()")
-    config = base.running_config
-    chosen = _chosen("layer", layers, len(config.layer_paths))
-    chosen_heads = _chosen("head", heads, config.num_attention_heads)
-    inputs = base.prepare(ModelInputs(batch))
-    probs = base.encode(inputs, Wanted(probs=frozenset(chosen), stops=True)).probs or ()
-    ends = inputs.batch.cu_seqlens
-    lengths = (ends[1:] - ends[:-1]).tolist()
-    index = torch.tensor(chosen_heads, device=base.device)
-    found = [
-        torch.stack([of_layer[i, :, :length, :length].index_select(0, index).float() for of_layer in probs])
-        for i, length in enumerate(lengths)
+    asked = _Asked.of(model, layers, heads)
+    return asked.maps(*asked.run(batch, with_states=False, causal=causal))
+
+
+@torch.no_grad()
+def weighted_attention(
+    model: PreTrainedModel,
+    batch: PackedInputs,
+    layers: Iterable[int] | None = None,
+    heads: Iterable[int] | None = None,
+) -> AttentionMaps:
+    """How much the tokens of a batch get of each other: the lengths of what each head adds to a token's vector for each
+    token that it looks at (Kobayashi et al. 2020, "Attention is not only a weight", section 3).
+
+    A head that looks at a token whose value is short gets little of it: [SEP] most of all.
+
+    Arguments and errors as of `attention`. A weight is the Euclidean norm of probability * (value W), where W is the
+    head's part of attention's output projection.
+    """
+    asked = _Asked.of(model, layers, heads)
+    inputs, output = asked.run(batch, with_states=True)
+    base, config = asked.base, asked.base.running_config
+    context = make_context(base, config.distances, inputs.batch, inputs.rotary_positions, inputs.window_positions)
+    lengths = [
+        _lengths_of_values(base, config.layer_paths[i], config.layer_specs[i], x, context)
+        for i, x in zip(asked.layers, output.hidden_states or (), strict=True)
     ]
-    return AttentionMaps(chosen, chosen_heads, tuple(found))
+    return asked.maps(inputs, output, lengths)
 
 
-def _chosen(what: str, asked: Iterable[int] | None, count: int) -> tuple[int, ...]:
-    """Numbers in ascending order, each once. Raises InputError for one that is not there."""
+def _lengths_of_values(
+    base: EncoderModel, path: str, spec: LayerSpec, x: torch.Tensor, context: LayerContext
+) -> torch.Tensor:
+    """The norm of what each head would add to a vector that looks at one token alone: (total_tokens, heads), float32."""
+    layer, form = get_leaf(base, path), spec.attention
+    if spec.norm_first and spec.has_attention_norm:
+        x = add_norm(get_leaf(layer, spec.names.attention_norm), x, None, None, 0.0)
+    v = queries_keys_values(layer, spec, x, context)[2].repeat_interleave(form.num_heads // form.num_kv_heads, 1)
+    leaf, found = get_leaf(layer, spec.names.attention_output), []
+    for head in range(form.num_heads):
+        alone = torch.zeros_like(v)
+        alone[:, head] = v[:, head]
+        made, bias = projection(leaf, alone.flatten(1))
+        if bias is None:  # a leaf that was called has added its own
+            made = made - projection(leaf, torch.zeros_like(alone.flatten(1)))[0]
+        found.append(torch.linalg.vector_norm(made.float(), dim=-1))
+    return torch.stack(found, -1)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A model, and the layers and heads of it that somebody asked for, in ascending order."""
+
+    base: EncoderModel
+    layers: tuple[int, ...]
+    heads: tuple[int, ...]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, layers: Iterable[int] | None, heads: Iterable[int] | None) -> _Asked:
+        base: EncoderModel = model.base_model
+        if base.training:
+            raise InputError("the model is in training mode: call model.eval()")
+        config = base.running_config
+        return cls(
+            base,
+            numbers_of("layer", layers, len(config.layer_paths)),
+            numbers_of("head", heads, config.num_attention_heads),
+        )
+
+    def run(
+        self, batch: PackedInputs, with_states: bool, causal: bool = False
+    ) -> tuple[EncoderInputs, EncoderOutput]:
+        """Up to the last of the layers; with what goes into each of them, if so."""
+        inputs, layers = self.base.prepare(ModelInputs(batch)), frozenset(self.layers)
+        wanted = Wanted(layers if with_states else frozenset(), layers, True, causal)
+        return inputs, self.base.encode(inputs, wanted)
+
+    def maps(
+        self, inputs: EncoderInputs, output: EncoderOutput, lengths: Sequence[torch.Tensor] | None = None
+    ) -> AttentionMaps:
+        """By text; each column times `lengths`, of each layer (total_tokens, heads), where these are given."""
+        ends, heads = inputs.batch.cu_seqlens.tolist(), torch.tensor(self.heads, device=self.base.device)
+        found = []
+        for i, (start, end) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+            of_layers = [probs[i, :, : end - start, : end - start].float() for probs in output.probs or ()]
+            if lengths is not None:
+                of_layers = [a * n[start:end].t()[:, None] for a, n in zip(of_layers, lengths, strict=True)]
+            found.append(torch.stack([a.index_select(0, heads) for a in of_layers]))
+        return AttentionMaps(self.layers, self.heads, tuple(found))
+
+
+def numbers_of(what: str, asked: Iterable[int] | None, count: int) -> tuple[int, ...]:
+    """Numbers of layers or heads in ascending order, each once; None: all. Raises InputError for one that is not there."""
     if asked is None:
         return tuple(range(count))
     listed: Sequence[int] = list(asked)

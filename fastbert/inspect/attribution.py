@@ -1,18 +1,19 @@
-"""Which words decided: integrated gradients (Sundararajan et al. 2017) of packed texts, many points in a batch."""
+"""Which words decided: integrated gradients and gradient-weighted attention of packed texts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from fastbert.data.budget import token_batches
 from fastbert.errors import InputError
+from fastbert.inspect.texts import PackedTexts, frozen
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.outputs import ModelOutput
-from fastbert.packed_inputs import ModelInputs, PackedInputs
+from fastbert.packed_inputs import PackedInputs
 
 # (the model's output for packed texts, their cu_seqlens) -> a number for each text, (texts,).
 Target = Callable[[ModelOutput, torch.Tensor], torch.Tensor]
@@ -36,6 +37,37 @@ def span(start: int, end: int) -> Target:
         return output["start_logits"][first + start] + output["end_logits"][first + end]
 
     return score
+
+
+def similarity(vector: torch.Tensor, pool: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Target:
+    """The cosine of a text's vector and another one, (width,): why two texts are close.
+
+    `pool` makes the vectors (texts, width) of packed hidden states (total_tokens, hidden_size) and cu_seqlens.
+    """
+
+    def score(output: ModelOutput, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        made = pool(output["last_hidden_state"], cu_seqlens)
+        return torch.nn.functional.cosine_similarity(made.float(), vector.float()[None])
+
+    return score
+
+
+def _texts_to_embed(model: PreTrainedModel, batch: PackedInputs) -> PackedTexts:
+    texts, config = PackedTexts.of(model, batch), model.base_model.config
+    if config.embeddings.skips_given:
+        raise InputError(
+            f"{config.model_type} takes inputs_embeds for the sum of its embeddings, not for those of words"
+        )
+    return texts
+
+
+def _scores(target: Target | int, output: ModelOutput, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """(texts,); a number stands for its `label`."""
+    found = (label(target) if isinstance(target, int) else target)(output, cu_seqlens.long())
+    texts = cu_seqlens.shape[0] - 1
+    if found.shape != (texts,):
+        raise InputError(f"the target gives shape {tuple(found.shape)} for {texts} texts: one number each")
+    return found
 
 
 @dataclass(frozen=True)
@@ -68,16 +100,16 @@ def integrated_gradients(
     steps: int = 50,
     batch_tokens: int = 8192,
 ) -> list[Attribution]:
-    """Integrated gradients of each text of a batch, with respect to its word embeddings.
+    """Integrated gradients (Sundararajan et al. 2017) of each text of a batch, with respect to its word embeddings.
 
     The path goes straight from the embeddings of a baseline to those of the text; the gradients along it are summed by
-    the Gauss-Legendre rule.
+    the Gauss-Legendre rule. Points of the path, of all texts, run as packed batches.
 
     Args:
         model: one of fastbert's, in eval mode. Its weights get no gradients.
         batch: packed texts (`fastbert.pack_inputs`).
-        target: what is explained: `label(i)`, for which the number i stands, `token_label`, `span`, or another function
-            of that kind.
+        target: what is explained: `label(i)`, for which the number i stands, `token_label`, `span`, `similarity`, or
+            another function of that kind.
         baseline_id: the token that stands at every place of the baseline; default: the padding token.
         kept_ids: tokens that stand in the baseline as in the text ([CLS] and [SEP]).
         steps: points of the path.
@@ -87,89 +119,82 @@ def integrated_gradients(
         InputError: the model is in training mode; it adds nothing to `inputs_embeds` (ESM); a text has padding between
             its tokens; there is no padding token, and no baseline_id; steps is below 1.
     """
-    base = model.base_model
-    if model.training:
-        raise InputError("the model is in training mode: call model.eval()")
     if steps < 1:
         raise InputError(f"steps is {steps}; at least 1 point of the path is needed")
-    config = base.config
-    if config.embeddings.skips_given:
-        raise InputError(
-            f"{config.model_type} takes inputs_embeds for the sum of its embeddings, not for those of words"
-        )
-    fill = config.pad_token_id if baseline_id is None else baseline_id
+    texts, words = _texts_to_embed(model, batch), model.get_input_embeddings()
+    fill = model.base_model.config.pad_token_id if baseline_id is None else baseline_id
     if fill is None:
         raise InputError("the model has no padding token: give baseline_id")
-    inputs = base.prepare(ModelInputs(batch))
-    if inputs.window_positions is not None:
-        raise InputError("a text has padding between its tokens: pack its tokens alone")
-    words = model.get_input_embeddings()
-    ids, ends = inputs.ids, inputs.batch.cu_seqlens.tolist()
-    assert ids.input_ids is not None  # a PackedInputs has them
-    kept = torch.isin(ids.input_ids, torch.tensor(sorted(kept_ids), device=base.device, dtype=torch.int64))
+    kept = torch.isin(texts.ids, torch.tensor(sorted(kept_ids), device=texts.ids.device, dtype=torch.int64))
     with torch.no_grad():
-        text = words(ids.input_ids)
-        start = torch.where(kept[:, None], text, words(torch.full_like(ids.input_ids, fill)))
-    named = (
-        ("position_ids", ids.position_ids),
-        ("token_type_ids", ids.token_type_ids),
-        ("task_type_ids", ids.task_type_ids),
-    )
-    others = {name: t for name, t in named if t is not None}
-    score = label(target) if isinstance(target, int) else target
+        there = words(texts.ids)
+        start = torch.where(kept[:, None], there, words(torch.full_like(texts.ids, fill)))
     nodes, weights = np.polynomial.legendre.leggauss(steps)
     points = [0.0, *((1 + nodes) / 2).tolist(), 1.0]
     shares = [0.0, *(weights / 2).tolist(), 0.0]  # of the two ends only the values are wanted
-    total, values = torch.zeros_like(text, dtype=torch.float32), torch.zeros(len(ends) - 1, len(points))
-    with _frozen(model):
-        for part in _parts(ends, len(points), batch_tokens):
-            places = torch.cat([torch.arange(ends[i], ends[i + 1], device=base.device) for i, _ in part])
-            lengths = torch.tensor([ends[i + 1] - ends[i] for i, _ in part])
-            at = torch.repeat_interleave(torch.tensor([points[k] for _, k in part]), lengths).to(text)[:, None]
-            embeds = (start[places] + at * (text - start)[places]).requires_grad_()
-            cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(base.device, torch.int32)
-            given = {name: t[places] for name, t in others.items()}
-            output = model(
-                inputs_embeds=embeds, cu_seqlens=cu_seqlens, max_seqlen=int(lengths.max()), return_dict=True, **given
+    lengths = texts.lengths
+    total, values = torch.zeros_like(there, dtype=torch.float32), torch.zeros(len(lengths), len(points))
+    rows = [(i, k) for i, length in enumerate(lengths) if length for k in range(len(points))]
+    with frozen(model):
+        for chosen in token_batches([lengths[i] for i, _ in rows], batch_tokens):
+            part = [rows[j] for j in chosen]
+            of_texts = [i for i, _ in part]
+            places, repeats = texts.places(of_texts), torch.tensor([lengths[i] for i in of_texts])
+            at, share = (
+                torch.repeat_interleave(torch.tensor([numbers[k] for _, k in part]), repeats).to(there.device)[:, None]
+                for numbers in (points, shares)
             )
-            scores = score(output, cu_seqlens.long())
-            if scores.shape != (len(part),):
-                raise InputError(f"the target gives shape {tuple(scores.shape)} for {len(part)} texts: one number each")
+            embeds = (start[places] + at.to(there.dtype) * (there - start)[places]).requires_grad_()
+            arguments = texts.arguments(of_texts, places)
+            output = model(inputs_embeds=embeds, return_dict=True, **arguments)
+            scores = _scores(target, output, arguments["cu_seqlens"])
             (gradient,) = torch.autograd.grad(scores.sum(), embeds)
-            share = torch.repeat_interleave(torch.tensor([shares[k] for _, k in part]), lengths)
-            total.index_add_(0, places, gradient.float() * share.to(base.device)[:, None])
+            total.index_add_(0, places, gradient.float() * share)
             for (i, k), value in zip(part, scores.tolist(), strict=True):
                 values[i, k] = value
-    added = ((text - start).float() * total).sum(-1)
+    added = ((there - start).float() * total).sum(-1)
     return [
-        Attribution(added[ends[i] : ends[i + 1]], float(values[i, -1]), float(values[i, 0])) for i in range(len(values))
+        Attribution(of_text, float(values[i, -1]), float(values[i, 0]))
+        for i, of_text in enumerate(added.split(lengths))
     ]
 
 
-def _parts(ends: list[int], points: int, batch_tokens: int) -> Iterator[list[tuple[int, int]]]:
-    """Lists of (text, point) with at most `batch_tokens` tokens, or one text. Texts without tokens are in none."""
-    part, tokens = list[tuple[int, int]](), 0
-    for i in range(len(ends) - 1):
-        length = ends[i + 1] - ends[i]
-        for k in range(points if length else 0):
-            if part and tokens + length > batch_tokens:
-                yield part
-                part, tokens = [], 0
-            part.append((i, k))
-            tokens += length
-    if part:
-        yield part
+def attention_relevance(model: PreTrainedModel, batch: PackedInputs, target: Target | int) -> list[torch.Tensor]:
+    """Gradient-weighted attention (Chefer et al. 2021, "Generic attention-model explainability", section 3.2).
 
+    A layer passes on what its heads' probabilities times their gradients say, as far as these are positive, and what
+    it has got itself.
 
-@contextmanager
-def _frozen(model: torch.nn.Module) -> Iterator[None]:
-    """Gradients of inputs alone: those of weights would take two thirds of backward."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    try:
-        for p in trained:
-            p.requires_grad_(False)
-        with torch.enable_grad():
-            yield
-    finally:
-        for p in trained:
-            p.requires_grad_(True)
+    Args:
+        model: one of fastbert's, in eval mode. Its weights get no gradients.
+        batch: packed texts (`fastbert.pack_inputs`).
+        target: as of `integrated_gradients`.
+
+    Returns:
+        Of each text (tokens, tokens), float32: a row says how much each token matters for what stands at one token
+        behind the last layer; row 0, without its own column, explains a head that reads the first token.
+
+    Raises:
+        InputError: the model is in training mode; it adds nothing to `inputs_embeds` (ESM); a text has padding between
+            its tokens.
+    """
+    texts = _texts_to_embed(model, batch)
+    lengths = texts.lengths
+    of_texts = [i for i, length in enumerate(lengths) if length]
+    found = [torch.zeros(length, length, device=texts.ids.device) for length in lengths]
+    if not of_texts:
+        return found
+    with frozen(model):
+        places = texts.places(of_texts)
+        embeds = model.get_input_embeddings()(texts.ids[places]).detach().requires_grad_()
+        arguments = texts.arguments(of_texts, places)
+        output = model(inputs_embeds=embeds, output_attentions=True, return_dict=True, **arguments)
+        probs = output["attentions"]
+        gradients = torch.autograd.grad(_scores(target, output, arguments["cu_seqlens"]).sum(), probs)
+    mixed = [(a.detach().float() * g.float()).clamp(min=0).mean(1) for a, g in zip(probs, gradients, strict=True)]
+    for row, i in enumerate(of_texts):
+        relevance = torch.eye(lengths[i], device=texts.ids.device)
+        for layer in mixed:
+            relevance = relevance + layer[row, : lengths[i], : lengths[i]] @ relevance
+        found[i] = relevance
+    return found

@@ -53,16 +53,14 @@ def add(x, bias, residual, dropout_p: float):
 def run_attention(layer: nn.Module, spec: LayerSpec, x, context: LayerContext, wants_probs: bool):
     """Self-attention of x (total_tokens, hidden_size), before its output projection: (total_tokens, heads' width).
 
-    Also its probabilities (batch, heads, max_seqlen, max_seqlen), or None.
+    Also its probabilities (batch, heads, max_seqlen, max_seqlen), or None. Where gradients are taken the result is made
+    of these, so that they have one, as those of transformers have.
     """
     form, batch = spec.attention, context.batch
-    q, k, v = _queries_keys_values(layer, spec, x)
+    q, k, v = queries_keys_values(layer, spec, x, context)
     rotary = None if form.rotary is None else context.rotary[form.rotary]
-    if rotary is not None and form.rotary is not None:
-        if form.rotary.rotates_values:
-            (v,) = ops.rotate((v,), rotary, batch.cu_seqlens, batch.cache)
-        if form.rotary.dim < form.head_dim:  # attention turns whole heads
-            (q, k), rotary = ops.rotate((q, k), rotary, batch.cu_seqlens, batch.cache), None
+    if rotary is not None and form.rotary is not None and form.rotary.dim < form.head_dim:  # attention turns whole heads
+        (q, k), rotary = ops.rotate((q, k), rotary, batch.cu_seqlens, batch.cache), None
     relative = None if form.relative is None else relative_of(layer, spec, context.relative[form.relative], q.dtype)
     options: dict[str, Any] = {
         "softmax_scale": form.softmax_scale,
@@ -73,12 +71,22 @@ def run_attention(layer: nn.Module, spec: LayerSpec, x, context: LayerContext, w
     }
     probs = ops.attention_probs(q, k, batch.cu_seqlens, batch.max_seqlen, **options) if wants_probs else None
     dropout_p = form.dropout if layer.training else 0.0
+    if probs is not None and probs.requires_grad:
+        return ops.attention_from_probs(ops.dropout(probs, dropout_p), v, batch.cu_seqlens).flatten(1), probs
     out = ops.attention(q, k, v, batch.cu_seqlens, batch.max_seqlen, dropout_p=dropout_p, cache=batch.cache, **options)
     return out.flatten(1), probs
 
 
-def _queries_keys_values(layer: nn.Module, spec: LayerSpec, x) -> list[torch.Tensor]:
-    """(total_tokens, its heads, head_dim) each."""
+def queries_keys_values(layer: nn.Module, spec: LayerSpec, x, context: LayerContext) -> list[torch.Tensor]:
+    """(total_tokens, its heads, head_dim) each. Values are rotated, where a family does that; the others are not yet."""
+    q, k, v = _projected(layer, spec, x)
+    rotary = spec.attention.rotary
+    if rotary is not None and rotary.rotates_values:
+        (v,) = ops.rotate((v,), context.rotary[rotary], context.batch.cu_seqlens, context.batch.cache)
+    return [q, k, v]
+
+
+def _projected(layer: nn.Module, spec: LayerSpec, x) -> list[torch.Tensor]:
     form, names = spec.attention, spec.names
     heads = (form.num_heads, form.num_kv_heads, form.num_kv_heads)
     products = linears([get_leaf(layer, path) for path in names.qkv], x)
@@ -319,9 +327,12 @@ class EncoderLayer(nn.Module):
                 parent, _, name = path.rpartition(".")
                 get_leaf(self, parent).register_parameter(name, nn.Parameter(torch.zeros(width)))
 
-    def forward(self, hidden_states: torch.Tensor, context: LayerContext, wants_probs: bool = False):
-        """The layer's result; where they are wanted, (result, attention probabilities)."""
+    def forward(
+        self, hidden_states: torch.Tensor, context: LayerContext, wants_probs: bool = False, spec: LayerSpec | None = None
+    ):
+        """The layer's result; where they are wanted, (result, attention probabilities). spec: instead of its own."""
         # A list, not any(...): each of them must be asked whether it is still a container.
         has_hooks = any([is_called(self, path) for path in self.spec.names.containers])
-        out, probs = run_layer(self, self.spec, hidden_states, context, wants_probs, has_hooks)
+        spec = self.spec if spec is None else spec
+        out, probs = run_layer(self, spec, hidden_states, context, wants_probs, has_hooks)
         return (out, probs) if wants_probs else out

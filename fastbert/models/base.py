@@ -240,10 +240,8 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         checkpoints = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
 
         def run_one_layer(layer, spec, x, context, wants_probs):
-            if checkpoints:
-                out = checkpoint(layer, x, context, wants_probs, use_reentrant=False)
-            else:
-                out = layer(x, context, wants_probs)
+            arguments = (x, context, wants_probs) if not wanted.is_causal else (x, context, wants_probs, spec)
+            out = checkpoint(layer, *arguments, use_reentrant=False) if checkpoints else layer(*arguments)
             return out if wants_probs else (out, None)
 
         return run_encoder(

@@ -11,6 +11,7 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.config import EncoderConfig
+from fastbert.errors import InputError
 from fastbert.families.schema import Family, Scopes, value_of
 from fastbert.layer_spec import LayerSpec
 from fastbert.layers.context import LayerContext, make_context
@@ -27,12 +28,14 @@ class Wanted(NamedTuple):
     """What a forward pass leaves beside the last hidden state, by the numbers of layers.
 
     hidden_states: what goes into each of these layers; the number of all layers: what comes out of the last one.
-    probs: the attention probabilities of these. stops: no layer behind the last of these runs.
+    probs: the attention probabilities of these. stops: no layer behind the last of these runs. is_causal: no
+    token sees those behind it.
     """
 
     hidden_states: frozenset[int] = frozenset()
     probs: frozenset[int] = frozenset()
     stops: bool = False
+    is_causal: bool = False
 
     @classmethod
     def of_all(cls, num_layers: int, hidden_states: bool, probs: bool) -> Wanted:
@@ -80,6 +83,10 @@ def run_encoder(
     family, names = config.family, config.embeddings
     count = wanted.layers_to_run(len(config.layer_paths))
     paths, specs = config.layer_paths[:count], config.layer_specs[:count]
+    if wanted.is_causal:
+        if any(spec.after is not None for spec in specs):
+            raise InputError("the model has a convolution, which sees the tokens on both sides: it cannot be causal")
+        specs = tuple(spec.causal() for spec in specs)
     norm = family.final_norm if count == len(config.layer_paths) else None  # the one behind all layers
     marked = wanted.hidden_states | wanted.probs
     dropout_p = value_of(names.dropout, config) if root.training else 0.0

@@ -6,7 +6,7 @@ import fastbert.ops.encoder_layers_training  # noqa: F401  (which registers its 
 from fastbert.backend import transform_unsupported, try_fused, warn_of_missing_kernels
 from fastbert.ops._common import at_least_fp32, compute_dtype
 from fastbert.ops.adamw import DeferredRows, adamw, adamw_deferred
-from fastbert.ops.attention import attention, attention_probs
+from fastbert.ops.attention import attention, attention_from_probs, attention_probs
 from fastbert.ops.dropout import dropout
 from fastbert.ops.embedding import embed_layer_norm
 from fastbert.ops.encoder_layers import LayerOperands, LayerWeights, LinearWeights, NormWeights
@@ -35,6 +35,7 @@ __all__ = [
     "add_rms_norm",
     "at_least_fp32",
     "attention",
+    "attention_from_probs",
     "attention_probs",
     "compute_dtype",
     "cross_entropy",

@@ -242,12 +242,17 @@ def _attention_padded(q, k, v, cu_seqlens, max_seqlen, window_positions, options
         mask = mask & _window(index, window_size, window_positions)
     places = None if relative is None else _places(index, relative)
     out = _rectangle_attention(operands, mask, options, relative, places)
-    # Back to tokens: token t of sequence s sits in slot (s, t - start(s)).
+    return _back_to_tokens(out, cu_seqlens, total_tokens)
+
+
+def _back_to_tokens(out: torch.Tensor, cu_seqlens: torch.Tensor, total_tokens: int) -> torch.Tensor:
+    """(batch, max_seqlen, heads, head_dim) -> (total_tokens, heads, head_dim); zeros for slack rows."""
+    max_seqlen = out.shape[1]
     sequence, inside = token_sequences(cu_seqlens, total_tokens)
-    slot = (torch.arange(total_tokens, device=q.device) - cu_seqlens[sequence].long()).clamp(max=max_seqlen - 1)
+    # Token t of sequence s sits in slot (s, t - start(s)).
+    slot = (torch.arange(total_tokens, device=out.device) - cu_seqlens[sequence].long()).clamp(max=max_seqlen - 1)
     flat = (sequence * max_seqlen + slot).clamp(min=0)
-    out = out.reshape(-1, *q.shape[1:]).index_select(0, flat)
-    return torch.where(inside[:, None, None], out, 0.0)
+    return torch.where(inside[:, None, None], out.reshape(-1, *out.shape[2:]).index_select(0, flat), 0.0)
 
 
 def _window(index, window_size, window_positions):
@@ -323,3 +328,15 @@ def attention_probs_torch(q, k, cu_seqlens, max_seqlen, window_positions, option
         seen = seen & _window(index, options.window_size, window_positions)
     probs = scores.masked_fill(~seen, -math.inf).softmax(-1)
     return torch.where(real[:, None, None, :] & real[:, None, :, None], probs, 0.0).to(q.dtype)
+
+
+def attention_from_probs_torch(probs, v, cu_seqlens):
+    """probs (batch, num_heads, max_seqlen, max_seqlen), of attention_probs -> (total_tokens, num_heads, head_dim)."""
+    total_tokens, max_seqlen = v.shape[0], probs.shape[-1]
+    check_offsets_on_cpu("attention_from_probs", cu_seqlens, total_tokens, max_seqlen)
+    (v,) = _every_head(probs.shape[1], v)
+    if 0 in (total_tokens, cu_seqlens.shape[0] - 1, max_seqlen):
+        return _zeros_of_nothing(v.shape, v, probs)
+    index, _ = _padded_slots(total_tokens, cu_seqlens, max_seqlen)
+    values = v.index_select(0, index.flatten()).view(*index.shape, *v.shape[1:]).transpose(1, 2)
+    return _back_to_tokens((probs @ values).transpose(1, 2), cu_seqlens, total_tokens)

@@ -11,7 +11,7 @@ from fastbert.backend import Backend, register, select
 from fastbert.native.availability import extension_error
 from fastbert.ops._attention_relative import attention_relative_cpu
 from fastbert.ops._attention_tiles import tiles_of
-from fastbert.ops._attention_torch import attention_probs_torch, attention_torch
+from fastbert.ops._attention_torch import attention_from_probs_torch, attention_probs_torch, attention_torch
 from fastbert.ops._common import (
     Differentiable,
     Rule,
@@ -363,3 +363,28 @@ def attention_probs(
         check_relative("attention_probs", q, k, relative, max_seqlen)
     options = AttentionOptions(_scale("attention_probs", q, softmax_scale), 0.0, window_size)
     return attention_probs_torch(q, k, cu_seqlens, max_seqlen, window_positions, options, relative)
+
+
+def attention_from_probs(probs: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """`attention` out of its probabilities, so that gradients with respect to these are to be had.
+
+    Args:
+        probs: (batch, num_heads, max_seqlen, max_seqlen), of `attention_probs`.
+        v: (total_tokens, num_kv_heads, head_dim).
+        cu_seqlens: int32 (batch + 1,), the offsets of the sequences.
+
+    Returns:
+        (total_tokens, num_heads, head_dim).
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    check_devices("attention_from_probs", probs=probs, v=v, cu_seqlens=cu_seqlens)
+    cu_seqlens = int32_offsets("attention_from_probs", cu_seqlens)
+    batch, num_heads = cu_seqlens.shape[0] - 1, probs.shape[1] if probs.dim() == 4 else 0
+    if probs.dim() != 4 or probs.shape[0] != batch or probs.shape[2] != probs.shape[3]:
+        expected = f"({batch}, heads, max_seqlen, max_seqlen)"
+        raise ValueError(f"attention_from_probs: probs has shape {tuple(probs.shape)}, expected {expected}")
+    if v.dim() != 3 or v.shape[1] == 0 or num_heads % v.shape[1]:
+        raise ValueError(f"attention_from_probs: v has shape {tuple(v.shape)}, for {num_heads} heads of probs")
+    return attention_from_probs_torch(probs, v, cu_seqlens)

@@ -308,6 +308,13 @@ class SentenceEncoder(TextModel):
         """The vectors, float32 (sequences, width)."""
         return self._vectors(self.model.last_hidden_state(batch), batch, options)
 
+    def pool(self, hidden: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        """The vectors of packed hidden states (total_tokens, hidden_size), float32 (texts, dim). Gradients go through.
+
+        cu_seqlens: int32 (texts + 1,), where the texts begin.
+        """
+        return self._finish(self._pool(hidden, cu_seqlens, InferenceOptions()), InferenceOptions())
+
     def _vectors(self, hidden: torch.Tensor, batch: PackedInputs, options: InferenceOptions) -> torch.Tensor:
         return self._finish(self._pool(hidden, batch["batch"].cu_seqlens, options), options)
 
@@ -322,7 +329,6 @@ class SentenceEncoder(TextModel):
         encoding = self.tokenizer.encode(prompt)
         return len(encoding.ids) - encoding.special_tokens_mask[-1]
 
-    @torch.inference_mode()
     def _finish(self, pooled: torch.Tensor, options: InferenceOptions) -> torch.Tensor:
         modules, pooled = self.recipe.modules, pooled.float()
         if options.normalize is False and modules and isinstance(modules[-1], Normalize):

@@ -79,6 +79,15 @@ WORKLOADS = (
 
 # Fields of the configs of the benchmark's encoders, BERT's where no model_type stands; the weights are random.
 MODELS: dict[str, dict[str, Any]] = {
+    "albert-base": {
+        "model_type": "albert",
+        "vocab_size": 30000,
+        "embedding_size": 128,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+    },
     "bert-base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
     "bert-large": {
         "hidden_size": 1024,
@@ -99,6 +108,21 @@ MODELS: dict[str, dict[str, Any]] = {
         "share_att_key": True,
         "norm_rel_ebd": "layer_norm",
         "position_biased_input": False,
+    },
+    "distilbert-base": {
+        "model_type": "distilbert",
+        "hidden_size": 768,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+    },
+    "electra-base": {
+        "model_type": "electra",
+        "embedding_size": 768,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
     },
     "minilm": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
     "modernbert-base": {

@@ -261,7 +261,7 @@ def test_doctor_without_optional_parts():
 
 
 COMMANDS = ("encode", "search", "rerank", "classify", "fill-mask", "finetune", "pretrain", "predict", "quantize",
-            "info", "doctor", "build", "bench")  # fmt: skip
+            "info", "inspect", "compare", "doctor", "build", "bench")  # fmt: skip
 
 
 def test_help_is_quick_and_has_examples():

@@ -13,7 +13,7 @@ from seeds import torch_generator
 import fastbert
 from fastbert import inspect, ops
 from fastbert.errors import InputError
-from fastbert.testing.numerics import OUTPUT_FACTOR, assert_close_to_reference
+from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
 
 
 def packed(batch) -> fastbert.PackedInputs:
@@ -35,6 +35,73 @@ def test_probabilities_are_transformers(model_type):
         for place, layer in enumerate((0, last)):
             oracle, near = (all_of[layer][row, 1:2, :length, :length] for all_of in theirs)
             assert_close_to_reference(of_text[place], oracle, near, OUTPUT_FACTOR)
+
+
+@left_to_full(is_alike)
+@families_axis
+def test_a_token_that_sees_itself_alone_gets_its_value(model_type):
+    """Then a head's part of the attention output is the value's, which transformers' own projection is given."""
+    config = config_for(model_type, "Model", 0)
+    trio = make_trio(config, "Model", torch.float32)
+    last = config.num_hidden_layers - 1
+    path, spec = config.layer_paths[last], config.layer_specs[last]
+    token, heads = config.vocab_size - 1, spec.attention.num_heads
+
+    def lengths(theirs) -> torch.Tensor:
+        leaf, seen = theirs.eval().get_submodule(f"{path}.{spec.names.attention_output}"), []
+        leaf.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        theirs(torch.tensor([[token]]), attention_mask=torch.ones(1, 1, dtype=torch.long))
+        by_head = seen[-1].view(heads, -1), leaf.weight.view(leaf.weight.shape[0], heads, -1)
+        return torch.einsum("hd,ohd->ho", *by_head).norm(dim=-1)
+
+    oracle, near = lengths(trio.oracle), lengths(trio.baseline)
+    batch = fastbert.pack_inputs([[token], [token, 5, 6]])
+    found = inspect.weighted_attention(trio.ours.eval(), batch, layers=[-1])
+    assert [t.shape for t in found] == [(1, heads, 1, 1), (1, heads, 3, 3)]
+    assert_close_to_reference(found[0].flatten(), oracle, near, GRADIENT_FACTOR)
+
+
+def test_weighted_attention_is_the_papers():
+    config = make_config("bert", 0)
+    trio = make_trio(config, "Model", torch.float32)
+    ids, heads = [2, 5, 9, 8, 3], config.num_attention_heads
+
+    def formula(theirs) -> torch.Tensor:
+        output = theirs.eval()(torch.tensor([ids]), output_attentions=True, output_hidden_states=True)
+        made = []
+        for layer, x, probs in zip(theirs.encoder.layer, output.hidden_states[:-1], output.attentions, strict=True):
+            value = layer.attention.self.value(x[0]).unflatten(-1, (heads, -1))
+            weight = layer.attention.output.dense.weight.unflatten(-1, (heads, -1))
+            moved = torch.einsum("jhd,ohd->hjo", value, weight)
+            made.append((probs[0][..., None] * moved[:, None]).norm(dim=-1))
+        return torch.stack(made)
+
+    batch = fastbert.pack_inputs([ids, [2, 3]])
+    model = trio.ours.eval()
+    found = inspect.weighted_attention(model, batch)
+    oracle, near = formula(trio.oracle), formula(trio.baseline)
+    assert_close_to_reference(found[0], oracle, near, GRADIENT_FACTOR)
+    for layer in model.encoder.layer:  # a leaf that is called adds its own bias
+        layer.attention.output.dense.register_forward_hook(lambda module, args, out: out)
+    assert_close_to_reference(inspect.weighted_attention(model, batch)[0], oracle, near, GRADIENT_FACTOR)
+
+
+@left_to_full(is_alike)
+@families_axis
+def test_causal_attention_sees_nothing_behind(model_type):
+    """What stands at a token is what it would be if the text ended there."""
+    config = config_for(model_type, "Model", 0)
+    trio = make_trio(config, "Model", torch.float32)
+    model, ids = trio.ours.eval(), [config.vocab_size - 1, 7, 9, 8, 6]
+    batch = fastbert.pack_inputs([ids, ids[:2]])
+    if any(spec.after is not None for spec in config.layer_specs):
+        with pytest.raises(InputError, match="the model has a convolution"):
+            inspect.attention(model, batch, causal=True)
+        return
+    for probs in inspect.attention(model, batch, causal=True):
+        assert not probs.triu(1).any() and torch.allclose(probs.sum(-1), torch.ones(()), atol=1e-5)
+    whole, part = inspect.hidden_states(model, batch, causal=True)
+    assert (whole[:, :2] - part).abs().max() <= 1e-5 * whole.abs().max()
 
 
 def test_other_layers_run_as_one_op_and_those_behind_do_not(monkeypatch):

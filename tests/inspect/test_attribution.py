@@ -6,12 +6,13 @@ import pytest
 import torch
 from family_configs import config_for
 from full import left_to_full
-from hf import families_axis, is_alike, make_hf, make_ours
+from hf import families_axis, is_alike, make_hf, make_ours, make_trio
 from seeds import torch_generator
 
 import fastbert
 from fastbert import inspect
 from fastbert.errors import InputError
+from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 LENGTHS = (9, 4, 6)
 
@@ -52,6 +53,47 @@ def test_they_are_captums(model_type):
     assert all(
         p.requires_grad for p in ours.parameters() if p.dim() == 2 and p.shape[0] != config.max_position_embeddings
     )
+
+
+@left_to_full(is_alike)
+@families_axis
+def test_relevance_is_the_papers_of_transformers_attentions(model_type):
+    config = config_for(model_type, "SequenceClassification", 0)
+    trio = make_trio(config, "SequenceClassification", torch.float32)
+    ids = texts(config)
+    batch = fastbert.pack_inputs(ids)
+    if config.embeddings.skips_given:
+        with pytest.raises(InputError, match="takes inputs_embeds for the sum"):
+            inspect.attention_relevance(trio.ours.eval(), batch, 1)
+        return
+
+    def formula(theirs, one: list[int]) -> torch.Tensor:
+        output = theirs.eval()(torch.tensor([one]), attention_mask=torch.ones(1, len(one)), output_attentions=True)
+        gradients = torch.autograd.grad(output.logits[0, 1], output.attentions)
+        relevance = torch.eye(len(one), dtype=output.logits.dtype)
+        for probs, gradient in zip(output.attentions, gradients, strict=True):
+            relevance = relevance + (probs * gradient)[0].clamp(min=0).mean(0) @ relevance
+        return relevance.detach()
+
+    found = inspect.attention_relevance(trio.ours.eval(), batch, 1)
+    for one, relevance in zip(ids, found, strict=True):
+        assert_close_to_reference(relevance, *(formula(m, one) for m in (trio.oracle, trio.baseline)), GRADIENT_FACTOR)
+    assert all(p.requires_grad for p in trio.ours.parameters() if p.dim() == 2)
+
+
+def test_why_two_sentences_are_close():
+    config, _, ours = models("bert", "Model")
+    batch = fastbert.pack_inputs(texts(config))
+
+    def mean(hidden, cu_seqlens):
+        return torch.stack([part.mean(0) for part in hidden.split(cu_seqlens.diff().tolist())])
+
+    with torch.no_grad():
+        vectors = mean(ours(batch).last_hidden_state, batch["batch"].cu_seqlens)
+    found = inspect.integrated_gradients(ours, batch, inspect.similarity(vectors[0], mean))
+    expected = torch.nn.functional.cosine_similarity(vectors, vectors[:1])
+    assert [a.value for a in found] == pytest.approx(expected.tolist(), rel=1e-5)
+    assert all(a.completeness_error < 0.01 for a in found)
 
 
 def test_targets_of_other_heads():

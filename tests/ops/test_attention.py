@@ -28,7 +28,7 @@ from attention_cases import (
 )
 from full import halved, left_to_full
 
-from fastbert.ops import attention, attention_probs
+from fastbert.ops import attention, attention_from_probs, attention_probs
 from fastbert.testing import reference
 from fastbert.testing.cases import LENGTHS, Lengths
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
@@ -174,6 +174,10 @@ def test_probs_are_those_of_the_output():
         attention(*(t.to(dtype) for t in qkv), case.cu_seqlens, 30, backend="torch", **options)
         for dtype in (torch.float64, torch.float32)
     )
+    out = attention_from_probs(probs, qkv[2], case.cu_seqlens)
+    assert_close_to_reference(out, exact, near)
+    slack = attention_from_probs(probs, torch.cat([qkv[2], torch.full_like(qkv[2][:3], torch.nan)]), case.cu_seqlens)
+    assert torch.equal(slack[:-3], out) and not slack[-3:].any()
     for i, (start, n) in enumerate(((0, 5), (5, 0), (5, 29), (34, 1))):
         values, rows = qkv[2][start : start + n].repeat_interleave(2, 1).transpose(0, 1), slice(start, start + n)
         out = (probs[i, :, :n, :n] @ values).transpose(0, 1)

@@ -52,6 +52,21 @@ def test_attention_probs_of_what_does_not_fit(options, reason):
         ops.attention_probs(q, torch.randn(4, 3, 16), torch.tensor([0, 4]), 4)
 
 
+@pytest.mark.parametrize(
+    "probs,heads,reason",
+    [
+        ((1, 4, 4, 3), 2, r"probs has shape \(1, 4, 4, 3\), expected \(1, heads, max_seqlen, max_seqlen\)"),
+        ((2, 4, 4, 4), 2, r"expected \(1, heads"),
+        ((4, 4, 4), 2, r"expected \(1, heads"),
+        ((1, 4, 4, 4), 3, r"v has shape \(4, 3, 16\), for 4 heads of probs"),
+        ((1, 4, 3, 3), 4, "max_seqlen"),
+    ],
+)
+def test_attention_from_probs_of_what_does_not_fit(probs, heads, reason):
+    with pytest.raises(ValueError, match=reason):
+        ops.attention_from_probs(torch.zeros(probs), torch.randn(4, heads, 16), torch.tensor([0, 4]))
+
+
 @pytest.mark.parametrize("softmax_scale", (float("nan"), float("inf")), ids=str)
 def test_a_scale_that_is_not_finite_is_refused(softmax_scale):
     q, k, v = make(RAGGED)

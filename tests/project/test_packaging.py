@@ -14,6 +14,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 
+import extras
 import pytest
 import torch
 
@@ -246,6 +247,24 @@ def check_cpu_kernels(*flags: str) -> None:
 
 
 @pytest.mark.full  # the wheels' builds show it, too
+def test_what_make_installs_beside_the_build_is_what_the_extra_asks_for():
+    """Extras of our own that an extra names are in it, each requirement once; markers are pip's to read."""
+    project = {
+        "name": "ours",
+        "optional-dependencies": {
+            "serve": ["fastapi", "uvloop; sys_platform != 'win32'"],
+            "demo": ["model", "ours[serve]"],
+            "test": ["ours[serve,demo]", "pytest>=9"],
+        },
+    }
+    found = ["fastapi", "uvloop; sys_platform != 'win32'", "model", "fastapi", "uvloop; sys_platform != 'win32'"]
+    assert list(extras.requirements(project, "test")) == [*found, "pytest>=9"]
+    said = subprocess.run([sys.executable, extras.__file__, "test"], capture_output=True, text=True, check=True).stdout
+    lines = said.splitlines()
+    assert len(lines) == len(set(lines)) and not any(line.startswith("fastbert") for line in lines)
+    assert {"torch>=2.11", "transformers>=5.17", "pytest", "ray[data]", "matplotlib"} <= set(lines)
+
+
 def test_the_cpu_kernels_are_cpp17():
     """torch before 2.13 builds extensions as that; the one here may build them as something newer."""
     check_cpu_kernels()

@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "checkpoint": {"config", "families"},
     "models": {"checkpoint", "config", "families", "layers", "ops", "packed_inputs", "packing"},
     "quantization": {"layers", "models"},
-    "inspect": {"models", "packed_inputs"},
+    "inspect": {"data", "layers", "models", "packed_inputs"},
     "packed_weights": {"layers", "models", "ops"},
     "master_weights": set(),
     "cuda_graphs": {"backend", "families", "layers", "models", "packed_inputs", "packing"},
@@ -50,8 +50,8 @@ MAY_IMPORT = {
     "serve": {"checkpoint", "data", "sentences"},
     "bulk": {"sentences"},
     "testing": set(),
-    "bench": {"backend", "config", "models", "quantization", "testing"},
-    "cli": {"_C", "backend", "bench", "bulk", "checkpoint", "config", "data", "layers", "models", "native", "ops",
+    "bench": {"backend", "config", "models", "packed_inputs", "quantization", "testing"},
+    "cli": {"_C", "backend", "bench", "bulk", "checkpoint", "config", "data", "inspect", "layers", "models", "native", "ops",
             "quantization", "sentences", "serve", "testing", "training"},
 }  # fmt: skip
 # What modules import for a type checker alone, against the arrows of the map.

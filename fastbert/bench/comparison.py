@@ -1,0 +1,146 @@
+"""Several encoders side by side: their size, operations and memory, and how fast they run when they take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastbert.bench.timing import Timing, measure_once
+from fastbert.config.operations import operations
+from fastbert.files import writing
+from fastbert.models.base import EncoderModel
+from fastbert.packed_inputs import PackedInputs, pack_inputs
+
+LENGTHS = (16, 128, 512)  # of the texts that operations are counted for
+TRAINING_BYTES = 16  # a parameter: the weight, its gradient, AdamW's two moments, in float32
+TURN_SECONDS = 0.2  # a turn is as many calls as fill this, at least one
+
+
+@dataclass(frozen=True)
+class Candidate:
+    name: str
+    model: EncoderModel
+
+    @property
+    def limit(self) -> int | None:
+        """The longest text, in tokens; None: any."""
+        return self.model.table_sizes().longest(self.model.config)
+
+    def lengths(self, wanted: Sequence[int]) -> list[int]:
+        """These, each cut to what the model takes."""
+        limit = self.limit
+        return [n if limit is None else min(n, limit) for n in wanted]
+
+    def batch(self, wanted: Sequence[int]) -> PackedInputs:
+        """Random tokens."""
+        generator = torch.Generator().manual_seed(0)
+        low, high = min(1000, self.model.config.vocab_size // 2), self.model.config.vocab_size
+        return pack_inputs([torch.randint(low, high, (n,), generator=generator).tolist() for n in self.lengths(wanted)])
+
+
+def facts_of(candidate: Candidate, wanted: Sequence[int]) -> dict[str, Any]:
+    """What can be counted: parameters by part, operations a token, bytes of weights, and which texts are cut."""
+    model, config = candidate.model, candidate.model.running_config
+    total = model.num_parameters()
+    embeddings = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
+    layers = {path: model.get_submodule(path) for path in config.layer_paths}
+    in_layers = sum(p.numel() for layer in layers.values() for p in layer.parameters())
+    per_token = {}
+    for length in dict.fromkeys(candidate.lengths(LENGTHS)):
+        count = operations(config, [length])
+        per_token[length] = {"executed": count.executed / length, "transformers": count.transformers / length}
+    return {
+        "name": candidate.name,
+        "family": config.model_type,
+        "parameters": {"all": total, "embeddings": embeddings, "layers": in_layers},
+        "operations_per_token": per_token,
+        "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
+        "training_bytes": TRAINING_BYTES * total,
+        "limit": candidate.limit,
+        "texts": len(wanted),
+        "texts_cut": sum(n != m for n, m in zip(candidate.lengths(wanted), wanted, strict=True)),
+    }
+
+
+def compare(candidates: Sequence[Candidate], wanted: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    """The facts of each, with the real tokens a second of a batch of texts with so many tokens each: medians of so many
+    rounds, in which all take a turn, so that a machine's slow minute is everyone's.
+    """
+    batches = [candidate.batch(wanted) for candidate in candidates]
+    seconds: list[list[float]] = [[] for _ in candidates]
+    with torch.inference_mode():
+        for round_number in range(rounds + 1):
+            for i, (candidate, batch) in enumerate(zip(candidates, batches, strict=True)):
+                taken = measure_once(lambda c=candidate, b=batch: c.model.last_hidden_state(b), TURN_SECONDS)
+                if round_number:  # the first packs weights
+                    seconds[i].append(taken)
+    rows = []
+    for candidate, batch, times in zip(candidates, batches, seconds, strict=True):
+        timing = Timing.of(times)
+        tokens = batch["batch"].total_tokens
+        rate = {"tokens_per_second": tokens / timing.median, "seconds": timing.to_dict(), "tokens": tokens}
+        rows.append(facts_of(candidate, wanted) | rate)
+    return rows
+
+
+def to_table(rows: Sequence[dict[str, Any]], machine: dict[str, Any], dtype: str) -> str:
+    """Markdown."""
+    columns = ["model", "parameters", "of them embeddings", "weights", "to train"]
+    columns += [f"Mop a token, S = {n}" for n in LENGTHS]
+    columns += ["real tokens/s", "times the first"]
+    lines = [
+        f"{machine['cpu']}, {machine['threads']} threads, {dtype}. Operations of the layers, in brackets what"
+        " transformers executes. To train: weights, gradients and AdamW's moments in float32, without activations.",
+        "",
+        "| " + " | ".join(columns) + " |",
+        "|---|" + "--:|" * (len(columns) - 1),
+    ]
+    for row in rows:
+        parameters, counts = row["parameters"], row["operations_per_token"]
+        cells = [
+            row["name"],
+            f"{parameters['all'] / 1e6:,.1f} M",
+            f"{parameters['embeddings'] / parameters['all']:.0%}",
+            f"{row['weight_bytes'] / 1e6:,.0f} MB",
+            f"{row['training_bytes'] / 1e6:,.0f} MB",
+        ]
+        for length in LENGTHS:
+            count = counts.get(length)
+            both = "-" if count is None else f"{count['executed'] / 1e6:,.1f} ({count['transformers'] / 1e6:,.1f})"
+            cells.append(both)
+        speed = row["tokens_per_second"]
+        cells += [f"{speed:,.0f}", f"{speed / rows[0]['tokens_per_second']:.2f}x"]
+        lines.append("| " + " | ".join(cells) + " |")
+    for row in rows:
+        if row["texts_cut"]:
+            lines += ["", f"{row['name']}: {row['texts_cut']} of {row['texts']} texts are cut to {row['limit']} tokens."]
+    return "\n".join(lines)
+
+
+def write_chart(path: Path, rows: Sequence[dict[str, Any]], machine: dict[str, Any], dtype: str) -> None:
+    """A bar a model, the fastest first; needs matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    ordered = sorted(rows, key=lambda row: row["tokens_per_second"])
+    figure = Figure(figsize=(8, 1.4 + 0.5 * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    speeds = [row["tokens_per_second"] for row in ordered]
+    bars = axes.barh([row["name"] for row in ordered], speeds, color="#0072b2", height=0.7, zorder=2)
+    labels = [f"{s:,.0f}   {row['parameters']['all'] / 1e6:,.0f} M parameters" for s, row in zip(speeds, ordered, strict=True)]
+    axes.bar_label(bars, labels, padding=4, fontsize=9)
+    axes.set_xlabel("real tokens/s")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.margins(x=0.35)
+    axes.grid(axis="x", color="#dddddd", linewidth=0.8, zorder=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(length=0)
+    axes.set_title(f"{machine['cpu']}, {machine['threads']} threads, {dtype}", loc="left", fontsize=11)
+    with writing(path) as new:
+        figure.savefig(new, dpi=150, format="png")

@@ -1,0 +1,171 @@
+"""`fastbert inspect`: what a model's heads look at in a text, and why two texts are close."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fastbert.cli.outputs import STDOUT, check_output
+from fastbert.cli.parser import A_MODEL, UsageError, add_command, short
+from fastbert.cli.stopping import raise_if_stopped, say
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from fastbert import inspect
+    from fastbert.sentences import SentenceEncoder
+
+KINDS = (".html", ".npz")
+STEPS = 32  # points of the path: of MiniLM's cosines the shares then miss less than 1 %
+
+
+def add(commands: Any) -> None:
+    parser = add_command(
+        commands, "inspect", run, "what the heads of a model look at",
+        """
+        Shows what the attention heads of MODEL look at in TEXT; with a second text, how close the two are, and which
+        tokens make them so. OUT is a page to look at (.html, one file that needs no network) or the numbers (.npz).
+        """,
+        'fastbert inspect all-MiniLM-L6-v2 "He sat on the bank of the river." --output bank.html',
+    )  # fmt: skip
+    parser.add_argument("model", metavar="MODEL", help=A_MODEL)
+    parser.add_argument("text", metavar="TEXT", nargs="+", help="one text, or two")
+    parser.add_argument("--layers", metavar="N", type=int, nargs="+", help="which, from 0, below 0 from the end; else all")
+    parser.add_argument("--heads", metavar="N", type=int, nargs="+", help="which; else all")
+    parser.add_argument("--output", metavar="OUT", type=Path, help="an .html or an .npz")
+    parser.add_argument("--force", action="store_true", help="replace OUT")
+
+
+def run(options: argparse.Namespace) -> int:
+    if len(options.text) > 2:
+        raise UsageError(f"{len(options.text)} texts are given; one or two are compared (put each in quotes)")
+    if any(not text.strip() for text in options.text):
+        raise UsageError("a text is empty")
+    if options.output == STDOUT:
+        raise UsageError("--output -: pages and arrays go into a file (.html or .npz)")
+    if options.output is not None:
+        check_output(options.output, KINDS, options.force)
+
+    from fastbert import inspect
+    from fastbert.packed_inputs import pack_inputs
+    from fastbert.sentences import SentenceEncoder
+
+    raise_if_stopped()
+    encoder = SentenceEncoder(options.model)
+    made = [encoder.tokenizer.encode(text) for text in options.text]
+    for text, encoding in zip(options.text, made, strict=True):
+        if encoding.overflowing:
+            say(f"warning: cut to {len(encoding.ids)} tokens: {short(text, 60)}")
+    ids, tokens = [encoding.ids for encoding in made], [encoding.tokens for encoding in made]
+    maps = inspect.attention(encoder.model, pack_inputs(ids), options.layers, options.heads)
+    separators = [[i for i, special in enumerate(one.special_tokens_mask) if special and i] for one in made]
+    measures = [inspect.measure_heads(*each) for each in zip(maps, separators, strict=True)]
+    for text, words, measured in zip(options.text, tokens, measures, strict=True):
+        print("\n".join(_lines(text, words, maps, measured)), flush=True)
+    raise_if_stopped()
+    close = _compare(encoder, made) if len(made) == 2 else None
+    if close is not None:
+        print("\n".join(_lines_of_two(close, tokens)), flush=True)
+    if options.output is None:
+        return 0
+    if options.output.suffix == ".npz":
+        _write_arrays(options.output, maps, tokens, measures, close)
+    else:
+        _page(options, encoder, tokens, maps, close).write(options.output)
+    say(f"{len(maps.layers)} layers, {len(maps.heads)} heads -> {options.output}")
+    return 0
+
+
+def _lines(text: str, tokens: list[str], maps: inspect.AttentionMaps, measured: Any) -> list[str]:
+    """Of each layer the means over its heads; of each measure the head that has most of it."""
+    from fastbert.inspect import HEAD_MEASURES
+
+    lines = [short(text, 100), f"  {len(tokens)} tokens: {short(' '.join(tokens), 85)}", ""]
+    lines.append("  mean of heads" + "".join(f"{name:>12}" for name in HEAD_MEASURES))
+    for layer, row in zip(maps.layers, measured.mean(1).tolist(), strict=True):
+        lines.append(f"  layer {layer:<7}" + "".join(f"{value:12.2f}" for value in row))
+    best = []
+    for k in range(len(HEAD_MEASURES)):
+        of_measure = measured[..., k]
+        layer, head = divmod(int(of_measure.argmax()), len(maps.heads))
+        best.append((f"{maps.layers[layer]}.{maps.heads[head]}", float(of_measure.max())))
+    lines.append("  most: head   " + "".join(f"{name:>12}" for name, _ in best))
+    lines.append("               " + "".join(f"{value:12.2f}" for _, value in best))
+    return [*lines, ""]
+
+
+def _compare(encoder: SentenceEncoder, made: list[Any]) -> dict[str, Any]:
+    """The cosine of two texts, what each token adds to it, and the cosines of their tokens."""
+    import torch
+
+    from fastbert import inspect
+    from fastbert.packed_inputs import pack_inputs
+
+    batch = pack_inputs([encoding.ids for encoding in made])
+    states = [x[0] for x in inspect.hidden_states(encoder.model, batch, [-1])]
+    offsets = batch["batch"].cu_seqlens.to(encoder.device)
+    vectors = encoder.pool(torch.cat(states), offsets)
+    special = {i for one in made for i, flag in zip(one.ids, one.special_tokens_mask, strict=True) if flag}
+    shares = []
+    for i, encoding in enumerate(made):
+        target = inspect.similarity(vectors[1 - i], encoder.pool)
+        one = pack_inputs([encoding.ids])
+        shares += inspect.integrated_gradients(encoder.model, one, target, kept_ids=special, steps=STEPS)
+    rows = inspect.cosines(torch.cat(states).float())[: len(states[0]), len(states[0]) :]
+    return {"cosine": float(torch.nn.functional.cosine_similarity(*vectors, dim=0)), "shares": shares, "tokens": rows}
+
+
+def _lines_of_two(close: dict[str, Any], tokens: list[list[str]]) -> list[str]:
+    lines = [f"  cosine of the two: {close['cosine']:.3f}; what adds most to it, and what takes most from it"]
+    for words, found in zip(tokens, close["shares"], strict=True):
+        order = found.scores.argsort(descending=True).tolist()
+        said = ", ".join(f"{words[i]} {found.scores[i]:+.3f}" for i in (*order[:4], *order[-2:]))
+        lines.append(f"    {said}  ({found.completeness_error:.1%} missed)")
+    return lines
+
+
+def _page(
+    options: argparse.Namespace,
+    encoder: SentenceEncoder,
+    tokens: list[list[str]],
+    maps: inspect.AttentionMaps,
+    close: dict[str, Any] | None,
+) -> inspect.Page:
+    from fastbert.inspect import Page
+
+    config = encoder.model.config
+    page = Page(
+        f"Inside {options.model}",
+        f"{config.model_type}, {config.num_hidden_layers} layers of {config.num_attention_heads} heads",
+    )
+    if close is not None:
+        for words, found, text in zip(tokens, close["shares"], options.text, strict=True):
+            page.add_attribution(words, found, f"What adds to the cosine: {short(text, 60)}")
+        page.add_similarity(*tokens, close["tokens"], "Cosines of the tokens", "Behind the last layer.")
+    for i, text in enumerate(options.text):
+        page.add_attention(tokens[i], maps, i, f"Attention: {short(text, 60)}")
+    return page
+
+
+def _write_arrays(
+    path: Path,
+    maps: inspect.AttentionMaps,
+    tokens: list[list[str]],
+    measures: list[Any],
+    close: dict[str, Any] | None,
+) -> None:
+    import numpy as np
+
+    from fastbert.files import writing
+
+    arrays: dict[str, Any] = {"layers": np.array(maps.layers), "heads": np.array(maps.heads)}
+    for i, words in enumerate(tokens):
+        arrays |= {f"tokens_{i}": np.array(words), f"attention_{i}": maps[i].cpu().numpy()}
+        arrays[f"measures_{i}"] = measures[i].cpu().numpy()
+        if close is not None:
+            arrays[f"shares_{i}"] = close["shares"][i].scores.cpu().numpy()
+    if close is not None:
+        arrays |= {"cosine": np.array(close["cosine"]), "token_cosines": close["tokens"].cpu().numpy()}
+    with writing(path) as new, open(new, "wb") as file:
+        np.savez_compressed(file, **arrays)
