@@ -2,9 +2,9 @@
 
     python examples/word_senses.py [MODEL] [--page senses.html]
 
-A word's vector is the mean of its tokens' hidden states. Of each word's ten, is the nearest other vector one of the same
-sense? Prints how often, layer by layer, and what is taken for another sense at the best of them; the page shows a map of
-each word.
+A word's vector is the mean of its tokens' hidden states. Of each word's ten, is the nearest other vector one of the
+same sense? Prints how often, layer by layer, and what is taken for another sense at the best of them; the page shows a
+map of each word.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ vectors = inspect.word_vectors(states, places)  # (layers, 200, hidden_size)
 
 words = list(dict.fromkeys(row["word"] for row in rows))
 of_word = {word: [i for i, row in enumerate(rows) if row["word"] == word] for word in words}
-right = torch.stack([inspect.neighbour_accuracy(vectors[:, at], [rows[i]["sense"] for i in at]) for at in of_word.values()])
+right = torch.stack(
+    [inspect.neighbour_accuracy(vectors[:, at], [rows[i]["sense"] for i in at]) for at in of_word.values()]
+)
 accuracy = right.mean(0)
 for layer, share in enumerate(accuracy.tolist()):
     print(f"layer {layer:2}: {share:.3f}" + ("  (word and position alone)" if layer == 0 else ""))

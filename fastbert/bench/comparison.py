@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def compare(candidates: Sequence[Candidate], wanted: Sequence[int], rounds: int)
     with torch.inference_mode():
         for round_number in range(rounds + 1):
             for i, (candidate, batch) in enumerate(zip(candidates, batches, strict=True)):
-                taken = measure_once(lambda c=candidate, b=batch: c.model.last_hidden_state(b), TURN_SECONDS)
+                taken = measure_once(partial(candidate.model.last_hidden_state, batch), TURN_SECONDS)
                 if round_number:  # the first packs weights
                     seconds[i].append(taken)
     rows = []
@@ -118,7 +119,10 @@ def to_table(rows: Sequence[dict[str, Any]], machine: dict[str, Any], dtype: str
         lines.append("| " + " | ".join(cells) + " |")
     for row in rows:
         if row["texts_cut"]:
-            lines += ["", f"{row['name']}: {row['texts_cut']} of {row['texts']} texts are cut to {row['limit']} tokens."]
+            lines += [
+                "",
+                f"{row['name']}: {row['texts_cut']} of {row['texts']} texts are cut to {row['limit']} tokens.",
+            ]
     return "\n".join(lines)
 
 
@@ -133,7 +137,9 @@ def write_chart(path: Path, rows: Sequence[dict[str, Any]], machine: dict[str, A
     axes = figure.subplots()
     speeds = [row["tokens_per_second"] for row in ordered]
     bars = axes.barh([row["name"] for row in ordered], speeds, color="#0072b2", height=0.7, zorder=2)
-    labels = [f"{s:,.0f}   {row['parameters']['all'] / 1e6:,.0f} M parameters" for s, row in zip(speeds, ordered, strict=True)]
+    labels = [
+        f"{s:,.0f}   {row['parameters']['all'] / 1e6:,.0f} M parameters" for s, row in zip(speeds, ordered, strict=True)
+    ]
     axes.bar_label(bars, labels, padding=4, fontsize=9)
     axes.set_xlabel("real tokens/s")
     axes.xaxis.set_major_formatter("{x:,.0f}")

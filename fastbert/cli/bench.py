@@ -12,8 +12,8 @@ from fastbert.cli.parser import UsageError, add_command, positive
 from fastbert.cli.stopping import raise_if_stopped, say
 
 ROUNDS = 9
-OTHERS = ("albert-base", "bert-large", "deberta-v3-base", "distilbert-base", "electra-base", "minilm", "modernbert-base")
-OTHERS = (*OTHERS, "mpnet-base", "nomic-base", "tiny")
+OTHERS = "albert-base, bert-large, deberta-v3-base, distilbert-base, electra-base, minilm, modernbert-base"
+OTHERS += ", mpnet-base, nomic-base, tiny"
 
 
 def add(commands: Any) -> None:
@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
         """,
         "fastbert bench --dtypes bfloat16 --workloads 8x128,32-ragged --output results",
     )  # fmt: skip
-    parser.add_argument("--model", metavar="M", default="bert-base", help=f"bert-base (default), {', '.join(OTHERS)}")
+    parser.add_argument("--model", metavar="M", default="bert-base", help=f"bert-base (default), {OTHERS}")
     parser.add_argument("--dtypes", metavar="D,D", default="all", help="float32, bfloat16, int8; default: all")
     parser.add_argument(
         "--workloads",

@@ -10,7 +10,8 @@ import os
 import sys
 import warnings
 
-from fastbert.cli import bench, build, classify, compare, doctor, encode, fill_mask, info, inspect, quantize, search, serve
+from fastbert.cli import bench, build, classify, doctor, encode, fill_mask, quantize, search, serve
+from fastbert.cli.models import compare, info, inspect
 from fastbert.cli.parser import A_MODEL, Parser, UsageError
 from fastbert.cli.stopping import BROKEN_PIPE, USER_ERROR, discard, say
 from fastbert.cli.training import finetune, predict, pretrain

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -95,7 +96,7 @@ def weighted_attention(
 def _lengths_of_values(
     base: EncoderModel, path: str, spec: LayerSpec, x: torch.Tensor, context: LayerContext
 ) -> torch.Tensor:
-    """The norm of what each head would add to a vector that looks at one token alone: (total_tokens, heads), float32."""
+    """The norm of what each head would add to a token that looks at one alone: (total_tokens, heads), float32."""
     layer, form = get_leaf(base, path), spec.attention
     if spec.norm_first and spec.has_attention_norm:
         x = add_norm(get_leaf(layer, spec.names.attention_norm), x, None, None, 0.0)
@@ -131,9 +132,7 @@ class _Asked:
             numbers_of("head", heads, config.num_attention_heads),
         )
 
-    def run(
-        self, batch: PackedInputs, with_states: bool, causal: bool = False
-    ) -> tuple[EncoderInputs, EncoderOutput]:
+    def run(self, batch: PackedInputs, with_states: bool, causal: bool = False) -> tuple[EncoderInputs, EncoderOutput]:
         """Up to the last of the layers; with what goes into each of them, if so."""
         inputs, layers = self.base.prepare(ModelInputs(batch)), frozenset(self.layers)
         wanted = Wanted(layers if with_states else frozenset(), layers, True, causal)
@@ -145,7 +144,7 @@ class _Asked:
         """By text; each column times `lengths`, of each layer (total_tokens, heads), where these are given."""
         ends, heads = inputs.batch.cu_seqlens.tolist(), torch.tensor(self.heads, device=self.base.device)
         found = []
-        for i, (start, end) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+        for i, (start, end) in enumerate(pairwise(ends)):
             of_layers = [probs[i, :, : end - start, : end - start].float() for probs in output.probs or ()]
             if lengths is not None:
                 of_layers = [a * n[start:end].t()[:, None] for a, n in zip(of_layers, lengths, strict=True)]
@@ -154,7 +153,7 @@ class _Asked:
 
 
 def numbers_of(what: str, asked: Iterable[int] | None, count: int) -> tuple[int, ...]:
-    """Numbers of layers or heads in ascending order, each once; None: all. Raises InputError for one that is not there."""
+    """Numbers of layers or heads in ascending order, each once; None: all. Raises InputError for one that is not."""
     if asked is None:
         return tuple(range(count))
     listed: Sequence[int] = list(asked)

@@ -46,8 +46,8 @@ def token_log_probs(
         Of each text (tokens,), float32, with NaN for tokens that are skipped.
 
     Raises:
-        InputError: the model has no masked-LM head, or is in training mode; `words` does not fit the texts; the head has
-            no such mask_id.
+        InputError: the model has no masked-LM head, or is in training mode; `words` does not fit the texts; there is no
+            such mask_id.
     """
     if not isinstance(model, MaskedLMHeadModel):
         raise InputError(f"{type(model).__name__} has no masked-LM head: load it with AutoModelForMaskedLM")

@@ -32,7 +32,9 @@ class Page:
     def __init__(self, title: str, note: str = ""):
         self.title, self.note, self.views = title, note, list[dict[str, Any]]()
 
-    def add_attention(self, tokens: Sequence[str], maps: AttentionMaps, text: int = 0, title: str = "Attention") -> None:
+    def add_attention(
+        self, tokens: Sequence[str], maps: AttentionMaps, text: int = 0, title: str = "Attention"
+    ) -> None:
         """What the tokens of a text look at, every layer and head of `maps`: probabilities, or their weighted lengths.
 
         A weight is kept in 8 bits; of more than 128 tokens, the 16 largest of a row and the sum of the others.
@@ -79,8 +81,8 @@ class Page:
         title: str = "Token by token",
         note: str = "",
     ) -> None:
-        """A table of numbers from -1 to 1, (rows, columns): cosines of the tokens of two texts. Of a long text the first
-        64 tokens are shown, and the page says so. Raises ValueError: values of another shape.
+        """A table of numbers from -1 to 1, (rows, columns): cosines of the tokens of two texts. Of a long text the
+        first 64 tokens are shown, and the page says so. Raises ValueError: values of another shape.
         """
         if values.shape != (len(rows), len(columns)):
             raise ValueError(f"values has shape {tuple(values.shape)}, for {len(rows)} rows and {len(columns)} columns")

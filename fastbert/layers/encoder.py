@@ -59,7 +59,9 @@ def run_attention(layer: nn.Module, spec: LayerSpec, x, context: LayerContext, w
     form, batch = spec.attention, context.batch
     q, k, v = queries_keys_values(layer, spec, x, context)
     rotary = None if form.rotary is None else context.rotary[form.rotary]
-    if rotary is not None and form.rotary is not None and form.rotary.dim < form.head_dim:  # attention turns whole heads
+    if (
+        rotary is not None and form.rotary is not None and form.rotary.dim < form.head_dim
+    ):  # attention turns whole heads
         (q, k), rotary = ops.rotate((q, k), rotary, batch.cu_seqlens, batch.cache), None
     relative = None if form.relative is None else relative_of(layer, spec, context.relative[form.relative], q.dtype)
     options: dict[str, Any] = {
@@ -78,7 +80,7 @@ def run_attention(layer: nn.Module, spec: LayerSpec, x, context: LayerContext, w
 
 
 def queries_keys_values(layer: nn.Module, spec: LayerSpec, x, context: LayerContext) -> list[torch.Tensor]:
-    """(total_tokens, its heads, head_dim) each. Values are rotated, where a family does that; the others are not yet."""
+    """(total_tokens, its heads, head_dim) each. Values are rotated, where a family does that; the others not yet."""
     q, k, v = _projected(layer, spec, x)
     rotary = spec.attention.rotary
     if rotary is not None and rotary.rotates_values:
@@ -328,7 +330,11 @@ class EncoderLayer(nn.Module):
                 get_leaf(self, parent).register_parameter(name, nn.Parameter(torch.zeros(width)))
 
     def forward(
-        self, hidden_states: torch.Tensor, context: LayerContext, wants_probs: bool = False, spec: LayerSpec | None = None
+        self,
+        hidden_states: torch.Tensor,
+        context: LayerContext,
+        wants_probs: bool = False,
+        spec: LayerSpec | None = None,
     ):
         """The layer's result; where they are wanted, (result, attention probabilities). spec: instead of its own."""
         # A list, not any(...): each of them must be asked whether it is still a container.

@@ -43,10 +43,12 @@ def test_a_model_that_cannot_be_loaded_is_said_and_the_others_go_on(tmp_path):
     assert "is no folder" in fails("compare", "tiny", "--output", __file__)
 
 
-@pytest.mark.parametrize("name", ("bert-base", "distilbert-base", "albert-base", "electra-base", "modernbert-base", "deberta-v3-base"))
+@pytest.mark.parametrize(
+    "name", ("bert-base", "distilbert-base", "albert-base", "electra-base", "modernbert-base", "deberta-v3-base")
+)
 def test_what_transformers_executes_is_what_torch_counts(name):
     """Of two layers: the others have the same."""
-    fields = {**MODELS[name], "vocab_size": 100, "num_hidden_layers": 2}
+    fields = {**MODELS[name], "vocab_size": 100, "num_hidden_layers": 2, "pad_token_id": 0}
     config = EncoderConfig.of_family(fields.get("model_type", "bert"), **fields_without_type(fields))
     theirs = make_hf(config, "Model").eval()
     ids = torch.randint(5, 100, (1, 128))

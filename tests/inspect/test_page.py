@@ -15,7 +15,15 @@ from seeds import torch_generator
 from fastbert import inspect
 from fastbert.inspect.page import KEPT
 
-HOSTILE = ["</script><script>alert(1)</script>", "<!--", "&amp;", "\u05e9\u05dc\u05d5\u05dd", "\U0001f600", "__DATA__", "\u2028"]
+HOSTILE = [
+    "</script><script>alert(1)</script>",
+    "<!--",
+    "&amp;",
+    "\u05e9\u05dc\u05d5\u05dd",
+    "\U0001f600",
+    "__DATA__",
+    "\u2028",
+]
 
 
 def maps(tokens: int, layers: int = 12, heads: int = 12) -> inspect.AttentionMaps:

@@ -81,7 +81,9 @@ def test_hidden_states_are_transformers():
     ids = texts(config)
     found = inspect.hidden_states(trio.ours.eval(), fastbert.pack_inputs(ids), layers=[0, -1, 2])
     for one, states in zip(ids, found, strict=True):
-        theirs = [m.eval()(torch.tensor([one]), output_hidden_states=True).hidden_states for m in (trio.oracle, trio.baseline)]
+        theirs = [
+            m.eval()(torch.tensor([one]), output_hidden_states=True).hidden_states for m in (trio.oracle, trio.baseline)
+        ]
         oracle, near = (torch.cat([of_all[i] for i in (0, 2, 4)]) for of_all in theirs)
         assert_close_to_reference(states, oracle, near, GRADIENT_FACTOR)
     with pytest.raises(InputError, match="no layer 5: the model has 5, 0 to 4"):
@@ -134,9 +136,13 @@ def test_a_head_that_is_taken_out_adds_nothing(model_type):
             spec = config.layer_specs[0]
             leaf = theirs.get_submodule(f"{path}.{spec.names.attention_output}")
             leaf.weight[:, -spec.attention.head_dim :] = 0.0
-        alone = [theirs(torch.tensor([one]), attention_mask=torch.ones(1, len(one))).last_hidden_state[0] for one in ids]
+        alone = [
+            theirs(torch.tensor([one]), attention_mask=torch.ones(1, len(one))).last_hidden_state[0] for one in ids
+        ]
         exact = theirs.double()
-        oracle = [exact(torch.tensor([one]), attention_mask=torch.ones(1, len(one))).last_hidden_state[0] for one in ids]
+        oracle = [
+            exact(torch.tensor([one]), attention_mask=torch.ones(1, len(one))).last_hidden_state[0] for one in ids
+        ]
     assert_close_to_reference(found.detach(), torch.cat(oracle), torch.cat(alone), GRADIENT_FACTOR)
     if shared:
         with (
@@ -152,11 +158,11 @@ def test_each_head_is_taken_out_in_turn():
     batch = fastbert.pack_inputs(texts(config))
     whole = model(batch).last_hidden_state.detach()
     measured = inspect.measure_without_each_head(
-        model, lambda: float((model(batch).last_hidden_state - whole).abs().max())
+        model, lambda: float((model(batch).last_hidden_state.detach() - whole).abs().max())
     )
     assert measured.shape == (config.num_hidden_layers, config.num_attention_heads)
     assert (measured > 0).all() and torch.equal(model(batch).last_hidden_state, whole)
     with inspect.without_heads(model, {2: [0]}):
-        assert float((model(batch).last_hidden_state - whole).abs().max()) == measured[2, 0]
+        assert float((model(batch).last_hidden_state.detach() - whole).abs().max()) == measured[2, 0]
     with pytest.raises(InputError, match="no layer 9"), inspect.without_heads(model, {9: [0]}):
         pass

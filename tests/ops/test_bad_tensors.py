@@ -42,6 +42,7 @@ W = 80  # wide enough for whole vectors, and a rest
 TENSORS = {
     "attention": {**{name: rows(TOKENS, 2, 16) for name in "qkv"}, "cu_seqlens": OFFSETS},
     "attention_probs": {**{name: rows(TOKENS, 2, 16) for name in "qk"}, "cu_seqlens": OFFSETS},
+    "attention_from_probs": {"probs": rows(3, 2, 9, 9), "v": rows(TOKENS, 2, 16), "cu_seqlens": OFFSETS},
     "add_layer_norm": {
         "x": rows(TOKENS, W), "residual": rows(TOKENS, W), "weight": rows(W), "bias": rows(W), "x_bias": rows(W),
     },

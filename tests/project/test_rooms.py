@@ -51,8 +51,8 @@ MAY_IMPORT = {
     "bulk": {"sentences"},
     "testing": set(),
     "bench": {"backend", "config", "models", "packed_inputs", "quantization", "testing"},
-    "cli": {"_C", "backend", "bench", "bulk", "checkpoint", "config", "data", "inspect", "layers", "models", "native", "ops",
-            "quantization", "sentences", "serve", "testing", "training"},
+    "cli": {"_C", "backend", "bench", "bulk", "checkpoint", "config", "data", "inspect", "layers", "models", "native",
+            "ops", "packed_inputs", "quantization", "sentences", "serve", "testing", "training"},
 }  # fmt: skip
 # What modules import for a type checker alone, against the arrows of the map.
 FOR_TYPES = {("checkpoint", "models"), ("layers", "packing")}

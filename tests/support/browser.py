@@ -1,4 +1,4 @@
-"""A page in Chromium without a window, by the DevTools protocol over a pipe; a visible skip where there is no Chromium."""
+"""A page in Chromium without a window, by the DevTools protocol over a pipe; a visible skip where it is not there."""
 
 from __future__ import annotations
 

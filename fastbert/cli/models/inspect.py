@@ -31,7 +31,9 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument("model", metavar="MODEL", help=A_MODEL)
     parser.add_argument("text", metavar="TEXT", nargs="+", help="one text, or two")
-    parser.add_argument("--layers", metavar="N", type=int, nargs="+", help="which, from 0, below 0 from the end; else all")
+    parser.add_argument(
+        "--layers", metavar="N", type=int, nargs="+", help="which, from 0, below 0 from the end; else all"
+    )
     parser.add_argument("--heads", metavar="N", type=int, nargs="+", help="which; else all")
     parser.add_argument("--output", metavar="OUT", type=Path, help="an .html or an .npz")
     parser.add_argument("--force", action="store_true", help="replace OUT")
@@ -113,14 +115,19 @@ def _compare(encoder: SentenceEncoder, made: list[Any]) -> dict[str, Any]:
         one = pack_inputs([encoding.ids])
         shares += inspect.integrated_gradients(encoder.model, one, target, kept_ids=special, steps=STEPS)
     rows = inspect.cosines(torch.cat(states).float())[: len(states[0]), len(states[0]) :]
-    return {"cosine": float(torch.nn.functional.cosine_similarity(*vectors, dim=0)), "shares": shares, "tokens": rows}
+    return {
+        "cosine": float(torch.nn.functional.cosine_similarity(vectors[0], vectors[1], dim=0)),
+        "shares": shares,
+        "tokens": rows,
+    }
 
 
 def _lines_of_two(close: dict[str, Any], tokens: list[list[str]]) -> list[str]:
     lines = [f"  cosine of the two: {close['cosine']:.3f}; what adds most to it, and what takes most from it"]
     for words, found in zip(tokens, close["shares"], strict=True):
         order = found.scores.argsort(descending=True).tolist()
-        said = ", ".join(f"{words[i]} {found.scores[i]:+.3f}" for i in (*order[:4], *order[-2:]))
+        told = [*order[:4], *(i for i in order[4:][-2:] if found.scores[i] < 0)]
+        said = ", ".join(f"{words[i]} {found.scores[i]:+.3f}" for i in told)
         lines.append(f"    {said}  ({found.completeness_error:.1%} missed)")
     return lines
 
@@ -142,7 +149,7 @@ def _page(
     if close is not None:
         for words, found, text in zip(tokens, close["shares"], options.text, strict=True):
             page.add_attribution(words, found, f"What adds to the cosine: {short(text, 60)}")
-        page.add_similarity(*tokens, close["tokens"], "Cosines of the tokens", "Behind the last layer.")
+        page.add_similarity(tokens[0], tokens[1], close["tokens"], "Cosines of the tokens", "Behind the last layer.")
     for i, text in enumerate(options.text):
         page.add_attention(tokens[i], maps, i, f"Attention: {short(text, 60)}")
     return page
