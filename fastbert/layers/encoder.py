@@ -53,8 +53,8 @@ def add(x, bias, residual, dropout_p: float):
 def run_attention(layer: nn.Module, spec: LayerSpec, x, context: LayerContext, wants_probs: bool):
     """Self-attention of x (total_tokens, hidden_size), before its output projection: (total_tokens, heads' width).
 
-    Also its probabilities (batch, heads, max_seqlen, max_seqlen), or None. Where gradients are taken the result is made
-    of these, so that they have one, as those of transformers have.
+    Also its probabilities (batch, heads, max_seqlen, max_seqlen), or None. Where they are wanted the result is made from
+    them, so that they have gradients, as those of transformers have.
     """
     form, batch = spec.attention, context.batch
     q, k, v = queries_keys_values(layer, spec, x, context)
@@ -71,12 +71,12 @@ def run_attention(layer: nn.Module, spec: LayerSpec, x, context: LayerContext, w
         "rotary": rotary,
         "relative": relative,
     }
-    probs = ops.attention_probs(q, k, batch.cu_seqlens, batch.max_seqlen, **options) if wants_probs else None
     dropout_p = form.dropout if layer.training else 0.0
-    if probs is not None and probs.requires_grad:
+    if wants_probs:
+        probs = ops.attention_probs(q, k, batch.cu_seqlens, batch.max_seqlen, **options)
         return ops.attention_from_probs(ops.dropout(probs, dropout_p), v, batch.cu_seqlens).flatten(1), probs
     out = ops.attention(q, k, v, batch.cu_seqlens, batch.max_seqlen, dropout_p=dropout_p, cache=batch.cache, **options)
-    return out.flatten(1), probs
+    return out.flatten(1), None
 
 
 def queries_keys_values(layer: nn.Module, spec: LayerSpec, x, context: LayerContext) -> list[torch.Tensor]:

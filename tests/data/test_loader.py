@@ -59,6 +59,7 @@ def test_a_process_killed_while_a_batch_is_read_from_it():
         list(read(loader_of(half_a_batch)))
 
 
+@pytest.mark.full  # it waits for torch's own look at its workers, every five seconds
 def test_outside_of_the_main_thread():
     """Where torch sets no handler."""
     found = []

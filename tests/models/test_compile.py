@@ -7,7 +7,6 @@ import sys
 import textwrap
 
 import pytest
-from full import left_to_full
 
 PROGRAM = """
     import copy
@@ -56,9 +55,7 @@ PROGRAM = """
 """
 
 
-# Of what the families differ in, which is no matter of the first call, test_compiled_models.py compiles each. Nor is it
-# what inductor makes of a graph, which takes it half a minute.
-@left_to_full(lambda p: p["model_type"] != "bert" or p["backend"] == "inductor")
+@pytest.mark.full  # ten to thirty seconds each; test_compiled_models.py compiles in a process that has called before
 @pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
 @pytest.mark.parametrize("model_type", ("bert", "roberta", "megatron-bert"))
 def test_first_call_of_a_process_is_a_compiled_one(model_type, backend):

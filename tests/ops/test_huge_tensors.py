@@ -32,7 +32,8 @@ def backend(request):
         yield name
 
 
-@left_to_full(lambda p: p["backend"] == "torch")  # whose offsets are torch's
+# torch's offsets are its own, and Triton's interpreter takes seconds here.
+@left_to_full(lambda p: p["backend"] != "cpu-generic")
 def test_attention_of_tokens_that_lie_far_apart(backend, huge):
     """q, k, v and the gradient that comes in, read where they are: 2^24 elements from token to token."""
     lengths, stride = (9, 16, 1, 0, 7) * 4, 2**24

@@ -246,7 +246,6 @@ def check_cpu_kernels(*flags: str) -> None:
         run([compiler, "-std=c++17", "-fsyntax-only", "-fno-math-errno", *flags, str(source)], ROOT)
 
 
-@pytest.mark.full  # the wheels' builds show it, too
 def test_what_make_installs_beside_the_build_is_what_the_extra_asks_for():
     """Extras of our own that an extra names are in it, each requirement once; markers are pip's to read."""
     project = {
@@ -265,6 +264,7 @@ def test_what_make_installs_beside_the_build_is_what_the_extra_asks_for():
     assert {"torch>=2.11", "transformers>=5.17", "pytest", "ray[data]", "matplotlib"} <= set(lines)
 
 
+@pytest.mark.full  # the wheels' builds show it, too
 def test_the_cpu_kernels_are_cpp17():
     """torch before 2.13 builds extensions as that; the one here may build them as something newer."""
     check_cpu_kernels()

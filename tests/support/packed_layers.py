@@ -26,6 +26,7 @@ def count(patch: pytest.MonkeyPatch) -> list[int]:
         found = try_fused(op, x, look)
         return found if isinstance(found, str) else counted(found, len(found.args[1].layers))
 
-    patch.setattr(ops, "attention", counted(ops.attention, 1))
+    for name in ("attention", "attention_from_probs"):
+        patch.setattr(ops, name, counted(getattr(ops, name), 1))
     patch.setattr(ops, "try_fused", counted_try)
     return calls
