@@ -53,8 +53,8 @@ def add(x, bias, residual, dropout_p: float):
 def run_attention(layer: nn.Module, spec: LayerSpec, x, context: LayerContext, wants_probs: bool):
     """Self-attention of x (total_tokens, hidden_size), before its output projection: (total_tokens, heads' width).
 
-    Also its probabilities (batch, heads, max_seqlen, max_seqlen), or None. Where they are wanted the result is made from
-    them, so that they have gradients, as those of transformers have.
+    Also its probabilities (batch, heads, max_seqlen, max_seqlen), or None. Where they are wanted the result is made of
+    these, so that they have gradients, as those of transformers have.
     """
     form, batch = spec.attention, context.batch
     q, k, v = queries_keys_values(layer, spec, x, context)
