@@ -15,32 +15,23 @@ help:           ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 12
 
 # The build tools come first: the extension is compiled against the torch that runs it, without build isolation.
-$(VENV)/.torch: constraints.txt
+$(VENV)/.installed: $(SOURCES)
 	@$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV)  # also one that was left half made
 	@echo "installing torch and the build tools into $(VENV) ..."
 	@$(PIP) torch numpy setuptools wheel ninja
-	@touch $@
-
-# It waits for a compiler on all cores, what comes next for downloads and a disk on one: `make -j2` runs them at a time,
-# which do not meet, since this one installs nothing but fastbert.
-$(VENV)/.installed: $(VENV)/.torch $(SOURCES)
 	@echo "building fastbert ..."
-	@$(INSTALL) --no-build-isolation --no-deps --verbose -e . \
+	@$(INSTALL) --no-build-isolation --verbose -e ".[demo]" \
 		> $(VENV)/build.log 2>&1 || (tail -n 40 $(VENV)/build.log; false)
 	@grep -h "^ *fastbert: " $(VENV)/build.log | tail -n 1
 	@touch $@
 
-$(VENV)/.requires-%: $(VENV)/.torch pyproject.toml constraints.txt
-	@echo "installing what the $* needs ..."
-	@$(BIN)/python tests/support/extras.py $* > $(VENV)/requires-$*.txt
-	@$(PIP) -r $(VENV)/requires-$*.txt
+# An extra of what is installed already: pip adds what it names and builds nothing again.
+$(VENV)/.installed-test: $(VENV)/.installed
+	@echo "installing the test tools ..."
+	@$(PIP) "fastbert-kernels[test]"
 	@touch $@
 
-$(VENV)/.installed-%: pyproject.toml constraints.txt $(SOURCES)
-	@$(MAKE) --no-print-directory -j2 $(VENV)/.installed $(VENV)/.requires-$*
-	@touch $@
-
-demo: $(VENV)/.installed-demo  ## set everything up, then embed and search real text with a real model
+demo: $(VENV)/.installed  ## set everything up, then embed and search real text with a real model
 	@$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed-test lint checked  ## set everything up, then lint, type check and test
@@ -68,6 +59,11 @@ format: $(VENV)/.installed-test  ## rewrite the sources in the house style
 	@$(BIN)/clang-format -i $(CPP_SOURCES)
 	@$(BIN)/ruff check --fix .
 
+$(VENV)/.installed-bench: $(VENV)/.installed
+	@echo "installing the benchmark's peers ..."
+	@$(PIP) "fastbert-kernels[bench]"
+	@touch $@
+
 bench: $(VENV)/.installed-bench  ## whole encoders against their peers, 25 minutes on 2 quiet cores
 	@$(BIN)/fastbert bench --output build/bench
 
@@ -90,7 +86,7 @@ build/.gpu-extension: $(SOURCES)
 	@grep "^ *fastbert: " build/gpu-extension.log | tail -n 1
 	@touch $@
 
-gpu-stale: $(VENV)/.installed-demo  ## do the committed GPU results belong to the present kernels?
+gpu-stale: $(VENV)/.installed  ## do the committed GPU results belong to the present kernels?
 	@$(BIN)/python -m benchmarks.gpu --stale
 
 UNIT := $(BIN)/python -m pytest -n 2 --dist worksteal

@@ -14,7 +14,6 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 
-import extras
 import pytest
 import torch
 
@@ -244,24 +243,6 @@ def check_cpu_kernels(*flags: str) -> None:
         pytest.skip("there is no C++ compiler")
     for source in sorted(ROOT.glob("csrc/cpu/*.cpp")):
         run([compiler, "-std=c++17", "-fsyntax-only", "-fno-math-errno", *flags, str(source)], ROOT)
-
-
-def test_what_make_installs_beside_the_build_is_what_the_extra_asks_for():
-    """Extras of our own that an extra names are in it, each requirement once; markers are pip's to read."""
-    project = {
-        "name": "ours",
-        "optional-dependencies": {
-            "serve": ["fastapi", "uvloop; sys_platform != 'win32'"],
-            "demo": ["model", "ours[serve]"],
-            "test": ["ours[serve,demo]", "pytest>=9"],
-        },
-    }
-    found = ["fastapi", "uvloop; sys_platform != 'win32'", "model", "fastapi", "uvloop; sys_platform != 'win32'"]
-    assert list(extras.requirements(project, "test")) == [*found, "pytest>=9"]
-    said = subprocess.run([sys.executable, extras.__file__, "test"], capture_output=True, text=True, check=True).stdout
-    lines = said.splitlines()
-    assert len(lines) == len(set(lines)) and not any(line.startswith("fastbert") for line in lines)
-    assert {"torch>=2.11", "transformers>=5.17", "pytest", "ray[data]", "matplotlib"} <= set(lines)
 
 
 @pytest.mark.full  # the wheels' builds show it, too
