@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def test_hostile_text_is_shown_as_text(browser, tmp_path):
     opened(browser, tmp_path, HOSTILE, layers=2, heads=2)
     assert browser.run("document.title") == "Inside a model"
     shown = browser.run("[...document.querySelectorAll('.tokens button')].map(b => b.textContent)")
-    assert shown == [token or "\u00a0" for token in HOSTILE]
+    assert shown == [token or "\u2423" for token in HOSTILE]
     assert browser.run("document.querySelectorAll('script').length") == 2
 
 
@@ -72,6 +73,19 @@ def test_nothing_is_wider_than_the_window(browser, tmp_path, scheme, width):
     assert browser.run("document.documentElement.scrollWidth") <= width
     background = browser.run("getComputedStyle(document.body).backgroundColor")
     assert background == {"light": "rgb(255, 255, 255)", "dark": "rgb(18, 18, 18)"}[scheme]
+
+
+@pytest.mark.parametrize("scheme,width", [("light", 1200), ("dark", 375)])
+def test_everyone_can_use_it(browser, tmp_path, scheme, width):
+    """By axe: contrast, names, roles, what a keyboard reaches."""
+    found = importlib.util.find_spec("axe_core_python")
+    if found is None or found.origin is None:
+        pytest.skip("axe-core-python is not installed")
+    browser.look(width, 800, scheme)
+    opened(browser, tmp_path, [*HOSTILE, "word"], layers=2, heads=2)
+    browser.run(Path(found.origin).with_name("axe.min.js").read_text(encoding="utf-8") + "; 0")
+    said = browser.run("axe.run().then(r => r.violations.map(v => [v.id, v.impact, v.nodes[0].html]))")
+    assert said == [] and browser.run("axe.run().then(r => r.passes.length)") > 20
 
 
 def test_of_512_tokens_the_others_are_summed_up(browser, tmp_path):
