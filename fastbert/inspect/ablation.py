@@ -17,12 +17,15 @@ from fastbert.models.base import PreTrainedModel
 def without_heads(model: PreTrainedModel, heads: Mapping[int, Collection[int]]) -> Iterator[None]:
     """Within it these heads add nothing. heads: by the numbers of layers, from 0, below 0 from the end.
 
-    No weight is touched: a hook on attention's output projection clears what comes from the heads.
+    The model is one of fastbert's. No weight is touched: a hook on attention's output projection clears what comes from
+    the heads.
 
     Raises:
-        InputError: there is no such layer or head; layers share their weights (ALBERT), and not all of those that do
-            are to lose the same heads.
+        InputError: there is no such layer or head; the model is another library's; layers share their weights (ALBERT),
+            and not all of those that do are to lose the same heads.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise InputError(f"{type(model).__name__} is none of fastbert's models: heads are taken out of these alone")
     config = model.base_model.running_config
     paths, count = config.layer_paths, config.num_attention_heads
     lost = {numbers_of("layer", [i], len(paths))[0]: set(numbers_of("head", of, count)) for i, of in heads.items()}

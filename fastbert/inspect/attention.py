@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from torch import nn
 
 from fastbert.errors import InputError
+from fastbert.inspect.live import as_ours
 from fastbert.layer_spec import LayerSpec
 from fastbert.layers.context import LayerContext, make_context
 from fastbert.layers.encoder import add_norm, queries_keys_values
 from fastbert.layers.leaves import get_leaf, projection
-from fastbert.models.base import EncoderModel, PreTrainedModel
+from fastbert.models.base import EncoderModel
 from fastbert.models.encode import EncoderOutput, Wanted
 from fastbert.models.inputs import EncoderInputs
 from fastbert.packed_inputs import ModelInputs, PackedInputs
@@ -43,7 +45,7 @@ class AttentionMaps:
 
 @torch.no_grad()
 def attention(
-    model: PreTrainedModel,
+    model: nn.Module,
     batch: PackedInputs,
     layers: Iterable[int] | None = None,
     heads: Iterable[int] | None = None,
@@ -55,7 +57,8 @@ def attention(
     Layers around those that are asked for run as one op, and those behind the last of them do not run.
 
     Args:
-        model: one of fastbert's, with or without a head; in eval mode, since dropout would be part of what is seen.
+        model: one of fastbert's, or transformers', with or without a head; in eval mode, since dropout would be part of
+            what is seen.
         batch: packed texts (`fastbert.pack_inputs`).
         layers, heads: which, counted from 0, below 0 from the end; None: all.
         causal: no token sees those behind it, as in a language model that writes from left to right.
@@ -69,7 +72,7 @@ def attention(
 
 @torch.no_grad()
 def weighted_attention(
-    model: PreTrainedModel,
+    model: nn.Module,
     batch: PackedInputs,
     layers: Iterable[int] | None = None,
     heads: Iterable[int] | None = None,
@@ -121,8 +124,8 @@ class _Asked:
     heads: tuple[int, ...]
 
     @classmethod
-    def of(cls, model: PreTrainedModel, layers: Iterable[int] | None, heads: Iterable[int] | None) -> _Asked:
-        base: EncoderModel = model.base_model
+    def of(cls, model: nn.Module, layers: Iterable[int] | None, heads: Iterable[int] | None) -> _Asked:
+        base: EncoderModel = as_ours(model).base_model
         if base.training:
             raise InputError("the model is in training mode: call model.eval()")
         config = base.running_config

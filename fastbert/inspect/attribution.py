@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import nn
 
 from fastbert.data.budget import token_batches
 from fastbert.errors import InputError
+from fastbert.inspect.live import as_ours
 from fastbert.inspect.texts import PackedTexts, frozen
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.outputs import ModelOutput
@@ -91,7 +93,7 @@ class Attribution:
 
 
 def integrated_gradients(
-    model: PreTrainedModel,
+    model: nn.Module,
     batch: PackedInputs,
     target: Target | int,
     *,
@@ -106,7 +108,7 @@ def integrated_gradients(
     the Gauss-Legendre rule. Points of the path, of all texts, run as packed batches.
 
     Args:
-        model: one of fastbert's, in eval mode. Its weights get no gradients.
+        model: one of fastbert's, or transformers', in eval mode. Its weights get no gradients.
         batch: packed texts (`fastbert.pack_inputs`).
         target: what is explained: `label(i)`, for which the number i stands, `token_label`, `span`, `similarity`, or
             another function of that kind.
@@ -121,6 +123,7 @@ def integrated_gradients(
     """
     if steps < 1:
         raise InputError(f"steps is {steps}; at least 1 point of the path is needed")
+    model = as_ours(model)
     texts, words = _texts_to_embed(model, batch), model.get_input_embeddings()
     fill = model.base_model.config.pad_token_id if baseline_id is None else baseline_id
     if fill is None:
@@ -159,14 +162,14 @@ def integrated_gradients(
     ]
 
 
-def attention_relevance(model: PreTrainedModel, batch: PackedInputs, target: Target | int) -> list[torch.Tensor]:
+def attention_relevance(model: nn.Module, batch: PackedInputs, target: Target | int) -> list[torch.Tensor]:
     """Gradient-weighted attention (Chefer et al. 2021, "Generic attention-model explainability", section 3.2).
 
     A layer passes on what its heads' probabilities times their gradients say, as far as these are positive, and what
     it has got itself.
 
     Args:
-        model: one of fastbert's, in eval mode. Its weights get no gradients.
+        model: one of fastbert's, or transformers', in eval mode. Its weights get no gradients.
         batch: packed texts (`fastbert.pack_inputs`).
         target: as of `integrated_gradients`.
 
@@ -178,6 +181,7 @@ def attention_relevance(model: PreTrainedModel, batch: PackedInputs, target: Tar
         InputError: the model is in training mode; it adds nothing to `inputs_embeds` (ESM); a text has padding between
             its tokens.
     """
+    model = as_ours(model)
     texts = _texts_to_embed(model, batch)
     lengths = texts.lengths
     of_texts = [i for i, length in enumerate(lengths) if length]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import torch
+from torch import nn
 
 from fastbert.data.budget import token_batches
 from fastbert.errors import InputError
+from fastbert.inspect.live import as_ours
 from fastbert.inspect.texts import PackedTexts
-from fastbert.models.base import PreTrainedModel
 from fastbert.models.encode import Wanted
 from fastbert.models.masked_lm import MaskedLMHeadModel
 from fastbert.packed_inputs import ModelInputs, PackedInputs
@@ -17,7 +18,7 @@ from fastbert.packed_inputs import ModelInputs, PackedInputs
 
 @torch.no_grad()
 def token_log_probs(
-    model: PreTrainedModel,
+    model: nn.Module,
     batch: PackedInputs,
     mask_id: int,
     *,
@@ -31,7 +32,7 @@ def token_log_probs(
     Their sum is the text's pseudo-log-likelihood.
 
     Args:
-        model: one of fastbert's with a masked-LM head, in eval mode.
+        model: one of fastbert's, or transformers', with a masked-LM head, in eval mode.
         batch: packed texts (`fastbert.pack_inputs`).
         mask_id: the id of [MASK].
         skipped_ids: tokens that are not masked: [CLS] and [SEP].
@@ -49,6 +50,7 @@ def token_log_probs(
         InputError: the model has no masked-LM head, or is in training mode; `words` does not fit the texts; there is no
             such mask_id.
     """
+    model = as_ours(model)
     if not isinstance(model, MaskedLMHeadModel):
         raise InputError(f"{type(model).__name__} has no masked-LM head: load it with AutoModelForMaskedLM")
     texts, base = PackedTexts.of(model, batch), model.base_model

@@ -6,22 +6,24 @@ from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from tokenizers import Encoding
+from torch import nn
 
 from fastbert.errors import InputError
 from fastbert.inspect.attention import numbers_of
-from fastbert.models.base import EncoderModel, PreTrainedModel
+from fastbert.inspect.live import as_ours
+from fastbert.models.base import EncoderModel
 from fastbert.models.encode import Wanted
 from fastbert.packed_inputs import ModelInputs, PackedInputs
 
 
 @torch.no_grad()
 def hidden_states(
-    model: PreTrainedModel, batch: PackedInputs, layers: Iterable[int] | None = None, *, causal: bool = False
+    model: nn.Module, batch: PackedInputs, layers: Iterable[int] | None = None, *, causal: bool = False
 ) -> list[torch.Tensor]:
     """What stands at each token: of each text (layers, tokens, hidden_size).
 
     Args:
-        model: one of fastbert's, with or without a head, in eval mode.
+        model: one of fastbert's, or transformers', with or without a head, in eval mode.
         batch: packed texts (`fastbert.pack_inputs`).
         layers: 0 is what goes into the first layer, 1 what comes out of it, and so on; below 0 from the end; None: all.
         causal: no token sees those behind it, as in a language model that writes from left to right.
@@ -29,7 +31,7 @@ def hidden_states(
     Raises:
         InputError: the model has no such layer; it is in training mode.
     """
-    base: EncoderModel = model.base_model
+    base: EncoderModel = as_ours(model).base_model
     if base.training:
         raise InputError("the model is in training mode: call model.eval()")
     chosen = numbers_of("layer", layers, len(base.running_config.layer_paths) + 1)

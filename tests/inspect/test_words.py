@@ -166,3 +166,27 @@ def test_each_head_is_taken_out_in_turn():
         assert float((model(batch).last_hidden_state.detach() - whole).abs().max()) == measured[2, 0]
     with pytest.raises(InputError, match="no layer 9"), inspect.without_heads(model, {9: [0]}):
         pass
+
+
+@pytest.mark.parametrize("model_type", ("bert", "modernbert"))
+def test_live_models_of_transformers_are_read_as_ours(model_type):
+    config = config_for(model_type, "MaskedLM", 0)
+    theirs = make_hf(config, "MaskedLM").eval()
+    ours, batch = make_ours(config, "MaskedLM", theirs).eval(), fastbert.pack_inputs(texts(config))
+    for call in (
+        inspect.attention,
+        inspect.weighted_attention,
+        inspect.hidden_states,
+        lambda model, batch: inspect.token_log_probs(model, batch, MASK),
+        lambda model, batch: inspect.attention_relevance(model, batch, inspect.token_label(1, 5)),
+        lambda model, batch: [a.scores for a in inspect.integrated_gradients(model, batch, inspect.token_label(1, 5))],
+    ):
+        assert all(map(torch.equal, call(theirs, batch), call(ours, batch)))
+    base = theirs.base_model
+    assert all(map(torch.equal, inspect.attention(base, batch), inspect.attention(ours, batch)))
+    with pytest.raises(InputError, match="none of fastbert's models: heads"), inspect.without_heads(theirs, {0: [0]}):
+        pass
+    with pytest.raises(InputError, match="Linear is none of fastbert's models"):
+        inspect.attention(torch.nn.Linear(2, 2), batch)
+    with pytest.raises(InputError, match="training mode"):
+        inspect.attention(theirs.train(), batch)
