@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 
 import torch
@@ -84,6 +85,31 @@ def neighbour_accuracy(vectors: torch.Tensor, senses: Sequence[Hashable]) -> tor
     numbers = {sense: i for i, sense in enumerate(dict.fromkeys(senses))}
     of = torch.tensor([numbers[sense] for sense in senses], device=vectors.device)
     return (of[near.argmax(-1)] == of).float().mean(-1)
+
+
+def linear_probe(vectors: torch.Tensor, labels: Sequence[Hashable], folds: int = 5) -> torch.Tensor:
+    """How well a linear classifier tells labels from the vectors of each layer: accuracy on what it has not seen, the
+    mean over `folds` parts that are held out in turn, each with its share of every label.
+
+    vectors: (layers, n, width), of texts or words; labels: of each of the n. Returns (layers,). Needs scikit-learn.
+    Raises ValueError: as many labels as there are not vectors, or a label that has fewer than `folds` of them.
+    """
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.model_selection import StratifiedKFold, cross_val_score
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    if vectors.shape[-2] != len(labels):
+        raise ValueError(f"{len(labels)} labels of {vectors.shape[-2]} vectors; one each is needed")
+    counts = Counter(labels)
+    rarest, count = min(counts.items(), key=lambda item: item[1]) if counts else (None, 0)
+    if count < folds or len(counts) < 2:
+        raise ValueError(f"label {rarest!r} has {count} vectors: {folds} parts need {folds} of each of two labels")
+    names = [str(label) for label in labels]
+    parts = StratifiedKFold(folds, shuffle=True, random_state=0)
+    model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
+    found = [cross_val_score(model, x.float().cpu().numpy(), names, cv=parts).mean() for x in vectors]
+    return torch.tensor(found, dtype=torch.float32)
 
 
 def principal_components(vectors: torch.Tensor, count: int = 2) -> torch.Tensor:

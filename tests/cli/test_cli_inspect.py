@@ -50,6 +50,8 @@ def test_two_texts(folder, tmp_path):
     done = run_here("inspect", folder, *TEXTS, "--output", tmp_path / "both.html")
     page = (tmp_path / "both.html").read_text(encoding="utf-8")
     assert done.returncode == 0 and page.count('"kind":"attention"') == 2 and '"kind":"similarity"' in page
+    done = run_here("inspect", folder, TEXTS[0], "--layers", 0, "--heads", 1, "--output", tmp_path / "one.svg")
+    assert done.returncode == 0 and "<svg" in (tmp_path / "one.svg").read_text(encoding="utf-8"), done.stderr
     assert "exists already; --force" in fails("inspect", folder, TEXTS[0], "--output", tmp_path / "both.html")
 
 
@@ -63,8 +65,8 @@ def test_a_text_that_is_too_long_is_cut_and_said(folder):
     [
         (("a", "b", "c"), "3 texts are given; one or two"),
         (("a", " "), "a text is empty"),
-        (("a", "--output", "-"), "--output -: pages and arrays go into a file"),
-        (("a", "--output", "a.png"), "the name must end in .html or .npz"),
+        (("a", "--output", "-"), "--output -: pages, arrays and pictures go into a file"),
+        (("a", "--output", "a.pdf"), "the name must end in .html or .npz or .png or .svg"),
         (("a", "--layers", "2"), "there is no layer 2: the model has 2, 0 to 1"),
         (("a", "--heads", "-3"), "there is no head -3"),
     ],

@@ -120,6 +120,19 @@ def test_neighbours_cosines_and_components():
     assert inspect.principal_components(line[:1], 2).tolist() == [[0.0, 0.0]]
 
 
+def test_a_probe_finds_what_is_linear():
+    generator = torch_generator(3)
+    labels = ["a", "b", "c"] * 10
+    noise = torch.randn(30, 4, generator=generator)
+    place = torch.eye(4)[[{"a": 0, "b": 1, "c": 2}[label] for label in labels]]
+    accuracy = inspect.linear_probe(torch.stack([noise, noise + 20 * place]), labels)
+    assert accuracy[1] == 1.0 and accuracy[0] < 0.8
+    with pytest.raises(ValueError, match="2 labels of 30 vectors"):
+        inspect.linear_probe(noise[None], ["a", "b"])
+    with pytest.raises(ValueError, match="label 'z' has 1 vectors: 5 parts need 5"):
+        inspect.linear_probe(noise[None], [*labels[:-1], "z"])
+
+
 @pytest.mark.parametrize("model_type", ("bert", "albert", "modernbert", "deberta-v2"))
 def test_a_head_that_is_taken_out_adds_nothing(model_type):
     config = config_for(model_type, "Model", 0)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fastbert import inspect
     from fastbert.sentences import SentenceEncoder
 
-KINDS = (".html", ".npz")
+KINDS = (".html", ".npz", ".png", ".svg")
 STEPS = 32  # points of the path: of MiniLM's cosines the shares then miss less than 1 %
 
 
@@ -25,7 +25,8 @@ def add(commands: Any) -> None:
         commands, "inspect", run, "what the heads of a model look at",
         """
         Shows what the attention heads of MODEL look at in TEXT; with a second text, how close the two are, and which
-        tokens make them so. OUT is a page to look at (.html, one file that needs no network) or the numbers (.npz).
+        tokens make them so. OUT is a page to look at (.html, one file that needs no network), the numbers
+        (.npz), or a picture of the first text's attention (.png, .svg).
         """,
         'fastbert inspect all-MiniLM-L6-v2 "He sat on the bank of the river." --output bank.html',
     )  # fmt: skip
@@ -35,7 +36,7 @@ def add(commands: Any) -> None:
         "--layers", metavar="N", type=int, nargs="+", help="which, from 0, below 0 from the end; else all"
     )
     parser.add_argument("--heads", metavar="N", type=int, nargs="+", help="which; else all")
-    parser.add_argument("--output", metavar="OUT", type=Path, help="an .html or an .npz")
+    parser.add_argument("--output", metavar="OUT", type=Path, help="an .html, .npz, .png or .svg")
     parser.add_argument("--force", action="store_true", help="replace OUT")
 
 
@@ -45,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     if any(not text.strip() for text in options.text):
         raise UsageError("a text is empty")
     if options.output == STDOUT:
-        raise UsageError("--output -: pages and arrays go into a file (.html or .npz)")
+        raise UsageError("--output -: pages, arrays and pictures go into a file")
     if options.output is not None:
         check_output(options.output, KINDS, options.force)
 
@@ -73,6 +74,11 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.output.suffix == ".npz":
         _write_arrays(options.output, maps, tokens, measures, close)
+    elif options.output.suffix in (".png", ".svg"):
+        try:
+            inspect.draw_attention(options.output, tokens[0], maps)
+        except ImportError:
+            raise UsageError(f"{options.output}: a picture needs matplotlib: pip install matplotlib") from None
     else:
         _page(options, encoder, tokens, maps, close).write(options.output)
     say(f"{len(maps.layers)} layers, {len(maps.heads)} heads -> {options.output}")
