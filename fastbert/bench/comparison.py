@@ -94,6 +94,8 @@ def to_table(rows: Sequence[dict[str, Any]], machine: dict[str, Any], dtype: str
     columns = ["model", "parameters", "of them embeddings", "weights", "to train"]
     columns += [f"Mop a token, S = {n}" for n in LENGTHS]
     columns += ["real tokens/s", "times the first"]
+    has_quality = any(row.get("spearman") is not None for row in rows)
+    columns += ["Spearman of cosines"] if has_quality else []
     lines = [
         f"{machine['cpu']}, {machine['threads']} threads, {dtype}. Operations of the layers, in brackets what"
         " transformers executes. To train: weights, gradients and AdamW's moments in float32, without activations.",
@@ -116,6 +118,8 @@ def to_table(rows: Sequence[dict[str, Any]], machine: dict[str, Any], dtype: str
             cells.append(both)
         speed = row["tokens_per_second"]
         cells += [f"{speed:,.0f}", f"{speed / rows[0]['tokens_per_second']:.2f}x"]
+        if has_quality:
+            cells.append("-" if row.get("spearman") is None else f"{100 * row['spearman']:.2f}")
         lines.append("| " + " | ".join(cells) + " |")
     for row in rows:
         if row["texts_cut"]:
@@ -127,26 +131,35 @@ def to_table(rows: Sequence[dict[str, Any]], machine: dict[str, Any], dtype: str
 
 
 def write_chart(path: Path, rows: Sequence[dict[str, Any]], machine: dict[str, Any], dtype: str) -> None:
-    """A bar a model, the fastest first; needs matplotlib."""
+    """A bar a model, the fastest first; where quality is known, speed against quality. Needs matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     ordered = sorted(rows, key=lambda row: row["tokens_per_second"])
-    figure = Figure(figsize=(8, 1.4 + 0.5 * len(rows)), layout="constrained")
+    judged = [row for row in ordered if row.get("spearman") is not None]
+    figure = Figure(figsize=(8, 5 if judged else 1.4 + 0.5 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    speeds = [row["tokens_per_second"] for row in ordered]
-    bars = axes.barh([row["name"] for row in ordered], speeds, color="#0072b2", height=0.7, zorder=2)
-    labels = [
-        f"{s:,.0f}   {row['parameters']['all'] / 1e6:,.0f} M parameters" for s, row in zip(speeds, ordered, strict=True)
-    ]
-    axes.bar_label(bars, labels, padding=4, fontsize=9)
     axes.set_xlabel("real tokens/s")
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.margins(x=0.35)
-    axes.grid(axis="x", color="#dddddd", linewidth=0.8, zorder=0)
+    axes.grid(axis="both" if judged else "x", color="#dddddd", linewidth=0.8, zorder=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(length=0)
+    sizes = {row["name"]: f"{row['parameters']['all'] / 1e6:,.0f} M parameters" for row in rows}
+    if judged:
+        axes.set_ylabel("Spearman of cosines, x 100")
+        axes.margins(0.25)
+        for row in judged:
+            place = row["tokens_per_second"], 100 * row["spearman"]
+            axes.scatter(*place, s=60, color="#0072b2", zorder=2)
+            label = f"{Path(row['name']).name}\n{sizes[row['name']]}"
+            axes.annotate(label, place, (8, 4), textcoords="offset points", fontsize=9)
+    else:
+        speeds = [row["tokens_per_second"] for row in ordered]
+        bars = axes.barh([Path(row["name"]).name for row in ordered], speeds, color="#0072b2", height=0.7, zorder=2)
+        labels = [f"{speed:,.0f}   {sizes[row['name']]}" for speed, row in zip(speeds, ordered, strict=True)]
+        axes.bar_label(bars, labels, padding=4, fontsize=9)
+        axes.margins(x=0.35)
     axes.set_title(f"{machine['cpu']}, {machine['threads']} threads, {dtype}", loc="left", fontsize=11)
     with writing(path) as new:
         figure.savefig(new, dpi=150, format="png")

@@ -9,8 +9,10 @@ import tiny
 import torch
 from command_line import fails, run_here
 from hf import make_hf
+from scipy.stats import spearmanr
 from torch.utils.flop_counter import FlopCounterMode
 
+from fastbert import SentenceEncoder
 from fastbert.bench.comparison import Candidate, facts_of
 from fastbert.bench.jobs import fields_without_type
 from fastbert.config import EncoderConfig
@@ -41,6 +43,27 @@ def test_a_model_that_cannot_be_loaded_is_said_and_the_others_go_on(tmp_path):
     assert f"error: {tmp_path / 'nothing'}" in done.stderr and done.stderr.count("\n") == 1
     assert "unknown '3x3'; known are 1x16" in fails("compare", "tiny", "--workload", "3x3")
     assert "is no folder" in fails("compare", "tiny", "--output", __file__)
+
+
+def test_quality_beside_speed(tmp_path):
+    folder, pairs = tiny.write_model(tmp_path / "encoder"), tmp_path / "pairs.csv"
+    texts = [("the cat sat", "a dog ran"), ("who sat on the mat", "the cat sat on the mat"), ("we", "they who ran in")]
+    rows = [f"{a},{b},{score}" for (a, b), score in zip(texts, (1.0, 4.5, 2.0), strict=True)]
+    pairs.write_text("\n".join(("sentence1,sentence2,score", *rows)) + "\n")
+    options = ("--rounds", 1, "--workload", "1x16", "--pairs", pairs, "--output", tmp_path / "out")
+    done = run_here("compare", folder, "tiny", *options)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out/comparison.json").read_text())["rows"]
+    encoder = SentenceEncoder(folder)
+    left, right = (torch.from_numpy(encoder.encode(list(column))) for column in zip(*texts, strict=True))
+    cosines = torch.nn.functional.cosine_similarity(left, right)
+    assert found[0]["spearman"] == pytest.approx(float(spearmanr(cosines, (1.0, 4.5, 2.0))[0]))
+    assert found[1]["spearman"] is None and f"| {100 * found[0]['spearman']:.2f} |" in done.stdout
+    pairs.write_text("text,label\na,1\nb,0\n")
+    done = run_here("compare", folder, "--pairs", pairs)  # datasets says what it reads
+    assert done.returncode == 2 and "error: " in done.stderr and "has one text a row, 'text'" in done.stderr
+    pairs.write_text("sentence1,sentence2,score\na,b,good\nb,c,bad\n")
+    assert "score holds what is no number" in run_here("compare", folder, "--pairs", pairs).stderr
 
 
 @pytest.mark.parametrize(
