@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ from full import mark_those_left_to_full
 from seeds import SEED, manual_seed
 
 import fastbert
-from fastbert.testing.interpreter import mend_triton_interpreter
+from fastbert.testing import interpreter
 
 collector.install()
 judging.install()
@@ -49,7 +50,7 @@ _PACKAGE_FOLDERS = tuple(
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    mend_triton_interpreter()
+    interpreter.mend_triton_interpreter()
 
 
 def pytest_report_header():
@@ -127,6 +128,15 @@ def poison_uninitialised_memory(monkeypatch):
     monkeypatch.setattr(torch, "empty", _poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", _poisoned(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", _poisoned(torch.Tensor.new_empty))
+
+
+@pytest.fixture
+def products_of_a_gpu() -> Iterator[None]:
+    """Interpreted products with a GPU's bits: one sum has others in another block (fastbert/testing/interpreter.py)."""
+    if torch.cuda.is_available():
+        pytest.skip("a GPU has products of its own")
+    with interpreter.products_of_a_gpu():
+        yield
 
 
 @pytest.fixture

@@ -10,7 +10,18 @@ import torch
 from attention_cases import SLACK, backends, each_dtype, each_isa, kept, make, needs_extension
 from full import left_to_full, thinned
 from isas import OF_FLOATS
-from relative_cases import ROWS, TERMS, check, differentiate, holes, longest_of, make_terms, rows_of, run
+from relative_cases import (
+    ROWS,
+    TERMS,
+    check,
+    check_operands_where_they_lie,
+    differentiate,
+    holes,
+    longest_of,
+    make_terms,
+    rows_of,
+    run,
+)
 from seeds import manual_seed
 
 from fastbert.ops import Relative, attention, attention_probs
@@ -171,18 +182,7 @@ def test_nothing_crosses_from_one_sequence_to_another(backend, dtype):
 
 @each_isa
 def test_operands_are_read_where_they_lie(backend):
-    """Slices of a fused projection, tables with other numbers between their rows, a bias in bfloat16."""
-    case = MIDDLE
-    tensors, relative = make(case, 2), make_terms(case, "all", "clamped", 2, 32, torch.float32)
-    fused, wide = torch.cat(tensors, 1).split(2, 1), torch.cat([relative.key, relative.query], 2)
-    f = partial(attention, cu_seqlens=case.cu_seqlens, max_seqlen=129, backend=backend)
-    key, query = wide.split(32, 2)
-    bias = relative.bias.bfloat16()
-    expected = f(*tensors, relative=relative._replace(bias=bias.float()))
-    assert torch.equal(f(*fused, relative=relative._replace(key=key, query=query, bias=bias)), expected)
-    leaf = bias.clone().requires_grad_()
-    (dbias,) = torch.autograd.grad(f(*tensors, relative=relative._replace(bias=leaf)).sum(), leaf)
-    assert dbias.dtype is torch.bfloat16
+    check_operands_where_they_lie(backend, MIDDLE, 129)
 
 
 @each_isa

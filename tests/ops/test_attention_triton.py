@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -30,7 +29,6 @@ from fastbert.ops._attention_tiles import tiles_of
 from fastbert.ops.attention import _tile
 from fastbert.testing import reference
 from fastbert.testing.cases import LENGTHS, Lengths
-from fastbert.testing.interpreter import products_of_a_gpu
 from fastbert.testing.numerics import assert_close_to_reference
 
 pytestmark = needs_triton
@@ -135,16 +133,7 @@ def test_opcheck(dropout_p):
     assert namespace.attention_bwd_triton(*backward).shape == (SLACK.total_tokens, 8, 16)
 
 
-@pytest.fixture
-def products() -> Iterator[None]:
-    """One sum has other bits in another block (fastbert/testing/interpreter.py)."""
-    if torch.cuda.is_available():
-        pytest.skip("a GPU has products of its own")
-    with products_of_a_gpu():
-        yield
-
-
-with_products_of_a_gpu = pytest.mark.usefixtures("products")
+with_products_of_a_gpu = pytest.mark.usefixtures("products_of_a_gpu")
 each_16_and_32 = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 
 

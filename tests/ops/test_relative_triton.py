@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -16,7 +15,6 @@ from fastbert.ops import Relative, attention
 from fastbert.ops._relative_triton import _tile
 from fastbert.testing import reference
 from fastbert.testing.cases import Lengths
-from fastbert.testing.interpreter import products_of_a_gpu
 from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close_to_reference
 
 pytestmark = needs_triton
@@ -159,15 +157,7 @@ def test_nothing_crosses_from_one_sequence_to_another(n, has_holes):
         assert torch.equal(found[name][clean], expected[name][clean]) and not found[name][end + 9 :].any()
 
 
-@pytest.fixture
-def products() -> Iterator[None]:
-    if torch.cuda.is_available():
-        pytest.skip("a GPU has products of its own")
-    with products_of_a_gpu():
-        yield
-
-
-@pytest.mark.usefixtures("products")
+@pytest.mark.usefixtures("products_of_a_gpu")
 @left_to_full(lambda p: p["dtype"] is torch.float16)  # as bfloat16, with more digits
 @each_dtype
 def test_with_products_of_a_gpu_the_error_rule_holds(dtype):
@@ -175,7 +165,7 @@ def test_with_products_of_a_gpu_the_error_rule_holds(dtype):
     check("triton", FEW, make(FEW, 1, 32, dtype), relative)
 
 
-@pytest.mark.usefixtures("products")
+@pytest.mark.usefixtures("products_of_a_gpu")
 def test_one_key_leaves_nothing_for_what_makes_scores_in_fp32():
     case = Lengths("", (1,) * 5)
     tensors = tuple(30 * t for t in make(case, 2, 64))

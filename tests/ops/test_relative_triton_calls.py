@@ -8,7 +8,7 @@ import pytest
 import torch
 from attention_cases import SLACK, make, needs_triton
 from full import thinned
-from relative_cases import TERMS, holes, make_terms, run
+from relative_cases import TERMS, check_operands_where_they_lie, holes, make_terms, run
 
 from fastbert.backend import BackendError, use_backend
 from fastbert.ops import Relative, attention
@@ -33,17 +33,7 @@ def test_gradients_of_tables_alone():
 
 
 def test_operands_are_read_where_they_lie():
-    """Slices of a fused projection, tables with other numbers between their rows, a bias in bfloat16."""
-    tensors, relative = make(FEW, 2), make_terms(FEW, "all", "clamped", 2, 32, torch.float32)
-    fused, wide = torch.cat(tensors, 1).split(2, 1), torch.cat([relative.key, relative.query], 2)
-    f = partial(attention, cu_seqlens=FEW.cu_seqlens, max_seqlen=20, backend="triton")
-    key, query = wide.split(32, 2)
-    bias = relative.bias.bfloat16()
-    expected = f(*tensors, relative=relative._replace(bias=bias.float()))
-    assert torch.equal(f(*fused, relative=relative._replace(key=key, query=query, bias=bias)), expected)
-    leaf = bias.clone().requires_grad_()
-    (dbias,) = torch.autograd.grad(f(*tensors, relative=relative._replace(bias=leaf)).sum(), leaf)
-    assert dbias.dtype is torch.bfloat16
+    check_operands_where_they_lie("triton", FEW, 20)
 
 
 def test_what_does_not_fit_reads_nothing_beyond_the_tensors():

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from attention_cases import Tensors
+from attention_cases import Tensors, make
 from draw import Draw
 from op_case import Case, draw_lengths
 from seeds import manual_seed
@@ -115,6 +115,20 @@ def check(backend: str, case: Lengths, tensors: Tensors, relative: Relative, kee
     for name in found:
         factor = OUTPUT_FACTOR if name == "out" else GRADIENT_FACTOR
         assert_close_to_reference(found[name], oracle[name], baseline[name], factor, name)
+
+
+def check_operands_where_they_lie(backend: str, case: Lengths, max_seqlen: int) -> None:
+    """Slices of a fused projection, tables with other numbers between their rows, a bias in bfloat16."""
+    tensors, relative = make(case, 2), make_terms(case, "all", "clamped", 2, 32, torch.float32)
+    fused, wide = torch.cat(tensors, 1).split(2, 1), torch.cat([relative.key, relative.query], 2)
+    f = partial(attention, cu_seqlens=case.cu_seqlens, max_seqlen=max_seqlen, backend=backend)
+    key, query = wide.split(32, 2)
+    bias = relative.bias.bfloat16()
+    expected = f(*tensors, relative=relative._replace(bias=bias.float()))
+    assert torch.equal(f(*fused, relative=relative._replace(key=key, query=query, bias=bias)), expected)
+    leaf = bias.clone().requires_grad_()
+    (dbias,) = torch.autograd.grad(f(*tensors, relative=relative._replace(bias=leaf)).sum(), leaf)
+    assert dbias.dtype is torch.bfloat16
 
 
 def relative_attention(draw: Draw, backend: str, dtype: torch.dtype):
