@@ -89,6 +89,11 @@ def _scaled_product(a, b, scale: float):
     return torch.baddbmm(a.new_zeros(()).expand(a.shape[0], a.shape[1], b.shape[2]), a, b, beta=0, alpha=scale)
 
 
+def _weighted(scores, v, dropout_p: float):
+    """dropout(softmax(scores)) v, of batches of matrices."""
+    return dropout_torch(scores.softmax(-1), dropout_p) @ v
+
+
 def _written_attention(q, k, v, mask, options):
     """As _rectangle_attention, by way of the scores; q, k, v (num_sequences, num_heads, width, head_dim)."""
     num_sequences, num_heads, width, head_dim = q.shape
@@ -105,7 +110,7 @@ def _written_attention(q, k, v, mask, options):
         scores = _scaled_product(qs, ks.mT, softmax_scale)
         if padded is not None:
             scores.masked_fill_(padded, -math.inf)
-        pieces.append(torch.bmm(dropout_torch(scores.softmax(-1), options.dropout_p), vs))
+        pieces.append(_weighted(scores, vs, options.dropout_p))
     out = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     return out.view(num_sequences, num_heads, width, head_dim)
 
@@ -149,8 +154,7 @@ def _relative_attention(q, k, v, mask, options, relative: Relative, places):
         scores = _relative_scores(qs, ks, Relative(relative.rows, *tables), pairs, options.softmax_scale)
         if padded is not None:
             scores = scores.masked_fill(padded, -math.inf)
-        probs = dropout_torch(scores.softmax(-1), options.dropout_p)
-        pieces.append((probs @ vs).permute(1, 2, 0, 3))
+        pieces.append(_weighted(scores, vs, options.dropout_p).permute(1, 2, 0, 3))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
 
 

@@ -16,6 +16,7 @@ import torch
 from attention_terms import key_bias_terms
 from draw import Draw
 from family_configs import NUM_CONFIGS, make_config
+from fused_delta import LONGEST_SQUARE
 from fuzz_driver import Fuzzer
 from fuzz_ops import backends
 from hf import FAMILIES, make_hf, make_oracle, make_ours, random_like
@@ -31,9 +32,6 @@ from fastbert.config import EncoderConfig
 
 GENERIC, THEIRS = "cpu-generic", "transformers"
 FIRST_ID = 10  # padding and mask tokens have lower ones
-# With more tokens backward takes rowsum(dO O) for attention's delta, as torch's fused attention does and transformers'
-# formula does not (docs/attention.md): it is judged by the generic kernels, which do the same.
-LONGEST_SQUARE = 64
 
 
 @dataclass
@@ -150,6 +148,8 @@ def run_case(draw: Draw) -> None:
         return each[backend], each["oracle"], each[baseline]
 
     results(0, THEIRS, THEIRS)
+    # With more tokens backward takes rowsum(dO O) for attention's delta, as torch's fused attention does and
+    # transformers' formula does not: it is judged by the generic kernels, which do the same.
     for backend in found[0]:
         for baseline in (GENERIC, *((THEIRS,) if longest <= LONGEST_SQUARE else ())):
             if backend not in ("oracle", THEIRS, baseline):

@@ -70,8 +70,7 @@ def test_modernbert_at_8192(dtype):
 
 def has_places(config) -> bool:
     """Whether more than the distance of two tokens matters: where each of them is."""
-    turned = [spec.attention.rotary for spec in config.layer_specs if spec.attention.rotary is not None]
-    return config.embeddings.position is not None or any(position.rotates_values for position in turned)
+    return config.embeddings.position is not None or (config.distances is not None and config.distances.are_absolute)
 
 
 def packed_cases() -> list[tuple[str, str]]:

@@ -96,7 +96,7 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
         if name.endswith(_OF_DISTANCES):
             parameter.copy_(3 * noise)
         elif name.endswith(before_relu):
-            parameter.copy_(noise.sign() * 4)
+            parameter.copy_(noise.sign() * 8)
         elif name in norms:
             parameter.copy_(1 + 0.3 * noise)
         else:
