@@ -28,7 +28,9 @@ def without_heads(model: PreTrainedModel, heads: Mapping[int, Collection[int]]) 
         raise InputError(f"{type(model).__name__} is none of fastbert's models: heads are taken out of these alone")
     config = model.base_model.running_config
     paths, count = config.layer_paths, config.num_attention_heads
-    lost = {numbers_of("layer", [i], len(paths))[0]: set(numbers_of("head", of, count)) for i, of in heads.items()}
+    lost: dict[int, set[int]] = {}
+    for number, of in heads.items():  # -1 and 11 may be one layer
+        lost.setdefault(numbers_of("layer", [number], len(paths))[0], set()).update(numbers_of("head", of, count))
     by_path: dict[str, set[int]] = {}
     for i, path in enumerate(paths):
         if by_path.setdefault(path, lost.get(i, set())) != lost.get(i, set()):

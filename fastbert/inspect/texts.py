@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class PackedTexts:
 
     @property
     def lengths(self) -> list[int]:
-        return [end - start for start, end in zip(self.ends[:-1], self.ends[1:], strict=True)]
+        return [end - start for start, end in pairwise(self.ends)]
 
     def places(self, texts: Sequence[int]) -> torch.Tensor:
         """Where the tokens of these texts are, one text after the other; a text may come again."""

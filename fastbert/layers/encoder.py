@@ -59,9 +59,8 @@ def run_attention(layer: nn.Module, spec: LayerSpec, x, context: LayerContext, w
     form, batch = spec.attention, context.batch
     q, k, v = queries_keys_values(layer, spec, x, context)
     rotary = None if form.rotary is None else context.rotary[form.rotary]
-    if (
-        rotary is not None and form.rotary is not None and form.rotary.dim < form.head_dim
-    ):  # attention turns whole heads
+    # Attention turns whole heads.
+    if rotary is not None and form.rotary is not None and form.rotary.dim < form.head_dim:
         (q, k), rotary = ops.rotate((q, k), rotary, batch.cu_seqlens, batch.cache), None
     relative = None if form.relative is None else relative_of(layer, spec, context.relative[form.relative], q.dtype)
     options: dict[str, Any] = {

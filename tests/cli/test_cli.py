@@ -34,10 +34,7 @@ TEXTS = ["the cat sat on the mat.", "", "a dog ran, and who sat?", 'we "quoted",
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    folder = tiny.write_model(tmp_path_factory.mktemp("encoder"))
-    tiny.write_modules(folder, "Pooling", "Normalize")
-    tiny.write_json(folder / "1_Pooling/config.json", {"word_embedding_dimension": 32})
-    return folder
+    return tiny.write_sentence_model(tmp_path_factory.mktemp("encoder"))
 
 
 @pytest.fixture(scope="module")

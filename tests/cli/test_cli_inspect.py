@@ -17,10 +17,7 @@ TEXTS = ("the cat sat on the mat.", "a dog ran in the house")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    made = tiny.write_model(tmp_path_factory.mktemp("encoder"))
-    tiny.write_modules(made, "Pooling", "Normalize")
-    tiny.write_json(made / "1_Pooling/config.json", {"word_embedding_dimension": 32})
-    return made
+    return tiny.write_sentence_model(tmp_path_factory.mktemp("encoder"))
 
 
 def test_one_text(folder, tmp_path):

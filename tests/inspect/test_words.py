@@ -177,6 +177,10 @@ def test_each_head_is_taken_out_in_turn():
     assert (measured > 0).all() and torch.equal(model(batch).last_hidden_state, whole)
     with inspect.without_heads(model, {2: [0]}):
         assert float((model(batch).last_hidden_state.detach() - whole).abs().max()) == measured[2, 0]
+    with inspect.without_heads(model, {-1: [0], 3: [1]}):  # one layer, named twice
+        both = model(batch).last_hidden_state.detach()
+    with inspect.without_heads(model, {3: [0, 1]}):
+        assert torch.equal(model(batch).last_hidden_state, both)
     with pytest.raises(InputError, match="no layer 9"), inspect.without_heads(model, {9: [0]}):
         pass
 

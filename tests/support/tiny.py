@@ -54,6 +54,14 @@ def write_modules(root: Path, *names: str) -> None:
     write_json(root / "modules.json", entries)
 
 
+def write_sentence_model(folder: Path) -> Path:
+    """A sentence-transformers folder: mean pooling, normalised."""
+    write_model(folder)
+    write_modules(folder, "Pooling", "Normalize")
+    write_json(folder / "1_Pooling/config.json", {"word_embedding_dimension": 32})
+    return folder
+
+
 def edit_config(folder: Path, **changes) -> None:
     """Change entries of a folder's config.json."""
     path = folder / "config.json"
