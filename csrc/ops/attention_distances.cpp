@@ -67,8 +67,9 @@ std::vector<size_t> group_ends(const std::vector<int64_t>& offsets, int64_t leas
   int64_t before = 0;
   for (size_t i = 0; i < count; ++i) {
     before += scores_of(i);
-    if (i + 1 == count || before >= total * static_cast<int64_t>(ends.size() + 1) / groups) ends.push_back(i + 1);
+    if (before >= total * static_cast<int64_t>(ends.size() + 1) / groups) ends.push_back(i + 1);
   }
+  if (total > 0) ends.back() = count;  // sequences without a token, where they come last, make no group of their own
   return ends;
 }
 

@@ -30,7 +30,7 @@ struct Distances {
 };
 
 // Where the groups of sequences end whose gradients of tables are summed up apart, by a head's work: each costs as many
-// additions as there are distances. The same for any number of threads.
+// additions as there are distances. The same for any number of threads. Where there are tokens, each group has some.
 std::vector<std::size_t> group_ends(const std::vector<int64_t>& offsets, int64_t least_scores);
 
 }  // namespace fastbert

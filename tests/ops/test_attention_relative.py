@@ -208,6 +208,14 @@ def test_nothing_to_see_has_no_gradient(backend, case):
     assert not any(t.any() for name, t in found.items() if name not in ("out", "v"))
 
 
+@each_dtype
+@each_backend
+def test_the_last_sequences_have_no_token(backend, dtype):
+    """Then no group of sequences, whose gradients of the tables are summed together, may be left with those alone."""
+    case = Lengths("", (20, 40, 0, 0), slack=2)
+    check(backend, case, make(case, 2, 32, dtype), make_terms(case, "all", "buckets", 2, 32, dtype))
+
+
 @each_backend
 def test_under_autocast_the_tables_are_cast(backend):
     tensors, relative = make(FEW, 2), make_terms(FEW, "all", "buckets", 2, 32, torch.float32)
