@@ -9,7 +9,7 @@ PIP    := $(INSTALL) -qq --use-pep517
 unexport PYTHONDONTWRITEBYTECODE
 SOURCES := setup.py build_backend.py fastbert/native/recipe.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
-.PHONY: demo test checked lint type format unit facts test-full sanitize fuzz bench bench-ops gpu gpu-stale clean help
+.PHONY: demo test checked lint type format docs unit facts test-full sanitize fuzz bench bench-ops gpu gpu-stale clean help
 
 help:           ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 12
@@ -88,6 +88,17 @@ build/.gpu-extension: $(SOURCES)
 
 gpu-stale: $(VENV)/.installed  ## do the committed GPU results belong to the present kernels?
 	@$(BIN)/python -m benchmarks.gpu --stale
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@echo "installing what makes the documentation ..."
+	@$(PIP) "fastbert-kernels[docs]"
+	@touch $@
+
+# A warning is an error: a dead link, an anchor that is not there, a docstring that cannot be read, a page that fails to run.
+docs: $(VENV)/.installed-docs $(VENV)/.installed-test  ## the documentation as a site, in build/site
+	@$(BIN)/python -m pytest -q -m "" tests/project/test_readme.py -k "examples or links"
+	@$(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/docs-state . build/site
+	@echo "open build/site/index.html"
 
 UNIT := $(BIN)/python -m pytest -n 2 --dist worksteal
 

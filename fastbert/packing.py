@@ -141,17 +141,19 @@ def _most_runs(real: torch.Tensor) -> torch.Tensor:
 class PackedBatch:
     """Where the real tokens of a batch are.
 
-    indices: int64 (total_tokens,), flat positions of the real tokens in the (batch_size, seqlen) grid; None when there
-        is no padding, or when the caller's input was packed already.
-    cu_seqlens: int32 (batch_size + 1,), offsets of the sequences among the packed tokens.
-    max_seqlen: an upper bound of the sequence lengths, on the host.
-    seqlen: the width of the padded grid; None when the caller's input was packed already.
-    total_tokens: the number of packed tokens, on the host.
-    labelled: int64 (n,), the packed tokens that have a label, in order; None where nobody has looked.
-    bounds: the smallest and the largest of the ids and labels that belong to the batch, by name, as the host has seen
-        them; None where nobody has looked. `fastbert.pack_inputs` fills both in, so that no model has to wait for them.
-    has_gaps: whether a sequence has padding between its tokens; None where the host does not know.
-    cache: what backends derive from cu_seqlens, kept for the layers of one forward pass.
+    Args:
+        indices: int64 (total_tokens,), flat positions of the real tokens in the (batch_size, seqlen) grid; None when
+            there is no padding, or when the caller's input was packed already.
+        cu_seqlens: int32 (batch_size + 1,), offsets of the sequences among the packed tokens.
+        max_seqlen: an upper bound of the sequence lengths, on the host.
+        seqlen: the width of the padded grid; None when the caller's input was packed already.
+        total_tokens: the number of packed tokens, on the host.
+        labelled: int64 (n,), the packed tokens that have a label, in order; None where nobody has looked.
+        bounds: the smallest and the largest of the ids and labels that belong to the batch, by name, as the host has
+            seen them; None where nobody has looked. `fastbert.pack_inputs` fills both in, so that no model has to wait
+            for them.
+        has_gaps: whether a sequence has padding between its tokens; None where the host does not know.
+        cache: what backends derive from cu_seqlens, kept for the layers of one forward pass.
     """
 
     indices: torch.Tensor | None

@@ -41,7 +41,7 @@ def quantize(
             fastbert.accelerate has sped up; or any module that holds some of these.
         dtype: "int8".
         keep: names of layers that stay in floating point, as model.named_modules() has them, or fnmatch patterns
-            ("*.layer.0.*", "*.output.dense"). The name of a module keeps everything below it.
+            `("*.layer.0.*", "*.output.dense")`. The name of a module keeps everything below it.
         calibration: None (the default) gives each token a scale while the model runs, which is most accurate. Inputs,
             as `quantization_error` takes them, fix one scale for each layer instead: the largest value that the layer
             gets from them. This saves the measuring later; larger values are then cut off.

@@ -19,12 +19,13 @@ class Relative(NamedTuple):
     where the second term is DeBERTa's content-to-position, the third its position-to-content (He et al. 2021,
     "DeBERTa", section 3.1), and the last the bias of T5 and MPNet (Raffel et al. 2020, section 2.1; Song et al. 2020).
 
-    rows: int32 (2 * longest - 1,), `longest` at least the longest sequence.
-    key, query: (num_rows, num_heads, head_dim), the projected tables, in q's dtype; None: there is no such term.
-    bias: (num_rows, num_heads), or None.
-    positions: int32 (total_tokens,), the places of tokens, ascending in each sequence, and in none of them `longest`
-        apart; default 0, 1, 2... in each sequence. Padded columns, by which transformers counts, are others where a
-        mask has holes.
+    Args:
+        rows: int32 (2 * longest - 1,), `longest` at least the longest sequence.
+        key, query: (num_rows, num_heads, head_dim), the projected tables, in q's dtype; None: there is no such term.
+        bias: (num_rows, num_heads), or None.
+        positions: int32 (total_tokens,), the places of tokens, ascending in each sequence, and in none of them
+            `longest` apart; default 0, 1, 2... in each sequence. Padded columns, by which transformers counts, are
+            others where a mask has holes.
     """
 
     rows: torch.Tensor

@@ -123,20 +123,26 @@ def test_links_lead_somewhere(page):
         assert target.startswith("https://") or (folder / target).exists(), target
 
 
-BLOCKS = [
-    pytest.param(page, block, id=f"{page}-{i}")
-    for page, text in PAGES.items()
-    for i, block in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
-]
+BLOCKS = {page: re.findall(r"```python\n(.*?)```", text, re.DOTALL) for page, text in PAGES.items()}
+# Of a page that is a notebook each block goes on where the one before it ended.
+RUNS = {page: ["".join(blocks)] if page.endswith(".nb.md") else blocks for page, blocks in BLOCKS.items()}
 
 
-@pytest.mark.parametrize("page,block", BLOCKS)
+@pytest.mark.parametrize(
+    "page,block",
+    [
+        pytest.param(page, block, id=f"{page}-{i}", marks=() if page == "README.md" else pytest.mark.full)
+        for page, blocks in RUNS.items()
+        for i, block in enumerate(blocks)
+    ],
+)
 def test_examples_run(page, block, monkeypatch, tmp_path):
     """Offline: transformers gets the folder of the model that a hub id in an example stands for.
 
     What needs a bucket is marked "py": tests/bulk runs the same calls over files.
     """
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("MPLBACKEND", "agg")
     monkeypatch.chdir(tmp_path)
     here = block.replace('"sentence-transformers/all-MiniLM-L6-v2"', repr(str(resolve("all-MiniLM-L6-v2"))))
     exec(compile(here, page, "exec"), {})
@@ -160,7 +166,7 @@ def test_commands_run(monkeypatch, tmp_path, capfd):
 
 
 def test_every_example_is_found_and_every_variable_is_listed():
-    assert len(BLOCKS) == sum(text.count("```python") for text in PAGES.values()) >= 10
+    assert sum(map(len, BLOCKS.values())) == sum(text.count("```python") for text in PAGES.values()) >= 10
     sources = [p.read_text() for p in (Path(fastbert.__file__).parent).rglob("*.py")]
     sources.append((ROOT / "setup.py").read_text())
     used = {name for text in sources for name in re.findall(r"environ[^\n]*\"(FASTBERT_\w+)\"", text)}
