@@ -20,7 +20,7 @@ nb_execution_mode = "cache"
 nb_execution_cache_path = str(Path(__file__).parents[1] / "build" / "docs-cache")
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
-nb_merge_streams = True
+nb_merge_streams, nb_output_stderr = True, "remove"
 nb_mime_priority_overrides = [("html", "image/svg+xml", 0)]
 # The source is the whole repository, so that links between pages, results and README are those that the repository has.
 root_doc = "docs/index"

@@ -15,11 +15,10 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-import torch
 from sklearn.cluster import KMeans
+from sklearn.manifold import TSNE
 
 import fastbert
-from fastbert import inspect
 
 parser = argparse.ArgumentParser()
 parser.add_argument("texts", nargs="?", type=Path, default=Path(__file__).parents[1] / "data" / "intents.csv")
@@ -46,7 +45,7 @@ for cluster, size in sizes.most_common():
 print(f"{len(texts)} texts, {pure / len(texts):.1%} in a cluster of which most have the same intent")
 
 if options.picture is not None:
-    points = inspect.principal_components(torch.from_numpy(vectors)).numpy()
+    points = TSNE(metric="cosine", perplexity=min(30, len(texts) / 4), random_state=0).fit_transform(vectors)
     figure, axis = plt.subplots(figsize=(9, 6), layout="constrained")
     axis.scatter(*points.T, c="#cfd4da", s=8)
     for cluster, title in titles[:8]:

@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import nn
 
 from fastbert.bench.timing import Timing, measure_once
 from fastbert.config.operations import operations
+from fastbert.data.budget import token_batches
 from fastbert.files import writing
 from fastbert.models.base import EncoderModel
 from fastbert.packed_inputs import PackedInputs, pack_inputs
 
 LENGTHS = (16, 128, 512)  # of the texts that operations are counted for
 TRAINING_BYTES = 16  # a parameter: the weight, its gradient, AdamW's two moments, in float32
+BATCH_TOKENS = 8192
 TURN_SECONDS = 0.2  # a turn is as many calls as fill this, at least one
 
 
@@ -26,6 +29,7 @@ TURN_SECONDS = 0.2  # a turn is as many calls as fill this, at least one
 class Candidate:
     name: str
     model: EncoderModel
+    tokenizer: Tokenizer | None = None  # of a checkpoint
 
     @property
     def limit(self) -> int | None:
@@ -37,11 +41,19 @@ class Candidate:
         limit = self.limit
         return [n if limit is None else min(n, limit) for n in wanted]
 
-    def batch(self, wanted: Sequence[int]) -> PackedInputs:
-        """Random tokens."""
+    def lengths_of(self, texts: Sequence[str]) -> list[int] | None:
+        """In this model's own tokens, before any cut; None without a tokenizer."""
+        return None if self.tokenizer is None else [len(made) for made in self.tokenizer.encode_batch(list(texts))]
+
+    def batches(self, wanted: Sequence[int]) -> list[PackedInputs]:
+        """Random tokens, in batches of up to BATCH_TOKENS."""
         generator = torch.Generator().manual_seed(0)
         low, high = min(1000, self.model.config.vocab_size // 2), self.model.config.vocab_size
-        return pack_inputs([torch.randint(low, high, (n,), generator=generator).tolist() for n in self.lengths(wanted)])
+        lengths = self.lengths(wanted)
+        return [
+            pack_inputs([torch.randint(low, high, (lengths[i],), generator=generator).tolist() for i in chosen])
+            for chosen in token_batches(lengths, BATCH_TOKENS)
+        ]
 
 
 def facts_of(candidate: Candidate, wanted: Sequence[int]) -> dict[str, Any]:
@@ -68,24 +80,28 @@ def facts_of(candidate: Candidate, wanted: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def compare(candidates: Sequence[Candidate], wanted: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """The facts of each, with the real tokens a second of a batch of texts with so many tokens each: medians of so many
-    rounds, in which all take a turn, so that a machine's slow minute is everyone's.
+def compare(candidates: Sequence[Candidate], wanted: Sequence[Sequence[int]], rounds: int) -> list[dict[str, Any]]:
+    """The facts of each, with the real tokens and texts a second of texts that have, for each candidate, so many
+    tokens: medians of so many rounds, in which all take a turn, so that a machine's slow minute is everyone's.
     """
-    batches = [candidate.batch(wanted) for candidate in candidates]
+
+    def run(candidate: Candidate, batches: Sequence[PackedInputs]) -> None:
+        for batch in batches:
+            candidate.model.last_hidden_state(batch)
+
+    all_batches = [candidate.batches(lengths) for candidate, lengths in zip(candidates, wanted, strict=True)]
     seconds: list[list[float]] = [[] for _ in candidates]
     with torch.inference_mode():
         for round_number in range(rounds + 1):
-            for i, (candidate, batch) in enumerate(zip(candidates, batches, strict=True)):
-                taken = measure_once(partial(candidate.model.last_hidden_state, batch), TURN_SECONDS)
+            for i, (candidate, batches) in enumerate(zip(candidates, all_batches, strict=True)):
+                taken = measure_once(partial(run, candidate, batches), TURN_SECONDS)
                 if round_number:  # the first packs weights
                     seconds[i].append(taken)
     rows = []
-    for candidate, batch, times in zip(candidates, batches, seconds, strict=True):
-        timing = Timing.of(times)
-        tokens = batch["batch"].total_tokens
-        rate = {"tokens_per_second": tokens / timing.median, "seconds": timing.to_dict(), "tokens": tokens}
-        rows.append(facts_of(candidate, wanted) | rate)
+    for candidate, lengths, times in zip(candidates, wanted, seconds, strict=True):
+        timing, tokens = Timing.of(times), sum(candidate.lengths(lengths))
+        rate = {"tokens_per_second": tokens / timing.median, "texts_per_second": len(lengths) / timing.median}
+        rows.append(facts_of(candidate, lengths) | rate | {"seconds": timing.to_dict(), "tokens": tokens})
     return rows
 
 
@@ -93,9 +109,9 @@ def to_table(rows: Sequence[dict[str, Any]], machine: dict[str, Any], dtype: str
     """Markdown."""
     columns = ["model", "parameters", "of them embeddings", "weights", "to train"]
     columns += [f"Mop a token, S = {n}" for n in LENGTHS]
-    columns += ["real tokens/s", "times the first"]
-    has_quality = any(row.get("spearman") is not None for row in rows)
-    columns += ["Spearman of cosines"] if has_quality else []
+    columns += ["real tokens/s", "texts/s", "times the first's texts/s"]
+    has_quality = any(row.get("quality") for row in rows)
+    columns += ["quality"] if has_quality else []
     lines = [
         f"{machine['cpu']}, {machine['threads']} threads, {dtype}. Operations of the layers, in brackets what"
         " transformers executes. To train: weights, gradients and AdamW's moments in float32, without activations.",
@@ -116,10 +132,11 @@ def to_table(rows: Sequence[dict[str, Any]], machine: dict[str, Any], dtype: str
             count = counts.get(length)
             both = "-" if count is None else f"{count['executed'] / 1e6:,.1f} ({count['transformers'] / 1e6:,.1f})"
             cells.append(both)
-        speed = row["tokens_per_second"]
-        cells += [f"{speed:,.0f}", f"{speed / rows[0]['tokens_per_second']:.2f}x"]
+        speed = row["texts_per_second"]
+        cells += [f"{row['tokens_per_second']:,.0f}", f"{speed:,.1f}", f"{speed / rows[0]['texts_per_second']:.2f}x"]
         if has_quality:
-            cells.append("-" if row.get("spearman") is None else f"{100 * row['spearman']:.2f}")
+            found = row.get("quality")
+            cells.append(f"{100 * found['value']:.2f} ({found['measure']})" if found else "-")
         lines.append("| " + " | ".join(cells) + " |")
     for row in rows:
         if row["texts_cut"]:
@@ -135,27 +152,28 @@ def write_chart(path: Path, rows: Sequence[dict[str, Any]], machine: dict[str, A
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    ordered = sorted(rows, key=lambda row: row["tokens_per_second"])
-    judged = [row for row in ordered if row.get("spearman") is not None]
+    ordered = sorted(rows, key=lambda row: row["texts_per_second"])
+    judged = [row for row in ordered if row.get("quality")]
     figure = Figure(figsize=(8, 5 if judged else 1.4 + 0.5 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    axes.set_xlabel("real tokens/s")
+    axes.set_xlabel("texts/s")
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.grid(axis="both" if judged else "x", color="#dddddd", linewidth=0.8, zorder=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(length=0)
     sizes = {row["name"]: f"{row['parameters']['all'] / 1e6:,.0f} M parameters" for row in rows}
     if judged:
-        axes.set_ylabel("Spearman of cosines, x 100")
+        measures = sorted({row["quality"]["measure"] for row in judged})
+        axes.set_ylabel(f"{', '.join(measures)}, x 100")
         axes.margins(0.25)
         for row in judged:
-            place = row["tokens_per_second"], 100 * row["spearman"]
+            place = row["texts_per_second"], 100 * row["quality"]["value"]
             axes.scatter(*place, s=60, color="#0072b2", zorder=2)
             label = f"{Path(row['name']).name}\n{sizes[row['name']]}"
             axes.annotate(label, place, (8, 4), textcoords="offset points", fontsize=9)
     else:
-        speeds = [row["tokens_per_second"] for row in ordered]
+        speeds = [row["texts_per_second"] for row in ordered]
         bars = axes.barh([Path(row["name"]).name for row in ordered], speeds, color="#0072b2", height=0.7, zorder=2)
         labels = [f"{speed:,.0f}   {sizes[row['name']]}" for speed, row in zip(speeds, ordered, strict=True)]
         axes.bar_label(bars, labels, padding=4, fontsize=9)

@@ -12,7 +12,7 @@ from hf import make_hf
 from scipy.stats import spearmanr
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastbert import SentenceEncoder
+from fastbert import Reranker, SentenceEncoder, TextClassifier, inspect
 from fastbert.bench.comparison import Candidate, facts_of
 from fastbert.bench.jobs import fields_without_type
 from fastbert.config import EncoderConfig
@@ -45,25 +45,85 @@ def test_a_model_that_cannot_be_loaded_is_said_and_the_others_go_on(tmp_path):
     assert "is no folder" in fails("compare", "tiny", "--output", __file__)
 
 
-def test_quality_beside_speed(tmp_path):
-    folder, pairs = tiny.write_model(tmp_path / "encoder"), tmp_path / "pairs.csv"
-    texts = [("the cat sat", "a dog ran"), ("who sat on the mat", "the cat sat on the mat"), ("we", "they who ran in")]
-    rows = [f"{a},{b},{score}" for (a, b), score in zip(texts, (1.0, 4.5, 2.0), strict=True)]
-    pairs.write_text("\n".join(("sentence1,sentence2,score", *rows)) + "\n")
-    options = ("--rounds", 1, "--workload", "1x16", "--pairs", pairs, "--output", tmp_path / "out")
-    done = run_here("compare", folder, "tiny", *options)
+TEXTS = [("the cat sat", "a dog ran"), ("who sat on the mat", "the cat sat on the mat"), ("we", "they who ran in")]
+SCORES = (1.0, 4.5, 2.0)
+
+
+def report_of(folder):
+    rows = json.loads((folder / "comparison.json").read_text())["rows"]
+    return {row["name"]: row.get("quality") for row in rows}
+
+
+def write_csv(path, header, rows):
+    path.write_text("\n".join((header, *(",".join(map(str, row)) for row in rows))) + "\n")
+    return path
+
+
+def test_pairs_with_scores_judge_encoders_and_rerankers(tmp_path):
+    folder, reranker = (
+        tiny.write_model(tmp_path / "encoder"),
+        tiny.write_model(tmp_path / "reranker", head="SequenceClassification", num_labels=1),
+    )
+    rows = [(*both, score) for both, score in zip(TEXTS, SCORES, strict=True)]
+    pairs = write_csv(tmp_path / "pairs.csv", "sentence1,sentence2,score", rows)
+    options = ("--rounds", 1, "--workload", "1x16", "--labelled", pairs, "--output", tmp_path / "out")
+    done = run_here("compare", folder, "tiny", reranker, *options)
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "out/comparison.json").read_text())["rows"]
+    found = report_of(tmp_path / "out")
     encoder = SentenceEncoder(folder)
-    left, right = (torch.from_numpy(encoder.encode(list(column))) for column in zip(*texts, strict=True))
+    left, right = (torch.from_numpy(encoder.encode(list(column))) for column in zip(*TEXTS, strict=True))
     cosines = torch.nn.functional.cosine_similarity(left, right)
-    assert found[0]["spearman"] == pytest.approx(float(spearmanr(cosines, (1.0, 4.5, 2.0))[0]))
-    assert found[1]["spearman"] is None and f"| {100 * found[0]['spearman']:.2f} |" in done.stdout
-    pairs.write_text("text,label\na,1\nb,0\n")
-    done = run_here("compare", folder, "--pairs", pairs)  # datasets says what it reads
-    assert done.returncode == 2 and "error: " in done.stderr and "has one text a row, 'text'" in done.stderr
-    pairs.write_text("sentence1,sentence2,score\na,b,good\nb,c,bad\n")
-    assert "score holds what is no number" in run_here("compare", folder, "--pairs", pairs).stderr
+    value = float(spearmanr(cosines, SCORES)[0])
+    assert found[str(folder)] == {"measure": "Spearman of cosines", "value": pytest.approx(value)}
+    value = float(spearmanr(Reranker(reranker).predict(TEXTS), SCORES)[0])
+    assert found[str(reranker)] == {"measure": "Spearman of scores", "value": pytest.approx(value)}
+    assert found["tiny"] is None and f"| {100 * value:.2f} (Spearman of scores) |" in done.stdout
+
+
+def test_texts_with_labels_judge_encoders_and_classifiers(tmp_path):
+    folder, classifier = (
+        tiny.write_model(tmp_path / "encoder"),
+        tiny.write_model(tmp_path / "classifier", head="SequenceClassification", num_labels=3),
+    )
+    texts, labels = [text for pair in TEXTS for text in pair] * 2, [f"LABEL_{i % 2}" for i in range(12)]
+    file = write_csv(tmp_path / "labels.csv", "text,label", zip(texts, labels, strict=True))
+    options = ("--rounds", 1, "--workload", "1x16", "--labelled", file, "--output", tmp_path / "out")
+    done = run_here("compare", folder, classifier, *options)
+    assert done.returncode == 0, done.stderr
+    found, loaded = report_of(tmp_path / "out"), TextClassifier(classifier)
+    said = [loaded.labels[i] for i in loaded.predict(texts).argmax(-1)]
+    share = sum(a == b for a, b in zip(said, labels, strict=True)) / 12
+    assert found[str(classifier)] == {"measure": "accuracy", "value": pytest.approx(share)}
+    vectors = SentenceEncoder(folder).encode(texts, convert_to_tensor=True)
+    probed = float(inspect.linear_probe(vectors[None], labels)[0])
+    assert found[str(folder)] == {"measure": "linear probe", "value": pytest.approx(probed)}
+    write_csv(file, "text,label", [("the cat", "LABEL_0"), ("a dog", "fish")])
+    done = run_here("compare", folder, classifier, "--rounds", 1, "--workload", "1x16", "--labelled", file)
+    assert done.returncode == 2 and done.stdout.count("\n| ") == 3  # both are measured all the same
+    assert "row 2 has the label 'fish'; the model has LABEL_0, LABEL_1, LABEL_2" in done.stderr
+    assert "5 parts need 5 of each of two labels" in done.stderr
+
+
+def test_labelled_rows_that_judge_nothing_are_errors(tmp_path):
+    folder = tiny.write_model(tmp_path / "encoder")
+    file = write_csv(tmp_path / "rows.csv", "sentence1,sentence2,score", [("a", "b", "1.0")])
+    assert "at least two rows with a finite score" in run_here("compare", folder, "--labelled", file).stderr
+    write_csv(file, "text,label", [("a", "x"), ("b", "")])
+    assert "row 2: label is missing" in run_here("compare", folder, "--labelled", file).stderr
+
+
+def test_speed_on_texts_of_ones_own(tmp_path):
+    folder, texts = tiny.write_model(tmp_path / "encoder"), tmp_path / "texts.txt"
+    lines = ["the cat sat on the mat"] * 3 + ["the " * 100]
+    texts.write_text("\n".join(lines) + "\n")
+    done = run_here("compare", "tiny", folder, "--rounds", 1, "--texts", texts, "--output", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    first, second = json.loads((tmp_path / "out/comparison.json").read_text())["rows"]
+    assert first["tokens"] == 3 * 8 + 102 and second["tokens"] == 3 * 8 + 64 and second["texts_cut"] == 1
+    assert second["texts_per_second"] == pytest.approx(second["tokens_per_second"] * 4 / second["tokens"])
+    assert "none of these has a tokenizer" in fails("compare", "tiny", "--texts", texts)
+    texts.write_text("")
+    assert "holds no texts" in fails("compare", folder, "--texts", texts)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "serve": {"checkpoint", "data", "sentences"},
     "bulk": {"sentences"},
     "testing": set(),
-    "bench": {"backend", "config", "models", "packed_inputs", "quantization", "testing"},
+    "bench": {"backend", "config", "data", "models", "packed_inputs", "quantization", "testing"},
     "cli": {"_C", "backend", "bench", "bulk", "checkpoint", "config", "data", "inspect", "layers", "models", "native",
             "ops", "packed_inputs", "quantization", "sentences", "serve", "testing", "training"},
 }  # fmt: skip
