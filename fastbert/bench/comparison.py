@@ -15,6 +15,7 @@ from torch import nn
 from fastbert.bench.timing import Timing, measure_once
 from fastbert.config.operations import operations
 from fastbert.data.budget import token_batches
+from fastbert.data.tokenized import tokenize
 from fastbert.files import writing
 from fastbert.models.base import EncoderModel
 from fastbert.packed_inputs import PackedInputs, pack_inputs
@@ -43,7 +44,7 @@ class Candidate:
 
     def lengths_of(self, texts: Sequence[str]) -> list[int] | None:
         """In this model's own tokens, before any cut; None without a tokenizer."""
-        return None if self.tokenizer is None else [len(made) for made in self.tokenizer.encode_batch(list(texts))]
+        return None if self.tokenizer is None else tokenize(self.tokenizer, texts, with_types=False).lengths.tolist()
 
     def batches(self, wanted: Sequence[int]) -> list[PackedInputs]:
         """Random tokens, in batches of up to BATCH_TOKENS."""

@@ -33,6 +33,11 @@ def read_config(folder: Path) -> EncoderConfig:
     return of_one_save(folder, lambda metadata: config_of(folder, metadata))
 
 
+def is_classifier(config: EncoderConfig) -> bool:
+    """Whether a checkpoint has a head for sequences: labels, a score, the relevance of a pair."""
+    return any(name.endswith("ForSequenceClassification") for name in config.extra.get("architectures") or ())
+
+
 def read_checkpoint(folder: Path, config: EncoderConfig | None = None) -> tuple[EncoderConfig, dict[str, torch.Tensor]]:
     """The config and the tensors of a folder, of one save both; raises as `read_config` and `read_weights`.
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastbert.checkpoint.pretrained import read_config
+from fastbert.checkpoint.pretrained import is_classifier, read_config
 from fastbert.data.sentence_folder import transformer_folder
 from fastbert.data.tokenized import pack
 from fastbert.hub import resolve
@@ -50,7 +50,7 @@ def load_engine(name: str, dtype: str, device: str | None) -> Engine:
     Raises what `from_pretrained` of these raises.
     """
     config = read_config(transformer_folder(resolve(name)))
-    if any(kind.endswith("ForSequenceClassification") for kind in config.extra.get("architectures") or ()):
+    if is_classifier(config):
         scorer = Reranker.from_pretrained(name, dtype=dtype, device=device)
         labels = [label for _, label in sorted(id2label(scorer).items())]
         kind = "reranker" if scorer.num_labels == 1 else "classifier"

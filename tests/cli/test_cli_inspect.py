@@ -10,7 +10,7 @@ import tiny
 import torch
 from command_line import fails, run_here
 
-from fastbert import SentenceEncoder, inspect, pack_inputs
+from fastbert import SentenceEncoder, TextClassifier, inspect, pack_inputs
 
 TEXTS = ("the cat sat on the mat.", "a dog ran in the house")
 
@@ -70,3 +70,34 @@ def test_a_text_that_is_too_long_is_cut_and_said(folder):
 )
 def test_what_cannot_be_is_one_line(folder, given, message):
     assert message in fails("inspect", folder, *given)
+
+
+def test_a_classifier_says_which_words_decided(tmp_path):
+    """Of one text, and of a pair, whose second text has types of its own."""
+    folder = tiny.write_model(tmp_path / "classifier", head="SequenceClassification", num_labels=3)
+    classifier = TextClassifier(folder)
+    for texts in (TEXTS[:1], TEXTS):
+        asked = texts if len(texts) == 1 else [texts]
+        path = tmp_path / f"{len(texts)}.npz"
+        done = run_here("inspect", folder, *texts, "--label", "LABEL_2", "--output", path)
+        assert done.returncode == 0, done.stderr
+        arrays, probabilities = np.load(path), classifier.predict(asked)[0]
+        assert arrays["probabilities"] == pytest.approx(probabilities, abs=1e-6) and arrays["label"] == 2
+        likeliest = int(probabilities.argmax())
+        assert f"  says: LABEL_{likeliest} {probabilities[likeliest]:.3f}, " in done.stdout
+        batch = classifier.tokenize(asked).pack([0])
+        special = [tiny.VOCAB.index(name) for name in ("[CLS]", "[SEP]")]
+        (found,) = inspect.integrated_gradients(classifier.model, batch, 2, kept_ids=special, steps=32)
+        assert np.array_equal(arrays["shares_0"], found.scores.numpy())
+        tokens = arrays["tokens_0"].tolist()
+        assert f"{tokens[int(found.scores.argmax())]} {found.scores.max():+.3f}" in done.stdout
+        assert len(arrays["attention_0"][0, 0]) == len(tokens)
+    done = run_here("inspect", folder, TEXTS[0], "--output", tmp_path / "page.html")
+    assert (
+        f"What speaks for LABEL_{int(classifier.predict(TEXTS[:1]).argmax())}" in (tmp_path / "page.html").read_text()
+    )
+    assert "the model has LABEL_0, LABEL_1, LABEL_2" in fails("inspect", folder, TEXTS[0], "--label", "fish")
+
+
+def test_only_a_classifier_has_labels(folder):
+    assert "is no classifier" in fails("inspect", folder, TEXTS[0], "--label", "fish")

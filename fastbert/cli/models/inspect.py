@@ -1,4 +1,4 @@
-"""`fastbert inspect`: what a model's heads look at in a text, and why two texts are close."""
+"""`fastbert inspect`: what a model's heads look at in a text, which words decided, and why two texts are close."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from fastbert import inspect
-    from fastbert.sentences import SentenceEncoder
+    from fastbert.packed_inputs import PackedInputs
+    from fastbert.sentences import SentenceEncoder, TextClassifier
 
 KINDS = (".html", ".npz", ".png", ".svg")
 STEPS = 32  # points of the path: of MiniLM's cosines the shares then miss less than 1 %
@@ -24,9 +25,10 @@ def add(commands: Any) -> None:
     parser = add_command(
         commands, "inspect", run, "what the heads of a model look at",
         """
-        Shows what the attention heads of MODEL look at in TEXT; with a second text, how close the two are, and which
-        tokens make them so. OUT is a page to look at (.html, one file that needs no network), the numbers
-        (.npz), or a picture of the first text's attention (.png, .svg).
+        Shows what the attention heads of MODEL look at in TEXT. Of a classifier also what it says, and which tokens
+        decided; a second text makes a pair. Of an encoder, with a second text, how close the two are, and which tokens
+        make them so. OUT is a page to look at (.html, one file that needs no network), the numbers (.npz), or a
+        picture of the first text's attention (.png, .svg).
         """,
         'fastbert inspect all-MiniLM-L6-v2 "He sat on the bank of the river." --output bank.html',
     )  # fmt: skip
@@ -36,6 +38,7 @@ def add(commands: Any) -> None:
         "--layers", metavar="N", type=int, nargs="+", help="which, from 0, below 0 from the end; else all"
     )
     parser.add_argument("--heads", metavar="N", type=int, nargs="+", help="which; else all")
+    parser.add_argument("--label", metavar="NAME", help="of a classifier: the label to explain; else the likeliest")
     parser.add_argument("--output", metavar="OUT", type=Path, help="an .html, .npz, .png or .svg")
     parser.add_argument("--force", action="store_true", help="replace OUT")
 
@@ -51,36 +54,48 @@ def run(options: argparse.Namespace) -> int:
         check_output(options.output, KINDS, options.force)
 
     from fastbert import inspect
-    from fastbert.packed_inputs import pack_inputs
-    from fastbert.sentences import SentenceEncoder
+    from fastbert.checkpoint.pretrained import is_classifier, read_config
+    from fastbert.data.sentence_folder import transformer_folder
+    from fastbert.hub import resolve
+    from fastbert.sentences import SentenceEncoder, TextClassifier
 
     raise_if_stopped()
-    encoder = SentenceEncoder(options.model)
-    made = [encoder.tokenizer.encode(text) for text in options.text]
-    for text, encoding in zip(options.text, made, strict=True):
+    classifies = is_classifier(read_config(transformer_folder(resolve(options.model))))
+    if options.label is not None and not classifies:
+        raise UsageError(f"--label: {options.model} is no classifier")
+    model = TextClassifier(options.model) if classifies else SentenceEncoder(options.model)
+    label = None if options.label is None else _place_of(model, options.label)
+    inputs = [tuple(options.text)] if classifies and len(options.text) == 2 else options.text
+    made = [model.tokenizer.encode(*((one,) if isinstance(one, str) else one)) for one in inputs]
+    titles = [one if isinstance(one, str) else " | ".join(one) for one in inputs]
+    for title, encoding in zip(titles, made, strict=True):
         if encoding.overflowing:
-            say(f"warning: cut to {len(encoding.ids)} tokens: {short(text, 60)}")
-    ids, tokens = [encoding.ids for encoding in made], [encoding.tokens for encoding in made]
-    maps = inspect.attention(encoder.model, pack_inputs(ids), options.layers, options.heads)
+            say(f"warning: cut to {len(encoding.ids)} tokens: {short(title, 60)}")
+    batch, tokens = model.tokenize(inputs).pack(range(len(made))), [encoding.tokens for encoding in made]
+    maps = inspect.attention(model.model, batch, options.layers, options.heads)
     separators = [[i for i, special in enumerate(one.special_tokens_mask) if special and i] for one in made]
     measures = [inspect.measure_heads(*each) for each in zip(maps, separators, strict=True)]
-    for text, words, measured in zip(options.text, tokens, measures, strict=True):
-        print("\n".join(_lines(text, words, maps, measured)), flush=True)
+    for title, words, measured in zip(titles, tokens, measures, strict=True):
+        print("\n".join(_lines(title, words, maps, measured)), flush=True)
     raise_if_stopped()
-    close = _compare(encoder, made) if len(made) == 2 else None
-    if close is not None:
+    close = decided = None
+    if isinstance(model, TextClassifier):
+        decided = _explain(model, batch, made[0], label)
+        print("\n".join(_lines_of_label(decided, tokens[0])), flush=True)
+    elif len(made) == 2:
+        close = _compare(model, made)
         print("\n".join(_lines_of_two(close, tokens)), flush=True)
     if options.output is None:
         return 0
     if options.output.suffix == ".npz":
-        _write_arrays(options.output, maps, tokens, measures, close)
+        _write_arrays(options.output, maps, tokens, measures, close, decided)
     elif options.output.suffix in (".png", ".svg"):
         try:
             inspect.draw_attention(options.output, tokens[0], maps)
         except ImportError:
             raise UsageError(f"{options.output}: a picture needs matplotlib: pip install matplotlib") from None
     else:
-        _page(options, encoder, tokens, maps, close).write(options.output)
+        _page(options.model, model.model.config, titles, tokens, maps, close, decided).write(options.output)
     say(f"{len(maps.layers)} layers, {len(maps.heads)} heads -> {options.output}")
     return 0
 
@@ -101,6 +116,44 @@ def _lines(text: str, tokens: list[str], maps: inspect.AttentionMaps, measured: 
     lines.append("  most: head   " + "".join(f"{name:>12}" for name, _ in best))
     lines.append("               " + "".join(f"{value:12.2f}" for _, value in best))
     return [*lines, ""]
+
+
+def _place_of(classifier: TextClassifier, label: str) -> int:
+    if label not in classifier.labels:
+        raise UsageError(f"--label {label}: the model has {', '.join(classifier.labels)}")
+    return classifier.labels.index(label)
+
+
+def _explain(classifier: TextClassifier, batch: PackedInputs, made: Any, label: int | None) -> dict[str, Any]:
+    """What a classifier says of one text, or of a pair, and what each token adds to the logit of a label."""
+    import torch
+
+    from fastbert import inspect
+    from fastbert.sentences.text_model import InferenceOptions
+
+    with torch.no_grad():
+        probabilities = classifier.probabilities(classifier.compute(batch.to(classifier.device), InferenceOptions()))[0]
+    place = int(probabilities.argmax()) if label is None else label
+    special = {i for i, flag in zip(made.ids, made.special_tokens_mask, strict=True) if flag}
+    (found,) = inspect.integrated_gradients(
+        classifier.model, batch, inspect.label(place), kept_ids=special, steps=STEPS
+    )
+    return {"labels": classifier.labels, "probabilities": probabilities, "label": place, "shares": found}
+
+
+def _lines_of_label(decided: dict[str, Any], tokens: list[str]) -> list[str]:
+    labels, probabilities = decided["labels"], decided["probabilities"]
+    first = probabilities.argsort(descending=True).tolist()[:5]
+    lines = [f"  says: {', '.join(f'{labels[i]} {probabilities[i]:.3f}' for i in first)}"]
+    lines.append(f"  what adds most to the logit of {labels[decided['label']]}, and what takes most from it")
+    return [*lines, _line_of_shares(decided["shares"], tokens)]
+
+
+def _line_of_shares(found: inspect.Attribution, tokens: list[str]) -> str:
+    order = found.scores.argsort(descending=True).tolist()
+    told = [*order[:4], *(i for i in order[4:][-2:] if found.scores[i] < 0)]
+    said = ", ".join(f"{tokens[i]} {found.scores[i]:+.3f}" for i in told)
+    return f"    {said}  ({found.completeness_error:.1%} missed)"
 
 
 def _compare(encoder: SentenceEncoder, made: list[Any]) -> dict[str, Any]:
@@ -130,34 +183,33 @@ def _compare(encoder: SentenceEncoder, made: list[Any]) -> dict[str, Any]:
 
 def _lines_of_two(close: dict[str, Any], tokens: list[list[str]]) -> list[str]:
     lines = [f"  cosine of the two: {close['cosine']:.3f}; what adds most to it, and what takes most from it"]
-    for words, found in zip(tokens, close["shares"], strict=True):
-        order = found.scores.argsort(descending=True).tolist()
-        told = [*order[:4], *(i for i in order[4:][-2:] if found.scores[i] < 0)]
-        said = ", ".join(f"{words[i]} {found.scores[i]:+.3f}" for i in told)
-        lines.append(f"    {said}  ({found.completeness_error:.1%} missed)")
-    return lines
+    return [*lines, *(_line_of_shares(found, words) for words, found in zip(tokens, close["shares"], strict=True))]
 
 
 def _page(
-    options: argparse.Namespace,
-    encoder: SentenceEncoder,
+    name: str,
+    config: Any,
+    titles: list[str],
     tokens: list[list[str]],
     maps: inspect.AttentionMaps,
     close: dict[str, Any] | None,
+    decided: dict[str, Any] | None,
 ) -> inspect.Page:
     from fastbert.inspect import Page
 
-    config = encoder.model.config
     page = Page(
-        f"Inside {options.model}",
+        f"Inside {name}",
         f"{config.model_type}, {config.num_hidden_layers} layers of {config.num_attention_heads} heads",
     )
+    if decided is not None:
+        label = decided["labels"][decided["label"]]
+        page.add_attribution(tokens[0], decided["shares"], f"What speaks for {label}: {short(titles[0], 60)}")
     if close is not None:
-        for words, found, text in zip(tokens, close["shares"], options.text, strict=True):
-            page.add_attribution(words, found, f"What adds to the cosine: {short(text, 60)}")
+        for words, found, title in zip(tokens, close["shares"], titles, strict=True):
+            page.add_attribution(words, found, f"What adds to the cosine: {short(title, 60)}")
         page.add_similarity(tokens[0], tokens[1], close["tokens"], "Cosines of the tokens", "Behind the last layer.")
-    for i, text in enumerate(options.text):
-        page.add_attention(tokens[i], maps, i, f"Attention: {short(text, 60)}")
+    for i, title in enumerate(titles):
+        page.add_attention(tokens[i], maps, i, f"Attention: {short(title, 60)}")
     return page
 
 
@@ -167,6 +219,7 @@ def _write_arrays(
     tokens: list[list[str]],
     measures: list[Any],
     close: dict[str, Any] | None,
+    decided: dict[str, Any] | None,
 ) -> None:
     import numpy as np
 
@@ -180,5 +233,9 @@ def _write_arrays(
             arrays[f"shares_{i}"] = close["shares"][i].scores.cpu().numpy()
     if close is not None:
         arrays |= {"cosine": np.array(close["cosine"]), "token_cosines": close["tokens"].cpu().numpy()}
+    if decided is not None:
+        arrays |= {"labels": np.array(decided["labels"]), "label": np.array(decided["label"])}
+        arrays |= {"probabilities": decided["probabilities"].cpu().numpy()}
+        arrays |= {"shares_0": decided["shares"].scores.cpu().numpy()}
     with writing(path) as new, open(new, "wb") as file:
         np.savez_compressed(file, **arrays)

@@ -48,13 +48,12 @@ def quality_of(name: str, data: LabelledTexts, dtype: str) -> dict[str, Any] | N
     Labels: a classifier's accuracy; of an encoder the accuracy of a linear classifier on its vectors, in five folds.
     Raises InputError: a label that a classifier lacks, or of which an encoder has fewer than five texts.
     """
-    from fastbert.checkpoint.pretrained import read_config
+    from fastbert.checkpoint.pretrained import is_classifier, read_config
     from fastbert.data.sentence_folder import transformer_folder
     from fastbert.hub import resolve
 
     config = read_config(transformer_folder(resolve(name)))
-    heads = config.extra.get("architectures") or ()
-    if any(head.endswith("ForSequenceClassification") for head in heads):
+    if is_classifier(config):
         return _of_classifier(name, data, dtype)
     if data.is_scored:
         return {"measure": "Spearman of cosines", "value": _rank_correlation(_cosines(name, data, dtype), data.answers)}
