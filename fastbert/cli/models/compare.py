@@ -75,9 +75,9 @@ def run(options: argparse.Namespace) -> int:
         return USER_ERROR
     wanted = [lengths] * len(candidates) if texts is None else _lengths(candidates, texts)
     rows, machine = compare(candidates, wanted, options.rounds), describe_machine()
-    for candidate, row in zip(candidates if data is not None else (), rows, strict=False):
+    for candidate, row in zip(candidates, rows, strict=True):
         raise_if_stopped()
-        if candidate.tokenizer is None:  # random weights
+        if data is None or candidate.tokenizer is None:  # without one, the weights are random
             continue
         try:
             row["quality"] = quality_of(candidate.name, data, options.dtype)

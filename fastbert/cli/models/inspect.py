@@ -64,7 +64,8 @@ def run(options: argparse.Namespace) -> int:
     if options.label is not None and not classifies:
         raise UsageError(f"--label: {options.model} is no classifier")
     model = TextClassifier(options.model) if classifies else SentenceEncoder(options.model)
-    label = None if options.label is None else _place_of(model, options.label)
+    if isinstance(model, TextClassifier) and options.label not in (None, *model.labels):
+        raise UsageError(f"--label {options.label}: the model has {', '.join(model.labels)}")
     inputs = [tuple(options.text)] if classifies and len(options.text) == 2 else options.text
     made = [model.tokenizer.encode(*((one,) if isinstance(one, str) else one)) for one in inputs]
     titles = [one if isinstance(one, str) else " | ".join(one) for one in inputs]
@@ -80,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
     raise_if_stopped()
     close = decided = None
     if isinstance(model, TextClassifier):
-        decided = _explain(model, batch, made[0], label)
+        decided = _explain(model, batch, made[0], options.label)
         print("\n".join(_lines_of_label(decided, tokens[0])), flush=True)
     elif len(made) == 2:
         close = _compare(model, made)
@@ -118,13 +119,7 @@ def _lines(text: str, tokens: list[str], maps: inspect.AttentionMaps, measured: 
     return [*lines, ""]
 
 
-def _place_of(classifier: TextClassifier, label: str) -> int:
-    if label not in classifier.labels:
-        raise UsageError(f"--label {label}: the model has {', '.join(classifier.labels)}")
-    return classifier.labels.index(label)
-
-
-def _explain(classifier: TextClassifier, batch: PackedInputs, made: Any, label: int | None) -> dict[str, Any]:
+def _explain(classifier: TextClassifier, batch: PackedInputs, made: Any, label: str | None) -> dict[str, Any]:
     """What a classifier says of one text, or of a pair, and what each token adds to the logit of a label."""
     import torch
 
@@ -133,7 +128,7 @@ def _explain(classifier: TextClassifier, batch: PackedInputs, made: Any, label: 
 
     with torch.no_grad():
         probabilities = classifier.probabilities(classifier.compute(batch.to(classifier.device), InferenceOptions()))[0]
-    place = int(probabilities.argmax()) if label is None else label
+    place = int(probabilities.argmax()) if label is None else classifier.labels.index(label)
     special = {i for i, flag in zip(made.ids, made.special_tokens_mask, strict=True) if flag}
     (found,) = inspect.integrated_gradients(
         classifier.model, batch, inspect.label(place), kept_ids=special, steps=STEPS
