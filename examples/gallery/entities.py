@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import textwrap
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+
+from fastbert.cli import main
 
 DATA = Path(__file__).parents[1] / "data"
 COLOURS = ("#ffd6a5", "#bde0fe", "#caffbf", "#ffc6ff", "#fdffb6", "#d0d1ff")
@@ -29,10 +30,10 @@ parser.add_argument("--picture", type=Path)
 options = parser.parse_args()
 
 if not options.model.exists():
-    recipe = ["--config", DATA.parent / "finetune_ner.yaml", "--epochs", options.epochs]
-    subprocess.run(["fastbert", "finetune", *recipe, "--train", options.train, "--output", options.model], check=True)
+    recipe = ["--config", str(DATA.parent / "finetune_ner.yaml"), "--epochs", options.epochs]
+    main(["finetune", *recipe, "--train", str(options.train), "--output", str(options.model)])
 found = options.model / "article.jsonl"
-subprocess.run(["fastbert", "predict", options.model, options.article, "--output", found, "--force"], check=True)
+main(["predict", str(options.model), str(options.article), "--output", str(found), "--force"])
 paragraphs = [json.loads(line) for line in found.read_text(encoding="utf-8").splitlines()]
 for paragraph in paragraphs:
     for entity in paragraph["entities"]:

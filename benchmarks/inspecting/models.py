@@ -1,4 +1,4 @@
-"""What looking inside takes: `python benchmarks/inspecting.py --output benchmarks/results/<machine>`.
+"""What looking inside takes: `python -m benchmarks.inspecting.models --output benchmarks/results/<machine>`.
 
 Integrated gradients of 32 sentences beside Captum's over transformers' model of the same weights, which gets them one
 by one and as padded batches; and attention of one layer of BERT-large at 512 tokens beside the layers up to it, which
@@ -27,7 +27,7 @@ from fastbert.models.auto import model_class
 from fastbert.testing.cases import MODELS
 
 TEXTS, STEPS, TOKENS_AT_ONCE = 32, 50, 8192
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def in_turn(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:

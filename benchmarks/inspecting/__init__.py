@@ -1,0 +1,1 @@
+"""What looking inside takes: of models, and of the page that shows it."""
