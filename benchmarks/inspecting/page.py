@@ -43,7 +43,7 @@ def measure(length: int, loads: int) -> dict[str, Any]:
     tokens = [f"word{i}" for i in range(length)]
     page.add_attention(tokens, inspect.AttentionMaps(tuple(range(LAYERS)), tuple(range(HEADS)), (maps,)))
     seconds, clicks = [], list[float]()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         path = Path(folder) / "page.html"
         page.write(path)
         for i in range(loads):
