@@ -31,7 +31,8 @@ suppress_warnings = ["mystnb.unknown_mime_type"]
 
 default_role = "code"
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # they are in the signature
+autodoc_typehints, autodoc_typehints_format = "signature", "short"
+python_maximum_signature_line_length = 90
 napoleon_use_rtype = False
 
 html_theme = "furo"
