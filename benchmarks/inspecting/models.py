@@ -76,19 +76,24 @@ def attributions(rounds: int) -> dict[str, Any]:
             ours, batch, 1, kept_ids=(101, 102), steps=STEPS, batch_tokens=TOKENS_AT_ONCE
         )
 
+    def in_bfloat16() -> list[inspect.Attribution]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return packed()
+
     calls = {
         "Captum, text by text": lambda: [captum([row]) for row in ids],
         "Captum, a padded batch": lambda: captum(ids),
         "fastbert": packed,
+        "fastbert, autocast to bfloat16": in_bfloat16,
     }
-    scale = max(float(found.scores.abs().max()) for found in packed())
-    apart = max(float((a.scores - captum([row])[0]).abs().max()) for a, row in zip(packed(), ids, strict=True))
-    found = {
-        "seconds": in_turn(calls, rounds),
-        "tokens": [len(row) for row in ids],
-        "largest difference": apart / scale,
-    }
-    return found | {"completeness error": max(float(one.completeness_error) for one in packed())}
+    expected = [captum([row])[0] for row in ids]
+    scale = max(float(scores.abs().max()) for scores in expected)
+    errors = {}
+    for name, found in (("float32", packed()), ("bfloat16", in_bfloat16())):
+        apart = max(float((one.scores - scores).abs().max()) for one, scores in zip(found, expected, strict=True))
+        missed = max(float(one.completeness_error) for one in found)
+        errors[name] = {"to Captum": apart / scale, "completeness": missed}
+    return {"seconds": in_turn(calls, rounds), "tokens": [len(row) for row in ids], "errors": errors}
 
 
 def one_layer(rounds: int) -> list[dict[str, Any]]:
@@ -124,8 +129,12 @@ def to_markdown(report: Mapping[str, Any]) -> str:
         f" {machine['date']}; medians of {report['rounds']} rounds in turn, float32.",
         "",
         f"Integrated gradients of {TEXTS} sentences ({sum(gradients['tokens'])} tokens, {STEPS} points of the path),"
-        f" MiniLM with a classifier. Largest difference to Captum {gradients['largest difference']:.1e} of the largest"
-        f" attribution; completeness error {gradients['completeness error']:.1e} at most.",
+        " MiniLM with a classifier.",
+        *(
+            f"In {name} the largest difference to Captum is {error['to Captum']:.1e} of the largest attribution, and"
+            f" the completeness error {error['completeness']:.1e} at most."
+            for name, error in gradients["errors"].items()
+        ),
         "",
         "| | s | times fastbert's |",
         "|---|--:|--:|",
