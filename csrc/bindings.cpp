@@ -92,6 +92,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "Fill the memory of intermediate results and of weights' gradients with NaN before it is used; for tests.");
   m.attr("packed_check_calls") = fastbert::kCheckCalls;
   m.attr("most_rows_without_copy") = fastbert::kRowBlock;
+  m.attr("least_rows_without_copy") = fastbert::kManyRows;
   m.def("has_bf16", &fastbert::has_bf16_dot, "Whether the ISA in use multiplies bfloat16; without, bf16 runs in fp32.");
   m.def("set_isa", &set_isa, pybind11::arg("name"), "Run the CPU kernels with another of isas(); for tests.");
 }

@@ -135,7 +135,7 @@ def _gated(where: Where, plans: list[object]) -> Checks:
 
 
 def _feed_forward_apart(where: Where, plan: object, shape: tuple[int, int, int], has_bias: bool) -> None:
-    """AdmissionControl and up as two Linears, as Llama's checkpoints have them."""
+    """Gate and up as two Linears, as Llama's checkpoints have them."""
     tensors = feed_forward_operands(where, *shape)
     tensors["gate_weight"] = where.randn(*tensors["up_weight"].shape, scale=shape[1] ** -0.5, seed=4)
     tensors["gate_bias"] = where.randn(shape[2], seed=5)

@@ -24,10 +24,10 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
 
   // One set of buffers serves all layers: it stays in the cache. `normed` has what the last norm gave, but for the one
   // behind a layer, which gives `out`.
-  const Array out = empty_like(x), product = workspace(x.sizes(), dtype), normed = workspace(x.sizes(), dtype), none;
+  const Array out = empty_like(x), none;
   const auto make = [&](const Shape& shape) { return workspace(shape, dtype); };
   Heads heads;
-  Array context, flat_context;
+  Array context, flat_context, product, normed;
   AttentionForm attention;
   const Activation act = activation_of(activation);
 
@@ -50,6 +50,15 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
       heads = make_heads(spec, tokens, make);
       context = workspace({tokens, spec.num_heads, spec.head_dim}, dtype);
       flat_context = context.view({tokens, spec.num_heads * spec.head_dim});
+      // Behind attention nobody reads keys and values: their memory serves the rest of the layer. What a pre-norm layer
+      // leaves in `normed` is read by the next one, while it writes its own.
+      const bool has_room = heads.flat.size() == 3 && heads.flat[1].sizes() == x.sizes();
+      product = has_room ? heads.flat[1] : workspace(x.sizes(), dtype);
+      if (has_room && !spec.norm_first) {
+        normed = heads.flat[2];
+      } else if (!is_normed) {
+        normed = workspace(x.sizes(), dtype);
+      }
     }
 
     if (spec.begins_with_norm() && !is_normed) {

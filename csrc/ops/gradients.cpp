@@ -33,7 +33,7 @@ NewGradient new_gradient(const Array& weight) {
   const std::lock_guard<std::mutex> lock(mutex);
   auto& [block, squares] = gradients()[storage_of(weight)][weight.data()];
   // Two gradients of one weight may be alive at once (accumulation): the newer one is kept.
-  if (block.use_count() != 1 || block->bytes() != weight.nbytes()) block = new_block(weight.nbytes());
+  if (block.use_count() != 1 || block->bytes() != weight.nbytes()) block = lasting_block(weight.nbytes());
   squares = std::make_shared<std::vector<double>>();
   return {tensor_in(block, block->data(), weight.sizes(), weight.scalar_type()), squares};
 }

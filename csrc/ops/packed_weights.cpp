@@ -50,7 +50,8 @@ Lines lines_of(const Array& weight, const char* storage) {
 constexpr int64_t kMostCopies = 8;
 
 struct Copy {
-  bool is_old = true;  // not, or no more, what the weight is
+  bool is_old = true;     // not, or no more, what the weight is
+  bool is_asked = false;  // of this version, by a call that got none
   int64_t uses = 0;
   PackedMemory packed;
 };
@@ -131,10 +132,10 @@ void pack(const Array& weight, DType format, PackedMemory& packed) {
   PackArgs args = pack_args(weight, format);
   const int64_t panels = num_panels(weight.size(0)), bytes = panels * panel_bytes(format, weight.size(1));
   // A buffer that nobody else reads any more is written again: a training step packs every weight anew.
-  if (packed.panels.use_count() != 1 || packed.panels->bytes() != bytes) packed.panels = new_block(bytes);
+  if (packed.panels.use_count() != 1 || packed.panels->bytes() != bytes) packed.panels = lasting_block(bytes);
   args.packed = packed.panels->data();
   if (format == DType::kInt8) {
-    packed.channel_offsets = new_block(panels * kPanel * 4);
+    packed.channel_offsets = lasting_block(panels * kPanel * 4);
     args.channel_offset = reinterpret_cast<int32_t*>(packed.channel_offsets->data());
   }
   parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) { pack_panels(args, begin, end); });
@@ -176,23 +177,36 @@ struct Request {
   DType format;
   int64_t version;
   Comparison comparison;
+  bool may_keep;
   std::optional<uint64_t> checksum;  // of the weight as it is now, where it had to be taken
   bool has_changed = false;          // as the caller has seen
 };
 
 struct Found {
-  std::optional<PackedMemory> packed;      // none: the caller is to take the weight's checksum, and to ask again
+  enum What { kCopy, kNone, kNeedsChecksum };
+
+  What what;  // with kNeedsChecksum the caller is to take the weight's checksum, and to ask again
+  PackedMemory packed{};
   int64_t check_begin = 0, check_end = 0;  // units that this call is to compare
 };
 
-// The copy of a weight, packed where it has none, or one that is old. Nothing is found in a storage for which nothing
-// is kept, unless it `is_watched`: from the first copy on it must be.
+bool has_copy(const Weights& weights, const Request& asked) {
+  const auto known = weights.find(asked.lines);
+  if (known == weights.end() || asked.version == kNoVersion || known->second.version != asked.version) return false;
+  const auto copy = known->second.copies.find({is_transposed(asked.weight), asked.format});
+  return copy != known->second.copies.end() && !copy->second.is_old;
+}
+
+// The copy of a weight, packed where it has none, or one that is old, and where it is to be kept. Nothing is found in a
+// storage of which nothing is known, unless it `is_watched`: from the first weight on it must be.
 std::optional<Found> find_or_pack(const Request& asked, bool is_watched) {
   const Array& weight = asked.weight;
   Weights crowded;  // freed after the lock
   const std::lock_guard<std::mutex> lock(mutex);
   auto of_storage = weights_of_storages().find(asked.storage);
-  if (of_storage == weights_of_storages().end()) {
+  const bool is_known = of_storage != weights_of_storages().end();
+  if (!asked.may_keep && !(is_known && has_copy(of_storage->second, asked))) return Found{Found::kNone};
+  if (!is_known) {
     if (!is_watched) return std::nullopt;
     of_storage = weights_of_storages().try_emplace(asked.storage).first;
   }
@@ -214,6 +228,7 @@ std::optional<Found> find_or_pack(const Request& asked, bool is_watched) {
   const auto set_sample = [&] { known->sample = sample_of(asked.storage, asked.lines); };
   if (known->version != asked.version) {
     known->set_old();
+    for (auto& [of_kind, copy] : known->copies) copy.is_asked = false;
     known->version = asked.version;
     known->checksum = std::nullopt;
     known->was_compared = std::exchange(known->is_compared, false);
@@ -230,20 +245,29 @@ std::optional<Found> find_or_pack(const Request& asked, bool is_watched) {
     set_sample();
   }
   Copy& copy = known->copies[kind];
-  // Packing takes a checksum where it is likely to be asked for, not where an optimizer writes the weight behind each
-  // call with it; and where there is one, because what is packed beside others must be the same as they are.
-  known->is_compared |= !copy.is_old && is_whole;
-  const bool takes_one = copy.is_old ? known->checksum.has_value() || known->was_compared : is_whole;
-  if (takes_one && !asked.checksum.has_value()) return Found{};
+  // A copy is kept where more calls are likely to ask for it: not where an optimizer writes the weight behind each call
+  // with it, nor of what is multiplied once. fastbert.ops.adamw renews those that are there.
+  const bool asked_again = copy.is_old && copy.is_asked;
+  const bool has_more = asked_again || known->was_compared;
+  if (copy.is_old && !has_more && !records_all_writes && asked.format != DType::kInt8) {
+    copy.is_asked = true;
+    return Found{Found::kNone};
+  }
+  // Packing takes a checksum where it is likely to be asked for; and where there is one, because what is packed beside
+  // others must be the same as they are.
+  known->is_compared |= is_whole && (asked_again || !copy.is_old);
+  const bool takes_one =
+      copy.is_old ? known->checksum.has_value() || known->was_compared || (is_whole && asked_again) : is_whole;
+  if (takes_one && !asked.checksum.has_value()) return Found{Found::kNeedsChecksum};
   if (copy.is_old) {
     pack(weight, asked.format, copy.packed);
     copy.is_old = false;
-    return Found{copy.packed};
+    return Found{Found::kCopy, copy.packed};
   }
-  if (is_whole) return Found{copy.packed};
+  if (is_whole) return Found{Found::kCopy, copy.packed};
   const int64_t units = num_panels(weight.size(0)) * units_of_panel(weight, asked.format);
   const int64_t use = copy.uses++ % kCheckCalls;
-  return Found{copy.packed, use * units / kCheckCalls, (use + 1) * units / kCheckCalls};
+  return Found{Found::kCopy, copy.packed, use * units / kCheckCalls, (use + 1) * units / kCheckCalls};
 }
 
 // Once for each `warned`, through Python's filters.
@@ -299,7 +323,8 @@ void set_only_recorded_writes(bool only) { records_all_writes = only; }
 
 bool only_recorded_writes() { return records_all_writes; }
 
-PackedMemory packed_weight(const Array& weight, DType format, int64_t version, Comparison comparison) {
+std::optional<PackedMemory> packed_weight(const Array& weight, DType format, int64_t version, Comparison comparison,
+                                          bool may_keep) {
   const char* const storage = storage_of(weight);
   check_memory(weight);
   if (weight.numel() == 0 || !has_whole_lines(weight)) {
@@ -307,6 +332,7 @@ PackedMemory packed_weight(const Array& weight, DType format, int64_t version, C
     pack(contiguous(weight), format, packed);
     return packed;
   }
+  if (!may_keep && (comparison == Comparison::kWhole || version == kNoVersion)) return std::nullopt;
   static std::atomic<bool> warned_of_write{false}, warned_of_inference{false};
   if (version == kNoVersion && comparison == Comparison::kShare) {
     warn(weight, warned_of_inference,
@@ -315,21 +341,22 @@ PackedMemory packed_weight(const Array& weight, DType format, int64_t version, C
          "torch.inference_mode; to run it there is fine.");
     comparison = Comparison::kWhole;
   }
-  Request asked{weight, storage, lines_of(weight, storage), format, version, comparison, std::nullopt};
+  Request asked{weight, storage, lines_of(weight, storage), format, version, comparison, may_keep, std::nullopt};
   const auto find = [&]() -> Found {
     std::optional<Found> found = find_or_pack(asked, false);
     if (!found.has_value()) {
       watch_storage(weight);
       found = find_or_pack(asked, true);
     }
-    if (!found->packed.has_value()) {
+    if (found->what == Found::kNeedsChecksum) {
       asked.checksum = checksum_of(storage, asked.lines);
       found = find_or_pack(asked, true);
     }
     return std::move(*found);
   };
   Found found = find();
-  if (is_packed_as(weight, format, *found.packed, found.check_begin, found.check_end)) return std::move(*found.packed);
+  if (found.what == Found::kNone) return std::nullopt;
+  if (is_packed_as(weight, format, found.packed, found.check_begin, found.check_end)) return std::move(found.packed);
   asked.has_changed = true;
   found = find();
   warn(weight, warned_of_write,
@@ -337,7 +364,17 @@ PackedMemory packed_weight(const Array& weight, DType format, int64_t version, C
        "torch.distributed, or another tensor with its memory), and some calls in inference mode have computed with its "
        "old values before this was found; now the new ones are used. Call fastbert.repack(model) right after such a "
        "write.");
-  return std::move(*found.packed);
+  if (found.what == Found::kNone) return std::nullopt;
+  return std::move(found.packed);
+}
+
+Array packed_once(const Array& weight, DType format) {
+  const int64_t panels = num_panels(weight.size(0));
+  const Array packed = panels_workspace(panels * panel_bytes(format, weight.size(1)));
+  PackArgs args = pack_args(weight, format);
+  args.packed = packed.data<char>();
+  parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) { pack_panels(args, begin, end); });
+  return packed;
 }
 
 Renewal::Renewal(const Array& weight) : weight_(weight) {

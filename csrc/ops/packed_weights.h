@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "../cpu/gemm.h"
@@ -42,13 +43,22 @@ bool only_recorded_writes();
 constexpr int64_t kNoVersion = -1;
 int64_t version_of(const Array& weight);
 
-// weight (out_features, in_features) packed in `format`; `weight.t()` serves the gradient's product. Packs where there
-// is no packed copy yet, or where the weight has changed since:
+// weight (out_features, in_features) packed in `format`; `weight.t()` serves the gradient's product. A copy is packed
+// where there is none yet, or where the weight has changed since:
 // - `version`, what version_of gives, is another, or the weight lies elsewhere;
 // - what this call compares is another. Of a weight that keeps no version every call compares all.
 // All copies of what has changed are old then, in every format, transposed or not, those of parts of it too. Several
 // threads may ask at once.
-PackedMemory packed_weight(const Array& weight, DType format, int64_t version, Comparison comparison);
+//
+// None, and the caller packs for itself (packed_once), where no copy is the weight's and none is kept: the first call
+// with a version keeps none, unless its weight is int8, the calls before it asked for one version several times, or
+// somebody says that torch records every write: whoever says so has ops.adamw renew the copies. may_keep: without it
+// only a copy that is there is given, and none to those who would have to compare all of it.
+std::optional<PackedMemory> packed_weight(const Array& weight, DType format, int64_t version, Comparison comparison,
+                                          bool may_keep);
+
+// Packed as it is now, for the caller alone, in memory that its next call with such a weight uses again.
+Array packed_once(const Array& weight, DType format);
 
 // The packed copies of a weight that is being written: whoever has written some of its rows packs them while they are
 // in the cache, so that the next product need not read all of the weight again.

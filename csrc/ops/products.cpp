@@ -1,6 +1,7 @@
 #include "products.h"
 
 #include <limits>
+#include <utility>
 
 #include "gradients.h"
 #include "tensors.h"
@@ -116,7 +117,15 @@ Operand::Operand(const LinearOperand& linear, int64_t rows, int64_t in_features,
     target.weight.source = pack_args(source, format);
     return;
   }
-  packed = packed_weight(weight, format, linear.version, linear.comparison);
+  // int8's panels come with sums of their channels, which take longer than the packing.
+  const bool may_keep = is_int8 || !packs_for_itself(rows);
+  auto kept = packed_weight(weight, format, linear.version, linear.comparison, may_keep);
+  if (!kept.has_value()) {
+    panels = packed_once(weight, format);
+    target.weight.packed = panels.data<char>();
+    return;
+  }
+  packed = std::move(*kept);
   target.weight.packed = packed.panels->data();
   if (is_int8) target.weight.channel_offset = reinterpret_cast<const int32_t*>(packed.channel_offsets->data());
 }
@@ -133,10 +142,11 @@ Array with_whole_lines(const Array& weight) { return has_whole_lines(weight) ? w
 
 Operand transposed(const Array& weight_, int64_t rows, int64_t in_features, ScalarType dtype) {
   const Array weight = with_whole_lines(weight_);
-  // Forward, which had as many rows, has packed on its way, and so must this; or it has compared all of the weight, and
-  // where that differed, this copy is old, too.
-  const bool is_few = packs_on_its_way(rows, comparison_of_call());
-  const Comparison comparison = is_few ? Comparison::kWhole : Comparison::kShare;
+  // Forward, which had as many rows, has packed the weight for itself, and so must this; or it has compared all of the
+  // weight, and where that differed, this copy is old, too.
+  const Comparison of_call = comparison_of_call();
+  const bool packs = packs_on_its_way(rows, of_call) || packs_for_itself(rows);
+  const Comparison comparison = packs ? of_call : Comparison::kShare;
   return Operand({weight.t(), nullptr, nullptr, nullptr, version_of(weight), comparison}, rows, in_features, dtype);
 }
 

@@ -32,6 +32,8 @@ struct LinearOperand {
 constexpr int64_t kRowBlock = 192;
 // Tasks a thread that a product is split into, and rows below which it is not.
 constexpr int64_t kTasks = 2, kFewRows = 32;
+// Rows from which on a product does not keep its packed weight.
+constexpr int64_t kManyRows = 2048;
 
 // Blocks of nearly equal size, at most `most` rows each; as many for every thread.
 int64_t num_blocks(int64_t rows, int64_t most, int64_t threads);
@@ -54,9 +56,15 @@ inline bool packs_on_its_way(int64_t rows, Comparison comparison) {
   return rows <= kRowBlock && comparison == Comparison::kWhole;
 }
 
+// Whether a product of so many rows packs all of the weight for itself, into memory that the next product uses again,
+// and keeps no copy: beside its sums that takes nothing that could be measured (docs/gemm.md), and a copy is as large
+// as the weight.
+inline bool packs_for_itself(int64_t rows) { return rows >= kManyRows; }
+
 // A weight with what its product needs beside it.
 struct Operand {
-  PackedMemory packed;          // of none where the product packs on its way
+  PackedMemory packed;          // of none where the product packs the weight itself
+  Array panels;                 // what it has packed for itself
   Array bias_copy, scale_copy;  // of those with gaps
   Array source;                 // what the product packs on its way
   GemmTarget target{};

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from fastbert.backend import Backend, asked_for, transform_unsupported
 from fastbert.ops._common import at_least_fp32, needs_grad
 from fastbert.ops.dropout import dropout_torch
-from fastbert.ops.packing import check_offsets, check_offsets_on_cpu, token_sequences
+from fastbert.ops.packing import can_look_at, check_offsets, check_offsets_on_cpu, token_sequences
 from fastbert.ops.relative import Relative, reached, row_of_each_pair
 
 
@@ -226,6 +226,18 @@ def _padded_slots(total_tokens, cu_seqlens, max_seqlen):
     return index, real
 
 
+def _is_full(cu_seqlens: torch.Tensor, max_seqlen: int) -> bool:
+    """Whether every sequence has max_seqlen tokens; no where that could not be seen without a wait."""
+    return can_look_at(cu_seqlens) and int(cu_seqlens[-1]) == (cu_seqlens.shape[0] - 1) * max_seqlen
+
+
+def _rectangle(t: torch.Tensor, index: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """t (total_tokens, ...) at _padded_slots' index: (batch, max_seqlen, ...)."""
+    if _is_full(cu_seqlens, index.shape[1]):
+        return t[: index.numel()].unflatten(0, index.shape)
+    return t.index_select(0, index.flatten()).view(*index.shape, *t.shape[1:])
+
+
 def _places(index: torch.Tensor, relative: Relative) -> torch.Tensor:
     """Those of the slots of _padded_slots' index (batch, max_seqlen)."""
     if relative.positions is None:
@@ -317,17 +329,21 @@ def attention_probs_torch(q, k, cu_seqlens, max_seqlen, window_positions, option
         return _zeros_of_nothing(shape, q, k, *_tables_of(relative))
     (k,) = _every_head(q.shape[1], k)
     index, real = _padded_slots(q.shape[0], cu_seqlens, max_seqlen)
-    q, k = (t.index_select(0, index.flatten()).view(*index.shape, *t.shape[1:]).transpose(1, 2) for t in (q, k))
+    q, k = (_rectangle(t, index, cu_seqlens).transpose(1, 2) for t in (q, k))
     if relative is None:
-        scores = at_least_fp32(q @ k.transpose(-1, -2)) * options.softmax_scale
+        scores = _scaled_product(q.flatten(0, 1), k.flatten(0, 1).mT, options.softmax_scale)
+        scores = at_least_fp32(scores).unflatten(0, q.shape[:2])
     else:
         _check_relative_positions(relative, cu_seqlens)
         relative = reached(relative, max_seqlen)
         pairs, heads_first = row_of_each_pair(relative, _places(index, relative)), (t.transpose(0, 1) for t in (q, k))
         scores = _relative_scores(*heads_first, relative, pairs, options.softmax_scale).transpose(0, 1)
         scores = at_least_fp32(scores)
+    has_window = max(options.window_size) >= 0
+    if not has_window and _is_full(cu_seqlens, max_seqlen):
+        return scores.softmax(-1).to(q.dtype)
     seen = real[:, None, None, :]
-    if max(options.window_size) >= 0:
+    if has_window:
         _check_positions("window_positions", window_positions, cu_seqlens)
         seen = seen & _window(index, options.window_size, window_positions)
     probs = scores.masked_fill(~seen, -math.inf).softmax(-1)
@@ -342,5 +358,7 @@ def attention_from_probs_torch(probs, v, cu_seqlens):
     if 0 in (total_tokens, cu_seqlens.shape[0] - 1, max_seqlen):
         return _zeros_of_nothing(v.shape, v, probs)
     index, _ = _padded_slots(total_tokens, cu_seqlens, max_seqlen)
-    values = v.index_select(0, index.flatten()).view(*index.shape, *v.shape[1:]).transpose(1, 2)
-    return _back_to_tokens((probs @ values).transpose(1, 2), cu_seqlens, total_tokens)
+    out = (probs @ _rectangle(v, index, cu_seqlens).transpose(1, 2)).transpose(1, 2)
+    if _is_full(cu_seqlens, max_seqlen) and index.numel() == total_tokens:
+        return out.flatten(0, 1)
+    return _back_to_tokens(out, cu_seqlens, total_tokens)

@@ -149,9 +149,14 @@ def _is_on_cpu(t: torch.Tensor) -> bool:
     return t.is_cpu
 
 
+def can_look_at(offsets: torch.Tensor) -> bool:
+    """Whether their numbers are to be had without a wait: on a CPU, not in a traced call."""
+    return _is_on_cpu(offsets) and not torch.compiler.is_compiling()
+
+
 def check_offsets_on_cpu(op: str, cu_seqlens: torch.Tensor, total_tokens: int, max_seqlen: int | None = None) -> None:
-    """`check_offsets` where a look costs no wait: on a CPU, not in a traced call. max_seqlen must bound the lengths."""
-    if not _is_on_cpu(cu_seqlens) or torch.compiler.is_compiling():
+    """`check_offsets` where `can_look_at` them. max_seqlen must bound the lengths."""
+    if not can_look_at(cu_seqlens):
         return
     offsets = cu_seqlens.tolist()
     check_offsets(op, offsets, total_tokens)

@@ -133,10 +133,13 @@ def _with_relative(scores, q, k, relative, start, stop, softmax_scale):
     rows, key, query, bias, positions = relative
     places = torch.arange(stop - start, device=q.device) if positions is None else positions[start:stop].long()
     row = rows.long()[places[:, None] - places[None, :] + (rows.shape[0] - 1) // 2]  # (n, n), of a query and a key
+    # As transformers: with all rows of a table, of which each pair then takes its own. A product of each pair's vectors
+    # by themselves adds them up in another order than products of matrices do, which errs less where all are equal.
+    pairs = row.expand(scores.shape)
     if key is not None:
-        scores = scores + torch.einsum("hid,ijhd->hij", q, key[row])
+        scores = scores + (q @ key.permute(1, 2, 0)).gather(2, pairs)
     if query is not None:
-        scores = scores + torch.einsum("hjd,ijhd->hij", k, query[row])
+        scores = scores + (k @ query.permute(1, 2, 0)).gather(2, pairs.mT).mT
     scores = scores * softmax_scale
     return scores if bias is None else scores + bias[row].permute(2, 0, 1)
 

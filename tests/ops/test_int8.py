@@ -115,7 +115,7 @@ def rows_away_from_ties(inner, input_scale):
 @each_dtype
 @pytest.mark.parametrize("input_scales", ((0.0, 0.0, 0.0), (0.03, 0.03, 0.01), (0.03, 0.02, 0.0)), ids=str)
 def test_gated_feed_forward(backend, dtype, input_scales):
-    """AdmissionControl and up in two weights and, where one scale serves both, in one: the same bits."""
+    """Gate and up in two weights and, where one scale serves both, in one: the same bits."""
     hidden, inner = 67, 130
     for rows in (0, 1, 17, 300):
         x, (down, down_scale) = make_x(rows, hidden, dtype, input_scales[0]), make_weight(hidden, inner)

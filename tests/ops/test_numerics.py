@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attention_cases import make
+from relative_cases import check, make_terms
+from seeds import manual_seed
 
+from fastbert.testing.cases import Lengths
 from fastbert.testing.numerics import assert_close_to_reference
 
 ORACLE = torch.linspace(-4, 4, 1000, dtype=torch.float64).view(10, 100)
@@ -49,3 +53,21 @@ def test_shape_and_dtype_must_agree():
         assert_close_to_reference(BASELINE.float(), ORACLE, BASELINE)
     with pytest.raises(AssertionError, match="float64"):
         assert_close_to_reference(BASELINE, ORACLE.float(), BASELINE)
+
+
+@pytest.mark.parametrize("terms", ("key", "query"))
+def test_relative_terms_of_equal_numbers_are_no_luck_of_the_baseline(terms):
+    """Where all products of a sum are equal, its order alone says how it rounds: the baseline's is that of matrices."""
+    for seed in range(4):
+        manual_seed(seed)
+        case = Lengths("", (20, 70))
+        q, k, v = make(case, 2, 64, torch.float32)
+        relative = make_terms(case, terms, "buckets", 2, 64, torch.float32)
+        q, k = (q, _equal(k)) if terms == "query" else (_equal(q), k)
+        relative = relative._replace(**{terms: 2 * _equal(getattr(relative, terms))})
+        check("torch", case, (q, k, v), relative, softmax_scale=1.0)
+
+
+def _equal(t: torch.Tensor) -> torch.Tensor:
+    """With the first of each row's numbers everywhere in it."""
+    return t[..., :1].expand_as(t).contiguous()

@@ -32,7 +32,13 @@ def weight_of(shape: tuple[int, int]) -> torch.nn.Parameter:
 
 
 def products(weight: torch.Tensor, autocast: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """x w^T and the gradient of x: a product with the weight and one with its transpose."""
+    """x w^T and the gradient of x, products with a weight and with its transpose; twice, so that both have copies."""
+    first, second = (products_once(weight, autocast) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+    return first
+
+
+def products_once(weight: torch.Tensor, autocast: bool) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch_generator(4)
     x = torch.randn(ROWS, weight.shape[1], generator=generator).requires_grad_()
     dout = torch.randn(ROWS, weight.shape[0], generator=generator)
@@ -79,7 +85,7 @@ def test_products_after_a_step_are_those_of_the_new_weight(isa, shape, autocast)
 @pytest.mark.parametrize("autocast", (False, True), ids=("float32", "bfloat16"))
 @pytest.mark.parametrize("cuts", ((64, 128), (30, 64), (64, 101), (128, 129)), ids=str)
 def test_parts_of_a_weight_are_followed_too(isa, cuts, autocast):
-    """AdmissionControl and up in one weight are packed one by one."""
+    """Gate and up in one weight are packed one by one."""
     weight = weight_of((200, 70))
     rows = [slice(0, cuts[0]), slice(*cuts), slice(cuts[1], None), slice(None)]
     optimizer, old = Optimizer(weight), [products(weight[part], autocast) for part in rows]

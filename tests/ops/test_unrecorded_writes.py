@@ -15,11 +15,12 @@ from fastbert.testing.numerics import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_clo
 
 if extension_error() is not None:
     pytest.skip(extension_error(), allow_module_level=True)
+from fastbert import _C
 
 # The first call with a weight packs it, the second takes its checksum, those behind them compare this.
 each_call = pytest.mark.parametrize("calls", (1, 2, 3))
-# Few rows, for which products pack on their way, and many.
-each_rows = pytest.mark.parametrize("rows", (7, ROWS))
+# Rows for which products pack on their way, read a copy, and pack for themselves.
+each_rows = pytest.mark.parametrize("rows", (7, ROWS, _C.least_rows_without_copy))
 each_isa = pytest.mark.parametrize("backend", OF_FLOATS)
 
 
@@ -197,7 +198,7 @@ def test_a_copy_that_is_made_late_is_of_the_same_weight_as_the_others():
 
 @each_call
 def test_copies_of_parts_are_old_with_those_of_the_whole(calls):
-    """AdmissionControl and up in one weight: forward packs each of them, backward both together."""
+    """Gate and up in one weight: forward packs each of them, backward both together."""
     weight, down = nn.Parameter(torch.randn(2 * 72, 40)), nn.Parameter(torch.randn(40, 72))
 
     def gradients(weight, down):

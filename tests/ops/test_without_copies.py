@@ -1,4 +1,4 @@
-"""Products of few rows that pack the weight on their way give the bits of those that read a copy, and keep none."""
+"""Products that pack the weight for themselves give the bits of those that read a copy, and keep none."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import pytest
 import torch
 from full import halved
 from isas import OF_FLOATS, backend_with_isa
+from packed_bytes import bytes_still_held
 from seeds import torch_generator
 
+import fastbert
 from fastbert import ops
 from fastbert.native.availability import extension_error
 
@@ -16,6 +18,7 @@ if extension_error() is not None:
 from fastbert import _C
 
 MOST = _C.most_rows_without_copy
+MANY = _C.least_rows_without_copy
 SHAPES = ((128, 96), (150, 330), (63, 65), (64, 7), (1, 64), (1, 1), (65, 1), (200, 769))
 each_isa = pytest.mark.parametrize("backend", OF_FLOATS)
 each_dtype = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
@@ -64,12 +67,68 @@ def test_linear_forward_and_backward(backend, dtype, layout):
                     assert_same_bits(*both_ways(run))
 
 
+@each_dtype
+@each_isa
+def test_linear_of_many_rows(backend, dtype):
+    for shape in SHAPES[:4]:
+        for weight_dtype in {dtype, torch.float32}:
+            with backend_with_isa(backend) as chosen:
+                check_many_rows(chosen, shape, dtype, weight_dtype)
+
+
+def check_many_rows(backend, shape, dtype, weight_dtype) -> None:
+    held, generator = bytes_still_held(), torch_generator(3)
+    weight = torch.randn(shape, generator=generator).to(weight_dtype).requires_grad_()
+    x = torch.randn(MANY, shape[1], generator=generator).to(dtype).requires_grad_()
+    dout = torch.randn(MANY, shape[0], generator=generator).to(dtype)
+
+    def call(rows):
+        with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+            out = ops.linear(x[:rows], weight, None, backend=backend)
+        return out, torch.autograd.grad(out, x, dout[:rows])[0][:rows]
+
+    alone = call(MANY)
+    assert _C.packed_bytes() == held
+    with ops.only_recorded_writes():
+        assert_same_bits(call(MANY), alone)
+        assert _C.packed_bytes() == held  # there is no copy to read
+        call(MOST + 1)  # makes some
+        copies = _C.packed_bytes()
+        assert_same_bits(call(MANY), alone)
+        assert _C.packed_bytes() == copies > held
+    assert_same_bits(call(MANY), alone)
+
+
+def test_a_copy_that_is_there_serves_many_rows_in_inference_mode_only():
+    """Otherwise the weight is packed as it is now, and nothing has to be compared."""
+    weight, x = torch.randn(150, 330), torch.randn(MANY, 330)
+    with torch.inference_mode():
+        for _ in range(2):
+            ops.linear(x[: MOST + 1], weight, None, backend="cpu")
+    old = ops.linear(x, weight, None, backend="cpu")
+    weight.data[63, 77] = 100
+    with torch.inference_mode():
+        assert torch.equal(ops.linear(x, weight, None, backend="cpu"), old)
+    assert not torch.equal(ops.linear(x, weight, None, backend="cpu"), old)
+    weight[0, 0] = 1  # counted
+    with torch.inference_mode():
+        new = ops.linear(x, weight, None, backend="cpu")
+    assert torch.equal(new, ops.linear(x, weight.clone(), None, backend="cpu"))
+
+
+def test_many_rows_make_no_remark_on_inference_tensors(recwarn):
+    with torch.inference_mode():
+        weight, x = torch.randn(150, 330), torch.randn(MANY, 330)
+        ops.linear(x, weight, None, backend="cpu")
+    assert not recwarn.list
+
+
 @pytest.mark.parametrize("gated, halves", ((False, 1), (True, 1), (True, 2)))
 @each_dtype
 @each_isa
 def test_feed_forward_forward_and_backward(backend, dtype, gated, halves):
     generator = torch_generator(2)
-    for rows in (1, 16, MOST):
+    for rows in (1, 16, MOST, MANY):
         sizes = [2 * 72] if gated and halves == 1 else [72] * halves
         ups = [torch.randn(size, 40, generator=generator).to(dtype).requires_grad_() for size in sizes]
         down = torch.randn(40, 72, generator=generator).to(dtype).requires_grad_()
@@ -85,13 +144,28 @@ def test_feed_forward_forward_and_backward(backend, dtype, gated, halves):
 
 
 def test_no_copy_is_kept():
-    held = _C.packed_bytes()
+    held = bytes_still_held()
     weight = torch.randn(150, 330, requires_grad=True)
     x = torch.randn(MOST + 1, 330, requires_grad=True)
     ops.linear(x[:MOST], weight, None, backend="cpu").sum().backward()
     assert _C.packed_bytes() == held
     ops.linear(x, weight, None, backend="cpu").sum().backward()
+    assert _C.packed_bytes() == held  # nobody may ask for it again
+    ops.linear(x, weight, None, backend="cpu").sum().backward()
     assert _C.packed_bytes() > held
+
+
+def test_a_step_of_training_of_many_tokens_keeps_no_copy():
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    model = fastbert.BertModel(fastbert.EncoderConfig.of_family("bert", vocab_size=99, **shape))
+    optimizer = torch.optim.AdamW(model.parameters())
+    held = bytes_still_held()
+    for _ in range(2):
+        model(torch.randint(1, 99, (16, MANY // 16))).last_hidden_state.square().mean().backward()
+        optimizer.step()
+    with torch.no_grad():
+        model(torch.randint(1, 99, (16, MANY // 16)))
+    assert _C.packed_bytes() == held
 
 
 def test_a_weight_whose_memory_was_taken_away_is_refused():
