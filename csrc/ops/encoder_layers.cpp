@@ -48,11 +48,13 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
     if (i == 0 || layers[i] != layers[i - 1]) {
       attention = attention_form(spec, {rotary, rotary_layouts, window_positions});
       heads = make_heads(spec, tokens, make);
-      context = workspace({tokens, spec.num_heads, spec.head_dim}, dtype);
+      // Attention reads the queries of a head's block of rows before it writes there, and behind it nobody reads keys
+      // and values: their memory serves the rest of the layer. What a pre-norm layer leaves in `normed` is read by the
+      // next one, while it writes its own.
+      const bool are_apart = heads.flat.size() == 3;
+      const bool has_room = are_apart && heads.flat[1].sizes() == x.sizes();
+      context = are_apart ? heads.q : workspace({tokens, spec.num_heads, spec.head_dim}, dtype);
       flat_context = context.view({tokens, spec.num_heads * spec.head_dim});
-      // Behind attention nobody reads keys and values: their memory serves the rest of the layer. What a pre-norm layer
-      // leaves in `normed` is read by the next one, while it writes its own.
-      const bool has_room = heads.flat.size() == 3 && heads.flat[1].sizes() == x.sizes();
       product = has_room ? heads.flat[1] : workspace(x.sizes(), dtype);
       if (has_room && !spec.norm_first) {
         normed = heads.flat[2];
