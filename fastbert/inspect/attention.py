@@ -13,7 +13,7 @@ from fastbert.errors import InputError
 from fastbert.inspect.live import as_ours
 from fastbert.layer_spec import LayerSpec
 from fastbert.layers.context import LayerContext, make_context
-from fastbert.layers.encoder import add_norm, queries_keys_values
+from fastbert.layers.encoder import attention_input, queries_keys_values
 from fastbert.layers.leaves import get_leaf, projection
 from fastbert.models.base import EncoderModel
 from fastbert.models.encode import EncoderOutput, Wanted
@@ -101,8 +101,7 @@ def _lengths_of_values(
 ) -> torch.Tensor:
     """The norm of what each head would add to a token that looks at one alone: (total_tokens, heads), float32."""
     layer, form = get_leaf(base, path), spec.attention
-    if spec.norm_first and spec.has_attention_norm:
-        x = add_norm(get_leaf(layer, spec.names.attention_norm), x, None, None, 0.0)
+    x = attention_input(layer, spec, x)
     v = queries_keys_values(layer, spec, x, context)[2].repeat_interleave(form.num_heads // form.num_kv_heads, 1)
     leaf, found = get_leaf(layer, spec.names.attention_output), []
     for head in range(form.num_heads):

@@ -56,6 +56,29 @@ def run_attention(layer: nn.Module, spec: LayerSpec, x, context: LayerContext, w
     Also its probabilities (batch, heads, max_seqlen, max_seqlen), or None. Where they are wanted the result is made of
     these, so that they have gradients, as those of transformers have.
     """
+    q, k, v, options = _operands(layer, spec, x, context)
+    batch, dropout_p = context.batch, spec.attention.dropout if layer.training else 0.0
+    if wants_probs:
+        probs = ops.attention_probs(q, k, batch.cu_seqlens, batch.max_seqlen, **options)
+        return ops.attention_from_probs(ops.dropout(probs, dropout_p), v, batch.cu_seqlens).flatten(1), probs
+    out = ops.attention(q, k, v, batch.cu_seqlens, batch.max_seqlen, dropout_p=dropout_p, cache=batch.cache, **options)
+    return out.flatten(1), None
+
+
+def run_probs(layer: nn.Module, spec: LayerSpec, x, context: LayerContext) -> torch.Tensor:
+    """The probabilities of run_attention alone, of what goes into the layer."""
+    q, k, _, options = _operands(layer, spec, attention_input(layer, spec, x), context)
+    return ops.attention_probs(q, k, context.batch.cu_seqlens, context.batch.max_seqlen, **options)
+
+
+def attention_input(layer: nn.Module, spec: LayerSpec, x) -> torch.Tensor:
+    """What a layer's attention gets of what goes into the layer: a pre-norm layer's is normed."""
+    begins = spec.norm_first and spec.has_attention_norm
+    return add_norm(get_leaf(layer, spec.names.attention_norm), x, None, None, 0.0) if begins else x
+
+
+def _operands(layer: nn.Module, spec: LayerSpec, x, context: LayerContext):
+    """Queries, keys and values, and the options of the ops of attention."""
     form, batch = spec.attention, context.batch
     q, k, v = queries_keys_values(layer, spec, x, context)
     rotary = None if form.rotary is None else context.rotary[form.rotary]
@@ -70,12 +93,7 @@ def run_attention(layer: nn.Module, spec: LayerSpec, x, context: LayerContext, w
         "rotary": rotary,
         "relative": relative,
     }
-    dropout_p = form.dropout if layer.training else 0.0
-    if wants_probs:
-        probs = ops.attention_probs(q, k, batch.cu_seqlens, batch.max_seqlen, **options)
-        return ops.attention_from_probs(ops.dropout(probs, dropout_p), v, batch.cu_seqlens).flatten(1), probs
-    out = ops.attention(q, k, v, batch.cu_seqlens, batch.max_seqlen, dropout_p=dropout_p, cache=batch.cache, **options)
-    return out.flatten(1), None
+    return q, k, v, options
 
 
 def queries_keys_values(layer: nn.Module, spec: LayerSpec, x, context: LayerContext) -> list[torch.Tensor]:

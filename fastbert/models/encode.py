@@ -17,9 +17,9 @@ from fastbert.layer_spec import LayerSpec
 from fastbert.layers.context import LayerContext, make_context
 from fastbert.layers.convolution import run_convolution
 from fastbert.layers.embeddings import EmbeddingIds, run_embeddings
-from fastbert.layers.encoder import add_norm
+from fastbert.layers.encoder import add_norm, run_probs
 from fastbert.layers.fused import try_fused_layers, try_fused_layers_for_training
-from fastbert.layers.leaves import get_leaf, is_called, linear, within
+from fastbert.layers.leaves import get_leaf, has_hooks, is_called, linear, within
 from fastbert.models.inputs import EncoderInputs
 from fastbert.packing import PackedBatch
 
@@ -28,8 +28,9 @@ class Wanted(NamedTuple):
     """What a forward pass leaves beside the last hidden state, by the numbers of layers.
 
     hidden_states: what goes into each of these layers; the number of all layers: what comes out of the last one.
-    probs: the attention probabilities of these. stops: no layer behind the last of these runs. is_causal: no
-    token sees those behind it.
+    probs: the attention probabilities of these. stops: no layer behind the last of these runs, nor of that one what
+    lies behind its probabilities, if these are all; the last hidden state is then what the last layer that ran gave.
+    is_causal: no token sees those behind it.
     """
 
     hidden_states: frozenset[int] = frozenset()
@@ -45,6 +46,11 @@ class Wanted(NamedTuple):
 
     def layers_to_run(self, num_layers: int) -> int:
         return max(0, *self.hidden_states, *(i + 1 for i in self.probs)) if self.stops else num_layers
+
+    def ends_with_probs(self, i: int, num_layers: int) -> bool:
+        """Whether of layer i the probabilities are all that somebody reads."""
+        is_last = self.stops and i + 1 == self.layers_to_run(num_layers)
+        return is_last and i in self.probs and i + 1 not in self.hidden_states
 
 
 NOTHING_ELSE = Wanted()
@@ -104,8 +110,11 @@ def run_encoder(
         return x if names.project is None or names.projects_first else linear(get_leaf(root, names.project), x)
 
     def layer(i, x):
-        spec = specs[i]
-        out, found = run_one_layer(get_leaf(root, paths[i]), spec, x, context, i in wanted.probs)
+        spec, leaves = specs[i], get_leaf(root, paths[i])
+        if wanted.ends_with_probs(i, len(config.layer_paths)) and not _is_watched(leaves, spec):
+            probs.append(run_probs(leaves, spec, x, context))
+            return x
+        out, found = run_one_layer(leaves, spec, x, context, i in wanted.probs)
         if found is not None:
             probs.append(found)
         return out if spec.after is None else run_convolution(root, spec.after, x, out, context, layer_type is not None)
@@ -160,6 +169,11 @@ def run_encoder(
     if count in wanted.hidden_states:
         hidden_states.append(x)
     return EncoderOutput(x, tuple(hidden_states) or None, tuple(probs) or None)
+
+
+def _is_watched(layer: nn.Module, spec: LayerSpec) -> bool:
+    """Whether hooks of a layer or of its containers wait for all of it to run."""
+    return has_hooks(layer) or any([is_called(layer, path) for path in spec.names.containers])
 
 
 def _sharded_scopes(scopes: Scopes, sharded: frozenset[str]) -> Scopes:

@@ -61,6 +61,20 @@ def test_a_token_that_sees_itself_alone_gets_its_value(model_type):
     assert_close_to_reference(found[0].flatten(), oracle, near, GRADIENT_FACTOR)
 
 
+def test_nothing_runs_behind_the_last_probabilities_unless_a_hook_waits_for_it():
+    config = make_config("bert", 0)
+    model = fastbert.BertModel(config).eval()
+    batch, last, seen = fastbert.pack_inputs([[2, 5, 9, 8, 3], [2, 3]]), model.encoder.layer[-1], []
+    expected = inspect.attention(model, batch)
+    for path in ("", "attention", "attention.self", "attention.output.dense"):
+        hook = last.get_submodule(path).register_forward_hook(lambda *args: seen.append(args[0]))
+        found = inspect.attention(model, batch)
+        hook.remove()
+        assert len(seen) == (path != "attention.output.dense"), path  # no hook of a leaf behind them
+        assert all(map(torch.equal, found, expected))
+        seen.clear()
+
+
 def test_weighted_attention_is_the_papers():
     config = make_config("bert", 0)
     trio = make_trio(config, "Model", torch.float32)
