@@ -14,26 +14,21 @@ SOURCES := setup.py build_backend.py fastbert/native/recipe.py pyproject.toml co
 help:           ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 12
 
-# What is installed beside fastbert's own needs, where the goal does not say more: `make demo` asks for no test tools.
-EXTRA  := demo
-test test-full unit checked lint type sanitize fuzz: EXTRA := test
-
-# The build tools come first: the extension is compiled against the torch that runs it, without build isolation. pip
-# installs the rest while the extension compiles, and is told of no compiler, so that it does not compile it again.
+# The build tools come first: the extension is compiled against the torch that runs it, without build isolation.
 $(VENV)/.installed: $(SOURCES)
 	@$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV)  # also one that was left half made
 	@echo "installing torch and the build tools into $(VENV) ..."
 	@$(PIP) torch numpy setuptools wheel ninja
-	@echo "building fastbert, and installing what $(EXTRA) needs ..."
-	@$(BIN)/python setup.py -q build_py build_ext --inplace > $(VENV)/build.log 2>&1 & compiling=$$!; \
-		CXX=none $(PIP) --no-build-isolation -e ".[$(EXTRA)]" || { kill $$compiling 2> /dev/null; exit 1; }; \
-		wait $$compiling || { tail -n 40 $(VENV)/build.log; exit 1; }
+	@echo "building fastbert ..."
+	@$(INSTALL) --no-build-isolation --verbose -e ".[demo]" \
+		> $(VENV)/build.log 2>&1 || (tail -n 40 $(VENV)/build.log; false)
 	@grep -h "^ *fastbert: " $(VENV)/build.log | tail -n 1
-	@touch $@ && { [ $(EXTRA) = demo ] || touch $(VENV)/.installed-$(EXTRA); }
+	@touch $@
 
 # An extra of what is installed already: pip adds what it names and builds nothing again.
 $(VENV)/.installed-test: $(VENV)/.installed
-	@[ $@ -nt $< ] || { echo "installing the test tools ..."; $(PIP) "fastbert-kernels[test]"; }
+	@echo "installing the test tools ..."
+	@$(PIP) "fastbert-kernels[test]"
 	@touch $@
 
 demo: $(VENV)/.installed  ## set everything up, then embed and search real text with a real model

@@ -12,7 +12,7 @@ from fastbert.models.base import HasModel
 def repack(model: nn.Module | HasModel) -> None:
     """Forget the packed copies of a model's weights. The next call packs the weights as they are then.
 
-    On CPUs the kernels multiply by packed copies of the weights, which are made at the first call. If a weight changes
+    On CPUs the kernels multiply by packed copies of the weights, which are kept from the second call on. If one changes
     in a way that PyTorch records (an optimizer's step, load_state_dict, an operation in place on the parameter, a new
     parameter, another dtype), its copy is made again without this function. PyTorch does not record a write
 

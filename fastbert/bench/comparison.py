@@ -18,6 +18,7 @@ from fastbert.data.budget import token_batches
 from fastbert.data.tokenized import tokenize
 from fastbert.files import writing
 from fastbert.models.base import EncoderModel
+from fastbert.models.quantized import int8_weights
 from fastbert.packed_inputs import PackedInputs, pack_inputs
 
 LENGTHS = (16, 128, 512)  # of the texts that operations are counted for
@@ -60,10 +61,11 @@ class Candidate:
 def facts_of(candidate: Candidate, wanted: Sequence[int]) -> dict[str, Any]:
     """What can be counted: parameters by part, operations a token, bytes of weights, and which texts are cut."""
     model, config = candidate.model, candidate.model.running_config
-    total = model.num_parameters()
+    int8 = int8_weights(model)
+    total = sum(t.numel() for t in (*model.parameters(), *int8))
     embeddings = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
     layers = {path: model.get_submodule(path) for path in config.layer_paths}
-    in_layers = sum(p.numel() for layer in layers.values() for p in layer.parameters())
+    in_layers = sum(t.numel() for layer in layers.values() for t in (*layer.parameters(), *int8_weights(layer)))
     per_token = {}
     for length in dict.fromkeys(candidate.lengths(LENGTHS)):
         count = operations(config, [length])
@@ -73,8 +75,8 @@ def facts_of(candidate: Candidate, wanted: Sequence[int]) -> dict[str, Any]:
         "family": config.model_type,
         "parameters": {"all": total, "embeddings": embeddings, "layers": in_layers},
         "operations_per_token": per_token,
-        "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
-        "training_bytes": TRAINING_BYTES * total,
+        "weight_bytes": sum(t.nbytes for t in (*model.parameters(), *int8)),
+        "training_bytes": None if int8 else TRAINING_BYTES * total,
         "limit": candidate.limit,
         "texts": len(wanted),
         "texts_cut": sum(n != m for n, m in zip(candidate.lengths(wanted), wanted, strict=True)),
@@ -127,7 +129,7 @@ def to_table(rows: Sequence[dict[str, Any]], machine: dict[str, Any], dtype: str
             f"{parameters['all'] / 1e6:,.1f} M",
             f"{parameters['embeddings'] / parameters['all']:.0%}",
             f"{row['weight_bytes'] / 1e6:,.0f} MB",
-            f"{row['training_bytes'] / 1e6:,.0f} MB",
+            "-" if row["training_bytes"] is None else f"{row['training_bytes'] / 1e6:,.0f} MB",
         ]
         for length in LENGTHS:
             count = counts.get(length)
@@ -152,6 +154,7 @@ def write_chart(path: Path, rows: Sequence[dict[str, Any]], machine: dict[str, A
     """A bar a model, the fastest first; where quality is known, speed against quality. Needs matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullLocator
 
     ordered = sorted(rows, key=lambda row: row["texts_per_second"])
     judged = [row for row in ordered if row.get("quality")]
@@ -168,6 +171,14 @@ def write_chart(path: Path, rows: Sequence[dict[str, Any]], machine: dict[str, A
         measures = sorted({row["quality"]["measure"] for row in judged})
         axes.set_ylabel(f"{', '.join(measures)}, x 100")
         axes.margins(0.25)
+        speeds = [row["texts_per_second"] for row in judged]
+        if max(speeds) > 5 * min(speeds):
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.xaxis.set_major_formatter("{x:,.0f}")
+        else:
+            axes.set_xlim(0, 1.5 * max(speeds))
         for row in judged:
             place = row["texts_per_second"], 100 * row["quality"]["value"]
             axes.scatter(*place, s=60, color="#0072b2", zorder=2)

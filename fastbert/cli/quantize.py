@@ -85,7 +85,7 @@ def quantize_folder(job: QuantizeJob, show: Callable[[str], None]) -> str:
     raise_if_stopped()
     root = resolve(job.model)
     folder = transformer_folder(root)
-    model = _load(folder, job.model)
+    model = _load(folder, job.model, (root / "modules.json").is_file())
     if is_quantized(model):
         raise UsageError(f"{job.model} is int8 already")
     before = _size(model)
@@ -106,7 +106,7 @@ def quantize_folder(job: QuantizeJob, show: Callable[[str], None]) -> str:
     return f"{len(leaves)} layers in int8, {before / 1e6:,.1f} MB -> {_size(model) / 1e6:,.1f} MB -> {job.output}"
 
 
-def _load(folder: Path, name: str) -> PreTrainedModel:
+def _load(folder: Path, name: str, is_sentence_model: bool) -> PreTrainedModel:
     """The model with the head that the folder was saved with, or without one where fastbert has no such head."""
     from fastbert.checkpoint.pretrained import read_config
     from fastbert.models.auto import load_encoder, model_classes
@@ -120,8 +120,12 @@ def _load(folder: Path, name: str) -> PreTrainedModel:
             warnings.simplefilter("ignore")  # a pooler that is not there is left out
             base = None if kind is None else kind.from_pretrained(folder)
         return base if base is not None and not base.missing_keys else load_encoder(folder, name, None)
-    model = kind.from_pretrained(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a head that is not there is an error below
+        model = kind.from_pretrained(folder)
     if model.missing_keys:
+        if is_sentence_model:  # whose config may name a head that it was pre-trained with
+            return load_encoder(folder, name, None)
         raise UsageError(f"{name} lacks {', '.join(model.missing_keys[:3])}, ...: train its head first")
     return model
 

@@ -22,6 +22,12 @@ from fastbert.models.tree import RunsBaseModel, base_models, linear_paths
 ENTRY, METHOD, SCHEME, KEEP = "quantization_config", "fastbert", "int8", "keep"
 
 
+def int8_weights(module: nn.Module) -> list[torch.Tensor]:
+    """The weights and biases of int8 layers, which are no parameters."""
+    leaves = [leaf for leaf in module.modules() if isinstance(leaf, QuantizedLinear)]
+    return [t for leaf in leaves for t in (leaf.weight, leaf.bias) if t is not None]
+
+
 def entry_of(root: nn.Module, config: EncoderConfig) -> dict[str, Any] | None:
     """What config.json holds under ENTRY, with the layers that are not int8 in KEEP; None where no layer is."""
     paths = linear_paths(config)

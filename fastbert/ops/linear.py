@@ -34,9 +34,9 @@ from fastbert.ops._linear_torch import linear_torch
 # out_i, (total_tokens, out_features_i) in `dtype`: activation(x weight_i^T + bias_i), for every weight of the list
 #
 # x is fp32 or bf16; weights are fp32, bf16, or int8 with weight_scales fp32 (out_features,). An input scale, fp32 (),
-# is read for int8 weights only: 0 quantises each row of x by its own largest value. The kernels pack a weight on its
-# first use and keep the copy until the weight changes or dies. With return_pre each out is followed by its value before
-# the activation, which backward needs. Gradients come in the dtypes of x and of the weights, a bias's in its weight's;
+# is read for int8 weights only: 0 quantises each row of x by its own largest value. The kernels keep packed copies of
+# weights that are used again, until these change or die. With return_pre each out is followed by its value before the
+# activation, which backward needs. Gradients come in the dtypes of x and of the weights, a bias's in its weight's;
 # those that are not needed are empty.
 
 _FWD_SCHEMA = (

@@ -37,6 +37,18 @@ def test_models_side_by_side(tmp_path):
     assert (tmp_path / "out/comparison.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_int8_weights_count_as_parameters(tmp_path):
+    folder = tiny.write_model(tmp_path / "float")
+    assert run_here("quantize", folder, tmp_path / "int8").returncode == 0
+    models = (folder, tmp_path / "int8")
+    done = run_here("compare", *models, "--rounds", 1, "--workload", "1x16", "--output", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    plain, int8 = json.loads((tmp_path / "out/comparison.json").read_text())["rows"]
+    assert int8["parameters"] == plain["parameters"] and int8["training_bytes"] is None
+    layers = plain["parameters"]["layers"]
+    assert plain["weight_bytes"] - 3 * layers < int8["weight_bytes"] < plain["weight_bytes"] - 2 * layers
+
+
 def test_a_model_that_cannot_be_loaded_is_said_and_the_others_go_on(tmp_path):
     done = run_here("compare", "tiny", tmp_path / "nothing", "--rounds", 1, "--workload", "1x16")
     assert done.returncode == 2 and done.stdout.count("| tiny |") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import numpy as np
@@ -52,3 +53,16 @@ def test_command_line(tmp_path):
     assert not (tmp_path / "x").exists()
     with pytest.raises(ConfigError, match=r"fastbert\.quantize\(model, .int8.\) comes after that"):
         AutoModel.from_pretrained(folder, dtype="int8")
+
+
+def test_a_sentence_model_whose_config_names_a_head_that_is_not_there(tmp_path):
+    """As all-mpnet-base-v2 has it. A model by itself is refused then: its head would be random."""
+    folder = tiny.write_model(tmp_path / "float")
+    config = json.loads((folder / "config.json").read_text())
+    tiny.write_json(folder / "config.json", config | {"architectures": ["BertForMaskedLM"]})
+    assert "train its head first" in fails("quantize", folder, tmp_path / "int8")
+    tiny.write_modules(folder, "Pooling")
+    tiny.write_json(folder / "1_Pooling/config.json", {"word_embedding_dimension": 32})
+    done = run_cli_here("quantize", folder, tmp_path / "int8")
+    assert done.returncode == 0 and done.stderr.count("\n") == 1, done.stderr
+    assert is_quantized(SentenceEncoder(tmp_path / "int8", device="cpu").model)
