@@ -113,21 +113,19 @@ def _load(folder: Path, name: str, is_sentence_model: bool) -> PreTrainedModel:
     from fastbert.models.base import EncoderModel
 
     config = read_config(folder)
-    architectures = config.extra.get("architectures") or [""]
-    kind = model_classes(config.model_type).get(architectures[0])
-    if kind is None or issubclass(kind, EncoderModel):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a pooler that is not there is left out
-            base = None if kind is None else kind.from_pretrained(folder)
-        return base if base is not None and not base.missing_keys else load_encoder(folder, name, None)
+    architectures, classes = config.extra.get("architectures") or [""], model_classes(config.model_type)
+    kind = classes.get(architectures[0])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a head that is not there is an error below
-        model = kind.from_pretrained(folder)
-    if model.missing_keys:
-        if is_sentence_model:  # whose config may name a head that it was pre-trained with
-            return load_encoder(folder, name, None)
-        raise UsageError(f"{name} lacks {', '.join(model.missing_keys[:3])}, ...: train its head first")
-    return model
+        warnings.simplefilter("ignore")  # a head that is not there is an error below, a pooler is left out
+        if kind is not None and not issubclass(kind, EncoderModel):
+            model = kind.from_pretrained(folder)
+            if not model.missing_keys:
+                return model
+            if not is_sentence_model:  # whose config may name the head that it was pre-trained with
+                raise UsageError(f"{name} lacks {', '.join(model.missing_keys[:3])}, ...: train its head first")
+            kind = next(each for each in classes.values() if issubclass(each, EncoderModel))
+        base = None if kind is None else kind.from_pretrained(folder)
+        return base if base is not None and not base.missing_keys else load_encoder(folder, name, None)
 
 
 def _errors(model: PreTrainedModel, folder: Path, texts: list[str]) -> dict[str, float]:
