@@ -1,6 +1,7 @@
 #include "workspace.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -23,6 +24,25 @@ constexpr int64_t kSmall = int64_t{64} << 10;  // the allocator serves these at 
 constexpr int64_t kMapped = int64_t{128} << 10;
 constexpr size_t kHugePage = size_t{2} << 20;
 
+// From a huge page's begin on, so that as much as may be lies in such pages: a step reads all weights and gradients,
+// and waits for the addresses of small ones. What lies around it is given back, or a whole page would serve a small
+// block.
+char* mapped_block(size_t bytes) {
+  const size_t whole = bytes + kHugePage;
+  void* const found = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (found == MAP_FAILED) throw std::bad_alloc();
+  char* const mapping = static_cast<char*>(found);
+  const size_t before = (kHugePage - reinterpret_cast<uintptr_t>(mapping) % kHugePage) % kHugePage;
+  char* const data = mapping + before;
+  const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE)), used = (bytes + page - 1) / page * page;
+  if (before > 0) munmap(mapping, before);
+  if (whole - before > used) munmap(data + used, whole - before - used);
+#ifdef MADV_HUGEPAGE
+  madvise(data, bytes, MADV_HUGEPAGE);  // it serves as well without
+#endif
+  return data;
+}
+
 std::shared_ptr<Block> filled(std::shared_ptr<Block> block) {
   if (is_filling_memory()) std::memset(block->data(), 0xff, static_cast<size_t>(block->bytes()));
   return block;
@@ -38,7 +58,7 @@ class KeptBlocks {
   std::shared_ptr<Block> take(int64_t bytes) {
     // With fences each ends where it should: what is kept may be longer.
     const bool must_be_new = is_filling_memory() || kFence > 0;
-    if (bytes < kSmall || bytes > kMostKept || must_be_new) return lasting_block(bytes);
+    if (bytes < kSmall || bytes > kMostKept || must_be_new) return new_block(bytes);
     int64_t total = bytes;
     const std::shared_ptr<Block>* best = nullptr;
     for (const auto& block : blocks_) {
@@ -71,14 +91,8 @@ class KeptBlocks {
 Block::Block(int64_t bytes, bool lasts) : bytes_(bytes) {
   const auto rounded = static_cast<size_t>(std::max(kLine, (bytes + kLine - 1) / kLine * kLine));
   if (lasts && bytes >= kMapped && kFence == 0) {
-    mapped_ = rounded + kHugePage;
-    void* const mapping = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (mapping == MAP_FAILED) throw std::bad_alloc();
-    mapping_ = static_cast<char*>(mapping);
-    data_ = mapping_ + (kHugePage - reinterpret_cast<uintptr_t>(mapping_) % kHugePage) % kHugePage;
-#ifdef MADV_HUGEPAGE
-    madvise(data_, rounded, MADV_HUGEPAGE);  // it serves as well without
-#endif
+    mapped_ = rounded;
+    data_ = mapped_block(rounded);
     return;
   }
   data_ = static_cast<char*>(std::aligned_alloc(kLine, rounded));
@@ -86,8 +100,8 @@ Block::Block(int64_t bytes, bool lasts) : bytes_(bytes) {
 }
 
 Block::~Block() {
-  if (mapping_ != nullptr) {
-    munmap(mapping_, mapped_);
+  if (mapped_ > 0) {
+    munmap(data_, mapped_);
   } else {
     std::free(data_);
   }

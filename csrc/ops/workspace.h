@@ -20,8 +20,7 @@ class Block {
  private:
   char* data_;
   int64_t bytes_;
-  char* mapping_ = nullptr;  // data_ lies in it, or comes from the allocator
-  size_t mapped_ = 0;
+  size_t mapped_ = 0;  // bytes, or it comes from the allocator
 };
 
 std::shared_ptr<Block> new_block(int64_t bytes);
