@@ -106,10 +106,11 @@ FASTBERT_SIMD Floats exp_row_seen(const float* row, int64_t shift, int64_t begin
 
 // Scores (panels, kRows, kPanel) of up to kWidth rows from `first` on to probabilities that lack their division by
 // the sum; `scale` is softmax_scale * log2(e). Row r's dropout counters begin at counter + r * counters_per_query.
+// Where `row_tops` are known, each of the block's has the row's top score in one of its lanes.
 template <typename E, bool kHasWindow, int64_t kRows>
 void softmax_rows(const FwdMemory& m, int64_t first, int64_t rows, int64_t keys, const Window& window, float scale,
                   const DropoutMask& mask, uint64_t counter, uint64_t counters_per_query, bool is_first,
-                  RowStates<kRows>& states) {
+                  const float (*row_tops)[kWidth], RowStates<kRows>& states) {
   constexpr int64_t kVectors = kPanel / kWidth, kPanelStride = kRows * kPanel;
   alignas(64) float lanes[kWidth][kWidth];
   const int64_t whole = keys / kPanel;
@@ -119,7 +120,7 @@ void softmax_rows(const FwdMemory& m, int64_t first, int64_t rows, int64_t keys,
     return {std::clamp<int64_t>(window.begin[first + r] - window.key, 0, keys),
             std::clamp<int64_t>(window.end[first + r] - window.key, 0, keys)};
   };
-  for (int64_t r = 0; r < rows; ++r) {
+  for (int64_t r = 0; row_tops == nullptr && r < rows; ++r) {
     const float* row = scores + r * kPanel;
     if constexpr (kHasWindow) {
       // Not -inf, whose difference from itself is no number: a later block may hold the first key that the row sees.
@@ -145,7 +146,8 @@ void softmax_rows(const FwdMemory& m, int64_t first, int64_t rows, int64_t keys,
     for (int64_t v = 1; v < kVectors; ++v) top[0] = max(top[0], top[v]);
     store(lanes[r], top[0]);
   }
-  Floats tops = reduce_rows<Max>(lanes), correction = set1(0.0f), sums = set1(0.0f);
+  Floats tops = reduce_rows<Max>(row_tops == nullptr ? lanes : row_tops + first), correction = set1(0.0f),
+         sums = set1(0.0f);
   if (!is_first) {
     const Floats before = load(states.top + first);
     tops = max(mul(before, sign), tops);
@@ -273,14 +275,18 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task,
                        std::min(kPanel, columns - p * kPanel) - skipped, adds,
                        reinterpret_cast<char*>(m.scores + p * kRows * kPanel + skipped));
         }
-        if constexpr (kIsRelative) end_scores(terms, query, rows, key, keys, in.softmax_scale, tile);
+        [[maybe_unused]] alignas(64) float row_tops[kIsRelative ? kRows : 1][kWidth];
+        bool has_tops = false;
+        if constexpr (kIsRelative) {
+          has_tops = end_scores(terms, query, rows, key, keys, in.softmax_scale, tile, kHasWindow ? nullptr : row_tops);
+        }
         const Window window = kHasWindow ? Window{in.key_begin + token, in.key_end + token, key, shift} : Window{};
         const uint64_t counters_per_query = static_cast<uint64_t>(in.num_heads) << 32;
         for (int64_t r = 0; r < rows; r += kWidth) {
           const auto row = static_cast<uint64_t>((token + r) * in.num_heads + head);
           softmax_rows<E, kHasWindow, kRows>(m, r, std::min(kWidth, rows - r), keys, window, scale, mask,
                                              (row << 32) + static_cast<uint64_t>(key / 4), counters_per_query,
-                                             key == range.begin, states);
+                                             key == range.begin, has_tops && !kHasWindow ? row_tops : nullptr, states);
         }
         for (int64_t r = 0; key > range.begin && r < rows; ++r) {
           for (int64_t dim = 0; dim < d; dim += kWidth) {

@@ -11,7 +11,8 @@ constexpr int64_t kTermColumns = kUsesAmx<typename DotOf<BFloat16>::Dot> ? kAmxR
 // The most columns of a tile, and floats from one row of products to the next: runs, what they are rounded up to, and
 // an odd number of cache lines.
 constexpr int64_t kTermBlock = 256, kTermStride = 336;
-constexpr int64_t kMostRows = 128;                                               // of a tile
+// Of a tile: few enough that its scores, over which four passes go, stay near the first-level cache.
+constexpr int64_t kMostRows = 64;
 constexpr int64_t kTermSpace = std::max(kTermRows, kTermColumns) * kTermStride;  // floats
 static_assert(kTermColumns % kWidth == 0 && kTermStride >= kTermBlock + kAmxRows - 1 + 2 * 16);
 
@@ -40,6 +41,15 @@ struct TileScores {
   FASTBERT_SIMD float* at(int64_t row, int64_t column) const {
     const int64_t c = shift + column;
     return scores + c / kPanel * panel_stride + row * kPanel + c % kPanel;
+  }
+
+  // f(where they lie, the first, how many) for the columns of a row from `begin` to `end`, those of a panel at a time.
+  template <typename F>
+  FASTBERT_SIMD void by_panel(int64_t row, int64_t begin, int64_t end, const F& f) const {
+    for (int64_t count; begin < end; begin += count) {
+      count = std::min(kPanel - (shift + begin) % kPanel, end - begin);
+      f(at(row, begin), begin, count);
+    }
   }
 };
 
@@ -86,13 +96,14 @@ void row_terms(AmxTiles& tiles, int64_t rows, const Left& left, const TermTable&
                                columns, space);
     for (int64_t r = 0; r < height; ++r) {
       const float* run = run_of<kTermRows>(space, height, r);
-      for (int64_t c = 0; c < columns; c += kWidth) {
-        // Zeros beyond the last column, where nothing has been computed.
-        Floats x = columns - c >= kWidth ? load(run + c) : load_columns(run + c, columns - c);
-        float* to = scores.at(row + r, c);
-        if (adds) x = add(load(to), x);
-        store(to, x);
-      }
+      scores.by_panel(row + r, 0, columns, [&](float* to, int64_t first, int64_t count) {
+        const float* from = run + first;
+        for (int64_t c = 0; c < count; c += kWidth) {
+          // Zeros beyond the last column, where nothing has been computed.
+          const Floats x = count - c >= kWidth ? load(from + c) : load_columns(from + c, count - c);
+          store(to + c, adds ? add(load(to + c), x) : x);
+        }
+      });
     }
   }
 }
@@ -202,15 +213,32 @@ void end_products(AmxTiles& tiles, int64_t rows, const Left& left, const TermTab
   }
 }
 
-// Scores become scaled ones with a bias; `bias` is that of row 0 and column 0, ascending by columns.
+// Scores become scaled ones with a bias; `bias` is that of row 0 and column 0, ascending by columns. Where `tops` are
+// wanted, each row's has the row's largest score in one of its lanes: as softmax_rows finds them, while they are there.
 FASTBERT_SIMD void add_bias(int64_t rows, int64_t columns, const float* bias, float softmax_scale,
-                            const TileScores& scores) {
+                            const TileScores& scores, float (*tops)[kWidth] = nullptr) {
+  constexpr int64_t kVectors = kPanel / kWidth;
   const Floats scale = set1(softmax_scale);
   for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t c = 0; c < columns; c += kWidth) {
-      float* at = scores.at(r, c);
-      store(at, fma(load(at), scale, load(bias - r + c)));
-    }
+    Floats top[kVectors];
+    for (int64_t v = 0; v < kVectors; ++v) top[v] = set1(-__builtin_inff());
+    scores.by_panel(r, 0, columns, [&](float* at, int64_t first, int64_t count) {
+      const float* of_row = bias - r + first;
+      const auto add_at = [&](int64_t c) {
+        const Floats x = fma(load(at + c), scale, load(of_row + c));
+        store(at + c, x);
+        return x;
+      };
+      if (count == kPanel) {
+#pragma GCC unroll 8
+        for (int64_t v = 0; v < kVectors; ++v) top[v] = max(top[v], add_at(v * kWidth));
+        return;
+      }
+      for (int64_t c = 0; c < count; c += kWidth) top[0] = max(top[0], add(add_at(c), beyond(count - c)));
+    });
+    if (tops == nullptr) continue;
+    for (int64_t v = 1; v < kVectors; ++v) top[0] = max(top[0], top[v]);
+    store(tops[r], top[0]);
   }
 }
 
@@ -287,9 +315,11 @@ FASTBERT_SIMD void fill_far(int64_t rows, int64_t begin, int64_t end, const floa
                             const TileScores& scores) {
   for (int64_t r = 0; r < rows; ++r) {
     const Floats x = set1(of_rows == nullptr ? 0.0f : of_rows[r]);
-    for (int64_t c = begin; c < end; c += kWidth) {
-      store(scores.at(r, c), of_columns == nullptr ? x : add(x, load_columns(of_columns + c, end - c)));
-    }
+    scores.by_panel(r, begin, end, [&](float* to, int64_t first, int64_t count) {
+      for (int64_t c = 0; c < count; c += kWidth) {
+        store(to + c, of_columns == nullptr ? x : add(x, load_columns(of_columns + first + c, count - c)));
+      }
+    });
   }
 }
 
@@ -342,10 +372,14 @@ void begin_scores(AmxTiles& tiles, QueryTerms& terms, int64_t query, int64_t row
   fill(near_end, keys, true);
 }
 
-// Behind the products of queries and keys.
-FASTBERT_SIMD void end_scores(const QueryTerms& terms, int64_t query, int64_t rows, int64_t key, int64_t keys,
-                              float softmax_scale, const TileScores& scores) {
-  if (terms.bias == nullptr) return;
-  if (terms.places == nullptr) return add_bias(rows, keys, terms.bias + key - query, softmax_scale, scores);
+// Behind the products of queries and keys; whether `tops` are there then.
+FASTBERT_SIMD bool end_scores(const QueryTerms& terms, int64_t query, int64_t rows, int64_t key, int64_t keys,
+                              float softmax_scale, const TileScores& scores, float (*tops)[kWidth]) {
+  if (terms.bias == nullptr) return false;
+  if (terms.places == nullptr) {
+    add_bias(rows, keys, terms.bias + key - query, softmax_scale, scores, tops);
+    return true;
+  }
   add_bias_of_places(rows, keys, terms.places + query, terms.places + key, terms.bias, softmax_scale, scores);
+  return false;
 }
