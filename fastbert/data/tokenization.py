@@ -64,7 +64,16 @@ def _read(folder: Path, lowercase: bool, form: NewVocabulary | None = None) -> T
             raise CheckpointError(_nothing_to_read(folder, form))
         tokenizer = read_bare(folder, form, lowercase)
     tokenizer.no_padding()
+    _check_unknown(tokenizer, folder)
     return tokenizer
+
+
+def _check_unknown(tokenizer: Tokenizer, folder: Path) -> None:
+    """Whether it takes a text of which it knows nothing: otherwise the first such text would be the one that fails."""
+    try:
+        tokenizer.encode("\U0001fae8")  # a face of 2022, which no normalizer drops
+    except Exception as error:  # tokenizers raises Exception itself
+        raise CheckpointError(f"{folder}: its tokenizer fails at what it does not know: {error}") from None
 
 
 def _nothing_to_read(folder: Path, form: NewVocabulary) -> str:

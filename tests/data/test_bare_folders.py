@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from bare_files import FORMS, TEXTS, what_differs, write_bare
 from tiny import write_json
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from fastbert import CheckpointError
 from fastbert.data.tokenization import load_cutting_tokenizer, load_tokenizer, mask_token
@@ -153,3 +154,29 @@ def test_a_family_without_bare_files_has_berts(tmp_path):
     write_json(tmp_path / "config.json", {"model_type": "xlm-roberta"})
     made = load_tokenizer(tmp_path).encode("the <ent>", "a")
     assert made.tokens == ["[CLS]", "the", "<ent>", "[SEP]", "a", "[SEP]"] and made.type_ids == [0, 0, 0, 0, 1, 1]
+
+
+WITHOUT_UNKNOWN = {
+    "WordPiece": models.WordPiece({"a": 0}, unk_token="[UNK]"),
+    "WordLevel": models.WordLevel({"a": 0}, unk_token="[UNK]"),
+    "BPE": models.BPE({"a": 0}, [], unk_token="[UNK]"),
+    "Unigram": models.Unigram([("a", 0.0)]),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_UNKNOWN)
+def test_a_vocabulary_without_the_token_for_what_it_does_not_know(kind, tmp_path):
+    """An added token of that name is none of the vocabulary's."""
+    tokenizer = Tokenizer(WITHOUT_UNKNOWN[kind])
+    tokenizer.add_special_tokens(["[UNK]"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match=r"(?i)fails at what it does not know: .*unk"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_vocabulary_of_all_bytes_needs_no_such_token(tmp_path):
+    letters = {letter: i for i, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    tokenizer = Tokenizer(models.BPE(letters, [], unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert len(load_tokenizer(tmp_path).encode("é").ids) == 3

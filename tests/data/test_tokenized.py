@@ -31,7 +31,7 @@ def ids_of(batch: PackedInputs) -> list[int]:
 
 def test_tokens_are_those_of_the_tokenizer():
     """More texts than are tokenised at a time, pairs among them, some cut."""
-    tokenizer, words = tokenizer_of_words(12), WORDS.split()
+    tokenizer, words = tokenizer_of_words(12), np.array(WORDS.split())
     draw = numpy_generator(0)
     texts = [" ".join(draw.choice(words, n)) for n in draw.integers(0, 20, CHUNK_TEXTS + 50)]
     inputs = [text if i % 3 else (text, "a pair") for i, text in enumerate(texts)]

@@ -132,7 +132,7 @@ def read_header(data: bytes) -> tuple[dict, bytes]:
 def damage_header(draw: Draw, path: Path) -> None:
     draw.note(f"  header of {path.name}")
     header, payload = read_header(path.read_bytes())
-    if draw.flag(3) and "fastbert_crc32" in header.get("__metadata__", {}):
+    if draw.flag(3) and isinstance(header, dict) and "fastbert_crc32" in header.get("__metadata__", {}):
         sums = mutate(draw, json.loads(header["__metadata__"]["fastbert_crc32"]))
         header["__metadata__"]["fastbert_crc32"] = json.dumps(sums)
     else:

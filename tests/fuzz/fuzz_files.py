@@ -177,8 +177,10 @@ def run_case(draw: Draw) -> None:
             draw.note("the config of one, the weights of the other")
             mixed(draw, folder)
             return
+        has_sums, is_damaged = kind not in ("foreign", "pickle", "sentences"), False
         for _ in range(draw.choice((1, 1, 1, 2))):
             name = draw.choice(DAMAGES)
+            is_damaged |= name.startswith("weights")
             draw.doing = f"{name} of {kind}"
             draw.note(f"{name}: of {kind}")
             if name in ("config_fields", "config_bytes") and not (folder / "config.json").is_file():
@@ -201,8 +203,8 @@ def run_case(draw: Draw) -> None:
         finally:
             signal.alarm(0)
             signal.signal(signal.SIGALRM, previous)
-        assert np.isfinite(found).all(), "it loaded, and gives what is not finite"
-        has_sums = kind not in ("foreign", "pickle", "sentences")
+        # Without checksums a flipped bit of an exponent is a weight like any other.
+        assert (is_damaged and not has_sums) or np.isfinite(found).all(), "it loaded, and gives what is not finite"
         if has_sums and still_vouched_for(folder, templates()[kind]):
             assert np.array_equal(found, whole_outputs(kind)), "it loaded, and gives other numbers than what was saved"
 
