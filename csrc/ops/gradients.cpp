@@ -4,6 +4,7 @@
 #include <mutex>
 #include <numeric>
 #include <unordered_map>
+#include <utility>
 
 #include "packed_weights.h"
 #include "storages.h"
@@ -14,8 +15,10 @@ namespace {
 
 std::mutex mutex;
 
+// The last gradient, and the memory of the one before: two of one weight may be alive at once, where gradients are
+// accumulated, or where a layer multiplies by it twice (a word table that is also the decoder, DeBERTa's projections).
 struct Last {
-  std::shared_ptr<Block> block;
+  std::shared_ptr<Block> block, before;
   std::shared_ptr<std::vector<double>> squares;
 };
 
@@ -31,9 +34,10 @@ Gradients& gradients() {
 NewGradient new_gradient(const Array& weight) {
   watch_storage(weight);
   const std::lock_guard<std::mutex> lock(mutex);
-  auto& [block, squares] = gradients()[storage_of(weight)][weight.data()];
-  // Two gradients of one weight may be alive at once (accumulation): the newer one is kept.
-  if (block.use_count() != 1 || block->bytes() != weight.nbytes()) block = lasting_block(weight.nbytes());
+  auto& [block, before, squares] = gradients()[storage_of(weight)][weight.data()];
+  const auto is_free = [&] { return block.use_count() == 1 && block->bytes() == weight.nbytes(); };
+  if (!is_free()) std::swap(block, before);
+  if (!is_free()) block = lasting_block(weight.nbytes());
   squares = std::make_shared<std::vector<double>>();
   return {tensor_in(block, block->data(), weight.sizes(), weight.scalar_type()), squares};
 }

@@ -11,7 +11,8 @@ namespace fastbert {
 
 // A weight's gradient, to be written.
 struct NewGradient {
-  // An uninitialised tensor like the weight, in the memory of that weight's last gradient if nothing holds it any more.
+  // An uninitialised tensor like the weight, in the memory of one of its last two gradients if nothing holds that any
+  // more.
   // A step that sets gradients to None gives hundreds of megabytes back to the system, and fresh pages for them cost
   // more than what is written there: an eighth of a whole step of MiniLM. The memory is freed with the weight.
   Array gradient;

@@ -76,9 +76,9 @@ class KeptBlocks {
                                    return goes;
                                  }),
                   blocks_.end());
-    auto fresh = lasting_block(bytes);
-    if (total <= kMostKept) blocks_.push_back(fresh);
-    return fresh;
+    if (total > kMostKept) return new_block(bytes);  // given back with the call
+    blocks_.push_back(lasting_block(bytes));
+    return blocks_.back();
   }
 
  private:

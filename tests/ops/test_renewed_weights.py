@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
 from isas import OF_FLOATS, backend_with_isa
@@ -157,3 +159,14 @@ def test_a_whole_line_of_a_gradient_and_its_rest_are_written(isa):
     ops.linear(x[:, :191], narrow, None, backend="cpu").backward(dout)
     assert torch.equal(weight.grad[:, :191], narrow.grad)
     assert_close_to_reference(weight.grad, dout.double().T @ x.double(), dout.T @ x, GRADIENT_FACTOR)
+
+
+def test_two_gradients_of_one_weight_have_the_memory_of_the_last_two():
+    """A weight that is multiplied by twice, or whose gradients are accumulated, asks for no new pages in each step."""
+    weight, x, places, elsewhere = weight_of((1024, 1024)), torch.randn(9, 1024), [], []
+    for _ in range(4):
+        alive = [torch.autograd.grad(ops.linear(x, weight, None, backend="cpu").sum(), weight)[0] for _ in range(2)]
+        places.append({gradient.data_ptr() for gradient in alive})
+        del alive
+        elsewhere.append(mmap.mmap(-1, weight.nbytes))  # takes the place of what is given back
+    assert len(places[0]) == 2 and places == places[:1] * 4
