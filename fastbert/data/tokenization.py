@@ -71,7 +71,7 @@ def _read(folder: Path, lowercase: bool, form: NewVocabulary | None = None) -> T
 def _check_unknown(tokenizer: Tokenizer, folder: Path) -> None:
     """Whether it takes a text of which it knows nothing: otherwise the first such text would be the one that fails."""
     try:
-        tokenizer.encode("\U0001fae8")  # a face of 2022, which no normalizer drops
+        tokenizer.encode("\U0001fae8")  # a face of 2022, which normalizers keep
     except Exception as error:  # tokenizers raises Exception itself
         raise CheckpointError(f"{folder}: its tokenizer fails at what it does not know: {error}") from None
 
