@@ -286,7 +286,7 @@ void attention_fwd_heads(const AttentionFwd<T>& args, const AttentionTask& task,
           const auto row = static_cast<uint64_t>((token + r) * in.num_heads + head);
           softmax_rows<E, kHasWindow, kRows>(m, r, std::min(kWidth, rows - r), keys, window, scale, mask,
                                              (row << 32) + static_cast<uint64_t>(key / 4), counters_per_query,
-                                             key == range.begin, has_tops && !kHasWindow ? row_tops : nullptr, states);
+                                             key == range.begin, has_tops ? row_tops : nullptr, states);
         }
         for (int64_t r = 0; key > range.begin && r < rows; ++r) {
           for (int64_t dim = 0; dim < d; dim += kWidth) {

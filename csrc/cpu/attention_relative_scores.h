@@ -372,13 +372,13 @@ void begin_scores(AmxTiles& tiles, QueryTerms& terms, int64_t query, int64_t row
   fill(near_end, keys, true);
 }
 
-// Behind the products of queries and keys; whether `tops` are there then.
+// Behind the products of queries and keys; whether the rows' `tops` have been found, where they are wanted.
 FASTBERT_SIMD bool end_scores(const QueryTerms& terms, int64_t query, int64_t rows, int64_t key, int64_t keys,
                               float softmax_scale, const TileScores& scores, float (*tops)[kWidth]) {
   if (terms.bias == nullptr) return false;
   if (terms.places == nullptr) {
     add_bias(rows, keys, terms.bias + key - query, softmax_scale, scores, tops);
-    return true;
+    return tops != nullptr;
   }
   add_bias_of_places(rows, keys, terms.places + query, terms.places + key, terms.bias, softmax_scale, scores);
   return false;

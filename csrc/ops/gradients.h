@@ -12,9 +12,8 @@ namespace fastbert {
 // A weight's gradient, to be written.
 struct NewGradient {
   // An uninitialised tensor like the weight, in the memory of one of its last two gradients if nothing holds that any
-  // more.
-  // A step that sets gradients to None gives hundreds of megabytes back to the system, and fresh pages for them cost
-  // more than what is written there: an eighth of a whole step of MiniLM. The memory is freed with the weight.
+  // more. A step that sets gradients to None gives hundreds of megabytes back to the system, and fresh pages for them
+  // cost more than what is written there: an eighth of a whole step of MiniLM. The memory is freed with the weight.
   Array gradient;
   // Sums of squares of its parts, which whoever writes it may leave here: empty at first.
   std::shared_ptr<std::vector<double>> squares;
