@@ -6,8 +6,8 @@ BIN    := $(VENV)/bin
 # word against keeping it, which each of hundreds of processes would pay for.
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile --constraint constraints.txt
 PIP    := $(INSTALL) -qq --use-pep517
-# uv unpacks many wheels at a time: the test tools come in a third of pip's time. It does not know pip's settings: where the
-# index is another one, pip does it.
+# uv resolves and unpacks many wheels at a time: the test tools come in 5 seconds instead of 40. It does not know pip's
+# settings: where the index is another one, it fails, and pip does all of it. torch is always pip's, by these settings.
 UV     := $(BIN)/python -m uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 SOURCES := setup.py build_backend.py fastbert/native/recipe.py pyproject.toml constraints.txt $(shell find csrc -type f)
@@ -22,6 +22,7 @@ $(VENV)/.installed: $(SOURCES)
 	@$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV)  # also one that was left half made
 	@echo "installing torch and the build tools into $(VENV) ..."
 	@$(PIP) torch numpy setuptools wheel ninja uv
+	@$(UV) -r pyproject.toml --extra demo 2> /dev/null || true
 	@echo "building fastbert ..."
 	@$(INSTALL) --no-build-isolation --verbose -e ".[demo]" \
 		> $(VENV)/build.log 2>&1 || (tail -n 40 $(VENV)/build.log; false)
