@@ -9,14 +9,19 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line.
 
     Returns its exit code: 0, 1 (doctor found a fault), 2 (a user's error), 130 (Ctrl-C), 141 (nobody reads what is
-    printed) or 143 (SIGTERM).
+    printed) or 143 (SIGTERM). Without arguments the process's own are run, and a Ctrl-C behind them ends the process
+    at once: Python shuts down then, and of what is in its way libraries would print their insides.
     """
     restore = []
     try:
-        restore = stopping.catch_signals()
-        from fastbert.cli.run import run
+        try:
+            restore = stopping.catch_signals(is_process=arguments is None)
+            from fastbert.cli.run import run
 
-        return run(arguments)
+            return run(arguments)
+        finally:
+            for undo in restore:
+                undo()
     except BaseException as error:
         # A signal that met C++ which was calling Python comes out as that call's error: what ends a command once a
         # signal has come is the signal.
@@ -27,6 +32,4 @@ def main(arguments: list[str] | None = None) -> int:
         stopping.say("terminated" if was_terminated else "interrupted")
         return stopping.TERMINATED if was_terminated else stopping.INTERRUPTED
     finally:
-        for undo in restore:
-            undo()
         stopping.received.clear()

@@ -14,9 +14,10 @@ class Terminated(KeyboardInterrupt):
 received: list[type[KeyboardInterrupt]] = []
 
 
-def catch_signals():
-    """Let SIGINT and SIGTERM raise, and be remembered; returns what undoes that. Signals that others handle stay so,
-    also where they took them over since: a server that has stopped ignores them.
+def catch_signals(is_process: bool = False):
+    """Let SIGINT and SIGTERM raise, and be remembered; returns what undoes that: in a process that does nothing else,
+    they then end it and raise nothing. Signals that others handle stay so, also where they took them over since: a
+    server that has stopped ignores them.
     """
     import signal
     import threading
@@ -36,9 +37,9 @@ def catch_signals():
         if signal.getsignal(number) is default:
             signal.signal(number, stop)
 
-            def undo(number=number, default=default, stop=stop):
+            def undo(number=number, behind=signal.SIG_DFL if is_process else default, stop=stop):
                 if signal.getsignal(number) is stop:
-                    signal.signal(number, default)
+                    signal.signal(number, behind)
 
             restore.append(undo)
     return restore

@@ -46,12 +46,6 @@ def run_program(program: str, *arguments: object) -> subprocess.CompletedProcess
     return run_python([sys.executable, "-c", program, *map(str, arguments)])
 
 
-def run_from_the_first_import(program: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess:
-    line = [sys.executable, "-c", program, *map(str, arguments)]
-    env = {**ENVIRONMENT, **environment}
-    return subprocess.run(line, capture_output=True, text=True, timeout=300, check=False, env=env)
-
-
 @pytest.fixture(autouse=True)
 def heard_interrupts():
     """A shell starts a job in the background with interrupts ignored, and what that job starts ignores them, too."""
@@ -186,80 +180,6 @@ def test_a_disk_too_full_for_anything_gets_no_file(tmp_path, model, source):
     assert full.returncode == 2
     assert full.stderr == f"fastbert: error: [Errno 27] File too large: '{out}.partial'\n"
     assert not list(tmp_path.iterdir())
-
-
-# Modules at whose import a signal comes, by a finder of ours.
-STOP_AT = """
-import os, signal, sys
-class Stop:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name == os.environ["STOP_AT"]:
-            signal.raise_signal(int(os.environ["STOP_BY"]))
-sys.meta_path.insert(0, Stop)
-"""
-
-
-# The handlers are set before any of these imports, whatever the signal and the module.
-@left_to_full(lambda p: p["module"] in ("torch.nn", "numpy", "tokenizers"))
-@pytest.mark.parametrize("stop,code,said", ((signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")))
-@pytest.mark.parametrize("module", ("fastbert.cli.run", "argparse", "numpy", "torch", "torch.nn", "tokenizers"))
-def test_a_signal_during_an_import_is_one_line(tmp_path, model, source, module, stop, code, said):
-    arguments = ["encode", source, "--model", model, "--device", "cpu", "--output", tmp_path / "out.npy"]
-    entry = "import re, sys\nfrom fastbert.cli import main\nsys.exit(main())"  # as pip's script has it
-    where = {"STOP_AT": module, "STOP_BY": str(int(stop))}
-    done = run_from_the_first_import(f"{STOP_AT}\n{entry}", *arguments, **where)
-    assert (done.returncode, done.stdout, done.stderr) == (code, "", f"fastbert: {said}\n")
-    assert not list(tmp_path.iterdir())
-
-
-@left_to_full(lambda p: p["words"] != "encode")  # they look for it by the same function
-@pytest.mark.parametrize("words", ("encode", "fill-mask", "quantize", "info", "doctor"))
-def test_a_signal_that_an_import_swallows_is_not_lost(tmp_path, model, source, words):
-    """As some of torch's own do, in `except:`."""
-    out = tmp_path / "out.npy"
-    arguments = {
-        "encode": (source, "--model", model, "--device", "cpu", "--output", out),
-        "fill-mask": ("a [MASK]", "--model", model),
-        "quantize": (model, tmp_path / "int8"),
-        "info": (model,),
-        "doctor": (),
-    }[words]
-    swallowing = STOP_AT.replace(
-        '            signal.raise_signal(int(os.environ["STOP_BY"]))\n',
-        "            try: signal.raise_signal(signal.SIGINT)\n            except: pass\n",
-    )
-    entry = "from fastbert.cli import main\nsys.exit(main())"
-    done = run_from_the_first_import(f"{swallowing}\n{entry}", words, *arguments, STOP_AT="torch")
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "fastbert: interrupted\n")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("number", "said"), ((signal.SIGTERM, "terminated"), (signal.SIGINT, "interrupted")))
-def test_a_signal_that_comes_out_as_another_error_is_the_signal(monkeypatch, capsys, number, said):
-    """As where it meets C++ that is calling Python: that call has failed, and says so (found by the fuzzer of cli)."""
-    from fastbert import cli
-    from fastbert.cli import run as running
-
-    def interrupted(arguments):
-        try:
-            signal.raise_signal(number)
-        except KeyboardInterrupt:
-            raise RuntimeError("a call of Python failed") from None
-
-    monkeypatch.setattr(running, "run", interrupted)
-    assert cli.main([]) == 128 + number and capsys.readouterr().err == f"fastbert: {said}\n"
-    monkeypatch.setattr(running, "run", lambda arguments: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        cli.main([])
-
-
-def test_python_m_is_the_same_entry(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(STOP_AT)
-    where = {"STOP_AT": "argparse", "STOP_BY": str(int(signal.SIGINT))}
-    env = {**ENVIRONMENT, **where, "PYTHONPATH": f"{tmp_path}:{ENVIRONMENT['PYTHONPATH']}"}
-    done = subprocess.run(command("doctor"), env=env, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "fastbert: interrupted\n")
 
 
 def test_broken_pipe_is_silent(model):
