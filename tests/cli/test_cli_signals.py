@@ -19,14 +19,6 @@ def run_from_the_first_import(program: str, *arguments: object, **environment: s
     return subprocess.run(line, capture_output=True, text=True, timeout=300, check=False, env=env)
 
 
-@pytest.fixture(autouse=True)
-def heard_interrupts():
-    """A shell starts a job in the background with interrupts ignored, and what that job starts ignores them, too."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     return tiny.write_model(tmp_path_factory.mktemp("encoder"), num_hidden_layers=1)

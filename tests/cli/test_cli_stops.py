@@ -46,14 +46,6 @@ def run_program(program: str, *arguments: object) -> subprocess.CompletedProcess
     return run_python([sys.executable, "-c", program, *map(str, arguments)])
 
 
-@pytest.fixture(autouse=True)
-def heard_interrupts():
-    """A shell starts a job in the background with interrupts ignored, and what that job starts ignores them, too."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     return tiny.write_model(tmp_path_factory.mktemp("encoder"), num_hidden_layers=1)
