@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
@@ -86,12 +87,15 @@ def read(loader: DataLoader) -> Generator[Any]:
             if batch is None:
                 return
             yield batch
-    except RuntimeError as error:
-        if not str(error).startswith("DataLoader worker"):  # what a worker itself raises begins with "Caught"
-            raise
+    except Exception as error:
         is_reading = False
-        del batches  # which ends the other workers, once no frame holds it
-        error.__traceback__ = error.__context__ = error.__cause__ = None
+        # The workers end with the iterator, which the error's frames hold. Left to Python's collector, torch would wait
+        # five seconds for them: the collector closes the queue that is to tell them first.
+        traceback.clear_frames(error.__traceback__)
+        del batches
+        # What a worker itself raises begins with "Caught".
+        if not isinstance(error, RuntimeError) or not str(error).startswith("DataLoader worker"):
+            raise
         raise WorkerKilled(str(error)) from None
     finally:
         if waits:

@@ -149,6 +149,7 @@ def test_the_state_before_the_final_norm():
     assert_falls_back(model, "as it is before the final norm", input_ids=IDS, output_hidden_states=True)
 
 
+@left_to_full(is_alike)
 @families_axis
 def test_hooks(model_type):
     config, model = make_config(model_type), accelerated(model_type)

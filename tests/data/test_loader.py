@@ -77,9 +77,11 @@ def test_outside_of_the_main_thread():
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_of_the_data_stays_what_it_is(workers):
-    with pytest.raises(ConnectionError, match="the data's server has gone"):
+def test_an_error_of_the_data_stays_what_it_is(workers, others):
+    with pytest.raises(ConnectionError, match="the data's server has gone") as caught:
         list(read(loader_of(failing, workers)))
+    assert not others()  # although the error is still there
+    del caught
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -31,7 +31,7 @@ from attention_cases import (
     positions,
     rotary_of,
 )
-from full import halved, left_to_full
+from full import halved, left_to_full, thinned
 from isas import OF_FLOATS
 from layouts import assert_same_results
 from seeds import manual_seed
@@ -48,7 +48,7 @@ def cases_of(backend: str) -> tuple[Lengths, ...]:
     return (RAGGED, SLACK, LONG) if backend == "triton" else (RAGGED, EDGES, SLACK)
 
 
-@halved
+@thinned(3)
 @left_to_full(lambda p: is_interpreted_in_16_bits(p) and p["window_size"] not in WINDOWS[1::3])
 @pytest.mark.parametrize("window_size", WINDOWS, ids=str)
 @each_dtype
@@ -74,7 +74,7 @@ def test_grouped_keys(backend, dtype, heads):
     check(backend, RAGGED, make(RAGGED, heads, 7, dtype), window_size=(5, 9))
 
 
-@halved
+@thinned(3)
 @left_to_full(lambda p: is_interpreted_in_16_bits(p) and p["kind"] in ("halves", "pairs-by-token"))
 @each_kind
 @each_dtype
@@ -89,7 +89,7 @@ def test_rotary(backend, dtype, kind):
         check(backend, case, make(case, of_case, head_dim, dtype), rotary=rotary_of(case, head_dim, kind))
 
 
-@halved
+@thinned(3)
 @left_to_full(lambda p: is_interpreted_in_16_bits(p) and p["kind"] != "pairs")
 @each_kind
 @each_dtype

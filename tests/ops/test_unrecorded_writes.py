@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from full import thinned
 from isas import OF_FLOATS, backend_with_isa
 from seeds import torch_generator
 from test_packed_weights import HIDDEN, IN, ROWS, call, each_dtype, expect_new, layer_of, set_element
@@ -216,6 +217,7 @@ def test_copies_of_parts_are_old_with_those_of_the_whole(calls):
         assert torch.equal(seen, other) and not torch.equal(seen, before)
 
 
+@thinned(3)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @each_rows
 @each_isa

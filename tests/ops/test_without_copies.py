@@ -67,6 +67,7 @@ def test_linear_forward_and_backward(backend, dtype, layout):
                     assert_same_bits(*both_ways(run))
 
 
+@halved
 @each_dtype
 @each_isa
 def test_linear_of_many_rows(backend, dtype):

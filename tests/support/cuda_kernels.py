@@ -25,7 +25,8 @@ from fastbert.native.availability import cuda_error
 HERE = Path(__file__).parent
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # fastbert::DType
 ACTIVATIONS = {"gelu": 1, "gelu_tanh": 2, "relu": 3, "tanh": 4, "silu": 5}  # fastbert::Activation
-EMULATED = ["-O1", "-fno-strict-aliasing", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+# They compile in 9 seconds and not in 16; what they compute takes a few milliseconds either way.
+EMULATED = ["-O0", "-fno-strict-aliasing", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
 EMULATED += [f'-DFASTBERT_CUDA_EMULATION="{HERE}/cuda_emulation.h"']
 FLAGS = ["-std=c++17", *EMULATED]
 FLAGS += ["-fsanitize=address,alignment,bounds,shift,signed-integer-overflow", "-fno-sanitize-recover=all"]
