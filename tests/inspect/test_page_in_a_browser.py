@@ -47,6 +47,27 @@ def test_hostile_text_is_shown_as_text(browser, tmp_path):
     assert browser.run("document.querySelectorAll('script').length") == 2
 
 
+# Of each sentence: the places of the brackets and signs in it that stand before what they belong to.
+BEFORE_THEIR_NUMBERS = """[...document.querySelectorAll('p.top, p:not([class])')].map(p => {
+  const found = [], walker = document.createTreeWalker(p, NodeFilter.SHOW_TEXT), range = document.createRange();
+  const left = (node, at) => { range.setStart(node, at); range.setEnd(node, at + 1);
+    return range.getBoundingClientRect().left; };
+  for (let node; (node = walker.nextNode());)
+    for (const { index } of node.data.matchAll(/[(+\u2212][0-9]/g))
+      found.push(left(node, index) < left(node, index + 1));
+  return found;
+}).filter(found => found.length)"""
+
+
+def test_text_from_right_to_left_leaves_numbers_as_they_are(browser, tmp_path):
+    browser.look(1200, 800, "light")
+    opened(browser, tmp_path, HOSTILE, layers=1, heads=1)
+    for token in range(len(HOSTILE)):
+        browser.run(f"document.querySelectorAll('.tokens button')[{token}].click()")
+        (looks_at, adds) = browser.run(BEFORE_THEIR_NUMBERS)
+        assert len(looks_at) > 3 and all(looks_at) and adds == [True] * 5, HOSTILE[token]
+
+
 def test_keys_and_touch(browser, tmp_path):
     opened(browser, tmp_path, [f"word{i}" for i in range(9)], layers=3, heads=2)
     said = "document.querySelector('.top').textContent"
