@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
 from pathlib import Path
 
 from setuptools import setup
@@ -36,7 +37,8 @@ class BuildPython(build_py):
 
 
 commands, extensions = {"build_py": BuildPython}, []
-if unsupported is None:
+# pip asks for the metadata first, which need no torch: to import it takes three seconds.
+if unsupported is None and "dist_info" not in sys.argv:
     commands["build_ext"] = recipe.build_command()
     extensions.append(recipe.extension(with_cuda=False))  # the command adds the CUDA part where it builds
 

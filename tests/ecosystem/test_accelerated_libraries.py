@@ -77,6 +77,7 @@ def test_keybert():
     assert_all_packed(model, 2)
 
 
+@pytest.mark.full  # test_own_inference.py has it with our own encoder
 def test_datasets_map():
     datasets = pytest.importorskip("datasets")
 

@@ -141,7 +141,7 @@ def test_sparse_encoder():
     assert_all_packed(model, 1)
 
 
-@left_to_full(lambda p: p["is_first"] or p["precision"] == "no")  # test_status_wrappers.py has both orders
+@pytest.mark.full  # test_status_wrappers.py has both orders
 @pytest.mark.parametrize("is_first", (True, False), ids=("accelerated-first", "accelerated-last"))
 @pytest.mark.parametrize("precision", ("no", "bf16"))
 def test_hugging_face_accelerate(precision, is_first):

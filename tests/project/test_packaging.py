@@ -176,6 +176,7 @@ def test_without_a_compiler_the_wheel_is_pure_python_and_works(checkout, sdist, 
     check_wheel(home, checkout)
 
 
+@pytest.mark.full  # `make test` runs on such an install
 def test_an_editable_install_is_a_path(sdist, tmp_path):
     """Which type checkers and editors follow, as they do no import hook."""
     copy, program = tmp_path / "source", "import sys, build_backend; build_backend.build_editable(sys.argv[1])"

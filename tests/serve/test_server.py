@@ -72,7 +72,7 @@ def texts(count: int, longest: int = 20) -> list[str]:
 
 
 def test_many_clients_share_batches_and_get_encodes_vectors(model):
-    requests = [texts(1 + i % 5, 1 + i % 30) for i in range(200)]
+    requests = [texts(1 + i % 5, 1 + i % 30) for i in range(100)]
     encoder, exact = (SentenceEncoder.from_pretrained(model, device="cpu", dtype=d) for d in ("float32", "float64"))
     with served(model) as (_, port), ThreadPoolExecutor(32) as clients:
         answers = list(clients.map(lambda inputs: post(port, {"inputs": inputs}), requests))
