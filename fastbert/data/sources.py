@@ -78,8 +78,10 @@ def load_source(source: Source, split: str = "train") -> Dataset:
     if None in kinds or len(kinds) > 1:
         raise InputError(f"{', '.join(paths)}: files of one kind are needed: {', '.join(_READERS)}, compressed or not")
     reader, options = _READERS[str(kinds.pop())]
+    # Not load_dataset, which first tells the hub that its reader is used, and offline waits for its name each time.
+    read = getattr(datasets.Dataset, f"from_{reader}")
     try:
-        found = datasets.load_dataset(reader, data_files=paths, split="train", **options)
+        found = read(paths, **options)
         if reader == "json":
             found.data.table.validate(full=True)  # its strings may be no UTF-8
         if reader == "csv" and any(map(_MENDED.fullmatch, found.column_names)):
