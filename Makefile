@@ -10,10 +10,9 @@ PIP    := $(INSTALL) -qq --use-pep517
 # settings: where the index is another one, it fails, and pip does all of it. torch is always pip's, by these settings.
 UV     := $(BIN)/python -m uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
-# Whoever imports these first waits 9 and 4 seconds until they are compiled, and both of pytest's workers would be first.
-# Beside pip and beside pytest's start a core is idle.
+# Whoever imports these first waits 9 seconds until they are compiled, and both of pytest's workers would be first. Beside
+# pip a core is idle.
 FIRST_IMPORTS := import torch, transformers.models.bert.modeling_bert
-FIRST_IMPORTS_OF_TESTS := import datasets, fastapi, hypothesis, keybert, peft
 SOURCES := setup.py build_backend.py fastbert/native/recipe.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
 .PHONY: demo test checked lint type format docs unit facts test-full sanitize fuzz bench bench-ops gpu gpu-stale clean help
@@ -38,7 +37,6 @@ $(VENV)/.installed: $(SOURCES)
 $(VENV)/.installed-test: $(VENV)/.installed
 	@echo "installing the test tools ..."
 	@$(UV) "fastbert-kernels[test]" 2> /dev/null || $(PIP) "fastbert-kernels[test]"
-	@$(BIN)/python -c "$(FIRST_IMPORTS_OF_TESTS)" > /dev/null 2>&1 &
 	@touch $@
 
 demo: $(VENV)/.installed  ## set everything up, then embed and search real text with a real model

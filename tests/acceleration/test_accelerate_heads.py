@@ -53,6 +53,7 @@ def test_a_discriminators_labels_at_padding_do_not_count(packed_layers, no_fallb
     assert len(packed_layers) == 3
 
 
+@pytest.mark.full  # LoRA and torch.compile each by itself: test_accelerate_integrations.py, test_status_wrappers.py
 def test_labels_at_padding_under_lora_and_compile(packed_layers):
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(small("TokenClassification"), peft.LoraConfig(r=2, target_modules=["query"]))

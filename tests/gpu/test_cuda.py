@@ -8,7 +8,7 @@ import cuda_kernels as cuda
 import norms
 import pytest
 import torch
-from full import halved, left_to_full
+from full import halved, left_to_full, thinned
 from seeds import manual_seed
 
 from fastbert.native.availability import extension_error
@@ -86,7 +86,7 @@ def check(operands, with_dsum=True, keep=None, dropout_p=0.0, rms=False, **optio
     return actual
 
 
-@halved
+@thinned(3)
 @each_shape
 @each_dtype
 def test_add_layer_norm(dtype, rows, width):
@@ -95,7 +95,7 @@ def test_add_layer_norm(dtype, rows, width):
 
 
 # A row of one column is all direction: its gradient is a difference that cancels, of no scale of its own.
-@halved
+@thinned(3)
 @pytest.mark.parametrize("rows,width", [shape for shape in SHAPES if shape[1] > 1], ids=str)
 @each_dtype
 def test_add_rms_norm(dtype, rows, width):
@@ -103,7 +103,7 @@ def test_add_rms_norm(dtype, rows, width):
     check(make(rows, width, dtype, residual=False, x_bias=False, bias=False), with_dsum=False, rms=True)
 
 
-@halved
+@thinned(3)
 @pytest.mark.parametrize("absent", ("residual", "x_bias", "bias"))
 @each_dtype
 def test_each_operand_may_be_absent(dtype, absent):
@@ -126,7 +126,7 @@ def test_addresses_that_16_byte_loads_do_not_take_give_the_same(dtype):
     check(make(2, 1024, dtype), offset=1)
 
 
-@halved
+@thinned(3)
 @pytest.mark.parametrize("rows,width", ((3, 80), (9, 33), (5, 768), (1, 8192)), ids=str)
 @each_dtype
 def test_dropout(dtype, rows, width):
@@ -244,7 +244,7 @@ def test_activation_bwd_of_many_rows(dtype, gated):
     assert_close_to_reference(runs[0][2], oracle.sum(0), oracle.to(dtype).sum(0), GRADIENT_FACTOR, "dbias")
 
 
-@halved
+@thinned(3)
 @each_shape
 @each_dtype
 def test_embed(dtype, rows, width):
@@ -276,7 +276,7 @@ def test_embed(dtype, rows, width):
     assert torch.equal(rows_given, looked_up)
 
 
-@halved
+@thinned(3)
 @pytest.mark.parametrize("width", (33, 80, 1500))
 @each_dtype
 def test_embed_makes_a_token_of_unknown_ids_nan(dtype, width):

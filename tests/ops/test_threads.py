@@ -49,6 +49,7 @@ def run(threads: int, *cores: int) -> str:
     return done.stdout
 
 
+@pytest.mark.full  # test_contract.py has every op with one, two and three threads in one process
 def test_bits_are_the_same_for_any_number_of_threads_and_on_one_core():
     expected = run(1)
     assert [line.split()[0] for line in expected.splitlines()] == ["float32", "bfloat16", "int8"]

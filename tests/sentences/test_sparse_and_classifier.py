@@ -130,6 +130,7 @@ def test_what_is_no_text(tmp_path):
             ours.predict(inputs)
 
 
+@pytest.mark.full  # test_sentence_options.py has a pool with dense ones
 def test_sparse_vectors_by_processes(tmp_path):
     """The same bits as alone, chunk by chunk; their lengths by the task; how many words are in them."""
     tiny.write_model(tmp_path, head="MaskedLM")
