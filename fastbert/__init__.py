@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from fastbert.config import EncoderConfig as EncoderConfig
     from fastbert.cuda_graphs import graphs as graphs
     from fastbert.data.collator import PackingCollator as PackingCollator
+    from fastbert.data.windows import Windows as Windows
     from fastbert.errors import BackendError as BackendError
     from fastbert.errors import CheckpointError as CheckpointError
     from fastbert.errors import ConfigError as ConfigError
@@ -79,6 +80,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "fastbert.config": ("EncoderConfig",),
     "fastbert.cuda_graphs": ("graphs",),
     "fastbert.data.collator": ("PackingCollator",),
+    "fastbert.data.windows": ("Windows",),
     "fastbert.errors": ("BackendError", "CheckpointError", "ConfigError", "InputError"),
     "fastbert.master_weights": ("MasterWeights",),
     "fastbert.ops.report": ("backends",),

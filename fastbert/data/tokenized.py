@@ -26,19 +26,17 @@ Output = TypeVar("Output")
 
 @dataclass(frozen=True)
 class Tokenized:
-    """Token ids of many inputs, special tokens included. An input is one sequence, or several that overlap (windows).
+    """Token ids of many inputs, special tokens included. An input is one sequence, or several (windows.py).
 
     ids: int32 (tokens,). types: uint8 (tokens,), of which text each token is; None: the model has no table for it.
     offsets: int64 (sequences + 1,), where each sequence begins. source: int64 (sequences,), which input it is of.
-    spans: int32 (tokens, 2), the characters of the last text that each token stands for, -1 for tokens of no character
-    of it; None: nobody asked. cut: which inputs were too long, and lost their end.
+    cut: which inputs were too long, and lost their end.
     """
 
     ids: np.ndarray = field(repr=False)
     types: np.ndarray | None = field(repr=False)
     offsets: np.ndarray = field(repr=False)
     source: np.ndarray = field(repr=False)
-    spans: np.ndarray | None = field(default=None, repr=False)
     cut: Sequence[int] = ()
 
     def __len__(self) -> int:
@@ -72,47 +70,26 @@ def pack(sequences: Sequence[Mapping[str, Any]]) -> PackedInputs:
     return pack_inputs(**{name: [one[name] for one in sequences] for name in sequences[0]})
 
 
-def tokenize(
-    tokenizer: Tokenizer,
-    inputs: Sequence[Text],
-    *,
-    with_types: bool,
-    windows: bool = False,
-    with_spans: bool = False,
-) -> Tokenized:
-    """The tokens of texts, or of pairs of texts, as long as the tokenizer's `truncation` allows: longer ones are cut,
-    or go on in further `windows`, which overlap by its stride.
-    """
-    ids, types, lengths, source, spans, cut = [], [], list[int](), list[int](), [], list[int]()
+def tokenize(tokenizer: Tokenizer, inputs: Sequence[Text], *, with_types: bool) -> Tokenized:
+    """The tokens of texts, or of pairs of texts, cut to the length that the tokenizer's `truncation` allows."""
+    ids, types, lengths, cut = [], [], list[int](), list[int]()
     longest = (tokenizer.truncation or {}).get("max_length")
-    encode = tokenizer.encode_batch if with_spans else tokenizer.encode_batch_fast
     for start in range(0, len(inputs), CHUNK_TEXTS):
         part: Any = inputs[start : start + CHUNK_TEXTS]
-        made, of = encode(part), list(range(start, start + len(part)))
-        if windows:
-            of = [i for i, one in zip(of, made, strict=True) for _ in range(1 + len(one.overflowing))]
-            made = [window for one in made for window in (one, *one.overflowing)]
-        else:
-            cut += [i for i, one in zip(of, made, strict=True) if len(one) == longest and one.overflowing]
+        made = tokenizer.encode_batch_fast(part)
+        cut += [i for i, one in enumerate(made, start) if len(one) == longest and one.overflowing]
         sizes = [len(one) for one in made]
         total = sum(sizes)
         lengths += sizes
-        source += of
         ids.append(_flat((one.ids for one in made), np.int32, total))
         if with_types:
             types.append(_flat((one.type_ids for one in made), np.uint8, total))
-        if with_spans:
-            last = int(isinstance(part[0], tuple))
-            found = _flat((chain.from_iterable(one.offsets) for one in made), np.int32, 2 * total).reshape(-1, 2)
-            is_text = _flat(((s == last for s in one.sequence_ids) for one in made), bool, total)
-            spans.append(np.where(is_text[:, None] & (found[:, 1:] > found[:, :1]), found, -1))
     return Tokenized(
         _joined(ids, np.zeros(0, np.int32)),
         _joined(types, np.zeros(0, np.uint8)) if with_types else None,
         np.fromiter(accumulate(lengths, initial=0), np.int64, len(lengths) + 1),
-        np.array(source, np.int64),
-        _joined(spans, np.zeros((0, 2), np.int32)) if with_spans else None,
-        cut,
+        np.arange(len(lengths)),
+        cut=cut,
     )
 
 

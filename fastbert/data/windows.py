@@ -1,228 +1,326 @@
-"""Examples of pre-training, cut from a corpus: windows of a document, and pairs of windows (NSP, SOP).
+"""Texts that are longer than a model: windows of their tokens, which overlap, and which tokens of a window count.
 
-Every epoch cuts at other places. What an example is follows from the seed, the epoch and its number; its tokens are put
-together when it is read, in a DataLoader's worker.
+A window has the special tokens of a text, and goes to the model as a text by itself. Of the tokens that two windows
+have in common each is in the *core* of one of them, the one in which it is farther from the cut: what counts every
+token of a text once goes by cores. `TokenWindows.parts` says of each token what it is: OUTSIDE of the text (a special
+token, one of a prompt or of a question), of the OVERLAP that is another window's, or of the CORE.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Literal, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from fastbert.data.corpus import Corpus
-from fastbert.data.masking import example_keys, uniform
+from fastbert.data.template import Template
+from fastbert.data.tokenized import Tokenized
 from fastbert.errors import InputError
 
-Pairs = Literal["nsp", "sop"]
-_LABELS = {"nsp": "next_sentence_label", "sop": "sentence_order_label"}
-_SPLIT, _KIND, _OTHER = range(3)  # what a number is drawn for
+Pool = Literal["mean", "max", "first"]
+OUTSIDE, OVERLAP, CORE = range(3)
+POOLS = ("mean", "max", "first")
+TEXTS_AT_ONCE, CHARS_AT_ONCE = 1024, 1 << 19  # tokenised at a time: an Encoding takes much more memory than its ids
+PIECE_CHARS = 1 << 16  # of a long text that are tokenised by themselves
+AROUND = 200  # characters on each side of a blank whose tokens are compared
+PLACES_TO_TRY = 50
+_BLANK = re.compile(r"(?<=\w) (?=\w)")
+_BLANKS = np.array([i for i in range(0x3001) if chr(i).isspace()])
 
 
 @dataclass(frozen=True)
-class Template:
-    """The special tokens around one sequence, or two, as a tokenizer puts them: parts of ids and of their types."""
-
-    ids: tuple[np.ndarray, ...]  # before the first sequence, (between the two,) behind the last
-    types: tuple[np.ndarray, ...]
-    type_of: tuple[int, ...]  # of each sequence's tokens
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer, sequences: int) -> Template:
-        """Raises InputError: the tokenizer makes no token of any letter."""
-        word = next((text for text in ("a", "e", "1") if tokenizer.encode(text, add_special_tokens=False).ids), None)
-        if word is None:
-            raise InputError("this tokenizer makes no token of a letter: it seems to be damaged")
-        made = tokenizer.encode(word, word if sequences == 2 else None)
-        is_special = np.array(made.special_tokens_mask, bool)
-        places = np.array([-1 if s is None else s for s in made.sequence_ids])
-        ids, types = np.array(made.ids, np.int64), np.array(made.type_ids, np.int64)
-        starts = [np.flatnonzero(places == s)[0] for s in range(sequences)]
-        stops = [np.flatnonzero(places == s)[-1] + 1 for s in range(sequences)]
-        cuts = [slice(0, starts[0]), *(slice(a, b) for a, b in zip(stops, [*starts[1:], len(ids)], strict=True))]
-        assert all(is_special[cut].all() for cut in cuts)
-        return cls(tuple(ids[c] for c in cuts), tuple(types[c] for c in cuts), tuple(int(types[s]) for s in starts))
-
-    @property
-    def added(self) -> int:
-        return sum(map(len, self.ids))
-
-    def around(self, *sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(input_ids, token_type_ids), int64."""
-        ids, types = [self.ids[0]], [self.types[0]]
-        for sequence, kind, after, after_types in zip(
-            sequences, self.type_of, self.ids[1:], self.types[1:], strict=True
-        ):
-            ids += [sequence.astype(np.int64), after]
-            types += [np.full(len(sequence), kind), after_types]
-        return np.concatenate(ids), np.concatenate(types)
-
-
 class Windows:
-    """The examples of an epoch, each a window of a document: as long as `max_length` allows, but at a document's ends.
+    """How texts that are longer than a model are cut.
 
-    Args:
-        corpus, tokenizer: which has tokenised it. max_length: of an example, special tokens included.
-        seed, epoch: the first window of a document is shorter by a number drawn from them.
-        with_types: whether examples have token_type_ids.
+    length: tokens of a window, special ones included; None: as many as the model takes. overlap: tokens that a window
+    has in common with the one before; below 1, as a share of `length`. pool: what one vector of a text is, of the
+    vectors of its windows, which have no token of the overlap in them: their mean, in which each counts by its tokens,
+    so that all tokens count alike; their maximum in each dimension; or that of the first window alone. limit: windows
+    of a text, at most; what is left out is warned of. at: where windows end, at "tokens", or at ends of "sentences" as
+    far as one is in reach (Unicode's rules, UAX 29); then they overlap by whole sentences, by `overlap` at most.
 
-    Raises InputError: max_length leaves no room for tokens.
+    Raises InputError: a value is out of bounds.
     """
 
-    def __init__(
-        self, corpus: Corpus, tokenizer: Tokenizer, max_length: int, *, seed: int, epoch: int, with_types: bool = True
-    ):
-        self.corpus, self.template, self.with_types = corpus, Template.of(tokenizer, 1), with_types
-        self.starts, self.stops = cut_windows(corpus, _room(max_length, self.template), seed, epoch)
+    length: int | None = None
+    overlap: float = 0.25
+    pool: Pool = "mean"
+    limit: int | None = None
+    at: Literal["tokens", "sentences"] = "tokens"
 
-    @property
-    def lengths(self) -> np.ndarray:
-        return self.stops - self.starts + self.template.added
+    def __post_init__(self) -> None:
+        for name, known in (("pool", POOLS), ("at", ("tokens", "sentences"))):
+            if getattr(self, name) not in known:
+                raise InputError(f"{name} of windows is {getattr(self, name)!r}; there are {', '.join(known)}")
+        for name in ("length", "limit"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"{name} of windows is {value}; it must be at least 1")
+        if self.overlap < 0 or (self.overlap > 1 and self.overlap != int(self.overlap)):
+            raise InputError(f"overlap of windows is {self.overlap}; it is a share below 1, or a number of tokens")
 
-    def __len__(self) -> int:
-        return len(self.starts)
+    def tokens(self, longest: int) -> tuple[int, int]:
+        """(length, overlap) in tokens, of a model that takes `longest`. Raises InputError: a window is longer."""
+        length = longest if self.length is None else self.length
+        if length > longest:
+            raise InputError(f"length of windows is {length}; this model takes {longest} tokens")
+        return length, int(self.overlap * length) if self.overlap < 1 else int(self.overlap)
 
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        ids, types = self.template.around(self.corpus.tokens[self.starts[i] : self.stops[i]])
-        return {"input_ids": ids, "token_type_ids": types} if self.with_types else {"input_ids": ids}
+    def combined(self, rows: np.ndarray, made: TokenWindows) -> np.ndarray:
+        """One vector a text, of its windows' vectors: float32 (windows, width) -> (texts, width), in double precision,
+        so that a text of one window keeps its bits.
+        """
+        first = np.flatnonzero(np.diff(made.source, prepend=-1))
+        if self.pool == "first":
+            return rows[first]
+        if self.pool == "max":
+            return np.maximum.reduceat(rows, first, axis=0)
+        counts = np.bincount(made.of_token, weights=made.parts != OVERLAP, minlength=len(made))[:, None]
+        counts = np.maximum(counts, 1)  # of a text without a token, which has no special ones either
+        sums = np.add.reduceat(rows * counts, first, axis=0)
+        return (sums / np.add.reduceat(counts, first, axis=0)).astype(np.float32)
 
 
-class WindowPairs:
-    """The examples of an epoch: pairs of sequences A and B, which stand one behind the other in a document or do not.
+@dataclass(frozen=True)
+class TokenWindows(Tokenized):
+    """The windows of texts, in order; `source` says which text each is of.
 
-    "nsp": half of the B are from another document, and have the label 1 (Devlin et al. 2018, section 3.1). A window is
-    cut in two where a segment ends, if one does in its inner half, else anywhere in it. "sop": half of the pairs are in
-    the wrong order, and have the label 1 (Lan et al. 2019, section 3.1). A and B are whole segments where a window has
-    two of them, else parts of segments. Either way a label cannot be told from which ends are ends of segments.
+    spans: int32 (tokens, 2), the characters of the text that each token stands for, -1 for tokens of none. parts: uint8
+    (tokens,), what each token is: OUTSIDE, OVERLAP or CORE. begins: int64 (windows,), how many tokens of its text stand
+    before a window's.
+    """
 
-    The arguments are those of `Windows`; `label` is the labels' name, where it is not that of the kind of pairs. Raises
-    InputError, too: "nsp" of a corpus of one document, or no window of two tokens.
+    spans: np.ndarray = field(kw_only=True, repr=False)
+    parts: np.ndarray = field(kw_only=True, repr=False)
+    begins: np.ndarray = field(kw_only=True, repr=False)
+
+
+class Ranges(NamedTuple):
+    """Of a text's tokens: which go into each window, and which of these are its core: int64 (windows,) each."""
+
+    starts: np.ndarray
+    stops: np.ndarray
+    core_starts: np.ndarray
+    core_stops: np.ndarray
+
+
+def ranges_of(count: int, room: int, overlap: int, limit: int | None = None) -> Ranges:
+    """Windows of at most `room` of a text's `count` tokens, as `return_overflowing_tokens` cuts them; at least one."""
+    step = room - overlap
+    windows = 1 + max(0, -(-(count - room) // step))
+    starts = np.arange(windows if limit is None else min(windows, limit)) * step
+    stops = np.minimum(starts + room, count)
+    return Ranges(starts, stops, *cores(starts, stops))
+
+
+def ranges_at(
+    sentences: np.ndarray, words: np.ndarray, count: int, room: int, overlap: int, limit: int | None = None
+) -> Ranges:
+    """Windows that end before the last token in reach that begins a sentence, or else a word, or else anywhere. The
+    next one begins with the first sentence that does so among the last `overlap` tokens.
+    """
+    starts, stops, start = [], [], 0
+    while True:
+        starts.append(start)
+        stop = min(start + room, count)
+        if stop < count:
+            lasts = (places[np.searchsorted(places, stop, "right") - 1] for places in (sentences, words) if len(places))
+            stop = next((int(last) for last in lasts if start < last <= stop), stop)
+        stops.append(stop)
+        if stop == count or len(stops) == limit:
+            break
+        following = sentences[np.searchsorted(sentences, max(stop - overlap, start + 1)) :]
+        start = min([int(each) for each in following[:1]] + [stop])
+    return Ranges(np.array(starts), np.array(stops), *cores(np.array(starts), np.array(stops)))
+
+
+def sentences_of(text: str) -> np.ndarray:
+    """Where the sentences of a text begin, in characters, int64; a piece without a letter or a digit begins none."""
+    from unicode_segmentation_rs import unicode_sentences
+
+    begins, at = [], 0
+    for sentence in unicode_sentences(text):
+        at = text.index(sentence, at)
+        begins.append(at)
+        at += len(sentence)
+    return np.array(begins, np.int64)
+
+
+def cores(starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(starts, stops) of the cores of windows, each of which begins and ends behind the one before it. A token as far
+    from the end of one as from the begin of the next is in the first one's.
+    """
+    between = (stops[:-1] + starts[1:] + 1) // 2
+    return np.append(starts[:1], between), np.append(between, stops[-1:])
+
+
+class Cutter:
+    """Cuts texts, each by itself or behind a short text of its own (a question, a prompt), into windows.
+
+    Args:
+        tokenizer: is copied. length, overlap: of windows, in tokens. is_pair: texts are the second ones of pairs.
+        with_types: whether the model is told which token is of which text. limit: windows of a text, at most; what is
+        left out is warned of, unless `quietly`. at: as of `Windows`.
+
+    Raises InputError: the special tokens leave no room, or the overlap is as long as what is left.
     """
 
     def __init__(
         self,
-        corpus: Corpus,
         tokenizer: Tokenizer,
-        max_length: int,
-        pairs: Pairs,
+        length: int,
+        overlap: int,
         *,
-        seed: int,
-        epoch: int,
-        label: str | None = None,
+        is_pair: bool = False,
+        with_types: bool = False,
+        limit: int | None = None,
+        quietly: bool = False,
+        at: str = "tokens",
     ):
-        if pairs not in _LABELS:
-            raise InputError(f"pairs is {pairs!r}; it must be one of {', '.join(_LABELS)}")
-        if pairs == "nsp" and len(corpus.documents) < 3:
-            raise InputError(
-                "the corpus has one document, and half of the pairs of nsp are of two: separate documents by blank"
-                " lines, or leave nsp out"
+        self.tokenizer = Tokenizer.from_str(tokenizer.to_str())
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        self.template = Template.of(self.tokenizer, 2 if is_pair else 1)
+        self.is_pair, self.with_types, self.limit, self.quietly = is_pair, with_types, limit, quietly
+        self.length, self.overlap, self.at = length, overlap, at
+        self.room(0)
+
+    def room(self, before: int) -> int:
+        """Tokens of a text in a window that has `before` tokens of another one."""
+        room = self.length - self.template.added - before
+        if room < 1 or not 0 <= self.overlap < room:
+            others = f"{self.template.added} special tokens" + (f" and {before} of another text" if before else "")
+            may = f"may overlap by 0 to {room - 1}, not by {self.overlap}" if room > 0 else "have no room for a text"
+            raise InputError(f"windows of {self.length} tokens, {others} among them, {may}")
+        return room
+
+    def cut(self, texts: Sequence[str], before: Sequence[np.ndarray] | None = None, prompt: str = "") -> TokenWindows:
+        """The windows of texts, in order. Each begins with the ids in `before`, which are the first sequences of pairs,
+        or with the tokens of `prompt`. `spans` are of the texts.
+        """
+        ids, types, spans, parts = [], [], [], []
+        sizes, source, begins = list[int](), list[int](), list[int]()
+        left_out, tokens_left_out = list[int](), 0
+        for i, (tokens, places) in enumerate(self.read([prompt + text for text in texts] if prompt else texts)):
+            first = tokens[:0] if before is None else before[i]
+            if prompt:
+                of_prompt = int(np.argmax(np.append(places[:, 1] > len(prompt), True)))
+                first, tokens, places = tokens[:of_prompt], tokens[of_prompt:], places[of_prompt:]
+                places = np.where(places >= 0, np.maximum(places - len(prompt), 0), -1)
+            ranges = self.ranges(texts[i], places, self.room(len(first)))
+            if (missing := len(tokens) - int(ranges.stops[-1])) > 0:
+                left_out.append(i)
+                tokens_left_out += missing
+            for start, stop, core_start, core_stop in zip(*(each.tolist() for each in ranges), strict=True):
+                own = tokens[start:stop]
+                made, kinds = self.template.around(
+                    *((first, own) if self.is_pair else (np.concatenate((first, own)) if prompt else own,))
+                )
+                at = len(made) - len(self.template.ids[-1]) - len(own)  # of the text's first token
+                ids.append(made.astype(np.int32))
+                types.append(kinds.astype(np.uint8))
+                sizes.append(len(made))
+                source.append(i)
+                begins.append(start)
+                spans.append(np.full((len(made), 2), -1, np.int32))
+                spans[-1][at : at + len(own)] = places[start:stop]
+                parts.append(np.full(len(made), OUTSIDE, np.uint8))
+                parts[-1][at : at + len(own)] = OVERLAP
+                parts[-1][at + core_start - start : at + core_stop - start] = CORE
+        if left_out and not self.quietly:
+            warnings.warn(
+                f"fastbert: {len(left_out):,} of {len(texts):,} texts have more than {self.limit} windows; their last"
+                f" {tokens_left_out:,} tokens are left out",
+                stacklevel=2,
             )
-        self.corpus, self.template, self.label = corpus, Template.of(tokenizer, 2), label or _LABELS[pairs]
-        starts, stops = cut_windows(corpus, _room(max_length, self.template), seed, epoch)
-        starts, stops = starts[stops - starts > 1], stops[stops - starts > 1]
-        keys = example_keys(seed, epoch, range(len(starts)))
-        nothing = np.zeros(len(starts), np.int64)
-        draws = uniform(keys, nothing, _SPLIT)
-        if pairs == "sop":
-            starts, split, stops = _alike_ends(corpus, starts, stops, draws)
-        else:
-            split = _split(corpus, starts, stops, draws)
-        self.labels = (uniform(keys, nothing, _KIND) < 0.5).astype(np.int64)
-        self.a, self.b = np.stack([starts, split], 1), np.stack([split, stops], 1)
-        is_changed = self.labels == 1
-        if pairs == "sop":
-            self.a[is_changed], self.b[is_changed] = self.b[is_changed], self.a[is_changed]
-        else:
-            self.b[is_changed] = _elsewhere(corpus, self.b[is_changed], uniform(keys, nothing, _OTHER)[is_changed])
+        return TokenWindows(
+            _joined(ids, np.zeros(0, np.int32)),
+            _joined(types, np.zeros(0, np.uint8)) if self.with_types else None,
+            np.cumsum([0, *sizes], dtype=np.int64),
+            np.array(source, np.int64),
+            left_out,
+            spans=_joined(spans, np.zeros((0, 2), np.int32)),
+            parts=_joined(parts, np.zeros(0, np.uint8)),
+            begins=np.array(begins, np.int64),
+        )
 
-    @property
-    def lengths(self) -> np.ndarray:
-        return (self.a[:, 1] - self.a[:, 0]) + (self.b[:, 1] - self.b[:, 0]) + self.template.added
+    def ranges(self, text: str, spans: np.ndarray, room: int) -> Ranges:
+        """The windows of a text whose tokens have these `spans`, with `room` for so many of them."""
+        if self.at == "tokens" or len(spans) <= room:
+            return ranges_of(len(spans), room, self.overlap, self.limit)
+        sentences = np.unique(np.searchsorted(np.maximum.accumulate(spans[:, 1]), sentences_of(text), "right"))
+        characters = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        is_blank = np.append(True, np.isin(characters, _BLANKS))  # before each character
+        begins = np.maximum(spans[:, 0], 0)
+        words = np.flatnonzero((spans[:, 0] >= 0) & (is_blank[begins] | is_blank[begins + 1]))
+        return ranges_at(sentences, words, len(spans), room, self.overlap, self.limit)
 
-    def __len__(self) -> int:
-        return len(self.labels)
+    def read(self, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(ids, spans) of each text, without special tokens: int32 (tokens,), (tokens, 2), -1 for no character."""
+        ids, spans = [np.zeros(0, np.int32)], [np.zeros((0, 2), np.int32)]
+        for group in _groups((text, piece) for text in texts for piece in self.pieces(text)):
+            pieces = [text[piece.start : piece.stop] for text, piece in group]
+            made = self.tokenizer.encode_batch(pieces, add_special_tokens=False)
+            for (text, piece), one in zip(group, made, strict=True):
+                places = np.array(one.offsets, np.int32).reshape(-1, 2)
+                ids.append(np.array(one.ids, np.int32))
+                spans.append(np.where(places[:, 1:] > places[:, :1], places + piece.start, -1).astype(np.int32))
+                if piece.stop == len(text):
+                    yield np.concatenate(ids), np.concatenate(spans)
+                    del ids[1:], spans[1:]
 
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        tokens = self.corpus.tokens
-        ids, types = self.template.around(*(tokens[start:stop] for start, stop in (self.a[i], self.b[i])))
-        return {"input_ids": ids, "token_type_ids": types, self.label: int(self.labels[i])}
+    def pieces(self, text: str) -> Iterator[slice]:
+        """Parts of a text that are tokenised by themselves, with the tokens that they have in the whole text: a
+        tokenizer takes a hundred times a text's memory. A text is parted at blanks, if the tokenizer looks at the words
+        before and behind a blank one by one; and each time it is looked whether the tokens around it are the same.
+        """
+        start = 0
+        while len(text) - start > 2 * PIECE_CHARS:
+            stop = self._part(text, start + PIECE_CHARS)
+            if stop is None:
+                warnings.warn(
+                    f"fastbert: {len(text) - start:,} characters of a text are tokenised at once, which takes memory:"
+                    " there is no blank at which it is known that its tokens do not depend on what stands before",
+                    stacklevel=2,
+                )
+                break
+            yield slice(start, stop)
+            start = stop
+        yield slice(start, len(text))
 
-
-def _room(max_length: int, template: Template) -> int:
-    room = max_length - template.added
-    least = len(template.type_of)
-    if room < least:
-        raise InputError(f"max_length is {max_length}; the special tokens alone take {template.added}")
-    return room
-
-
-def cut_windows(corpus: Corpus, room: int, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, stops) in the corpus' tokens: every document cut into windows of `room` tokens, its first one and its
-    last one being shorter.
-    """
-    sizes = np.diff(corpus.documents)
-    keys = example_keys(seed, epoch, range(len(sizes)))
-    first = 1 + (uniform(keys, np.zeros(len(sizes), np.int64), _SPLIT) * room).astype(np.int64)  # 1 to room
-    first = np.where(sizes <= room, sizes, first)  # a document that fits stays whole
-    counts = 1 + -(-(sizes - first) // room)
-    document = np.repeat(np.arange(len(sizes)), counts)
-    nth = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
-    begin = corpus.documents[:-1][document]
-    starts = begin + np.where(nth == 0, 0, first[document] + (nth - 1) * room)
-    stops = np.minimum(begin + first[document] + nth * room, corpus.documents[1:][document])
-    return starts, stops
-
-
-def _inner_half(starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first and the last place where a window may be cut in two."""
-    margin = np.maximum(1, (stops - starts) // 4)
-    return starts + margin, stops - margin
-
-
-def _split(corpus: Corpus, starts: np.ndarray, stops: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """Where each window of "nsp" is cut in two."""
-    low, high = _inner_half(starts, stops)
-    anywhere = low + (draws * (high - low + 1)).astype(np.int64)
-    first, last = np.searchsorted(corpus.segments, low, "left"), np.searchsorted(corpus.segments, high, "right")
-    count = last - first  # of segments that end there
-    chosen = first + (draws * count).astype(np.int64)
-    return np.where(count > 0, corpus.segments[np.minimum(chosen, len(corpus.segments) - 1)], anywhere)
+    def _part(self, text: str, after: int) -> int | None:
+        """The first blank behind `after` at which the text can be parted."""
+        pre_tokenizer = self.tokenizer.pre_tokenizer
+        if pre_tokenizer is None or len(pre_tokenizer.pre_tokenize_str("ab cd")) < 2:
+            return None
+        for found in islice(_BLANK.finditer(text, after), PLACES_TO_TRY):
+            at = found.start()
+            left, right = text[at - AROUND : at], text[at : at + AROUND]
+            whole, before, behind = self.tokenizer.encode_batch([left + right, left, right], add_special_tokens=False)
+            offsets = before.offsets + [(a + len(left), b + len(left)) for a, b in behind.offsets]
+            if whole.ids == before.ids + behind.ids and whole.offsets == offsets:
+                return at
+        return None
 
 
-def _alike_ends(
-    corpus: Corpus, starts: np.ndarray, stops: np.ndarray, draws: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Where each window of "sop" begins, is cut in two, and ends: at ends of segments, or inside of segments, but not
-    some here and some there. A full stop before the cut, and none at the window's end, would tell the order.
-    """
-    segments = corpus.segments
-    first, last = np.searchsorted(segments, starts, "left"), np.searchsorted(segments, stops, "right") - 1
-    whole = last - first  # segments in a window
-    middle = np.minimum(first + 1 + (draws * (whole - 1)).astype(np.int64), len(segments) - 1)
-    can_shrink = stops - starts > 3
-    inside = starts + (can_shrink & np.isin(starts, segments)), stops - (can_shrink & np.isin(stops, segments))
-    low, high = _inner_half(*inside)
-    split = low + (draws * (high - low + 1)).astype(np.int64)
-    split += np.isin(split, segments) & (split + 1 < inside[1])
-    ends = (segments[np.minimum(first, len(segments) - 1)], segments[middle], segments[last])
-    made = [np.where(whole > 1, *both) for both in zip(ends, (inside[0], split, inside[1]), strict=True)]
-    return made[0], made[1], made[2]
+def _groups(pieces: Iterable[tuple[str, slice]]) -> Iterator[list[tuple[str, slice]]]:
+    """Pieces that are tokenised at once."""
+    group: list[tuple[str, slice]] = []
+    chars = 0
+    for text, piece in pieces:
+        group.append((text, piece))
+        chars += piece.stop - piece.start
+        if chars >= CHARS_AT_ONCE or len(group) == TEXTS_AT_ONCE:
+            yield group
+            group, chars = [], 0
+    if group:
+        yield group
 
 
-def _elsewhere(corpus: Corpus, spans: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """For each span (start, stop) one of another document, at most as long. It begins where a segment begins if the
-    span does, and ends where one ends if the span does and a segment ends there.
-    """
-    segments = corpus.segments
-    own = np.searchsorted(corpus.documents, spans[:, 0], "right") - 1
-    begin, end = corpus.documents[own], corpus.documents[own + 1]
-    others = len(corpus.tokens) - (end - begin)  # a place among the tokens of all other documents
-    place = (draws * others).astype(np.int64)
-    starts = np.where(place < begin, place, place + (end - begin))
-    starts = np.where(np.isin(spans[:, 0], segments), segments[np.searchsorted(segments, starts, "right") - 1], starts)
-    ends = corpus.documents[np.searchsorted(corpus.documents, starts, "right")]
-    stops = np.minimum(starts + spans[:, 1] - spans[:, 0], ends)
-    last = segments[np.searchsorted(segments, stops, "right") - 1]
-    return np.stack([starts, np.where(np.isin(spans[:, 1], segments) & (last > starts), last, stops)], 1)
+def _joined(parts: list[np.ndarray], empty: np.ndarray) -> np.ndarray:
+    return np.concatenate(parts) if parts else empty

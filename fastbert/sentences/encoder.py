@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from fastbert.data.sentence_folder import FolderSettings, Normalize, Recipe, read_recipe
-from fastbert.data.tokenized import CHUNK_TEXTS, run_batches
+from fastbert.data.tokenized import CHUNK_TEXTS
 from fastbert.errors import ConfigError, InputError
 from fastbert.models.auto import load_encoder
 from fastbert.models.base import EncoderModel, PreTrainedModel
 from fastbert.packed_inputs import PackedInputs
-from fastbert.sentences.batches import check_texts, in_chunks, longest_first, progress_bar
+from fastbert.sentences.batches import check_texts, in_chunks, progress_bar
 from fastbert.sentences.loading import LoadArguments, open_folder
 from fastbert.sentences.pool import ProcessPool
 from fastbert.sentences.pooling import pool as pool_tokens
@@ -39,6 +39,9 @@ from fastbert.sentences.text_model import Devices, InferenceOptions, TextModel
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from fastbert.data.windows import Windows
+    from fastbert.sentences.documents import Chunks
 
 ORGANISATION = "sentence-transformers"  # of names on the hub that have none
 
@@ -96,8 +99,8 @@ class SentenceEncoder(TextModel):
         self.recipe = Recipe() if recipe is None else recipe
         self.truncate_dim = self.settings.truncate_dim
         self.similarity_fn_name = self.settings.similarity_fn_name or "cosine"
-        pooled = torch.zeros(1, model.config.hidden_size * len(self.recipe.pooling), device=model.device)
-        self.full_dim = self._finish(pooled, InferenceOptions()).shape[1]  # before truncate_dim
+        pooled = torch.zeros(1, self.pooled_width, device=model.device)
+        self.full_dim = self.finish(pooled, InferenceOptions()).shape[1]  # before truncate_dim
 
     def to(self, device: str | torch.device) -> SentenceEncoder:
         super().to(device)
@@ -152,6 +155,7 @@ class SentenceEncoder(TextModel):
         task: str | None = None,
         batch_tokens: int | None = None,
         normalize: bool | None = None,
+        windows: Windows | None = None,
     ) -> Any:
         """The vectors of texts, in the order of the texts. The arguments mean what they mean in sentence-transformers.
 
@@ -175,6 +179,8 @@ class SentenceEncoder(TextModel):
             batch_tokens: how many tokens the encoder gets at a time; a longer text is a batch of its own. The default
                 is the number with which the device is fastest.
             normalize: False leaves out the model's own Normalize at the end.
+            windows: how texts are cut that are longer than the model takes, all of whose tokens then count. None: they
+                lose their ends. A text that fits has the same vector either way.
 
         Returns:
             float32, (dim,) for one string and (number of texts, dim) for a list, which may be empty.
@@ -201,12 +207,17 @@ class SentenceEncoder(TextModel):
             truncate_dim=truncate_dim,
             on_host=convert_to_numpy and not convert_to_tensor,
             task=task,
+            windows=windows,
         )
         if not as_vectors:
-            if pool is not None or isinstance(device, list) or precision != "float32":
-                raise InputError(f"output_value {output_value!r} excludes a pool, several devices and a precision")
+            if pool is not None or isinstance(device, list) or precision != "float32" or windows is not None:
+                raise InputError(
+                    f"output_value {output_value!r} excludes a pool, several devices, a precision and windows"
+                )
+            from fastbert.sentences.documents import token_rows  # here and below: few calls need it
+
             with progress_bar(len(listed), show_progress_bar) as bar:
-                rows = self.to(device or self.device).token_rows(listed, options, bar.update)
+                rows = token_rows(self.to(device or self.device), listed, options, bar.update)
             found = [row["token_embeddings"] for row in rows] if output_value else rows
             return found[0] if one else found
         vectors = self.shared_rows(listed, options, show_progress_bar, device, pool, chunk_size)
@@ -225,6 +236,42 @@ class SentenceEncoder(TextModel):
     def encode_document(self, inputs: str | Iterable[str], **options: Any) -> Any:
         """`encode` with the model's prompt for documents, if it has one and no other is asked for."""
         return self.encode(inputs, **self._of_task("document", options))
+
+    def encode_chunks(
+        self,
+        inputs: str | Iterable[str],
+        windows: Windows | None = None,
+        *,
+        late: bool = False,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        task: str | None = None,
+        batch_tokens: int | None = None,
+        normalize: bool | None = None,
+        truncate_dim: int | None = None,
+        show_progress_bar: bool | None = None,
+    ) -> Chunks:
+        """The vectors of parts of texts, each with its text and its characters there, for retrieval of passages.
+
+        Args:
+            inputs: one string, or many.
+            windows: which parts. None: as many whole sentences as the model takes, without overlap.
+            late: a chunk is the mean of its tokens as the whole text makes them ("late chunking", Guenther et al.
+                2024), in windows of the model's length if it is longer: for models that take texts longer than chunks.
+            prompt_name, prompt, task, batch_tokens, normalize, truncate_dim, show_progress_bar: as of `encode`. A
+                prompt is before every chunk; with `late` before every window.
+
+        Raises:
+            TypeError, InputError: as `encode`; `late` with a model that does not pool by the mean.
+        """
+        from fastbert.sentences.documents import CHUNKS, encode_chunks
+
+        options = InferenceOptions(
+            self.prompt(prompt_name, prompt), batch_tokens, normalize=normalize, truncate_dim=truncate_dim, task=task,
+            windows=CHUNKS if windows is None else windows,
+        )  # fmt: skip
+        with progress_bar(None, show_progress_bar, unit=" tokens", unit_scale=True) as bar:
+            return encode_chunks(self, check_texts(inputs), options, bar.update, late)
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> torch.Tensor:
         """(n, m): how similar each of n vectors is to each of m, by `similarity_fn_name`."""
@@ -271,34 +318,14 @@ class SentenceEncoder(TextModel):
             made = self.tokenize(check_texts(chunk), options.prompt)
             yield self.rows_of(made, options, on_batch).cpu().numpy(), len(made.ids)
 
-    def token_rows(
-        self, inputs: list[str], options: InferenceOptions, on_batch: Callable[[int], Any] = lambda texts: None
-    ) -> list[dict[str, torch.Tensor]]:
-        """For each of the texts what `encode` gives for `output_value=None`."""
-        found: list[dict[str, torch.Tensor]] = [{}] * len(inputs)
+    def rows_of_inputs(
+        self, inputs: list[str], options: InferenceOptions, on_batch: Callable[[int], Any] = lambda n: None
+    ) -> torch.Tensor:
+        if options.windows is None:
+            return super().rows_of_inputs(inputs, options, on_batch)
+        from fastbert.sentences.documents import document_rows
 
-        def compute(batch: PackedInputs) -> list[dict[str, torch.Tensor]]:
-            hidden, lengths = self.model.last_hidden_state(batch), batch["batch"].cu_seqlens.diff().tolist()
-            vectors = self._vectors(hidden, batch, options)
-            return [
-                {
-                    "input_ids": ids,
-                    "attention_mask": torch.ones_like(ids),
-                    "token_embeddings": tokens,
-                    "sentence_embedding": vector,
-                }
-                for ids, tokens, vector in zip(
-                    batch["input_ids"].split(lengths), hidden.split(lengths), vectors, strict=True
-                )
-            ]
-
-        budget, size = options.batch_tokens, options.batch_size
-        for places, chunk in longest_first(inputs):
-            made = self.tokenize(chunk, options.prompt, options.task)
-            for batch, rows in run_batches(compute, made, self.device, budget, size, on_batch=on_batch):
-                for i, row in zip(batch.tolist(), rows, strict=True):
-                    found[places[i]] = row
-        return found
+        return document_rows(self, inputs, options, on_batch)
 
     def no_rows(self, options: InferenceOptions) -> torch.Tensor:
         width = self.dim if options.truncate_dim is None else min(options.truncate_dim, self.full_dim)
@@ -306,19 +333,23 @@ class SentenceEncoder(TextModel):
 
     def compute(self, batch: PackedInputs, options: InferenceOptions) -> torch.Tensor:
         """The vectors, float32 (sequences, width)."""
-        return self._vectors(self.model.last_hidden_state(batch), batch, options)
+        hidden = self.model.last_hidden_state(batch)
+        return self.finish(self.pooled(hidden, batch["batch"].cu_seqlens, options), options)
 
     def pool(self, hidden: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
         """The vectors of packed hidden states (total_tokens, hidden_size), float32 (texts, dim). Gradients go through.
 
         cu_seqlens: int32 (texts + 1,), where the texts begin.
         """
-        return self._finish(self._pool(hidden, cu_seqlens, InferenceOptions()), InferenceOptions())
+        return self.finish(self.pooled(hidden, cu_seqlens, InferenceOptions()), InferenceOptions())
 
-    def _vectors(self, hidden: torch.Tensor, batch: PackedInputs, options: InferenceOptions) -> torch.Tensor:
-        return self._finish(self._pool(hidden, batch["batch"].cu_seqlens, options), options)
+    @property
+    def pooled_width(self) -> int:
+        """How many numbers the model's pooling makes of a text, before the folder's modules."""
+        return self.model.config.hidden_size * len(self.recipe.pooling)
 
-    def _pool(self, hidden: torch.Tensor, cu_seqlens: torch.Tensor, options: InferenceOptions) -> torch.Tensor:
+    def pooled(self, hidden: torch.Tensor, cu_seqlens: torch.Tensor, options: InferenceOptions) -> torch.Tensor:
+        """(total_tokens, hidden_size) -> (texts, pooled_width), by the model's pooling alone."""
         leaves_out = options.prompt and not self.recipe.prompt_is_pooled
         return pool_tokens(
             hidden, cu_seqlens, self.recipe.pooling, self._prompt_tokens(options.prompt) if leaves_out else 0
@@ -329,7 +360,8 @@ class SentenceEncoder(TextModel):
         encoding = self.tokenizer.encode(prompt)
         return len(encoding.ids) - encoding.special_tokens_mask[-1]
 
-    def _finish(self, pooled: torch.Tensor, options: InferenceOptions) -> torch.Tensor:
+    def finish(self, pooled: torch.Tensor, options: InferenceOptions) -> torch.Tensor:
+        """What stands behind the pooling: the folder's modules, the number of dimensions, the length."""
         modules, pooled = self.recipe.modules, pooled.float()
         if options.normalize is False and modules and isinstance(modules[-1], Normalize):
             modules = modules[:-1]

@@ -24,6 +24,8 @@ from fastbert.sentences.pool import ProcessPool
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from fastbert.data.windows import Windows
+
 PROMPTS_OF_TASK = {"query": ("query",), "document": ("document", "passage", "corpus")}
 
 Devices = str | torch.device | list[str | torch.device]
@@ -41,6 +43,7 @@ class InferenceOptions:
     max_active_dims: int | None = None  # a SparseEncoder's
     on_host: bool = False  # the rows go to the CPU, batch by batch
     task: str | None = None  # "query" or "document": their texts may have a length of their own
+    windows: Windows | None = None  # a SentenceEncoder's: how longer texts are cut; None: they lose their ends
 
     def __post_init__(self) -> None:
         if self.task not in (None, "query", "document"):
@@ -200,11 +203,16 @@ class TextModel(HasModel):
     ) -> Any:
         """The rows of checked inputs, in their order, on the model's device, or on the CPU (`options.on_host`)."""
         parts = (
-            (np.array(places), self.rows_of(self.tokenize(chunk, options.prompt, options.task), options, on_batch))
-            for places, chunk in longest_first(inputs)
+            (np.array(places), self.rows_of_inputs(chunk, options, on_batch)) for places, chunk in longest_first(inputs)
         )
         found = in_places(len(inputs), parts, "cpu" if options.on_host else None)
         return self.no_rows(options).to("cpu" if options.on_host else self.device) if found is None else found
+
+    def rows_of_inputs(
+        self, inputs: list[Any], options: InferenceOptions, on_batch: Callable[[int], Any] = lambda n: None
+    ) -> torch.Tensor:
+        """The rows of inputs that are tokenised at once, in their order, on the model's device."""
+        return self.rows_of(self.tokenize(inputs, options.prompt, options.task), options, on_batch)
 
     def shared_rows(
         self,
@@ -216,10 +224,15 @@ class TextModel(HasModel):
         chunk_size: int | None,
         **bar_options: Any,
     ) -> torch.Tensor:
-        """`rows` with a bar, by this process on its device, or by those of a pool, or of a list of devices."""
+        """`rows` with a bar (of tokens where texts are cut into windows), by this process on its device, or by those of
+        a pool, or of a list of devices.
+        """
         if chunk_size is not None and pool is None and not isinstance(device, list):
             raise InputError("chunk_size is for a pool, or a list of devices")
-        with progress_bar(len(inputs), show, **bar_options) as bar:
+        counts_tokens = options.windows is not None and pool is None and not isinstance(device, list)
+        if counts_tokens:  # a text may take hours
+            bar_options = {**bar_options, "unit": " tokens", "unit_scale": True}
+        with progress_bar(None if counts_tokens else len(inputs), show, **bar_options) as bar:
             if pool is None and not isinstance(device, list):
                 if device is not None:
                     self.to(device)

@@ -13,9 +13,10 @@ from seeds import numpy_generator, shifted
 from shares import assert_share
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from fastbert.data.corpus import Corpus, tokenize_corpus
+from fastbert.data.pretraining.corpus import Corpus, tokenize_corpus
+from fastbert.data.pretraining.windows import CorpusPairs, CorpusWindows, cut_windows
 from fastbert.data.sources import load_source
-from fastbert.data.windows import Template, WindowPairs, Windows, cut_windows
+from fastbert.data.template import Template
 from fastbert.errors import InputError
 
 datasets = pytest.importorskip("datasets")
@@ -91,7 +92,7 @@ def document_of(corpus: Corpus, token: np.ndarray) -> np.ndarray:
 
 def test_windows_cover_each_document_once_and_are_full(tokenizer):
     corpus = make_corpus()
-    windows = Windows(corpus, tokenizer, 66, seed=shifted(0), epoch=0)
+    windows = CorpusWindows(corpus, tokenizer, 66, seed=shifted(0), epoch=0)
     found = [windows[i]["input_ids"] for i in range(len(windows))]
     assert all(row[0] == 0 and row[-1] == 1 for row in found)
     assert np.array_equal(np.concatenate([row[1:-1] for row in found]), corpus.tokens)
@@ -114,7 +115,7 @@ def test_every_epoch_cuts_at_other_places():
 def test_pairs(kind, tokenizer):
     """Half have label 1: B is of another document (nsp), or stands before A (sop); else it follows A at once."""
     corpus = make_corpus(1000)
-    pairs = WindowPairs(corpus, tokenizer, 67, kind, seed=shifted(0), epoch=0)
+    pairs = CorpusPairs(corpus, tokenizer, 67, kind, seed=shifted(0), epoch=0)
     labels, at_ends = [], []
     for i in range(len(pairs)):
         example = pairs[i]
@@ -145,7 +146,7 @@ def test_ends_of_segments_do_not_tell_the_label(kind, sizes, tokenizer):
     than half of the pairs, as short documents leave no choice.
     """
     corpus = make_corpus(3000, sizes=sizes)
-    pairs = WindowPairs(corpus, tokenizer, 67, kind, seed=shifted(0), epoch=0)
+    pairs = CorpusPairs(corpus, tokenizer, 67, kind, seed=shifted(0), epoch=0)
     ends = np.isin(np.concatenate([pairs.a, pairs.b], 1), corpus.segments) @ [1, 2, 4, 8]
     counts = np.zeros((16, 2))
     np.add.at(counts, (ends, pairs.labels), 1)
@@ -183,9 +184,9 @@ def test_bad_input(tokenizer, tmp_path):
     with pytest.raises(InputError, match="has no column 'body'; it has: text, other"):
         tokenize_corpus(table, tokenizer, column="body")
     with pytest.raises(InputError, match="the corpus has one document"):
-        WindowPairs(make_corpus(1), tokenizer, 64, "nsp", seed=shifted(0), epoch=0)
+        CorpusPairs(make_corpus(1), tokenizer, 64, "nsp", seed=shifted(0), epoch=0)
     with pytest.raises(InputError, match="max_length is 2; the special tokens alone take 2"):
-        Windows(make_corpus(1), tokenizer, 2, seed=shifted(0), epoch=0)
+        CorpusWindows(make_corpus(1), tokenizer, 2, seed=shifted(0), epoch=0)
 
 
 def test_files_with_quotes_are_read_as_glue_writes_them(tmp_path):

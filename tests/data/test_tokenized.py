@@ -45,18 +45,6 @@ def test_tokens_are_those_of_the_tokenizer():
     assert made.source.tolist() == list(range(len(inputs)))
 
 
-def test_windows_are_those_of_the_tokenizer():
-    tokenizer, text = tokenizer_of_words(8, stride=2), " ".join(WORDS.split() * 3)
-    made = tokenize(tokenizer, ["", text], with_types=False, windows=True, with_spans=True)
-    one = tokenizer.encode(text)
-    windows = [[1, 2], one.ids, *(window.ids for window in one.overflowing)]
-    assert [found["input_ids"].tolist() for found in made] == windows
-    assert made.source.tolist() == [0] + [1] * (len(windows) - 1) and made.cut == []
-    assert made.spans is not None
-    of_text = made.spans[made.offsets[1] : made.offsets[2]].tolist()
-    assert of_text == [[-1, -1], *map(list, one.offsets[1:-1]), [-1, -1]]
-
-
 def test_a_file_has_the_batches_of_its_chunks():
     """An evaluation gives all of it at once, and `predict` so many rows at a time: the products have equal sizes."""
     draw = numpy_generator(0)

@@ -13,8 +13,8 @@ from seeds import manual_seed, numpy_generator, shifted
 from tokenizers import Tokenizer, models, processors
 
 from fastbert.config import EncoderConfig
-from fastbert.data.corpus import Corpus
-from fastbert.data.windows import Windows
+from fastbert.data.pretraining.corpus import Corpus
+from fastbert.data.pretraining.windows import CorpusWindows
 from fastbert.models.classes import CLASSES
 from fastbert.training.distributed import World, wrap
 from fastbert.training.loop import Loop, LoopOptions
@@ -35,7 +35,7 @@ def whole(**changes: Any) -> LoopOptions:
 
 def short(**changes: Any) -> LoopOptions:
     """Four steps in the first epoch, whose last one has one to three examples."""
-    examples = Windows(make_corpus(), make_tokenizer(), PHASE.max_length, seed=shifted(0), epoch=0)
+    examples = CorpusWindows(make_corpus(), make_tokenizer(), PHASE.max_length, seed=shifted(0), epoch=0)
     phase = replace(PHASE, step_tokens=10_000, max_examples=(len(examples) - 1) // 3)
     return replace(OPTIONS, phases=(phase,), **changes)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from finetuning_runs import TEXTS, base, task_of
 
-from fastbert.data.corpus import tokenize_corpus
+from fastbert.data.pretraining.corpus import tokenize_corpus
 from fastbert.data.text_files import read_texts
 from fastbert.data.tokenization import load_tokenizer
 from fastbert.errors import InputError, TextFileError

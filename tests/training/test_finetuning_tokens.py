@@ -143,9 +143,12 @@ def test_answers_have_the_places_of_entities(tmp_path):
 
 def test_words_are_found_in_tokens_that_begin_with_their_blank():
     """Byte-level tokenizers may count the blank before a word to its first token, or have a token for it alone."""
-    from fastbert.data.tokenized import Tokenized
+    from fastbert.data.windows import CORE, TokenWindows
 
     spans = np.array([[-1, -1], [0, 2], [2, 6], [6, 7], [7, 9], [9, 11], [-1, -1]], np.int32)
-    made = Tokenized(np.zeros(7, np.int32), None, np.array([0, 7]), np.array([0]), spans)
+    parts, begins = np.full(7, CORE), np.zeros(1, np.int64)
+    made = TokenWindows(
+        np.zeros(7, np.int32), None, np.array([0, 7]), np.array([0]), spans=spans, parts=parts, begins=begins
+    )
     words = Words(made, ["ab cde fghi"], np.array([0, 3, 7]), np.array([2, 6, 11]), np.array([3]))
     assert words.token.tolist() == [1, 2, 3]

@@ -10,7 +10,8 @@ import torch
 from scipy.special import logsumexp
 from tokenizers import Tokenizer
 
-from fastbert.data.tokenized import CHUNK_INPUTS, Tokenized, run_batches, tokenize
+from fastbert.data.tokenized import CHUNK_INPUTS, run_batches
+from fastbert.data.windows import Cutter, TokenWindows
 from fastbert.errors import ConfigError, InputError
 from fastbert.models.auto import AutoModelForQuestionAnswering
 from fastbert.packed_inputs import PackedInputs
@@ -99,30 +100,25 @@ class Finder:
     is_pair = True
 
     def __init__(self, model: Any, tokenizer: Tokenizer, usage: Usage):
-        self.tokenizer, self.no_answer = tokenizer, usage.no_answer
-        self.with_types = model.base_model.table_sizes().has_types
-        self.length = usage.max_length or min(384, longest_of(model))
-        self.added = tokenizer.num_special_tokens_to_add(True)
-        room = (self.length - self.added) // 2  # for the text, whatever the question
-        self.stride = min(self.length // 4, room - 1) if usage.stride is None else usage.stride
-        if not 0 <= self.stride < room:
+        self.no_answer = usage.no_answer
+        length = usage.max_length or min(384, longest_of(model))
+        both = length - tokenizer.num_special_tokens_to_add(True)  # for the question and the text
+        room = both // 2  # for the text, whatever the question
+        self.question_limit = both - room
+        overlap = min(length // 4, room - 1) if usage.stride is None else usage.stride
+        if not 0 <= overlap < room:
             raise ConfigError(
-                f"doc_stride is {self.stride}; windows of {self.length} tokens, of which a question may take half, may"
-                f" overlap by 0 to {room - 1}"
+                f"doc_stride is {overlap}; windows of {length} tokens, of which a question may take half, may overlap"
+                f" by 0 to {room - 1}"
             )
+        with_types = model.base_model.table_sizes().has_types
+        self.cutter = Cutter(tokenizer, length, overlap, is_pair=True, with_types=with_types)
         if not tokenizer.encode("a").special_tokens_mask[0]:
             raise ConfigError("this model's tokenizer puts no token in front, which would say that there is no answer")
 
-    def tokenize(self, questions: Sequence[str], contexts: Sequence[str]) -> Tokenized:
-        self.tokenizer.no_truncation()
-        limit = (self.length - self.added + 1) // 2
-        questions = list(questions)
-        for i, made in enumerate(self.tokenizer.encode_batch(questions, add_special_tokens=False)):
-            if len(made) > limit:
-                questions[i] = questions[i][: made.offsets[limit - 1][1]]
-        self.tokenizer.enable_truncation(self.length, stride=self.stride, strategy="only_second")
-        pairs = list(zip(questions, contexts, strict=True))
-        return tokenize(self.tokenizer, pairs, with_types=self.with_types, windows=True, with_spans=True)
+    def tokenize(self, questions: Sequence[str], contexts: Sequence[str]) -> TokenWindows:
+        before = [ids[: self.question_limit] for ids, _ in self.cutter.read(questions)]
+        return self.cutter.cut(contexts, before)
 
     def examples(self, data: Questions) -> LabelledSequences:
         """Windows with the places of the first answer, or of their first token, if the answer is not in them."""
@@ -131,7 +127,6 @@ class Finder:
         begin = np.array([at for _, at in places], np.int64)[made.source]
         end = np.array([at + len(text) for text, at in places], np.int64)[made.source]
         spans, of_token = made.spans, made.of_token
-        assert spans is not None
         in_text = spans[:, 0] >= 0
         number = np.arange(len(spans)) - made.offsets[of_token]
         first = np.full(len(made), -1, np.int64)  # the last token that begins at the answer's begin, or before
@@ -150,7 +145,7 @@ class Finder:
     def best(
         self,
         model: Any,
-        made: Tokenized,
+        made: TokenWindows,
         contexts: Sequence[str],
         batch_tokens: int | None = None,
         on_batch: Callable[[int], Any] = lambda n: None,
@@ -159,7 +154,6 @@ class Finder:
         that of its end, in its window), and where it stands in the text: `start`, `end`. No answer: "", 0, 0.
         """
         count, offsets, spans = len(contexts), made.offsets, made.spans
-        assert spans is not None
         best = np.full(count, -np.inf)
         score, place = np.zeros(count), np.zeros((count, 2), np.int64)
         nothing, nothing_score = np.full(count, np.inf), np.zeros(count)

@@ -13,7 +13,8 @@ from scipy.special import log_softmax
 from tokenizers import Tokenizer
 
 from fastbert.checkpoint.pretrained import read_config
-from fastbert.data.tokenized import CHUNK_INPUTS, Tokenized, run_batches, tokenize
+from fastbert.data.tokenized import CHUNK_INPUTS, run_batches
+from fastbert.data.windows import CORE, Cutter, TokenWindows
 from fastbert.errors import ConfigError, InputError
 from fastbert.models.auto import AutoModelForTokenClassification
 from fastbert.packed_inputs import PackedInputs
@@ -101,16 +102,17 @@ class Words:
     """Tokenised texts, and for each of their words the token that speaks for it.
 
     starts, ends: the characters of each word. counts: words of each text. token: int64 (words,), the word's first
-    token, in the window in which it has most words around it; -1: the tokenizer makes nothing of the word.
+    token, in the window of whose core it is; -1: the tokenizer makes nothing of the word.
     """
 
-    def __init__(self, sequences: Tokenized, texts: Sequence[str], starts: np.ndarray, ends: np.ndarray, counts: Any):
+    def __init__(
+        self, sequences: TokenWindows, texts: Sequence[str], starts: np.ndarray, ends: np.ndarray, counts: Any
+    ):
         self.sequences, self.texts, self.starts, self.ends, self.counts = sequences, texts, starts, ends, counts
         first = np.cumsum(counts) - counts  # each text's first word
-        span, source = sequences.spans, sequences.source
-        assert span is not None
+        span, parts, source = sequences.spans, sequences.parts, sequences.source
         of_token = sequences.of_token
-        found = np.flatnonzero(span[:, 0] >= 0)
+        found = np.flatnonzero((span[:, 0] >= 0) & (parts == CORE))
         text = source[of_token[found]]
         # The word that a character is of, blanks before it included: its number among all words, by one search. Texts
         # are laid out one behind the other, a character apart.
@@ -122,14 +124,9 @@ class Words:
         inside = (word < len(all_ends)) & (word < first[text] + counts[text])
         found, word, begin = found[inside], word[inside], begin[inside]
         is_first = begin <= all_starts[word]
-        found, word = found[is_first], word[is_first]
-        once = np.flatnonzero((np.diff(of_token[found], prepend=-1) != 0) | (np.diff(word, prepend=-1) != 0))
-        found, word = found[once], word[once]
-        offsets = sequences.offsets
-        margin = np.minimum(found - offsets[of_token[found]], offsets[of_token[found] + 1] - 1 - found)
-        order = np.lexsort((-found, margin))  # the largest margin last, and of equal ones the first
+        found, word = found[is_first][::-1], word[is_first][::-1]
         self.token = np.full(len(starts), -1, np.int64)
-        self.token[word[order]] = found[order]
+        self.token[word] = found  # of several the first, which comes last here
 
     def scores(
         self, model: Any, batch_tokens: int | None = None, on_batch: Callable[[int], Any] = lambda n: None
@@ -164,14 +161,14 @@ class Tagger:
     is_pair = False
 
     def __init__(self, model: Any, tokenizer: Tokenizer, usage: Usage):
-        self.tokenizer, self.with_types = tokenizer, model.base_model.table_sizes().has_types
         self.names = [model.config.id2label[i] for i in range(model.config.num_labels)]
         length = usage.max_length or longest_of(model)
-        stride = length // 4 if usage.stride is None else usage.stride
-        room = length - tokenizer.num_special_tokens_to_add(False)
-        if not 0 <= stride < room:
-            raise ConfigError(f"doc_stride is {stride}; windows of {length} tokens may overlap by 0 to {room - 1}")
-        tokenizer.enable_truncation(length, stride=stride)
+        overlap = length // 4 if usage.stride is None else usage.stride
+        with_types = model.base_model.table_sizes().has_types
+        try:
+            self.cutter = Cutter(tokenizer, length, overlap, with_types=with_types)
+        except InputError as error:
+            raise ConfigError(f"doc_stride is {overlap}: {error}") from None
 
     def words(self, words: Sequence[Sequence[str]]) -> Words:
         """Of texts that are split into words already."""
@@ -181,16 +178,14 @@ class Tagger:
         steps = np.cumsum(lengths + 1) - (lengths + 1)  # a blank between two words
         starts = steps - np.repeat(steps[np.minimum(first, max(0, len(steps) - 1))] if len(steps) else first, counts)
         texts = [" ".join(text) for text in words]
-        sequences = tokenize(self.tokenizer, texts, with_types=self.with_types, windows=True, with_spans=True)
-        return Words(sequences, texts, starts, starts + lengths, counts)
+        return Words(self.cutter.cut(texts), texts, starts, starts + lengths, counts)
 
     def raw(self, texts: Sequence[str]) -> Words:
         """Of texts as people write them."""
         spans = [[found.span() for found in _WORD.finditer(text)] for text in texts]
         counts = np.fromiter(map(len, spans), np.int64, len(spans))
         ends = np.array([span for one in spans for span in one], np.int64).reshape(-1, 2)
-        sequences = tokenize(self.tokenizer, texts, with_types=self.with_types, windows=True, with_spans=True)
-        return Words(sequences, texts, ends[:, 0], ends[:, 1], counts)
+        return Words(self.cutter.cut(texts), texts, ends[:, 0], ends[:, 1], counts)
 
     def examples(self, tagged: Tagged, labels: Labels) -> LabelledSequences:
         words = self.words(tagged.words)

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastbert.checkpoint.pretrained import read_config
 from fastbert.config import EncoderConfig
-from fastbert.data.corpus import Corpus, tokenize_corpus
+from fastbert.data.pretraining.corpus import Corpus, tokenize_corpus
 from fastbert.data.sources import Source
 from fastbert.data.vocabulary import Design, Vocabulary, has_vocabulary, read_vocabulary, train_vocabulary
 from fastbert.errors import ConfigError

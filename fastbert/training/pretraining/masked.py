@@ -11,10 +11,10 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from fastbert.data.collator import PackingCollator
-from fastbert.data.corpus import Corpus
 from fastbert.data.masking import IGNORED, Masking
+from fastbert.data.pretraining.corpus import Corpus
+from fastbert.data.pretraining.windows import CorpusPairs, CorpusWindows, Pairs
 from fastbert.data.vocabulary import Vocabulary
-from fastbert.data.windows import Pairs, WindowPairs, Windows
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.pretraining.evaluation import held_out_batches, masked_lm_metrics
 from fastbert.training.task import Phase, Task
@@ -63,7 +63,7 @@ class MaskedLM(Task):
 
     def cut(self, corpus: Corpus, max_length: int, seed: int, epoch: int) -> Any:
         """The examples of a corpus."""
-        return Windows(corpus, self.tokenizer, max_length, seed=seed, epoch=epoch, with_types=self.with_types)
+        return CorpusWindows(corpus, self.tokenizer, max_length, seed=seed, epoch=epoch, with_types=self.with_types)
 
     def counts(self, batch: PackedInputs) -> list[int]:
         return [batch["batch"].labelled.numel()]
@@ -104,8 +104,8 @@ class PairedLM(MaskedLM):
         super().__init__(*arguments, **options)
         self.pairs, self.label = pairs, self.model.head_form.pair_label
 
-    def cut(self, corpus: Corpus, max_length: int, seed: int, epoch: int) -> WindowPairs:
-        return WindowPairs(corpus, self.tokenizer, max_length, self.pairs, seed=seed, epoch=epoch, label=self.label)
+    def cut(self, corpus: Corpus, max_length: int, seed: int, epoch: int) -> CorpusPairs:
+        return CorpusPairs(corpus, self.tokenizer, max_length, self.pairs, seed=seed, epoch=epoch, label=self.label)
 
     def counts(self, batch: PackedInputs) -> list[int]:
         return [*super().counts(batch), batch["batch"].batch_size]

@@ -1,0 +1,148 @@
+"""Windows of long texts: as the tokenizers cut them, and each token in one core."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from seeds import numpy_generator
+from test_tokenized import tokenizer_of_words
+from tiny import WORDS
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+from fastbert.data import windows
+from fastbert.data.tokenized import tokenize
+from fastbert.data.windows import CORE, OVERLAP, Cutter, Windows, ranges_of
+from fastbert.errors import InputError
+
+SIZES = ((8, 0), (8, 2), (9, 5), (13, 4), (300, 20))
+
+
+def texts_of(most: int, count: int = 40) -> list[str]:
+    draw, words = numpy_generator(0), np.array(WORDS.split())
+    return [" ".join(draw.choice(words, n)) for n in (0, 1, *draw.integers(0, most, count))]
+
+
+@pytest.mark.parametrize("is_pair", (False, True), ids=("texts", "pairs"))
+@pytest.mark.parametrize("length,overlap", SIZES)
+def test_windows_are_those_of_the_tokenizer(length, overlap, is_pair):
+    """Which gives the rest of a text as `overflowing`: return_overflowing_tokens of transformers."""
+    tokenizer, texts, added = tokenizer_of_words(), texts_of(200), 3 if is_pair else 2
+    questions = [" ".join(WORDS.split()[: i % max(1, length - added - overlap)]) for i in range(len(texts))]
+    cutter = Cutter(tokenizer, length, overlap, is_pair=is_pair, with_types=True)
+    made = cutter.cut(texts, [ids for ids, _ in cutter.read(questions)] if is_pair else None)
+    tokenizer.enable_truncation(length, stride=overlap, strategy="only_second" if is_pair else "longest_first")
+    inputs = list(zip(questions, texts, strict=True)) if is_pair else texts
+    said = [(i, w) for i, one in enumerate(tokenizer.encode_batch(inputs)) for w in (one, *one.overflowing)]
+    assert [one["input_ids"].tolist() for one in made] == [window.ids for _, window in said]
+    assert [one["token_type_ids"].tolist() for one in made] == [window.type_ids for _, window in said]
+    assert made.source.tolist() == [i for i, _ in said] and not made.cut
+    spans = [
+        list(span) if s == int(is_pair) else [-1, -1]
+        for _, window in said
+        for span, s in zip(window.offsets, window.sequence_ids, strict=True)
+    ]
+    assert made.spans.tolist() == spans
+
+
+@pytest.mark.parametrize("length,overlap", SIZES)
+def test_each_token_is_in_the_core_in_which_it_is_farthest_from_a_cut(length, overlap):
+    room = length - 2
+    for count in (0, 1, room - 1, room, room + 1, 2 * room, 5 * room + 3):
+        ranges = ranges_of(count, room, overlap)
+        cores = list(zip(ranges.core_starts, ranges.core_stops, strict=True))
+        assert np.concatenate([np.arange(*core) for core in cores]).tolist() == list(range(count))
+        for token in range(count):
+            far = []
+            for start, stop in zip(ranges.starts, ranges.stops, strict=True):
+                left = count if start == 0 else token - start
+                right = count if stop == count else stop - 1 - token
+                far.append(min(left, right) if start <= token < stop else -1)
+            (core,) = [i for i, (start, stop) in enumerate(cores) if start <= token < stop]
+            assert core == far.index(max(far))
+
+
+def trained(kind: str) -> Tokenizer:
+    """A tokenizer of subwords, of the kind that BERT, RoBERTa, XLM-RoBERTa or DeBERTa-v3 has."""
+    texts = texts_of(200)
+    if kind == "wordpiece":
+        made, trainer = (
+            Tokenizer(models.WordPiece(unk_token="[UNK]")),
+            trainers.WordPieceTrainer(vocab_size=120, special_tokens=["[UNK]"]),
+        )
+        made.pre_tokenizer, made.normalizer = pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer()
+    elif kind == "bytes":
+        made, trainer = Tokenizer(models.BPE()), trainers.BpeTrainer(vocab_size=400)
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        made, trainer = (
+            Tokenizer(models.Unigram()),
+            trainers.UnigramTrainer(vocab_size=120, unk_token="<unk>", special_tokens=["<unk>"]),
+        )
+        if kind == "unigram":
+            made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.train_from_iterator(texts, trainer)
+    made.add_tokens(["the cat", "old house"])  # of two words
+    return made
+
+
+@pytest.mark.parametrize("kind", ("wordpiece", "bytes", "unigram", "no pre-tokenizer"))
+def test_a_text_in_pieces_has_the_tokens_of_the_whole(kind, monkeypatch):
+    monkeypatch.setattr(windows, "PIECE_CHARS", 300)
+    tokenizer, texts = trained(kind), [" ".join(texts_of(200)), "", *texts_of(90), "a" * 2000]
+    texts[0] = texts[0].replace("dog", "d\u00f6g\u2028\u00a0").replace(" ran", ", the  cat ran")
+    cutter = Cutter(tokenizer, 50, 10)
+    if kind == "no pre-tokenizer":  # its tokens may span words, and depend on all that stands before
+        with pytest.warns(UserWarning, match="characters of a text are tokenised at once, which takes memory"):
+            found = list(cutter.read(texts))
+        assert len(list(cutter.pieces(texts[0]))) == 1
+    else:
+        assert len(list(cutter.pieces(texts[0]))) > 10
+        with pytest.warns(UserWarning, match="2,000 characters of a text are tokenised at once"):
+            found = list(cutter.read(texts))
+    for (ids, spans), text in zip(found, texts, strict=True):
+        whole = tokenizer.encode(text, add_special_tokens=False)
+        assert ids.tolist() == whole.ids
+        assert spans.tolist() == [[a, b] if b > a else [-1, -1] for a, b in whole.offsets]
+
+
+def test_a_text_that_fits_is_as_without_windows():
+    tokenizer, texts = tokenizer_of_words(50), texts_of(40)
+    made, plain = (
+        Cutter(tokenizer, 50, 10, with_types=True).cut(texts),
+        tokenize(tokenizer, texts, with_types=True),
+    )
+    for name in ("ids", "types", "offsets", "source"):
+        np.testing.assert_array_equal(getattr(made, name), getattr(plain, name))
+        assert getattr(made, name).dtype == getattr(plain, name).dtype
+    assert not (made.parts == OVERLAP).any()
+
+
+def test_a_limit_says_what_it_leaves_out():
+    tokenizer, words = tokenizer_of_words(), WORDS.split() * 2
+    texts = [" ".join(words[:n]) for n in (3, 6, 10, 30)]
+    cutter = Cutter(tokenizer, 8, 2, limit=2)
+    with pytest.warns(UserWarning, match=r"1 of 4 texts have more than 2 windows; their last 20 tokens are left out"):
+        made = cutter.cut(texts)
+    assert made.source.tolist() == [0, 1, 2, 2, 3, 3] and made.cut == [3]
+    assert (made.parts == CORE).sum() == 3 + 6 + 10 + 10
+
+
+@pytest.mark.parametrize(
+    "given,message",
+    (
+        ({"pool": "sum"}, "pool of windows is 'sum'; there are mean, max, first"),
+        ({"length": 0}, "length of windows is 0; it must be at least 1"),
+        ({"limit": 0}, "limit of windows is 0; it must be at least 1"),
+        ({"overlap": -1}, "overlap of windows is -1; it is a share below 1, or a number of tokens"),
+        ({"overlap": 1.5}, "overlap of windows is 1.5; it is a share below 1, or a number of tokens"),
+        ({"length": 513}, "length of windows is 513; this model takes 512 tokens"),
+        ({"overlap": 510}, "windows of 512 tokens, 2 special tokens among them, may overlap by 0 to 509, not by 510"),
+        ({"length": 2}, "windows of 2 tokens, 2 special tokens among them, have no room for a text"),
+    ),
+    ids=str,
+)
+def test_bad_windows_are_refused(given, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        Cutter(tokenizer_of_words(), *Windows(**given).tokens(512))

@@ -1,0 +1,239 @@
+"""Vectors of long texts: against a literal loop over transformers' model, window by window."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from precise import assert_close_to_theirs, in_float64
+from seeds import numpy_generator
+
+import fastbert
+from fastbert import Windows
+from fastbert.errors import InputError
+
+SIZES = ((64, 16), (20, 0), (16, 9))
+SHORT = ["", "the cat sat on the mat.", "a dog ran"]
+
+
+def documents() -> list[str]:
+    draw, words = numpy_generator(0), np.array(tiny.WORDS.split() * 3 + ["Zebras", "housecat", "\n"])
+    return [*SHORT, *(" ".join(draw.choice(words, n)) for n in (61, 62, 63, 250, *draw.integers(64, 200, 3)))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.write_sentence_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def encoder(folder):
+    return fastbert.SentenceEncoder(folder, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def theirs(folder):
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModel.from_pretrained(folder).eval()
+    return model, transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@torch.no_grad()
+def windows_of(model, tokenizer, text: str, length: int, overlap: int):
+    """Of each window (hidden states, the numbers of its tokens in the text, -1 of special ones)."""
+    made = tokenizer(
+        text, truncation=True, max_length=length, stride=overlap, return_overflowing_tokens=True,
+        return_special_tokens_mask=True,
+    )  # fmt: skip
+    found, begin = [], 0
+    for ids, is_special in zip(made["input_ids"], made["special_tokens_mask"], strict=True):
+        hidden = model(torch.tensor([ids])).last_hidden_state[0]
+        numbers = np.full(len(ids), -1)
+        inside = np.flatnonzero(np.array(is_special) == 0)
+        numbers[inside] = begin + np.arange(len(inside))
+        found.append((hidden, numbers))
+        begin += len(inside) - overlap
+    return found
+
+
+def owners(windows) -> dict[int, int]:
+    """Which window each token counts in: the one in which it is farthest from a cut, and of equal ones the first."""
+    last = max((numbers.max(initial=-1) for _, numbers in windows), default=-1)
+    best: dict[int, tuple[int, int]] = {}
+    for w, (_, numbers) in enumerate(windows):
+        inside = numbers[numbers >= 0].tolist()
+        for t in inside:
+            left = 10**6 if inside[0] == 0 else t - inside[0]
+            right = 10**6 if inside[-1] == last else inside[-1] - t
+            if t not in best or min(left, right) > best[t][0]:
+                best[t] = (min(left, right), w)
+    return {t: w for t, (_, w) in best.items()}
+
+
+def literal(parts, text: str, length: int, overlap: int) -> dict[str, torch.Tensor]:
+    """The vector of each pool. All tokens count once in the mean, and the special ones of each window."""
+    windows = windows_of(*parts, text, length, overlap)
+    owner = owners(windows)
+    kept = [hidden[[n < 0 or owner[n] == w for n in numbers.tolist()]] for w, (hidden, numbers) in enumerate(windows)]
+    found = {
+        "mean": torch.cat(kept).mean(0),
+        "max": torch.stack([rows.mean(0) for rows in kept]).max(0).values,
+        "first": windows[0][0].mean(0),
+    }
+    return {pool: torch.nn.functional.normalize(vector, dim=0) for pool, vector in found.items()}
+
+
+@pytest.mark.parametrize("length,overlap", SIZES)
+def test_vectors_are_those_of_a_loop_over_windows(encoder, theirs, length, overlap):
+    model, tokenizer = theirs
+    texts = documents()
+    near, exact = (
+        [literal((m, tokenizer), text, length, overlap) for text in texts] for m in (model, in_float64(model))
+    )
+    for pool in ("mean", "max", "first"):
+        found = encoder.encode(texts, windows=Windows(length, overlap, pool))
+        assert_close_to_theirs(found, *(torch.stack([one[pool] for one in each]).numpy() for each in (near, exact)))
+    cut = fastbert.SentenceEncoder.from_pretrained(encoder.folder, device="cpu", max_seq_length=length)
+    assert np.array_equal(found, cut.encode(texts))
+
+
+def test_a_text_that_fits_has_the_same_bits(encoder):
+    plain = encoder.encode(SHORT)
+    for pool in ("mean", "max", "first"):
+        assert np.array_equal(encoder.encode(SHORT, windows=Windows(pool=pool)), plain)
+    assert np.array_equal(encoder.encode("", windows=Windows()), encoder.encode(""))
+    prompted = [encoder.encode(SHORT, prompt="the old ", **given) for given in ({}, {"windows": Windows()})]
+    assert np.array_equal(*prompted)
+
+
+def test_alone_and_in_a_batch(encoder):
+    """In float64, where batches of other sizes change the last bits too little to see in float32."""
+    precise = fastbert.SentenceEncoder(encoder.folder, device="cpu", dtype="float64")
+    texts, windows = documents(), Windows(30, 8)
+    found = precise.encode(texts, windows=windows)
+    assert np.array_equal(found, np.stack([precise.encode(text, windows=windows) for text in texts]))
+    assert np.array_equal(found, precise.encode(texts, windows=windows, batch_tokens=70))
+    whole, parts = precise.encode_chunks(texts, windows), [precise.encode_chunks(text, windows) for text in texts]
+    assert np.array_equal(whole.vectors, np.concatenate([part.vectors for part in parts]))
+    assert whole.documents.tolist() == [i for i, part in enumerate(parts) for _ in range(len(part))]
+
+
+@pytest.mark.full  # test_sentence_options.py has a pool
+def test_by_processes(encoder):
+    texts, windows = documents(), Windows(30, 8)
+    with encoder.start_multi_process_pool(["cpu"]) as pool:
+        found = encoder.encode(texts, windows=windows, pool=pool, chunk_size=len(texts))
+    assert np.array_equal(found, encoder.encode(texts, windows=windows))
+
+
+@pytest.mark.parametrize("windows", (Windows(20, 0, at="sentences"), Windows(20, 8, at="sentences"), None), ids=str)
+@pytest.mark.parametrize("prompt", ("", "the old "))
+def test_chunks_are_texts_by_themselves(encoder, windows, prompt):
+    """Cut at blanks, their tokens are those of their own text."""
+    texts = documents()
+    chunks = encoder.encode_chunks(texts, *(() if windows is None else (windows,)), prompt=prompt)
+    parts = [texts[d][a:b] for d, a, b in zip(chunks.documents, chunks.starts, chunks.ends, strict=True)]
+    assert set(chunks.documents.tolist()) == set(range(1, len(texts)))  # the empty one has none
+    longest = 64 if windows is None else 20
+    assert max(len(made.ids) for made in encoder.tokenizer.encode_batch([prompt + part for part in parts])) <= longest
+    exact = fastbert.SentenceEncoder(encoder.folder, device="cpu", dtype="float64").encode(parts, prompt=prompt)
+    near = encoder.encode(parts, prompt=prompt)
+    assert_close_to_theirs(chunks.vectors, near, exact)
+    for i in range(1, len(texts)):
+        own = np.flatnonzero(chunks.documents == i)
+        starts, ends = chunks.starts[own], chunks.ends[own]
+        assert not texts[i][: starts[0]].strip() and not texts[i][ends[-1] :].strip()
+        assert all(not texts[i][end:start].strip() for end, start in zip(ends[:-1], starts[1:], strict=True))
+
+
+def test_chunks_end_with_sentences(encoder):
+    text = "The cat sat. A dog ran to the house! Who ran? We ran. " * 4
+    chunks = encoder.encode_chunks(text, Windows(16, 0, at="sentences"))
+    parts = [text[a:b] for a, b in zip(chunks.starts, chunks.ends, strict=True)]
+    assert parts[:3] == [
+        "The cat sat. A dog ran to the house! Who ran?",
+        "We ran. The cat sat. A dog ran to the house!",
+        "Who ran? We ran. The cat sat.",
+    ]
+    overlapping = encoder.encode_chunks(text, Windows(16, 5, at="sentences"))
+    parts = [text[a:b] for a, b in zip(overlapping.starts, overlapping.ends, strict=True)]
+    assert parts[:3] == [
+        "The cat sat. A dog ran to the house! Who ran?",
+        "Who ran? We ran. The cat sat.",
+        "The cat sat. A dog ran to the house! Who ran?",
+    ]
+
+
+@pytest.mark.parametrize("overlap", (0, 5))
+def test_late_chunks_are_means_of_the_whole_texts_tokens(encoder, theirs, overlap):
+    model, tokenizer = theirs
+    texts, windows = documents(), Windows(16, overlap, at="sentences")
+    late, plain = (encoder.encode_chunks(texts, windows, late=each) for each in (True, False))
+    assert all(np.array_equal(getattr(late, n), getattr(plain, n)) for n in ("documents", "starts", "ends"))
+
+    def rows(m) -> np.ndarray:
+        found = []
+        for i, text in enumerate(texts):
+            context = windows_of(m, tokenizer, text, 64, 16)
+            owner = owners(context)
+            hidden = {
+                n: row
+                for w, (states, numbers) in enumerate(context)
+                for row, n in zip(states, numbers.tolist(), strict=True)
+                if n >= 0 and owner[n] == w
+            }
+            spans = encoder.tokenizer.encode(text, add_special_tokens=False)
+            spans = [s for part in (spans, *spans.overflowing) for s in part.offsets]
+            spans = sorted(set(spans))
+            for c in np.flatnonzero(late.documents == i):
+                inside = [n for n, (a, b) in enumerate(spans) if late.starts[c] <= a and b <= late.ends[c]]
+                found.append(torch.nn.functional.normalize(torch.stack([hidden[n] for n in inside]).mean(0), dim=0))
+        return torch.stack(found).numpy()
+
+    assert_close_to_theirs(late.vectors, rows(model), rows(in_float64(model)))
+
+
+def test_what_a_limit_leaves_out_is_said(encoder):
+    texts = documents()
+    with pytest.warns(UserWarning, match=r"of 10 texts have more than 1 windows; their last [\d,]+ tokens"):
+        found = encoder.encode(texts, windows=Windows(limit=1))
+    assert np.array_equal(found, encoder.encode(texts))
+
+
+BAD = {
+    "length of windows is 65; this model takes 64 tokens": (Windows(65), {}),
+    "windows of 64 tokens, 2 special tokens among them, may overlap by 0 to 61, not by 62": (Windows(overlap=62), {}),
+    "windows of 2 tokens, 2 special tokens among them, have no room for a text": (Windows(2), {}),
+    "excludes a pool, several devices, a precision and windows": (Windows(), {"output_value": "token_embeddings"}),
+    "windows of 8 tokens, 2 special tokens and 6 of another text among them, have no room": (
+        Windows(8, 0),
+        {"prompt": "the old the old the old "},
+    ),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_what_cannot_be_is_refused(encoder, message):
+    windows, given = BAD[message]
+    with pytest.raises(InputError, match=re.escape(message)):
+        encoder.encode(documents(), windows=windows, **given)
+
+
+def test_late_chunks_need_the_mean(tmp_path):
+    folder = tiny.write_sentence_model(tmp_path)
+    tiny.write_json(folder / "1_Pooling/config.json", {"word_embedding_dimension": 32, "pooling_mode_cls_token": True})
+    encoder = fastbert.SentenceEncoder(folder, device="cpu")
+    message = "late chunking takes the mean of a chunk's tokens, and this model pools by cls"
+    with pytest.raises(InputError, match=re.escape(message)):
+        encoder.encode_chunks("the cat", late=True)
+
+
+@pytest.mark.parametrize("text", ("   \n ", "a" * 3000, "\u200d" * 500), ids=("spaces", "one word", "nothing to see"))
+def test_odd_texts(encoder, text):
+    for given in ({}, {"windows": Windows()}):
+        assert np.isfinite(encoder.encode(text, **given)).all()
+    chunks = encoder.encode_chunks(text)
+    assert np.isfinite(chunks.vectors).all() and len(chunks) == len(chunks.starts) == len(chunks.vectors)
