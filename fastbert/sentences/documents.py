@@ -106,7 +106,7 @@ def encode_chunks(
     chunk = made.of_token[of_chunk]
     first, last = of_chunk[np.diff(chunk, prepend=-1) > 0], of_chunk[np.diff(chunk, append=len(made)) > 0]
     there = np.unique(chunk)
-    if late:
+    if late and len(there):
         rows = _late_rows(encoder, made, texts, options, on_tokens)
     else:
         whole = replace(made, parts=np.where(parts == OVERLAP, CORE, parts))
@@ -140,6 +140,8 @@ def _late_rows(
                 sizes.append(len(inside))
                 found.append(c)
             at += end - begin
+        if not rows:  # texts without a token
+            continue
         offsets = torch.from_numpy(np.cumsum(sizes).astype(np.int32)).to(hidden.device)
         chosen = hidden[torch.from_numpy(np.concatenate(rows)).to(hidden.device)]
         means = pool(chosen, offsets, encoder.recipe.pooling).float().cpu().numpy()

@@ -235,5 +235,15 @@ def test_late_chunks_need_the_mean(tmp_path):
 def test_odd_texts(encoder, text):
     for given in ({}, {"windows": Windows()}):
         assert np.isfinite(encoder.encode(text, **given)).all()
-    chunks = encoder.encode_chunks(text)
-    assert np.isfinite(chunks.vectors).all() and len(chunks) == len(chunks.starts) == len(chunks.vectors)
+    for late in (False, True):
+        chunks = encoder.encode_chunks(text, late=late)
+        assert np.isfinite(chunks.vectors).all() and len(chunks) == len(chunks.starts) == len(chunks.vectors)
+
+
+@pytest.mark.parametrize("late", (False, True))
+def test_nothing_has_no_chunk(encoder, late):
+    for texts in ([], [""], ["", "  "]):
+        chunks = encoder.encode_chunks(texts, late=late)
+        assert len(chunks) == 0 and chunks.vectors.shape == (0, encoder.dim)
+    chunks = encoder.encode_chunks(["", "a dog ran", ""], late=late, batch_tokens=1)
+    assert chunks.documents.tolist() == [1] and (chunks.starts[0], chunks.ends[0]) == (0, 9)
