@@ -131,6 +131,14 @@ def poison_uninitialised_memory(monkeypatch):
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def products_of_a_gpu() -> Iterator[None]:
     """Interpreted products with a GPU's bits: one sum has others in another block (fastbert/testing/interpreter.py)."""
     if torch.cuda.is_available():

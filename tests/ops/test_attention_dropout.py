@@ -30,14 +30,6 @@ from fastbert.testing.cases import DTYPES, Lengths
 backend = attention_cases.backend  # the fixture
 
 
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # Triton's interpreter takes a minute for float32, whose mask is that of bfloat16: the same words, compared alike.
 each_share = pytest.mark.parametrize(
     ("backend", "dtype"),

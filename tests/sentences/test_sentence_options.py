@@ -163,14 +163,6 @@ def test_a_prompt_that_is_not_pooled(tmp_path, modes):
     assert not np.allclose(ours.encode(TEXTS, prompt="who ran? "), ours.encode(TEXTS))
 
 
-@pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def test_a_pool_gives_the_same_bits(ours, monkeypatch, one_thread):
     """Workers get chunks in the order of the texts: the same batches, so the same bits. With as many threads on both
     sides: a folder's Dense is a product of torch's, whose last bits go by their number.
