@@ -21,7 +21,7 @@ from fastbert.errors import ConfigError, InputError
 from fastbert.models.auto import load_encoder
 from fastbert.models.base import EncoderModel, PreTrainedModel
 from fastbert.packed_inputs import PackedInputs
-from fastbert.sentences.batches import check_texts, in_chunks, progress_bar
+from fastbert.sentences.batches import bar_of, check_texts, in_chunks, progress_bar
 from fastbert.sentences.loading import LoadArguments, open_folder
 from fastbert.sentences.pool import ProcessPool
 from fastbert.sentences.pooling import pool as pool_tokens
@@ -272,7 +272,7 @@ class SentenceEncoder(TextModel):
             windows=CHUNKS if windows is None else windows,
         )  # fmt: skip
         job = chunks_job(self, check_texts(inputs), options, late)
-        with progress_bar(None, show_progress_bar, unit=" tokens", unit_scale=True) as bar:
+        with progress_bar(None, show_progress_bar, **bar_of(options.windows)) as bar:
             return job.run(self.device, options.batch_tokens, on_tokens=bar.update)
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> torch.Tensor:
@@ -303,6 +303,7 @@ class SentenceEncoder(TextModel):
         prompt_name: str | None = None,
         prompt: str | None = None,
         truncate_dim: int | None = None,
+        windows: Windows | None = None,
         chunk_texts: int = CHUNK_TEXTS,
         on_batch: Callable[[int], Any] = lambda texts: None,
     ) -> Iterator[tuple[np.ndarray, int]]:
@@ -311,12 +312,18 @@ class SentenceEncoder(TextModel):
         A chunk has `chunk_texts` texts, or fewer if they are long; one begins at each `chunk_texts`-th text. Only one
         chunk is in memory at a time. Its vectors depend on this chunk alone, so a stream that starts again at the
         `chunk_texts`-th text, or at a multiple of that, gives the same bits.
-        `on_batch(texts)` is called after each batch.
+        `on_batch(texts)` is called after each batch, with its tokens where texts are cut into `windows`.
         """
         options = InferenceOptions(
-            self.prompt(prompt_name, prompt), batch_tokens, normalize=normalize, truncate_dim=truncate_dim
-        )
+            self.prompt(prompt_name, prompt), batch_tokens, normalize=normalize, truncate_dim=truncate_dim,
+            windows=windows,
+        )  # fmt: skip
         for chunk in in_chunks(texts, chunk_texts, aligned=True):
+            if windows is not None:
+                job = self.job(check_texts(chunk), options)
+                vectors = job.run(self.device, batch_tokens, on_tokens=on_batch)
+                yield vectors.cpu().numpy(), len(job.windows.ids)
+                continue
             made = self.tokenize(check_texts(chunk), options.prompt)
             yield self.rows_of(made, options, on_batch).cpu().numpy(), len(made.ids)
 
