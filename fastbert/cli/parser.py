@@ -124,16 +124,10 @@ def _key_and_value(word: str) -> tuple[str, Any]:
 
 
 def windows_of(options: argparse.Namespace, own: Windows | None = None) -> Windows | None:
-    """What --windows says, beside the `own` windows of a command; None without the option. Raises UsageError, and
-    InputError for a value that is out of bounds.
-    """
+    """What --windows says, beside the `own` windows of a command; None without the option. Raises InputError."""
     from fastbert.data.windows import Windows
 
-    if options.windows is None:
-        if getattr(options, "aggregate", None) is not None:
-            raise UsageError("--aggregate is for --windows, and there are none")
-        return None
-    return replace(own or Windows(), **dict(options.windows))
+    return None if options.windows is None else replace(own or Windows(), **dict(options.windows))
 
 
 def positive(text: str) -> int:

@@ -180,8 +180,8 @@ class SentenceEncoder(TextModel):
             batch_tokens: how many tokens the encoder gets at a time; a longer text is a batch of its own. The default
                 is the number with which the device is fastest.
             normalize: False leaves out the model's own Normalize at the end.
-            windows: how texts are cut that are longer than the model takes, all of whose tokens then count. None: they
-                lose their ends. A text that fits has the same vector either way.
+            windows: how texts are cut that are longer than the model takes, all of whose tokens then count. None:
+                `self.windows`; without these, too, they lose their ends. A text that fits has one vector either way.
 
         Returns:
             float32, (dim,) for one string and (number of texts, dim) for a list, which may be empty.
@@ -208,10 +208,10 @@ class SentenceEncoder(TextModel):
             truncate_dim=truncate_dim,
             on_host=convert_to_numpy and not convert_to_tensor,
             task=task,
-            windows=windows,
+            windows=windows or self.windows,
         )
         if not as_vectors:
-            if pool is not None or isinstance(device, list) or precision != "float32" or windows is not None:
+            if pool is not None or isinstance(device, list) or precision != "float32" or options.windows is not None:
                 raise InputError(
                     f"output_value {output_value!r} excludes a pool, several devices, a precision and windows"
                 )
@@ -316,10 +316,10 @@ class SentenceEncoder(TextModel):
         """
         options = InferenceOptions(
             self.prompt(prompt_name, prompt), batch_tokens, normalize=normalize, truncate_dim=truncate_dim,
-            windows=windows,
+            windows=windows or self.windows,
         )  # fmt: skip
         for chunk in in_chunks(texts, chunk_texts, aligned=True):
-            if windows is not None:
+            if options.windows is not None:
                 job = self.job(check_texts(chunk), options)
                 vectors = job.run(self.device, batch_tokens, on_tokens=on_batch)
                 yield vectors.cpu().numpy(), len(job.windows.ids)

@@ -39,7 +39,6 @@ class SequenceScorer(TextModel):
     # Of the windows of a text: which of them count, and what of them.
     default_pool: ClassVar[Pool] = "mean"
     default_aggregate: ClassVar[str] = "probabilities"
-    windows: Windows | None = None  # of calls that say none
 
     def _assemble(
         self, model: PreTrainedModel, tokenizer: Tokenizer, max_seq_length: int, settings: FolderSettings | None = None

@@ -66,6 +66,7 @@ class TextModel(HasModel):
 
     is_pair: ClassVar[bool] = False  # two texts are one input
     has_types: bool = False  # the model is told which token is of which text
+    windows: Windows | None = None  # how calls that say nothing of it cut longer texts; None: these lose their ends
     default_prompts: ClassVar[tuple[str, ...]] = ()  # that every model has: empty ones, unless its folder says more
 
     def _assemble(
