@@ -196,14 +196,14 @@ class Server:
 
     async def info(self) -> Response:
         model, labels = self.engine.model, {str(i): label for i, label in enumerate(self.engine.labels)}
-        kind: dict[str, Any] = {"embedding": {"dim": self.engine.width}} if not labels else {
-            self.engine.kind: {"id2label": labels, "label2id": {label: int(i) for i, label in labels.items()}}
-        }  # fmt: skip
+        says: dict[str, Any] = {"dim": self.engine.width} if self.engine.kind == "embedding" else {}
+        if labels:
+            says = {"id2label": labels, "label2id": {label: int(i) for i, label in labels.items()}}
         return as_json(
             {
                 "model_id": self.engine.name,
                 "model_dtype": str(model.dtype).removeprefix("torch."),
-                "model_type": kind,
+                "model_type": {self.engine.kind: says},
                 "max_concurrent_requests": self.limits.max_concurrent_requests,
                 "max_input_length": model.max_seq_length,
                 "max_batch_tokens": self.batch_tokens,
