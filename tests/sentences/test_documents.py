@@ -120,6 +120,15 @@ def test_chunks_are_texts_by_themselves(encoder, windows, prompt):
         assert all(not texts[i][end:start].strip() for end, start in zip(ends[:-1], starts[1:], strict=True))
 
 
+def test_sentence_transformers_has_these_vectors_for_chunks_cut_by_hand(encoder):
+    theirs = pytest.importorskip("sentence_transformers").SentenceTransformer(str(encoder.folder), device="cpu")
+    texts = documents()
+    chunks = encoder.encode_chunks(texts, Windows(20, 8, at="sentences"))
+    parts = [texts[i][a:b] for i, a, b in zip(chunks.documents, chunks.starts, chunks.ends, strict=True)]
+    cosine = (chunks.vectors * theirs.encode(parts, normalize_embeddings=True)).sum(-1)
+    assert len(parts) > 50 and cosine.min() >= 0.99999
+
+
 def test_chunks_end_with_sentences(encoder):
     text = "The cat sat. A dog ran to the house! Who ran? We ran. " * 4
     chunks = encoder.encode_chunks(text, Windows(16, 0, at="sentences"))
