@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.documents import bootstrap, retrieval
+from benchmarks.documents import answers, bootstrap, entities, retrieval
 from fastbert.bench.report import write_report
 from fastbert.bench.timing import describe_machine
 
-PARTS: dict[str, Any] = {"retrieval": retrieval}
+PARTS: dict[str, Any] = {"retrieval": retrieval, "answers": answers, "entities": entities}
 
 
 def to_markdown(part: str, report: Mapping[str, Any]) -> str:

@@ -17,9 +17,9 @@ import numpy as np
 
 import fastbert
 from benchmarks.documents.bootstrap import compare, means, table
+from benchmarks.documents.training import MODEL
 from fastbert import Windows
 
-MODEL = "all-MiniLM-L6-v2"
 NOVELS = "lm/gutenberg9.txt.gz"  # a paragraph a line, a blank line between books
 # "CHAPTER XII", "Chapter 5", "CHAPTER 3. THE SPOUTER-INN", "ADVENTURE I. A SCANDAL IN BOHEMIA"; "V. The Wine-shop"
 HEADING = re.compile(r"(?i:chapter|adventure) (?:\d+|[IVXLC]+)\b.{0,90}|[IVXLC]+\. [A-Z][^.;]{0,60}")
@@ -112,8 +112,9 @@ def to_markdown(report: Mapping[str, Any]) -> list[str]:
     late = [name for name in report["seconds"] if name.startswith("late")]
     return [
         f"{report['model']}, {report['tokens']} tokens, bfloat16. {report['chapters']} chapters of"
-        f" {len(report['of books'])} novels, {report['words']:,} words; the queries are {report['queries']:,} paragraphs"
-        f" of {WORDS[0]} to {WORDS[-1]} words that were taken out of them. A chapter is drawn with its queries.",
+        f" {len(report['of books'])} novels, {report['words']:,} words; the queries are {report['queries']:,}"
+        f" paragraphs of {WORDS[0]} to {WORDS[-1]} words that were taken out of them. A chapter is drawn with its"
+        " queries.",
         "",
         *table(report["recall"], TRUNCATION),
         "",
