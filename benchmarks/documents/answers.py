@@ -90,8 +90,7 @@ def measure(data: Path, work: Path) -> dict[str, Any]:
     learnt, read = known[: round(SHARE * len(known))], known[round(SHARE * len(known)) :]
     work.mkdir(parents=True, exist_ok=True)
     made = write_passages(learnt, work / "passages.json")
-    files = (str(data / SQUAD), str(work / "passages.json"))
-    run = trained(work / "answers", task="qa", train=files, **TRAINING)
+    run = trained(work / "answers", [data / SQUAD, work / "passages.json"], task="qa", **TRAINING)
     pairs = [(one["question"], article["context"]) for article in read for one in article["asked"]]
     wanted = [one["text"] for article in read for one in article["asked"]]
     of = np.repeat(np.arange(len(read)), [len(article["asked"]) for article in read])
@@ -129,9 +128,9 @@ def to_markdown(report: Mapping[str, Any]) -> list[str]:
     words, silent = sorted(report["words"]), report["without an answer"]
     return [
         f"{described(report['run'])} on XQuAD and on {report['passages with the answer']} passages of covidQA with an"
-        f" answer and {report['passages without']} without. {report['questions']} questions on {report['articles']} other"
-        f" articles of {words[0]:,} to {words[-1]:,} words (median {words[len(words) // 2]:,}). An article is drawn with"
-        " its questions.",
+        f" answer and {report['passages without']} without. {report['questions']} questions on {report['articles']}"
+        f" other articles of {words[0]:,} to {words[-1]:,} words (median {words[len(words) // 2]:,}). An article is"
+        " drawn with its questions.",
         "",
         *table(report["scores"], FIRST),
         "",

@@ -62,7 +62,7 @@ def places(words: Sequence[str]) -> list[int]:
 
 
 def measure(data: Path, work: Path) -> dict[str, Any]:
-    run = trained(work / "entities", task="tokens", train=(str(data / TRAIN),), **TRAINING)
+    run = trained(work / "entities", [data / TRAIN], task="tokens", **TRAINING)
     documents = documents_of(read_conll(data / TEST))
     found = said(work / "entities", documents)
     sums = {way: f1_sums(sets, documents) for way, sets in found.items()}
