@@ -51,6 +51,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from fastbert.sentences.classifier import TextClassifier as TextClassifier
     from fastbert.sentences.encoder import SentenceEncoder as SentenceEncoder
     from fastbert.sentences.reranker import Reranker as Reranker
+    from fastbert.sentences.spans.question_answerer import QuestionAnswerer as QuestionAnswerer
+    from fastbert.sentences.spans.token_classifier import TokenClassifier as TokenClassifier
     from fastbert.sentences.sparse_encoder import SparseEncoder as SparseEncoder
 
 _MODULES: dict[str, tuple[str, ...]] = {
@@ -91,6 +93,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "fastbert.sentences.classifier": ("TextClassifier",),
     "fastbert.sentences.encoder": ("SentenceEncoder",),
     "fastbert.sentences.reranker": ("Reranker",),
+    "fastbert.sentences.spans.question_answerer": ("QuestionAnswerer",),
+    "fastbert.sentences.spans.token_classifier": ("TokenClassifier",),
     "fastbert.sentences.sparse_encoder": ("SparseEncoder",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

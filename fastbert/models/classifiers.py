@@ -17,7 +17,7 @@ from fastbert.layers.encoder import add_norm
 from fastbert.layers.leaves import get_leaf, linear, make_norm, parent_of, place, within
 from fastbert.models.encode import first_tokens
 from fastbert.models.heads import Encoded, HeadModel, class_labels, token_labels
-from fastbert.packed_inputs import PackedInputs
+from fastbert.packed_inputs import ModelInputs, PackedInputs
 from fastbert.packing import PackedBatch
 
 
@@ -60,17 +60,25 @@ class ClassifierModel(HeadModel):
 
     def scores(self, encoded: Encoded) -> torch.Tensor:
         """What `out` makes: (batch, num_outputs), or (total_tokens, num_outputs) if the head runs over tokens."""
+        scores = self.classified(self.vectors(encoded))
+        return ops.pooling(scores, encoded.batch.cu_seqlens, mode="mean") if self.pooling == "late" else scores
+
+    def vectors(self, encoded: Encoded) -> torch.Tensor:
+        """What the head reads: a vector a sequence, (batch, hidden_size), or a token, (total_tokens, hidden_size)."""
         packed, batch, pooling = encoded.packed, encoded.batch, self.pooling
         if pooling == "pooler":
-            return self.classified(encoded.pooled())
+            return encoded.pooled()
         if pooling == "first":
-            return self.classified(first_tokens(packed, batch))
+            return first_tokens(packed, batch)
         if pooling == "last":
-            return self.classified(last_tokens(packed, batch))
-        if pooling == "mean":
-            return self.classified(ops.pooling(packed, batch.cu_seqlens, mode="mean"))
-        scores = self.classified(packed)
-        return scores if pooling == "tokens" else ops.pooling(scores, batch.cu_seqlens, mode="mean")
+            return last_tokens(packed, batch)
+        return ops.pooling(packed, batch.cu_seqlens, mode="mean") if pooling == "mean" else packed
+
+    def packed_vectors(self, packed: PackedInputs) -> torch.Tensor:
+        """`vectors` of a batch; `classified` makes logits of them."""
+        given = ModelInputs(packed)
+        encoded, _ = self.run_base(self.base_model.prepare(given), given)
+        return self.vectors(encoded)
 
     def classified(self, x: torch.Tensor) -> torch.Tensor:
         """(n, hidden_size) -> (n, num_outputs), containers with hooks included."""

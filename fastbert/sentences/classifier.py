@@ -10,11 +10,13 @@ from fastbert.data.tokenized import Text
 from fastbert.sentences.batches import check_text, check_texts
 from fastbert.sentences.loading import LoadArguments
 from fastbert.sentences.pool import ProcessPool
-from fastbert.sentences.scorer import SequenceScorer, check_pair
-from fastbert.sentences.text_model import Devices, InferenceOptions
+from fastbert.sentences.scorer import SequenceScorer, check_pair, label_names
+from fastbert.sentences.text_model import Aggregate, Devices, InferenceOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from fastbert.data.windows import Windows
 
 
 class TextClassifier(SequenceScorer):
@@ -23,14 +25,16 @@ class TextClassifier(SequenceScorer):
     what = "classifier"
 
     def __init__(self, model_name_or_path: str | os.PathLike[str], **options: Unpack[LoadArguments]):
-        """A classifier from the folder or hub id of a model for sequence classification; the rest as for a Reranker."""
+        """A classifier from the folder or hub id of a model for sequence classification; the rest as for a Reranker.
+
+        `windows` are what a call's are by default: None, or those with which `fastbert finetune` has trained it.
+        """
         self._load(model_name_or_path, None, options)
 
     @property
     def labels(self) -> tuple[str, ...]:
         """The names of the labels, LABEL_i where the config has none."""
-        names = dict(self.model.config.id2label)
-        return tuple(names.get(i, f"LABEL_{i}") for i in range(self.num_labels))
+        return label_names(self.model)
 
     def predict(
         self,
@@ -42,18 +46,23 @@ class TextClassifier(SequenceScorer):
         chunk_size: int | None = None,
         *,
         batch_tokens: int | None = None,
+        windows: Windows | None = None,
+        aggregate: Aggregate | None = None,
     ) -> Any:
         """The probabilities of the labels: (num_labels,) for one text, (inputs, num_labels) for a list.
 
         They come from a softmax; from a sigmoid for one label, or several at once (`problem_type`); a regression's
-        values are as they are. An input of a list is a text or a tuple of two. The arguments are those of a Reranker.
+        values are as they are. An input of a list is a text or a tuple of two. The arguments are those of a Reranker,
+        but for the windows' defaults: the mean of the windows' probabilities ("predict, then average"), so that a
+        window says no more than that it is sure, however large its logits are.
 
         Raises:
             TypeError, InputError: as a Reranker.
         """
         one = isinstance(inputs, str)
         listed = check_texts(inputs) if isinstance(inputs, str) else _check_inputs(inputs)
-        options = InferenceOptions("", batch_tokens, batch_size, on_host=True)
+        windows = windows or self.windows
+        options = InferenceOptions("", batch_tokens, batch_size, on_host=True, windows=windows, aggregate=aggregate)
         bar_options = {"desc": "classifying"}
         logits = self.shared_rows(listed, options, show_progress_bar, device, pool, chunk_size, **bar_options)
         scores = self.probabilities(logits).numpy()

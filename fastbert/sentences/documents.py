@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from fastbert.data.tokenized import run_batches
+from fastbert.data.tokenized import Text, run_batches
 from fastbert.data.windows import CORE, OUTSIDE, OVERLAP, Cutter, TokenWindows, Windows
+from fastbert.data.windows.job import WindowJob, chosen, on_host, tokens_at
 from fastbert.errors import InputError
 from fastbert.packed_inputs import PackedInputs
 from fastbert.sentences.batches import longest_first
@@ -18,10 +19,9 @@ from fastbert.sentences.pooling import pool
 
 if TYPE_CHECKING:
     from fastbert.sentences.encoder import SentenceEncoder
-    from fastbert.sentences.text_model import InferenceOptions
+    from fastbert.sentences.text_model import InferenceOptions, TextModel
 
 CHUNKS = Windows(overlap=0, at="sentences")  # as which texts are cut into chunks
-OnTokens = Callable[[int], Any]
 
 
 @dataclass(frozen=True)
@@ -41,112 +41,132 @@ class Chunks:
         return len(self.documents)
 
 
-def cutter_of(encoder: SentenceEncoder, windows: Windows, task: str | None = None) -> Cutter:
+def cutter_of(model: TextModel, windows: Windows, task: str | None = None) -> Cutter:
     """Raises InputError: windows are longer than the model takes, have no room, or overlap by too much."""
-    tokenizer = encoder.tokenizer_of(task)
+    tokenizer = model.tokenizer_of(task)
     assert tokenizer.truncation is not None
     length, overlap = windows.tokens(tokenizer.truncation["max_length"])
     is_first = windows.pool == "first"
     limit = 1 if is_first else windows.limit
-    return Cutter(tokenizer, length, overlap, limit=limit, quietly=is_first, at=windows.at)
+    return Cutter(tokenizer, length, overlap, with_types=model.has_types, limit=limit, quietly=is_first, at=windows.at)
 
 
-@torch.inference_mode()
-def document_rows(
-    encoder: SentenceEncoder, texts: Sequence[str], options: InferenceOptions, on_tokens: OnTokens
-) -> torch.Tensor:
-    """The vectors of texts, of their windows: float32 (texts, dim) on the model's device."""
+def cut_inputs(model: TextModel, inputs: Sequence[Text], windows: Windows, prompt: str = "") -> TokenWindows:
+    """The windows of texts, and of pairs of texts, the second of which is cut: the first is whole in each window."""
+    cutter = cutter_of(model, windows)
+    firsts = list(dict.fromkeys(prompt + one[0] for one in inputs if not isinstance(one, str)))
+    ids_of = dict(zip(firsts, (ids for ids, _ in cutter.read(firsts)), strict=True))
+    before = [None if isinstance(one, str) else ids_of[prompt + one[0]] for one in inputs]
+    return cutter.cut([one if isinstance(one, str) else one[1] for one in inputs], before, prompt)
+
+
+def vectors_job(encoder: SentenceEncoder, texts: Sequence[str], options: InferenceOptions) -> WindowJob[torch.Tensor]:
+    """The vectors of texts, of those of their windows, in which the overlap does not count: float32 (texts, dim)."""
+    windows = options.windows
+    assert windows is not None
+    if windows.pool == "top3":
+        raise InputError("pool of windows is 'top3', which is for scores; of vectors there are mean, max, first")
+    made = cutter_of(encoder, windows, options.task).cut(texts, prompt=options.prompt)
+
+    def finish(rows: list[np.ndarray]) -> torch.Tensor:
+        pooled = windows.combined(np.stack(rows), made).astype(np.float32)
+        return encoder.finish(torch.from_numpy(pooled).to(encoder.device), options)
+
+    return _pooling_job(encoder, made, made.parts != OVERLAP, options, finish)
+
+
+def _pooling_job(
+    encoder: SentenceEncoder,
+    made: TokenWindows,
+    counts: np.ndarray,
+    options: InferenceOptions,
+    finish: Callable[[list[np.ndarray]], Any],
+) -> WindowJob[Any]:
+    """What the model's pooling makes of the tokens of each window that `counts` says, (pooled_width,)."""
+    sizes = np.bincount(made.of_token[counts], minlength=len(made))
+
+    def reduce(hidden: torch.Tensor, places: np.ndarray) -> np.ndarray:
+        offsets = torch.from_numpy(np.append(0, np.cumsum(sizes[places])).astype(np.int32)).to(hidden.device)
+        return on_host(encoder.pooled(chosen(hidden, counts[tokens_at(made, places)]), offsets, options))
+
+    return WindowJob(made, encoder.model.last_hidden_state, reduce, finish)
+
+
+def chunks_job(
+    encoder: SentenceEncoder, texts: Sequence[str], options: InferenceOptions, late: bool
+) -> WindowJob[Chunks]:
+    """The chunks of texts, `options.windows`, and their vectors. A text without a token has none.
+
+    Raises InputError: `late`, of a model that does not pool by the mean.
+    """
     assert options.windows is not None
+    if late and encoder.recipe.pooling != ("mean",):
+        modes = "+".join(encoder.recipe.pooling)
+        raise InputError(f"late chunking takes the mean of a chunk's tokens, and this model pools by {modes}")
     made = cutter_of(encoder, options.windows, options.task).cut(texts, prompt=options.prompt)
-    rows = _window_rows(encoder, made, options, on_tokens)
-    return encoder.finish(torch.from_numpy(options.windows.combined(rows, made)).to(encoder.device), options)
-
-
-def _window_rows(
-    encoder: SentenceEncoder, made: TokenWindows, options: InferenceOptions, on_tokens: OnTokens
-) -> np.ndarray:
-    """What the model's pooling makes of each window, without its overlap: float32 (windows, width)."""
-    counts = np.bincount(made.of_token[made.parts != OVERLAP], minlength=len(made))
-    rows = np.empty((len(made), encoder.pooled_width), np.float32)
-    for places, hidden, parts in _batches(encoder, made, options, on_tokens):
-        offsets = torch.from_numpy(np.append(0, np.cumsum(counts[places])).astype(np.int32)).to(hidden.device)
-        kept = _chosen(hidden, parts != OVERLAP)
-        rows[places] = encoder.pooled(kept, offsets, options).float().cpu().numpy()
-    return rows
-
-
-def _batches(
-    encoder: SentenceEncoder, made: TokenWindows, options: InferenceOptions, on_tokens: OnTokens
-) -> Iterator[tuple[np.ndarray, torch.Tensor, np.ndarray]]:
-    """(the places of a batch's windows, their hidden states (tokens, hidden_size), the parts of these)."""
-    run = encoder.model.last_hidden_state
-    for places, hidden in run_batches(run, made, encoder.device, options.batch_tokens, options.batch_size):
-        yield places, hidden, made.parts[_tokens_of(made, places)]
-        on_tokens(len(hidden))
-
-
-def _tokens_of(made: TokenWindows, places: np.ndarray) -> np.ndarray:
-    return np.concatenate([np.arange(made.offsets[i], made.offsets[i + 1]) for i in places])
-
-
-def _chosen(hidden: torch.Tensor, which: np.ndarray) -> torch.Tensor:
-    return hidden if which.all() else hidden[torch.from_numpy(np.flatnonzero(which)).to(hidden.device)]
-
-
-@torch.inference_mode()
-def encode_chunks(
-    encoder: SentenceEncoder, texts: Sequence[str], options: InferenceOptions, on_tokens: OnTokens, late: bool
-) -> Chunks:
-    """The chunks of texts, `options.windows`, and their vectors. A text without a token has none."""
-    assert options.windows is not None
-    cutter = cutter_of(encoder, options.windows, options.task)
-    made = cutter.cut(texts, prompt=options.prompt)
-    spans, parts = made.spans, made.parts
-    of_chunk = np.flatnonzero(spans[:, 0] >= 0)
+    of_chunk = np.flatnonzero(made.spans[:, 0] >= 0)
     chunk = made.of_token[of_chunk]
     first, last = of_chunk[np.diff(chunk, prepend=-1) > 0], of_chunk[np.diff(chunk, append=len(made)) > 0]
     there = np.unique(chunk)
+    starts, ends = made.spans[first, 0].astype(np.int64), made.spans[last, 1].astype(np.int64)
+
+    def finish(rows: np.ndarray) -> Chunks:
+        vectors = encoder.finish(torch.from_numpy(rows).to(encoder.device), options).cpu().numpy()
+        return Chunks(vectors, made.source[there], starts, ends)
+
+    def of_windows(rows: list[np.ndarray]) -> Chunks:
+        return finish(np.stack([rows[i] for i in there]) if len(there) else np.empty((0, encoder.pooled_width), "f4"))
+
     if late and len(there):
-        rows = _late_rows(encoder, made, texts, options, on_tokens)
-    else:
-        whole = replace(made, parts=np.where(parts == OVERLAP, CORE, parts))
-        rows = _window_rows(encoder, whole, options, on_tokens)
-    vectors = encoder.finish(torch.from_numpy(rows[there]).to(encoder.device), options).cpu().numpy()
-    return Chunks(vectors, made.source[there], spans[first, 0].astype(np.int64), spans[last, 1].astype(np.int64))
+        return _late_job(encoder, made, texts, options, lambda rows: finish(rows[there]))
+    return _pooling_job(encoder, made, np.ones(len(made.ids), bool), options, of_windows)
 
 
-def _late_rows(
-    encoder: SentenceEncoder, chunks: TokenWindows, texts: Sequence[str], options: InferenceOptions, on_tokens: OnTokens
-) -> np.ndarray:
+def _late_job(
+    encoder: SentenceEncoder,
+    chunks: TokenWindows,
+    texts: Sequence[str],
+    options: InferenceOptions,
+    finish: Callable[[np.ndarray], Chunks],
+) -> WindowJob[Chunks]:
     """The mean of each chunk's tokens as the whole text makes them, as far as the model goes, and windows of that
     length beyond, in which each token is taken from the core (Guenther et al. 2024, "Late chunking"): float32
-    (chunks, hidden_size). Raises InputError: the model does not pool by the mean.
+    (chunks, hidden_size).
     """
-    if encoder.recipe.pooling != ("mean",):
-        modes = "+".join(encoder.recipe.pooling)
-        raise InputError(f"late chunking takes the mean of a chunk's tokens, and this model pools by {modes}")
     contexts = cutter_of(encoder, Windows(), options.task).cut(texts, prompt=options.prompt)
     begins, ends = _numbered(contexts, contexts.parts == CORE)
     first, last = _numbered(chunks, chunks.parts != OUTSIDE)
-    sums = np.zeros((len(chunks), encoder.model.config.hidden_size))
-    for places, hidden, parts in _batches(encoder, contexts, options, on_tokens):
-        core = np.flatnonzero(parts == CORE)
-        at, rows, sizes, found = 0, [], [0], []
+    low, high = np.searchsorted(last, begins, "right"), np.searchsorted(first, ends)  # chunks that a core has a part of
+
+    def inside(i: int) -> np.ndarray:
+        """Where the parts of chunks begin and end in a window's core: int64 (parts, 2)."""
+        here = slice(low[i], high[i])
+        return np.stack([np.maximum(begins[i], first[here]), np.minimum(ends[i], last[here])], 1) - begins[i]
+
+    def reduce(hidden: torch.Tensor, places: np.ndarray) -> list[np.ndarray]:
+        core = np.flatnonzero(contexts.parts[tokens_at(contexts, places)] == CORE)
+        at, rows, sizes, counts = 0, [], [0], []
         for i in places.tolist():
-            begin, end = begins[i], ends[i]
-            for c in range(int(np.searchsorted(last, begin, "right")), int(np.searchsorted(first, end))):
-                inside = range(max(begin, first[c]) - begin, min(end, last[c]) - begin)
-                rows.append(core[at + inside.start : at + inside.stop])
-                sizes.append(len(inside))
-                found.append(c)
-            at += end - begin
-        if not rows:  # texts without a token
-            continue
+            parts = inside(i)
+            rows += [core[at + a : at + b] for a, b in parts]
+            sizes += (parts[:, 1] - parts[:, 0]).tolist()
+            counts.append(len(parts))
+            at += ends[i] - begins[i]
+        if not sum(counts):  # texts without a token
+            return [np.zeros((0, hidden.shape[1]), np.float32)] * len(places)
         offsets = torch.from_numpy(np.cumsum(sizes).astype(np.int32)).to(hidden.device)
-        chosen = hidden[torch.from_numpy(np.concatenate(rows)).to(hidden.device)]
-        means = pool(chosen, offsets, encoder.recipe.pooling).float().cpu().numpy()
-        np.add.at(sums, found, means * np.array(sizes[1:], np.float64)[:, None])
-    return (sums / np.maximum(last - first, 1)[:, None]).astype(np.float32)
+        tokens = hidden[torch.from_numpy(np.concatenate(rows)).to(hidden.device)]
+        means = on_host(pool(tokens, offsets, encoder.recipe.pooling))
+        return np.split(means, np.cumsum(counts)[:-1])
+
+    def joined(rows: list[np.ndarray]) -> Chunks:
+        sums = np.zeros((len(chunks), encoder.model.config.hidden_size))
+        for i, means in enumerate(rows):
+            parts = inside(i)
+            sums[low[i] : high[i]] += means * (parts[:, 1] - parts[:, 0]).astype(np.float64)[:, None]
+        return finish((sums / np.maximum(last - first, 1)[:, None]).astype(np.float32))
+
+    return WindowJob(contexts, encoder.model.last_hidden_state, reduce, joined)
 
 
 def _numbered(made: TokenWindows, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

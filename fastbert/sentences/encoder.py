@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from fastbert.data.windows import Windows
+    from fastbert.data.windows.job import WindowJob
     from fastbert.sentences.documents import Chunks
 
 ORGANISATION = "sentence-transformers"  # of names on the hub that have none
@@ -264,14 +265,15 @@ class SentenceEncoder(TextModel):
         Raises:
             TypeError, InputError: as `encode`; `late` with a model that does not pool by the mean.
         """
-        from fastbert.sentences.documents import CHUNKS, encode_chunks
+        from fastbert.sentences.documents import CHUNKS, chunks_job
 
         options = InferenceOptions(
             self.prompt(prompt_name, prompt), batch_tokens, normalize=normalize, truncate_dim=truncate_dim, task=task,
             windows=CHUNKS if windows is None else windows,
         )  # fmt: skip
+        job = chunks_job(self, check_texts(inputs), options, late)
         with progress_bar(None, show_progress_bar, unit=" tokens", unit_scale=True) as bar:
-            return encode_chunks(self, check_texts(inputs), options, bar.update, late)
+            return job.run(self.device, options.batch_tokens, on_tokens=bar.update)
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> torch.Tensor:
         """(n, m): how similar each of n vectors is to each of m, by `similarity_fn_name`."""
@@ -318,14 +320,10 @@ class SentenceEncoder(TextModel):
             made = self.tokenize(check_texts(chunk), options.prompt)
             yield self.rows_of(made, options, on_batch).cpu().numpy(), len(made.ids)
 
-    def rows_of_inputs(
-        self, inputs: list[str], options: InferenceOptions, on_batch: Callable[[int], Any] = lambda n: None
-    ) -> torch.Tensor:
-        if options.windows is None:
-            return super().rows_of_inputs(inputs, options, on_batch)
-        from fastbert.sentences.documents import document_rows
+    def job(self, inputs: list[str], options: InferenceOptions) -> WindowJob[torch.Tensor]:
+        from fastbert.sentences.documents import vectors_job
 
-        return document_rows(self, inputs, options, on_batch)
+        return vectors_job(self, inputs, options)
 
     def no_rows(self, options: InferenceOptions) -> torch.Tensor:
         width = self.dim if options.truncate_dim is None else min(options.truncate_dim, self.full_dim)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer
 
 from fastbert.checkpoint.arguments import check_format, chosen_device, left_over
 from fastbert.checkpoint.dtypes import parse_dtype
+from fastbert.checkpoint.weight_files import some
 from fastbert.data.sentence_folder import (
     FolderSettings,
     check_alone,
@@ -21,7 +23,7 @@ from fastbert.data.sentence_folder import (
     transformer_settings,
 )
 from fastbert.data.tokenization import load_cutting_tokenizer
-from fastbert.errors import ConfigError
+from fastbert.errors import CheckpointError, ConfigError
 from fastbert.hub import HubOptions, resolve
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.quantized import is_quantized, linears_of, make_int8
@@ -93,6 +95,20 @@ class Opened:
 
     def tokenizer(self) -> Tokenizer:
         return load_cutting_tokenizer(self.folder, lowercase=self.settings.transformer.lowercase, side=self.side)
+
+    def whole(self, auto: Any, what: str) -> Any:
+        """The model of an Auto class, all of whose weights are there. Raises CheckpointError: the folder is no `what`,
+        for some are not.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of missing weights, which are an error here
+            model = auto.from_pretrained(self.folder, dtype=self.dtype or "auto", **self.config)
+        if model.missing_keys:
+            raise CheckpointError(
+                f"{self.root} is no {what}: its checkpoint lacks {some(model.missing_keys)}, and random weights say"
+                " nothing"
+            )
+        return self.quantised(model)
 
     def length(self, model: PreTrainedModel) -> int:
         if self.given_length is not None:

@@ -16,11 +16,13 @@ from fastbert.errors import ConfigError, InputError
 from fastbert.models.base import PreTrainedModel
 from fastbert.sentences.loading import LoadArguments
 from fastbert.sentences.pool import ProcessPool
-from fastbert.sentences.scorer import SequenceScorer, check_pair
-from fastbert.sentences.text_model import Devices, InferenceOptions
+from fastbert.sentences.scorer import SequenceScorer, check_pairs
+from fastbert.sentences.text_model import Aggregate, Devices, InferenceOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from fastbert.data.windows import Windows
 
 ORGANISATION = "cross-encoder"  # of names on the hub that have none
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -39,6 +41,8 @@ class Reranker(SequenceScorer):
 
     what = "reranker"
     is_pair = True
+    default_pool = "max"
+    default_aggregate = "logits"
 
     def __init__(
         self,
@@ -107,6 +111,8 @@ class Reranker(SequenceScorer):
         chunk_size: int | None = None,
         *,
         batch_tokens: int | None = None,
+        windows: Windows | None = None,
+        aggregate: Aggregate | None = None,
     ) -> Any:
         """The scores of pairs, in their order. The arguments mean what they mean for a CrossEncoder.
 
@@ -123,6 +129,11 @@ class Reranker(SequenceScorer):
             pool, chunk_size: what start_multi_process_pool gave, and how many pairs one of its processes gets at once.
             batch_tokens: how many tokens the model gets at a time; a longer pair is a batch of its own. The default is
                 the number with which the device is fastest.
+            windows: how second texts are cut that are too long beside the first, which is whole in each window. None:
+                the longer text of a pair loses its end. Without a `pool` of its own a text is as good as its best
+                passage (Dai & Callan 2019, "MaxP"); "top3" is the mean of the best three.
+            aggregate: what of the windows is combined: "logits", the default, which tell the best apart where
+                probabilities are all close to 1; "probabilities"; or "vectors", the mean of what goes into the head.
 
         Returns:
             (number of pairs,), or (number of pairs, num_labels) if there are several; without the first dimension for
@@ -132,9 +143,12 @@ class Reranker(SequenceScorer):
             TypeError: an input is no pair of texts; the message has its index. InputError: a text is not valid Unicode,
             or an option is out of bounds.
         """
-        pairs, one = _check_pairs(inputs)
+        pairs, one = check_pairs(inputs)
         on_host = convert_to_numpy and not convert_to_tensor
-        options = InferenceOptions(self.prompt(prompt_name, prompt), batch_tokens, batch_size, on_host=on_host)
+        options = InferenceOptions(
+            self.prompt(prompt_name, prompt), batch_tokens, batch_size, on_host=on_host,
+            windows=windows or self.windows, aggregate=aggregate,
+        )  # fmt: skip
         bar_options = {"unit": " pairs", "desc": "scoring"}
         logits = self.shared_rows(pairs, options, show_progress_bar, device, pool, chunk_size, **bar_options)
         scores = self.scores(logits, activation_fn, apply_softmax)
@@ -177,16 +191,6 @@ class Reranker(SequenceScorer):
         return [
             {"corpus_id": i, "score": scores[i], **({"text": documents[i]} if return_documents else {})} for i in ranked
         ]
-
-
-def _check_pairs(inputs: Any) -> tuple[list[tuple[str, str]], bool]:
-    """The pairs, and whether one was given by itself."""
-    if isinstance(inputs, (str, bytes)) or not isinstance(inputs, Iterable):
-        raise TypeError(f"inputs is a {type(inputs).__name__}; it must be a list of pairs of texts")
-    listed = list(inputs)
-    if listed and isinstance(listed[0], str):
-        return [check_pair("inputs", listed)], True
-    return [check_pair(f"inputs[{i}]", pair) for i, pair in enumerate(listed)], False
 
 
 def _activation(model: PreTrainedModel, settings: FolderSettings | None, num_labels: int) -> Activation:

@@ -4,28 +4,42 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from fastbert.checkpoint.weight_files import some
 from fastbert.data.sentence_folder import FolderSettings
-from fastbert.errors import CheckpointError
+from fastbert.data.tokenized import Text
+from fastbert.data.usage import trained_windows
+from fastbert.errors import ConfigError, InputError
 from fastbert.models.auto import AutoModelForSequenceClassification
 from fastbert.models.base import PreTrainedModel
-from fastbert.models.heads import HeadModel
+from fastbert.models.classifiers import ForSequenceClassification
 from fastbert.packed_inputs import PackedInputs
 from fastbert.sentences.batches import check_text
 from fastbert.sentences.loading import open_folder
 from fastbert.sentences.text_model import InferenceOptions, TextModel
 
+if TYPE_CHECKING:
+    from fastbert.data.windows import Pool, TokenWindows, Windows
+    from fastbert.data.windows.job import WindowJob
+
+PROBLEMS = ("single_label_classification", "multi_label_classification", "regression")
+
 
 class SequenceScorer(TextModel):
     """A model with a head for whole sequences, and a tokenizer of texts and pairs."""
 
-    model: HeadModel
+    model: ForSequenceClassification
     what: ClassVar[str]  # that it is given, in messages
+    # Of the windows of a text: which of them count, and what of them.
+    default_pool: ClassVar[Pool] = "mean"
+    default_aggregate: ClassVar[str] = "probabilities"
+    windows: Windows | None = None  # of calls that say none
 
     def _assemble(
         self, model: PreTrainedModel, tokenizer: Tokenizer, max_seq_length: int, settings: FolderSettings | None = None
@@ -36,17 +50,9 @@ class SequenceScorer(TextModel):
 
     def _load(self, name_or_path: str | os.PathLike[str], organisation: str | None, options: Mapping[str, Any]) -> None:
         opened = open_folder(name_or_path, "sequence-classification", organisation, options)
-        model = AutoModelForSequenceClassification.from_pretrained(
-            opened.folder, dtype=opened.dtype or "auto", **opened.config
-        )
-        if model.missing_keys:
-            raise CheckpointError(
-                f"{name_or_path} is no {self.what}: its checkpoint lacks {some(model.missing_keys)}, and random weights"
-                " score nothing"
-            )
-        opened.quantised(model)
+        model = opened.whole(AutoModelForSequenceClassification, self.what)
         self._assemble(model, opened.tokenizer(), opened.length(model), opened.settings)
-        self.folder = opened.root
+        self.folder, self.windows = opened.root, trained_windows(opened.folder)
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """Of the labels, (inputs, num_labels) as the logits are: see label_probabilities."""
@@ -55,11 +61,67 @@ class SequenceScorer(TextModel):
     def no_rows(self, options: InferenceOptions) -> torch.Tensor:
         return torch.empty(0, self.num_labels, device=self.device, dtype=torch.promote_types(self.dtype, torch.float32))
 
+    def job(self, inputs: list[Text], options: InferenceOptions) -> WindowJob[torch.Tensor]:
+        """The logits of texts, of all their windows (of a pair the second text is cut): see `aggregated`."""
+        from fastbert.data.windows.job import WindowJob, on_host
+        from fastbert.sentences.documents import cut_inputs
+
+        assert options.windows is not None
+        windows = replace(options.windows, pool=options.windows.pool or self.default_pool)
+        made, aggregate = cut_inputs(self, inputs, windows, options.prompt), options.aggregate or self.default_aggregate
+        if aggregate == "vectors" and self.model.pooling == "late":
+            raise InputError("aggregate='vectors' needs a head over one vector a text, and this model's is over tokens")
+        forward = self.model.packed_vectors if aggregate == "vectors" else partial(self.compute, options=options)
+
+        def finish(rows: list[np.ndarray]) -> torch.Tensor:
+            found = np.stack(rows)
+            if aggregate != "vectors":
+                return torch.from_numpy(aggregated(found, made, windows, aggregate, self.problem_type)).to(self.device)
+            vectors = torch.from_numpy(windows.combined(found, made)).to(self.device, self.dtype)
+            return self.model.classified(vectors).to(torch.promote_types(self.dtype, torch.float32))
+
+        return WindowJob(made, forward, lambda found, places: on_host(found), finish)
+
+    @property
+    def problem_type(self) -> str:
+        """What labels mean: by the config, or as transformers' pipeline takes it. Raises ConfigError."""
+        given = self.model.config.problem_type
+        if given not in (None, *PROBLEMS):
+            raise ConfigError(f"problem_type {given!r} is none of {', '.join(PROBLEMS)}")
+        return given or ("multi" if self.num_labels == 1 else "single") + "_label_classification"
+
     def compute(self, batch: PackedInputs, options: InferenceOptions) -> torch.Tensor:
         """The logits, (sequences, num_labels), at least float32."""
         others = {name: value for name, value in batch.items() if name != "input_ids"}
         logits = self.model(batch["input_ids"], **others).logits
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def aggregated(
+    logits: np.ndarray, made: TokenWindows, windows: Windows, aggregate: str, problem_type: str | None
+) -> np.ndarray:
+    """The logits of texts, of those of their windows (windows, num_labels): (texts, num_labels), dtype kept.
+
+    With "logits" these are combined; with "probabilities" the windows' probabilities are, and what comes back are their
+    logits: `label_probabilities` gives the combined probabilities (which add up to 1, as a softmax does). A text of one
+    window has that one's logits. The values of a regression have no other form.
+    """
+    if aggregate == "logits" or problem_type == "regression":
+        return windows.combined(logits, made).astype(logits.dtype)
+    x = torch.from_numpy(logits.astype(np.float64))
+    found = windows.combined(label_probabilities(x, problem_type).numpy(), made)
+    tiny = np.finfo(np.float64).tiny
+    result = np.log(np.maximum(found, tiny))
+    if is_multi_label(problem_type, logits.shape[-1]):  # of a sigmoid: beside the chance that it is none of these
+        result -= np.log(np.maximum(-windows.combined(-torch.sigmoid(-x).numpy(), made), tiny))
+    windows_of_text = np.bincount(made.source)
+    alone = windows_of_text[made.source] == 1
+    result[made.source[alone]] = logits[alone]
+    return result.astype(logits.dtype)
+
+
+def is_multi_label(problem_type: str | None, num_labels: int) -> bool:
+    return problem_type == "multi_label_classification" or num_labels == 1
 
 
 @torch.inference_mode()
@@ -69,8 +131,7 @@ def label_probabilities(logits: torch.Tensor, problem_type: str | None) -> torch
     """
     if problem_type == "regression":
         return logits
-    is_multi = problem_type == "multi_label_classification" or logits.shape[-1] == 1
-    return logits.sigmoid() if is_multi else logits.softmax(-1)
+    return logits.sigmoid() if is_multi_label(problem_type, logits.shape[-1]) else logits.softmax(-1)
 
 
 def check_pair(name: str, pair: Any) -> tuple[str, str]:
@@ -83,3 +144,19 @@ def check_pair(name: str, pair: Any) -> tuple[str, str]:
     for i, text in enumerate(texts):
         check_text(f"{name}[{i}]", text)
     return texts
+
+
+def check_pairs(inputs: Any) -> tuple[list[tuple[str, str]], bool]:
+    """The pairs, and whether one was given by itself."""
+    if isinstance(inputs, (str, bytes)) or not isinstance(inputs, Iterable):
+        raise TypeError(f"inputs is a {type(inputs).__name__}; it must be a list of pairs of texts")
+    listed = list(inputs)
+    if listed and isinstance(listed[0], str):
+        return [check_pair("inputs", listed)], True
+    return [check_pair(f"inputs[{i}]", pair) for i, pair in enumerate(listed)], False
+
+
+def label_names(model: PreTrainedModel) -> tuple[str, ...]:
+    """The names of a model's labels, LABEL_i where the config has none."""
+    config = model.live_config
+    return tuple(config.id2label.get(i, f"LABEL_{i}") for i in range(config.num_labels))

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from fastbert.data.windows import Windows
+    from fastbert.data.windows.job import WindowJob
 
+Aggregate = Literal["probabilities", "logits", "vectors"]  # what of the windows of a text is combined
 PROMPTS_OF_TASK = {"query": ("query",), "document": ("document", "passage", "corpus")}
 
 Devices = str | torch.device | list[str | torch.device]
@@ -43,9 +45,14 @@ class InferenceOptions:
     max_active_dims: int | None = None  # a SparseEncoder's
     on_host: bool = False  # the rows go to the CPU, batch by batch
     task: str | None = None  # "query" or "document": their texts may have a length of their own
-    windows: Windows | None = None  # a SentenceEncoder's: how longer texts are cut; None: they lose their ends
+    windows: Windows | None = None  # how longer texts are cut; None: they lose their ends
+    aggregate: Aggregate | None = None  # a scorer's, of windows; None: its default
 
     def __post_init__(self) -> None:
+        if self.aggregate not in (None, *get_args(Aggregate)):
+            raise InputError(f"unknown aggregate {self.aggregate!r}; there are {', '.join(get_args(Aggregate))}")
+        if self.aggregate is not None and self.windows is None:
+            raise InputError(f"aggregate={self.aggregate!r} is for windows, and there are none: give windows, too")
         if self.task not in (None, "query", "document"):
             raise InputError(f"unknown task {self.task!r}; there are query and document")
         for name in ("batch_tokens", "batch_size", "truncate_dim", "max_active_dims"):
@@ -211,8 +218,18 @@ class TextModel(HasModel):
     def rows_of_inputs(
         self, inputs: list[Any], options: InferenceOptions, on_batch: Callable[[int], Any] = lambda n: None
     ) -> torch.Tensor:
-        """The rows of inputs that are tokenised at once, in their order, on the model's device."""
+        """The rows of inputs that are tokenised at once, in their order, on the model's device.
+
+        `on_batch` counts inputs, or tokens where they are cut into windows.
+        """
+        if options.windows is not None:
+            job = self.job(inputs, options)
+            return job.run(self.device, options.batch_tokens, options.batch_size, on_tokens=on_batch)
         return self.rows_of(self.tokenize(inputs, options.prompt, options.task), options, on_batch)
+
+    def job(self, inputs: list[Any], options: InferenceOptions) -> WindowJob[torch.Tensor]:
+        """What gives the rows of inputs, on the model's device, of all their windows, `options.windows`."""
+        raise NotImplementedError
 
     def shared_rows(
         self,

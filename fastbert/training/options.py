@@ -134,8 +134,14 @@ class FinetuneOptions(RunOptions):
     class_weights: tuple[str, ...] = option(
         (), "how much a class counts in the loss: balanced, or a number for each", group="task"
     )
+    windows: bool = option(
+        False,
+        "classification: a text longer than --max-length is read in windows, each of which learns its label; what is"
+        " said of it is the mean of theirs",
+        group="task",
+    )
     doc_stride: int = option(
-        0, "tokens by which the windows of a long text overlap (tokens, qa); 0: a quarter of --max-length", group="task"
+        0, "tokens by which the windows of a long text overlap; 0: a quarter of --max-length", group="task"
     )
     lora_rank: int = option(
         0,

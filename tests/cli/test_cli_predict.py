@@ -12,7 +12,7 @@ from command_line import fails, run_here
 from precise import assert_close_to_theirs, in_float64
 from tiny import edit_config, write_json, write_model
 
-from fastbert.training.finetuning.usage import FILE, Usage
+from fastbert.data.usage import FILE, Usage
 
 TEXTS = ("the cat sat on the mat", "a dog ran in !", "Who", "")
 LABELS = ("no", "yes", "maybe")
@@ -191,7 +191,7 @@ def test_a_folder_that_does_not_fit_itself(models, tmp_path):
     source = write(tmp_path / "a.jsonl", {"text": "a"})
     plain = write_model(tmp_path / "plain")
     edit_config(plain, architectures=["BertForSequenceClassification"])
-    assert "is not fine-tuned: its checkpoint lacks" in fails("predict", plain, source)
+    assert "is no classifier: its checkpoint lacks" in fails("predict", plain, source)
     folder = write_model(tmp_path / "other", head="QuestionAnswering")
     write_json(folder / FILE, {"task": "tokens", "text_columns": []})
     assert "says 'tokens', and config.json BertForQuestionAnswering" in fails("predict", folder, source)

@@ -30,7 +30,7 @@ def test_windows_are_those_of_the_tokenizer(length, overlap, is_pair):
     """Which gives the rest of a text as `overflowing`: return_overflowing_tokens of transformers."""
     tokenizer, texts, added = tokenizer_of_words(), texts_of(200), 3 if is_pair else 2
     questions = [" ".join(WORDS.split()[: i % max(1, length - added - overlap)]) for i in range(len(texts))]
-    cutter = Cutter(tokenizer, length, overlap, is_pair=is_pair, with_types=True)
+    cutter = Cutter(tokenizer, length, overlap, with_types=True)
     made = cutter.cut(texts, [ids for ids, _ in cutter.read(questions)] if is_pair else None)
     tokenizer.enable_truncation(length, stride=overlap, strategy="only_second" if is_pair else "longest_first")
     inputs = list(zip(questions, texts, strict=True)) if is_pair else texts
@@ -132,7 +132,7 @@ def test_a_limit_says_what_it_leaves_out():
 @pytest.mark.parametrize(
     "given,message",
     (
-        ({"pool": "sum"}, "pool of windows is 'sum'; there are mean, max, first"),
+        ({"pool": "sum"}, "pool of windows is 'sum'; there are mean, max, top3, first"),
         ({"length": 0}, "length of windows is 0; it must be at least 1"),
         ({"limit": 0}, "limit of windows is 0; it must be at least 1"),
         ({"overlap": -1}, "overlap of windows is -1; it is a share below 1, or a number of tokens"),

@@ -32,14 +32,12 @@ def test_one_way_leads_from_texts_to_a_models_batches():
     """A corpus is tokenised into a file, and what is cut into windows without a limit. `run_batches` runs batches of
     texts; inspect runs the same texts many times, with gradients or with tokens masked; a benchmark draws its tokens.
     """
-    tokenising = {"data/tokenized.py", "data/pretraining/corpus.py", "data/windows.py"}
+    tokenising = {"data/tokenized.py", "data/pretraining/corpus.py", "data/windows/__init__.py"}
     assert files_with(r"\.encode_batch(_fast)?\b") == tokenising
     many_times = {"inspect/attribution.py", "inspect/likelihood.py", "bench/comparison.py"}
     assert files_with(r"\btoken_batches\(") == {"data/budget.py", "data/tokenized.py", *many_times}
-    by_batches = {"classification", "question_answering", "tokens"}
-    with_heads = {f"training/finetuning/{name}.py" for name in by_batches}
-    own = {"data/tokenized.py", *(f"sentences/{name}.py" for name in ("documents", "text_model"))}
-    assert files_with(r"\brun_batches\(") == own | with_heads
+    own = {"data/tokenized.py", "data/windows/job.py", "sentences/documents.py", "sentences/text_model.py"}
+    assert files_with(r"\brun_batches\(") == own | {"training/finetuning/classification.py"}
     assert files_with(r"\.sigmoid\(\) if") == {"sentences/scorer.py"}  # labels' probabilities
 
 

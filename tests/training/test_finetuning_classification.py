@@ -16,8 +16,9 @@ from scipy import stats
 from sklearn import metrics, utils
 from tiny import write_json
 
-from fastbert.training.finetuning import classification
+from fastbert.sentences.scorer import label_probabilities
 from fastbert.training.finetuning.metrics import class_metrics, several_metrics
+from fastbert.training.finetuning.readers import label_columns
 
 AUTO = "AutoModelForSequenceClassification"
 LABELS = {
@@ -157,16 +158,16 @@ def test_a_dry_run_shows_tokens_and_label(tmp_path):
     assert shown == ["[CLS] the cat sat on the mat [SEP] -> new, old", "[CLS] a dog ran in [SEP] -> nothing"]
 
 
-def test_what_an_evaluation_counts_is_what_predict_names(monkeypatch):
+def test_what_an_evaluation_counts_is_what_predict_names():
     """Where two probabilities are the same but for rounding, and where one is 0.5, rounded."""
     logits = np.array([[0.0, 1e-9]], np.float32)
     assert class_metrics(logits, np.array([1]))["accuracy"] == 1.0
-    monkeypatch.setattr(classification, "logits_of", lambda *given, **run: logits)
-    labels = SimpleNamespace(id2label=["first", "second"])
-    model = SimpleNamespace(tokenize=list, config=labels, kind="single_label_classification")
-    assert classification.Classifier.answers(model, None, {"text": ["a"]})["label"] == ["second"]
+    model = SimpleNamespace(windows=None, labels=["first", "second"], problem_type="single_label_classification")
+    model.rows_of_inputs = lambda inputs, options: torch.from_numpy(logits)
+    model.probabilities = lambda logits: label_probabilities(logits, model.problem_type)
+    assert label_columns(model, {"text": ["a"]})["label"] == ["second"]
 
     logits = np.array([[1e-9, -1.0]], np.float32)
     assert several_metrics(logits, np.zeros((1, 2)))["accuracy"] == 1.0
-    model.kind = "multi_label_classification"
-    assert classification.Classifier.answers(model, None, {"text": ["a"]})["labels"] == [[]]
+    model.problem_type = "multi_label_classification"
+    assert label_columns(model, {"text": ["a"]})["labels"] == [[]]

@@ -13,9 +13,9 @@ from finetuning_runs import base, check_loss, task_of, theirs, write_rows
 from precise import assert_close_to_theirs, in_float64
 from seeds import numpy_generator
 
+from fastbert.data.windows.answers import MAX_ANSWER, best_span
 from fastbert.testing.numerics import GRADIENT_FACTOR
 from fastbert.training.finetuning.inputs.squad import exact_match, f1, normalized, squad_metrics
-from fastbert.training.finetuning.question_answering import MAX_ANSWER, best_span
 
 CONTEXT = "the cat sat on the mat . a dog ran in to the old house , and we ran . " * 2
 QUESTIONS = [("who sat ?", "the cat"), ("who ran ?", "a dog"), ("where ?", "the old house")]
@@ -111,9 +111,11 @@ def test_answers_come_from_the_best_window(tmp_path):
     task = task_of(base(tmp_path), path, path, task="qa", doc_stride=6)
     torch.nn.init.normal_(task.model.qa_outputs.weight)
     _, model = theirs(task, tmp_path / "saved", "AutoModelForQuestionAnswering")
-    made = task.finder.tokenize([q for q, _ in QUESTIONS], [CONTEXT] * 3)
+    pairs = [(q, CONTEXT) for q, _ in QUESTIONS]
+    made = task.finder.cut(pairs)
+    task.model.eval()
+    found = task.finder.answers_job(pairs).run(task.model.device)
     with torch.no_grad():
-        found = task.finder.best(task.model.eval(), made, [CONTEXT] * 3)
         metrics = task.evaluate(task.model)
 
     def best_of(model, i):
@@ -150,14 +152,14 @@ def test_questions_without_an_answer(tmp_path):
     task = task_of(base(tmp_path), path, path, task="qa", max_length=64)
     assert task.usage.no_answer and task.train[3]["end_positions"] == 0
     model = task.model.eval()
-    made = task.finder.tokenize(["why ?"], ["we ran ."])
+    made = task.finder.cut([("why ?", "we ran .")])
     with torch.no_grad():
         out = model(**made.pack([0]))
         totals = [
             float(out.start_logits.softmax(0, dtype)[0] * out.end_logits.softmax(0, dtype)[0])
             for dtype in (torch.float32, torch.float64)
         ]
-        found = task.finder.best(model, made, ["we ran ."])
+    found = task.finder.answers_job([("why ?", "we ran .")]).run(model.device)
     in_text = np.flatnonzero(made.spans[:, 0] >= 0)
     pairs = ((a, b) for a, b in itertools.product(in_text, repeat=2) if a <= b)
     best = max(float(out.start_logits[a] + out.end_logits[b]) for a, b in pairs)

@@ -10,8 +10,7 @@ import torch
 from finetuning_runs import base, check_loss, padded, task_of, theirs, write_rows
 from seqeval.metrics import f1_score, precision_score, recall_score
 
-from fastbert.training.finetuning.readers import KINDS
-from fastbert.training.finetuning.tokens import _WORD, Words
+from fastbert.data.windows.words import Words, words_of
 
 AUTO = "AutoModelForTokenClassification"
 WORDS = [["the", "Zebra", "sat", "on", "Old", "Matt"], ["we", "ran"], ["Katz", "and", "dogs", "ran", "in", "Housten"]]
@@ -91,8 +90,9 @@ def test_long_texts_go_on_in_windows_and_each_word_counts_once(tmp_path):
     counts = np.bincount(labels[labels >= 0], minlength=len(names))
     flat = [tag for one in tags for tag in one]
     assert {name: int(n) for name, n in zip(names, counts, strict=True)} == {n: flat.count(n) for n in names}
-    spoken = task.tagger.words(words).token
-    assert (spoken >= 0).all() and len(set(spoken.tolist())) == len(flat)
+    found = task.tagger.words(words)
+    spoken = found.tokens[np.argsort(found.of_word)]
+    assert sorted(found.of_word) == list(range(len(flat))) and len(set(spoken.tolist())) == len(flat)
     # A word speaks where it has most words around it: at least half of the overlap is on each side.
     made = task.train.sequences
     edge = np.minimum(
@@ -122,21 +122,20 @@ def test_a_word_without_tokens_has_no_label_and_is_outside(tmp_path):
     ),
 )
 def test_words_of_texts_as_people_write_them(text, words):
-    assert _WORD.findall(text) == words.split()
-    assert "".join(_WORD.findall(text)) == "".join(text.split())
+    found = [text[a:b] for a, b in words_of(text)]
+    assert found == words.split() and "".join(found) == "".join(text.split())
 
 
 def test_answers_have_the_places_of_entities(tmp_path):
     task = task_of(base(tmp_path), write_conll(tmp_path / "a.conll"), task="tokens")
     torch.nn.init.normal_(task.model.classifier.weight)
-    reader = KINDS["tokens"].reader(task.model.eval(), task.tokenizer, task.usage)
     texts = ["The  cat, Zebra (old) sat.", ""]
-    with torch.no_grad():
-        found = reader.answers(task.model, {"text": texts})
-        again = reader.answers(task.model, {"text": [" ".join(text) for text in WORDS]})
-        split = reader.answers(task.model, {"tokens": WORDS})
-    assert found["text"] == texts and found["entities"][1] == [] and found["entities"][0]
-    for entity in found["entities"][0]:
+    task.model.eval()
+    found = task.tagger.predict(texts)
+    again = task.tagger.predict([" ".join(text) for text in WORDS])
+    split = task.tagger.predict(WORDS)
+    assert found[1] == [] and found[0]
+    for entity in found[0]:
         assert texts[0][entity["start"] : entity["end"]] == entity["text"] and 0 < entity["score"] <= 1
     assert again == split  # of words with blanks between them
 
@@ -151,4 +150,4 @@ def test_words_are_found_in_tokens_that_begin_with_their_blank():
         np.zeros(7, np.int32), None, np.array([0, 7]), np.array([0]), spans=spans, parts=parts, begins=begins
     )
     words = Words(made, ["ab cde fghi"], np.array([0, 3, 7]), np.array([2, 6, 11]), np.array([3]))
-    assert words.token.tolist() == [1, 2, 3]
+    assert words.tokens.tolist() == [1, 2, 3] and words.of_word.tolist() == [0, 1, 2]

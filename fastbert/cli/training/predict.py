@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,32 +62,26 @@ def run(options: argparse.Namespace) -> int:
     if missing := absent("scipy"):
         raise UsageError(f"predict needs {', '.join(missing)}: {install('train')}")
 
+    from fastbert.data.sentence_folder import transformer_folder
     from fastbert.data.tokenized import CHUNK_INPUTS
+    from fastbert.data.usage import read_usage
+    from fastbert.hub import resolve
     from fastbert.sentences.batches import in_chunks, progress_bar
-    from fastbert.sentences.loading import open_folder
-    from fastbert.training.finetuning.base_models import check_complete
     from fastbert.training.finetuning.readers import KINDS
-    from fastbert.training.finetuning.usage import read_usage
 
     raise_if_stopped()
-    opened = open_folder(
-        options.model, "sequence-classification", None, {"dtype": options.dtype, "device": options.device}
-    )
-    usage = read_usage(opened.folder, options.model)
-    kind = KINDS[usage.task]
+    usage = read_usage(transformer_folder(resolve(options.model)), options.model)
+    kind, total = KINDS[usage.task], 0
     if options.all and usage.task != "classification":
         raise UsageError(f"--all is for classification; {options.model} is for {usage.task}")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of missing weights, which are an error here
-        model = kind.model.from_pretrained(opened.folder, dtype=opened.dtype or "auto", **opened.config)
-    check_complete(model, options.model)
-    opened.quantised(model)
-    reader, total = kind.reader(model.eval(), opened.tokenizer(), usage), 0
+    model = kind.model.from_pretrained(options.model, dtype=options.dtype, device=options.device)
+    if usage.max_length is not None:
+        model.max_seq_length = usage.max_length
     extra = {"threshold": options.threshold, "every": options.all} if usage.task == "classification" else {}
     with open_rows(options.output, kind.examples) as rows, progress_bar(None, None, desc="predicting", delay=0) as bar:
         for chunk in in_chunks(_rows(options.file, options.columns, usage), CHUNK_INPUTS):
             columns = {name: [row[name] for row in chunk] for name in chunk[0]}
-            rows.write(reader.answers(model, columns, batch_tokens=options.batch_tokens, **extra))
+            rows.write(kind.columns(model, columns, batch_tokens=options.batch_tokens, **extra))
             bar.update(len(chunk))
             raise_if_stopped()
             total += len(chunk)

@@ -28,7 +28,8 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "label_column": ("classification", "tokens", "embedding"),
     "problem_type": ("classification",),
     "class_weights": ("classification",),
-    "doc_stride": ("tokens", "qa"),
+    "windows": ("classification",),
+    "doc_stride": _WITH_HEAD,
     **dict.fromkeys(("lora_rank", "lora_alpha", "lora_targets"), _WITH_HEAD),
     **dict.fromkeys(("loss", "scale", "symmetric", "dims", "pooling"), ("embedding",)),
 }

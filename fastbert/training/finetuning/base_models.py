@@ -13,9 +13,12 @@ from tokenizers import Tokenizer
 from fastbert.checkpoint.weight_files import some
 from fastbert.data.sentence_folder import transformer_folder, transformer_settings
 from fastbert.data.tokenization import load_cutting_tokenizer
-from fastbert.errors import CheckpointError, ConfigError
+from fastbert.data.windows import Windows
+from fastbert.errors import CheckpointError, ConfigError, InputError
 from fastbert.hub import resolve
 from fastbert.models.base import PreTrainedModel
+from fastbert.sentences.documents import cutter_of
+from fastbert.sentences.text_model import TextModel, position_limit
 from fastbert.training.options import FinetuneOptions
 
 
@@ -52,7 +55,7 @@ def load_base(
             f"{options.model} is no checkpoint of a {model.config.model_type}: it lacks {some(lacking)}"
         )
     tokenizer = load_cutting_tokenizer(folder, lowercase=transformer_settings(folder).lowercase)
-    limit = longest_of(model)
+    limit = position_limit(model)
     if options.max_length > limit:
         raise ConfigError(f"max_length is {options.max_length}; {options.model} has positions for {limit} tokens")
     if options.max_length <= (added := tokenizer.num_special_tokens_to_add(False)):
@@ -60,19 +63,12 @@ def load_base(
     return model, tokenizer
 
 
-def check_complete(model: Any, source: str) -> None:
-    """Raises CheckpointError: a model that was loaded to be used has weights that its folder did not bring."""
-    if model.missing_keys:
-        raise CheckpointError(
-            f"{source} is not fine-tuned: its checkpoint lacks {some(model.missing_keys)}, and random weights"
-            " say nothing"
-        )
-
-
-def longest_of(model: Any) -> int:
-    """Tokens of the longest sequence that a model takes."""
-    limit = model.base_model.table_sizes().longest(model.config)
-    return model.config.max_position_embeddings if limit is None else limit
+def check_stride(model: TextModel, windows: Windows) -> None:
+    """Raises ConfigError: windows would overlap by more than they have room for."""
+    try:
+        cutter_of(model, windows)
+    except InputError as error:
+        raise ConfigError(f"doc_stride is {windows.overlap}: {error}") from None
 
 
 def say_notes(*notes: str) -> None:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 
 from fastbert.checkpoint.pretrained import read_config
-from fastbert.data.tokenized import CHUNK_INPUTS, Tokenized, run_batches, tokenize
+from fastbert.data.tokenized import CHUNK_INPUTS, Tokenized, run_batches
+from fastbert.data.usage import Usage
+from fastbert.data.windows import TokenWindows
 from fastbert.errors import ConfigError
 from fastbert.models.auto import AutoModelForSequenceClassification
 from fastbert.packed_inputs import PackedInputs
-from fastbert.sentences.scorer import label_probabilities
+from fastbert.sentences.classifier import TextClassifier
+from fastbert.sentences.documents import cut_inputs
+from fastbert.sentences.scorer import aggregated
+from fastbert.sentences.text_model import position_limit
 from fastbert.training.finetuning.adapters import add_adapters
-from fastbert.training.finetuning.base_models import find_base, load_base, longest_of, say_notes
+from fastbert.training.finetuning.base_models import check_stride, find_base, load_base, say_notes
 from fastbert.training.finetuning.head_task import HeadTask, LabelledSequences, note_of_cut, shown_names
 from fastbert.training.finetuning.inputs import rows as columns
 from fastbert.training.finetuning.inputs.labels import Labels, class_weights, find_labels
 from fastbert.training.finetuning.metrics import class_metrics, number_metrics, several_metrics
-from fastbert.training.finetuning.usage import Usage
 from fastbert.training.options import FinetuneOptions
 
 _METRICS = {
@@ -44,20 +47,41 @@ def make_task(options: FinetuneOptions) -> Classification:
     if not model.missing_keys:
         labels = labels.in_order_of(read_config(folder).id2label, options.model)
         model.config.id2label = dict(enumerate(labels.names or ("LABEL_0",)))
-    usage = Usage("classification", texts, options.max_length)
-    reader = Classifier(model, tokenizer, usage)
+    if options.doc_stride and not options.windows:
+        raise ConfigError("doc_stride is for windows of long texts, and there are none: give --windows, too")
+    usage = Usage("classification", texts, options.max_length, options.doc_stride or None, windows=options.windows)
+    reader = TextClassifier.of_parts(model, tokenizer, options.max_length)
+    if usage.windows:
+        check_stride(reader, usage.own_windows)
 
-    def examples(rows: Any, where: str) -> LabelledSequences:
+    def held(rows: Any, where: str) -> LabelledTexts:
         values = labels.values(rows, where)
-        made = reader.tokenize([columns.texts_of(rows, name, where) for name in texts])
-        say_notes(note_of_cut(len(made.cut), len(made), where, options.max_length, longest_of(model)))
-        return LabelledSequences(made, labels=values)
+        inputs = columns.inputs_of([columns.texts_of(rows, name, where) for name in texts])
+        if usage.windows:
+            made: Tokenized = cut_inputs(reader, inputs, usage.own_windows)
+            if more := len(made) - len(inputs):
+                say_notes(f"texts of {where} that are too long go on in {more:,} more windows")
+            return LabelledTexts(made, values)
+        made = reader.tokenize(inputs)
+        say_notes(note_of_cut(len(made.cut), len(made), where, options.max_length, position_limit(model)))
+        return LabelledTexts(made, values)
 
-    train = examples(data.train, data.train_name)
-    held_out = None if data.eval is None else examples(data.eval, data.eval_name)
-    weights = class_weights(options.class_weights, labels, train.labels["labels"])
-    adapters = add_adapters(model, options)
-    return Classification(model, tokenizer, train, usage, adapters, labels=labels, held_out=held_out, weights=weights)
+    train = held(data.train, data.train_name)
+    held_out = None if data.eval is None else held(data.eval, data.eval_name)
+    weights = class_weights(options.class_weights, labels, train.labels)
+    # A window has its text's label.
+    examples = LabelledSequences(train.sequences, labels=train.labels[train.sequences.source])
+    return Classification(
+        model, tokenizer, examples, usage, add_adapters(model, options), labels=labels, held_out=held_out,
+        weights=weights,
+    )  # fmt: skip
+
+
+class LabelledTexts(NamedTuple):
+    """sequences: of texts, or their windows. labels: a row a text."""
+
+    sequences: Tokenized
+    labels: np.ndarray
 
 
 class Classification(HeadTask):
@@ -69,7 +93,7 @@ class Classification(HeadTask):
         self,
         *parts: Any,
         labels: Labels,
-        held_out: LabelledSequences | None = None,
+        held_out: LabelledTexts | None = None,
         weights: np.ndarray | None = None,
     ):
         super().__init__(*parts)
@@ -91,8 +115,12 @@ class Classification(HeadTask):
 
     def evaluate(self, model: Any) -> dict[str, float]:
         assert self.held_out is not None
-        metrics = _METRICS[self.labels.problem][0]
-        return metrics(logits_of(self.whole(model), self.held_out.sequences), self.held_out.labels["labels"])
+        sequences, labels = self.held_out
+        logits = logits_of(self.whole(model), sequences)
+        if isinstance(sequences, TokenWindows):
+            windows, aggregate = self.usage.own_windows, TextClassifier.default_aggregate
+            logits = aggregated(logits, sequences, windows, aggregate, self.labels.problem)
+        return _METRICS[self.labels.problem][0](logits, labels)
 
     def show(self, batch: PackedInputs) -> list[str]:
         texts = self.decoded(batch)
@@ -104,54 +132,6 @@ class Classification(HeadTask):
         if self.labels.problem == "multi_label_classification":
             return shown_names([name for name, on in zip(self.labels.names, label, strict=True) if on])
         return self.labels.names[int(label)]
-
-
-class Classifier:
-    """From texts, or pairs of them, to their labels. A row of input is one text a column."""
-
-    is_pair = True  # what it may be
-
-    def __init__(self, model: Any, tokenizer: Tokenizer, usage: Usage):
-        self.tokenizer, self.with_types, self.config = tokenizer, model.base_model.table_sizes().has_types, model.config
-        side = (tokenizer.truncation or {}).get("direction", "right")  # the folder's
-        tokenizer.enable_truncation(usage.max_length or longest_of(model), direction=side)
-
-    def tokenize(self, texts: Sequence[Sequence[str]]) -> Tokenized:
-        """Of columns of texts: one, or two."""
-        inputs: Any = texts[0] if len(texts) == 1 else list(zip(*texts, strict=True))
-        return tokenize(self.tokenizer, inputs, with_types=self.with_types)
-
-    @property
-    def kind(self) -> str:
-        """Where the config does not say: as transformers' pipeline takes it."""
-        given = self.config.problem_type
-        if given not in (None, *_METRICS):
-            raise ConfigError(f"problem_type {given!r} is none of {', '.join(_METRICS)}")
-        return given or ("multi" if self.config.num_labels == 1 else "single") + "_label_classification"
-
-    def answers(
-        self, model: Any, texts: Mapping[str, Sequence[str]], *, threshold: float = 0.5, every: bool = False, **run: Any
-    ) -> dict[str, Any]:
-        """Columns: `label` and its probability `score`; `labels` and `scores` above the threshold, of several at once;
-        or `value`. `every`: the probability of each label, too.
-        """
-        logits = logits_of(model, self.tokenize(list(texts.values())), **run)
-        names = [self.config.id2label[i] for i in range(logits.shape[1])]
-        if self.kind == "regression":
-            found: dict[str, Any] = (
-                {"value": logits[:, 0]} if len(names) == 1 else dict(zip(names, logits.T, strict=True))
-            )
-            return {**texts, **found}
-        scores = label_probabilities(torch.from_numpy(logits), self.kind).numpy()
-        if self.kind == "multi_label_classification":
-            above = [np.flatnonzero(row > threshold) for row in scores]
-            found = {
-                "labels": [[names[i] for i in chosen] for chosen in above],
-                "scores": [row[chosen].tolist() for row, chosen in zip(scores, above, strict=True)],
-            }
-        else:
-            found = {"label": [names[i] for i in logits.argmax(-1)], "score": scores.max(-1)}
-        return {**texts, **found, **(dict(zip(names, scores.T, strict=True)) if every else {})}
 
 
 def logits_of(

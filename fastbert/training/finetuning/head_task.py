@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 
 from fastbert.data.collator import PackingCollator
 from fastbert.data.tokenized import Tokenized
+from fastbert.data.usage import Usage
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.finetuning.adapters import FOLDER, merged, save_adapters
-from fastbert.training.finetuning.usage import Usage
 from fastbert.training.task import Phase, Task
 
 

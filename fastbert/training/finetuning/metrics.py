@@ -59,12 +59,3 @@ def tag_metrics(said: list[list[str]], wanted: list[list[str]], is_entities: boo
         scores = {"precision": precision_score, "recall": recall_score, "f1": f1_score}
         found |= {name: float(score(wanted, said, zero_division=0)) for name, score in scores.items()}
     return found
-
-
-def entities_of(tags: list[str], is_entities: bool) -> list[tuple[str, int, int]]:
-    """(type, first word, last word) of what tags spell, by seqeval's rules; each word where they spell no entities."""
-    if not is_entities:
-        return [(tag, i, i) for i, tag in enumerate(tags)]
-    from seqeval.metrics.sequence_labeling import get_entities
-
-    return [(kind, first, last) for kind, first, last in get_entities(tags)]

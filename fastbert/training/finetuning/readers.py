@@ -1,35 +1,102 @@
-"""From inputs to answers, for every task: what `fastbert predict` runs, and what an evaluation during training runs."""
+"""What `fastbert predict` says of the rows of a file, for every task."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from fastbert.data.usage import Usage
+from fastbert.data.windows import Windows
 from fastbert.errors import InputError
-from fastbert.models import auto
-from fastbert.training.finetuning.classification import Classifier
-from fastbert.training.finetuning.inputs.rows import TEXTS, text_columns
+from fastbert.sentences.classifier import TextClassifier
+from fastbert.sentences.spans.question_answerer import QuestionAnswerer
+from fastbert.sentences.spans.token_classifier import TokenClassifier
+from fastbert.sentences.text_model import InferenceOptions
+from fastbert.training.finetuning.inputs.rows import TEXTS, inputs_of, text_columns
 from fastbert.training.finetuning.inputs.tagged import WORDS
-from fastbert.training.finetuning.question_answering import Finder
-from fastbert.training.finetuning.tokens import Tagger
-from fastbert.training.finetuning.usage import Usage
+
+Columns = dict[str, Any]
+
+
+def label_columns(
+    classifier: TextClassifier,
+    texts: Mapping[str, Sequence[str]],
+    *,
+    batch_tokens: int | None = None,
+    windows: Windows | None = None,
+    aggregate: Any = None,
+    threshold: float = 0.5,
+    every: bool = False,
+) -> Columns:
+    """The texts; `label` and its probability `score`; `labels` and `scores` above the threshold, of several at once; or
+    `value`. `every`: the probability of each label, too. Raises ConfigError: an unknown problem_type; InputError.
+    """
+    options = InferenceOptions(batch_tokens=batch_tokens, windows=windows or classifier.windows, aggregate=aggregate)
+    logits = classifier.rows_of_inputs(inputs_of(list(texts.values())), options).cpu()
+    names, kind = classifier.labels, classifier.problem_type
+    if kind == "regression":
+        values = logits.numpy()
+        return {**texts, **({"value": values[:, 0]} if len(names) == 1 else dict(zip(names, values.T, strict=True)))}
+    scores = classifier.probabilities(logits).numpy()
+    if kind == "multi_label_classification":
+        above = [np.flatnonzero(row > threshold) for row in scores]
+        found: Columns = {
+            "labels": [[names[i] for i in chosen] for chosen in above],
+            "scores": [row[chosen].tolist() for row, chosen in zip(scores, above, strict=True)],
+        }
+    else:
+        found = {"label": [names[i] for i in logits.argmax(-1)], "score": scores.max(-1)}
+    return {**texts, **found, **(dict(zip(names, scores.T, strict=True)) if every else {})}
+
+
+def entity_columns(
+    tagger: TokenClassifier,
+    texts: Mapping[str, Sequence[Any]],
+    *,
+    batch_tokens: int | None = None,
+    windows: Windows | None = None,
+    aggregate: Any = None,
+) -> Columns:
+    """`text`, and its `entities`, each with its label, text, characters and probability. Raises InputError."""
+    (given,) = texts.values()
+    words = [one if isinstance(one, str) else " ".join(one) for one in given]
+    job = tagger.entities_job(given, windows, aggregate or "core")
+    return {"text": words, "entities": job.run(tagger.device, batch_tokens)}
+
+
+def answer_columns(
+    finder: QuestionAnswerer,
+    texts: Mapping[str, Sequence[str]],
+    *,
+    batch_tokens: int | None = None,
+    windows: Windows | None = None,
+    aggregate: Any = None,
+) -> Columns:
+    """`question`, its `answer`, the answer's probability `score`, and its characters `start` and `end`. Raises
+    InputError.
+    """
+    questions, contexts = texts.values()
+    job = finder.answers_job(list(zip(questions, contexts, strict=True)), windows, aggregate or "logits")
+    return {"question": list(questions), **job.run(finder.device, batch_tokens)}
 
 
 class Kind(NamedTuple):
-    """model: the Auto class. reader: what makes answers. examples: a value of each column that holds lists, which say
-    a parquet file's types even where the first rows have none.
+    """model: what reads a folder. columns: what it says of texts. examples: a value of each column that holds lists,
+    which say a parquet file's types even where the first rows have none.
     """
 
     model: Any
-    reader: Any
+    columns: Callable[..., Columns]
     examples: Mapping[str, Any]
 
 
 _ENTITY = {"label": "", "text": "", "start": 0, "end": 0, "score": 0.0}
 KINDS = {
-    "classification": Kind(auto.AutoModelForSequenceClassification, Classifier, {"labels": [""], "scores": [0.0]}),
-    "tokens": Kind(auto.AutoModelForTokenClassification, Tagger, {"entities": [_ENTITY]}),
-    "qa": Kind(auto.AutoModelForQuestionAnswering, Finder, {}),
+    "classification": Kind(TextClassifier, label_columns, {"labels": [""], "scores": [0.0]}),
+    "tokens": Kind(TokenClassifier, entity_columns, {"entities": [_ENTITY]}),
+    "qa": Kind(QuestionAnswerer, answer_columns, {}),
 }
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastbert.data.sources import check_columns, check_texts, load_source
+from fastbert.data.tokenized import Text
 from fastbert.errors import InputError
 from fastbert.training.options import FinetuneOptions
 
@@ -107,6 +108,11 @@ def texts_of(rows: Dataset, column: str, where: str) -> list[str]:
             more = f" (and {count - 1} more rows)" if count > 1 else ""
             raise InputError(f"{where}, row {i + 1}{more}: {column} is empty: leave such rows out")
     return texts
+
+
+def inputs_of(texts: Sequence[Sequence[str]]) -> list[Text]:
+    """Texts, of one column of them; or pairs of texts, of two."""
+    return list(texts[0]) if len(texts) == 1 else list(zip(*texts, strict=True))  # type: ignore[arg-type]
 
 
 def missing_label(where: str, row: int, column: str) -> Any:

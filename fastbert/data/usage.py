@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fastbert.config import EncoderConfig
+from fastbert.data.windows import Windows
 from fastbert.errors import ConfigError
 from fastbert.files import read_json, write_text
 
@@ -22,7 +23,8 @@ _TASKS = {
 @dataclass(frozen=True)
 class Usage:
     """task: as --task. text_columns: of the training data; empty: not known. max_length: tokens of a sequence. stride:
-    tokens by which windows of a longer one overlap. no_answer: of questions, whether there may be none.
+    tokens by which windows of a longer one overlap. no_answer: of questions, whether there may be none. windows: of
+    classification, whether a longer text is read in windows.
     """
 
     task: str
@@ -30,6 +32,12 @@ class Usage:
     max_length: int | None = None
     stride: int | None = None
     no_answer: bool = False
+    windows: bool = False
+
+    @property
+    def own_windows(self) -> Windows:
+        """Those of the training."""
+        return Windows(self.max_length, 0.25 if self.stride is None else self.stride)
 
     def save(self, folder: Path) -> None:
         """Raises OSError."""
@@ -56,3 +64,9 @@ def read_usage(folder: Path, source: str) -> Usage:
     if usage.task != task:
         raise ConfigError(f"{folder / FILE} says {usage.task!r}, and config.json {', '.join(named)}")
     return usage
+
+
+def trained_windows(folder: Path) -> Windows | None:
+    """How a folder's fine-tuning cut texts that were too long, where it did. Raises ConfigError: a file is damaged."""
+    usage = read_usage(folder, str(folder)) if (folder / FILE).is_file() else None
+    return usage.own_windows if usage is not None and usage.windows else None

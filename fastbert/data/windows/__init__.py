@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from typing import Literal, NamedTuple
 
@@ -22,9 +23,9 @@ from fastbert.data.template import Template
 from fastbert.data.tokenized import Tokenized
 from fastbert.errors import InputError
 
-Pool = Literal["mean", "max", "first"]
+Pool = Literal["mean", "max", "top3", "first"]
 OUTSIDE, OVERLAP, CORE = range(3)
-POOLS = ("mean", "max", "first")
+POOLS = ("mean", "max", "top3", "first")
 TEXTS_AT_ONCE, CHARS_AT_ONCE = 1024, 1 << 19  # tokenised at a time: an Encoding takes much more memory than its ids
 PIECE_CHARS = 1 << 16  # of a long text that are tokenised by themselves
 AROUND = 200  # characters on each side of a blank whose tokens are compared
@@ -38,9 +39,10 @@ class Windows:
     """How texts that are longer than a model are cut.
 
     length: tokens of a window, special ones included; None: as many as the model takes. overlap: tokens that a window
-    has in common with the one before; below 1, as a share of `length`. pool: what one vector of a text is, of the
-    vectors of its windows, which have no token of the overlap in them: their mean, in which each counts by its tokens,
-    so that all tokens count alike; their maximum in each dimension; or that of the first window alone. limit: windows
+    has in common with the one before; below 1, as a share of `length`. pool: what one vector, or score, of a text is,
+    of those of its windows: their mean, in which each counts by its tokens without the overlap, so that all tokens
+    count alike; their maximum in each dimension; the mean of the three highest scores; or that of the first window
+    alone. None: the maximum for a Reranker (a text is as good as its best passage), and else the mean. limit: windows
     of a text, at most; what is left out is warned of. at: where windows end, at "tokens", or at ends of "sentences" as
     far as one is in reach (Unicode's rules, UAX 29); then they overlap by whole sentences, by `overlap` at most.
 
@@ -49,13 +51,13 @@ class Windows:
 
     length: int | None = None
     overlap: float = 0.25
-    pool: Pool = "mean"
+    pool: Pool | None = None
     limit: int | None = None
     at: Literal["tokens", "sentences"] = "tokens"
 
     def __post_init__(self) -> None:
         for name, known in (("pool", POOLS), ("at", ("tokens", "sentences"))):
-            if getattr(self, name) not in known:
+            if getattr(self, name) not in (*known, *([None] if name == "pool" else [])):
                 raise InputError(f"{name} of windows is {getattr(self, name)!r}; there are {', '.join(known)}")
         for name in ("length", "limit"):
             value = getattr(self, name)
@@ -72,18 +74,20 @@ class Windows:
         return length, int(self.overlap * length) if self.overlap < 1 else int(self.overlap)
 
     def combined(self, rows: np.ndarray, made: TokenWindows) -> np.ndarray:
-        """One vector a text, of its windows' vectors: float32 (windows, width) -> (texts, width), in double precision,
-        so that a text of one window keeps its bits.
+        """One row a text, of its windows' rows (windows, width): (texts, width) in double precision. A text of one
+        window keeps its numbers.
         """
         first = np.flatnonzero(np.diff(made.source, prepend=-1))
         if self.pool == "first":
-            return rows[first]
+            return rows[first].astype(np.float64)
         if self.pool == "max":
-            return np.maximum.reduceat(rows, first, axis=0)
+            return np.maximum.reduceat(rows, first, axis=0).astype(np.float64)
+        if self.pool == "top3":
+            of_texts = np.split(rows, first[1:])
+            return np.stack([np.sort(one, axis=0)[-3:].mean(0, dtype=np.float64) for one in of_texts])
         counts = np.bincount(made.of_token, weights=made.parts != OVERLAP, minlength=len(made))[:, None]
         counts = np.maximum(counts, 1)  # of a text without a token, which has no special ones either
-        sums = np.add.reduceat(rows * counts, first, axis=0)
-        return (sums / np.add.reduceat(counts, first, axis=0)).astype(np.float32)
+        return np.add.reduceat(rows * counts, first, axis=0) / np.add.reduceat(counts, first, axis=0)
 
 
 @dataclass(frozen=True)
@@ -163,9 +167,9 @@ class Cutter:
     """Cuts texts, each by itself or behind a short text of its own (a question, a prompt), into windows.
 
     Args:
-        tokenizer: is copied. length, overlap: of windows, in tokens. is_pair: texts are the second ones of pairs.
-        with_types: whether the model is told which token is of which text. limit: windows of a text, at most; what is
-        left out is warned of, unless `quietly`. at: as of `Windows`.
+        tokenizer: is copied. length, overlap: of windows, in tokens. with_types: whether the model is told which token
+        is of which text. limit: windows of a text, at most; what is left out is warned of, unless `quietly`. at: as of
+        `Windows`.
 
     Raises InputError: the special tokens leave no room, or the overlap is as long as what is left.
     """
@@ -176,7 +180,6 @@ class Cutter:
         length: int,
         overlap: int,
         *,
-        is_pair: bool = False,
         with_types: bool = False,
         limit: int | None = None,
         quietly: bool = False,
@@ -185,43 +188,50 @@ class Cutter:
         self.tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        self.template = Template.of(self.tokenizer, 2 if is_pair else 1)
-        self.is_pair, self.with_types, self.limit, self.quietly = is_pair, with_types, limit, quietly
+        self.template = Template.of(self.tokenizer, 1)
+        self.with_types, self.limit, self.quietly = with_types, limit, quietly
         self.length, self.overlap, self.at = length, overlap, at
-        self.room(0)
+        self.room(self.template, 0)
 
-    def room(self, before: int) -> int:
+    @cached_property
+    def of_pairs(self) -> Template:
+        return Template.of(self.tokenizer, 2)
+
+    def room(self, template: Template, before: int) -> int:
         """Tokens of a text in a window that has `before` tokens of another one."""
-        room = self.length - self.template.added - before
+        room = self.length - template.added - before
         if room < 1 or not 0 <= self.overlap < room:
-            others = f"{self.template.added} special tokens" + (f" and {before} of another text" if before else "")
+            others = f"{template.added} special tokens" + (f" and {before} of another text" if before else "")
             may = f"may overlap by 0 to {room - 1}, not by {self.overlap}" if room > 0 else "have no room for a text"
             raise InputError(f"windows of {self.length} tokens, {others} among them, {may}")
         return room
 
-    def cut(self, texts: Sequence[str], before: Sequence[np.ndarray] | None = None, prompt: str = "") -> TokenWindows:
-        """The windows of texts, in order. Each begins with the ids in `before`, which are the first sequences of pairs,
-        or with the tokens of `prompt`. `spans` are of the texts.
+    def cut(
+        self, texts: Sequence[str], before: Sequence[np.ndarray | None] | None = None, prompt: str = ""
+    ) -> TokenWindows:
+        """The windows of texts, in order. A text is the second one of a pair, the ids of whose first one are in
+        `before`; or it is by itself (None), behind the tokens of `prompt`. `spans` are of the texts.
         """
         ids, types, spans, parts = [], [], [], []
         sizes, source, begins = list[int](), list[int](), list[int]()
         left_out, tokens_left_out = list[int](), 0
-        for i, (tokens, places) in enumerate(self.read([prompt + text for text in texts] if prompt else texts)):
-            first = tokens[:0] if before is None else before[i]
-            if prompt:
+        firsts: Sequence[np.ndarray | None] = [None] * len(texts) if before is None else before
+        prompts = [prompt if first is None else "" for first in firsts]
+        for i, (tokens, places) in enumerate(self.read([p + text for p, text in zip(prompts, texts, strict=True)])):
+            given = firsts[i]
+            first, template = (tokens[:0], self.template) if given is None else (given, self.of_pairs)
+            if prompts[i]:
                 of_prompt = int(np.argmax(np.append(places[:, 1] > len(prompt), True)))
                 first, tokens, places = tokens[:of_prompt], tokens[of_prompt:], places[of_prompt:]
                 places = np.where(places >= 0, np.maximum(places - len(prompt), 0), -1)
-            ranges = self.ranges(texts[i], places, self.room(len(first)))
+            ranges = self.ranges(texts[i], places, self.room(template, len(first)))
             if (missing := len(tokens) - int(ranges.stops[-1])) > 0:
                 left_out.append(i)
                 tokens_left_out += missing
             for start, stop, core_start, core_stop in zip(*(each.tolist() for each in ranges), strict=True):
                 own = tokens[start:stop]
-                made, kinds = self.template.around(
-                    *((first, own) if self.is_pair else (np.concatenate((first, own)) if prompt else own,))
-                )
-                at = len(made) - len(self.template.ids[-1]) - len(own)  # of the text's first token
+                made, kinds = template.around(*([np.concatenate((first, own))] if given is None else [first, own]))
+                at = len(made) - len(template.ids[-1]) - len(own)  # of the text's first token
                 ids.append(made.astype(np.int32))
                 types.append(kinds.astype(np.uint8))
                 sizes.append(len(made))

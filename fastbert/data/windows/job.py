@@ -1,0 +1,76 @@
+"""Windows of texts through a model: what it computes of each, and what is made of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+
+from fastbert.data.tokenized import run_batches
+from fastbert.data.windows import TokenWindows
+from fastbert.packed_inputs import PackedInputs
+
+Rows = Sequence[np.ndarray] | np.ndarray  # one a window
+Result = TypeVar("Result")
+Another = TypeVar("Another")
+
+
+@dataclass(frozen=True)
+class WindowJob(Generic[Result]):
+    """windows: of some texts. forward: what the model makes of a batch of them. reduce: of that, and of their places
+    among all windows, one array a window. finish: what is said of the texts, by these arrays in the order of windows.
+    """
+
+    windows: TokenWindows
+    forward: Callable[[PackedInputs], torch.Tensor]
+    reduce: Callable[[torch.Tensor, np.ndarray], Rows]
+    finish: Callable[[list[np.ndarray]], Result]
+
+    def then(self, more: Callable[[Result], Another]) -> WindowJob[Another]:
+        """The job of which `more` makes the result of this one's."""
+        return WindowJob(self.windows, self.forward, self.reduce, lambda rows: more(self.finish(rows)))
+
+    @torch.inference_mode()
+    def compute(self, batch: PackedInputs, places: np.ndarray) -> Rows:
+        """The arrays of the windows at `places`, which are in `batch`."""
+        return self.reduce(self.forward(batch), places)
+
+    def run(
+        self,
+        device: torch.device,
+        batch_tokens: int | None = None,
+        batch_size: int | None = None,
+        *,
+        share: int | None = None,
+        on_tokens: Callable[[int], Any] = lambda tokens: None,
+        on_batch: Callable[[int], Any] = lambda windows: None,
+    ) -> Result:
+        """All of it here. The arguments are those of `run_batches`; `on_tokens(tokens)` is called after each batch."""
+        found: list[np.ndarray] = [np.empty(0)] * len(self.windows)
+        lengths = self.windows.lengths
+        batches = run_batches(
+            self.forward, self.windows, device, batch_tokens, batch_size, share=share, on_batch=on_batch
+        )
+        with torch.inference_mode():
+            for places, output in batches:
+                for i, row in zip(places.tolist(), self.reduce(output, places), strict=True):
+                    found[i] = row
+                on_tokens(int(lengths[places].sum()))
+            return self.finish(found)
+
+
+def tokens_at(made: TokenWindows, places: np.ndarray) -> np.ndarray:
+    """The places, among all tokens, of those of the windows at `places`: a batch's tokens, int64 (tokens,)."""
+    return np.concatenate([np.arange(made.offsets[i], made.offsets[i + 1]) for i in places])
+
+
+def chosen(packed: torch.Tensor, which: np.ndarray) -> torch.Tensor:
+    """The rows of packed tokens (total_tokens, n) that `which`, a truth value a token, chooses."""
+    return packed if which.all() else packed[torch.from_numpy(np.flatnonzero(which)).to(packed.device)]
+
+
+def on_host(packed: torch.Tensor) -> np.ndarray:
+    return packed.to(torch.promote_types(packed.dtype, torch.float32)).cpu().numpy()

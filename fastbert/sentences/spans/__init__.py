@@ -1,0 +1,1 @@
+"""Models that find spans in texts: entities, and answers to questions."""
