@@ -41,7 +41,7 @@ def table(metrics: Mapping[str, Mapping[str, Mapping[str, Any]]], baseline: str,
     """Markdown: a row for each way (or for `only` these), and two columns for each metric, as `compare` gives them."""
     lines = ["| | " + " | ".join(f"{name} | beside {baseline}" for name in metrics) + " |"]
     lines.append("|---|" + "--:|--:|" * len(metrics))
-    for way in only or next(iter(metrics.values())):
+    for way in only or list(next(iter(metrics.values()))):
         cells = [cell for found in metrics.values() for cell in _cells(found[way])]
         lines.append(f"| {way} | " + " | ".join(cells) + " |")
     return lines

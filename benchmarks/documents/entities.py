@@ -17,8 +17,8 @@ import fastbert
 from benchmarks.documents.bootstrap import Sums, compare, table
 from benchmarks.documents.training import described, trained
 from fastbert import Windows
+from fastbert.data.windows.words import entities_of
 from fastbert.training.finetuning.inputs.tagged import read_conll
-from fastbert.training.finetuning.metrics import entities_of
 
 TRAIN, TEST = "wnut17/wnut17train.conll", "wnut17/emerging.dev.conll"
 WORDS = 1000  # of a document, at least
