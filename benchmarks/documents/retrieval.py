@@ -121,6 +121,4 @@ def to_markdown(report: Mapping[str, Any]) -> list[str]:
         "Late chunks beside plain ones of the same length:",
         "",
         *table(report["recall beside short chunks"], SHORT, late),
-        "",
-        "Seconds: " + ", ".join(f"{name} {seconds:.0f}" for name, seconds in report["seconds"].items()) + ".",
     ]
