@@ -104,7 +104,7 @@ def measure(data: Path, work: Path) -> dict[str, Any]:
         "seconds": seconds,
         "recall": {name: compare(ways, TRUNCATION) for name, ways in hits.items()},
         "recall beside short chunks": {name: compare(ways, SHORT) for name, ways in hits.items()},
-        "ranks": {name: rank.tolist() for name, rank in ranks.items()},
+        "median rank": {name: float(np.median(rank)) for name, rank in ranks.items()},
     }
 
 
