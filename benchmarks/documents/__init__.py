@@ -1,0 +1,1 @@
+"""What windows gain over texts that are longer than the model: retrieval, answers, entities."""
