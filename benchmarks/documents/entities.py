@@ -152,6 +152,6 @@ def to_markdown(report: Mapping[str, Any]) -> list[str]:
         "",
         *table(report["beside the core"], WINDOWS, [name for name in report["said"] if name.startswith("windows")]),
         "",
-        f"Ours with the default and {PIPELINE.partition(', ')[2]} with the same windows name {report['said'][WINDOWS]:,} and"
-        f" {report['said'][PIPELINE]:,} entities, {report['in both']:,} of them the same.",
+        f"Of the same windows our default names {report['said'][WINDOWS]:,} entities and transformers' pipeline"
+        f" {report['said'][PIPELINE]:,}; {report['in both']:,} of them are the same.",
     ]
