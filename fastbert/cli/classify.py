@@ -47,7 +47,7 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     check_output(options.output, ROW_KINDS, options.force)
     check_source(options.file)
-    windows = windows_of(options)
+    windows_of(options)  # what is wrong with it is said at once
 
     from fastbert.sentences import TextClassifier
     from fastbert.sentences.batches import bar_of, in_chunks, progress_bar
@@ -55,11 +55,9 @@ def run(options: argparse.Namespace) -> int:
 
     raise_if_stopped()
     classifier = TextClassifier.from_pretrained(options.model, dtype=options.dtype, device=options.device)
-    settings = InferenceOptions(
-        batch_tokens=options.batch_tokens, on_host=True, windows=windows or classifier.windows,
-        aggregate=options.aggregate,
-    )  # fmt: skip
-    total, bar_options = 0, bar_of(settings.windows)
+    windows = windows_of(options, classifier.windows) or classifier.windows
+    settings = InferenceOptions("", options.batch_tokens, on_host=True, windows=windows, aggregate=options.aggregate)
+    total, bar_options = 0, bar_of(windows)
     with open_rows(options.output) as rows, progress_bar(None, None, desc="classifying", delay=0, **bar_options) as bar:
         for chunk in in_chunks(read_texts(options.file, options.column), CHUNK_TEXTS):
             scores = classifier.probabilities(classifier.rows(chunk, settings, bar.update)).float().numpy()

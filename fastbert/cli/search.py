@@ -205,7 +205,7 @@ def _read_vectors(path: Path, dim: int) -> Any:
 
 def run_rerank(options: argparse.Namespace) -> int:
     _check(options)
-    asked = windows_of(options)
+    windows_of(options)  # what is wrong with it is said at once
 
     from fastbert.sentences import Reranker
     from fastbert.sentences.batches import bar_of, in_chunks, progress_bar
@@ -216,7 +216,7 @@ def run_rerank(options: argparse.Namespace) -> int:
     if reranker.num_labels != 1:
         raise UsageError(f"{options.model} has {reranker.num_labels} labels; a reranker has one")
     best = Best(options.top)
-    windows = asked or reranker.windows
+    windows = windows_of(options, reranker.windows) or reranker.windows
     settings = InferenceOptions(
         reranker.prompt(), options.batch_tokens, on_host=True, windows=windows, aggregate=options.aggregate
     )

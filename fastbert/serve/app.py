@@ -233,14 +233,14 @@ class Server:
     def _options(
         self, asked: Any, prompt: str = "", aggregate: Aggregate | None = None, base: Windows | None = None
     ) -> InferenceOptions:
-        """Those of a request: its windows, as it says, with what it leaves out from `base`; else as the model has it.
+        """Those of a request: its windows as it says, and what it leaves out as in `base`, or as the model has it.
 
         Raises RequestError.
         """
         windows = self.engine.model.windows if base is None else base
         try:
             if asked is not None:
-                windows = None if asked is False else replace(base or Windows(), **({} if asked is True else asked))
+                windows = None if asked is False else replace(windows or Windows(), **({} if asked is True else asked))
             return replace(self.engine.options, prompt=prompt, windows=windows, aggregate=aggregate)
         except InputError as error:
             raise RequestError("validation", f"windows: {error}") from None

@@ -68,7 +68,7 @@ def _share(text: str) -> float:
 def run(options: argparse.Namespace) -> int:
     check_output(options.output, NESTED_ROW_KINDS, options.force)
     check_source(options.file)
-    windows = windows_of(options)
+    windows_of(options)  # what is wrong with it is said at once
     if missing := absent("scipy"):
         raise UsageError(f"predict needs {', '.join(missing)}: {install('train')}")
 
@@ -87,7 +87,11 @@ def run(options: argparse.Namespace) -> int:
     model = kind.model.from_pretrained(options.model, dtype=options.dtype, device=options.device)
     if usage.max_length is not None:
         model.max_seq_length = usage.max_length
-    extra = {"batch_tokens": options.batch_tokens, "windows": windows, "aggregate": options.aggregate}
+    extra = {
+        "batch_tokens": options.batch_tokens,
+        "windows": windows_of(options, model.windows),
+        "aggregate": options.aggregate,
+    }
     if usage.task == "classification":
         extra |= {"threshold": options.threshold, "every": options.all}
     with open_rows(options.output, kind.examples) as rows, progress_bar(None, None, desc="predicting", delay=0) as bar:
