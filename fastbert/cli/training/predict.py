@@ -87,11 +87,8 @@ def run(options: argparse.Namespace) -> int:
     model = kind.model.from_pretrained(options.model, dtype=options.dtype, device=options.device)
     if usage.max_length is not None:
         model.max_seq_length = usage.max_length
-    extra = {
-        "batch_tokens": options.batch_tokens,
-        "windows": windows_of(options, model.windows),
-        "aggregate": options.aggregate,
-    }
+    windows = windows_of(options, model.windows)
+    extra = {"batch_tokens": options.batch_tokens, "windows": windows, "aggregate": options.aggregate}
     if usage.task == "classification":
         extra |= {"threshold": options.threshold, "every": options.all}
     with open_rows(options.output, kind.examples) as rows, progress_bar(None, None, desc="predicting", delay=0) as bar:
