@@ -114,10 +114,8 @@ class Best:
             raise UsageError(f"{name_of(source)} holds no texts with words")
         if output is None:
             for score, place, row in self.rows:
-                text = (
-                    " ".join(row["text"].split()) if "start" in row else row["text"]
-                )  # a passage may have several lines
-                print(f"{score:9.4f}  {place:>8,}  {text}")
+                is_passage = "start" in row  # it may have several lines
+                print(f"{score:9.4f}  {place:>8,}  {' '.join(row['text'].split()) if is_passage else row['text']}")
             return
         with open_rows(output) as rows:
             scores, places, found = zip(*self.rows, strict=True)

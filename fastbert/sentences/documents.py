@@ -97,9 +97,11 @@ def chunks_job(
 ) -> WindowJob[Chunks]:
     """The chunks of texts, `options.windows`, and their vectors. A text without a token has none.
 
-    Raises InputError: `late`, of a model that does not pool by the mean.
+    Raises InputError: windows have a pool; `late`, of a model that does not pool by the mean.
     """
     assert options.windows is not None
+    if options.windows.pool is not None:
+        raise InputError(f"pool of windows is {options.windows.pool!r}, and chunks have a vector each: leave it out")
     if late and encoder.recipe.pooling != ("mean",):
         modes = "+".join(encoder.recipe.pooling)
         raise InputError(f"late chunking takes the mean of a chunk's tokens, and this model pools by {modes}")

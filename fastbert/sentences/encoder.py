@@ -256,7 +256,7 @@ class SentenceEncoder(TextModel):
 
         Args:
             inputs: one string, or many.
-            windows: which parts. None: as many whole sentences as the model takes, without overlap.
+            windows: which parts, without a `pool`. None: as many whole sentences as the model takes, without overlap.
             late: a chunk is the mean of its tokens as the whole text makes them ("late chunking", Guenther et al.
                 2024), in windows of the model's length if it is longer: for models that take texts longer than chunks.
             prompt_name, prompt, task, batch_tokens, normalize, truncate_dim, show_progress_bar: as of `encode`. A

@@ -166,6 +166,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(folders, source, t
         ((*encode[:-1], tmp_path / "a.npy", "--chunks"), "must end in .jsonl or .parquet"),
         ((*encode, "--engine", "ray", "--windows"), "--windows and --chunks are for --engine local"),
         (("search", "who", "--windows", source, "--model", folders["encoder"]), "a FILE goes before --windows"),
+        ((*search, "--windows", "pool=max"), "pool of windows is 'max', and chunks have a vector each: leave it out"),
         ((*search, "--vectors", source, "--windows"), "--windows searches in their passages: give one of them"),
         (
             ("classify", source, "--column", "text", "--model", folders["classifier"], "--aggregate", "logits"),

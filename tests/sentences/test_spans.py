@@ -191,6 +191,7 @@ def test_what_cannot_be_is_refused(folders):
             InputError,
             "length of windows is 99; this model takes 64",
         ),
+        (lambda: classifier.predict("a", windows=Windows(pool="max")), InputError, "spans have only 'first'"),
         (lambda: answerer.predict(("a", "b"), aggregate="vectors"), InputError, "there are logits, probabilities"),
         (lambda: answerer.predict(["a"]), TypeError, "inputs has 1 parts; it must be a pair of texts"),
         (lambda: answerer.predict(("a b", "c"), windows=Windows(6, 2)), InputError, "may overlap by 0 to 0, not by 2"),

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from fastbert.data.sentence_folder import FolderSettings
 from fastbert.data.usage import Usage, read_usage
 from fastbert.data.windows import Cutter, Windows
-from fastbert.errors import ConfigError
+from fastbert.errors import ConfigError, InputError
 from fastbert.models.base import PreTrainedModel
 from fastbert.sentences.documents import cutter_of
 from fastbert.sentences.loading import open_folder
@@ -56,4 +56,7 @@ class SpanModel(TextModel):
 
     def cutter(self, windows: Windows | None = None) -> Cutter:
         """By these windows, or else by its own. Raises InputError."""
-        return cutter_of(self, windows or self.windows or Windows())
+        windows = windows or self.windows or Windows()
+        if windows.pool not in (None, "first"):
+            raise InputError(f"pool of windows is {windows.pool!r}, and spans have only 'first': the begin of a text")
+        return cutter_of(self, windows)
