@@ -1,7 +1,8 @@
 """Texts longer than the model: `python -m benchmarks.long_texts --output benchmarks/results/<machine>`.
 
 all-MiniLM-L6-v2. Chunks of a text beside the same chunks given as texts, and the time of texts of 5,000 to 100,000
-words, in one process, in turn; medians. The highest memory of 10,000 and of 1,000,000 words, in a process each.
+words, in one process, in turn; medians. The highest memory of 10,000 and of 1,000,000 words, in a process each,
+of `fastbert search --windows`, too.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,13 @@ from benchmarks.inspecting.models import in_turn
 from fastbert import Windows
 from fastbert.bench.report import write_report
 from fastbert.bench.timing import describe_machine, peak_memory
+from fastbert.cli import main as main_of_cli
 
 MODEL = "all-MiniLM-L6-v2"
 WORDS = (5_000, 10_000, 20_000, 100_000)
 MANY, FEW = 1_000_000, 10_000
 CALLS = ("encode", "encode_chunks")
+SEARCH = "search"  # `fastbert search --windows` over one text
 SENTENCES = Path(__file__).parents[1] / "examples" / "sentences.txt"
 
 
@@ -46,10 +50,25 @@ def run(encoder: fastbert.SentenceEncoder, call: str, text: str) -> Any:
 def memory_of(call: str, words: int, threads: int) -> dict[str, float]:
     """In a process of its own."""
     torch.set_num_threads(threads)
+    if call == SEARCH:
+        return search(text_of(words))
     encoder, text = fastbert.SentenceEncoder(MODEL, dtype="bfloat16", device="cpu"), text_of(words)
     start = time.perf_counter()
     run(encoder, call, text)
     return {"seconds": time.perf_counter() - start, "bytes": peak_memory()}
+
+
+def search(text: str) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        path, found = Path(folder, "text.jsonl"), Path(folder, "found.jsonl")
+        path.write_text(json.dumps({"text": text}), encoding="utf-8")
+        arguments = ["search", "where do cats sleep?", str(path), "--column", "text", "--model", MODEL, "--windows"]
+        start = time.perf_counter()
+        code = main_of_cli([*arguments, "--dtype", "bfloat16", "--device", "cpu", "--output", str(found)])
+        seconds = time.perf_counter() - start
+        if code or not found.read_text(encoding="utf-8"):
+            raise SystemExit(f"fastbert search ended with {code}")
+    return {"seconds": seconds, "bytes": peak_memory()}
 
 
 def times(rounds: int) -> dict[str, Any]:
@@ -102,7 +121,7 @@ def main() -> None:
         print(json.dumps(memory_of(call, int(words), options.threads)))
         return
     memory = []
-    for call in CALLS:
+    for call in (*CALLS, SEARCH):
         for words in (FEW, MANY):
             command = [sys.executable, "-m", "benchmarks.long_texts", "--threads", str(options.threads)]
             command += ["--memory-of", call, str(words)]

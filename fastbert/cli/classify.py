@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from fastbert.cli.outputs import ROW_KINDS, STDOUT, check_output, open_rows
-from fastbert.cli.parser import UsageError, add_command, add_model_option, add_running_options, add_source
+from fastbert.cli.parser import (
+    AGGREGATES,
+    UsageError,
+    add_command,
+    add_model_option,
+    add_running_options,
+    add_source,
+    add_windows_option,
+    windows_of,
+)
 from fastbert.cli.stopping import raise_if_stopped, say
 from fastbert.data.text_files import check_source, name_of, read_texts
 
@@ -30,6 +39,7 @@ def add(commands: Any) -> None:
         "--output", metavar="OUT", type=Path, default=STDOUT, help="a .jsonl, a .parquet, or - (default)"
     )
     parser.add_argument("--all", action="store_true", help="the probabilities of all labels, in a column each")
+    add_windows_option(parser, "texts longer than the model takes are labelled by all their windows", AGGREGATES)
     add_running_options(parser)
     parser.add_argument("--force", action="store_true", help="replace OUT")
 
@@ -37,15 +47,18 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     check_output(options.output, ROW_KINDS, options.force)
     check_source(options.file)
+    windows_of(options)  # what is wrong with it is said at once
 
     from fastbert.sentences import TextClassifier
-    from fastbert.sentences.batches import in_chunks, progress_bar
+    from fastbert.sentences.batches import bar_of, in_chunks, progress_bar
     from fastbert.sentences.text_model import InferenceOptions
 
     raise_if_stopped()
     classifier = TextClassifier.from_pretrained(options.model, dtype=options.dtype, device=options.device)
-    settings, total = InferenceOptions(batch_tokens=options.batch_tokens, on_host=True), 0
-    with open_rows(options.output) as rows, progress_bar(None, None, desc="classifying", delay=0) as bar:
+    windows = windows_of(options, classifier.windows) or classifier.windows
+    settings = InferenceOptions("", options.batch_tokens, on_host=True, windows=windows, aggregate=options.aggregate)
+    total, bar_options = 0, bar_of(windows)
+    with open_rows(options.output) as rows, progress_bar(None, None, desc="classifying", delay=0, **bar_options) as bar:
         for chunk in in_chunks(read_texts(options.file, options.column), CHUNK_TEXTS):
             scores = classifier.probabilities(classifier.rows(chunk, settings, bar.update)).float().numpy()
             best = scores.argmax(-1)

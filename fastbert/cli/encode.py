@@ -12,7 +12,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,12 +25,15 @@ from fastbert.cli.parser import (
     add_command,
     add_model_option,
     add_running_options,
+    add_windows_option,
     positive,
+    windows_of,
 )
 from fastbert.cli.stopping import raise_if_stopped, say
 from fastbert.data.text_files import STDIN, TEXT_KINDS, check_source, name_of, read_texts
 
 if TYPE_CHECKING:
+    from fastbert.data.windows import Windows
     from fastbert.sentences import SentenceEncoder
 
 CHUNK_TEXTS = 1024  # what a kill can cost at most, beside growing_array.COMMIT_S
@@ -58,6 +61,15 @@ def add(commands: Any) -> None:
         "--output", metavar="OUT", required=True,
         help="where the vectors go: a .npy, .parquet, .jsonl, or -; a folder or a URL with --engine ray",
     )  # fmt: skip
+    add_windows_option(parser, "texts longer than the model takes have a vector of all their windows")
+    parser.add_argument(
+        "--chunks", action="store_true",
+        help="a vector for each passage of whole sentences, as --windows says, instead of one a text: OUT has a row a"
+        " passage, with its text, the number of its document, and where it starts and ends there",
+    )  # fmt: skip
+    parser.add_argument(
+        "--late", action="store_true", help="with --chunks: passages as the whole text makes them (late chunking)"
+    )
     add_running_options(parser)
     parser.add_argument("--force", action="store_true", help="replace OUT; start again if a run cannot go on")
     parser.add_argument(
@@ -69,6 +81,8 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if options.engine == "ray":
+        if options.windows is not None or options.chunks:
+            raise UsageError("--windows and --chunks are for --engine local")
         from fastbert.cli.encode_ray import encode_on_ray
 
         what = ("model", "column", "dtype", "device", "batch_tokens", "workers", "force")
@@ -77,6 +91,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.workers is not None:
         raise UsageError("--workers is for --engine ray")
+    if options.late and not options.chunks:
+        raise UsageError("--late is for --chunks")
     job = EncodeJob(
         source=Path(options.file),
         output=Path(options.output),
@@ -86,9 +102,20 @@ def run(options: argparse.Namespace) -> int:
         device=options.device,
         batch_tokens=options.batch_tokens,
         force=options.force,
+        windows=_windows(options),
+        chunks=options.chunks,
+        late=options.late,
     )
     say(encode_file(job, say))
     return 0
+
+
+def _windows(options: argparse.Namespace) -> Windows | None:
+    if not options.chunks:
+        return windows_of(options)
+    from fastbert.sentences.documents import CHUNKS
+
+    return windows_of(options, CHUNKS) or CHUNKS
 
 
 @dataclass(frozen=True)
@@ -103,6 +130,9 @@ class EncodeJob:
     device: str | None
     batch_tokens: int | None
     force: bool
+    windows: Windows | None = None
+    chunks: bool = False  # a row for each of the windows
+    late: bool = False
     piped: str | None = None  # of texts from standard input, which the source holds now: what they are known by
 
 
@@ -112,7 +142,7 @@ def encode_file(job: EncodeJob, say: Callable[[str], None]) -> str:
     Raises UsageError, before anything is written, for a source or an output that cannot be had; the errors of
     SentenceEncoder.from_pretrained; OSError.
     """
-    check_output(job.output, (".npy", *ROW_KINDS), job.force)
+    check_output(job.output, ROW_KINDS if job.chunks else (".npy", *ROW_KINDS), job.force)
     check_source(job.source)
     if job.output.suffix != ".npy":
         return _encode_rows(job)
@@ -156,13 +186,18 @@ def encode_file(job: EncodeJob, say: Callable[[str], None]) -> str:
 
 def _encode_into(array: GrowingArray, encoder: SentenceEncoder, job: EncodeJob, batch_tokens: int) -> int:
     """Encode the texts that the array has no rows for yet; returns how many tokens they had."""
-    from fastbert.sentences.batches import progress_bar
+    from fastbert.sentences.batches import bar_of, progress_bar
 
     texts = islice(read_texts(job.source, job.column), array.rows, None)
     tokens = 0
-    with progress_bar(array.shape[0], None, initial=array.rows, delay=0) as bar:
+    counted = {"total": array.shape[0], "initial": array.rows} if job.windows is None else {"total": None}
+    with progress_bar(show=None, delay=0, **counted, **bar_of(job.windows)) as bar:
         chunks = encoder.encode_stream(
-            texts, batch_tokens=batch_tokens, chunk_texts=CHUNK_TEXTS, on_batch=lambda count: _advance(bar, count)
+            texts,
+            batch_tokens=batch_tokens,
+            chunk_texts=CHUNK_TEXTS,
+            windows=job.windows,
+            on_batch=lambda count: _advance(bar, count),
         )
         for vectors, count in chunks:
             array.append(vectors)
@@ -179,25 +214,48 @@ def _advance(bar: Any, count: int) -> None:
 def _encode_rows(job: EncodeJob) -> str:
     """Into what takes a row after the other: from a pipe, too, whose end nobody knows."""
     from fastbert.sentences import SentenceEncoder
-    from fastbert.sentences.batches import in_chunks, progress_bar
+    from fastbert.sentences.batches import bar_of, in_chunks, progress_bar
 
     raise_if_stopped()
     encoder = SentenceEncoder.from_pretrained(job.model, dtype=job.dtype, device=job.device)
     total, start = 0, time.perf_counter()
-    with open_rows(job.output) as rows, progress_bar(None, None, delay=0) as bar:
+    with open_rows(job.output) as rows, progress_bar(None, None, delay=0, **bar_of(job.windows)) as bar:
         for chunk in in_chunks(read_texts(job.source, job.column), CHUNK_TEXTS):
-            ((vectors, _),) = encoder.encode_stream(
-                chunk,
-                batch_tokens=job.batch_tokens,
-                chunk_texts=len(chunk),
-                on_batch=lambda count: _advance(bar, count),
-            )
-            rows.write({"text": chunk, "embedding": vectors})
+            if job.chunks:
+                rows.write(_chunk_rows(encoder, chunk, job, total, lambda count: _advance(bar, count)))
+            else:
+                ((vectors, _),) = encoder.encode_stream(
+                    chunk,
+                    batch_tokens=job.batch_tokens,
+                    chunk_texts=len(chunk),
+                    windows=job.windows,
+                    on_batch=lambda count: _advance(bar, count),
+                )
+                rows.write({"text": chunk, "embedding": vectors})
             total += len(chunk)
         if not total:
             raise UsageError(f"{name_of(job.source)} holds no texts")
     seconds = time.perf_counter() - start
     return f"{total:,} texts in {seconds:.1f} s -> {job.output} float32 ({total}, {encoder.dim})"
+
+
+def _chunk_rows(
+    encoder: SentenceEncoder, texts: list[str], job: EncodeJob, before: int, on_tokens: Callable[[int], Any]
+) -> dict[str, Any]:
+    """A row for each chunk of texts, `before` which others stand in the file."""
+    from fastbert.sentences.documents import chunks_job
+    from fastbert.sentences.text_model import InferenceOptions
+
+    options = InferenceOptions(encoder.prompt(), job.batch_tokens, windows=job.windows)
+    made = chunks_job(encoder, texts, options, job.late).run(encoder.device, job.batch_tokens, on_tokens=on_tokens)
+    places = list(zip(made.documents.tolist(), made.starts.tolist(), made.ends.tolist(), strict=True))
+    return {
+        "document": [before + i for i, _, _ in places],
+        "start": [start for _, start, _ in places],
+        "end": [end for _, _, end in places],
+        "text": [texts[i][start:end] for i, start, end in places],
+        "embedding": made.vectors,
+    }
 
 
 def _count_texts(job: EncodeJob) -> int:
@@ -226,5 +284,6 @@ def _identity(job: EncodeJob, encoder: SentenceEncoder, total: int, batch_tokens
         "dtype": "int8" if is_quantized(encoder.model) else str(encoder.dtype).removeprefix("torch."),
         "device": str(encoder.device),
         "batch tokens": batch_tokens,
+        "windows": None if job.windows is None else asdict(job.windows),
         "fastbert": __version__,
     }

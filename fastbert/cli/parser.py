@@ -5,13 +5,18 @@ from __future__ import annotations
 import argparse
 import shutil
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fastbert.messages import did_you_mean
 
+if TYPE_CHECKING:
+    from fastbert.data.windows import Windows
+
 A_MODEL = "a folder, a hub id, or all-MiniLM-L6-v2"
+AGGREGATES = ("probabilities", "logits", "vectors")  # of a classifier's windows
 LARGEST = 2**31 - 1  # of whatever is a number on the command line: counts are int32 further down
 
 
@@ -91,6 +96,38 @@ def add_running_options(parser: Parser) -> None:
     )  # fmt: skip
     parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:1; by default a GPU if there is one")
     parser.add_argument("--batch-tokens", metavar="N", type=positive, help="tokens in a batch; fewer need less memory")
+
+
+_WINDOWS: dict[str, Callable[[str], Any]] = {"length": int, "overlap": float, "pool": str, "limit": int, "at": str}
+
+
+def add_windows_option(parser: Parser, what: str, aggregates: Sequence[str] = ()) -> None:
+    """--windows, and --aggregate where a command has a choice of what of them is combined."""
+    parser.add_argument(
+        "--windows", metavar="KEY=VALUE", nargs="*", type=_key_and_value,
+        help=f"{what}: windows of length=N tokens, that overlap=N, pool=mean, max, top3 or first, limit=N, and end"
+        " at=tokens or at=sentences; what is not said is the model's",
+    )  # fmt: skip
+    if aggregates:
+        parser.add_argument("--aggregate", choices=aggregates, help="what of a text's windows is combined")
+
+
+def _key_and_value(word: str) -> tuple[str, Any]:
+    name, _, value = word.partition("=")
+    if name not in _WINDOWS:
+        known = "=, ".join(_WINDOWS)
+        raise argparse.ArgumentTypeError(f"{short(word, 60)!r} is none of {known}=; a FILE goes before --windows")
+    try:
+        return name, _WINDOWS[name](value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{short(word, 60)!r} is no number") from None
+
+
+def windows_of(options: argparse.Namespace, own: Windows | None = None) -> Windows | None:
+    """What --windows says, beside the `own` windows of a command; None without the option. Raises InputError."""
+    from fastbert.data.windows import Windows
+
+    return None if options.windows is None else replace(own or Windows(), **dict(options.windows))
 
 
 def positive(text: str) -> int:

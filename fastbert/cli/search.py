@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastbert.cli.outputs import ROW_KINDS, check_output, open_rows
 from fastbert.cli.parser import (
+    AGGREGATES,
     Parser,
     UsageError,
     add_command,
     add_model_option,
     add_running_options,
     add_source,
+    add_windows_option,
     positive,
+    windows_of,
 )
 from fastbert.cli.stopping import raise_if_stopped
 from fastbert.data.text_files import check_source, name_of, read_texts
 
 if TYPE_CHECKING:
     from fastbert.data.tokenized import Text
+    from fastbert.sentences import SentenceEncoder
+    from fastbert.sentences.text_model import InferenceOptions
 
 CHUNK_TEXTS = 1024
 TOP = 10
@@ -36,12 +42,14 @@ def _add_search(commands: Any) -> None:
         commands, "search", run_search, "the texts that are closest to a query",
         """
         Shows the texts of FILE whose vectors are most similar to QUERY's: the score, the place in FILE, the text. The
-        vectors are made on the way, or read from what `fastbert encode` has written of the same FILE (--vectors).
+        vectors are made on the way, or read from what `fastbert encode` has written of the same FILE (--vectors). With
+        --windows each text is cut into passages of whole sentences, and stands for its best one, which is shown.
         """,
         'fastbert search "how do I reset my password?" questions.txt --model all-MiniLM-L6-v2 --top 5',
     )  # fmt: skip
     _add_arguments(parser)
     parser.add_argument("--vectors", metavar="V.npy", type=Path, help="the vectors of FILE, from `fastbert encode`")
+    add_windows_option(parser, "search in passages of texts")
 
 
 def _add_rerank(commands: Any) -> None:
@@ -49,11 +57,13 @@ def _add_rerank(commands: Any) -> None:
         commands, "rerank", run_rerank, "texts by their score beside a query",
         """
         Scores every text of FILE together with QUERY, and shows the best: the score, the place in FILE, the text.
-        MODEL is a cross-encoder: it has a head for sequence classification with one label.
+        MODEL is a cross-encoder: it has a head for sequence classification with one label. With --windows a text is as
+        good as its best passage, which is shown.
         """,
         'fastbert rerank "who wrote Emma?" passages.txt --model ./ms-marco-MiniLM-L6-v2 --top 5',
     )  # fmt: skip
     _add_arguments(parser)
+    add_windows_option(parser, "read texts to their end", AGGREGATES[:2])
 
 
 def _add_arguments(parser: Parser) -> None:
@@ -75,13 +85,24 @@ def _check(options: argparse.Namespace) -> None:
 
 
 class Best:
-    """The `count` texts with the highest scores so far, the best first; equal ones in their order."""
+    """The `count` texts with the highest scores so far, the best first; equal ones in their order. A score of minus
+    infinity is none.
+    """
 
     def __init__(self, count: int):
-        self.count, self.rows, self.seen = count, [], 0  # type: int, list[tuple[float, int, str]], int
+        self.count, self.rows, self.seen = count, [], 0  # type: int, list[tuple[float, int, dict[str, Any]]], int
 
-    def add(self, texts: list[str], scores: Any) -> None:
-        found = [(float(score), self.seen + i, text) for i, (score, text) in enumerate(zip(scores, texts, strict=True))]
+    def add(self, texts: list[str], scores: Any, places: Sequence[tuple[int, int]] | None = None) -> None:
+        """places: of a passage in each text, which is what is shown."""
+        found = []
+        for i, (score, text) in enumerate(zip(scores, texts, strict=True)):
+            row: dict[str, Any] = {"text": text}
+            if score == float("-inf"):
+                continue
+            if places is not None:
+                start, end = places[i]
+                row = {"text": text[start:end], "start": start, "end": end}
+            found.append((float(score), self.seen + i, row))
         self.rows = sorted([*self.rows, *found], key=lambda row: (-row[0], row[1]))[: self.count]
         self.seen += len(texts)
 
@@ -89,30 +110,44 @@ class Best:
         """Raises UsageError where there were no texts."""
         if not self.seen:
             raise UsageError(f"{name_of(source)} holds no texts")
+        if not self.rows:
+            raise UsageError(f"{name_of(source)} holds no texts with words")
         if output is None:
-            for score, place, text in self.rows:
-                print(f"{score:9.4f}  {place:>8,}  {text}")
+            for score, place, row in self.rows:
+                is_passage = "start" in row  # it may have several lines
+                print(f"{score:9.4f}  {place:>8,}  {' '.join(row['text'].split()) if is_passage else row['text']}")
             return
         with open_rows(output) as rows:
-            scores, places, texts = zip(*self.rows, strict=True)
-            rows.write({"index": list(places), "score": list(scores), "text": list(texts)})
+            scores, places, found = zip(*self.rows, strict=True)
+            columns = {name: [row[name] for row in found] for name in found[0]}
+            rows.write({"index": list(places), "score": list(scores), **columns})
 
 
 def run_search(options: argparse.Namespace) -> int:
     _check(options)
     if options.vectors is not None and not options.vectors.is_file():
         raise UsageError(f"--vectors {options.vectors} is not a file")
+    if options.vectors is not None and options.windows is not None:
+        raise UsageError("--vectors are of whole texts, and --windows searches in their passages: give one of them")
 
     from fastbert.sentences import SentenceEncoder
-    from fastbert.sentences.batches import in_chunks, progress_bar
+    from fastbert.sentences.batches import bar_of, in_chunks, progress_bar
+    from fastbert.sentences.documents import CHUNKS
+    from fastbert.sentences.text_model import InferenceOptions
 
+    windows = windows_of(options, CHUNKS)
     raise_if_stopped()
     encoder = SentenceEncoder.from_pretrained(options.model, dtype=options.dtype, device=options.device)
     query, best = encoder.encode_query(options.query), Best(options.top)
     document = encoder._of_task("document", {})["prompt_name"]
     made = None if options.vectors is None else _read_vectors(options.vectors, encoder.dim)
-    with progress_bar(None, None, desc="searching", delay=0) as bar:
+    with progress_bar(None, None, desc="searching", delay=0, **bar_of(windows)) as bar:
         for chunk in in_chunks(read_texts(options.file, options.column), CHUNK_TEXTS):
+            if windows is not None:
+                said = InferenceOptions(encoder.prompt(document), options.batch_tokens, windows=windows)
+                best.add(chunk, *_best_passages(encoder, query, chunk, said, bar.update))
+                raise_if_stopped()
+                continue
             if made is None:
                 ((vectors, _),) = encoder.encode_stream(
                     chunk,
@@ -135,6 +170,23 @@ def run_search(options: argparse.Namespace) -> int:
     return 0
 
 
+def _best_passages(
+    encoder: SentenceEncoder, query: Any, texts: list[str], options: InferenceOptions, on_tokens: Callable[[int], Any]
+) -> tuple[list[float], list[tuple[int, int]]]:
+    """Of each text the score of its best passage, and where that is; minus infinity where it has no words."""
+    from fastbert.sentences.documents import chunks_job
+
+    job = chunks_job(encoder, texts, options, late=False)
+    chunks = job.run(encoder.device, options.batch_tokens, on_tokens=on_tokens)
+    scores, places = [float("-inf")] * len(texts), [(0, 0)] * len(texts)
+    if len(chunks):
+        found = encoder.similarity(query, chunks.vectors)[0].tolist()
+        for i, score, start, end in zip(chunks.documents, found, chunks.starts, chunks.ends, strict=True):
+            if score > scores[i]:
+                scores[i], places[i] = score, (int(start), int(end))
+    return scores, places
+
+
 def _read_vectors(path: Path, dim: int) -> Any:
     import numpy as np
 
@@ -151,9 +203,10 @@ def _read_vectors(path: Path, dim: int) -> Any:
 
 def run_rerank(options: argparse.Namespace) -> int:
     _check(options)
+    windows_of(options)  # what is wrong with it is said at once
 
     from fastbert.sentences import Reranker
-    from fastbert.sentences.batches import in_chunks, progress_bar
+    from fastbert.sentences.batches import bar_of, in_chunks, progress_bar
     from fastbert.sentences.text_model import InferenceOptions
 
     raise_if_stopped()
@@ -161,11 +214,19 @@ def run_rerank(options: argparse.Namespace) -> int:
     if reranker.num_labels != 1:
         raise UsageError(f"{options.model} has {reranker.num_labels} labels; a reranker has one")
     best = Best(options.top)
-    settings = InferenceOptions(prompt=reranker.prompt(), batch_tokens=options.batch_tokens, on_host=True)
-    with progress_bar(None, None, desc="scoring", delay=0) as bar:
+    windows = windows_of(options, reranker.windows) or reranker.windows
+    settings = InferenceOptions(
+        reranker.prompt(), options.batch_tokens, on_host=True, windows=windows, aggregate=options.aggregate
+    )
+    with progress_bar(None, None, desc="scoring", delay=0, **bar_of(windows)) as bar:
         for chunk in in_chunks(read_texts(options.file, options.column), CHUNK_TEXTS):
             pairs: list[Text] = [(options.query, text) for text in chunk]
-            best.add(chunk, reranker.scores(reranker.rows(pairs, settings, bar.update)).tolist())
+            if windows is None:
+                logits, places = reranker.rows(pairs, settings, bar.update), None
+            else:
+                job = reranker.passages_job(pairs, settings)
+                logits, places = job.run(reranker.device, options.batch_tokens, on_tokens=bar.update)
+            best.add(chunk, reranker.scores(logits).tolist(), places)
             raise_if_stopped()
     best.show(options.output, options.file)
     return 0

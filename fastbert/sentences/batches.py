@@ -95,6 +95,11 @@ def progress_bar(total: int | None, show: bool | None, **options: Any) -> Any:
     return tqdm(total=total, dynamic_ncols=True, **options)
 
 
+def bar_of(windows: Any) -> dict[str, Any]:
+    """How a bar counts: tokens where texts are cut into `windows`, for one may take hours; else as it is."""
+    return {} if windows is None else {"unit": " tokens", "unit_scale": True}
+
+
 class _NoBar:
     """What nobody sees: a tqdm that is disabled takes a fiftieth of one short text's time."""
 

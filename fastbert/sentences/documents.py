@@ -97,22 +97,21 @@ def chunks_job(
 ) -> WindowJob[Chunks]:
     """The chunks of texts, `options.windows`, and their vectors. A text without a token has none.
 
-    Raises InputError: `late`, of a model that does not pool by the mean.
+    Raises InputError: windows have a pool; `late`, of a model that does not pool by the mean.
     """
     assert options.windows is not None
+    if options.windows.pool is not None:
+        raise InputError(f"pool of windows is {options.windows.pool!r}, and chunks have a vector each: leave it out")
     if late and encoder.recipe.pooling != ("mean",):
         modes = "+".join(encoder.recipe.pooling)
         raise InputError(f"late chunking takes the mean of a chunk's tokens, and this model pools by {modes}")
     made = cutter_of(encoder, options.windows, options.task).cut(texts, prompt=options.prompt)
-    of_chunk = np.flatnonzero(made.spans[:, 0] >= 0)
-    chunk = made.of_token[of_chunk]
-    first, last = of_chunk[np.diff(chunk, prepend=-1) > 0], of_chunk[np.diff(chunk, append=len(made)) > 0]
-    there = np.unique(chunk)
-    starts, ends = made.spans[first, 0].astype(np.int64), made.spans[last, 1].astype(np.int64)
+    places = made.characters
+    there = np.flatnonzero(places[:, 0] >= 0)
 
     def finish(rows: np.ndarray) -> Chunks:
         vectors = encoder.finish(torch.from_numpy(rows).to(encoder.device), options).cpu().numpy()
-        return Chunks(vectors, made.source[there], starts, ends)
+        return Chunks(vectors, made.source[there], *places[there].T)
 
     def of_windows(rows: list[np.ndarray]) -> Chunks:
         return finish(np.stack([rows[i] for i in there]) if len(there) else np.empty((0, encoder.pooled_width), "f4"))

@@ -21,7 +21,7 @@ from fastbert.errors import ConfigError, InputError
 from fastbert.models.auto import load_encoder
 from fastbert.models.base import EncoderModel, PreTrainedModel
 from fastbert.packed_inputs import PackedInputs
-from fastbert.sentences.batches import check_texts, in_chunks, progress_bar
+from fastbert.sentences.batches import bar_of, check_texts, in_chunks, progress_bar
 from fastbert.sentences.loading import LoadArguments, open_folder
 from fastbert.sentences.pool import ProcessPool
 from fastbert.sentences.pooling import pool as pool_tokens
@@ -180,8 +180,8 @@ class SentenceEncoder(TextModel):
             batch_tokens: how many tokens the encoder gets at a time; a longer text is a batch of its own. The default
                 is the number with which the device is fastest.
             normalize: False leaves out the model's own Normalize at the end.
-            windows: how texts are cut that are longer than the model takes, all of whose tokens then count. None: they
-                lose their ends. A text that fits has the same vector either way.
+            windows: how texts are cut that are longer than the model takes, all of whose tokens then count. None:
+                `self.windows`; without these, too, they lose their ends. A text that fits has one vector either way.
 
         Returns:
             float32, (dim,) for one string and (number of texts, dim) for a list, which may be empty.
@@ -208,10 +208,10 @@ class SentenceEncoder(TextModel):
             truncate_dim=truncate_dim,
             on_host=convert_to_numpy and not convert_to_tensor,
             task=task,
-            windows=windows,
+            windows=windows or self.windows,
         )
         if not as_vectors:
-            if pool is not None or isinstance(device, list) or precision != "float32" or windows is not None:
+            if pool is not None or isinstance(device, list) or precision != "float32" or options.windows is not None:
                 raise InputError(
                     f"output_value {output_value!r} excludes a pool, several devices, a precision and windows"
                 )
@@ -256,7 +256,7 @@ class SentenceEncoder(TextModel):
 
         Args:
             inputs: one string, or many.
-            windows: which parts. None: as many whole sentences as the model takes, without overlap.
+            windows: which parts, without a `pool`. None: as many whole sentences as the model takes, without overlap.
             late: a chunk is the mean of its tokens as the whole text makes them ("late chunking", Guenther et al.
                 2024), in windows of the model's length if it is longer: for models that take texts longer than chunks.
             prompt_name, prompt, task, batch_tokens, normalize, truncate_dim, show_progress_bar: as of `encode`. A
@@ -272,7 +272,7 @@ class SentenceEncoder(TextModel):
             windows=CHUNKS if windows is None else windows,
         )  # fmt: skip
         job = chunks_job(self, check_texts(inputs), options, late)
-        with progress_bar(None, show_progress_bar, unit=" tokens", unit_scale=True) as bar:
+        with progress_bar(None, show_progress_bar, **bar_of(options.windows)) as bar:
             return job.run(self.device, options.batch_tokens, on_tokens=bar.update)
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> torch.Tensor:
@@ -303,6 +303,7 @@ class SentenceEncoder(TextModel):
         prompt_name: str | None = None,
         prompt: str | None = None,
         truncate_dim: int | None = None,
+        windows: Windows | None = None,
         chunk_texts: int = CHUNK_TEXTS,
         on_batch: Callable[[int], Any] = lambda texts: None,
     ) -> Iterator[tuple[np.ndarray, int]]:
@@ -311,12 +312,18 @@ class SentenceEncoder(TextModel):
         A chunk has `chunk_texts` texts, or fewer if they are long; one begins at each `chunk_texts`-th text. Only one
         chunk is in memory at a time. Its vectors depend on this chunk alone, so a stream that starts again at the
         `chunk_texts`-th text, or at a multiple of that, gives the same bits.
-        `on_batch(texts)` is called after each batch.
+        `on_batch(texts)` is called after each batch, with its tokens where texts are cut into `windows`.
         """
         options = InferenceOptions(
-            self.prompt(prompt_name, prompt), batch_tokens, normalize=normalize, truncate_dim=truncate_dim
-        )
+            self.prompt(prompt_name, prompt), batch_tokens, normalize=normalize, truncate_dim=truncate_dim,
+            windows=windows or self.windows,
+        )  # fmt: skip
         for chunk in in_chunks(texts, chunk_texts, aligned=True):
+            if options.windows is not None:
+                job = self.job(check_texts(chunk), options)
+                vectors = job.run(self.device, batch_tokens, on_tokens=on_batch)
+                yield vectors.cpu().numpy(), len(job.windows.ids)
+                continue
             made = self.tokenize(check_texts(chunk), options.prompt)
             yield self.rows_of(made, options, on_batch).cpu().numpy(), len(made.ids)
 

@@ -39,7 +39,6 @@ class SequenceScorer(TextModel):
     # Of the windows of a text: which of them count, and what of them.
     default_pool: ClassVar[Pool] = "mean"
     default_aggregate: ClassVar[str] = "probabilities"
-    windows: Windows | None = None  # of calls that say none
 
     def _assemble(
         self, model: PreTrainedModel, tokenizer: Tokenizer, max_seq_length: int, settings: FolderSettings | None = None
@@ -63,24 +62,60 @@ class SequenceScorer(TextModel):
 
     def job(self, inputs: list[Text], options: InferenceOptions) -> WindowJob[torch.Tensor]:
         """The logits of texts, of all their windows (of a pair the second text is cut): see `aggregated`."""
-        from fastbert.data.windows.job import WindowJob, on_host
+        made, windows, aggregate = self._windows_of(inputs, options)
+        if aggregate == "vectors":
+            return self._of_vectors(made, windows)
+        return self._of_windows(made, options).then(
+            lambda logits: self._on_device(aggregated(logits, made, windows, aggregate, self.problem_type))
+        )
+
+    def passages_job(
+        self, inputs: list[Text], options: InferenceOptions
+    ) -> WindowJob[tuple[torch.Tensor, list[tuple[int, int]]]]:
+        """With the logits of texts where the best passage of each is: the characters of the window with the highest
+        first logit. Raises InputError: the windows have no logits, for their vectors are combined.
+        """
+        made, windows, aggregate = self._windows_of(inputs, options)
+        if aggregate == "vectors":
+            raise InputError("aggregate='vectors' gives windows no scores, of which one could be the best")
+
+        def finish(logits: np.ndarray) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+            best = [one[logits[one, 0].argmax()] for one in made.of_texts]
+            places = [(max(0, start), max(0, end)) for start, end in made.characters[best].tolist()]
+            return self._on_device(aggregated(logits, made, windows, aggregate, self.problem_type)), places
+
+        return self._of_windows(made, options).then(finish)
+
+    def _windows_of(self, inputs: list[Text], options: InferenceOptions) -> tuple[TokenWindows, Windows, str]:
+        """The windows of inputs, what becomes of them, and what of them is combined."""
         from fastbert.sentences.documents import cut_inputs
 
         assert options.windows is not None
         windows = replace(options.windows, pool=options.windows.pool or self.default_pool)
-        made, aggregate = cut_inputs(self, inputs, windows, options.prompt), options.aggregate or self.default_aggregate
-        if aggregate == "vectors" and self.model.pooling == "late":
-            raise InputError("aggregate='vectors' needs a head over one vector a text, and this model's is over tokens")
-        forward = self.model.packed_vectors if aggregate == "vectors" else partial(self.compute, options=options)
+        return cut_inputs(self, inputs, windows, options.prompt), windows, options.aggregate or self.default_aggregate
 
+    def _of_windows(self, made: TokenWindows, options: InferenceOptions) -> WindowJob[np.ndarray]:
+        """Their logits, (windows, num_labels)."""
+        from fastbert.data.windows.job import WindowJob, on_host
+
+        return WindowJob(made, partial(self.compute, options=options), lambda logits, _: on_host(logits), np.stack)
+
+    def _of_vectors(self, made: TokenWindows, windows: Windows) -> WindowJob[torch.Tensor]:
+        """The logits of texts, of what goes into the head for their windows, combined."""
+        from fastbert.data.windows.job import WindowJob, on_host
+
+        if self.model.pooling == "late":
+            raise InputError("aggregate='vectors' needs a head over one vector a text, and this model's is over tokens")
+
+        @torch.inference_mode()
         def finish(rows: list[np.ndarray]) -> torch.Tensor:
-            found = np.stack(rows)
-            if aggregate != "vectors":
-                return torch.from_numpy(aggregated(found, made, windows, aggregate, self.problem_type)).to(self.device)
-            vectors = torch.from_numpy(windows.combined(found, made)).to(self.device, self.dtype)
+            vectors = torch.from_numpy(windows.combined(np.stack(rows), made)).to(self.device, self.dtype)
             return self.model.classified(vectors).to(torch.promote_types(self.dtype, torch.float32))
 
-        return WindowJob(made, forward, lambda found, places: on_host(found), finish)
+        return WindowJob(made, self.model.packed_vectors, lambda vectors, _: on_host(vectors), finish)
+
+    def _on_device(self, logits: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(logits).to(self.device)
 
     @property
     def problem_type(self) -> str:

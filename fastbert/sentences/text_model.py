@@ -18,7 +18,7 @@ from fastbert.data.tokenized import Text, Tokenized, run_batches, tokenize
 from fastbert.errors import ConfigError, InputError
 from fastbert.models.base import HasModel, PreTrainedModel
 from fastbert.packed_inputs import PackedInputs
-from fastbert.sentences.batches import in_places, longest_first, progress_bar
+from fastbert.sentences.batches import bar_of, in_places, longest_first, progress_bar
 from fastbert.sentences.pool import ProcessPool
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class TextModel(HasModel):
 
     is_pair: ClassVar[bool] = False  # two texts are one input
     has_types: bool = False  # the model is told which token is of which text
+    windows: Windows | None = None  # how calls that say nothing of it cut longer texts; None: these lose their ends
     default_prompts: ClassVar[tuple[str, ...]] = ()  # that every model has: empty ones, unless its folder says more
 
     def _assemble(
@@ -247,8 +248,8 @@ class TextModel(HasModel):
         if chunk_size is not None and pool is None and not isinstance(device, list):
             raise InputError("chunk_size is for a pool, or a list of devices")
         counts_tokens = options.windows is not None and pool is None and not isinstance(device, list)
-        if counts_tokens:  # a text may take hours
-            bar_options = {**bar_options, "unit": " tokens", "unit_scale": True}
+        if counts_tokens:
+            bar_options |= bar_of(options.windows)
         with progress_bar(None if counts_tokens else len(inputs), show, **bar_options) as bar:
             if pool is None and not isinstance(device, list):
                 if device is not None:

@@ -7,7 +7,7 @@ import base64
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,16 +16,29 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from fastbert.data.windows import Windows
+from fastbert.data.windows.answers import Answers
+from fastbert.data.windows.job import WindowJob
 from fastbert.errors import InputError
+from fastbert.sentences.documents import CHUNKS, chunks_job
+from fastbert.sentences.spans.question_answerer import QuestionAnswerer
+from fastbert.sentences.text_model import Aggregate, InferenceOptions
 from fastbert.serve import json_text, schemas
 from fastbert.serve.admission import BODY, AdmissionControl
 from fastbert.serve.answers import predictions, ranking, unit_length
 from fastbert.serve.batching import Batcher, ComputeError
-from fastbert.serve.engine import Engine
+from fastbert.serve.engine import Engine, WindowSequence
 from fastbert.serve.metrics import Metrics
 from fastbert.serve.request_errors import RequestError, error_response
 from fastbert.version import __version__
 
+ROUTES = {  # what "/" stands for, for each kind of model
+    "embedding": "/embed",
+    "reranker": "/rerank",
+    "classifier": "/predict",
+    "token-classifier": "/entities",
+    "question-answerer": "/answers",
+}
 INLINE_CHARS = 2000  # tokenising more would hold up the other requests: a thread does it
 
 
@@ -60,12 +73,15 @@ def make_app(
         "/rerank": (server.rerank, schemas.RerankRequest),
         "/predict": (server.predict, schemas.PredictRequest),
         "/v1/embeddings": (server.openai_embeddings, schemas.OpenAIRequest),
+        "/chunks": (server.chunks, schemas.ChunksRequest),
+        "/entities": (server.entities, schemas.EntitiesRequest),
+        "/answers": (server.answers, schemas.AnswersRequest),
     }
     for path, (route, schema) in posts.items():
         body = {"required": True, "content": {"application/json": {"schema": schema.model_json_schema()}}}
         app.post(path, openapi_extra={"requestBody": body})(route)
-    whole = {"embedding": "/embed", "reranker": "/rerank", "classifier": "/predict"}[engine.kind]
-    app.post("/", include_in_schema=False)(posts[whole][0])  # for clients that know the server's address alone
+    whole = posts[ROUTES[engine.kind]][0]
+    app.post("/", include_in_schema=False)(whole)  # for clients that know the server's address alone
     gets = {"/health": server.health, "/metrics": server.page, "/info": server.info, "/v1/models": server.openai_models}
     for path, answer in gets.items():
         app.get(path)(answer)
@@ -105,9 +121,39 @@ class Server:
 
     async def embed(self, request: Request) -> Response:
         asked = self._read(request, schemas.EmbedRequest, "embedding")
-        prompt = self._prompt(asked.prompt_name)
-        vectors, _ = await self._run("inputs", asked.inputs, asked.truncate, prompt)
+        options = self._options(asked.windows, self._prompt(asked.prompt_name))
+        vectors = await self._rows("inputs", asked.inputs, asked.truncate, options)
         return as_json(self._vectors(vectors, asked.dimensions, asked.normalize))
+
+    async def chunks(self, request: Request) -> Response:
+        asked = self._read(request, schemas.ChunksRequest, "embedding")
+        if asked.windows is False:
+            raise RequestError("validation", "windows: chunks are windows: it is true, or an object")
+        options, inputs = self._options(asked.windows, self._prompt(asked.prompt_name), base=CHUNKS), asked.inputs
+        made = await self._run_job("inputs", inputs, lambda model: chunks_job(model, inputs, options, asked.late))
+        vectors = self._vectors(made.vectors, asked.dimensions, asked.normalize)
+        found: list[list[dict[str, Any]]] = [[] for _ in inputs]
+        places = (each.tolist() for each in (made.documents, made.starts, made.ends))
+        for vector, i, start, end in zip(vectors, *places, strict=True):
+            text = {"text": inputs[i][start:end]} if asked.return_text else {}
+            found[i].append({"start": start, "end": end, **text, "embedding": vector})
+        return as_json(found)
+
+    async def entities(self, request: Request) -> Response:
+        asked = self._read(request, schemas.EntitiesRequest, "token-classifier")
+        inputs, windows = asked.inputs, self._options(asked.windows).windows
+        made = await self._run_job("inputs", inputs, lambda model: model.entities_job(inputs, windows, asked.aggregate))
+        return as_json(made)
+
+    async def answers(self, request: Request) -> Response:
+        asked = self._read(request, schemas.AnswersRequest, "question-answerer")
+        windows = self._options(asked.windows).windows
+
+        def job(model: QuestionAnswerer) -> WindowJob[Answers]:
+            return model.answers_job(asked.inputs, windows, asked.aggregate, asked.no_answer)
+
+        columns = await self._run_job("inputs", asked.inputs, job)
+        return as_json([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
 
     async def openai_embeddings(self, request: Request) -> Response:
         asked = self._read(request, schemas.OpenAIRequest, "embedding")
@@ -129,12 +175,14 @@ class Server:
     async def rerank(self, request: Request) -> Response:
         asked = self._read(request, schemas.RerankRequest, "reranker")
         pairs = [(asked.query, text) for text in asked.texts]
-        logits, _ = await self._run("texts", pairs, asked.truncate)
+        options = self._options(asked.windows, aggregate=asked.aggregate)
+        logits = await self._rows("texts", pairs, asked.truncate, options)
         return as_json(ranking(self.engine, logits, asked.raw_scores, asked.texts if asked.return_text else None))
 
     async def predict(self, request: Request) -> Response:
         asked = self._read(request, schemas.PredictRequest, "reranker", "classifier")
-        logits, _ = await self._run("inputs", asked.inputs, asked.truncate)
+        options = self._options(asked.windows, aggregate=asked.aggregate)
+        logits = await self._rows("inputs", asked.inputs, asked.truncate, options)
         found = predictions(self.engine, logits, asked.raw_scores)
         return as_json(found[0] if asked.inputs.is_one else found)
 
@@ -148,14 +196,14 @@ class Server:
 
     async def info(self) -> Response:
         model, labels = self.engine.model, {str(i): label for i, label in enumerate(self.engine.labels)}
-        kind: dict[str, Any] = {"embedding": {"dim": self.engine.width}} if not labels else {
-            self.engine.kind: {"id2label": labels, "label2id": {label: int(i) for i, label in labels.items()}}
-        }  # fmt: skip
+        says: dict[str, Any] = {"dim": self.engine.width} if self.engine.kind == "embedding" else {}
+        if labels:
+            says = {"id2label": labels, "label2id": {label: int(i) for i, label in labels.items()}}
         return as_json(
             {
                 "model_id": self.engine.name,
                 "model_dtype": str(model.dtype).removeprefix("torch."),
-                "model_type": kind,
+                "model_type": {self.engine.kind: says},
                 "max_concurrent_requests": self.limits.max_concurrent_requests,
                 "max_input_length": model.max_seq_length,
                 "max_batch_tokens": self.batch_tokens,
@@ -182,6 +230,31 @@ class Server:
         except InputError as error:
             raise RequestError("validation", f"prompt_name: {error}") from None
 
+    def _options(
+        self, asked: Any, prompt: str = "", aggregate: Aggregate | None = None, base: Windows | None = None
+    ) -> InferenceOptions:
+        """Those of a request: its windows as it says, and what it leaves out as in `base`, or as the model has it.
+
+        Raises RequestError.
+        """
+        windows = self.engine.model.windows if base is None else base
+        try:
+            if asked is not None:
+                windows = None if asked is False else replace(windows or Windows(), **({} if asked is True else asked))
+            return replace(self.engine.options, prompt=prompt, windows=windows, aggregate=aggregate)
+        except InputError as error:
+            raise RequestError("validation", f"windows: {error}") from None
+
+    async def _rows(
+        self, field: str, inputs: list[Any], truncate: bool | None, options: InferenceOptions
+    ) -> np.ndarray:
+        """The vectors, or logits, of inputs, which are one sequence each, or are cut into windows: (inputs, width)."""
+        if options.windows is None:
+            return (await self._run(field, inputs, truncate, options.prompt))[0]
+        return await self._run_job(
+            field, inputs, lambda model: model.job(inputs, options).then(lambda rows: rows.cpu().numpy())
+        )
+
     async def _run(
         self, field: str, inputs: list[Any], truncate: bool | None, prompt: str = ""
     ) -> tuple[np.ndarray, int]:
@@ -199,7 +272,25 @@ class Server:
         if cut is not None and not (self.limits.auto_truncate if truncate is None else truncate):
             limit = self.engine.model.max_seq_length
             raise RequestError("validation", f"{field}[{cut}] has more than {limit} tokens, the model's limit; "
-                          "with truncate it is cut")  # fmt: skip
+                          "with truncate it is cut, and with windows it is read to its end")  # fmt: skip
+        return np.stack(await self._compute(sequences, lengths, len(inputs), start)), sum(lengths)
+
+    async def _run_job(self, field: str, inputs: list[Any], make: Callable[[Any], WindowJob[Any]]) -> Any:
+        """What the job that `make(model)` gives says of the inputs. Raises RequestError as `_run`."""
+        start = time.perf_counter()
+        self._check_count(field, inputs)
+        try:
+            job = await asyncio.to_thread(make, self.engine.model)
+        except UnicodeEncodeError as error:
+            raise RequestError("tokenizer", f"{field}: not valid Unicode: {error}") from None
+        except InputError as error:
+            raise RequestError("validation", f"windows: {error}") from None
+        sequences = [WindowSequence(job, i) for i in range(len(job.windows))]
+        rows = await self._compute(sequences, job.windows.lengths.tolist(), len(inputs), start)
+        return await asyncio.to_thread(job.result, rows)
+
+    async def _compute(self, sequences: list[Any], lengths: list[int], count: int, start: float) -> list[np.ndarray]:
+        """What the model makes of the sequences of `count` inputs, a request that came at `start`."""
         tokenized = time.perf_counter()
         job = self.batcher.submit(sequences, lengths)
         timer = asyncio.get_running_loop().call_later(self.limits.timeout_s, job.future.cancel)
@@ -213,8 +304,8 @@ class Server:
             raise RequestError("timeout", f"not answered within {self.limits.timeout_s:g} s: try again later") from None
         finally:
             timer.cancel()
-        self._observe(len(inputs), sum(lengths), start, tokenized, job)
-        return rows, sum(lengths)
+        self._observe(count, sum(lengths), start, tokenized, job)
+        return rows
 
     def _check_count(self, field: str, inputs: list[Any]) -> None:
         self.metrics.requests.labels("single" if len(inputs) == 1 else "batch").inc()

@@ -18,6 +18,7 @@ import torch
 
 SMALL = 256  # tokens that fill the products well enough: a batch is not split into smaller ones
 
+Rows = np.ndarray | list[np.ndarray]
 Sequence = Any  # what the engine computes, with a length in tokens
 
 
@@ -29,7 +30,7 @@ class Piece(NamedTuple):
 
 
 class PendingRequest:
-    """The sequences of one request. `future` gets their rows, (sequences, width)."""
+    """The sequences of one request. `future` gets what was computed of each, in their order."""
 
     def __init__(self, sequences: list[Sequence], lengths: list[int], future: asyncio.Future):
         self.sequences, self.lengths, self.future = sequences, lengths, future
@@ -41,14 +42,15 @@ class PendingRequest:
 
 
 class Batcher:
-    """Runs `compute(sequences) -> rows` in threads of its own. All methods are for the event loop's thread.
+    """Runs `compute(sequences)`, which gives a row for each, in threads of its own. Methods are for the event loop's
+    thread.
 
     `on_batch(sequences, tokens)` is called there after each batch.
     """
 
     def __init__(
         self,
-        compute: Callable[[list[Sequence]], np.ndarray],
+        compute: Callable[[list[Sequence]], Rows],
         budget: int,
         workers: int,
         threads: int,
@@ -137,7 +139,7 @@ class Batcher:
                 rows, error = None, caught
             self._loop.call_soon_threadsafe(self._deliver, batch, rows, error)
 
-    def _deliver(self, batch: list[Piece], rows: np.ndarray | None, error: Exception | None) -> None:
+    def _deliver(self, batch: list[Piece], rows: Rows | None, error: Exception | None) -> None:
         now, tokens = time.perf_counter(), 0
         for i, (job, place) in enumerate(batch):
             tokens += job.lengths[place]
@@ -150,7 +152,7 @@ class Batcher:
             job.missing -= 1
             if not job.missing:
                 job.finished = now
-                job.future.set_result(np.stack(job.rows))  # type: ignore[arg-type]
+                job.future.set_result(job.rows)
         self.on_batch(len(batch), tokens)
 
 

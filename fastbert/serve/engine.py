@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,14 +12,27 @@ import torch
 from fastbert.checkpoint.pretrained import is_classifier, read_config
 from fastbert.data.sentence_folder import transformer_folder
 from fastbert.data.tokenized import pack
+from fastbert.data.windows.job import WindowJob
 from fastbert.hub import resolve
-from fastbert.sentences import Reranker, SentenceEncoder
+from fastbert.sentences import Reranker, SentenceEncoder, TextClassifier
+from fastbert.sentences.scorer import label_names
+from fastbert.sentences.spans.question_answerer import QuestionAnswerer
+from fastbert.sentences.spans.token_classifier import TokenClassifier
 from fastbert.sentences.text_model import InferenceOptions, TextModel
+
+
+class WindowSequence(NamedTuple):
+    """A window of a request, which knows what is computed of it."""
+
+    job: WindowJob[Any]
+    place: int
 
 
 @dataclass
 class Engine:
-    """A model by its kind: "embedding", "reranker" (one label) or "classifier"."""
+    """A model by its kind: "embedding", "reranker" (one label), "classifier", "token-classifier" (of words) or
+    "question-answerer".
+    """
 
     name: str
     kind: str
@@ -38,27 +52,44 @@ class Engine:
         made = self.model.tokenize(inputs, prompt)
         return list(made), made.lengths.tolist(), made.cut[0] if made.cut else None
 
-    def compute(self, sequences: list[Any]) -> np.ndarray:
-        """The vectors of sequences, or their logits: (sequences, width)."""
-        with torch.inference_mode():
-            return self.model.compute(pack(sequences).to(self.model.device), self.options).cpu().numpy()
+    def compute(self, sequences: list[Any]) -> list[np.ndarray]:
+        """Of each sequence its vector, or its logits; or what its job makes of a window.
+
+        Sequences of all requests are one batch, and so are the windows of one.
+        """
+        rows: list[Any] = [None] * len(sequences)
+        whole = [i for i, one in enumerate(sequences) if not isinstance(one, WindowSequence)]
+        if whole:
+            with torch.inference_mode():
+                batch = pack([sequences[i] for i in whole]).to(self.model.device)
+                for i, row in zip(whole, self.model.compute(batch, self.options).cpu().numpy(), strict=True):
+                    rows[i] = row
+        windows = [(i, one) for i, one in enumerate(sequences) if isinstance(one, WindowSequence)]
+        for _, group in groupby(windows, key=lambda entry: id(entry[1].job)):
+            members = list(group)
+            job, places = members[0][1].job, np.array([one.place for _, one in members])
+            batch = job.windows.pack(places).to(self.model.device)
+            for (i, _), row in zip(members, job.compute(batch, places), strict=True):
+                rows[i] = row
+        return rows
 
 
 def load_engine(name: str, dtype: str, device: str | None) -> Engine:
-    """The model of a folder or a name: by its config.json a classifier, a reranker, or else an encoder.
+    """The model of a folder or a name: by its config.json one with a head, or else an encoder.
 
     Raises what `from_pretrained` of these raises.
     """
     config = read_config(transformer_folder(resolve(name)))
+    heads = config.extra.get("architectures") or ()
     if is_classifier(config):
         scorer = Reranker.from_pretrained(name, dtype=dtype, device=device)
-        labels = [label for _, label in sorted(id2label(scorer).items())]
-        kind = "reranker" if scorer.num_labels == 1 else "classifier"
-        return Engine(name, kind, scorer, labels)
+        if scorer.num_labels == 1:
+            return Engine(name, "reranker", scorer, list(label_names(scorer.model)))
+        classifier = TextClassifier.from_pretrained(name, dtype=dtype, device=device)
+        return Engine(name, "classifier", classifier, list(classifier.labels))
+    if any(head.endswith("ForTokenClassification") for head in heads):
+        tagger = TokenClassifier.from_pretrained(name, dtype=dtype, device=device)
+        return Engine(name, "token-classifier", tagger, list(tagger.labels))
+    if any(head.endswith("ForQuestionAnswering") for head in heads):
+        return Engine(name, "question-answerer", QuestionAnswerer.from_pretrained(name, dtype=dtype, device=device), [])
     return Engine(name, "embedding", SentenceEncoder.from_pretrained(name, dtype=dtype, device=device), [])
-
-
-def id2label(scorer: Reranker) -> dict[int, str]:
-    """The labels' names, by transformers' rule where the config has none."""
-    named = scorer.model.config.id2label
-    return {i: named.get(i, f"LABEL_{i}") for i in range(scorer.num_labels)}

@@ -6,6 +6,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
+from fastbert.data.windows.answers import AnswerAggregate
+from fastbert.data.windows.words import WordAggregate
+from fastbert.sentences.text_model import Aggregate
 from fastbert.serve import json_text
 from fastbert.serve.request_errors import RequestError
 
@@ -65,6 +68,49 @@ TextsOrPairs = Annotated[
 ]
 
 
+_WINDOWS: dict[str, Any] = {"length": int, "overlap": (int, float), "pool": str, "limit": int, "at": str}
+
+
+def _windows(value: Any) -> dict[str, Any] | bool | None:
+    """What is said of windows, each of a kind that it may have; true: nothing."""
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, dict):
+        raise ValueError(f"it is {_kind(value)}; it must be a truth value, or an object with {', '.join(_WINDOWS)}")
+    for name, entry in value.items():
+        if name not in _WINDOWS:
+            raise ValueError(f"unknown {name!r}; known are: {', '.join(_WINDOWS)}")
+        if not isinstance(entry, _WINDOWS[name]) or isinstance(entry, bool):
+            raise ValueError(f"{name} is {_kind(entry)}")
+    return value
+
+
+def _questions(value: Any) -> list[tuple[str, str]]:
+    """A question and its text, or a list of such objects: those of Hugging Face's pipelines."""
+    found = []
+    for i, one in enumerate(value if isinstance(value, list) else [value]):
+        if not isinstance(one, dict) or set(one) != {"question", "context"}:
+            raise ValueError(f"entry {i} is no object with question and context")
+        for name, text in one.items():
+            if not isinstance(text, str):
+                raise ValueError(f"entry {i}: {name} is {_kind(text)}, not a text")
+        found.append((one["question"], one["context"]))
+    return found
+
+
+NUMBER, WHOLE = {"type": "number"}, {"type": "integer"}
+WINDOWS = {"length": WHOLE, "overlap": NUMBER, "pool": TEXT, "limit": WHOLE, "at": TEXT}
+QUESTION = {"type": "object", "properties": {"question": TEXT, "context": TEXT}, "required": ["question", "context"]}
+WindowsOf = Annotated[
+    Any,
+    BeforeValidator(_windows),
+    WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "object", "properties": WINDOWS}]}),
+]
+Questions = Annotated[
+    Any, BeforeValidator(_questions), WithJsonSchema({"anyOf": [QUESTION, {"type": "array", "items": QUESTION}]})
+]
+
+
 class Request(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -79,6 +125,17 @@ class EmbedRequest(Truncating):
     normalize: bool = True
     prompt_name: str | None = None
     dimensions: int | None = Field(None, ge=1)
+    windows: WindowsOf = None  # this and what follows: fastbert's own
+
+
+class ChunksRequest(Request):
+    inputs: Texts
+    windows: WindowsOf = None
+    late: bool = False
+    return_text: bool = False
+    normalize: bool = True
+    prompt_name: str | None = None
+    dimensions: int | None = Field(None, ge=1)
 
 
 class RerankRequest(Truncating):
@@ -86,11 +143,28 @@ class RerankRequest(Truncating):
     texts: list[str]
     raw_scores: bool = False
     return_text: bool = False
+    windows: WindowsOf = None
+    aggregate: Aggregate | None = None
 
 
 class PredictRequest(Truncating):
     inputs: TextsOrPairs
     raw_scores: bool = False
+    windows: WindowsOf = None
+    aggregate: Aggregate | None = None
+
+
+class EntitiesRequest(Request):
+    inputs: Texts
+    windows: WindowsOf = None
+    aggregate: WordAggregate = "core"
+
+
+class AnswersRequest(Request):
+    inputs: Questions
+    windows: WindowsOf = None
+    aggregate: AnswerAggregate = "logits"
+    no_answer: bool | None = None
 
 
 class OpenAIRequest(Request):

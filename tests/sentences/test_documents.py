@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from literal_windows import counted, owners, windows_of
 from precise import assert_close_to_theirs, in_float64
 from seeds import numpy_generator
 
@@ -41,47 +42,17 @@ def theirs(folder):
     return model, transformers.AutoTokenizer.from_pretrained(folder)
 
 
-@torch.no_grad()
-def windows_of(model, tokenizer, text: str, length: int, overlap: int):
-    """Of each window (hidden states, the numbers of its tokens in the text, -1 of special ones)."""
-    made = tokenizer(
-        text, truncation=True, max_length=length, stride=overlap, return_overflowing_tokens=True,
-        return_special_tokens_mask=True,
-    )  # fmt: skip
-    found, begin = [], 0
-    for ids, is_special in zip(made["input_ids"], made["special_tokens_mask"], strict=True):
-        hidden = model(torch.tensor([ids])).last_hidden_state[0]
-        numbers = np.full(len(ids), -1)
-        inside = np.flatnonzero(np.array(is_special) == 0)
-        numbers[inside] = begin + np.arange(len(inside))
-        found.append((hidden, numbers))
-        begin += len(inside) - overlap
-    return found
-
-
-def owners(windows) -> dict[int, int]:
-    """Which window each token counts in: the one in which it is farthest from a cut, and of equal ones the first."""
-    last = max((numbers.max(initial=-1) for _, numbers in windows), default=-1)
-    best: dict[int, tuple[int, int]] = {}
-    for w, (_, numbers) in enumerate(windows):
-        inside = numbers[numbers >= 0].tolist()
-        for t in inside:
-            left = 10**6 if inside[0] == 0 else t - inside[0]
-            right = 10**6 if inside[-1] == last else inside[-1] - t
-            if t not in best or min(left, right) > best[t][0]:
-                best[t] = (min(left, right), w)
-    return {t: w for t, (_, w) in best.items()}
-
-
 def literal(parts, text: str, length: int, overlap: int) -> dict[str, torch.Tensor]:
     """The vector of each pool. All tokens count once in the mean, and the special ones of each window."""
-    windows = windows_of(*parts, text, length, overlap)
-    owner = owners(windows)
-    kept = [hidden[[n < 0 or owner[n] == w for n in numbers.tolist()]] for w, (hidden, numbers) in enumerate(windows)]
+    model, tokenizer = parts
+    windows = windows_of(tokenizer, text, length=length, overlap=overlap)
+    with torch.no_grad():
+        hidden = [model(**window.inputs).last_hidden_state[0] for window in windows]
+    kept = [rows[which] for rows, which in zip(hidden, counted(windows), strict=True)]
     found = {
         "mean": torch.cat(kept).mean(0),
         "max": torch.stack([rows.mean(0) for rows in kept]).max(0).values,
-        "first": windows[0][0].mean(0),
+        "first": hidden[0].mean(0),
     }
     return {pool: torch.nn.functional.normalize(vector, dim=0) for pool, vector in found.items()}
 
@@ -149,6 +120,15 @@ def test_chunks_are_texts_by_themselves(encoder, windows, prompt):
         assert all(not texts[i][end:start].strip() for end, start in zip(ends[:-1], starts[1:], strict=True))
 
 
+def test_sentence_transformers_has_these_vectors_for_chunks_cut_by_hand(encoder):
+    theirs = pytest.importorskip("sentence_transformers").SentenceTransformer(str(encoder.folder), device="cpu")
+    texts = documents()
+    chunks = encoder.encode_chunks(texts, Windows(20, 8, at="sentences"))
+    parts = [texts[i][a:b] for i, a, b in zip(chunks.documents, chunks.starts, chunks.ends, strict=True)]
+    cosine = (chunks.vectors * theirs.encode(parts, normalize_embeddings=True)).sum(-1)
+    assert len(parts) > 50 and cosine.min() >= 0.99999
+
+
 def test_chunks_end_with_sentences(encoder):
     text = "The cat sat. A dog ran to the house! Who ran? We ran. " * 4
     chunks = encoder.encode_chunks(text, Windows(16, 0, at="sentences"))
@@ -177,14 +157,12 @@ def test_late_chunks_are_means_of_the_whole_texts_tokens(encoder, theirs, overla
     def rows(m) -> np.ndarray:
         found = []
         for i, text in enumerate(texts):
-            context = windows_of(m, tokenizer, text, 64, 16)
-            owner = owners(context)
-            hidden = {
-                n: row
-                for w, (states, numbers) in enumerate(context)
-                for row, n in zip(states, numbers.tolist(), strict=True)
-                if n >= 0 and owner[n] == w
-            }
+            context = windows_of(tokenizer, text, length=64, overlap=16)
+            owner, hidden = owners(context), {}
+            for w, window in enumerate(context):
+                with torch.no_grad():
+                    states = m(**window.inputs).last_hidden_state[0]
+                hidden |= {n: states[t] for t, n in enumerate(window.numbers.tolist()) if n >= 0 and owner[n] == w}
             spans = encoder.tokenizer.encode(text, add_special_tokens=False)
             spans = [s for part in (spans, *spans.overflowing) for s in part.offsets]
             spans = sorted(set(spans))

@@ -207,7 +207,7 @@ def test_bodies_that_are_rubbish(engines, body, status, said):
 def test_routes_that_are_not_there(engines):
     for path, method, status in (("/nothing", "POST", 404), ("/embed", "GET", 405)):
         answer = send(engines["embedding"], path, {}, method=method)
-        assert answer.status == status and "/embed, /rerank, /predict, /v1/embeddings take POST" in answer.json["error"]
+        assert answer.status == status and "/chunks, /entities, /answers take POST" in answer.json["error"]
 
 
 def test_the_api_key(engines):

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from fastbert.cli.outputs import NESTED_ROW_KINDS, STDOUT, check_output, open_rows
-from fastbert.cli.parser import A_MODEL, UsageError, add_command, add_running_options
+from fastbert.cli.parser import (
+    A_MODEL,
+    AGGREGATES,
+    UsageError,
+    add_command,
+    add_running_options,
+    add_windows_option,
+    windows_of,
+)
 from fastbert.cli.stopping import raise_if_stopped, say
 from fastbert.data.text_files import TEXT_KINDS, check_source, name_of, read_rows
 from fastbert.messages import absent, install
@@ -42,6 +50,7 @@ def add(commands: Any) -> None:
         "--threshold", metavar="P", type=_share, default=0.5,
         help="of several labels at once: those with a probability above P (default 0.5)",
     )  # fmt: skip
+    add_windows_option(parser, "how longer texts are cut", ("core", *AGGREGATES))
     add_running_options(parser)
     parser.add_argument("--force", action="store_true", help="replace OUT")
 
@@ -59,6 +68,7 @@ def _share(text: str) -> float:
 def run(options: argparse.Namespace) -> int:
     check_output(options.output, NESTED_ROW_KINDS, options.force)
     check_source(options.file)
+    windows_of(options)  # what is wrong with it is said at once
     if missing := absent("scipy"):
         raise UsageError(f"predict needs {', '.join(missing)}: {install('train')}")
 
@@ -77,11 +87,14 @@ def run(options: argparse.Namespace) -> int:
     model = kind.model.from_pretrained(options.model, dtype=options.dtype, device=options.device)
     if usage.max_length is not None:
         model.max_seq_length = usage.max_length
-    extra = {"threshold": options.threshold, "every": options.all} if usage.task == "classification" else {}
+    windows = windows_of(options, model.windows)
+    extra = {"batch_tokens": options.batch_tokens, "windows": windows, "aggregate": options.aggregate}
+    if usage.task == "classification":
+        extra |= {"threshold": options.threshold, "every": options.all}
     with open_rows(options.output, kind.examples) as rows, progress_bar(None, None, desc="predicting", delay=0) as bar:
         for chunk in in_chunks(_rows(options.file, options.columns, usage), CHUNK_INPUTS):
             columns = {name: [row[name] for row in chunk] for name in chunk[0]}
-            rows.write(kind.columns(model, columns, batch_tokens=options.batch_tokens, **extra))
+            rows.write(kind.columns(model, columns, **extra))
             bar.update(len(chunk))
             raise_if_stopped()
             total += len(chunk)

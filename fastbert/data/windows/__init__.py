@@ -63,7 +63,7 @@ class Windows:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name} of windows is {value}; it must be at least 1")
-        if self.overlap < 0 or (self.overlap > 1 and self.overlap != int(self.overlap)):
+        if not (0 <= self.overlap < 1 or (self.overlap >= 1 and self.overlap % 1 == 0)):  # nor NaN
             raise InputError(f"overlap of windows is {self.overlap}; it is a share below 1, or a number of tokens")
 
     def tokens(self, longest: int) -> tuple[int, int]:
@@ -102,6 +102,21 @@ class TokenWindows(Tokenized):
     spans: np.ndarray = field(kw_only=True, repr=False)
     parts: np.ndarray = field(kw_only=True, repr=False)
     begins: np.ndarray = field(kw_only=True, repr=False)
+
+    @property
+    def of_texts(self) -> list[np.ndarray]:
+        """The windows of each text."""
+        return np.split(np.arange(len(self)), np.flatnonzero(np.diff(self.source)) + 1) if len(self) else []
+
+    @property
+    def characters(self) -> np.ndarray:
+        """Where the windows begin and end in their texts, by their tokens: int64 (windows, 2); -1, -1 without one."""
+        found, of_token = np.full((len(self), 2), -1, np.int64), self.of_token
+        tokens = np.flatnonzero(self.spans[:, 0] >= 0)
+        first = tokens[np.diff(of_token[tokens], prepend=-1) > 0]
+        last = tokens[np.diff(of_token[tokens], append=len(self)) > 0]
+        found[of_token[first]] = np.stack((self.spans[first, 0], self.spans[last, 1]), 1)
+        return found
 
 
 class Ranges(NamedTuple):

@@ -43,15 +43,15 @@ def answers_job(
     def finish(rows: list[np.ndarray]) -> Answers:
         found = np.stack(rows)
         by, nothing_by = (SUM, NOTHING_SUM) if aggregate == "logits" else (LOG_PROB, NOTHING_LOG_PROB)
-        groups = np.split(np.arange(len(made)), np.flatnonzero(np.diff(made.source)) + 1)
-        best = np.array([group[found[group, by].argmax()] for group in groups])
-        nothing = np.array([group[found[group, nothing_by].argmin()] for group in groups])
+        best = np.array([windows[found[windows, by].argmax()] for windows in made.of_texts])
+        nothing = np.array([windows[found[windows, nothing_by].argmin()] for windows in made.of_texts])
         there = found[best, by]
         is_silent = (found[nothing, nothing_by] > there) if no_answer else ~np.isfinite(there)
-        score = np.exp(np.where(is_silent, found[nothing, NOTHING_LOG_PROB], found[best, LOG_PROB]))
-        place = np.where(is_silent[:, None], 0, found[best, BEGIN : END + 1]).astype(np.int64).tolist()
-        answers = [text[a:b] for text, (a, b) in zip(contexts, place, strict=True)]
-        return {"answer": answers, "score": score, "start": [a for a, _ in place], "end": [b for _, b in place]}
+        scores = np.exp(np.where(is_silent, found[nothing, NOTHING_LOG_PROB], found[best, LOG_PROB]))
+        place = np.where(is_silent[:, None], 0, found[best, BEGIN : END + 1]).astype(np.int64)
+        starts, ends = place.T.tolist()
+        answers = [text[a:b] for text, a, b in zip(contexts, starts, ends, strict=True)]
+        return {"answer": answers, "score": scores.tolist(), "start": starts, "end": ends}
 
     return WindowJob(made, forward, reduce, finish)
 

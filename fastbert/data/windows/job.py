@@ -34,6 +34,11 @@ class WindowJob(Generic[Result]):
         return WindowJob(self.windows, self.forward, self.reduce, lambda rows: more(self.finish(rows)))
 
     @torch.inference_mode()
+    def result(self, rows: list[np.ndarray]) -> Result:
+        """What is said of the texts, by the arrays of all windows."""
+        return self.finish(rows)
+
+    @torch.inference_mode()
     def compute(self, batch: PackedInputs, places: np.ndarray) -> Rows:
         """The arrays of the windows at `places`, which are in `batch`."""
         return self.reduce(self.forward(batch), places)
@@ -59,7 +64,7 @@ class WindowJob(Generic[Result]):
                 for i, row in zip(places.tolist(), self.reduce(output, places), strict=True):
                     found[i] = row
                 on_tokens(int(lengths[places].sum()))
-            return self.finish(found)
+        return self.result(found)
 
 
 def tokens_at(made: TokenWindows, places: np.ndarray) -> np.ndarray:

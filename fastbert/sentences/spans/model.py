@@ -11,8 +11,10 @@ from tokenizers import Tokenizer
 
 from fastbert.data.sentence_folder import FolderSettings
 from fastbert.data.usage import Usage, read_usage
-from fastbert.errors import ConfigError
+from fastbert.data.windows import Cutter, Windows
+from fastbert.errors import ConfigError, InputError
 from fastbert.models.base import PreTrainedModel
+from fastbert.sentences.documents import cutter_of
 from fastbert.sentences.loading import open_folder
 from fastbert.sentences.text_model import TextModel, position_limit
 
@@ -51,3 +53,10 @@ class SpanModel(TextModel):
     def length_of(model: PreTrainedModel, usage: Usage) -> int:
         """Tokens of a window."""
         return usage.max_length or position_limit(model)
+
+    def cutter(self, windows: Windows | None = None) -> Cutter:
+        """By these windows, or else by its own. Raises InputError."""
+        windows = windows or self.windows or Windows()
+        if windows.pool not in (None, "first"):
+            raise InputError(f"pool of windows is {windows.pool!r}, and spans have only 'first': the begin of a text")
+        return cutter_of(self, windows)

@@ -20,7 +20,6 @@ from fastbert.models.auto import AutoModelForQuestionAnswering
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.classifiers import ForQuestionAnswering
 from fastbert.sentences.batches import in_chunks, progress_bar
-from fastbert.sentences.documents import cutter_of
 from fastbert.sentences.loading import LoadArguments
 from fastbert.sentences.scorer import check_pairs
 from fastbert.sentences.spans.model import SpanModel
@@ -125,7 +124,7 @@ class QuestionAnswerer(SpanModel):
 
     def cut(self, pairs: Sequence[tuple[str, str]], windows: Windows | None = None) -> TokenWindows:
         """The windows of texts, each with its question before it. Raises InputError."""
-        cutter = cutter_of(self, self.windows if windows is None else windows)
+        cutter = self.cutter(windows)
         limit = cutter.length - self.tokenizer.num_special_tokens_to_add(True) - self.room_of(cutter.length)
         questions = list(dict.fromkeys(question for question, _ in pairs))
         ids_of = dict(zip(questions, (ids[:limit] for ids, _ in cutter.read(questions)), strict=True))

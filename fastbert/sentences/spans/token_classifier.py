@@ -17,7 +17,6 @@ from fastbert.messages import absent, install
 from fastbert.models.auto import AutoModelForTokenClassification
 from fastbert.models.classifiers import ForTokenClassification
 from fastbert.sentences.batches import check_text, check_texts, in_chunks, progress_bar
-from fastbert.sentences.documents import cutter_of
 from fastbert.sentences.loading import LoadArguments
 from fastbert.sentences.scorer import label_names
 from fastbert.sentences.spans.model import SpanModel
@@ -101,7 +100,7 @@ class TokenClassifier(SpanModel):
         places = [words_of(one) if isinstance(one, str) else _side_by_side(one) for one in inputs]
         counts = np.fromiter(map(len, places), np.int64, len(places))
         spans = np.array([span for one in places for span in one], np.int64).reshape(-1, 2)
-        made = cutter_of(self, self.windows if windows is None else windows).cut(texts)
+        made = self.cutter(windows).cut(texts)
         return Words(made, texts, spans[:, 0], spans[:, 1], counts, everywhere=aggregate != "core")
 
 

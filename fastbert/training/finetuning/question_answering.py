@@ -105,7 +105,9 @@ class QuestionAnswering(HeadTask):
 def finder_of(model: Any, tokenizer: Tokenizer, usage: Usage) -> QuestionAnswerer:
     """Raises ConfigError: windows would overlap by more than they have room for, whatever the question."""
     finder = QuestionAnswerer.of_parts(model, tokenizer, QuestionAnswerer.length_of(model, usage), None, usage)
-    length, room, overlap = finder.max_seq_length, finder.room_of(finder.max_seq_length), finder.windows.overlap
+    assert finder.windows is not None
+    length, overlap = finder.windows.tokens(finder.max_seq_length)
+    room = finder.room_of(length)
     if not 0 <= overlap < room:
         raise ConfigError(
             f"doc_stride is {overlap}; windows of {length} tokens, of which a question may take half, may overlap"

@@ -86,7 +86,7 @@ class TokenClassification(HeadTask):
 def tagger_of(model: Any, tokenizer: Tokenizer, usage: Usage) -> TokenClassifier:
     """Raises ConfigError: windows would overlap by more than they have room for."""
     tagger = TokenClassifier.of_parts(model, tokenizer, TokenClassifier.length_of(model, usage), None, usage)
-    check_stride(tagger, tagger.windows)
+    check_stride(tagger, usage.own_windows)
     return tagger
 
 
