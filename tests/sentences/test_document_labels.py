@@ -78,9 +78,10 @@ def literal(parts, kind: str, one, windows: dict[str, int]) -> dict[tuple[str, s
     return found
 
 
+@pytest.mark.parametrize("count", (40, pytest.param(200, marks=pytest.mark.full)))
 @pytest.mark.parametrize("kind", KINDS)
-def test_labels_of_200_documents_are_those_of_a_loop(folders, kind):
-    inputs = [*texts_of(150), *pairs_of(50)] if kind == "single" else [*texts_of(20), *pairs_of(10)]
+def test_labels_of_documents_are_those_of_a_loop(folders, kind, count):
+    inputs = [*texts_of(count - count // 4), *pairs_of(count // 4)]
     theirs = of_transformers(folders[kind])
     expected = [literal(theirs, kind, one, WINDOWS) for one in inputs]
     classifier = fastbert.TextClassifier(folders[kind], device="cpu", dtype="float64")
@@ -96,8 +97,9 @@ def test_labels_of_200_documents_are_those_of_a_loop(folders, kind):
     )
 
 
-def test_scores_of_200_documents_are_those_of_a_loop(folders):
-    pairs, theirs = pairs_of(200), of_transformers(folders["relevance"])
+@pytest.mark.parametrize("count", (40, pytest.param(200, marks=pytest.mark.full)))
+def test_scores_of_documents_are_those_of_a_loop(folders, count):
+    pairs, theirs = pairs_of(count), of_transformers(folders["relevance"])
     expected = [literal(theirs, "relevance", pair, WINDOWS) for pair in pairs]
     reranker = fastbert.Reranker(folders["relevance"], device="cpu", dtype="float64")
     for given, key in (({}, ("max", "logits")), ({"pool": "top3"}, ("top3", "logits"))):
@@ -107,7 +109,7 @@ def test_scores_of_200_documents_are_those_of_a_loop(folders):
     texts = [text for _, text in pairs]
     ranked = reranker.rank("who sat", texts, windows=Windows(**WINDOWS))
     single = [float(reranker.predict(("who sat", text), windows=Windows(**WINDOWS))) for text in texts]
-    assert [row["corpus_id"] for row in ranked] == sorted(range(200), key=lambda i: -single[i])
+    assert [row["corpus_id"] for row in ranked] == sorted(range(count), key=lambda i: -single[i])
     prompted = reranker.predict(pairs[:9], prompt="the old ", windows=Windows(**WINDOWS))
     by_hand = [("the old " + query, text) for query, text in pairs[:9]]
     assert np.array_equal(prompted, reranker.predict(by_hand, windows=Windows(**WINDOWS)))

@@ -15,6 +15,7 @@ from seeds import numpy_generator
 import fastbert
 from fastbert import Windows
 from fastbert.errors import InputError
+from fastbert.sentences.documents import cutter_of
 
 SIZES = ((64, 16), (20, 0), (16, 9))
 SHORT = ["", "the cat sat on the mat.", "a dog ran"]
@@ -172,6 +173,16 @@ def test_late_chunks_are_means_of_the_whole_texts_tokens(encoder, theirs, overla
         return torch.stack(found).numpy()
 
     assert_close_to_theirs(late.vectors, rows(model), rows(in_float64(model)))
+
+
+@pytest.mark.parametrize("call", ("encode", "encode_chunks"))
+def test_a_bar_counts_tokens(encoder, capsys, call):
+    """A text may take hours. Windows have the tokens of their overlap, and special ones, too."""
+    texts = documents()
+    given = {"windows": Windows(20, 8), "show_progress_bar": True}
+    getattr(encoder, call)(texts, **given)
+    total = len(cutter_of(encoder, given["windows"]).cut(texts).ids)
+    assert f"{total / 1000:.2f}k tokens" in capsys.readouterr().err
 
 
 def test_what_a_limit_leaves_out_is_said(encoder):

@@ -22,7 +22,13 @@ from fastbert.sentences.scorer import aggregated
 from fastbert.sentences.text_model import position_limit
 from fastbert.training.finetuning.adapters import add_adapters
 from fastbert.training.finetuning.base_models import check_stride, find_base, load_base, say_notes
-from fastbert.training.finetuning.head_task import HeadTask, LabelledSequences, note_of_cut, shown_names
+from fastbert.training.finetuning.head_task import (
+    HeadTask,
+    LabelledSequences,
+    note_of_cut,
+    note_of_windows,
+    shown_names,
+)
 from fastbert.training.finetuning.inputs import rows as columns
 from fastbert.training.finetuning.inputs.labels import Labels, class_weights, find_labels
 from fastbert.training.finetuning.metrics import class_metrics, number_metrics, several_metrics
@@ -59,8 +65,7 @@ def make_task(options: FinetuneOptions) -> Classification:
         inputs = columns.inputs_of([columns.texts_of(rows, name, where) for name in texts])
         if usage.windows:
             made: Tokenized = cut_inputs(reader, inputs, usage.own_windows)
-            if more := len(made) - len(inputs):
-                say_notes(f"texts of {where} that are too long go on in {more:,} more windows")
+            say_notes(note_of_windows(len(made) - len(inputs), where))
             return LabelledTexts(made, values)
         made = reader.tokenize(inputs)
         say_notes(note_of_cut(len(made.cut), len(made), where, options.max_length, position_limit(model)))

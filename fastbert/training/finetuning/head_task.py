@@ -81,5 +81,10 @@ def note_of_cut(count: int, total: int, where: str, max_length: int, limit: int)
     return f"{count:,} of {total:,} inputs of {where} have more than {max_length} tokens, and are cut{more}"
 
 
+def note_of_windows(more: int, where: str) -> str:
+    """What is said where inputs were too long, and are read in windows; empty if none was."""
+    return f"texts of {where} that are too long go on in {more:,} more windows" if more else ""
+
+
 def shown_names(names: Sequence[str]) -> str:
     return ", ".join(names) if names else "nothing"

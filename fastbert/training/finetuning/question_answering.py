@@ -18,7 +18,7 @@ from fastbert.packed_inputs import PackedInputs
 from fastbert.sentences.spans.question_answerer import QuestionAnswerer
 from fastbert.training.finetuning.adapters import add_adapters
 from fastbert.training.finetuning.base_models import find_base, load_base, say_notes
-from fastbert.training.finetuning.head_task import HeadTask, LabelledSequences
+from fastbert.training.finetuning.head_task import HeadTask, LabelledSequences, note_of_windows
 from fastbert.training.finetuning.inputs.squad import Questions, load_questions, squad_metrics
 from fastbert.training.options import FinetuneOptions
 
@@ -130,7 +130,5 @@ def examples_of(made: TokenWindows, data: Questions) -> LabelledSequences:
     last = np.full(len(made), far, np.int64)  # the first token that ends at its end, or behind
     np.minimum.at(last, of_token, np.where(in_text & (spans[:, 1] >= end[of_token]), number, far))
     found = (begin >= 0) & (first >= 0) & (last < far) & (first <= last)
-    windows = len(made) - len(data.ids)
-    if windows:
-        say_notes(f"texts of {data.name} that are too long go on in {windows:,} more windows")
+    say_notes(note_of_windows(len(made) - len(data.ids), data.name))
     return LabelledSequences(made, start_positions=np.where(found, first, 0), end_positions=np.where(found, last, 0))

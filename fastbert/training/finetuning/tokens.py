@@ -18,7 +18,7 @@ from fastbert.packed_inputs import PackedInputs
 from fastbert.sentences.spans.token_classifier import TokenClassifier
 from fastbert.training.finetuning.adapters import add_adapters
 from fastbert.training.finetuning.base_models import check_stride, find_base, load_base, say_notes
-from fastbert.training.finetuning.head_task import HeadTask, LabelledSequences
+from fastbert.training.finetuning.head_task import HeadTask, LabelledSequences, note_of_windows
 from fastbert.training.finetuning.inputs.labels import Labels
 from fastbert.training.finetuning.inputs.tagged import Tagged, load_tagged
 from fastbert.training.finetuning.metrics import tag_metrics
@@ -96,9 +96,8 @@ def examples_of(words: Words, tagged: Tagged, labels: Labels) -> LabelledSequenc
     wanted = np.array([place[tag] for tags in tagged.tags for tag in tags], np.int64)
     found = np.full(len(words.windows.ids), IGNORED, np.int64)
     found[words.tokens] = wanted[words.of_word]
-    windows, silent = len(words.windows) - len(tagged.words), int((~words.spoken).sum())
-    if windows:
-        say_notes(f"texts of {tagged.name} that are too long go on in {windows:,} more windows")
+    say_notes(note_of_windows(len(words.windows) - len(tagged.words), tagged.name))
+    silent = int((~words.spoken).sum())
     if silent:
         say_notes(f"the tokenizer makes nothing of {silent:,} words of {tagged.name}; their tags are left out")
     return LabelledSequences(words.windows, per_token=True, labels=found)
