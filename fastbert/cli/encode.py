@@ -11,7 +11,7 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -222,7 +222,8 @@ def _encode_rows(job: EncodeJob) -> str:
     with open_rows(job.output) as rows, progress_bar(None, None, delay=0, **bar_of(job.windows)) as bar:
         for chunk in in_chunks(read_texts(job.source, job.column), CHUNK_TEXTS):
             if job.chunks:
-                rows.write(_chunk_rows(encoder, chunk, job, total, lambda count: _advance(bar, count)))
+                for columns in _chunk_rows(encoder, chunk, job, total, lambda count: _advance(bar, count)):
+                    rows.write(columns)
             else:
                 ((vectors, _),) = encoder.encode_stream(
                     chunk,
@@ -241,21 +242,19 @@ def _encode_rows(job: EncodeJob) -> str:
 
 def _chunk_rows(
     encoder: SentenceEncoder, texts: list[str], job: EncodeJob, before: int, on_tokens: Callable[[int], Any]
-) -> dict[str, Any]:
-    """A row for each chunk of texts, `before` which others stand in the file."""
-    from fastbert.sentences.documents import chunks_job
-    from fastbert.sentences.text_model import InferenceOptions
-
-    options = InferenceOptions(encoder.prompt(), job.batch_tokens, windows=job.windows)
-    made = chunks_job(encoder, texts, options, job.late).run(encoder.device, job.batch_tokens, on_tokens=on_tokens)
-    places = list(zip(made.documents.tolist(), made.starts.tolist(), made.ends.tolist(), strict=True))
-    return {
-        "document": [before + i for i, _, _ in places],
-        "start": [start for _, start, _ in places],
-        "end": [end for _, _, end in places],
-        "text": [texts[i][start:end] for i, start, end in places],
-        "embedding": made.vectors,
-    }
+) -> Iterator[dict[str, Any]]:
+    """A row for each chunk of texts, `before` which others stand in the file; some at a time."""
+    for made in encoder.encode_chunks_stream(
+        texts, job.windows, late=job.late, on_tokens=on_tokens, batch_tokens=job.batch_tokens
+    ):
+        places = list(zip(made.documents.tolist(), made.starts.tolist(), made.ends.tolist(), strict=True))
+        yield {
+            "document": [before + i for i, _, _ in places],
+            "start": [start for _, start, _ in places],
+            "end": [end for _, _, end in places],
+            "text": [texts[i][start:end] for i, start, end in places],
+            "embedding": made.vectors,
+        }
 
 
 def _count_texts(job: EncodeJob) -> int:

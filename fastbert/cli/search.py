@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,6 @@ from fastbert.data.text_files import check_source, name_of, read_texts
 if TYPE_CHECKING:
     from fastbert.data.tokenized import Text
     from fastbert.sentences import SentenceEncoder
-    from fastbert.sentences.text_model import InferenceOptions
 
 CHUNK_TEXTS = 1024
 TOP = 10
@@ -133,7 +132,6 @@ def run_search(options: argparse.Namespace) -> int:
     from fastbert.sentences import SentenceEncoder
     from fastbert.sentences.batches import bar_of, in_chunks, progress_bar
     from fastbert.sentences.documents import CHUNKS
-    from fastbert.sentences.text_model import InferenceOptions
 
     windows = windows_of(options, CHUNKS)
     raise_if_stopped()
@@ -144,8 +142,8 @@ def run_search(options: argparse.Namespace) -> int:
     with progress_bar(None, None, desc="searching", delay=0, **bar_of(windows)) as bar:
         for chunk in in_chunks(read_texts(options.file, options.column), CHUNK_TEXTS):
             if windows is not None:
-                said = InferenceOptions(encoder.prompt(document), options.batch_tokens, windows=windows)
-                best.add(chunk, *_best_passages(encoder, query, chunk, said, bar.update))
+                chosen = {"windows": windows, "prompt_name": document, "batch_tokens": options.batch_tokens}
+                best.add(chunk, *_best_passages(encoder, query, chunk, on_tokens=bar.update, **chosen))
                 raise_if_stopped()
                 continue
             if made is None:
@@ -171,15 +169,13 @@ def run_search(options: argparse.Namespace) -> int:
 
 
 def _best_passages(
-    encoder: SentenceEncoder, query: Any, texts: list[str], options: InferenceOptions, on_tokens: Callable[[int], Any]
+    encoder: SentenceEncoder, query: Any, texts: list[str], **options: Any
 ) -> tuple[list[float], list[tuple[int, int]]]:
     """Of each text the score of its best passage, and where that is; minus infinity where it has no words."""
-    from fastbert.sentences.documents import chunks_job
-
-    job = chunks_job(encoder, texts, options, late=False)
-    chunks = job.run(encoder.device, options.batch_tokens, on_tokens=on_tokens)
     scores, places = [float("-inf")] * len(texts), [(0, 0)] * len(texts)
-    if len(chunks):
+    for chunks in encoder.encode_chunks_stream(texts, **options):
+        if not len(chunks):
+            continue
         found = encoder.similarity(query, chunks.vectors)[0].tolist()
         for i, score, start, end in zip(chunks.documents, found, chunks.starts, chunks.ends, strict=True):
             if score > scores[i]:

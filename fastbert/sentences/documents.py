@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from fastbert.data.tokenized import Text, run_batches
+from fastbert.data.tokenized import CHUNK_TEXTS, Text, run_batches
 from fastbert.data.windows import CORE, OUTSIDE, OVERLAP, Cutter, TokenWindows, Windows
 from fastbert.data.windows.job import WindowJob, chosen, on_host, tokens_at
 from fastbert.errors import InputError
 from fastbert.packed_inputs import PackedInputs
-from fastbert.sentences.batches import longest_first
+from fastbert.sentences.batches import check_texts, in_chunks, longest_first
 from fastbert.sentences.pooling import pool
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fastbert.sentences.text_model import InferenceOptions, TextModel
 
 CHUNKS = Windows(overlap=0, at="sentences")  # as which texts are cut into chunks
+SECTION = 1024  # chunks that share batches
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,16 @@ class Chunks:
 
     def __len__(self) -> int:
         return len(self.documents)
+
+    @classmethod
+    def none(cls, rows: torch.Tensor) -> Chunks:
+        """No chunk; of vectors as `rows`, (0, dim)."""
+        return cls(rows.cpu().numpy(), *np.empty((3, 0), np.int64))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Chunks]) -> Chunks:
+        """All of one or more in one."""
+        return cls(*(np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)))
 
 
 def cutter_of(model: TextModel, windows: Windows, task: str | None = None) -> Cutter:
@@ -99,26 +110,55 @@ def chunks_job(
 
     Raises InputError: windows have a pool; `late`, of a model that does not pool by the mean.
     """
+    made = _cut_chunks(encoder, texts, options, late)
+    return _late_job(encoder, made, texts, options) if late else _plain_job(encoder, made, options)
+
+
+def chunk_stream(
+    encoder: SentenceEncoder,
+    texts: Iterable[str],
+    options: InferenceOptions,
+    late: bool,
+    on_tokens: Callable[[int], Any] = lambda tokens: None,
+) -> Iterator[Chunks]:
+    """The chunks of texts, some at a time, as soon as they are there: of a long text SECTION, late ones all at once."""
+    before = 0
+    for group in in_chunks(texts, CHUNK_TEXTS):
+        made = _cut_chunks(encoder, check_texts(group), options, late)
+        if late:
+            jobs = iter([_late_job(encoder, made, group, options)])
+        else:
+            parts = (made.part(i, min(i + SECTION, len(made))) for i in range(0, len(made), SECTION))
+            jobs = (_plain_job(encoder, part, options) for part in parts)
+        for job in jobs:
+            found = job.run(encoder.device, options.batch_tokens, on_tokens=on_tokens)
+            yield replace(found, documents=found.documents + before)
+        before += len(group)
+
+
+def _cut_chunks(encoder: SentenceEncoder, texts: Sequence[str], options: InferenceOptions, late: bool) -> TokenWindows:
     assert options.windows is not None
     if options.windows.pool is not None:
         raise InputError(f"pool of windows is {options.windows.pool!r}, and chunks have a vector each: leave it out")
     if late and encoder.recipe.pooling != ("mean",):
         modes = "+".join(encoder.recipe.pooling)
         raise InputError(f"late chunking takes the mean of a chunk's tokens, and this model pools by {modes}")
-    made = cutter_of(encoder, options.windows, options.task).cut(texts, prompt=options.prompt)
+    return cutter_of(encoder, options.windows, options.task).cut(texts, prompt=options.prompt)
+
+
+def _finished(encoder: SentenceEncoder, made: TokenWindows, rows: np.ndarray, options: InferenceOptions) -> Chunks:
+    """Of what is pooled of each window, float32 (windows, pooled_width), the chunks of those that have a token."""
     places = made.characters
     there = np.flatnonzero(places[:, 0] >= 0)
+    vectors = encoder.finish(torch.from_numpy(rows[there]).to(encoder.device), options).cpu().numpy()
+    return Chunks(vectors, made.source[there], *places[there].T)
 
-    def finish(rows: np.ndarray) -> Chunks:
-        vectors = encoder.finish(torch.from_numpy(rows).to(encoder.device), options).cpu().numpy()
-        return Chunks(vectors, made.source[there], *places[there].T)
 
-    def of_windows(rows: list[np.ndarray]) -> Chunks:
-        return finish(np.stack([rows[i] for i in there]) if len(there) else np.empty((0, encoder.pooled_width), "f4"))
-
-    if late and len(there):
-        return _late_job(encoder, made, texts, options, lambda rows: finish(rows[there]))
-    return _pooling_job(encoder, made, np.ones(len(made.ids), bool), options, of_windows)
+def _plain_job(encoder: SentenceEncoder, made: TokenWindows, options: InferenceOptions) -> WindowJob[Chunks]:
+    everything = np.ones(len(made.ids), bool)
+    return _pooling_job(
+        encoder, made, everything, options, lambda rows: _finished(encoder, made, np.stack(rows), options)
+    )
 
 
 def _late_job(
@@ -126,7 +166,6 @@ def _late_job(
     chunks: TokenWindows,
     texts: Sequence[str],
     options: InferenceOptions,
-    finish: Callable[[np.ndarray], Chunks],
 ) -> WindowJob[Chunks]:
     """The mean of each chunk's tokens as the whole text makes them, as far as the model goes, and windows of that
     length beyond, in which each token is taken from the core (Guenther et al. 2024, "Late chunking"): float32
@@ -163,7 +202,8 @@ def _late_job(
         for i, means in enumerate(rows):
             parts = inside(i)
             sums[low[i] : high[i]] += means * (parts[:, 1] - parts[:, 0]).astype(np.float64)[:, None]
-        return finish((sums / np.maximum(last - first, 1)[:, None]).astype(np.float32))
+        means = (sums / np.maximum(last - first, 1)[:, None]).astype(np.float32)
+        return _finished(encoder, chunks, means, options)
 
     return WindowJob(contexts, encoder.model.last_hidden_state, reduce, joined)
 

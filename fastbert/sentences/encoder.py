@@ -244,13 +244,8 @@ class SentenceEncoder(TextModel):
         windows: Windows | None = None,
         *,
         late: bool = False,
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        task: str | None = None,
-        batch_tokens: int | None = None,
-        normalize: bool | None = None,
-        truncate_dim: int | None = None,
         show_progress_bar: bool | None = None,
+        **options: Any,
     ) -> Chunks:
         """The vectors of parts of texts, each with its text and its characters there, for retrieval of passages.
 
@@ -259,21 +254,44 @@ class SentenceEncoder(TextModel):
             windows: which parts, without a `pool`. None: as many whole sentences as the model takes, without overlap.
             late: a chunk is the mean of its tokens as the whole text makes them ("late chunking", Guenther et al.
                 2024), in windows of the model's length if it is longer: for models that take texts longer than chunks.
-            prompt_name, prompt, task, batch_tokens, normalize, truncate_dim, show_progress_bar: as of `encode`. A
-                prompt is before every chunk; with `late` before every window.
+            show_progress_bar: as of `encode`. options: prompt_name, prompt, task, batch_tokens, normalize and
+                truncate_dim, as of `encode`. A prompt is before every chunk; with `late` before every window.
 
         Raises:
             TypeError, InputError: as `encode`; `late` with a model that does not pool by the mean.
         """
-        from fastbert.sentences.documents import CHUNKS, chunks_job
+        from fastbert.sentences.documents import Chunks
+
+        texts = check_texts(inputs)
+        with progress_bar(None, show_progress_bar, **bar_of(True)) as bar:
+            parts = list(self.encode_chunks_stream(texts, windows, late=late, on_tokens=bar.update, **options))
+        nothing = self.no_rows(InferenceOptions(truncate_dim=options.get("truncate_dim")))
+        return Chunks.joined([Chunks.none(nothing), *parts])
+
+    def encode_chunks_stream(
+        self,
+        texts: Iterable[str],
+        windows: Windows | None = None,
+        *,
+        late: bool = False,
+        on_tokens: Callable[[int], Any] = lambda tokens: None,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        task: str | None = None,
+        batch_tokens: int | None = None,
+        normalize: bool | None = None,
+        truncate_dim: int | None = None,
+    ) -> Iterator[Chunks]:
+        """Yields the chunks of texts, as of `encode_chunks`, at most 1,024 at a time, as soon as they are there; late
+        ones of a text all at once. `documents` counts all texts. `on_tokens(tokens)` is called after each batch.
+        """
+        from fastbert.sentences.documents import CHUNKS, chunk_stream
 
         options = InferenceOptions(
             self.prompt(prompt_name, prompt), batch_tokens, normalize=normalize, truncate_dim=truncate_dim, task=task,
             windows=CHUNKS if windows is None else windows,
         )  # fmt: skip
-        job = chunks_job(self, check_texts(inputs), options, late)
-        with progress_bar(None, show_progress_bar, **bar_of(options.windows)) as bar:
-            return job.run(self.device, options.batch_tokens, on_tokens=bar.update)
+        yield from chunk_stream(self, texts, options, late, on_tokens)
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> torch.Tensor:
         """(n, m): how similar each of n vectors is to each of m, by `similarity_fn_name`."""

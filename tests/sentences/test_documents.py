@@ -185,6 +185,23 @@ def test_a_bar_counts_tokens(encoder, capsys, call):
     assert f"{total / 1000:.2f}k tokens" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("late", (False, True))
+def test_a_stream_of_chunks(encoder, monkeypatch, late):
+    """Some at a time, of texts that come one by one; all of them are those of a list."""
+    monkeypatch.setattr("fastbert.sentences.documents.SECTION", 7)
+    monkeypatch.setattr("fastbert.sentences.documents.CHUNK_TEXTS", 4)
+    texts, windows, counted = documents(), Windows(16, 0, at="sentences"), list[int]()
+    parts = list(encoder.encode_chunks_stream(iter(texts), windows, late=late, on_tokens=counted.append))
+    whole = encoder.encode_chunks(texts, windows, late=late)
+    assert len(parts) > 2 and max(map(len, parts)) <= (99 if late else 7) and sum(counted) > 500
+    for name in ("documents", "starts", "ends", "vectors"):
+        assert np.array_equal(np.concatenate([getattr(part, name) for part in parts]), getattr(whole, name))
+    monkeypatch.undo()
+    at_once = encoder.encode_chunks(texts, windows, late=late)
+    np.testing.assert_allclose(whole.vectors, at_once.vectors, atol=1e-6)
+    assert np.array_equal(whole.documents, at_once.documents) and np.array_equal(whole.starts, at_once.starts)
+
+
 def test_what_a_limit_leaves_out_is_said(encoder):
     texts = documents()
     with pytest.warns(UserWarning, match=r"of 10 texts have more than 1 windows; their last [\d,]+ tokens"):

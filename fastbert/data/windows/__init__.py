@@ -103,6 +103,19 @@ class TokenWindows(Tokenized):
     parts: np.ndarray = field(kw_only=True, repr=False)
     begins: np.ndarray = field(kw_only=True, repr=False)
 
+    def part(self, start: int, stop: int) -> TokenWindows:
+        """Windows `start` to `stop` alone."""
+        tokens = slice(int(self.offsets[start]), int(self.offsets[stop]))
+        return TokenWindows(
+            self.ids[tokens],
+            None if self.types is None else self.types[tokens],
+            self.offsets[start : stop + 1] - self.offsets[start],
+            self.source[start:stop],
+            spans=self.spans[tokens],
+            parts=self.parts[tokens],
+            begins=self.begins[start:stop],
+        )
+
     @property
     def of_texts(self) -> list[np.ndarray]:
         """The windows of each text."""
