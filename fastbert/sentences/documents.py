@@ -11,7 +11,7 @@ import torch
 
 from fastbert.data.tokenized import CHUNK_TEXTS, Text, run_batches
 from fastbert.data.windows import CORE, OUTSIDE, OVERLAP, Cutter, TokenWindows, Windows
-from fastbert.data.windows.job import WindowJob, chosen, on_host, tokens_at
+from fastbert.data.windows.job import Rows, WindowJob, chosen, on_host, tokens_at
 from fastbert.errors import InputError
 from fastbert.packed_inputs import PackedInputs
 from fastbert.sentences.batches import check_texts, in_chunks, longest_first
@@ -79,8 +79,8 @@ def vectors_job(encoder: SentenceEncoder, texts: Sequence[str], options: Inferen
         raise InputError("pool of windows is 'top3', which is for scores; of vectors there are mean, max, first")
     made = cutter_of(encoder, windows, options.task).cut(texts, prompt=options.prompt)
 
-    def finish(rows: list[np.ndarray]) -> torch.Tensor:
-        pooled = windows.combined(np.stack(rows), made).astype(np.float32)
+    def finish(rows: Rows) -> torch.Tensor:
+        pooled = windows.combined(np.asarray(rows), made).astype(np.float32)
         return encoder.finish(torch.from_numpy(pooled).to(encoder.device), options)
 
     return _pooling_job(encoder, made, made.parts != OVERLAP, options, finish)
@@ -91,7 +91,7 @@ def _pooling_job(
     made: TokenWindows,
     counts: np.ndarray,
     options: InferenceOptions,
-    finish: Callable[[list[np.ndarray]], Any],
+    finish: Callable[[Rows], Any],
 ) -> WindowJob[Any]:
     """What the model's pooling makes of the tokens of each window that `counts` says, (pooled_width,)."""
     sizes = np.bincount(made.of_token[counts], minlength=len(made))
@@ -157,7 +157,7 @@ def _finished(encoder: SentenceEncoder, made: TokenWindows, rows: np.ndarray, op
 def _plain_job(encoder: SentenceEncoder, made: TokenWindows, options: InferenceOptions) -> WindowJob[Chunks]:
     everything = np.ones(len(made.ids), bool)
     return _pooling_job(
-        encoder, made, everything, options, lambda rows: _finished(encoder, made, np.stack(rows), options)
+        encoder, made, everything, options, lambda rows: _finished(encoder, made, np.asarray(rows), options)
     )
 
 
@@ -197,7 +197,7 @@ def _late_job(
         means = on_host(pool(tokens, offsets, encoder.recipe.pooling))
         return np.split(means, np.cumsum(counts)[:-1])
 
-    def joined(rows: list[np.ndarray]) -> Chunks:
+    def joined(rows: Rows) -> Chunks:
         sums = np.zeros((len(chunks), encoder.model.config.hidden_size))
         for i, means in enumerate(rows):
             parts = inside(i)

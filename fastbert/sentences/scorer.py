@@ -26,7 +26,7 @@ from fastbert.sentences.text_model import InferenceOptions, TextModel
 
 if TYPE_CHECKING:
     from fastbert.data.windows import Pool, TokenWindows, Windows
-    from fastbert.data.windows.job import WindowJob
+    from fastbert.data.windows.job import Rows, WindowJob
 
 PROBLEMS = ("single_label_classification", "multi_label_classification", "regression")
 
@@ -98,7 +98,7 @@ class SequenceScorer(TextModel):
         """Their logits, (windows, num_labels)."""
         from fastbert.data.windows.job import WindowJob, on_host
 
-        return WindowJob(made, partial(self.compute, options=options), lambda logits, _: on_host(logits), np.stack)
+        return WindowJob(made, partial(self.compute, options=options), lambda logits, _: on_host(logits), np.asarray)
 
     def _of_vectors(self, made: TokenWindows, windows: Windows) -> WindowJob[torch.Tensor]:
         """The logits of texts, of what goes into the head for their windows, combined."""
@@ -108,8 +108,8 @@ class SequenceScorer(TextModel):
             raise InputError("aggregate='vectors' needs a head over one vector a text, and this model's is over tokens")
 
         @torch.inference_mode()
-        def finish(rows: list[np.ndarray]) -> torch.Tensor:
-            vectors = torch.from_numpy(windows.combined(np.stack(rows), made)).to(self.device, self.dtype)
+        def finish(rows: Rows) -> torch.Tensor:
+            vectors = torch.from_numpy(windows.combined(np.asarray(rows), made)).to(self.device, self.dtype)
             return self.model.classified(vectors).to(torch.promote_types(self.dtype, torch.float32))
 
         return WindowJob(made, self.model.packed_vectors, lambda vectors, _: on_host(vectors), finish)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fastbert.data.windows import TokenWindows
-from fastbert.data.windows.job import WindowJob, on_host, tokens_at
+from fastbert.data.windows.job import Rows, WindowJob, on_host, tokens_at
 from fastbert.packed_inputs import PackedInputs
 
 MAX_ANSWER = 30  # tokens, as in BERT's own evaluation
@@ -40,8 +40,8 @@ def answers_job(
         windows = zip(np.split(logits, cuts), np.split(spans, cuts), strict=True)
         return np.array([best_of_window(*window) for window in windows])
 
-    def finish(rows: list[np.ndarray]) -> Answers:
-        found = np.stack(rows)
+    def finish(rows: Rows) -> Answers:
+        found = np.asarray(rows)
         by, nothing_by = (SUM, NOTHING_SUM) if aggregate == "logits" else (LOG_PROB, NOTHING_LOG_PROB)
         best = np.array([windows[found[windows, by].argmax()] for windows in made.of_texts])
         nothing = np.array([windows[found[windows, nothing_by].argmin()] for windows in made.of_texts])

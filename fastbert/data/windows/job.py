@@ -27,14 +27,14 @@ class WindowJob(Generic[Result]):
     windows: TokenWindows
     forward: Callable[[PackedInputs], torch.Tensor]
     reduce: Callable[[torch.Tensor, np.ndarray], Rows]
-    finish: Callable[[list[np.ndarray]], Result]
+    finish: Callable[[Rows], Result]
 
     def then(self, more: Callable[[Result], Another]) -> WindowJob[Another]:
         """The job of which `more` makes the result of this one's."""
         return WindowJob(self.windows, self.forward, self.reduce, lambda rows: more(self.finish(rows)))
 
     @torch.inference_mode()
-    def result(self, rows: list[np.ndarray]) -> Result:
+    def result(self, rows: Rows) -> Result:
         """What is said of the texts, by the arrays of all windows."""
         return self.finish(rows)
 
@@ -54,15 +54,21 @@ class WindowJob(Generic[Result]):
         on_batch: Callable[[int], Any] = lambda windows: None,
     ) -> Result:
         """All of it here. The arguments are those of `run_batches`; `on_tokens(tokens)` is called after each batch."""
-        found: list[np.ndarray] = [np.empty(0)] * len(self.windows)
+        found: Any = [None] * len(self.windows)
         lengths = self.windows.lengths
         batches = run_batches(
             self.forward, self.windows, device, batch_tokens, batch_size, share=share, on_batch=on_batch
         )
         with torch.inference_mode():
             for places, output in batches:
-                for i, row in zip(places.tolist(), self.reduce(output, places), strict=True):
-                    found[i] = row
+                rows = self.reduce(output, places)
+                if isinstance(rows, np.ndarray):  # many small arrays between the large ones of batches split the heap
+                    if not isinstance(found, np.ndarray):
+                        found = np.empty((len(found), *rows.shape[1:]), rows.dtype)
+                    found[places] = rows
+                else:
+                    for i, row in zip(places.tolist(), rows, strict=True):
+                        found[i] = row
                 on_tokens(int(lengths[places].sum()))
         return self.result(found)
 

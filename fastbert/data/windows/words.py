@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fastbert.data.windows import CORE, TokenWindows
-from fastbert.data.windows.job import WindowJob, chosen, on_host, tokens_at
+from fastbert.data.windows.job import Rows, WindowJob, chosen, on_host, tokens_at
 from fastbert.packed_inputs import PackedInputs
 
 # Of the windows that a word is in: the one in which it is farthest from a cut, or what of all of them is averaged.
@@ -96,7 +96,7 @@ class Words:
             rows = on_host(chosen(packed, speaks[tokens_at(self.windows, places)]))
             return np.split(rows, np.cumsum(counts[places])[:-1])
 
-        def finish(rows: list[np.ndarray]) -> np.ndarray:
+        def finish(rows: Rows) -> np.ndarray:
             found = np.zeros((len(self), model.config.num_labels), np.float32)
             if not len(self.tokens):
                 return found
