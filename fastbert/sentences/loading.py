@@ -100,14 +100,16 @@ class Opened:
         """The model of an Auto class, all of whose weights are there. Raises CheckpointError: the folder is no `what`,
         for some are not.
         """
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of missing weights, which are an error here
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
             model = auto.from_pretrained(self.folder, dtype=self.dtype or "auto", **self.config)
         if model.missing_keys:
             raise CheckpointError(
                 f"{self.root} is no {what}: its checkpoint lacks {some(model.missing_keys)}, and random weights say"
                 " nothing"
             )
+        for one in said:
+            warnings.warn(one.message, stacklevel=4)
         return self.quantised(model)
 
     def length(self, model: PreTrainedModel) -> int:

@@ -18,14 +18,22 @@ def unit_length(vectors: np.ndarray) -> np.ndarray:
     return F.normalize(torch.from_numpy(vectors), dim=-1).numpy()
 
 
-def ranking(engine: Engine, logits: np.ndarray, raw: bool, texts: list[str] | None) -> list[dict[str, Any]]:
-    """The texts by their score, the best first; equal ones keep their order."""
+def ranking(
+    engine: Engine,
+    logits: np.ndarray,
+    raw: bool,
+    texts: list[str] | None,
+    passages: list[tuple[int, int]] | None = None,
+) -> list[dict[str, Any]]:
+    """The texts by their score, the best first; equal ones keep their order. `passages`: where each one's best is."""
     assert isinstance(engine.model, Reranker)
     scores = logits[:, 0] if raw else engine.model.scores(torch.from_numpy(logits)).numpy()
-    order = np.argsort(-scores, kind="stable").tolist()
-    if texts is None:
-        return [{"index": i, "score": scores[i]} for i in order]
-    return [{"index": i, "text": texts[i], "score": scores[i]} for i in order]
+    found = []
+    for i in np.argsort(-scores, kind="stable").tolist():
+        text = {} if texts is None else {"text": texts[i]}
+        place = {} if passages is None else dict(zip(("start", "end"), passages[i], strict=True))
+        found.append({"index": i, **text, "score": scores[i], **place})
+    return found
 
 
 def predictions(engine: Engine, logits: np.ndarray, raw: bool) -> list[list[dict[str, Any]]]:

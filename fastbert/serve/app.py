@@ -175,9 +175,15 @@ class Server:
     async def rerank(self, request: Request) -> Response:
         asked = self._read(request, schemas.RerankRequest, "reranker")
         pairs = [(asked.query, text) for text in asked.texts]
-        options = self._options(asked.windows, aggregate=asked.aggregate)
-        logits = await self._rows("texts", pairs, asked.truncate, options)
-        return as_json(ranking(self.engine, logits, asked.raw_scores, asked.texts if asked.return_text else None))
+        options, texts = (
+            self._options(asked.windows, aggregate=asked.aggregate),
+            asked.texts if asked.return_text else None,
+        )
+        if options.windows is None or options.aggregate == "vectors":  # which gives passages no scores
+            logits = await self._rows("texts", pairs, asked.truncate, options)
+            return as_json(ranking(self.engine, logits, asked.raw_scores, texts))
+        found, passages = await self._run_job("texts", pairs, lambda model: model.passages_job(pairs, options))
+        return as_json(ranking(self.engine, found.cpu().numpy(), asked.raw_scores, texts, passages))
 
     async def predict(self, request: Request) -> Response:
         asked = self._read(request, schemas.PredictRequest, "reranker", "classifier")

@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 from precise import assert_as_theirs, assert_close_to_theirs, in_float64
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fastbert
@@ -118,6 +119,14 @@ def test_int8(tmp_path):
     assert not np.array_equal(a, b) and np.abs(a - b).max() < 0.1 * np.abs(a).max()
     fastbert.quantize(exact, calibration=PAIRS)  # with calibration: it runs what predict runs
     assert np.abs(exact.predict(PAIRS) - a).max() < 0.1 * np.abs(a).max()
+
+
+def test_weights_that_are_not_used_are_named(tmp_path):
+    folder = write(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"other.weight": torch.ones(2)}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.warns(UserWarning, match=r"in the checkpoint, but not used: other\.weight"):
+        fastbert.Reranker.from_pretrained(folder)
 
 
 def test_what_is_no_reranker(tmp_path):

@@ -105,6 +105,12 @@ def test_scores_and_labels(engines, folders):
         expected = reranker.rank(query, texts, windows=Windows(**CUT), **given)
         assert [row["index"] for row in found] == [row["corpus_id"] for row in expected]
         close([row["score"] for row in found], [row["score"] for row in expected])
+        if given.get("aggregate") == "vectors":  # a passage has no score then
+            assert {*found[0]} == {"index", "score"}
+            continue
+        for row in found:  # that of the best passage by itself
+            alone = reranker.predict((query, texts[row["index"]][row["start"] : row["end"]]))
+            assert row["score"] == pytest.approx(float(alone), rel=1e-5)
     classifier = fastbert.TextClassifier(folders["classifier"], device="cpu")
     for given in ({}, {"aggregate": "logits"}, {"aggregate": "vectors"}):
         content = {"inputs": [[text] for text in texts], "windows": CUT, **given}
