@@ -175,10 +175,8 @@ class Server:
     async def rerank(self, request: Request) -> Response:
         asked = self._read(request, schemas.RerankRequest, "reranker")
         pairs = [(asked.query, text) for text in asked.texts]
-        options, texts = (
-            self._options(asked.windows, aggregate=asked.aggregate),
-            asked.texts if asked.return_text else None,
-        )
+        options = self._options(asked.windows, aggregate=asked.aggregate)
+        texts = asked.texts if asked.return_text else None
         if options.windows is None or options.aggregate == "vectors":  # which gives passages no scores
             logits = await self._rows("texts", pairs, asked.truncate, options)
             return as_json(ranking(self.engine, logits, asked.raw_scores, texts))
