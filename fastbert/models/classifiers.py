@@ -104,16 +104,16 @@ class ClassifierModel(HeadModel):
         return within(self, around, out, x)
 
 
-_PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
+PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
 
 
 def problem_type(config: EncoderConfig, labels: torch.Tensor) -> str:
     """What labels of sequences mean: as the config says, else as transformers infers it."""
     if config.problem_type is None:
-        kinds = _PROBLEMS[:1] if config.num_labels == 1 else _PROBLEMS[1:]
+        kinds = PROBLEMS[:1] if config.num_labels == 1 else PROBLEMS[1:]
         return kinds[-1] if labels.is_floating_point() else kinds[0]
-    if config.problem_type not in _PROBLEMS:
-        raise InputError(f"problem_type {config.problem_type!r} is none of {', '.join(_PROBLEMS)}")
+    if config.problem_type not in PROBLEMS:
+        raise InputError(f"problem_type {config.problem_type!r} is none of {', '.join(PROBLEMS)}")
     return config.problem_type
 
 
@@ -159,7 +159,7 @@ class ForSequenceClassification(ClassifierModel):
         if has_soft_labels and labels.dim() > 1:
             shares = check_numbers(labels, tuple(logits.shape))
             return -(ops.at_least_fp32(logits).log_softmax(-1) * shares).sum(-1).mean()
-        kind = _PROBLEMS[1] if has_soft_labels else problem_type(self.config, labels)
+        kind = PROBLEMS[1] if has_soft_labels else problem_type(self.config, labels)
         if kind == "single_label_classification":
             return self.class_loss(self.label_leaf, logits, labels, batch)
         logits = ops.at_least_fp32(logits)

@@ -18,7 +18,7 @@ from fastbert.data.usage import trained_windows
 from fastbert.errors import ConfigError, InputError
 from fastbert.models.auto import AutoModelForSequenceClassification
 from fastbert.models.base import PreTrainedModel
-from fastbert.models.classifiers import ForSequenceClassification
+from fastbert.models.classifiers import PROBLEMS, ForSequenceClassification
 from fastbert.packed_inputs import PackedInputs
 from fastbert.sentences.batches import check_text
 from fastbert.sentences.loading import open_folder
@@ -27,8 +27,6 @@ from fastbert.sentences.text_model import InferenceOptions, TextModel
 if TYPE_CHECKING:
     from fastbert.data.windows import Pool, TokenWindows, Windows
     from fastbert.data.windows.job import Rows, WindowJob
-
-PROBLEMS = ("single_label_classification", "multi_label_classification", "regression")
 
 
 class SequenceScorer(TextModel):

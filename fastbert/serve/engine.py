@@ -82,8 +82,8 @@ def load_engine(name: str, dtype: str, device: str | None) -> Engine:
     config = read_config(transformer_folder(resolve(name)))
     heads = config.extra.get("architectures") or ()
     if is_classifier(config):
-        scorer = Reranker.from_pretrained(name, dtype=dtype, device=device)
-        if scorer.num_labels == 1:
+        if config.num_labels == 1:
+            scorer = Reranker.from_pretrained(name, dtype=dtype, device=device)
             return Engine(name, "reranker", scorer, list(label_names(scorer.model)))
         classifier = TextClassifier.from_pretrained(name, dtype=dtype, device=device)
         return Engine(name, "classifier", classifier, list(classifier.labels))

@@ -68,8 +68,8 @@ class Words:
         found, word, begin = found[inside], word[inside], begin[inside]
         is_first = begin <= all_starts[word]
         found, word = found[is_first], word[is_first]
-        of_window = of_token[found] if everywhere else np.zeros_like(found)
-        _, ones = np.unique(np.stack((of_window, word)), axis=1, return_index=True)  # of several the first
+        # Of several tokens of a word the first: of its core, or of each window.
+        _, ones = np.unique(word + (of_token[found] * len(starts) if everywhere else 0), return_index=True)
         ones.sort()
         self.tokens, self.of_word = found[ones], word[ones]
 

@@ -47,12 +47,16 @@ class SpanModel(TextModel):
         super()._assemble(model, tokenizer, max_seq_length, settings)
         self.usage = Usage(self.task) if usage is None else usage
         self.has_types = model.base_model.table_sizes().has_types
-        self.windows = replace(self.usage.own_windows, length=None)  # max_seq_length says it
+        self.windows = self.own_windows()
 
     @staticmethod
     def length_of(model: PreTrainedModel, usage: Usage) -> int:
         """Tokens of a window."""
         return usage.max_length or position_limit(model)
+
+    def own_windows(self) -> Windows:
+        """Those of the training; `max_seq_length` says their length. Raises ConfigError: there can be none."""
+        return replace(self.usage.own_windows, length=None)
 
     def cutter(self, windows: Windows | None = None) -> Cutter:
         """By these windows, or else by its own. Raises InputError."""

@@ -7,9 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
-from tokenizers import Tokenizer
 
-from fastbert.data.sentence_folder import FolderSettings
 from fastbert.data.tokenized import CHUNK_INPUTS
 from fastbert.data.usage import Usage
 from fastbert.data.windows import TokenWindows, Windows
@@ -46,19 +44,12 @@ class QuestionAnswerer(SpanModel):
         """
         self._load(AutoModelForQuestionAnswering, model_name_or_path, options)
 
-    def _assemble(
-        self,
-        model: PreTrainedModel,
-        tokenizer: Tokenizer,
-        max_seq_length: int,
-        settings: FolderSettings | None = None,
-        usage: Usage | None = None,
-    ) -> None:
-        super()._assemble(model, tokenizer, max_seq_length, settings, usage)
-        if not tokenizer.encode("a").special_tokens_mask[0]:
+    def own_windows(self) -> Windows:
+        if not self.tokenizer.encode("a").special_tokens_mask[0]:
             raise ConfigError("this model's tokenizer puts no token in front, which would say that there is no answer")
-        if self.usage.stride is None:
-            self.windows = Windows(overlap=min(max_seq_length // 4, max(0, self.room_of(max_seq_length) - 1)))
+        if self.usage.stride is not None:
+            return super().own_windows()
+        return Windows(overlap=min(self.max_seq_length // 4, max(0, self.room_of(self.max_seq_length) - 1)))
 
     @staticmethod
     def length_of(model: PreTrainedModel, usage: Usage) -> int:
