@@ -7,18 +7,22 @@
 #include <string>
 #include <vector>
 
+#include "dict_entries.h"
 #include "include/isa.h"
 #include "ops/adamw.h"
 #include "ops/attention.h"
 #include "ops/attention_relative.h"
 #include "ops/dropout.h"
 #include "ops/embedding.h"
+#include "ops/encoder.h"
 #include "ops/encoder_layers_training.h"
 #include "ops/encoder_layers.h"
 #include "ops/feed_forward.h"
 #include "ops/layer_norm.h"
 #include "ops/linear.h"
+#include "ops/normalize.h"
 #include "ops/packed_weights.h"
+#include "ops/pooling.h"
 #include "ops/register.h"
 #include "ops/storages.h"
 #include "ops/workspace.h"
@@ -35,13 +39,17 @@ STABLE_TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
   m.impl("dropout_cpu", fastbert::boxed_operator<&fastbert::dropout_cpu>);
   m.impl("embed_fwd_cpu", fastbert::boxed_operator<&fastbert::embed_fwd_cpu>);
   m.impl("embed_bwd_cpu", fastbert::boxed_operator<&fastbert::embed_bwd_cpu>);
+  m.impl("encoder_cpu", fastbert::boxed_operator<&fastbert::encoder_cpu>);
   m.impl("encoder_layers_fwd_cpu", fastbert::boxed_operator<&fastbert::encoder_layers_fwd_cpu>);
   m.impl("encoder_layers_bwd_cpu", fastbert::boxed_operator<&fastbert::encoder_layers_bwd_cpu>);
   m.impl("encoder_layers_cpu", fastbert::boxed_operator<&fastbert::encoder_layers_cpu>);
+  m.impl("hold_encoder_cpu", fastbert::boxed_operator<&fastbert::hold_encoder_cpu>);
   m.impl("linear_cpu", fastbert::boxed_operator<&fastbert::linear_cpu>);
   m.impl("linear_bwd_cpu", fastbert::boxed_operator<&fastbert::linear_bwd_cpu>);
   m.impl("feed_forward_bwd_cpu", fastbert::boxed_operator<&fastbert::feed_forward_bwd_cpu>);
   m.impl("feed_forward_cpu", fastbert::boxed_operator<&fastbert::feed_forward_cpu>);
+  m.impl("normalize_cpu", fastbert::boxed_operator<&fastbert::normalize_cpu>);
+  m.impl("pooling_fwd_cpu", fastbert::boxed_operator<&fastbert::pooling_fwd_cpu>);
 }
 
 namespace {
@@ -74,7 +82,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 #endif
   m.def("isa", &isa, "The instruction set that the CPU kernels run with: cpuid's choice, unless set_isa changed it.");
   m.def("isas", &isas, "The instruction sets that this machine can run, narrowest first.");
+  m.def("are_same", &fastbert::are_same, pybind11::arg("dicts"), pybind11::arg("keys"), pybind11::arg("objects"),
+        "Whether the dicts have these very objects at the keys; None stands for nothing there.");
+  m.def("are_equal", &fastbert::are_equal, pybind11::arg("dicts"), pybind11::arg("keys"), pybind11::arg("values"),
+        "Whether the dicts have equal values at the keys.");
+  m.def("are_false", &fastbert::are_false, pybind11::arg("dicts"), pybind11::arg("keys"),
+        "Whether all that the dicts have at the keys is false.");
+  m.def("have_types", &fastbert::have_types, pybind11::arg("objects"), pybind11::arg("types"),
+        "Whether the objects are of these very types.");
   m.def("packed_bytes", &fastbert::packed_bytes, "Bytes of all packed copies of weights that are kept.");
+  m.def("forget_encoder", &fastbert::forget_encoder, pybind11::arg("encoder"),
+        "Let go of the tensors of an encoder that hold_encoder_cpu has given this number.");
   m.def("forget_storage", &fastbert::forget_storage, pybind11::arg("storage"),
         "Drop all that is kept for the storage with this address, untyped_storage().data_ptr(): it is about to go.");
   m.def(

@@ -197,7 +197,9 @@ def select(op: str, asked: str | Backend | None, x: torch.Tensor, *args) -> Back
 
 
 def _order(x: torch.Tensor) -> tuple[Backend, ...]:
-    return ORDER.get(x.device.type, ()) if _choice.forced is None else (_choice.forced,)
+    if _choice.forced is not None:
+        return (_choice.forced,)
+    return ORDER["cpu"] if x.is_cpu else ORDER.get(x.device.type, ())  # a tensor's device is made at each look
 
 
 def first_to_serve(op: str, x: torch.Tensor, *args) -> Backend | None:

@@ -7,15 +7,10 @@
 
 namespace fastbert {
 
-Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Array>& weights, const List<Array>& biases,
-                         const List<Array>& weight_scales, const List<Array>& input_scales, const List<Array>& norms,
-                         const std::string& activation, const std::vector<int64_t>& layers,
-                         const std::vector<int64_t>& ints, const std::vector<double>& floats,
-                         const std::optional<double>& final_eps, const std::vector<Array>& rotary,
-                         const std::vector<int64_t>& rotary_layouts, const OptionalArray& window_positions,
-                         const OptionalArray& relative_rows, const OptionalArray& relative_positions,
-                         const std::vector<Array>& relative, const std::vector<int64_t>& versions) {
-  const std::vector<LayerSpec> specs = layer_specs(ints, floats);
+Array run_layers(const Array& x, const Array& cu_seqlens, const LayerStack& stack, const AttentionTables& tables,
+                 const RelativeLists& relative, const std::vector<int64_t>& versions, Comparison comparison) {
+  const std::vector<int64_t>& layers = stack.layers;
+  const std::vector<LayerSpec>& specs = stack.specs;
   check(x.dim() == 2 && !layers.empty(), "x has shape ", x.sizes(), ", there are ", layers.size(), " layers");
   for (const int64_t i : layers) check(i >= 0 && i < static_cast<int64_t>(specs.size()), "there are no numbers ", i);
   const auto spec_of = [&](size_t layer) -> const LayerSpec& { return specs[static_cast<size_t>(layers[layer])]; };
@@ -29,15 +24,17 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
   Heads heads;
   Array context, flat_context, product, normed;
   AttentionForm attention;
-  const Activation act = activation_of(activation);
+  const std::optional<double>& final_eps = stack.final_eps;
 
-  LayerReader reader({&weights, &biases, &weight_scales, &input_scales, &norms, &versions}, hidden_size, dtype);
+  LayerReader reader(
+      {&stack.weights, &stack.biases, &stack.weight_scales, &stack.input_scales, &stack.norms, &versions}, hidden_size,
+      dtype, comparison);
   const auto final_norm = [&](const LayerSpec& last) -> NormOperand {
     const size_t left = reader.norms_left();
     check(final_eps.has_value() ? left == 1 || left == 2 : left == 0, "there are ", left, " tensors of norms too many");
     return final_eps.has_value() ? reader.norm_ahead(last.rms, left == 1 ? 1 : 3, *final_eps) : NormOperand();
   };
-  RelativeReader terms({relative_rows, relative_positions, relative});
+  RelativeReader terms(relative);
   LayerOperands layer;
   Array hidden = contiguous(x);  // what the next residual is
   bool is_normed = false;        // whether the layer before left in `normed` what the next one begins with
@@ -46,7 +43,7 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
     const bool is_last = i + 1 == layers.size();
     reader.read(spec, layer);
     if (i == 0 || layers[i] != layers[i - 1]) {
-      attention = attention_form(spec, {rotary, rotary_layouts, window_positions});
+      attention = attention_form(spec, tables);
       heads = make_heads(spec, tokens, make);
       // Attention reads the queries of a head's block of rows before it writes there, and behind it nobody reads keys
       // and values: their memory serves the rest of the layer. What a pre-norm layer leaves in `normed` is read by the
@@ -79,7 +76,7 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
       linear_rows(flat_context, {layer.without_bias(output)}, {product}, dtype, end);
     };
     const auto end_layer = [&](const RowsDone& end) {
-      feed_forward_rows(normed, layer.feed_forward(spec, act, {0.0, 0, 0}), product, none, dtype, end);
+      feed_forward_rows(normed, layer.feed_forward(spec, stack.activation, {0.0, 0, 0}), product, none, dtype, end);
     };
     const NormOperand next = is_last ? final_norm(spec) : reader.norm_ahead(spec_of(i + 1));
     is_normed = spec.norm_first && next.weight.defined();
@@ -99,6 +96,22 @@ Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Arr
   }
   terms.finish();
   return out;
+}
+
+Array encoder_layers_cpu(const Array& x, const Array& cu_seqlens, const List<Array>& weights, const List<Array>& biases,
+                         const List<Array>& weight_scales, const List<Array>& input_scales, const List<Array>& norms,
+                         const std::string& activation, const std::vector<int64_t>& layers,
+                         const std::vector<int64_t>& ints, const std::vector<double>& floats,
+                         const std::optional<double>& final_eps, const std::vector<Array>& rotary,
+                         const std::vector<int64_t>& rotary_layouts, const OptionalArray& window_positions,
+                         const OptionalArray& relative_rows, const OptionalArray& relative_positions,
+                         const std::vector<Array>& relative, const std::vector<int64_t>& versions) {
+  const std::vector<LayerSpec> specs = layer_specs(ints, floats);
+  return run_layers(
+      x, cu_seqlens,
+      {weights, biases, weight_scales, input_scales, norms, activation_of(activation), layers, specs, final_eps},
+      {rotary, rotary_layouts, window_positions}, {relative_rows, relative_positions, relative}, versions,
+      comparison_of_call());
 }
 
 }  // namespace fastbert

@@ -313,7 +313,8 @@ std::vector<Array> encoder_layers_fwd_cpu(const Array& x, const Array& cu_seqlen
   const Stack stack = stack_of(layers, ints, floats, weights.size());
   check(x.dim() == 2, "x has shape ", x.sizes(), ", expected (total_tokens, hidden_size)");
   const Shared shared{cu_seqlens, activation_of(activation), {rotary, rotary_layouts, window_positions}};
-  LayerReader reader({&weights, &biases, nullptr, nullptr, &norms, nullptr}, x.size(1), x.scalar_type());
+  LayerReader reader({&weights, &biases, nullptr, nullptr, &norms, nullptr}, x.size(1), x.scalar_type(),
+                     comparison_of_call());
   RelativeReader terms({relative_rows, relative_positions, relative});
   LayerOperands layer;
   Array hidden = contiguous(x);
@@ -348,7 +349,8 @@ std::vector<Array> encoder_layers_bwd_cpu(const Array& dout_, const Array& x_, c
   const Stack stack = stack_of(layers, ints, floats, weights.size());
   const size_t count = layers.size();
   const Shared shared{cu_seqlens, activation_of(activation), {rotary, rotary_layouts, window_positions}};
-  LayerReader reader({&weights, nullptr, nullptr, nullptr, &norms, nullptr}, x_.size(1), x_.scalar_type());
+  LayerReader reader({&weights, nullptr, nullptr, nullptr, &norms, nullptr}, x_.size(1), x_.scalar_type(),
+                     comparison_of_call());
 
   std::vector<Input> inputs(count);
   std::vector<Kept> kept(count);

@@ -93,8 +93,8 @@ Heads::Heads(const LayerSpec& spec, std::vector<Array> whole_) : whole(std::move
   }
 }
 
-LayerReader::LayerReader(const LayerLists& lists, int64_t hidden_size, ScalarType dtype)
-    : lists_(lists), hidden_size_(hidden_size), dtype_(dtype), comparison_(comparison_of_call()) {
+LayerReader::LayerReader(const LayerLists& lists, int64_t hidden_size, ScalarType dtype, Comparison comparison)
+    : lists_(lists), hidden_size_(hidden_size), dtype_(dtype), comparison_(comparison) {
   check(!has_versions() || lists.versions->size() == lists.weights->size(), "the versions are not as many as the ",
         lists.weights->size(), " weights");
   check(lists.scales == nullptr || lists.input_scales->size() == lists.scales->size(),

@@ -117,7 +117,7 @@ struct LayerLists {
 // Takes them apart, layer by layer.
 class LayerReader {
  public:
-  LayerReader(const LayerLists& lists, int64_t hidden_size, ScalarType dtype);
+  LayerReader(const LayerLists& lists, int64_t hidden_size, ScalarType dtype, Comparison comparison);
 
   // The next layer's, with those shapes checked that no product checks.
   void read(const LayerSpec& spec, LayerOperands& layer);

@@ -94,6 +94,15 @@ class List {
     }
   }
 
+  // With handles of its own, to be kept beyond the call.
+  List copy() const {
+    List copied;
+    copied.handles_.reserve(handles_.size());
+    for (AtenTensorHandle handle : handles_)
+      copied.handles_.push_back(handle == nullptr ? nullptr : new_handle(handle));
+    return copied;
+  }
+
   size_t size() const { return handles_.size(); }
   T operator[](size_t i) const { return handles_[i] == nullptr ? T() : T(Array::borrowed(handles_[i])); }
 

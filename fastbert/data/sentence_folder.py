@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from fastbert import ops
 from fastbert.checkpoint.unfilled import unfilled
 from fastbert.checkpoint.weight_files import read_weights
 from fastbert.config import MAX_SIZE
@@ -106,7 +106,7 @@ class Normalize(nn.Module):
     """x / ||x||, row by row, in fp32; a zero row stays zero."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.normalize(x.float(), dim=-1)
+        return ops.normalize(x)
 
 
 def _list_modules(root: Path) -> list[tuple[str, Path]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer
 
 from fastbert.data.budget import batch_tokens_of, token_batches
 from fastbert.packed_inputs import PackedInputs, pack_inputs
+from fastbert.packing import PackedBatch
 
 CHUNK_TEXTS = 4096  # tokenised at a time: an Encoding takes much more memory than its ids
 CHUNK_INPUTS = 1024  # that share batches: those of a long file are the same, read whole or so many at a time
@@ -91,6 +93,23 @@ def tokenize(tokenizer: Tokenizer, inputs: Sequence[Text], *, with_types: bool) 
         np.arange(len(lengths)),
         cut=cut,
     )
+
+
+def tokenize_one(tokenizer: Tokenizer, one: Text, *, with_types: bool) -> PackedInputs:
+    """The batch of one text, or of one pair: what Tokenized.pack makes of it, without what many of them need."""
+    made = tokenizer.encode_batch_fast([one])[0]
+    ids = made.ids
+    fields: dict[str, Any] = {"input_ids": torch.tensor(ids, dtype=torch.int64)}
+    if with_types:
+        fields["token_type_ids"] = torch.tensor(made.type_ids, dtype=torch.int64)
+    fields["batch"] = _batch_of_one(len(ids))
+    return PackedInputs(fields)
+
+
+@lru_cache(maxsize=1024)
+def _batch_of_one(tokens: int) -> PackedBatch:
+    with torch.inference_mode(False):  # its tensor serves calls of every mode
+        return PackedBatch(None, torch.tensor((0, tokens), dtype=torch.int32), tokens, 1, None, tokens)
 
 
 def _flat(rows: Iterable[Iterable[Any]], dtype: Any, total: int) -> np.ndarray:

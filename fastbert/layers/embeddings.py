@@ -55,9 +55,9 @@ def run_embeddings(
         embeds = embeds + get_leaf(root, names.task_type)(tasks)
     kind = "none" if norm is None or projection is not None else norm_kind(norm)
     if (
-        _is_lookup(word)
-        and (position is None or (_is_lookup(position) and not position.sparse))
-        and (token_type is None or (_is_lookup(token_type) and not token_type.sparse))
+        is_lookup(word)
+        and (position is None or (is_lookup(position) and not position.sparse))
+        and (token_type is None or (is_lookup(token_type) and not token_type.sparse))
         and not (word.sparse and torch.compiler.is_compiling())  # torch's compilers know nothing of such gradients
         and kind in ("none", "layer")
     ):
@@ -98,7 +98,7 @@ def _check_counts(leaf: nn.Module, path: str) -> None:
         )
 
 
-def _is_lookup(leaf: nn.Module) -> TypeGuard[nn.Embedding]:
+def is_lookup(leaf: nn.Module) -> TypeGuard[nn.Embedding]:
     """Whether the op does all that calling a leaf does: max_norm changes the table."""
     return is_plain(leaf, nn.Embedding) and leaf.max_norm is None
 

@@ -7,17 +7,15 @@ of a short text's time in int8. Seeing that nothing was replaced since takes a f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_, itemgetter
+from operator import is_
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import nn
 
+from fastbert import ops
 from fastbert.layers.leaves import ATTRIBUTES, FORWARD, FORWARD_HOOKS, has_global_hooks
-
-_children_of = itemgetter("_modules")
-
 
 class ModuleFingerprint:
     """Modules of a tree, and all that decided what calling them did when they were watched.
@@ -37,7 +35,7 @@ class ModuleFingerprint:
         self._tensors: tuple[list[dict], list[str], list[Any]] = [], [], []
         self._others: tuple[list[dict], list[str], list[Any]] = [], [], []
         self._absent: tuple[list[dict], list[str]] = [], []  # hooks, of which there must be none
-        self._parents: tuple[list[dict], list[dict]] = [], []  # modules' dicts, and which modules were below them
+        self._entries = ops.dict_entries()
         self._held: set[tuple[int, str]] = set()
         self.modules: list[nn.Module] = []  # without the root
         self._kinds: list[type] = []  # of those modules
@@ -75,13 +73,7 @@ class ModuleFingerprint:
 
     def watch_children(self, module: nn.Module) -> None:
         """Which modules are right below this one, all of them."""
-        attributes = module.__dict__
-        if module is self._root():
-            self.hold(attributes, "_modules")
-        elif (id(attributes), "_modules") not in self._held:
-            self._held.add((id(attributes), "_modules"))
-            self._parents[0].append(attributes)
-            self._parents[1].append(dict(module._modules))
+        self.hold(module.__dict__, "_modules")
 
     def watch_path(self, module: nn.Module, path: str) -> None:
         """What stands on the way from `module` to `path`."""
@@ -108,8 +100,7 @@ class ModuleFingerprint:
             columns[2].append(value)
 
     # ----------------------------------------------------------------------------------------------------------------
-    # Whether it is still so. By maps, which make no Python frame or loop: this is the longest of all that stands before
-    # a short text.
+    # Whether it is still so. This is the longest of all that stands before a short text, unless it is native.
 
     def is_root(self, module: nn.Module) -> bool:
         return self._root() is module
@@ -117,23 +108,19 @@ class ModuleFingerprint:
     def has_hooks(self) -> bool:
         """Whether a module that was watched has hooks now, or every module has."""
         own = self._root().__dict__.get
-        return has_global_hooks() or any(map(dict.get, *self._absent)) or any(map(own, self._absent_from_root))
+        return has_global_hooks() or not self._entries.are_false(*self._absent) or any(map(own, self._absent_from_root))
 
     def is_same(self) -> bool:
         """Whether the same modules hold the same tensors, hooks left aside."""
-        tensor_dicts, tensor_names, tensors = self._tensors
-        dicts, names, values = self._others
-        parents, children = self._parents
         root = self._root()
         own = root.__dict__.get
         return (
             type(root) is self._kind
             and list(map(own, self._root_others)) == list(self._root_others.values())
             and all(map(is_, map(own, self._root_tensors), self._root_tensors.values()))
-            and all(map(is_, map(dict.get, tensor_dicts, tensor_names), tensors))
-            and list(map(dict.get, dicts, names)) == values
-            and list(map(_children_of, parents)) == children
-            and list(map(type, self.modules)) == self._kinds
+            and self._entries.are_same(*self._tensors)
+            and self._entries.are_equal(*self._others)
+            and self._entries.have_types(self.modules, self._kinds)
             and (not self._with_memory or list(map(_memory_of, self._located)) == self._memory)
         )
 

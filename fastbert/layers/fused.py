@@ -86,15 +86,15 @@ def _try_fused_layers(
 
     def look() -> ops.LayerOperands | str:
         if torch.compiler.is_compiling():  # a trace looks at the tree anew: see TreeCache
-            return _operands(root, paths, specs, final_norm, layer_type, trains)
+            return look_at_layers(root, paths, specs, final_norm, layer_type, trains)
         question = (paths, specs, final_norm, trains)
         operands = _tree_cache.get(root, question)
         if operands is None:
-            operands = _operands(root, paths, specs, final_norm, layer_type, trains)
+            operands = look_at_layers(root, paths, specs, final_norm, layer_type, trains)
             if not isinstance(operands, str):
-                fingerprint = _fingerprint(
-                    root, paths, specs, final_norm, layer_type is not None, HOOKS if trains else FORWARD_HOOKS
-                )
+                fingerprint = ModuleFingerprint(root)
+                hooks = HOOKS if trains else FORWARD_HOOKS
+                watch_layers(fingerprint, root, paths, specs, final_norm, layer_type is not None, hooks)
                 _tree_cache.put(root, question, fingerprint, operands)
         return operands
 
@@ -142,7 +142,7 @@ def _relatives(
     return made
 
 
-def _operands(
+def look_at_layers(
     root: nn.Module,
     paths: Sequence[str],
     specs: Sequence[LayerSpec],
@@ -203,16 +203,16 @@ def _not_plain(path: str, module: nn.Module) -> str:
     return f"{path} is no plain module ({type(module).__name__}; hooks, a forward of its own, or a weight that is None)"
 
 
-def _fingerprint(
+def watch_layers(
+    fingerprint: ModuleFingerprint,
     root: nn.Module,
     paths: Sequence[str],
     specs: Sequence[LayerSpec],
     final_norm: str | None,
     called: bool,
-    hooks: Sequence[str],
-) -> ModuleFingerprint:
-    """All by which `_operands` goes. `called`: layers and the containers in them have hooks of their own."""
-    fingerprint = ModuleFingerprint(root)
+    hooks: Sequence[str] = FORWARD_HOOKS,
+) -> None:
+    """All by which `look_at_layers` goes. `called`: layers and the containers in them have hooks of their own."""
     for path, spec in dict(zip(paths, specs, strict=True)).items():  # ALBERT's layers come again
         fingerprint.watch_path(root, path)
         layer, names = get_leaf(root, path), spec.names
@@ -225,7 +225,6 @@ def _fingerprint(
     if final_norm is not None:
         fingerprint.watch_path(root, final_norm)
         fingerprint.watch(get_leaf(root, final_norm), hooks)
-    return fingerprint
 
 
 def try_fused_layer(layer: nn.Module, spec: LayerSpec, x: torch.Tensor) -> Fused | str:

@@ -93,7 +93,7 @@ def place(root: nn.Module, path: str, module: nn.Module) -> None:
 FORWARD = "forward"  # on the instance
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 HOOKS = (*FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks")
-ATTRIBUTES = ("eps", "variance_epsilon", "p")  # of norms and a Dropout
+ATTRIBUTES = ("eps", "variance_epsilon", "p", "max_norm")  # of norms, a Dropout, an Embedding
 # Those of every module of a process (torch.nn.modules.module.register_module_forward_hook and its kin).
 _GLOBAL_HOOKS: tuple[dict, ...] = tuple(getattr(torch_module, f"_global{name}") for name in HOOKS)
 

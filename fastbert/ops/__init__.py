@@ -7,13 +7,16 @@ from fastbert.backend import transform_unsupported, try_fused, warn_of_missing_k
 from fastbert.ops._common import at_least_fp32, compute_dtype
 from fastbert.ops.adamw import DeferredRows, adamw, adamw_deferred
 from fastbert.ops.attention import attention, attention_from_probs, attention_probs
+from fastbert.ops.dict_entries import dict_entries
 from fastbert.ops.dropout import dropout
 from fastbert.ops.embedding import embed_layer_norm
+from fastbert.ops.encoder import EmbeddingOperands, EncoderOperands, HeldEncoder
 from fastbert.ops.encoder_layers import LayerOperands, LayerWeights, LinearWeights, NormWeights
 from fastbert.ops.feed_forward import activation, feed_forward
 from fastbert.ops.layer_norm import add_layer_norm, add_rms_norm, rms_norm
 from fastbert.ops.linear import linear, linears, multiplies_bf16, repack
 from fastbert.ops.loss import cross_entropy, logits_cross_entropy, sequence_cross_entropy
+from fastbert.ops.normalize import normalize
 from fastbert.ops.packing import pack, unpack
 from fastbert.ops.pooling import pooling
 from fastbert.ops.recorded_writes import only_recorded_writes
@@ -22,6 +25,9 @@ from fastbert.ops.rotary import Rotary, rotate
 
 __all__ = [
     "DeferredRows",
+    "EmbeddingOperands",
+    "EncoderOperands",
+    "HeldEncoder",
     "LayerOperands",
     "LayerWeights",
     "LinearWeights",
@@ -39,6 +45,7 @@ __all__ = [
     "attention_probs",
     "compute_dtype",
     "cross_entropy",
+    "dict_entries",
     "dropout",
     "embed_layer_norm",
     "feed_forward",
@@ -46,6 +53,7 @@ __all__ = [
     "linears",
     "logits_cross_entropy",
     "multiplies_bf16",
+    "normalize",
     "only_recorded_writes",
     "pack",
     "pooling",

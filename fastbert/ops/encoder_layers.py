@@ -160,7 +160,7 @@ def _unsupported(spec: LayerSpec) -> str | None:
 
 def supports(x: torch.Tensor) -> str | None:
     """What training and inference have in common. int8 weights have no gradient: their layers never get to training."""
-    if x.device.type != "cpu":
+    if not x.is_cpu:
         return f"tensors are on {x.device.type}"
     if x.dtype not in (torch.float32, torch.bfloat16):
         return f"dtype {x.dtype} (has float32 and bfloat16)"
@@ -246,12 +246,12 @@ def _run_inference(
     check_devices("encoder_layers", x=x, cu_seqlens=cu_seqlens, window_positions=window_positions)
     cu_seqlens = int32_offsets("encoder_layers", cu_seqlens)
     *of_layers, _ = operands
-    tables, versions = tables_of(rotary), _versions(operands.weights)
+    tables, versions = tables_of(rotary), versions_of(operands.weights)
     shared = (window_positions, *relative_lists(relative), versions)
     return torch.ops.fastbert.encoder_layers_cpu(x, cu_seqlens, *of_layers, *tables, *shared)
 
 
-def _versions(weights: list[torch.Tensor]) -> list[int]:
+def versions_of(weights: list[torch.Tensor]) -> list[int]:
     """Of all of them at once: one by one they take the kernels as long as a layer's LayerNorms."""
     if torch.compiler.is_compiling():  # a graph must not hold what they are now
         return []

@@ -7,9 +7,11 @@ import math
 import torch
 
 from fastbert.backend import Backend, register, select
+from fastbert.native.availability import extension_error
 from fastbert.ops._common import (
     at_least_fp32,
     check_devices,
+    define,
     define_triton,
     differentiable_once,
     needs_grad,
@@ -35,6 +37,11 @@ _FWD = define_triton(
     "(Tensor x, Tensor cu_seqlens, str mode, bool return_ties) -> (Tensor out, Tensor ties)",
     "pooling",
     _fwd_fake,
+)
+_FWD_CPU = define(
+    "pooling_fwd_cpu",
+    "(Tensor x, Tensor cu_seqlens, str mode) -> Tensor",
+    lambda x, cu_seqlens, mode: x.new_empty(cu_seqlens.shape[0] - 1, x.shape[1]),
 )
 _BWD = define_triton(
     "pooling_bwd",
@@ -81,13 +88,30 @@ def _pooling_torch(hidden_states, cu_seqlens, mode):
     return torch.where(lengths > 0, pooled, 0.0)
 
 
-def _supports_triton(x, cu_seqlens) -> str | None:
+def _supports_cpu(x, cu_seqlens, mode) -> str | None:
+    if x.device.type != "cpu":
+        return f"tensors are on {x.device.type}"
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        return f"dtype {x.dtype} (has float32 and bfloat16)"
+    if mode == "max":
+        return "mode 'max' (has mean and cls)"
+    if x.dim() != 2:
+        return f"hidden_states has {x.dim()} dimensions, the kernels take (total_tokens, hidden_size)"
+    return "it has no backward" if needs_grad(x) else extension_error()
+
+
+def _supports_triton(x, cu_seqlens, mode) -> str | None:
     if x.dim() != 2:
         return f"hidden_states has {x.dim()} dimensions, the kernels take (total_tokens, hidden_size)"
     return triton_unsupported(x)
 
 
-register("pooling", Backend.TRITON, _supports_triton, probe=lambda x, vector: (x, vector))
+def _probe(x, vector):
+    return x, vector, "mean"
+
+
+register("pooling", Backend.CPU, _supports_cpu, _probe)
+register("pooling", Backend.TRITON, _supports_triton, _probe)
 
 
 class _Pooling(torch.autograd.Function):
@@ -127,8 +151,11 @@ def pooling(
         raise ValueError(f"unknown pooling mode {mode!r}; valid modes: {', '.join(MODES)}")
     check_devices("pooling", hidden_states=hidden_states, cu_seqlens=cu_seqlens)
     cu_seqlens = int32_offsets("pooling", cu_seqlens)
-    if select("pooling", backend, hidden_states, cu_seqlens) is Backend.TORCH:
+    chosen = select("pooling", backend, hidden_states, cu_seqlens, mode)
+    if chosen is Backend.TORCH:
         return _pooling_torch(hidden_states, cu_seqlens, mode)
+    if chosen is Backend.CPU:  # torch's bits
+        return _FWD_CPU(hidden_states, cu_seqlens, mode)
     if needs_grad(hidden_states):
         return _Pooling.apply(hidden_states, cu_seqlens, mode)
     return _FWD(hidden_states, cu_seqlens, mode, False)[0]

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from tokenizers import Tokenizer
 
+from fastbert import ops
 from fastbert.data.sentence_folder import FolderSettings, Normalize, Recipe, read_recipe
 from fastbert.data.tokenized import CHUNK_TEXTS
 from fastbert.errors import ConfigError, InputError
+from fastbert.layers.leaves import is_plain
 from fastbert.models.auto import load_encoder
 from fastbert.models.base import EncoderModel, PreTrainedModel
 from fastbert.packed_inputs import PackedInputs
@@ -35,7 +36,7 @@ from fastbert.sentences.similarity import (
     similarity,
     similarity_pairwise,
 )
-from fastbert.sentences.text_model import Devices, InferenceOptions, TextModel
+from fastbert.sentences.text_model import Devices, InferenceOptions, TextModel, inference_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -200,7 +201,7 @@ class SentenceEncoder(TextModel):
         if normalize_embeddings and normalize is False:
             raise InputError("normalize_embeddings=True and normalize=False exclude each other")
         one, listed, as_vectors = isinstance(inputs, str), check_texts(inputs), output_value == "sentence_embedding"
-        options = InferenceOptions(
+        options = inference_options(
             prompt=self.prompt(prompt_name, prompt),
             batch_tokens=batch_tokens,
             batch_size=batch_size,
@@ -227,7 +228,8 @@ class SentenceEncoder(TextModel):
         if convert_to_tensor:
             return (vectors[0] if one else vectors).to(self.device)
         if convert_to_numpy:
-            return (vectors[0] if one else vectors).cpu().numpy()
+            found = vectors.numpy()  # they are on the host: `on_host`
+            return found[0] if one else found
         return vectors[0] if one else list(vectors)
 
     def encode_query(self, inputs: str | Iterable[str], **options: Any) -> Any:
@@ -356,8 +358,28 @@ class SentenceEncoder(TextModel):
 
     def compute(self, batch: PackedInputs, options: InferenceOptions) -> torch.Tensor:
         """The vectors, float32 (sequences, width)."""
-        hidden = self.model.last_hidden_state(batch)
-        return self.finish(self.pooled(hidden, batch["batch"].cu_seqlens, options), options)
+        vectors = self.rows_by_one_op(batch, options)
+        if vectors is None:
+            hidden = self.model.last_hidden_state(batch)
+            vectors = self.finish(self.pooled(hidden, batch["batch"].cu_seqlens, options), options)
+        return vectors
+
+    def rows_by_one_op(self, batch: PackedInputs, options: InferenceOptions) -> torch.Tensor | None:
+        modes, modules = self.recipe.pooling, self.recipe.modules
+        if len(modes) != 1 or modes[0] not in ("mean", "cls") or self._leaves_out(options):
+            return None
+        # What most folders have behind the pooling is part of the op.
+        normalizes = len(modules) == 1 and is_plain(modules[0], Normalize) and self._changes_nothing(options)
+        pooled = self.model.as_one_op(batch, modes[0], normalizes, infers=True)
+        return pooled if pooled is None or normalizes else self.finish(pooled, options)
+
+    def _changes_nothing(self, options: InferenceOptions) -> bool:
+        """Whether options leave vectors as the folder's modules make them."""
+        return options.normalize is None and options.truncate_dim is None and self.truncate_dim is None
+
+    def _leaves_out(self, options: InferenceOptions) -> bool:
+        """Whether tokens of the prompt are left out of the pooling."""
+        return bool(options.prompt) and not self.recipe.prompt_is_pooled
 
     def pool(self, hidden: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
         """The vectors of packed hidden states (total_tokens, hidden_size), float32 (texts, dim). Gradients go through.
@@ -373,10 +395,8 @@ class SentenceEncoder(TextModel):
 
     def pooled(self, hidden: torch.Tensor, cu_seqlens: torch.Tensor, options: InferenceOptions) -> torch.Tensor:
         """(total_tokens, hidden_size) -> (texts, pooled_width), by the model's pooling alone."""
-        leaves_out = options.prompt and not self.recipe.prompt_is_pooled
-        return pool_tokens(
-            hidden, cu_seqlens, self.recipe.pooling, self._prompt_tokens(options.prompt) if leaves_out else 0
-        )
+        left_out = self._prompt_tokens(options.prompt) if self._leaves_out(options) else 0
+        return pool_tokens(hidden, cu_seqlens, self.recipe.pooling, left_out)
 
     def _prompt_tokens(self, prompt: str) -> int:
         """How many tokens a prompt has at the beginning of a text: without a special one at its own end."""
@@ -392,4 +412,4 @@ class SentenceEncoder(TextModel):
             pooled = module(pooled)
         width = self.truncate_dim if options.truncate_dim is None else options.truncate_dim
         pooled = pooled if width is None else pooled[:, :width]
-        return F.normalize(pooled, dim=-1) if options.normalize else pooled
+        return ops.normalize(pooled) if options.normalize else pooled

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from fastbert.data.budget import batch_tokens_of
 from fastbert.data.sentence_folder import FolderSettings
-from fastbert.data.tokenized import Text, Tokenized, run_batches, tokenize
+from fastbert.data.tokenized import Text, Tokenized, run_batches, tokenize, tokenize_one
 from fastbert.errors import ConfigError, InputError
 from fastbert.models.base import HasModel, PreTrainedModel
 from fastbert.packed_inputs import PackedInputs
@@ -59,6 +59,10 @@ class InferenceOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name} is {value}; it must be at least 1")
+
+
+# The checked options of the calls before: most calls have the same.
+inference_options = lru_cache(maxsize=64, typed=True)(InferenceOptions)
 
 
 class TextModel(HasModel):
@@ -138,12 +142,16 @@ class TextModel(HasModel):
         Of a pair the longer text is cut.
         """
         if prompt:
-            inputs = [prompt + one if isinstance(one, str) else (prompt + one[0], one[1]) for one in inputs]
+            inputs = [prompted(prompt, one) for one in inputs]
         return tokenize(self.tokenizer_of(task), inputs, with_types=self.has_types)
 
     def compute(self, batch: PackedInputs, options: InferenceOptions) -> torch.Tensor:
         """The rows of one batch, (sequences, width), on the model's device."""
         raise NotImplementedError
+
+    def rows_by_one_op(self, batch: PackedInputs, options: InferenceOptions) -> torch.Tensor | None:
+        """What `compute` gives for a batch on the CPU, where the model and all behind it are one op; None where not."""
+        return None
 
     def run(
         self, made: Tokenized, options: InferenceOptions, on_batch: Callable[[int], Any] = lambda sequences: None
@@ -210,11 +218,26 @@ class TextModel(HasModel):
         self, inputs: list[Any], options: InferenceOptions, on_batch: Callable[[int], Any] = lambda n: None
     ) -> Any:
         """The rows of checked inputs, in their order, on the model's device, or on the CPU (`options.on_host`)."""
+        if len(inputs) == 1 and options.windows is None:
+            return self._row_of_one(inputs[0], options, on_batch)
         parts = (
             (np.array(places), self.rows_of_inputs(chunk, options, on_batch)) for places, chunk in longest_first(inputs)
         )
         found = in_places(len(inputs), parts, "cpu" if options.on_host else None)
         return self.no_rows(options).to("cpu" if options.on_host else self.device) if found is None else found
+
+    def _row_of_one(self, one: Any, options: InferenceOptions, on_batch: Callable[[int], Any]) -> torch.Tensor:
+        """`rows` of one input: nothing is sorted, cut into batches or put in its place, which takes longer than some
+        models.
+        """
+        tokenizer = self.tokenizer_of(options.task)
+        batch = tokenize_one(tokenizer, prompted(options.prompt, one), with_types=self.has_types)
+        row = self.rows_by_one_op(batch, options)
+        if row is None:
+            with torch.inference_mode():
+                row = self.compute(batch.to(self.device), options)
+        on_batch(1)
+        return row.cpu() if options.on_host else row
 
     def rows_of_inputs(
         self, inputs: list[Any], options: InferenceOptions, on_batch: Callable[[int], Any] = lambda n: None
@@ -247,6 +270,8 @@ class TextModel(HasModel):
         """
         if chunk_size is not None and pool is None and not isinstance(device, list):
             raise InputError("chunk_size is for a pool, or a list of devices")
+        if len(inputs) == 1 and options.windows is None and pool is None and device is None and not show:
+            return self.rows(inputs, options)  # done before a bar could show
         counts_tokens = options.windows is not None and pool is None and not isinstance(device, list)
         if counts_tokens:
             bar_options |= bar_of(options.windows)
@@ -270,6 +295,13 @@ class TextModel(HasModel):
             finally:
                 if pool is None:
                     used.close()
+
+
+def prompted(prompt: str, one: Text) -> Text:
+    """A text, or a pair, with the prompt before it."""
+    if not prompt:
+        return one
+    return prompt + one if isinstance(one, str) else (prompt + one[0], one[1])
 
 
 def position_limit(model: PreTrainedModel) -> int:

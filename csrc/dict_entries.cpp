@@ -1,0 +1,91 @@
+#include "dict_entries.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace fastbert {
+namespace {
+
+// How many entries ahead a dict is fetched, and what it keeps its entries in: each waits for memory, and none for
+// another.
+constexpr Py_ssize_t kDictAhead = 24, kEntriesAhead = 12;
+
+void fetch_entries(PyObject* dict) {
+  const auto* of = reinterpret_cast<const PyDictObject*>(dict);
+  // An instance's dict has its keys with the others of its class, and values of its own.
+  const auto* entries = of->ma_values != nullptr ? reinterpret_cast<const char*>(of->ma_values)
+                                                 : reinterpret_cast<const char*>(of->ma_keys);
+  for (int line = 0; line < 3; ++line) __builtin_prefetch(entries + 64 * line);
+}
+
+// f(entry i) for each, None where there is none, until one is false.
+template <typename F>
+bool for_all(const pybind11::list& dicts, const pybind11::list& keys, const F& f) {
+  const Py_ssize_t count = PyList_GET_SIZE(dicts.ptr());
+  const auto dict = [&](Py_ssize_t i) { return PyList_GET_ITEM(dicts.ptr(), i); };
+  if (PyList_GET_SIZE(keys.ptr()) != count) throw pybind11::value_error("there is not a key for each dict");
+  for (Py_ssize_t i = 0; i < std::min(count, kDictAhead); ++i) __builtin_prefetch(dict(i));
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (i + kDictAhead < count) __builtin_prefetch(dict(i + kDictAhead));
+    if (i + kEntriesAhead < count) fetch_entries(dict(i + kEntriesAhead));
+    if (!PyDict_Check(dict(i))) throw pybind11::type_error("an entry is of no dict");
+    PyObject* found = PyDict_GetItemWithError(dict(i), PyList_GET_ITEM(keys.ptr(), i));
+    if (found == nullptr) {
+      if (PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
+      found = Py_None;
+    }
+    if (!f(found, i)) return false;
+  }
+  return true;
+}
+
+bool is_so(int answer) {
+  if (answer < 0) throw pybind11::error_already_set();
+  return answer == 1;
+}
+
+}  // namespace
+
+bool are_same(const pybind11::list& dicts, const pybind11::list& keys, const pybind11::list& objects) {
+  if (objects.size() != dicts.size()) throw pybind11::value_error("there is not an object for each dict");
+  return for_all(dicts, keys,
+                 [&](PyObject* found, Py_ssize_t i) { return found == PyList_GET_ITEM(objects.ptr(), i); });
+}
+
+bool are_equal(const pybind11::list& dicts, const pybind11::list& keys, const pybind11::list& values) {
+  if (values.size() != dicts.size()) throw pybind11::value_error("there is not a value for each dict");
+  return for_all(dicts, keys, [&](PyObject* found, Py_ssize_t i) {
+    // What is compared may run Python, which may let go of it.
+    const auto kept = pybind11::reinterpret_borrow<pybind11::object>(found);
+    return is_so(PyObject_RichCompareBool(found, PyList_GET_ITEM(values.ptr(), i), Py_EQ));
+  });
+}
+
+bool are_false(const pybind11::list& dicts, const pybind11::list& keys) {
+  // Found first, all of them, and then looked at: by then they have come.
+  std::vector<PyObject*> all;
+  all.reserve(dicts.size());
+  for_all(dicts, keys, [&](PyObject* found, Py_ssize_t) {
+    __builtin_prefetch(found);
+    all.push_back(found);
+    return true;
+  });
+  return std::all_of(all.begin(), all.end(), [](PyObject* found) {
+    if (found == Py_None || found == Py_False) return true;
+    if (PyDict_CheckExact(found) || PyODict_CheckExact(found)) return PyDict_GET_SIZE(found) == 0;
+    return false;  // what else stands in the place of hooks counts as some
+  });
+}
+
+bool have_types(const pybind11::list& objects, const pybind11::list& types) {
+  const Py_ssize_t count = PyList_GET_SIZE(objects.ptr());
+  if (PyList_GET_SIZE(types.ptr()) != count) throw pybind11::value_error("there is not a type for each object");
+  for (Py_ssize_t i = 0; i < count; ++i) __builtin_prefetch(PyList_GET_ITEM(objects.ptr(), i));
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    const auto* type = reinterpret_cast<const PyObject*>(Py_TYPE(PyList_GET_ITEM(objects.ptr(), i)));
+    if (type != PyList_GET_ITEM(types.ptr(), i)) return false;
+  }
+  return true;
+}
+
+}  // namespace fastbert

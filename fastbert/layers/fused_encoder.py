@@ -1,0 +1,102 @@
+"""A whole encoder as one op, from ids to what is pooled of its last hidden state, where a backend has that.
+
+Like fused.py, which is for layers: the answer is something to call, or the reason why embeddings, layers and pooling
+run op by op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastbert import ops
+from fastbert.families.schema import Embeddings, Scopes
+from fastbert.layers.embeddings import is_lookup
+from fastbert.layers.fingerprint import ModuleFingerprint, TreeCache
+from fastbert.layers.fused import look_at_layers, watch_layers
+from fastbert.layers.leaves import get_leaf, is_called, norm_kind, norm_weights
+
+_tree_cache = TreeCache("_fastbert_encoder")
+
+
+def try_fused_encoder(
+    root: nn.Module, config: Any, running_config: Callable[[], Any], layer_type: type[nn.Module], infers: bool
+) -> Callable[..., torch.Tensor] | str:
+    """The encoder at `root`, of `config` (an EncoderConfig), as one op for inference; or why it runs op by op. What is
+    called takes ids, types, cu_seqlens, a mode of pooling, and whether to normalise (ops/encoder.py).
+
+    `running_config()` gives the config with the layers that are there now: asked where the tree has changed. `infers`:
+    nobody wants gradients, whatever the mode.
+    """
+    word = get_leaf(root, config.embeddings.word)
+    weight = word._parameters.get("weight")
+    if weight is None:
+        return f"{config.embeddings.word} is called"
+
+    def look() -> ops.EncoderOperands | str:
+        held = _tree_cache.get(root, (config,))
+        if held is None:
+            running = running_config()
+            held = _look(root, running, layer_type)
+            if not isinstance(held, str):
+                _tree_cache.put(root, (config,), _fingerprint(root, running), held)
+        return held if isinstance(held, str) else ops.EncoderOperands(held, infers)
+
+    return ops.try_fused("encoder", weight, look)
+
+
+def _look(root: nn.Module, config: Any, layer_type: type[nn.Module]) -> ops.HeldEncoder | str:
+    """What the encoder holds now, or why it cannot be one op."""
+    names: Embeddings = config.embeddings
+    if root.training:
+        return "the model is in training mode"
+    if config.distances is not None:
+        return "layers go by the distances of tokens, whose tables are made for each batch"
+    if names.project is not None or names.token_dropout is not None or names.task_type is not None:
+        return "embeddings are projected, scaled, or have task types"
+    for path in _containers(root, config.scopes):
+        if is_called(root, path):
+            return f"{path} has hooks"
+    tables = []
+    for path in (names.word, names.position, names.token_type):
+        leaf = None if path is None else get_leaf(root, path)
+        if leaf is not None and not is_lookup(leaf):
+            return f"{path} is called"
+        tables.append(None if leaf is None else leaf.weight)
+    norm = None if names.norm is None else get_leaf(root, names.norm)
+    if norm is not None and norm_kind(norm) != "layer":
+        return f"{names.norm} is no plain LayerNorm"
+    weights = (None, None, 0.0) if norm is None else norm_weights(norm)
+    first = None
+    if config.family.positions_from_ids and names.position is not None:
+        if config.padding_idx is None:
+            return "positions count from padding's id, which the config does not have"
+        first = config.padding_idx + 1
+    layers = look_at_layers(
+        root, config.layer_paths, config.layer_specs, config.family.final_norm, layer_type, trains=False
+    )
+    return (
+        layers if isinstance(layers, str) else ops.HeldEncoder(ops.EmbeddingOperands(*tables, *weights, first), layers)
+    )
+
+
+def _containers(root: nn.Module, scopes: Scopes) -> list[str]:
+    """Those that a forward pass goes through, above the layers."""
+    encoder = scopes.encoder if scopes.encoder in root._modules else None
+    return list(dict.fromkeys(path for path in (scopes.embeddings, encoder, *scopes.groups) if path is not None))
+
+
+def _fingerprint(root: nn.Module, config: Any) -> ModuleFingerprint:
+    """All by which `_look` goes."""
+    names, specs = config.embeddings, config.layer_specs
+    fingerprint = ModuleFingerprint(root)
+    fingerprint.hold(root.__dict__, "training")
+    leaves = (names.word, names.position, names.token_type, names.norm)
+    for path in (*_containers(root, config.scopes), *(path for path in leaves if path is not None)):
+        fingerprint.watch_path(root, path)
+        fingerprint.watch(get_leaf(root, path))
+    watch_layers(fingerprint, root, config.layer_paths, specs, config.family.final_norm, called=True)
+    return fingerprint

@@ -1,0 +1,124 @@
+"""A whole encoder in one call: embeddings, layers, and one vector a text, for inference.
+
+What it stands for takes 25 operators and a thousand steps of Python for each batch, which are most of a short text's
+time. A fused op: `try_fused("encoder", word, look)`, where `word` is the table of words and `look()` gives
+EncoderOperands. What it answers is called with input_ids and token_type_ids (or None), int64 (total_tokens,), cu_seqlens,
+int32 (batch + 1,), a mode ("mean" or "cls" gives what `pooling` gives, "none" the last hidden state, (total_tokens,
+hidden_size)), and whether `normalize` comes behind it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from fastbert.backend import Backend, register_fused
+from fastbert.ops._common import needs_grad
+from fastbert.ops.encoder_layers import LayerOperands, supports, versions_of
+from fastbert.ops.normalize import EPS
+
+
+class EmbeddingOperands(NamedTuple):
+    """Tables (rows, hidden_size), and the norm of their sum, (hidden_size,); None where there is none.
+
+    first_position: of a text's first token, where padding's id is that less 1, and has this position itself; None: 0,
+    and no id is special. Without a position table nobody counts.
+    """
+
+    word: torch.Tensor
+    position: torch.Tensor | None
+    token_type: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    eps: float
+    first_position: int | None
+
+
+class HeldEncoder:
+    """The tensors of an encoder, which the kernels hold for as long as this lives: handing over a hundred of them with
+    each text would take as long as some of the layers.
+
+    Of the tensors themselves nothing is kept: a call reads their memory, sizes and dtypes anew.
+    """
+
+    def __init__(self, embeddings: EmbeddingOperands, layers: LayerOperands):
+        *tables, eps, first_position = embeddings
+        *of_layers, self.unsupported = layers
+        self.tensors = [t for t in (*tables, *layers.weights, *layers.biases, *layers.norms) if t is not None]
+        self.weights = layers.weights
+        self.number = 0  # of none, until somebody runs it
+        first = -1 if first_position is None else first_position
+        self._to_hold = (tables, eps, first, *of_layers)
+
+    def hold(self) -> int:
+        """The number by which the kernels know it."""
+        if not self.number:
+            from fastbert._C import forget_encoder
+
+            self.number = torch.ops.fastbert.hold_encoder_cpu(*self._to_hold)
+            self._forget = forget_encoder  # here: when the interpreter ends, nothing can be imported
+        return self.number
+
+    def __del__(self) -> None:
+        if self.number:
+            self._forget(self.number)
+
+
+class EncoderOperands(NamedTuple):
+    """infers: nobody wants gradients, whatever the mode."""
+
+    held: HeldEncoder
+    infers: bool
+
+
+# encoder: what hold_encoder_cpu gave, of the tensors of EmbeddingOperands and LayerOperands. versions: the weights', or
+# none, and the kernels ask for each. infers: as in inference mode, a share of each weight is compared with its packed
+# copy, not all of it. Neither has a fake kernel: no trace meets them (layers/fused.py).
+torch.library.define(
+    "fastbert::hold_encoder_cpu",
+    "(Tensor?[] embeddings, float eps, int first_position, Tensor[] weights, Tensor[] biases, Tensor[] weight_scales,"
+    " Tensor[] input_scales, Tensor[] norms, str activation, int[] layers, int[] ints, float[] floats,"
+    " float? final_eps) -> int",
+)
+torch.library.define(
+    "fastbert::encoder_cpu",
+    "(Tensor input_ids, Tensor? token_type_ids, Tensor cu_seqlens, int encoder, int[] versions, bool infers,"
+    " str pooling, float? normalize_eps) -> Tensor",
+)
+
+
+def _supports(word: torch.Tensor) -> str | None:
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return "a trace records each op"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast chooses a dtype for each op"
+    return supports(word)
+
+
+def _accepts(word: torch.Tensor, operands: EncoderOperands) -> str | None:
+    if not operands.infers and needs_grad(*operands.held.tensors):
+        return "it is for inference: autograd records each op"
+    return operands.held.unsupported
+
+
+def _run(
+    word: torch.Tensor,
+    operands: EncoderOperands,
+    input_ids: torch.Tensor,
+    token_type_ids: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    pooling: str,
+    normalizes: bool,
+) -> torch.Tensor:
+    """Raises IndexError where it cannot serve these ids, or tensors whose dtypes are not one any more: the ops that it
+    stands for say what is wrong, or serve.
+    """
+    held, infers = operands
+    return torch.ops.fastbert.encoder_cpu(
+        input_ids, token_type_ids, cu_seqlens, held.hold(), versions_of(held.weights), infers, pooling,
+        EPS if normalizes else None,
+    )  # fmt: skip
+
+
+register_fused("encoder", Backend.CPU, _supports, _accepts, _run)
