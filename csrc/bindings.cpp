@@ -49,6 +49,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
   m.impl("feed_forward_bwd_cpu", fastbert::boxed_operator<&fastbert::feed_forward_bwd_cpu>);
   m.impl("feed_forward_cpu", fastbert::boxed_operator<&fastbert::feed_forward_cpu>);
   m.impl("normalize_cpu", fastbert::boxed_operator<&fastbert::normalize_cpu>);
+  m.impl("pooling_bwd_cpu", fastbert::boxed_operator<&fastbert::pooling_bwd_cpu>);
   m.impl("pooling_fwd_cpu", fastbert::boxed_operator<&fastbert::pooling_fwd_cpu>);
 }
 

@@ -126,7 +126,7 @@ Array encoder_cpu(const Array& input_ids, const OptionalArray& token_type_ids, c
                  {held->weights, held->biases, held->weight_scales, held->input_scales, held->norms, held->activation,
                   held->layers, held->specs, held->final_eps},
                  {none, {}, {}}, {{}, {}, none}, versions, infers ? Comparison::kShare : comparison_of_call());
-  const Array pooled = pooling == "none" ? out : pooling_fwd_cpu(out, offsets, pooling);
+  const Array pooled = pooling == "none" ? out : std::get<0>(pooling_fwd_cpu(out, offsets, pooling, false));
   return normalize_eps.has_value() ? normalize_cpu(pooled, *normalize_eps) : pooled;
 }
 

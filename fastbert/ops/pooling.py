@@ -32,23 +32,24 @@ def _fwd_fake(x, cu_seqlens, mode, return_ties):
     return x.new_empty(batch_size, x.shape[1]), ties
 
 
-_FWD = define_triton(
-    "pooling_fwd",
-    "(Tensor x, Tensor cu_seqlens, str mode, bool return_ties) -> (Tensor out, Tensor ties)",
-    "pooling",
-    _fwd_fake,
+_FWD_SCHEMA = "(Tensor x, Tensor cu_seqlens, str mode, bool return_ties) -> (Tensor out, Tensor ties)"
+_BWD_SCHEMA = (
+    "(Tensor dout, Tensor? x, Tensor? out, Tensor? ties, Tensor cu_seqlens, str mode, SymInt total_tokens) -> Tensor"
 )
-_FWD_CPU = define(
-    "pooling_fwd_cpu",
-    "(Tensor x, Tensor cu_seqlens, str mode) -> Tensor",
-    lambda x, cu_seqlens, mode: x.new_empty(cu_seqlens.shape[0] - 1, x.shape[1]),
-)
-_BWD = define_triton(
-    "pooling_bwd",
-    "(Tensor dout, Tensor? x, Tensor? out, Tensor? ties, Tensor cu_seqlens, str mode, SymInt total_tokens) -> Tensor",
-    "pooling",
-    lambda dout, x, out, ties, cu_seqlens, mode, total_tokens: dout.new_empty(total_tokens, dout.shape[1]),
-)
+
+
+def _bwd_fake(dout, x, out, ties, cu_seqlens, mode, total_tokens):
+    return dout.new_empty(total_tokens, dout.shape[1])
+
+
+_FWD = {
+    Backend.CPU: define("pooling_fwd_cpu", _FWD_SCHEMA, _fwd_fake),
+    Backend.TRITON: define_triton("pooling_fwd", _FWD_SCHEMA, "pooling", _fwd_fake),
+}
+_BWD = {
+    Backend.CPU: define("pooling_bwd_cpu", _BWD_SCHEMA, _bwd_fake),
+    Backend.TRITON: define_triton("pooling_bwd", _BWD_SCHEMA, "pooling", _bwd_fake),
+}
 
 
 # Tokens of the longest chain of additions: beyond a few hundred, fp32 loses more than the formula's pairwise sum does.
@@ -88,26 +89,26 @@ def _pooling_torch(hidden_states, cu_seqlens, mode):
     return torch.where(lengths > 0, pooled, 0.0)
 
 
-def _supports_cpu(x, cu_seqlens, mode) -> str | None:
-    if x.device.type != "cpu":
+def _supports_cpu(x, cu_seqlens) -> str | None:
+    if not x.is_cpu:
         return f"tensors are on {x.device.type}"
     if x.dtype not in (torch.float32, torch.bfloat16):
         return f"dtype {x.dtype} (has float32 and bfloat16)"
-    if mode == "max":
-        return "mode 'max' (has mean and cls)"
-    if x.dim() != 2:
-        return f"hidden_states has {x.dim()} dimensions, the kernels take (total_tokens, hidden_size)"
-    return "it has no backward" if needs_grad(x) else extension_error()
+    return _shape_unsupported(x) or extension_error()
 
 
-def _supports_triton(x, cu_seqlens, mode) -> str | None:
+def _supports_triton(x, cu_seqlens) -> str | None:
+    return _shape_unsupported(x) or triton_unsupported(x)
+
+
+def _shape_unsupported(x) -> str | None:
     if x.dim() != 2:
         return f"hidden_states has {x.dim()} dimensions, the kernels take (total_tokens, hidden_size)"
-    return triton_unsupported(x)
+    return None
 
 
 def _probe(x, vector):
-    return x, vector, "mean"
+    return x, vector
 
 
 register("pooling", Backend.CPU, _supports_cpu, _probe)
@@ -121,18 +122,18 @@ class _Pooling(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_states, cu_seqlens, mode):
+    def forward(ctx, backend, hidden_states, cu_seqlens, mode):
         is_max = mode == "max"
-        out, ties = _FWD(hidden_states, cu_seqlens, mode, is_max)
+        out, ties = _FWD[backend](hidden_states, cu_seqlens, mode, is_max)
         ctx.save_for_backward(cu_seqlens, *((hidden_states, out, ties) if is_max else (None, None, None)))
-        ctx.options = (mode, hidden_states.shape[0])
+        ctx.backend, ctx.options = backend, (mode, hidden_states.shape[0])
         return out
 
     @staticmethod
     @differentiable_once
     def backward(ctx, dout):
         cu_seqlens, *of_max = ctx.saved_tensors
-        return _BWD(dout, *of_max, cu_seqlens, *ctx.options), None, None
+        return None, _BWD[ctx.backend](dout, *of_max, cu_seqlens, *ctx.options), None, None
 
 
 def pooling(
@@ -151,11 +152,9 @@ def pooling(
         raise ValueError(f"unknown pooling mode {mode!r}; valid modes: {', '.join(MODES)}")
     check_devices("pooling", hidden_states=hidden_states, cu_seqlens=cu_seqlens)
     cu_seqlens = int32_offsets("pooling", cu_seqlens)
-    chosen = select("pooling", backend, hidden_states, cu_seqlens, mode)
+    chosen = select("pooling", backend, hidden_states, cu_seqlens)
     if chosen is Backend.TORCH:
         return _pooling_torch(hidden_states, cu_seqlens, mode)
-    if chosen is Backend.CPU:  # torch's bits
-        return _FWD_CPU(hidden_states, cu_seqlens, mode)
     if needs_grad(hidden_states):
-        return _Pooling.apply(hidden_states, cu_seqlens, mode)
-    return _FWD(hidden_states, cu_seqlens, mode, False)[0]
+        return _Pooling.apply(chosen, hidden_states, cu_seqlens, mode)
+    return _FWD[chosen](hidden_states, cu_seqlens, mode, False)[0]

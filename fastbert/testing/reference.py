@@ -257,6 +257,10 @@ def sequence_cross_entropy(logits, cu_seqlens, targets):
     return torch.stack(losses).mean() if losses else logits.sum() * 0.0
 
 
+def normalize(x, eps=1e-12):
+    return x / (x * x).sum(-1, keepdim=True).sqrt().clamp(min=eps)
+
+
 def pooling(hidden_states, cu_seqlens, mode):
     offsets = cu_seqlens.tolist()
     rows = []

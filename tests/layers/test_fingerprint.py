@@ -19,6 +19,7 @@ from fastbert.layers.quantized import QuantizedLinear
 def make() -> nn.Module:
     root = nn.Module()
     root.norm, root.linear, root.dropout = nn.LayerNorm(4), nn.Linear(4, 4), nn.Dropout(0.1)
+    root.table = nn.Embedding(4, 4)
     root.norm.variance_epsilon = root.norm.eps  # as transformers' RMSNorms call it
     root.int8 = QuantizedLinear.from_linear(nn.Linear(4, 4))
     root.scale = nn.Parameter(torch.ones(4))
@@ -54,6 +55,7 @@ CHANGES = {
     "eps": lambda root: setattr(root.norm, "eps", 0.5),
     "variance_epsilon": lambda root: setattr(root.norm, "variance_epsilon", 0.5),
     "p": lambda root: setattr(root.dropout, "p", 0.5),
+    "max_norm": lambda root: setattr(root.table, "max_norm", 0.5),
     "hooks of the root": lambda root: root.register_forward_hook(print),
     "forward of the root": lambda root: setattr(root, "forward", print),
     "class of the root": lambda root: setattr(root, "__class__", nn.Sequential),

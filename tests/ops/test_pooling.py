@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from full import halved, left_to_full
-from isas import backend_with_isa, device_of
+from isas import WITHOUT_PRODUCTS, backend_with_isa, device_of
 from test_ops import check
 
 from fastbert import ops
@@ -13,12 +13,16 @@ from fastbert.errors import BackendError
 from fastbert.testing import reference
 from fastbert.testing.cases import LENGTHS, Lengths
 
-BACKENDS = ("torch", "triton")
+BACKENDS = ("torch", *WITHOUT_PRODUCTS, "triton")
 SLACK = LENGTHS[5]
 
 each_mode = pytest.mark.parametrize("mode", ("mean", "cls", "max"))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 each_dtype = pytest.mark.parametrize(
-    "dtype", (torch.float32, torch.bfloat16, torch.float16), ids=lambda d: str(d).removeprefix("torch.")
+    ("backend", "dtype"),
+    [(b, d) for b in BACKENDS for d in DTYPES if not (b.startswith("cpu") and d is torch.float16)],  # which they lack
+    indirect=["backend"],
+    ids=lambda value: str(value).removeprefix("torch."),
 )
 each_case = pytest.mark.parametrize("case", LENGTHS, ids=lambda c: c.id)
 only_triton = pytest.mark.parametrize("backend", ("triton",), indirect=True)
@@ -119,7 +123,9 @@ def test_what_cannot_be_served_raises_with_the_reason(backend):
     cu_seqlens = torch.tensor([0, 1], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"'median'; valid modes: mean, cls, max"):
         ops.pooling(torch.zeros(1, 2), cu_seqlens, mode="median", backend=backend)
-    with pytest.raises(BackendError, match="no cpu kernel"):
-        ops.pooling(torch.zeros(1, 2), cu_seqlens, backend="cpu")
+    with pytest.raises(BackendError, match="no cuda kernel"):
+        ops.pooling(torch.zeros(1, 2), cu_seqlens, backend="cuda")
+    with pytest.raises(BackendError, match=r"float64 \(has float32 and bfloat16\)"):
+        ops.pooling(torch.zeros(1, 2).double(), cu_seqlens, backend="cpu")
     with pytest.raises(BackendError, match=r"float64|tensors are on cpu"):
         ops.pooling(torch.zeros(1, 2).double(), cu_seqlens, backend="triton")

@@ -200,6 +200,13 @@ def pooling(draw: Draw, backend: str, dtype: torch.dtype):
     return case, torch.arange(len(lengths.lengths)), groups_of(lengths)
 
 
+def normalize(draw: Draw, backend: str, dtype: torch.dtype):
+    rows, width = draw.choice((1, 0, 2, 3, 17, 33)), draw.choice(SIZES)
+    groups = torch.arange(rows)
+    op = partial(ops.normalize, backend=backend)
+    return Case(op, reference.normalize, {"x": (rows, width)}, dtype), groups, groups
+
+
 def pack_and_unpack(draw: Draw, backend: str, dtype: torch.dtype):
     rows, width = draw.integer(0, 40), draw.choice(SIZES)
     generator = torch.Generator().manual_seed(draw.seed())
@@ -275,7 +282,8 @@ OPS = {
     "embed_layer_norm": Op(embed_layer_norm, (*WITHOUT_PRODUCTS, "triton")),
     "cross_entropy": Op(cross_entropy, (*OF_FLOATS, "triton")),
     "sequence_cross_entropy": Op(sequence_cross_entropy),
-    "pooling": Op(pooling, ("triton",)),
+    "pooling": Op(pooling, (*WITHOUT_PRODUCTS, "triton")),
+    "normalize": Op(normalize),
     "pack_and_unpack": Op(pack_and_unpack, ("triton",)),
     "dropout": Op(dropout, (*WITHOUT_PRODUCTS, "triton")),
     "add_layer_norm_dropout": Op(add_layer_norm_dropout, (*WITHOUT_PRODUCTS, "triton")),
