@@ -100,9 +100,9 @@ void forget_encoder(int64_t encoder) {
   forgotten = encoders().extract(encoder);
 }
 
-Array encoder_cpu(const Array& input_ids, const OptionalArray& token_type_ids, const Array& cu_seqlens, int64_t encoder,
-                  const std::vector<int64_t>& versions, bool infers, const std::string& pooling,
-                  const std::optional<double>& normalize_eps) {
+Array encoder_cpu(const Array& input_ids, const OptionalArray& token_type_ids, const OptionalArray& position_ids,
+                  const Array& cu_seqlens, int64_t encoder, const std::vector<int64_t>& versions, bool infers,
+                  const std::string& pooling, const std::optional<double>& normalize_eps) {
   std::shared_ptr<const Encoder> held;
   {
     const std::lock_guard<std::mutex> lock(mutex);
@@ -116,8 +116,10 @@ Array encoder_cpu(const Array& input_ids, const OptionalArray& token_type_ids, c
   const Array offsets = checked_offsets(cu_seqlens, ids.size(0));
   const List<OptionalArray>& tables = held->embeddings;
   const OptionalArray position = tables[1];
-  const OptionalArray positions =
-      position.defined() ? OptionalArray(positions_of(ids, offsets, held->first_position)) : OptionalArray();
+  OptionalArray positions;
+  if (position.defined()) {
+    positions = position_ids.defined() ? position_ids : OptionalArray(positions_of(ids, offsets, held->first_position));
+  }
   const Array x =
       embed_fwd_cpu(ids, positions, token_type_ids, tables[0], position, tables[2], tables[3], tables[4], held->eps);
   const std::vector<Array> none;

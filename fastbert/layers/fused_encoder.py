@@ -23,10 +23,12 @@ _tree_cache = TreeCache("_fastbert_encoder")
 
 
 def try_fused_encoder(
-    root: nn.Module, config: Any, running_config: Callable[[], Any], layer_type: type[nn.Module], infers: bool
+    root: nn.Module, config: Any, running_config: Callable[[], Any], layer_type: type[nn.Module] | None, infers: bool
 ) -> Callable[..., torch.Tensor] | str:
     """The encoder at `root`, of `config` (an EncoderConfig), as one op for inference; or why it runs op by op. What is
-    called takes ids, types, cu_seqlens, a mode of pooling, and whether to normalise (ops/encoder.py).
+    called takes ids, types, positions, cu_seqlens, a mode of pooling, and whether to normalise (ops/encoder.py).
+
+    layer_type: of plain layers; None: the tree is not ours, and its owner has looked at its containers.
 
     `running_config()` gives the config with the layers that are there now: asked where the tree has changed. `infers`:
     nobody wants gradients, whatever the mode.
@@ -42,13 +44,13 @@ def try_fused_encoder(
             running = running_config()
             held = _look(root, running, layer_type)
             if not isinstance(held, str):
-                _tree_cache.put(root, (config,), _fingerprint(root, running), held)
+                _tree_cache.put(root, (config,), _fingerprint(root, running, layer_type is not None), held)
         return held if isinstance(held, str) else ops.EncoderOperands(held, infers)
 
     return ops.try_fused("encoder", weight, look)
 
 
-def _look(root: nn.Module, config: Any, layer_type: type[nn.Module]) -> ops.HeldEncoder | str:
+def _look(root: nn.Module, config: Any, layer_type: type[nn.Module] | None) -> ops.HeldEncoder | str:
     """What the encoder holds now, or why it cannot be one op."""
     names: Embeddings = config.embeddings
     if root.training:
@@ -57,7 +59,7 @@ def _look(root: nn.Module, config: Any, layer_type: type[nn.Module]) -> ops.Held
         return "layers go by the distances of tokens, whose tables are made for each batch"
     if names.project is not None or names.token_dropout is not None or names.task_type is not None:
         return "embeddings are projected, scaled, or have task types"
-    for path in _containers(root, config.scopes):
+    for path in _containers(root, config.scopes) if layer_type is not None else ():
         if is_called(root, path):
             return f"{path} has hooks"
     tables = []
@@ -89,14 +91,15 @@ def _containers(root: nn.Module, scopes: Scopes) -> list[str]:
     return list(dict.fromkeys(path for path in (scopes.embeddings, encoder, *scopes.groups) if path is not None))
 
 
-def _fingerprint(root: nn.Module, config: Any) -> ModuleFingerprint:
-    """All by which `_look` goes."""
+def _fingerprint(root: nn.Module, config: Any, called: bool) -> ModuleFingerprint:
+    """All by which `_look` goes. `called`: containers have hooks of their own."""
     names, specs = config.embeddings, config.layer_specs
     fingerprint = ModuleFingerprint(root)
     fingerprint.hold(root.__dict__, "training")
     leaves = (names.word, names.position, names.token_type, names.norm)
-    for path in (*_containers(root, config.scopes), *(path for path in leaves if path is not None)):
+    containers = _containers(root, config.scopes) if called else ()
+    for path in (*containers, *(path for path in leaves if path is not None)):
         fingerprint.watch_path(root, path)
         fingerprint.watch(get_leaf(root, path))
-    watch_layers(fingerprint, root, config.layer_paths, specs, config.family.final_norm, called=True)
+    watch_layers(fingerprint, root, config.layer_paths, specs, config.family.final_norm, called)
     return fingerprint

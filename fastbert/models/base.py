@@ -324,7 +324,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         if isinstance(fused, str):
             return None
         try:
-            out = fused(packed["input_ids"], types, batch.cu_seqlens, pooling, normalizes)
+            out = fused(packed["input_ids"], types, None, batch.cu_seqlens, pooling, normalizes)
         except IndexError:
             return None
         self.calls.ran_packed()

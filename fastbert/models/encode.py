@@ -19,6 +19,7 @@ from fastbert.layers.convolution import run_convolution
 from fastbert.layers.embeddings import EmbeddingIds, run_embeddings
 from fastbert.layers.encoder import add_norm, run_probs
 from fastbert.layers.fused import try_fused_layers, try_fused_layers_for_training
+from fastbert.layers.fused_encoder import try_fused_encoder
 from fastbert.layers.leaves import get_leaf, has_hooks, is_called, linear, within
 from fastbert.models.inputs import EncoderInputs
 from fastbert.packing import PackedBatch
@@ -86,6 +87,10 @@ def run_encoder(
     owner has looked at its containers, of which those that are `sharded` are called. `calls_layers`: each layer runs by
     itself, as activation checkpointing has it. Layers between those of which something is wanted may run as one op.
     """
+    if wanted == NOTHING_ELSE and not (sharded or calls_layers):
+        found = _as_one_op(root, config, inputs, layer_type)
+        if found is not None:
+            return EncoderOutput(found)
     family, names = config.family, config.embeddings
     count = wanted.layers_to_run(len(config.layer_paths))
     paths, specs = config.layer_paths[:count], config.layer_specs[:count]
@@ -169,6 +174,22 @@ def run_encoder(
     if count in wanted.hidden_states:
         hidden_states.append(x)
     return EncoderOutput(x, tuple(hidden_states) or None, tuple(probs) or None)
+
+
+def _as_one_op(
+    root: nn.Module, config: EncoderConfig, inputs: EncoderInputs, layer_type: type[nn.Module] | None
+) -> torch.Tensor | None:
+    """The packed last hidden state, where one op does all of it."""
+    ids = inputs.ids
+    if ids.input_ids is None or not inputs.batch.total_tokens:
+        return None
+    fused = try_fused_encoder(root, config, lambda: config, layer_type, infers=False)
+    if isinstance(fused, str):
+        return None
+    try:
+        return fused(ids.input_ids, ids.token_type_ids, ids.position_ids, inputs.batch.cu_seqlens, "none", False)
+    except IndexError:  # tensors of several dtypes, which each op by itself takes, or says what is wrong
+        return None
 
 
 def _is_watched(layer: nn.Module, spec: LayerSpec) -> bool:

@@ -2,8 +2,8 @@
 
 What it stands for takes 25 operators and a thousand steps of Python for each batch, which are most of a short text's
 time. A fused op: `try_fused("encoder", word, look)`, where `word` is the table of words and `look()` gives
-EncoderOperands. What it answers is called with input_ids and token_type_ids (or None), int64 (total_tokens,), cu_seqlens,
-int32 (batch + 1,), a mode ("mean" or "cls" gives what `pooling` gives, "none" the last hidden state, (total_tokens,
+EncoderOperands. What it answers is called with input_ids, token_type_ids (or None) and position_ids (or None, and they
+are counted), int64 (total_tokens,), cu_seqlens, int32 (batch + 1,), a mode ("mean" or "cls" gives what `pooling` gives, "none" the last hidden state, (total_tokens,
 hidden_size)), and whether `normalize` comes behind it.
 """
 
@@ -83,8 +83,8 @@ torch.library.define(
 )
 torch.library.define(
     "fastbert::encoder_cpu",
-    "(Tensor input_ids, Tensor? token_type_ids, Tensor cu_seqlens, int encoder, int[] versions, bool infers,"
-    " str pooling, float? normalize_eps) -> Tensor",
+    "(Tensor input_ids, Tensor? token_type_ids, Tensor? position_ids, Tensor cu_seqlens, int encoder,"
+    " int[] versions, bool infers, str pooling, float? normalize_eps) -> Tensor",
 )
 
 
@@ -107,6 +107,7 @@ def _run(
     operands: EncoderOperands,
     input_ids: torch.Tensor,
     token_type_ids: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
     cu_seqlens: torch.Tensor,
     pooling: str,
     normalizes: bool,
@@ -116,7 +117,7 @@ def _run(
     """
     held, infers = operands
     return torch.ops.fastbert.encoder_cpu(
-        input_ids, token_type_ids, cu_seqlens, held.hold(), versions_of(held.weights), infers, pooling,
+        input_ids, token_type_ids, position_ids, cu_seqlens, held.hold(), versions_of(held.weights), infers, pooling,
         EPS if normalizes else None,
     )  # fmt: skip
 
