@@ -167,11 +167,21 @@ int64_t thread_index();  // within a parallel loop
 
 // f(i) for each i below `count`, each in a thread of its own if torch has as many.
 template <typename F>
-void in_threads(int64_t count, const F& f) {
+void in_torch_threads(int64_t count, const F& f) {
   const auto run = [](int64_t begin, int64_t end, void* context) {
     for (int64_t i = begin; i < end; ++i) (*static_cast<const F*>(context))(i);
   };
   call(torch_parallel_for(0, count, 1, run, const_cast<F*>(&f)), "a parallel loop");
+}
+
+// By the team that the calling thread leads (team.h); false where it leads none.
+bool run_in_team(int64_t count, void (*f)(int64_t index, void* context), void* context);
+
+// The same, by the calling thread's team if it leads one: there a thread may do the work of several.
+template <typename F>
+void in_threads(int64_t count, const F& f) {
+  const auto run = [](int64_t i, void* context) { (*static_cast<const F*>(context))(i); };
+  if (!run_in_team(count, run, const_cast<F*>(&f))) in_torch_threads(count, f);
 }
 
 // f(task) for every task below `count`, each thread taking the next one when it is done with its last: where something

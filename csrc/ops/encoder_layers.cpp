@@ -2,13 +2,16 @@
 
 #include "attention.h"
 #include "layer_spec.h"
+#include "team.h"
 #include "tensors.h"
 #include "workspace.h"
 
 namespace fastbert {
 
-Array run_layers(const Array& x, const Array& cu_seqlens, const LayerStack& stack, const AttentionTables& tables,
-                 const RelativeLists& relative, const std::vector<int64_t>& versions, Comparison comparison) {
+namespace {
+
+Array run_in_turn(const Array& x, const Array& cu_seqlens, const LayerStack& stack, const AttentionTables& tables,
+                  const RelativeLists& relative, const std::vector<int64_t>& versions, Comparison comparison) {
   const std::vector<int64_t>& layers = stack.layers;
   const std::vector<LayerSpec>& specs = stack.specs;
   check(x.dim() == 2 && !layers.empty(), "x has shape ", x.sizes(), ", there are ", layers.size(), " layers");
@@ -95,6 +98,15 @@ Array run_layers(const Array& x, const Array& cu_seqlens, const LayerStack& stac
     hidden = out;  // nothing reads a layer's input once its last product runs
   }
   terms.finish();
+  return out;
+}
+
+}  // namespace
+
+Array run_layers(const Array& x, const Array& cu_seqlens, const LayerStack& stack, const AttentionTables& tables,
+                 const RelativeLists& relative, const std::vector<int64_t>& versions, Comparison comparison) {
+  Array out;
+  with_team([&] { out = run_in_turn(x, cu_seqlens, stack, tables, relative, versions, comparison); });
   return out;
 }
 
