@@ -12,7 +12,7 @@ from fastbert.cli.parser import UsageError, add_command, positive
 from fastbert.cli.stopping import raise_if_stopped, say
 
 ROUNDS = 9
-OTHERS = "albert-base, bert-large, deberta-v3-base, distilbert-base, electra-base, minilm, modernbert-base"
+OTHERS = "albert-base, bert-large, bge-small, deberta-v3-base, distilbert-base, electra-base, minilm, modernbert-base"
 OTHERS += ", mpnet-base, nomic-base, tiny"
 
 
