@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,7 @@ def compete(
     rounds: int,
     restarts: int,
     *,
-    turns: dict[str, Sequence[str]] | None = None,
+    turns: Mapping[str, Sequence[str]] | None = None,
     processes: int = 1,
     module: str = WORKER,
 ) -> tuple[Answers, dict[str, str]]:
@@ -135,23 +135,23 @@ def compete(
     for _ in range(restarts):
         workers: dict[str, list[ContestantProcess]] = {name: [] for name in tasks}
 
-        def hear(name: str) -> None:
+        def hear(name: str, several: list[ContestantProcess]) -> None:
             try:
-                answers[name] += [worker.answer() for worker in workers[name]]
+                answers[name] += [worker.answer() for worker in several]
             except WorkerError as error:
                 failures[name] = str(error)
 
         try:
             for name in (name for name in tasks if name not in failures):
                 workers[name] += [ContestantProcess(tasks[name], module) for _ in range(processes)]
-                hear(name)
+                hear(name, workers[name])
             for _ in range(rounds):
                 for what, names in turns.items():
                     for name in (name for name in names if name not in failures):
                         time.sleep(SETTLE_SECONDS)
                         for worker in workers[name]:
                             worker.tell(what)
-                        hear(name)
+                        hear(name, workers[name])
         finally:
             for worker in (worker for several in workers.values() for worker in several):
                 worker.close()

@@ -115,8 +115,9 @@ def to_markdown(report: dict[str, Any]) -> str:
 def where(machine: dict[str, Any]) -> str:
     """The machine, the versions and the day, as a table's first line has them."""
     versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    threads = f"{machine['threads']} thread" + ("s" if machine["threads"] > 1 else "")
     return (
-        f"{machine['cpu']}, {machine['threads']} threads, {machine['cpu_capability']}, torch {machine['torch']},"
+        f"{machine['cpu']}, {threads}, {machine['cpu_capability']}, torch {machine['torch']},"
         f" {versions}; fastbert {machine['commit'] or machine['fastbert']}, {machine['date']}."
     )
 

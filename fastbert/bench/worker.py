@@ -72,9 +72,7 @@ def check(name: str, precision: str, out: torch.Tensor, workload: Workload, expe
     return quality
 
 
-def judge(
-    name: str, precision: str, actual: torch.Tensor, expected: dict[str, torch.Tensor], quality: float
-) -> None:
+def judge(name: str, precision: str, actual: torch.Tensor, expected: dict[str, torch.Tensor], quality: float) -> None:
     """Raise AssertionError when an output may not be timed. `expected` has the oracle, "float64", and what the literal
     formula gives in the precision; `quality` is the cosine to the oracle.
     """
