@@ -122,14 +122,18 @@ def _export_and_fuse(job: BenchJob, target: Path) -> dict[str, Any]:
     return {"fused_operators": fused}
 
 
+def onnxruntime_file(job: BenchJob) -> Path:
+    """What `prepare_onnxruntime` writes."""
+    return _path(replace(job, masked=True), f"onnxruntime-{job.precision}", ".onnx")
+
+
 def onnxruntime_session(job: BenchJob) -> Any:
     """An InferenceSession of what was prepared, which takes input_ids and attention_mask of any shape."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = job.threads, 1
-    path = _path(replace(job, masked=True), f"onnxruntime-{job.precision}", ".onnx")
-    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(str(onnxruntime_file(job)), options, providers=["CPUExecutionProvider"])
 
 
 def load_onnxruntime(job: BenchJob, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Call:

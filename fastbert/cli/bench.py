@@ -26,6 +26,7 @@ _BELONGS: dict[str, tuple[str, ...]] = {
     "lengths": ("--latency",),
     "processes": ("--latency",),
     "texts": ("--corpus",),
+    "column": ("--corpus",),
 }
 OTHERS = "albert-base, bert-large, bge-small, deberta-v3-base, distilbert-base, electra-base, minilm, modernbert-base"
 OTHERS += ", mpnet-base, nomic-base, tiny"
@@ -74,9 +75,9 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--processes", metavar="N", type=positive, help="with --latency: of a contestant, at once")
     parser.add_argument(
-        "--corpus", metavar="FILE", type=Path, help=f"time the vectors of the texts of a file: {TEXT_KINDS}; of several"
-        " columns the one called text or sentence",
+        "--corpus", metavar="FILE", type=Path, help=f"time the vectors of the texts of a file: {TEXT_KINDS}"
     )  # fmt: skip
+    parser.add_argument("--column", metavar="NAME", help="with --corpus: the column that holds the texts")
     parser.add_argument("--texts", metavar="N", type=positive, help="with --corpus: the first N; default: all")
 
 
@@ -161,7 +162,7 @@ def _run_corpus(options: argparse.Namespace, say: Callable[[str], None]) -> str:
     from fastbert.bench.texts.contestants import corpus_contestants
 
     check_source(options.corpus)
-    texts = tuple(islice(read_texts(options.corpus), options.texts))
+    texts = tuple(islice(read_texts(options.corpus, options.column), options.texts))
     if not texts:
         raise TextFileError(f"{options.corpus} holds no texts")
     settings = _text_settings(options, corpus_contestants(), CORPUS_ROUNDS)

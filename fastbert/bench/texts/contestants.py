@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from fastbert.bench import contestants as batches
 from fastbert.bench.contestants import FLOATS
 from fastbert.bench.jobs import PRECISIONS, BenchJob
-from fastbert.bench.runtimes import onnxruntime_session, openvino_request
+from fastbert.bench.runtimes import onnxruntime_file, onnxruntime_session, openvino_request, prepare_onnxruntime
 from fastbert.bench.texts.folder import cutting_tokenizer
 from fastbert.messages import absent, install
 
@@ -50,9 +51,12 @@ class TextContestant:
     many: Callable[[BenchJob], Rows] | None = None
     prepare: Callable[[BenchJob], Any] | None = None
     how: str = install("bench")  # its packages are installed
+    left_out: str | None = None  # why nothing here runs it
 
     def missing(self) -> str | None:
         """Why it cannot run on this machine; None when it can."""
+        if self.left_out is not None:
+            return self.left_out
         missing = absent(*self.packages)
         return f"not installed: {', '.join(missing)} ({self.how})" if missing else None
 
@@ -164,7 +168,42 @@ def _openvino_runs(kind: str, job: BenchJob, lengths: Sequence[int]) -> Run:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# CTranslate2
+# fastembed and CTranslate2
+
+
+def _fastembed_folder(job: BenchJob) -> Path:
+    return job.prepared / f"fastembed-{job.precision}"
+
+
+def _prepare_fastembed(job: BenchJob) -> dict[str, Any]:
+    """The file that ONNX Runtime's own contestant runs, with the tokenizer beside it."""
+    prepare_onnxruntime(job)
+    folder = _fastembed_folder(job)
+    folder.mkdir(exist_ok=True)
+    (folder / "model.onnx").symlink_to(onnxruntime_file(job).resolve())
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (folder / name).symlink_to((job.checkpoint / name).resolve())
+    return {}
+
+
+def _fastembed_many(job: BenchJob) -> Rows:
+    """It takes texts in their order, so they come sorted."""
+    from fastembed import TextEmbedding
+    from fastembed.common.model_description import ModelSource, PoolingType
+
+    name, config = "fastbert/bench", json.loads((job.checkpoint / "config.json").read_text(encoding="utf-8"))
+    TextEmbedding.add_custom_model(
+        name, PoolingType.MEAN, True, ModelSource(hf=name), config["hidden_size"], model_file="model.onnx"
+    )
+    model = TextEmbedding(name, specific_model_path=str(_fastembed_folder(job)), threads=job.threads)
+
+    def rows(texts: list[str]) -> np.ndarray:
+        order = [i for places in _longest_first(texts) for i in places]
+        vectors = np.empty((len(texts), config["hidden_size"]), dtype=np.float32)
+        vectors[order] = list(model.embed([texts[i] for i in order], batch_size=BATCH_SIZE))
+        return vectors
+
+    return rows
 
 
 def _prepare_ctranslate2(job: BenchJob) -> dict[str, Any]:
@@ -183,16 +222,17 @@ def _ctranslate2_many(job: BenchJob) -> Rows:
         inter_threads=1,
     )  # fmt: skip
     tokenizer = cutting_tokenizer(job.checkpoint)
+    width = json.loads((job.checkpoint / "config.json").read_text(encoding="utf-8"))["hidden_size"]
 
     def rows(texts: list[str]) -> np.ndarray:
-        found: dict[int, np.ndarray] = {}
+        vectors = np.empty((len(texts), width), dtype=np.float32)
         for places in _longest_first(texts):
             ids = [encoding.ids for encoding in tokenizer.encode_batch([texts[i] for i in places])]
             hidden = encoder.forward_batch(ids).last_hidden_state.to(ctranslate2.DataType.float32)
             lengths = np.array([len(of_text) for of_text in ids])
             mask = np.arange(lengths.max()) < lengths[:, None]
-            found |= zip(places, _means(np.asarray(hidden), mask), strict=True)
-        return np.stack([found[i] for i in range(len(texts))])
+            vectors[places] = _means(np.asarray(hidden), mask)
+        return vectors
 
     return rows
 
@@ -237,6 +277,16 @@ CONTESTANTS = {
     "ctranslate2": TextContestant(
         PRECISIONS, ("ctranslate2", "transformers"), many=_ctranslate2_many, prepare=_prepare_ctranslate2
     ),
+    "fastembed": TextContestant(
+        ("float32", "int8"),
+        ("fastembed", "onnxruntime", "onnx", "transformers"),
+        many=_fastembed_many,
+        prepare=_prepare_fastembed,
+        how="pip install fastembed, which needs huggingface_hub below 2",
+    ),
+    "llama.cpp": TextContestant(
+        PRECISIONS, left_out="it needs the model as GGUF, which only the scripts of llama.cpp's own checkout write"
+    ),
 }
 
 
@@ -245,4 +295,4 @@ def latency_contestants() -> tuple[str, ...]:
 
 
 def corpus_contestants() -> tuple[str, ...]:
-    return tuple(name for name, contestant in CONTESTANTS.items() if contestant.many is not None)
+    return tuple(name for name, contestant in CONTESTANTS.items() if contestant.many or contestant.left_out)

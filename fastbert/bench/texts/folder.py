@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +30,10 @@ WORDS = 2000  # that texts are made of
 # What the folder says beside the encoder, in sentence-transformers' words: whatever the model, a text is the mean of
 # its tokens, of length 1.
 _MODULES = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
-_WRITTEN = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "tokenizer.json")
+_WRITTEN = (
+    "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "tokenizer.json",
+    "tokenizer_config.json",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -79,17 +81,19 @@ def find(name: str) -> Source:
 
 def write(shape: str | None, source: Path, longest: int, target: Path) -> None:
     """The folder `target`, with random weights of a shape or with those of `source`, and the tokenizer of `source`."""
-    kept = [path for path in source.iterdir() if path.is_file() and path.name not in _WRITTEN]
     if shape is None:
         target.mkdir()
-        for path in kept:
-            (target / path.name).symlink_to(path.resolve())
+        for path in source.iterdir():
+            if path.is_file() and path.name not in _WRITTEN:
+                (target / path.name).symlink_to(path.resolve())
     else:
         worker.write_checkpoint(shape, target)
         # As BERT's own folders say. transformers no longer writes it, and CTranslate2 asks for it.
         config = json.loads((target / "config.json").read_text(encoding="utf-8"))
         _write_json(target / "config.json", {**config, "position_embedding_type": "absolute"})
-        shutil.copy(source / "tokenizer_config.json", target)
+    own = source / "tokenizer_config.json"
+    settings = json.loads(own.read_text(encoding="utf-8")) if own.is_file() else {}
+    _write_json(target / "tokenizer_config.json", {**settings, "model_max_length": longest})
     load_tokenizer(source, lowercase=transformer_settings(source).lowercase).save(str(target / "tokenizer.json"))
     types = "sentence_transformers.models."
     _write_json(
