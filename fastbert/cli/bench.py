@@ -154,6 +154,8 @@ def _run_latency(options: argparse.Namespace, say: Callable[[str], None]) -> str
         lengths = tuple(sorted({_length(text) for text in options.lengths.split(",")}))
         if lengths[-1] > longest:
             raise UsageError(f"--lengths: {lengths[-1]} is too long: {settings.source.name} takes {longest} tokens")
+        if lengths[0] <= (special := settings.source.special):
+            raise UsageError(f"--lengths: {lengths[0]} is too short: {special} tokens of each text are special ones")
     return tables.latency(latency.run(replace(settings, lengths=lengths, processes=options.processes or 1), say))
 
 

@@ -17,8 +17,7 @@ def run(settings: TextSettings, say: Say) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory(prefix="fastbert-bench-") as folder:
         steps = Steps(settings, folder, True, say)
-        steps.write_texts()
-        size = {"texts": len(settings.texts), **steps.step("read texts")}
+        size = {"texts": len(settings.texts), **steps.size}
         found: dict[str, Any] = {
             "machine": machine_of(settings.threads, PACKAGES),
             "model": settings.source.name,

@@ -45,6 +45,7 @@ class Source:
     folder: Path  # has the tokenizer, and without a shape the weights
     config: EncoderConfig
     longest: int  # text, in tokens
+    special: int  # tokens of each text
 
     @property
     def weights(self) -> int:
@@ -66,6 +67,7 @@ def find(name: str) -> Source:
         else:
             config = EncoderConfig.from_file(folder / "config.json")
             given = transformer_settings(folder).max_seq_length
+        special = load_tokenizer(folder).num_special_tokens_to_add(False)
     except (CheckpointError, ConfigError, OSError) as error:
         asks = f"the tokenizer of {name}" if shape else f"--model {name}"
         raise BenchmarkError(f"{asks}: {error}") from None
@@ -76,7 +78,7 @@ def find(name: str) -> Source:
     limits = [n for n in (given, limit) if n is not None]
     if not limits:
         raise BenchmarkError(f"--model {name}: neither the folder nor the model says how long a text may be")
-    return Source(name, shape, folder, config, min(limits))
+    return Source(name, shape, folder, config, min(limits), special)
 
 
 def write(shape: str | None, source: Path, longest: int, target: Path) -> None:
@@ -125,8 +127,6 @@ def cutting_tokenizer(folder: Path) -> Tokenizer:
 def make_texts(tokenizer: Tokenizer, length: int, count: int, words: list[str]) -> list[str]:
     """`count` different texts of so many tokens, special ones included. Raises BenchmarkError."""
     wanted = length - tokenizer.num_special_tokens_to_add(False)
-    if wanted < 1:
-        raise BenchmarkError(f"a text of {length} tokens has no word: {length - wanted} tokens are special ones")
     draw = random.Random(length)
     texts = [" ".join(draw.choices(words, k=wanted)) for _ in range(count)]
     for text in texts:

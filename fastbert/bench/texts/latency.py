@@ -30,7 +30,6 @@ def run(settings: TextSettings, say: Say) -> dict[str, Any]:
     }
     with tempfile.TemporaryDirectory(prefix="fastbert-bench-") as folder:
         steps = Steps(settings, folder, False, say)
-        steps.step("make texts", lengths=settings.lengths)
         for precision in settings.precisions:
             rows = _rows(steps, precision)
             found["rows"] += rows

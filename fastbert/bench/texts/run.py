@@ -14,14 +14,16 @@ from fastbert.bench.texts.folder import Source
 from fastbert.messages import install
 
 WORKER = "fastbert.bench.texts.worker"
+TEXTS_FILE = "texts.json"  # the corpus, or what was made
 PACKAGES = (  # whose versions a result must name
     "transformers", "tokenizers", "sentence_transformers", "onnxruntime", "openvino", "nncf", "ctranslate2",
+    "fastembed",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class TextSettings:
-    """One run of either mode; the fields as in BenchSettings."""
+    """One run of either mode, which is told by `lengths` or `texts`; the other fields as in BenchSettings."""
 
     source: Source
     precisions: tuple[str, ...]
@@ -36,14 +38,21 @@ class TextSettings:
 
 
 class Steps:
-    """The steps of a run before its turns, each in a process of its own, in the folder of the run."""
+    """The steps of a run before its turns, each in a process of its own, in the folder of the run.
+
+    `size`: what is to be noted of the texts.
+    """
 
     def __init__(self, settings: TextSettings, folder: str, masked: bool, say: Say):
         if importlib.util.find_spec("transformers") is None:
             raise BenchmarkError(f"the benchmark needs transformers: {install('bench')}")
         self.settings, self.folder, self.masked, self.say = settings, folder, masked, say
         source = settings.source
-        self.step("folder", shape=source.shape, source=str(source.folder), longest=source.longest)
+        if settings.texts:
+            Path(folder, TEXTS_FILE).write_text(json.dumps(settings.texts), encoding="utf-8")
+        self.size = self.step(
+            "folder", shape=source.shape, source=str(source.folder), longest=source.longest, lengths=settings.lengths
+        )
 
     def task(self, action: str, **task: Any) -> dict[str, Any]:
         threads = self.settings.threads
@@ -71,7 +80,3 @@ class Steps:
             if not results[name]:
                 tasks[name] = self.task(action, contestant=name, precision=precision, **task)
         return tasks, results
-
-    def write_texts(self) -> None:
-        """The corpus, for every process to read."""
-        Path(self.folder, "texts.json").write_text(json.dumps(self.settings.texts), encoding="utf-8")

@@ -22,13 +22,14 @@ from fastbert.bench import ceiling
 from fastbert.bench.jobs import BenchJob, load_peer
 from fastbert.bench.texts import bound, folder
 from fastbert.bench.texts.contestants import CONTESTANTS
+from fastbert.bench.texts.run import TEXTS_FILE
 from fastbert.bench.timing import peak_memory
 from fastbert.bench.worker import CHECKED_SEQUENCES, TURN_SECONDS, Answer, judge, serve
 
 TEXTS = 16  # of each length, in turn: a tokenizer keeps words, and no real text comes twice
 WARM_SECONDS, WARM_CALLS = 0.02, 2  # before a turn's first timed call: other contestants had the cores and their caches
 LEAST_CALLS = 5  # timed in a turn, however long one takes
-TEXTS_FILE, REFERENCE_FILE = "texts.json", "reference.pt"
+REFERENCE_FILE = "reference.pt"
 
 
 def make_texts(task: dict[str, Any], answer: Answer) -> None:
@@ -46,7 +47,7 @@ def make_texts(task: dict[str, Any], answer: Answer) -> None:
 
 
 def read_texts(task: dict[str, Any], answer: Answer) -> None:
-    """Count the tokens of a corpus; its first texts of evenly spread lengths are the checked ones."""
+    """Count the tokens of a corpus."""
     texts = _corpus(task)
     tokenizer = folder.cutting_tokenizer(_checkpoint(task))
     lengths = [len(tokenizer.encode(text).ids) for text in texts]
@@ -185,15 +186,14 @@ def work(task: dict[str, Any], answer: Answer) -> None:
     if action == "folder":
         folder.write(task["shape"], Path(task["source"]), task["longest"], _checkpoint(task))
         Path(task["folder"], "prepared").mkdir()
-        answer({})
+        (make_texts if task["lengths"] else read_texts)(task, answer)
     elif action == "prepare":
         prepare = CONTESTANTS[task["contestant"]].prepare
         assert prepare is not None
         prepare(job_of(task))
         answer({})
     else:
-        {"make texts": make_texts, "read texts": read_texts, "bound": measure_bound, "latency": contest_one,
-         "corpus": contest_many}[action](task, answer)  # fmt: skip
+        {"bound": measure_bound, "latency": contest_one, "corpus": contest_many}[action](task, answer)
 
 
 if __name__ == "__main__":
