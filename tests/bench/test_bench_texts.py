@@ -143,8 +143,9 @@ def test_vectors_are_held_to_the_oracle():
 
 
 def test_the_texts_that_are_checked():
-    assert worker.checked_places(["four", "333", "1", "22", "fives", "sixsix", "sevenxx"]) == [2, 1, 4, 6]
-    assert worker.checked_places(["only"]) == [0]
+    texts = ["four", "333", "1", "22", "fives", "sixsix", "sevenxx"]
+    assert worker.spread_places(texts) == [2, 1, 4, 6] and worker.spread_places(texts, 2) == [2, 6]
+    assert worker.spread_places(["only"]) == [0]
 
 
 def test_each_call_is_timed_after_warm_ones(monkeypatch):

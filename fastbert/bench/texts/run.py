@@ -55,8 +55,9 @@ class Steps:
         )
 
     def task(self, action: str, **task: Any) -> dict[str, Any]:
-        threads = self.settings.threads
-        return {"action": action, "folder": self.folder, "threads": threads, "masked": self.masked, **task}
+        settings = self.settings
+        run = {"folder": self.folder, "masked": self.masked}
+        return {"action": action, "threads": settings.threads, "processes": settings.processes, **run, **task}
 
     def step(self, action: str, **task: Any) -> dict[str, Any]:
         return step(WORKER, **self.task(action, **task))

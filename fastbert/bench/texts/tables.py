@@ -36,7 +36,7 @@ def latency(report: dict[str, Any]) -> str:
         for row in rows:
             cells = [_time(row, name) for name in names] + _bound(row)
             lines.append(f"| {row['dtype']} | {row['tokens']} | {' | '.join(cells)} |")
-    lines += [line for part in LATENCY_LEGEND for line in ("", part)]
+    lines += [line for part in (*LATENCY_LEGEND, _cosines(report)) for line in ("", part)]
     return "\n".join([*lines, *reasons([_with_tokens(row) for row in report["rows"]])])
 
 
@@ -60,6 +60,18 @@ def _bound(row: dict[str, Any]) -> list[str]:
     if bound is None:
         return ["", ""]
     return [f"{_ms(bound['ms'])} {bound['by']}", f"{ours['p50_ms'] / bound['ms']:.2f}" if "p50_ms" in ours else ""]
+
+
+def _cosines(report: dict[str, Any]) -> str:
+    """The lowest of each contestant, over lengths."""
+    lowest: dict[str, dict[str, float]] = {}
+    for row in report["rows"]:
+        of_dtype = lowest.setdefault(row["dtype"], {})
+        for name, result in row["results"].items():
+            if "cosine" in result:
+                of_dtype[name] = min(result["cosine"], of_dtype.get(name, 1.0))
+    said = (f"{dtype} " + ", ".join(f"{n} {cosine:.4f}" for n, cosine in of.items()) for dtype, of in lowest.items())
+    return f"Cosine to float64, lowest of the checked texts: {'; '.join(said)}."
 
 
 def _with_tokens(row: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,8 @@ from fastbert.bench.worker import CHECKED_SEQUENCES, TURN_SECONDS, Answer, judge
 TEXTS = 16  # of each length, in turn: a tokenizer keeps words, and no real text comes twice
 WARM_SECONDS, WARM_CALLS = 0.02, 2  # before a turn's first timed call: other contestants had the cores and their caches
 LEAST_CALLS = 5  # timed in a turn, however long one takes
-REFERENCE_FILE = "reference.pt"
+CALIBRATION_TEXTS, CALIBRATION_CORPUS = 4, 64  # that static scales are made from: of each length, of a corpus
+REFERENCE_FILE, CALIBRATION_FILE = "reference.pt", "calibration.json"
 
 
 def make_texts(task: dict[str, Any], answer: Answer) -> None:
@@ -37,12 +38,15 @@ def make_texts(task: dict[str, Any], answer: Answer) -> None:
     tokenizer = folder.cutting_tokenizer(_checkpoint(task))
     words = folder.one_token_words(tokenizer)
     made: dict[str, dict[str, list[Any]]] = {}
+    calibration = []
     for length in task["lengths"]:
-        texts = folder.make_texts(tokenizer, length, TEXTS, words)
-        made[str(length)] = {"texts": texts, "ids": [tokenizer.encode(text).ids for text in texts]}
+        texts = folder.make_texts(tokenizer, length, TEXTS + CALIBRATION_TEXTS, words)
+        ids = [tokenizer.encode(text).ids for text in texts]
+        made[str(length)] = {"texts": texts[:TEXTS], "ids": ids[:TEXTS]}
+        calibration += ids[TEXTS:]
     Path(task["folder"], TEXTS_FILE).write_text(json.dumps(made), encoding="utf-8")
-    ids = [ids for of_length in made.values() for ids in of_length["ids"][:CHECKED_SEQUENCES]]
-    _write_reference(task, ids)
+    _write_ids(task, calibration)
+    _write_reference(task, [ids for of in made.values() for ids in of["ids"][:CHECKED_SEQUENCES]])
     answer({})
 
 
@@ -51,14 +55,20 @@ def read_texts(task: dict[str, Any], answer: Answer) -> None:
     texts = _corpus(task)
     tokenizer = folder.cutting_tokenizer(_checkpoint(task))
     lengths = [len(tokenizer.encode(text).ids) for text in texts]
-    _write_reference(task, [tokenizer.encode(texts[i]).ids for i in checked_places(texts)])
+    _write_ids(task, [tokenizer.encode(texts[i]).ids for i in spread_places(texts, CALIBRATION_CORPUS)])
+    _write_reference(task, [tokenizer.encode(texts[i]).ids for i in spread_places(texts)])
     answer({"tokens": sum(lengths), "longest": max(lengths)})
 
 
-def checked_places(texts: Sequence[str]) -> list[int]:
+def spread_places(texts: Sequence[str], count: int = CHECKED_SEQUENCES) -> list[int]:
     """Of the shortest text, the longest one and what lies between: batches of all lengths are looked into."""
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-    return [order[round(i)] for i in np.linspace(0, len(texts) - 1, min(CHECKED_SEQUENCES, len(texts)))]
+    return [order[round(i)] for i in np.linspace(0, len(texts) - 1, min(count, len(texts)))]
+
+
+def _write_ids(task: dict[str, Any], texts: list[list[int]]) -> None:
+    """For who calibrates."""
+    Path(task["folder"], CALIBRATION_FILE).write_text(json.dumps(texts), encoding="utf-8")
 
 
 def _checkpoint(task: dict[str, Any]) -> Path:
@@ -153,7 +163,7 @@ def contest_many(task: dict[str, Any], answer: Answer) -> None:
         vectors = np.asarray(rows(texts))
         start_seconds = time.perf_counter() - start
         expected = torch.load(Path(task["folder"], REFERENCE_FILE), weights_only=True)
-        quality = check(name, job.precision, [vectors[i] for i in checked_places(texts)], expected)
+        quality = check(name, job.precision, [vectors[i] for i in spread_places(texts)], expected)
         answer({"cosine": quality, "start_seconds": start_seconds})
         for _ in sys.stdin:
             start = time.perf_counter()
@@ -177,8 +187,11 @@ def measure_bound(task: dict[str, Any], answer: Answer) -> None:
 
 
 def job_of(task: dict[str, Any]) -> BenchJob:
-    prepared = Path(task["folder"], "prepared")
-    return BenchJob(_checkpoint(task), prepared, task["precision"], task["masked"], task["threads"])
+    root = Path(task["folder"])
+    return BenchJob(
+        _checkpoint(task), root / "prepared", task["precision"], task["masked"], task["threads"],
+        calibration=root / CALIBRATION_FILE, alone=task["processes"] == 1,
+    )  # fmt: skip
 
 
 def work(task: dict[str, Any], answer: Answer) -> None:
