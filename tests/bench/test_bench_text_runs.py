@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from fastbert.bench import runtimes
 from fastbert.bench.compete import compete
+from fastbert.bench.jobs import BenchJob
+from fastbert.bench.texts.contestants import CONTESTANTS
 from fastbert.cli import main
 from fastbert.testing.cases import MODELS
 
@@ -71,6 +75,18 @@ def test_turns_go_round_and_each_process_answers(tmp_path, monkeypatch):
     assert answers["b"] == 2 * [{"started": "b"}] + 2 * [{"turn": "first"}]
 
 
+def test_calibration_is_by_given_texts(tmp_path):
+    texts = [[101, 7, 102], [101, 102], [101, 8, 9, 102], [101, 5, 102], [101, 6, 102]]
+    (tmp_path / "ids.json").write_text(json.dumps(texts), encoding="utf-8")
+    job = BenchJob(tmp_path, tmp_path, "int8", masked=False, threads=1, calibration=tmp_path / "ids.json")
+    alone = runtimes._calibration_set(job)
+    assert [batch["input_ids"].tolist() for batch in alone] == [[text] for text in texts]
+    assert all(batch.keys() == {"input_ids"} for batch in alone)
+    first, second = runtimes._calibration_set(replace(job, masked=True))
+    assert first["input_ids"].tolist() == [[101, 7, 102, 0], [101, 102, 0, 0], [101, 8, 9, 102], [101, 5, 102, 0]]
+    assert first["attention_mask"].sum(1).tolist() == [3, 2, 4, 3] and second["input_ids"].tolist() == [texts[4]]
+
+
 TINY = ["--model", "tiny", "--contestants", "fastbert", "--rounds", "1", "--threads", "1"]
 
 
@@ -105,3 +121,19 @@ def test_a_run_over_a_corpus(tmp_path, capsys):
     assert ours["texts_per_second"] == pytest.approx(3 / ours["timing"]["median"])
     assert ours["tokens_per_second"] == pytest.approx(23 / ours["timing"]["median"])
     assert (tmp_path / "corpus.md").read_text(encoding="utf-8") == capsys.readouterr().out
+
+
+@pytest.mark.full  # the peers are pinned, and make test has ours
+@pytest.mark.parametrize("mode", ("--latency --lengths 8,20 --processes 2", "--corpus TEXTS"))
+def test_everybody_passes_the_check(mode, tmp_path, capsys):
+    """Or is not installed; CTranslate2 has bfloat16 on some processors only."""
+    (tmp_path / "texts.txt").write_text("".join(f"{'word ' * n}end\n" for n in range(40)), encoding="utf-8")
+    arguments = mode.replace("TEXTS", str(tmp_path / "texts.txt")).split()
+    options = ["--model", "tiny", "--rounds", "1", "--threads", "1", "--output", str(tmp_path)]
+    assert main(["bench", *arguments, *options]) == 0
+    (found,) = tmp_path.glob("*.json")
+    for row in json.loads(found.read_text(encoding="utf-8"))["rows"]:
+        for name, result in row["results"].items():
+            if (name, row["dtype"]) != ("ctranslate2", "bfloat16"):
+                assert result.get("skipped", name) in (name, CONTESTANTS[name].missing()) and "failed" not in result
+                assert "skipped" in result or result["cosine"] > 0.99

@@ -236,6 +236,9 @@ def test_the_table_of_latencies():
     assert row in strings
     assert "| int8 | 8 | **10.0** (19.8) |  | failed | skipped |  |  |" in strings
     assert "| float32 | 16 | **0.500** (0.990) | 0.500 bytes | 1.00 |" in ids
+    assert (
+        "checked texts: float32 fastbert 0.9800, onnxruntime 0.9800, openvino 0.9800; int8 fastbert 0.9800.\n" in page
+    )
     assert page.endswith(
         "\n- int8 openvino, 8 tokens from strings, failed: max error\n- int8 absent skipped: not installed"
     )
