@@ -90,7 +90,7 @@ def corpus(report: dict[str, Any], path: Path) -> None:
         axes.set_title(row["dtype"], loc="left", fontsize=11, fontweight="bold")
         axes.grid(axis="x", color=GRID, linewidth=0.8, zorder=0)
         axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.margins(x=0.35)  # for the labels
+        axes.margins(x=0.42)  # for the labels
     panels[-1, 0].set_xlabel("texts/s")
     mean = report["tokens"] / report["texts"]
     _finish(figure, report, f"{report['model']}, {report['texts']:,} texts of {mean:.0f} tokens on average", path)

@@ -111,11 +111,13 @@ def timed(call: Callable[[Any], Any], inputs: Sequence[Any], min_seconds: float)
         if done >= WARM_CALLS and time.perf_counter() - begin >= WARM_SECONDS:
             break
         call(next(given))
-    while sum(taken) < min_seconds or len(taken) < LEAST_CALLS:
+    total = 0.0
+    while total < min_seconds or len(taken) < LEAST_CALLS:
         one = next(given)
         start = time.perf_counter()
         call(one)
         taken.append(time.perf_counter() - start)
+        total += taken[-1]
     return taken
 
 
