@@ -111,7 +111,7 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError("--resume needs --output: the folder of the run to go on with")
     processes = options.processes or 1
     if processes * (options.threads or 1) > cores:
-        threads = f" of {options.threads} threads" if options.threads else ""
+        threads = f" with --threads {options.threads}" if options.threads else ""
         raise UsageError(f"--processes {processes}{threads}: this machine has {cores} cores")
 
 
