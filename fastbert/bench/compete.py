@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from fastbert.testing.cases import Workload
 
 PACKAGES = ("transformers", "onnxruntime", "openvino", "nncf")  # whose versions a result must name
 CEILING = "ceiling"
+WORKER = "fastbert.bench.worker"
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")  # the second: of tokenizers, which counts cores otherwise
 SETTLE_SECONDS = 0.05  # between two turns: the last one's thread pool stops spinning (ONNX Runtime's takes 0.03 s)
 
 Say = Callable[[str], None]
@@ -62,12 +64,12 @@ class WorkerError(RuntimeError):
 class ContestantProcess:
     """A process of `module`, which does what `fastbert.bench.worker.serve` tells it to with the task."""
 
-    def __init__(self, task: dict[str, Any], module: str = "fastbert.bench.worker"):
+    def __init__(self, task: dict[str, Any], module: str = WORKER):
         self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 (close() does); an unread pipe would fill up
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, json.dumps(task)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.stderr, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": str(task["threads"])},
+            env={**os.environ, **{name: str(task["threads"]) for name in THREAD_VARIABLES}},
         )  # fmt: skip
 
     def answer(self) -> dict[str, Any]:
@@ -81,14 +83,18 @@ class ContestantProcess:
         self.stderr.seek(0)
         raise WorkerError((self.stderr.read().strip().splitlines() or [f"died with exit code {code}"])[-1])
 
-    def ask(self, what: str = "go") -> dict[str, Any]:
-        """One turn; `what` it is, where a worker has several kinds."""
+    def tell(self, what: str) -> None:
+        """Begin one turn; `what` it is, where a worker has several kinds. `answer` waits for its end."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(f"{what}\n")
             self.process.stdin.flush()
         except BrokenPipeError:
             pass  # it died since its last answer: answer() says of what
+
+    def ask(self, what: str = "go") -> dict[str, Any]:
+        """One turn."""
+        self.tell(what)
         return self.answer()
 
     def close(self) -> None:
@@ -99,38 +105,55 @@ class ContestantProcess:
                 stream.close()
 
 
-def step(**task: Any) -> dict[str, Any]:
+def step(module: str = WORKER, **task: Any) -> dict[str, Any]:
     """A task with one answer, in a process of its own, so that what it loads is gone when the contest begins."""
-    worker = ContestantProcess(task)
+    worker = ContestantProcess(task, module)
     try:
         return worker.answer()
     finally:
         worker.close()
 
 
-def compete(tasks: dict[str, dict[str, Any]], rounds: int, restarts: int) -> tuple[Answers, dict[str, str]]:
-    """({name: its answers}, {name: why it failed}) of workers that take turns."""
+def compete(
+    tasks: dict[str, dict[str, Any]],
+    rounds: int,
+    restarts: int,
+    *,
+    turns: Mapping[str, Sequence[str]] | None = None,
+    processes: int = 1,
+    module: str = WORKER,
+) -> tuple[Answers, dict[str, str]]:
+    """({name: its answers}, {name: why it failed}) of workers that take turns.
+
+    Args:
+        turns: the kinds of turns of a round, in order, and whose turn each is; None: one, everybody's.
+        processes: so many of each contestant, who all do its turns at once and answer each for itself.
+    """
+    turns = {"go": list(tasks)} if turns is None else turns
     answers: Answers = {name: [] for name in tasks}
     failures: dict[str, str] = {}
     for _ in range(restarts):
-        workers: dict[str, ContestantProcess] = {}
+        workers: dict[str, list[ContestantProcess]] = {name: [] for name in tasks}
 
-        def hear(name: str, answer: Callable[[], dict[str, Any]]) -> None:
+        def hear(name: str, several: list[ContestantProcess]) -> None:
             try:
-                answers[name].append(answer())
+                answers[name] += [worker.answer() for worker in several]
             except WorkerError as error:
                 failures[name] = str(error)
 
         try:
             for name in (name for name in tasks if name not in failures):
-                workers[name] = ContestantProcess(tasks[name])
-                hear(name, workers[name].answer)
+                workers[name] += [ContestantProcess(tasks[name], module) for _ in range(processes)]
+                hear(name, workers[name])
             for _ in range(rounds):
-                for name in (name for name in workers if name not in failures):
-                    time.sleep(SETTLE_SECONDS)
-                    hear(name, workers[name].ask)
+                for what, names in turns.items():
+                    for name in (name for name in names if name not in failures):
+                        time.sleep(SETTLE_SECONDS)
+                        for worker in workers[name]:
+                            worker.tell(what)
+                        hear(name, workers[name])
         finally:
-            for worker in workers.values():
+            for worker in (worker for several in workers.values() for worker in several):
                 worker.close()
     return answers, failures
 
@@ -225,11 +248,16 @@ def run(settings: BenchSettings, say: Say) -> dict[str, Any]:
     return report
 
 
-def _new_report(settings: BenchSettings) -> dict[str, Any]:
-    installed = [package for package in PACKAGES if importlib.util.find_spec(package) is not None]
+def machine_of(threads: int, packages: Sequence[str]) -> dict[str, Any]:
+    """What a report says of where it was measured, with the versions of those packages that are there."""
+    installed = [package for package in packages if importlib.util.find_spec(package) is not None]
     versions = {package: importlib.metadata.version(package) for package in installed}
+    return describe_machine() | {"threads": threads, "packages": versions}
+
+
+def _new_report(settings: BenchSettings) -> dict[str, Any]:
     return {
-        "machine": describe_machine() | {"threads": settings.threads, "packages": versions},
+        "machine": machine_of(settings.threads, PACKAGES),
         "model": settings.model,
         "contestants": list(settings.contestants),
         "rounds": settings.rounds,

@@ -25,6 +25,8 @@ class BenchJob:
     precision: str
     masked: bool  # the batch has padding; where it has none, everyone may take the path without a mask
     threads: int
+    calibration: Path | None = None  # JSON: the token ids of texts like those that are timed; None: random tokens
+    alone: bool = True  # no other process of this contestant runs at the same time
 
     @property
     def dtype(self) -> torch.dtype:

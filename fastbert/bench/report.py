@@ -22,6 +22,8 @@ CHART_GROUPS = {  # what a contestant's name begins with: label and colour (Okab
     "fastbert": ("fastbert", "#0072B2"),
 }
 
+MISSING = ("skipped", "failed")  # what a result has instead of a time, with the reason
+
 LEGEND = (
     "In brackets: times the best peer at that precision, and the share of the ceiling, which is the best GEMM of this",
     "machine, measured in turn with the contestants. Cosine: to float64, lowest over the batches. Start: from imports",
@@ -89,13 +91,10 @@ def ratio(row: dict[str, Any], name: str) -> float | None:
 
 def to_markdown(report: dict[str, Any]) -> str:
     """Where it was measured, the table, and why whatever is missing is missing."""
-    machine, rows = report["machine"], report["rows"]
+    rows = report["rows"]
     workloads = list(dict.fromkeys(row["workload"] for row in rows))
-    versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     lines = [
-        f"{report['model']}, real tokens/s. {machine['cpu']}, {machine['threads']} threads,"
-        f" {machine['cpu_capability']}, torch {machine['torch']}, {versions}; fastbert"
-        f" {machine['commit'] or machine['fastbert']}, {machine['date']}.",
+        f"{report['model']}, real tokens/s. {where(report['machine'])}",
         "",
         f"| dtype | contestant | {' | '.join(workloads)} | cosine | start, s | peak, MiB |",
         "|---|---|" + "--:|" * (len(workloads) + 3),
@@ -110,21 +109,40 @@ def to_markdown(report: dict[str, Any]) -> str:
         lines.append(
             f"| {dtype} | *ceiling, GFLOP/s* | " + " | ".join(f"*{c:,.0f}*" if c else "" for c in ceilings) + " | | | |"
         )
-    lines += ["", *LEGEND]
+    return "\n".join([*lines, "", *LEGEND, *reasons(rows)])
+
+
+def where(machine: dict[str, Any]) -> str:
+    """The machine, the versions and the day, as a table's first line has them."""
+    versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    threads = f"{machine['threads']} thread" + ("s" if machine["threads"] > 1 else "")
+    return (
+        f"{machine['cpu']}, {threads}, {machine['cpu_capability']}, torch {machine['torch']},"
+        f" {versions}; fastbert {machine['commit'] or machine['fastbert']}, {machine['date']}."
+    )
+
+
+def reasons(rows: list[dict[str, Any]]) -> list[str]:
+    """Why whatever is missing is missing, each reason once, as lines below a table."""
     missing = dict.fromkeys(
         f"- {row['dtype']} {name} {kind}: {result[kind]}"
         for row in rows
         for name, result in row["results"].items()
-        for kind in ("skipped", "failed")
+        for kind in MISSING
         if kind in result
     )
-    return "\n".join([*lines, *(["", *missing] if missing else [])])
+    return ["", *missing] if missing else []
+
+
+def why_missing(result: dict[str, Any]) -> str:
+    """What a cell without a time says; empty where there is nothing at all."""
+    return next((kind for kind in MISSING if kind in result), "")
 
 
 def _cell(row: dict[str, Any], name: str) -> str:
     result, rate, times = row["results"].get(name, {}), _rate(row, name), ratio(row, name)
     if rate is None:
-        return next((kind for kind in ("skipped", "failed") if kind in result), "")
+        return why_missing(result)
     if not is_ours(name):
         return f"{rate:,.0f}"
     notes = [] if times is None else [f"{times:.2f}x {best_peer(row)}"]

@@ -95,6 +95,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 16,
         "intermediate_size": 4096,
     },
+    "bge-small": {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 1536},
     "deberta-v3-base": {
         "model_type": "deberta-v2",
         "vocab_size": 128100,

@@ -15,6 +15,7 @@ import fastbert
 from benchmarks.update_speed import SECTION
 from fastbert.backend import SUPPORTS, Backend, missing_kernels
 from fastbert.bench.report import best_peer, ratio, to_markdown
+from fastbert.bench.texts import tables
 from fastbert.cli import main
 from fastbert.families import FAMILIES
 from fastbert.hub import resolve
@@ -63,6 +64,13 @@ def test_the_speed_is_that_of_the_committed_timings():
 def test_committed_tables_are_made_from_the_committed_timings(folder):
     report = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     assert (folder / "results.md").read_text(encoding="utf-8") == to_markdown(report) + "\n"
+
+
+def test_committed_tables_of_texts_are_made_from_the_committed_figures():
+    for name in ("latency", "corpus"):
+        for path in RESULTS.parent.glob(f"**/{name}.json"):
+            report = json.loads(path.read_text(encoding="utf-8"))
+            assert path.with_suffix(".md").read_text(encoding="utf-8") == getattr(tables, name)(report) + "\n", path
 
 
 def test_the_range_in_the_readme_is_that_of_all_committed_rows():

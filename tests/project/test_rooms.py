@@ -50,7 +50,8 @@ MAY_IMPORT = {
     "serve": {"checkpoint", "data", "sentences"},
     "bulk": {"sentences"},
     "testing": set(),
-    "bench": {"backend", "config", "data", "models", "packed_inputs", "quantization", "testing"},
+    "bench": {"acceleration", "backend", "config", "data", "models", "packed_inputs", "quantization", "sentences",
+              "testing"},
     "cli": {"_C", "backend", "bench", "bulk", "checkpoint", "config", "data", "inspect", "layers", "models", "native",
             "ops", "packed_inputs", "quantization", "sentences", "serve", "testing", "training"},
 }  # fmt: skip

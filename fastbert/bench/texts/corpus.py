@@ -1,0 +1,40 @@
+"""`fastbert bench --corpus FILE`: the vectors of many texts, beside other engines."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+from fastbert.bench.compete import Say, compete, machine_of
+from fastbert.bench.texts import report, tables
+from fastbert.bench.texts.run import PACKAGES, WORKER, Steps, TextSettings
+
+
+def run(settings: TextSettings, say: Say) -> dict[str, Any]:
+    """Measure every precision; corpus.json, corpus.md and corpus.png in `settings.output`.
+
+    corpus.json is written after every precision. Raises BenchmarkError.
+    """
+    with tempfile.TemporaryDirectory(prefix="fastbert-bench-") as folder:
+        steps = Steps(settings, folder, True, say)
+        size = {"texts": len(settings.texts), **steps.size}
+        found: dict[str, Any] = {
+            "machine": machine_of(settings.threads, PACKAGES),
+            "model": settings.source.name,
+            "contestants": list(settings.contestants),
+            "rounds": settings.rounds,
+            "restarts": settings.restarts,
+            **size,
+            "rows": [],
+        }
+        for precision in settings.precisions:
+            tasks, results = steps.contestants(precision, "corpus")
+            say(f"{precision}: {', '.join(tasks)}")
+            answers, failures = compete(tasks, settings.rounds, settings.restarts, module=WORKER)
+            for name, given in answers.items():
+                results[name] = report.corpus_of(size["texts"], size["tokens"], given, failures.get(name))
+            found["rows"].append({"dtype": precision, "results": results})
+            say(report.short(found["rows"][-1]))
+            report.write(settings.output, "corpus", found, tables.corpus)
+    report.draw(settings.output, "corpus", found, say)
+    return found
