@@ -50,7 +50,7 @@ namespace {
 // Work is measured in scores; packing a head costs about as much as this many a token.
 constexpr int64_t kPackingScores = 64;
 // A task of 10 to 20 microseconds: nothing is cut smaller, and a thread that has less to do is not woken.
-constexpr int64_t kSmallestTask = 32768;
+constexpr int64_t kSmallestTask = 8192;
 // The most queries of a forward task with a window: its packed keys, for which it is alone, stay in the second-level
 // cache. A multiple of kAttentionBlock.
 constexpr int64_t kWindowQueries = 1536;

@@ -11,12 +11,13 @@ namespace fastbert {
 namespace {
 
 // How many groups of panels a product is split into where there are few row blocks: more than one for each thread, if
-// they come out equal. With few rows a thread streams its half of the weight in one go.
+// they come out equal, and equally many for every thread. With few rows a thread streams its half of the weight in one
+// go.
 int64_t panel_groups(int64_t rows, int64_t blocks, int64_t panels, int64_t threads) {
   const int64_t least = std::min(panels, (threads + blocks - 1) / blocks);
   if (rows <= kFewRows) return least;
   for (int64_t groups = std::min(panels, (kTasks * threads + blocks - 1) / blocks); groups > least; --groups) {
-    if (panels % groups == 0) return groups;
+    if (panels % groups == 0 && blocks * groups % threads == 0) return groups;
   }
   return least;
 }
