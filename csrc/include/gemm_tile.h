@@ -68,13 +68,17 @@ FASTBERT_SIMD void tile(const char* a, int64_t row_stride, int64_t step_stride, 
   }
 }
 
-// As tile, for `columns` (rounded up to what a tile has) of the panel, and with `lines` (0, 1 or 2) cache lines fetched
-// a step where a tile has the panel's width.
+// As tile, for `columns` (rounded up to what a tile has) of the panel, and with `lines` (0, 1, 2 or 4) cache lines
+// fetched a step where a tile has the panel's width.
 template <typename Dot, int kRows, int64_t kSumBytes = kStepBytes>
 void tile_row(const char* a, int64_t row_stride, int64_t step_stride, const char* panel, int64_t steps, int64_t columns,
               bool accumulate, char* sums, int64_t lines, const char* fetch) {
   constexpr int64_t kColumns = kTileVectors * kWidth;
   if constexpr (kColumns == kPanel && kRows >= 4) {
+    if (lines == 4) {
+      return tile<Dot, kRows, kTileVectors, 4, kSumBytes>(a, row_stride, step_stride, panel, steps, accumulate, sums,
+                                                          fetch);
+    }
     if (lines == 1) {
       return tile<Dot, kRows, kTileVectors, 1, kSumBytes>(a, row_stride, step_stride, panel, steps, accumulate, sums,
                                                           fetch);
