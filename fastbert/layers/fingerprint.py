@@ -17,6 +17,7 @@ from torch import nn
 from fastbert import ops
 from fastbert.layers.leaves import ATTRIBUTES, FORWARD, FORWARD_HOOKS, has_global_hooks
 
+
 class ModuleFingerprint:
     """Modules of a tree, and all that decided what calling them did when they were watched.
 

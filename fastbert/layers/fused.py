@@ -36,11 +36,6 @@ Fused = Callable[["LayerContext"], torch.Tensor]  # -> (total_tokens, hidden_siz
 _tree_cache = TreeCache("_fastbert_layers")  # what the last look at the layers below each root found
 
 
-def forget_layers(root: nn.Module) -> None:
-    """Let go of the weights of `root`'s layers, which are otherwise held until it runs again."""
-    _tree_cache.forget(root)
-
-
 def try_fused_layers(
     root: nn.Module,
     paths: Sequence[str],

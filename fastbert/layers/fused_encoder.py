@@ -62,16 +62,17 @@ def _look(root: nn.Module, config: Any, layer_type: type[nn.Module] | None) -> o
     for path in _containers(root, config.scopes) if layer_type is not None else ():
         if is_called(root, path):
             return f"{path} has hooks"
-    tables = []
-    for path in (names.word, names.position, names.token_type):
+    tables: dict[str, torch.Tensor | None] = {}
+    for role in ("word", "position", "token_type"):
+        path = getattr(names, role)
         leaf = None if path is None else get_leaf(root, path)
         if leaf is not None and not is_lookup(leaf):
             return f"{path} is called"
-        tables.append(None if leaf is None else leaf.weight)
+        tables[role] = None if leaf is None else leaf.weight
     norm = None if names.norm is None else get_leaf(root, names.norm)
     if norm is not None and norm_kind(norm) != "layer":
         return f"{names.norm} is no plain LayerNorm"
-    weights = (None, None, 0.0) if norm is None else norm_weights(norm)
+    weight, bias, eps = (None, None, 0.0) if norm is None else norm_weights(norm)
     first = None
     if config.family.positions_from_ids and names.position is not None:
         if config.padding_idx is None:
@@ -80,9 +81,12 @@ def _look(root: nn.Module, config: Any, layer_type: type[nn.Module] | None) -> o
     layers = look_at_layers(
         root, config.layer_paths, config.layer_specs, config.family.final_norm, layer_type, trains=False
     )
-    return (
-        layers if isinstance(layers, str) else ops.HeldEncoder(ops.EmbeddingOperands(*tables, *weights, first), layers)
+    if isinstance(layers, str):
+        return layers
+    embeddings = ops.EmbeddingOperands(
+        tables["word"], tables["position"], tables["token_type"], weight, bias, eps, first
     )
+    return ops.HeldEncoder(embeddings, layers)
 
 
 def _containers(root: nn.Module, scopes: Scopes) -> list[str]:

@@ -14,7 +14,6 @@ from fastbert.errors import ConfigError, InputError
 from fastbert.families.schema import Family
 from fastbert.layers.convolution import place_convolution
 from fastbert.layers.encoder import EncoderLayer
-from fastbert.layers.fused_encoder import try_fused_encoder
 from fastbert.layers.leaves import get_leaf, has_hooks, is_plain, make_norm, parent_of, place, within
 from fastbert.layers.relative import place_relative, relative_shapes
 from fastbert.layers.rotary import RotaryFrequencies, RotaryTable, place_rotary
@@ -24,6 +23,7 @@ from fastbert.models.encode import (
     EncoderOutput,
     Wanted,
     first_tokens,
+    run_as_one_op,
     run_encoder,
     run_pooler,
     unpacked_extras,
@@ -33,7 +33,7 @@ from fastbert.models.hf.recording import record, records_hf
 from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs, refuse_recording, table_sizes
 from fastbert.models.outputs import ModelOutput
 from fastbert.models.quantized import entry_of, place_int8
-from fastbert.models.tree import Calls, RunsBaseModel, groups_unsupported, layers_of
+from fastbert.models.tree import Calls, RunsBaseModel, first_parameter, groups_unsupported, layers_of
 from fastbert.packed_inputs import ModelInputs, PackedInputs
 from fastbert.packing import PackedBatch
 
@@ -109,11 +109,11 @@ class PreTrainedModel(ModelAccess):
 
     @property
     def device(self) -> torch.device:
-        return _first_parameter(self).device
+        return first_parameter(self).device
 
     @property
     def dtype(self) -> torch.dtype:
-        return _first_parameter(self).dtype
+        return first_parameter(self).dtype
 
     def quantization_entry(self) -> dict[str, Any] | None:
         return entry_of(self.base_model, self.running_config)
@@ -151,18 +151,6 @@ class PreTrainedModel(ModelAccess):
             for parameter in module._parameters.values():
                 if parameter is not None:
                     parameter.zero_()
-
-
-def _first_parameter(module: nn.Module) -> nn.Parameter:
-    """next(module.parameters()), whose generators in generators take a short text longer than its embeddings."""
-    pending = [module]
-    while pending:
-        at = pending.pop()
-        for parameter in at._parameters.values():
-            if parameter is not None:
-                return parameter
-        pending += reversed([child for child in at._modules.values() if child is not None])
-    raise StopIteration
 
 
 def held_models(module: nn.Module) -> list[PreTrainedModel]:
@@ -305,30 +293,13 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             return self(packed["input_ids"], **others).last_hidden_state
         return self._last_hidden_state(ModelInputs(packed))
 
-    def as_one_op(
-        self, packed: PackedInputs, pooling: str, normalizes: bool = False, infers: bool = False
-    ) -> torch.Tensor | None:
-        """The last hidden state of a batch, what ops.pooling makes of it, and of that ops.normalize, where one op does
-        all of it; None where it does not: what it does not serve, others do, or say what is wrong with it.
-
-        pooling: "none", "mean" or "cls". infers: nobody wants gradients, whatever the mode.
+    def as_one_op(self, packed: PackedInputs, pooling: str, normalizes=False, infers=False) -> torch.Tensor | None:
+        """The last hidden state of a batch, or by `pooling` ("mean", "cls") what ops.pooling makes of it, and of that
+        ops.normalize, where one op does all of it, else None. infers: nobody wants gradients, whatever the mode.
         """
-        batch, types = packed["batch"], packed.get("token_type_ids")
-        has_more = "position_ids" in packed or "task_type_ids" in packed or batch.seqlen is not None
-        if has_more or not batch.total_tokens or must_be_called(self):
+        if must_be_called(self):
             return None
-        config = self.config
-        if types is not None and config.embeddings.token_type is None:
-            return None
-        fused = try_fused_encoder(self, config, lambda: self.running_config, EncoderLayer, infers)
-        if isinstance(fused, str):
-            return None
-        try:
-            out = fused(packed["input_ids"], types, None, batch.cu_seqlens, pooling, normalizes)
-        except IndexError:
-            return None
-        self.calls.ran_packed()
-        return out
+        return run_as_one_op(self, packed, EncoderLayer, pooling, normalizes, infers)
 
     def _last_hidden_state(self, given: ModelInputs) -> torch.Tensor:
         inputs = self.prepare(given)

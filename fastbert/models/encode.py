@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from fastbert.layers.fused import try_fused_layers, try_fused_layers_for_trainin
 from fastbert.layers.fused_encoder import try_fused_encoder
 from fastbert.layers.leaves import get_leaf, has_hooks, is_called, linear, within
 from fastbert.models.inputs import EncoderInputs
+from fastbert.packed_inputs import PackedInputs
 from fastbert.packing import PackedBatch
 
 
@@ -190,6 +191,25 @@ def _as_one_op(
         return fused(ids.input_ids, ids.token_type_ids, ids.position_ids, inputs.batch.cu_seqlens, "none", False)
     except IndexError:  # tensors of several dtypes, which each op by itself takes, or says what is wrong
         return None
+
+
+def run_as_one_op(
+    base: Any, packed: PackedInputs, layer_type: type[nn.Module], pooling: str, normalizes: bool, infers: bool
+) -> torch.Tensor | None:
+    """EncoderModel.as_one_op of `base`, an EncoderModel that nobody waits to be called. Ids need not have been checked."""
+    batch, types = packed["batch"], packed.get("token_type_ids")
+    has_more = "position_ids" in packed or "task_type_ids" in packed or batch.seqlen is not None
+    if has_more or not batch.total_tokens or (types is not None and base.config.embeddings.token_type is None):
+        return None
+    fused = try_fused_encoder(base, base.config, lambda: base.running_config, layer_type, infers)
+    if isinstance(fused, str):
+        return None
+    try:
+        found = fused(packed["input_ids"], types, None, batch.cu_seqlens, pooling, normalizes)
+    except IndexError:  # an id that is in no table, a text that is too long, or tensors of several dtypes
+        return None
+    base.calls.ran_packed()
+    return found
 
 
 def _is_watched(layer: nn.Module, spec: LayerSpec) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 from fastbert import ops
 from fastbert.config import EncoderConfig
 from fastbert.errors import ConfigError
-from fastbert.layers.fused import forget_layers
+from fastbert.layers.fingerprint import forget_all
 from fastbert.layers.leaves import get_leaf, is_plain, place
 from fastbert.layers.quantized import QuantizedLinear
 from fastbert.models.tree import RunsBaseModel, base_models, linear_paths
@@ -104,7 +104,7 @@ def make_int8(model: nn.Module, leaves: dict[str, nn.Linear], scales: Mapping[st
     bases = list(base_models(model))
     device = next(iter(leaves.values())).weight.device if leaves else torch.device("cpu")
     for _, root, _ in bases:
-        forget_layers(root)
+        forget_all(root)
     with torch.inference_mode(False):  # tensors made in inference mode keep no version of what is written to them
         for name in list(leaves):
             place(model, name, QuantizedLinear.from_linear(leaves.pop(name), scales.get(name, 0.0)))

@@ -13,6 +13,18 @@ from fastbert.families.schema import Family
 from fastbert.layers.leaves import get_leaf
 
 
+def first_parameter(module: nn.Module) -> nn.Parameter:
+    """next(module.parameters()), whose generators in generators take a short text longer than its embeddings."""
+    pending = [module]
+    while pending:
+        at = pending.pop()
+        for parameter in at._parameters.values():
+            if parameter is not None:
+                return parameter
+        pending += reversed([child for child in at._modules.values() if child is not None])
+    raise StopIteration
+
+
 def layers_of(root: nn.Module, config: EncoderConfig) -> int | None:
     """How many layers are in `root`, ours or Hugging Face's, now: that many run, as in transformers, whatever the
     config says. None where the config counts: ALBERT's layers share weights, a model made without any has no list.

@@ -6,22 +6,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastbert.native.availability import extension_error
 
 
-class DictEntries(NamedTuple):
+class DictEntries:
     """Functions of lists of equal length: a dict, a key, and what was there; None stands for nothing there.
 
     are_same: the same objects, as tensors must be, whose `==` compares values. are_equal: equal values. are_false: all
     that is there is false, as an empty dict is. have_types: of lists of objects and of their types.
     """
 
-    are_same: Callable[[list[dict], list[str], list[Any]], bool]
-    are_equal: Callable[[list[dict], list[str], list[Any]], bool]
-    are_false: Callable[[list[dict], list[str]], bool]
-    have_types: Callable[[list[Any], list[type]], bool]
+    def __init__(
+        self,
+        are_same: Callable[[list[dict], list[str], list[Any]], bool],
+        are_equal: Callable[[list[dict], list[str], list[Any]], bool],
+        are_false: Callable[[list[dict], list[str]], bool],
+        have_types: Callable[[list[Any], list[type]], bool],
+    ):
+        self.are_same, self.are_equal, self.are_false, self.have_types = are_same, are_equal, are_false, have_types
 
 
 def _are_same(dicts: list[dict], keys: list[str], objects: list[Any]) -> bool:

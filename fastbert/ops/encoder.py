@@ -2,9 +2,12 @@
 
 What it stands for takes 25 operators and a thousand steps of Python for each batch, which are most of a short text's
 time. A fused op: `try_fused("encoder", word, look)`, where `word` is the table of words and `look()` gives
-EncoderOperands. What it answers is called with input_ids, token_type_ids (or None) and position_ids (or None, and they
-are counted), int64 (total_tokens,), cu_seqlens, int32 (batch + 1,), a mode ("mean" or "cls" gives what `pooling` gives, "none" the last hidden state, (total_tokens,
-hidden_size)), and whether `normalize` comes behind it.
+EncoderOperands. What it answers is called with
+
+    input_ids, token_type_ids (or None), position_ids (or None, and they are counted): int64 (total_tokens,)
+    cu_seqlens: int32 (batch + 1,)
+    pooling: "mean" or "cls", as of `pooling`; "none" is the last hidden state, (total_tokens, hidden_size)
+    normalizes: whether `normalize` comes behind it
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ class EmbeddingOperands(NamedTuple):
     and no id is special. Without a position table nobody counts.
     """
 
-    word: torch.Tensor
+    word: torch.Tensor | None
     position: torch.Tensor | None
     token_type: torch.Tensor | None
     weight: torch.Tensor | None
@@ -46,7 +49,7 @@ class HeldEncoder:
         *tables, eps, first_position = embeddings
         *of_layers, self.unsupported = layers
         self.tensors = [t for t in (*tables, *layers.weights, *layers.biases, *layers.norms) if t is not None]
-        self.weights = layers.weights
+        self.weights, self.layers = layers.weights, layers.layers
         self.number = 0  # of none, until somebody runs it
         first = -1 if first_position is None else first_position
         self._to_hold = (tables, eps, first, *of_layers)
@@ -65,11 +68,13 @@ class HeldEncoder:
             self._forget(self.number)
 
 
-class EncoderOperands(NamedTuple):
+class EncoderOperands:
     """infers: nobody wants gradients, whatever the mode."""
 
-    held: HeldEncoder
-    infers: bool
+    __slots__ = ("held", "infers")
+
+    def __init__(self, held: HeldEncoder, infers: bool):
+        self.held, self.infers = held, infers
 
 
 # encoder: what hold_encoder_cpu gave, of the tensors of EmbeddingOperands and LayerOperands. versions: the weights', or
@@ -115,9 +120,9 @@ def _run(
     """Raises IndexError where it cannot serve these ids, or tensors whose dtypes are not one any more: the ops that it
     stands for say what is wrong, or serve.
     """
-    held, infers = operands
+    held = operands.held
     return torch.ops.fastbert.encoder_cpu(
-        input_ids, token_type_ids, position_ids, cu_seqlens, held.hold(), versions_of(held.weights), infers, pooling,
+        input_ids, token_type_ids, position_ids, cu_seqlens, held.hold(), versions_of(held.weights), operands.infers, pooling,
         EPS if normalizes else None,
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from fastbert import ops
 from fastbert.data.sentence_folder import FolderSettings, Normalize, Recipe, read_recipe
 from fastbert.data.tokenized import CHUNK_TEXTS
-from fastbert.errors import ConfigError, InputError
+from fastbert.errors import InputError
 from fastbert.layers.leaves import is_plain
 from fastbert.models.auto import load_encoder
 from fastbert.models.base import EncoderModel, PreTrainedModel
@@ -27,15 +27,7 @@ from fastbert.sentences.loading import LoadArguments, open_folder
 from fastbert.sentences.pool import ProcessPool
 from fastbert.sentences.pooling import pool as pool_tokens
 from fastbert.sentences.saving import save_encoder
-from fastbert.sentences.similarity import (
-    PRECISIONS,
-    SIMILARITIES,
-    Precision,
-    Similarity,
-    in_precision,
-    similarity,
-    similarity_pairwise,
-)
+from fastbert.sentences.similarity import PRECISIONS, HasSimilarity, Precision, Similarity, in_precision
 from fastbert.sentences.text_model import Devices, InferenceOptions, TextModel, inference_options
 
 if TYPE_CHECKING:
@@ -50,7 +42,7 @@ ORGANISATION = "sentence-transformers"  # of names on the hub that have none
 OutputValue = Literal["sentence_embedding", "token_embeddings"]
 
 
-class SentenceEncoder(TextModel):
+class SentenceEncoder(TextModel, HasSimilarity):
     """Turns texts into vectors of `dim` numbers; cuts texts to `max_seq_length` tokens."""
 
     model: EncoderModel
@@ -228,8 +220,8 @@ class SentenceEncoder(TextModel):
         if convert_to_tensor:
             return (vectors[0] if one else vectors).to(self.device)
         if convert_to_numpy:
-            found = vectors.numpy()  # they are on the host: `on_host`
-            return found[0] if one else found
+            rows_on_host = vectors.numpy()  # as `on_host` has it
+            return rows_on_host[0] if one else rows_on_host
         return vectors[0] if one else list(vectors)
 
     def encode_query(self, inputs: str | Iterable[str], **options: Any) -> Any:
@@ -294,25 +286,6 @@ class SentenceEncoder(TextModel):
             windows=CHUNKS if windows is None else windows,
         )  # fmt: skip
         yield from chunk_stream(self, texts, options, late, on_tokens)
-
-    def similarity(self, embeddings1: Any, embeddings2: Any) -> torch.Tensor:
-        """(n, m): how similar each of n vectors is to each of m, by `similarity_fn_name`."""
-        return similarity(embeddings1, embeddings2, self.similarity_fn_name)
-
-    def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> torch.Tensor:
-        """(n,): how similar each of n vectors is to the one in its place among n others, by `similarity_fn_name`."""
-        return similarity_pairwise(embeddings1, embeddings2, self.similarity_fn_name)
-
-    @property
-    def similarity_fn_name(self) -> str:
-        """cosine, dot, euclidean or manhattan; the last two are distances with a minus."""
-        return self._similarity_fn_name
-
-    @similarity_fn_name.setter
-    def similarity_fn_name(self, name: Similarity | str) -> None:
-        if name not in SIMILARITIES:
-            raise ConfigError(f"unknown similarity {name!r}; there are {', '.join(SIMILARITIES)}")
-        self._similarity_fn_name = name
 
     def encode_stream(
         self,

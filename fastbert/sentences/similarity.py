@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fastbert.errors import InputError
+from fastbert.errors import ConfigError, InputError
 
 Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
 Precision = Literal["float32", "int8", "uint8", "binary", "ubinary"]
@@ -43,6 +43,29 @@ def _tensor(vectors: Any) -> torch.Tensor:
         vectors = torch.stack([torch.as_tensor(vector) for vector in vectors])
     vectors = torch.as_tensor(vectors)
     return vectors if vectors.is_floating_point() else vectors.float()
+
+
+class HasSimilarity:
+    """What gives vectors, and knows how they are compared."""
+
+    def similarity(self, embeddings1: Any, embeddings2: Any) -> torch.Tensor:
+        """(n, m): how similar each of n vectors, sparse or dense, is to each of m, by `similarity_fn_name`."""
+        return similarity(embeddings1, embeddings2, self.similarity_fn_name)
+
+    def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> torch.Tensor:
+        """(n,): how similar each of n vectors is to the one in its place among n others, by `similarity_fn_name`."""
+        return similarity_pairwise(embeddings1, embeddings2, self.similarity_fn_name)
+
+    @property
+    def similarity_fn_name(self) -> str:
+        """cosine, dot, euclidean or manhattan; the last two are distances with a minus."""
+        return self._similarity_fn_name
+
+    @similarity_fn_name.setter
+    def similarity_fn_name(self, name: Similarity | str) -> None:
+        if name not in SIMILARITIES:
+            raise ConfigError(f"unknown similarity {name!r}; there are {', '.join(SIMILARITIES)}")
+        self._similarity_fn_name = name
 
 
 def _matrix(vectors: Any) -> torch.Tensor:

@@ -20,7 +20,7 @@ from fastbert.packed_inputs import PackedInputs
 from fastbert.sentences.batches import check_texts, longest_first
 from fastbert.sentences.loading import LoadArguments, open_folder
 from fastbert.sentences.pool import ProcessPool
-from fastbert.sentences.similarity import Similarity, similarity, similarity_pairwise
+from fastbert.sentences.similarity import HasSimilarity, Similarity
 from fastbert.sentences.text_model import Devices, InferenceOptions, TextModel
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 HEAD_TOKENS = 512  # tokens whose scores of all words are in memory at once: 62 MB for BERT's vocabulary
 
 
-class SparseEncoder(TextModel):
+class SparseEncoder(TextModel, HasSimilarity):
     """Turns texts into sparse vectors of `dim` numbers, one for each word of the vocabulary."""
 
     model: MaskedLMHeadModel
@@ -143,14 +143,6 @@ class SparseEncoder(TextModel):
     def encode_document(self, inputs: str | Iterable[str], **options: Any) -> Any:
         """`encode` with the model's prompt for documents, if it has one and no other is asked for."""
         return self.encode(inputs, **self._of_task("document", options))
-
-    def similarity(self, embeddings1: torch.Tensor, embeddings2: torch.Tensor) -> torch.Tensor:
-        """(n, m): how similar each of n vectors, sparse or dense, is to each of m, by `similarity_fn_name`."""
-        return similarity(embeddings1, embeddings2, self.similarity_fn_name)
-
-    def similarity_pairwise(self, embeddings1: torch.Tensor, embeddings2: torch.Tensor) -> torch.Tensor:
-        """(n,): how similar each of n vectors is to the one in its place among n others, by `similarity_fn_name`."""
-        return similarity_pairwise(embeddings1, embeddings2, self.similarity_fn_name)
 
     @staticmethod
     def sparsity(embeddings: torch.Tensor) -> dict[str, float]:

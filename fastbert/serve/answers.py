@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
+from fastbert.data.sentence_folder import Normalize
 from fastbert.sentences import Reranker
 from fastbert.sentences.scorer import SequenceScorer
 from fastbert.serve.engine import Engine
@@ -15,7 +15,7 @@ from fastbert.serve.engine import Engine
 
 def unit_length(vectors: np.ndarray) -> np.ndarray:
     """Rows of length 1, the same numbers as SentenceEncoder's; a zero row stays zero."""
-    return F.normalize(torch.from_numpy(vectors), dim=-1).numpy()
+    return Normalize()(torch.from_numpy(vectors)).numpy()
 
 
 def ranking(

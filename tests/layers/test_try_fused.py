@@ -12,7 +12,7 @@ import fastbert
 from fastbert import ops
 from fastbert.backend import register_fused, try_fused, use_backend
 from fastbert.cli.doctor import doctor_lines
-from fastbert.layers import fused
+from fastbert.layers import fused, fused_encoder
 from fastbert.layers.encoder import EncoderLayer
 from fastbert.native.availability import extension_error
 
@@ -27,11 +27,12 @@ def looks(monkeypatch) -> list[str]:
     def count(name: str) -> None:
         function = getattr(fused, name)
 
-        def counted(*args):
+        def counted(*args, **options):
             made.append(name)
-            return function(*args)
+            return function(*args, **options)
 
-        monkeypatch.setattr(fused, name, counted)
+        for module in (fused, fused_encoder):
+            monkeypatch.setattr(module, name, counted)
 
     count("look_at_layers")
     count("watch_layers")

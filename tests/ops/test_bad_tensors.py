@@ -64,11 +64,12 @@ OPTIONS = {
     "attention": {"max_seqlen": 9}, "attention_probs": {"max_seqlen": 9}, "linear": {"activation": "gelu"},
     "unpack": {"num_rows": 4},
 }  # fmt: skip
-ALONE = {"activation", "at_least_fp32", "compute_dtype", "dropout"}  # take one tensor
+ALONE = {"activation", "at_least_fp32", "compute_dtype", "dropout", "normalize"}  # take one tensor
 # Tested below, in test_adamw.py, or through `linear`.
 OF_OTHERS = {
-    "DeferredRows", "LayerOperands", "LayerWeights", "LinearWeights", "NormWeights", "Relative", "Rotary",
-    "adamw", "adamw_deferred",
+    "DeferredRows", "EmbeddingOperands", "EncoderOperands", "HeldEncoder",
+    "LayerOperands", "LayerWeights", "LinearWeights", "NormWeights", "Relative", "Rotary",
+    "adamw", "adamw_deferred", "dict_entries",
     "linears", "multiplies_bf16", "only_recorded_writes", "repack", "rms_norm", "rotate",
     "transform_unsupported", "try_fused", "warn_of_missing_kernels",
 }  # fmt: skip

@@ -24,7 +24,10 @@ def count(patch: pytest.MonkeyPatch) -> list[int]:
 
     def counted_try(op, x, look):
         found = try_fused(op, x, look)
-        return found if isinstance(found, str) else counted(found, len(found.args[1].layers))
+        if isinstance(found, str):
+            return found
+        operands = found.args[1]
+        return counted(found, len((operands.held if isinstance(operands, ops.EncoderOperands) else operands).layers))
 
     for name in ("attention", "attention_from_probs"):
         patch.setattr(ops, name, counted(getattr(ops, name), 1))
