@@ -51,6 +51,12 @@ class PackedInputs(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         return self._fields[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._fields  # Mapping's would raise and catch a KeyError
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._fields.get(name, default)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._fields)
 

@@ -83,10 +83,8 @@ def _look(root: nn.Module, config: Any, layer_type: type[nn.Module] | None) -> o
     )
     if isinstance(layers, str):
         return layers
-    embeddings = ops.EmbeddingOperands(
-        tables["word"], tables["position"], tables["token_type"], weight, bias, eps, first
-    )
-    return ops.HeldEncoder(embeddings, layers)
+    embeddings = (tables["word"], tables["position"], tables["token_type"], weight, bias)
+    return ops.HeldEncoder(embeddings, eps, first, layers)
 
 
 def _containers(root: nn.Module, scopes: Scopes) -> list[str]:

@@ -196,7 +196,7 @@ def _as_one_op(
 def run_as_one_op(
     base: Any, packed: PackedInputs, layer_type: type[nn.Module], pooling: str, normalizes: bool, infers: bool
 ) -> torch.Tensor | None:
-    """EncoderModel.as_one_op of `base`, an EncoderModel that nobody waits to be called. Ids need not have been checked."""
+    """EncoderModel.as_one_op of `base`, for whose call nobody waits. Ids need not have been checked."""
     batch, types = packed["batch"], packed.get("token_type_ids")
     has_more = "position_ids" in packed or "task_type_ids" in packed or batch.seqlen is not None
     if has_more or not batch.total_tokens or (types is not None and base.config.embeddings.token_type is None):

@@ -10,7 +10,7 @@ from fastbert.ops.attention import attention, attention_from_probs, attention_pr
 from fastbert.ops.dict_entries import dict_entries
 from fastbert.ops.dropout import dropout
 from fastbert.ops.embedding import embed_layer_norm
-from fastbert.ops.encoder import EmbeddingOperands, EncoderOperands, HeldEncoder
+from fastbert.ops.encoder import EncoderOperands, HeldEncoder
 from fastbert.ops.encoder_layers import LayerOperands, LayerWeights, LinearWeights, NormWeights
 from fastbert.ops.feed_forward import activation, feed_forward
 from fastbert.ops.layer_norm import add_layer_norm, add_rms_norm, rms_norm
@@ -25,7 +25,6 @@ from fastbert.ops.rotary import Rotary, rotate
 
 __all__ = [
     "DeferredRows",
-    "EmbeddingOperands",
     "EncoderOperands",
     "HeldEncoder",
     "LayerOperands",

@@ -80,10 +80,15 @@ def check_devices(op: str, **tensors: torch.Tensor | None) -> None:
 # Registration
 
 
-def define(name: str, schema: str, fake: Callable) -> Callable[..., Any]:
-    """Register fastbert::{name}, whose kernels the C++ extension brings, and return it."""
-    torch.library.define(f"fastbert::{name}", schema)
-    torch.library.register_fake(f"fastbert::{name}", fake)
+# For as long as this lives the schemas are there. One for all: torch.library.define makes one for each.
+_library = torch.library.Library("fastbert", "FRAGMENT")
+
+
+def define(name: str, schema: str, fake: Callable | None) -> Callable[..., Any]:
+    """Register fastbert::{name}, whose kernels the C++ extension brings, and return it. `fake`: what traces run."""
+    _library.define(name + schema)
+    if fake is not None:
+        torch.library.register_fake(f"fastbert::{name}", fake)
     return getattr(torch.ops.fastbert, name)
 
 

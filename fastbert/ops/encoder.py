@@ -12,30 +12,14 @@ EncoderOperands. What it answers is called with
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 
 from fastbert.backend import Backend, register_fused
-from fastbert.ops._common import needs_grad
+from fastbert.ops._common import define, needs_grad
 from fastbert.ops.encoder_layers import LayerOperands, supports, versions_of
 from fastbert.ops.normalize import EPS
-
-
-class EmbeddingOperands(NamedTuple):
-    """Tables (rows, hidden_size), and the norm of their sum, (hidden_size,); None where there is none.
-
-    first_position: of a text's first token, where padding's id is that less 1, and has this position itself; None: 0,
-    and no id is special. Without a position table nobody counts.
-    """
-
-    word: torch.Tensor | None
-    position: torch.Tensor | None
-    token_type: torch.Tensor | None
-    weight: torch.Tensor | None
-    bias: torch.Tensor | None
-    eps: float
-    first_position: int | None
 
 
 class HeldEncoder:
@@ -43,23 +27,35 @@ class HeldEncoder:
     each text would take as long as some of the layers.
 
     Of the tensors themselves nothing is kept: a call reads their memory, sizes and dtypes anew.
+
+    Args:
+        embeddings: the tables of words, positions and token types, (rows, hidden_size), and the weight and bias of the
+            norm of their sum, (hidden_size,); None where there is none.
+        eps: that norm's.
+        first_position: of a text's first token, where padding's id is that less 1, and has this position itself; None:
+            0, and no id is special. Without a position table nobody counts.
+        layers: the layers.
     """
 
-    def __init__(self, embeddings: EmbeddingOperands, layers: LayerOperands):
-        *tables, eps, first_position = embeddings
+    def __init__(
+        self,
+        embeddings: Sequence[torch.Tensor | None],
+        eps: float,
+        first_position: int | None,
+        layers: LayerOperands,
+    ):
         *of_layers, self.unsupported = layers
-        self.tensors = [t for t in (*tables, *layers.weights, *layers.biases, *layers.norms) if t is not None]
+        self.tensors = [t for t in (*embeddings, *layers.weights, *layers.biases, *layers.norms) if t is not None]
         self.weights, self.layers = layers.weights, layers.layers
         self.number = 0  # of none, until somebody runs it
-        first = -1 if first_position is None else first_position
-        self._to_hold = (tables, eps, first, *of_layers)
+        self._to_hold = (list(embeddings), eps, -1 if first_position is None else first_position, *of_layers)
 
     def hold(self) -> int:
         """The number by which the kernels know it."""
         if not self.number:
             from fastbert._C import forget_encoder
 
-            self.number = torch.ops.fastbert.hold_encoder_cpu(*self._to_hold)
+            self.number = _HOLD(*self._to_hold)
             self._forget = forget_encoder  # here: when the interpreter ends, nothing can be imported
         return self.number
 
@@ -77,19 +73,21 @@ class EncoderOperands:
         self.held, self.infers = held, infers
 
 
-# encoder: what hold_encoder_cpu gave, of the tensors of EmbeddingOperands and LayerOperands. versions: the weights', or
+# encoder: what hold_encoder_cpu gave, of a HeldEncoder's tensors. versions: the weights', or
 # none, and the kernels ask for each. infers: as in inference mode, a share of each weight is compared with its packed
-# copy, not all of it. Neither has a fake kernel: no trace meets them (layers/fused.py).
-torch.library.define(
-    "fastbert::hold_encoder_cpu",
+# copy, not all of it. No trace meets them.
+_HOLD = define(
+    "hold_encoder_cpu",
     "(Tensor?[] embeddings, float eps, int first_position, Tensor[] weights, Tensor[] biases, Tensor[] weight_scales,"
     " Tensor[] input_scales, Tensor[] norms, str activation, int[] layers, int[] ints, float[] floats,"
     " float? final_eps) -> int",
+    None,
 )
-torch.library.define(
-    "fastbert::encoder_cpu",
+_RUN = define(
+    "encoder_cpu",
     "(Tensor input_ids, Tensor? token_type_ids, Tensor? position_ids, Tensor cu_seqlens, int encoder,"
     " int[] versions, bool infers, str pooling, float? normalize_eps) -> Tensor",
+    None,
 )
 
 
@@ -121,9 +119,9 @@ def _run(
     stands for say what is wrong, or serve.
     """
     held = operands.held
-    return torch.ops.fastbert.encoder_cpu(
-        input_ids, token_type_ids, position_ids, cu_seqlens, held.hold(), versions_of(held.weights), operands.infers, pooling,
-        EPS if normalizes else None,
+    return _RUN(
+        input_ids, token_type_ids, position_ids, cu_seqlens, held.hold(), versions_of(held.weights), operands.infers,
+        pooling, EPS if normalizes else None,
     )  # fmt: skip
 
 

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from fastbert import ops
 from fastbert.layers.fingerprint import ModuleFingerprint, TreeCache, forget_all
 from fastbert.layers.leaves import ATTRIBUTES, HOOKS, is_plain
 from fastbert.layers.quantized import QuantizedLinear
+from fastbert.ops.dict_entries import PYTHON, dict_entries
 
 
 def make() -> nn.Module:
@@ -68,8 +70,11 @@ def test_every_attribute_of_the_list_is_tried():
     assert set(ATTRIBUTES) <= set(CHANGES)
 
 
+@pytest.mark.parametrize("native", (True, False), ids=("native", "python"))
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_change_is_seen(change):
+def test_a_change_is_seen(change, native, monkeypatch):
+    if not native:  # as where there is no extension
+        monkeypatch.setattr(ops, "dict_entries", lambda: PYTHON)
     root = make()
     fingerprint = look_at(root)
     assert fingerprint.is_current() and fingerprint.is_same()
@@ -156,3 +161,30 @@ def test_a_root_is_freed_whatever_leads_back_to_it(where):
     del root
     gc.collect()
     assert gone() is None
+
+
+ENTRIES = [{"a": 1.0, "b": None, "hooks": {}}, OrderedDict(a=1.0), {"a": float("nan")}, {}]
+
+
+@pytest.mark.parametrize("entries", (PYTHON, dict_entries()), ids=("python", "native"))
+def test_entries_of_dicts(entries):
+    """What both say of many entries at once, by hand."""
+    nan = ENTRIES[2]["a"]
+    keys = ["a", "a", "a", "a"]
+    assert entries.are_same(ENTRIES, keys, [ENTRIES[0]["a"], ENTRIES[1]["a"], nan, None])
+    assert not entries.are_same(ENTRIES, keys, [ENTRIES[0]["a"], ENTRIES[1]["a"], float("nan"), None])
+    assert entries.are_equal(ENTRIES, keys, [1, 1.0, nan, None])  # the same NaN is equal to itself, as in a list
+    assert not entries.are_equal(ENTRIES, keys, [1, 1.0, nan, 0])
+    assert entries.are_false([*ENTRIES, ENTRIES[0]], ["b", "c", "c", "c", "hooks"])
+    assert not entries.are_false([ENTRIES[3], {"hooks": OrderedDict({0: print})}], ["hooks", "hooks"])
+    assert entries.have_types([1, "a"], [int, str]) and not entries.have_types([1, True], [int, int])
+
+
+def test_what_cannot_be_looked_at_is_refused():
+    native = dict_entries()
+    if native.are_same is PYTHON.are_same:
+        pytest.skip("the extension is not there")
+    with pytest.raises(ValueError, match="not a key for each dict"):
+        native.are_false([{}], [])
+    with pytest.raises(TypeError, match="an entry is of no dict"):
+        native.are_equal([1], ["a"], [None])

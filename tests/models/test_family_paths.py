@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 
 import pytest
 import tiny
 import torch
 from batches import make_batch
+from counted_ops import Ops
 from family_configs import NUM_CONFIGS, has_rotary, has_windows, make_config
 from full import halved, left_to_full
 from hf import FAMILIES, families_axis, randomise
 from precise import in_float64
 from seeds import manual_seed
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastbert
 from fastbert.models.classes import CLASSES
@@ -27,19 +26,6 @@ has_kernels = pytest.mark.skipif(extension_error() is not None, reason=str(exten
 dtype_axis = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 SPECIAL = tuple(f for f in FAMILIES if has_rotary(make_config(f)))
 special_axis = pytest.mark.parametrize("model_type", SPECIAL)
-
-
-class Ops(TorchDispatchMode):
-    """Counts the operators of fastbert."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls: collections.Counter[str] = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "fastbert":
-            self.calls[func._schema.name.removeprefix("fastbert::")] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def make(model_type: str, index: int = 0, dtype=torch.float32, **changes):

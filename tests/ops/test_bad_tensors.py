@@ -67,7 +67,7 @@ OPTIONS = {
 ALONE = {"activation", "at_least_fp32", "compute_dtype", "dropout", "normalize"}  # take one tensor
 # Tested below, in test_adamw.py, or through `linear`.
 OF_OTHERS = {
-    "DeferredRows", "EmbeddingOperands", "EncoderOperands", "HeldEncoder",
+    "DeferredRows", "EncoderOperands", "HeldEncoder",
     "LayerOperands", "LayerWeights", "LinearWeights", "NormWeights", "Relative", "Rotary",
     "adamw", "adamw_deferred", "dict_entries",
     "linears", "multiplies_bf16", "only_recorded_writes", "repack", "rms_norm", "rotate",
