@@ -124,7 +124,7 @@ NOT_ONE_GRAPH = (
 )
 
 
-def _is_all_ones(mask: torch.Tensor) -> bool:
+def is_all_ones(mask: torch.Tensor) -> bool:
     """Whether an integer mask is seen to have no padding; False where a look would cost a wait, or break a trace."""
     if not _is_on_host(mask) or mask.dtype not in _WITH_ENDS or torch.compiler.is_compiling():
         return False
@@ -206,7 +206,7 @@ class PackedBatch:
             if attention_mask.dtype.is_complex:
                 raise InputError(f"attention_mask is {attention_mask.dtype}; it must be bool, integer or float")
             attention_mask = attention_mask.to(device)
-        if attention_mask is not None and not _is_all_ones(attention_mask):
+        if attention_mask is not None and not is_all_ones(attention_mask):
             mask = attention_mask
             real = mask != 0
             lengths = real.sum(1, dtype=torch.int32)

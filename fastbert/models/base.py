@@ -25,6 +25,7 @@ from fastbert.models.encode import (
     first_tokens,
     run_as_one_op,
     run_encoder,
+    run_grid_as_one_op,
     run_pooler,
     unpacked_extras,
 )
@@ -237,7 +238,6 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
 
     def encode(self, inputs: EncoderInputs, wanted: Wanted = NOTHING_ELSE) -> EncoderOutput:
         """The last hidden state of checked inputs, and what else is wanted."""
-
         checkpoints = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
 
         def run_one_layer(layer, spec, x, context, wants_probs):
@@ -370,21 +370,23 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             asked = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
             recorded = ModelOutput(record(self, given, asked))
             return recorded if self.config.option("return_dict", return_dict) else recorded.to_tuple()
-        inputs = self.prepare(given)
-        packed, batch, extras = self.run(inputs, output_attentions, output_hidden_states)
+        option = self.config.option
+        asks = option("output_attentions", output_attentions) or option("output_hidden_states", output_hidden_states)
+        found = None if asks else run_grid_as_one_op(self, given, EncoderLayer)
+        packed, batch, extras = found or self.run(self.prepare(given), output_attentions, output_hidden_states)
         last = batch.unpack(packed)
         output = ModelOutput(
             last_hidden_state=last.clone() if is_sharded(self) else last,  # FSDP's hooks are lost with a view
             pooler_output=self.pool(packed, batch) if self.has_pooler else None,
             **extras,
         )
-        return output if self.config.option("return_dict", return_dict) else output.to_tuple()
+        return output if option("return_dict", return_dict) else output.to_tuple()
 
     def run(self, inputs: EncoderInputs, output_attentions: bool | None, output_hidden_states: bool | None):
         """Encode; (packed hidden states, batch, the unpacked extras that were asked for)."""
-        wants_hidden_states = self.config.option("output_hidden_states", output_hidden_states)
-        wants_probs = self.config.option("output_attentions", output_attentions)
-        wanted = Wanted.of_all(len(self.running_config.layer_paths), wants_hidden_states, wants_probs)
+        option = self.config.option
+        asks = option("output_hidden_states", output_hidden_states), option("output_attentions", output_attentions)
+        wanted = Wanted.of_all(len(self.running_config.layer_paths), *asks)
         self.calls.ran_packed()
         output, batch = self.encode(inputs, wanted), inputs.batch
         return output.packed, batch, unpacked_extras(output, batch)

@@ -22,8 +22,8 @@ from fastbert.layers.fused import try_fused_layers, try_fused_layers_for_trainin
 from fastbert.layers.fused_encoder import try_fused_encoder
 from fastbert.layers.leaves import get_leaf, has_hooks, is_called, linear, within
 from fastbert.models.inputs import EncoderInputs
-from fastbert.packed_inputs import PackedInputs
-from fastbert.packing import PackedBatch
+from fastbert.packed_inputs import ModelInputs, PackedInputs
+from fastbert.packing import PackedBatch, is_all_ones
 
 
 class Wanted(NamedTuple):
@@ -201,11 +201,43 @@ def run_as_one_op(
     has_more = "position_ids" in packed or "task_type_ids" in packed or batch.seqlen is not None
     if has_more or not batch.total_tokens or (types is not None and base.config.embeddings.token_type is None):
         return None
+    return _run_fused(base, layer_type, infers, packed["input_ids"], types, batch.cu_seqlens, pooling, normalizes)
+
+
+def run_grid_as_one_op(
+    base: Any, given: ModelInputs, layer_type: type[nn.Module]
+) -> tuple[torch.Tensor, PackedBatch, dict[str, Any]] | None:
+    """What EncoderModel.run gives, where one op does all of it for padded ids that have no padding, as one text has
+    none; else None. Nothing of `given` need have been checked.
+    """
+    ids, mask, types = given.input_ids, given.attention_mask, given.token_type_ids
+    others = (given.position_ids, given.inputs_embeds, given.cu_seqlens, given.batch, given.task_type_ids)
+    if any([t is not None for t in others]) or not _is_grid(ids) or not ids.numel():
+        return None
+    if ops.transform_unsupported() is not None:  # of which a mask may have no values to look at
+        return None
+    if mask is not None and not (_is_grid(mask) and mask.shape == ids.shape and is_all_ones(mask)):
+        return None
+    if types is not None:
+        if not _is_grid(types) or types.shape != ids.shape or base.config.embeddings.token_type is None:
+            return None
+        types = types.flatten()
+    batch = PackedBatch.from_mask(None, ids.shape[0], ids.shape[1], ids.device)
+    found = _run_fused(base, layer_type, False, ids.flatten(), types, batch.cu_seqlens, "none", False)
+    return None if found is None else (found, batch, {})
+
+
+def _is_grid(t: Any) -> bool:
+    return isinstance(t, torch.Tensor) and t.is_cpu and t.dtype is torch.int64 and t.dim() == 2
+
+
+def _run_fused(base: Any, layer_type: type[nn.Module], infers: bool, *given: Any) -> torch.Tensor | None:
+    ids, types, *others = given
     fused = try_fused_encoder(base, base.config, lambda: base.running_config, layer_type, infers)
     if isinstance(fused, str):
         return None
     try:
-        found = fused(packed["input_ids"], types, None, batch.cu_seqlens, pooling, normalizes)
+        found = fused(ids, types, None, *others)
     except IndexError:  # an id that is in no table, a text that is too long, or tensors of several dtypes
         return None
     base.calls.ran_packed()
