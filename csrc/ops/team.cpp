@@ -34,6 +34,8 @@ Team*& Team::current() {
   return team;
 }
 
+bool leads_team() { return Team::current() != nullptr; }
+
 bool run_in_team(int64_t count, void (*f)(int64_t index, void* context), void* context) {
   Team* const team = Team::current();
   if (team == nullptr) return false;
