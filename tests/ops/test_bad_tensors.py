@@ -145,7 +145,8 @@ def test_offsets_of_another_kind(op):
 
 @pytest.mark.parametrize(
     "op, backend",
-    [("attention", b) for b in ("torch", "cpu-generic", "triton")] + [("pooling", b) for b in ("torch", "triton")],
+    [("attention", b) for b in ("torch", "cpu-generic", "triton")]
+    + [("pooling", b) for b in ("torch", "cpu-generic", "triton")],
 )
 def test_offsets_of_int64_or_with_gaps_are_the_same_offsets(op, backend):
     with backend_with_isa(backend) as name:

@@ -11,7 +11,11 @@ import torch
 import warm
 
 import fastbert
+from fastbert.layers import fused
+from fastbert.layers.context import LayerContext
+from fastbert.layers.encoder import EncoderLayer
 from fastbert.native.availability import extension_error
+from fastbert.packing import PackedBatch
 
 if extension_error() is not None:
     pytest.skip(extension_error(), allow_module_level=True)
@@ -57,8 +61,16 @@ def test_bits_are_the_same_for_any_number_of_threads_and_on_one_core():
     assert run(2, min(os.sched_getaffinity(0))) == expected, "on one core"
 
 
+@pytest.fixture(params=(1, 2), ids=("one each", "a team each"))
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("kind", ("float32", "bfloat16", "int8"))
-def test_two_threads_run_one_model_at_once(kind):
+def test_two_threads_run_one_model_at_once(kind, threads):
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
     config = fastbert.EncoderConfig.of_family("bert", vocab_size=99, **shape)
     model = fastbert.BertModel(config).eval()
@@ -74,6 +86,24 @@ def test_two_threads_run_one_model_at_once(kind):
         at_once = list(pool.map(encode, range(24)))
     for i, out in enumerate(at_once):
         assert torch.equal(out, encode(i))
+
+
+def test_what_goes_wrong_in_a_team_is_said(threads):
+    """An operator that fails between two loops of its team, and the calls after it."""
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    config = fastbert.EncoderConfig.of_family("bert", vocab_size=99, **shape)
+    model = fastbert.BertModel(config).eval()
+    ids = torch.tensor([5, 6, 7, 8])
+    with torch.inference_mode():
+        expected = model(ids[None]).last_hidden_state
+        for offsets in ([0, 5], [0, 3, 2]):  # seen by attention, with the first product done
+            with pytest.raises(RuntimeError, match=r"cu_seqlens\[-?[12]\] is"):
+                layers = fused.try_fused_layers(
+                    model, config.layer_paths, config.layer_specs, None, EncoderLayer, expected[0]
+                )
+                batch = PackedBatch(None, torch.tensor(offsets, dtype=torch.int32), 4, 1, None, 4)
+                layers(LayerContext(batch))
+            assert torch.equal(model(ids[None]).last_hidden_state, expected)
 
 
 def test_the_second_forward_keeps_every_weight_of_the_layers_packed_and_others_nothing():

@@ -73,6 +73,24 @@ def test_committed_tables_of_texts_are_made_from_the_committed_figures():
             assert path.with_suffix(".md").read_text(encoding="utf-8") == getattr(tables, name)(report) + "\n", path
 
 
+def latency_table(folder: str) -> str:
+    """Of one string: ours in ms, and in brackets times the fastest peer, by tokens and dtype."""
+    report = json.loads((ROOT / "benchmarks/results" / folder / "latency.json").read_text(encoding="utf-8"))
+    rows = {(row["tokens"], row["dtype"]): row for row in report["rows"] if row["source"] == "strings"}
+    dtypes = list(dict.fromkeys(dtype for _, dtype in rows))
+    lines = ["| tokens | " + " | ".join(dtypes) + " |", "|--:|" + "--:|" * len(dtypes)]
+    for tokens in dict.fromkeys(tokens for tokens, _ in rows):
+        cells = [rows[tokens, dtype] for dtype in dtypes]
+        shown = [f"{row['results']['fastbert']['p50_ms']:.2f} ({ratio(row, 'fastbert'):.2f})" for row in cells]
+        lines.append(f"| {tokens} | " + " | ".join(shown) + " |")
+    return "\n".join(lines)
+
+
+def test_the_table_of_one_text_is_that_of_the_committed_figures():
+    table = latency_table("amd-epyc-2-cores/latency/threads-2")
+    assert table in PAGES["latency.md"], "docs/latency.md must hold:\n" + table
+
+
 def test_the_range_in_the_readme_is_that_of_all_committed_rows():
     """The slowest row and the fastest one, of every machine."""
     reports = [json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.parent.glob("*-2-cores/results.json")]
