@@ -42,16 +42,22 @@ def try_fused_encoder(
         held = _tree_cache.get(root, (config,))
         if held is None:
             running = running_config()
+            unsupported = _unsupported(root, running)
+            if unsupported is not None:
+                return unsupported
             held = _look(root, running, layer_type)
-            if not isinstance(held, str):
+            try:  # a reason is kept, too: of adapters in the layers, say, where each call asks several times
                 _tree_cache.put(root, (config,), _fingerprint(root, running, layer_type is not None), held)
+            except (KeyError, AttributeError):  # a leaf is not there any more, as what calls it will say
+                if not isinstance(held, str):
+                    raise
         return held if isinstance(held, str) else ops.EncoderOperands(held, infers)
 
     return ops.try_fused("encoder", weight, look)
 
 
-def _look(root: nn.Module, config: Any, layer_type: type[nn.Module] | None) -> ops.HeldEncoder | str:
-    """What the encoder holds now, or why it cannot be one op."""
+def _unsupported(root: nn.Module, config: Any) -> str | None:
+    """Why an encoder of this config cannot be one op, whatever is in its tree."""
     names: Embeddings = config.embeddings
     if root.training:
         return "the model is in training mode"
@@ -59,6 +65,12 @@ def _look(root: nn.Module, config: Any, layer_type: type[nn.Module] | None) -> o
         return "layers go by the distances of tokens, whose tables are made for each batch"
     if names.project is not None or names.token_dropout is not None or names.task_type is not None:
         return "embeddings are projected, scaled, or have task types"
+    return None
+
+
+def _look(root: nn.Module, config: Any, layer_type: type[nn.Module] | None) -> ops.HeldEncoder | str:
+    """What the encoder holds now, or why it cannot be one op."""
+    names: Embeddings = config.embeddings
     for path in _containers(root, config.scopes) if layer_type is not None else ():
         if is_called(root, path):
             return f"{path} has hooks"

@@ -12,6 +12,7 @@ EncoderOperands. What it answers is called with
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -55,13 +56,17 @@ class HeldEncoder:
         if not self.number:
             from fastbert._C import forget_encoder
 
-            self.number = _HOLD(*self._to_hold)
             self._forget = forget_encoder  # here: when the interpreter ends, nothing can be imported
+            with _holding:  # two threads may be first
+                self.number = self.number or _HOLD(*self._to_hold)
         return self.number
 
     def __del__(self) -> None:
         if self.number:
             self._forget(self.number)
+
+
+_holding = threading.Lock()
 
 
 class EncoderOperands:

@@ -14,6 +14,7 @@ from full import left_to_full
 
 import fastbert
 from fastbert.errors import InputError
+from fastbert.layers import fused_encoder
 from fastbert.models.base import EncoderModel
 from fastbert.native.availability import extension_error
 
@@ -235,6 +236,29 @@ def test_bad_ids_are_named_as_before(tmp_path):
     encoder.model.embeddings.position_embeddings = torch.nn.Embedding(4, 32)
     with pytest.raises(InputError, match=r"a sequence of .* tokens is longer than the position table, which has 4"):
         encoder.encode(TEXT)
+
+
+@has_kernels
+def test_a_reason_is_found_once_and_forgotten_with_what_it_was(tmp_path, monkeypatch):
+    """A leaf of another class, as an adapter is: looked at once, until it is a plain one again."""
+    looks = []
+    look = fused_encoder._look
+    monkeypatch.setattr(fused_encoder, "_look", lambda *args: looks.append(1) or look(*args))
+    encoder = make(tmp_path)
+    expected = encoder.encode(TEXT)
+    attention = encoder.model.encoder.layer[1].attention.self
+    plain = attention.query
+
+    class Adapter(torch.nn.Linear):
+        pass
+
+    attention.query = Adapter(32, 32)
+    attention.query.load_state_dict(plain.state_dict())
+    for _ in range(3):
+        assert np.array_equal(encoder.encode(TEXT), expected)
+    assert len(looks) == 2
+    attention.query = plain
+    assert np.array_equal(encoder.encode(TEXT), expected) and len(looks) == 3
 
 
 @has_kernels
