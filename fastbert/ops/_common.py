@@ -88,7 +88,7 @@ def define(name: str, schema: str, fake: Callable | None) -> Callable[..., Any]:
     """Register fastbert::{name}, whose kernels the C++ extension brings, and return it. `fake`: what traces run."""
     _library.define(name + schema)
     if fake is not None:
-        torch.library.register_fake(f"fastbert::{name}", fake)
+        torch.library.register_fake(f"fastbert::{name}", fake, lib=_library)
     return getattr(torch.ops.fastbert, name)
 
 
@@ -107,7 +107,7 @@ def define_triton(op: str, schema: str, module: str, fake: Callable) -> Callable
 
     registered = define(f"{op}_triton", schema, fake)
     for key in ("CUDA", "CPU"):
-        torch.library.impl(f"fastbert::{op}_triton", key, implementation)
+        _library.impl(f"{op}_triton", implementation, key)
     return registered
 
 
