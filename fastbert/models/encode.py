@@ -184,12 +184,17 @@ def _as_one_op(
     ids = inputs.ids
     if ids.input_ids is None or not inputs.batch.total_tokens:
         return None
-    fused = try_fused_encoder(root, config, lambda: config, layer_type, infers=False)
+    given = ids.input_ids, ids.token_type_ids, ids.position_ids, inputs.batch.cu_seqlens, "none", False
+    return _served(try_fused_encoder(root, config, lambda: config, layer_type, infers=False), *given)
+
+
+def _served(fused: Callable[..., torch.Tensor] | str, *given: Any) -> torch.Tensor | None:
+    """What a fused encoder gives; None where there is none, or it does not serve this."""
     if isinstance(fused, str):
         return None
     try:
-        return fused(ids.input_ids, ids.token_type_ids, ids.position_ids, inputs.batch.cu_seqlens, "none", False)
-    except IndexError:  # tensors of several dtypes, which each op by itself takes, or says what is wrong
+        return fused(*given)
+    except IndexError:  # an id that is in no table, a text that is too long, or tensors of several dtypes
         return None
 
 
@@ -234,13 +239,9 @@ def _is_grid(t: Any) -> bool:
 def _run_fused(base: Any, layer_type: type[nn.Module], infers: bool, *given: Any) -> torch.Tensor | None:
     ids, types, *others = given
     fused = try_fused_encoder(base, base.config, lambda: base.running_config, layer_type, infers)
-    if isinstance(fused, str):
-        return None
-    try:
-        found = fused(ids, types, None, *others)
-    except IndexError:  # an id that is in no table, a text that is too long, or tensors of several dtypes
-        return None
-    base.calls.ran_packed()
+    found = _served(fused, ids, types, None, *others)
+    if found is not None:
+        base.calls.ran_packed()
     return found
 
 

@@ -38,9 +38,7 @@ def make(**fields) -> fastbert.BertModel:
 
 @pytest.fixture
 def calls(monkeypatch) -> list[bool]:
-    """For each time that all layers were asked for as one op, with the embeddings or else without, whether a backend
-    served it.
-    """
+    """For each time that all layers were asked for as one op, with embeddings or without: was it served?"""
     made: list[bool] = []
     try_fused = ops.try_fused
 
