@@ -1,8 +1,5 @@
 #include "workspace.h"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
@@ -12,6 +9,7 @@
 #include <vector>
 
 #include "../include/scratch.h"
+#include "lasting_memory.h"
 
 namespace fastbert {
 namespace {
@@ -19,29 +17,6 @@ namespace {
 constexpr int64_t kLine = 64;
 constexpr int64_t kMostKept = int64_t{256} << 20;
 constexpr int64_t kSmall = int64_t{64} << 10;  // the allocator serves these at once
-
-// From here on a block that lasts is mapped by itself: what glibc does, too, before it has seen larger ones freed.
-constexpr int64_t kMapped = int64_t{128} << 10;
-constexpr size_t kHugePage = size_t{2} << 20;
-
-// From a huge page's begin on, so that as much as may be lies in such pages: a step reads all weights and gradients,
-// and waits for the addresses of small ones. What lies around it is given back, or a whole page would serve a small
-// block.
-char* mapped_block(size_t bytes) {
-  const size_t whole = bytes + kHugePage;
-  void* const found = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (found == MAP_FAILED) throw std::bad_alloc();
-  char* const mapping = static_cast<char*>(found);
-  const size_t before = (kHugePage - reinterpret_cast<uintptr_t>(mapping) % kHugePage) % kHugePage;
-  char* const data = mapping + before;
-  const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE)), used = (bytes + page - 1) / page * page;
-  if (before > 0) munmap(mapping, before);
-  if (whole - before > used) munmap(data + used, whole - before - used);
-#ifdef MADV_HUGEPAGE
-  madvise(data, bytes, MADV_HUGEPAGE);  // it serves as well without
-#endif
-  return data;
-}
 
 std::shared_ptr<Block> filled(std::shared_ptr<Block> block) {
   if (is_filling_memory()) std::memset(block->data(), 0xff, static_cast<size_t>(block->bytes()));
@@ -88,20 +63,18 @@ class KeptBlocks {
 
 }  // namespace
 
-Block::Block(int64_t bytes, bool lasts) : bytes_(bytes) {
-  const auto rounded = static_cast<size_t>(std::max(kLine, (bytes + kLine - 1) / kLine * kLine));
-  if (lasts && bytes >= kMapped && kFence == 0) {
-    mapped_ = rounded;
-    data_ = mapped_block(rounded);
-    return;
-  }
-  data_ = static_cast<char*>(std::aligned_alloc(kLine, rounded));
+// AddressSanitizer sees what goes beyond a block of the allocator's, not beyond a part of a region.
+Block::Block(int64_t bytes, bool lasts)
+    : bytes_(bytes),
+      is_lasting_(lasts && kFence == 0),
+      rounded_(static_cast<size_t>(std::max(kLine, (bytes + kLine - 1) / kLine * kLine))) {
+  data_ = is_lasting_ ? take_lasting(rounded_) : static_cast<char*>(std::aligned_alloc(kLine, rounded_));
   if (data_ == nullptr) throw std::bad_alloc();
 }
 
 Block::~Block() {
-  if (mapped_ > 0) {
-    munmap(data_, mapped_);
+  if (is_lasting_) {
+    give_lasting(data_, rounded_);
   } else {
     std::free(data_);
   }

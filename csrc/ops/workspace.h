@@ -20,12 +20,13 @@ class Block {
  private:
   char* data_;
   int64_t bytes_;
-  size_t mapped_ = 0;  // bytes, or it comes from the allocator
+  bool is_lasting_;  // or it comes from the allocator
+  size_t rounded_;
 };
 
 std::shared_ptr<Block> new_block(int64_t bytes);
 
-// For packed weights and gradients, which stay from step to step. Large ones have addresses of their own: in the
+// For packed weights and gradients, which stay from step to step, in memory of their own (lasting_memory.h): in the
 // allocator's heap they would lie between the activations of a step, which it then can neither join nor give back. A
 // step of DeBERTa-base on four texts of 512 tokens held 1.4 GB that nobody used.
 std::shared_ptr<Block> lasting_block(int64_t bytes);
