@@ -1,6 +1,7 @@
 #include "packed_weights.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <map>
@@ -26,7 +27,20 @@ constexpr int64_t kUnitBytes = kCheckSteps * kPanel * 4;
 // Copies of each byte of a storage: two formats, each of them transposed, of layers' weights and of a merged one.
 constexpr int64_t kMostCopies = 8;
 
+// How a weight is packed, and where its copies have that one: not by a look-up, which each product of a short text
+// would wait for (docs/gemm.md).
+struct Kind {
+  static constexpr size_t kCount = 6;
+
+  bool is_transposed;
+  DType format;
+
+  static Kind at(size_t i) { return {i >= kCount / 2, static_cast<DType>(i % (kCount / 2))}; }
+  size_t index() const { return (is_transposed ? kCount / 2 : 0) + static_cast<size_t>(format); }
+};
+
 struct Copy {
+  bool is_met = false;    // by a call
   bool is_old = true;     // not, or no more, what the weight is
   bool is_asked = false;  // of this version, by a call that got none
   int64_t uses = 0;
@@ -39,10 +53,13 @@ struct Weight {
   uint64_t sample = 0;
   std::optional<uint64_t> checksum;                // of this version, if it has been taken
   bool is_compared = false, was_compared = false;  // whether a call has asked for it; for that of the version before
-  std::map<std::pair<bool, DType>, Copy> copies;   // by whether it is transposed, and format
+  std::array<Copy, Kind::kCount> copies;           // of each kind
 
   void set_old() {
-    for (auto& [kind, copy] : copies) copy.is_old = true;
+    for (Copy& copy : copies) copy.is_old = true;
+  }
+  int64_t num_copies() const {
+    return std::count_if(copies.begin(), copies.end(), [](const Copy& copy) { return copy.is_met; });
   }
 };
 
@@ -81,6 +98,7 @@ int64_t units_of_panel(const Array& weight, DType format) {
 // Whether the units [begin, end) are what the weight would be packed to now. Bytes are compared, not numbers: a NaN is
 // itself. int8's channel offsets follow from the panels.
 bool is_packed_as(const Array& weight, DType format, const PackedMemory& packed, int64_t begin, int64_t end) {
+  if (begin == end) return true;
   const PackArgs whole = pack_args(weight, format);
   const int64_t units = units_of_panel(weight, format), bytes = panel_bytes(format, whole.in_features);
   const int64_t features = kCheckSteps * 4 / element_size(format);
@@ -106,7 +124,7 @@ struct Request {
   const Array& weight;
   const char* storage;
   Lines lines;
-  DType format;
+  Kind kind;
   int64_t version;
   Comparison comparison;
   bool may_keep;
@@ -125,8 +143,7 @@ struct Found {
 bool has_copy(const Weights& weights, const Request& asked) {
   const auto known = weights.find(asked.lines);
   if (known == weights.end() || asked.version == kNoVersion || known->second.version != asked.version) return false;
-  const auto copy = known->second.copies.find({is_transposed(asked.weight), asked.format});
-  return copy != known->second.copies.end() && !copy->second.is_old;
+  return !known->second.copies[asked.kind.index()].is_old;
 }
 
 // The copy of a weight, packed where it has none, or one that is old, and where it is to be kept. Nothing is found in a
@@ -144,23 +161,24 @@ std::optional<Found> find_or_pack(const Request& asked, bool is_watched) {
   }
   Weights& weights = of_storage->second;
   Weight* known = &weights[asked.lines];
-  const std::pair kind{is_transposed(weight), asked.format};
-  if (known->copies.find(kind) == known->copies.end()) {
+  const size_t kind = asked.kind.index();
+  if (!known->copies[kind].is_met) {
     static int64_t serial = 0;
     // Slices that move along a storage would otherwise add copies without end.
     int64_t bytes = asked.lines.nbytes();
-    for (const auto& [lines, other] : weights) bytes += static_cast<int64_t>(other.copies.size()) * lines.nbytes();
+    for (const auto& [lines, other] : weights) bytes += other.num_copies() * lines.nbytes();
     if (bytes > kMostCopies * storage_bytes(weight)) {
       crowded.swap(weights);
       known = &weights[asked.lines];
     }
     // Weights begin at different places of their round, so that the work spreads over the calls.
+    known->copies[kind].is_met = true;
     known->copies[kind].uses = serial++ * 633;
   }
   const auto set_sample = [&] { known->sample = sample_of(asked.storage, asked.lines); };
   if (known->version != asked.version) {
     known->set_old();
-    for (auto& [of_kind, copy] : known->copies) copy.is_asked = false;
+    for (Copy& copy : known->copies) copy.is_asked = false;
     known->version = asked.version;
     known->checksum = std::nullopt;
     known->was_compared = std::exchange(known->is_compared, false);
@@ -181,7 +199,7 @@ std::optional<Found> find_or_pack(const Request& asked, bool is_watched) {
   // with it, nor of what is multiplied once. fastbert.ops.adamw renews those that are there.
   const bool asked_again = copy.is_old && copy.is_asked;
   const bool has_more = asked_again || known->was_compared;
-  if (copy.is_old && !has_more && !records_all_writes && asked.format != DType::kInt8) {
+  if (copy.is_old && !has_more && !records_all_writes && asked.kind.format != DType::kInt8) {
     copy.is_asked = true;
     return Found{Found::kNone};
   }
@@ -192,12 +210,12 @@ std::optional<Found> find_or_pack(const Request& asked, bool is_watched) {
       copy.is_old ? known->checksum.has_value() || known->was_compared || (is_whole && asked_again) : is_whole;
   if (takes_one && !asked.checksum.has_value()) return Found{Found::kNeedsChecksum};
   if (copy.is_old) {
-    pack(weight, asked.format, copy.packed);
+    pack(weight, asked.kind.format, copy.packed);
     copy.is_old = false;
     return Found{Found::kCopy, copy.packed};
   }
   if (is_whole) return Found{Found::kCopy, copy.packed};
-  const int64_t units = num_panels(weight.size(0)) * units_of_panel(weight, asked.format);
+  const int64_t units = num_panels(weight.size(0)) * units_of_panel(weight, asked.kind.format);
   const int64_t use = copy.uses++ % kCheckCalls;
   return Found{Found::kCopy, copy.packed, use * units / kCheckCalls, (use + 1) * units / kCheckCalls};
 }
@@ -236,7 +254,7 @@ DType dtype_of(const Array& t) {
 bool has_whole_lines(const Array& weight) { return weight.stride(0) == 1 || weight.stride(1) == 1; }
 
 PackArgs pack_args(const Array& weight, DType format) {
-  check_memory(weight);
+  checked_storage_of(weight);
   return {weight.data(),    dtype_of(weight), weight.size(0), weight.size(1), weight.stride(0),
           weight.stride(1), format,           nullptr,        nullptr};
 }
@@ -257,8 +275,7 @@ bool only_recorded_writes() { return records_all_writes; }
 
 std::optional<PackedMemory> packed_weight(const Array& weight, DType format, int64_t version, Comparison comparison,
                                           bool may_keep) {
-  const char* const storage = storage_of(weight);
-  check_memory(weight);
+  const char* const storage = checked_storage_of(weight);
   if (weight.numel() == 0 || !has_whole_lines(weight)) {
     PackedMemory packed;  // neither rows nor columns lie whole: of no use to the next call, which makes another copy
     pack(contiguous(weight), format, packed);
@@ -273,7 +290,8 @@ std::optional<PackedMemory> packed_weight(const Array& weight, DType format, int
          "torch.inference_mode; to run it there is fine.");
     comparison = Comparison::kWhole;
   }
-  Request asked{weight, storage, lines_of(weight, storage), format, version, comparison, may_keep, std::nullopt};
+  Request asked{weight,   storage,     lines_of(weight, storage), {is_transposed(weight), format}, version, comparison,
+                may_keep, std::nullopt};
   const auto find = [&]() -> Found {
     std::optional<Found> found = find_or_pack(asked, false);
     if (!found.has_value()) {
@@ -325,9 +343,11 @@ Renewal::Renewal(const Array& weight) : weight_(weight) {
                           lines.offset >= first && (lines.offset - first) % row_bytes == 0 && from % kPanel == 0 &&
                           from + lines.count <= rows;
     if (!has_rows || known.version != version_) continue;
-    for (auto& [kind, copy] : known.copies) {
+    for (size_t i = 0; i < Kind::kCount; ++i) {
+      auto& copy = known.copies[i];
       if (!copy.is_old && copy.packed.panels.use_count() == 1) {
-        copies_.push_back({kind.first, from, lines.count, kind.second, copy.packed});
+        const auto [is_transposed, format] = Kind::at(i);
+        copies_.push_back({is_transposed, from, lines.count, format, copy.packed});
       }
       copy.is_old = true;
     }
@@ -367,8 +387,8 @@ void Renewal::finish() const {
   const auto found = weights_of_storages().find(storage);
   if (found == weights_of_storages().end()) return;
   for (auto& [lines, known] : found->second) {
-    for (auto& [kind, copy] : known.copies) {
-      const auto is_it = [&, &held = copy](const Copy& renewed) { return renewed.packed.panels == held.packed.panels; };
+    for (auto& copy : known.copies) {
+      const auto is_it = [&](const Copy& renewed) { return renewed.packed.panels == copy.packed.panels; };
       if (std::none_of(copies_.begin(), copies_.end(), is_it)) continue;
       copy.is_old = false;
       known.version = version_ + 1;
@@ -407,7 +427,7 @@ int64_t packed_bytes() {
   int64_t bytes = 0;
   for (const auto& [storage, weights] : weights_of_storages()) {
     for (const auto& [lines, known] : weights) {
-      for (const auto& [kind, copy] : known.copies) {
+      for (const auto& copy : known.copies) {
         if (copy.packed.panels != nullptr) bytes += copy.packed.panels->bytes();
         if (copy.packed.channel_offsets != nullptr) bytes += copy.packed.channel_offsets->bytes();
       }

@@ -35,11 +35,13 @@ Lines lines_of(const Array& weight, const char* storage) {
           weight.scalar_type()};
 }
 
-void check_memory(const Array& weight) {
-  const int64_t first = (weight.data<const char>() - storage_of(weight)) / weight.element_size();
+const char* checked_storage_of(const Array& weight) {
+  const char* const storage = storage_of(weight);
+  const int64_t first = (weight.data<const char>() - storage) / weight.element_size();
   const int64_t last = first + (weight.size(0) - 1) * weight.stride(0) + (weight.size(1) - 1) * weight.stride(1);
   const int64_t needed = weight.numel() == 0 ? 0 : (last + 1) * weight.element_size(), bytes = storage_bytes(weight);
   check(bytes >= needed, "weight needs ", needed, " bytes of storage, but its storage has ", bytes, ": it was resized");
+  return storage;
 }
 
 uint64_t sample_of(const char* storage, const Lines& lines) {

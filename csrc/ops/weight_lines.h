@@ -26,8 +26,8 @@ bool is_transposed(const Array& weight);
 
 Lines lines_of(const Array& weight, const char* storage);
 
-// Throws where the weight's storage was resized to less than the weight needs.
-void check_memory(const Array& weight);
+// storage_of a weight (storages.h). Throws where it was resized to less than the weight needs.
+const char* checked_storage_of(const Array& weight);
 
 // Of 16 of the elements.
 uint64_t sample_of(const char* storage, const Lines& lines);

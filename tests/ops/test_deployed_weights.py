@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_packed_weights import COLUMNS, HIDDEN, IN, OUT, ROWS, call, columns, each_dtype, expect_new, layer_of
+from test_packed_weights import (
+    COLUMNS,
+    HIDDEN,
+    IN,
+    OUT,
+    RECORDED,
+    ROWS,
+    call,
+    columns,
+    each_dtype,
+    expect_new,
+    layer_of,
+)
 from test_unrecorded_writes import UNRECORDED
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -33,6 +45,16 @@ def kept(layer: nn.Module) -> torch.Tensor:
 
 def calls_until_new(layer: nn.Module, old: torch.Tensor, call=deployed) -> int:
     return next((i + 1 for i in range(CALLS) if not torch.equal(call(layer), old)), CALLS + 1)
+
+
+@each_dtype
+@pytest.mark.parametrize("write", RECORDED)
+def test_inference_mode_sees_a_recorded_write_at_once(write, dtype):
+    """Of one element, none of the sampled: only the weight's version tells, or its place."""
+    layer = layer_of(dtype)
+    old = kept(layer)
+    RECORDED[write](layer)
+    expect_new(layer, deployed(layer), old)
 
 
 @each_dtype

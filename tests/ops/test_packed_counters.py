@@ -6,13 +6,16 @@ import inspect
 
 import pytest
 import torch
-from test_deployed_weights import CALLS, calls_until_new, deployed
+from test_deployed_weights import CALLS, calls_until_new, deployed, kept
 from test_packed_weights import HIDDEN, call, expect_new, layer_of, set_element
 from torch import nn
 
 from fastbert import ops
 
-# Optimizers, of which the fused ones count no version of what they write.
+# Optimizers, of which the fused ones count no version of what they write: an ordinary call reads all of the weight, one
+# in inference mode has nothing but the hook behind the step.
+
+each_mode = pytest.mark.parametrize("keep, see", ((call, call), (kept, deployed)), ids=("ordinary", "inference"))
 
 
 def step(layer: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -21,15 +24,16 @@ def step(layer: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
+@each_mode
 @pytest.mark.parametrize("how", ({}, {"foreach": True}, {"fused": True}), ids=str)
 @pytest.mark.parametrize("optimizer", (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad))
-def test_an_optimizers_step_is_seen_at_once(optimizer, how):
+def test_an_optimizers_step_is_seen_at_once(optimizer, how, keep, see):
     layer = layer_of(torch.float32)
     steps = optimizer(layer.parameters(), lr=0.5, weight_decay=0.0, **how)
     for _ in range(3):
-        old = call(layer)
+        old = keep(layer)
         step(layer, steps)
-        expect_new(layer, call(layer), old)
+        expect_new(layer, see(layer), old)
 
 
 class Clearing(torch.optim.SGD):
@@ -49,25 +53,27 @@ def cleared_by_its_class(parameters) -> torch.optim.Optimizer:
     return Clearing(parameters, lr=0.5, fused=True)
 
 
+@each_mode
 @pytest.mark.parametrize("make", (cleared_by_a_hook, cleared_by_its_class))
-def test_a_step_that_drops_its_gradients_is_seen_at_once(make):
+def test_a_step_that_drops_its_gradients_is_seen_at_once(make, keep, see):
     """No gradient is left to tell what was written."""
     layer = layer_of(torch.float32)
     optimizer = make(layer.parameters())
     for _ in range(3):
-        old = call(layer)
+        old = keep(layer)
         step(layer, optimizer)
         assert layer.weight.grad is None
-        expect_new(layer, call(layer), old)
+        expect_new(layer, see(layer), old)
 
 
-def test_a_compiled_fused_step_is_seen_at_once():
+@each_mode
+def test_a_compiled_fused_step_is_seen_at_once(keep, see):
     layer = layer_of(torch.float32)
-    steps, old = torch.optim.SGD(layer.parameters(), lr=0.5, fused=True), call(layer)
+    steps, old = torch.optim.SGD(layer.parameters(), lr=0.5, fused=True), keep(layer)
     layer.weight.grad = torch.zeros_like(layer.weight)
     layer.weight.grad[HIDDEN] = 1
     torch.compile(steps.step, backend="eager")()
-    expect_new(layer, call(layer), old)
+    expect_new(layer, see(layer), old)
 
 
 # Two counters of one memory, and one counter of two memories. A counter's value is known, not whose it is.
