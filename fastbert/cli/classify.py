@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     check_source(options.file)
     windows_of(options)  # what is wrong with it is said at once
 
-    from fastbert.sentences import TextClassifier
+    from fastbert import TextClassifier
     from fastbert.sentences.batches import bar_of, in_chunks, progress_bar
     from fastbert.sentences.text_model import InferenceOptions
 

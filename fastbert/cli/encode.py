@@ -159,11 +159,11 @@ def encode_file(job: EncodeJob, say: Callable[[str], None]) -> str:
             return encode_file(replace(job, source=spooled, column=None, piped=digest.hexdigest()), say)
     total = _count_texts(job)
 
-    import torch
-
-    from fastbert.sentences import SentenceEncoder
+    from fastbert import SentenceEncoder  # first: it imports torch, too, without the garbage collector
 
     raise_if_stopped()
+    import torch
+
     encoder = SentenceEncoder.from_pretrained(job.model, dtype=job.dtype, device=job.device)
     batch_tokens = encoder.default_batch_tokens if job.batch_tokens is None else job.batch_tokens
     identity = _identity(job, encoder, total, batch_tokens)
@@ -213,7 +213,7 @@ def _advance(bar: Any, count: int) -> None:
 
 def _encode_rows(job: EncodeJob) -> str:
     """Into what takes a row after the other: from a pipe, too, whose end nobody knows."""
-    from fastbert.sentences import SentenceEncoder
+    from fastbert import SentenceEncoder
     from fastbert.sentences.batches import bar_of, in_chunks, progress_bar
 
     raise_if_stopped()

@@ -125,7 +125,7 @@ def _key_and_value(word: str) -> tuple[str, Any]:
 
 def windows_of(options: argparse.Namespace, own: Windows | None = None) -> Windows | None:
     """What --windows says, beside the `own` windows of a command; None without the option. Raises InputError."""
-    from fastbert.data.windows import Windows
+    from fastbert import Windows
 
     return None if options.windows is None else replace(own or Windows(), **dict(options.windows))
 

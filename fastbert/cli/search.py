@@ -129,7 +129,7 @@ def run_search(options: argparse.Namespace) -> int:
     if options.vectors is not None and options.windows is not None:
         raise UsageError("--vectors are of whole texts, and --windows searches in their passages: give one of them")
 
-    from fastbert.sentences import SentenceEncoder
+    from fastbert import SentenceEncoder
     from fastbert.sentences.batches import bar_of, in_chunks, progress_bar
     from fastbert.sentences.documents import CHUNKS
 
@@ -201,7 +201,7 @@ def run_rerank(options: argparse.Namespace) -> int:
     _check(options)
     windows_of(options)  # what is wrong with it is said at once
 
-    from fastbert.sentences import Reranker
+    from fastbert import Reranker
     from fastbert.sentences.batches import bar_of, in_chunks, progress_bar
     from fastbert.sentences.text_model import InferenceOptions
 
