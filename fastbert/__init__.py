@@ -106,23 +106,12 @@ def from_pretrained(name_or_path: str, **options: Any) -> Any:
 
 
 def _imported(module: str) -> Any:
-    """One of our modules. What an import makes stays, and so does torch; to find that, Python's garbage collector would
-    look at all of their 170,000 objects, several times: half of what the import takes. So it waits, and then has them
-    among the old ones, which it seldom looks at.
-    """
-    import gc
     from importlib import import_module
 
-    collects = gc.isenabled()
-    gc.disable()
-    try:
+    from fastbert.importing import without_collector
+
+    with without_collector():
         return import_module(module)
-    finally:
-        if collects:
-            if not gc.get_freeze_count():  # or others would lose what they froze
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()
 
 
 def _public_names() -> list[str]:
