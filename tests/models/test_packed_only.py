@@ -126,6 +126,11 @@ def test_whoever_reads_a_weight_is_told(folder, tmp_path, reader, dtype):
     assert weight.shape == model.encoder.layer[0].attention.self.query.weight.shape and weight.numel() == 64 * 64
 
 
+def test_dlpack_which_asks_nobody_gets_nothing(folder):
+    weight = gone(served(folder).model)[0]
+    assert torch.from_dlpack(torch.utils.dlpack.to_dlpack(weight)).isnan().all()
+
+
 def test_what_needs_weights_is_told(folder, tmp_path):
     encoder = served(folder)
     model = encoder.model
