@@ -21,6 +21,7 @@
 #include "ops/layer_norm.h"
 #include "ops/linear.h"
 #include "ops/normalize.h"
+#include "ops/packed_only.h"
 #include "ops/packed_weights.h"
 #include "ops/pooling.h"
 #include "ops/register.h"
@@ -49,6 +50,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
   m.impl("feed_forward_bwd_cpu", fastbert::boxed_operator<&fastbert::feed_forward_bwd_cpu>);
   m.impl("feed_forward_cpu", fastbert::boxed_operator<&fastbert::feed_forward_cpu>);
   m.impl("normalize_cpu", fastbert::boxed_operator<&fastbert::normalize_cpu>);
+  m.impl("pack_only_cpu", fastbert::boxed_operator<&fastbert::pack_only_cpu>);
   m.impl("pooling_bwd_cpu", fastbert::boxed_operator<&fastbert::pooling_bwd_cpu>);
   m.impl("pooling_fwd_cpu", fastbert::boxed_operator<&fastbert::pooling_fwd_cpu>);
 }
@@ -92,6 +94,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("have_types", &fastbert::have_types, pybind11::arg("objects"), pybind11::arg("types"),
         "Whether the objects are of these very types.");
   m.def("packed_bytes", &fastbert::packed_bytes, "Bytes of all packed copies of weights that are kept.");
+  m.def("give_back_freed", &fastbert::give_back_freed,
+        "Have the system allocator give back the memory that was freed.");
   m.def("forget_encoder", &fastbert::forget_encoder, pybind11::arg("encoder"),
         "Let go of the tensors of an encoder that hold_encoder_cpu has given this number.");
   m.def("forget_storage", &fastbert::forget_storage, pybind11::arg("storage"),
@@ -110,6 +114,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("fill_memory", &fastbert::fill_memory, pybind11::arg("fills"),
         "Fill the memory of intermediate results and of weights' gradients with NaN before it is used; for tests.");
   m.attr("packed_check_calls") = fastbert::kCheckCalls;
+  m.attr("packed_only_error") = fastbert::kPackedOnly;
   m.attr("most_rows_without_copy") = fastbert::kRowBlock;
   m.attr("least_rows_without_copy") = fastbert::kManyRows;
   m.def("has_bf16", &fastbert::has_bf16_dot, "Whether the ISA in use multiplies bfloat16; without, bf16 runs in fp32.");

@@ -102,9 +102,16 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 def from_pretrained(name_or_path: str, **options: Any) -> Any:
     """Load an encoder from a folder, a hub id or a packaged model, as `AutoModel.from_pretrained` does."""
-    from fastbert.models.auto import AutoModel
+    return _imported("fastbert.models.auto").AutoModel.from_pretrained(name_or_path, **options)
 
-    return AutoModel.from_pretrained(name_or_path, **options)
+
+def _imported(module: str) -> Any:
+    from importlib import import_module
+
+    from fastbert.importing import without_collector
+
+    with without_collector():
+        return import_module(module)
 
 
 def _public_names() -> list[str]:
@@ -122,16 +129,14 @@ def _public_names() -> list[str]:
 if not TYPE_CHECKING:  # or any name would do for a type checker
 
     def __getattr__(name: str) -> Any:
-        from importlib import import_module
-
         if name == "__all__":
             return _public_names()
         if name in _HOME:
-            home = import_module(_HOME[name])
+            home = _imported(_HOME[name])
             globals().update({sibling: getattr(home, sibling) for sibling in _MODULES[_HOME[name]]})
             return globals()[name]
         if not name.startswith("_") and name in _public_names():
-            return getattr(import_module("fastbert.models.classes"), name)
+            return getattr(_imported("fastbert.models.classes"), name)
         raise AttributeError(f"module 'fastbert' has no attribute {name!r}")
 
 

@@ -1,12 +1,22 @@
-"""fastbert.repack(model), to be called after a write to weights that PyTorch does not record."""
+"""fastbert.repack(model), to be called after a write to weights that PyTorch does not record; and what serve and the
+command line do with a model that nobody else holds.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
 from torch import nn
 
 from fastbert import ops
 from fastbert.layers.fingerprint import forget_all
+from fastbert.layers.fused import look_at_layers
+from fastbert.layers.leaves import get_leaf
 from fastbert.models.base import HasModel
+from fastbert.models.tree import base_models
 
 
 def repack(model: nn.Module | HasModel) -> None:
@@ -36,6 +46,65 @@ def repack(model: nn.Module | HasModel) -> None:
     module = model.model if isinstance(model, HasModel) else model
     if not isinstance(module, nn.Module):
         raise TypeError(f"repack takes a module or a SentenceEncoder, not {type(model).__name__}")
+    _forget(module)
+    ops.repack((*module.parameters(), *module.buffers()))
+
+
+def _forget(module: nn.Module) -> None:
     for each in module.modules():
         forget_all(each)
-    ops.repack((*module.parameters(), *module.buffers()))
+
+
+def keep_packed_only(model: nn.Module | HasModel) -> None:
+    """Free the weights of a model's layers, of which the CPU's kernels read packed copies: half of what they take.
+
+    For who has loaded a model to run it in eval mode, and is the only one that holds it: `fastbert serve` and the
+    commands that run a model. It is one way. What is left in a weight's place has its sizes and its dtype; whoever
+    reads, converts, copies, saves, quantises or trains it gets a RuntimeError that says to load the model anew.
+
+    Only what runs by packed copies alone is freed: the Linears of layers that the CPU's kernels take as one op, on this
+    machine and with the backend of this call. All else stays: embeddings and what is tied to them, heads, poolers,
+    biases and norms; a weight that another leaf has, too; layers of other kinds, and every model on a GPU. Behind this
+    the layers run by the CPU's backend, without autocast, and without hooks on their Linears, which read the weight.
+    """
+    module = model.model if isinstance(model, HasModel) else model
+    freed = list(_only_multiplied(module))
+    if not freed:
+        return
+    from fastbert import _C
+    from fastbert.ops.packed_only import pack_only
+
+    _forget(module)  # of what was kept of the layers, the weights are a part
+    while freed:
+        leaf, parts = freed.pop()
+        held: dict = leaf._buffers if "weight" in leaf._buffers else leaf._parameters
+        held["weight"] = pack_only(held["weight"], parts)  # one after the other: the old one is gone now
+    _C.give_back_freed()
+
+
+def _only_multiplied(module: nn.Module) -> Iterator[tuple[nn.Module, int]]:
+    """The Linears of which the kernels read nothing but a packed copy, and in how many parts each."""
+    held = [t for each in module.modules() for t in (*each._parameters.values(), *each._buffers.values())]
+    if any(type(t) not in (torch.Tensor, nn.Parameter) for t in held if t is not None):
+        return  # a distributed tensor, or what this function has left
+    holders = Counter(t.untyped_storage().data_ptr() for t in held if t is not None)
+    for _, root, config in base_models(module):
+        if not _are_one_op(root, config):
+            continue
+        for path, spec in dict(zip(config.layer_paths, config.layer_specs, strict=True)).items():
+            for name in spec.names.linears:
+                leaf = get_leaf(root, f"{path}.{name}")
+                weight = leaf.weight
+                assert isinstance(weight, torch.Tensor)
+                if holders[weight.untyped_storage().data_ptr()] == 1 and weight.is_contiguous() and weight.numel():
+                    yield leaf, 2 if spec.merges_gate and name in spec.names.ups else 1
+
+
+def _are_one_op(root: nn.Module, config: Any) -> bool:
+    """Whether the kernels take the layers of a base model, whose config is an EncoderConfig, as one op."""
+    layers = look_at_layers(root, config.layer_paths, config.layer_specs, None, None, trains=False)
+    word = get_leaf(root, config.embeddings.word).weight
+    assert isinstance(word, torch.Tensor)
+    x = word.new_empty(0, config.hidden_size)
+    with torch.inference_mode():
+        return not isinstance(ops.try_fused("encoder_layers", x, lambda: layers), str)

@@ -64,10 +64,12 @@ Array positions_of(const Array& ids, const Array& offsets, int64_t first) {
 // Whether all floats are of the words' dtype, and on the CPU, as they were when the encoder was given its number.
 bool has_one_dtype(const Encoder& encoder) {
   const ScalarType dtype = encoder.embeddings[0].scalar_type();
-  const auto fits = [&](const auto& list, bool may_be_int8) {
+  // are_weights: they may be int8, or packed only, which products compare with what they multiply in.
+  const auto fits = [&](const auto& list, bool are_weights) {
     for (size_t i = 0; i < list.size(); ++i) {
       const auto t = list[i];
-      const bool is_of_dtype = t.scalar_type() == dtype || (may_be_int8 && t.scalar_type() == ScalarType::Char);
+      const ScalarType type = t.scalar_type();
+      const bool is_of_dtype = type == dtype || (are_weights && (type == ScalarType::Char || type == ScalarType::Byte));
       if (t.defined() && !(t.is_cpu() && is_of_dtype)) return false;
     }
     return true;

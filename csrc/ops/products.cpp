@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "gradients.h"
+#include "packed_only.h"
 #include "tensors.h"
 #include "workspace.h"
 
@@ -95,7 +96,8 @@ Operand::Operand(const LinearOperand& linear, int64_t rows, int64_t in_features,
   check(weight.is_cpu(), "weight is on ", weight.device(), ", expected cpu");
   check(weight.dim() == 2 && weight.size(1) == in_features, "weight has shape ", weight.sizes(),
         ", expected (out_features, ", in_features, ")");
-  const bool is_int8 = weight.scalar_type() == ScalarType::Char;
+  const std::optional<PackedOnly> only = packed_only(weight);
+  const bool is_int8 = only.has_value() ? only->format == DType::kInt8 : weight.scalar_type() == ScalarType::Char;
   const bool has_scale = linear.weight_scale != nullptr && linear.weight_scale->defined();
   check(is_int8 == has_scale, "weight is ", weight.scalar_type(), " but weight_scale is ", has_scale ? "given" : "None",
         ": int8 weights have a scale, others have none");
@@ -113,6 +115,12 @@ Operand::Operand(const LinearOperand& linear, int64_t rows, int64_t in_features,
   }
   const DType format = is_int8 ? DType::kInt8 : format_for(dtype);
   target.weight = {nullptr, format, out_features, in_features, nullptr, scale, input_scale_of(linear)};
+  if (only.has_value()) {
+    check(only->format == format, kPackedOnly);
+    target.weight.packed = only->panels;
+    target.weight.channel_offset = only->channel_offset;
+    return;
+  }
   if (!is_int8 && packs_on_its_way(rows, linear.comparison) && has_whole_lines(weight)) {
     source = weight;
     target.weight.source = pack_args(source, format);

@@ -149,11 +149,18 @@ def load_weights(
     if odd:
         parts.append(f"converted to {common}: {some([f'{key} ({weights[key].dtype})' for key in odd])}")
         weights = {**weights, **{key: weights[key].to(common) for key in odd}}
+    # A checkpoint's tensors may share storage, and safetensors' are unaligned maps of the file, which change when it
+    # does: every tensor gets memory of its own, once, in the dtype that is asked for. Buffers say themselves below
+    # whether they follow it: an int8 layer's scales do not.
+    parameters = {key for key, _ in model.named_parameters(remove_duplicate=False)}
     for key in own:
-        if key in weights and weights[key].is_floating_point():
-            goal = weights[key].dtype if dtype is None else dtype
-            if not is_finite(weights[key].to(goal)):
-                raise CheckpointError(f"{source}: tensor {key} holds values that are not finite in {goal}")
+        if key not in weights:
+            continue
+        goal = dtype if dtype is not None and weights[key].is_floating_point() else weights[key].dtype
+        made = goal if key in parameters else weights[key].dtype
+        weights[key] = weights[key].to(made, copy=True, memory_format=torch.contiguous_format)
+        if goal.is_floating_point and not is_finite(weights[key].to(goal)):
+            raise CheckpointError(f"{source}: tensor {key} holds values that are not finite in {goal}")
     missing = sorted(key for key in own if key not in weights and key not in tied and key not in fresh)
     unexpected = sorted(key for key in weights if key not in own)
     if len(missing) == len(own) - len(tied):
@@ -168,16 +175,9 @@ def load_weights(
     model.tie_weights()  # first, so that a copy is not made anew
     _materialise(model, common)
     model.tie_weights()
-    buffers = dict(model.named_buffers())
-    kept = {id(buffers[key]) for key in model.frequency_keys()}
-
-    # A checkpoint's tensors may share storage, and safetensors' are unaligned maps of the file, which change when it
-    # does: every tensor gets memory of its own.
-    def copied(t: torch.Tensor) -> torch.Tensor:
-        goal = dtype if dtype is not None and t.is_floating_point() and id(t) not in kept else t.dtype
-        return t.to(goal, copy=True, memory_format=torch.contiguous_format)
-
-    model._apply(copied)
+    if dtype is not None:
+        kept = {id(model.get_buffer(key)) for key in model.frequency_keys()}
+        model._apply(lambda t: t.to(dtype) if t.is_floating_point() and id(t) not in kept else t)
     if int8:
         model.requires_grad_(False)
     model.missing_keys, model.unexpected_keys, model.mismatched_keys = missing, unexpected, mismatched

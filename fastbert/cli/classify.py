@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from fastbert.cli.loading import load_to_run
 from fastbert.cli.outputs import ROW_KINDS, STDOUT, check_output, open_rows
 from fastbert.cli.parser import (
     AGGREGATES,
@@ -19,6 +20,7 @@ from fastbert.cli.parser import (
 )
 from fastbert.cli.stopping import raise_if_stopped, say
 from fastbert.data.text_files import check_source, name_of, read_texts
+from fastbert.importing import without_collector
 
 CHUNK_TEXTS = 1024
 
@@ -49,12 +51,13 @@ def run(options: argparse.Namespace) -> int:
     check_source(options.file)
     windows_of(options)  # what is wrong with it is said at once
 
-    from fastbert.sentences import TextClassifier
-    from fastbert.sentences.batches import bar_of, in_chunks, progress_bar
-    from fastbert.sentences.text_model import InferenceOptions
+    with without_collector():
+        from fastbert.sentences import TextClassifier
+        from fastbert.sentences.batches import bar_of, in_chunks, progress_bar
+        from fastbert.sentences.text_model import InferenceOptions
 
     raise_if_stopped()
-    classifier = TextClassifier.from_pretrained(options.model, dtype=options.dtype, device=options.device)
+    classifier = load_to_run(TextClassifier, options)
     windows = windows_of(options, classifier.windows) or classifier.windows
     settings = InferenceOptions("", options.batch_tokens, on_host=True, windows=windows, aggregate=options.aggregate)
     total, bar_options = 0, bar_of(windows)

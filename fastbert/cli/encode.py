@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastbert.cli.loading import load_to_run
 from fastbert.cli.outputs import ROW_KINDS, check_output, open_rows
 from fastbert.cli.outputs.growing_array import GrowingArray, fingerprint
 from fastbert.cli.parser import (
@@ -31,6 +32,7 @@ from fastbert.cli.parser import (
 )
 from fastbert.cli.stopping import raise_if_stopped, say
 from fastbert.data.text_files import STDIN, TEXT_KINDS, check_source, name_of, read_texts
+from fastbert.importing import without_collector
 
 if TYPE_CHECKING:
     from fastbert.data.windows import Windows
@@ -159,12 +161,13 @@ def encode_file(job: EncodeJob, say: Callable[[str], None]) -> str:
             return encode_file(replace(job, source=spooled, column=None, piped=digest.hexdigest()), say)
     total = _count_texts(job)
 
-    import torch
+    with without_collector():
+        import torch
 
-    from fastbert.sentences import SentenceEncoder
+        from fastbert.sentences import SentenceEncoder
 
     raise_if_stopped()
-    encoder = SentenceEncoder.from_pretrained(job.model, dtype=job.dtype, device=job.device)
+    encoder = load_to_run(SentenceEncoder, job)
     batch_tokens = encoder.default_batch_tokens if job.batch_tokens is None else job.batch_tokens
     identity = _identity(job, encoder, total, batch_tokens)
     with GrowingArray.open(job.output, (total, encoder.dim), identity, job.force) as array:
@@ -213,11 +216,12 @@ def _advance(bar: Any, count: int) -> None:
 
 def _encode_rows(job: EncodeJob) -> str:
     """Into what takes a row after the other: from a pipe, too, whose end nobody knows."""
-    from fastbert.sentences import SentenceEncoder
-    from fastbert.sentences.batches import bar_of, in_chunks, progress_bar
+    with without_collector():
+        from fastbert.sentences import SentenceEncoder
+        from fastbert.sentences.batches import bar_of, in_chunks, progress_bar
 
     raise_if_stopped()
-    encoder = SentenceEncoder.from_pretrained(job.model, dtype=job.dtype, device=job.device)
+    encoder = load_to_run(SentenceEncoder, job)
     total, start = 0, time.perf_counter()
     with open_rows(job.output) as rows, progress_bar(None, None, delay=0, **bar_of(job.windows)) as bar:
         for chunk in in_chunks(read_texts(job.source, job.column), CHUNK_TEXTS):

@@ -35,6 +35,7 @@ def run(options: argparse.Namespace) -> int:
     from fastbert.data.tokenization import load_tokenizer, mask_token
     from fastbert.hub import resolve
     from fastbert.models.auto import AutoModelForMaskedLM
+    from fastbert.packed_weights import keep_packed_only
 
     raise_if_stopped()
     folder = resolve(options.model)
@@ -53,6 +54,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(
             f"{options.model} has no masked-LM head, as bert-base-uncased has one; missing: {missing}, ..."
         )
+    keep_packed_only(model)
     for text in texts:
         _show(text, model, tokenizer, mask, options.top)
         raise_if_stopped()

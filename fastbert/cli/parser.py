@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from fastbert.importing import without_collector
 from fastbert.messages import did_you_mean
 
 if TYPE_CHECKING:
@@ -125,7 +126,8 @@ def _key_and_value(word: str) -> tuple[str, Any]:
 
 def windows_of(options: argparse.Namespace, own: Windows | None = None) -> Windows | None:
     """What --windows says, beside the `own` windows of a command; None without the option. Raises InputError."""
-    from fastbert.data.windows import Windows
+    with without_collector():
+        from fastbert.data.windows import Windows
 
     return None if options.windows is None else replace(own or Windows(), **dict(options.windows))
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastbert.cli.loading import load_to_run
 from fastbert.cli.outputs import ROW_KINDS, check_output, open_rows
 from fastbert.cli.parser import (
     AGGREGATES,
@@ -22,6 +23,7 @@ from fastbert.cli.parser import (
 )
 from fastbert.cli.stopping import raise_if_stopped
 from fastbert.data.text_files import check_source, name_of, read_texts
+from fastbert.importing import without_collector
 
 if TYPE_CHECKING:
     from fastbert.data.tokenized import Text
@@ -129,13 +131,14 @@ def run_search(options: argparse.Namespace) -> int:
     if options.vectors is not None and options.windows is not None:
         raise UsageError("--vectors are of whole texts, and --windows searches in their passages: give one of them")
 
-    from fastbert.sentences import SentenceEncoder
-    from fastbert.sentences.batches import bar_of, in_chunks, progress_bar
-    from fastbert.sentences.documents import CHUNKS
+    with without_collector():
+        from fastbert.sentences import SentenceEncoder
+        from fastbert.sentences.batches import bar_of, in_chunks, progress_bar
+        from fastbert.sentences.documents import CHUNKS
 
     windows = windows_of(options, CHUNKS)
     raise_if_stopped()
-    encoder = SentenceEncoder.from_pretrained(options.model, dtype=options.dtype, device=options.device)
+    encoder = load_to_run(SentenceEncoder, options)
     query, best = encoder.encode_query(options.query), Best(options.top)
     document = encoder._of_task("document", {})["prompt_name"]
     made = None if options.vectors is None else _read_vectors(options.vectors, encoder.dim)
@@ -201,12 +204,13 @@ def run_rerank(options: argparse.Namespace) -> int:
     _check(options)
     windows_of(options)  # what is wrong with it is said at once
 
-    from fastbert.sentences import Reranker
-    from fastbert.sentences.batches import bar_of, in_chunks, progress_bar
-    from fastbert.sentences.text_model import InferenceOptions
+    with without_collector():
+        from fastbert.sentences import Reranker
+        from fastbert.sentences.batches import bar_of, in_chunks, progress_bar
+        from fastbert.sentences.text_model import InferenceOptions
 
     raise_if_stopped()
-    reranker = Reranker.from_pretrained(options.model, dtype=options.dtype, device=options.device)
+    reranker = load_to_run(Reranker, options)
     if reranker.num_labels != 1:
         raise UsageError(f"{options.model} has {reranker.num_labels} labels; a reranker has one")
     best = Best(options.top)

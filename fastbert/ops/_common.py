@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -74,6 +74,39 @@ def check_devices(op: str, **tensors: torch.Tensor | None) -> None:
             device, first = t.device, name
         elif t.device != device:
             raise ValueError(f"{op}: {name} is on {t.device}, {first} on {device}; all must be on one device")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Weights of which nothing is left but what the CPU's products read (packed_only.py makes them)
+
+
+def _refuse(*arguments: Any, **options: Any) -> NoReturn:
+    from fastbert import _C
+
+    raise RuntimeError(_C.packed_only_error)
+
+
+class PackedOnly(torch.Tensor):
+    """Has a weight's sizes, dtype and device. Whoever wants its values, or to write or copy them, gets a RuntimeError
+    that says that they are gone. Kernels are handed `packed`: what is a weight to them (csrc/ops/packed_only.h).
+    """
+
+    packed: torch.Tensor
+
+    # Each call reads the versions and dtypes of all weights: torch is not to ask Python whether it may.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    # Every operator.
+    __torch_dispatch__ = classmethod(_refuse)  # type: ignore[assignment]
+
+    # What reads the memory, or copies the object, without an operator.
+    numpy = tolist = data_ptr = untyped_storage = storage = share_memory_ = is_shared = _refuse
+    __array__ = __dlpack__ = __deepcopy__ = __reduce_ex__ = __copy__ = _refuse
+    data = property(_refuse, _refuse)
+
+
+def for_kernels(weights: Iterable[Any]) -> list[Any]:
+    """Weights as the CPU's products take them; None, too, stays."""
+    return [t.packed if type(t) is PackedOnly else t for t in weights]
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from fastbert.backend import Backend, register_fused
-from fastbert.ops._common import define, needs_grad
+from fastbert.ops._common import define, for_kernels, needs_grad
 from fastbert.ops.encoder_layers import LayerOperands, supports, versions_of
 from fastbert.ops.normalize import EPS
 
@@ -45,11 +45,17 @@ class HeldEncoder:
         first_position: int | None,
         layers: LayerOperands,
     ):
-        *of_layers, self.unsupported = layers
+        _, *of_layers, self.unsupported = layers
         self.tensors = [t for t in (*embeddings, *layers.weights, *layers.biases, *layers.norms) if t is not None]
         self.weights, self.layers = layers.weights, layers.layers
         self.number = 0  # of none, until somebody runs it
-        self._to_hold = (list(embeddings), eps, -1 if first_position is None else first_position, *of_layers)
+        self._to_hold = (
+            list(embeddings),
+            eps,
+            -1 if first_position is None else first_position,
+            for_kernels(layers.weights),
+            *of_layers,
+        )
 
     def hold(self) -> int:
         """The number by which the kernels know it."""

@@ -19,7 +19,7 @@ import torch
 from fastbert.backend import Backend, register_fused
 from fastbert.layer_spec import LayerSpec, RotarySpec
 from fastbert.native.availability import extension_error
-from fastbert.ops._common import check_devices, define, needs_grad
+from fastbert.ops._common import check_devices, define, for_kernels, needs_grad
 from fastbert.ops.layer_numbers import LayerNumbers
 from fastbert.ops.packing import int32_offsets
 from fastbert.ops.relative import Relative
@@ -245,10 +245,10 @@ def _run_inference(
     """relative: of each layer that has such terms; they share their rows and positions."""
     check_devices("encoder_layers", x=x, cu_seqlens=cu_seqlens, window_positions=window_positions)
     cu_seqlens = int32_offsets("encoder_layers", cu_seqlens)
-    *of_layers, _ = operands
+    weights, *of_layers, _ = operands
     tables, versions = tables_of(rotary), versions_of(operands.weights)
     shared = (window_positions, *relative_lists(relative), versions)
-    return torch.ops.fastbert.encoder_layers_cpu(x, cu_seqlens, *of_layers, *tables, *shared)
+    return torch.ops.fastbert.encoder_layers_cpu(x, cu_seqlens, for_kernels(weights), *of_layers, *tables, *shared)
 
 
 def versions_of(weights: list[torch.Tensor]) -> list[int]:

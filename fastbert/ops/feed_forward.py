@@ -17,6 +17,7 @@ from fastbert.ops._common import (
     cuda_unsupported,
     define,
     define_triton,
+    for_kernels,
     needs_grad,
     triton_unsupported,
 )
@@ -162,9 +163,11 @@ def _launch(backend, options, operands, weight_scales, philox, return_pre):
     activation, gated, dropout_p, input_scales, dtype = options
     if backend is not Backend.CPU:
         return _FWD[backend](*operands, activation, gated, return_pre)
-    return _FWD[backend](
-        *operands, *weight_scales, input_scales, philox, dropout_p, activation, gated, dtype, return_pre
-    )
+    x, up_weight, up_bias, down_weight, gate_weight, gate_bias = operands
+    up_weight, down_weight, gate_weight = for_kernels((up_weight, down_weight, gate_weight))
+    operands = (x, up_weight, up_bias, down_weight, gate_weight, gate_bias)
+    scales = (*weight_scales, input_scales)
+    return _FWD[backend](*operands, *scales, philox, dropout_p, activation, gated, dtype, return_pre)
 
 
 def _forward(backend, options, *operands):

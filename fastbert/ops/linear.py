@@ -27,6 +27,7 @@ from fastbert.ops._common import (
     compute_dtype,
     define,
     differentiable_once,
+    for_kernels,
     needs_grad,
 )
 from fastbert.ops._linear_torch import linear_torch
@@ -88,7 +89,7 @@ register("linears", Backend.CPU, supports_gemm_cpu)
 
 
 def _launch(options, x, weights, biases, weight_scales, return_pre):
-    return _FWD(x, weights, biases, weight_scales, *options, return_pre)
+    return _FWD(x, for_kernels(weights), biases, weight_scales, *options, return_pre)
 
 
 def _forward(backend, options, x, *weights_and_biases):

@@ -15,6 +15,7 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
+from fastbert.packed_weights import keep_packed_only
 from fastbert.serve.app import Limits, make_app
 from fastbert.serve.engine import load_engine
 from fastbert.serve.protocol import bounded
@@ -84,6 +85,7 @@ def serve(
     if api_key is None and not ipaddress.ip_address(bound.getsockname()[0]).is_loopback:
         say(f"whoever reaches {host} may use this server: it asks for no API key")
     engine = load_engine(name, dtype, device)
+    keep_packed_only(engine.model)
     engine.name = served_name or name
     budget = batch_tokens or engine.model.default_batch_tokens
     on_cpu = engine.model.device.type == "cpu"

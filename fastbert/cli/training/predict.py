@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastbert.cli.loading import load_to_run
 from fastbert.cli.outputs import NESTED_ROW_KINDS, STDOUT, check_output, open_rows
 from fastbert.cli.parser import (
     A_MODEL,
@@ -84,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     kind, total = KINDS[usage.task], 0
     if options.all and usage.task != "classification":
         raise UsageError(f"--all is for classification; {options.model} is for {usage.task}")
-    model = kind.model.from_pretrained(options.model, dtype=options.dtype, device=options.device)
+    model = load_to_run(kind.model, options)
     if usage.max_length is not None:
         model.max_seq_length = usage.max_length
     windows = windows_of(options, model.windows)
