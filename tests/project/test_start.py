@@ -50,11 +50,11 @@ def test_a_first_vector_imports_what_it_runs_and_no_garbage_is_looked_for_meanwh
     """With torch's import the collector ran some 400 times, three times over all objects, behind it 23 times."""
     folder = tiny.write_model(tmp_path)
     collections, packages, rooms = first_vector(folder, "import torch")
-    assert set(collections.split()) <= {"0"} and len(collections.split()) <= 5  # before it waits, and right behind
+    assert "2" not in collections.split() and len(collections.split()) <= 5  # before it waits, and right behind
     assert packages == "fastbert safetensors tokenizers"
     assert rooms == ROOMS
     collections, *_ = first_vector(folder, "pass")
-    assert set(collections.split()) <= {"0"} and len(collections.split()) <= 5
+    assert "2" not in collections.split() and len(collections.split()) <= 5
 
 
 def test_what_others_froze_stays_frozen():
