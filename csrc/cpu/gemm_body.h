@@ -11,12 +11,11 @@ template <typename Dot>
 constexpr int64_t kGemmChain = std::is_same_v<Dot, Float32Dot> ? 256 : INT64_MAX;
 
 // Steps of a panel that all rows of a block go through before the next ones: 96 KB of panel, and as much that is on its
-// way, leave room in the second-level cache for the rows. Few rows are bound by the panels' way from memory: theirs, 24
-// KB, stay in the first.
-constexpr int64_t kBlockSteps = 384, kFewRowsSteps = 96;
+// way, leave room in the second-level cache for the rows. As many for any number of rows: a row's sums are then added
+// up in one order, and its bits are the same whatever is beside it.
+constexpr int64_t kBlockSteps = 384;
 // AMX takes a panel faster than the second-level cache gives it: the rows pass by a stretch that stays in the first.
 constexpr int64_t kAmxBlockSteps = 128;
-constexpr int64_t kFewRows = 4 * kTileRows;
 
 // A part of one product: steps [0, steps) of a panel and of the rows at `x`, and where the part begins that comes next.
 struct Part {
@@ -27,10 +26,9 @@ struct Part {
   const char* next;
 };
 
-// Of float32, whose panels come slowest, the first tile of up to so many rows fetches all lines of its own panel, so
-// far ahead: 7 to 9 rows take 0.83 to 0.87 of the time, 4 to 6 take 0.93 to 1.00 (EPYC, Zen 4). bfloat16 and int8
-// had 1.02.
-constexpr int64_t kFetchRows = kTileRows + 3, kFetchAhead = 12288;
+// A tile that passes float32's panels alone, which come slowest, fetches all lines of its own panel so far ahead: 4 to
+// 6 rows take 0.93 to 1.00 of the time (EPYC, Zen 4). bfloat16 and int8 had 1.02.
+constexpr int64_t kFetchAhead = 12288;
 
 // The cache lines a step that tile `index` of a block of rows fetches of what comes after the part, after the `before`
 // lines a step of the tiles before it: four in all, spread over the tiles, since fetches that come too fast wait for
@@ -45,40 +43,60 @@ struct Fetch {
   }
 };
 
+// The rows of a block in tiles that are as equal as may be: one of two rows, beside those of six, would need the panel
+// faster than the caches give it. 8 rows as 4 and 4 instead of 6 and 2: 1.07 to 1.2 times as fast. AMX multiplies 16
+// rows or less in the same time, so that its tiles are of whole 16.
+struct RowTiles {
+  int64_t rows, unit, units, count;
+
+  static RowTiles of(int64_t rows) {
+    return {rows, 1, rows, rows <= kMostTileRows ? 1 : (rows + kTileRows - 1) / kTileRows};
+  }
+  static RowTiles of_amx(int64_t rows) {
+    constexpr int64_t kUnit = kAmxRows / 2;
+    return {rows, kUnit, (rows + kUnit - 1) / kUnit, (rows + kAmxRows - 1) / kAmxRows};
+  }
+
+  int64_t begin(int64_t tile) const {
+    return std::min(rows, unit * (tile * (units / count) + std::min(tile, units % count)));
+  }
+  int64_t size(int64_t tile) const { return begin(tile + 1) - begin(tile); }
+};
+
 // One part for one tile, added to `sums` if `accumulate`.
 template <typename Dot>
-FASTBERT_SIMD void tile_part(const Part& part, int64_t row, int64_t rows, int64_t block_rows, int64_t columns,
-                             bool accumulate, char* sums) {
-  const char* x = part.x + row * part.x_stride;
-  const bool fetches_own = std::is_same_v<Dot, Float32Dot> && block_rows <= kFetchRows && row == 0;
-  const Fetch fetch = fetches_own ? Fetch{4, 0} : Fetch::of(row / kTileRows, (block_rows + 2) / kTileRows);
+FASTBERT_SIMD void tile_part(const Part& part, const RowTiles& tiles, int64_t index, int64_t columns, bool accumulate,
+                             char* sums) {
+  const char* x = part.x + tiles.begin(index) * part.x_stride;
+  const bool fetches_own = std::is_same_v<Dot, Float32Dot> && tiles.count == 1;
+  const Fetch fetch = fetches_own ? Fetch{4, 0} : Fetch::of(index, tiles.count);
   for (int64_t step = 0; step == 0 || step < part.steps; step += kGemmChain<Dot>) {
     const int64_t count = std::min(part.steps - step, kGemmChain<Dot>);
     const char* panel = part.panel + step * kStepBytes;
     const char* next =
         fetches_own ? panel + kFetchAhead : part.next + (fetch.before * part.steps + step * fetch.lines) * 64;
-    tile_rows<Dot>(rows, x + step * 4, part.x_stride, 4, panel, count, columns, accumulate || step > 0, sums,
-                   fetch.lines, next);
+    tile_rows<Dot>(tiles.size(index), x + step * 4, part.x_stride, 4, panel, count, columns, accumulate || step > 0,
+                   sums, fetch.lines, next);
   }
 }
 
-// The same for up to kAmxRows rows; steps that are no whole group go the ordinary way.
+// The same by AMX; steps that are no whole group go the ordinary way.
 template <typename Dot>
-void amx_part(AmxTiles& tiles, const Part& part, int64_t row, int64_t rows, int64_t block_rows, int64_t columns,
-              bool accumulate, char* sums) {
-  const int64_t whole = part.steps / kAmxSteps * kAmxSteps, groups = whole / kAmxSteps;
+void amx_part(AmxTiles& amx, const Part& part, const RowTiles& tiles, int64_t index, int64_t columns, bool accumulate,
+              char* sums) {
+  const char* x = part.x + tiles.begin(index) * part.x_stride;
+  const int64_t rows = tiles.size(index), whole = part.steps / kAmxSteps * kAmxSteps, groups = whole / kAmxSteps;
   if (whole > 0) {
     // Two squares of 32 columns pass each group of steps: half of its lines for each.
-    const Fetch fetch = Fetch::of(row / kAmxRows, (block_rows + kAmxRows - 1) / kAmxRows, 4 * kAmxSteps / 2);
-    tiles.product<Dot>(rows, part.x + row * part.x_stride, part.x_stride, part.panel, whole, columns, accumulate, sums,
-                       fetch.lines, part.next + fetch.before * 2 * groups * 64);
+    const Fetch fetch = Fetch::of(index, tiles.count, 4 * kAmxSteps / 2);
+    amx.product<Dot>(rows, x, part.x_stride, part.panel, whole, columns, accumulate, sums, fetch.lines,
+                     part.next + fetch.before * 2 * groups * 64);
   }
   if (whole == part.steps) return;
-  const char* panel = part.panel + whole * kStepBytes;
-  const Part rest{part.x + whole * 4, part.x_stride, panel, part.steps - whole, part.next};
-  for (int64_t r = 0; r < rows; r += kTileRows) {
-    tile_part<Dot>(rest, row + r, std::min<int64_t>(kTileRows, rows - r), block_rows, columns, accumulate || whole > 0,
-                   sums + r * kStepBytes);
+  const Part rest{x + whole * 4, part.x_stride, part.panel + whole * kStepBytes, part.steps - whole, part.next};
+  const RowTiles rest_tiles = RowTiles::of(rows);
+  for (int64_t i = 0; i < rest_tiles.count; ++i) {
+    tile_part<Dot>(rest, rest_tiles, i, columns, accumulate || whole > 0, sums + rest_tiles.begin(i) * kStepBytes);
   }
 }
 
@@ -113,11 +131,10 @@ void gemm_panels(const GemmArgs& args, const Work& work, int64_t row_begin, int6
   constexpr bool kInt8 = std::is_same_v<Dot, Int8Dot>;
   const GemmTarget& target = work.target;
   const int64_t block_rows = row_end - row_begin;
-  constexpr int64_t kManyRowsSteps = kUsesAmx<Dot> ? kAmxBlockSteps : kBlockSteps;
-  const int64_t block_steps = block_rows > kFewRows ? kManyRowsSteps : kFewRowsSteps;
-  constexpr int64_t kRows = kUsesAmx<Dot> ? kAmxRows : kTileRows;
+  constexpr int64_t kSteps = kUsesAmx<Dot> ? kAmxBlockSteps : kBlockSteps;
+  const RowTiles tiles = kUsesAmx<Dot> ? RowTiles::of_amx(block_rows) : RowTiles::of(block_rows);
   char* sums = scratch.get(block_rows * kStepBytes);
-  [[maybe_unused]] AmxTiles tiles;
+  [[maybe_unused]] AmxTiles amx;
   for (int64_t p = begin; p < end; ++p) {
     const int64_t columns = std::min(kPanel, target.weight.out_features - p * kPanel);
     for (int64_t product = 0; product <= target.num_addends; ++product) {
@@ -125,25 +142,25 @@ void gemm_panels(const GemmArgs& args, const Work& work, int64_t row_begin, int6
       const Rows& rows = product == 0 ? work.x : work.addends[product - 1];
       const int64_t steps = panel_bytes(weight.format, weight.in_features) / kStepBytes;
       const char* const panel_begin = panel_of(weight, p);
-      for (int64_t step = 0; step == 0 || step < steps; step += block_steps) {
+      for (int64_t step = 0; step == 0 || step < steps; step += kSteps) {
         const bool first = product == 0 && step == 0;
-        const bool last = product == target.num_addends && step + block_steps >= steps;
-        const int64_t count = std::min(block_steps, steps - step);
+        const bool last = product == target.num_addends && step + kSteps >= steps;
+        const int64_t count = std::min(kSteps, steps - step);
         const char* panel = panel_begin + step * kStepBytes;
         const Part part{rows.data + step * 4, rows.stride, panel, count,
                         last && p + 1 == end && next != nullptr ? next : panel + count * kStepBytes};
-        for (int64_t row = 0; row < block_rows; row += kRows) {
-          const int64_t tile_rows = std::min<int64_t>(kRows, block_rows - row);
+        for (int64_t i = 0; i < tiles.count; ++i) {
+          const int64_t row = tiles.begin(i);
           char* tile_sums = sums + row * kStepBytes;
           if constexpr (kUsesAmx<Dot>) {
-            amx_part<Dot>(tiles, part, row, tile_rows, block_rows, columns, !first, tile_sums);
+            amx_part<Dot>(amx, part, tiles, i, columns, !first, tile_sums);
           } else {
-            tile_part<Dot>(part, row, tile_rows, block_rows, columns, !first, tile_sums);
+            tile_part<Dot>(part, tiles, i, columns, !first, tile_sums);
           }
           if (!last) continue;
           const float* row_scale = work.x.scale == nullptr ? nullptr : work.x.scale + row;
           float* gate = work.gate == nullptr ? nullptr : work.gate + row * kPanel;
-          const Tile tile{row_begin + row, tile_rows, p * kPanel, tile_sums, row_scale, gate};
+          const Tile tile{row_begin + row, tiles.size(i), p * kPanel, tile_sums, row_scale, gate};
           if (args.out_dtype == DType::kFloat32) {
             finish_tile<float, kInt8>(target, work.channels, tile, work.pair);
           } else {

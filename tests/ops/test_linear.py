@@ -74,6 +74,16 @@ def test_linears(isa, dtype, shape, activation):
     )
 
 
+@each_dtype
+def test_a_row_has_the_same_bits_whatever_is_beside_it(isa, dtype):
+    """Tiles of every height, alone and beside others; the float32 sums of 1030 channels are of three stretches."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(193, 1030).to(dtype), torch.randn(70, 1030).to(dtype)
+    together = ops.linear(x, weight, None)
+    for rows in (*range(1, 27), 31, 32, 33, 48, 64, 192):
+        assert torch.equal(ops.linear(x[:rows], weight, None), together[:rows]), rows
+
+
 def test_two_threads_share_weights_that_neither_has_packed_yet():
     x = torch.randn(40, 64)
     weights = [torch.randn(96, 64) for _ in range(50)]
