@@ -8,9 +8,11 @@
 #include "activation.h"
 #include "embedding.h"
 #include "encoder_layers.h"
+#include "linear.h"
 #include "normalize.h"
 #include "offsets.h"
 #include "pooling.h"
+#include "team.h"
 #include "tensors.h"
 #include "workspace.h"
 
@@ -26,6 +28,7 @@ struct Encoder {
   std::vector<int64_t> layers;
   std::vector<LayerSpec> specs;
   std::optional<double> final_eps;
+  List<OptionalArray> pooler;  // a Linear's weight, bias, weight_scale and input_scale; none: it is not for this
 };
 
 std::mutex mutex;
@@ -84,12 +87,14 @@ int64_t hold_encoder_cpu(const List<OptionalArray>& embeddings, double eps, int6
                          const List<Array>& weights, const List<Array>& biases, const List<Array>& weight_scales,
                          const List<Array>& input_scales, const List<Array>& norms, const std::string& activation,
                          const std::vector<int64_t>& layers, const std::vector<int64_t>& ints,
-                         const std::vector<double>& floats, const std::optional<double>& final_eps) {
+                         const std::vector<double>& floats, const std::optional<double>& final_eps,
+                         const List<OptionalArray>& pooler) {
+  check(pooler.size() == 0 || pooler.size() == 4, "there are ", pooler.size(), " tensors of the pooler, expected four");
   check(embeddings.size() == 5 && embeddings[0].defined(), "there are ", embeddings.size(),
         " tensors of the embeddings, expected five, the first of them there");
   auto held = std::make_shared<const Encoder>(Encoder{
       embeddings.copy(), eps, first_position, weights.copy(), biases.copy(), weight_scales.copy(), input_scales.copy(),
-      norms.copy(), activation_of(activation), layers, layer_specs(ints, floats), final_eps});
+      norms.copy(), activation_of(activation), layers, layer_specs(ints, floats), final_eps, pooler.copy()});
   static int64_t serial = 0;
   const std::lock_guard<std::mutex> lock(mutex);
   encoders()[++serial] = std::move(held);
@@ -102,9 +107,10 @@ void forget_encoder(int64_t encoder) {
   forgotten = encoders().extract(encoder);
 }
 
-Array encoder_cpu(const Array& input_ids, const OptionalArray& token_type_ids, const OptionalArray& position_ids,
-                  const Array& cu_seqlens, int64_t encoder, const std::vector<int64_t>& versions, bool infers,
-                  const std::string& pooling, const std::optional<double>& normalize_eps) {
+std::vector<Array> encoder_cpu(const Array& input_ids, const OptionalArray& token_type_ids,
+                               const OptionalArray& position_ids, const Array& cu_seqlens, int64_t encoder,
+                               const std::vector<int64_t>& versions, bool infers, const std::string& pooling,
+                               const std::optional<double>& normalize_eps, bool pools) {
   std::shared_ptr<const Encoder> held;
   {
     const std::lock_guard<std::mutex> lock(mutex);
@@ -113,6 +119,7 @@ Array encoder_cpu(const Array& input_ids, const OptionalArray& token_type_ids, c
     held = found->second;
   }
   check_index(has_one_dtype(*held), "the encoder's tensors are of several dtypes or devices");
+  check(!pools || held->pooler.size() > 0, "encoder ", encoder, " has no pooler");
   check(input_ids.dim() == 1, "input_ids has shape ", input_ids.sizes(), ", expected (total_tokens,)");
   const Array ids = checked("input_ids", input_ids, input_ids.sizes(), ScalarType::Long);
   const Array offsets = checked_offsets(cu_seqlens, ids.size(0));
@@ -122,16 +129,28 @@ Array encoder_cpu(const Array& input_ids, const OptionalArray& token_type_ids, c
   if (position.defined()) {
     positions = position_ids.defined() ? position_ids : OptionalArray(positions_of(ids, offsets, held->first_position));
   }
-  const Array x =
-      embed_fwd_cpu(ids, positions, token_type_ids, tables[0], position, tables[2], tables[3], tables[4], held->eps);
-  const std::vector<Array> none;
-  const Array out =
-      run_layers(x, offsets,
-                 {held->weights, held->biases, held->weight_scales, held->input_scales, held->norms, held->activation,
-                  held->layers, held->specs, held->final_eps},
-                 {none, {}, {}}, {{}, {}, none}, versions, infers ? Comparison::kShare : comparison_of_call());
-  const Array pooled = pooling == "none" ? out : std::get<0>(pooling_fwd_cpu(out, offsets, pooling, false));
-  return normalize_eps.has_value() ? normalize_cpu(pooled, *normalize_eps) : pooled;
+  std::vector<Array> results;
+  with_team([&] {
+    const Array x =
+        embed_fwd_cpu(ids, positions, token_type_ids, tables[0], position, tables[2], tables[3], tables[4], held->eps);
+    const std::vector<Array> none;
+    const Array out =
+        run_layers(x, offsets,
+                   {held->weights, held->biases, held->weight_scales, held->input_scales, held->norms, held->activation,
+                    held->layers, held->specs, held->final_eps},
+                   {none, {}, {}}, {{}, {}, none}, versions, infers ? Comparison::kShare : comparison_of_call());
+    const auto pooled = [&](const std::string& mode) {
+      return std::get<0>(pooling_fwd_cpu(out, offsets, mode, false));
+    };
+    results.push_back(pooling == "none" ? out : pooled(pooling));
+    if (normalize_eps.has_value()) results.back() = normalize_cpu(results.back(), *normalize_eps);
+    if (pools) {
+      const List<OptionalArray>& pooler = held->pooler;
+      results.push_back(linear_cpu(pooled("cls"), {pooler[0]}, {pooler[1]}, {pooler[2]}, {pooler[3]}, "tanh",
+                                   out.scalar_type(), false)[0]);
+    }
+  });
+  return results;
 }
 
 }  // namespace fastbert

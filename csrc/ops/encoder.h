@@ -17,11 +17,14 @@ int64_t hold_encoder_cpu(const List<OptionalArray>& embeddings, double eps, int6
                          const List<Array>& weights, const List<Array>& biases, const List<Array>& weight_scales,
                          const List<Array>& input_scales, const List<Array>& norms, const std::string& activation,
                          const std::vector<int64_t>& layers, const std::vector<int64_t>& ints,
-                         const std::vector<double>& floats, const std::optional<double>& final_eps);
+                         const std::vector<double>& floats, const std::optional<double>& final_eps,
+                         const List<OptionalArray>& pooler);
 
-Array encoder_cpu(const Array& input_ids, const OptionalArray& token_type_ids, const OptionalArray& position_ids,
-                  const Array& cu_seqlens, int64_t encoder, const std::vector<int64_t>& versions, bool infers,
-                  const std::string& pooling, const std::optional<double>& normalize_eps);
+// What is asked for, and with `pools` what the pooler makes of each sequence's first token.
+std::vector<Array> encoder_cpu(const Array& input_ids, const OptionalArray& token_type_ids,
+                               const OptionalArray& position_ids, const Array& cu_seqlens, int64_t encoder,
+                               const std::vector<int64_t>& versions, bool infers, const std::string& pooling,
+                               const std::optional<double>& normalize_eps, bool pools);
 
 // Lets go of the tensors: of the encoder that nobody runs any more.
 void forget_encoder(int64_t encoder);

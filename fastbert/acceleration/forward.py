@@ -34,7 +34,7 @@ from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs
 from fastbert.models.tree import Calls, RunsBaseModel
 from fastbert.ops import transform_unsupported
 from fastbert.packed_inputs import ModelInputs
-from fastbert.packing import NOT_ONE_GRAPH, PADDED_LABELS, PackedBatch
+from fastbert.packing import NOT_ONE_GRAPH, PADDED_LABELS, PackedBatch, is_all_ones
 
 NOT_CALLED = "accelerated, not called yet"
 
@@ -93,7 +93,10 @@ class Forward(OnInstance, RunsBaseModel):
         given = {**self._from_head.__dict__.pop("given", {}), **given}
         try:
             config, tables = live(module, self.plan)
-            unsupported = transform_unsupported() or call_unsupported(module, self.plan, tables, given, options)
+            unsupported = transform_unsupported()
+            if unsupported is None and _is_mask_of_ones(given.get("attention_mask"), given.get("input_ids")):
+                given = {**given, "attention_mask": None}  # which all that follows looks at
+            unsupported = unsupported or call_unsupported(module, self.plan, tables, given, options)
             unsupported = unsupported or buffer_unsupported(module, config, given, self._seen_buffers)
             if unsupported is None and given.get("cu_seq_lens_q") is not None:
                 unsupported = flattened_unsupported(self.plan, given)
@@ -145,7 +148,9 @@ class Forward(OnInstance, RunsBaseModel):
             return call_sharded(layer, run, x) if sharded and is_sharded(layer) else run(x)
 
         wants_probs = bool(options["output_attentions"])
-        wanted = Wanted.of_all(len(look.config.layer_paths), bool(options["output_hidden_states"]), wants_probs)
+        pools = family.pooler is not None and module.pooler is not None
+        asks = bool(options["output_hidden_states"]), wants_probs, pools
+        wanted = Wanted.of_all(len(look.config.layer_paths), *asks)
         made = run_encoder(
             module, look.config, inputs, run_one_layer, None, wanted, sharded,
             calls_layers=any([checkpoints(get_leaf(module, path)) for path in look.config.layer_paths]),
@@ -155,10 +160,11 @@ class Forward(OnInstance, RunsBaseModel):
             last = last.clone()
         fields: dict[str, Any] = {"last_hidden_state": last}
         if family.pooler is not None:
-            first = None
-            if module.pooler is not None:  # of a row of several sequences, transformers pools the first
-                first = first_tokens(made.packed, batch)[: 1 if in_one_row else None]
-            fields["pooler_output"] = None if first is None else _pool(module, family, first, sharded)
+            pooled = made.pooled
+            if pools and pooled is None:
+                pooled = _pool(module, family, first_tokens(made.packed, batch), sharded)
+            # Of a row of several sequences, transformers pools the first.
+            fields["pooler_output"] = pooled if pooled is None else pooled[: 1 if in_one_row else None]
         fields |= unpacked_extras(made, batch)
         if in_one_row:
             fields = {name: value if name == "pooler_output" else _in_one_row(value) for name, value in fields.items()}
@@ -171,6 +177,11 @@ class Forward(OnInstance, RunsBaseModel):
 
         output = getattr(modeling_outputs, family.hf_class.output)(**fields)
         return output.to_tuple() if options["return_dict"] is False else output
+
+
+def _is_mask_of_ones(mask: Any, ids: Any) -> bool:
+    are_plain = type(mask) is torch.Tensor and type(ids) is torch.Tensor
+    return are_plain and mask.shape == ids.shape and is_all_ones(mask)
 
 
 def _prepare(

@@ -17,16 +17,17 @@ from fastbert.families.schema import Embeddings, Scopes
 from fastbert.layers.embeddings import is_lookup
 from fastbert.layers.fingerprint import ModuleFingerprint, TreeCache
 from fastbert.layers.fused import look_at_layers, watch_layers
-from fastbert.layers.leaves import get_leaf, is_called, norm_kind, norm_weights
+from fastbert.layers.leaves import get_leaf, is_called, is_linear, norm_kind, norm_weights, parent_of, weights_of
 
 _tree_cache = TreeCache("_fastbert_encoder")
 
 
 def try_fused_encoder(
     root: nn.Module, config: Any, running_config: Callable[[], Any], layer_type: type[nn.Module] | None, infers: bool
-) -> Callable[..., torch.Tensor] | str:
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]] | str:
     """The encoder at `root`, of `config` (an EncoderConfig), as one op for inference; or why it runs op by op. What is
-    called takes ids, types, positions, cu_seqlens, a mode of pooling, and whether to normalise (ops/encoder.py).
+    called takes ids, types, positions, cu_seqlens, a mode of pooling, whether to normalise, and whether the pooler's
+    output is wanted, too (ops/encoder.py).
 
     layer_type: of plain layers; None: the tree is not ours, and its owner has looked at its containers.
 
@@ -47,7 +48,9 @@ def try_fused_encoder(
                 return unsupported
             held = _look(root, running, layer_type)
             try:  # a reason is kept, too: of adapters in the layers, say, where each call asks several times
-                _tree_cache.put(root, (config,), _fingerprint(root, running, layer_type is not None), held)
+                pools = not isinstance(held, str) and bool(held.pooler)
+                fingerprint = _fingerprint(root, running, layer_type is not None, pools)
+                _tree_cache.put(root, (config,), fingerprint, held)
             except (KeyError, AttributeError):  # a leaf is not there any more, as what calls it will say
                 if not isinstance(held, str):
                     raise
@@ -96,7 +99,29 @@ def _look(root: nn.Module, config: Any, layer_type: type[nn.Module] | None) -> o
     if isinstance(layers, str):
         return layers
     embeddings = (tables["word"], tables["position"], tables["token_type"], weight, bias)
-    return ops.HeldEncoder(embeddings, eps, first, layers)
+    return ops.HeldEncoder(embeddings, eps, first, layers, _pooler(root, config, layer_type is not None))
+
+
+def _pooler(root: nn.Module, config: Any, called: bool) -> tuple[torch.Tensor | None, ...]:
+    """What the pooler's Linear holds; nothing where there is none, or it runs by itself behind the op."""
+    path = config.family.pooler
+    if path is None or root._modules.get(path.partition(".")[0]) is None:
+        return ()
+    if called and any([is_called(root, container) for container in _above(path)]):
+        return ()
+    leaf = get_leaf(root, path)
+    if not is_linear(leaf):
+        return ()
+    operands = weights_of(leaf)
+    dtype = get_leaf(root, config.embeddings.word).weight.dtype
+    fits = operands.weight.dtype in (dtype, torch.int8) and (operands.bias is None or operands.bias.dtype is dtype)
+    return tuple(operands) if fits else ()
+
+
+def _above(path: str) -> list[str]:
+    """The container of a leaf, if it is not the root."""
+    container = parent_of(path)
+    return [] if container is None else [container]
 
 
 def _containers(root: nn.Module, scopes: Scopes) -> list[str]:
@@ -105,13 +130,18 @@ def _containers(root: nn.Module, scopes: Scopes) -> list[str]:
     return list(dict.fromkeys(path for path in (scopes.embeddings, encoder, *scopes.groups) if path is not None))
 
 
-def _fingerprint(root: nn.Module, config: Any, called: bool) -> ModuleFingerprint:
-    """All by which `_look` goes. `called`: containers have hooks of their own."""
+def _fingerprint(root: nn.Module, config: Any, called: bool, pools: bool) -> ModuleFingerprint:
+    """All by which `_look` goes. `called`: containers have hooks of their own. `pools`: the pooler belongs to it; one
+    that does not may change as it likes, for it is looked at when it runs.
+    """
     names, specs = config.embeddings, config.layer_specs
     fingerprint = ModuleFingerprint(root)
     fingerprint.hold(root.__dict__, "training")
-    leaves = (names.word, names.position, names.token_type, names.norm)
-    containers = _containers(root, config.scopes) if called else ()
+    leaves: tuple[str | None, ...] = (names.word, names.position, names.token_type, names.norm)
+    containers = _containers(root, config.scopes) if called else []
+    if pools:
+        containers += _above(config.family.pooler) if called else []
+        leaves = (*leaves, config.family.pooler)
     for path in (*containers, *(path for path in leaves if path is not None)):
         fingerprint.watch_path(root, path)
         fingerprint.watch(get_leaf(root, path))

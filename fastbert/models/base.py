@@ -373,23 +373,22 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         option = self.config.option
         asks = option("output_attentions", output_attentions) or option("output_hidden_states", output_hidden_states)
         found = None if asks else run_grid_as_one_op(self, given, EncoderLayer)
-        packed, batch, extras = found or self.run(self.prepare(given), output_attentions, output_hidden_states)
-        last = batch.unpack(packed)
+        made, batch = found or self.run(self.prepare(given), output_attentions, output_hidden_states)
+        last, pools = batch.unpack(made.packed), self.has_pooler and made.pooled is None
         output = ModelOutput(
             last_hidden_state=last.clone() if is_sharded(self) else last,  # FSDP's hooks are lost with a view
-            pooler_output=self.pool(packed, batch) if self.has_pooler else None,
-            **extras,
+            pooler_output=self.pool(made.packed, batch) if pools else made.pooled,
+            **unpacked_extras(made, batch),
         )
         return output if option("return_dict", return_dict) else output.to_tuple()
 
     def run(self, inputs: EncoderInputs, output_attentions: bool | None, output_hidden_states: bool | None):
-        """Encode; (packed hidden states, batch, the unpacked extras that were asked for)."""
+        """Encode; (the EncoderOutput, with what was asked for, the batch)."""
         option = self.config.option
         asks = option("output_hidden_states", output_hidden_states), option("output_attentions", output_attentions)
-        wanted = Wanted.of_all(len(self.running_config.layer_paths), *asks)
         self.calls.ran_packed()
-        output, batch = self.encode(inputs, wanted), inputs.batch
-        return output.packed, batch, unpacked_extras(output, batch)
+        wanted = Wanted.of_all(len(self.running_config.layer_paths), *asks, self.has_pooler)
+        return self.encode(inputs, wanted), inputs.batch
 
 
 _own_forward = EncoderModel.forward

@@ -32,19 +32,20 @@ class Wanted(NamedTuple):
     hidden_states: what goes into each of these layers; the number of all layers: what comes out of the last one.
     probs: the attention probabilities of these. stops: no layer behind the last of these runs, nor of that one what
     lies behind its probabilities, if these are all; the last hidden state is then what the last layer that ran gave.
-    is_causal: no token sees those behind it.
+    is_causal: no token sees those behind it. pooler: what the pooler makes, too, where one op does all of it.
     """
 
     hidden_states: frozenset[int] = frozenset()
     probs: frozenset[int] = frozenset()
     stops: bool = False
     is_causal: bool = False
+    pooler: bool = False
 
     @classmethod
-    def of_all(cls, num_layers: int, hidden_states: bool, probs: bool) -> Wanted:
+    def of_all(cls, num_layers: int, hidden_states: bool, probs: bool, pooler: bool) -> Wanted:
         """As output_hidden_states and output_attentions have it."""
         states = frozenset(range(num_layers + 1 if hidden_states else 0))
-        return cls(states, frozenset(range(num_layers if probs else 0)))
+        return cls(states, frozenset(range(num_layers if probs else 0)), pooler=pooler)
 
     def layers_to_run(self, num_layers: int) -> int:
         return max(0, *self.hidden_states, *(i + 1 for i in self.probs)) if self.stops else num_layers
@@ -60,12 +61,14 @@ NOTHING_ELSE = Wanted()
 
 class EncoderOutput(NamedTuple):
     """The packed last hidden state (total_tokens, hidden_size); where they were asked for, packed hidden states and
-    probabilities (batch, heads, max_seqlen, max_seqlen), in the order of the layers.
+    probabilities (batch, heads, max_seqlen, max_seqlen), in the order of the layers. pooled: what the pooler made,
+    (batch, hidden_size), where that is there already.
     """
 
     packed: torch.Tensor
     hidden_states: tuple[torch.Tensor, ...] | None = None
     probs: tuple[torch.Tensor, ...] | None = None
+    pooled: torch.Tensor | None = None
 
 
 # Runs one layer: (layer, its spec, x, context, wants_probs) -> (x, probs or None).
@@ -88,10 +91,10 @@ def run_encoder(
     owner has looked at its containers, of which those that are `sharded` are called. `calls_layers`: each layer runs by
     itself, as activation checkpointing has it. Layers between those of which something is wanted may run as one op.
     """
-    if wanted == NOTHING_ELSE and not (sharded or calls_layers):
-        found = _as_one_op(root, config, inputs, layer_type)
+    if wanted[:-1] == NOTHING_ELSE[:-1] and not (sharded or calls_layers):
+        found = _as_one_op(root, config, inputs, layer_type, wanted.pooler)
         if found is not None:
-            return EncoderOutput(found)
+            return EncoderOutput(found[0], pooled=found[1])
     family, names = config.family, config.embeddings
     count = wanted.layers_to_run(len(config.layer_paths))
     paths, specs = config.layer_paths[:count], config.layer_specs[:count]
@@ -177,18 +180,22 @@ def run_encoder(
     return EncoderOutput(x, tuple(hidden_states) or None, tuple(probs) or None)
 
 
+# What a fused encoder gives: what was asked for, and what the pooler made of it, if that was.
+Pooled = tuple[torch.Tensor, torch.Tensor | None]
+
+
 def _as_one_op(
-    root: nn.Module, config: EncoderConfig, inputs: EncoderInputs, layer_type: type[nn.Module] | None
-) -> torch.Tensor | None:
+    root: nn.Module, config: EncoderConfig, inputs: EncoderInputs, layer_type: type[nn.Module] | None, pools: bool
+) -> Pooled | None:
     """The packed last hidden state, where one op does all of it."""
     ids = inputs.ids
     if ids.input_ids is None or not inputs.batch.total_tokens:
         return None
-    given = ids.input_ids, ids.token_type_ids, ids.position_ids, inputs.batch.cu_seqlens, "none", False
+    given = ids.input_ids, ids.token_type_ids, ids.position_ids, inputs.batch.cu_seqlens, "none", False, pools
     return _served(try_fused_encoder(root, config, lambda: config, layer_type, infers=False), *given)
 
 
-def _served(fused: Callable[..., torch.Tensor] | str, *given: Any) -> torch.Tensor | None:
+def _served(fused: Callable[..., Pooled] | str, *given: Any) -> Pooled | None:
     """What a fused encoder gives; None where there is none, or it does not serve this."""
     if isinstance(fused, str):
         return None
@@ -206,14 +213,16 @@ def run_as_one_op(
     has_more = "position_ids" in packed or "task_type_ids" in packed or batch.seqlen is not None
     if has_more or not batch.total_tokens or (types is not None and base.config.embeddings.token_type is None):
         return None
-    return _run_fused(base, layer_type, infers, packed["input_ids"], types, batch.cu_seqlens, pooling, normalizes)
+    given = packed["input_ids"], types, batch.cu_seqlens, pooling, normalizes, False
+    found = _run_fused(base, layer_type, infers, *given)
+    return None if found is None else found[0]
 
 
 def run_grid_as_one_op(
     base: Any, given: ModelInputs, layer_type: type[nn.Module]
-) -> tuple[torch.Tensor, PackedBatch, dict[str, Any]] | None:
-    """What EncoderModel.run gives, where one op does all of it for padded ids that have no padding, as one text has
-    none; else None. Nothing of `given` need have been checked.
+) -> tuple[EncoderOutput, PackedBatch] | None:
+    """A batch and what its encoder gives, pooler included, where one op does all of it for padded ids that have no
+    padding, as one text has none; else None. Nothing of `given` need have been checked.
     """
     ids, mask, types = given.input_ids, given.attention_mask, given.token_type_ids
     others = (given.position_ids, given.inputs_embeds, given.cu_seqlens, given.batch, given.task_type_ids)
@@ -228,15 +237,15 @@ def run_grid_as_one_op(
             return None
         types = types.flatten()
     batch = PackedBatch.from_mask(None, ids.shape[0], ids.shape[1], ids.device)
-    found = _run_fused(base, layer_type, False, ids.flatten(), types, batch.cu_seqlens, "none", False)
-    return None if found is None else (found, batch, {})
+    found = _run_fused(base, layer_type, False, ids.flatten(), types, batch.cu_seqlens, "none", False, base.has_pooler)
+    return None if found is None else (EncoderOutput(found[0], pooled=found[1]), batch)
 
 
 def _is_grid(t: Any) -> bool:
     return isinstance(t, torch.Tensor) and t.is_cpu and t.dtype is torch.int64 and t.dim() == 2
 
 
-def _run_fused(base: Any, layer_type: type[nn.Module], infers: bool, *given: Any) -> torch.Tensor | None:
+def _run_fused(base: Any, layer_type: type[nn.Module], infers: bool, *given: Any) -> Pooled | None:
     ids, types, *others = given
     fused = try_fused_encoder(base, base.config, lambda: base.running_config, layer_type, infers)
     found = _served(fused, ids, types, None, *others)
@@ -272,7 +281,7 @@ def first_tokens(packed: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
 def run_pooler(root: nn.Module, family: Family, first: torch.Tensor) -> torch.Tensor:
     """tanh(dense(first token)) (Devlin et al. 2018, appendix A.2): (batch, hidden_size)."""
     assert family.pooler is not None
-    return torch.tanh(linear(get_leaf(root, family.pooler), first))
+    return linear(get_leaf(root, family.pooler), first, "tanh")
 
 
 def unpacked_extras(output: EncoderOutput, batch: PackedBatch) -> dict[str, tuple[torch.Tensor, ...]]:

@@ -14,6 +14,7 @@ from fastbert.config import EncoderConfig
 from fastbert.errors import InputError
 from fastbert.layers.leaves import get_leaf, is_linear, weights_of
 from fastbert.models.base import EncoderModel, PreTrainedModel, must_be_called
+from fastbert.models.encode import unpacked_extras
 from fastbert.models.hf.recording import record, records_hf
 from fastbert.models.inputs import EncoderInputs
 from fastbert.models.outputs import ModelOutput
@@ -28,7 +29,7 @@ class Encoded:
     base: EncoderModel
     packed: torch.Tensor
     batch: PackedBatch
-    pooler_output: torch.Tensor | None = None  # where the base model was called: it has hooks, or a forward of its own
+    pooler_output: torch.Tensor | None = None  # where it is there already
 
     def pooled(self) -> torch.Tensor:
         """(batch, hidden_size)."""
@@ -162,8 +163,8 @@ class HeadModel(PreTrainedModel):
         """Run the base model on what its `prepare` made of `given`; also the extras asked for, unpacked."""
         base = self.base_model
         if not must_be_called(base):
-            packed, batch, extras = base.run(inputs, output_attentions, output_hidden_states)
-            return Encoded(base, packed, batch), extras
+            made, batch = base.run(inputs, output_attentions, output_hidden_states)
+            return Encoded(base, made.packed, batch, made.pooled), unpacked_extras(made, batch)
         padded, layout = given[:5], zip(given._fields[5:], given[5:], strict=True)
         named = {name: value for name, value in layout if value is not None}  # a forward may take fewer
         output = base(*padded, output_attentions, output_hidden_states, **named)

@@ -8,6 +8,9 @@ EncoderOperands. What it answers is called with
     cu_seqlens: int32 (batch + 1,)
     pooling: "mean" or "cls", as of `pooling`; "none" is the last hidden state, (total_tokens, hidden_size)
     normalizes: whether `normalize` comes behind it
+    pools: whether what the model's pooler makes of each text's first token is wanted, too
+
+and gives the result, and the pooler's (batch, hidden_size), or None where that was not wanted or is not for this op.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ class HeldEncoder:
         first_position: of a text's first token, where padding's id is that less 1, and has this position itself; None:
             0, and no id is special. Without a position table nobody counts.
         layers: the layers.
+        pooler: weight, bias, weight_scale and input_scale, as of `linear`, of the Linear before a pooler's tanh.
     """
 
     def __init__(
@@ -44,10 +48,12 @@ class HeldEncoder:
         eps: float,
         first_position: int | None,
         layers: LayerOperands,
+        pooler: Sequence[torch.Tensor | None] = (),
     ):
         _, *of_layers, self.unsupported = layers
         self.tensors = [t for t in (*embeddings, *layers.weights, *layers.biases, *layers.norms) if t is not None]
         self.weights, self.layers = layers.weights, layers.layers
+        self.pooler = [t for t in pooler[:2] if t is not None]  # what may want a gradient
         self.number = 0  # of none, until somebody runs it
         self._to_hold = (
             list(embeddings),
@@ -55,6 +61,7 @@ class HeldEncoder:
             -1 if first_position is None else first_position,
             for_kernels(layers.weights),
             *of_layers,
+            [*for_kernels(pooler[:1]), *pooler[1:]],
         )
 
     def hold(self) -> int:
@@ -91,13 +98,13 @@ _HOLD = define(
     "hold_encoder_cpu",
     "(Tensor?[] embeddings, float eps, int first_position, Tensor[] weights, Tensor[] biases, Tensor[] weight_scales,"
     " Tensor[] input_scales, Tensor[] norms, str activation, int[] layers, int[] ints, float[] floats,"
-    " float? final_eps) -> int",
+    " float? final_eps, Tensor?[] pooler) -> int",
     None,
 )
 _RUN = define(
     "encoder_cpu",
     "(Tensor input_ids, Tensor? token_type_ids, Tensor? position_ids, Tensor cu_seqlens, int encoder,"
-    " int[] versions, bool infers, str pooling, float? normalize_eps) -> Tensor",
+    " int[] versions, bool infers, str pooling, float? normalize_eps, bool pools) -> Tensor[]",
     None,
 )
 
@@ -125,15 +132,18 @@ def _run(
     cu_seqlens: torch.Tensor,
     pooling: str,
     normalizes: bool,
-) -> torch.Tensor:
+    pools: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Raises IndexError where it cannot serve these ids, or tensors whose dtypes are not one any more: the ops that it
     stands for say what is wrong, or serve.
     """
     held = operands.held
-    return _RUN(
+    pools = pools and bool(held.pooler) and (operands.infers or not needs_grad(*held.pooler))
+    result, *pooled = _RUN(
         input_ids, token_type_ids, position_ids, cu_seqlens, held.hold(), versions_of(held.weights), operands.infers,
-        pooling, EPS if normalizes else None,
+        pooling, EPS if normalizes else None, pools,
     )  # fmt: skip
+    return result, pooled[0] if pooled else None
 
 
 register_fused("encoder", Backend.CPU, _supports, _accepts, _run)
