@@ -26,10 +26,19 @@ from fastbert.acceleration.unsupported import (
 )
 from fastbert.config import EncoderConfig
 from fastbert.errors import ConfigError, InputError
+from fastbert.families.schema import Family
 from fastbert.layers.encoder import run_layer
 from fastbert.layers.leaves import get_leaf, parent_of
 from fastbert.layers.sharded import call_sharded, is_sharded
-from fastbert.models.encode import Wanted, first_tokens, run_encoder, run_pooler, unpacked_extras
+from fastbert.models.encode import (
+    EncoderOutput,
+    Wanted,
+    first_tokens,
+    run_encoder,
+    run_grid_as_one_op,
+    run_pooler,
+    unpacked_extras,
+)
 from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs
 from fastbert.models.tree import Calls, RunsBaseModel
 from fastbert.ops import transform_unsupported
@@ -115,12 +124,26 @@ class Forward(OnInstance, RunsBaseModel):
         if config.embeddings.task_type is None:
             tensors["task_type_ids"] = None
         row = flattened(module.config, given, options)
+        if row is None and labels is None and not module.training:
+            done = self._as_one_op(module, found, tensors, options)
+            if done is not None:
+                self.calls.ran_packed()
+                return found, None, done, options, older, False
         inputs = _prepare(config, tables, tensors, row, labels)
         if labels is not None and (inputs.batch.bounds or {}).get(PADDED_LABELS, (0, 0))[1]:
             self.leave("labels other than -100 at padding: transformers' loss goes over hidden states there")
             return None
         self.calls.ran_packed()
-        return found, inputs, options, older, row is not None
+        return found, inputs, None, options, older, row is not None
+
+    def _as_one_op(
+        self, module: Any, look: Look, tensors: dict, options: dict
+    ) -> tuple[EncoderOutput, PackedBatch] | None:
+        """All that the call asks for, where one op does it."""
+        if look.sharded or options["output_hidden_states"] or options["output_attentions"]:
+            return None
+        given, config = ModelInputs(**tensors), look.config
+        return run_grid_as_one_op(module, config, lambda: config, given, None, _has_pooler(module, self.plan.family))
 
     def leave(self, reason: str) -> None:
         """Note that a call runs in transformers' own forward, and say why, once for each reason."""
@@ -132,9 +155,8 @@ class Forward(OnInstance, RunsBaseModel):
             self.said.add(reason)
             warnings.warn(f"fastbert: {self.plan.label} runs transformers' own forward: {reason}", stacklevel=5)
 
-    def run(self, module: Any, look: Look, inputs: EncoderInputs, options: dict, older: bool, in_one_row: bool) -> Any:
-        """Encode, pool and unpack; transformers' own output, down to its habits."""
-        family, batch, sharded = self.plan.family, inputs.batch, look.sharded
+    def encode(self, module: Any, look: Look, inputs: EncoderInputs, options: dict) -> EncoderOutput:
+        sharded = look.sharded
 
         def checkpoints(layer):  # what gradient_checkpointing_enable() sets on transformers' layers
             return layer.training and layer.__dict__.get("gradient_checkpointing")
@@ -148,21 +170,37 @@ class Forward(OnInstance, RunsBaseModel):
             return call_sharded(layer, run, x) if sharded and is_sharded(layer) else run(x)
 
         wants_probs = bool(options["output_attentions"])
-        pools = family.pooler is not None and module.pooler is not None
-        asks = bool(options["output_hidden_states"]), wants_probs, pools
+        asks = bool(options["output_hidden_states"]), wants_probs, _has_pooler(module, self.plan.family)
         wanted = Wanted.of_all(len(look.config.layer_paths), *asks)
-        made = run_encoder(
+        return run_encoder(
             module, look.config, inputs, run_one_layer, None, wanted, sharded,
             calls_layers=any([checkpoints(get_leaf(module, path)) for path in look.config.layer_paths]),
         )  # fmt: skip
+
+    def run(
+        self,
+        module: Any,
+        look: Look,
+        inputs: EncoderInputs | None,
+        done: tuple[EncoderOutput, PackedBatch] | None,
+        options: dict,
+        older: bool,
+        in_one_row: bool,
+    ) -> Any:
+        """Encode `inputs`, where that is not `done`, pool and unpack; transformers' own output, down to its habits."""
+        family = self.plan.family
+        if done is None:
+            assert inputs is not None
+            done = self.encode(module, look, inputs, options), inputs.batch
+        made, batch = done
         last = batch.unpack(made.packed)
         if is_sharded(module):  # FSDP2 hangs what it does before backward on the tensor, and a view may lose it
             last = last.clone()
         fields: dict[str, Any] = {"last_hidden_state": last}
         if family.pooler is not None:
             pooled = made.pooled
-            if pools and pooled is None:
-                pooled = _pool(module, family, first_tokens(made.packed, batch), sharded)
+            if pooled is None and _has_pooler(module, family):
+                pooled = _pool(module, family, first_tokens(made.packed, batch), look.sharded)
             # Of a row of several sequences, transformers pools the first.
             fields["pooler_output"] = pooled if pooled is None else pooled[: 1 if in_one_row else None]
         fields |= unpacked_extras(made, batch)
@@ -171,12 +209,16 @@ class Forward(OnInstance, RunsBaseModel):
 
         if older and not options["return_dict"]:
             return tuple(fields.values())  # which keeps the place of a pooled output that there is not
-        if wants_probs and not older and "cross_attentions" in module._can_record_outputs:
+        if options["output_attentions"] and not older and "cross_attentions" in module._can_record_outputs:
             fields["cross_attentions"] = ()  # transformers' recorder has found none
         from transformers import modeling_outputs
 
         output = getattr(modeling_outputs, family.hf_class.output)(**fields)
         return output.to_tuple() if options["return_dict"] is False else output
+
+
+def _has_pooler(module: Any, family: Family) -> bool:
+    return family.pooler is not None and module.pooler is not None
 
 
 def _is_mask_of_ones(mask: Any, ids: Any) -> bool:

@@ -372,8 +372,10 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             return recorded if self.config.option("return_dict", return_dict) else recorded.to_tuple()
         option = self.config.option
         asks = option("output_attentions", output_attentions) or option("output_hidden_states", output_hidden_states)
-        found = None if asks else run_grid_as_one_op(self, given, EncoderLayer)
+        encoder = self, self.config, lambda: self.running_config
+        found = None if asks else run_grid_as_one_op(*encoder, given, EncoderLayer, self.has_pooler)
         made, batch = found or self.run(self.prepare(given), output_attentions, output_hidden_states)
+        self.calls.ran_packed()
         last, pools = batch.unpack(made.packed), self.has_pooler and made.pooled is None
         output = ModelOutput(
             last_hidden_state=last.clone() if is_sharded(self) else last,  # FSDP's hooks are lost with a view
@@ -386,7 +388,6 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
         """Encode; (the EncoderOutput, with what was asked for, the batch)."""
         option = self.config.option
         asks = option("output_hidden_states", output_hidden_states), option("output_attentions", output_attentions)
-        self.calls.ran_packed()
         wanted = Wanted.of_all(len(self.running_config.layer_paths), *asks, self.has_pooler)
         return self.encode(inputs, wanted), inputs.batch
 

@@ -213,16 +213,25 @@ def run_as_one_op(
     has_more = "position_ids" in packed or "task_type_ids" in packed or batch.seqlen is not None
     if has_more or not batch.total_tokens or (types is not None and base.config.embeddings.token_type is None):
         return None
-    given = packed["input_ids"], types, batch.cu_seqlens, pooling, normalizes, False
-    found = _run_fused(base, layer_type, infers, *given)
-    return None if found is None else found[0]
+    fused = try_fused_encoder(base, base.config, lambda: base.running_config, layer_type, infers)
+    found = _served(fused, packed["input_ids"], types, None, batch.cu_seqlens, pooling, normalizes, False)
+    if found is None:
+        return None
+    base.calls.ran_packed()
+    return found[0]
 
 
 def run_grid_as_one_op(
-    base: Any, given: ModelInputs, layer_type: type[nn.Module]
+    root: nn.Module,
+    config: EncoderConfig,
+    running_config: Callable[[], EncoderConfig],
+    given: ModelInputs,
+    layer_type: type[nn.Module] | None,
+    pools: bool,
 ) -> tuple[EncoderOutput, PackedBatch] | None:
-    """A batch and what its encoder gives, pooler included, where one op does all of it for padded ids that have no
-    padding, as one text has none; else None. Nothing of `given` need have been checked.
+    """What the encoder at `root` gives, with `pools` its pooler, too, and the batch, where one op does all of it for
+    padded ids that have no padding, as one text has none; else None. Nothing of `given` need have been checked. The
+    others are as of try_fused_encoder.
     """
     ids, mask, types = given.input_ids, given.attention_mask, given.token_type_ids
     others = (given.position_ids, given.inputs_embeds, given.cu_seqlens, given.batch, given.task_type_ids)
@@ -233,25 +242,17 @@ def run_grid_as_one_op(
     if mask is not None and not (_is_grid(mask) and mask.shape == ids.shape and is_all_ones(mask)):
         return None
     if types is not None:
-        if not _is_grid(types) or types.shape != ids.shape or base.config.embeddings.token_type is None:
+        if not _is_grid(types) or types.shape != ids.shape or config.embeddings.token_type is None:
             return None
         types = types.flatten()
     batch = PackedBatch.from_mask(None, ids.shape[0], ids.shape[1], ids.device)
-    found = _run_fused(base, layer_type, False, ids.flatten(), types, batch.cu_seqlens, "none", False, base.has_pooler)
+    fused = try_fused_encoder(root, config, running_config, layer_type, infers=False)
+    found = _served(fused, ids.flatten(), types, None, batch.cu_seqlens, "none", False, pools)
     return None if found is None else (EncoderOutput(found[0], pooled=found[1]), batch)
 
 
 def _is_grid(t: Any) -> bool:
     return isinstance(t, torch.Tensor) and t.is_cpu and t.dtype is torch.int64 and t.dim() == 2
-
-
-def _run_fused(base: Any, layer_type: type[nn.Module], infers: bool, *given: Any) -> Pooled | None:
-    ids, types, *others = given
-    fused = try_fused_encoder(base, base.config, lambda: base.running_config, layer_type, infers)
-    found = _served(fused, ids, types, None, *others)
-    if found is not None:
-        base.calls.ran_packed()
-    return found
 
 
 def _is_watched(layer: nn.Module, spec: LayerSpec) -> bool:

@@ -164,6 +164,7 @@ class HeadModel(PreTrainedModel):
         base = self.base_model
         if not must_be_called(base):
             made, batch = base.run(inputs, output_attentions, output_hidden_states)
+            base.calls.ran_packed()
             return Encoded(base, made.packed, batch, made.pooled), unpacked_extras(made, batch)
         padded, layout = given[:5], zip(given._fields[5:], given[5:], strict=True)
         named = {name: value for name, value in layout if value is not None}  # a forward may take fewer
