@@ -86,8 +86,10 @@ void feed_forward_rows(const Array& x_, const FeedForwardOperand& operand, const
 
   // A thread takes a block of rows through both products, so that the wide activations between them stay in its cache.
   // With too few rows for that, the threads share each product instead.
-  const int64_t threads = num_threads(), blocks = num_blocks(rows, kRowBlock, threads);
-  if (blocks < kTasks * threads) {
+  const int64_t threads = num_threads();
+  const bool share_rows = shares_rows(rows, threads, down.target.weight);
+  const int64_t blocks = num_blocks(rows, threads, share_rows);
+  if (!share_rows && blocks < kTasks * threads) {
     const Array inner = workspace({rows, width}, dtype);
     const UpTarget up(ups, operand, inner, pre, 0);
     down.write_to(out, Array(), Activation::kNone);

@@ -35,8 +35,14 @@ constexpr int64_t kTasks = 2, kFewRows = 32;
 // Rows from which on a product does not keep its packed weight.
 constexpr int64_t kManyRows = 2048;
 
-// Blocks of nearly equal size, at most `most` rows each; as many for every thread.
-int64_t num_blocks(int64_t rows, int64_t most, int64_t threads);
+// Whether each thread takes rows of its own through all of a weight. What it makes is then what it reads next, and
+// where threads have no cache in common hardly anything moves between them. It takes rows enough for the arithmetic to
+// last as long as the weight's way from memory, which every thread has to wait for; elsewhere threads share the weight.
+bool shares_rows(int64_t rows, int64_t threads, const PackedWeight& weight);
+
+// Blocks of rows of nearly equal size, at most kRowBlock each; as many for every thread. One for each where they
+// `share_rows`.
+int64_t num_blocks(int64_t rows, int64_t threads, bool share_rows);
 
 // The first row of a block. No block grows beyond what it had before the rounding, up to a multiple of row_group().
 int64_t first_row(int64_t block, int64_t blocks, int64_t rows);
