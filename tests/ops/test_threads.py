@@ -9,11 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import warm
+from torch import nn
 
 import fastbert
+from fastbert import ops
 from fastbert.layers import fused
 from fastbert.layers.context import LayerContext
 from fastbert.layers.encoder import EncoderLayer
+from fastbert.layers.leaves import weights_of
+from fastbert.layers.quantized import QuantizedLinear
 from fastbert.native.availability import extension_error
 from fastbert.packing import PackedBatch
 
@@ -59,6 +63,47 @@ def test_bits_are_the_same_for_any_number_of_threads_and_on_one_core():
     assert [line.split()[0] for line in expected.splitlines()] == ["float32", "bfloat16", "int8"]
     assert run(3) == expected, "three threads"  # test_contract.py has 2 and 3 threads in one process
     assert run(2, min(os.sched_getaffinity(0))) == expected, "on one core"
+
+
+# On both sides of what makes threads share a product's rows instead of its columns: 8 rows for each thread in int8, 32
+# in floats, and 192 that a thread takes at most.
+@pytest.mark.parametrize("rows", (15, 16, 24, 63, 64, 65, 96, 385, 640))
+@pytest.mark.parametrize("kind", ("float32", "bfloat16", "int8"))
+def test_who_takes_which_rows_changes_no_bit(kind, rows):
+    torch.manual_seed(0)
+    leaves = [nn.Linear(72, 200), nn.Linear(72, 200), nn.Linear(200, 72)]
+    x = torch.randn(rows, 72).to(torch.float32 if kind == "float32" else torch.bfloat16)
+    leaves = [leaf.to(x.dtype) for leaf in leaves]
+    gate, up, down = map(
+        weights_of, [QuantizedLinear.from_linear(leaf).eval() for leaf in leaves] if kind == "int8" else leaves
+    )
+    scales = [gate.weight_scale, up.weight_scale, down.weight_scale]
+
+    def run() -> list[torch.Tensor]:
+        made = ops.linears(
+            x, [up.weight, gate.weight], [up.bias, gate.bias], weight_scales=scales[:2], activation="gelu"
+        )
+        plain = ops.feed_forward(x, up.weight, up.bias, down.weight, weight_scales=scales[1:])
+        gated = {"gate_weight": gate.weight, "gate_bias": gate.bias, "activation": "silu", "gated": True}
+        made += [plain, ops.feed_forward(x, up.weight, up.bias, down.weight, **gated, weight_scales=scales)]
+        if kind != "int8":
+            leaf = x.clone().requires_grad_()
+            torch.manual_seed(1)
+            trained = ops.feed_forward(leaf, up.weight, up.bias, down.weight, **gated, dropout_p=0.1)
+            made += [trained, *torch.autograd.grad(trained.float().square().sum(), (leaf, up.weight, down.weight))]
+        return made
+
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(run())
+            found.append(run())  # by packed copies
+    finally:
+        torch.set_num_threads(before)
+    for others in found[1:]:
+        assert all(map(torch.equal, others, found[0]))
 
 
 @pytest.fixture(params=(1, 2), ids=("one each", "a team each"))
