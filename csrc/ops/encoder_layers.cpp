@@ -2,6 +2,7 @@
 
 #include "attention.h"
 #include "layer_spec.h"
+#include "packed_only.h"
 #include "team.h"
 #include "tensors.h"
 #include "workspace.h"
@@ -101,10 +102,20 @@ Array run_in_turn(const Array& x, const Array& cu_seqlens, const LayerStack& sta
   return out;
 }
 
+// What a weight takes as products in `dtype` read it.
+int64_t packed_bytes_of(const Array& weight, ScalarType dtype) {
+  const std::optional<PackedOnly> only = packed_only(weight);
+  const bool is_int8 = only.has_value() ? only->format == DType::kInt8 : weight.scalar_type() == ScalarType::Char;
+  return weight.numel() * (is_int8 ? 1 : element_size(format_for(dtype)));
+}
+
 }  // namespace
 
 Array run_layers(const Array& x, const Array& cu_seqlens, const LayerStack& stack, const AttentionTables& tables,
                  const RelativeLists& relative, const std::vector<int64_t>& versions, Comparison comparison) {
+  int64_t bytes = 0;
+  for (size_t i = 0; i < stack.weights.size(); ++i) bytes += packed_bytes_of(stack.weights[i], x.scalar_type());
+  const StackBytes of_stack(bytes);
   Array out;
   with_team([&] { out = run_in_turn(x, cu_seqlens, stack, tables, relative, versions, comparison); });
   return out;

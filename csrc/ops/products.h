@@ -40,6 +40,19 @@ constexpr int64_t kManyRows = 2048;
 // last as long as the weight's way from memory, which every thread has to wait for; elsewhere threads share the weight.
 bool shares_rows(int64_t rows, int64_t threads, const PackedWeight& weight);
 
+// For as long as it lives, products of this thread are of layers whose weights take so many bytes, packed: few enough
+// stay in a cache, and a thread has not to wait for them.
+class StackBytes {
+ public:
+  explicit StackBytes(int64_t bytes);
+  StackBytes(const StackBytes&) = delete;
+  StackBytes& operator=(const StackBytes&) = delete;
+  ~StackBytes();
+
+ private:
+  int64_t before_;
+};
+
 // Blocks of rows of nearly equal size, at most kRowBlock each; as many for every thread. One for each where they
 // `share_rows`.
 int64_t num_blocks(int64_t rows, int64_t threads, bool share_rows);

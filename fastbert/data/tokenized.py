@@ -136,8 +136,8 @@ def run_batches(
 
     A batch has at most `batch_tokens` tokens (None: as many as `device` is fastest with) and `batch_size` sequences, or
     one sequence. `share`: only the sequences of so many inputs that follow each other share batches. With CHUNK_INPUTS
-    an evaluation of a file has the batches of `fastbert predict`, and the same bits: in float32 the last ones of a
-    product depend on how many rows it has. `on_batch(sequences)` is called after each batch.
+    an evaluation of a file has the batches of `fastbert predict`, and the same bits: with torch's products, and GPUs',
+    the last ones depend on how many rows there are. `on_batch(sequences)` is called after each batch.
     """
     budget = batch_tokens or batch_tokens_of(device)
     inputs = int(made.source[-1]) + 1 if len(made) else 0
