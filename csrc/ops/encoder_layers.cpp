@@ -2,7 +2,6 @@
 
 #include "attention.h"
 #include "layer_spec.h"
-#include "packed_only.h"
 #include "team.h"
 #include "tensors.h"
 #include "workspace.h"
@@ -102,20 +101,24 @@ Array run_in_turn(const Array& x, const Array& cu_seqlens, const LayerStack& sta
   return out;
 }
 
-// What a weight takes as products in `dtype` read it.
-int64_t packed_bytes_of(const Array& weight, ScalarType dtype) {
-  const std::optional<PackedOnly> only = packed_only(weight);
-  const bool is_int8 = only.has_value() ? only->format == DType::kInt8 : weight.scalar_type() == ScalarType::Char;
-  return weight.numel() * (is_int8 ? 1 : element_size(format_for(dtype)));
+// What the weights take as products in `dtype` read them. Of those that are packed only, int8 or not: as int8 if any
+// is.
+int64_t packed_bytes_of(const LayerStack& stack, ScalarType dtype) {
+  const int64_t size = element_size(format_for(dtype)), packed_size = stack.weight_scales.size() > 0 ? 1 : size;
+  int64_t bytes = 0;
+  for (size_t i = 0; i < stack.weights.size(); ++i) {
+    const Array weight = stack.weights[i];
+    const ScalarType type = weight.scalar_type();
+    bytes += weight.numel() * (type == ScalarType::Char ? 1 : type == ScalarType::Byte ? packed_size : size);
+  }
+  return bytes;
 }
 
 }  // namespace
 
 Array run_layers(const Array& x, const Array& cu_seqlens, const LayerStack& stack, const AttentionTables& tables,
                  const RelativeLists& relative, const std::vector<int64_t>& versions, Comparison comparison) {
-  int64_t bytes = 0;
-  for (size_t i = 0; i < stack.weights.size(); ++i) bytes += packed_bytes_of(stack.weights[i], x.scalar_type());
-  const StackBytes of_stack(bytes);
+  const StackBytes of_stack(packed_bytes_of(stack, x.scalar_type()));
   Array out;
   with_team([&] { out = run_in_turn(x, cu_seqlens, stack, tables, relative, versions, comparison); });
   return out;
