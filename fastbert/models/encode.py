@@ -91,7 +91,7 @@ def run_encoder(
     owner has looked at its containers, of which those that are `sharded` are called. `calls_layers`: each layer runs by
     itself, as activation checkpointing has it. Layers between those of which something is wanted may run as one op.
     """
-    if wanted[:-1] == NOTHING_ELSE[:-1] and not (sharded or calls_layers):
+    if wanted._replace(pooler=False) == NOTHING_ELSE and not (sharded or calls_layers):
         found = _as_one_op(root, config, inputs, layer_type, wanted.pooler)
         if found is not None:
             return EncoderOutput(found[0], pooled=found[1])
