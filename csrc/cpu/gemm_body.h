@@ -206,14 +206,14 @@ Channels channels_of(const GemmTarget& target, int64_t begin, int64_t end, std::
 
 // A gated target: panel by panel the gate's, whose results stay in the cache, and its own.
 void run_pairs(const GemmArgs& args, const Work& gate, const Work& up, int64_t row_begin, int64_t row_end,
-               int64_t begin, int64_t end, Scratch& sums) {
+               int64_t begin, int64_t end, const char* next, Scratch& sums) {
   const auto panel = [](const PackedWeight& weight, int64_t p) {
     return weight.packed == nullptr ? nullptr : weight.packed + p * panel_bytes(weight.format, weight.in_features);
   };
   for (int64_t p = begin; p < end; ++p) {
     run_panels(args, gate, row_begin, row_end, p, p + 1, panel(up.target.weight, p), sums);
-    const char* next = p + 1 < end ? panel(gate.target.weight, p + 1) : nullptr;
-    run_panels(args, up, row_begin, row_end, p, p + 1, next, sums);
+    const char* behind = p + 1 < end ? panel(gate.target.weight, p + 1) : next;
+    run_panels(args, up, row_begin, row_end, p, p + 1, behind, sums);
   }
 }
 
@@ -233,6 +233,7 @@ void gemm(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t pane
     const int64_t begin = std::max<int64_t>(panel_begin - first, 0), end = std::min(panel_end - first, panels);
     first += panels;
     if (begin >= end) continue;
+    const char* next = first >= panel_end ? args.next : nullptr;
     if (last == nullptr || !takes_same_rows(*last, weight)) {
       x = prepared.prepare(args.x, row_begin, rows, weight);
       last = &weight;
@@ -245,7 +246,7 @@ void gemm(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t pane
     }
     Work work{target, x, addends.data(), channels_of(target, begin, end, channels), Pair::kNone, nullptr};
     if (target.gate == nullptr) {
-      run_panels(args, work, row_begin, row_end, begin, end, nullptr, sums);
+      run_panels(args, work, row_begin, row_end, begin, end, next, sums);
       continue;
     }
     work.pair = Pair::kUp;
@@ -254,7 +255,7 @@ void gemm(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t pane
     if (!takes_same_rows(weight, gate.target.weight)) {
       gate.x = prepared_gate.prepare(args.x, row_begin, rows, gate.target.weight);
     }
-    run_pairs(args, gate, work, row_begin, row_end, begin, end, sums);
+    run_pairs(args, gate, work, row_begin, row_end, begin, end, next, sums);
   }
 }
 

@@ -118,7 +118,7 @@ int64_t packed_bytes_of(const LayerStack& stack, ScalarType dtype) {
 
 Array run_layers(const Array& x, const Array& cu_seqlens, const LayerStack& stack, const AttentionTables& tables,
                  const RelativeLists& relative, const std::vector<int64_t>& versions, Comparison comparison) {
-  const StackBytes of_stack(packed_bytes_of(stack, x.scalar_type()));
+  const StackProducts products(packed_bytes_of(stack, x.scalar_type()));
   Array out;
   with_team([&] { out = run_in_turn(x, cu_seqlens, stack, tables, relative, versions, comparison); });
   return out;

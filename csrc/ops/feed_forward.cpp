@@ -98,6 +98,8 @@ void feed_forward_rows(const Array& x_, const FeedForwardOperand& operand, const
     return;
   }
   const Array inner = workspace({threads, kRowBlock, width}, dtype);
+  const UpTarget first_up(ups, operand, inner, pre, 0);
+  const char* const next = next_panels(gemm_args(x, dtype, &first_up.target, 1), 1, blocks)[0];
   run_tasks(blocks, [&](int64_t block) {
     const Array buffer = inner.select(0, thread_index());
     const int64_t row = first_row(block, blocks, rows), count = first_row(block + 1, blocks, rows) - row;
@@ -105,8 +107,12 @@ void feed_forward_rows(const Array& x_, const FeedForwardOperand& operand, const
     const UpTarget up(ups, operand, buffer, pre.defined() ? pre.narrow(0, row, count) : pre, row);
     Operand second = down;
     second.write_to(out.narrow(0, row, count), Array(), Activation::kNone);
-    gemm(gemm_args(x.narrow(0, row, count), dtype, &up.target, 1), 0, count, 0, num_panels(width));
-    gemm(gemm_args(buffer, out_dtype, &second.target, 1), 0, count, 0, num_panels(out.size(1)));
+    GemmArgs to_inner = gemm_args(x.narrow(0, row, count), dtype, &up.target, 1);
+    GemmArgs to_out = gemm_args(buffer, out_dtype, &second.target, 1);
+    to_inner.next = second.target.weight.packed;
+    to_out.next = next;
+    gemm(to_inner, 0, count, 0, num_panels(width));
+    gemm(to_out, 0, count, 0, num_panels(out.size(1)));
     if (done) done(row, row + count);
   });
 }

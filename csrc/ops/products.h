@@ -40,18 +40,25 @@ constexpr int64_t kManyRows = 2048;
 // last as long as the weight's way from memory, which every thread has to wait for; elsewhere threads share the weight.
 bool shares_rows(int64_t rows, int64_t threads, const PackedWeight& weight);
 
-// For as long as it lives, products of this thread are of layers whose weights take so many bytes, packed: few enough
-// stay in a cache, and a thread has not to wait for them.
-class StackBytes {
+// For as long as it lives, products of this thread are those of a stack of layers, whose weights take `bytes`, packed:
+// few enough stay in a cache, and a thread has not to wait for them. One follows the other as they did the last time:
+// where a thread comes to the end of its panels it fetches the first of those that it had then in the next product.
+class StackProducts {
  public:
-  explicit StackBytes(int64_t bytes);
-  StackBytes(const StackBytes&) = delete;
-  StackBytes& operator=(const StackBytes&) = delete;
-  ~StackBytes();
+  explicit StackProducts(int64_t bytes);
+  StackProducts(const StackProducts&) = delete;
+  StackProducts& operator=(const StackProducts&) = delete;
+  ~StackProducts();
 
  private:
-  int64_t before_;
+  int64_t bytes_before_;
+  size_t count_before_;
 };
+
+// What a thread reads after its group of panels of this product, which is split into so many groups of panels and
+// blocks of rows: where its group of the next product's begins, as in the last stack, null where nobody knows. An
+// element for each group. It may be gone, so it is fetched and never read. Notes where this product's begin.
+const std::vector<const char*>& next_panels(const GemmArgs& args, int64_t groups, int64_t blocks);
 
 // Blocks of rows of nearly equal size, at most kRowBlock each; as many for every thread. One for each where they
 // `share_rows`.

@@ -166,3 +166,26 @@ def test_the_second_forward_keeps_every_weight_of_the_layers_packed_and_others_n
     )
     first, second, third = map(float, warm.run([sys.executable, "-c", program]).stdout.split())
     assert first == 0 and 1.0 <= second < 1.05 and second == third
+
+
+@pytest.mark.parametrize("kind", ("float32", "int8"))
+def test_a_stack_of_layers_behind_another_one_whose_weights_are_gone(kind):
+    """A thread fetches the panels ahead that the stack before had: it must not read what is there."""
+
+    def made(layers, hidden_size):
+        shape = {"hidden_size": hidden_size, "num_hidden_layers": layers, "num_attention_heads": 2}
+        config = fastbert.EncoderConfig.of_family("bert", vocab_size=99, intermediate_size=200, **shape)
+        model = fastbert.BertModel(config).eval()
+        return fastbert.quantize(model, "int8") if kind == "int8" else model
+
+    ids, small = torch.randint(1, 99, (1, 8)), made(2, 72)
+
+    @torch.inference_mode()
+    def run(model):
+        return model(ids).last_hidden_state
+
+    with ThreadPoolExecutor(1) as fresh:
+        expected = fresh.submit(run, small).result()
+    for _ in range(3):
+        run(made(3, 136))
+        assert torch.equal(run(small), expected)
