@@ -107,3 +107,15 @@ def test_int8_stays_frozen(folder):
     ours = encoder.as_sentence_transformer()
     assert np.array_equal(ours.encode(TEXTS), encoder.encode(TEXTS))
     assert not any(parameter.requires_grad for parameter in ours.parameters())
+
+
+@pytest.mark.parametrize("inner", (False, True))
+def test_what_trains_is_in_eval_mode_behind_encode_as_theirs(folder, inner):
+    """Also where the training mode is that of a module inside alone; and where none trains, none is written to."""
+    ours = fastbert.SentenceEncoder.from_pretrained(folder, device="cpu").as_sentence_transformer()
+    expected = ours.encode(TEXTS)
+    (ours[0].auto_model if inner else ours).train()
+    assert np.array_equal(ours.encode(TEXTS), expected)
+    assert not any(module.training for module in ours.modules())
+    ours.eval = None  # what would be called
+    assert np.array_equal(ours.encode(TEXTS), expected)
