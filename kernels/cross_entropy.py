@@ -7,6 +7,10 @@
 Label smoothing s after Szegedy et al. 2016, section 7; z_loss after Chowdhery et al. 2022, section 5. Tokens go through
 in chunks: torch's GEMM makes a chunk's logits, one kernel turns them into losses and, in place, into their gradients,
 and two more GEMMs use these up at once, since the loss is a number: backward only scales what is there already.
+
+n is counted on the device, and tokens without a label go through with the others, for a loss and gradients of 0: no
+size and no number of a launch depends on a label, so a CUDA graph serves any labels. Where few tokens have one, the
+caller picks these (their number is a size then), and fills up with tokens without a label.
 """
 
 import torch
@@ -15,19 +19,32 @@ import triton.language as tl
 
 from .sizes import cdiv, next_power_of_2
 
+_BLOCK_LABELS = 4096  # of the one program that counts them: 65,536 are 16 steps
 _CHUNK_ELEMENTS = 1 << 26  # of a chunk's logits: 128 MB of bf16, and products large enough for the whole GPU
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "ignore_index"])
+def _share_of_a_label_kernel(labels_ptr, share_ptr, rows, ignore_index, BLOCK: tl.constexpr):
+    """share (1,), fp32: 1 / n of the n labels (rows,) that are not ignore_index; 1 where there are none."""
+    counts = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, rows, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        label = tl.load(labels_ptr + at, mask=at < rows, other=ignore_index)
+        counts += (label != ignore_index).to(tl.int32)
+    count = tl.maximum(tl.sum(counts, axis=0), 1)
+    tl.store(share_ptr, 1.0 / count.to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
 def _cross_entropy_kernel(
-    logits_ptr, labels_ptr, losses_ptr, num_classes, stride, label_smoothing, z_loss, inverse_count,
+    logits_ptr, labels_ptr, losses_ptr, share_ptr, num_classes, stride, ignore_index, label_smoothing, z_loss,
     NEEDS_GRAD: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """losses (rows,), fp32, of logits (rows, num_classes), which NEEDS_GRAD overwrites with their gradients.
 
     `stride` is num_classes rounded up to whole 16-byte loads: what lies between is read, and left out. Its gradients
     are 0: oneDNN with AMX multiplies whole blocks of columns, and NaN times 0 is NaN. A label that is no class gives
-    NaN, and reads nothing.
+    NaN, and reads nothing; ignore_index gives 0, whatever the logits are. `share` is what one label is of the mean.
 
     Gradients overwrite what they are made of, so no thread may still want to read what another stores. The label's
     logit is read by all threads, and stored by one: a barrier stands between. All other reads need none. In the second
@@ -59,64 +76,53 @@ def _cross_entropy_kernel(
     right = tl.load(logits_ptr + label, mask=is_class, other=float("nan")).to(tl.float32)
     mean = tl.sum(plain, axis=0) / num_classes
     loss = (1.0 - label_smoothing) * (lse - right) + label_smoothing * (lse - mean) + z_loss * lse * lse
-    tl.store(losses_ptr + row, loss)
+    counts = label != ignore_index
+    tl.store(losses_ptr + row, tl.where(counts, loss, 0.0))
     if NEEDS_GRAD:
         tl.debug_barrier()
+        share = tl.load(share_ptr)
         factor = tl.where(is_class, (1.0 + 2.0 * z_loss * lse) / total, float("nan"))
         for start in range(0, stride, BLOCK_V):
             columns = start + tl.arange(0, BLOCK_V)
             z = tl.load(logits_ptr + columns, mask=columns < stride, other=0.0).to(tl.float32)
             gradient = factor * tl.exp(z - row_top) - label_smoothing / num_classes
             gradient -= tl.where(columns == label, 1.0 - label_smoothing, 0.0)
-            gradient = tl.where(columns < num_classes, gradient * inverse_count, 0.0)
+            gradient = tl.where(counts & (columns < num_classes), gradient * share, 0.0)
             tl.store(logits_ptr + columns, gradient.to(logits_ptr.dtype.element_ty), mask=columns < stride)
 
 
 def cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoothing, z_loss, needs_grad):
-    """-> loss (fp32 scalar), dhidden_states, dweight, dbias for a loss's gradient of 1; fastbert/ops/loss.py.
-
-    One host sync: the number of labelled tokens is the GEMMs' size. None where ignore_index is None: all have a label.
-    """
-    kept, hidden = None, hidden_states
-    if ignore_index is not None:
-        kept = (labels != ignore_index).nonzero().flatten()
-        hidden, labels = hidden_states.index_select(0, kept), labels.index_select(0, kept)
-    count, num_classes = hidden.shape[0], weight.shape[0]
-    losses = hidden.new_empty(count, dtype=torch.float32)
-    gradients = (
-        [
-            torch.zeros(t.shape, dtype=torch.float32, device=t.device)
-            for t in (hidden_states, weight, bias)
-            if t is not None
-        ]
-        if needs_grad
-        else []
-    )
+    """-> loss (fp32 scalar), dhidden_states, dweight, dbias for a loss's gradient of 1; fastbert/ops/loss.py."""
+    count, num_classes = hidden_states.shape[0], weight.shape[0]
+    losses = hidden_states.new_empty(count, dtype=torch.float32)
+    share = hidden_states.new_empty(1, dtype=torch.float32)
+    with torch.cuda.device_of(labels):
+        _share_of_a_label_kernel[(1,)](labels, share, count, ignore_index, BLOCK=_BLOCK_LABELS)
+    dhidden = torch.empty_like(hidden_states) if needs_grad else hidden_states.new_empty(0)
+    sums = [
+        None if t is None or not needs_grad else torch.zeros(t.shape, dtype=torch.float32, device=t.device)
+        for t in (weight, bias)
+    ]
+    dweight, dbias = sums
     chunk = max(1, _CHUNK_ELEMENTS // num_classes)
     block_v = min(4096, max(16, next_power_of_2(num_classes)))
     stride = cdiv(num_classes, 64) * 64
-    memory = hidden.new_empty(min(count, chunk), stride)
+    memory = hidden_states.new_empty(min(count, chunk), stride)
     for start in range(0, count, chunk):
-        h = hidden[start : start + chunk]
+        h = hidden_states[start : start + chunk]
         logits = memory[: h.shape[0], :num_classes]
         torch.mm(h, weight.t(), out=logits)
         if bias is not None:
             logits += bias
         with torch.cuda.device_of(logits):
             _cross_entropy_kernel[(h.shape[0],)](
-                logits, labels[start:], losses[start:], num_classes, stride, label_smoothing, z_loss, 1.0 / count,
+                logits, labels[start:], losses[start:], share, num_classes, stride, ignore_index, label_smoothing, z_loss,
                 NEEDS_GRAD=needs_grad, BLOCK_V=block_v, num_warps=max(1, min(8, block_v // 256)),
             )  # fmt: skip
         if needs_grad:
-            dhidden = (logits @ weight).float()
-            if kept is None:
-                gradients[0][start : start + chunk] = dhidden
-            else:
-                gradients[0].index_copy_(0, kept[start : start + chunk], dhidden)
-            gradients[1] += logits.t() @ h
-            if bias is not None:
-                gradients[2] += logits.sum(0, dtype=torch.float32)
-    loss = losses.sum() / max(count, 1)
-    empty = [t.new_empty(0) for t in (hidden_states, weight, weight)]
-    tensors = [g.to(weight.dtype) for g in gradients]
-    return loss, *(tensors + empty[len(tensors) :])
+            torch.mm(logits, weight, out=dhidden[start : start + chunk])
+            dweight += logits.t() @ h
+            if dbias is not None:
+                dbias += logits.sum(0, dtype=torch.float32)
+    made = [weight.new_empty(0) if total is None else total.to(weight.dtype) for total in sums]
+    return losses.sum() * share[0], dhidden, *made

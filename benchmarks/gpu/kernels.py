@@ -179,6 +179,8 @@ def jobs(smoke: bool, device: torch.device) -> Iterator[Job]:
         if checks == "feed_forward/epilogue":  # of Triton's alone
             backends = [b for b in backends if b is Backend.TRITON]
         dtypes = DTYPES[:1] if smoke else DTYPES[:2] if checks == "feed_forward/epilogue" else DTYPES
+        if checks == "adamw_flat":
+            dtypes = DTYPES[2:]
         for dtype in dtypes:
             for backend in backends:
                 yield Job(checks, dtype, backend.value, smoke)
@@ -297,7 +299,7 @@ def serialised(cache: Path) -> dict[str, Any]:
 SANITIZED = (
     "attention/small-16", "attention/small-64", "attention/features", "attention/kinds", "attention/relative",
     "add_layer_norm", "add_rms_norm", "feed_forward/elementwise", "feed_forward/epilogue", "cross_entropy",
-    "embed_layer_norm", "pooling", "dropout",
+    "adamw_flat", "embed_layer_norm", "pooling", "dropout",
 )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from benchmarks.gpu.checks import (
 from fastbert import ops
 from fastbert.backend import use_backend
 from fastbert.testing import reference
+from fastbert.testing.numerics import assert_close_to_reference
 
 # --------------------------------------------------------------------------------------------------------------------
 # feed_forward
@@ -309,7 +310,56 @@ def merged_linears(where: Where) -> Checks:
         yield f"{shape}{'' if has_bias else ' without a bias'}", partial(_merged_case, where, *shape, has_bias)
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# adamw_flat, which is in float32
+
+
+def _torchs_adamw(weights: list[torch.Tensor], gradients: list[torch.Tensor], max_norm: float) -> None:
+    """Two steps, in place."""
+    leaves = [torch.nn.Parameter(weight) for weight in weights]
+    optimizer = torch.optim.AdamW(leaves, lr=1e-2, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1, foreach=False)
+    for factor in (1.0, -0.5):
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = (factor * gradient).to(leaf.dtype)
+        torch.nn.utils.clip_grad_norm_(leaves, max_norm)
+        optimizer.step()
+
+
+def _adamw_case(where: Where, shapes: tuple[tuple[int, ...], ...], max_norm: float) -> None:
+    """Against torch's in float64, twice over with the same bits."""
+
+    def drawn(seed: int) -> list[torch.Tensor]:
+        return [where.randn(*shape, seed=seed + i).float() for i, shape in enumerate(shapes)]
+
+    gradients, runs = drawn(100), []
+    for _ in range(2):
+        weights = drawn(0)
+        state = ops.FlatState(weights, [0] * len(weights))
+        for step, factor in ((1, 1.0), (2, -0.5)):
+            for view, gradient in zip(state.views(state.gradients), gradients, strict=True):
+                view.copy_(factor * gradient)
+            numbers = torch.tensor(ops.step_numbers(step, [1e-2], [0.1], 0.9, 0.99), device=where.device)
+            options = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "max_norm": max_norm}
+            ops.adamw_flat(state, numbers, backend=where.backend, **options)
+        assert not state.gradients.any(), "gradients are left behind a step"
+        runs.append(weights)
+    baseline, oracle = drawn(0), [weight.double() for weight in drawn(0)]
+    _torchs_adamw(baseline, gradients, max_norm)
+    _torchs_adamw(oracle, gradients, max_norm)
+    for i, found in enumerate(runs[0]):
+        assert torch.equal(found, runs[1][i]), f"two runs differ in weight {i}"
+        assert_close_to_reference(found, oracle[i], baseline[i], name=f"weight {i}")
+
+
+def adamw_flat(where: Where) -> Checks:
+    small: tuple[tuple[int, ...], ...] = ((50, 90), (1,), (2048,))
+    shapes = where.choose(small, (*small, (30522, 768), (768, 3072), (768,)))
+    for max_norm in (1.0, 1e6):
+        yield f"max_norm {max_norm:g}", partial(_adamw_case, where, shapes, max_norm)
+
+
 CHECKS: dict[str, Callable[[Where], Checks]] = {
+    "adamw_flat": adamw_flat,
     "feed_forward/elementwise": feed_forward_elementwise,
     "feed_forward/epilogue": feed_forward_epilogue,
     "merged_linears": merged_linears,

@@ -130,10 +130,10 @@ class MaskedLMHeadModel(HeadModel):
         decoder = self.get_output_embeddings()
         lone = self.lone_bias
         if isinstance(decoder, nn.Embedding) and lone is not None:
-            return ops.cross_entropy(hidden, decoder.weight, lone, labels, ignore_index=None)
+            return ops.cross_entropy(hidden, decoder.weight, lone, labels)
         if is_plain(decoder, nn.Linear) and (lone is None or decoder.bias is None):
             bias = decoder.bias if lone is None else lone
-            return ops.cross_entropy(hidden, decoder.weight, bias, labels, ignore_index=None)
+            return ops.cross_entropy(hidden, decoder.weight, bias, labels)
         logits = self.decoded(hidden)
         return ops.logits_cross_entropy(logits, labels)
 

@@ -6,6 +6,7 @@ import fastbert.ops.encoder_layers_training  # noqa: F401  (which registers its 
 from fastbert.backend import transform_unsupported, try_fused, warn_of_missing_kernels
 from fastbert.ops._common import at_least_fp32, compute_dtype
 from fastbert.ops.adamw import DeferredRows, adamw, adamw_deferred
+from fastbert.ops.adamw_flat import FlatState, adamw_flat, step_numbers
 from fastbert.ops.attention import attention, attention_from_probs, attention_probs
 from fastbert.ops.dict_entries import dict_entries
 from fastbert.ops.dropout import dropout
@@ -26,6 +27,7 @@ from fastbert.ops.rotary import Rotary, rotate
 __all__ = [
     "DeferredRows",
     "EncoderOperands",
+    "FlatState",
     "HeldEncoder",
     "LayerOperands",
     "LayerWeights",
@@ -36,6 +38,7 @@ __all__ = [
     "activation",
     "adamw",
     "adamw_deferred",
+    "adamw_flat",
     "add_layer_norm",
     "add_rms_norm",
     "at_least_fp32",
@@ -60,6 +63,7 @@ __all__ = [
     "rms_norm",
     "rotate",
     "sequence_cross_entropy",
+    "step_numbers",
     "transform_unsupported",
     "try_fused",
     "unpack",

@@ -37,7 +37,7 @@ def _fake(hidden_states, weight, bias, labels, ignore_index, label_smoothing, z_
 
 _CROSS_ENTROPY = define_triton(
     "cross_entropy",
-    "(Tensor hidden_states, Tensor weight, Tensor? bias, Tensor labels, int? ignore_index, float label_smoothing,"
+    "(Tensor hidden_states, Tensor weight, Tensor? bias, Tensor labels, int ignore_index, float label_smoothing,"
     " float z_loss, bool needs_grad) -> (Tensor loss, Tensor dhidden_states, Tensor dweight, Tensor dbias)",
     "cross_entropy",
     _fake,
@@ -45,14 +45,13 @@ _CROSS_ENTROPY = define_triton(
 
 
 class CrossEntropyOptions(NamedTuple):
-    ignore_index: int | None = -100
+    ignore_index: int = -100
     label_smoothing: float = 0.0
     z_loss: float = 0.0
 
 
 def _logits_cross_entropy_torch(logits, labels, options):
     ignore_index, label_smoothing, z_loss = options
-    ignore_index = -100 if ignore_index is None else ignore_index
     logits = at_least_fp32(logits)
     total = F.cross_entropy(logits, labels, reduction="sum", ignore_index=ignore_index, label_smoothing=label_smoothing)
     if z_loss > 0:
@@ -115,7 +114,7 @@ def cross_entropy(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     *,
-    ignore_index: int | None = -100,
+    ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     backend: str | None = None,
@@ -125,7 +124,8 @@ def cross_entropy(
     Args:
         hidden_states: (total_tokens, hidden_size); weight: (num_classes, hidden_size); bias: (num_classes,).
         labels: int64 (total_tokens,).
-        ignore_index: None where every token has a label: nobody looks for those that have, which is a wait on a GPU.
+        ignore_index: tokens with this label take no part in the mean. On a GPU they cost as much as the others, since
+            looking for them would be a wait: pick those that have a label before, if few have.
         label_smoothing: of the target, towards all classes (Szegedy et al. 2016, section 7).
         z_loss: this times the mean of (log sum exp)^2 is added (Chowdhery et al. 2022, section 5).
 
@@ -140,11 +140,12 @@ def cross_entropy(
     chosen = select("cross_entropy", backend, hidden_states, weight, bias, labels)
     if chosen is Backend.TRITON:
         dtype = compute_dtype(hidden_states)
-        operands = (hidden_states.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), labels)
-        if needs_grad(*operands[:3]):
+        floats = (hidden_states.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        operands = (*floats, labels.contiguous())
+        if needs_grad(*floats):
             return Differentiable.apply(_RULE, chosen, options, *operands)
         return _CROSS_ENTROPY(*operands, *options, False)[0]
-    if ignore_index is not None:
+    if hidden_states.device.type == "cpu":
         kept = (labels != ignore_index).nonzero().flatten()
         hidden_states, labels = hidden_states.index_select(0, kept), labels.index_select(0, kept)
     if chosen is Backend.CPU:

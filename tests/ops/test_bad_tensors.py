@@ -65,13 +65,13 @@ OPTIONS = {
     "unpack": {"num_rows": 4},
 }  # fmt: skip
 ALONE = {"activation", "at_least_fp32", "compute_dtype", "dropout", "normalize"}  # take one tensor
-# Tested below, in test_adamw.py, or through `linear`.
+# Tested below, in test_adamw.py and test_adamw_flat.py, or through `linear`.
 OF_OTHERS = {
-    "DeferredRows", "EncoderOperands", "HeldEncoder",
+    "DeferredRows", "EncoderOperands", "FlatState", "HeldEncoder",
     "LayerOperands", "LayerWeights", "LinearWeights", "NormWeights", "Relative", "Rotary",
-    "adamw", "adamw_deferred", "dict_entries",
+    "adamw", "adamw_deferred", "adamw_flat", "dict_entries",
     "linears", "multiplies_bf16", "only_recorded_writes", "repack", "rms_norm", "rotate",
-    "transform_unsupported", "try_fused", "warn_of_missing_kernels",
+    "step_numbers", "transform_unsupported", "try_fused", "warn_of_missing_kernels",
 }  # fmt: skip
 
 

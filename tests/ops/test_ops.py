@@ -169,23 +169,33 @@ def test_a_large_z_loss_keeps_the_small_probabilities(backend):
     )
 
 
-@pytest.mark.parametrize("count", (0, 12))
+@pytest.mark.parametrize("labelled", (0, 12))
 @pytest.mark.parametrize("backend", ("torch", "cpu", "triton"))
-def test_cross_entropy_of_tokens_that_are_known_to_have_a_label(backend, count):
-    """The bits of a call that looks for them."""
+def test_cross_entropy_of_some_tokens_and_none(backend, labelled):
+    """Tokens without a label change nothing, wherever they stand, and take no gradient."""
     error = {"cpu": extension_error, "triton": triton_error}.get(backend, lambda: None)()
     if error is not None:
         pytest.skip(error)
-    labels, results = torch.randint(0, 30, (count,)), []
+    count = 2 * labelled + 3
     shapes = ((count, 16), (30, 16), (30,))
-    tensors = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    for ignore_index in (-100, None):
-        loss = ops.cross_entropy(*tensors, labels, ignore_index=ignore_index, z_loss=0.01, backend=backend)
-        results.append((loss, *torch.autograd.grad(loss, tensors)))
+    hidden, weight, bias = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    at = torch.randperm(count)[:labelled]
+    labels = torch.full((count,), -100)
+    labels[at] = torch.randint(0, 30, (labelled,))
+    options = {"label_smoothing": 0.1, "z_loss": 0.01}
+
+    def gradients(rows, labels):
+        loss = ops.cross_entropy(rows, weight, bias, labels, backend=backend, **options)
         with torch.no_grad():
-            inferred = ops.cross_entropy(*tensors, labels, ignore_index=ignore_index, z_loss=0.01, backend=backend)
-        assert torch.equal(inferred, loss)
-    assert all(map(torch.equal, *results))
+            assert torch.equal(ops.cross_entropy(rows, weight, bias, labels, backend=backend, **options), loss)
+        return loss, *torch.autograd.grad(loss, (hidden, weight, bias))
+
+    expected, found = gradients(hidden[at], labels[at]), gradients(hidden, labels)
+    others = torch.ones(count, dtype=torch.bool).index_fill(0, at, False)
+    assert found[1][others].eq(0).all()
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
+    assert labelled or all(not t.any() for t in found)
 
 
 def test_sequence_cross_entropy_of_logits_far_from_zero():

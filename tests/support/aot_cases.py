@@ -186,10 +186,12 @@ def feed_forward_cases() -> Iterator[Case]:
 
 
 def cross_entropy_cases() -> Iterator[Case]:
+    types = {"labels_ptr": "*i64", "share_ptr": "*fp32", "rows": "i32", "ignore_index": "i32"}
+    yield Case("cross_entropy._share_of_a_label_kernel", "i64", types, {"BLOCK": 4096}, num_warps=4, wide_loads=1)
     for dtype in ("bf16", "fp16", "fp32"):
         types = {"logits_ptr": f"*{dtype}", "labels_ptr": "*i64", "losses_ptr": "*fp32", "num_classes": "i32"}
-        types["stride"] = "i32"
-        types |= dict.fromkeys(("label_smoothing", "z_loss", "inverse_count"), "fp32")
+        types |= {"share_ptr": "*fp32", "stride": "i32", "ignore_index": "i32"}
+        types |= dict.fromkeys(("label_smoothing", "z_loss"), "fp32")
         constants = {"NEEDS_GRAD": True, "BLOCK_V": 4096}
         yield Case(
             "cross_entropy._cross_entropy_kernel", dtype, types, constants, num_warps=8, wide_loads=2, narrow_loads=1

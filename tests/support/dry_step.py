@@ -1,0 +1,135 @@
+"""What the host does for one training step on a GPU, part by part, without a GPU.
+
+    PYTHONPATH=.:tests/support python tests/support/dry_step.py
+
+BERT-base's twelve layers, masked words, bf16 under autocast, dropout: the operators, launches and Python of the real
+step, on the real dispatcher, with autograd and Triton's launcher. Its tensors are so small that products, copies and
+the optimizer's arithmetic take next to nothing, and Triton's launches end before the driver (dry_launches). A GPU's
+own launches take a few microseconds each beside this.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from dry_launches import DryDriver, as_gpu, make
+from torch.profiler import ProfilerActivity, profile
+
+from fastbert import ops
+from fastbert.backend import use_backend
+from fastbert.packed_inputs import PackedInputs, pack_inputs
+from fastbert.training.loop import _seed
+from fastbert.training.optimizers import _clip_then_step, make_optimizer, parameter_groups
+from fastbert.training.schedules import Schedule
+
+LAYERS, LENGTHS, SHARE = 12, (40, 17, 7), 0.15
+ROUNDS = 30
+# What allocates, or says how memory is looked at, and launches nothing.
+FREE = frozenset(
+    f"aten::{name}"
+    for name in (
+        "empty", "empty_like", "empty_strided", "new_empty", "view", "_unsafe_view", "reshape", "as_strided", "t",
+        "transpose", "permute", "select", "slice", "narrow", "split", "unbind", "unsqueeze", "squeeze", "expand",
+        "alias", "detach", "detach_", "lift_fresh", "resize_", "set_", "result_type", "to", "_to_copy", "contiguous",
+        "is_nonzero", "chunk", "view_as", "unflatten", "flatten", "data_ptr",
+    )
+)  # fmt: skip
+
+
+class Step:
+    """One step of `Loop`, cut into its parts."""
+
+    def __init__(self) -> None:
+        sizes = {"hidden_size": 64, "num_attention_heads": 1, "intermediate_size": 128}
+        self.model = make("bert", "MaskedLM", torch.float32, num_hidden_layers=LAYERS, **sizes).train()
+        groups = parameter_groups(self.model, 1e-4)
+        self.optimizer = make_optimizer("adamw", groups, (0.9, 0.999), 1e-8)
+        self.schedule = Schedule(self.optimizer, "linear", 1000, 10)
+        self.host = batch()
+        self.number, self.losses = 0, list[torch.Tensor]()
+        self.device: PackedInputs = self.host
+        self.loss = torch.zeros(())
+
+    def parts(self) -> dict[str, Callable[[], Any]]:
+        return {
+            "seeds": lambda: _seed(torch.device("cpu"), hash((0, self.number, 0)) % 2**63),
+            "the batch to the device": self.copy,
+            "forward": self.forward,
+            "backward": self.backward,
+            "schedule": lambda: self.schedule.set(self.number),
+            "clipping and the optimizer": lambda: _clip_then_step(self.optimizer, list(self.model.parameters()), 1.0),
+            "gradients dropped, the loss kept": self.end,
+        }
+
+    def copy(self) -> None:
+        fields = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in self.host.items()}
+        whose = self.host["batch"]._moved(torch.clone)
+        self.device = PackedInputs(fields | {"batch": whose})
+
+    def forward(self) -> None:
+        total = float(self.host["batch"].labelled.numel())
+        with torch.autocast("cpu", torch.bfloat16), use_backend("triton"):
+            self.loss = self.model(**self.device, num_items_in_batch=total).loss
+
+    def backward(self) -> None:
+        with ops.only_recorded_writes(), use_backend("triton"):
+            self.loss.backward()
+
+    def end(self) -> None:
+        self.optimizer.zero_grad()
+        self.losses.append(torch.stack([self.loss.detach()]).sum())
+        self.number += 1
+
+
+def batch() -> PackedInputs:
+    generator = torch.Generator().manual_seed(0)
+    total = sum(LENGTHS)
+    ids = torch.randint(1, 100, (total,), generator=generator)
+    labels = torch.where(torch.rand(total, generator=generator) < SHARE, ids, -100)
+    offsets = torch.tensor((0, *LENGTHS)).cumsum(0).int()
+    return pack_inputs({"input_ids": ids, "labels": labels, "cu_seqlens": offsets})
+
+
+def timed(step: Step) -> dict[str, float]:
+    """Microseconds of each part, medians."""
+    found: dict[str, list[float]] = {}
+    for i in range(ROUNDS + 5):
+        for name, part in step.parts().items():
+            start = time.perf_counter()
+            part()
+            if i >= 5:
+                found.setdefault(name, []).append(1e6 * (time.perf_counter() - start))
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def launched(step: Step, dry: DryDriver) -> dict[str, tuple[int, int]]:
+    """Of each part: launches of Triton kernels, and of torch's."""
+    found = {}
+    for name, part in step.parts().items():
+        dry.launches.clear()
+        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+            part()
+        leaves = Counter(e.name for e in recorded.events() if e.name.startswith("aten::") and not e.cpu_children)
+        found[name] = (sum(dry.launches.values()), sum(n for kernel, n in leaves.items() if kernel not in FREE))
+    return found
+
+
+def main() -> None:
+    dry = as_gpu(90)
+    step = Step()
+    times, counts = timed(step), launched(step, dry)
+    for name, microseconds in times.items():
+        sys.stdout.write(f"{name:35s} {microseconds:8.0f} us  {counts[name][0]:4d} {counts[name][1]:4d}\n")
+    facts = {name: (round(times[name]), *counts[name]) for name in times}
+    sys.stdout.write(json.dumps(facts) + "\n")
+
+
+if __name__ == "__main__":
+    main()
