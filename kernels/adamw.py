@@ -21,9 +21,11 @@ _TINY = tl.constexpr(1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
 def _square_sums_kernel(gradients_ptr, parts_ptr, num_blocks, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """parts (PARTS,), fp32: each program's sum of squares; those that have no block are 0 before."""
     total = tl.zeros([BLOCK], tl.float32)
-    for block in range(tl.program_id(0), num_blocks, PARTS):
-        gradient = tl.load(gradients_ptr + block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK))
+    gradients_ptr += tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    for _ in range(tl.program_id(0), num_blocks, PARTS):
+        gradient = tl.load(gradients_ptr)
         total += gradient * gradient
+        gradients_ptr += PARTS * BLOCK
     tl.store(parts_ptr + tl.program_id(0), tl.sum(total, axis=0))
 
 

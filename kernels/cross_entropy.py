@@ -116,8 +116,8 @@ def cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoot
             logits += bias
         with torch.cuda.device_of(logits):
             _cross_entropy_kernel[(h.shape[0],)](
-                logits, labels[start:], losses[start:], share, num_classes, stride, ignore_index, label_smoothing, z_loss,
-                NEEDS_GRAD=needs_grad, BLOCK_V=block_v, num_warps=max(1, min(8, block_v // 256)),
+                logits, labels[start:], losses[start:], share, num_classes, stride, ignore_index, label_smoothing,
+                z_loss, NEEDS_GRAD=needs_grad, BLOCK_V=block_v, num_warps=max(1, min(8, block_v // 256)),
             )  # fmt: skip
         if needs_grad:
             torch.mm(logits, weight, out=dhidden[start : start + chunk])

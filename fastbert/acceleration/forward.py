@@ -41,7 +41,7 @@ from fastbert.models.encode import (
 )
 from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs
 from fastbert.models.tree import Calls, RunsBaseModel
-from fastbert.ops import transform_unsupported
+from fastbert.ops import transform_unsupported, with_same_seeds
 from fastbert.packed_inputs import ModelInputs
 from fastbert.packing import NOT_ONE_GRAPH, PADDED_LABELS, PackedBatch, is_all_ones
 
@@ -166,7 +166,7 @@ class Forward(OnInstance, RunsBaseModel):
                 return run_layer(layer, spec, x, context, wants_probs)
 
             if checkpoints(layer):
-                run = partial(layer._gradient_checkpointing_func, run)
+                run = partial(layer._gradient_checkpointing_func, with_same_seeds(run))
             return call_sharded(layer, run, x) if sharded and is_sharded(layer) else run(x)
 
         wants_probs = bool(options["output_attentions"])

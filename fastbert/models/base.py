@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from fastbert import ops
 from fastbert.config import EncoderConfig
@@ -34,7 +33,14 @@ from fastbert.models.hf.recording import record, records_hf
 from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs, refuse_recording, table_sizes
 from fastbert.models.outputs import ModelOutput
 from fastbert.models.quantized import entry_of, place_int8
-from fastbert.models.tree import Calls, RunsBaseModel, first_parameter, groups_unsupported, layers_of
+from fastbert.models.tree import (
+    Calls,
+    RunsBaseModel,
+    call_checkpointed,
+    first_parameter,
+    groups_unsupported,
+    layers_of,
+)  # fmt: skip
 from fastbert.packed_inputs import ModelInputs, PackedInputs
 from fastbert.packing import PackedBatch
 
@@ -242,7 +248,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
 
         def run_one_layer(layer, spec, x, context, wants_probs):
             arguments = (x, context, wants_probs) if not wanted.is_causal else (x, context, wants_probs, spec)
-            out = checkpoint(layer, *arguments, use_reentrant=False) if checkpoints else layer(*arguments)
+            out = call_checkpointed(layer, *arguments) if checkpoints else layer(*arguments)
             return out if wants_probs else (out, None)
 
         return run_encoder(

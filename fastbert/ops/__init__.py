@@ -23,6 +23,7 @@ from fastbert.ops.pooling import pooling
 from fastbert.ops.recorded_writes import only_recorded_writes
 from fastbert.ops.relative import Relative
 from fastbert.ops.rotary import Rotary, rotate
+from fastbert.ops.seeds import StepSeeds, seeds_from, with_same_seeds
 
 __all__ = [
     "DeferredRows",
@@ -35,6 +36,7 @@ __all__ = [
     "NormWeights",
     "Relative",
     "Rotary",
+    "StepSeeds",
     "activation",
     "adamw",
     "adamw_deferred",
@@ -62,10 +64,12 @@ __all__ = [
     "repack",
     "rms_norm",
     "rotate",
+    "seeds_from",
     "sequence_cross_entropy",
     "step_numbers",
     "transform_unsupported",
     "try_fused",
     "unpack",
     "warn_of_missing_kernels",
+    "with_same_seeds",
 ]

@@ -9,7 +9,7 @@ import torch
 from fastbert.backend import Backend, register, select
 from fastbert.ops._common import define_triton, triton_unsupported
 
-# By block: the address of its first weight, how many are of it, its group. gradients, means, squares: (blocks * BLOCK,),
+# By block: where its first weight lies, how many there are, their group. gradients, means, squares: (blocks * BLOCK,),
 # fp32. numbers: what step_numbers gives, fp32. Changes what is at the addresses, too. Returns the gradients' norm; NaN
 # where max_norm is 0, which does not ask for it.
 _OP = define_triton(
@@ -67,9 +67,7 @@ class FlatState:
         ]
 
 
-def step_numbers(
-    step: int, rates: Sequence[float], decays: Sequence[float], beta1: float, beta2: float
-) -> list[float]:
+def step_numbers(step: int, rates: Sequence[float], decays: Sequence[float], beta1: float, beta2: float) -> list[float]:
     """What step number `step`, counted from 1, goes by beside betas and eps; rates and decays are the groups'."""
     return [1.0 / (1.0 - beta1**step), (1.0 - beta2**step) ** -0.5, *rates, *decays]
 

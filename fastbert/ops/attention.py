@@ -25,6 +25,7 @@ from fastbert.ops._relative_triton import attention_relative_triton
 from fastbert.ops.packing import int32_offsets
 from fastbert.ops.relative import Relative, check_relative
 from fastbert.ops.rotary import Rotary, check_rotary, rotary_triton, rotate
+from fastbert.ops.seeds import draw_seeds
 
 Window = tuple[int, int]
 UNLIMITED: Window = (-1, -1)
@@ -313,7 +314,7 @@ def attention(
         if rotary is not None:
             q, k = rotate((q, k), rotary, cu_seqlens, cache)
         return attention_torch(q, k, v, cu_seqlens, max_seqlen, window_positions, options, cache, relative)
-    philox = torch.randint(2**62, (2,), dtype=torch.int64, device=q.device) if dropout_p > 0 else None
+    philox = draw_seeds(q.device) if dropout_p > 0 else None
     if relative is not None:
         operands = (options, q, k, v, cu_seqlens, philox, window_positions, relative)
         if chosen is Backend.TRITON:

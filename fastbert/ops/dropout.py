@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from fastbert.backend import Backend, register, select
 from fastbert.native.availability import extension_error
 from fastbert.ops._common import Differentiable, Rule, define, define_triton, needs_grad, triton_unsupported
+from fastbert.ops.seeds import draw_seeds
 
 # x (rows, width) by the mask of philox, int64 (2,) = [seed, offset] on x's device, which add_layer_norm would have for
 # the same rows. Backward is the same op over dout: the mask is not kept, but made again.
@@ -71,7 +72,7 @@ def dropout(x: torch.Tensor, dropout_p: float, *, backend: str | None = None) ->
     chosen = select("dropout", backend, x)
     if chosen is Backend.TORCH:
         return dropout_torch(x, dropout_p)
-    philox = torch.randint(2**62, (2,), dtype=torch.int64, device=x.device)
+    philox = draw_seeds(x.device)
     if needs_grad(x):
         return Differentiable.apply(_RULE, chosen, dropout_p, x, philox)
     return _launch(chosen, dropout_p, x, philox)

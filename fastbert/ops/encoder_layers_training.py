@@ -18,6 +18,7 @@ from fastbert.ops.layer_numbers import LayerNumbers
 from fastbert.ops.packing import int32_offsets
 from fastbert.ops.relative import Relative
 from fastbert.ops.rotary import Rotary
+from fastbert.ops.seeds import draw_seeds
 
 # The lists, layers, ints and floats are LayerOperands'. philox: int64 (layers, 3, 2), of attention's dropout, its
 # output's and the feed-forward's, and with dropout inside of the feed-forward (layers, 4, 2), the last two being that
@@ -171,7 +172,7 @@ def _run_training(
     philox, kinds = None, LayerNumbers.read(ints, floats)
     if any([any(layer.dropouts) for layer in kinds]):
         seeds = 4 if any([layer.inner_dropout for layer in kinds]) else 3
-        philox = torch.randint(2**62, (len(layers), seeds, 2), dtype=torch.int64)
+        philox = draw_seeds(x.device, len(layers), seeds)
     tables, layouts = tables_of(rotary)
     rows, positions, terms = relative_lists(relative)
     counts = (len(weights), len(norms), len(biases), len(terms))

@@ -24,6 +24,7 @@ from fastbert.ops._common import (
 from fastbert.ops._linear_torch import ACTIVATIONS_IN_PLACE, activation_torch, linear_torch, may_write_over
 from fastbert.ops.dropout import dropout_torch
 from fastbert.ops.linear import check_gradient, supports_gemm_cpu
+from fastbert.ops.seeds import draw_seeds
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh")
 
@@ -275,7 +276,7 @@ def feed_forward(
     operands: tuple[torch.Tensor | None, ...] = (x, *weights)
     if chosen is not Backend.CPU:
         operands = tuple(None if t is None else t.to(options.dtype) for t in operands)
-    philox = torch.randint(2**62, (2,), dtype=torch.int64, device=x.device) if dropout_p > 0 else None
+    philox = draw_seeds(x.device) if dropout_p > 0 else None
     if needs_grad(*operands):
         return Differentiable.apply(_RULE, chosen, options, *operands, philox)
     return _launch(chosen, options, operands, (up_scale, down_scale, gate_scale), philox, False)[0]

@@ -24,6 +24,7 @@ from fastbert.ops._common import (
     triton_unsupported,
 )
 from fastbert.ops.dropout import dropout_torch
+from fastbert.ops.seeds import draw_seeds
 
 # summed, (total_tokens, hidden_size): dropout(x + x_bias) + residual
 # out, (total_tokens, hidden_size): (summed - mean) * rstd * weight + bias; mean, rstd: fp32 (total_tokens,)
@@ -179,7 +180,7 @@ def _add_norm(op, x, residual, weight, bias, x_bias, prenorm, backend, options):
     if chosen is Backend.TORCH:
         out, summed = _add_norm_torch(x, residual, weight, bias, x_bias, options)
         return (out, summed) if prenorm else out
-    philox = torch.randint(2**62, (2,), dtype=torch.int64, device=x.device) if options.dropout_p > 0 else None
+    philox = draw_seeds(x.device) if options.dropout_p > 0 else None
     operands = (x.contiguous(), None if residual is None else residual.contiguous(), weight, bias, x_bias)
     if needs_grad(*operands):
         out, summed = Differentiable.apply(_RULE, chosen, options, *operands, philox)

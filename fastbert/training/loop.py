@@ -112,6 +112,7 @@ class Loop:
         from fastbert.training.checkpoints import Checkpoints
 
         self.checkpoints = Checkpoints(folder / "checkpoints", world, options.keep)
+        self._seeds = ops.StepSeeds(world.device)
         self._losses: list[torch.Tensor] = []
         self._tokens, self._since = 0, time.perf_counter()
         self._signals: list[int] = []
@@ -209,13 +210,15 @@ class Loop:
         totals = self._agree([sum(term) for term in zip(*counts, strict=True)])
         # Ranks' gradients are averaged, so each divides by its share of the total.
         shares = [max(1, total) / world.size for total in totals]
-        _seed(world.device, hash((self.options.seed, place.step, world.rank)) % 2**63)
+        seed = hash((self.options.seed, place.step, world.rank)) % 2**63
+        _seed(world.device, seed)
+        self._seeds.begin(seed)
         tokens = sum(batch["batch"].total_tokens for batch in batches)
         if world.device.type != "cpu":
             batches = [batch.to(world.device, non_blocking=True) for batch in batches]
         autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=self.options.bf16)
         catch_up(self.optimizer, [batch["input_ids"] for batch in batches])
-        with ops.only_recorded_writes():
+        with ops.only_recorded_writes(), ops.seeds_from(self._seeds):
             loss = self.task.backward(self.model, batches, shares, autocast)
             self.schedule.set(place.step)
             clip_and_step(self.optimizer, self.options.max_norm)

@@ -38,7 +38,9 @@ def parameter_groups(
     groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            groups.setdefault((-below.get(parameter, 0), parameter.dim() > 1), []).append(parameter)
+            # A group is a launch or more of torch's optimizer: where layers do not differ they have two.
+            place = -below.get(parameter, 0) if layer_decay < 1.0 else 0
+            groups.setdefault((place, parameter.dim() > 1), []).append(parameter)
     return [
         {"params": parameters, "lr": lr * layer_decay**-place, "weight_decay": weight_decay if decays else 0.0}
         for (place, decays), parameters in sorted(groups.items(), key=lambda item: item[0])

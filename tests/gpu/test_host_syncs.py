@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastbert
-from fastbert import packing
+from fastbert import ops, packing
 from fastbert.backend import use_backend
 from fastbert.errors import InputError
 from fastbert.models.classes import CLASSES
@@ -20,6 +20,7 @@ from fastbert.native.availability import triton_error
 from fastbert.ops import packing as packing_op
 from fastbert.packed_inputs import ModelInputs
 from fastbert.packing import PackedBatch
+from fastbert.training.finetuning import embedding_losses
 
 aten = torch.ops.aten
 # What reads a value (multinomial: whether all of them are numbers), and what makes a tensor whose size is a value.
@@ -234,6 +235,28 @@ def test_joint_pre_training_on_packed_inputs_waits_for_nothing():
     with use_backend("triton"), HostSyncs() as syncs:
         fastbert.ElectraForJointPreTraining(*models).train()(packed).loss.backward()
     assert syncs.found == []
+
+
+@pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
+def test_labels_of_few_tokens_are_not_looked_for():
+    hidden, weight = torch.randn(12, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
+    labels = torch.where(torch.arange(12) % 3 == 0, 2, -100)
+    with HostSyncs() as syncs:
+        ops.cross_entropy(hidden, weight, None, labels, backend="triton").backward()
+    assert syncs.found == []
+
+
+@pytest.mark.parametrize("loss", ("ranking", "cosent", "cosine"))
+def test_a_loss_of_vectors_waits_for_nothing(loss):
+    vectors, scores = torch.randn(6, 2, 8, requires_grad=True), torch.rand(6)
+    of = {
+        "ranking": lambda: embedding_losses.ranking(vectors, 20.0, symmetric=True),
+        "cosent": lambda: embedding_losses.cosent(vectors, scores, 20.0),
+        "cosine": lambda: embedding_losses.cosine(vectors, scores),
+    }[loss]
+    with HostSyncs() as syncs:
+        of().backward()
+    assert syncs.found == [] and vectors.grad.isfinite().all()
 
 
 @pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))

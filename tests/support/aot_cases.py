@@ -187,7 +187,7 @@ def feed_forward_cases() -> Iterator[Case]:
 
 def cross_entropy_cases() -> Iterator[Case]:
     types = {"labels_ptr": "*i64", "share_ptr": "*fp32", "rows": "i32", "ignore_index": "i32"}
-    yield Case("cross_entropy._share_of_a_label_kernel", "i64", types, {"BLOCK": 4096}, num_warps=4, wide_loads=1)
+    yield Case("cross_entropy._share_of_a_label_kernel", "i64", types, {"BLOCK": 4096}, num_warps=4, wide_loads=0)
     for dtype in ("bf16", "fp16", "fp32"):
         types = {"logits_ptr": f"*{dtype}", "labels_ptr": "*i64", "losses_ptr": "*fp32", "num_classes": "i32"}
         types |= {"share_ptr": "*fp32", "stride": "i32", "ignore_index": "i32"}
@@ -198,7 +198,22 @@ def cross_entropy_cases() -> Iterator[Case]:
         )
 
 
+def adamw_cases() -> Iterator[Case]:
+    from fastbert.kernels.adamw import BLOCK, PARTS
+
+    sizes = {"PARTS": PARTS, "BLOCK": BLOCK}
+    types = {"gradients_ptr": "*fp32", "parts_ptr": "*fp32", "num_blocks": "i32"}
+    yield Case("adamw._square_sums_kernel", "fp32", types, sizes, num_warps=4, wide_loads=1)
+    types = {"parts_ptr": "*fp32", "norm_ptr": "*fp32", "max_norm": "fp32"}
+    yield Case("adamw._norm_kernel", "fp32", types, {"PARTS": PARTS}, num_warps=4, wide_loads=1)
+    types = {"addresses_ptr": "*i64", "counts_ptr": "*i32", "groups_ptr": "*i32", "num_groups": "i32"}
+    types |= dict.fromkeys(("gradients_ptr", "means_ptr", "squares_ptr", "numbers_ptr", "norm_ptr"), "*fp32")
+    types |= dict.fromkeys(("beta1", "beta2", "eps"), "fp32")
+    constants = {"CLIPS": True, "BLOCK": BLOCK}
+    yield Case("adamw._adamw_kernel", "fp32", types, constants, num_warps=4, wide_loads=4)
+
+
 def all_cases() -> list[Case]:
     mine = [*layer_norm_cases(), *attention_cases(), *tiles_cases(), *rotary_cases(), *feed_forward_cases()]
     others = (*embedding_cases(HIDDEN_SIZE), *relative_cases())
-    return [*mine, *cross_entropy_cases(), *(Case(**case) for case in others)]
+    return [*mine, *cross_entropy_cases(), *adamw_cases(), *(Case(**case) for case in others)]

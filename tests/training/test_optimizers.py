@@ -95,6 +95,15 @@ def test_groups(model_type):
         assert given[p]["lr"] == pytest.approx(1e-3 * 0.5 ** (top - depth)), name
 
 
+def test_layers_that_do_not_differ_share_two_groups():
+    """Each is a launch of the optimizer, or more: with layer_decay BERT-base has 28 of them."""
+    model = CLASSES["bert", "SequenceClassification"](make_config("bert"))
+    groups = parameter_groups(model, 1e-3, 0.1)
+    assert [(group["lr"], group["weight_decay"]) for group in groups] == [(1e-3, 0.0), (1e-3, 0.1)]
+    for group, decays in zip(groups, (False, True), strict=True):
+        assert list(map(id, group["params"])) == [id(p) for p in model.parameters() if (p.dim() > 1) == decays]
+
+
 def test_groups_of_a_module_that_holds_two_models():
     """What they share comes once; a layer's rate goes by the layers above it in its own model."""
     pair = [CLASSES["electra", head](make_config("electra")) for head in ("MaskedLM", "PreTraining")]

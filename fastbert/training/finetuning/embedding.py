@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fastbert import ops
 from fastbert.data.sentence_folder import Recipe
 from fastbert.data.tokenized import CHUNK_INPUTS, Tokenized
 from fastbert.errors import ConfigError, InputError
@@ -133,20 +134,21 @@ class Embedding(Task):
             with autocast:
                 vectors = model(batches[0])
             return self._backward_to(vectors, scores)
-        states, parts = [], []
+        states, parts, runs = [], [], []
         for batch in batches:
             states.append(_random_state(batch))
+            runs.append(ops.with_same_seeds(model))
             with torch.no_grad(), autocast:
-                parts.append(model(batch))
+                parts.append(runs[-1](batch))
         vectors = torch.cat(parts).requires_grad_()
         loss = self._backward_to(vectors, scores)
         assert vectors.grad is not None
         sizes = [len(part) for part in parts]
         for i, (batch, gradient) in enumerate(zip(batches, vectors.grad.split(sizes), strict=True)):
-            _set_random_state(states[i])  # the same dropout again
+            _set_random_state(states[i])  # the same dropout again, torch's own, too
             with gradients_stay_local(model, i < len(batches) - 1):
                 with autocast:
-                    again = model(batch)
+                    again = runs[i](batch)
                 again.backward(gradient)
         return loss
 

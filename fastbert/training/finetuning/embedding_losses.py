@@ -5,6 +5,7 @@ All of them take vectors (examples, texts of an example, dim), which need not be
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -32,8 +33,9 @@ def cosent(vectors: torch.Tensor, scores: torch.Tensor, scale: float) -> torch.T
     cosines = scale * _cosines(vectors)
     differences = cosines[:, None] - cosines[None, :]
     is_wrong = scores[:, None] < scores[None, :]
-    terms = torch.cat([cosines.new_zeros(1), differences[is_wrong]])
-    return torch.logsumexp(terms, 0)
+    # All pairs, of which those that are right add nothing: how many are wrong is a wait on a GPU.
+    terms = torch.where(is_wrong, differences, -math.inf).flatten()
+    return torch.logsumexp(torch.cat([cosines.new_zeros(1), terms]), 0)
 
 
 def cosine(vectors: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
