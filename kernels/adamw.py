@@ -46,7 +46,7 @@ def _stepped(weight, mean, square, gradient, rate, decay, correction1, correctio
     return weight, mean, square
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_groups"])
 def _adamw_kernel(
     addresses_ptr, counts_ptr, groups_ptr, gradients_ptr, means_ptr, squares_ptr, numbers_ptr, norm_ptr, num_groups,
     beta1, beta2, eps, CLIPS: tl.constexpr, BLOCK: tl.constexpr,

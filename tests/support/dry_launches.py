@@ -201,6 +201,17 @@ def pool() -> None:
             ops.pooling(x, torch.tensor(offsets, dtype=torch.int32), mode=mode, backend="triton").sum().backward()
 
 
+def optimize() -> None:
+    """Models of one group and of several, with and without clipping."""
+    for groups in ((0, 0), (0, 1), tuple(range(20))):
+        weights = [torch.ones(100 * (i + 1)) for i in range(len(groups))]
+        state = ops.FlatState(weights, groups)
+        numbers = torch.ones(2 + 2 * state.num_groups)
+        for max_norm in (0.0, 1.0):
+            options = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "max_norm": max_norm}
+            ops.adamw_flat(state, numbers, backend="triton", **options)
+
+
 def feed_forward_with_epilogues(device: torch.device) -> None:
     """Candidates, which no model gets before they have been timed: 16 bits, plain and gated."""
     for gated in (False, True):
@@ -233,6 +244,7 @@ def main() -> None:
     norm_without_mean_and_positions()
     pad_and_pack()
     pool()
+    optimize()
     feed_forward_with_epilogues(torch.device("cpu"))
     model = make("bert", "MaskedLM", torch.bfloat16, num_hidden_layers=1)  # a second one would launch the same
     for longest in (1, 17, 33, 65, 129, 2048):  # every tile, few tokens and many

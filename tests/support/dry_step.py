@@ -74,14 +74,14 @@ class Step:
         groups = parameter_groups(self.model, 1e-4)
         self.optimizer = make_optimizer("adamw", groups, (0.9, 0.999), 1e-8)
         self.schedule = Schedule(self.optimizer, "linear", 1000, 10)
-        self.host = batch()
+        self.host, self.seeds = batch(), ops.StepSeeds("cpu")
         self.number, self.losses = 0, list[torch.Tensor]()
         self.device: PackedInputs = self.host
         self.loss = torch.zeros(())
 
     def parts(self) -> dict[str, Callable[[], Any]]:
         return {
-            "seeds": lambda: _seed(torch.device("cpu"), hash((0, self.number, 0)) % 2**63),
+            "seeds": self.begin,
             "the batch to the device": self.copy,
             "forward": self.forward,
             "backward": self.backward,
@@ -90,6 +90,11 @@ class Step:
             "gradients dropped, the loss kept": self.end,
         }
 
+    def begin(self) -> None:
+        seed = hash((0, self.number, 0)) % 2**63
+        _seed(torch.device("cpu"), seed)
+        self.seeds.begin(seed)
+
     def copy(self) -> None:
         fields = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in self.host.items()}
         whose = self.host["batch"]._moved(torch.clone)
@@ -97,7 +102,7 @@ class Step:
 
     def forward(self) -> None:
         total = float(self.host["batch"].labelled.numel())
-        with torch.autocast("cpu", torch.bfloat16), use_backend("triton"):
+        with torch.autocast("cpu", torch.bfloat16), use_backend("triton"), ops.seeds_from(self.seeds):
             self.loss = self.model(**self.device, num_items_in_batch=total).loss
 
     def backward(self) -> None:
