@@ -188,5 +188,14 @@ def _checksum(path: Path) -> int:
 
 
 def _cause(error: BaseException) -> str:
+    """The system's own word, a full disk mostly: what torch's writer of archives then says goes by where it was."""
+    pending = [error]
+    while pending:
+        at = pending.pop()
+        if isinstance(at, OSError):
+            error = at
+            break
+        failures = [failure for failure, _ in at.failures.values()] if isinstance(at, CheckpointException) else []
+        pending += [behind for behind in (*failures, at.__context__, at.__cause__) if behind is not None]
     text = str(error) or type(error).__name__
     return text.strip().splitlines()[-1]

@@ -116,9 +116,9 @@ def test_what_lies_behind_a_row_of_logits_is_zero():
 
     memory = torch.full((3, 128), float("nan")).half()
     memory[:, :101] = logits = torch.randn(3, 101).half()
-    labels, losses = torch.tensor([7, 100, 0]), torch.empty(3)
+    labels, losses, share = torch.tensor([7, 100, 0]), torch.empty(3), torch.ones(1)
     _cross_entropy_kernel[(3,)](
-        memory, labels, losses, 101, 128, 0.0, 0.0, 1.0, NEEDS_GRAD=True, BLOCK_V=128, num_warps=1
+        memory, labels, losses, share, 101, 128, -100, 0.0, 0.0, NEEDS_GRAD=True, BLOCK_V=128, num_warps=1
     )
     expected = logits.double().softmax(1) - F.one_hot(labels, 101)
     assert (memory[:, :101] - expected).abs().max() < torch.finfo(torch.half).eps

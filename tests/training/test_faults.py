@@ -155,10 +155,11 @@ def limit_after(loop, step: int, limit) -> None:
     loop.on_log = on_log
 
 
-def test_a_full_disk(tmp_path, file_limit):
+@pytest.mark.parametrize("size", (50_000, 150_000, 200_000))  # where it is full goes by the sizes of what is written
+def test_a_full_disk(tmp_path, file_limit, size):
     """The shard of the second checkpoint does not fit; what was written of it goes, for the disk needs the room."""
     loop = make_loop(tmp_path, until(12, save_every=2, log_every=1))
-    limit_after(loop, 3, lambda: file_limit(200_000))
+    limit_after(loop, 3, lambda: file_limit(size))
     said = r"the checkpoint of step 4 could not be written: .*File too large; .*step-000000002 is the last one"
     with pytest.raises(CheckpointError, match=said):
         loop.run()
