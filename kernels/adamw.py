@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 2048  # elements of a program: 16 a thread, of four arrays
 PARTS = 1024
 _TINY = tl.constexpr(1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
 
@@ -83,14 +82,15 @@ def adamw_flat(addresses, counts, groups, gradients, means, squares, numbers, be
     norm = gradients.new_full((2,), float("nan"))
     if num_blocks == 0:
         return norm[0].zero_() if max_norm > 0 else norm[0]
+    block = gradients.shape[0] // num_blocks
     with torch.cuda.device_of(gradients):
         if max_norm > 0:
             parts = gradients.new_zeros(PARTS)
             programs = min(PARTS, num_blocks)
-            _square_sums_kernel[(programs,)](gradients, parts, num_blocks, PARTS=PARTS, BLOCK=BLOCK, num_warps=4)
+            _square_sums_kernel[(programs,)](gradients, parts, num_blocks, PARTS=PARTS, BLOCK=block, num_warps=4)
             _norm_kernel[(1,)](parts, norm, max_norm, PARTS=PARTS, num_warps=4)
         _adamw_kernel[(num_blocks,)](
             addresses, counts, groups, gradients, means, squares, numbers, norm, num_groups, beta1, beta2, eps,
-            CLIPS=max_norm > 0, BLOCK=BLOCK, num_warps=4,
+            CLIPS=max_norm > 0, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return norm[0]

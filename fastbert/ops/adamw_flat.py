@@ -20,7 +20,8 @@ _OP = define_triton(
     lambda addresses, counts, groups, gradients, *others: gradients.new_empty(()),
 )
 
-BLOCK = 2048  # elements: a weight begins a block, and its last one is filled up with zeros
+# Elements of a program of the kernel: 16 a thread, of four arrays. A weight begins a block, and zeros fill up its last.
+BLOCK = 2048
 _ALIGNED = 16  # bytes: a load of the kernel's
 
 
@@ -31,10 +32,15 @@ class FlatState:
     `gradients`, `means`, `squares`: float32 (blocks * 2048,), zeros at first. Where the weights lie is written down
     once: `is_of` says whether they are still there.
 
-    Raises ValueError: a weight is of another kind, or lies on no multiple of 16 bytes.
+    Raises ValueError: there is no weight, or not a group for each; a weight is of another kind, or lies on no multiple
+    of 16 bytes.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], groups: Sequence[int]):
+        if not weights or len(weights) != len(groups):
+            raise ValueError(
+                f"there are {len(weights)} weights and {len(groups)} groups; there must be a group for each"
+            )
         self.weights, device = list(weights), weights[0].device
         for i, weight in enumerate(self.weights):
             if weight.dtype is not torch.float32 or not weight.is_contiguous() or weight.device != device:
@@ -63,7 +69,7 @@ class FlatState:
         """The part of each weight of one of the buffers, in the weight's shape."""
         return [
             buffer[first : first + weight.numel()].view(weight.shape)
-            for first, weight in zip(self.first, self.weights, strict=False)
+            for first, weight in zip(self.first[:-1], self.weights, strict=True)
         ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -88,8 +89,5 @@ def draw_seeds(device: torch.device, *shape: int) -> torch.Tensor:
     if not torch.compiler.is_compiling():
         seeds = _here.seeds
         if seeds is not None and seeds.device == device:
-            count = 1
-            for size in shape:
-                count *= size
-            return seeds.take(count).view(*shape, 2)
+            return seeds.take(math.prod(shape)).view(*shape, 2)
     return torch.randint(2**62, (*shape, 2), dtype=torch.int64, device=device)

@@ -120,6 +120,9 @@ def test_weights_are_written_where_they_are_and_counted(backend):
 
 
 def test_what_no_step_can_be_made_of():
+    for weights, groups in (([], ()), ([torch.zeros(3)], (0, 1))):
+        with pytest.raises(ValueError, match=f"there are {len(weights)} weights and {len(groups)} groups"):
+            ops.FlatState(weights, groups)
     with pytest.raises(ValueError, match=r"weight 1 is torch\.float64 on cpu"):
         ops.FlatState([torch.zeros(3), torch.zeros(3).double()], (0, 0))
     with pytest.raises(ValueError, match="weight 0 is"):

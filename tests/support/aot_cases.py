@@ -199,7 +199,9 @@ def cross_entropy_cases() -> Iterator[Case]:
 
 
 def adamw_cases() -> Iterator[Case]:
-    from fastbert.kernels.adamw import BLOCK, PARTS
+    from fastbert.kernels.adamw import PARTS
+
+    from fastbert.ops.adamw_flat import BLOCK
 
     sizes = {"PARTS": PARTS, "BLOCK": BLOCK}
     types = {"gradients_ptr": "*fp32", "parts_ptr": "*fp32", "num_blocks": "i32"}
