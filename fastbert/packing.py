@@ -15,7 +15,7 @@ import torch
 
 from fastbert import ops
 from fastbert.errors import InputError
-from fastbert.ops.packing import token_sequences
+from fastbert.ops.packing import token_positions, token_sequences
 
 # What torch's aminmax takes of integers: the unsigned ones of more than 8 bits are not among them.
 _WITH_ENDS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -313,13 +313,13 @@ class PackedBatch:
         return out[:, :, :-1, :-1]
 
     def local_positions(self) -> torch.Tensor:
-        """int64 (total_tokens,): a token's column in the padded grid, or its place in its sequence if packed input."""
+        """int64 (total_tokens,): a token's column in the padded grid, or its place in its sequence if packed input; 0 in
+        slack rows, which may be more than there are positions.
+        """
         if self.seqlen is not None:
             column = torch.arange(self.seqlen, device=self.cu_seqlens.device).expand(self.batch_size, -1).reshape(-1)
             return column if self.indices is None else column.index_select(0, self.indices)
-        token = torch.arange(self.total_tokens, device=self.cu_seqlens.device)
-        sequence = torch.searchsorted(self.cu_seqlens[1:].long(), token, right=True)
-        return token - self.cu_seqlens[sequence]
+        return token_positions(self.cu_seqlens, self.total_tokens)
 
     def columns_with_gaps(self, absolute: bool = False) -> torch.Tensor | None:
         """int64 (total_tokens,), each token's column in the padded grid; None where all tokens of a sequence are known

@@ -12,6 +12,7 @@ from fastbert.config import EncoderConfig
 from fastbert.errors import InputError
 from fastbert.layers.embeddings import EmbeddingIds
 from fastbert.layers.leaves import get_leaf
+from fastbert.ops.packing import token_sequences
 from fastbert.packed_inputs import MASKED_IDS, ModelInputs
 from fastbert.packing import IdRange, PackedBatch
 
@@ -253,8 +254,8 @@ def _positions_from_ids(config, input_ids, grid, batch: PackedBatch) -> torch.Te
     count = real.cumsum(-1)
     if len(grid) == 1:  # packed: counting starts again with each sequence
         before = torch.nn.functional.pad(count, (1, 0))[batch.cu_seqlens.long()]
-        token = torch.arange(grid[0], device=count.device)
-        count = count - before[torch.searchsorted(batch.cu_seqlens[1:].long(), token, right=True)]
+        sequence, inside = token_sequences(batch.cu_seqlens, grid[0])
+        count = torch.where(inside, count - before[sequence], 0)
     return count * real + first - 1
 
 

@@ -125,7 +125,8 @@ def cross_entropy(
         hidden_states: (total_tokens, hidden_size); weight: (num_classes, hidden_size); bias: (num_classes,).
         labels: int64 (total_tokens,).
         ignore_index: tokens with this label take no part in the mean. On a GPU they cost as much as the others, since
-            looking for them would be a wait: pick those that have a label before, if few have.
+            looking for them would be a wait, and their hidden states must be numbers: pick those that have a label
+            before, if few have.
         label_smoothing: of the target, towards all classes (Szegedy et al. 2016, section 7).
         z_loss: this times the mean of (log sum exp)^2 is added (Chowdhery et al. 2022, section 5).
 

@@ -27,15 +27,22 @@ class StepSeeds:
         self._rows = torch.empty(0, 2, dtype=torch.int64, device=self.device)
 
     def begin(self, seed: int) -> None:
-        """A step's rows: as many as the longest one before it took."""
+        """A step's rows: as many as the longest one before it took. From the second step of a kind on they are written
+        where the last step's were, which nobody reads any more.
+        """
         self._generator.manual_seed(seed)
-        self._rows, self.place = self._drawn(self._most), 0
+        rows, self.place = self._drawn(self._most), 0
+        if len(rows) == len(self._rows):
+            self._rows.copy_(rows, non_blocking=True)
+        else:
+            self._rows = rows.to(self.device, non_blocking=True)
 
     def take(self, count: int) -> torch.Tensor:
         """The next rows, int64 (count, 2)."""
         start, self.place = self.place, self.place + count
         if self.place > len(self._rows):  # in first steps
-            self._rows = torch.cat([self._rows, self._drawn(self.place - len(self._rows))])
+            more = self._drawn(self.place - len(self._rows))
+            self._rows = torch.cat([self._rows, more.to(self.device, non_blocking=True)])
         self._most = max(self._most, self.place)
         return self._rows[start : self.place]
 
@@ -43,7 +50,7 @@ class StepSeeds:
         # One after the other: the first rows are the same, however many there are.
         is_pinned = self.device.type == "cuda"
         rows = torch.empty(count, 2, dtype=torch.int64, pin_memory=is_pinned)
-        return rows.random_(2**62, generator=self._generator).to(self.device, non_blocking=True)
+        return rows.random_(2**62, generator=self._generator)
 
 
 class _Here(threading.local):

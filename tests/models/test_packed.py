@@ -21,9 +21,12 @@ from hf import (
 )
 
 import fastbert
+from fastbert.backend import use_backend
 from fastbert.families import FAMILIES
 from fastbert.layers import rotary
 from fastbert.models.classes import CLASSES
+from fastbert.native.availability import extension_error, triton_error
+from fastbert.packing import PackedBatch
 from fastbert.testing.cases import DTYPES, MASKS
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
@@ -272,3 +275,27 @@ def test_sequences_without_tokens(model_type, head, mask):
     (out["loss"] if labels else sum(t.sum() for t in (out[0], out.get("pooler_output")) if t is not None)).backward()
     for name, grad in gradients(model).items():
         assert grad is None or torch.isfinite(grad).all(), name
+
+
+@pytest.mark.parametrize("backend", ("torch", "cpu", "triton"))
+@pytest.mark.parametrize("model_type", ("bert", "roberta"))
+def test_slack_may_be_longer_than_any_sequence(model_type, backend):
+    """Rows behind the last sequence stand in no place: more of them than there are positions change nothing."""
+    error = {"cpu": extension_error, "triton": triton_error}.get(backend, lambda: None)()
+    if error is not None:
+        pytest.skip(error)
+    config = make_config(model_type)
+    model = CLASSES[model_type, "Model"](config).eval()
+    lengths, slack = (4, 3), config.max_position_embeddings + 5
+    offsets = torch.tensor((0, *lengths)).cumsum(0).int()
+    ids = torch.randint(5, 30, (7 + slack,))
+
+    def packed(rows):
+        batch = PackedBatch(None, offsets, 4, 2, None, len(rows), bounds={"input_ids": (5, 30)})
+        return fastbert.PackedInputs({"input_ids": rows, "batch": batch})
+
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), use_backend(backend):
+            alone, found = (model(packed(rows)).last_hidden_state for rows in (ids[:7], ids))
+        torch.testing.assert_close(found[:7], alone, rtol=1e-5, atol=1e-6)
+        assert found.isfinite().all()

@@ -1,0 +1,41 @@
+"""A tape of operators, which is replayed on the same memory: what a CUDA graph does, without a GPU.
+
+What a capture would write down, a tape holds: the operators in their order, their tensors' memory, and every number
+that was Python's at the time. A replay that gives what the step itself gives for other contents of the same buffers has
+nothing in it that a graph would repeat wrongly. One of Triton's ops in its interpreter is one operator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+class Tape(TorchDispatchMode):
+    """`with tape:` records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple, dict, Any]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Run all of it once more, with results where they were. Raises AssertionError: one has another shape now."""
+        for func, args, kwargs, out in self.calls:
+            given = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
+            for old, new in zip(_tensors(out), _tensors(func(*args, **kwargs)), strict=True):
+                assert old.shape == new.shape, f"{func} gave {tuple(old.shape)}, and now {tuple(new.shape)}"
+                if old.untyped_storage().data_ptr() not in given:  # else a view, or written in place
+                    old.copy_(new)
