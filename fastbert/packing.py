@@ -313,8 +313,9 @@ class PackedBatch:
         return out[:, :, :-1, :-1]
 
     def local_positions(self) -> torch.Tensor:
-        """int64 (total_tokens,): a token's column in the padded grid, or its place in its sequence if packed input. Slack
-        rows, which may be more than there are positions, have 0.
+        """int64 (total_tokens,): a token's column in the padded grid, or its place in its sequence if packed input.
+
+        Slack rows, which may be more than there are positions, have 0.
         """
         if self.seqlen is not None:
             column = torch.arange(self.seqlen, device=self.cu_seqlens.device).expand(self.batch_size, -1).reshape(-1)
