@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fastbert import ops
 from fastbert.layer_spec import RELATIVES, LayerSpec
@@ -359,3 +360,8 @@ class EncoderLayer(nn.Module):
         spec = self.spec if spec is None else spec
         out, probs = run_layer(self, spec, hidden_states, context, wants_probs, has_hooks)
         return (out, probs) if wants_probs else out
+
+
+def call_checkpointed(layer: nn.Module, *arguments: Any) -> Any:
+    """`layer(*arguments)`, run once more in backward, with the same dropout, instead of keeping what it made."""
+    return checkpoint(ops.with_same_seeds(layer), *arguments, use_reentrant=False)

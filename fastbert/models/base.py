@@ -12,7 +12,7 @@ from fastbert.config import EncoderConfig
 from fastbert.errors import ConfigError, InputError
 from fastbert.families.schema import Family
 from fastbert.layers.convolution import place_convolution
-from fastbert.layers.encoder import EncoderLayer
+from fastbert.layers.encoder import EncoderLayer, call_checkpointed
 from fastbert.layers.leaves import get_leaf, has_hooks, is_plain, make_norm, parent_of, place, within
 from fastbert.layers.relative import place_relative, relative_shapes
 from fastbert.layers.rotary import RotaryFrequencies, RotaryTable, place_rotary
@@ -33,14 +33,7 @@ from fastbert.models.hf.recording import record, records_hf
 from fastbert.models.inputs import EncoderInputs, TableSizes, prepare_inputs, refuse_recording, table_sizes
 from fastbert.models.outputs import ModelOutput
 from fastbert.models.quantized import entry_of, place_int8
-from fastbert.models.tree import (
-    Calls,
-    RunsBaseModel,
-    call_checkpointed,
-    first_parameter,
-    groups_unsupported,
-    layers_of,
-)  # fmt: skip
+from fastbert.models.tree import Calls, RunsBaseModel, first_parameter, groups_unsupported, layers_of
 from fastbert.packed_inputs import ModelInputs, PackedInputs
 from fastbert.packing import PackedBatch
 

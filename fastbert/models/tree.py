@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from fastbert import ops
 from fastbert.config import EncoderConfig
 from fastbert.families.schema import Family
 from fastbert.layers.leaves import get_leaf
@@ -26,11 +23,6 @@ def first_parameter(module: nn.Module) -> nn.Parameter:
                 return parameter
         pending += reversed([child for child in at._modules.values() if child is not None])
     raise StopIteration
-
-
-def call_checkpointed(layer: nn.Module, *arguments: Any) -> Any:
-    """`layer(*arguments)`, run once more in backward, with the same dropout, instead of keeping what it made."""
-    return checkpoint(ops.with_same_seeds(layer), *arguments, use_reentrant=False)
 
 
 def layers_of(root: nn.Module, config: EncoderConfig) -> int | None:

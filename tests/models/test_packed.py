@@ -286,9 +286,8 @@ def test_slack_may_be_longer_than_any_sequence(model_type, backend):
         pytest.skip(error)
     config = make_config(model_type)
     model = CLASSES[model_type, "Model"](config).eval()
-    lengths, slack = (4, 3), config.max_position_embeddings + 5
-    offsets = torch.tensor((0, *lengths)).cumsum(0).int()
-    ids = torch.randint(5, 30, (7 + slack,))
+    offsets = torch.tensor([0, 4, 7], dtype=torch.int32)
+    ids = torch.randint(5, 30, (7 + config.max_position_embeddings + 5,))
 
     def packed(rows):
         batch = PackedBatch(None, offsets, 4, 2, None, len(rows), bounds={"input_ids": (5, 30)})
