@@ -179,6 +179,32 @@ class PackedBatch:
         indices, labelled = (None if t is None else move(t) for t in (self.indices, self.labelled))
         return replace(self, indices=indices, cu_seqlens=move(self.cu_seqlens), labelled=labelled, cache={})
 
+    def with_slack(self, total_tokens: int, batch_size: int, labelled: int, max_seqlen: int) -> PackedBatch:
+        """The same batch with slack behind it, as `PackedInputs.with_slack` says; raises InputError."""
+        if self.seqlen is not None or self.indices is not None:
+            raise InputError("a batch with padded outputs takes no slack: make it from lists, or padded_outputs=False")
+        kept = self.labelled
+        sizes = {
+            "total_tokens": (self.total_tokens, total_tokens),
+            "batch_size": (self.batch_size, batch_size),
+            "max_seqlen": (self.max_seqlen, max_seqlen),
+        } | ({} if kept is None else {"labelled": (len(kept), labelled)})
+        for name, (found, limit) in sizes.items():
+            if found > limit:
+                raise InputError(f"the batch does not fit: its {name} is {found}, and that of its bucket {limit}")
+        if kept is not None and len(kept) < labelled:
+            if total_tokens == self.total_tokens:
+                raise InputError(
+                    f"{labelled - len(kept)} of {labelled} labelled are to be slack, which needs a token of slack;"
+                    f" total_tokens is {total_tokens}, all of them real"
+                )
+            kept = torch.cat([kept, kept.new_full((labelled - len(kept),), total_tokens - 1)])
+        ends = self.cu_seqlens[-1:].expand(batch_size - self.batch_size)
+        bounds = self.bounds and {name: (min(0, low), max(0, high)) for name, (low, high) in self.bounds.items()}
+        return PackedBatch(
+            None, torch.cat([self.cu_seqlens, ends]), max_seqlen, batch_size, None, total_tokens, kept, bounds
+        )
+
     @classmethod
     def from_mask(
         cls,
