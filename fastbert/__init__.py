@@ -54,6 +54,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from fastbert.sentences.spans.question_answerer import QuestionAnswerer as QuestionAnswerer
     from fastbert.sentences.spans.token_classifier import TokenClassifier as TokenClassifier
     from fastbert.sentences.sparse_encoder import SparseEncoder as SparseEncoder
+    from fastbert.training.graphed import graphed_step as graphed_step
 
 _MODULES: dict[str, tuple[str, ...]] = {
     "fastbert.models.auto": (
@@ -96,6 +97,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "fastbert.sentences.spans.question_answerer": ("QuestionAnswerer",),
     "fastbert.sentences.spans.token_classifier": ("TokenClassifier",),
     "fastbert.sentences.sparse_encoder": ("SparseEncoder",),
+    "fastbert.training.graphed": ("graphed_step",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

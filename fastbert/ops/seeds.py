@@ -24,7 +24,7 @@ class StepSeeds:
         self.place = 0  # of the row that comes next
         self._most = 0  # rows that a step took
         self._generator = torch.Generator()
-        self._rows = torch.empty(0, 2, dtype=torch.int64, device=self.device)
+        self.rows = torch.empty(0, 2, dtype=torch.int64, device=self.device)
 
     def begin(self, seed: int) -> None:
         """A step's rows: as many as the longest one before it took. From the second step of a kind on they are written
@@ -32,19 +32,19 @@ class StepSeeds:
         """
         self._generator.manual_seed(seed)
         rows, self.place = self._drawn(self._most), 0
-        if len(rows) == len(self._rows):
-            self._rows.copy_(rows, non_blocking=True)
+        if len(rows) == len(self.rows):
+            self.rows.copy_(rows, non_blocking=True)
         else:
-            self._rows = rows.to(self.device, non_blocking=True)
+            self.rows = rows.to(self.device, non_blocking=True)
 
     def take(self, count: int) -> torch.Tensor:
         """The next rows, int64 (count, 2)."""
         start, self.place = self.place, self.place + count
-        if self.place > len(self._rows):  # in first steps
-            more = self._drawn(self.place - len(self._rows))
-            self._rows = torch.cat([self._rows, more.to(self.device, non_blocking=True)])
+        if self.place > len(self.rows):  # in first steps
+            more = self._drawn(self.place - len(self.rows))
+            self.rows = torch.cat([self.rows, more.to(self.device, non_blocking=True)])
         self._most = max(self._most, self.place)
-        return self._rows[start : self.place]
+        return self.rows[start : self.place]
 
     def _drawn(self, count: int) -> torch.Tensor:
         # One after the other: the first rows are the same, however many there are.

@@ -120,7 +120,7 @@ class _WithoutDynamo(torch.optim.Optimizer):
 
 
 # What of a group's options fastbert.ops.adamw computes. With other values a step is torch's own.
-_ONE_PASS = {
+ONE_PASS = {
     "amsgrad": False,
     "maximize": False,
     "capturable": False,
@@ -202,7 +202,7 @@ class AdamW(_WithoutDynamo, torch.optim.AdamW):
         return all(
             group["betas"] == first["betas"]
             and group["eps"] == first["eps"]
-            and all(group[name] == value for name, value in _ONE_PASS.items())
+            and all(group[name] == value for name, value in ONE_PASS.items())
             for group in self.param_groups
         )
 

@@ -1,0 +1,311 @@
+"""A step of training as CUDA graphs: one for each bucket of batches, forward and backward, and one for the optimizer.
+
+What differs from step to step lies in memory: the batch, in its bucket's buffers; seeds of dropout; what losses are
+divided by; rates and corrections of AdamW; where the loss is written. The graphs read it from there.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fastbert import ops
+from fastbert.backend import _choice
+from fastbert.layers.fingerprint import ModuleFingerprint
+from fastbert.layers.leaves import HOOKS, has_global_hooks
+from fastbert.packed_inputs import PackedInputs
+from fastbert.training.graphed.buckets import Buckets, Form, Sizes, Staged, stage
+from fastbert.training.graphed.capture import CudaGraphs, Graphs
+from fastbert.training.graphed.flat import FlatOptimizer, optimizer_unsupported
+from fastbert.training.graphed.losses import LossRing
+from fastbert.training.optimizers import clip_and_step
+
+Loss = Callable[..., torch.Tensor]  # (model, batch, *totals) -> ()
+
+
+@dataclass
+class _Captured:
+    """A bucket's graph. rows: the seeds' memory that it reads; bounds: of ids and labels that were checked."""
+
+    block: torch.Tensor
+    replay: Callable[[], None]
+    rows: torch.Tensor
+    bounds: dict[str, tuple[int, int]]
+
+    def has_seen(self, bounds: Mapping[str, tuple[int, int]]) -> bool:
+        seen = self.bounds
+        return all(n in seen and seen[n][0] <= low and high <= seen[n][1] for n, (low, high) in bounds.items())
+
+    def widen(self, bounds: Mapping[str, tuple[int, int]]) -> None:
+        for name, (low, high) in bounds.items():
+            first = self.bounds.get(name, (low, high))
+            self.bounds[name] = min(first[0], low), max(first[1], high)
+
+
+class GraphedStep:
+    """Made by `graphed_step`, which says what it does. `why_eager`: why the last step ran op by op; None: it did not.
+
+    `buckets`: what batches are rounded up to.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        loss: Loss,
+        *,
+        max_norm: float = 0.0,
+        bf16: bool = True,
+        graphs: Graphs | None = None,
+    ):
+        self.model, self.optimizer, self.loss = model, optimizer, loss
+        self.max_norm, self.bf16 = max_norm, bf16
+        self.device = next(model.parameters()).device
+        self.why_eager: str | None = None
+        self.buckets, self.losses_kept = Buckets(), LossRing(self.device)
+        self._graphs: Graphs = CudaGraphs() if graphs is None else graphs
+        self._seeds, self._said = ops.StepSeeds(self.device), set[str]()
+        self._flat: FlatOptimizer | None = None
+        self._captured: dict[Form, _Captured] = {}
+        self._optimize: Callable[[], None] | None = None
+        self._looked_at: tuple | None = None
+        self._fingerprint: ModuleFingerprint | None = None
+        self._unsupported: str | None = None
+        self._had_hooks = False
+
+    # ----------------------------------------------------------------------------------------------------------------
+    # Steps
+
+    def __call__(
+        self,
+        batches: PackedInputs | Staged | Sequence[PackedInputs | Staged],
+        totals: Sequence[float] = (),
+        *,
+        seed: int | None = None,
+    ) -> None:
+        """One step of the optimizer over these batches, whose gradients are added up.
+
+        totals: given to `loss` behind the batch, as float32 tensors (). seed: of dropout; None: the next one of those
+        that follow from torch's. Raises InputError before anything is launched; then no gradient is left behind.
+        """
+        given = [batches] if isinstance(batches, (PackedInputs, Staged)) else list(batches)
+        self.why_eager = self._look(len(totals))
+        if self.why_eager is not None:
+            self._say(self.why_eager)
+            self._run_op_by_op([self._opened(batch) for batch in given], totals, seed)
+            return
+        assert self._flat is not None
+        self._flat.take_gradients()
+        self._flat.begin(list(totals))
+        seed = hash((torch.initial_seed(), self._flat.step_number)) if seed is None else seed
+        try:
+            for i, batch in enumerate(given):
+                self._run_part(batch, hash((seed, i)) % 2**63)
+        except BaseException:
+            self._flat.step_number -= 1
+            self._forget_gradients(self._flat)
+            raise
+        self._run_optimizer(self._flat)
+
+    def losses(self) -> list[float]:
+        """Those of the steps since the last call, the oldest first: the last 1024 at most. This waits for the device."""
+        return self.losses_kept.read().tolist()
+
+    def prepare(self, examples: Sequence[PackedInputs], totals: int = 0) -> str:
+        """Capture all of `buckets` now, the largest first, and say how many there are and what they take.
+
+        examples: a batch of each kind that will come, on the host. totals: how many `loss` gets.
+        """
+        if (reason := self._look(totals)) is not None:
+            return reason
+        assert self._flat is not None
+        self._flat.totals.fill_(1.0)
+        for bucket in reversed(self.buckets.sizes):
+            for packed in examples:
+                if (Sizes.of(packed).labelled is None) == (bucket.labelled is None):
+                    staged = stage(packed.without_sequences(), bucket)
+                    if staged.form not in self._captured:
+                        self._capture(staged, 0)
+        self._forget_gradients(self._flat)
+        graphs, megabytes = len(self._captured), self._graphs.nbytes() / 2**20
+        return f"{graphs} graphs of {', '.join(str(b.total_tokens) for b in self.buckets.sizes)} tokens, {megabytes:.0f} MB"
+
+    def _run_part(self, batch: PackedInputs | Staged, seed: int) -> None:
+        """Forward and backward of one batch."""
+        staged = batch if isinstance(batch, Staged) else self._staged(batch)
+        if staged is None:
+            assert isinstance(batch, PackedInputs)
+            self.why_eager = f"no bucket holds {Sizes.of(batch)}, and there are {len(self.buckets.sizes)} already"
+            self._say(self.why_eager)
+            self._seeds.begin(seed)
+            self._accumulate(batch.to(self.device, non_blocking=True))
+            return
+        captured = self._captured.get(staged.form)
+        if captured is None or captured.rows is not self._seeds.rows:
+            self._capture(staged, seed)
+            return
+        self._seeds.begin(seed)
+        captured.block.copy_(staged.block, non_blocking=True)
+        if captured.has_seen(staged.bounds):
+            captured.replay()
+        else:  # the model compares them with its tables
+            self._accumulate(staged.form.read(captured.block, staged.bounds))
+            captured.widen(staged.bounds)
+
+    def _staged(self, packed: PackedInputs) -> Staged | None:
+        bucket = None if packed["batch"].seqlen is not None else self.buckets.find(Sizes.of(packed), packed.get("num_choices", 1))
+        if bucket is None:
+            return None
+        staged = stage(packed, bucket)
+        return staged._replace(block=staged.block.pin_memory()) if self.device.type == "cuda" else staged
+
+    def _accumulate(self, inputs: PackedInputs) -> None:
+        """Add a batch's gradients and its loss to those of the step. This is what is captured."""
+        assert self._flat is not None
+        with ops.seeds_from(self._seeds):
+            with self._autocast():
+                loss = self.loss(self.model, inputs, *self._flat.totals.unbind())
+            loss.backward()
+        self.losses_kept.add(loss)
+
+    def _autocast(self) -> AbstractContextManager:
+        # Its cache would keep copies of weights that a graph outlives.
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=False)
+
+    def _capture(self, staged: Staged, seed: int) -> None:
+        """Capture a bucket's graph, on this batch, and leave what running it once leaves."""
+        flat, form = self._flat, staged.form
+        assert flat is not None
+        flat.take_gradients()
+        block = staged.block.to(self.device, copy=True)
+
+        def run() -> None:
+            self._accumulate(form.read(block, staged.bounds))
+
+        written = (flat.state.gradients, self.losses_kept.sum)
+        before = [t.clone() for t in written]
+        for _ in range(2):
+            self._seeds.begin(seed)
+            self._graphs.warm(run)
+        for t, kept in zip(written, before, strict=True):
+            t.copy_(kept)
+        self._seeds.begin(seed)
+        self._captured[form] = _Captured(block, self._graphs.capture(run), self._seeds.rows, dict(staged.bounds))
+
+    def _run_optimizer(self, flat: FlatOptimizer) -> None:
+        if self._optimize is not None:
+            self._optimize()
+            torch.autograd.graph.increment_version(flat.weights)  # for whoever keeps something made of the weights
+        else:
+            self._optimize = self._capture_optimizer(flat)
+        flat.count_step()
+        self.losses_kept.count_step()
+
+    def _capture_optimizer(self, flat: FlatOptimizer) -> Callable[[], None]:
+        def run() -> None:
+            flat.step()
+            self.losses_kept.end_step()
+
+        def run_others() -> None:  # these must take one step
+            flat.step_other()
+            LossRing(self.device, 2).end_step()
+
+        self._graphs.warm(run_others)
+        return self._graphs.capture(run)
+
+    def _forget_gradients(self, flat: FlatOptimizer) -> None:
+        flat.state.gradients.zero_()
+        self.losses_kept.sum.zero_()
+
+    # ----------------------------------------------------------------------------------------------------------------
+    # Op by op
+
+    def _run_op_by_op(self, batches: Sequence[PackedInputs], totals: Sequence[float], seed: int | None) -> None:
+        if seed is not None:
+            self._seeds.begin(seed)
+        numbers = torch.tensor(list(totals), device=self.device).unbind()
+        for batch in batches:
+            inputs = batch.to(self.device, non_blocking=True)
+            with ops.seeds_from(None if seed is None else self._seeds):
+                with self._autocast():
+                    loss = self.loss(self.model, inputs, *numbers)
+                loss.backward()
+            self.losses_kept.add(loss)
+        clip_and_step(self.optimizer, self.max_norm)
+        self.optimizer.zero_grad()
+        self.losses_kept.end_step()
+        self.losses_kept.count_step()
+
+    def _opened(self, batch: PackedInputs | Staged) -> PackedInputs:
+        return batch if isinstance(batch, PackedInputs) else batch.form.read(batch.block, batch.bounds)
+
+    def _say(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            warnings.warn(f"the training step runs op by op: {reason}", stacklevel=4)
+
+    # ----------------------------------------------------------------------------------------------------------------
+    # What was captured, and what is there now
+
+    def _look(self, num_totals: int) -> str | None:
+        """Why the step runs op by op. Graphs of a model, or an optimizer, that is another now are forgotten."""
+        looked_at = (num_totals, self._settings())
+        if looked_at == self._looked_at and self._is_same():
+            return self._unsupported
+        self._looked_at = looked_at
+        self._captured.clear()
+        self._optimize = None
+        self._fingerprint = _look_at(self.model)
+        self._had_hooks = self._fingerprint.has_hooks()
+        self._unsupported = self._find_unsupported()
+        if self._unsupported is None:
+            if self._flat is None or not self._flat.is_of(self.optimizer) or len(self._flat.totals) != num_totals:
+                self._flat = FlatOptimizer(self.optimizer, self.max_norm, num_totals)
+            else:
+                self._flat.adopt()
+        return self._unsupported
+
+    def _settings(self) -> tuple:
+        """Python's numbers that a graph has written down."""
+        groups = self.optimizer.param_groups
+        of_groups = tuple((group["betas"], group["eps"], len(group["params"])) for group in groups)
+        return of_groups, self.max_norm, self.bf16, _choice.forced, torch.are_deterministic_algorithms_enabled()
+
+    def _is_same(self) -> bool:
+        """Whether the model and the optimizer are what was looked at last."""
+        fingerprint, flat = self._fingerprint, self._flat
+        if fingerprint is None or fingerprint.has_hooks() != self._had_hooks or not fingerprint.is_same():
+            return False
+        return self._unsupported is not None or (flat is not None and flat.is_current())
+
+    def _find_unsupported(self) -> str | None:
+        if (reason := self._graphs.unsupported(self.device)) is not None:
+            return reason
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            return "other processes add up gradients"
+        if not self.model.training:
+            return "the model is in evaluation mode"
+        for name, module in self.model.named_modules():
+            if has_global_hooks() or any(getattr(module, hooks) for hooks in HOOKS):
+                return f"{name or 'the model'} has hooks"
+            if isinstance(module, nn.Embedding) and module.sparse:
+                return f"the gradients of {name} are sparse"
+        return optimizer_unsupported(self.optimizer, self.model)
+
+
+def _look_at(model: nn.Module) -> ModuleFingerprint:
+    """All that a captured step has written down of a model."""
+    fingerprint = ModuleFingerprint(model, with_memory=True)
+    for module in model.modules():
+        fingerprint.watch(module, HOOKS)
+        fingerprint.hold(module.__dict__, "training")
+        if module._modules:
+            fingerprint.watch_children(module)
+    return fingerprint
