@@ -150,13 +150,17 @@ class StepSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         for step in self.plan[self.start_step :]:
-            dealt = deal(cost(self.steps.lengths[step], self.hidden_size), self.world_size * self.parts)
-            if len(step) < len(dealt):  # the first ones have an example each: one goes to every rank, then a second one
-                mine = dealt[self.rank :: self.world_size]
-            else:
-                mine = dealt[self.rank * self.parts : (self.rank + 1) * self.parts]
-            for part in mine:
-                yield step[part].tolist()
+            for part in self.batches_of(step):
+                yield part.tolist()
+
+    def batches_of(self, step: np.ndarray) -> list[np.ndarray]:
+        """This rank's batches of a step of the plan: the indices of each one's examples."""
+        dealt = deal(cost(self.steps.lengths[step], self.hidden_size), self.world_size * self.parts)
+        if len(step) < len(dealt):  # the first ones have an example each: one goes to every rank, then a second one
+            mine = dealt[self.rank :: self.world_size]
+        else:
+            mine = dealt[self.rank * self.parts : (self.rank + 1) * self.parts]
+        return [step[part] for part in mine]
 
 
 class KeyedDataset(Dataset):

@@ -16,19 +16,29 @@ from fastbert.data.batches import KeyedDataset, StepSampler
 END_S = 1.0  # the system tells of a process's end later than its connections do
 
 
-def make_loader(
-    examples: Sequence[Any], sampler: StepSampler, collate: Any, *, workers: int = 0, pin_memory: bool = False
-) -> DataLoader:
-    """A DataLoader over a rank's batches of an epoch. What it gives is the same for any number of `workers`. A collator
-    that masks (`collate.masking`) gets each example's key: see KeyedDataset. A batch without examples has the fields of
-    one, and no sequence.
-    """
+def dataset_of(examples: Sequence[Any], sampler: StepSampler, collate: Any) -> Any:
+    """What `collate` gets examples from: one that masks (`collate.masking`) gets each one's key, see KeyedDataset."""
     is_masked = getattr(collate, "masking", None) is not None
-    dataset: Any = KeyedDataset(examples, sampler.steps.seed or 0, sampler.epoch) if is_masked else examples
+    return KeyedDataset(examples, sampler.steps.seed or 0, sampler.epoch) if is_masked else examples
+
+
+def make_loader(
+    examples: Sequence[Any],
+    sampler: StepSampler,
+    collate: Any,
+    *,
+    workers: int = 0,
+    pin_memory: bool = False,
+    finish: Callable[[Any], Any] | None = None,
+) -> DataLoader:
+    """A DataLoader over a rank's batches of an epoch. What it gives is the same for any number of `workers`. A batch
+    without examples has the fields of one, and no sequence. `finish`: what is done to each batch behind `collate`.
+    """
+    dataset = dataset_of(examples, sampler, collate)
     return DataLoader(
         dataset,
         batch_sampler=sampler,
-        collate_fn=_Collate(dataset, collate),
+        collate_fn=_Collate(dataset, collate, finish),
         num_workers=workers,
         pin_memory=pin_memory,
         prefetch_factor=4 if workers else None,
@@ -39,11 +49,12 @@ def make_loader(
 class _Collate:
     """Makes a batch, an empty one too, in a worker."""
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]):
-        self.dataset, self.collate = dataset, collate
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], finish: Callable[[Any], Any] | None):
+        self.dataset, self.collate, self.finish = dataset, collate, finish
 
     def __call__(self, examples: list[Any]) -> Any:
-        return self.collate(examples) if examples else self.collate([self.dataset[0]]).without_sequences()
+        made = self.collate(examples) if examples else self.collate([self.dataset[0]]).without_sequences()
+        return made if self.finish is None else self.finish(made)
 
 
 def _leave_interrupts(worker: int) -> None:

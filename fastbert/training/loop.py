@@ -9,7 +9,7 @@ import signal
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,18 +19,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastbert import ops
 from fastbert.data.batches import Steps, StepSampler
 from fastbert.data.loader import WorkerKilled, make_loader, read
 from fastbert.errors import TrainingError
 from fastbert.files import write_text
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.distributed import World
+from fastbert.training.graphed.buckets import Staged
+from fastbert.training.graphed.capture import Graphs
 from fastbert.training.memory import collector_spares_what_is_there
-from fastbert.training.optimizers import catch_up, clip_and_step
+from fastbert.training.optimizers import catch_up
 from fastbert.training.schedules import Schedule
 from fastbert.training.stopping import SIGNALS, leave_by, signals_wait
 from fastbert.training.task import Phase, Task
+from fastbert.training.train_step import TrainStep
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Loop:
     a run that was stopped goes on with the same bits. `evaluate` is called on all ranks and gives the same numbers on
     all; `keep_best` is called when they are the best so far. `on_log` gets each row of the log. `at_end` is called
     behind the last step, while the last checkpoint is written: it leaves the weights as they are, and the disk's room
-    to the checkpoint.
+    to the checkpoint. `say` gets a line before the first step of a run whose steps are captured, by `graphs`.
     """
 
     def __init__(
@@ -102,19 +104,25 @@ class Loop:
         at_end: Callable[[], None] = lambda: None,
         on_log: Callable[[dict[str, Any]], None] = lambda row: None,
         on_step: Callable[[int], None] = lambda tokens: None,
+        say: Callable[[str], None] = lambda line: None,
+        graphs: Graphs | None = None,
     ):
         self.task, self.model, self.hidden_size = task, model, hidden_size
         self.optimizer, self.schedule, self.world, self.options = optimizer, schedule, world, options
         self.evaluate, self.keep_best, self.at_end = evaluate, keep_best, at_end
-        self.on_log, self.on_step = on_log, on_step
+        self.on_log, self.on_step, self.say = on_log, on_step, say
         self.folder, self.place = folder, Place()
         # Here: torch.distributed.checkpoint takes half a second, which a dry run and a refused one need not wait for.
         from fastbert.training.checkpoints import Checkpoints
 
         self.checkpoints = Checkpoints(folder / "checkpoints", world, options.keep)
-        self._seeds = ops.StepSeeds(world.device)
-        self._losses: list[torch.Tensor] = []
+        self._step = TrainStep(
+            task, model, optimizer, world, max_norm=options.max_norm, bf16=options.bf16, parts=options.parts,
+            graphs=graphs,
+        )  # fmt: skip
+        self._waiting: list[torch.Tensor] = []  # losses of earlier steps, which nobody has looked at
         self._tokens, self._since = 0, time.perf_counter()
+        self._has_said = False
         self._signals: list[int] = []
         self._stop: signal.Signals | None = None  # what all ranks have agreed on
 
@@ -187,7 +195,13 @@ class Loop:
         pin, parts = self.world.device.type == "cuda", self.options.parts
         collate, workers = self.task.collate(phase), self.options.workers
         self._check_data(zlib.crc32(sampler.steps.lengths.tobytes()))
-        with closing(read(make_loader(examples, sampler, collate, workers=workers, pin_memory=pin))) as loader:
+        finish, said = self._step.prepare(collate, examples, sampler, phase)
+        if said and not self._has_said:
+            self.say(said)
+            self._has_said = True
+        with closing(
+            read(make_loader(examples, sampler, collate, workers=workers, pin_memory=pin, finish=finish))
+        ) as loader:
             for _ in range(len(sampler) // parts):
                 yield [next(loader) for _ in range(parts)]
 
@@ -203,27 +217,22 @@ class Loop:
             raise TrainingError(f"rank {differing[0]} has other training data than rank 0: give all the same files")
         place.data = found
 
-    def train_step(self, batches: list[PackedInputs]) -> None:
+    def train_step(self, batches: Sequence[PackedInputs | Staged]) -> None:
         """One step of the optimizer. The loss is the mean over the labels of all ranks' batches."""
         place, world = self.place, self.world
-        counts = [self.task.counts(batch) for batch in batches]
+        counts = [self._step.counts(batch) for batch in batches]
         totals = self._agree([sum(term) for term in zip(*counts, strict=True)])
         # Ranks' gradients are averaged, so each divides by its share of the total.
         shares = [max(1, total) / world.size for total in totals]
         seed = hash((self.options.seed, place.step, world.rank)) % 2**63
         _seed(world.device, seed)
-        self._seeds.begin(seed)
-        tokens = sum(batch["batch"].total_tokens for batch in batches)
-        if world.device.type != "cpu":
-            batches = [batch.to(world.device, non_blocking=True) for batch in batches]
-        autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=self.options.bf16)
-        catch_up(self.optimizer, [batch["input_ids"] for batch in batches])
-        with ops.only_recorded_writes(), ops.seeds_from(self._seeds):
-            loss = self.task.backward(self.model, batches, shares, autocast)
-            self.schedule.set(place.step)
-            clip_and_step(self.optimizer, self.options.max_norm)
-        self.optimizer.zero_grad()
-        self._losses.append(loss)
+        tokens = sum(b.tokens if isinstance(b, Staged) else b["batch"].total_tokens for b in batches)
+        self.schedule.set(place.step)
+        self._step(batches, shares, seed)
+        losses = self._step.losses
+        losses.count_step()
+        if losses.is_full:
+            self._waiting.append(losses.read())
         self._tokens += tokens
         place.step, place.epoch_step = place.step + 1, place.epoch_step + 1
         self.on_step(tokens)
@@ -274,7 +283,7 @@ class Loop:
 
     def _read_losses(self) -> dict[str, Any]:
         """The row of the steps since the last one. This waits for the device, so it is not done in every step."""
-        own, place = torch.stack(self._losses), self.place
+        own, place = torch.cat([*self._waiting, self._step.losses.read()]), self.place
         losses = own.clone()
         if self.world.size > 1:  # each rank has its share of the sum
             dist.all_reduce(losses)
@@ -293,7 +302,7 @@ class Loop:
             "tokens": tokens,
             "tokens_per_second": tokens / (time.perf_counter() - self._since),
         }
-        self._losses, self._tokens = [], 0
+        self._waiting, self._tokens = [], 0
         return row
 
     def _check_weights(self) -> None:

@@ -58,8 +58,11 @@ class Task:
         """(the examples of an epoch, the number of tokens of each)."""
         raise NotImplementedError
 
-    def counts(self, batch: PackedInputs) -> list[int]:
-        """What each of the loss's terms is the mean over, in this batch: a number of labels for each term."""
+    @staticmethod
+    def counts(batch: PackedInputs) -> list[int]:
+        """What each of the loss's terms is the mean over, in this batch: a number of labels for each term. A worker of
+        the DataLoader calls it, too, and has no task.
+        """
         raise NotImplementedError
 
     def loss(self, model: nn.Module, batch: PackedInputs, totals: list[float]) -> torch.Tensor:
@@ -84,6 +87,12 @@ class Task:
                 part.backward()
             losses.append(part.detach())
         return torch.stack(losses).sum()
+
+    def uncapturable(self, parts: int) -> str | None:
+        """Why a step with so many batches cannot be `loss` and its backward, batch by batch, launched the same each
+        time (a GraphedStep); None: it can.
+        """
+        return None
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Numbers by name, of the evaluation data. `model` is in eval mode, has all weights, and is not wrapped; the

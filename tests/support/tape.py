@@ -7,6 +7,7 @@ nothing in it that a graph would repeat wrongly. One of Triton's ops in its inte
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,3 +40,26 @@ class Tape(TorchDispatchMode):
                 assert old.shape == new.shape, f"{func} gave {tuple(old.shape)}, and now {tuple(new.shape)}"
                 if old.untyped_storage().data_ptr() not in given:  # else a view, or written in place
                     old.copy_(new)
+
+
+class TapeGraphs:
+    """What captures a GraphedStep in tests: on a tape, on any device."""
+
+    def __init__(self) -> None:
+        self.tapes: list[Tape] = []
+
+    def unsupported(self, device: torch.device) -> str | None:
+        return None
+
+    def warm(self, run: Callable[[], None]) -> None:
+        run()
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        tape = Tape()
+        self.tapes.append(tape)
+        with tape:
+            run()
+        return tape.replay
+
+    def nbytes(self) -> int:
+        return 0

@@ -106,7 +106,8 @@ class Classification(HeadTask):
         self.weights = None if weights is None else torch.from_numpy(weights)
         self.metric = None if held_out is None else _METRICS[labels.problem][1]
 
-    def counts(self, batch: PackedInputs) -> list[int]:
+    @staticmethod
+    def counts(batch: PackedInputs) -> list[int]:
         return [batch["labels"].numel()]
 
     def loss(self, model: Any, batch: PackedInputs, totals: list[float]) -> torch.Tensor:

@@ -120,8 +120,9 @@ class Embedding(Task):
     def examples(self, epoch: int, phase: Phase) -> tuple[Any, Any]:
         return self.train, self.train.lengths
 
-    def counts(self, batch: PackedInputs) -> list[int]:
-        return [batch["batch"].batch_size // self.texts]
+    @staticmethod
+    def counts(batch: PackedInputs) -> list[int]:
+        return [batch["batch"].batch_size // batch["num_choices"]]
 
     def backward(
         self, model: nn.Module, batches: list[PackedInputs], totals: list[float], autocast: AbstractContextManager
@@ -160,6 +161,9 @@ class Embedding(Task):
         # Ranks' gradients are averaged, and each rank has those that come through its own vectors: they are to add up.
         (loss * (dist.get_world_size() if dist.is_initialized() else 1)).backward()
         return loss.detach()
+
+    def uncapturable(self, parts: int) -> str | None:
+        return "gradients are cached: the loss goes over all batches of a step" if parts > 1 else None
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         assert self.held_out is not None

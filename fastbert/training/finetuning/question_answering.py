@@ -79,7 +79,8 @@ class QuestionAnswering(HeadTask):
         if held_out is not None:
             self._eval = finder.cut(list(zip(held_out.questions, held_out.contexts, strict=True)))
 
-    def counts(self, batch: PackedInputs) -> list[int]:
+    @staticmethod
+    def counts(batch: PackedInputs) -> list[int]:
         return [batch["batch"].batch_size]
 
     def loss(self, model: Any, batch: PackedInputs, totals: list[float]) -> torch.Tensor:

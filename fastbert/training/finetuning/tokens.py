@@ -57,7 +57,8 @@ class TokenClassification(HeadTask):
         if held_out is not None:
             self.metric = "f1" if spells_entities(labels.names) else "accuracy"
 
-    def counts(self, batch: PackedInputs) -> list[int]:
+    @staticmethod
+    def counts(batch: PackedInputs) -> list[int]:
         return [batch["batch"].labelled.numel()]
 
     def loss(self, model: Any, batch: PackedInputs, totals: list[float]) -> torch.Tensor:

@@ -122,18 +122,18 @@ class FlatOptimizer:
 
     def step(self) -> None:
         """AdamW by the gradients there are, which are 0 behind it. This is what is captured."""
-        ops.adamw_flat(self.state, self.numbers, **self._options())
+        self._step(self.state, self.numbers)
 
     def step_other(self) -> None:
         """The same of a weight that nobody has: it compiles what `step` launches, and leaves the weights alone."""
         other = ops.FlatState([torch.zeros(8, device=self.weights[0].device)], [0])
-        ops.adamw_flat(other, torch.zeros(4, device=other.gradients.device), **self._options())
+        self._step(other, torch.zeros(4, device=other.gradients.device))
 
     def count_step(self) -> None:
         """Behind each step, captured or not."""
         self.steps.add_(1)
 
-    def _options(self) -> dict[str, float]:
+    def _step(self, state: ops.FlatState, numbers: torch.Tensor) -> None:
         first = self.optimizer.param_groups[0]
         beta1, beta2 = map(float, first["betas"])
-        return {"beta1": beta1, "beta2": beta2, "eps": float(first["eps"]), "max_norm": self.max_norm}
+        ops.adamw_flat(state, numbers, beta1=beta1, beta2=beta2, eps=float(first["eps"]), max_norm=self.max_norm)

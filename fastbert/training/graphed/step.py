@@ -105,9 +105,9 @@ class GraphedStep:
         self._flat.take_gradients()
         self._flat.begin(list(totals))
         seed = hash((torch.initial_seed(), self._flat.step_number)) if seed is None else seed
-        try:
+        try:  # the first batch's seeds are those of a step op by op
             for i, batch in enumerate(given):
-                self._run_part(batch, hash((seed, i)) % 2**63)
+                self._run_part(batch, (seed + i) % 2**63)
         except BaseException:
             self._flat.step_number -= 1
             self._forget_gradients(self._flat)
@@ -115,7 +115,7 @@ class GraphedStep:
         self._run_optimizer(self._flat)
 
     def losses(self) -> list[float]:
-        """Those of the steps since the last call, the oldest first: the last 1024 at most. This waits for the device."""
+        """Those of the steps since the last call, the oldest first: the last 1024. This waits for the device."""
         return self.losses_kept.read().tolist()
 
     def prepare(self, examples: Sequence[PackedInputs], totals: int = 0) -> str:
@@ -135,7 +135,8 @@ class GraphedStep:
                         self._capture(staged, 0)
         self._forget_gradients(self._flat)
         graphs, megabytes = len(self._captured), self._graphs.nbytes() / 2**20
-        return f"{graphs} graphs of {', '.join(str(b.total_tokens) for b in self.buckets.sizes)} tokens, {megabytes:.0f} MB"
+        sizes = ", ".join(str(bucket.total_tokens) for bucket in self.buckets.sizes)
+        return f"{graphs} graphs of {sizes} tokens, {megabytes:.0f} MB"
 
     def _run_part(self, batch: PackedInputs | Staged, seed: int) -> None:
         """Forward and backward of one batch."""
@@ -160,7 +161,11 @@ class GraphedStep:
             captured.widen(staged.bounds)
 
     def _staged(self, packed: PackedInputs) -> Staged | None:
-        bucket = None if packed["batch"].seqlen is not None else self.buckets.find(Sizes.of(packed), packed.get("num_choices", 1))
+        bucket = (
+            None
+            if packed["batch"].seqlen is not None
+            else self.buckets.find(Sizes.of(packed), packed.get("num_choices", 1))
+        )
         if bucket is None:
             return None
         staged = stage(packed, bucket)
@@ -206,7 +211,6 @@ class GraphedStep:
         else:
             self._optimize = self._capture_optimizer(flat)
         flat.count_step()
-        self.losses_kept.count_step()
 
     def _capture_optimizer(self, flat: FlatOptimizer) -> Callable[[], None]:
         def run() -> None:
@@ -241,7 +245,6 @@ class GraphedStep:
         clip_and_step(self.optimizer, self.max_norm)
         self.optimizer.zero_grad()
         self.losses_kept.end_step()
-        self.losses_kept.count_step()
 
     def _opened(self, batch: PackedInputs | Staged) -> PackedInputs:
         return batch if isinstance(batch, PackedInputs) else batch.form.read(batch.block, batch.bounds)

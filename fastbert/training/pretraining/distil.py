@@ -82,8 +82,9 @@ class Distillation(MaskedLM):
     def hidden_size(self) -> int:
         return self.model.student.config.hidden_size
 
-    def counts(self, batch: PackedInputs) -> list[int]:
-        return [*super().counts(batch), batch["batch"].total_tokens]
+    @staticmethod
+    def counts(batch: PackedInputs) -> list[int]:
+        return [*MaskedLM.counts(batch), batch["batch"].total_tokens]
 
     def loss(self, model: nn.Module, batch: PackedInputs, totals: list[float]) -> torch.Tensor:
         self.teacher.to(batch["input_ids"].device)

@@ -65,7 +65,8 @@ class MaskedLM(Task):
         """The examples of a corpus."""
         return CorpusWindows(corpus, self.tokenizer, max_length, seed=seed, epoch=epoch, with_types=self.with_types)
 
-    def counts(self, batch: PackedInputs) -> list[int]:
+    @staticmethod
+    def counts(batch: PackedInputs) -> list[int]:
         return [batch["batch"].labelled.numel()]
 
     def loss(self, model: nn.Module, batch: PackedInputs, totals: list[float]) -> torch.Tensor:
@@ -107,8 +108,9 @@ class PairedLM(MaskedLM):
     def cut(self, corpus: Corpus, max_length: int, seed: int, epoch: int) -> CorpusPairs:
         return CorpusPairs(corpus, self.tokenizer, max_length, self.pairs, seed=seed, epoch=epoch, label=self.label)
 
-    def counts(self, batch: PackedInputs) -> list[int]:
-        return [*super().counts(batch), batch["batch"].batch_size]
+    @staticmethod
+    def counts(batch: PackedInputs) -> list[int]:
+        return [*MaskedLM.counts(batch), batch["batch"].batch_size]
 
     def loss(self, model: nn.Module, batch: PackedInputs, totals: list[float]) -> torch.Tensor:
         return model(**batch, num_items_in_batch={"labels": totals[0], self.label: totals[1]}).loss

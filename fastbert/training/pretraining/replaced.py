@@ -27,11 +27,15 @@ class ReplacedTokens(MaskedLM):
     def hidden_size(self) -> int:
         return self.model.discriminator.config.hidden_size
 
-    def counts(self, batch: PackedInputs) -> list[int]:
-        return [*super().counts(batch), batch["batch"].total_tokens]
+    @staticmethod
+    def counts(batch: PackedInputs) -> list[int]:
+        return [*MaskedLM.counts(batch), batch["batch"].total_tokens]
 
     def loss(self, model: nn.Module, batch: PackedInputs, totals: list[float]) -> torch.Tensor:
         return model(batch, num_items_in_batch={"labels": totals[0], "tokens": totals[1]}).loss
+
+    def uncapturable(self, parts: int) -> str | None:
+        return "the generator's words are drawn by torch's generator"
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         return replaced_metrics(model, self.held_out_batches(), EVALUATION_SEED)
