@@ -7,7 +7,7 @@ of a short text's time in int8. Seeing that nothing was replaced since takes a f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 from weakref import ref
 
@@ -16,6 +16,9 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.layers.leaves import ATTRIBUTES, FORWARD, FORWARD_HOOKS, has_global_hooks
+
+
+_DTYPE = attrgetter("dtype")
 
 
 class ModuleFingerprint:
@@ -42,7 +45,8 @@ class ModuleFingerprint:
         self._kinds: list[type] = []  # of those modules
         self._with_memory = with_memory
         self._located: list[torch.Tensor] = []
-        self._memory: list[tuple] = []  # of those tensors
+        self._addresses: list[int] = []  # of those tensors
+        self._dtypes: list[torch.dtype] = []  # one has come and gone where a model was converted and back
 
     # ----------------------------------------------------------------------------------------------------------------
     # What is watched
@@ -59,7 +63,8 @@ class ModuleFingerprint:
                 self._hold(self._tensors, attributes[kept], name)
                 if self._with_memory and t is not None:
                     self._located.append(t)
-                    self._memory.append(_memory_of(t))
+                    self._addresses.append(t.data_ptr())
+                    self._dtypes.append(t.dtype)
         self.hold(attributes, FORWARD)
         for name in ATTRIBUTES:
             if name in attributes:
@@ -122,16 +127,12 @@ class ModuleFingerprint:
             and self._entries.are_same(*self._tensors)
             and self._entries.are_equal(*self._others)
             and self._entries.have_types(self.modules, self._kinds)
-            and (not self._with_memory or list(map(_memory_of, self._located)) == self._memory)
+            and list(map(torch.Tensor.data_ptr, self._located)) == self._addresses
+            and list(map(_DTYPE, self._located)) == self._dtypes
         )
 
     def is_current(self) -> bool:
         return not self.has_hooks() and self.is_same()
-
-
-def _memory_of(t: torch.Tensor) -> tuple:
-    """A dtype has come and gone where a model was converted and back: its old address may be another's by then."""
-    return t.data_ptr(), t.dtype
 
 
 class TreeCache:

@@ -229,10 +229,8 @@ class Loop:
         tokens = sum(b.tokens if isinstance(b, Staged) else b["batch"].total_tokens for b in batches)
         self.schedule.set(place.step)
         self._step(batches, shares, seed)
-        losses = self._step.losses
-        losses.count_step()
-        if losses.is_full:
-            self._waiting.append(losses.read())
+        if self._step.losses.is_full:
+            self._waiting.append(self._step.losses.read())
         self._tokens += tokens
         place.step, place.epoch_step = place.step + 1, place.epoch_step + 1
         self.on_step(tokens)

@@ -89,6 +89,7 @@ class TrainStep:
             clip_and_step(self.optimizer, self.max_norm)
         self.optimizer.zero_grad()
         self.losses.end_step()
+        self.losses.count_step()
 
     def _loss(self, model: nn.Module, batch: PackedInputs, *totals: torch.Tensor) -> torch.Tensor:
         return self.task.loss(model, batch, list(totals))

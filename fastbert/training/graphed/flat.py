@@ -73,7 +73,7 @@ class FlatOptimizer:
         self.adopt()
 
     def is_current(self) -> bool:
-        """Whether the optimizer has this state, these groups, and weights where they were: nothing has been loaded."""
+        """Whether the optimizer has this state and these groups: nothing has been loaded."""
         held = self._held
         return held is not None and held[0] is self.optimizer.state and held[1] is self.optimizer.param_groups
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from fastbert.training.graphed.losses import LossRing
 from fastbert.training.optimizers import clip_and_step
 
 Loss = Callable[..., torch.Tensor]  # (model, batch, *totals) -> ()
+_REQUIRES_GRAD, _HOOKS = attrgetter("requires_grad"), attrgetter("_backward_hooks")
+_LATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 
 @dataclass
@@ -78,7 +81,8 @@ class GraphedStep:
         self._looked_at: tuple | None = None
         self._fingerprint: ModuleFingerprint | None = None
         self._unsupported: str | None = None
-        self._had_hooks = False
+        self._parameters = list[nn.Parameter]()
+        self._seen: tuple = ()
 
     # ----------------------------------------------------------------------------------------------------------------
     # Steps
@@ -211,6 +215,7 @@ class GraphedStep:
         else:
             self._optimize = self._capture_optimizer(flat)
         flat.count_step()
+        self.losses_kept.count_step()
 
     def _capture_optimizer(self, flat: FlatOptimizer) -> Callable[[], None]:
         def run() -> None:
@@ -245,6 +250,7 @@ class GraphedStep:
         clip_and_step(self.optimizer, self.max_norm)
         self.optimizer.zero_grad()
         self.losses_kept.end_step()
+        self.losses_kept.count_step()
 
     def _opened(self, batch: PackedInputs | Staged) -> PackedInputs:
         return batch if isinstance(batch, PackedInputs) else batch.form.read(batch.block, batch.bounds)
@@ -266,7 +272,8 @@ class GraphedStep:
         self._captured.clear()
         self._optimize = None
         self._fingerprint = _look_at(self.model)
-        self._had_hooks = self._fingerprint.has_hooks()
+        self._parameters = list(self.model.parameters())
+        self._seen = self._look_at_hooks(self._fingerprint)
         self._unsupported = self._find_unsupported()
         if self._unsupported is None:
             if self._flat is None or not self._flat.is_of(self.optimizer) or len(self._flat.totals) != num_totals:
@@ -284,9 +291,16 @@ class GraphedStep:
     def _is_same(self) -> bool:
         """Whether the model and the optimizer are what was looked at last."""
         fingerprint, flat = self._fingerprint, self._flat
-        if fingerprint is None or fingerprint.has_hooks() != self._had_hooks or not fingerprint.is_same():
+        if fingerprint is None or not fingerprint.is_same() or self._look_at_hooks(fingerprint) != self._seen:
             return False
         return self._unsupported is not None or (flat is not None and flat.is_current())
+
+    def _look_at_hooks(self, fingerprint: ModuleFingerprint) -> tuple:
+        """Whether anything calls Python in a step beside the model's own, and which weights take a gradient."""
+        weights, optimizer = self._parameters, self.optimizer
+        of_gradients = any(map(_HOOKS, weights)), any(map(_LATE_HOOKS, weights))
+        of_optimizer = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+        return fingerprint.has_hooks(), of_gradients, of_optimizer, list(map(_REQUIRES_GRAD, weights))
 
     def _find_unsupported(self) -> str | None:
         if (reason := self._graphs.unsupported(self.device)) is not None:
