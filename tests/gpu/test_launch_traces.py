@@ -139,6 +139,8 @@ def test_memory_that_outlives_a_step_is_left():
     second = trace_of(lambda x: x.mul_(kept[0]), x, recorder=recorder)
     assert first.left == ["#0 of step 0: 16 bytes"] and second.left == []
     assert "#0 of step 0+0" in second.launches[0]
+    circle = trace_of(lambda x: (loop := [x + 1]).append(loop), x, recorder=recorder)
+    assert circle.left == [] and len(circle.launches) == 1
     grown = trace_of(lambda x: kept[0].resize_(100), x, recorder=recorder)
     assert grown.left == ["#0 of step 0: 16 bytes, and now 400"]
 

@@ -164,6 +164,19 @@ def without_compiler(dry: DryDriver) -> Launches:
     return launches
 
 
+@contextmanager
+def _own_circles_collected() -> Iterator[None]:
+    """What a step makes stays young, so that circles of it are found without a look at all that there is."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        gc.collect(0)
+    finally:
+        if was_on:
+            gc.enable()
+
+
 class Recorder(TorchDispatchMode):
     """Writes down steps that run on a dry driver: `with recorder.step() as trace: run()`.
 
@@ -184,9 +197,8 @@ class Recorder(TorchDispatchMode):
     def step(self) -> Iterator[Trace]:
         self._trace = trace = Trace()
         generator = torch.get_rng_state()
-        with self._launches.told_to(self._launch), HostSyncs() as waits, self:
+        with _own_circles_collected(), self._launches.told_to(self._launch), HostSyncs() as waits, self:
             yield trace
-        gc.collect()  # what only a circle holds is not left
         trace.left += self._memory.end_step(self._steps)
         trace.forbidden += waits.found
         if not torch.equal(torch.get_rng_state(), generator):
