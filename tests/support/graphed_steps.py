@@ -12,11 +12,13 @@ import fastbert
 from fastbert.models.classes import CLASSES
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.graphed import GraphedStep
+from fastbert.training.graphed.buckets import Sizes
 from fastbert.training.optimizers import make_optimizer, parameter_groups
 
 SMALL = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "intermediate_size": 16}
 DROPS = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 WORDS = 40
+LARGEST = Sizes(22, 4, 6, 3)  # of the batches here
 
 
 class NoGraphs(TapeGraphs):
@@ -36,19 +38,18 @@ def make_step(graphs: Any, kind: type[GraphedStep] = GraphedStep, loss: Any = me
     torch.manual_seed(0)
     model = CLASSES["bert", "MaskedLM"](config_for("bert", "MaskedLM", 0, **SMALL, **DROPS, **changes)).train()
     optimizer = make_optimizer("adamw", parameter_groups(model, 1e-2), (0.9, 0.99), 1e-8)
-    return kind(model, optimizer, loss, max_norm=1.0, bf16=False, graphs=graphs)
+    step = kind(model, optimizer, loss, max_norm=1.0, bf16=False, graphs=graphs)
+    step.buckets.plan([LARGEST, Sizes(9, 2, 6, 3)])
+    return step
 
 
-def batch(seed: int, longest: int = 6, most: int = 3) -> PackedInputs:
-    """Its lengths, ids and number of labels follow from the seed."""
-    draw = torch.Generator().manual_seed(seed)
-
-    def number(low: int, high: int) -> int:
-        return int(torch.randint(low, high + 1, (1,), generator=draw))
-
-    rows = [torch.randint(1, WORDS, (number(1, longest),), generator=draw) for _ in range(number(1, most))]
-    labels = [torch.where(torch.rand(len(row), generator=draw) < 0.3, row, -100) for row in rows]
-    labels[0][0] = rows[0][0]
+def batch(number: int, is_wide: bool = False) -> PackedInputs:
+    """Lengths, ids and how many labels there are differ from number to number."""
+    draw = torch.Generator().manual_seed(number)
+    lengths = [3 + number % 4, *([5] if number % 2 else []), *([6, 5] if is_wide else [])]
+    rows = torch.randint(1, WORDS, (sum(lengths),), generator=draw).split(lengths)
+    labels = [torch.full_like(row, -100) for row in rows]
+    labels[0][: 1 + number % 3] = rows[0][: 1 + number % 3]
     return fastbert.pack_inputs([row.tolist() for row in rows], labels=[row.tolist() for row in labels])
 
 
