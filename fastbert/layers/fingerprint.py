@@ -17,7 +17,6 @@ from torch import nn
 from fastbert import ops
 from fastbert.layers.leaves import ATTRIBUTES, FORWARD, FORWARD_HOOKS, has_global_hooks
 
-
 _DTYPE = attrgetter("dtype")
 
 

@@ -300,7 +300,10 @@ class Loop:
             "tokens": tokens,
             "tokens_per_second": tokens / (time.perf_counter() - self._since),
         }
+        if self._step.objections:
+            row["op_by_op"] = "; ".join(sorted(self._step.objections))
         self._waiting, self._tokens = [], 0
+        self._step.objections.clear()
         return row
 
     def _check_weights(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,8 +25,8 @@ from fastbert.training.task import Phase, Task
 class TrainStep:
     """Forward and backward of a step's batches, clipping and the optimizer.
 
-    graphs: what captures steps; None: CUDA graphs, on a GPU. `why_op_by_op`: why no step of this run is captured; None:
-    they are, where `GraphedStep` finds nothing that objects. `losses`: of the steps that nobody has read.
+    graphs: what captures steps; None: CUDA graphs, on a GPU. `losses`: of the steps that nobody has read. `objections`:
+    why steps ran op by op where they might have been captured; whoever has read them clears them.
     """
 
     def __init__(
@@ -43,18 +44,18 @@ class TrainStep:
         self.task, self.model, self.optimizer, self.world = task, model, optimizer, world
         self.max_norm, self.bf16 = max_norm, bf16
         self.losses, self._seeds = LossRing(world.device), ops.StepSeeds(world.device)
-        self.why_op_by_op = _uncapturable(task, world, parts, graphs)
+        self.objections, self._objection = set[str](), None
         self._graphed: GraphedStep | None = None
-        if self.why_op_by_op is None:
+        if graphs is None and world.device.type != "cuda":
+            return
+        self._objection = "other processes add up gradients" if world.size > 1 else task.uncapturable(parts)
+        if self._objection is None:
             self._graphed = GraphedStep(
                 model, optimizer, self._loss, max_norm=max_norm, bf16=bf16, graphs=graphs or CudaGraphs()
             )
             self.losses = self._graphed.losses_kept
-
-    @property
-    def why_eager(self) -> str | None:
-        """Why the last step ran op by op, and was not captured; None: it was."""
-        return self.why_op_by_op if self._graphed is None else self._graphed.why_eager
+        elif world.is_main:
+            warnings.warn(f"the training steps run op by op: {self._objection}", stacklevel=3)
 
     def counts(self, batch: PackedInputs | Staged) -> list[int]:
         return batch.counts if isinstance(batch, Staged) else self.task.counts(batch)
@@ -76,6 +77,9 @@ class TrainStep:
                 self._graphed(batches, totals, seed=seed)
             else:
                 self._run([batch for batch in batches if isinstance(batch, PackedInputs)], totals, seed)
+        objection = self._objection if self._graphed is None else self._graphed.why_eager
+        if objection is not None:
+            self.objections.add(objection)
 
     def _run(self, batches: list[PackedInputs], totals: Sequence[float], seed: int) -> None:
         device = self.world.device
@@ -93,9 +97,3 @@ class TrainStep:
 
     def _loss(self, model: nn.Module, batch: PackedInputs, *totals: torch.Tensor) -> torch.Tensor:
         return self.task.loss(model, batch, list(totals))
-
-
-def _uncapturable(task: Task, world: World, parts: int, graphs: Graphs | None) -> str | None:
-    if graphs is None and world.device.type != "cuda":
-        return f"the model is on {world.device.type}"
-    return "other processes add up gradients" if world.size > 1 else task.uncapturable(parts)

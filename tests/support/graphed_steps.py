@@ -36,7 +36,7 @@ def mean_loss(model: Any, batch: PackedInputs, total: torch.Tensor) -> torch.Ten
 def make_step(graphs: Any, kind: type[GraphedStep] = GraphedStep, loss: Any = mean_loss, **changes: Any) -> GraphedStep:
     """Of a masked language model with dropout, AdamW with two groups, and clipping."""
     torch.manual_seed(0)
-    model = CLASSES["bert", "MaskedLM"](config_for("bert", "MaskedLM", 0, **SMALL, **DROPS, **changes)).train()
+    model = CLASSES["bert", "MaskedLM"](config_for("bert", "MaskedLM", 0, **{**SMALL, **DROPS, **changes})).train()
     optimizer = make_optimizer("adamw", parameter_groups(model, 1e-2), (0.9, 0.99), 1e-8)
     step = kind(model, optimizer, loss, max_norm=1.0, bf16=False, graphs=graphs)
     step.buckets.plan([LARGEST, Sizes(9, 2, 6, 3)])

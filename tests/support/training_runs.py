@@ -61,12 +61,12 @@ def make_corpus(tokens: int = 2000) -> Corpus:
     return Corpus(ids.astype(np.int32), documents, documents)
 
 
-def make_model(dropout: float = 0.0) -> Any:
+def make_model(dropout: float = 0.0, **changes: Any) -> Any:
     shape = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     manual_seed(0)
     return CLASSES["bert", "MaskedLM"](
-        EncoderConfig(intermediate_size=64, max_position_embeddings=64, **shape, **dropouts)
+        EncoderConfig(intermediate_size=64, max_position_embeddings=64, **{**shape, **dropouts, **changes})
     )
 
 
@@ -79,6 +79,7 @@ def make_loop(
     lr: float = 3e-3,
     optimizer: str = "adamw",
     layer_decay: float = 1.0,
+    **others: Any,
 ) -> Loop:
     tokenizer, model = make_tokenizer(), make_model() if model is None else model
     task = MaskedLM(model, make_corpus(), tokenizer, unit="token", seed=shifted(0), with_types=True)
@@ -87,7 +88,7 @@ def make_loop(
     made = make_optimizer(optimizer, groups, (0.9, 0.98), 1e-6)
     folder.mkdir(parents=True, exist_ok=True)
     steps = max(12, options.steps)
-    return Loop(task, wrapped, 32, made, Schedule(made, "linear", steps, 2), world, folder, options)
+    return Loop(task, wrapped, 32, made, Schedule(made, "linear", steps, 2), world, folder, options, **others)
 
 
 def losses_of(folder: Path) -> list[float]:

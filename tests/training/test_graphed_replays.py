@@ -40,7 +40,9 @@ def test_replayed_steps_are_the_steps_themselves(kind, steps):
     expected, theirs = run(make_step(NoGraphs()), kind, steps)
     assert losses == expected and len(set(losses)) == steps and all(map(math.isfinite, losses))
     assert all(map(torch.equal, left, theirs))
-    assert replayed.why_eager is None and len(graphs.tapes) == (3 if kind == "two buckets" else 2)  # the optimizer's, too
+    assert replayed.why_eager is None and len(graphs.tapes) == (
+        3 if kind == "two buckets" else 2
+    )  # the optimizer's, too
     assert all(p.grad is not None and not p.grad.any() for p in replayed.model.parameters())
 
 
@@ -119,7 +121,16 @@ class SameSeeds(GraphedStep):
         super()._run_part(batch, 0)
 
 
-FAULTS = (FloatRate, FloatCount, LoggedOutput, GradientsDropped, NothingZeroed, DrawsForItself, StateMadeLate, SameSeeds)
+FAULTS = (
+    FloatRate,
+    FloatCount,
+    LoggedOutput,
+    GradientsDropped,
+    NothingZeroed,
+    DrawsForItself,
+    StateMadeLate,
+    SameSeeds,
+)
 
 
 @pytest.fixture(scope="module")

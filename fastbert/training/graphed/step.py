@@ -26,9 +26,10 @@ from fastbert.training.graphed.buckets import Buckets, Form, Sizes, Staged, stag
 from fastbert.training.graphed.capture import CudaGraphs, Graphs
 from fastbert.training.graphed.flat import FlatOptimizer, optimizer_unsupported
 from fastbert.training.graphed.losses import LossRing
-from fastbert.training.optimizers import clip_and_step
+from fastbert.training.optimizers import ONE_PASS, clip_and_step
 
 Loss = Callable[..., torch.Tensor]  # (model, batch, *totals) -> ()
+_BAKED = ("betas", "eps", *ONE_PASS)  # options of a group that are numbers in a graph
 _REQUIRES_GRAD, _HOOKS = attrgetter("requires_grad"), attrgetter("_backward_hooks")
 _LATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
@@ -285,8 +286,15 @@ class GraphedStep:
     def _settings(self) -> tuple:
         """Python's numbers that a graph has written down."""
         groups = self.optimizer.param_groups
-        of_groups = tuple((group["betas"], group["eps"], len(group["params"])) for group in groups)
-        return of_groups, self.max_norm, self.bf16, _choice.forced, torch.are_deterministic_algorithms_enabled()
+        of_groups = [[len(group["params"]), *[group.get(name) for name in _BAKED]] for group in groups]
+        return (
+            self.optimizer,
+            of_groups,
+            self.max_norm,
+            self.bf16,
+            _choice.forced,
+            torch.are_deterministic_algorithms_enabled(),
+        )
 
     def _is_same(self) -> bool:
         """Whether the model and the optimizer are what was looked at last."""
@@ -322,7 +330,7 @@ def _look_at(model: nn.Module) -> ModuleFingerprint:
     fingerprint = ModuleFingerprint(model, with_memory=True)
     for module in model.modules():
         fingerprint.watch(module, HOOKS)
-        fingerprint.hold(module.__dict__, "training")
+        fingerprint.hold(module.__dict__, "training", "sparse")
         if module._modules:
             fingerprint.watch_children(module)
     return fingerprint
