@@ -23,6 +23,7 @@ from fastbert.training.finetuning.inputs.labels import Labels
 from fastbert.training.finetuning.inputs.tagged import Tagged, load_tagged
 from fastbert.training.finetuning.metrics import tag_metrics
 from fastbert.training.options import FinetuneOptions
+from fastbert.training.task import Totals, labels_in
 
 IGNORED = -100
 
@@ -58,9 +59,9 @@ class TokenClassification(HeadTask):
             self.metric = "f1" if spells_entities(labels.names) else "accuracy"
 
     def counts(self, batch: PackedInputs) -> list[int]:
-        return [batch["batch"].labelled.numel()]
+        return [labels_in(batch)]
 
-    def loss(self, model: Any, batch: PackedInputs, totals: list[float]) -> torch.Tensor:
+    def loss(self, model: Any, batch: PackedInputs, totals: Totals) -> torch.Tensor:
         return model(**batch, num_items_in_batch=totals[0]).loss
 
     def evaluate(self, model: Any) -> dict[str, float]:
