@@ -293,6 +293,14 @@ class PackedBatch:
             max_seqlen = min(max_seqlen, total_tokens)
         return cls(None, cu_seqlens.int(), max_seqlen, batch_size, None, total_tokens)
 
+    def has_tokens(self, num_choices: int = 1) -> torch.Tensor:
+        """bool (batch_size // num_choices,): which sequences, or examples of so many, are not empty."""
+        return self.cu_seqlens[::num_choices].diff() > 0
+
+    def has_sequence(self) -> torch.Tensor:
+        """bool (total_tokens,): which tokens are a sequence's; the others are slack."""
+        return torch.arange(self.total_tokens, device=self.cu_seqlens.device) < self.cu_seqlens[-1]
+
     def check(self, ranges: Sequence[IdRange]) -> None:
         """Raise InputError for packed ids out of range: by `bounds`, or by a look at those that the host has not seen.
 

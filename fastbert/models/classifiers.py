@@ -16,7 +16,7 @@ from fastbert.families.schema import ClassifierHead, ReplacedTokens, value_of
 from fastbert.layers.encoder import add_norm
 from fastbert.layers.leaves import get_leaf, linear, make_norm, parent_of, place, within
 from fastbert.models.encode import first_tokens
-from fastbert.models.heads import Encoded, HeadModel, class_labels, token_labels
+from fastbert.models.heads import Encoded, HeadModel, class_labels, mean_loss, token_labels
 from fastbert.packed_inputs import ModelInputs, PackedInputs
 from fastbert.packing import PackedBatch
 
@@ -124,6 +124,12 @@ def check_numbers(labels: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return labels.reshape(shape)
 
 
+def given_numbers(labels: torch.Tensor, batch: PackedBatch, classes: int | None) -> torch.Tensor:
+    """Such labels as floats, checked: -100 is a number like another here, and says nothing of a label that is not."""
+    labels = labels if labels.is_floating_point() else labels.float()
+    return labels if classes is None else check_numbers(labels, (batch.batch_size, classes))
+
+
 class ForSequenceClassification(ClassifierModel):
     """Classes, several labels at once, or regression, of whole sequences (`problem_type`, or inferred)."""
 
@@ -138,14 +144,14 @@ class ForSequenceClassification(ClassifierModel):
         if self.has_soft_labels() and self.config.num_labels > 1:
             return {"labels": self.check_soft(labels, batch, classes)}
         if problem_type(self.config, labels) == "single_label_classification":
-            return {"labels": class_labels(labels, batch.batch_size, batch, classes)}
-        return {"labels": labels if classes is None else check_numbers(labels, (batch.batch_size, classes))}
+            return {"labels": class_labels(labels, batch, classes)}
+        return {"labels": given_numbers(labels, batch, classes)}
 
     def check_soft(self, labels: torch.Tensor, batch: PackedBatch, classes: int | None) -> torch.Tensor:
         """Classes (batch,), of which those below 0 do not count and are -100 now; or shares (batch, classes)."""
         if labels.dim() == 1 or labels.shape[-1] == 1:
-            return class_labels(torch.where(labels < 0, -100, labels), batch.batch_size, batch, classes)
-        return labels if classes is None else check_numbers(labels, (batch.batch_size, classes))
+            return class_labels(torch.where(labels < 0, -100, labels), batch, classes)
+        return given_numbers(labels, batch, classes)
 
     def compute(self, encoded, given):
         logits = self.scores(encoded)
@@ -154,18 +160,18 @@ class ForSequenceClassification(ClassifierModel):
         return {"loss": self.loss(logits, given["labels"], encoded.batch) if given else None, "logits": logits}
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-        """Regression, single- or multi-label loss of (batch, num_labels) logits."""
+        """Regression, single- or multi-label loss of (batch, num_labels) logits: a mean over sequences with tokens."""
         has_soft_labels = self.has_soft_labels() and self.config.num_labels > 1
         if has_soft_labels and labels.dim() > 1:
             shares = check_numbers(labels, tuple(logits.shape))
-            return -(ops.at_least_fp32(logits).log_softmax(-1) * shares).sum(-1).mean()
+            return mean_loss(-(ops.at_least_fp32(logits).log_softmax(-1) * shares).sum(-1), batch)
         kind = PROBLEMS[1] if has_soft_labels else problem_type(self.config, labels)
         if kind == "single_label_classification":
             return self.class_loss(self.label_leaf, logits, labels, batch)
         logits = ops.at_least_fp32(logits)
         labels = check_numbers(labels, tuple(logits.shape)).to(logits.dtype)
         loss = F.mse_loss if kind == "regression" else F.binary_cross_entropy_with_logits
-        return loss(logits, labels, reduction="mean" if len(logits) else "sum")  # 0 of no sequence, as that of classes
+        return mean_loss(loss(logits, labels, reduction="none"), batch)
 
 
 class ForMultipleChoice(ClassifierModel):
@@ -202,8 +208,7 @@ class ForMultipleChoice(ClassifierModel):
             raise InputError(f"{batch.batch_size} sequences are no multiple of num_choices {num_choices}")
         if "labels" not in given:
             return given
-        examples = batch.batch_size // num_choices
-        return given | {"labels": class_labels(given["labels"], examples, batch, num_choices)}
+        return given | {"labels": class_labels(given["labels"], batch, num_choices, num_choices=num_choices)}
 
     def compute(self, encoded, given):
         logits = self.scores(encoded).view(-1, given["num_choices"])
@@ -244,7 +249,7 @@ class ForQuestionAnswering(ClassifierModel):
     def check_given(self, given, batch):
         if len(given) < 2:
             return {}
-        return {name: class_labels(positions, batch.batch_size, batch, None, name) for name, positions in given.items()}
+        return {name: class_labels(positions, batch, None, name) for name, positions in given.items()}
 
     def compute(self, encoded, given):
         batch, logits = encoded.batch, self.scores(encoded)

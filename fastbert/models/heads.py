@@ -149,7 +149,7 @@ class HeadModel(PreTrainedModel):
         encoded, extras = self.run_base(inputs, given, output_attentions, output_hidden_states)
         fields = self.compute(encoded, labelled)
         if fields.get("loss") is not None:
-            fields["loss"] = joined_loss(fields["loss"], labelled, num_items_in_batch)
+            fields["loss"] = joined_loss(fields["loss"], labelled, num_items_in_batch, inputs.batch)
         output = ModelOutput(**fields, **extras)
         return output if self.config.option("return_dict", return_dict) else output.to_tuple()
 
@@ -188,7 +188,9 @@ class HeadModel(PreTrainedModel):
         return ops.logits_cross_entropy(logits, labels)
 
 
-def joined_loss(loss: torch.Tensor | dict[str, torch.Tensor], labels: Mapping[str, Any], items: Items) -> torch.Tensor:
+def joined_loss(
+    loss: torch.Tensor | dict[str, torch.Tensor], labels: Mapping[str, Any], items: Items, batch: PackedBatch
+) -> torch.Tensor:
     """The sum of a loss's terms. With `items` each is a share of a larger mean: see `num_items_in_batch` of `forward`.
 
     A number stands for the `labels` of that name, and for all terms alike.
@@ -197,19 +199,32 @@ def joined_loss(loss: torch.Tensor | dict[str, torch.Tensor], labels: Mapping[st
     if isinstance(items, Mapping):
         if missing := [name for name in terms if name not in items]:
             raise InputError(f"num_items_in_batch has no {missing[0]}; it must have {', '.join(terms)}")
-        shares = {name: share_of(labels[name], items[name]) for name in terms if name in labels}
+        shares = {name: share_of(labels[name], items[name], batch) for name in terms if name in labels}
     elif items is not None and "labels" in labels:
-        shares = dict.fromkeys(terms, share_of(labels["labels"], items))
+        shares = dict.fromkeys(terms, share_of(labels["labels"], items, batch))
     else:
         shares = {}
     scaled = [term * shares[name] if name in shares else term for name, term in terms.items()]
     return sum(scaled[1:], scaled[0])
 
 
-def share_of(labels: torch.Tensor, items: torch.Tensor | float) -> torch.Tensor:
-    """How much of `items` labels these are; 0 where there are none, even of none."""
-    count = (labels != -100).sum()
+def share_of(labels: torch.Tensor, items: torch.Tensor | float, batch: PackedBatch) -> torch.Tensor:
+    """How much of `items` labels these are; 0 where there are none, even of none.
+
+    Integers count but for -100. Floats, which are of sequences, may be any number, and count where there are tokens.
+    """
+    if labels.is_floating_point():
+        count = batch.has_tokens().sum() * (labels.numel() // max(1, batch.batch_size))
+    else:
+        count = (labels != -100).sum()
     return torch.where(count > 0, count / items, 0.0)
+
+
+def mean_loss(losses: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """The mean of (batch, ...), a row a sequence, over those that have tokens; 0 where none has."""
+    is_real = batch.has_tokens()
+    kept = losses.where(is_real.view(-1, *[1] * (losses.dim() - 1)), 0.0)
+    return kept.sum() / (is_real.sum() * losses.shape[1:].numel()).clamp(min=1)
 
 
 def token_labels(
@@ -233,13 +248,15 @@ def token_labels(
 
 
 def class_labels(
-    labels: torch.Tensor, num_sequences: int, batch: PackedBatch, limit: int | None, name: str = "labels"
+    labels: torch.Tensor, batch: PackedBatch, limit: int | None, name: str = "labels", num_choices: int = 1
 ) -> torch.Tensor:
-    """A label a sequence, int64 (num_sequences,), checked as those of tokens."""
-    labels = labels.reshape(-1)
-    if labels.shape[0] != num_sequences:
-        raise InputError(f"{name} has {labels.shape[0]} entries for {num_sequences} sequences")
-    return labels.long() if limit is None else check_labels(labels.long(), limit, name, batch)
+    """A label a sequence, or an example of `num_choices`, int64, checked as those of tokens; -100 where no token is."""
+    labels, count = labels.reshape(-1).long(), batch.batch_size // num_choices
+    if labels.shape[0] != count:
+        raise InputError(f"{name} has {labels.shape[0]} entries for {count} sequences")
+    if limit is not None:
+        check_labels(labels, limit, name, batch)
+    return labels.where(batch.has_tokens(num_choices), -100)
 
 
 def check_labels(

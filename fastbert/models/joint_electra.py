@@ -61,8 +61,8 @@ class ElectraForJointPreTraining(nn.Module):
 
         Or a PackedInputs with such labels: no device is waited for. Returns `loss`, the two of which it is
         made (`generator_loss`, `discriminator_loss`), and, of input_ids' shape, the discriminator's `logits` and what
-        is `replaced` (1). Replacements are sampled from the generator with torch's generator; a sample that equals
-        the original counts as original.
+        is `replaced` (1; slack has -100). Replacements are sampled from the generator with torch's generator; a sample
+        that equals the original counts as original.
 
         num_items_in_batch: as of other models: of `labels`, and of `tokens`, which are real; their means are the two
         terms of the loss.
@@ -84,25 +84,28 @@ class ElectraForJointPreTraining(nn.Module):
         targets = packed_labels.index_select(0, kept)
         generator_loss = generator.decoder_loss(hidden, targets)
         if "labels" in items:
-            generator_loss = generator_loss * share_of(targets, items["labels"])
+            generator_loss = generator_loss * share_of(targets, items["labels"], batch)
 
         with torch.no_grad():  # the sampling step passes no gradient back (section 2)
             probs = linear(generator.get_output_embeddings(), hidden).float().softmax(-1)
             # torch.multinomial's own way and bits, but for its look at whether all are numbers: that is a wait.
             sampled = (probs / torch.empty_like(probs).exponential_(1)).argmax(-1) if kept.numel() else targets
-            is_replaced = (sampled != targets).long()
+            # Slack has no label, and what its copies say of the one token that stands for them must be one thing.
+            sampled = sampled.where(targets != -100, 0)
+            is_replaced = (sampled != targets).long().where(targets != -100, -100)
             if isinstance(input_ids, PackedInputs):
-                ids, at = input_ids["input_ids"], kept
+                ids, at, nothing_yet = input_ids["input_ids"], kept, torch.where(batch.has_sequence(), 0, -100)
                 # The samples are words of the generator's table, so the bounds of the ids before hold for those after.
                 bounds = {**(batch.bounds or {}), "labels": (0, 1)}
                 layout = {name: input_ids.get(name) for name in ("token_type_ids", "position_ids")}
                 layout["batch"] = replace(batch, bounds=bounds, labelled=None)
             else:
                 ids, at = input_ids.long(), kept if batch.indices is None else batch.indices[kept]
+                nothing_yet = torch.zeros_like(ids).flatten()
                 layout = {"attention_mask": attention_mask, "token_type_ids": token_type_ids}
                 layout |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
             corrupted = ids.flatten().index_copy(0, at, sampled).view(ids.shape)
-            replaced = torch.zeros_like(ids).flatten().index_copy(0, at, is_replaced).view(ids.shape)
+            replaced = nothing_yet.index_copy(0, at, is_replaced).view(ids.shape)
             if isinstance(input_ids, PackedInputs):
                 replaced = batch.unpack(replaced)
         out = self.discriminator(corrupted, labels=replaced, num_items_in_batch=items.get("tokens"), **layout)

@@ -126,7 +126,7 @@ class MaskedLMHeadModel(HeadModel):
         return weights_of(decoder).weight.shape[0] if is_linear(decoder) else self.config.vocab_size
 
     def decoder_loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy of decoder(hidden) (tokens, vocab_size), every token labelled."""
+        """Mean cross-entropy of decoder(hidden) (tokens, vocab_size), of slack among them not (-100)."""
         decoder = self.get_output_embeddings()
         lone = self.lone_bias
         if isinstance(decoder, nn.Embedding) and lone is not None:
@@ -250,7 +250,7 @@ class ForNextSentencePrediction(HeadModel):
 
     def check_given(self, given, batch):
         classes = self.classes_at(self.head_form.out)
-        return {name: class_labels(labels, batch.batch_size, batch, classes) for name, labels in given.items()}
+        return {name: class_labels(labels, batch, classes) for name, labels in given.items()}
 
     def compute(self, encoded, given):
         path = self.head_form.out
@@ -295,7 +295,7 @@ class ForPreTraining(MaskedLMHeadModel):
         if len(given) < 2:  # as transformers: the loss needs both kinds of labels
             return {}
         name = self.head_form.pair_label
-        pairs = class_labels(given[name], batch.batch_size, batch, self.classes_at(self.head_form.pair), name)
+        pairs = class_labels(given[name], batch, self.classes_at(self.head_form.pair), name)
         return {"labels": token_labels(given["labels"], batch, self.num_words()), name: pairs}
 
     def compute(self, encoded, given):

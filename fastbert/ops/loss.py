@@ -76,6 +76,7 @@ def _sequence_cross_entropy_torch(logits, cu_seqlens, targets):
     sequence, inside = token_sequences(cu_seqlens, total_tokens)
     logits = torch.where(inside, logits, -math.inf)
     largest = logits.new_zeros(batch_size).scatter_reduce(0, sequence, logits.detach(), "amax", include_self=False)
+    largest = largest.where(lengths > 0, 0.0)  # slack rows count for the last sequence, and -inf less -inf is NaN
     total = logits.new_zeros(batch_size).index_add(0, sequence, (logits - largest[sequence]).exp())
     chosen = (cu_seqlens[:-1].long() + targets).clamp(0, total_tokens - 1)
     # The log of an empty sequence's zero total is never used: it is replaced before, so no gradient is NaN.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fastbert import ops
+from fastbert.ops.packing import token_positions
 
 
 def pool(
@@ -17,8 +18,7 @@ def pool(
     """
     if prompt_tokens:
         lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-        place = torch.arange(hidden.shape[0], device=hidden.device) - cu_seqlens[:-1].repeat_interleave(lengths)
-        hidden = hidden[place >= prompt_tokens]
+        hidden = hidden[token_positions(cu_seqlens, hidden.shape[0]) >= prompt_tokens]
         cu_seqlens = torch.nn.functional.pad((lengths - prompt_tokens).clamp(min=0).cumsum(0), (1, 0)).int()
     return torch.cat([_pool(hidden, cu_seqlens, mode, prompt_tokens) for mode in modes], dim=-1)
 
@@ -35,8 +35,8 @@ def _pool(hidden: torch.Tensor, cu_seqlens: torch.Tensor, mode: str, prompt_toke
         )
         return torch.where(lengths[:, None] > 0, last, 0.0)
     # weightedmean: the weight of a token is its place, which counts from 1 (Muennighoff 2022, section 3).
-    place = torch.arange(hidden.shape[0], device=hidden.device) - cu_seqlens[:-1].repeat_interleave(lengths)
-    weighted = ops.at_least_fp32(hidden) * (place + 1 + prompt_tokens)[:, None]
+    place = token_positions(cu_seqlens, hidden.shape[0]) + 1 + prompt_tokens
+    weighted = ops.at_least_fp32(hidden) * place[:, None]
     # The weights' mean: they run from prompt_tokens + 1 to prompt_tokens + length.
     mean_weight = prompt_tokens + (lengths + 1)[:, None] / 2
     return (ops.pooling(weighted, cu_seqlens, mode="mean") / mean_weight).to(hidden.dtype)

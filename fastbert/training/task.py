@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,9 @@ from torch import nn
 
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.distributed import gradients_stay_local
+
+# What each of a loss's terms is divided by: in a step that is captured once and replayed a tensor, 0-dim float32.
+Totals = Sequence[torch.Tensor | float]
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,11 @@ class Phase:
     max_examples: int | None = None
     max_length: int = 128
     masking: float = 0.15
+
+
+def labels_in(batch: PackedInputs) -> int:
+    """How many tokens of a batch on the host have a label."""
+    return int((batch["labels"] != -100).sum())
 
 
 class Task:
@@ -60,20 +68,20 @@ class Task:
 
     @staticmethod
     def counts(batch: PackedInputs) -> list[int]:
-        """What each of the loss's terms is the mean over, in this batch: a number of labels for each term. A worker of
-        the DataLoader calls it, too, and has no task.
+        """What each of the loss's terms is the mean over, in this batch: a number of labels for each term, without
+        those of slack. The batch is on the host, perhaps in a DataLoader's worker, which has no task.
         """
         raise NotImplementedError
 
-    def loss(self, model: nn.Module, batch: PackedInputs, totals: list[float]) -> torch.Tensor:
-        """The sum over this batch of each term, divided by that term's total, and added up.
+    def loss(self, model: nn.Module, batch: PackedInputs, totals: Totals) -> torch.Tensor:
+        """The sum over this batch of each term, divided by that term's total, and added up. Slack adds nothing.
 
         `model` is this task's, perhaps wrapped; the batch is on its device.
         """
         raise NotImplementedError
 
     def backward(
-        self, model: nn.Module, batches: list[PackedInputs], totals: list[float], autocast: AbstractContextManager
+        self, model: nn.Module, batches: list[PackedInputs], totals: Totals, autocast: AbstractContextManager
     ) -> torch.Tensor:
         """Forward and backward of all of a rank's batches of a step; returns their loss, detached.
 

@@ -202,11 +202,11 @@ def test_labels_of_few_tokens_are_not_looked_for():
 
 @pytest.mark.parametrize("loss", ("ranking", "cosent", "cosine"))
 def test_a_loss_of_vectors_waits_for_nothing(loss):
-    vectors, scores = torch.randn(6, 2, 8, requires_grad=True), torch.rand(6)
+    vectors, scores, is_real = torch.randn(6, 2, 8, requires_grad=True), torch.rand(6), torch.arange(6) < 4
     of = {
-        "ranking": lambda: embedding_losses.ranking(vectors, 20.0, symmetric=True),
-        "cosent": lambda: embedding_losses.cosent(vectors, scores, 20.0),
-        "cosine": lambda: embedding_losses.cosine(vectors, scores),
+        "ranking": lambda: embedding_losses.ranking(vectors, is_real, 20.0, symmetric=True),
+        "cosent": lambda: embedding_losses.cosent(vectors, is_real, scores, 20.0),
+        "cosine": lambda: embedding_losses.cosine(vectors, is_real, scores),
     }[loss]
     with HostSyncs() as syncs:
         of().backward()

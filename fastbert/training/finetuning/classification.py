@@ -33,6 +33,7 @@ from fastbert.training.finetuning.inputs import rows as columns
 from fastbert.training.finetuning.inputs.labels import Labels, class_weights, find_labels
 from fastbert.training.finetuning.metrics import class_metrics, number_metrics, several_metrics
 from fastbert.training.options import FinetuneOptions
+from fastbert.training.task import Totals
 
 _METRICS = {
     "single_label_classification": (class_metrics, "accuracy"),
@@ -108,16 +109,16 @@ class Classification(HeadTask):
 
     @staticmethod
     def counts(batch: PackedInputs) -> list[int]:
-        return [batch["labels"].numel()]
+        return [batch["labels"][batch["batch"].has_tokens()].numel()]
 
-    def loss(self, model: Any, batch: PackedInputs, totals: list[float]) -> torch.Tensor:
+    def loss(self, model: Any, batch: PackedInputs, totals: Totals) -> torch.Tensor:
         if self.weights is None:
             return model(**batch, num_items_in_batch=totals[0]).loss
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         logits = model(**inputs).logits.float()
-        weights = self.weights.to(logits.device)
-        losses = F.cross_entropy(logits, batch["labels"], reduction="none") * weights[batch["labels"]]
-        return losses.sum() / totals[0]
+        labels = batch["labels"].where(batch["batch"].has_tokens(), -100)
+        weights = self.weights.to(logits.device)[labels.clamp(min=0)]
+        return (F.cross_entropy(logits, labels, reduction="none") * weights).sum() / totals[0]
 
     def evaluate(self, model: Any) -> dict[str, float]:
         assert self.held_out is not None

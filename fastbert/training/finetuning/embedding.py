@@ -35,7 +35,7 @@ from fastbert.training.finetuning.embedding_metrics import ranks_metrics, spearm
 from fastbert.training.finetuning.head_task import note_of_cut
 from fastbert.training.finetuning.inputs.rows import load_rows, texts_of
 from fastbert.training.options import FinetuneOptions
-from fastbert.training.task import Phase, Task
+from fastbert.training.task import Phase, Task, Totals
 
 FORMS = (("anchor", "positive"), ("sentence1", "sentence2"))
 SCORES = ("score", "scores", "label", "labels", "similarity_score")
@@ -93,7 +93,9 @@ def collate(examples: Sequence[dict[str, Any]]) -> PackedInputs:
 
 
 class Embedding(Task):
-    """Trains the model of `encoder` by `loss`: (vectors (examples, texts, dim), scores or None) -> ()."""
+    """Trains the model of `encoder` by `loss`, one of `embedding_losses`: (vectors (examples, texts, dim), is_real
+    (examples,), and scores (examples,), if there are some) -> ().
+    """
 
     library, pipeline = "sentence-transformers", "sentence-similarity"
 
@@ -122,19 +124,22 @@ class Embedding(Task):
 
     @staticmethod
     def counts(batch: PackedInputs) -> list[int]:
-        return [batch["batch"].batch_size // batch["num_choices"]]
+        return [int(batch["batch"].has_tokens(batch["num_choices"]).sum())]
+
+    def loss(self, model: nn.Module, batch: PackedInputs, totals: Totals) -> torch.Tensor:
+        """Over the examples of all ranks, and of this batch alone: a mean by itself, which no total divides."""
+        return self._loss_of_all(model(batch), [batch])
 
     def backward(
-        self, model: nn.Module, batches: list[PackedInputs], totals: list[float], autocast: AbstractContextManager
+        self, model: nn.Module, batches: list[PackedInputs], totals: Totals, autocast: AbstractContextManager
     ) -> torch.Tensor:
         """The loss goes over the examples of all batches and ranks. Each rank computes all of it, and has the gradient
         of its own vectors.
         """
-        scores = torch.cat([batch["labels"] for batch in batches]) if "labels" in batches[0] else None
         if len(batches) == 1:
             with autocast:
-                vectors = model(batches[0])
-            return self._backward_to(vectors, scores)
+                loss = self.loss(model, batches[0], totals)
+            return _backward_on_all_ranks(loss)
         states, parts, runs = [], [], []
         for batch in batches:
             states.append(_random_state(batch))
@@ -142,7 +147,7 @@ class Embedding(Task):
             with torch.no_grad(), autocast:
                 parts.append(runs[-1](batch))
         vectors = torch.cat(parts).requires_grad_()
-        loss = self._backward_to(vectors, scores)
+        loss = _backward_on_all_ranks(self._loss_of_all(vectors, batches))
         assert vectors.grad is not None
         sizes = [len(part) for part in parts]
         for i, (batch, gradient) in enumerate(zip(batches, vectors.grad.split(sizes), strict=True)):
@@ -153,14 +158,15 @@ class Embedding(Task):
                 again.backward(gradient)
         return loss
 
-    def _backward_to(self, vectors: torch.Tensor, scores: torch.Tensor | None) -> torch.Tensor:
-        """Backward of the loss of all ranks' vectors, of which this rank has these."""
-        everyone = losses.of_all_ranks(vectors).unflatten(0, (-1, self.texts))
-        given = () if scores is None else (losses.of_all_ranks(scores),)
-        loss = losses.over_prefixes(lambda v: self.loss_of(v, *given), everyone, self.dims)
-        # Ranks' gradients are averaged, and each rank has those that come through its own vectors: they are to add up.
-        (loss * (dist.get_world_size() if dist.is_initialized() else 1)).backward()
-        return loss.detach()
+    def _loss_of_all(self, vectors: torch.Tensor, batches: list[PackedInputs]) -> torch.Tensor:
+        """The loss of all ranks' vectors, of which this rank has these, those of its batches. Not under autocast."""
+        given = [torch.cat([batch["batch"].has_tokens(self.texts) for batch in batches])]
+        if "labels" in batches[0]:
+            given.append(torch.cat([batch["labels"] for batch in batches]))
+        with torch.autocast(vectors.device.type, enabled=False):
+            everyone = losses.of_all_ranks(vectors).unflatten(0, (-1, self.texts))
+            of_all = [losses.of_all_ranks(values) for values in given]
+            return losses.over_prefixes(lambda v: self.loss_of(v, *of_all), everyone, self.dims)
 
     def uncapturable(self, parts: int) -> str | None:
         return "gradients are cached: the loss goes over all batches of a step" if parts > 1 else None
@@ -204,6 +210,12 @@ class Embedding(Task):
             score = f"  [{batch['labels'][i // self.texts]:g}]" if "labels" in batch else ""
             lines.append("  |  ".join(texts[i : i + self.texts]) + score)
         return lines
+
+
+def _backward_on_all_ranks(loss: torch.Tensor) -> torch.Tensor:
+    """Ranks' gradients are averaged, and each rank has those that come through its own vectors: they are to add up."""
+    (loss * (dist.get_world_size() if dist.is_initialized() else 1)).backward()
+    return loss.detach()
 
 
 def _random_state(batch: PackedInputs) -> list[torch.Tensor]:

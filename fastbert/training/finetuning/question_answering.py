@@ -21,6 +21,7 @@ from fastbert.training.finetuning.base_models import find_base, load_base, say_n
 from fastbert.training.finetuning.head_task import HeadTask, LabelledSequences, note_of_windows
 from fastbert.training.finetuning.inputs.squad import Questions, load_questions, squad_metrics
 from fastbert.training.options import FinetuneOptions
+from fastbert.training.task import Totals
 
 
 def make_task(options: FinetuneOptions) -> QuestionAnswering:
@@ -81,10 +82,10 @@ class QuestionAnswering(HeadTask):
 
     @staticmethod
     def counts(batch: PackedInputs) -> list[int]:
-        return [batch["batch"].batch_size]
+        return [int(batch["batch"].has_tokens().sum())]
 
-    def loss(self, model: Any, batch: PackedInputs, totals: list[float]) -> torch.Tensor:
-        return model(**batch).loss * (batch["batch"].batch_size / totals[0])
+    def loss(self, model: Any, batch: PackedInputs, totals: Totals) -> torch.Tensor:
+        return model(**batch).loss * (batch["batch"].has_tokens().sum() / totals[0])
 
     def evaluate(self, model: Any) -> dict[str, float]:
         assert self.held_out is not None and self._eval is not None

@@ -23,6 +23,7 @@ from fastbert.training.finetuning.inputs.labels import Labels
 from fastbert.training.finetuning.inputs.tagged import Tagged, load_tagged
 from fastbert.training.finetuning.metrics import tag_metrics
 from fastbert.training.options import FinetuneOptions
+from fastbert.training.task import Totals, labels_in
 
 IGNORED = -100
 
@@ -59,9 +60,9 @@ class TokenClassification(HeadTask):
 
     @staticmethod
     def counts(batch: PackedInputs) -> list[int]:
-        return [batch["batch"].labelled.numel()]
+        return [labels_in(batch)]
 
-    def loss(self, model: Any, batch: PackedInputs, totals: list[float]) -> torch.Tensor:
+    def loss(self, model: Any, batch: PackedInputs, totals: Totals) -> torch.Tensor:
         return model(**batch, num_items_in_batch=totals[0]).loss
 
     def evaluate(self, model: Any) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fastbert.models.outputs import ModelOutput
 from fastbert.packed_inputs import ModelInputs, PackedInputs, labels_of
 from fastbert.training.pretraining.evaluation import masked_lm_metrics
 from fastbert.training.pretraining.masked import MaskedLM, save_model
+from fastbert.training.task import Totals
 
 # The weights of soft targets, masked tokens and directions, and the temperature: those that DistilBERT was made with.
 SOFT, MASKED, COSINE = 5.0, 2.0, 1.0
@@ -41,22 +43,25 @@ class Student(nn.Module):
         packed: PackedInputs,
         teacher_hidden: torch.Tensor,
         teacher_scores: torch.Tensor,
-        num_items_in_batch: dict[str, float] | None = None,
+        num_items_in_batch: Mapping[str, torch.Tensor | float] | None = None,
     ) -> ModelOutput:
         hidden, scores, targets = hidden_and_scores(self.student, packed)
-        items = num_items_in_batch or {"labels": max(1, len(targets)), "tokens": max(1, len(hidden))}
-        soft, scores = soft_loss(scores, teacher_scores), ops.at_least_fp32(scores)
+        is_labelled, is_real = targets != -100, packed["batch"].has_sequence()  # the others are slack
+        counted = {"labels": is_labelled.sum().clamp(min=1), "tokens": is_real.sum().clamp(min=1)}
+        items = counted if num_items_in_batch is None else num_items_in_batch
+        soft, scores = soft_losses(scores, teacher_scores).where(is_labelled, 0.0).sum(), ops.at_least_fp32(scores)
         masked = F.cross_entropy(scores, targets, reduction="sum")
         away = 1.0 - F.cosine_similarity(ops.at_least_fp32(hidden), ops.at_least_fp32(teacher_hidden), dim=-1)
-        loss = (SOFT * soft + MASKED * masked) / items["labels"] + COSINE * away.sum() / items["tokens"]
+        away = away.where(is_real, 0.0).sum()
+        loss = (SOFT * soft + MASKED * masked) / items["labels"] + COSINE * away / items["tokens"]
         return ModelOutput(loss=loss)
 
 
-def soft_loss(scores: torch.Tensor, teacher_scores: torch.Tensor) -> torch.Tensor:
-    """The sum over tokens of the divergence from the teacher's softened scores, times T^2 (Hinton et al. 2015, 2)."""
+def soft_losses(scores: torch.Tensor, teacher_scores: torch.Tensor) -> torch.Tensor:
+    """Of each token, the divergence from the teacher's softened scores, times T^2 (Hinton et al. 2015, section 2)."""
     log_p = F.log_softmax(ops.at_least_fp32(scores) / TEMPERATURE, dim=-1)
     log_q = F.log_softmax(ops.at_least_fp32(teacher_scores) / TEMPERATURE, dim=-1)
-    return F.kl_div(log_p, log_q, reduction="sum", log_target=True) * TEMPERATURE**2
+    return F.kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1) * TEMPERATURE**2
 
 
 def hidden_and_scores(model: Any, packed: PackedInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -84,9 +89,9 @@ class Distillation(MaskedLM):
 
     @staticmethod
     def counts(batch: PackedInputs) -> list[int]:
-        return [*MaskedLM.counts(batch), batch["batch"].total_tokens]
+        return [*MaskedLM.counts(batch), int(batch["batch"].cu_seqlens[-1])]
 
-    def loss(self, model: nn.Module, batch: PackedInputs, totals: list[float]) -> torch.Tensor:
+    def loss(self, model: nn.Module, batch: PackedInputs, totals: Totals) -> torch.Tensor:
         self.teacher.to(batch["input_ids"].device)
         with torch.no_grad():
             hidden, scores, _ = hidden_and_scores(self.teacher, batch)

@@ -17,7 +17,7 @@ from fastbert.data.pretraining.windows import CorpusPairs, CorpusWindows, Pairs
 from fastbert.data.vocabulary import Vocabulary
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.pretraining.evaluation import held_out_batches, masked_lm_metrics
-from fastbert.training.task import Phase, Task
+from fastbert.training.task import Phase, Task, Totals, labels_in
 
 EVALUATION_SEED = 0  # of the masks and cuts of held-out text: the same in every evaluation of every run
 EVALUATION_SHARE = 0.15
@@ -67,9 +67,9 @@ class MaskedLM(Task):
 
     @staticmethod
     def counts(batch: PackedInputs) -> list[int]:
-        return [batch["batch"].labelled.numel()]
+        return [labels_in(batch)]
 
-    def loss(self, model: nn.Module, batch: PackedInputs, totals: list[float]) -> torch.Tensor:
+    def loss(self, model: nn.Module, batch: PackedInputs, totals: Totals) -> torch.Tensor:
         return model(**batch, num_items_in_batch=totals[0]).loss
 
     def held_out_batches(self) -> list[PackedInputs]:
@@ -110,9 +110,9 @@ class PairedLM(MaskedLM):
 
     @staticmethod
     def counts(batch: PackedInputs) -> list[int]:
-        return [*MaskedLM.counts(batch), batch["batch"].batch_size]
+        return [*MaskedLM.counts(batch), int(batch["batch"].has_tokens().sum())]
 
-    def loss(self, model: nn.Module, batch: PackedInputs, totals: list[float]) -> torch.Tensor:
+    def loss(self, model: nn.Module, batch: PackedInputs, totals: Totals) -> torch.Tensor:
         return model(**batch, num_items_in_batch={"labels": totals[0], self.label: totals[1]}).loss
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:

@@ -13,6 +13,7 @@ from fastbert.models.joint_electra import ElectraForJointPreTraining
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.pretraining.evaluation import replaced_metrics
 from fastbert.training.pretraining.masked import EVALUATION_SEED, MaskedLM, save_model
+from fastbert.training.task import Totals
 
 GENERATOR = "generator"  # its folder, below the discriminator's
 
@@ -29,9 +30,9 @@ class ReplacedTokens(MaskedLM):
 
     @staticmethod
     def counts(batch: PackedInputs) -> list[int]:
-        return [*MaskedLM.counts(batch), batch["batch"].total_tokens]
+        return [*MaskedLM.counts(batch), int(batch["batch"].cu_seqlens[-1])]
 
-    def loss(self, model: nn.Module, batch: PackedInputs, totals: list[float]) -> torch.Tensor:
+    def loss(self, model: nn.Module, batch: PackedInputs, totals: Totals) -> torch.Tensor:
         return model(batch, num_items_in_batch={"labels": totals[0], "tokens": totals[1]}).loss
 
     def uncapturable(self, parts: int) -> str | None:
