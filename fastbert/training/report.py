@@ -41,6 +41,10 @@ class Progress:
             for name in ("loss", "lr", "tokens_per_second", *metrics):
                 self.writer.add_scalar(name.replace("eval_", "eval/"), row[name], row["step"])
 
+    def say(self, line: str) -> None:
+        if not self.bar.disable:
+            self.bar.write(line)
+
     def close(self) -> None:
         self.bar.close()
         if self.writer is not None:

@@ -115,7 +115,7 @@ def _train(options: RunOptions, task: Task, loop_options: LoopOptions, world: Wo
     progress = Progress(
         folder, steps, loop.place.step, tensorboard=options.tensorboard and world.is_main, shown=world.is_main
     )
-    loop.on_step, loop.on_log = progress.on_step, progress.on_log
+    loop.on_step, loop.on_log, loop.say = progress.on_step, progress.on_log, progress.say
     try:
         loop.run()
     finally:

@@ -72,7 +72,7 @@ def test_a_run_that_stopped_goes_on_with_the_same_bits(tmp_path):
 @pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
 def test_replayed_runs_are_those_that_run_each_step(tmp_path):
     """With dropout, on Triton's kernels: log and weights bit for bit."""
-    loops, options = [], replace(FEW, phases=(replace(SHORT, until=4, step_tokens=40),))
+    loops, options = [], replace(FEW, phases=(replace(SHORT, until=4, step_tokens=16),))
     for name, graphs in (("replayed", TapeGraphs()), ("run", NoGraphs())):
         with use_backend("triton"):
             loops.append(run(tmp_path / name, options, graphs, model=make_model(0.1, num_hidden_layers=1)))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from operator import is_
+from collections.abc import Sequence
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from fastbert import ops
 from fastbert.training.optimizers import ONE_PASS
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_GRAD = attrgetter("grad")
 
 
 def optimizer_unsupported(optimizer: Any, model: nn.Module) -> str | None:
@@ -101,14 +103,16 @@ class FlatOptimizer:
         self._held = state, self.optimizer.param_groups
 
     def take_gradients(self) -> None:
-        """Let each weight's gradient be its part of the buffer, where backward adds to it. What there is already is
-        added.
-        """
-        for p, gradient in zip(self.weights, self.gradients, strict=True):
-            if p.grad is not gradient:
-                if p.grad is not None:
-                    gradient.add_(p.grad)
-                p.grad = gradient
+        """Add what somebody's backward has left at the weights, which have no gradients then."""
+        if any(grad is not None for grad in map(_GRAD, self.weights)):
+            self.add([p.grad for p in self.weights])
+            for p in self.weights:
+                p.grad = None
+
+    def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Of the weights; None: one has none. This is captured."""
+        found = [(mine, given) for mine, given in zip(self.gradients, gradients, strict=True) if given is not None]
+        torch._foreach_add_([mine for mine, _ in found], [given for _, given in found])
 
     def begin(self, totals: list[float]) -> None:
         """Write what the next step goes by, from the options that the groups have now."""

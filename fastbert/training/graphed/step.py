@@ -182,7 +182,8 @@ class GraphedStep:
         with ops.seeds_from(self._seeds):
             with self._autocast():
                 loss = self.loss(self.model, inputs, *self._flat.totals.unbind())
-            loss.backward()
+            # Not backward(), which would add to each weight's gradient by a launch of its own.
+            self._flat.add(torch.autograd.grad(loss, self._flat.weights, allow_unused=True))
         self.losses_kept.add(loss)
 
     def _autocast(self) -> AbstractContextManager:
@@ -193,7 +194,6 @@ class GraphedStep:
         """Capture a bucket's graph, on this batch, and leave what running it once leaves."""
         flat, form = self._flat, staged.form
         assert flat is not None
-        flat.take_gradients()
         block = staged.block.to(self.device, copy=True)
 
         def run() -> None:
@@ -201,9 +201,8 @@ class GraphedStep:
 
         written = (flat.state.gradients, self.losses_kept.sum)
         before = [t.clone() for t in written]
-        for _ in range(2):
-            self._seeds.begin(seed)
-            self._graphs.warm(run)
+        self._seeds.begin(seed)
+        self._graphs.warm(run)  # and now there are as many seeds as a step takes
         for t, kept in zip(written, before, strict=True):
             t.copy_(kept)
         self._seeds.begin(seed)
