@@ -19,6 +19,7 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.backend import _choice
+from fastbert.errors import InputError
 from fastbert.layers.fingerprint import ModuleFingerprint
 from fastbert.layers.leaves import HOOKS, has_global_hooks
 from fastbert.packed_inputs import PackedInputs
@@ -98,7 +99,8 @@ class GraphedStep:
         """One step of the optimizer over these batches, whose gradients are added up.
 
         totals: given to `loss` behind the batch, as float32 tensors (). seed: of dropout; None: the next one of those
-        that follow from torch's. Raises InputError before anything is launched; then no gradient is left behind.
+        that follow from torch's. Raises InputError before anything of the batch is launched, and leaves no gradient:
+        an id that the model does not have, a model that has moved.
         """
         given = [batches] if isinstance(batches, (PackedInputs, Staged)) else list(batches)
         self.why_eager = self._look(len(totals))
@@ -310,6 +312,11 @@ class GraphedStep:
         return fingerprint.has_hooks(), of_gradients, of_optimizer, list(map(_REQUIRES_GRAD, weights))
 
     def _find_unsupported(self) -> str | None:
+        now = next(self.model.parameters()).device
+        if now != self.device:
+            raise InputError(
+                f"the model is on {now} now, and was on {self.device}: make the step after the model moved"
+            )
         if (reason := self._graphs.unsupported(self.device)) is not None:
             return reason
         if dist.is_initialized() and dist.get_world_size() > 1:
