@@ -33,21 +33,26 @@ def mean_loss(model: Any, batch: PackedInputs, total: torch.Tensor) -> torch.Ten
     return model(**batch, num_items_in_batch=total).loss
 
 
-def make_step(graphs: Any, kind: type[GraphedStep] = GraphedStep, loss: Any = mean_loss, **changes: Any) -> GraphedStep:
+def make_step(
+    graphs: Any, kind: type[GraphedStep] = GraphedStep, loss: Any = mean_loss, bf16: bool = False, **changes: Any
+) -> GraphedStep:
     """Of a masked language model with dropout, AdamW with two groups, and clipping."""
     torch.manual_seed(0)
     model = CLASSES["bert", "MaskedLM"](config_for("bert", "MaskedLM", 0, **{**SMALL, **DROPS, **changes})).train()
     optimizer = make_optimizer("adamw", parameter_groups(model, 1e-2), (0.9, 0.99), 1e-8)
-    step = kind(model, optimizer, loss, max_norm=1.0, bf16=False, graphs=graphs)
+    step = kind(model, optimizer, loss, max_norm=1.0, bf16=bf16, graphs=graphs)
     step.buckets.plan([LARGEST, Sizes(9, 2, 6, 3)])
     return step
 
 
-def batch(number: int, is_wide: bool = False) -> PackedInputs:
-    """Lengths, ids and how many labels there are differ from number to number."""
+def batch(number: int, is_wide: bool = False, largest: int = WORDS - 1) -> PackedInputs:
+    """Lengths, ids and how many labels there are differ from number to number. The largest id and label do not: larger
+    ones than a graph's first batch had are compared with the model's tables, op by op.
+    """
     draw = torch.Generator().manual_seed(number)
     lengths = [3 + number % 4, *([5] if number % 2 else []), *([6, 5] if is_wide else [])]
-    rows = torch.randint(1, WORDS, (sum(lengths),), generator=draw).split(lengths)
+    rows = torch.randint(1, largest, (sum(lengths),), generator=draw).split(lengths)
+    rows[0][0] = largest
     labels = [torch.full_like(row, -100) for row in rows]
     labels[0][: 1 + number % 3] = rows[0][: 1 + number % 3]
     return fastbert.pack_inputs([row.tolist() for row in rows], labels=[row.tolist() for row in labels])

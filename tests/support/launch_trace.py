@@ -15,7 +15,7 @@ import gc
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -36,14 +36,21 @@ FREE = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empt
 
 @dataclass
 class Trace:
-    """One step's. launches: lines, in their order. allocations: bytes, in their order. forbidden: waits, draws, tensors
-    made of Python's numbers. left: memory that the step has made, or that has grown in it, and that outlives it.
+    """One step's. launches: lines, in their order. allocations: bytes, in their order. waits: for a value. decided:
+    draws, and tensors made of Python's numbers, which a graph would repeat. left: memory that the step has made, or
+    that has grown in it, and that outlives it.
     """
 
     launches: list[str] = field(default_factory=list)
     allocations: list[int] = field(default_factory=list)
-    forbidden: list[str] = field(default_factory=list)
+    waits: list[str] = field(default_factory=list)
+    decided: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
+
+    @property
+    def forbidden(self) -> list[str]:
+        """What a capture forbids."""
+        return self.waits + self.decided
 
     def counts(self) -> Counter[str]:
         """Launches by name."""
@@ -180,13 +187,14 @@ def _own_circles_collected() -> Iterator[None]:
 class Recorder(TorchDispatchMode):
     """Writes down steps that run on a dry driver: `with recorder.step() as trace: run()`.
 
-    One recorder goes with what it has named; others may take turns with it.
+    One recorder goes with what it has named; others may take turns with it, also within a step: `with first.paused(),
+    second.step() as trace: run()`.
     """
 
     def __init__(self, launches: Launches):
         super().__init__()
         self._launches, self._steps = launches, 0
-        self._memory, self._trace = Memory(), Trace()
+        self._memory, self._trace, self._open = Memory(), Trace(), ExitStack()
 
     def name(self, tensors: dict[str, torch.Tensor]) -> None:
         """What was there before the steps."""
@@ -197,13 +205,26 @@ class Recorder(TorchDispatchMode):
     def step(self) -> Iterator[Trace]:
         self._trace = trace = Trace()
         generator = torch.get_rng_state()
-        with _own_circles_collected(), self._launches.told_to(self._launch), HostSyncs() as waits, self:
+        with _own_circles_collected(), self._open:
+            self._open.enter_context(self._recording())
             yield trace
         trace.left += self._memory.end_step(self._steps)
-        trace.forbidden += waits.found
         if not torch.equal(torch.get_rng_state(), generator):
-            trace.forbidden.append("torch's generator has moved on")
+            trace.decided.append("torch's generator has moved on")
         self._steps += 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside is no part of the step that goes on."""
+        self._open.close()
+        yield
+        self._open.enter_context(self._recording())
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        with self._launches.told_to(self._launch), HostSyncs() as waits, self:
+            yield
+        self._trace.waits += waits.found
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -222,7 +243,7 @@ class Recorder(TorchDispatchMode):
         """given: before the operator ran, when what it makes had no name."""
         name = func.overloadpacket.__name__
         if torch.Tag.nondeterministic_seeded in func.tags or name == "lift_fresh":
-            self._trace.forbidden.append(str(func))
+            self._trace.decided.append(str(func))
         if func.is_view or func.namespace == "profiler":
             return
         results = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]  # what else comes out is a value

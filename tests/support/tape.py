@@ -25,6 +25,7 @@ class Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, tuple, dict, Any]] = []
+        self.replays = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -34,6 +35,7 @@ class Tape(TorchDispatchMode):
     @torch.no_grad()
     def replay(self) -> None:
         """Run all of it once more, with results where they were. Raises AssertionError: one has another shape now."""
+        self.replays += 1
         for func, args, kwargs, out in self.calls:
             given = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
             for old, new in zip(_tensors(out), _tensors(func(*args, **kwargs)), strict=True):

@@ -1,4 +1,4 @@
-"""Traces of training steps on fixed buffers: of sound ones, and of some with a fault each that no graph could repeat.
+"""Traces of captured training steps: of sound ones, and of some with a fault each that no graph could repeat.
 
 Run as a program, which has Triton's own launching and not its interpreter. Its last line is JSON: by the name of a case
 what `traced` gives.
@@ -7,219 +7,155 @@ what `traced` gives.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import AbstractContextManager
 from typing import Any
 
+import graphed_faults as faults
 import torch
 from dry_launches import as_gpu
-from fixed_step import BETAS, EPS, Buffers, Trained
+from graphed_steps import NoGraphs, batch, make_step, run_step
 from launch_trace import Launches, Recorder, Trace, differences, without_compiler
 
 from fastbert import packing
 from fastbert.backend import use_backend
 from fastbert.ops import packing as packing_op
 from fastbert.packed_inputs import PackedInputs
+from fastbert.training.graphed import GraphedStep
 
-WARM = 2  # steps of a bucket before those that are compared: what is made late is made in them
-
-
-class Bucket(Buffers):
-    def __init__(self, tokens: int = 16, sequences: int = 4, longest: int = 5, labelled: int = 9):
-        super().__init__(tokens, sequences, labelled, longest)
-        self.count = 0
-
-    def fill(self, seed: int) -> int:
-        self.count = super().fill(seed)
-        return self.count
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {"ids": self.ids, "labels": self.labels, "cu_seqlens": self.cu_seqlens, "kept": self.kept}
+STEPS = 3  # of a bucket: in the first its graph is captured
 
 
-class Autocast(Trained):
-    def backward(self, buffers):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = self.model(buffers.packed(), num_items_in_batch=self.total).loss
-        loss.backward()
-        return loss.detach()
+class TracedGraphs(NoGraphs):
+    """Runs what would be captured, and traces it each time: `traces`, by capture. `step`: whose graphs they are."""
 
+    step: GraphedStep
 
-class CountOfTheHost(Trained):
-    def backward(self, buffers):
-        loss = self.model(buffers.packed(), num_items_in_batch=float(buffers.count)).loss
-        loss.backward()
-        return loss.detach()
-
-
-class RateOfTheHost(Trained):
-    """torch's optimizer, whose learning rate is a float."""
-
-    def __init__(self):
+    def __init__(self, launches: Launches):
         super().__init__()
-        self.optimizer = torch.optim.AdamW(self.parameters, betas=BETAS, eps=EPS, fused=True)
+        self.traces: list[list[Trace]] = []
+        self._launches = launches
+        self._captured, self._host = Recorder(launches), Recorder(launches)
 
-    def fill(self, step, buffers):
-        super().fill(step, buffers)
-        self.optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        traces: list[Trace] = []
 
-    def optimize(self):
-        self.optimizer.step()
-        self.state.gradients.zero_()
+        def traced() -> None:
+            with self._host.paused(), self._captured.step() as trace:
+                run()
+            traces.append(trace)
 
+        self._captured.name(named(self.step))
+        self.traces.append(traces)
+        traced()
+        return traced
 
-class NumbersMadeInTheStep(Trained):
-    def fill(self, step, buffers):
-        super().fill(step, buffers)
-        self.of_python = self.numbers.tolist()
-
-    def optimize(self):
-        self.numbers.copy_(torch.tensor(self.of_python))
-        super().optimize()
-
-
-class GradientsDropped(Trained):
-    def backward(self, buffers):
-        self.model.zero_grad(set_to_none=True)
-        return super().backward(buffers)
+    def host(self) -> AbstractContextManager[Trace]:
+        """Traces what a step does beside what was captured."""
+        self._host = Recorder(self._launches)  # with a name for all that is there now
+        self._host.name(named(self.step))
+        return self._host.step()
 
 
-class DrawsForItself(Trained):
-    def run(self, buffers):
-        with use_backend("triton"):
-            losses = [self.backward(each) for each in buffers]
-        self.optimize()
-        self.log(torch.stack(losses).sum())
+def named(step: GraphedStep) -> dict[str, torch.Tensor]:
+    """What is there before a step, and stays."""
+    flat, losses = step._flat, step.losses_kept
+    tensors = {f"weight {i}": p.detach() for i, p in enumerate(step.model.parameters())}
+    tensors |= {"sum of losses": losses.sum, "losses": losses._losses, "place of a loss": losses._at}
+    tensors |= {"seeds": step._seeds.rows}
+    if flat is not None:
+        state = flat.state
+        tensors |= {"gradients and moments": state.gradients, "addresses": state.addresses, "counts": state.counts}
+        tensors |= {"groups": state.groups, "numbers": flat.numbers, "steps": flat.steps}
+    return tensors | {f"batch of bucket {i}": each.block for i, each in enumerate(step._captured.values())}
 
 
-class StateMadeLate(Trained):
-    steps = 0
-
-    def optimize(self):
-        self.steps += 1
-        if self.steps == WARM + 1:
-            self.state.means, self.state.squares = self.state.means.clone(), self.state.squares.clone()
-        super().optimize()
+def one_batch(number: int) -> list[PackedInputs]:
+    return [batch(number)]
 
 
-class LoggedOutput(Trained):
-    def __init__(self):
-        super().__init__()
-        self.logged = []
-
-    def log(self, loss):
-        self.logged.append(loss)
+def two_batches(number: int) -> list[PackedInputs]:
+    return [batch(2 * number), batch(2 * number + 1)]
 
 
-class LossAskedFor(Trained):
-    def log(self, loss):
-        super().log(loss)
-        self.last = loss.item()
+def of_two_buckets(number: int) -> list[PackedInputs]:
+    return [batch(number, is_wide=number % 2 == 1)]
 
 
-class SizedByLabels(Bucket):
-    """As many rows as there are labels, which the host knows."""
-
-    def packed(self):
-        inputs = super().packed()
-        return PackedInputs({**inputs, "batch": replace(inputs["batch"], labelled=self.rows())})
-
-    def rows(self):
-        return self.kept[: self.count]
-
-
-class LabelsLookedFor(SizedByLabels):
-    def rows(self):
-        return (self.labels != -100).nonzero().flatten()
-
-
-class BatchReplaced(Bucket):
-    def fill(self, seed):
-        self.ids = self.ids.clone()
-        return super().fill(seed)
-
-
-class WeightMoved(Trained):
-    def fill(self, step, buffers):
-        super().fill(step, buffers)
-        if step == WARM + 1:
-            self.parameters[0].data = self.parameters[0].data.clone()
-
-
-# What is trained, and the kinds of batches that come in turn.
-CASES: dict[str, tuple[type[Trained], Callable[[], list[list[Bucket]]]]] = {
-    "one batch": (Trained, lambda: [[Bucket()]]),
-    "bf16": (Autocast, lambda: [[Bucket()]]),
-    "accumulation": (Trained, lambda: [[Bucket(), Bucket()]]),
-    "two buckets": (Trained, lambda: [[Bucket()], [Bucket(40, 4, 20, 9)]]),
+# What is trained, in bf16 or not, and a step's batches.
+CASES: dict[str, tuple[type[GraphedStep], bool, Callable[[int], list[PackedInputs]]]] = {
+    "one batch": (GraphedStep, False, one_batch),
+    "bf16": (GraphedStep, True, one_batch),
+    "accumulation": (GraphedStep, True, two_batches),
+    "two buckets": (GraphedStep, True, of_two_buckets),
 }
 FAULTS = (
-    CountOfTheHost, RateOfTheHost, NumbersMadeInTheStep, GradientsDropped, DrawsForItself, StateMadeLate, LoggedOutput,
-    LossAskedFor, SizedByLabels, LabelsLookedFor, BatchReplaced, WeightMoved,
+    faults.CountOfTheHost, faults.RateOfTheHost, faults.NumbersMadeInTheStep, faults.GradientsDropped,
+    faults.DrawsForItself, faults.StateMadeLate, faults.LoggedOutput, faults.LossAskedFor, faults.SizedByLabels,
+    faults.LabelsLookedFor, faults.BatchReplaced, faults.WeightMoved, faults.LossesReadInEachStep,
+    faults.LossesKeptInEachStep,
 )  # fmt: skip
-for _fault in FAULTS:
-    if issubclass(_fault, Bucket):
-        CASES[_fault.__name__] = (Trained, lambda bucket=_fault: [[bucket()]])
-    else:
-        CASES[_fault.__name__] = (_fault, lambda: [[Bucket()]])
+CASES |= {fault.__name__: (fault, False, one_batch) for fault in FAULTS}
 
 
-def named(trained: Trained, kinds: list[list[Bucket]]) -> dict[str, torch.Tensor]:
-    """All that is there before the first step."""
-    state = trained.state
-    tensors = {f"weight {i}": p.detach() for i, p in enumerate(trained.parameters)}
-    tensors |= {"gradients and moments": state.gradients, "addresses": state.addresses, "counts": state.counts}
-    tensors |= {"groups": state.groups, "numbers": trained.numbers, "total": trained.total, "at": trained.at}
-    tensors |= {"losses": trained.losses}
-    for i, kind in enumerate(kinds):
-        for j, bucket in enumerate(kind):
-            tensors |= {f"{name} of batch {j} of bucket {i}": t for name, t in bucket.tensors().items()}
-    return tensors
-
-
-def contents(trained: Trained, kind: list[Bucket]) -> dict[str, Any]:
-    """What a step goes by, for its batches and its optimizer."""
-    offsets = [bucket.cu_seqlens.tolist() for bucket in kind]
+def contents(step: GraphedStep, batches: list[PackedInputs]) -> dict[str, Any]:
+    """What a step went by, for its batches and its optimizer."""
+    flat = step._flat
     return {
-        "lengths": offsets,
-        "ids": [bucket.ids.tolist() for bucket in kind],
-        "labels": [bucket.count for bucket in kind],
-        "tokens": [each[-1] for each in offsets],
-        "step": trained.at.item(),
-        "seeds": trained.seeds._rows.tolist(),
-        "rates and corrections": trained.numbers.tolist(),
+        "lengths": [each["batch"].cu_seqlens.tolist() for each in batches],
+        "ids": [each["input_ids"].tolist() for each in batches],
+        "labels": [each["batch"].labelled.numel() for each in batches],
+        "tokens": [each["batch"].total_tokens for each in batches],
+        "total": flat.totals.tolist(),
+        "step": flat.step_number,
+        "seeds": step._seeds.rows.tolist(),
+        "rates and corrections": flat.numbers.tolist(),
     }
 
 
+def written(trace: Trace) -> list[str]:
+    """Which operators have written into what was there before the step, in their order."""
+    found = (re.fullmatch(r"([\w.]+)\(.* -> \[([a-z][\w ]*)\+\d+ .*", line) for line in trace.launches)
+    return [f"{match[1]} {match[2]}" for match in found if match]
+
+
 def traced(launches: Launches, case: str) -> dict[str, Any]:
-    """Of a bucket's third and fourth step: how often each launch is there, what is wrong (`differences` between the
-    two, `forbidden` and `left` in either, `moved`: weights are not where the table of their addresses says, or it is
-    another one), and the contents of the buffers.
+    """Of all that was captured: how often each launch is there, what is wrong (`differences` of replays from what was
+    captured, `forbidden` and `left` in one of them, `moved`: weights are not where the table of their addresses says,
+    or it is another one), and how often it was run. Of the host's steps behind captures: what is wrong there (`host
+    waits`, `host left`), and what the last one has written. By bucket the contents of the buffers.
     """
-    make, make_kinds = CASES[case]
-    trained, kinds = make(), make_kinds()
-    recorder = Recorder(launches)
-    recorder.name(named(trained, kinds))
-    table = trained.state.addresses.clone()
-    traces: list[list[Trace]] = [[] for _ in kinds]
-    gone_by: list[list[Any]] = [[] for _ in kinds]
-    for step in range((WARM + 2) * len(kinds)):
-        which = step % len(kinds)
-        trained.fill(step, kinds[which])
-        gone_by[which].append(contents(trained, kinds[which]))
-        with recorder.step() as trace:
-            trained.run(kinds[which])
-        traces[which].append(trace)
-    compared = [trace for steps in traces for trace in steps[WARM:]]
-    is_same = trained.state.is_of(trained.parameters) and torch.equal(trained.state.addresses, table)
+    kind, bf16, batches_of = CASES[case]
+    graphs = TracedGraphs(launches)
+    graphs.step = step = make_step(graphs, kind, bf16=bf16)
+    num_buckets = 2 if batches_of is of_two_buckets else 1
+    hosts: list[Trace] = []
+    gone_by: list[list[Any]] = [[] for _ in range(num_buckets)]
+    tables: list[torch.Tensor] = []
+    for number in range(STEPS * num_buckets):
+        batches = batches_of(number)
+        with graphs.host() as host:
+            run_step(step, number, batches)
+        hosts.append(host)
+        gone_by[number % num_buckets].append(contents(step, batches))
+        tables.append(step._flat.state.addresses.clone())
+    is_same = step._flat.state.is_of(step._flat.weights) and all(torch.equal(tables[0], each) for each in tables)
+    runs = [trace for traces in graphs.traces for trace in traces]
     return {
-        "launches": [steps[-1].counts() for steps in traces],
-        "differences": [line for steps in traces for line in differences(*steps[WARM:])],
-        "forbidden": [line for trace in compared for line in trace.forbidden],
-        "left": [line for trace in compared for line in trace.left],
+        "launches": [traces[0].counts() for traces in graphs.traces],
+        "runs": [len(traces) for traces in graphs.traces],
+        "differences": [
+            line for first, *others in graphs.traces for each in others for line in differences(first, each)
+        ],
+        "forbidden": [line for trace in runs for line in trace.forbidden],
+        "left": [line for trace in runs for line in trace.left],
         "moved": not is_same,
-        "contents": [each[WARM:] for each in gone_by],
+        "host waits": [line for trace in hosts[num_buckets:] for line in trace.waits],
+        "host left": [line for trace in hosts[num_buckets:] for line in trace.left],
+        "host writes": written(hosts[-1]),
+        "contents": gone_by,
     }
 
 
@@ -227,7 +163,8 @@ def main() -> None:
     torch.set_num_threads(1)
     launches = without_compiler(as_gpu(90))
     packing._is_on_host = packing_op._is_on_cpu = lambda t: False
-    sys.stdout.write(json.dumps({case: traced(launches, case) for case in CASES}) + "\n")
+    with use_backend("triton"):
+        sys.stdout.write(json.dumps({case: traced(launches, case) for case in CASES}) + "\n")
 
 
 if __name__ == "__main__":
