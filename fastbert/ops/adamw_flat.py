@@ -59,7 +59,8 @@ class FlatState:
         self.counts = (sizes[of] - BLOCK * place).clamp(max=BLOCK).int().to(device)
         self.groups = torch.tensor(list(groups), dtype=torch.int32)[of].to(device)
         self.num_groups = 1 + max(groups)
-        self.gradients, self.means, self.squares = torch.zeros(3, self.first[-1], device=device).unbind()
+        self.gradients = torch.zeros(self.first[-1], device=device)
+        self.means, self.squares = torch.zeros(2, self.first[-1], device=device).unbind()  # what a saved state has
 
     def is_of(self, weights: Sequence[torch.Tensor]) -> bool:
         """Whether these are the weights, in this order, and where they were."""

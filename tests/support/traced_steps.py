@@ -67,7 +67,12 @@ def named(step: GraphedStep) -> dict[str, torch.Tensor]:
     tensors |= {"seeds": step._seeds.rows}
     if flat is not None:
         state = flat.state
-        tensors |= {"gradients and moments": state.gradients, "addresses": state.addresses, "counts": state.counts}
+        tensors |= {
+            "gradients": state.gradients,
+            "moments": state.means,
+            "addresses": state.addresses,
+            "counts": state.counts,
+        }
         tensors |= {"groups": state.groups, "numbers": flat.numbers, "steps": flat.steps}
     return tensors | {f"batch of bucket {i}": each.block for i, each in enumerate(step._captured.values())}
 

@@ -201,6 +201,14 @@ def test_a_batch_that_no_bucket_holds_runs_op_by_op():
     assert step._graphs.count == 3 and step.why_eager is None
 
 
+def test_sequences_as_long_as_the_position_table():
+    """Which has 20 rows, and no bucket has longer sequences."""
+    step = still()
+    step.buckets.most += 1
+    step(fastbert.pack_inputs([list(range(1, 19))], labels=[[5] * 18]), [18.0])
+    assert step.why_eager is None and step.buckets.sizes[-1].max_seqlen == 20
+
+
 def test_a_step_that_is_refused_leaves_nothing():
     """The second batch has an id that the model has not: neither gradients nor the step's number stay."""
     steps = [still(), still()]

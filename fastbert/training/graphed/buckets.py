@@ -43,12 +43,13 @@ class Sizes(NamedTuple):
         return fits and batch.max_seqlen <= self.max_seqlen and (batch.labelled or 0) <= (self.labelled or 0)
 
 
-def bucket_for(batch: Sizes, num_choices: int = 1) -> Sizes:
+def bucket_for(batch: Sizes, num_choices: int = 1, limit: int | None = None) -> Sizes:
     """A bucket with room for this batch and for others of its kind.
 
     Tokens are rounded up to a sixteenth of a power of two, so that at most a 17th of a batch's own tokens is slack;
     sequences, of which slack costs nearly nothing, with a quarter more; the longest to a power of two, since kernels go
-    by classes of lengths; labelled tokens with a seventh more than this batch's share, and eight.
+    by classes of lengths, or to the model's `limit`; labelled tokens with a seventh more than this batch's share, and
+    eight.
     """
     labelled = batch.labelled
     tokens = _rounded(batch.total_tokens + (labelled is not None), STEP / 2)
@@ -56,7 +57,10 @@ def bucket_for(batch: Sizes, num_choices: int = 1) -> Sizes:
     sequences = -(-sequences // num_choices) * num_choices
     if labelled is not None:
         labelled = min(tokens, _rounded(-(-8 * labelled * tokens // (7 * max(1, batch.total_tokens))) + 8, STEP))
-    return Sizes(tokens, sequences, max(16, _power_of_two(batch.max_seqlen)), labelled)
+    longest = max(16, _power_of_two(batch.max_seqlen))
+    if limit is not None:
+        longest = max(batch.max_seqlen, min(longest, limit))
+    return Sizes(tokens, sequences, longest, labelled)
 
 
 def _power_of_two(n: int) -> int:
@@ -71,11 +75,11 @@ def _rounded(n: int, share: float) -> int:
 
 class Buckets:
     """The buckets of a run: made as batches come, until there are `most`, or planned. Then a batch that none holds has
-    none.
+    none. limit: of a sequence's tokens, None where the model has none.
     """
 
-    def __init__(self, most: int = 24):
-        self.most = most
+    def __init__(self, limit: int | None = None, most: int = 24):
+        self.limit, self.most = limit, most
         self.sizes: list[Sizes] = []  # the smallest first
 
     def plan(self, batches: Sequence[Sizes], num_choices: int = 1) -> None:
@@ -88,7 +92,7 @@ class Buckets:
         """The smallest that holds a batch. One with more slack than its own would have is taken where there are
         enough.
         """
-        wanted = bucket_for(batch, num_choices)
+        wanted = bucket_for(batch, num_choices, self.limit)
         held = next((bucket for bucket in self.sizes if bucket.holds(batch)), None)
         if held is not None and (held.total_tokens <= wanted.total_tokens or len(self.sizes) >= self.most):
             return held
@@ -144,6 +148,22 @@ class Form(NamedTuple):
         batch = PackedBatch(None, cu_seqlens, longest, sequences, None, tokens, labelled, bounds)
         choices = {} if self.num_choices is None else {"num_choices": self.num_choices}
         return PackedInputs({**found, "batch": batch, **choices})
+
+
+class Bounds:
+    """Of ids and labels, by name, the smallest and the largest that a model has compared with its tables."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, tuple[int, int]] = {}
+
+    def hold(self, batch: Mapping[str, tuple[int, int]]) -> bool:
+        seen = self.of
+        return all(n in seen and seen[n][0] <= low and high <= seen[n][1] for n, (low, high) in batch.items())
+
+    def widen(self, batch: Mapping[str, tuple[int, int]]) -> None:
+        for name, (low, high) in batch.items():
+            first = self.of.get(name, (low, high))
+            self.of[name] = min(first[0], low), max(first[1], high)
 
 
 _OFFSETS, _LABELLED = "cu_seqlens", "labelled"

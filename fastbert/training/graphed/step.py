@@ -7,11 +7,10 @@ divided by; rates and corrections of AdamW; where the loss is written. The graph
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,8 +21,9 @@ from fastbert.backend import _choice
 from fastbert.errors import InputError
 from fastbert.layers.fingerprint import ModuleFingerprint
 from fastbert.layers.leaves import HOOKS, has_global_hooks
+from fastbert.models.base import held_models
 from fastbert.packed_inputs import PackedInputs
-from fastbert.training.graphed.buckets import Buckets, Form, Sizes, Staged, stage
+from fastbert.training.graphed.buckets import Bounds, Buckets, Form, Sizes, Staged, stage
 from fastbert.training.graphed.capture import CudaGraphs, Graphs
 from fastbert.training.graphed.flat import FlatOptimizer, optimizer_unsupported
 from fastbert.training.graphed.losses import LossRing
@@ -35,23 +35,12 @@ _REQUIRES_GRAD, _HOOKS = attrgetter("requires_grad"), attrgetter("_backward_hook
 _LATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 
-@dataclass
-class _Captured:
-    """A bucket's graph. rows: the seeds' memory that it reads; bounds: of ids and labels that were checked."""
+class _Captured(NamedTuple):
+    """A bucket's graph. rows: the seeds' memory that it reads."""
 
     block: torch.Tensor
     replay: Callable[[], None]
     rows: torch.Tensor
-    bounds: dict[str, tuple[int, int]]
-
-    def has_seen(self, bounds: Mapping[str, tuple[int, int]]) -> bool:
-        seen = self.bounds
-        return all(n in seen and seen[n][0] <= low and high <= seen[n][1] for n, (low, high) in bounds.items())
-
-    def widen(self, bounds: Mapping[str, tuple[int, int]]) -> None:
-        for name, (low, high) in bounds.items():
-            first = self.bounds.get(name, (low, high))
-            self.bounds[name] = min(first[0], low), max(first[1], high)
 
 
 class GraphedStep:
@@ -74,7 +63,8 @@ class GraphedStep:
         self.max_norm, self.bf16 = max_norm, bf16
         self.device = next(model.parameters()).device
         self.why_eager: str | None = None
-        self.buckets, self.losses_kept = Buckets(), LossRing(self.device)
+        self.buckets, self.losses_kept = Buckets(_position_limit(model)), LossRing(self.device)
+        self._bounds = Bounds()
         self._graphs: Graphs = CudaGraphs() if graphs is None else graphs
         self._seeds, self._said = ops.StepSeeds(self.device), set[str]()
         self._flat: FlatOptimizer | None = None
@@ -161,11 +151,11 @@ class GraphedStep:
             return
         self._seeds.begin(seed)
         captured.block.copy_(staged.block, non_blocking=True)
-        if captured.has_seen(staged.bounds):
+        if self._bounds.hold(staged.bounds):
             captured.replay()
-        else:  # the model compares them with its tables
+        else:  # op by op: the model compares larger ids than it has seen with its tables
             self._accumulate(staged.form.read(captured.block, staged.bounds))
-            captured.widen(staged.bounds)
+            self._bounds.widen(staged.bounds)
 
     def _staged(self, packed: PackedInputs) -> Staged | None:
         bucket = (
@@ -208,7 +198,8 @@ class GraphedStep:
         for t, kept in zip(written, before, strict=True):
             t.copy_(kept)
         self._seeds.begin(seed)
-        self._captured[form] = _Captured(block, self._graphs.capture(run), self._seeds.rows, dict(staged.bounds))
+        self._captured[form] = _Captured(block, self._graphs.capture(run), self._seeds.rows)
+        self._bounds.widen(staged.bounds)
 
     def _run_optimizer(self, flat: FlatOptimizer) -> None:
         if self._optimize is not None:
@@ -272,7 +263,7 @@ class GraphedStep:
             return self._unsupported
         self._looked_at = looked_at
         self._captured.clear()
-        self._optimize = None
+        self._optimize, self._bounds = None, Bounds()
         self._fingerprint = _look_at(self.model)
         self._parameters = list(self.model.parameters())
         self._seen = self._look_at_hooks(self._fingerprint)
@@ -329,6 +320,12 @@ class GraphedStep:
             if isinstance(module, nn.Embedding) and module.sparse:
                 return f"the gradients of {name} are sparse"
         return optimizer_unsupported(self.optimizer, self.model)
+
+
+def _position_limit(model: nn.Module) -> int | None:
+    """Of the sequences of all of fastbert's models in this one."""
+    limits = [held.base_model.table_sizes().longest(held.config) for held in held_models(model)]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _look_at(model: nn.Module) -> ModuleFingerprint:
