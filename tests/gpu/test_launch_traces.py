@@ -29,7 +29,7 @@ SEEN = {
     "NumbersMadeInTheStep": {"differences": "aten.copy_.default(numbers", "forbidden": "aten.lift_fresh"},
     "GradientsDropped": {"differences": "aten.zeros_like", "left": "of step 0: 64 bytes"},
     "DrawsForItself": {"forbidden": "aten.randint"},
-    "StateMadeLate": {"differences": "aten.zeros_like.default(gradients", "left": ": 212992 bytes"},
+    "StateMadeLate": {"differences": "aten.zeros_like.default(moments", "left": ": 212992 bytes"},
     "LoggedOutput": {"left": "of step 0: 4 bytes"},
     "LossAskedFor": {"forbidden": "aten._local_scalar_dense"},
     "SizedByLabels": {"differences": "aten.index_select"},
