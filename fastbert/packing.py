@@ -200,7 +200,7 @@ class PackedBatch:
                 )
             kept = torch.cat([kept, kept.new_full((labelled - len(kept),), total_tokens - 1)])
         ends = self.cu_seqlens[-1:].expand(batch_size - self.batch_size)
-        bounds = self.bounds and {name: (min(0, low), max(0, high)) for name, (low, high) in self.bounds.items()}
+        bounds = self.bounds and {name: (min(0, low), high) for name, (low, high) in self.bounds.items()}
         return PackedBatch(
             None, torch.cat([self.cu_seqlens, ends]), max_seqlen, batch_size, None, total_tokens, kept, bounds
         )

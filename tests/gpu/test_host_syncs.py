@@ -8,15 +8,15 @@ from batches import make_batch, make_labels
 from family_configs import CHOICES, config_for, make_config
 from full import halved, left_to_full
 from hf import make_hf
-from host_syncs import HostSyncs
+from host_syncs import HostSyncs, no_value_is_on_the_host
+from slack import with_slack
 
 import fastbert
-from fastbert import ops, packing
+from fastbert import ops
 from fastbert.backend import use_backend
 from fastbert.errors import InputError
 from fastbert.models.classes import CLASSES
 from fastbert.native.availability import triton_error
-from fastbert.ops import packing as packing_op
 from fastbert.packed_inputs import ModelInputs
 from fastbert.packing import PackedBatch
 from fastbert.training.finetuning import embedding_losses
@@ -50,8 +50,7 @@ def make_inputs(kind: str, model_type: str = "bert") -> dict:
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(packing, "_is_on_host", lambda t: False)
-    monkeypatch.setattr(packing_op, "_is_on_cpu", lambda t: False)
+    no_value_is_on_the_host(monkeypatch)
 
 
 @pytest.fixture
@@ -162,13 +161,13 @@ def make_packed(model_type: str, head: str, kind: str) -> fastbert.PackedInputs:
 @left_to_full(lambda p: ALL_HEADS.index((p["model_type"], p["head"])) % 2 == 1)
 @pytest.mark.parametrize(("model_type", "head"), ALL_HEADS)
 def test_a_training_step_on_packed_inputs_waits_for_nothing(model_type, head):
-    """Forward, loss and backward, on the kernels that a GPU runs; dropout, too."""
+    """Forward, loss and backward, on the kernels that a GPU runs; dropout, too; slack behind the batch, or padding."""
     model = CLASSES[model_type, head](config_for(model_type, head, 0, hidden_dropout_prob=0.1, **TINY)).train()
-    packed = make_packed(model_type, head, "holes")
-    with use_backend("triton"), HostSyncs() as syncs:
-        out = model(packed)
-        (out.last_hidden_state.sum() if head == "Model" else out.loss).backward()
-    assert syncs.found == []
+    for packed in (make_packed(model_type, head, "holes"), with_slack(make_packed(model_type, head, "lists"))):
+        with use_backend("triton"), HostSyncs() as syncs:
+            out = model(packed)
+            (out.last_hidden_state.sum() if head == "Model" else out.loss).backward()
+        assert syncs.found == []
 
 
 @pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))

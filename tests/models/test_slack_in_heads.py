@@ -149,3 +149,15 @@ def test_numbers_count_whatever_they_are(case, count):
     labels.view(-1)[1] = -100
     packed = PackedInputs({**packed, "labels": labels})
     assert torch.equal(model(**packed, num_items_in_batch=count).loss, model(packed).loss)
+
+
+def test_joint_pre_training_samples_nothing_for_slack():
+    """Its one token stands for many: what they say of it must be one thing, or it is chance which one is written."""
+    _, packed = make("masked")
+    pair = (randomise(CLASSES["electra", head](config_for("electra", head))) for head in ("MaskedLM", "PreTraining"))
+    joint, shown = fastbert.ElectraForJointPreTraining(*pair).train(), []
+    joint.discriminator.register_forward_pre_hook(lambda module, given: shown.append(given[0]))
+    padded, count = with_slack(packed), packed["batch"].total_tokens
+    out = joint(padded)
+    assert (out.replaced[count:] == -100).all() and set(out.replaced[:count].tolist()) <= {0, 1}
+    assert not shown[0][count:].any()

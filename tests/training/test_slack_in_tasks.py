@@ -19,6 +19,7 @@ from fastbert.sentences.pooling import pool
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 from fastbert.training.finetuning import embedding_losses
 from fastbert.training.pretraining import MaskedLM
+from fastbert.training.pretraining.distil import hidden_and_scores
 from fastbert.training.task import Task, Totals
 
 datasets = pytest.importorskip("datasets")
@@ -64,6 +65,20 @@ def test_slack_adds_nothing(name, tmp_path, text):
         for each in (totals, list(map(torch.tensor, totals)))
     )
     assert all(map(torch.equal, floats, tensors))
+
+
+def test_what_a_teacher_makes_of_slack_is_not_read(tmp_path, text):
+    """Here both models make zeros of it; a kernel may make anything."""
+    task, batch = make("distilled", tmp_path, text)
+    packed = with_slack(batch(0))
+    hidden, scores, targets = (t.detach() for t in hidden_and_scores(task.teacher, packed))
+    is_real, is_labelled = packed["batch"].has_sequence()[:, None], (targets != -100)[:, None]
+    other = hidden.where(is_real, 7.0), scores.where(is_labelled, torch.arange(scores.shape[1]))
+    found, expected = (
+        step(task, task.model, given, lambda task, given: task.model(packed, *given).loss)
+        for given in (other, (hidden, scores))
+    )
+    assert not torch.equal(other[1], scores) and all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("name", EMBEDDING)
