@@ -23,10 +23,10 @@ from fastbert.bench.fine_tuning import LONGEST, MEAN_LENGTH, SPREAD
 from fastbert.bench.report import write_report
 from fastbert.bench.timing import describe_machine
 from fastbert.data.collator import PackingCollator
+from fastbert.data.loader import make_loader
 from fastbert.testing.cases import MODELS
 from fastbert.training.distributed import World
 from fastbert.training.loop import Loop, LoopOptions, Place, sampler_of
-from fastbert.training.loop import make_loader as loader_of
 from fastbert.training.memory import keep_freed_memory
 from fastbert.training.optimizers import AdamW, parameter_groups, use_sparse_gradients
 from fastbert.training.schedules import Schedule
@@ -146,7 +146,7 @@ def measure(batch_size: int, steps: int) -> dict[str, Any]:
 def loader_rate(task: Sentences, phase: Phase, options: LoopOptions, workers: int) -> float:
     """Tokens a second that the batches come at when nothing waits for them."""
     sampler, examples = sampler_of(task, phase, options, 384, World(0, 1, torch.device("cpu")), Place())
-    loader = iter(loader_of(examples, sampler, task.collate(phase), workers=workers))
+    loader = iter(make_loader(examples, sampler, task.collate(phase), workers=workers))
     next(loader)
     start = now()
     count = sum(batch["batch"].total_tokens for batch in loader)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastbert.data.batches import Steps, StepSampler
-from fastbert.data.loader import WorkerKilled, make_loader, read
+from fastbert.data.loader import WorkerKilled
 from fastbert.errors import TrainingError
 from fastbert.files import write_text
 from fastbert.packed_inputs import PackedInputs
@@ -189,21 +189,17 @@ class Loop:
         patience = self.options.patience
         return self.place.step >= self.options.steps or 0 < patience <= self.place.worse
 
-    def _epoch(self, phase: Phase) -> Generator[list[PackedInputs]]:
+    def _epoch(self, phase: Phase) -> Generator[list[PackedInputs | Staged]]:
         """The batches of each step that is left of this epoch."""
         sampler, examples = sampler_of(self.task, phase, self.options, self.hidden_size, self.world, self.place)
-        pin, parts = self.world.device.type == "cuda", self.options.parts
-        collate, workers = self.task.collate(phase), self.options.workers
+        collate = self.task.collate(phase)
         self._check_data(zlib.crc32(sampler.steps.lengths.tobytes()))
-        finish, said = self._step.prepare(collate, examples, sampler, phase)
+        said = self._step.prepare(collate, examples, sampler, phase)
         if said and not self._has_said:
             self.say(said)
             self._has_said = True
-        with closing(
-            read(make_loader(examples, sampler, collate, workers=workers, pin_memory=pin, finish=finish))
-        ) as loader:
-            for _ in range(len(sampler) // parts):
-                yield [next(loader) for _ in range(parts)]
+        with closing(self._step.batches(collate, examples, sampler, self.options.workers)) as steps:
+            yield from steps
 
     def _check_data(self, found: int) -> None:
         place = self.place

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -11,12 +12,15 @@ from torch import nn
 
 from fastbert import ops
 from fastbert.data.batches import StepSampler
+from fastbert.data.loader import make_loader, read
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.distributed import World
+from fastbert.training.graphed.ahead import Ahead
 from fastbert.training.graphed.buckets import Staged
 from fastbert.training.graphed.capture import CudaGraphs, Graphs
+from fastbert.training.graphed.lanes import lane_to
 from fastbert.training.graphed.losses import LossRing
-from fastbert.training.graphed.plan import Stager, plan_buckets
+from fastbert.training.graphed.plan import plan_buckets
 from fastbert.training.graphed.step import GraphedStep
 from fastbert.training.optimizers import catch_up, clip_and_step
 from fastbert.training.task import Phase, Task
@@ -26,7 +30,8 @@ class TrainStep:
     """Forward and backward of a step's batches, clipping and the optimizer.
 
     graphs: what captures steps; None: CUDA graphs, on a GPU. `losses`: of the steps that nobody has read. `objections`:
-    why steps ran op by op where they might have been captured; whoever has read them clears them.
+    why steps ran op by op where they might have been captured; whoever has read them clears them. `lane`: on which
+    batches of captured steps come.
     """
 
     def __init__(
@@ -46,6 +51,8 @@ class TrainStep:
         self.losses, self._seeds = LossRing(world.device), ops.StepSeeds(world.device)
         self.objections, self._objection = set[str](), None
         self._graphed: GraphedStep | None = None
+        self._example: PackedInputs | None = None
+        self.lane = lane_to(world.device)
         if graphs is None and world.device.type != "cuda":
             return
         self._objection = "other processes add up gradients" if world.size > 1 else task.uncapturable(parts)
@@ -60,15 +67,32 @@ class TrainStep:
     def counts(self, batch: PackedInputs | Staged) -> list[int]:
         return batch.counts if isinstance(batch, Staged) else self.task.counts(batch)
 
-    def prepare(
-        self, collate: Any, examples: Any, sampler: StepSampler, phase: Phase
-    ) -> tuple[Callable[[PackedInputs], Any] | None, str]:
-        """Capture what an epoch's batches need: what is done to these batches, and how many graphs there are."""
+    def prepare(self, collate: Any, examples: Any, sampler: StepSampler, phase: Phase) -> str:
+        """Capture what an epoch's batches need, and say how many graphs there are; "" where nothing is captured."""
         if self._graphed is None:
-            return None, ""
-        example = plan_buckets(self._graphed.buckets, collate, examples, sampler, phase.max_length, self.task.texts)
-        said = self._graphed.prepare([example], len(self.task.counts(example)))
-        return Stager(self.task.counts, self._graphed.buckets), said
+            return ""
+        buckets, texts = self._graphed.buckets, self.task.texts
+        self._example = plan_buckets(buckets, collate, examples, sampler, phase.max_length, texts)
+        return self._graphed.prepare([self._example], len(self.task.counts(self._example)))
+
+    def batches(
+        self, collate: Any, examples: Any, sampler: StepSampler, workers: int
+    ) -> Generator[list[PackedInputs | Staged]]:
+        """The batches of each step of the epoch that was prepared last."""
+        steps, parts, device = len(sampler) // sampler.parts, sampler.parts, self.world.device
+        if self._graphed is None:
+            pins = device.type == "cuda"
+            with closing(read(make_loader(examples, sampler, collate, workers=workers, pin_memory=pins))) as batches:
+                for _ in range(steps):
+                    yield [next(batches) for _ in range(parts)]
+            return
+        assert self._example is not None
+        ahead = Ahead(
+            self._graphed.buckets, self.task.counts, self._example, self.lane, device, parts=parts, workers=workers
+        )
+        loader = make_loader(examples, sampler, collate, workers=workers, finish=ahead.finish, take=ahead.blocks.take)
+        with closing(ahead), closing(read(loader)) as made:
+            yield from ahead.steps(made, steps)
 
     def __call__(self, batches: Sequence[PackedInputs | Staged], totals: Sequence[float], seed: int) -> None:
         """One step. totals: what each of the loss's terms is divided by. seed: of dropout."""

@@ -187,11 +187,15 @@ class Staged(NamedTuple):
 
 
 def stage(packed: PackedInputs, bucket: Sizes, counts: Sequence[int] = (), block: torch.Tensor | None = None) -> Staged:
-    """A batch on the host, with its bucket's slack, in a block of bytes; in the front of `block`, where it is given."""
+    """A batch on the host, with its bucket's slack, in a block of bytes: in the front of `block`, if that is given and
+    large enough, else in one of its own.
+    """
     tokens, (total_tokens, batch_size, max_seqlen, labelled) = packed["batch"].total_tokens, bucket
     padded = packed.with_slack(total_tokens, batch_size, labelled or 0, max_seqlen)
     form = Form.of(bucket, padded)
-    block = torch.empty(form.nbytes, dtype=torch.uint8) if block is None else block[: form.nbytes]
+    if block is None or len(block) < form.nbytes:
+        block = torch.empty(form.nbytes, dtype=torch.uint8)
+    block = block[: form.nbytes]
     for field, tensor in zip(form.fields, _tensors(padded).values(), strict=True):
         field.of(block).copy_(tensor)
     return Staged(form, block, padded["batch"].bounds or {}, list(counts), tokens)

@@ -1,9 +1,8 @@
-"""The buckets of an epoch, chosen before its first step by what its steps consist of, and what fills them."""
+"""The buckets of an epoch, chosen before its first step by what its steps consist of."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from fastbert.data.batches import StepSampler
 from fastbert.data.loader import dataset_of
 from fastbert.packed_inputs import PackedInputs
-from fastbert.training.graphed.buckets import Buckets, Sizes, Staged, stage
+from fastbert.training.graphed.buckets import Buckets, Sizes
 
 LOOKED_AT = 512  # steps of an epoch at most, from all of it
 
@@ -40,14 +39,3 @@ def plan_buckets(
         found.add(Sizes(tokens, len(part) * texts, longest, labelled))
     buckets.plan(list(found), example.get("num_choices", 1))
     return example
-
-
-class Stager:
-    """Puts batches into blocks of their buckets' sizes; one that no bucket holds stays as it is."""
-
-    def __init__(self, counts: Callable[[PackedInputs], list[int]], buckets: Buckets):
-        self.counts, self.buckets = counts, buckets
-
-    def __call__(self, packed: PackedInputs) -> PackedInputs | Staged:
-        bucket = self.buckets.find(Sizes.of(packed), packed.get("num_choices", 1))
-        return packed if bucket is None else stage(packed, bucket, self.counts(packed))
