@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -13,6 +12,7 @@ from itertools import chain
 import numpy as np
 import pytest
 from half_a_batch import HalfABatch
+from new_processes import since_now
 
 from fastbert.data.batches import Steps, StepSampler
 from fastbert.data.loader import WorkerKilled, make_loader, read
@@ -27,20 +27,13 @@ def failing(examples):
     raise ConnectionError("the data's server has gone")
 
 
-@pytest.fixture
-def others():
-    """A function that gives the processes which were not there before: a failed call's frames may hold some."""
-    before = set(multiprocessing.active_children())
-    return lambda: set(multiprocessing.active_children()) - before
-
-
 def loader_of(collate, workers: int = 1):
     sampler = StepSampler(Steps(np.full(64, 2), 8), hidden_size=32)
     return make_loader([*range(64)], sampler, collate, workers=workers)
 
 
-def test_a_killed_process_waits_for_the_next_batch(others):
-    before = signal.getsignal(signal.SIGCHLD)
+def test_a_killed_process_waits_for_the_next_batch():
+    others, before = since_now(), signal.getsignal(signal.SIGCHLD)
     with closing(read(loader_of(list))) as batches:
         assert len(next(batches)) == 4
         (worker,) = others()
@@ -77,7 +70,8 @@ def test_outside_of_the_main_thread():
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_of_the_data_stays_what_it_is(workers, others):
+def test_an_error_of_the_data_stays_what_it_is(workers):
+    others = since_now()
     with pytest.raises(ConnectionError, match="the data's server has gone") as caught:
         list(read(loader_of(failing, workers)))
     assert not others()  # although the error is still there
@@ -85,7 +79,8 @@ def test_an_error_of_the_data_stays_what_it_is(workers, others):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_closed_early_or_read_to_the_end(workers, others):
+def test_closed_early_or_read_to_the_end(workers):
+    others = since_now()
     with closing(read(loader_of(list, workers))) as batches:
         first = next(batches)
     whole = list(read(loader_of(list, workers)))

@@ -17,12 +17,14 @@ import pytest
 import torch
 from host_syncs import HostSyncs
 from late_device import BlocksComeBackEarly, CopiesDoNotWait, SimulatedLane, StepsDoNotWait
+from new_processes import since_now
 from tape import TapeGraphs
 from training_runs import ALONE, OPTIONS, make_loop
 
 from fastbert.backend import use_backend
 from fastbert.config import EncoderConfig
 from fastbert.data.loader import WorkerKilled, make_loader, read
+from fastbert.errors import TrainingError
 from fastbert.models.classes import CLASSES
 from fastbert.native.availability import triton_error
 from fastbert.packed_inputs import PackedInputs
@@ -35,7 +37,6 @@ from fastbert.training.task import Phase
 from fastbert.training.train_step import TrainStep
 
 PHASE = Phase(until=12, step_tokens=80, max_length=16)
-ON_CPU = torch.device("cpu")
 
 
 class Data:
@@ -58,7 +59,7 @@ class Data:
         batches = iter(make_loader(self.examples, self.sampler, self.collate))
         return (list(step) for step in zip(*[batches] * self.parts, strict=True))
 
-    def ahead(self, lane: Any, workers: int = 0, device: torch.device = ON_CPU) -> Ahead:
+    def ahead(self, lane: Any, workers: int = 0, device: Any = "cpu") -> Ahead:
         counts, parts = self.counts, self.parts
         return Ahead(self.buckets, counts, self.example, lane, device, parts=parts, workers=workers)
 
@@ -197,6 +198,15 @@ def test_memory_that_cannot_be_locked(tmp_path):
     assert lane.wrong == [] and not lane.was_locked and len(warned) == 1
 
 
+def test_no_room_for_the_blocks(tmp_path, monkeypatch):
+    def share(memory: torch.Tensor) -> None:
+        raise RuntimeError("unable to allocate shared memory(shm)")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", share)
+    with pytest.raises(TrainingError, match=r"19 blocks .* unable to allocate .* Fewer workers"):
+        Data(tmp_path).ahead(SimulatedLane("at once"), workers=2)
+
+
 def test_processes_that_are_spawned(tmp_path):
     before, lane = multiprocessing.get_start_method(), SimulatedLane("late")
     multiprocessing.set_start_method("spawn", force=True)
@@ -206,17 +216,10 @@ def test_processes_that_are_spawned(tmp_path):
         multiprocessing.set_start_method(before, force=True)
 
 
-@pytest.fixture
-def others():
-    """A function that gives the processes which were not there before."""
-    before = set(multiprocessing.active_children())
-    return lambda: set(multiprocessing.active_children()) - before
-
-
 @pytest.mark.parametrize("steps", (0, 1, 7))
-def test_closed_early(steps, others, tmp_path):
+def test_closed_early(steps, tmp_path):
     """The processes end by themselves, and copies before their memory goes."""
-    data, lane = Data(tmp_path), SimulatedLane("late")
+    data, lane, others = Data(tmp_path), SimulatedLane("late"), since_now()
     ahead = data.ahead(lane, workers=2)
     with closing(ahead), closing(data.read(ahead, 2)) as made, closing(ahead.steps(made, data.steps)) as batches:
         for _ in range(steps):
@@ -252,8 +255,8 @@ def refuse() -> None:
 @pytest.mark.parametrize(
     ("fail", "workers", "error"), [(refuse, 0, ConnectionError), (refuse, 2, ConnectionError), (die, 2, WorkerKilled)]
 )
-def test_what_fails_where_batches_are_made(fail, workers, error, others, tmp_path):
-    data, lane = Data(tmp_path), SimulatedLane("late")
+def test_what_fails_where_batches_are_made(fail, workers, error, tmp_path):
+    data, lane, others = Data(tmp_path), SimulatedLane("late"), since_now()
     ahead, data.collate = data.ahead(lane, workers), Failing(data.collate, fail)
     with pytest.raises(error), closing(ahead), closing(data.read(ahead, workers)) as made:
         for _ in ahead.steps(made, data.steps):
@@ -263,6 +266,7 @@ def test_what_fails_where_batches_are_made(fail, workers, error, others, tmp_pat
 
 
 SHAPE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
 @pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
@@ -281,9 +285,6 @@ def test_no_step_of_a_loop_waits(tmp_path):
                 loop.train_step(next(epoch))
             assert number == 0 or syncs.found == [], number
     assert lane.pauses == 0 and lane.copies_done >= 4 and not step.objections and lane.wrong == []
-
-
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
 @pytest.mark.parametrize("workers", (0, 2))

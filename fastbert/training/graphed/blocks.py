@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastbert.errors import TrainingError
 from fastbert.packed_inputs import PackedInputs
 from fastbert.training.graphed.buckets import Buckets, Form, Sizes, Staged, stage
 from fastbert.training.graphed.lanes import Lane
@@ -61,13 +62,19 @@ class Stager:
 class Blocks:
     """The blocks of an epoch, and which of them are free. `memory`: uint8 (count, nbytes).
 
-    is_shared: other processes fill them.
+    is_shared: other processes fill them. Raises TrainingError: there is no room for shared memory.
     """
 
     def __init__(self, count: int, nbytes: int, lane: Lane, *, is_shared: bool):
         self.memory = torch.empty(count, nbytes, dtype=torch.uint8)
         if is_shared:
-            self.memory.share_memory_()
+            try:
+                self.memory.share_memory_()
+            except RuntimeError as error:
+                raise TrainingError(
+                    f"{count} blocks of {nbytes} bytes for batches do not fit into shared memory: {error}. Fewer"
+                    " workers need fewer"
+                ) from None
         self._lane, self._is_locked = lane, False
         self._free = deque(range(count))
         self._leaving: deque[tuple[int, Any]] = deque()  # in the order of their copies, which end in this order
