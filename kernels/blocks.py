@@ -12,6 +12,10 @@ class Blocks:
         self.tile, self.step, self.heads = tile, step, heads
         self.num_warps, self.num_stages = num_warps, num_stages
 
+    @property
+    def key(self) -> tuple[int, int, int, int, int]:
+        return self.tile, self.step, self.heads, self.num_warps, self.num_stages
+
 
 _majors: dict[torch.device, int] = {}
 
