@@ -7,6 +7,7 @@ feed-forwards without dropout inside; where it has not, it does as the ops would
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,8 +17,8 @@ from fastbert.backend import Backend
 
 
 class LayerKernels(NamedTuple):
-    """norm_fwd, norm_bwd: add_layer_norm's (ops/layer_norm.py). attention_fwd, attention_bwd, rotate (in place), dropout
-    as they are in kernels/.
+    """norm_fwd, norm_bwd: add_layer_norm's (ops/layer_norm.py). attention_fwd, attention_bwd, rotate (in place) and
+    dropout are as in kernels/.
 
     feed_forward(h, up, up_bias, down, activation, gated, philox, dropout_p) -> (out, pre).
     feed_forward_bwd(dout, h, pre, up, down, activation, gated, philox, dropout_p, dup, ddown, dh, bias_dtype) ->
@@ -46,7 +47,10 @@ def project_back(dout: torch.Tensor, weight: torch.Tensor, dx: torch.Tensor | No
 
 @functools.cache
 def layer_kernels(backend: Backend) -> LayerKernels:
-    from fastbert.kernels import attention_bwd, attention_fwd, dropout, feed_forward, layer_norm, rotary
+    names = ("attention_bwd", "attention_fwd", "dropout", "feed_forward", "layer_norm", "rotary")
+    attention_bwd, attention_fwd, dropout, feed_forward, layer_norm, rotary = (
+        importlib.import_module(f"fastbert.kernels.{name}") for name in names
+    )
 
     def feed_forward_fwd(h, up, up_bias, down, activation, gated, philox, dropout_p):
         pre = project(h, up, up_bias)

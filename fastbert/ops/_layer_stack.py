@@ -42,8 +42,8 @@ class Seeds(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """One layer's numbers and tensors. norms: the attention's and the feed-forward's. tiles: of the batch, `tile` tokens
-    each. rotary: cos, sin, interleaved, by_token.
+    """One layer's numbers and tensors. norms: the attention's and the feed-forward's. tiles: of the batch, of `tile`
+    tokens each. rotary: cos, sin, interleaved, by_token.
     """
 
     numbers: LayerNumbers
@@ -65,7 +65,7 @@ class Layer(NamedTuple):
 class Gradients(NamedTuple):
     """Of the biases and norms of a layer, in `vectors`' dtype, by the names of Layer; norms as weight, bias, ..."""
 
-    biases: dict[str, torch.Tensor]
+    biases: dict[str, torch.Tensor | None]
     norms: list[torch.Tensor]
 
 
@@ -214,58 +214,48 @@ class Stack:
         gradients of its products' weights.
         """
         entries, bodies = self._unpacked(x, kept)
-        found: list[Gradients] = [Gradients({}, []) for _ in self.layers]
+        biases: list[dict[str, torch.Tensor | None]] = [{} for _ in self.layers]
+        norms: dict[tuple[int, int], list[torch.Tensor]] = {}  # by layer, and whether it is the feed-forward's
         # Of what leaves the junction behind the layer: of the operand, and, where that is another tensor, of the sum.
         dh, dsum = dout.contiguous(), None
         for i in reversed(range(len(self.layers))):
-            layer, numbers = self.layers[i], self.layers[i].numbers
-            biases: dict[str, torch.Tensor] = {}
+            layer, numbers, mine = self.layers[i], self.layers[i].numbers, biases[i]
             body = self._again(i, entries[i]) if self.recomputes else bodies[i]
-            dqkv_weight, doutput_weight, dup_weight, ddown_weight = next(dweights)
+            dqkv, doutput, dup, ddown = next(dweights)
 
-            norm = self._entry_norm(i + 1)
             drop = (numbers.feed_forward_dropout, layer.seeds.feed_forward)
-            dx, dsum, dbias, dnorm_after = self._join_back(
-                dh, dsum, entries[i + 1], norm, layer.down_bias, layer, *drop
+            behind = (i + 1, 0) if self.norm_first else (i, 1)
+            dx, dsum, mine["down"], norms[behind] = self._join_back(
+                dh, dsum, entries[i + 1], self._entry_norm(i + 1), layer.down_bias, layer, *drop
             )
-            _put(biases, "down", dbias)
-            middle = self._middle_norm(i)
-            is_one = not self.norm_first or middle is None
             form = (self.activation, numbers.gated, layer.seeds.inner, numbers.inner_dropout)
-            dh, dbias = self.kernels.feed_forward_bwd(
-                dx, body["h"], body["pre"], layer.up, layer.down, *form, dup_weight, ddown_weight,
-                dsum if is_one else None, None if layer.up_bias is None else self.vectors,
+            into = dsum if self._is_one(self._middle_norm(i)) else None
+            dh, mine["up"] = self.kernels.feed_forward_bwd(
+                dx, body["h"], body["pre"], layer.up, layer.down, *form, dup, ddown, into,
+                None if layer.up_bias is None else self.vectors,
             )  # fmt: skip
-            _put(biases, "up", dbias)
 
             drop = (numbers.attention_output_dropout, layer.seeds.attention_output)
-            dsum = None if is_one else dsum
-            dx, dsum, dbias, dnorm_middle = self._join_back(dh, dsum, body, middle, layer.output_bias, layer, *drop)
-            _put(biases, "output", dbias)
-            is_one = not self.norm_first or self._entry_norm(i) is None
-            needs = needs_dx or i > 0 or self._entry_norm(0) is not None
-            dh, dbias = self._attention_back(
-                dx, entries[i]["h"], body, layer, dqkv_weight, doutput_weight, dsum if is_one else None, needs
+            dx, dsum, mine["output"], norms[i, int(self.norm_first)] = self._join_back(
+                dh, None if into is not None else dsum, body, self._middle_norm(i), layer.output_bias, layer, *drop
             )
-            _put(biases, "qkv", dbias)
-            dsum = None if is_one else dsum
-
-            found[i].biases.update(biases)
-            mine, others = (dnorm_middle, dnorm_after) if self.norm_first else (dnorm_after, dnorm_middle)
-            if self.norm_first:  # the junction behind is of the next layer's norm
-                found[i].norms.extend(mine)
-                if others:
-                    found[i + 1].norms[:0] = others
-            else:
-                found[i].norms.extend([*others, *mine])
+            into = dsum if self._is_one(self._entry_norm(i)) else None
+            needs = needs_dx or i > 0 or self._entry_norm(0) is not None
+            dh, mine["qkv"] = self._attention_back(dx, entries[i]["h"], body, layer, dqkv, doutput, into, needs)
+            dsum = None if into is not None else dsum
         first = self._entry_norm(0)
         if first is not None:
-            dh, dsum, _, dnorm = self._join_back(dh, dsum, entries[0], first, None, self.layers[0], 0.0, None)
-            found[0].norms[:0] = dnorm
-        return dh, found
+            dh, _, _, norms[0, 0] = self._join_back(dh, dsum, entries[0], first, None, self.layers[0], 0.0, None)
+        return dh, [
+            Gradients(found, [*norms.get((i, 0), ()), *norms.get((i, 1), ())]) for i, found in enumerate(biases)
+        ]
+
+    def _is_one(self, norm: Norm | None) -> bool:
+        """Whether one tensor goes on from a junction, as the operand and as the residual."""
+        return not self.norm_first or norm is None
 
     def _unpacked(self, x: torch.Tensor, kept: Sequence[torch.Tensor]) -> tuple[list[Tensors], list[Tensors]]:
-        """Of what forward kept: the junctions before each layer and behind the last one, and what layers kept beside."""
+        """What forward kept: of the junctions before each layer and behind the last one, and of each layer beside."""
         given, entries, bodies = iter(kept), [], []
         for i in range(len(self.layers) + 1):
             entry = {name: next(given) for name in self._entry_names(i)}
@@ -336,8 +326,3 @@ class Stack:
 def _heads(qkv: torch.Tensor, numbers: LayerNumbers) -> tuple[torch.Tensor, ...]:
     heads = (numbers.num_heads, numbers.num_kv_heads, numbers.num_kv_heads)
     return qkv.view(qkv.shape[0], sum(heads), numbers.head_dim).split(heads, 1)
-
-
-def _put(found: dict[str, torch.Tensor], name: str, gradient: torch.Tensor | None) -> None:
-    if gradient is not None:
-        found[name] = gradient

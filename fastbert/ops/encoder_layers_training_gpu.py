@@ -12,7 +12,7 @@ with the same dropout.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -103,13 +103,13 @@ def _stack(backend: Backend, x: torch.Tensor, form: _Form) -> tuple[Stack, Layou
     biases, norms = iter(form.biases), iter(form.norms)
     weights = weights_of(layout, form.flat, form.kept_weights, form.weights_dtype)
     made = []
-    for i, (numbers, products) in enumerate(zip(kinds, weights, strict=True)):
+    for i, (numbers, (qkv, output, up, down)) in enumerate(zip(kinds, weights, strict=True)):
         given = bias_tensors(numbers, biases)
         qkv_bias, up_bias = (None if part is None else part.within(form.flat) for part in layout.biases[i])
         tile = form.tile_sizes[0] if len(tiles) == 1 else _tile_of(numbers, form.tile_sizes, x)
         made.append(
             Layer(
-                numbers, *products, qkv_bias, up_bias, given[1 if numbers.merged_qkv else 3], given[-1],
+                numbers, qkv, output, up, down, qkv_bias, up_bias, given[1 if numbers.merged_qkv else 3], given[-1],
                 norms_of(numbers, norms), seeds[i], tiles[tile], tile,
                 None if numbers.rotary < 0 else tables[numbers.rotary],
             )
@@ -145,20 +145,22 @@ def _backward(backend, dout, x, kept, *rest) -> list[torch.Tensor]:
         flat = flat.to(form.weights_dtype)
     vectors = []
     for layer in found:
-        vectors += [layer.biases[name] for name in _BIASES if name in layer.biases] + layer.norms
-    return [x.new_empty(0, x.shape[1]) if dx is None or not needs_dx else dx, flat, *vectors]
+        dbiases = [layer.biases[name] for name in _BIASES]
+        vectors += [dbias for dbias in dbiases if dbias is not None] + layer.norms
+    return [dx if needs_dx else x.new_empty(0, x.shape[1]), flat, *vectors]
 
 
-_FWD, _BWD = {}, {}
+_FWD: dict[Backend, Callable[..., list[torch.Tensor]]] = {}
+_BWD: dict[Backend, Callable[..., list[torch.Tensor]]] = {}
 for _backend in _BACKENDS:
-    for _table, _name, _schema, _run in (
+    for _table, _name, _schema, _kernel in (
         (_FWD, "fwd", _FWD_SCHEMA, _forward),
         (_BWD, "bwd", _BWD_SCHEMA, _backward),
     ):
         _op = f"encoder_layers_{_name}_{_backend.value}"
         _table[_backend] = define(_op, _schema, None)
         for _key in ("CUDA", "CPU"):  # CPU: for TRITON_INTERPRET=1
-            _library.impl(_op, functools.partial(_run, _backend), _key)
+            _library.impl(_op, functools.partial(_kernel, _backend), _key)
 
 
 class _Call(NamedTuple):
@@ -192,14 +194,16 @@ class _EncoderLayers(torch.autograd.Function):
         kept_weights, biases, norms = parts
         form = call.form._replace(flat=flat, kept_weights=kept_weights, biases=biases, norms=norms)
         needs_dx = ctx.needs_input_grad[1]
-        dx, dweights, *vectors = _BWD[call.backend](dout, x, saved, *form, needs_dx)
+        dx, dweights, *vectors = _BWD[call.backend](dout, x, list(saved), *form, needs_dx)
         dbiases, dnorms = _sorted(call, vectors)
         return None, dx if needs_dx else None, *call.layout.split(dweights), *dbiases, *dnorms
 
 
 def _sorted(call: _Call, vectors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The gradients of biases and of norms, one for each of the operands'."""
-    given, dbiases, dnorms = iter(vectors), [], []
+    given = iter(vectors)
+    dbiases: list[torch.Tensor] = []
+    dnorms: list[torch.Tensor] = []
     for numbers, (qkv, _, up, _) in zip(call.kinds, call.layout.products, strict=True):
         places = (0, len(qkv.rows), len(qkv.rows) + 1, numbers.num_linears - 1)
         for part, place in zip((qkv, None, up, None), places, strict=True):
@@ -307,7 +311,7 @@ def _run(
     tile_sizes = sorted({_tile(d, longest, dtype is torch.float32) for d in {layer.head_dim for layer in kinds}})
     tiles = [tiles_of(cu_seqlens, x.shape[0], tile, cache) for tile in tile_sizes]
     for layer in {layer for layer in kinds if layer.rotary >= 0}:
-        check_rotary(x.as_strided((x.shape[0], 1, layer.head_dim), (0, 0, 0)), rotary[layer.rotary], longest)
+        check_rotary(x.as_strided((x.shape[0], 1, layer.head_dim), (0, 0, 0)), rotary[layer.rotary], max_seqlen or 0)
     tables, layouts = tables_of(rotary)
     tables = [t if t.stride(1) == 1 else t.contiguous() for t in tables]
     philox = None
