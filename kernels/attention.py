@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .blocks import Blocks
+from .blocks import Blocks, attention_blocks_of
 from .sizes import cdiv, next_power_of_2
 
 _LOG2E = 1.4426950408889634
@@ -200,9 +200,10 @@ def scale_and_sign(softmax_scale: float) -> tuple[float, int]:
     return scale, sign
 
 
-def constants_of(blocks: tuple, num_heads, head_dim, group, softmax_scale, dropout_p, window_size, has_positions):
-    """The arguments that all kernels share and that no batch changes. blocks: Blocks.key; num_heads: of q, or of k."""
-    tile, step, heads, num_warps, num_stages = blocks
+def constants_of(
+    blocks: Blocks, num_heads, head_dim, group, softmax_scale, dropout_p, window_size, has_positions
+):  # fmt: skip
+    """The arguments that all kernels share and that no batch changes; num_heads: of q, or of k."""
     # 32-bit sums with tokens' numbers: 2^30 is further than any sequence reaches.
     left, right = (2**30 if side < 0 else min(side, 2**30) for side in window_size)
     scale, sign = scale_and_sign(softmax_scale)
@@ -212,9 +213,17 @@ def constants_of(blocks: tuple, num_heads, head_dim, group, softmax_scale, dropo
         "window_left": left, "window_right": right,
         "HEAD_DIM": head_dim, "BLOCK_D": max(16, next_power_of_2(head_dim)),
         "SIGN": sign, "HAS_WINDOW": min(window_size) >= 0 or max(window_size) >= 0,
-        "HAS_POSITIONS": has_positions, "HAS_DROPOUT": dropout_p > 0, "BLOCK_TILE": tile, "BLOCK_STEP": step,
-        "HEADS": heads, "GROUP": group, "num_warps": num_warps, "num_stages": num_stages,
+        "HAS_POSITIONS": has_positions, "HAS_DROPOUT": dropout_p > 0, "BLOCK_TILE": blocks.tile,
+        "BLOCK_STEP": blocks.step, "HEADS": blocks.heads, "GROUP": group,
+        "num_warps": blocks.num_warps, "num_stages": blocks.num_stages,
     }  # fmt: skip
+
+
+def constants_by_kind(which: str, major, element_size, tile, num_heads, head_dim, group, *kind):
+    """constants_of, for the pass `which` with the blocks of blocks.py."""
+    _, dropout_p, _, has_positions = kind
+    blocks = attention_blocks_of(which, major, head_dim, element_size, tile, dropout_p > 0, group, has_positions)
+    return constants_of(blocks, num_heads, head_dim, group, *kind)
 
 
 def launch_arguments(x, group, tiles, philox, positions, softmax_scale, dropout_p, window_size, blocks: Blocks):
@@ -224,7 +233,7 @@ def launch_arguments(x, group, tiles, philox, positions, softmax_scale, dropout_
     return (tiles.shape[0], cdiv(num_heads, blocks.heads)), {
         "tiles_ptr": tiles, "philox_ptr": philox, "positions_ptr": positions, "total_tokens": total_tokens,
         **constants_of(
-            blocks.key, num_heads, head_dim, group, softmax_scale, dropout_p, window_size, positions is not None
+            blocks, num_heads, head_dim, group, softmax_scale, dropout_p, window_size, positions is not None
         ),
     }  # fmt: skip
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .attention import (
-    constants_of,
+    constants_by_kind,
     in_window,
     kept_probs,
     load_rows,
@@ -26,7 +26,7 @@ from .attention import (
     walk,
     window_places,
 )
-from .blocks import attention_blocks
+from .blocks import heads_in_turn, major_of
 from .launching import Launches
 from .rotary import rotate_back
 from .sizes import cdiv, next_power_of_2
@@ -272,8 +272,9 @@ def _records_constants(strides, head_dim, block_d, scale_log2e):
     return {**constants, "BLOCK_D": block_d, "BLOCK_TILE": 32}
 
 
-def _bwd_constants(strides, blocks, num_heads, head_dim, stride_gt, group, softmax_scale, *kind):
-    shared = constants_of(blocks, num_heads, head_dim, group, softmax_scale, *kind)
+def _bwd_constants(which, strides, stride_gt, *kind):
+    shared = constants_by_kind(which, *kind)
+    softmax_scale = kind[6]
     return {**strides_of("qkvd", strides), **shared, "softmax_scale": softmax_scale, "stride_gt": stride_gt}
 
 
@@ -307,8 +308,8 @@ def attention_bwd(
         return dqkv
     dq, dk, dv = dqkv.split((num_heads, num_kv_heads, num_kv_heads), 1)
     group, positions = num_heads // num_kv_heads, None if window_positions is None else window_positions.contiguous()
-    strides = row_strides(q, k, v, dout)
-    kind = (dqkv.stride(0), group, softmax_scale, dropout_p, tuple(window_size), positions is not None)
+    kind = (group, softmax_scale, dropout_p, tuple(window_size), positions is not None)
+    rest = (row_strides(q, k, v, dout), dqkv.stride(0), major_of(q.device), q.element_size(), tile)
     with torch.cuda.device_of(q):
         block_d = max(16, next_power_of_2(head_dim))
         records = make_records(dout, out, softmax_stats, scale_and_sign(softmax_scale)[0], block_d)
@@ -317,9 +318,8 @@ def attention_bwd(
             (_DKDV, _attention_dkdv_kernel, "dkdv", num_kv_heads, (dk, dv)),
             (_DQ, _attention_dq_kernel, "dq", num_heads, (dq,)),
         ):
-            blocks = attention_blocks(which, q, tile, dropout_p > 0, group, positions is not None)
-            key, grid = (strides, blocks.key, heads, head_dim, *kind), (tiles.shape[0], cdiv(heads, blocks.heads))
-            launches(kernel, key, grid, *operands, *made)
+            grid = (tiles.shape[0], cdiv(heads, heads_in_turn(tile)))
+            launches(kernel, (which, *rest, heads, head_dim, *kind), grid, *operands, *made)
     if cos is not None:
         rotate_back(dq, dk, cos, sin, tiles, tile, interleaved, by_token)
     return dqkv

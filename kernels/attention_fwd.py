@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .attention import (
-    constants_of,
+    constants_by_kind,
     in_window,
     kept_probs,
     load_rows,
@@ -17,7 +17,7 @@ from .attention import (
     walk,
     window_places,
 )
-from .blocks import attention_blocks
+from .blocks import heads_in_turn, major_of
 from .launching import Launches
 from .sizes import cdiv
 
@@ -122,12 +122,8 @@ def _attention_fwd_kernel(
         )  # fmt: skip
 
 
-def _fwd_constants(strides, blocks, num_heads, head_dim, return_stats, *kind):
-    return {
-        **strides_of("qkv", strides),
-        **constants_of(blocks, num_heads, head_dim, *kind),
-        "RETURN_STATS": return_stats,
-    }
+def _fwd_constants(strides, return_stats, *kind):
+    return {**strides_of("qkv", strides), **constants_by_kind("fwd", *kind), "RETURN_STATS": return_stats}
 
 
 _FWD = Launches(
@@ -147,12 +143,9 @@ def attention_fwd(
         return out, stats
     top, total = stats if return_stats else (out, out)
     group, positions = num_heads // k.shape[1], None if window_positions is None else window_positions.contiguous()
-    blocks = attention_blocks("fwd", q, tile, dropout_p > 0, group, positions is not None)
-    kind = (group, softmax_scale, dropout_p, tuple(window_size), positions is not None)
+    heads = (num_heads, head_dim, group, softmax_scale, dropout_p, tuple(window_size), positions is not None)
+    kind = (row_strides(q, k, v), return_stats, major_of(q.device), q.element_size(), tile, *heads)
+    grid = (tiles.shape[0], cdiv(num_heads, heads_in_turn(tile)))
     with torch.cuda.device_of(q):
-        _FWD(
-            _attention_fwd_kernel, (row_strides(q, k, v), blocks.key, num_heads, head_dim, return_stats, *kind),
-            (tiles.shape[0], cdiv(num_heads, blocks.heads)),
-            q, k, v, out, top, total, tiles, philox, positions, total_tokens,
-        )  # fmt: skip
+        _FWD(_attention_fwd_kernel, kind, grid, q, k, v, out, top, total, tiles, philox, positions, total_tokens)
     return out, stats
