@@ -49,8 +49,23 @@ class Part(NamedTuple):
         size = self.shape[0] * (self.shape[1] if len(self.shape) > 1 else 1)
         return -(-(self.place + size) // _PAD) * _PAD
 
+    def places(self) -> list[int]:
+        """Where the rows of each Linear begin."""
+        columns = self.shape[1] if len(self.shape) > 1 else 1
+        return [self.place + sum(self.rows[:i]) * columns for i in range(len(self.rows))]
+
     def within(self, flat: torch.Tensor) -> torch.Tensor:
         return flat.as_strided(self.shape, self.strides, self.place)
+
+
+class _Copied(NamedTuple):
+    """By their places among the operands: weights that are copied, and that are not; biases that are. places: where all
+    of the former go to, and then the latter."""
+
+    weights: list[int]
+    kept: list[int]
+    biases: list[int]
+    places: list[int]
 
 
 class Layout:
@@ -73,7 +88,13 @@ class Layout:
                 at = products[-1].end
             self.products.append(products)
         self.size = at
+        self.product_biases: list[int] = []  # which of the operands' biases are those
+        count = 0
         for layer, (qkv, _, up, _) in zip(layers, self.products, strict=True):
+            there = [i for i in range(layer.num_linears) if layer.biases >> i & 1]
+            others = (len(qkv.rows), layer.num_linears - 1)
+            self.product_biases += [count + at for at, i in enumerate(there) if i not in others]
+            count += len(there)
             found: list[Part | None] = []
             for part, linear in ((qkv, 0), (up, len(qkv.rows) + 1)):
                 if layer.biases >> linear & 1:
@@ -83,6 +104,30 @@ class Layout:
                     found.append(None)
             self.biases.append(found)
         self.size_with_biases = at
+        self._copied: dict[bool, _Copied] = {}
+
+    def copied(self, all_weights: bool) -> _Copied:
+        """What `merged` copies: all weights, or those of several Linears of one product; and the products' biases."""
+        if all_weights not in self._copied:
+            self._copied[all_weights] = self._made_copied(all_weights)
+        return self._copied[all_weights]
+
+    def _made_copied(self, all_weights: bool) -> _Copied:
+        weights: list[int] = []
+        kept: list[int] = []
+        places: list[int] = []
+        at = 0
+        for part in [part for layer in self.products for part in layer]:
+            leaves = range(at, at + len(part.rows))
+            at += len(part.rows)
+            if all_weights or len(part.rows) > 1:
+                weights += leaves
+                places += part.places()
+            else:
+                kept += leaves
+        for part in [part for layer in self.biases for part in layer if part is not None]:
+            places += part.places()
+        return _Copied(weights, kept, self.product_biases, places)
 
     def shapes(self) -> list[tuple[int, ...]]:
         """Of the Linears' weights, in the operands' order."""
@@ -128,39 +173,24 @@ _tables: Any = WeakIdKeyDictionary()
 def merged(
     layout: Layout, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], dtype: torch.dtype
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A buffer with all that has to be copied, at its place, and the weights that need not be. biases: those of qkv and
-    of ups. Copied are weights of another dtype, several Linears of one product, and biases.
+    """A buffer with all that has to be copied, at its place, and the weights that need not be. Copied are weights of
+    another dtype, several Linears of one product, and the biases of qkv and ups.
     """
-    copied, places, kept = [*biases], _places([part for layer in layout.biases for part in layer if part]), []
-    given = iter(weights)
-    for part in [part for layer in layout.products for part in layer]:
-        leaves = [next(given) for _ in part.rows]
-        if is_copied(part, weights[0].dtype, dtype):
-            copied += leaves
-            places += _places([part])
-        else:
-            kept += leaves
+    which = layout.copied(weights[0].dtype is not dtype)
+    copied, kept = [weights[i] for i in which.weights], [weights[i] for i in which.kept]
+    copied += [biases[i] for i in which.biases]
     if not copied:
         return weights[0].new_empty(0, dtype=dtype), kept
     known_by = (dtype, *[t.data_ptr() for t in copied])
     mine = _tables.setdefault(weights[0], {})
     table = mine.get(len(layout.products))
     if table is None or table.known_by != known_by:
-        table = mine[len(layout.products)] = _made_table(copied, places, known_by, dtype)
+        table = mine[len(layout.products)] = _made_table(copied, which.places, known_by, dtype)
     return _MERGE(*table.operands, copied[0], layout.size_with_biases, table.is_aligned, dtype), kept
 
 
 def is_copied(part: Part, given: torch.dtype, dtype: torch.dtype) -> bool:
     return given is not dtype or len(part.rows) > 1
-
-
-def _places(parts: Sequence[Part]) -> list[int]:
-    """Where the rows of each Linear begin."""
-    made = []
-    for part in parts:
-        columns = part.shape[1] if len(part.shape) > 1 else 1
-        made += [part.place + sum(part.rows[:i]) * columns for i in range(len(part.rows))]
-    return made
 
 
 def _made_table(copied: list[torch.Tensor], places: list[int], known_by: tuple, dtype: torch.dtype) -> _Table:

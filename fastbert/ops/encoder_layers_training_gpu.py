@@ -239,13 +239,14 @@ def _accepts(x: torch.Tensor, operands: LayerOperands) -> str | None:
         return operands.unsupported
     if operands.weight_scales:
         return "weights are int8"
+    given = operands.weights[0].dtype
     parameters = (*operands.weights, *operands.biases, *operands.norms)
-    if not all([p.requires_grad for p in parameters]):
-        return "it is for training all of a layer: a weight takes no gradient"
-    device, given = x.device, operands.weights[0].dtype
-    if not all([p.dtype is given and p.device == device and p.is_contiguous() for p in parameters]):
+    found = {(p.requires_grad, p.dtype, p.get_device(), p.is_contiguous()) for p in parameters}
+    if found != {(True, given, x.get_device(), True)}:
+        if not all([p.requires_grad for p in parameters]):
+            return "it is for training all of a layer: a weight takes no gradient"
         others = sorted({f"{p.dtype} on {p.device}" for p in parameters})
-        return f"x is on {device}, the weights {' and '.join(others)}, or not in one piece"
+        return f"x is on {x.device}, the weights {' and '.join(others)}, or not in one piece"
     is_autocast = torch.is_autocast_enabled(x.device.type)
     if given is not x.dtype if not is_autocast else given not in (torch.float32, torch.bfloat16):
         return f"x is {x.dtype}, the weights {given}"
@@ -318,22 +319,13 @@ def _run(
     if any([any(layer.dropouts) for layer in kinds]):
         philox = draw_seeds(x.device, len(layers), 4 if any([layer.inner_dropout for layer in kinds]) else 3)
     with torch.no_grad():
-        flat, kept_weights = merged(layout, weights, _of_products(kinds, biases), dtype)
+        flat, kept_weights = merged(layout, weights, biases, dtype)
     form = _Form(
         flat, kept_weights, biases, norms, tiles, philox, activation, layers, ints, floats, list(inner), tile_sizes,
         tables, layouts, window_positions, weights[0].dtype, recomputes,
     )  # fmt: skip
     call = _Call(backend, form, (len(weights), len(biases), len(norms)), layout, kinds)
     return _EncoderLayers.apply(call, x.contiguous(), *weights, *biases, *norms)
-
-
-def _of_products(kinds: Sequence[LayerNumbers], biases: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of qkv and of ups: of the others the norms take care."""
-    given, found = iter(biases), []
-    for layer in kinds:
-        mine, output = bias_tensors(layer, given), 1 if layer.merged_qkv else 3
-        found += [b for i, b in enumerate(mine) if b is not None and i not in (output, layer.num_linears - 1)]
-    return found
 
 
 for _backend in _BACKENDS:
