@@ -13,20 +13,23 @@ import triton
 import triton.language as tl
 
 from .attention import (
+    constants_by_kind,
     in_window,
     kept_probs,
-    launch_arguments,
     load_rows,
+    row_strides,
     rows_whole,
+    scale_and_sign,
     signed,
     store_rows,
-    strides,
+    strides_of,
     walk,
     window_places,
 )
-from .blocks import attention_blocks
+from .blocks import heads_in_turn, major_of
+from .launching import Launches
 from .rotary import rotate_back
-from .sizes import cdiv
+from .sizes import cdiv, next_power_of_2
 
 
 @triton.jit(do_not_specialize=["total_tokens"])
@@ -264,14 +267,30 @@ def _attention_dq_kernel(
         store_rows(dq_ptr + h * HEAD_DIM, stride_gt, first, last, dq * softmax_scale, HEAD_DIM)
 
 
+def _records_constants(strides, head_dim, block_d, scale_log2e):
+    constants = {**strides_of("do", strides), "scale_log2e": scale_log2e, "HEAD_DIM": head_dim}
+    return {**constants, "BLOCK_D": block_d, "BLOCK_TILE": 32}
+
+
+def _bwd_constants(which, strides, stride_gt, *kind):
+    shared = constants_by_kind(which, *kind)
+    softmax_scale = kind[6]
+    return {**strides_of("qkvd", strides), **shared, "softmax_scale": softmax_scale, "stride_gt": stride_gt}
+
+
+_RECORDS = Launches("dout_ptr out_ptr top_ptr sum_ptr records_ptr total_tokens", _records_constants)
+_OPERANDS = "q_ptr k_ptr v_ptr dout_ptr records_ptr tiles_ptr philox_ptr positions_ptr total_tokens"
+_DKDV, _DQ = (Launches(f"{_OPERANDS} {made}", _bwd_constants) for made in ("dk_ptr dv_ptr", "dq_ptr"))
+
+
 def make_records(dout, out, softmax_stats, scale_log2e, block_d) -> torch.Tensor:
     """fp32 (num_heads, total_tokens, 4): see the kernel."""
     total_tokens, num_heads, head_dim = dout.shape
     top, total = softmax_stats
     records = top.new_empty(num_heads, total_tokens, 4)
-    _attention_records_kernel[(cdiv(total_tokens, 32), num_heads)](
-        dout, out, top, total, records, *dout.stride()[:2], *out.stride()[:2], total_tokens, scale_log2e,
-        HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_TILE=32,
+    _RECORDS(
+        _attention_records_kernel, (row_strides(dout, out), head_dim, block_d, scale_log2e),
+        (cdiv(total_tokens, 32), num_heads), dout, out, top, total, records, total_tokens,
     )  # fmt: skip
     return records
 
@@ -281,27 +300,26 @@ def attention_bwd(
     cos, sin, interleaved, by_token,
 ):  # fmt: skip
     """dout as out -> dqkv (total_tokens, heads of q, k and v, head_dim); the schema in fastbert/ops/attention.py."""
-    dout, q, k, v = (rows_whole(t) for t in (dout, q, k, v))
+    dout, q, k, v = rows_whole(dout), rows_whole(q), rows_whole(k), rows_whole(v)
     total_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     dqkv = q.new_empty(total_tokens, num_heads + 2 * num_kv_heads, head_dim)
     if q.numel() == 0:
         return dqkv
     dq, dk, dv = dqkv.split((num_heads, num_kv_heads, num_kv_heads), 1)
+    group, positions = num_heads // num_kv_heads, None if window_positions is None else window_positions.contiguous()
+    kind = (group, softmax_scale, dropout_p, tuple(window_size), positions is not None)
+    rest = (row_strides(q, k, v, dout), dqkv.stride(0), major_of(q.device), q.element_size(), tile)
     with torch.cuda.device_of(q):
-        group = num_heads // num_kv_heads
-        kind = (dropout_p > 0, group, window_positions is not None)
-        blocks = attention_blocks("dkdv", q, tile, *kind)
-        options = (group, tiles, philox, window_positions, softmax_scale, dropout_p, window_size)
-        grid, shared = launch_arguments(k, *options, blocks)
-        records = make_records(dout, out, softmax_stats, shared["scale_log2e"], shared["BLOCK_D"])
-        operands = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "dout_ptr": dout, "records_ptr": records}
-        operands |= {"softmax_scale": softmax_scale, "stride_gt": dqkv.stride(0)}
-        operands |= strides(q=q, k=k, v=v, d=dout)
-        _attention_dkdv_kernel[grid](dk_ptr=dk, dv_ptr=dv, **operands, **shared)
-        blocks = attention_blocks("dq", q, tile, *kind)
-        grid, shared = launch_arguments(q, *options, blocks)
-        _attention_dq_kernel[grid](dq_ptr=dq, **operands, **shared)
+        block_d = max(16, next_power_of_2(head_dim))
+        records = make_records(dout, out, softmax_stats, scale_and_sign(softmax_scale)[0], block_d)
+        operands = (q, k, v, dout, records, tiles, philox, positions, total_tokens)
+        for launches, kernel, which, heads, made in (
+            (_DKDV, _attention_dkdv_kernel, "dkdv", num_kv_heads, (dk, dv)),
+            (_DQ, _attention_dq_kernel, "dq", num_heads, (dq,)),
+        ):
+            grid = (tiles.shape[0], cdiv(heads, heads_in_turn(tile)))
+            launches(kernel, (which, *rest, heads, head_dim, *kind), grid, *operands, *made)
     if cos is not None:
         rotate_back(dq, dk, cos, sin, tiles, tile, interleaved, by_token)
     return dqkv

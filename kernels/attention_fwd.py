@@ -5,18 +5,21 @@ import triton
 import triton.language as tl
 
 from .attention import (
+    constants_by_kind,
     in_window,
     kept_probs,
-    launch_arguments,
     load_rows,
+    row_strides,
     rows_whole,
     signed,
     store_rows,
-    strides,
+    strides_of,
     walk,
     window_places,
 )
-from .blocks import attention_blocks
+from .blocks import heads_in_turn, major_of
+from .launching import Launches
+from .sizes import cdiv
 
 
 @triton.jit
@@ -119,24 +122,30 @@ def _attention_fwd_kernel(
         )  # fmt: skip
 
 
+def _fwd_constants(strides, return_stats, *kind):
+    return {**strides_of("qkv", strides), **constants_by_kind("fwd", *kind), "RETURN_STATS": return_stats}
+
+
+_FWD = Launches(
+    "q_ptr k_ptr v_ptr out_ptr top_ptr sum_ptr tiles_ptr philox_ptr positions_ptr total_tokens", _fwd_constants
+)
+
+
 def attention_fwd(
     q, k, v, tiles, philox, window_positions, tile, softmax_scale, dropout_p, window_size, return_stats
 ):  # fmt: skip
     """q, k, v (total_tokens, their heads, head_dim) -> out, softmax_stats; the schema in fastbert/ops/attention.py."""
-    q, k, v = (rows_whole(t) for t in (q, k, v))
+    q, k, v = rows_whole(q), rows_whole(k), rows_whole(v)
+    total_tokens, num_heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    stats = q.new_empty(2 if return_stats else 0, q.shape[1], q.shape[0], dtype=torch.float32)
+    stats = q.new_empty(2 if return_stats else 0, num_heads, total_tokens, dtype=torch.float32)
     if q.numel() == 0:
         return out, stats
     top, total = stats if return_stats else (out, out)
-    group = q.shape[1] // k.shape[1]
-    blocks = attention_blocks("fwd", q, tile, dropout_p > 0, group, window_positions is not None)
-    grid, shared = launch_arguments(
-        q, group, tiles, philox, window_positions, softmax_scale, dropout_p, window_size, blocks
-    )  # fmt: skip
+    group, positions = num_heads // k.shape[1], None if window_positions is None else window_positions.contiguous()
+    heads = (num_heads, head_dim, group, softmax_scale, dropout_p, tuple(window_size), positions is not None)
+    kind = (row_strides(q, k, v), return_stats, major_of(q.device), q.element_size(), tile, *heads)
+    grid = (tiles.shape[0], cdiv(num_heads, heads_in_turn(tile)))
     with torch.cuda.device_of(q):
-        _attention_fwd_kernel[grid](
-            q_ptr=q, k_ptr=k, v_ptr=v, out_ptr=out, top_ptr=top, sum_ptr=total, **strides(q=q, k=k, v=v), **shared,
-            RETURN_STATS=return_stats,
-        )  # fmt: skip
+        _FWD(_attention_fwd_kernel, kind, grid, q, k, v, out, top, total, tiles, philox, positions, total_tokens)
     return out, stats

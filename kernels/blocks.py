@@ -16,7 +16,7 @@ class Blocks:
 _majors: dict[torch.device, int] = {}
 
 
-def _major(device: torch.device) -> int:
+def major_of(device: torch.device) -> int:
     """The architecture, by its compute capability's first number; the interpreter is taken for Hopper."""
     if device not in _majors:
         _majors[device] = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
@@ -55,13 +55,18 @@ _LONGEST_STEP = {
 }
 
 
+def heads_in_turn(tile: int) -> int:
+    """How many heads a program of attention takes."""
+    return max(1, 64 // tile)
+
+
 def blocks_of(
     which: str, major: int, head_dim: int, element_size: int, tile: int, has_dropout: bool, kinds: tuple[str, ...] = ()
 ) -> Blocks:
     """kinds: "positions" where a window goes by them, "grouped" where several query heads read one key head."""
     major = max(8, min(major, 10))
     padded = max(64, next_power_of_2(head_dim))
-    heads = max(1, 64 // tile)
+    heads = heads_in_turn(tile)
     if element_size == 4:
         step, with_dropout, num_warps, num_stages = _FP32[tile].get(which) or _FP32[tile][""]
     elif tile in _SHORT and padded < 256:
@@ -80,13 +85,17 @@ def blocks_of(
     return Blocks(tile, step, heads, num_warps, num_stages)
 
 
-def attention_blocks(
-    which: str, q: torch.Tensor, tile: int, has_dropout: bool, group: int = 1, has_positions: bool = False
+def attention_blocks_of(
+    which: str, major: int, head_dim: int, element_size: int, tile: int, has_dropout: bool, group: int, has_positions
 ) -> Blocks:
-    """Of the pass `which` ("fwd", "dkdv", "dq") for q (total_tokens, num_heads, head_dim), `group` heads of which read
-    one of k."""
+    """Of the pass `which` ("fwd", "dkdv", "dq"), where `group` heads of q read one of k."""
     kinds = (*(("grouped",) if group > 1 else ()), *(("positions",) if has_positions else ()))
-    return blocks_of(which, _major(q.device), q.shape[2], q.element_size(), tile, has_dropout, kinds)
+    return blocks_of(which, major, head_dim, element_size, tile, has_dropout, kinds)
+
+
+def attention_blocks(which: str, q: torch.Tensor, tile: int, has_dropout: bool) -> Blocks:
+    """Those of q (total_tokens, num_heads, head_dim) of the plain kind."""
+    return attention_blocks_of(which, major_of(q.device), q.shape[2], q.element_size(), tile, has_dropout, 1, False)
 
 
 class RelativeBlocks(Blocks):
@@ -139,7 +148,7 @@ def relative_blocks_of(
 
 def relative_blocks(which: str, q: torch.Tensor, tile: int, kind: str) -> RelativeBlocks:
     """Of the pass `which` ("fwd", "dkdv", "dq", "tables")."""
-    blocks = relative_blocks_of(which, _major(q.device), q.shape[2], q.element_size(), tile, kind)
+    blocks = relative_blocks_of(which, major_of(q.device), q.shape[2], q.element_size(), tile, kind)
     blocks.tile = min(tile, blocks.tile)
     return blocks
 
@@ -168,4 +177,4 @@ EPILOGUES = {
 
 
 def epilogue_of(device: torch.device, gated: bool) -> FeedForwardPlan:
-    return EPILOGUES[9 if _major(device) >= 9 else 8, gated]
+    return EPILOGUES[9 if major_of(device) >= 9 else 8, gated]

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launching import Launches
 from .philox import dropout_multiplier, dropout_numbers
 from .sizes import cdiv, next_power_of_2
 
@@ -34,6 +35,16 @@ def tile(hidden_size: int) -> tuple[int, int]:
     return 2048 // block_n, block_n
 
 
+def _constants(hidden_size, dropout_p):
+    block_m, block_n = tile(hidden_size)
+    threshold, scale = dropout_numbers(dropout_p)
+    numbers = {"hidden_size": hidden_size, "threshold": threshold, "scale": scale}
+    return {**numbers, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 4}
+
+
+_DROPOUT = Launches("x_ptr philox_ptr out_ptr num_rows", _constants)
+
+
 def dropout(x, philox, dropout_p):
     """x (..., hidden_size) -> out, contiguous; the schema in fastbert/ops/dropout.py."""
     x = x.contiguous()
@@ -43,9 +54,7 @@ def dropout(x, philox, dropout_p):
     hidden_size = x.shape[-1]
     num_rows = x.numel() // hidden_size
     block_m, block_n = tile(hidden_size)
-    threshold, scale = dropout_numbers(dropout_p)
+    grid = (cdiv(num_rows, block_m) * cdiv(hidden_size, block_n),)
     with torch.cuda.device_of(x):
-        _dropout_kernel[(cdiv(num_rows, block_m) * cdiv(hidden_size, block_n),)](
-            x, philox, out, num_rows, hidden_size, threshold, scale, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4
-        )
+        _DROPOUT(_dropout_kernel, (hidden_size, dropout_p), grid, x, philox, out, num_rows)
     return out

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from .activation import activate, activation_slope
 from .blocks import FeedForwardPlan
+from .launching import Launches
 from .sizes import cdiv
 
 # A tile of the elementwise kernels, which have four warps: 16 bytes of a row or two a thread and load.
@@ -180,6 +181,40 @@ def _activation_bwd_kernel(
     )  # fmt: skip
 
 
+def _fwd_constants(width, activation, gated):
+    return {"N": width, "GATED": gated, "ACTIVATION": activation, "BLOCK_M": _BLOCK_M, "BLOCK_N": _BLOCK_N}
+
+
+def _bwd_constants(width, activation, gated, needs_dbias):
+    return {**_fwd_constants(width, activation, gated), "NEEDS_DBIAS": needs_dbias}
+
+
+_ACTIVATION_FWD = Launches("pre_ptr inner_ptr M", _fwd_constants)
+_ACTIVATION_BWD = Launches("dinner_ptr pre_ptr dpre_ptr inner_ptr shares_ptr M", _bwd_constants)
+
+
+def activation_fwd(pre, inner, activation, gated):
+    """inner (total_tokens, intermediate_size) of pre: see the kernel."""
+    M, N = inner.shape
+    grid = (cdiv(M, _BLOCK_M), cdiv(N, _BLOCK_N))
+    with torch.cuda.device_of(pre):
+        _ACTIVATION_FWD(_activation_fwd_kernel, (N, activation, gated), grid, pre, inner, M)
+
+
+def dbias_shares(pre):
+    """Memory for activation_bwd's shares of dbias: their sum over rows, in fp32, is dbias."""
+    return pre.new_empty(cdiv(pre.shape[0], _BLOCK_M), pre.shape[1], dtype=torch.float32)
+
+
+def activation_bwd(dinner, pre, dpre, inner, shares, activation, gated, needs_dbias):
+    """dpre, inner and shares of dinner and pre: see the kernel. shares is not written unless needs_dbias."""
+    M, N = dinner.shape
+    grid = (cdiv(M, _BLOCK_M), cdiv(N, _BLOCK_N))
+    key = (N, activation, gated, needs_dbias)
+    with torch.cuda.device_of(pre):
+        _ACTIVATION_BWD(_activation_bwd_kernel, key, grid, dinner, pre, dpre, inner, shares, M)
+
+
 def feed_forward(x, up_weight, up_bias, down_weight, gate_weight, gate_bias, activation, gated, return_pre):
     """x (total_tokens, hidden_size) -> out, pre; the schema in fastbert/ops/feed_forward.py."""
     M, K, N = x.shape[0], x.shape[1], down_weight.shape[1]
@@ -206,9 +241,7 @@ def feed_forward(x, up_weight, up_bias, down_weight, gate_weight, gate_bias, act
             # Inference has no second matrix of this size. A gated one's halves would leave gaps in the next product's
             # operand, for which cuBLAS may take another kernel than in training, and so give other bits.
             inner = x.new_empty(M, N) if return_pre or gated else pre
-            _activation_fwd_kernel[(cdiv(M, _BLOCK_M), cdiv(N, _BLOCK_N))](
-                pre, inner, M, N, GATED=gated, ACTIVATION=activation, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N
-            )
+            activation_fwd(pre, inner, activation, gated)
             pre = pre if return_pre else x.new_empty(0, width)
     return torch.mm(inner, down_weight.t()), pre
 
@@ -245,9 +278,7 @@ def feed_forward_bwd(
         else:
             dinner = torch.mm(dout, down_weight)
             dpre, inner = (torch.empty_like(pre), dinner) if gated else (dinner, torch.empty_like(pre))
-            _activation_bwd_kernel[(row_tiles, cdiv(N, _BLOCK_N))](
-                dinner, pre, dpre, inner, shares, M, N, **options, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N
-            )
+            activation_bwd(dinner, pre, dpre, inner, shares, activation, gated, needs_dbias)
     parts = [dpre] if gate_weight is None else [dpre[:, :N], dpre[:, N:]]
     dx = torch.mm(parts[0], ups[0]) if needs_dx else x.new_empty(0, x.shape[1])
     if needs_dx and gate_weight is not None:

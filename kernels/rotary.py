@@ -26,7 +26,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention import rows_whole, strides
+from .attention import row_strides, rows_whole
+from .launching import Launches
 from .sizes import cdiv, next_power_of_2
 
 HEADS = 4
@@ -141,22 +142,40 @@ def rotary(q, k, cos, sin, tiles, tile, interleaved=False, by_token=False):
     return q_out, k_out
 
 
+def rotate_in_place(q, k, cos, sin, tiles, tile, interleaved=False, by_token=False) -> None:
+    """q and k, columns of one matrix; heads in one piece each."""
+    _launch(q, k, q, k, cos, sin, tiles, tile, interleaved, by_token, inverse=False)
+
+
 def rotate_back(dq, dk, cos, sin, tiles, tile, interleaved=False, by_token=False) -> None:
     """In place, the gradients of what was rotated become those of what was given; heads in one piece each."""
     _launch(dq, dk, dq, dk, cos, sin, tiles, tile, interleaved, by_token, inverse=True)
+
+
+def _constants(tile, num_heads, num_kv_heads, half, strides, interleaved, by_token, inverse):
+    block_m, block_half, num_warps = blocks(half, tile)
+    names = ("qt", "qh", "kt", "kh", "qo", "ko", "ct", "st")
+    return {
+        **{f"stride_{name}": stride for name, stride in zip(names, strides, strict=True)},
+        "num_heads": num_heads, "num_kv_heads": num_kv_heads,
+        "HALF": half, "BLOCK_HALF": block_half, "BLOCK_TILE": tile, "BLOCK_M": block_m, "HEADS": HEADS,
+        "IS_GROUPED": num_kv_heads != num_heads, "INTERLEAVED": interleaved, "BY_TOKEN": by_token,
+        "INVERSE": inverse, "num_warps": num_warps,
+    }  # fmt: skip
+
+
+_ROTARY = Launches("q_ptr k_ptr q_out_ptr k_out_ptr cos_ptr sin_ptr tiles_ptr max_positions", _constants)
 
 
 def _launch(q, k, q_out, k_out, cos, sin, tiles, tile, interleaved, by_token, inverse):
     if q.numel() == 0:
         return
     num_heads, num_kv_heads, half = q.shape[1], k.shape[1], q.shape[2] // 2
-    block_m, block_half, num_warps = blocks(half, tile)
+    block_m, _, _ = blocks(half, tile)
+    strides = (*row_strides(q, k), q_out.stride(0), k_out.stride(0), cos.stride(0), sin.stride(0))
     with torch.cuda.device_of(q):
-        _rotary_kernel[(tiles.shape[0] * (tile // block_m), cdiv(num_heads, HEADS))](
-            q, k, q_out, k_out, cos, sin, tiles, **strides(q=q, k=k), stride_qo=q_out.stride(0),
-            stride_ko=k_out.stride(0), stride_ct=cos.stride(0), stride_st=sin.stride(0),
-            num_heads=num_heads, num_kv_heads=num_kv_heads, max_positions=cos.shape[0],
-            HALF=half, BLOCK_HALF=block_half, BLOCK_TILE=tile, BLOCK_M=block_m, HEADS=HEADS,
-            IS_GROUPED=num_kv_heads != num_heads, INTERLEAVED=interleaved, BY_TOKEN=by_token, INVERSE=inverse,
-            num_warps=num_warps,
+        _ROTARY(
+            _rotary_kernel, (tile, num_heads, num_kv_heads, half, strides, interleaved, by_token, inverse),
+            (tiles.shape[0] * (tile // block_m), cdiv(num_heads, HEADS)),
+            q, k, q_out, k_out, cos, sin, tiles, cos.shape[0],
         )  # fmt: skip

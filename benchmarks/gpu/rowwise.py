@@ -23,6 +23,7 @@ from benchmarks.gpu.checks import (
 )
 from fastbert import ops
 from fastbert.backend import use_backend
+from fastbert.layer_spec import AttentionSpec, FeedForwardSpec, LayerNames, LayerSpec, NormSpec
 from fastbert.testing import reference
 from fastbert.testing.numerics import assert_close_to_reference
 
@@ -310,7 +311,6 @@ def merged_linears(where: Where) -> Checks:
         yield f"{shape}{'' if has_bias else ' without a bias'}", partial(_merged_case, where, *shape, has_bias)
 
 
-# --------------------------------------------------------------------------------------------------------------------
 # adamw_flat, which is in float32
 
 
@@ -358,7 +358,37 @@ def adamw_flat(where: Where) -> Checks:
         yield f"max_norm {max_norm:g}", partial(_adamw_case, where, shapes, max_norm)
 
 
+def _layers_case(where: Where, op: str, norm_first: bool) -> None:
+    """Layers as one op: post-norm as BERT's, and pre-norm with a gate."""
+    hidden, inner, head_dim, *lengths = where.choose((32, 48, 16, 5, 1, 0, 9), (768, 3072, 64, 300, 1, 0, 512))
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int().to(where.device)
+    attention, names = AttentionSpec(*[hidden // head_dim] * 2, head_dim), LayerNames(gate="g" if norm_first else None)
+    spec = LayerSpec(names, attention, FeedForwardSpec(inner, "gelu", norm_first), NormSpec("layer"), norm_first)
+    shapes = [(hidden, hidden)] * 4 + [(inner, hidden)] * (1 + norm_first) + [(hidden, inner)]
+    tensors = {"x": where.randn(sum(lengths), hidden)} | {f"n{i}": where.randn(hidden, seed=i) for i in range(4)}
+    for i, (rows, columns) in enumerate(shapes):
+        tensors[f"w{i}"] = where.randn(rows, columns, scale=columns**-0.5, seed=5 + i)
+        tensors |= {f"b{i}": where.randn(rows, seed=20 + i)} if i > 2 else {}  # a key's has a gradient of 0
+
+    def run(x, is_ours=False, **t):
+        linears = [ops.LinearWeights(t[f"w{i}"], t.get(f"b{i}"), None, None) for i in range(len(shapes))]
+        norms = (ops.NormWeights(t["n0"], t["n1"], 1e-5), ops.NormWeights(t["n2"], t["n3"], 1e-5))
+        if not is_ours:
+            return reference.encoder_layer(x, spec, linears, norms, offsets)
+        with use_backend(where.backend):
+            found = ops.try_fused(op, x, lambda: ops.LayerOperands.of([ops.LayerWeights(spec, linears, norms)]))
+        return found(offsets)
+
+    compare(partial(run, is_ours=True), run, tensors, infers=False)
+    repeats(partial(run, is_ours=True), tensors)
+
+
+def layers(op: str, where: Where) -> Checks:
+    return iter([(f"norm_first {first}", partial(_layers_case, where, op, first)) for first in (False, True)])
+
+
 CHECKS: dict[str, Callable[[Where], Checks]] = {
+    **{op: partial(layers, op) for op in ("encoder_layers_training", "encoder_layers_recomputing")},
     "adamw_flat": adamw_flat,
     "feed_forward/elementwise": feed_forward_elementwise,
     "feed_forward/epilogue": feed_forward_epilogue,

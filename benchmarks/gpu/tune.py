@@ -106,9 +106,11 @@ def alone(which: str, candidate: Candidate | None) -> Iterator[None]:
         blocks.blocks_of = lambda asked, *others: own if asked == which else chosen(asked, *others)
     for role in {*KERNELS} - {which, "delta"}:
         setattr(backward, KERNELS[role], _Nothing())
+    _module("launching").forget()
     try:
         yield
     finally:
+        _module("launching").forget()
         blocks.blocks_of = chosen
         for name, kernel in kept.items():
             setattr(backward, name, kernel)

@@ -59,13 +59,17 @@ def try_fused_layers_for_training(
     specs: Sequence[LayerSpec],
     layer_type: type[nn.Module] | None,
     x: torch.Tensor,
+    recomputes: bool = False,
 ) -> Fused | str:
-    """The same with a backward. A norm behind the last layer is left to the caller."""
+    """The same with a backward. A norm behind the last layer is left to the caller. recomputes: of each layer only what
+    goes into it is kept, as activation checkpointing has it.
+    """
     if len(set(paths)) < len(paths):  # ALBERT: a gradient for each time would lie there at once
         return "a layer comes more than once"
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return "gradients of a layer are sent while those of the layers below it are computed"
-    return _try_fused_layers("encoder_layers_training", root, paths, specs, None, layer_type, x)
+    op = "encoder_layers_recomputing" if recomputes else "encoder_layers_training"
+    return _try_fused_layers(op, root, paths, specs, None, layer_type, x)
 
 
 def _try_fused_layers(
@@ -77,7 +81,7 @@ def _try_fused_layers(
     layer_type: type[nn.Module] | None,
     x: torch.Tensor,
 ) -> Fused | str:
-    trains = op == "encoder_layers_training"
+    trains = op != "encoder_layers"
 
     def look() -> ops.LayerOperands | str:
         if torch.compiler.is_compiling():  # a trace looks at the tree anew: see TreeCache
@@ -97,7 +101,7 @@ def _try_fused_layers(
     if isinstance(fused_call, str):
         return fused_call
     layers = [get_leaf(root, path) for path in paths] if any([spec.relative_bits for spec in specs]) else []
-    return _with_context(fused_call, x, layers, specs)
+    return _with_context(fused_call, x, layers, specs, trains)
 
 
 def _with_context(
@@ -105,6 +109,7 @@ def _with_context(
     x: torch.Tensor,
     layers: Sequence[nn.Module],
     specs: Sequence[LayerSpec],
+    trains: bool,
 ) -> Fused | str:
     """What takes a LayerContext. `layers`: whose relative terms the op takes, none where they have none."""
     if isinstance(fused_call, str):
@@ -112,10 +117,9 @@ def _with_context(
 
     def run(context: LayerContext) -> torch.Tensor:
         tables = tuple([context.rotary[rotary] for rotary in _rotaries(specs)]) if context.rotary else ()
-        given = (context.batch.cu_seqlens, tables, context.window_positions)
-        if not layers:
-            return fused_call(*given)
-        return fused_call(*given, _relatives(layers, specs, context, ops.compute_dtype(x)))
+        relative = _relatives(layers, specs, context, ops.compute_dtype(x)) if layers else ()
+        given, batch = (context.batch.cu_seqlens, tables, context.window_positions, relative), context.batch
+        return fused_call(*given, max_seqlen=batch.max_seqlen, cache=batch.cache) if trains else fused_call(*given)
 
     return run
 
@@ -232,4 +236,4 @@ def try_fused_layer(layer: nn.Module, spec: LayerSpec, x: torch.Tensor) -> Fused
         return ops.LayerOperands.of([found], _rotaries([spec]))
 
     layers = [layer] if spec.relative_bits else []
-    return _with_context(ops.try_fused("encoder_layers_training", x, look), x, layers, [spec])
+    return _with_context(ops.try_fused("encoder_layers_training", x, look), x, layers, [spec], trains=True)

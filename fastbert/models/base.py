@@ -245,7 +245,7 @@ class EncoderModel(PreTrainedModel, RunsBaseModel):
             return out if wants_probs else (out, None)
 
         return run_encoder(
-            self, self.running_config, inputs, run_one_layer, EncoderLayer, wanted, calls_layers=checkpoints
+            self, self.running_config, inputs, run_one_layer, EncoderLayer, wanted, recomputes=checkpoints
         )
 
     def encode_packed(

@@ -84,14 +84,16 @@ def run_encoder(
     wanted: Wanted = NOTHING_ELSE,
     sharded: frozenset[str] = frozenset(),
     calls_layers: bool = False,
+    recomputes: bool = False,
 ) -> EncoderOutput:
     """A forward pass up to the last hidden state, over the leaves of `root`, ours or Hugging Face's.
 
     `layer_type`: layers may run as one op, if they are plain ones of that type; None: the tree is not ours, and its
     owner has looked at its containers, of which those that are `sharded` are called. `calls_layers`: each layer runs by
     itself, as activation checkpointing has it. Layers between those of which something is wanted may run as one op.
+    `recomputes`: such an op keeps only what goes into its layers; where none does, `run_one_layer` sees to it.
     """
-    if wanted._replace(pooler=False) == NOTHING_ELSE and not (sharded or calls_layers):
+    if wanted._replace(pooler=False) == NOTHING_ELSE and not (sharded or calls_layers or recomputes):
         found = _as_one_op(root, config, inputs, layer_type, wanted.pooler)
         if found is not None:
             return EncoderOutput(found[0], pooled=found[1])
@@ -150,7 +152,7 @@ def run_encoder(
                         if ends:
                             return x
                         continue
-                trained = try_fused_layers_for_training(*stretch, layer_type, x)
+                trained = try_fused_layers_for_training(*stretch, layer_type, x, recomputes)
                 if callable(trained):
                     x, first = trained(context), end
                     continue

@@ -165,7 +165,11 @@ def _run_training(
     rotary: tuple[Rotary, ...] = (),
     window_positions: torch.Tensor | None = None,
     relative: Sequence[Relative] = (),
+    *,
+    max_seqlen: int | None = None,
+    cache: dict | None = None,
 ) -> torch.Tensor:
+    """max_seqlen, cache: for kernels that want to know; these do not."""
     check_devices("encoder_layers_training", x=x, cu_seqlens=cu_seqlens, window_positions=window_positions)
     cu_seqlens = int32_offsets("encoder_layers_training", cu_seqlens)
     weights, biases, _, _, norms, activation, layers, ints, floats, _, _ = operands

@@ -30,13 +30,23 @@ def test_a_new_batch_compiles_nothing(facts):
     assert facts["compiled again"] == {}
 
 
+FORWARD = {"_attention_fwd_kernel": 1, "_add_layer_norm_fwd_kernel": 2, "_activation_fwd_kernel": 1}
+BACKWARD = {
+    "_attention_records_kernel": 1, "_attention_dkdv_kernel": 1, "_attention_dq_kernel": 1,
+    "_add_layer_norm_bwd_kernel": 2, "_add_shares_kernel": 2, "_activation_bwd_kernel": 1,
+}  # fmt: skip
+
+
 def test_launches_of_a_layer(facts):
-    """Beside the products, which are the library's."""
-    forward = {"_attention_fwd_kernel": 1, "_add_layer_norm_fwd_kernel": 2, "_activation_fwd_kernel": 1}
-    assert facts["inference"] == forward
-    attention = {"_attention_records_kernel": 1, "_attention_dkdv_kernel": 1, "_attention_dq_kernel": 1}
-    norms = {"_add_layer_norm_bwd_kernel": 2, "_add_shares_kernel": 2}
-    assert facts["training"] == {**forward, **attention, **norms, "_activation_bwd_kernel": 1}
+    """Beside the products, which are the library's. Training is one op for all layers."""
+    assert facts["inference"] == FORWARD
+    assert facts["training"] == facts["training op by op"] == {**FORWARD, **BACKWARD}
+
+
+def test_launches_of_a_layer_that_is_made_again(facts):
+    """Up to its wide matrix: attention and its norm, and the norm before the layer."""
+    again = {"_attention_fwd_kernel": 2, "_add_layer_norm_fwd_kernel": 4}
+    assert facts["training recomputing"] == {**FORWARD, **BACKWARD, **again}
 
 
 def test_torch_compile_makes_few_graphs(facts):

@@ -16,8 +16,16 @@ from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
 
 
+@pytest.fixture(params=("one op", "op by op"))
+def is_one_op(request, monkeypatch):
+    """Of the layers."""
+    if request.param == "op by op":
+        monkeypatch.setattr(ops, "try_fused", lambda op, x, look: "not here")
+    return request.param == "one op"
+
+
 @pytest.mark.parametrize("autocast", (False, True))
-def test_loss_and_gradients(autocast):
+def test_loss_and_gradients(autocast, is_one_op):
     model, batch = make()
     model.eval()  # no dropout
     with key_bias_terms(ops) as terms:
@@ -32,7 +40,7 @@ def test_loss_and_gradients(autocast):
             assert_close_to_reference(found, oracle[name], baseline[name], GRADIENT_FACTOR, name)
 
 
-def test_dropout_in_training_repeats_with_its_seed():
+def test_dropout_in_training_repeats_with_its_seed(is_one_op):
     """And every op of the model ran as a Triton kernel."""
     model, batch = make()
     with torch.profiler.profile() as profile:
@@ -41,6 +49,8 @@ def test_dropout_in_training_repeats_with_its_seed():
     assert all(torch.equal(first[name], second[name]) and first[name].isfinite().all() for name in first)
     assert not torch.equal(first["loss"], step(model.eval(), batch, "triton")["loss"])
     ran = {event.name.removeprefix("fastbert::") for event in profile.events() if event.name.startswith("fastbert::")}
-    forward = {"embed_fwd", "attention_fwd", "add_layer_norm_fwd", "feed_forward", "dropout", "cross_entropy"}
-    backward = {"embed_bwd", "attention_bwd", "add_layer_norm_bwd", "feed_forward_bwd"}
-    assert ran == {f"{name}_triton" for name in forward | backward | {"attention_tiles"}}
+    forward = {"embed_fwd", "add_layer_norm_fwd", "dropout", "cross_entropy", "attention_tiles"}
+    backward = {"embed_bwd", "add_layer_norm_bwd"}
+    whole = {"encoder_layers_fwd", "encoder_layers_bwd", "merge_matrices"}
+    apart = {"attention_fwd", "attention_bwd", "feed_forward", "feed_forward_bwd"}
+    assert ran == {f"{name}_triton" for name in forward | backward | (whole if is_one_op else apart)}

@@ -215,7 +215,19 @@ def adamw_cases() -> Iterator[Case]:
     yield Case("adamw._adamw_kernel", "fp32", types, constants, num_warps=4, wide_loads=4)
 
 
+def merging_cases() -> Iterator[Case]:
+    from fastbert.kernels.merging import BLOCK
+
+    for given, made, is_aligned in (("fp32", "bf16", True), ("bf16", "bf16", True), ("fp32", "fp32", False)):
+        types = {"addresses_ptr": "*i64", "counts_ptr": "*i32", "places_ptr": "*i64"}
+        types |= {"like_ptr": f"*{given}", "merged_ptr": f"*{made}"}
+        constants = {"IS_ALIGNED": is_aligned, "BLOCK": BLOCK}
+        variant = f"to-{made}" + ("" if is_aligned else "-anywhere")
+        loads = 1 if is_aligned else 0
+        yield Case("merging._merge_kernel", given, types, constants, num_warps=4, wide_loads=loads, variant=variant)
+
+
 def all_cases() -> list[Case]:
     mine = [*layer_norm_cases(), *attention_cases(), *tiles_cases(), *rotary_cases(), *feed_forward_cases()]
     others = (*embedding_cases(HIDDEN_SIZE), *relative_cases())
-    return [*mine, *cross_entropy_cases(), *adamw_cases(), *(Case(**case) for case in others)]
+    return [*mine, *cross_entropy_cases(), *adamw_cases(), *merging_cases(), *(Case(**case) for case in others)]

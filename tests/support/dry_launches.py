@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -26,9 +27,10 @@ from triton.runtime import driver
 import fastbert
 from benchmarks.gpu.rowwise import planned
 from fastbert import ops
-from fastbert.backend import SUPPORTS, Backend, use_backend
+from fastbert.backend import FUSED, SUPPORTS, Backend, use_backend
 from fastbert.kernels import blocks
 from fastbert.models.classes import CLASSES
+from fastbert.ops import encoder_layers_training_gpu
 
 LARGEST_GRID = (2**31 - 1, 65535, 65535)
 
@@ -106,6 +108,35 @@ def train(model: torch.nn.Module, lengths: tuple[int, ...]) -> None:
 def run(model: torch.nn.Module, lengths: tuple[int, ...]) -> None:
     infer(model, lengths)
     train(model, lengths)
+
+
+def train_recomputing(model: torch.nn.Module, lengths: tuple[int, ...]) -> None:
+    model.gradient_checkpointing_enable()
+    train(model, lengths)
+    model.gradient_checkpointing_disable()
+
+
+def train_op_by_op(model: torch.nn.Module, lengths: tuple[int, ...]) -> None:
+    """Without what stands for several ops, but for products that are merged."""
+    with without_layers_as_one_op():
+        train(model, lengths)
+
+
+@contextmanager
+def without_layers_as_one_op() -> Iterator[None]:
+    kept = {op: SUPPORTS.pop(op) for op in ("encoder_layers_training", "encoder_layers_recomputing")}
+    SUPPORTS.update({op: {} for op in kept})
+    try:
+        yield
+    finally:
+        SUPPORTS.update(kept)
+
+
+def layers_in_mixed_precision(model: torch.nn.Module) -> None:
+    """Weights in float32, which are cast; three steps, of which the first compiles and the others are known."""
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            train(model, (100, 28))
 
 
 def launches_of_a_layer(dry: DryDriver, call: Callable) -> dict[str, int]:
@@ -227,9 +258,11 @@ def as_gpu(capability: int) -> DryDriver:
     dry = DryDriver(capability)
     driver.set_active(dry)
     blocks._majors[torch.device("cpu")] = dry.target.arch // 10
-    for table in SUPPORTS.values():  # whose reason is that tensors are on a CPU
-        if Backend.TRITON in table:
+    for op, table in SUPPORTS.items():  # whose reason is that tensors are on a CPU
+        if Backend.TRITON in table and op not in FUSED:
             table[Backend.TRITON] = lambda *operands, **options: None
+    encoder_layers_training_gpu.triton_unsupported = lambda x: None  # these go by the process's modes, too
+    SUPPORTS["merged_linears"][Backend.TRITON] = lambda x: None
     return dry
 
 
@@ -245,6 +278,7 @@ def main() -> None:
     pad_and_pack()
     pool()
     optimize()
+    layers_in_mixed_precision(make("bert", "MaskedLM", torch.float32))
     feed_forward_with_epilogues(torch.device("cpu"))
     model = make("bert", "MaskedLM", torch.bfloat16, num_hidden_layers=1)  # a second one would launch the same
     for longest in (1, 17, 33, 65, 129, 2048):  # every tile, few tokens and many
@@ -260,6 +294,8 @@ def main() -> None:
         "compiled again": dict(dry.compiled - before),
         "inference": launches_of_a_layer(dry, infer),
         "training": launches_of_a_layer(dry, train),
+        "training op by op": launches_of_a_layer(dry, train_op_by_op),
+        "training recomputing": launches_of_a_layer(dry, train_recomputing),
         "graphs": traced(),
     }
     sys.stdout.write(json.dumps(facts) + "\n")

@@ -6,6 +6,9 @@ BERT-base's twelve layers, masked words, bf16 under autocast, dropout: the opera
 step, on the real dispatcher, with autograd and Triton's launcher. Its tensors are so small that products and copies
 take next to nothing, Triton's launches end before the driver (dry_launches), and what a GPU has of torch's optimizer as
 a few launches over all weights does nothing. A GPU's own launches take a few microseconds each beside this.
+
+Both ways of the layers run in turn: op by op, and all of them as one op. Products of this size still take a CPU longer
+than a GPU's library takes to queue them; what they take alone is printed beside.
 """
 
 from __future__ import annotations
@@ -16,12 +19,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from dry_launches import DryDriver, as_gpu, make
+from dry_launches import DryDriver, as_gpu, make, without_layers_as_one_op
 from torch.profiler import ProfilerActivity, profile
 
 from fastbert import ops
@@ -32,6 +35,7 @@ from fastbert.training.optimizers import _clip_then_step, make_optimizer, parame
 from fastbert.training.schedules import Schedule
 
 LAYERS, LENGTHS, SHARE = 12, (40, 17, 7), 0.15
+HIDDEN, INNER = 64, 128
 ROUNDS = 30
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
 # What allocates, or says how memory is looked at, and launches nothing.
@@ -66,10 +70,11 @@ def optimizer_without_arithmetic() -> Iterator[Counter[str]]:
 
 
 class Step:
-    """One step of `Loop`, cut into its parts."""
+    """One step of `Loop`, cut into its parts. is_one_op: of the layers."""
 
-    def __init__(self) -> None:
-        sizes = {"hidden_size": 64, "num_attention_heads": 1, "intermediate_size": 128}
+    def __init__(self, is_one_op: bool) -> None:
+        self.layers = nullcontext if is_one_op else without_layers_as_one_op
+        sizes = {"hidden_size": HIDDEN, "num_attention_heads": 1, "intermediate_size": INNER}
         self.model = make("bert", "MaskedLM", torch.float32, num_hidden_layers=LAYERS, **sizes).train()
         groups = parameter_groups(self.model, 1e-4)
         self.optimizer = make_optimizer("adamw", groups, (0.9, 0.999), 1e-8)
@@ -102,7 +107,8 @@ class Step:
 
     def forward(self) -> None:
         total = float(self.host["batch"].labelled.numel())
-        with torch.autocast("cpu", torch.bfloat16), use_backend("triton"), ops.seeds_from(self.seeds):
+        seeds = ops.seeds_from(self.seeds)
+        with torch.autocast("cpu", torch.bfloat16), use_backend("triton"), seeds, self.layers():
             self.loss = self.model(**self.device, num_items_in_batch=total).loss
 
     def backward(self) -> None:
@@ -122,16 +128,32 @@ def batch() -> PackedInputs:
     return pack_inputs([row.tolist() for row in ids], labels=[row.tolist() for row in labels])
 
 
-def timed(step: Step) -> dict[str, float]:
-    """Microseconds of each part, medians."""
-    found: dict[str, list[float]] = {}
+def timed(steps: dict[str, Step]) -> dict[str, dict[str, float]]:
+    """Microseconds of each part of each of the steps, which take turns: medians."""
+    found: dict[str, dict[str, list[float]]] = {way: {} for way in steps}
     for i in range(ROUNDS + 5):
-        for name, part in step.parts().items():
-            start = time.perf_counter()
-            part()
-            if i >= 5:
-                found.setdefault(name, []).append(1e6 * (time.perf_counter() - start))
-    return {name: statistics.median(times) for name, times in found.items()}
+        for way, step in steps.items():
+            for name, part in step.parts().items():
+                start = time.thread_time()
+                part()
+                if i >= 5:
+                    found[way].setdefault(name, []).append(1e6 * (time.thread_time() - start))
+    return {way: {name: statistics.median(times) for name, times in parts.items()} for way, parts in found.items()}
+
+
+def products_alone() -> float:
+    """Microseconds of a step's products of layers and nothing around them: the median."""
+    tokens, times = sum(LENGTHS), []
+    shapes = ((HIDDEN, 3 * HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, INNER), (INNER, HIDDEN))
+    made = [[torch.randn(*s).bfloat16() for s in ((tokens, n), (n, m), (m,), (tokens, m))] for n, m in shapes]
+    for _ in range(ROUNDS):
+        start = time.thread_time()
+        for x, weight, bias, dout in made * LAYERS:
+            torch.addmm(bias, x, weight)
+            torch.mm(dout, weight.t())
+            torch.mm(dout.t(), x)
+        times.append(1e6 * (time.thread_time() - start))
+    return statistics.median(times)
 
 
 def launched(step: Step, dry: DryDriver) -> dict[str, tuple[int, int, int]]:
@@ -143,24 +165,44 @@ def launched(step: Step, dry: DryDriver) -> dict[str, tuple[int, int, int]]:
             part()
         events = [e for e in recorded.events() if e.name.startswith("aten::")]
         products = sum(e.name in PRODUCTS for e in events)
-        others = sum(not e.cpu_children and e.name not in FREE and e.name not in PRODUCTS for e in events)
-        found[name] = (sum(dry.launches.values()), products, others)
+        owners = {id(owner): owner.name for owner in map(launched_by, events) if owner is not None}
+        found[name] = (sum(dry.launches.values()), products, sum(name not in PRODUCTS for name in owners.values()))
     return found
+
+
+def launched_by(event: Any) -> Any:
+    """The operator that a GPU would launch a kernel for, of those that an event is part of; None: it launches nothing.
+
+    A CPU's product copies its bias, and its sum begins with zeros.
+    """
+    if event.cpu_children or event.name in FREE:
+        return None
+    parent = event.cpu_parent
+    while parent is not None:
+        event, parent = parent if parent.name in (*PRODUCTS, "aten::sum") else event, parent.cpu_parent
+    return event
 
 
 def main() -> None:
     torch.set_num_threads(1)
     dry = as_gpu(90)
-    step = Step()
-    for part in step.parts().values():  # what is imported and compiled at the first
-        part()
+    steps = {"op by op": Step(False), "one op": Step(True)}
+    for step in steps.values():
+        for part in step.parts().values():  # what is imported and compiled at the first
+            part()
     with optimizer_without_arithmetic() as calls:
-        times = timed(step)
+        times = timed(steps)
         calls.clear()
-        counts = launched(step, dry)
-    for name, microseconds in times.items():
-        sys.stdout.write(f"{name:35s} {microseconds:7.0f} us, launches: {counts[name]}\n")
-    facts = {"times": times, "launches": counts, "over all weights": dict(calls)}
+        counts = {way: launched(step, dry) for way, step in steps.items()}
+    for way, parts in times.items():
+        sys.stdout.write(f"{way}\n")
+        for name, microseconds in parts.items():
+            sys.stdout.write(f"  {name:35s} {microseconds:7.0f} us, launches: {counts[way][name]}\n")
+        totals = [sum(each) for each in zip(*counts[way].values(), strict=True)]
+        sys.stdout.write(f"  {'the step':35s} {sum(parts.values()):7.0f} us, launches: {totals}\n")
+    products = products_alone()
+    sys.stdout.write(f"the layers' products alone: {products:.0f} us\n")
+    facts = {"times": times, "launches": counts, "over all weights": dict(calls), "products": products}
     sys.stdout.write(json.dumps(facts) + "\n")
 
 

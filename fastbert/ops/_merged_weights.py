@@ -1,0 +1,206 @@
+"""The weights of layers as their products take them on a GPU: those of one product beside each other, all of them in
+the dtype of the products, made in one launch for all layers of a step; and their gradients, which lie likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fastbert.ops._common import define_triton
+from fastbert.ops.layer_numbers import LayerNumbers
+
+# addresses, places int64, counts int32 (blocks,): where a block of a matrix lies, where it goes to in the result, and
+# how many elements it has, 2048 at most. like: one of the matrices. Elements of the result that no block has are not
+# written.
+_MERGE = define_triton(
+    "merge_matrices",
+    "(Tensor addresses, Tensor counts, Tensor places, Tensor like, int size, bool is_aligned, ScalarType dtype)"
+    " -> Tensor",
+    "merging",
+    lambda addresses, counts, places, like, size, is_aligned, dtype: addresses.new_empty(size, dtype=dtype),
+)
+BLOCK = 2048  # of the kernel
+_ALIGNED = 16  # bytes: a load of the kernel's
+_PAD = 64  # elements: what begins at a multiple of them is aligned in every dtype
+
+
+class Part(NamedTuple):
+    """What one product is made of, or its bias: the rows of each Linear, below each other, from `place` on."""
+
+    rows: tuple[int, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    place: int
+
+    @classmethod
+    def of(cls, rows: Sequence[int], columns: int | None, place: int) -> Part:
+        """columns None: a bias."""
+        if columns is None:
+            return cls(tuple(rows), (sum(rows),), (1,), place)
+        return cls(tuple(rows), (sum(rows), columns), (columns, 1), place)
+
+    @property
+    def end(self) -> int:
+        """Where the next one may begin."""
+        size = self.shape[0] * (self.shape[1] if len(self.shape) > 1 else 1)
+        return -(-(self.place + size) // _PAD) * _PAD
+
+    def places(self) -> list[int]:
+        """Where the rows of each Linear begin."""
+        columns = self.shape[1] if len(self.shape) > 1 else 1
+        return [self.place + sum(self.rows[:i]) * columns for i in range(len(self.rows))]
+
+    def within(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.as_strided(self.shape, self.strides, self.place)
+
+
+class _Copied(NamedTuple):
+    """By their places among the operands: weights that are copied, and that are not; biases that are. places: where all
+    of the former go to, and then the latter."""
+
+    weights: list[int]
+    kept: list[int]
+    biases: list[int]
+    places: list[int]
+
+
+class Layout:
+    """How weights of layers lie in one buffer.
+
+    products: of each layer, its qkv, attention output, ups and down, `size` elements in all; biases: behind them, those
+    of qkv and of ups, None where there is none.
+    """
+
+    def __init__(self, layers: Sequence[LayerNumbers], hidden_size: int, intermediate_sizes: Sequence[int]):
+        self.products: list[list[Part]] = []
+        self.biases: list[list[Part | None]] = []
+        at = 0
+        for layer, inner in zip(layers, intermediate_sizes, strict=True):
+            products = []
+            for rows, columns in zip(
+                _rows(layer, hidden_size, inner), _columns(layer, hidden_size, inner), strict=True
+            ):
+                products.append(Part.of(rows, columns, at))
+                at = products[-1].end
+            self.products.append(products)
+        self.size = at
+        self.product_biases: list[int] = []  # which of the operands' biases are those
+        count = 0
+        for layer, (qkv, _, up, _) in zip(layers, self.products, strict=True):
+            there = [i for i in range(layer.num_linears) if layer.biases >> i & 1]
+            others = (len(qkv.rows), layer.num_linears - 1)
+            self.product_biases += [count + at for at, i in enumerate(there) if i not in others]
+            count += len(there)
+            found: list[Part | None] = []
+            for part, linear in ((qkv, 0), (up, len(qkv.rows) + 1)):
+                if layer.biases >> linear & 1:
+                    found.append(Part.of(part.rows, None, at))
+                    at = found[-1].end  # type: ignore[union-attr]
+                else:
+                    found.append(None)
+            self.biases.append(found)
+        self.size_with_biases = at
+        self._copied: dict[bool, _Copied] = {}
+
+    def copied(self, all_weights: bool) -> _Copied:
+        """What `merged` copies: all weights, or those of several Linears of one product; and the products' biases."""
+        if all_weights not in self._copied:
+            self._copied[all_weights] = self._made_copied(all_weights)
+        return self._copied[all_weights]
+
+    def _made_copied(self, all_weights: bool) -> _Copied:
+        weights: list[int] = []
+        kept: list[int] = []
+        places: list[int] = []
+        at = 0
+        for part in [part for layer in self.products for part in layer]:
+            leaves = range(at, at + len(part.rows))
+            at += len(part.rows)
+            if all_weights or len(part.rows) > 1:
+                weights += leaves
+                places += part.places()
+            else:
+                kept += leaves
+        for part in [part for layer in self.biases for part in layer if part is not None]:
+            places += part.places()
+        return _Copied(weights, kept, self.product_biases, places)
+
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of the Linears' weights, in the operands' order."""
+        parts = [part for layer in self.products for part in layer]
+        return [(rows, part.shape[1]) for part in parts for rows in part.rows]
+
+    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The part of each Linear's weight of a buffer that has all of them: their gradients."""
+        made = []
+        for part in [part for layer in self.products for part in layer]:
+            place, columns = part.place, part.shape[1]
+            for rows in part.rows:
+                made.append(flat.as_strided((rows, columns), part.strides, place))
+                place += rows * columns
+        return made
+
+
+def _rows(layer: LayerNumbers, hidden_size: int, inner: int) -> list[list[int]]:
+    """Of the Linears of each product: qkv, attention output, ups, down."""
+    queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    qkv = [queries + 2 * keys] if layer.merged_qkv else [queries, keys, keys]
+    ups = [2 * inner] if layer.merged_gate else [inner] * (2 if layer.gated else 1)
+    return [qkv, [hidden_size], ups, [hidden_size]]
+
+
+def _columns(layer: LayerNumbers, hidden_size: int, inner: int) -> list[int]:
+    return [hidden_size, layer.num_heads * layer.head_dim, hidden_size, inner]
+
+
+class _Table(NamedTuple):
+    """What is copied where: `_MERGE`'s operands, and the addresses by which it is known."""
+
+    known_by: tuple
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    is_aligned: bool
+
+
+# By the first weight, and gone with it; then by how many layers begin with it: a stack, and its first layer alone. A
+# table stays for as long as the weights stay where they are: a captured step reads it again.
+_tables: Any = WeakIdKeyDictionary()
+
+
+def merged(
+    layout: Layout, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], dtype: torch.dtype
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A buffer with all that has to be copied, at its place, and the weights that need not be. Copied are weights of
+    another dtype, several Linears of one product, and the biases of qkv and ups.
+    """
+    which = layout.copied(weights[0].dtype is not dtype)
+    copied, kept = [weights[i] for i in which.weights], [weights[i] for i in which.kept]
+    copied += [biases[i] for i in which.biases]
+    if not copied:
+        return weights[0].new_empty(0, dtype=dtype), kept
+    known_by = (dtype, *[t.data_ptr() for t in copied])
+    mine = _tables.setdefault(weights[0], {})
+    table = mine.get(len(layout.products))
+    if table is None or table.known_by != known_by:
+        table = mine[len(layout.products)] = _made_table(copied, which.places, known_by, dtype)
+    return _MERGE(*table.operands, copied[0], layout.size_with_biases, table.is_aligned, dtype), kept
+
+
+def is_copied(part: Part, given: torch.dtype, dtype: torch.dtype) -> bool:
+    return given is not dtype or len(part.rows) > 1
+
+
+def _made_table(copied: list[torch.Tensor], places: list[int], known_by: tuple, dtype: torch.dtype) -> _Table:
+    sizes = torch.tensor([t.numel() for t in copied], dtype=torch.int64)
+    blocks = (sizes + BLOCK - 1) // BLOCK
+    of = torch.repeat_interleave(blocks)  # the matrix of each block
+    inside = BLOCK * (torch.arange(len(of)) - (blocks.cumsum(0) - blocks)[of])
+    addresses = torch.tensor(known_by[1:])[of] + copied[0].element_size() * inside
+    place = torch.tensor(places)[of] + inside
+    counts = (sizes[of] - inside).clamp(max=BLOCK).int()
+    is_aligned = not bool((addresses % _ALIGNED).any() or (place % _ALIGNED).any())
+    device = copied[0].device
+    return _Table(known_by, (addresses.to(device), counts.to(device), place.to(device)), is_aligned)
