@@ -74,6 +74,7 @@ class _Named:
     name: str
     size: int
     is_made: bool  # by the step that goes on
+    address: int
 
 
 class Memory:
@@ -88,7 +89,8 @@ class Memory:
         storage = t.untyped_storage()
         if storage._cdata in self._named:
             return False
-        self._named[storage._cdata] = _Named(StorageWeakRef(storage), name, storage.nbytes(), is_made)
+        named = _Named(StorageWeakRef(storage), name, storage.nbytes(), is_made, storage.data_ptr())
+        self._named[storage._cdata] = named
         return True
 
     def name_made(self, t: torch.Tensor) -> bool:
@@ -103,6 +105,13 @@ class Memory:
             self._met += 1
         return f"{self._named[t.untyped_storage()._cdata].name}+{t.storage_offset() * t.element_size()}"
 
+    def place_at(self, address: int) -> str:
+        """As `place`, of a launch that brings addresses: what lies there now."""
+        for named in reversed(self._named.values()):
+            if named.address <= address < named.address + named.size and not named.reference.expired():
+                return f"{named.name}+{address - named.address}"
+        return f"nothing that is known, at {address}"
+
     def end_step(self, number: int) -> list[str]:
         """What is alive of what the step has made, from now on named after it, and what has grown."""
         self._named = {key: named for key, named in self._named.items() if not named.reference.expired()}
@@ -116,6 +125,10 @@ class Memory:
                 left.append(f"{named.name}: {named.size} bytes, and now {size}")
             named.size = size
         return left
+
+
+class Address(int):
+    """A pointer of a launch, where that brings no tensor."""
 
 
 class Launches:
@@ -140,7 +153,11 @@ class Launches:
         source = kernel.source
         self._dry.launch(source.name, *grid)
         if self._tell is not None:
-            self._tell(f"{source.name}{[*grid]} {kernel.kind}", dict(zip(source.fn.arg_names, values, strict=True)))
+            given = dict(zip(source.fn.arg_names, values, strict=True))
+            for name, value in given.items():
+                if type(value) is int and source.signature[name].startswith("*"):  # kernels/launching.py
+                    given[name] = Address(value)
+            self._tell(f"{source.name}{[*grid]} {kernel.kind}", given)
 
 
 class _Uncompiled:
@@ -254,10 +271,12 @@ class Recorder(TorchDispatchMode):
             self._trace.launches.append(f"{func}({', '.join(given)}) -> {self._text(results)}")
 
     def _launch(self, beginning: str, arguments: dict[str, Any]) -> None:
-        texts = (
-            f"{name}={self._memory.place(value) if isinstance(value, torch.Tensor) else repr(value)}"
-            for name, value in arguments.items()
-        )
+        def text(value: Any) -> str:
+            if isinstance(value, Address):
+                return self._memory.place_at(value)
+            return self._memory.place(value) if isinstance(value, torch.Tensor) else repr(value)
+
+        texts = (f"{name}={text(value)}" for name, value in arguments.items())
         self._trace.launches.append(f"{beginning}({', '.join(texts)})")
 
     def _text(self, value: Any) -> str:
