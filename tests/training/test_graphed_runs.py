@@ -12,7 +12,7 @@ import torch
 from graphed_steps import NoGraphs
 from seeds import numpy_generator
 from tape import TapeGraphs
-from training_runs import OPTIONS, PHASE, losses_of, make_loop, make_model, until
+from training_runs import ALONE, OPTIONS, PHASE, losses_of, make_loop, make_model, until
 
 from fastbert.backend import use_backend
 from fastbert.data.batches import Steps, StepSampler
@@ -20,8 +20,12 @@ from fastbert.errors import TrainingError
 from fastbert.native.availability import triton_error
 from fastbert.packed_inputs import pack_inputs
 from fastbert.testing.numerics import assert_close_to_reference
+from fastbert.training.distributed import World
+from fastbert.training.finetuning.embedding import Embedding
 from fastbert.training.graphed.buckets import Buckets, Sizes, stage
 from fastbert.training.graphed.plan import plan_buckets
+from fastbert.training.pretraining import MaskedLM, ReplacedTokens
+from fastbert.training.train_step import TrainStep
 
 SHORT = replace(PHASE, until=6, step_tokens=100, max_length=16)
 FEW = replace(OPTIONS, phases=(SHORT,), save_every=3, log_every=2)
@@ -101,6 +105,21 @@ def test_what_cannot_be_captured_is_in_the_log(tmp_path):
     with pytest.warns(UserWarning, match="the optimizer is a Lamb"):
         objection = "the optimizer is a Lamb, and AdamW is the one whose steps can be captured"
         run(tmp_path, until(2, FEW), NoGraphs(), objection, optimizer="lamb")
+
+
+@pytest.mark.parametrize(
+    ("world", "reason"), ((World(0, 2, torch.device("cpu")), "other processes"), (ALONE, "cached"))
+)
+def test_steps_that_are_more_than_losses_and_their_backward_run_op_by_op(tmp_path, world, reason, monkeypatch):
+    loop = make_loop(tmp_path)
+    monkeypatch.setattr(MaskedLM, "uncapturable", Embedding.uncapturable)
+    options = {"max_norm": 1.0, "bf16": False, "parts": 2, "graphs": NoGraphs()}
+    with pytest.warns(UserWarning, match=f"run op by op: .*{reason}"):
+        step = TrainStep(loop.task, loop.model, loop.optimizer, world, **options)
+    batch = next(loop._epoch(SHORT))[0]
+    step([batch], [1.0], 3)
+    assert len(step.objections) == 1 and all(reason in objection for objection in step.objections)
+    assert MaskedLM.uncapturable(loop.task, 1) is None and ReplacedTokens.uncapturable(loop.task, 1) is not None
 
 
 def lengths_like(name: str) -> np.ndarray:
