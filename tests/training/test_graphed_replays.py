@@ -6,11 +6,12 @@ import math
 
 import pytest
 import torch
-from graphed_steps import NoGraphs, batch, kept, make_step, run_step
+from graphed_steps import batch, kept, make_step, run_step
 from tape import TapeGraphs
 
 from fastbert.backend import use_backend
 from fastbert.native.availability import triton_error
+from fastbert.testing.graphs import NoGraphs
 from fastbert.training.graphed import GraphedStep
 
 pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
