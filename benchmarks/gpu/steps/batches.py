@@ -14,7 +14,8 @@ from fastbert.testing.cases import RAGGED_32
 
 LABELLED = 0.15  # of all tokens
 SMALLEST_ID, NO_LABEL = 5, -100
-SIZES = {"16k": 16384, "4k": 4096, "64k": 65536, "1k": 1024}  # tokens a step, at most; what targets ask for first
+# Tokens a step, at most. What targets ask for comes first, and last what may be more than the memory holds.
+SIZES = {"16k": 16384, "4k": 4096, "1k": 1024, "64k": 65536}
 KINDS = ("ragged", "full")
 BATCHES = tuple(f"{size} {kind}" for size in SIZES for kind in KINDS)
 

@@ -17,6 +17,7 @@ import torch
 
 import fastbert
 from benchmarks.gpu import profile
+from benchmarks.gpu.models import COMPILED
 from benchmarks.gpu.steps.batches import Texts, lengths_of
 from benchmarks.gpu.steps.ways import MAX_NORM, graphs_on, layers_seen, op_by_op, plain_step
 from benchmarks.gpu.subject import Subject, contest
@@ -40,8 +41,10 @@ class StepSubject(Subject):
         self.way = op_by_op if task["contestant"] == OP_BY_OP else nullcontext
         self.graphed: GraphedStep | None = None
         self.checked: dict[str, None] = {}
-        if task["contestant"] == "transformers-compile":
-            torch._dynamo.config.recompile_limit = 4 * len(task["batches"])  # each batch has a shape of its own
+        if task["contestant"] == COMPILED:
+            from torch._dynamo import config
+
+            config.recompile_limit = 4 * len(task["batches"])  # each batch has a shape of its own
 
     def lengths(self, batch: str) -> list[int]:
         return lengths_of(batch, self.task["smoke"])

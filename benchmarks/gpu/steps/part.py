@@ -50,11 +50,12 @@ def contest(record: Record, batches: list[str]) -> None:
     """An entry for each batch: {"results": {contestant: figures, or why there are none}}."""
     cell = Cell("tiny-words" if record.smoke else "bert-base", "training", "amp")
     names = [name for name in CONTESTANTS if name != COMPILED or not record.smoke]
-    left = record.left
-    workers = {
-        name: start(cell, name, seconds_to_prepare(name, SHARE, left), record.smoke, batches, StepSubject)
-        for name in names
-    }
+    left, workers = record.left, dict[str, Worker]()
+    for name in names:
+        # Ours begin with the largest: a peer takes all of the memory for it where that is too little.
+        order = batches[::-1] if name.startswith("fastbert") else batches
+        limit = seconds_to_prepare(name, SHARE, left)
+        workers[name] = start(cell, name, limit, record.smoke, order, StepSubject)
     try:
         ready = {name: heard(name, worker, batches) for name, worker in workers.items()}
         for batch in batches:

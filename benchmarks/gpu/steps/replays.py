@@ -170,8 +170,8 @@ def compare(setting: Setting, steps: int, made: tuple[Callable[[], Graphs], Call
     parted = next((i for i in range(steps) if losses[0][i] != losses[1][i]), None)
     found = difference(kept(pair[0]), kept(pair[1]))
     if parted is not None or found is not None:
-        del pair
-        where = first_difference(*(make_step(setting, make()) for make in made), setting, steps)
+        pair = [make_step(setting, make()) for make in made]
+        where = first_difference(pair[0], pair[1], setting, steps)
         first = "all losses are the same" if parted is None else f"the loss of step {parted} is another"
         raise AssertionError(f"{first}; at the end {found or 'no tensor differs'}; with waits: {where}")
     assert all(map(math.isfinite, losses[0])) and len(set(losses[0])) == steps, f"losses are {losses[0]}"
