@@ -224,7 +224,7 @@ def profile_call(call: Callable[[], object], device: torch.device, smoke: bool) 
         call()
     events = traced(call, steps, device)
     spans = spans_of(events, device)
-    return gaps_of(spans, steps) | {"by the host": host_launches(events) / steps}, top_kernels(spans, steps)
+    return gaps_of(spans, steps) | {"host launches": host_launches(events) / steps}, top_kernels(spans, steps)
 
 
 def profile_subject(record: Record, task: dict[str, Any]) -> dict[str, Any]:

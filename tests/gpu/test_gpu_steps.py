@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import profile
+from benchmarks.gpu.models import heard
 from benchmarks.gpu.record import TARGETS, open_record
 from benchmarks.gpu.steps import part, replays
 from benchmarks.gpu.steps.batches import BATCHES, NO_LABEL, SIZES, Texts, lengths_of
@@ -15,6 +16,7 @@ from benchmarks.gpu.steps.contestant import GRAPHS, ONE_OP, OP_BY_OP, PROFILE, S
 from benchmarks.gpu.steps.replays import Setting, check_capture, check_loop
 from benchmarks.gpu.steps.ways import layers_seen, op_by_op
 from fastbert.backend import FUSED, SUPPORTS
+from fastbert.bench.compete import ContestantProcess
 from fastbert.native.availability import extension_error
 from fastbert.testing.graphs import NoGraphs
 
@@ -151,6 +153,17 @@ def test_each_way_is_what_it_says():
         assert subject.turn(f"{PROFILE}1k ragged")["launches"] > 100
 
 
+@pytest.mark.full  # test_each_way_is_what_it_says has the same code in this process
+def test_a_contestant_in_a_process():
+    worker = ContestantProcess({**TASK, "contestant": GRAPHS}, StepSubject.__module__)
+    try:
+        assert heard(GRAPHS, worker, ["1k ragged"])["1k ragged"]["tokens"] == sum(lengths_of("1k ragged", True))
+        assert worker.ask("1k ragged")["host_seconds"] > 0
+        assert worker.ask(f"{PROFILE}1k ragged")["busy ms"] > 0
+    finally:
+        worker.close()
+
+
 def test_ops_for_all_layers_come_back():
     tables = {op: dict(table) for op, table in FUSED.items()}, {op: dict(table) for op, table in SUPPORTS.items()}
     with pytest.raises(ZeroDivisionError), op_by_op():
@@ -173,7 +186,7 @@ def test_a_graphs_launch_counts_once():
 
 def result(rate: float, **more) -> dict:
     timing = {"median": 100 / rate}
-    profiled = {"busy ms": 1.0, "share of gaps": 0.1, "launches": 9.0, "by the host": 2.0}
+    profiled = {"busy ms": 1.0, "share of gaps": 0.1, "launches": 9.0, "host launches": 2.0}
     found = {"tokens": 100, "tokens_per_second": rate, "timing": timing, "host_seconds": 0.5, "profile": profiled}
     return {**found, "peak_memory": 2e9, **more}
 
@@ -204,8 +217,9 @@ def test_an_entry_says_whether_one_op_ran_all_layers():
     assert entry["numbers"][ONE_OP]["ms"] == 25e3 and entry["numbers"][ONE_OP]["peak GB"] == 2
     found[ONE_OP]["layers_in_one_op"] = 1
     assert "no kernel for this op yet" in part.entry_of(found, 12)["note"]
-    found[GRAPHS] = {"failed": "why"}
-    assert part.entry_of(found, 12)["failed"].endswith("fastbert, graphs: why")
+    for kind in ("failed", "skipped"):  # what was not prepared in time is tried again
+        found[GRAPHS] = {kind: "why"}
+        assert part.entry_of(found, 12)["failed"] == f"fastbert, graphs: {kind}: why"
 
 
 def test_only_what_is_not_there_is_measured(tmp_path, monkeypatch):
