@@ -7,7 +7,7 @@ compiler's time, and are timed in turn. Padding is no token.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -54,9 +54,9 @@ MEMORY_CELLS = ("training bert-base amp", "training bert-large amp")
 class Local:
     """A contestant in this process, for smoke tests: starting one takes longer than what it does."""
 
-    def __init__(self, task: dict[str, Any]):
+    def __init__(self, task: dict[str, Any], kind: type[Subject]):
         self.subject: Subject | None
-        self.subject, self.found = prepared(task)
+        self.subject, self.found = prepared(task, kind)
 
     def answer(self) -> dict[str, Any]:
         return self.found
@@ -73,11 +73,44 @@ def seconds_to_prepare(contestant: str, share: float, left: float) -> int:
     return int(min(LONGEST_COMPILED if contestant == COMPILED else LONGEST, share * left))
 
 
-def start(cell: Cell, contestant: str, limit: int, smoke: bool) -> ContestantProcess | Local:
+Worker = ContestantProcess | Local
+
+
+def start(cell: Cell, contestant: str, limit: int, smoke: bool, batches: Sequence[str], kind: type[Subject]) -> Worker:
+    """A contestant, by the module of its `kind`, which prepares itself for the batches. `heard` has its answer."""
     threads = max(1, min(4, (os.cpu_count() or 1) // 3))
-    task = {"threads": threads, "contestant": contestant, "limit": limit, "smoke": smoke}
+    task = {"threads": threads, "contestant": contestant, "limit": limit, "smoke": smoke, "batches": list(batches)}
     task |= {"model": cell.model, "mode": cell.mode, "precision": cell.precision}
-    return Local(task) if smoke else ContestantProcess(task, "benchmarks.gpu.subject")
+    return Local(task, kind) if smoke else ContestantProcess(task, kind.__module__)
+
+
+def heard(contestant: str, worker: Worker, batches: Sequence[str]) -> dict[str, Any]:
+    """{batch: what it has prepared, or why nothing}."""
+    try:
+        return worker.answer()
+    except WorkerError as error:
+        is_late = str(error).startswith(TIME_LIMIT) and not contestant.startswith(OURS)
+        return {batch: {"skipped" if is_late else "failed": str(error)} for batch in batches}
+
+
+def take_turns(
+    workers: Mapping[str, Worker], here: dict[str, dict[str, Any]], asked: str, rounds: int
+) -> dict[str, list[dict[str, Any]]]:
+    """The answers to `asked` of those that are prepared for it; `here` says so, and gets why one has none."""
+    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in here if "tokens" in here[name]}
+    for _ in range(rounds):
+        for name in list(answers):
+            try:
+                answers[name].append(workers[name].ask(asked))
+            except WorkerError as error:
+                here[name] = {"failed": str(error)}
+                del answers[name]
+    return answers
+
+
+def rate_of(tokens: int, answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    timing = Timing.of([answer["seconds"] for answer in answers])
+    return {"tokens_per_second": tokens / timing.median, "timing": timing.to_dict()}
 
 
 def contestants(cell: Cell, smoke: bool) -> tuple[str, ...]:
@@ -90,15 +123,9 @@ def run_group(record: Record, share: float, cells: tuple[Cell, ...], rounds: int
     """Entries of cells: {"results": {batch: {contestant: figures, or why there are none}}}."""
     limits = {name: seconds_to_prepare(name, share, record.left) for name in CONTESTANTS}
     asked = [(cell, name) for cell in cells for name in contestants(cell, record.smoke)]
-    workers = {(cell, name): start(cell, name, limits[name], record.smoke) for cell, name in asked}
-    ready: dict[tuple[Cell, str], dict[str, Any]] = {}
+    workers = {(cell, name): start(cell, name, limits[name], record.smoke, BATCHES, Subject) for cell, name in asked}
     try:
-        for key, worker in workers.items():
-            try:
-                ready[key] = worker.answer()
-            except WorkerError as error:
-                is_late = str(error).startswith(TIME_LIMIT) and key[1] != OURS
-                ready[key] = {batch: {"skipped" if is_late else "failed": str(error)} for batch in BATCHES}
+        ready = {key: heard(key[1], worker, BATCHES) for key, worker in workers.items()}
         for cell in cells:
             record.run(cell.id, partial(run_cell, cell, workers, ready, rounds))
     finally:
@@ -108,25 +135,15 @@ def run_group(record: Record, share: float, cells: tuple[Cell, ...], rounds: int
 
 def run_cell(
     cell: Cell,
-    workers: dict[tuple[Cell, str], ContestantProcess | Local],
+    workers: dict[tuple[Cell, str], Worker],
     ready: dict[tuple[Cell, str], dict[str, Any]],
     rounds: int,
 ) -> dict[str, Any]:
     results: dict[str, dict[str, Any]] = {}
     for batch in BATCHES:
         here = {name: dict(found[batch]) for (of, name), found in ready.items() if of == cell}
-        seconds: dict[str, list[float]] = {name: [] for name in here if "tokens" in here[name]}
-        for _ in range(rounds):
-            for name in list(seconds):
-                try:
-                    seconds[name].append(workers[cell, name].ask(batch)["seconds"])
-                except WorkerError as error:
-                    here[name] = {"failed": str(error)}
-                    del seconds[name]
-        for name, samples in seconds.items():
-            if samples:
-                timing = Timing.of(samples)
-                here[name] |= {"tokens_per_second": here[name]["tokens"] / timing.median, "timing": timing.to_dict()}
+        for name, answers in take_turns({name: workers[cell, name] for name in here}, here, batch, rounds).items():
+            here[name] |= rate_of(here[name]["tokens"], answers)
         results[batch] = here
     return entry_of(results)
 

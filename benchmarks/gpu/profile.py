@@ -150,19 +150,31 @@ class Span(NamedTuple):
     end: float
 
 
-def spans_of(call: Callable[[], object], steps: int, device: torch.device) -> list[Span]:
-    """What ran on the device in `steps` calls, in order, by torch's profiler."""
-    is_gpu = device.type == "cuda"
-    kinds = {"kernel", "gpu_memcpy", "gpu_memset"} if is_gpu else {"cpu_op"}
+def traced(call: Callable[[], object], steps: int, device: torch.device) -> list[dict[str, Any]]:
+    """The events of `steps` calls, by torch's profiler."""
     with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, device.type.upper())]) as profiler:
         for _ in range(steps):
             call()
-        if is_gpu:
+        if device.type == "cuda":
             torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
-        events = [e for e in json.loads(path.read_text(encoding="utf-8"))["traceEvents"] if e.get("cat") in kinds]
+        events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return events
+
+
+def host_launches(events: list[dict[str, Any]]) -> int:
+    """Calls by which the host has made a GPU do something: one of a whole graph counts once."""
+    calls = (e["name"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver"))
+    return sum(any(what in name for what in ("Launch", "Memcpy", "Memset")) for name in calls)
+
+
+def spans_of(events: list[dict[str, Any]], device: torch.device) -> list[Span]:
+    """What ran on the device, in order."""
+    is_gpu = device.type == "cuda"
+    kinds = {"kernel", "gpu_memcpy", "gpu_memset"} if is_gpu else {"cpu_op"}
+    events = [e for e in events if e.get("cat") in kinds]
     found: list[Span] = []
     for thread in {e["tid"] for e in events}:  # on a GPU, a stream
         spans = [Span(e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == thread]
@@ -205,12 +217,14 @@ def top_kernels(spans: list[Span], steps: int) -> Rows:
     return rows
 
 
-def profile_call(record: Record, call: Callable[[], object]) -> tuple[dict[str, float], Rows]:
-    steps = 1 if record.smoke else 3
+def profile_call(call: Callable[[], object], device: torch.device, smoke: bool) -> tuple[dict[str, float], Rows]:
+    """(launches, times and gaps of a step, its kernels)."""
+    steps = 1 if smoke else 3
     for _ in range(steps):
         call()
-    spans = spans_of(call, steps, record.device)
-    return gaps_of(spans, steps), top_kernels(spans, steps)
+    events = traced(call, steps, device)
+    spans = spans_of(events, device)
+    return gaps_of(spans, steps) | {"host launches": host_launches(events) / steps}, top_kernels(spans, steps)
 
 
 def profile_subject(record: Record, task: dict[str, Any]) -> dict[str, Any]:
@@ -220,7 +234,7 @@ def profile_subject(record: Record, task: dict[str, Any]) -> dict[str, Any]:
     kernels: Rows = {}
     for batch in BATCHES:
         subject.prepare(batch)
-        profiled[batch], kernels = profile_call(record, subject.calls[batch])
+        profiled[batch], kernels = profile_call(subject.calls[batch], record.device, record.smoke)
     return {"numbers": kernels, "unit": f"a step, {batch}", "profiled": profiled}
 
 
@@ -230,5 +244,5 @@ def profile_short(record: Record, name: str) -> dict[str, Any]:
     kernels: dict[str, Rows] = {}
     with torch.inference_mode():
         for contestant, call in calls.items():
-            profiled[contestant], kernels[contestant] = profile_call(record, call)
+            profiled[contestant], kernels[contestant] = profile_call(call, record.device, record.smoke)
     return {"numbers": kernels["fastbert"], "unit": "a forward, fastbert", "profiled": profiled}

@@ -214,6 +214,10 @@ TARGETS = {
     "forward_over_compile_half": Target("forward over transformers + compile, half padding", 2.5),
     "training_over_compile_full": Target("training over transformers + compile, no padding", 1.4),
     "training_over_compile_half": Target("training over transformers + compile, half padding", 2.5),
+    "steps_from_16k": Target("steps of BERT-base, masked words, 16k and 64k tokens, graphs, tokens/s", 0.6e6),
+    "steps_4k": Target("steps at 4k tokens, graphs, tokens/s: 90 % of that", 0.54e6),
+    "steps_over_compile_ragged": Target("steps as graphs over transformers + compile, realistic lengths", 2.0),
+    "steps_over_compile_full": Target("steps as graphs over transformers + compile, full length", 1.1),
     "training_memory_ratio": Target("training's peak memory, ours / transformers'", 0.6, at_most=True),
     "latency_ms": Target("latency, 1 x 32, CUDA graphs, ms", 0.6, at_most=True),
 }

@@ -1,4 +1,4 @@
-"""A contestant of `make gpu`'s part `models`, in a process of its own: one model, forward or training, on two batches.
+"""A contestant of `make gpu`, in a process of its own: one model, forward or training, on the part's batches.
 
 All contestants have the weights of one seed, drawn on the GPU. The encoder's outputs, and in training two gradients, of
 a batch's first sequences are checked against transformers' literal formulas in float64 before anything is timed.
@@ -39,6 +39,13 @@ FIELDS = {
         "intermediate_size": 192,
         "local_attention": 8,
     },
+    "tiny-words": {  # and for those of many steps
+        "vocab_size": 200,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    },
 }
 PREFIXES = {"bert": "bert", "modernbert": "model"}  # the attribute that holds the encoder of a model with a head
 # Of each family the first layer's query, or all three, and the last layer's first product in its feed-forward.
@@ -77,7 +84,9 @@ def cast(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
 
 class Subject:
     """`task`: contestant, model (of FIELDS), mode "forward" or "training", precision "bf16" or "amp" (fp32 weights,
-    autocast to bf16), smoke."""
+    autocast to bf16), smoke. `head`: of a model that is trained, as the Auto classes have it."""
+
+    head = "SequenceClassification"
 
     def __init__(self, task: dict[str, Any]):
         self.task, self.is_training = task, task["mode"] == "training"
@@ -88,17 +97,21 @@ class Subject:
         self.calls: dict[str, Callable[[], object]] = {}
         self.seconds_of: dict[str, float] = {}
         self.model = self.build("sdpa", self.weights)
-        if task["contestant"] == "fastbert":
+        if task["contestant"].startswith("fastbert"):
             self.model = self.ours(self.model)
         self.run: Callable[..., Any] = self.model
         self.optimizer: torch.optim.Optimizer | None = None
 
     # ----------------------------------------------------------------------------------------------------------------
 
+    @property
+    def class_name(self) -> str:
+        return f"AutoModelFor{self.head}" if self.is_training else "AutoModel"
+
     def build(self, attention: str, dtype: torch.dtype) -> torch.nn.Module:
         import transformers
 
-        kind = transformers.AutoModelForSequenceClassification if self.is_training else transformers.AutoModel
+        kind = getattr(transformers, self.class_name)
         config = transformers.AutoConfig.for_model(self.model_type, **fields_without_type(self.fields))  # two labels
         torch.manual_seed(0)
         with torch.device(self.device):
@@ -109,7 +122,7 @@ class Subject:
     def ours(self, theirs: Any) -> torch.nn.Module:
         import fastbert
 
-        kind = fastbert.AutoModelForSequenceClassification if self.is_training else fastbert.AutoModel
+        kind = getattr(fastbert, self.class_name)
         with torch.device(self.device):
             model: torch.nn.Module = kind.from_config(fastbert.EncoderConfig.from_dict(theirs.config.to_dict()))
         model = cast(model, self.weights).eval()
@@ -119,9 +132,12 @@ class Subject:
             assert chosen["selected"] != "torch", f"attention would run in torch: {chosen}"
         return model
 
+    def lengths(self, batch: str) -> list[int]:
+        return lengths(batch, self.task["smoke"])
+
     def inputs(self, batch: str) -> dict[str, torch.Tensor]:
         """Without a mask where there is no padding: everyone's fastest."""
-        real = torch.tensor(lengths(batch, self.task["smoke"]))
+        real = torch.tensor(self.lengths(batch))
         mask = (torch.arange(int(real.max())) < real[:, None]).long()
         ids = torch.randint(1000, 30000, mask.shape, generator=torch.Generator().manual_seed(1)) * mask
         found = {"input_ids": ids, **({"attention_mask": mask} if batch == "half" else {})}
@@ -197,13 +213,17 @@ class Subject:
 
         return step
 
-    def prepare(self, batch: str) -> dict[str, Any]:
-        """Compile, warm up; the batch's real tokens and the peak memory of one step."""
+    def begin(self) -> None:
+        """What stands before the first step; again, it does nothing."""
         if self.is_training and self.optimizer is None:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         self.model.train(self.is_training)
         if self.task["contestant"] == "transformers-compile" and self.run is self.model:
-            self.run = torch.compile(self.model)
+            self.run = torch.compile(self.model, dynamic=False)  # its fastest: each shape is compiled for itself
+
+    def prepare(self, batch: str) -> dict[str, Any]:
+        """Compile, warm up; the batch's real tokens and the peak memory of one step."""
+        self.begin()
         step = self.step_of(batch)
         for _ in range(3):
             step()
@@ -214,7 +234,7 @@ class Subject:
         peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None
         self.calls[batch] = step
         self.empty()
-        return {"tokens": sum(lengths(batch, self.task["smoke"])), "peak_memory": peak}
+        return {"tokens": sum(self.lengths(batch)), "peak_memory": peak}
 
     def empty(self) -> None:
         if self.device.type == "cuda":
@@ -238,11 +258,13 @@ class Subject:
         return {"seconds": self.time(self.calls[batch], count)}
 
 
-def prepared(task: dict[str, Any]) -> tuple[Subject | None, dict[str, Any]]:
-    """(the subject, {batch: what `prepare` says, or why there is none}); batches for which no time is left are left."""
+def prepared(task: dict[str, Any], kind: type[Subject] = Subject) -> tuple[Subject | None, dict[str, Any]]:
+    """(the subject, {batch: what `prepare` says, or why there is none}), of the task's batches; those for which no time
+    is left are left.
+    """
     deadline, longest = time.monotonic() + task["limit"], 0.0
-    subject, found = checked(task)
-    for batch in (batch for batch in BATCHES if batch not in found):
+    subject, found = checked(task, kind)
+    for batch in (batch for batch in task["batches"] if batch not in found):
         assert subject is not None
         if time.monotonic() + longest > deadline:
             found[batch] = {"skipped": f"not prepared within {task['limit']} s"}
@@ -268,13 +290,13 @@ def patiently(call: Callable[[], Any]) -> Any:
     return call()
 
 
-def checked(task: dict[str, Any]) -> tuple[Subject | None, dict[str, Any]]:
+def checked(task: dict[str, Any], kind: type[Subject]) -> tuple[Subject | None, dict[str, Any]]:
     """(the subject, {batch: why it may not be timed}): all checks come before the first step changes the weights."""
     found: dict[str, Any] = {}
     subject: Subject | None = None
-    for batch in BATCHES:
+    for batch in task["batches"]:
         try:
-            subject = subject or Subject(task)
+            subject = subject or kind(task)
             patiently(partial(subject.check, batch))
             subject.empty()
         except failures_of_a_kernel() as error:
@@ -282,7 +304,7 @@ def checked(task: dict[str, Any]) -> tuple[Subject | None, dict[str, Any]]:
     return subject, found
 
 
-def contest(task: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> None:
+def contest(task: dict[str, Any], answer: Callable[[dict[str, Any]], None], kind: type[Subject] = Subject) -> None:
     """A worker's process: prepares all batches, then each line on stdin names the batch of a turn."""
 
     def give_up() -> None:
@@ -293,7 +315,7 @@ def contest(task: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> N
     timer = threading.Timer(task["limit"], give_up)
     timer.daemon = True
     timer.start()
-    subject, found = prepared(task)
+    subject, found = prepared(task, kind)
     timer.cancel()
     answer(found)
     for line in sys.stdin:

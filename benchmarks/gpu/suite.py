@@ -47,6 +47,7 @@ class Part(NamedTuple):
 
 # What is soon through and tells the most comes first; the kernels' part leaves them compiled for the others.
 PARTS = {
+    "steps": Part("benchmarks.gpu.steps.part", "run_part", 580),
     "kernels": Part("benchmarks.gpu.kernels", "run_part", 300),
     "ops": Part("benchmarks.gpu.ops", "run_part", 360),
     "profile": Part("benchmarks.gpu.profile", "run_part", 200),
@@ -106,9 +107,17 @@ def write_tables(folder: Path) -> list[dict[str, Any]]:
     return contents
 
 
-def take_over(earlier: Path, folder: Path, stamp: dict[str, Any]) -> None:
-    """Copy to `folder` what another one has of the same run, so that it goes on there."""
-    for part in PARTS:
+def together(parts: list[str]) -> list[str]:
+    """Whose results lie in a folder for which these parts are asked: an extra part's alone, or all others'. With
+    results.md that is as many files as a lent machine gives back.
+    """
+    has_extra = any(PARTS[part].is_extra for part in parts)
+    return parts if has_extra else [name for name, part in PARTS.items() if not part.is_extra]
+
+
+def take_over(earlier: Path, folder: Path, stamp: dict[str, Any], parts: list[str]) -> None:
+    """Copy to `folder` what another one has of these parts of the same run, so that it goes on there."""
+    for part in parts:
         source, target = earlier / f"{part}.json", folder / f"{part}.json"
         if not source.exists() or target.exists():
             continue
@@ -237,7 +246,7 @@ def main(argv: list[str] | None = None) -> int:
     kept = None if args.smoke else stamps.ROOT / "build" / "gpu-results" / machine
     for earlier in (default, kept):
         if earlier is not None and not args.smoke and folder != earlier:
-            take_over(earlier, folder, stamp)
+            take_over(earlier, folder, stamp, together(parts))
     arguments = ["--output", str(folder), *(["--smoke"] if args.smoke else [])]
     arguments += ["--commit", args.commit] if args.commit else []
     template = open_record("kernels", folder, stamp, _say, args.smoke)

@@ -10,10 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.gpu import cpu, kernels, ops, profile, rowwise, sequences, stamp, suite
+from benchmarks.gpu import cpu, kernels, profile, rowwise, sequences, stamp, suite
 from benchmarks.gpu.checks import Timer, assert_keep_rate
 from benchmarks.gpu.models import entry_of, figures, memory_figures
 from benchmarks.gpu.record import TARGETS, open_record
+from benchmarks.gpu.steps import part as steps
+from benchmarks.gpu.steps.batches import BATCHES
 from benchmarks.gpu.subject import Subject, lengths
 from fastbert.bench.compete import ContestantProcess
 from fastbert.native.availability import triton_error
@@ -21,7 +23,7 @@ from fastbert.native.availability import triton_error
 pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
 STAMP = {**stamp.make_stamp("0123456789ab"), "dirty": False}
 MODES = (("forward", "bf16"), ("training", "amp"))
-TASK = {"threads": 1, "model": "tiny", "limit": 60, "smoke": True}
+TASK = {"threads": 1, "model": "tiny", "limit": 60, "smoke": True, "batches": ["full", "half"]}
 
 
 @pytest.fixture
@@ -37,7 +39,7 @@ def content_of(template, part: str) -> dict:
 
 
 @pytest.mark.full  # test_a_failing_entry_fails_its_part_alone runs some of a part
-@pytest.mark.parametrize("part", ("kernels", "models", "profile", "ops", "cpu"))
+@pytest.mark.parametrize("part", ("steps", "kernels", "models", "profile", "ops", "cpu"))
 def test_a_part_runs_and_is_not_run_again(part, template, monkeypatch):
     assert suite.run([part], template) == 0
     content = content_of(template, part)
@@ -47,6 +49,13 @@ def test_a_part_runs_and_is_not_run_again(part, template, monkeypatch):
     assert not any("failed" in entry for entry in entries.values())
     only_on_gpus = {name for name in entries if name.endswith(" cuda") or name == kernels.SERIALISED}
     assert skipped == (set() if torch.cuda.is_available() else only_on_gpus)
+    if part == "steps":
+        assert list(entries) == [*steps.CHECK_NAMES.values(), *BATCHES, "all sizes"]
+        assert content["figures"]["steps_4k"] > 0 and len(entries["all sizes"]["numbers"]) == 4
+        for batch in BATCHES:
+            rows = entries[batch]["numbers"]
+            assert all(row["launches"] > 0 and row["host ms"] > 0 for row in rows.values())
+            assert rows["fastbert, op by op"]["layers in one op"] == 0
     if part == "kernels":
         assert {job.id for job in kernels.jobs(True, template.device)} == set(entries) - skipped
         assert all(entry["checks"] for name, entry in entries.items() if name not in skipped)
@@ -230,13 +239,6 @@ def test_a_wrong_model_is_not_timed(model, weight, mode):
         next(p for n, p in subject.model.named_parameters() if weight in n).mul_(1.2)
     with pytest.raises(AssertionError, match="half output: max error"):
         subject.check("half")
-
-
-def test_keys_that_a_window_leaves_out_are_no_work():
-    for length, window in ((5, 1), (7, 3), (4, 9), (1, 0), (6, -1)):
-        index = torch.arange(length)
-        seen = (index[:, None] - index).abs() <= (window if window >= 0 else length)
-        assert ops.keys_seen(length, window) == int(seen.sum())
 
 
 def test_figures_take_the_smaller_ratio_and_the_larger_memory():

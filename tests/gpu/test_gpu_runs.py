@@ -75,7 +75,7 @@ def test_a_run_goes_on_in_another_folder(template, tmp_path, monkeypatch):
         record.add("entry", {"numbers": {part: {"a": 1.0}}})
     folder = template.path.parent
     open_record("cpu", folder, STAMP, template.say, smoke=True).write()  # what is there stays
-    suite.take_over(default, folder, STAMP)
+    suite.take_over(default, folder, STAMP, suite.together(["ops"]))
     assert sorted(path.name for path in folder.iterdir()) == ["cpu.json", "ops.json"]
     assert not json.loads((folder / "cpu.json").read_text())["entries"]
     assert suite.run(["ops"], template) == 0 and f"ops: done already, in {folder / 'ops.json'}" in template.said
@@ -175,7 +175,9 @@ def test_what_was_compiled_is_kept_for_the_next_command(monkeypatch):
 
 
 def test_at_most_eight_files_come_back():
-    assert len(suite.PARTS) + 1 <= 8  # a file a part, and results.md
+    for asked in (["ops"], ["steps", "cpu"], ["tune"], ["tune", "ops"]):
+        together = suite.together(asked)
+        assert {*asked} <= {*together} and len(together) + 1 <= 8  # a file a part, and results.md
 
 
 def test_a_peer_that_is_not_compiled_in_time_is_skipped_and_says_so(template, monkeypatch):
@@ -243,3 +245,10 @@ def test_bytes_are_those_that_must_come_from_memory(template, monkeypatch):
     moved = {name.removesuffix(", triton"): row["share of copy"] for name, row in numbers.items()}
     assert moved["embed_layer_norm_fwd"] == matrix + 3 * ids + 3 * row
     assert moved["add_layer_norm_fwd"] == moved["add_layer_norm_bwd"] == 3 * matrix and moved["pooling_fwd"] == matrix
+
+
+def test_keys_that_a_window_leaves_out_are_no_work():
+    for length, window in ((5, 1), (7, 3), (4, 9), (1, 0), (6, -1)):
+        index = torch.arange(length)
+        seen = (index[:, None] - index).abs() <= (window if window >= 0 else length)
+        assert ops.keys_seen(length, window) == int(seen.sum())

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from family_configs import config_for
-from tape import TapeGraphs
 
 import fastbert
 from fastbert.models.classes import CLASSES
@@ -19,14 +18,6 @@ SMALL = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "i
 DROPS = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 WORDS = 40
 LARGEST = Sizes(22, 4, 6, 3)  # of the batches here
-
-
-class NoGraphs(TapeGraphs):
-    """Runs what would be captured, each time: what a replay has to give."""
-
-    def capture(self, run):
-        run()
-        return run
 
 
 def mean_loss(model: Any, batch: PackedInputs, total: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fastbert.testing.graphs import NoGraphs
+
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
@@ -44,17 +46,11 @@ class Tape(TorchDispatchMode):
                     old.copy_(new)
 
 
-class TapeGraphs:
+class TapeGraphs(NoGraphs):
     """What captures a GraphedStep in tests: on a tape, on any device."""
 
     def __init__(self) -> None:
         self.tapes: list[Tape] = []
-
-    def unsupported(self, device: torch.device) -> str | None:
-        return None
-
-    def warm(self, run: Callable[[], None]) -> None:
-        run()
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         tape = Tape()
@@ -62,6 +58,3 @@ class TapeGraphs:
         with tape:
             run()
         return tape.replay
-
-    def nbytes(self) -> int:
-        return 0

@@ -16,13 +16,14 @@ from typing import Any
 import graphed_faults as faults
 import torch
 from dry_launches import as_gpu
-from graphed_steps import NoGraphs, batch, make_step, run_step
+from graphed_steps import batch, make_step, run_step
 from launch_trace import Launches, Recorder, Trace, differences, without_compiler
 
 from fastbert import packing
 from fastbert.backend import use_backend
 from fastbert.ops import packing as packing_op
 from fastbert.packed_inputs import PackedInputs
+from fastbert.testing.graphs import NoGraphs
 from fastbert.training.graphed import GraphedStep
 
 STEPS = 3  # of a bucket: in the first its graph is captured

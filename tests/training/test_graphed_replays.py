@@ -7,11 +7,12 @@ import math
 import graphed_faults as faults
 import pytest
 import torch
-from graphed_steps import WORDS, NoGraphs, batch, kept, make_step, run_step
+from graphed_steps import WORDS, batch, kept, make_step, run_step
 from tape import TapeGraphs
 
 from fastbert.backend import use_backend
 from fastbert.native.availability import triton_error
+from fastbert.testing.graphs import NoGraphs
 from fastbert.training.graphed import GraphedStep
 
 pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))

@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from graphed_steps import NoGraphs
 from seeds import numpy_generator
 from tape import TapeGraphs
 from training_runs import ALONE, OPTIONS, PHASE, losses_of, make_loop, make_model, until
@@ -19,6 +18,7 @@ from fastbert.data.batches import Steps, StepSampler
 from fastbert.errors import TrainingError
 from fastbert.native.availability import triton_error
 from fastbert.packed_inputs import pack_inputs
+from fastbert.testing.graphs import NoGraphs
 from fastbert.testing.numerics import assert_close_to_reference
 from fastbert.training.distributed import World
 from fastbert.training.finetuning.embedding import Embedding
