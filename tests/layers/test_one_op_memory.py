@@ -34,7 +34,9 @@ def make(layers: int, **changes) -> torch.nn.Module:
         **drops,
         **changes,
     }
-    return CLASSES["bert", "Model"](fastbert.EncoderConfig.from_dict(config), add_pooling_layer=False).train()
+    return CLASSES[config["model_type"], "Model"](
+        fastbert.EncoderConfig.from_dict(config), add_pooling_layer=False
+    ).train()
 
 
 def kept_bytes(model: torch.nn.Module, tokens: int) -> int:
