@@ -286,7 +286,7 @@ _DKDV, _DQ = (Launches(f"{_OPERANDS} {made}", _bwd_constants) for made in ("dk_p
 def make_records(dout, out, softmax_stats, scale_log2e, block_d) -> torch.Tensor:
     """fp32 (num_heads, total_tokens, 4): see the kernel."""
     total_tokens, num_heads, head_dim = dout.shape
-    top, total = softmax_stats
+    top, total = softmax_stats.unbind()
     records = top.new_empty(num_heads, total_tokens, 4)
     _RECORDS(
         _attention_records_kernel, (row_strides(dout, out), head_dim, block_d, scale_log2e),
@@ -306,7 +306,7 @@ def attention_bwd(
     dqkv = q.new_empty(total_tokens, num_heads + 2 * num_kv_heads, head_dim)
     if q.numel() == 0:
         return dqkv
-    dq, dk, dv = dqkv.split((num_heads, num_kv_heads, num_kv_heads), 1)
+    dq, dk, dv = torch.split_with_sizes(dqkv, (num_heads, num_kv_heads, num_kv_heads), 1)
     group, positions = num_heads // num_kv_heads, None if window_positions is None else window_positions.contiguous()
     kind = (group, softmax_scale, dropout_p, tuple(window_size), positions is not None)
     rest = (row_strides(q, k, v, dout), dqkv.stride(0), major_of(q.device), q.element_size(), tile)

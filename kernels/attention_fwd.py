@@ -141,7 +141,7 @@ def attention_fwd(
     stats = q.new_empty(2 if return_stats else 0, num_heads, total_tokens, dtype=torch.float32)
     if q.numel() == 0:
         return out, stats
-    top, total = stats if return_stats else (out, out)
+    top, total = stats.unbind() if return_stats else (out, out)
     group, positions = num_heads // k.shape[1], None if window_positions is None else window_positions.contiguous()
     heads = (num_heads, head_dim, group, softmax_scale, dropout_p, tuple(window_size), positions is not None)
     kind = (row_strides(q, k, v), return_stats, major_of(q.device), q.element_size(), tile, *heads)

@@ -325,4 +325,4 @@ class Stack:
 
 def _heads(qkv: torch.Tensor, numbers: LayerNumbers) -> tuple[torch.Tensor, ...]:
     heads = (numbers.num_heads, numbers.num_kv_heads, numbers.num_kv_heads)
-    return qkv.view(qkv.shape[0], sum(heads), numbers.head_dim).split(heads, 1)
+    return torch.split_with_sizes(qkv.view(qkv.shape[0], sum(heads), numbers.head_dim), heads, 1)

@@ -25,16 +25,10 @@ def make(layers: int, **changes) -> torch.nn.Module:
     manual_seed(0)
     shape = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_attention_heads": HEADS, "vocab_size": 40}
     drops = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-    config = {
-        "model_type": "bert",
-        "pad_token_id": 0,
-        "num_hidden_layers": layers,
-        "initializer_range": 0.2,
-        **shape,
-        **drops,
-        **changes,
-    }
-    return CLASSES["bert", "Model"](fastbert.EncoderConfig.from_dict(config), add_pooling_layer=False).train()
+    config = {"model_type": "bert", "pad_token_id": 0, "num_hidden_layers": layers, "initializer_range": 0.2}
+    config |= {**shape, **drops, **changes}
+    made = CLASSES[config["model_type"], "Model"](fastbert.EncoderConfig.from_dict(config), add_pooling_layer=False)
+    return made.train()
 
 
 def kept_bytes(model: torch.nn.Module, tokens: int) -> int:
