@@ -44,7 +44,7 @@ def test_one_way_leads_from_texts_to_a_models_batches():
 
 
 def test_one_record_says_what_a_model_is_given():
-    assert files_with(r"class ModelInputs\(") == {"packed_inputs/__init__.py"}
+    assert files_with(r"class ModelInputs\(") == {"packed_inputs.py"}
     assert not files_with(r"\bprepare(_inputs)?\(\*")
 
 

@@ -6,24 +6,15 @@ Whoever makes batches (a collate function, a DataLoader's worker) calls `pack_in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from fastbert.errors import InputError
-from fastbert.packed_inputs.forms import (
-    integers,
-    is_array,
-    is_integer,
-    joined,
-    labels_of_sequences,
-    labels_of_tokens,
-    tensor,
-    without_choices,
-)
 from fastbert.packing import PADDED_LABELS, PackedBatch
 
 # What a model's forward takes of a PackedInputs, by its own argument names.
@@ -110,33 +101,22 @@ class PackedInputs(Mapping[str, Any]):
         return PackedInputs({name: made[name] for name in self._fields})
 
     def with_slack(self, total_tokens: int, batch_size: int, labelled: int, max_seqlen: int) -> PackedInputs:
-        """The same batch in the sizes of its bucket: what is behind the real tokens and sequences is slack.
+        """The same batch in the sizes of its bucket: behind what is real is slack, without a label (docs/packing.md).
 
-        Its losses are those without slack: an empty sequence has no label, so it enters no mean and is nobody's
-        negative. Slack tokens have ids 0 and labels -100, slack sequences labels -100, or 0.0 where labels are floats.
-
-        Args:
-            total_tokens, batch_size, labelled: how many tokens, sequences and labelled tokens there are then.
-                `batch_size` counts each choice; `labelled` is not read where labels are not those of tokens.
-            max_seqlen: the upper bound of the sequence lengths then.
-
-        Raises:
-            InputError: the batch has more of one of these, or outputs in rows (it was made from a padded tensor); no
-            token is left for the labels of none.
+        `batch_size` counts each choice; `labelled` is read where labels are those of tokens. Raises InputError where
+        the batch has more of one of these, or padded outputs, or where no token is left for labels of none.
         """
-        num_choices = self._fields.get("num_choices", 1)
+        fields, num_choices = self._fields, self._fields.get("num_choices", 1)
         if batch_size % num_choices:
             raise InputError(f"batch_size is {batch_size}; it must be a multiple of num_choices {num_choices}")
-        old: PackedBatch = self._fields["batch"]
-        batch = old.with_slack(total_tokens, batch_size, labelled, max_seqlen)
-        made: dict[str, Any] = {"batch": batch}
-        for name, value in self._fields.items():
+        made = {"batch": fields["batch"].with_slack(total_tokens, batch_size, labelled, max_seqlen)}
+        for name, value in fields.items():
             if isinstance(value, torch.Tensor):
-                is_per_token = name in _IDS or (name == "labels" and old.labelled is not None)
+                is_per_token = name in _IDS or (name == "labels" and fields["batch"].labelled is not None)
                 rows = total_tokens if is_per_token else batch_size // num_choices
                 slack = 0 if name in _IDS or value.is_floating_point() else -100
                 made[name] = torch.cat([value, value.new_full((rows - len(value), *value.shape[1:]), slack)])
-        return PackedInputs(self._fields | made)
+        return PackedInputs(fields | made)
 
     def _moved(self, move: Callable[[Any], Any]) -> PackedInputs:
         return PackedInputs({name: v if isinstance(v, int) else move(v) for name, v in self._fields.items()})
@@ -214,16 +194,16 @@ def pack_inputs(
         InputError: a form, length, dtype or device that does not fit. Ids and labels are compared with a model's tables
             when it is called: by the smallest and the largest, which are noted here, without a wait.
     """
-    ids, num_choices = without_choices(input_ids)
+    ids, num_choices = _without_choices(input_ids)
     given_ids = {"token_type_ids": token_type_ids, "position_ids": position_ids, "task_type_ids": task_type_ids}
     tokens = {
-        name: without_choices(values, num_choices, name)[0] for name, values in given_ids.items() if values is not None
+        name: _without_choices(values, num_choices, name)[0] for name, values in given_ids.items() if values is not None
     }
-    mask = None if attention_mask is None else without_choices(attention_mask, num_choices, "attention_mask")[0]
+    mask = None if attention_mask is None else _without_choices(attention_mask, num_choices, "attention_mask")[0]
     per_token = None
-    if labels is not None and (per_token := labels_of_tokens(labels, num_choices)) is not None:
+    if labels is not None and (per_token := _token_labels(labels, num_choices)) is not None:
         tokens["labels"] = per_token
-    pack = _pack_padded if is_array(ids) else _pack_lists
+    pack = _pack_padded if _is_array(ids) else _pack_lists
     batch, fields, masked_ids = pack(ids, mask, tokens)
 
     packed_labels = None
@@ -234,10 +214,10 @@ def pack_inputs(
     num_examples = batch.batch_size // (num_choices or 1)
     for name, values in given.items():
         if values is not None:
-            fields[name] = labels_of_sequences(name, values, num_examples)
+            fields[name] = _sequence_labels(name, values, num_examples)
     # What models compare with their tables: real tokens' ids and labels, -100 being no label.
     seen = {name: packed_labels if name == "labels" and packed_labels is not None else t for name, t in fields.items()}
-    bounds = {name: _ends(t if name in _IDS else t.where(t != -100, 0)) for name, t in seen.items() if is_integer(t)}
+    bounds = {name: _ends(t if name in _IDS else t.where(t != -100, 0)) for name, t in seen.items() if _is_integer(t)}
     if masked_ids.numel():
         bounds[MASKED_IDS] = _ends(masked_ids)
     if packed_labels is not None and batch.indices is not None:
@@ -250,21 +230,108 @@ def pack_inputs(
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# Forms: one tensor, or a list of sequences
+
+
+def _is_array(values: Any) -> bool:
+    """A tensor or a NumPy array, whose rows are of one length."""
+    return hasattr(values, "shape") and hasattr(values, "dtype")
+
+
+def _is_many(values: Any) -> bool:
+    return len(values.shape) > 0 if _is_array(values) else isinstance(values, Sequence)
+
+
+def _is_integer(t: torch.Tensor) -> bool:
+    return not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
+
+
+def _tensor(name: str, values: Any) -> torch.Tensor:
+    try:
+        t = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise InputError(f"{name} makes no tensor: {error}") from None
+    if not t.is_cpu:
+        raise InputError(f"{name} is on {t.device}; pack_inputs works on the host: move what it returns")
+    return t
+
+
+def _integers(name: str, values: Any) -> torch.Tensor:
+    t = _tensor(name, values)
+    if t.numel() and not _is_integer(t):
+        raise InputError(f"{name} is {t.dtype}; it must hold integers")
+    return t.long()
+
+
+def _rows(name: str, values: Any) -> Sequence[Any]:
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise InputError(f"{name} is a {type(values).__name__}; it must be a list of sequences, as input_ids is")
+    return values
+
+
+def _without_choices(values: Any, num_choices: int | None = None, name: str = "input_ids") -> tuple[Any, int | None]:
+    """The choices of all examples one after the other, and how many an example has; None where there are none.
+
+    `num_choices`: of the input_ids, where `values` are other fields of them.
+    """
+    if _is_array(values):
+        t = _tensor(name, values)
+        if t.dim() != 3:
+            return t, None
+        if num_choices not in (None, t.shape[1]):
+            raise InputError(f"{name} has {t.shape[1]} choices an example; input_ids has {num_choices}")
+        return t.flatten(0, 1), t.shape[1]
+    rows = _rows(name, values)
+    nested = [isinstance(row, Sequence) and len(row) > 0 and _is_many(row[0]) for row in rows]
+    if not any(nested):
+        return rows, None
+    counts = {len(row) if inner else 0 for row, inner in zip(rows, nested, strict=True)}
+    if len(counts | ({num_choices} - {None})) > 1:
+        raise InputError(f"every example must have as many choices in every field; {name} has {sorted(counts)}")
+    return [choice for row in rows for choice in row], len(rows[0])
+
+
+_NUMBERS = (int, float, np.number, np.bool_)
+_PLAIN_ROWS = (list, tuple, np.ndarray)
+
+
+def _token_labels(labels: Any, num_choices: int | None) -> Any:
+    """The labels if they are integers in two dimensions, of tokens; None if they are of sequences."""
+    if num_choices is not None:
+        return None
+    dim = 2 if _is_array(labels) else 1
+    rows = [labels] if _is_array(labels) else _rows("labels", labels)
+    if not _is_array(labels) and all(isinstance(row, _NUMBERS) for row in rows):
+        return None
+    tensors = [_tensor("labels", row) for row in rows]
+    return labels if any(row.dim() >= dim and (_is_integer(row) or not row.numel()) for row in tensors) else None
+
+
+def _sequence_labels(name: str, values: Any, num_examples: int) -> torch.Tensor:
+    t = _tensor(name, values)
+    if t.dim() == 0 or t.shape[0] != num_examples:
+        raise InputError(f"{name} has shape {tuple(t.shape)}; there are {num_examples} sequences")
+    if t.is_floating_point() and name == "labels":
+        return t
+    return _integers(name, t)
+
+
+# --------------------------------------------------------------------------------------------------------------------
 # Packing: the batch, its fields, and the ids before a sequence's last token that a mask hides
 
 
 def _pack_padded(ids: Any, mask: Any, tokens: dict[str, Any]) -> tuple[PackedBatch, dict, torch.Tensor]:
-    ids = integers("input_ids", ids)
+    ids = _integers("input_ids", ids)
     if ids.dim() != 2 or 0 in ids.shape:
         raise InputError(f"input_ids has shape {tuple(ids.shape)}; it must be (batch, seqlen), both at least 1")
     grid = {"input_ids": ids}
     for name, values in tokens.items():
-        grid[name] = t = integers(name, values)
+        grid[name] = t = _integers(name, values)
         if name == "position_ids" and t.dim() == 2 and t.shape[0] == 1:
             grid[name] = t = t.expand(ids.shape)  # as transformers, one row for the whole batch
         if t.shape != ids.shape:
             raise InputError(f"{name} has shape {tuple(t.shape)}; input_ids has {tuple(ids.shape)}")
-    mask = None if mask is None else tensor("attention_mask", mask)
+    mask = None if mask is None else _tensor("attention_mask", mask)
     batch = PackedBatch.from_mask(mask, ids.shape[0], ids.shape[1], ids.device)
     hidden = ids[:0].flatten()
     if batch.indices is not None:
@@ -276,13 +343,13 @@ def _pack_padded(ids: Any, mask: Any, tokens: dict[str, Any]) -> tuple[PackedBat
 
 
 def _pack_lists(ids: Any, mask: Any, tokens: dict[str, Any]) -> tuple[PackedBatch, dict, torch.Tensor]:
-    flat, lengths = joined("input_ids", ids)
+    flat, lengths = _joined("input_ids", ids)
     if not lengths:
         raise InputError("an empty batch: input_ids holds no sequence")
     fields = {"input_ids": flat}
     given = tokens if mask is None else {**tokens, "attention_mask": mask}
     for name, values in given.items():
-        fields[name], found = joined(name, values)
+        fields[name], found = _joined(name, values)
         if len(found) != len(lengths):
             raise InputError(f"{name} has {len(found)} sequences; input_ids has {len(lengths)}")
         for i, (count, length) in enumerate(zip(found, lengths, strict=True)):
@@ -301,6 +368,27 @@ def _pack_lists(ids: Any, mask: Any, tokens: dict[str, Any]) -> tuple[PackedBatc
     offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     batch = PackedBatch(None, offsets, max(lengths), len(lengths), None, sum(lengths))
     return batch, fields, fields["input_ids"][:0]
+
+
+def _joined(name: str, given: Any) -> tuple[torch.Tensor, list[int]]:
+    """Lists of integers one after the other, int64, and their lengths."""
+    rows = _rows(name, given)
+    lengths = list(map(len, rows)) if all(type(row) in _PLAIN_ROWS for row in rows) else []
+    try:  # all at once: torch's calls for each of hundreds of rows take a millisecond
+        joined = np.concatenate([row for row, n in zip(rows, lengths, strict=True) if n]) if any(lengths) else None
+    except (ValueError, OverflowError):
+        joined = None
+    if joined is not None and joined.ndim == 1 and joined.dtype.kind in "iu" and len(joined) == sum(lengths):
+        return torch.from_numpy(joined.astype(np.int64, copy=False)), lengths
+    tensors = [_row(name, row) for row in rows]  # whatever else makes rows; or it is none, and this says why
+    return torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.int64), [len(row) for row in tensors]
+
+
+def _row(name: str, values: Any) -> torch.Tensor:
+    row = _integers(name, values)
+    if row.dim() != 1:
+        raise InputError(f"{name} holds a sequence of shape {tuple(row.shape)}; it must be a list of lists of integers")
+    return row
 
 
 def _ends(t: torch.Tensor) -> tuple[int, int]:
