@@ -42,7 +42,7 @@ def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 
 def project_back(dout: torch.Tensor, weight: torch.Tensor, dx: torch.Tensor | None) -> torch.Tensor:
     """dout weight, added to dx inside of the product, and in its place."""
-    return torch.mm(dout, weight) if dx is None else torch.addmm(dx, dout, weight, out=dx)
+    return torch.mm(dout, weight) if dx is None else dx.addmm_(dout, weight)
 
 
 @functools.cache

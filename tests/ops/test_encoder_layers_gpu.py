@@ -7,14 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 from full import halved, thinned
-from layer_specs import CASES, CU_SEQLENS, HIDDEN, TOKENS, WITH_HOLES, Case, fused, make, operands_of
+from layer_specs import CASES, CU_SEQLENS, HIDDEN, TOKENS, WITH_HOLES, Case, fused, make, operands_of, rotary_tables
 from seeds import manual_seed, torch_generator
 from trained_layers import MODES, Several, assert_same, check, differentiate, masks
 
 from fastbert import ops
-from fastbert.backend import use_backend
+from fastbert.backend import Backend, use_backend
 from fastbert.native.availability import triton_error
 from fastbert.ops import encoder_layers_training_gpu as gpu
+from fastbert.ops._layer_kernels import layer_kernels
+from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
 
@@ -207,6 +209,51 @@ def test_a_backend_without_it_is_never_met():
         found = ops.try_fused(OPS[1], X, lambda: operands_of([make(CASES["post"])]))
     assert found == "torch, the backend that was asked for, does not have it"
     assert ops.try_fused(OPS[1], X, lambda: operands_of([make(CASES["post"])])).startswith("no backend has it")
+
+
+CUDAS = ("add_layer_norm_fwd", "add_layer_norm_bwd", "feed_forward", "feed_forward_bwd")
+
+
+@halved
+@pytest.mark.parametrize("mode", ("float32", "autocast"))
+@pytest.mark.parametrize("name", ("post, merged", "pre, merged"))
+def test_backend_cuda_takes_its_own_kernels_where_it_has_them(name, mode, monkeypatch):
+    """With Triton's in place of those that no CPU runs: norms of one dtype, and the feed-forward without dropout."""
+    called = set()
+
+    def instead(op: str):
+        def run(*given):
+            called.add(op)
+            return getattr(torch.ops.fastbert, f"{op}_triton")(*given)
+
+        return run
+
+    for op in CUDAS:
+        monkeypatch.setattr(torch.ops.fastbert, f"{op}_cuda", instead(op), raising=False)
+    layer_kernels.cache_clear()
+    found = []
+    for dropouts in ((0.1, 0.2, 0.0, 0.4), (0.1, 0.2, 0.3, 0.4)):
+        layers = Several([make(CASES[name].with_dropouts(*dropouts))])
+        for backend in (Backend.CUDA, Backend.TRITON):
+
+            def run(several: Several, x: torch.Tensor, backend=backend) -> torch.Tensor:
+                manual_seed(3)
+                rest = (CU_SEQLENS[:3], rotary_tables())
+                return gpu._run(backend, False, x, operands_of(several.layers), *rest)
+
+            called.clear()
+            with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+                found.append(differentiate(run, layers, X[:6]))
+            has = ({*CUDAS[:2]} if mode == "float32" else set()) | ({*CUDAS[2:]} if not dropouts[2] else set())
+            assert called == (has if backend is Backend.CUDA else set())
+    layer_kernels.cache_clear()
+    for one, other in (found[:2], found[2:]):
+        assert torch.equal(one["out"], other["out"])
+        for key, t in one.items():  # whose dx is added by a kernel, and rounded once more
+            compared = torch.float32 if mode == "float32" else torch.bfloat16
+            assert_close_to_reference(
+                t.to(compared), other[key].double(), other[key].to(compared), GRADIENT_FACTOR, f"{key} of {name}"
+            )
 
 
 def test_the_ops_say_which_backend_ran():
