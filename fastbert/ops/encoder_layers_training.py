@@ -6,8 +6,9 @@ autograd and torch's dispatcher work on one core while the other one waits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -186,3 +187,19 @@ def _run_training(
 
 
 register_fused("encoder_layers_training", Backend.CPU, _supports_training, _accepts_training, _run_training)
+
+
+def _of_gpu(name: str, *first: Any) -> Callable[..., Any]:
+    """A function of encoder_layers_training_gpu.py, which is loaded when somebody asks."""
+
+    def call(*given: Any, **options: Any) -> Any:
+        module = importlib.import_module("fastbert.ops.encoder_layers_training_gpu")
+        return getattr(module, name)(*first, *given, **options)
+
+    return call
+
+
+for _backend in (Backend.TRITON, Backend.CUDA):
+    for _op, _recomputes in (("encoder_layers_training", False), ("encoder_layers_recomputing", True)):
+        _run = _of_gpu("run", _backend, _recomputes)
+        register_fused(_op, _backend, _of_gpu("supports", _backend), _of_gpu("accepts"), _run)

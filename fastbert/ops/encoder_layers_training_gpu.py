@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fastbert.backend import Backend, register_fused
+from fastbert.backend import Backend
 from fastbert.ops._attention_tiles import tiles_of
 from fastbert.ops._common import (
     _library,
@@ -227,10 +227,10 @@ def _sorted(call: _Call, vectors: Sequence[torch.Tensor]) -> tuple[list[torch.Te
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The fused op
+# The fused op, which encoder_layers_training.py registers: CPUs need not load this
 
 
-def _supports(backend: Backend, x: torch.Tensor) -> str | None:
+def supports(backend: Backend, x: torch.Tensor) -> str | None:
     if torch.compiler.is_compiling():
         return "a graph of torch.compile has the ops of its layers"
     if not torch.is_grad_enabled():
@@ -246,7 +246,7 @@ def _supports(backend: Backend, x: torch.Tensor) -> str | None:
     return (cuda_unsupported(x) if backend is Backend.CUDA else None) or triton_unsupported(x)
 
 
-def _accepts(x: torch.Tensor, operands: LayerOperands) -> str | None:
+def accepts(x: torch.Tensor, operands: LayerOperands) -> str | None:
     if operands.unsupported is not None:
         return operands.unsupported
     if operands.weight_scales:
@@ -299,7 +299,7 @@ def _intermediate_sizes(kinds: Sequence[LayerNumbers], weights: Sequence[torch.T
     return tuple(sizes)
 
 
-def _run(
+def run(
     backend: Backend,
     recomputes: bool,
     x: torch.Tensor,
@@ -340,14 +340,3 @@ def _run(
     )  # fmt: skip
     call = _Call(backend, form, (len(weights), len(biases), len(norms)), layout, kinds)
     return _EncoderLayers.apply(call, x.contiguous(), *weights, *biases, *norms)
-
-
-for _backend in _BACKENDS:
-    for _op, _recomputes in (("encoder_layers_training", False), ("encoder_layers_recomputing", True)):
-        register_fused(
-            _op,
-            _backend,
-            functools.partial(_supports, _backend),
-            _accepts,
-            functools.partial(_run, _backend, _recomputes),
-        )

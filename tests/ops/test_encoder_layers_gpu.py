@@ -239,7 +239,7 @@ def test_backend_cuda_takes_its_own_kernels_where_it_has_them(name, mode, monkey
             def run(several: Several, x: torch.Tensor, backend=backend) -> torch.Tensor:
                 manual_seed(3)
                 rest = (CU_SEQLENS[:3], rotary_tables())
-                return gpu._run(backend, False, x, operands_of(several.layers), *rest)
+                return gpu.run(backend, False, x, operands_of(several.layers), *rest)
 
             called.clear()
             with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
