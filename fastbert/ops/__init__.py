@@ -1,6 +1,6 @@
 """The op level: functions over tensors, no nn.Module, no config. One contract, one oracle, several backends each."""
 
-import fastbert.ops.encoder_layers_training  # (which registers its fused op)
+import fastbert.ops.encoder_layers_training  # noqa: F401  (which registers its fused op)
 
 # Layers, models and accelerate know no backend, and call these.
 from fastbert.backend import transform_unsupported, try_fused, warn_of_missing_kernels
