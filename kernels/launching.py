@@ -8,17 +8,12 @@ holds for the next. All else goes through Triton's launcher: the first launch, m
 profilers, the interpreter.
 """
 
-import inspect
-from collections.abc import Callable
-from typing import Any
-
-import torch
 from triton import knobs
 from triton.runtime import JITFunction, driver
 
-# How Triton itself launches what it has found, in the versions that have been seen; others launch everything.
-_FORM = "kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata,"
-_KNOWS_FORM = _FORM in inspect.getsource(JITFunction.run)
+# What Triton's launcher launches with, in the versions that have been seen; with others it launches everything.
+_NAMES = ("run", "function", "packed_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "values")
+_KNOWS_FORM = set(_NAMES) <= set(JITFunction.run.__code__.co_names)
 _MOST = 4096  # kinds of calls that are kept: strides of tensors are among what they are known by
 _made: dict[tuple, "_Launch"] = {}
 
@@ -35,10 +30,10 @@ class Launches:
     Raises ValueError: a number is specialised on.
     """
 
-    def __init__(self, names: str, constants: Callable[..., dict[str, Any]]):
+    def __init__(self, names: str, constants):
         self.names, self.constants = names.split(), constants
 
-    def __call__(self, kernel: Any, key: tuple, grid: tuple[int, ...], *given: torch.Tensor | int | None) -> None:
+    def __call__(self, kernel, key: tuple, grid: tuple[int, ...], *given) -> None:
         at = (id(kernel), *key)  # a kernel in its place, as tests have it, is another
         launch = _made.get(at)
         if launch is None:
@@ -49,7 +44,7 @@ class Launches:
 
 
 class _Launch:
-    def __init__(self, kernel: Any, names: list[str], constants: dict[str, Any]):
+    def __init__(self, kernel, names: list[str], constants: dict):
         self.kernel, self.names, self.constants = kernel, names, constants
         self.compiled: dict[tuple, tuple] = {}
         self.is_fast = _KNOWS_FORM and isinstance(kernel, JITFunction)

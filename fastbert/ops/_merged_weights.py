@@ -194,13 +194,19 @@ def is_copied(part: Part, given: torch.dtype, dtype: torch.dtype) -> bool:
 
 
 def _made_table(copied: list[torch.Tensor], places: list[int], known_by: tuple, dtype: torch.dtype) -> _Table:
-    sizes = torch.tensor([t.numel() for t in copied], dtype=torch.int64)
-    blocks = (sizes + BLOCK - 1) // BLOCK
-    of = torch.repeat_interleave(blocks)  # the matrix of each block
-    inside = BLOCK * (torch.arange(len(of)) - (blocks.cumsum(0) - blocks)[of])
-    addresses = torch.tensor(known_by[1:])[of] + copied[0].element_size() * inside
-    place = torch.tensor(places)[of] + inside
-    counts = (sizes[of] - inside).clamp(max=BLOCK).int()
-    is_aligned = not bool((addresses % _ALIGNED).any() or (place % _ALIGNED).any())
+    """In Python, once: no tensor is asked for a value."""
+    addresses, counts, to = list[int](), list[int](), list[int]()
+    for t, place in zip(copied, places, strict=True):
+        address, size, width = t.data_ptr(), t.numel(), t.element_size()
+        for start in range(0, size, BLOCK):
+            addresses.append(address + width * start)
+            counts.append(min(BLOCK, size - start))
+            to.append(place + start)
+    is_aligned = not any(n % _ALIGNED for n in (*addresses, *to))
     device = copied[0].device
-    return _Table(known_by, (addresses.to(device), counts.to(device), place.to(device)), is_aligned)
+    operands = (
+        torch.tensor(addresses, dtype=torch.int64, device=device),
+        torch.tensor(counts, dtype=torch.int32, device=device),
+        torch.tensor(to, dtype=torch.int64, device=device),
+    )
+    return _Table(known_by, operands, is_aligned)

@@ -7,8 +7,7 @@ autograd and torch's dispatcher work on one core while the other one waits.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
-from types import ModuleType
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -190,27 +189,17 @@ def _run_training(
 register_fused("encoder_layers_training", Backend.CPU, _supports_training, _accepts_training, _run_training)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# On GPUs. Their file is imported when one asks for it: `import fastbert` is to take little longer than torch.
+def _of_gpu(name: str, *first: Any) -> Callable[..., Any]:
+    """A function of encoder_layers_training_gpu.py, which is loaded when somebody asks."""
 
+    def call(*given: Any, **options: Any) -> Any:
+        module = importlib.import_module("fastbert.ops.encoder_layers_training_gpu")
+        return getattr(module, name)(*first, *given, **options)
 
-def _on_gpu() -> ModuleType:
-    return importlib.import_module("fastbert.ops.encoder_layers_training_gpu")
-
-
-def _register_on_gpu(op: str, backend: Backend, recomputes: bool) -> None:
-    def supports(x: torch.Tensor) -> str | None:
-        return _on_gpu().supports(backend, x)
-
-    def accepts(x: torch.Tensor, operands: LayerOperands) -> str | None:
-        return _on_gpu().accepts(x, operands)
-
-    def run(x: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
-        return _on_gpu().run(backend, recomputes, x, *arguments, **options)
-
-    register_fused(op, backend, supports, accepts, run)
+    return call
 
 
 for _backend in (Backend.TRITON, Backend.CUDA):
-    _register_on_gpu("encoder_layers_training", _backend, recomputes=False)
-    _register_on_gpu("encoder_layers_recomputing", _backend, recomputes=True)
+    for _op, _recomputes in (("encoder_layers_training", False), ("encoder_layers_recomputing", True)):
+        _run = _of_gpu("run", _backend, _recomputes)
+        register_fused(_op, _backend, _of_gpu("supports", _backend), _of_gpu("accepts"), _run)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -28,9 +28,6 @@ from fastbert.ops._common import (
     differentiable_once,
     triton_unsupported,
 )
-from fastbert.ops._layer_kernels import layer_kernels
-from fastbert.ops._layer_stack import Layer, Seeds, Stack, bias_tensors, norms_of, weights_of
-from fastbert.ops._merged_weights import Layout, merged
 from fastbert.ops.attention import _tile
 from fastbert.ops.encoder_layers import LayerOperands, tables_of
 from fastbert.ops.layer_numbers import LayerNumbers
@@ -38,6 +35,10 @@ from fastbert.ops.packing import int32_offsets
 from fastbert.ops.relative import Relative
 from fastbert.ops.rotary import Rotary, check_rotary
 from fastbert.ops.seeds import draw_seeds
+
+if TYPE_CHECKING:
+    from fastbert.ops._layer_stack import Stack
+    from fastbert.ops._merged_weights import Layout
 
 # flat, kept_weights: of `merged`. biases: all of the operands'; norms: theirs. tiles: of each of `tile_sizes`. philox,
 # activation, layers, ints, floats, rotary, rotary_layouts, window_positions: as encoder_layers_fwd_cpu has them.
@@ -88,10 +89,15 @@ def _kinds(layers: tuple[int, ...], ints: tuple[int, ...], floats: tuple[float, 
 
 @functools.lru_cache(maxsize=64)
 def _layout(kinds: tuple[LayerNumbers, ...], hidden_size: int, intermediate_sizes: tuple[int, ...]) -> Layout:
+    from fastbert.ops._merged_weights import Layout  # inside of functions: CPUs need not load it
+
     return Layout(kinds, hidden_size, intermediate_sizes)
 
 
 def _stack(backend: Backend, x: torch.Tensor, form: _Form) -> tuple[Stack, Layout]:
+    from fastbert.ops._layer_kernels import layer_kernels
+    from fastbert.ops._layer_stack import Layer, Seeds, Stack, bias_tensors, norms_of, weights_of
+
     kinds = _kinds(tuple(form.layers), tuple(form.ints), tuple(form.floats))
     layout = _layout(kinds, x.shape[1], tuple(form.intermediate_sizes))
     tiles = dict(zip(form.tile_sizes, form.tiles, strict=True))
@@ -99,7 +105,10 @@ def _stack(backend: Backend, x: torch.Tensor, form: _Form) -> tuple[Stack, Layou
         (form.rotary[2 * i], form.rotary[2 * i + 1], bool(bits & 1), bool(bits & 2))
         for i, bits in enumerate(form.rotary_layouts)
     ]
-    seeds = [Seeds()] * len(kinds) if form.philox is None else [_seeds(rows.unbind()) for rows in form.philox.unbind()]
+    seeds = [Seeds()] * len(kinds)
+    if form.philox is not None:
+        rows = [each.unbind() for each in form.philox.unbind()]
+        seeds = [Seeds(each[0], each[1], each[2] if len(each) > 3 else None, each[-1]) for each in rows]
     biases, norms = iter(form.biases), iter(form.norms)
     weights = weights_of(layout, form.flat, form.kept_weights, form.weights_dtype)
     made = []
@@ -123,10 +132,6 @@ def _tile_of(numbers: LayerNumbers, tile_sizes: Sequence[int], x: torch.Tensor) 
     """Heads of several sizes: the largest tile that a layer's heads allow is the one that was made for them."""
     most = _tile(numbers.head_dim, max(tile_sizes), x.dtype is torch.float32)
     return max(tile for tile in tile_sizes if tile <= most)
-
-
-def _seeds(rows: Sequence[torch.Tensor]) -> Seeds:
-    return Seeds(*rows) if len(rows) == 4 else Seeds(rows[0], rows[1], None, rows[2])
 
 
 def _forward(backend: Backend, x: torch.Tensor, *form: Any) -> list[torch.Tensor]:
@@ -163,12 +168,18 @@ for _backend in _BACKENDS:
             _library.impl(_op, functools.partial(_kernel, _backend), _key)
 
 
-class _Call(NamedTuple):
-    backend: Backend
-    form: _Form
-    counts: tuple[int, int, int]  # of weights, biases, norms
-    layout: Layout
-    kinds: tuple[LayerNumbers, ...]
+class _Call:
+    """counts: of weights, biases and norms."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        form: _Form,
+        counts: tuple[int, int, int],
+        layout: Layout,
+        kinds: tuple[LayerNumbers, ...],
+    ):
+        self.backend, self.form, self.counts, self.layout, self.kinds = backend, form, counts, layout, kinds
 
 
 class _EncoderLayers(torch.autograd.Function):
@@ -180,7 +191,8 @@ class _EncoderLayers(torch.autograd.Function):
         form = call.form
         ctx.save_for_backward(x, form.flat, *form.kept_weights, *form.biases, *form.norms, *kept)
         empty = form._replace(flat=x, kept_weights=[], biases=[], norms=[])  # which are among the saved ones
-        ctx.call, ctx.kept_weights = call._replace(form=empty), len(form.kept_weights)
+        ctx.call = _Call(call.backend, empty, call.counts, call.layout, call.kinds)
+        ctx.kept_weights = len(form.kept_weights)
         return out
 
     @staticmethod
@@ -215,7 +227,7 @@ def _sorted(call: _Call, vectors: Sequence[torch.Tensor]) -> tuple[list[torch.Te
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The fused op
+# The fused op, which encoder_layers_training.py registers: CPUs need not load this
 
 
 def supports(backend: Backend, x: torch.Tensor) -> str | None:
@@ -301,6 +313,8 @@ def run(
     cache: dict | None = None,
 ) -> torch.Tensor:
     """max_seqlen: of all sequences, if somebody knows; cache: as attention has it."""
+    from fastbert.ops._merged_weights import merged
+
     check_devices("encoder_layers_training", x=x, cu_seqlens=cu_seqlens, window_positions=window_positions)
     cu_seqlens = int32_offsets("encoder_layers_training", cu_seqlens)
     weights, biases, _, _, norms, activation, layers, ints, floats, _, _ = operands

@@ -1,6 +1,6 @@
 """What a training step of BERT-base should take on GPUs that nobody has lent us yet: predicted, not measured.
 
-    python -m benchmarks.gpu.steps.predicted
+    python tests/support/predicted_step.py
 
 prints the tables of docs/gpu.md: milliseconds of a step in a graph, and its parts on an H200. Masked words, bf16 under
 autocast, dropout, AdamW with clipping. By count: operations of products in waves of blocks, of attention at the rates
