@@ -6,8 +6,7 @@ autograd and torch's dispatcher work on one core while the other one waits.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -189,17 +188,33 @@ def _run_training(
 register_fused("encoder_layers_training", Backend.CPU, _supports_training, _accepts_training, _run_training)
 
 
-def _of_gpu(name: str, *first: Any) -> Callable[..., Any]:
-    """A function of encoder_layers_training_gpu.py, which is loaded when somebody asks."""
+# --------------------------------------------------------------------------------------------------------------------
+# On GPUs: what is in encoder_layers_training_gpu.py, which is loaded when somebody trains there
 
-    def call(*given: Any, **options: Any) -> Any:
-        module = importlib.import_module("fastbert.ops.encoder_layers_training_gpu")
-        return getattr(module, name)(*first, *given, **options)
 
-    return call
+def _register_on_gpu(op: str, backend: Backend, recomputes: bool) -> None:
+    def supports(x: torch.Tensor) -> str | None:
+        if torch.compiler.is_compiling():  # nor could a trace load it
+            return "a graph of torch.compile has the ops of its layers"
+        if not torch.is_grad_enabled():
+            return "it is for training: gradients are off"
+        from fastbert.ops import encoder_layers_training_gpu
+
+        return encoder_layers_training_gpu.supports(backend, x)
+
+    def accepts(x: torch.Tensor, operands: LayerOperands) -> str | None:
+        from fastbert.ops import encoder_layers_training_gpu
+
+        return encoder_layers_training_gpu.accepts(x, operands)
+
+    def run(x: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        from fastbert.ops import encoder_layers_training_gpu
+
+        return encoder_layers_training_gpu.run(backend, recomputes, x, *arguments, **options)
+
+    register_fused(op, backend, supports, accepts, run)
 
 
 for _backend in (Backend.TRITON, Backend.CUDA):
-    for _op, _recomputes in (("encoder_layers_training", False), ("encoder_layers_recomputing", True)):
-        _run = _of_gpu("run", _backend, _recomputes)
-        register_fused(_op, _backend, _of_gpu("supports", _backend), _of_gpu("accepts"), _run)
+    _register_on_gpu("encoder_layers_training", _backend, recomputes=False)
+    _register_on_gpu("encoder_layers_recomputing", _backend, recomputes=True)

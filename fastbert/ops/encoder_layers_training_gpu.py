@@ -231,10 +231,6 @@ def _sorted(call: _Call, vectors: Sequence[torch.Tensor]) -> tuple[list[torch.Te
 
 
 def supports(backend: Backend, x: torch.Tensor) -> str | None:
-    if torch.compiler.is_compiling():
-        return "a graph of torch.compile has the ops of its layers"
-    if not torch.is_grad_enabled():
-        return "it is for training: gradients are off"
     if x.dim() != 2:
         return f"x has {x.dim()} dimensions, the kernels take (total_tokens, hidden_size)"
     if x.shape[0] == 0:
