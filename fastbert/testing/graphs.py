@@ -25,3 +25,6 @@ class NoGraphs:
 
     def nbytes(self) -> int:
         return 0
+
+    def free(self) -> None:
+        """Nothing is held."""

@@ -40,6 +40,9 @@ class Stubs:
     def nbytes(self) -> int:
         return 0
 
+    def free(self) -> None:
+        """Nothing."""
+
 
 def make_step() -> tuple[GraphedStep, Staged]:
     model = make("bert", "MaskedLM", torch.float32, num_hidden_layers=LAYERS, hidden_size=64, num_attention_heads=1)

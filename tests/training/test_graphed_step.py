@@ -24,11 +24,14 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 class Counting(NoGraphs):
     """How often something was captured."""
 
-    count = 0
+    count = freed = 0
 
     def capture(self, run):
         self.count += 1
         return super().capture(run)
+
+    def free(self):
+        self.freed += 1
 
 
 def still(**changes) -> GraphedStep:
@@ -174,6 +177,7 @@ def test_what_has_changed_is_captured_again(change):
     CHANGES[change](step)
     run_step(step, 2, [batch(4)])
     assert step.why_eager is None and step._graphs.count == 4
+    assert step._graphs.freed == 2  # at the first look, too
 
 
 def test_a_mode_that_comes_back_is_captured_again():
@@ -197,6 +201,9 @@ def test_a_batch_that_no_bucket_holds_runs_op_by_op():
     with pytest.warns(UserWarning, match=r"no bucket holds .*total_tokens=30"):
         run_step(step, 1, [large])
     assert step._graphs.count == 2 and step.losses()[1:] == [expected]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it has been said, whatever the next one's sizes
+        run_step(step, 1, [fastbert.pack_inputs([list(range(1, 12))] * 3, labels=[[7, *[-100] * 10]] * 3)])
     step.buckets.most += 1
     run_step(step, 2, [large])
     assert step._graphs.count == 3 and step.why_eager is None

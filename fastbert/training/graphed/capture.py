@@ -26,6 +26,9 @@ class Graphs(Protocol):
     def nbytes(self) -> int:
         """What the graphs hold, beside what was there before."""
 
+    def free(self) -> None:
+        """Nobody runs again what was captured."""
+
 
 class CudaGraphs:
     """CUDA graphs of one device in one pool of memory: they run one after the other, so each may use all of it.
@@ -72,6 +75,14 @@ class CudaGraphs:
 
     def nbytes(self) -> int:
         return self._nbytes
+
+    def free(self) -> None:
+        if self._graphs:
+            torch.cuda.synchronize()  # one may be running
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
+        self._nbytes = 0
 
     def _own_stream(self) -> torch.cuda.Stream:
         if self._stream is None:

@@ -141,7 +141,7 @@ class GraphedStep:
         if staged is None:
             assert isinstance(batch, PackedInputs)
             self.why_eager = f"no bucket holds {Sizes.of(batch)}, and there are {len(self.buckets.sizes)} already"
-            self._say(self.why_eager)
+            self._say(self.why_eager, "no bucket")
             self._seeds.begin(seed)
             self._accumulate(batch.to(self.device, non_blocking=True))
             return
@@ -248,9 +248,10 @@ class GraphedStep:
     def _opened(self, batch: PackedInputs | Staged) -> PackedInputs:
         return batch if isinstance(batch, PackedInputs) else batch.form.read(batch.block, batch.bounds)
 
-    def _say(self, reason: str) -> None:
-        if reason not in self._said:
-            self._said.add(reason)
+    def _say(self, reason: str, about: str = "") -> None:
+        """Once for each reason; once for all reasons that are about one thing."""
+        if (about or reason) not in self._said:
+            self._said.add(about or reason)
             warnings.warn(f"the training step runs op by op: {reason}", stacklevel=4)
 
     # ----------------------------------------------------------------------------------------------------------------
@@ -263,6 +264,7 @@ class GraphedStep:
             return self._unsupported
         self._looked_at = looked_at
         self._captured.clear()
+        self._graphs.free()
         self._optimize, self._bounds = None, Bounds()
         self._fingerprint = _look_at(self.model)
         self._parameters = list(self.model.parameters())
