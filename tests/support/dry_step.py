@@ -37,7 +37,7 @@ from fastbert.training.schedules import Schedule
 LAYERS, LENGTHS, SHARE = 12, (40, 17, 7), 0.15
 HIDDEN, INNER = 64, 128
 ROUNDS = 30
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm")
 # What allocates, or says how memory is looked at, and launches nothing.
 FREE = frozenset(
     f"aten::{name}"
