@@ -103,11 +103,11 @@ def curve(kind: str, head: str, steps: int, autocast: bool) -> torch.Tensor:
     return torch.stack(losses)
 
 
-@pytest.mark.parametrize("steps", (8, pytest.param(50, marks=pytest.mark.full)))
-@pytest.mark.parametrize(("kind", "head"), [*RUNS])
+CURVES = [(*run, 8) for run in RUNS if run in SHORT] + [pytest.param(*run, 50, marks=pytest.mark.full) for run in RUNS]
+
+
+@pytest.mark.parametrize(("kind", "head", "steps"), CURVES)
 def test_a_run_errs_no_more_than_op_by_op(kind, head, steps, monkeypatch):
-    if steps == 8 and (kind, head) not in SHORT:
-        pytest.skip("the long run has it")
     served = []
 
     def counted(backend):
