@@ -103,7 +103,7 @@ def curve(kind: str, head: str, steps: int, autocast: bool) -> torch.Tensor:
     return torch.stack(losses)
 
 
-CURVES = [(*run, 8) for run in RUNS if run in SHORT] + [pytest.param(*run, 50, marks=pytest.mark.full) for run in RUNS]
+CURVES = [(*run, 4) for run in RUNS if run in SHORT] + [pytest.param(*run, 50, marks=pytest.mark.full) for run in RUNS]
 
 
 @pytest.mark.parametrize(("kind", "head", "steps"), CURVES)
