@@ -249,6 +249,7 @@ class Loop:
         is_saved = _is_due(step, options.save_every) or self._stop is not None
         if not (is_evaluated or is_saved or is_last or _is_due(step, options.log_every)):
             return
+        self._step.look_again()
         row = self._read_losses()
         if is_evaluated or is_saved or is_last:
             catch_up(self.optimizer)

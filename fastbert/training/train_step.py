@@ -52,6 +52,7 @@ class TrainStep:
         self.objections, self._objection = set[str](), None
         self._graphed: GraphedStep | None = None
         self._example: PackedInputs | None = None
+        self._looks = True
         self.lane = lane_to(world.device)
         if graphs is None and world.device.type != "cuda":
             return
@@ -63,6 +64,10 @@ class TrainStep:
             self.losses = self._graphed.losses_kept
         elif world.is_main:
             warnings.warn(f"the training steps run op by op: {self._objection}", stacklevel=3)
+
+    def look_again(self) -> None:
+        """Somebody beside the steps has had the model: it was evaluated, saved, or loaded."""
+        self._looks = True
 
     def counts(self, batch: PackedInputs | Staged) -> list[int]:
         return batch.counts if isinstance(batch, Staged) else self.task.counts(batch)
@@ -98,7 +103,8 @@ class TrainStep:
         """One step. totals: what each of the loss's terms is divided by. seed: of dropout."""
         with ops.only_recorded_writes():
             if self._graphed is not None:
-                self._graphed(batches, totals, seed=seed)
+                self._graphed(batches, totals, seed=seed, looks=self._looks)
+                self._looks = False
             else:
                 self._run([batch for batch in batches if isinstance(batch, PackedInputs)], totals, seed)
         objection = self._objection if self._graphed is None else self._graphed.why_eager

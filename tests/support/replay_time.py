@@ -69,6 +69,7 @@ def main() -> None:
     looks = "a look at the tree and the optimizer"
     parts: dict[str, Callable[[int], object]] = {
         "a captured step": lambda number: step(staged, [10.0], seed=number),
+        "a trainer's, between rows of the log": lambda number: step(staged, [10.0], seed=number, looks=False),
         f"  {looks}": lambda number: step._look(1),
         "  seeds": lambda number: step._seeds.begin(number),
         "  rates, decays, the step's number": lambda number: step._flat.begin([10.0]),  # type: ignore[union-attr]

@@ -73,6 +73,28 @@ def test_a_run_that_stopped_goes_on_with_the_same_bits(tmp_path):
     assert all(map(torch.equal, weights_of(second), weights_of(whole)))
 
 
+def test_a_run_looks_again_where_somebody_has_had_the_model(tmp_path):
+    """An evaluation that gives a weight other memory: steps behind it are captured anew, and go by it."""
+    captures = []
+
+    class Counting(NoGraphs):
+        def capture(self, run):
+            captures.append(loop.place.step)
+            return super().capture(run)
+
+    def evaluate():
+        p = next(loop.model.parameters())
+        p.data = p.data.clone()
+        return {}
+
+    options = replace(FEW, evaluate_every=3, log_every=100, save_every=100)
+    loop = make_loop(tmp_path, options, graphs=Counting(), evaluate=evaluate)
+    loop.run()
+    assert min(step for step in captures if step) == 3  # all buckets were captured before the first
+    run(tmp_path / "plain", options, NoGraphs())
+    assert losses_of(tmp_path) == losses_of(tmp_path / "plain")
+
+
 @pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
 def test_replayed_runs_are_those_that_run_each_step(tmp_path):
     """With dropout, on Triton's kernels: log and weights bit for bit."""
