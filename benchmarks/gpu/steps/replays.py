@@ -65,7 +65,8 @@ class CountedGraphs:
 
     def __init__(self, graphs: Graphs):
         self.graphs, self.captures, self.replays = graphs, 0, 0
-        self.unsupported, self.warm, self.nbytes = graphs.unsupported, graphs.warm, graphs.nbytes
+        self.unsupported, self.warm = graphs.unsupported, graphs.warm
+        self.nbytes, self.free = graphs.nbytes, graphs.free
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         self.captures += 1
