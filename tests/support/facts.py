@@ -64,7 +64,8 @@ KINDS = {
     ),
     # What models launch and what then compiles, by architecture.
     "launches": Kind(
-        ("kernels/*.py", "fastbert/ops/*.py", "tests/support/dry_launches.py", "benchmarks/gpu/rowwise.py"),
+        ("kernels/*.py", "fastbert/ops/*.py", "tests/support/dry_launches.py", "tests/support/dry_ops.py",
+         "benchmarks/gpu/rowwise.py"),
         triton_version,
         lambda: {str(capability): printed("dry_launches.py", str(capability)) for capability in SHARED_LIMIT},
     ),
