@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +28,9 @@ from fastbert.ops._common import (
     differentiable_once,
     triton_unsupported,
 )
+from fastbert.ops._layer_kernels import layer_kernels
+from fastbert.ops._layer_stack import Layer, Seeds, Stack, bias_tensors, norms_of, weights_of
+from fastbert.ops._merged_weights import Layout, merged
 from fastbert.ops.attention import _tile
 from fastbert.ops.encoder_layers import LayerOperands, tables_of
 from fastbert.ops.layer_numbers import LayerNumbers
@@ -35,10 +38,6 @@ from fastbert.ops.packing import int32_offsets
 from fastbert.ops.relative import Relative
 from fastbert.ops.rotary import Rotary, check_rotary
 from fastbert.ops.seeds import draw_seeds
-
-if TYPE_CHECKING:
-    from fastbert.ops._layer_stack import Stack
-    from fastbert.ops._merged_weights import Layout
 
 # flat, kept_weights: of `merged`. biases: all of the operands'; norms: theirs. tiles: of each of `tile_sizes`. philox,
 # activation, layers, ints, floats, rotary, rotary_layouts, window_positions: as encoder_layers_fwd_cpu has them.
@@ -89,15 +88,10 @@ def _kinds(layers: tuple[int, ...], ints: tuple[int, ...], floats: tuple[float, 
 
 @functools.lru_cache(maxsize=64)
 def _layout(kinds: tuple[LayerNumbers, ...], hidden_size: int, intermediate_sizes: tuple[int, ...]) -> Layout:
-    from fastbert.ops._merged_weights import Layout  # inside of functions: CPUs need not load it
-
     return Layout(kinds, hidden_size, intermediate_sizes)
 
 
 def _stack(backend: Backend, x: torch.Tensor, form: _Form) -> tuple[Stack, Layout]:
-    from fastbert.ops._layer_kernels import layer_kernels
-    from fastbert.ops._layer_stack import Layer, Seeds, Stack, bias_tensors, norms_of, weights_of
-
     kinds = _kinds(tuple(form.layers), tuple(form.ints), tuple(form.floats))
     layout = _layout(kinds, x.shape[1], tuple(form.intermediate_sizes))
     tiles = dict(zip(form.tile_sizes, form.tiles, strict=True))
@@ -309,8 +303,6 @@ def run(
     cache: dict | None = None,
 ) -> torch.Tensor:
     """max_seqlen: of all sequences, if somebody knows; cache: as attention has it."""
-    from fastbert.ops._merged_weights import merged
-
     check_devices("encoder_layers_training", x=x, cu_seqlens=cu_seqlens, window_positions=window_positions)
     cu_seqlens = int32_offsets("encoder_layers_training", cu_seqlens)
     weights, biases, _, _, norms, activation, layers, ints, floats, _, _ = operands
