@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable
 from inspect import unwrap
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fastbert import ops
 from fastbert.errors import ConfigError
@@ -95,6 +97,8 @@ def _clip_then_step(optimizer: torch.optim.Optimizer, parameters: list[torch.Ten
     for p in parameters:
         if p.grad is not None and p.grad.is_sparse:  # which torch's optimizers do not take
             p.grad = p.grad.to_dense()
+    if isinstance(optimizer, AdamW) and (done := optimizer.clip_and_step_lists(max_norm)) is not None:
+        return done
     norm = torch.full((), float("nan"))
     if max_norm:
         norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
@@ -162,6 +166,14 @@ class AdamW(_WithoutDynamo, torch.optim.AdamW):
         self.catch_up()
         return super().step(closure)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not set_to_none:
+            super().zero_grad(set_to_none)
+            return
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
     def catch_up(self, rows: torch.Tensor | None = None) -> None:
         """Do the steps that rows of the tables lack: of `rows`, int64, before they are looked up; None: of all."""
         for deferred in self._deferred.values():
@@ -205,6 +217,61 @@ class AdamW(_WithoutDynamo, torch.optim.AdamW):
             and all(group[name] == value for name, value in ONE_PASS.items())
             for group in self.param_groups
         )
+
+    def clip_and_step_lists(self, max_norm: float) -> torch.Tensor | None:
+        """As torch clips (clip_grad_norm_) and steps (fused AdamW), with their bits, in one call for all weights of a
+        group, without torch's looks at each of them, which are most of a step's time on a GPU's host.
+
+        None, and nothing done, unless all have a gradient and a state, float32 on one device, and no hook stands before
+        a step.
+        """
+        weights = [p for group in self.param_groups for p in group["params"]]
+        gradients, states = [p.grad for p in weights], self._states_of(weights)
+        if states is None or not self._takes_lists(weights, gradients):
+            return None
+        self._opt_called = True  # torch's schedulers ask whether there was a step before theirs
+        means, squares, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
+        with torch.no_grad():
+            norm = torch.full((), float("nan"))
+            if max_norm:
+                norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+                torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+            torch._foreach_add_(steps, 1)
+            first = 0
+            for group in self.param_groups:
+                mine = slice(first, first := first + len(group["params"]))
+                (beta1, beta2), rest = group["betas"], {name: group[name] for name in ("lr", "weight_decay", "eps")}
+                torch._fused_adamw_(
+                    weights[mine], gradients[mine], means[mine], squares[mine], [], steps[mine], beta1=beta1,
+                    beta2=beta2, amsgrad=False, maximize=False, **rest,
+                )  # fmt: skip
+        for hook in (*self._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()):
+            hook(self, (self,), {})
+        return norm
+
+    def _states_of(self, weights: list[torch.Tensor]) -> list[dict[str, torch.Tensor]] | None:
+        """None: some have none. To look a weight up takes as long as to step it."""
+        if len(self.state) == len(weights) and all(map(operator.is_, self.state, weights)):
+            states = [*self.state.values()]
+        else:
+            states = [self.state.get(p) for p in weights]
+        return states if all(states) else None
+
+    def _takes_lists(self, weights: list[torch.Tensor], gradients: list[Any]) -> bool:
+        hooks = (self._optimizer_step_pre_hooks, _global_optimizer_pre_hooks)  # they may change what a step is given
+        is_scaled = getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None
+        if is_scaled or any(hooks) or self._deferred or not self._takes_one_pass():
+            return False
+        for group in self.param_groups:
+            are_numbers = all([isinstance(n, float) for n in (group["lr"], *group["betas"])])
+            if not (group["fused"] and are_numbers and group["params"]):
+                return False
+        if {type(p) for p in weights} != {nn.Parameter} or {type(g) for g in gradients} != {torch.Tensor}:
+            return False
+        if any([g.is_sparse for g in gradients]):
+            return False
+        both = (*weights, *gradients)
+        return {t.dtype for t in both} == {torch.float32} and len({t.get_device() for t in both}) == 1
 
     def _deferred_of(
         self,
