@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from .blocks import Blocks, attention_blocks_of
+from .launching import Launches
 from .sizes import cdiv, next_power_of_2
 
 _LOG2E = 1.4426950408889634
@@ -85,15 +86,22 @@ def _attention_tiles_kernel(
         tl.store(tiles_ptr + entry * 4 + column, column * 0, mask=(entry < num_tiles) & (column < 4))
 
 
+_TILES = Launches(
+    "cu_seqlens_ptr tiles_ptr",
+    lambda block: {"BLOCK_TILE": block, "BLOCK_B": 16, "BLOCK_R": 128},
+    "batch_size total_tokens num_tiles",
+)
+
+
 def attention_tiles(cu_seqlens: torch.Tensor, total_tokens: int, block: int) -> torch.Tensor:
     """The tiles of `block` tokens of a batch, in the order in which programs take them; no host sync."""
     cu_seqlens = cu_seqlens.contiguous()
     batch_size = cu_seqlens.shape[0] - 1
     tiles = cu_seqlens.new_empty(total_tokens // block + batch_size + 1, 4)
     with torch.cuda.device_of(cu_seqlens):
-        _attention_tiles_kernel[(cdiv(batch_size + 1, 16),)](
-            cu_seqlens, tiles, batch_size, total_tokens, tiles.shape[0], BLOCK_TILE=block, BLOCK_B=16, BLOCK_R=128
-        )
+        grid = (cdiv(batch_size + 1, 16),)
+        launch = _TILES.bind(_attention_tiles_kernel, (block,), grid, batch_size, total_tokens, tiles.shape[0])
+        launch(cu_seqlens, tiles)
     return tiles
 
 

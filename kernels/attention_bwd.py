@@ -278,20 +278,48 @@ def _bwd_constants(which, strides, stride_gt, *kind):
     return {**strides_of("qkvd", strides), **shared, "softmax_scale": softmax_scale, "stride_gt": stride_gt}
 
 
-_RECORDS = Launches("dout_ptr out_ptr top_ptr sum_ptr records_ptr total_tokens", _records_constants)
-_OPERANDS = "q_ptr k_ptr v_ptr dout_ptr records_ptr tiles_ptr philox_ptr positions_ptr total_tokens"
-_DKDV, _DQ = (Launches(f"{_OPERANDS} {made}", _bwd_constants) for made in ("dk_ptr dv_ptr", "dq_ptr"))
+_RECORDS = Launches("dout_ptr out_ptr top_ptr sum_ptr records_ptr", _records_constants, "total_tokens")
+_DKDV, _DQ = (
+    Launches(
+        f"q_ptr k_ptr v_ptr dout_ptr records_ptr {made} tiles_ptr philox_ptr positions_ptr",
+        _bwd_constants,
+        "total_tokens",
+    )
+    for made in ("dk_ptr dv_ptr", "dq_ptr")
+)
 
 
-def make_records(dout, out, softmax_stats, scale_log2e, block_d) -> torch.Tensor:
+def records_launch(total_tokens, num_heads, strides, head_dim, scale_log2e):
+    """What launches on dout, out, the two rows of softmax_stats, and records: see make_records."""
+    key = (strides, head_dim, max(16, next_power_of_2(head_dim)), scale_log2e)
+    return _RECORDS.bind(_attention_records_kernel, key, (cdiv(total_tokens, 32), num_heads), total_tokens)
+
+
+def bwd_launches(
+    num_tiles, total_tokens, strides, stride_gt, major, element_size, tile, num_heads, num_kv_heads, head_dim, *key
+):  # fmt: skip
+    """What launches on q, k, v, dout, records, the gradients, tiles, philox and positions: dk and dv, and dq. key: the
+    rest of constants_by_kind's. stride_gt: from a token of the gradients to the next one."""
+    rest, turn = (strides, stride_gt, major, element_size, tile), heads_in_turn(tile)
+    kind = (head_dim, num_heads // num_kv_heads, *key)
+    return (
+        _DKDV.bind(
+            _attention_dkdv_kernel, ("dkdv", *rest, num_kv_heads, *kind), (num_tiles, cdiv(num_kv_heads, turn)),
+            total_tokens,
+        ),
+        _DQ.bind(
+            _attention_dq_kernel, ("dq", *rest, num_heads, *kind), (num_tiles, cdiv(num_heads, turn)), total_tokens
+        ),
+    )  # fmt: skip
+
+
+def make_records(dout, out, softmax_stats, scale_log2e) -> torch.Tensor:
     """fp32 (num_heads, total_tokens, 4): see the kernel."""
     total_tokens, num_heads, head_dim = dout.shape
     top, total = softmax_stats.unbind()
     records = top.new_empty(num_heads, total_tokens, 4)
-    _RECORDS(
-        _attention_records_kernel, (row_strides(dout, out), head_dim, block_d, scale_log2e),
-        (cdiv(total_tokens, 32), num_heads), dout, out, top, total, records, total_tokens,
-    )  # fmt: skip
+    launch = records_launch(total_tokens, num_heads, row_strides(dout, out), head_dim, scale_log2e)
+    launch(dout, out, top, total, records)
     return records
 
 
@@ -302,24 +330,19 @@ def attention_bwd(
     """dout as out -> dqkv (total_tokens, heads of q, k and v, head_dim); the schema in fastbert/ops/attention.py."""
     dout, q, k, v = rows_whole(dout), rows_whole(q), rows_whole(k), rows_whole(v)
     total_tokens, num_heads, head_dim = q.shape
-    num_kv_heads = k.shape[1]
+    heads = (num_heads, num_kv_heads := k.shape[1])
     dqkv = q.new_empty(total_tokens, num_heads + 2 * num_kv_heads, head_dim)
     if q.numel() == 0:
         return dqkv
     dq, dk, dv = torch.split_with_sizes(dqkv, (num_heads, num_kv_heads, num_kv_heads), 1)
-    group, positions = num_heads // num_kv_heads, None if window_positions is None else window_positions.contiguous()
-    kind = (group, softmax_scale, dropout_p, tuple(window_size), positions is not None)
-    rest = (row_strides(q, k, v, dout), dqkv.stride(0), major_of(q.device), q.element_size(), tile)
+    positions = None if window_positions is None else window_positions.contiguous()
+    kind = (row_strides(q, k, v, dout), dqkv.stride(0), major_of(q.device), q.element_size(), tile, *heads, head_dim)
+    options = (softmax_scale, dropout_p, tuple(window_size), positions is not None)
     with torch.cuda.device_of(q):
-        block_d = max(16, next_power_of_2(head_dim))
-        records = make_records(dout, out, softmax_stats, scale_and_sign(softmax_scale)[0], block_d)
-        operands = (q, k, v, dout, records, tiles, philox, positions, total_tokens)
-        for launches, kernel, which, heads, made in (
-            (_DKDV, _attention_dkdv_kernel, "dkdv", num_kv_heads, (dk, dv)),
-            (_DQ, _attention_dq_kernel, "dq", num_heads, (dq,)),
-        ):
-            grid = (tiles.shape[0], cdiv(heads, heads_in_turn(tile)))
-            launches(kernel, (which, *rest, heads, head_dim, *kind), grid, *operands, *made)
+        records = make_records(dout, out, softmax_stats, scale_and_sign(softmax_scale)[0])
+        make_dkdv, make_dq = bwd_launches(tiles.shape[0], total_tokens, *kind, *options)
+        make_dkdv(q, k, v, dout, records, dk, dv, tiles, philox, positions)
+        make_dq(q, k, v, dout, records, dq, tiles, philox, positions)
     if cos is not None:
         rotate_back(dq, dk, cos, sin, tiles, tile, interleaved, by_token)
     return dqkv

@@ -127,8 +127,15 @@ def _fwd_constants(strides, return_stats, *kind):
 
 
 _FWD = Launches(
-    "q_ptr k_ptr v_ptr out_ptr top_ptr sum_ptr tiles_ptr philox_ptr positions_ptr total_tokens", _fwd_constants
+    "q_ptr k_ptr v_ptr out_ptr top_ptr sum_ptr tiles_ptr philox_ptr positions_ptr", _fwd_constants, "total_tokens"
 )
+
+
+def fwd_launch(num_tiles, total_tokens, strides, return_stats, major, element_size, tile, num_heads, *key):
+    """What launches on q, k, v, out, the two rows of softmax_stats, tiles, philox and positions. key: the rest of
+    constants_by_kind's."""
+    kind = (strides, return_stats, major, element_size, tile, num_heads, *key)
+    return _FWD.bind(_attention_fwd_kernel, kind, (num_tiles, cdiv(num_heads, heads_in_turn(tile))), total_tokens)
 
 
 def attention_fwd(
@@ -145,7 +152,7 @@ def attention_fwd(
     group, positions = num_heads // k.shape[1], None if window_positions is None else window_positions.contiguous()
     heads = (num_heads, head_dim, group, softmax_scale, dropout_p, tuple(window_size), positions is not None)
     kind = (row_strides(q, k, v), return_stats, major_of(q.device), q.element_size(), tile, *heads)
-    grid = (tiles.shape[0], cdiv(num_heads, heads_in_turn(tile)))
     with torch.cuda.device_of(q):
-        _FWD(_attention_fwd_kernel, kind, grid, q, k, v, out, top, total, tiles, philox, positions, total_tokens)
+        launch = fwd_launch(tiles.shape[0], total_tokens, *kind)
+        launch(q, k, v, out, top, total, tiles, philox, positions)
     return out, stats

@@ -38,7 +38,6 @@ from .blocks import relative_blocks
 from .relative_skew import settled, unskew_columns_across, unskew_rows
 from .relative_slabs import expand
 from .relative_tables import table_gradients
-from .sizes import next_power_of_2
 
 
 @triton.jit
@@ -220,7 +219,7 @@ def attention_relative_bwd(
     slabs = expand(rows, key, query, bias, head_dim)
     options = (philox, window_positions, softmax_scale, dropout_p, window_size)
     with torch.cuda.device_of(q):
-        records = make_records(dout, out, softmax_stats, 1.0, max(16, next_power_of_2(head_dim)))
+        records = make_records(dout, out, softmax_stats, 1.0)
         dq, dk, dv = dqkv.split(num_heads, 1)
         of_queries = {"a_ptr": q, "a_other_ptr": dout, "b_ptr": k, "b_other_ptr": v, "da_ptr": dq}
         of_queries |= strides(a=q, ao=dout, b=k, bo=v)

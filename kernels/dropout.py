@@ -42,7 +42,7 @@ def _constants(hidden_size, dropout_p):
     return {**numbers, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 4}
 
 
-_DROPOUT = Launches("x_ptr philox_ptr out_ptr num_rows", _constants)
+_DROPOUT = Launches("x_ptr philox_ptr out_ptr", _constants, "num_rows")
 
 
 def dropout(x, philox, dropout_p):
@@ -56,5 +56,5 @@ def dropout(x, philox, dropout_p):
     block_m, block_n = tile(hidden_size)
     grid = (cdiv(num_rows, block_m) * cdiv(hidden_size, block_n),)
     with torch.cuda.device_of(x):
-        _DROPOUT(_dropout_kernel, (hidden_size, dropout_p), grid, x, philox, out, num_rows)
+        _DROPOUT.bind(_dropout_kernel, (hidden_size, dropout_p), grid, num_rows)(x, philox, out)
     return out

@@ -189,30 +189,36 @@ def _bwd_constants(width, activation, gated, needs_dbias):
     return {**_fwd_constants(width, activation, gated), "NEEDS_DBIAS": needs_dbias}
 
 
-_ACTIVATION_FWD = Launches("pre_ptr inner_ptr M", _fwd_constants)
-_ACTIVATION_BWD = Launches("dinner_ptr pre_ptr dpre_ptr inner_ptr shares_ptr M", _bwd_constants)
+_ACTIVATION_FWD = Launches("pre_ptr inner_ptr", _fwd_constants, "M")
+_ACTIVATION_BWD = Launches("dinner_ptr pre_ptr dpre_ptr inner_ptr shares_ptr", _bwd_constants, "M")
+
+
+def activation_fwd_launch(M, N, activation, gated):
+    """What launches on pre and inner (M, N): see the kernel."""
+    grid = (cdiv(M, _BLOCK_M), cdiv(N, _BLOCK_N))
+    return _ACTIVATION_FWD.bind(_activation_fwd_kernel, (N, activation, gated), grid, M)
+
+
+def activation_bwd_launch(M, N, activation, gated, needs_dbias):
+    """What launches on dinner (M, N), pre, dpre, inner and shares: see the kernel. shares is not written unless
+    needs_dbias."""
+    grid = (cdiv(M, _BLOCK_M), cdiv(N, _BLOCK_N))
+    return _ACTIVATION_BWD.bind(_activation_bwd_kernel, (N, activation, gated, needs_dbias), grid, M)
 
 
 def activation_fwd(pre, inner, activation, gated):
-    """inner (total_tokens, intermediate_size) of pre: see the kernel."""
-    M, N = inner.shape
-    grid = (cdiv(M, _BLOCK_M), cdiv(N, _BLOCK_N))
     with torch.cuda.device_of(pre):
-        _ACTIVATION_FWD(_activation_fwd_kernel, (N, activation, gated), grid, pre, inner, M)
+        activation_fwd_launch(*inner.shape, activation, gated)(pre, inner)
 
 
-def dbias_shares(pre):
-    """Memory for activation_bwd's shares of dbias: their sum over rows, in fp32, is dbias."""
-    return pre.new_empty(cdiv(pre.shape[0], _BLOCK_M), pre.shape[1], dtype=torch.float32)
+def dbias_shares(like, width):
+    """Memory for activation_bwd's shares of dbias (width,), of the rows of `like`: their sum, in fp32, is dbias."""
+    return like.new_empty(cdiv(like.shape[0], _BLOCK_M), width, dtype=torch.float32)
 
 
 def activation_bwd(dinner, pre, dpre, inner, shares, activation, gated, needs_dbias):
-    """dpre, inner and shares of dinner and pre: see the kernel. shares is not written unless needs_dbias."""
-    M, N = dinner.shape
-    grid = (cdiv(M, _BLOCK_M), cdiv(N, _BLOCK_N))
-    key = (N, activation, gated, needs_dbias)
     with torch.cuda.device_of(pre):
-        _ACTIVATION_BWD(_activation_bwd_kernel, key, grid, dinner, pre, dpre, inner, shares, M)
+        activation_bwd_launch(*dinner.shape, activation, gated, needs_dbias)(dinner, pre, dpre, inner, shares)
 
 
 def feed_forward(x, up_weight, up_bias, down_weight, gate_weight, gate_bias, activation, gated, return_pre):

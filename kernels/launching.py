@@ -4,8 +4,11 @@ It looks at every argument of every launch, dozens of them, and makes a text of 
 kernel's compiled forms is meant: some 20 us of Python. What it goes by are dtypes, whether memory begins at a multiple
 of 16 bytes, numbers that it specialises on, and constants. Here the last two are made once for each kind of a call, and
 the numbers that change are none that it specialises on. So the dtypes choose the form, and what it knows of one launch
-holds for the next. All else goes through Triton's launcher: the first launch, memory at other addresses, hooks of
-profilers, the interpreter.
+holds for the next. All else goes through Triton's launcher: memory at other addresses, hooks of profilers, the
+interpreter.
+
+Launches that differ in nothing but addresses, those of layers that are alike, are bound once (`Bound.by_address`): what
+is left of each is a call of Triton's own C function.
 """
 
 from triton import knobs
@@ -23,72 +26,138 @@ def forget() -> None:
     _made.clear()
 
 
-class Launches:
-    """Launches of one kernel. names: of the arguments that each of them brings, tensors (or None), and numbers that the
-    kernel says not to specialise on. constants(*key): the others, and the options of the compilation.
+def has_addresses(kernel) -> bool:
+    """Whether a kernel takes addresses; the interpreter takes tensors."""
+    return isinstance(kernel, JITFunction)
 
-    Raises ValueError: a number is specialised on.
+
+class Launches:
+    """Launches of one kernel. names: of its pointers, which come first; numbers: of the others that a call brings,
+    which the kernel says not to specialise on. constants(*key): the rest, and the options of the compilation.
+
+    Raises ValueError: a number is specialised on, or pointers do not come first.
     """
 
-    def __init__(self, names: str, constants):
-        self.names, self.constants = names.split(), constants
+    def __init__(self, names: str, constants, numbers: str = ""):
+        self.names, self.constants, self.numbers = names.split(), constants, numbers.split()
 
-    def __call__(self, kernel, key: tuple, grid: tuple[int, ...], *given) -> None:
+    def bind(self, kernel, key: tuple, grid: tuple[int, ...], *numbers: int) -> "Bound":
         at = (id(kernel), *key)  # a kernel in its place, as tests have it, is another
         launch = _made.get(at)
         if launch is None:
             if len(_made) >= _MOST:
                 _made.clear()
-            launch = _made[at] = _Launch(kernel, self.names, self.constants(*key))
-        launch(grid, given)
+            launch = _made[at] = _Launch(kernel, self.names, self.numbers, self.constants(*key))
+        return Bound(launch, grid, numbers)
+
+
+class Bound:
+    """A launch of a kernel but for its pointers: called with tensors, or None."""
+
+    def __init__(self, launch: "_Launch", grid: tuple[int, ...], numbers: tuple[int, ...]):
+        self.launch, self.grid, self.numbers = launch, grid, numbers
+
+    def __call__(self, *tensors) -> None:
+        addresses, kinds, bits = [], [], 0
+        for t in tensors:
+            if t is None:
+                addresses.append(None)
+                kinds.append(None)
+            else:
+                address = t.data_ptr()
+                addresses.append(address)
+                kinds.append(t.dtype)
+                bits |= address
+        if bits & 15 or not self.launch.is_fast or self._is_watched() or self._has_wide_numbers():
+            self.launch.by_triton(self.grid, self.numbers, tensors)
+            return
+        run, before, behind = self._bound(kinds)
+        run(*before, *addresses, *behind)
+
+    def by_address(self, *dtypes):
+        """What launches on addresses of tensors of these dtypes, or None, on the current device and its stream.
+
+        For many launches that differ in nothing else. The interpreter has no addresses.
+        """
+        if not self.launch.is_fast or self._is_watched() or self._has_wide_numbers():
+            return lambda *addresses: self._by_pointers(dtypes, addresses)
+        run, before, behind = self._bound(dtypes)
+
+        def launch(*addresses) -> None:
+            bits = 0
+            for address in addresses:
+                if address is not None:
+                    bits |= address
+            if bits & 15:
+                self._by_pointers(dtypes, addresses)
+            else:
+                run(*before, *addresses, *behind)
+
+        return launch
+
+    def _is_watched(self) -> bool:
+        return bool(knobs.runtime.launch_enter_hook.calls or self.launch.kernel.pre_run_hooks)
+
+    def _by_pointers(self, dtypes, addresses) -> None:
+        given = [None if at is None else _Pointer(dtype, at) for dtype, at in zip(dtypes, addresses, strict=True)]
+        self.launch.by_triton(self.grid, self.numbers, given)
+
+    def _has_wide_numbers(self) -> bool:
+        return any([number + 2**31 >> 32 for number in self.numbers])  # of 64 bits
+
+    def _bound(self, dtypes) -> tuple:
+        """What launches on addresses that are multiples of 16, and what it takes before and behind them."""
+        active, (x, y) = driver.active, (*self.grid, 1)[:2]
+        device = active.get_current_device()
+        run, function, metadata = self.launch.form(device, dtypes, self.grid, self.numbers)
+        stream = active.get_current_stream(device)
+        return run, (x, y, 1, stream, function, metadata, None, None, None), self.launch.with_numbers(self.numbers)
+
+
+class _Pointer:
+    """As Triton's launcher takes tensors."""
+
+    def __init__(self, dtype, address: int):
+        self.dtype, self.address = dtype, address
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
 class _Launch:
-    def __init__(self, kernel, names: list[str], constants: dict):
-        self.kernel, self.names, self.constants = kernel, names, constants
+    def __init__(self, kernel, names: list[str], numbers: list[str], constants: dict):
+        self.kernel, self.names, self.numbers, self.constants = kernel, names, numbers, constants
         self.compiled: dict[tuple, tuple] = {}
         self.is_fast = _KNOWS_FORM and isinstance(kernel, JITFunction)
         if self.is_fast:
-            self.places = [kernel.arg_names.index(name) for name in names]
-            self.arguments = [constants.get(name) for name in kernel.arg_names]
+            rest = kernel.arg_names[len(names) :]
+            if kernel.arg_names[: len(names)] != names:
+                raise ValueError(f"{kernel.__name__} has {kernel.arg_names}, whose first are not {names}")
+            for name in numbers:
+                if not kernel.params[kernel.arg_names.index(name)].do_not_specialize:
+                    raise ValueError(f"{kernel.__name__} is compiled for each kind of {name}")
+            self.rest = [constants.get(name) for name in rest]  # what stands behind the pointers
+            self.places = [rest.index(name) for name in numbers]
 
-    def __call__(self, grid: tuple[int, ...], given: tuple) -> None:
-        if not self.is_fast or knobs.runtime.launch_enter_hook.calls or self.kernel.pre_run_hooks:
-            self._by_triton(grid, given)
-            return
-        arguments, bits, kinds = self.arguments.copy(), 0, []
-        for place, value in zip(self.places, given, strict=True):
-            if value is None:
-                kinds.append(None)
-            elif type(value) is int:
-                arguments[place] = value
-                bits |= value >> 31 != 0  # it would be of 64 bits
-            else:
-                arguments[place] = address = value.data_ptr()
-                bits |= address
-                kinds.append(value.dtype)
-        if bits & 15:
-            self._by_triton(grid, given)
-            return
-        active = driver.active
-        device = active.get_current_device()
-        kind = (device, *kinds)
+    def with_numbers(self, numbers: tuple[int, ...]) -> list:
+        rest = self.rest.copy()
+        for place, number in zip(self.places, numbers, strict=True):
+            rest[place] = number
+        return rest
+
+    def form(self, device: int, dtypes, grid: tuple[int, ...], numbers: tuple[int, ...]) -> tuple:
+        """What launches the kernel as it is compiled for these dtypes, and for addresses that are multiples of 16."""
+        kind = (device, *dtypes)
         found = self.compiled.get(kind)
         if found is None:
-            self.compiled[kind] = self._by_triton(grid, given)
-            return
-        run, function, metadata = found
-        run(
-            grid[0], grid[1] if len(grid) > 1 else 1, 1, active.get_current_stream(device), function, metadata, None,
-            None, None, *arguments,
-        )  # fmt: skip
+            given = [None if dtype is None else _Pointer(dtype, 0) for dtype in dtypes]
+            kernel = self._given(self.kernel.warmup, given, numbers, grid=grid)
+            found = self.compiled[kind] = kernel.run, kernel.function, kernel.packed_metadata
+        return found
 
-    def _by_triton(self, grid: tuple[int, ...], given: tuple) -> tuple:
-        """What launches the compiled form again."""
-        kernel = self.kernel[grid](**dict(zip(self.names, given, strict=True)), **self.constants)
-        if not self.is_fast:
-            return ()
-        for name, value, place in zip(self.names, given, self.places, strict=True):
-            if type(value) is int and not self.kernel.params[place].do_not_specialize:
-                raise ValueError(f"{self.kernel.__name__} is compiled for each kind of {name}")
-        return kernel.run, kernel.function, kernel.packed_metadata
+    def by_triton(self, grid: tuple[int, ...], numbers: tuple[int, ...], given) -> None:
+        self._given(self.kernel[grid], given, numbers)
+
+    def _given(self, call, given, numbers: tuple[int, ...], **options):
+        arguments = zip((*self.names, *self.numbers), (*given, *numbers), strict=True)
+        return call(**dict(arguments), **self.constants, **options)

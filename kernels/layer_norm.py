@@ -110,6 +110,12 @@ _FWD = Launches(
 )
 
 
+def fwd_launch(total_tokens, *key):
+    """What launches forward on x, x_bias, residual, weight, bias, philox, out, summed, mean and rstd. key: of
+    _fwd_constants."""
+    return _FWD.bind(_add_layer_norm_fwd_kernel, key, (total_tokens,))
+
+
 def add_layer_norm_fwd(
     x, x_bias, residual, weight, bias, philox, dropout_p, eps, return_sum, return_stats, rms=False
 ):  # fmt: skip
@@ -126,10 +132,8 @@ def add_layer_norm_fwd(
         return out, summed, mean, rstd
     key = (hidden_size, dropout_p, eps, x_bias is not None, residual is not None, bias is not None)
     with torch.cuda.device_of(x):
-        _FWD(
-            _add_layer_norm_fwd_kernel, (*key, return_sum, return_stats, rms), (total_tokens,),
-            x, x_bias, residual, weight, bias, philox, out, summed, mean, rstd,
-        )  # fmt: skip
+        launch = fwd_launch(total_tokens, *key, return_sum, return_stats, rms)
+        launch(x, x_bias, residual, weight, bias, philox, out, summed, mean, rstd)
     return out, summed, mean, rstd
 
 
@@ -230,13 +234,34 @@ def _bwd_constants(hidden_size, dropout_p, has_dsum, has_x_bias, rms):
 
 
 _BWD = Launches(
-    "dout_ptr dsum_ptr summed_ptr mean_ptr rstd_ptr weight_ptr philox_ptr dx_ptr dsummed_ptr shares_ptr total_tokens",
+    "dout_ptr dsum_ptr summed_ptr mean_ptr rstd_ptr weight_ptr philox_ptr dx_ptr dsummed_ptr shares_ptr",
     _bwd_constants,
+    "total_tokens",
 )
 _SHARES = Launches(
-    "shares_ptr dweight_ptr dbias_ptr dx_bias_ptr num_shares",
+    "shares_ptr dweight_ptr dbias_ptr dx_bias_ptr",
     lambda hidden_size, rms: {"hidden_size": hidden_size, "IS_RMS": rms, "BLOCK_M": 32, "BLOCK_N": 32},
+    "num_shares",
 )
+
+
+def bwd_shares(like, hidden_size):
+    """Memory for what the programs of backward hand on, of the rows of `like`."""
+    block_m, _, _ = _bwd_tile(hidden_size)
+    num_shares = min(_MAX_SHARES, cdiv(like.shape[0], block_m))
+    return like.new_empty(num_shares, 3, hidden_size, dtype=torch.float32)
+
+
+def bwd_launch(total_tokens, shares, hidden_size, dropout_p, has_dsum, has_x_bias, rms):
+    """What launches backward on dout, dsum, summed, mean, rstd, weight, philox, dx, dsummed and shares."""
+    key = (hidden_size, dropout_p, has_dsum, has_x_bias, rms)
+    return _BWD.bind(_add_layer_norm_bwd_kernel, key, (shares.shape[0],), total_tokens)
+
+
+def shares_launch(shares, hidden_size, has_x_bias, rms):
+    """What launches their sums on shares, dweight, dbias and dx_bias."""
+    grid = (cdiv(hidden_size, 32), 1 + has_x_bias + (not rms))
+    return _SHARES.bind(_add_shares_kernel, (hidden_size, rms), grid, shares.shape[0])
 
 
 def add_layer_norm_bwd(dout, dsum, summed, mean, rstd, weight, philox, dropout_p, has_x_bias, rms=False):
@@ -248,16 +273,10 @@ def add_layer_norm_bwd(dout, dsum, summed, mean, rstd, weight, philox, dropout_p
     dsummed = torch.empty_like(dout)
     dx_bias = weight.new_empty(hidden_size if has_x_bias else 0)
     dweight, dbias = torch.empty_like(weight), weight.new_empty(0 if rms else hidden_size)
-    block_m, _, _ = _bwd_tile(hidden_size)
-    num_shares = min(_MAX_SHARES, cdiv(total_tokens, block_m))
-    shares = dout.new_empty(num_shares, 3, hidden_size, dtype=torch.float32)
+    shares = bwd_shares(dout, hidden_size)
     with torch.cuda.device_of(dout):
         if total_tokens > 0:
-            _BWD(
-                _add_layer_norm_bwd_kernel, (hidden_size, dropout_p, dsum is not None, has_x_bias, rms), (num_shares,),
-                dout, dsum, summed, mean, rstd, weight, philox, dx, dsummed, shares, total_tokens,
-            )  # fmt: skip
-        num_vectors = 1 + has_x_bias + (not rms)
-        grid = (cdiv(hidden_size, 32), num_vectors)
-        _SHARES(_add_shares_kernel, (hidden_size, rms), grid, shares, dweight, dbias, dx_bias, num_shares)
+            launch = bwd_launch(total_tokens, shares, hidden_size, dropout_p, dsum is not None, has_x_bias, rms)
+            launch(dout, dsum, summed, mean, rstd, weight, philox, dx, dsummed, shares)
+        shares_launch(shares, hidden_size, has_x_bias, rms)(shares, dweight, dbias, dx_bias)
     return dx, dsummed, dx_bias, dweight, dbias

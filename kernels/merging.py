@@ -43,5 +43,6 @@ def merge_matrices(addresses, counts, places, like, size, is_aligned, dtype):
     merged = torch.empty(size, dtype=dtype, device=addresses.device)
     if addresses.shape[0]:
         with torch.cuda.device_of(addresses):
-            _MERGE(_merge_kernel, (is_aligned,), (addresses.shape[0],), addresses, counts, places, like, merged)
+            launch = _MERGE.bind(_merge_kernel, (is_aligned,), (addresses.shape[0],))
+            launch(addresses, counts, places, like, merged)
     return merged

@@ -142,11 +142,6 @@ def rotary(q, k, cos, sin, tiles, tile, interleaved=False, by_token=False):
     return q_out, k_out
 
 
-def rotate_in_place(q, k, cos, sin, tiles, tile, interleaved=False, by_token=False) -> None:
-    """q and k, columns of one matrix; heads in one piece each."""
-    _launch(q, k, q, k, cos, sin, tiles, tile, interleaved, by_token, inverse=False)
-
-
 def rotate_back(dq, dk, cos, sin, tiles, tile, interleaved=False, by_token=False) -> None:
     """In place, the gradients of what was rotated become those of what was given; heads in one piece each."""
     _launch(dq, dk, dq, dk, cos, sin, tiles, tile, interleaved, by_token, inverse=True)
@@ -164,18 +159,21 @@ def _constants(tile, num_heads, num_kv_heads, half, strides, interleaved, by_tok
     }  # fmt: skip
 
 
-_ROTARY = Launches("q_ptr k_ptr q_out_ptr k_out_ptr cos_ptr sin_ptr tiles_ptr max_positions", _constants)
+_ROTARY = Launches("q_ptr k_ptr q_out_ptr k_out_ptr cos_ptr sin_ptr tiles_ptr", _constants, "max_positions")
+
+
+def rotary_launch(num_tiles, max_positions, tile, num_heads, num_kv_heads, half, *key):
+    """What launches on q, k, q_out, k_out, cos, sin and tiles. key: the rest of _constants'."""
+    block_m, _, _ = blocks(half, tile)
+    grid = (num_tiles * (tile // block_m), cdiv(num_heads, HEADS))
+    return _ROTARY.bind(_rotary_kernel, (tile, num_heads, num_kv_heads, half, *key), grid, max_positions)
 
 
 def _launch(q, k, q_out, k_out, cos, sin, tiles, tile, interleaved, by_token, inverse):
     if q.numel() == 0:
         return
-    num_heads, num_kv_heads, half = q.shape[1], k.shape[1], q.shape[2] // 2
-    block_m, _, _ = blocks(half, tile)
+    heads = (q.shape[1], k.shape[1], q.shape[2] // 2)
     strides = (*row_strides(q, k), q_out.stride(0), k_out.stride(0), cos.stride(0), sin.stride(0))
     with torch.cuda.device_of(q):
-        _ROTARY(
-            _rotary_kernel, (tile, num_heads, num_kv_heads, half, strides, interleaved, by_token, inverse),
-            (tiles.shape[0] * (tile // block_m), cdiv(num_heads, HEADS)),
-            q, k, q_out, k_out, cos, sin, tiles, cos.shape[0],
-        )  # fmt: skip
+        launch = rotary_launch(tiles.shape[0], cos.shape[0], tile, *heads, strides, interleaved, by_token, inverse)
+        launch(q, k, q_out, k_out, cos, sin, tiles)

@@ -1,125 +1,308 @@
-"""What a layer on a GPU is made of, by backend: functions that launch and allocate, and nothing else.
+"""What layers on a GPU launch, by backend: kernels bound to a batch, which write what the caller has made.
+
+A launch of layers that are alike differs from that of the next layer in addresses only. So what a kernel is compiled
+for, its grid and its numbers are looked up once for all of them.
 
 Attention, its rotation and dropout are Triton's for both backends. CUDA has norms, of one dtype throughout, and
-feed-forwards without dropout inside; where it has not, it does as the ops would, and takes Triton's.
+feed-forwards without dropout inside; where it has not, it takes Triton's. CUDA's make their results themselves.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from fastbert.backend import Backend
+from fastbert.ops._layer_plan import Plan
+from fastbert.ops.layer_numbers import LayerNumbers
+
+Launch = Callable[..., Any]
 
 
-class LayerKernels(NamedTuple):
-    """norm_fwd, norm_bwd: add_layer_norm's (ops/layer_norm.py). attention_fwd, attention_bwd, rotate (in place) and
-    dropout are as in kernels/.
+def _module(name: str) -> Any:
+    return importlib.import_module(f"fastbert.kernels.{name}")
 
-    feed_forward(h, up, up_bias, down, activation, gated, philox, dropout_p) -> (out, pre).
-    feed_forward_bwd(dout, h, pre, up, down, activation, gated, philox, dropout_p, dup, ddown, dh, bias_dtype) ->
-    (dh, dbias): fills dup and ddown, and adds its dh to the one that is given, in place; dbias is in bias_dtype, and
-    None without it.
+
+def project(x: torch.Tensor, weight_t: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """weight_t: (in, out)."""
+    if bias is None:
+        torch.mm(x, weight_t, out=out)
+    else:
+        torch.addmm(bias, x, weight_t, out=out)
+
+
+class LayerKernels:
+    """Triton's, for matrices of as many rows as x (total_tokens, hidden_size) has, in its dtype. vectors: the dtype of
+    biases and norms.
+
+    Where nothing else is said, they are called with addresses if by_address, and with tensors if not: what Memory.at
+    gives. makes_norms, makes_feed_forward: those kernels give back what they have made, and write nothing of the
+    caller's.
     """
 
-    norm_fwd: Callable[..., Any]
-    norm_bwd: Callable[..., Any]
-    attention_fwd: Callable[..., Any]
-    attention_bwd: Callable[..., Any]
-    rotate: Callable[..., Any]
-    dropout: Callable[..., Any]
-    feed_forward: Callable[..., Any]
-    feed_forward_bwd: Callable[..., Any]
+    def __init__(self, x: torch.Tensor, vectors: torch.dtype, plan: Plan):
+        self.x, self.rms = x, plan.rms
+        self.total_tokens, self.hidden_size = x.shape
+        self.makes_norms = self.makes_feed_forward = False
+        self.norms = _module("layer_norm")
+        self.ends = _module("feed_forward")
+        self.their_vectors: frozenset[str] = frozenset()  # those of Plan.vectors that kernels make
+        self.dropout = _module("dropout").dropout
+        self.dtype, self.vectors, self.seeds = x.dtype, vectors, torch.int64 if plan.has_dropout else None
+        self.by_address = self._has_addresses()
+        self._bound: dict[tuple, Launch] = {}
+        self._shares: torch.Tensor | None = None
+        self._kept: list[torch.Tensor] = []  # memory that launches know by its address
 
+    def _has_addresses(self) -> bool:
+        return _module("launching").has_addresses(self.norms._add_layer_norm_fwd_kernel)  # type: ignore[no-any-return]
 
-def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+    def _by(self, bound: Any, *dtypes: torch.dtype | None) -> Launch:
+        return bound.by_address(*dtypes) if self.by_address else bound  # type: ignore[no-any-return]
 
+    # ----------------------------------------------------------------------------------------------------------------
+    # Norms
 
-def project_back(dout: torch.Tensor, weight: torch.Tensor, dx: torch.Tensor | None) -> torch.Tensor:
-    """dout weight, added to dx inside of the product, and in its place."""
-    return torch.mm(dout, weight) if dx is None else dx.addmm_(dout, weight)
+    def norm_fwd(self, *key: Any) -> Launch:
+        """key: dropout_p, eps, and whether there are a bias of x, a residual, a bias of the norm, a sum and statistics.
 
+        Called with x, x_bias, residual, weight, bias, philox, out, summed, mean, rstd. There are seeds where there is a
+        residual.
+        """
+        launch = self._bound.get(key)
+        if launch is None:
+            _, _, has_x_bias, has_residual, has_bias, _, _ = key
+            x, vectors, stats = self.dtype, self.vectors, torch.float32
+            launch = self._bound[key] = self._by(
+                self.norms.fwd_launch(self.total_tokens, self.hidden_size, *key, self.rms),
+                x, vectors if has_x_bias else None, x if has_residual else None, vectors, vectors if has_bias else None,
+                self.seeds if has_residual else None, x, x, stats, stats,
+            )  # fmt: skip
+        return launch
 
-@functools.cache
-def layer_kernels(backend: Backend) -> LayerKernels:
-    names = ("attention_bwd", "attention_fwd", "dropout", "feed_forward", "layer_norm", "rotary")
-    attention_bwd, attention_fwd, dropout, feed_forward, layer_norm, rotary = (
-        importlib.import_module(f"fastbert.kernels.{name}") for name in names
-    )
+    def norm_bwd(self, dropout_p: float, has_dsum: bool, has_x_bias: bool, has_seed: bool) -> Launch:
+        """Called with dout, dsum, summed, mean, rstd, weight, philox, dx, dsummed, dx_bias, dweight, dbias."""
+        key = (dropout_p, has_dsum, has_x_bias, has_seed)
+        launch = self._bound.get(key)
+        if launch is None:
+            launch = self._bound[key] = self._norm_bwd(*key)
+        return launch
 
-    def feed_forward_fwd(h, up, up_bias, down, activation, gated, philox, dropout_p):
-        pre = project(h, up, up_bias)
-        inner = pre.new_empty(pre.shape[0], down.shape[1])
-        feed_forward.activation_fwd(pre, inner, activation, gated)
-        if dropout_p > 0:
-            inner = dropout.dropout(inner, philox, dropout_p)
-        return torch.mm(inner, down.t()), pre
+    def _norm_bwd(self, dropout_p: float, has_dsum: bool, has_x_bias: bool, has_seed: bool) -> Launch:
+        if self._shares is None:
+            self._shares = self.norms.bwd_shares(self.x, self.hidden_size)
+        shares, hidden_size = self._shares, self.hidden_size
+        x, vectors, stats = self.dtype, self.vectors, torch.float32
+        given = (self.total_tokens, shares, hidden_size, dropout_p, has_dsum, has_x_bias, self.rms)
+        launch = self._by(
+            self.norms.bwd_launch(*given), x, x if has_dsum else None, x, stats, stats, vectors,
+            self.seeds if has_seed else None, x, x, stats,
+        )  # fmt: skip
+        sums = self.norms.shares_launch(shares, hidden_size, has_x_bias, self.rms)
+        add_shares, made = self._by(sums, stats, vectors, vectors, vectors), self.at(shares)
 
-    def feed_forward_bwd(
-        dout, h, pre, up, down, activation, gated, philox, dropout_p, dup, ddown, dh, bias_dtype
-    ):  # fmt: skip
-        dinner = torch.mm(dout, down)
-        if dropout_p > 0:
-            dinner = dropout.dropout(dinner, philox, dropout_p)
-        dpre, inner = (torch.empty_like(pre), dinner) if gated else (dinner, torch.empty_like(pre))
-        has_bias = bias_dtype is not None
-        shares = feed_forward.dbias_shares(pre) if has_bias else pre.new_empty(0, dtype=torch.float32)
-        feed_forward.activation_bwd(dinner, pre, dpre, inner, shares, activation, gated, has_bias)
-        if dropout_p > 0:
-            inner = dropout.dropout(inner, philox, dropout_p)
-        torch.mm(dout.t(), inner, out=ddown)
-        torch.mm(dpre.t(), h, out=dup)
-        dbias = torch.sum(shares, 0, dtype=bias_dtype) if has_bias else None
-        return project_back(dpre, up, dh), dbias
+        def norm_bwd(dout, dsum, summed, mean, rstd, weight, philox, dx, dsummed, dx_bias, dweight, dbias):
+            launch(dout, dsum, summed, mean, rstd, weight, philox, dx, dsummed, made)
+            add_shares(made, dweight, dbias, dx_bias)
 
-    triton = LayerKernels(
-        layer_norm.add_layer_norm_fwd,
-        layer_norm.add_layer_norm_bwd,
-        attention_fwd.attention_fwd,
-        attention_bwd.attention_bwd,
-        rotary.rotate_in_place,
-        dropout.dropout,
-        feed_forward_fwd,
-        feed_forward_bwd,
-    )
-    return triton if backend is Backend.TRITON else _with_cuda(triton)
+        return norm_bwd
 
+    # ----------------------------------------------------------------------------------------------------------------
+    # Attention, of rows with the heads of query, key and value beside each other
 
-def _with_cuda(triton: LayerKernels) -> LayerKernels:
-    ops = torch.ops.fastbert
+    def at(self, t: torch.Tensor | None) -> Any:
+        """What launches take of it."""
+        return t.data_ptr() if self.by_address and t is not None else t
 
-    def norm_fwd(x, x_bias, residual, weight, *rest):
-        has_it = weight.dtype is x.dtype
-        return (ops.add_layer_norm_fwd_cuda if has_it else triton.norm_fwd)(x, x_bias, residual, weight, *rest)
+    def attention_fwd(
+        self, kind: LayerNumbers, tiles: torch.Tensor, tile: int, positions: torch.Tensor | None
+    ) -> Launch:
+        """Called with q, k, v, out, the rows of softmax_stats, tiles, philox, positions."""
+        heads, size = kind.num_heads, kind.head_dim
+        strides = ((heads + 2 * kind.num_kv_heads) * size, size) * 3
+        bound = _module("attention_fwd").fwd_launch(
+            tiles.shape[0], self.total_tokens, strides, True, *self._element(), tile, heads, size,
+            heads // kind.num_kv_heads, *_options(kind, positions),
+        )  # fmt: skip
+        x, stats = self.dtype, torch.float32
+        return self._by(bound, x, x, x, x, stats, stats, tiles.dtype, self.seeds, _dtype_of(positions))
 
-    def norm_bwd(dout, dsum, summed, mean, rstd, weight, *rest):
-        has_it = weight.dtype is dout.dtype
-        return (ops.add_layer_norm_bwd_cuda if has_it else triton.norm_bwd)(
-            dout, dsum, summed, mean, rstd, weight, *rest
+    def attention_bwd(
+        self, kind: LayerNumbers, tiles: torch.Tensor, tile: int, positions: torch.Tensor | None
+    ) -> Launch:
+        """Called with dout, q, k, v, out, the rows of softmax_stats, dq, dk, dv, tiles, philox, positions."""
+        module = _module("attention_bwd")
+        heads, kv_heads, size = kind.num_heads, kind.num_kv_heads, kind.head_dim
+        width, total_tokens = (heads + 2 * kv_heads) * size, self.total_tokens
+        whole, own = (width, size) * 3, (heads * size, size)
+        scale, _ = _module("attention").scale_and_sign(kind.softmax_scale)
+        dkdv, dq = module.bwd_launches(
+            tiles.shape[0], total_tokens, (*whole, *own), width, *self._element(), tile, heads, kv_heads, size,
+            *_options(kind, positions),
+        )  # fmt: skip
+        x, stats, rest = self.dtype, torch.float32, (tiles.dtype, self.seeds, _dtype_of(positions))
+        records_of = module.records_launch(total_tokens, heads, own * 2, size, scale)
+        make_records = self._by(records_of, x, x, stats, stats, stats)
+        make_dkdv, make_dq = self._by(dkdv, x, x, x, x, stats, x, x, *rest), self._by(dq, x, x, x, x, stats, x, *rest)
+        memory = self.x.new_empty((heads, total_tokens, 4), dtype=torch.float32)
+        records = self.at(memory)
+
+        def attention_bwd(dout, q, k, v, out, top, total, dq, dk, dv, tiles, philox, positions):
+            make_records(dout, out, top, total, records)
+            make_dkdv(q, k, v, dout, records, dk, dv, tiles, philox, positions)
+            make_dq(q, k, v, dout, records, dq, tiles, philox, positions)
+
+        self._kept.append(memory)
+        return attention_bwd
+
+    def rotate(self, kind: LayerNumbers, tiles: torch.Tensor, tile: int, table: tuple, inverse: bool) -> Launch:
+        """In place; called with q, k, q, k, cos, sin, tiles. table: cos, sin, interleaved, by_token."""
+        cos, sin, interleaved, by_token = table
+        heads, kv_heads, size = kind.num_heads, kind.num_kv_heads, kind.head_dim
+        width = (heads + 2 * kv_heads) * size
+        strides = (width, size, width, size, width, width, cos.stride(0), sin.stride(0))
+        bound = _module("rotary").rotary_launch(
+            tiles.shape[0], cos.shape[0], tile, heads, kv_heads, size // 2, strides, interleaved, by_token, inverse
         )
+        return self._by(bound, *[self.dtype] * 4, cos.dtype, sin.dtype, tiles.dtype)
 
-    def feed_forward(h, up, up_bias, down, activation, gated, philox, dropout_p):
-        if dropout_p > 0:
-            return triton.feed_forward(h, up, up_bias, down, activation, gated, philox, dropout_p)
-        return ops.feed_forward_cuda(h, up, up_bias, down, None, None, activation, gated, True)
+    def _element(self) -> tuple[int, int]:
+        return _module("blocks").major_of(self.x.device), self.x.element_size()
 
-    def feed_forward_bwd(
-        dout, h, pre, up, down, activation, gated, philox, dropout_p, dup, ddown, dh, bias_dtype
-    ):  # fmt: skip
-        if dropout_p > 0:
-            rest = (philox, dropout_p, dup, ddown, dh, bias_dtype)
-            return triton.feed_forward_bwd(dout, h, pre, up, down, activation, gated, *rest)
-        needs = (True, True, bias_dtype is not None)
-        dx, dups, dbiases, made = ops.feed_forward_bwd_cuda(dout, h, pre, up, down, None, activation, gated, *needs)
-        dup.copy_(dups[0])
-        ddown.copy_(made)
-        return dx if dh is None else dh.add_(dx), dbiases[0].to(bias_dtype) if dbiases else None
+    # ----------------------------------------------------------------------------------------------------------------
+    # Feed-forward
 
-    return triton._replace(
-        norm_fwd=norm_fwd, norm_bwd=norm_bwd, feed_forward=feed_forward, feed_forward_bwd=feed_forward_bwd
-    )
+    def feed_forward(self, activation: str, kind: LayerNumbers, inner_size: int) -> Launch:
+        """Called with tensors: h, up_t, up_bias, down_t, philox, pre, inner, out; and with what launches take of pre
+        and inner.
+        """
+        bound = self.ends.activation_fwd_launch(self.total_tokens, inner_size, activation, kind.gated)
+        act, dropout_p = self._by(bound, self.dtype, self.dtype), kind.inner_dropout
+
+        def feed_forward(h, up_t, up_bias, down_t, philox, pre, inner, out, pre_at, inner_at):
+            project(h, up_t, up_bias, pre)
+            act(pre_at, inner_at)
+            torch.mm(inner if dropout_p == 0 else self.dropout(inner, philox, dropout_p), down_t, out=out)
+
+        return feed_forward
+
+    def feed_forward_bwd(self, activation: str, kind: LayerNumbers, inner_size: int, has_bias: bool) -> Launch:
+        """Called with tensors: dout, h, pre, up, down, philox, narrow and wide (memory of inner's and of pre's widths),
+        dup, ddown, dup_bias, dh, and whether dh is added to what it has; and with what launches take of pre, narrow and
+        wide. Gives dh back.
+        """
+        total_tokens, dropout_p, gated = self.total_tokens, kind.inner_dropout, kind.gated
+        bound = self.ends.activation_bwd_launch(total_tokens, inner_size, activation, gated, has_bias)
+        act = self._by(bound, *[self.dtype] * 4, torch.float32)
+        shares = self.ends.dbias_shares(self.x, inner_size * (1 + gated) if has_bias else 0)
+        shares_at = self.at(shares)
+
+        def feed_forward_bwd(
+            dout, h, pre, up, down, philox, narrow, wide, dup, ddown, dup_bias, dh, is_added, pre_at, narrow_at, wide_at
+        ):  # fmt: skip
+            dinner = torch.mm(dout, down, out=narrow)
+            if dropout_p > 0:
+                dinner = self.dropout(dinner, philox, dropout_p)
+                narrow_at = self.at(dinner)
+            dpre, inner = (wide, dinner) if gated else (dinner, wide)
+            act(narrow_at, pre_at, *((wide_at, narrow_at) if gated else (narrow_at, wide_at)), shares_at)
+            torch.mm(dout.t(), inner if dropout_p == 0 else self.dropout(inner, philox, dropout_p), out=ddown)
+            torch.mm(dpre.t(), h, out=dup)
+            if has_bias:
+                torch.sum(shares, 0, dtype=dup_bias.dtype, out=dup_bias)
+            project_back(dpre, up, dh, is_added)
+            return dh
+
+        return feed_forward_bwd
+
+
+def project_back(dout: torch.Tensor, weight: torch.Tensor, dx: torch.Tensor, is_added: bool) -> None:
+    """dx, which is added to inside of the product, or written."""
+    if is_added:
+        dx.addmm_(dout, weight)
+    else:
+        torch.mm(dout, weight, out=dx)
+
+
+def _options(kind: LayerNumbers, positions: torch.Tensor | None) -> tuple:
+    return kind.softmax_scale, kind.attention_dropout, (kind.window_left, kind.window_right), positions is not None
+
+
+def _dtype_of(t: torch.Tensor | None) -> torch.dtype | None:
+    return None if t is None else t.dtype
+
+
+class CudaLayerKernels(LayerKernels):
+    def __init__(self, x: torch.Tensor, vectors: torch.dtype, plan: Plan):
+        super().__init__(x, vectors, plan)
+        self.their_vectors = their_vectors(Backend.CUDA, x.dtype, vectors)
+        self.makes_norms = bool(self.their_vectors)
+        self.makes_feed_forward = not plan.has_inner_dropout
+
+    def _has_addresses(self) -> bool:
+        """Its own take tensors."""
+        return False
+
+    def norm_fwd(self, *key: Any) -> Launch:
+        if not self.makes_norms:
+            return super().norm_fwd(*key)
+        dropout_p, eps, *_, has_sum, has_stats = key
+
+        def norm_fwd(x, x_bias, residual, weight, bias, philox, *_):
+            rest = (philox, dropout_p, eps, has_sum, has_stats, self.rms)
+            return torch.ops.fastbert.add_layer_norm_fwd_cuda(x, x_bias, residual, weight, bias, *rest)
+
+        return norm_fwd
+
+    def norm_bwd(self, dropout_p: float, has_dsum: bool, has_x_bias: bool, has_seed: bool) -> Launch:
+        if not self.makes_norms:
+            return super().norm_bwd(dropout_p, has_dsum, has_x_bias, has_seed)
+
+        def norm_bwd(dout, dsum, summed, mean, rstd, weight, philox, *_):
+            mean = rstd[:0] if self.rms else mean
+            rest = (philox, dropout_p, has_x_bias, self.rms)
+            return torch.ops.fastbert.add_layer_norm_bwd_cuda(dout, dsum, summed, mean, rstd, weight, *rest)
+
+        return norm_bwd
+
+    def feed_forward(self, activation: str, kind: LayerNumbers, inner_size: int) -> Launch:
+        if not self.makes_feed_forward:
+            return super().feed_forward(activation, kind, inner_size)
+
+        def feed_forward(h, up_t, up_bias, down_t, *_):
+            rest = (None, None, activation, kind.gated, True)
+            return torch.ops.fastbert.feed_forward_cuda(h, up_t.t(), up_bias, down_t.t(), *rest)
+
+        return feed_forward
+
+    def feed_forward_bwd(self, activation: str, kind: LayerNumbers, inner_size: int, has_bias: bool) -> Launch:
+        if not self.makes_feed_forward:
+            return super().feed_forward_bwd(activation, kind, inner_size, has_bias)
+
+        def feed_forward_bwd(dout, h, pre, up, down, philox, _, __, dup, ddown, dup_bias, dh, is_added, *___):
+            rest = (None, activation, kind.gated, True, True, has_bias)
+            dx, dups, dbiases, made = torch.ops.fastbert.feed_forward_bwd_cuda(dout, h, pre, up, down, *rest)
+            dup.copy_(dups[0])
+            ddown.copy_(made)
+            if has_bias:
+                dup_bias.copy_(dbiases[0])
+            return dh.add_(dx) if is_added else dx
+
+        return feed_forward_bwd
+
+
+_OF_NORMS = frozenset(("output_biases", "down_biases")) | frozenset(
+    f"{half}_norm_{what}" for half in ("attention", "feed_forward") for what in ("weights", "biases")
+)
+
+
+def their_vectors(backend: Backend, dtype: torch.dtype, vectors: torch.dtype) -> frozenset[str]:
+    """Those of Plan.vectors that kernels make themselves, by the dtypes of x and of the parameters."""
+    return _OF_NORMS if backend is Backend.CUDA and dtype is vectors else frozenset()
+
+
+def layer_kernels(backend: Backend) -> type[LayerKernels]:
+    return LayerKernels if backend is Backend.TRITON else CudaLayerKernels

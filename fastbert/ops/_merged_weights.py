@@ -5,6 +5,7 @@ the dtype of the products, made in one launch for all layers of a step; and thei
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ _MERGE = define_triton(
 )
 BLOCK = 2048  # of the kernel
 _ALIGNED = 16  # bytes: a load of the kernel's
-_PAD = 64  # elements: what begins at a multiple of them is aligned in every dtype
+PAD = 64  # elements: what begins at a multiple of them is aligned in every dtype
 
 
 class Part(NamedTuple):
@@ -47,7 +48,7 @@ class Part(NamedTuple):
     def end(self) -> int:
         """Where the next one may begin."""
         size = self.shape[0] * (self.shape[1] if len(self.shape) > 1 else 1)
-        return -(-(self.place + size) // _PAD) * _PAD
+        return -(-(self.place + size) // PAD) * PAD
 
     def places(self) -> list[int]:
         """Where the rows of each Linear begin."""
@@ -56,6 +57,40 @@ class Part(NamedTuple):
 
     def within(self, flat: torch.Tensor) -> torch.Tensor:
         return flat.as_strided(self.shape, self.strides, self.place)
+
+
+class Run:
+    """One product's parts, or its biases', of all layers; parts: None where a layer has no bias.
+
+    step: how far they lie apart, None where layers differ: a run's tensors are then made one by one, and else as the
+    rows of one, which takes a sixth of the time.
+    """
+
+    def __init__(self, parts: Sequence[Part | None]):
+        self.parts = parts
+        alike = {None if part is None else (part.rows, part.shape) for part in parts}
+        steps = {b.place - a.place for a, b in pairwise(parts) if a is not None and b is not None}
+        self.step = None if None in alike or len(alike) > 1 or len(steps) > 1 else max(steps, default=0)
+
+    def within(self, flat: torch.Tensor, transposed: bool = False) -> Sequence[torch.Tensor | None]:
+        """Of each layer (rows, columns), or a bias (rows,); transposed: (columns, rows)."""
+        first = self.parts[0]
+        if self.step is None or first is None:
+            each = [None if part is None else part.within(flat) for part in self.parts]
+            return [None if t is None else t.t() for t in each] if transposed else each
+        shape, strides = first.shape, first.strides
+        if transposed:
+            shape, strides = shape[::-1], strides[::-1]
+        return flat.as_strided((len(self.parts), *shape), (self.step, *strides), first.place).unbind()
+
+    def linears(self, flat: torch.Tensor) -> list[Sequence[torch.Tensor]]:
+        """Of layers that are alike: for each Linear of the product, its rows of each layer."""
+        first, step, made = self.parts[0], self.step, list[Sequence[torch.Tensor]]()
+        assert first is not None and step is not None
+        for rows, place in zip(first.rows, first.places(), strict=True):
+            size = (len(self.parts), rows, *first.shape[1:])
+            made.append(flat.as_strided(size, (step, *first.strides), place).unbind())
+        return made
 
 
 class _Copied(NamedTuple):
@@ -104,6 +139,8 @@ class Layout:
                     found.append(None)
             self.biases.append(found)
         self.size_with_biases = at
+        self.runs = [Run([layer[i] for layer in self.products]) for i in range(4)]
+        self.bias_runs = [Run([layer[i] for layer in self.biases]) for i in range(2)]
         self._copied: dict[bool, _Copied] = {}
 
     def copied(self, all_weights: bool) -> _Copied:
@@ -136,13 +173,18 @@ class Layout:
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The part of each Linear's weight of a buffer that has all of them: their gradients."""
-        made = []
-        for part in [part for layer in self.products for part in layer]:
-            place, columns = part.place, part.shape[1]
-            for rows in part.rows:
-                made.append(flat.as_strided((rows, columns), part.strides, place))
-                place += rows * columns
-        return made
+        if all([run.step is not None for run in self.runs]):
+            return [
+                t
+                for layer in zip(*[each for run in self.runs for each in run.linears(flat)], strict=True)
+                for t in layer
+            ]
+        parts = [part for layer in self.products for part in layer]
+        return [
+            flat.as_strided((rows, part.shape[1]), part.strides, place)
+            for part in parts
+            for rows, place in zip(part.rows, part.places(), strict=True)
+        ]
 
 
 def _rows(layer: LayerNumbers, hidden_size: int, inner: int) -> list[list[int]]:
@@ -165,7 +207,7 @@ class _Table(NamedTuple):
     is_aligned: bool
 
 
-# By the first weight, and gone with it; then by how many layers begin with it: a stack, and its first layer alone. A
+# By the first tensor, and gone with it; then by how many layers begin with it: a stack, and its first layer alone. A
 # table stays for as long as the weights stay where they are: a captured step reads it again.
 _tables: Any = WeakIdKeyDictionary()
 
@@ -181,19 +223,30 @@ def merged(
     copied += [biases[i] for i in which.biases]
     if not copied:
         return weights[0].new_empty(0, dtype=dtype), kept
+    return _merge(weights[0], len(layout.products), copied, which.places, layout.size_with_biases, dtype), kept
+
+
+def merged_vectors(vectors: Sequence[torch.Tensor], places: Sequence[int], size: int) -> torch.Tensor:
+    """A buffer of `size` elements with vectors at their places, in their dtype."""
+    return _merge(vectors[0], len(vectors), vectors, places, size, vectors[0].dtype)
+
+
+def _merge(
+    owner: torch.Tensor, name: int, copied: Sequence[torch.Tensor], places: Sequence[int], size: int, dtype: torch.dtype
+) -> torch.Tensor:
     known_by = (dtype, *[t.data_ptr() for t in copied])
-    mine = _tables.setdefault(weights[0], {})
-    table = mine.get(len(layout.products))
+    mine = _tables.setdefault(owner, {})
+    table = mine.get(name)
     if table is None or table.known_by != known_by:
-        table = mine[len(layout.products)] = _made_table(copied, which.places, known_by, dtype)
-    return _MERGE(*table.operands, copied[0], layout.size_with_biases, table.is_aligned, dtype), kept
+        table = mine[name] = _made_table(copied, places, known_by, dtype)
+    return _MERGE(*table.operands, copied[0], size, table.is_aligned, dtype)  # type: ignore[no-any-return]
 
 
 def is_copied(part: Part, given: torch.dtype, dtype: torch.dtype) -> bool:
     return given is not dtype or len(part.rows) > 1
 
 
-def _made_table(copied: list[torch.Tensor], places: list[int], known_by: tuple, dtype: torch.dtype) -> _Table:
+def _made_table(copied: Sequence[torch.Tensor], places: Sequence[int], known_by: tuple, dtype: torch.dtype) -> _Table:
     """In Python, once: no tensor is asked for a value."""
     addresses, counts, to = list[int](), list[int](), list[int]()
     for t, place in zip(copied, places, strict=True):

@@ -170,7 +170,10 @@ def _backward(backend, options, needed, saved, dout):
         dword = embed_bwd(dout, input_ids, word, padding_idx)
     if needs_position:
         dposition = embed_bwd(dout, position_ids, position, position_padding)
-    if needs_type:
+    if needs_type and token_type_ids is None and backend is Backend.TRITON:  # all are of type 0: nothing to sort
+        dtype = torch.zeros_like(token_type)
+        torch.sum(dout, 0, out=dtype[0])
+    elif needs_type:
         types = token_type_ids
         if types is None:
             types = torch.zeros(dout.shape[0], dtype=torch.int64, device=dout.device)

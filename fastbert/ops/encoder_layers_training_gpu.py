@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +29,12 @@ from fastbert.ops._common import (
     differentiable_once,
     triton_unsupported,
 )
-from fastbert.ops._layer_kernels import layer_kernels
-from fastbert.ops._layer_stack import Layer, Seeds, Stack, bias_tensors, norms_of, weights_of
-from fastbert.ops._merged_weights import Layout, merged
+from fastbert.ops._layer_kernels import layer_kernels, their_vectors
+from fastbert.ops._layer_memory import Memory
+from fastbert.ops._layer_plan import Plan, kinds_of, plan_of
+from fastbert.ops._layer_stack import Operands, Stack
+from fastbert.ops._layer_stack_bwd import backward
+from fastbert.ops._merged_weights import merged, merged_vectors
 from fastbert.ops.attention import _tile
 from fastbert.ops.encoder_layers import LayerOperands, tables_of
 from fastbert.ops.layer_numbers import LayerNumbers
@@ -39,22 +43,20 @@ from fastbert.ops.relative import Relative
 from fastbert.ops.rotary import Rotary, check_rotary
 from fastbert.ops.seeds import draw_seeds
 
-# flat, kept_weights: of `merged`. biases: all of the operands'; norms: theirs. tiles: of each of `tile_sizes`. philox,
-# activation, layers, ints, floats, rotary, rotary_layouts, window_positions: as encoder_layers_fwd_cpu has them.
-# intermediate_sizes: the layers'. x, flat and what is made of them have one dtype; biases and norms, and so the
-# gradients of all parameters, have that of the weights, which is the same or wider.
-# Forward returns out and what backward wants (_layer_stack.py). Backward returns the gradients of x (zero rows unless
-# needs_dx), of all weights as Layout has them, and then, layer by layer, those of the biases of qkv, output, up and
-# down, as far as there are any, and those of the norms.
+# flat, kept_weights: of `merged`. vectors: those that junctions take (_layer_plan.py). tiles, tile_sizes: of each kind
+# of layer. philox, activation, layers, ints, floats, rotary, rotary_layouts, window_positions: as
+# encoder_layers_fwd_cpu has them. intermediate_sizes: the layers'. x, flat and what is made of them have one dtype;
+# biases and norms, and so the gradients of all parameters, have that of the weights, which is the same or wider.
+# Forward returns out and what backward wants. Backward returns the gradients of x (zero rows unless needs_dx), of all
+# weights as Layout has them, and of biases and norms as Plan.vectors has them.
 _FORM = (
-    "Tensor flat, Tensor[] kept_weights, Tensor[] biases, Tensor[] norms, Tensor[] tiles, Tensor? philox,"
+    "Tensor flat, Tensor[] kept_weights, Tensor vectors, Tensor[] tiles, Tensor? philox,"
     " str activation, int[] layers, int[] ints, float[] floats, int[] intermediate_sizes, int[] tile_sizes,"
-    " Tensor[] rotary, int[] rotary_layouts, Tensor? window_positions, ScalarType weights_dtype, bool recomputes"
+    " Tensor[] rotary, int[] rotary_layouts, Tensor? window_positions, bool recomputes"
 )
 _FWD_SCHEMA = f"(Tensor x, {_FORM}) -> Tensor[]"
 _BWD_SCHEMA = f"(Tensor dout, Tensor x, Tensor[] kept, {_FORM}, bool needs_dx) -> Tensor[]"
 _BACKENDS = (Backend.TRITON, Backend.CUDA)
-_BIASES = ("qkv", "output", "up", "down")
 
 
 class _Form(NamedTuple):
@@ -62,8 +64,7 @@ class _Form(NamedTuple):
 
     flat: torch.Tensor
     kept_weights: list[torch.Tensor]
-    biases: list[torch.Tensor]
-    norms: list[torch.Tensor]
+    vectors: torch.Tensor
     tiles: list[torch.Tensor]
     philox: torch.Tensor | None
     activation: str
@@ -75,77 +76,40 @@ class _Form(NamedTuple):
     rotary: list[torch.Tensor]
     rotary_layouts: list[int]
     window_positions: torch.Tensor | None
-    weights_dtype: torch.dtype
     recomputes: bool
 
 
-@functools.lru_cache(maxsize=64)
-def _kinds(layers: tuple[int, ...], ints: tuple[int, ...], floats: tuple[float, ...]) -> tuple[LayerNumbers, ...]:
-    """Of each layer."""
-    numbers = LayerNumbers.read(ints, floats)
-    return tuple(numbers[at] for at in layers)
-
-
-@functools.lru_cache(maxsize=64)
-def _layout(kinds: tuple[LayerNumbers, ...], hidden_size: int, intermediate_sizes: tuple[int, ...]) -> Layout:
-    return Layout(kinds, hidden_size, intermediate_sizes)
-
-
-def _stack(backend: Backend, x: torch.Tensor, form: _Form) -> tuple[Stack, Layout]:
-    kinds = _kinds(tuple(form.layers), tuple(form.ints), tuple(form.floats))
-    layout = _layout(kinds, x.shape[1], tuple(form.intermediate_sizes))
-    tiles = dict(zip(form.tile_sizes, form.tiles, strict=True))
+def _stack(backend: Backend, x: torch.Tensor, form: _Form) -> Stack:
     tables = [
         (form.rotary[2 * i], form.rotary[2 * i + 1], bool(bits & 1), bool(bits & 2))
         for i, bits in enumerate(form.rotary_layouts)
     ]
-    seeds = [Seeds()] * len(kinds)
-    if form.philox is not None:
-        rows = [each.unbind() for each in form.philox.unbind()]
-        seeds = [Seeds(each[0], each[1], each[2] if len(each) > 3 else None, each[-1]) for each in rows]
-    biases, norms = iter(form.biases), iter(form.norms)
-    weights = weights_of(layout, form.flat, form.kept_weights, form.weights_dtype)
-    made = []
-    for i, (numbers, (qkv, output, up, down)) in enumerate(zip(kinds, weights, strict=True)):
-        given = bias_tensors(numbers, biases)
-        qkv_bias, up_bias = (None if part is None else part.within(form.flat) for part in layout.biases[i])
-        tile = form.tile_sizes[0] if len(tiles) == 1 else _tile_of(numbers, form.tile_sizes, x)
-        made.append(
-            Layer(
-                numbers, qkv, output, up, down, qkv_bias, up_bias, given[1 if numbers.merged_qkv else 3], given[-1],
-                norms_of(numbers, norms), seeds[i], tiles[tile], tile,
-                None if numbers.rotary < 0 else tables[numbers.rotary],
-            )
-        )  # fmt: skip
-    kernels = layer_kernels(backend)
-    stack = Stack(kernels, made, form.activation, form.window_positions, form.weights_dtype, form.recomputes)
-    return stack, layout
+    plan = _plan(x, form)
+    operands = Operands(
+        form.flat, form.kept_weights, form.vectors, form.tiles, form.tile_sizes, form.philox, form.activation, tables,
+        form.window_positions,
+    )  # fmt: skip
+    return Stack(plan, layer_kernels(backend)(x, form.vectors.dtype, plan), operands, x)
 
 
-def _tile_of(numbers: LayerNumbers, tile_sizes: Sequence[int], x: torch.Tensor) -> int:
-    """Heads of several sizes: the largest tile that a layer's heads allow is the one that was made for them."""
-    most = _tile(numbers.head_dim, max(tile_sizes), x.dtype is torch.float32)
-    return max(tile for tile in tile_sizes if tile <= most)
+def _plan(x: torch.Tensor, form: _Form) -> Plan:
+    sizes = tuple(form.intermediate_sizes)
+    return plan_of(tuple(form.layers), tuple(form.ints), tuple(form.floats), x.shape[1], sizes, form.recomputes)
 
 
 def _forward(backend: Backend, x: torch.Tensor, *form: Any) -> list[torch.Tensor]:
-    with torch.autocast(x.device.type, enabled=False):
-        out, kept = _stack(backend, x, _Form(*form))[0].forward(x)
+    with torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
+        out, kept = _stack(backend, x, _Form(*form)).forward()
     return [out, *kept]
 
 
 def _backward(backend, dout, x, kept, *rest) -> list[torch.Tensor]:
     form, needs_dx = _Form(*rest[:-1]), rest[-1]
-    with torch.autocast(x.device.type, enabled=False):
-        stack, layout = _stack(backend, x, form)
-        flat = x.new_empty(layout.size)
-        dweights = ([part.within(flat) for part in parts] for parts in reversed(layout.products))
-        dx, found = stack.backward(dout, x, kept, dweights, needs_dx)
-        flat = flat.to(form.weights_dtype)
-    vectors = []
-    for layer in found:
-        dbiases = [layer.biases[name] for name in _BIASES]
-        vectors += [dbias for dbias in dbiases if dbias is not None] + layer.norms
+    with torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
+        stack = _stack(backend, x, form)
+        flat = x.new_empty(stack.plan.layout.size)
+        dx, vectors = backward(stack, dout, kept, flat, needs_dx)
+        flat = flat.to(form.vectors.dtype)
     return [dx if needs_dx else x.new_empty(0, x.shape[1]), flat, *vectors]
 
 
@@ -162,62 +126,53 @@ for _backend in _BACKENDS:
             _library.impl(_op, functools.partial(_kernel, _backend), _key)
 
 
-class _Call:
-    """counts: of weights, biases and norms."""
-
-    def __init__(
-        self,
-        backend: Backend,
-        form: _Form,
-        counts: tuple[int, int, int],
-        layout: Layout,
-        kinds: tuple[LayerNumbers, ...],
-    ):
-        self.backend, self.form, self.counts, self.layout, self.kinds = backend, form, counts, layout, kinds
-
-
 class _EncoderLayers(torch.autograd.Function):
     """Autograd around the registered forward and backward, by the operands' weights, biases and norms."""
 
+    @classmethod
+    def apply(cls, *arguments):
+        """Without torch's look at each of 200 arguments for what a transform of torch.func left, 100 us: whoever asks
+        for a fused op has been refused under one."""
+        return super(torch.autograd.Function, cls).apply(*arguments)
+
     @staticmethod
-    def forward(ctx, call: _Call, x, *parameters):
-        out, *kept = _FWD[call.backend](x, *call.form)
-        form = call.form
-        ctx.save_for_backward(x, form.flat, *form.kept_weights, *form.biases, *form.norms, *kept)
-        empty = form._replace(flat=x, kept_weights=[], biases=[], norms=[])  # which are among the saved ones
-        ctx.call = _Call(call.backend, empty, call.counts, call.layout, call.kinds)
-        ctx.kept_weights = len(form.kept_weights)
+    def forward(ctx, backend: Backend, form: _Form, x, *parameters):
+        out, *kept = _FWD[backend](x, *form)
+        ctx.save_for_backward(x, form.flat, form.vectors, *form.kept_weights, *kept)
+        ctx.count = len(form.kept_weights)
+        ctx.backend, ctx.form = backend, form._replace(flat=x, kept_weights=[], vectors=x)  # which are saved
         return out
 
     @staticmethod
     @differentiable_once
     def backward(ctx, dout):
-        call, (x, flat, *saved) = ctx.call, ctx.saved_tensors
-        parts = []
-        for count in (ctx.kept_weights, call.counts[1], call.counts[2]):
-            parts.append(saved[:count])
-            saved = saved[count:]
-        kept_weights, biases, norms = parts
-        form = call.form._replace(flat=flat, kept_weights=kept_weights, biases=biases, norms=norms)
-        needs_dx = ctx.needs_input_grad[1]
-        dx, dweights, *vectors = _BWD[call.backend](dout, x, list(saved), *form, needs_dx)
-        dbiases, dnorms = _sorted(call, vectors)
-        return None, dx if needs_dx else None, *call.layout.split(dweights), *dbiases, *dnorms
+        backend, form, (x, flat, vectors, *saved) = ctx.backend, ctx.form, ctx.saved_tensors
+        kept_weights, kept = saved[: ctx.count], saved[ctx.count :]
+        form = form._replace(flat=flat, kept_weights=kept_weights, vectors=vectors)
+        needs_dx = ctx.needs_input_grad[2]
+        dx, dweights, *dvectors = _BWD[backend](dout, x, kept, *form, needs_dx)
+        plan = _plan(x, form)
+        made = Memory(x, vectors.dtype, len(plan.kinds), their_vectors(backend, x.dtype, vectors.dtype))
+        given = iter(dvectors)
+        for tensors in plan.vectors:
+            made.take(tensors, given)
+        dx = dx if needs_dx else None
+        return None, None, dx, *plan.layout.split(dweights), *_dbiases(plan, made), *_dnorms(plan, made)
 
 
-def _sorted(call: _Call, vectors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The gradients of biases and of norms, one for each of the operands'."""
-    given = iter(vectors)
-    dbiases: list[torch.Tensor] = []
-    dnorms: list[torch.Tensor] = []
-    for numbers, (qkv, _, up, _) in zip(call.kinds, call.layout.products, strict=True):
-        places = (0, len(qkv.rows), len(qkv.rows) + 1, numbers.num_linears - 1)
-        for part, place in zip((qkv, None, up, None), places, strict=True):
-            if numbers.biases >> place & 1:
-                dbias = next(given)
-                dbiases += [dbias] if part is None or len(part.rows) == 1 else dbias.split(part.rows)
-        dnorms += [next(given) for _ in range(numbers.norms.bit_count())]
-    return dbiases, dnorms
+def _dbiases(plan: Plan, made: Memory) -> list[torch.Tensor]:
+    """The gradients of biases, one for each of the operands'."""
+    (qkv, up), found = plan.layout.bias_runs, []
+    for name, run in (("qkv_biases", qkv), ("up_biases", up)):
+        rows = [() if part is None else part.rows for part in run.parts]
+        found.append(made.vectors_apart(name, rows))
+    names = zip(found[0], made["output_biases"], found[1], made["down_biases"], strict=True)
+    return [t for qkv, output, ups, down in names for t in (*qkv, output, *ups, down) if t is not None]
+
+
+def _dnorms(plan: Plan, made: Memory) -> list[torch.Tensor]:
+    names = ("attention_norm_weights", "attention_norm_biases", "feed_forward_norm_weights", "feed_forward_norm_biases")
+    return [t for t in chain.from_iterable(zip(*[made[name] for name in names], strict=True)) if t is not None]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -243,20 +198,21 @@ def accepts(x: torch.Tensor, operands: LayerOperands) -> str | None:
         return "weights are int8"
     given = operands.weights[0].dtype
     parameters = (*operands.weights, *operands.biases, *operands.norms)
-    found = {(p.requires_grad, p.dtype, p.get_device(), p.is_contiguous()) for p in parameters}
-    if found != {(True, given, x.get_device(), True)}:
-        if not all([p.requires_grad for p in parameters]):
-            return "it is for training all of a layer: a weight takes no gradient"
+    if not all([p.requires_grad for p in parameters]):
+        return "it is for training all of a layer: a weight takes no gradient"
+    found = {p.dtype for p in parameters}, {p.get_device() for p in parameters}
+    if found != ({given}, {x.get_device()}) or not all([p.is_contiguous() for p in parameters]):
         others = sorted({f"{p.dtype} on {p.device}" for p in parameters})
         return f"x is on {x.device}, the weights {' and '.join(others)}, or not in one piece"
     is_autocast = torch.is_autocast_enabled(x.device.type)
     if given is not x.dtype if not is_autocast else given not in (torch.float32, torch.bfloat16):
         return f"x is {x.dtype}, the weights {given}"
-    kinds = _kinds(tuple(operands.layers), tuple(operands.ints), tuple(operands.floats))
+    numbers = (tuple(operands.layers), tuple(operands.ints), tuple(operands.floats))
+    kinds = kinds_of(*numbers)
     reason = _kinds_unsupported(kinds)
     if reason is not None:
         return reason
-    expected = _layout(kinds, x.shape[1], _intermediate_sizes(kinds, operands.weights)).shapes()
+    expected = plan_of(*numbers, x.shape[1], _intermediate_sizes(kinds, operands.weights), False).layout.shapes()
     for weight, shape in zip(operands.weights, expected, strict=True):
         if weight.shape != shape:
             return f"a weight is {tuple(weight.shape)}, expected {shape}"
@@ -306,25 +262,28 @@ def run(
     check_devices("encoder_layers_training", x=x, cu_seqlens=cu_seqlens, window_positions=window_positions)
     cu_seqlens = int32_offsets("encoder_layers_training", cu_seqlens)
     weights, biases, _, _, norms, activation, layers, ints, floats, _, _ = operands
-    kinds = _kinds(tuple(layers), tuple(ints), tuple(floats))
-    inner = _intermediate_sizes(kinds, weights)
-    layout = _layout(kinds, x.shape[1], inner)
+    numbers = (tuple(layers), tuple(ints), tuple(floats))
+    inner = _intermediate_sizes(kinds_of(*numbers), weights)
+    plan = plan_of(*numbers, x.shape[1], inner, recomputes)
     dtype, longest = compute_dtype(x), x.shape[0] if max_seqlen is None else max_seqlen
     x = x.to(dtype)
-    tile_sizes = sorted({_tile(d, longest, dtype is torch.float32) for d in {layer.head_dim for layer in kinds}})
+    cache = {} if cache is None else cache
+    tile_sizes = [_tile(kind.head_dim, longest, dtype is torch.float32) for kind in plan.distinct_kinds]
     tiles = [tiles_of(cu_seqlens, x.shape[0], tile, cache) for tile in tile_sizes]
-    for layer in {layer for layer in kinds if layer.rotary >= 0}:
+    for layer in [kind for kind in plan.distinct_kinds if kind.rotary >= 0]:
         check_rotary(x.as_strided((x.shape[0], 1, layer.head_dim), (0, 0, 0)), rotary[layer.rotary], max_seqlen or 0)
     tables, layouts = tables_of(rotary)
     tables = [t if t.stride(1) == 1 else t.contiguous() for t in tables]
+    window_positions = None if window_positions is None else window_positions.contiguous()
     philox = None
-    if any([any(layer.dropouts) for layer in kinds]):
-        philox = draw_seeds(x.device, len(layers), 4 if any([layer.inner_dropout for layer in kinds]) else 3)
+    if plan.has_dropout:
+        philox = draw_seeds(x.device, len(layers), 4 if plan.has_inner_dropout else 3)
     with torch.no_grad():
-        flat, kept_weights = merged(layout, weights, biases, dtype)
+        flat, kept_weights = merged(plan.layout, weights, biases, dtype)
+        taken = [*[biases[i] for i in plan.junction_biases], *norms]
+        vectors = merged_vectors(taken, plan.vector_places, plan.size_of_vectors)
     form = _Form(
-        flat, kept_weights, biases, norms, tiles, philox, activation, layers, ints, floats, list(inner), tile_sizes,
-        tables, layouts, window_positions, weights[0].dtype, recomputes,
+        flat, kept_weights, vectors, tiles, philox, activation, layers, ints, floats, list(inner), tile_sizes, tables,
+        layouts, window_positions, recomputes,
     )  # fmt: skip
-    call = _Call(backend, form, (len(weights), len(biases), len(norms)), layout, kinds)
-    return _EncoderLayers.apply(call, x.contiguous(), *weights, *biases, *norms)
+    return _EncoderLayers.apply(backend, form, x.contiguous(), *weights, *biases, *norms)

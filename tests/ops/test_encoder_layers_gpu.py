@@ -7,7 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 from full import halved, thinned
-from layer_specs import CASES, CU_SEQLENS, HIDDEN, TOKENS, WITH_HOLES, Case, fused, make, operands_of, rotary_tables
+from layer_specs import (
+    CASES,
+    CU_SEQLENS,
+    HIDDEN,
+    POSITIONS,
+    TOKENS,
+    WITH_HOLES,
+    Case,
+    fused,
+    make,
+    operands_of,
+    rotary_tables,
+)
 from seeds import manual_seed, torch_generator
 from trained_layers import MODES, Several, assert_same, check, differentiate, masks
 
@@ -15,7 +27,6 @@ from fastbert import ops
 from fastbert.backend import Backend, use_backend
 from fastbert.native.availability import triton_error
 from fastbert.ops import encoder_layers_training_gpu as gpu
-from fastbert.ops._layer_kernels import layer_kernels
 from fastbert.testing.numerics import GRADIENT_FACTOR, assert_close_to_reference
 
 pytestmark = pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
@@ -30,6 +41,7 @@ REFUSED = {
 SERVED = [name for name in CASES if name not in REFUSED]
 STACKS = {
     "post": ("post", "post, no biases", "post, no attention norm", "post, grouped"),
+    "post, some gated": ("post", "post, merged", "post"),
     "modernbert": ("global", "local", "global"),
     "pre": ("pre", "pre, local", "pre, grouped, merged"),
     "rms": ("rms, grouped", "rms"),
@@ -125,6 +137,16 @@ def test_one_token_no_gradient_of_x_and_rows_that_lie_apart(name, op):
             return fused(op, several.layers, x, **shared)
 
         assert_same(differentiate(run, layer, x, needs_dx=False), expected)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_positions_that_lie_apart(op):
+    layer, shared = Several([make(CASES["local"])]), {"cu_seqlens": CU_SEQLENS}
+    expected = trained(op, [layer], X, positions=WITH_HOLES, **shared)
+    apart = torch.stack([WITH_HOLES, -WITH_HOLES], 1).int()[:, 0]
+    assert not apart.is_contiguous()
+    assert_same(trained(op, [layer], X, positions=apart, **shared), expected)
+    assert not torch.equal(trained(op, [layer], X, positions=POSITIONS, **shared)["out"], expected["out"])
 
 
 def test_weights_at_odd_addresses():
@@ -230,7 +252,6 @@ def test_backend_cuda_takes_its_own_kernels_where_it_has_them(name, mode, monkey
 
     for op in CUDAS:
         monkeypatch.setattr(torch.ops.fastbert, f"{op}_cuda", instead(op), raising=False)
-    layer_kernels.cache_clear()
     found = []
     for dropouts in ((0.1, 0.2, 0.0, 0.4), (0.1, 0.2, 0.3, 0.4)):
         layers = Several([make(CASES[name].with_dropouts(*dropouts))])
@@ -246,7 +267,6 @@ def test_backend_cuda_takes_its_own_kernels_where_it_has_them(name, mode, monkey
                 found.append(differentiate(run, layers, X[:6]))
             has = ({*CUDAS[:2]} if mode == "float32" else set()) | ({*CUDAS[2:]} if not dropouts[2] else set())
             assert called == (has if backend is Backend.CUDA else set())
-    layer_kernels.cache_clear()
     for one, other in (found[:2], found[2:]):
         assert torch.equal(one["out"], other["out"])
         for key, t in one.items():  # whose dx is added by a kernel, and rounded once more

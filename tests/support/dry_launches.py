@@ -35,9 +35,12 @@ LARGEST_GRID = (2**31 - 1, 65535, 65535)
 
 
 class DryDriver:
-    """A GPU of one architecture that loads whatever is given to it and runs nothing."""
+    """A GPU of one architecture that loads whatever is given to it and runs nothing. counts: what is launched, which
+    takes as long as a launch.
+    """
 
-    def __init__(self, capability: int):
+    def __init__(self, capability: int, counts: bool = True):
+        self.counts = counts
         self.target, self.utils = GPUTarget("cuda", capability, 32), self
         self.launches: Counter[str] = Counter()
         self.compiled: Counter[str] = Counter()
@@ -71,7 +74,7 @@ class DryDriver:
         names = source.fn.arg_names
         constants = {names[path[0]]: value for path, value in source.constants.items()}
         self.loading = f"{source.name} {source.signature.get('q_ptr', '')} {constants} {metadata.num_warps} warps"
-        return partial(self.launch, source.name)
+        return partial(self.launch, source.name) if self.counts else "".format
 
     def launch(self, name: str, x: int, y: int, z: int, *others) -> None:
         for size, limit in zip((x, y, z), LARGEST_GRID, strict=True):
@@ -173,9 +176,9 @@ def pad_and_pack() -> None:
         model(inputs_embeds=embeds, attention_mask=mask).last_hidden_state.sum().backward()
 
 
-def as_gpu(capability: int) -> DryDriver:
+def as_gpu(capability: int, counts: bool = True) -> DryDriver:
     """From here on the Triton kernels take tensors on the CPU, as on a GPU of that architecture."""
-    dry = DryDriver(capability)
+    dry = DryDriver(capability, counts)
     driver.set_active(dry)
     blocks._majors[torch.device("cpu")] = dry.target.arch // 10
     for op, table in SUPPORTS.items():  # whose reason is that tensors are on a CPU

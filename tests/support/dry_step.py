@@ -4,17 +4,19 @@
 
 BERT-base's twelve layers, masked words, bf16 under autocast, dropout: the operators, launches and Python of the real
 step, on the real dispatcher, with autograd and Triton's launcher. Its tensors are so small that products and copies
-take next to nothing, Triton's launches end before the driver (dry_launches), and what a GPU has of torch's optimizer as
-a few launches over all weights does nothing. A GPU's own launches take a few microseconds each beside this.
+take next to nothing, Triton's launches end before the driver (dry_launches),
+and what a GPU has of torch's optimizer as a few launches over all weights does nothing. A GPU's own launches, and its
+library's products, take a few microseconds each beside this.
 
-Both ways of the layers run in turn: op by op, and all of them as one op. Products of this size still take a CPU longer
-than a GPU's library takes to queue them; what they take alone is printed beside.
+Both ways of the layers run in turn, some steps of each: op by op, and all of them as one op. What they launch is
+counted in a process of its own, since to count a launch takes as long as one.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -34,9 +36,10 @@ from fastbert.training.loop import _seed
 from fastbert.training.optimizers import _clip_then_step, make_optimizer, parameter_groups
 from fastbert.training.schedules import Schedule
 
-LAYERS, LENGTHS, SHARE = 12, (40, 17, 7), 0.15
-HIDDEN, INNER = 64, 128
-ROUNDS = 30
+LAYERS, SHARE = 12, 0.5
+LENGTHS, COUNTED = (2, 1, 1), (40, 17, 7)  # of what is timed; and of what is counted, with several blocks of each kind
+HIDDEN, INNER = 8, 16
+BLOCKS, STEPS = 10, 12  # each way takes turns of so many steps, the first two of which are left out: they are cold
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm")
 # What allocates, or says how memory is looked at, and launches nothing.
 FREE = frozenset(
@@ -70,16 +73,16 @@ def optimizer_without_arithmetic() -> Iterator[Counter[str]]:
 
 
 class Step:
-    """One step of `Loop`, cut into its parts. is_one_op: of the layers."""
+    """One step of `Loop`, cut into its parts. is_one_op: of the layers. lengths: of the batch."""
 
-    def __init__(self, is_one_op: bool) -> None:
+    def __init__(self, is_one_op: bool, lengths: tuple[int, ...]) -> None:
         self.layers = nullcontext if is_one_op else without_layers_as_one_op
         sizes = {"hidden_size": HIDDEN, "num_attention_heads": 1, "intermediate_size": INNER}
         self.model = make("bert", "MaskedLM", torch.float32, num_hidden_layers=LAYERS, **sizes).train()
         groups = parameter_groups(self.model, 1e-4)
         self.optimizer = make_optimizer("adamw", groups, (0.9, 0.999), 1e-8)
         self.schedule = Schedule(self.optimizer, "linear", 1000, 10)
-        self.host, self.seeds = batch(), ops.StepSeeds("cpu")
+        self.host, self.seeds = batch(lengths), ops.StepSeeds("cpu")
         self.number, self.losses = 0, list[torch.Tensor]()
         self.device: PackedInputs = self.host
         self.loss = torch.zeros(())
@@ -91,7 +94,7 @@ class Step:
             "forward": self.forward,
             "backward": self.backward,
             "schedule": lambda: self.schedule.set(self.number),
-            "clipping and the optimizer": lambda: _clip_then_step(self.optimizer, list(self.model.parameters()), 1.0),
+            "clipping and the optimizer": self.optimize,
             "gradients dropped, the loss kept": self.end,
         }
 
@@ -115,45 +118,37 @@ class Step:
         with ops.only_recorded_writes(), use_backend("triton"):
             self.loss.backward()
 
+    def optimize(self) -> None:
+        _clip_then_step(self.optimizer, [p for group in self.optimizer.param_groups for p in group["params"]], 1.0)
+
     def end(self) -> None:
         self.optimizer.zero_grad()
         self.losses.append(torch.stack([self.loss.detach()]).sum())
         self.number += 1
 
 
-def batch() -> PackedInputs:
+def batch(lengths: tuple[int, ...]) -> PackedInputs:
     generator = torch.Generator().manual_seed(0)
-    ids = [torch.randint(1, 100, (length,), generator=generator) for length in LENGTHS]
+    ids = [torch.randint(1, 100, (length,), generator=generator) for length in lengths]
     labels = [torch.where(torch.rand(len(row), generator=generator) < SHARE, row, -100) for row in ids]
     return pack_inputs([row.tolist() for row in ids], labels=[row.tolist() for row in labels])
 
 
-def timed(steps: dict[str, Step]) -> dict[str, dict[str, float]]:
-    """Microseconds of each part of each of the steps, which take turns: medians."""
+def timed(steps: dict[str, Step]) -> dict[str, dict[str, tuple[float, float]]]:
+    """Microseconds of each part of each of the steps, which take turns: the median and the least."""
     found: dict[str, dict[str, list[float]]] = {way: {} for way in steps}
-    for i in range(ROUNDS + 5):
+    for _ in range(BLOCKS):
         for way, step in steps.items():
-            for name, part in step.parts().items():
-                start = time.thread_time()
-                part()
-                if i >= 5:
-                    found[way].setdefault(name, []).append(1e6 * (time.thread_time() - start))
-    return {way: {name: statistics.median(times) for name, times in parts.items()} for way, parts in found.items()}
-
-
-def products_alone() -> float:
-    """Microseconds of a step's products of layers and nothing around them: the median."""
-    tokens, times = sum(LENGTHS), []
-    shapes = ((HIDDEN, 3 * HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, INNER), (INNER, HIDDEN))
-    made = [[torch.randn(*s).bfloat16() for s in ((tokens, n), (n, m), (m,), (tokens, m))] for n, m in shapes]
-    for _ in range(ROUNDS):
-        start = time.thread_time()
-        for x, weight, bias, dout in made * LAYERS:
-            torch.addmm(bias, x, weight)
-            torch.mm(dout, weight.t())
-            torch.mm(dout.t(), x)
-        times.append(1e6 * (time.thread_time() - start))
-    return statistics.median(times)
+            for i in range(STEPS):
+                for name, part in step.parts().items():
+                    start = time.thread_time()
+                    part()
+                    if i >= 2:
+                        found[way].setdefault(name, []).append(1e6 * (time.thread_time() - start))
+    return {
+        way: {name: (statistics.median(times), min(times)) for name, times in parts.items()}
+        for way, parts in found.items()
+    }
 
 
 def launched(step: Step, dry: DryDriver) -> dict[str, tuple[int, int, int]]:
@@ -183,28 +178,41 @@ def launched_by(event: Any) -> Any:
     return event
 
 
+def both_ways(lengths: tuple[int, ...]) -> dict[str, Step]:
+    """Behind a first step, in which things are imported and compiled."""
+    steps = {"op by op": Step(False, lengths), "one op": Step(True, lengths)}
+    for step in steps.values():
+        for part in step.parts().values():
+            part()
+    return steps
+
+
+def count() -> None:
+    dry = as_gpu(90)
+    steps = both_ways(COUNTED)
+    with optimizer_without_arithmetic() as calls:
+        counts = {way: launched(step, dry) for way, step in steps.items()}
+    sys.stdout.write(json.dumps({"launches": counts, "over all weights": dict(calls)}) + "\n")
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    dry = as_gpu(90)
-    steps = {"op by op": Step(False), "one op": Step(True)}
-    for step in steps.values():
-        for part in step.parts().values():  # what is imported and compiled at the first
-            part()
-    with optimizer_without_arithmetic() as calls:
+    as_gpu(90, counts=False)
+    steps = both_ways(LENGTHS)
+    with optimizer_without_arithmetic():
         times = timed(steps)
-        calls.clear()
-        counts = {way: launched(step, dry) for way, step in steps.items()}
+    counting = subprocess.run([sys.executable, __file__, "count"], stdout=subprocess.PIPE, text=True, check=True)
+    facts = {"times": times, **json.loads(counting.stdout.splitlines()[-1])}
     for way, parts in times.items():
+        counts = facts["launches"][way]
         sys.stdout.write(f"{way}\n")
-        for name, microseconds in parts.items():
-            sys.stdout.write(f"  {name:35s} {microseconds:7.0f} us, launches: {counts[way][name]}\n")
-        totals = [sum(each) for each in zip(*counts[way].values(), strict=True)]
-        sys.stdout.write(f"  {'the step':35s} {sum(parts.values()):7.0f} us, launches: {totals}\n")
-    products = products_alone()
-    sys.stdout.write(f"the layers' products alone: {products:.0f} us\n")
-    facts = {"times": times, "launches": counts, "over all weights": dict(calls), "products": products}
+        for name, (median, least) in parts.items():
+            sys.stdout.write(f"  {name:35s} {median:7.0f} us, at least {least:5.0f}, launches: {counts[name]}\n")
+        totals = [sum(each) for each in zip(*counts.values(), strict=True)]
+        medians, leasts = (sum(each) for each in zip(*parts.values(), strict=True))
+        sys.stdout.write(f"  {'the step':35s} {medians:7.0f} us, at least {leasts:5.0f}, launches: {totals}\n")
     sys.stdout.write(json.dumps(facts) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    count() if sys.argv[1:] == ["count"] else main()

@@ -157,6 +157,8 @@ class Launches:
             for name, value in given.items():
                 if type(value) is int and source.signature[name].startswith("*"):  # kernels/launching.py
                     given[name] = Address(value)
+                elif hasattr(value, "data_ptr") and not isinstance(value, torch.Tensor):
+                    given[name] = Address(value.data_ptr())
             self._tell(f"{source.name}{[*grid]} {kernel.kind}", given)
 
 

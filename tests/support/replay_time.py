@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 from dry_launches import make
-from dry_step import LAYERS, batch
+from dry_step import COUNTED, LAYERS, batch
 
 from fastbert.training.graphed import GraphedStep
 from fastbert.training.graphed.buckets import Sizes, Staged, bucket_for, stage
@@ -49,7 +49,7 @@ def make_step() -> tuple[GraphedStep, Staged]:
     optimizer = make_optimizer("adamw", parameter_groups(model, 1e-4), (0.9, 0.999), 1e-8)
     step = GraphedStep(model.train(), optimizer, lambda *given: torch.zeros(()), max_norm=1.0, graphs=Stubs())
     step._seeds.take(DROPOUTS)
-    packed = batch()
+    packed = batch(COUNTED)
     return step, stage(packed, bucket_for(Sizes.of(packed)))
 
 
