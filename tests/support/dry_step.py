@@ -10,11 +10,17 @@ library's products, take a few microseconds each beside this.
 
 Both ways of the layers run in turn, some steps of each: op by op, and all of them as one op. What they launch is
 counted in a process of its own, since to count a launch takes as long as one.
+
+    valgrind --tool=callgrind --instr-atstart=no python tests/support/dry_step.py callgrind "one op"
+
+counts the instructions of ten steps of one way, which a neighbour on the machine does not change.
 """
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -195,6 +201,20 @@ def count() -> None:
     sys.stdout.write(json.dumps({"launches": counts, "over all weights": dict(calls)}) + "\n")
 
 
+def under_callgrind(way: str) -> None:
+    torch.set_num_threads(1)
+    as_gpu(90, counts=False)
+    step = both_ways(LENGTHS)[way]
+    gc.disable()  # whose passes come in some steps
+    with optimizer_without_arithmetic():
+        for number in range(14):
+            if number == 4:
+                subprocess.run(["callgrind_control", "-i", "on", str(os.getpid())], check=True, capture_output=True)
+            for part in step.parts().values():
+                part()
+    subprocess.run(["callgrind_control", "-i", "off", str(os.getpid())], check=True, capture_output=True)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     as_gpu(90, counts=False)
@@ -215,4 +235,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    count() if sys.argv[1:] == ["count"] else main()
+    if sys.argv[1:2] == ["callgrind"]:
+        under_callgrind(sys.argv[2])
+    elif sys.argv[1:] == ["count"]:
+        count()
+    else:
+        main()
