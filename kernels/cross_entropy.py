@@ -26,7 +26,7 @@ _CHUNK_ELEMENTS = 1 << 26  # of a chunk's logits: 128 MB of bf16, and products l
 
 @triton.jit(do_not_specialize=["rows", "ignore_index"])
 def _share_of_a_label_kernel(labels_ptr, share_ptr, rows, ignore_index, BLOCK: tl.constexpr):
-    """share (1,), fp32: 1 / n of the n labels (rows,) that are not ignore_index; 1 where there are none."""
+    """share (), fp32: 1 / n of the n labels (rows,) that are not ignore_index; 1 where there are none."""
     counts = tl.zeros([BLOCK], tl.int32)
     for start in range(0, rows, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -110,15 +110,11 @@ def cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoot
     """-> loss (fp32 scalar), dhidden_states, dweight, dbias for a loss's gradient of 1; fastbert/ops/loss.py."""
     count, num_classes = hidden_states.shape[0], weight.shape[0]
     losses = hidden_states.new_empty(count, dtype=torch.float32)
-    share = hidden_states.new_empty(1, dtype=torch.float32)
+    share = hidden_states.new_empty((), dtype=torch.float32)
     with torch.cuda.device_of(labels):
         _SHARE.bind(_share_of_a_label_kernel, (ignore_index,), (1,), count)(labels, share)
     dhidden = torch.empty_like(hidden_states) if needs_grad else hidden_states.new_empty(0)
-    sums = [
-        None if t is None or not needs_grad else torch.zeros(t.shape, dtype=torch.float32, device=t.device)
-        for t in (weight, bias)
-    ]
-    dweight, dbias = sums
+    dweight = dbias = None
     chunk = max(1, _CHUNK_ELEMENTS // num_classes)
     stride = cdiv(num_classes, 64) * 64
     key = (num_classes, stride, ignore_index, label_smoothing, z_loss, needs_grad)
@@ -126,16 +122,30 @@ def cross_entropy(hidden_states, weight, bias, labels, ignore_index, label_smoot
     for start in range(0, count, chunk):
         h = hidden_states[start : start + chunk]
         logits = memory[: h.shape[0], :num_classes]
-        torch.mm(h, weight.t(), out=logits)
-        if bias is not None:
-            logits += bias
+        if bias is None:
+            torch.mm(h, weight.t(), out=logits)
+        else:
+            torch.addmm(bias, h, weight.t(), out=logits)
         with torch.cuda.device_of(logits):
             launch = _LOSSES.bind(_cross_entropy_kernel, key, (h.shape[0],))
             launch(logits, labels[start:], losses[start:], share)
         if needs_grad:
             torch.mm(logits, weight, out=dhidden[start : start + chunk])
-            dweight += logits.t() @ h
-            if dbias is not None:
-                dbias += logits.sum(0, dtype=torch.float32)
-    made = [weight.new_empty(0) if total is None else total.to(weight.dtype) for total in sums]
-    return losses.sum() * share[0], dhidden, *made
+            dweight = _added(dweight, logits.t() @ h)
+            if bias is not None:
+                dbias = _added(dbias, logits.sum(0, dtype=torch.float32))
+    made = [
+        weight.new_empty(0) if t is None or not needs_grad else _gradient(t, total)
+        for t, total in ((weight, dweight), (bias, dbias))
+    ]
+    return losses.sum() * share, dhidden, *made
+
+
+def _added(total, of_chunk):
+    """In fp32 from the second chunk on: a table's worth of zeros costs as much as a product of few tokens."""
+    return of_chunk if total is None else total.float() + of_chunk
+
+
+def _gradient(parameter, total):
+    """total None: there was no token."""
+    return torch.zeros_like(parameter) if total is None else total.to(parameter.dtype)

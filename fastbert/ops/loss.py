@@ -96,14 +96,35 @@ register("cross_entropy", Backend.CPU, lambda x, weight, *others: supports_gemm_
 register("cross_entropy", Backend.TRITON, _supports_triton)
 
 
-def _forward(backend, options, hidden_states, weight, bias, labels):
+class _Call(NamedTuple):
+    """dtype: of the products; given: of hidden_states, weight and bias, which autocast casts."""
+
+    options: CrossEntropyOptions
+    dtype: torch.dtype
+    given: tuple[torch.dtype, ...]
+
+
+def _launch(call, hidden_states, weight, bias, labels, needs_grad):
+    floats = (None if t is None else t.to(call.dtype) for t in (hidden_states, weight, bias))
+    return _CROSS_ENTROPY(*floats, labels, *call.options, needs_grad)
+
+
+def _forward(backend, call, *operands):
     """Gradients are made with the loss, while the logits are there; backward scales them."""
-    loss, *gradients = _CROSS_ENTROPY(hidden_states, weight, bias, labels, *options, True)
+    loss, *gradients = _launch(call, *operands, True)
     return loss, gradients
 
 
-def _backward(backend, options, needed, saved, dloss):
-    return *(gradient * dloss.to(gradient.dtype) for gradient in saved), None
+def _backward(backend, call, needed, saved, dloss):
+    scale = dloss.to(call.dtype)
+    return *(_scaled(gradient, scale, dtype) for gradient, dtype in zip(saved, call.given, strict=True)), None
+
+
+def _scaled(gradient, scale, dtype):
+    """In another dtype without a tensor between, which is a table's worth of memory."""
+    if gradient.dtype is dtype:
+        return gradient * scale
+    return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
 
 
 _RULE = Rule(_forward, _backward)
@@ -141,12 +162,12 @@ def cross_entropy(
     options = CrossEntropyOptions(ignore_index, label_smoothing, z_loss)
     chosen = select("cross_entropy", backend, hidden_states, weight, bias, labels)
     if chosen is Backend.TRITON:
-        dtype = compute_dtype(hidden_states)
-        floats = (hidden_states.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-        operands = (*floats, labels.contiguous())
-        if needs_grad(*floats):
-            return Differentiable.apply(_RULE, chosen, options, *operands)
-        return _CROSS_ENTROPY(*operands, *options, False)[0]
+        given = tuple([(weight if t is None else t).dtype for t in (hidden_states, weight, bias)])
+        call, operands = _Call(options, compute_dtype(hidden_states), given), (hidden_states, weight, bias)
+        labels = labels.contiguous()
+        if needs_grad(*operands):
+            return Differentiable.apply(_RULE, chosen, call, *operands, labels)
+        return _launch(call, *operands, labels, False)[0]
     if hidden_states.device.type == "cpu":
         kept = (labels != ignore_index).nonzero().flatten()
         hidden_states, labels = hidden_states.index_select(0, kept), labels.index_select(0, kept)
