@@ -45,18 +45,19 @@ register("dropout", Backend.CPU, _supports_cpu, probe=_probe)
 register("dropout", Backend.TRITON, triton_unsupported, probe=_probe)
 
 
-def _launch(backend, dropout_p, x, philox):
+def drop(backend, dropout_p, x, philox):
+    """Forward, or backward of a gradient."""
     width = x.shape[-1]
     rows = x.reshape(x.numel() // width if width else 0, width)
     return _OPS[backend](rows, philox, dropout_p).view(x.shape)
 
 
 def _forward(backend, dropout_p, x, philox):
-    return _launch(backend, dropout_p, x, philox), (philox,)
+    return drop(backend, dropout_p, x, philox), (philox,)
 
 
 def _backward(backend, dropout_p, needed, saved, dout):
-    return _launch(backend, dropout_p, dout, *saved), None
+    return drop(backend, dropout_p, dout, *saved), None
 
 
 _RULE = Rule(_forward, _backward)
@@ -75,4 +76,4 @@ def dropout(x: torch.Tensor, dropout_p: float, *, backend: str | None = None) ->
     philox = draw_seeds(x.device)
     if needs_grad(x):
         return Differentiable.apply(_RULE, chosen, dropout_p, x, philox)
-    return _launch(chosen, dropout_p, x, philox)
+    return drop(chosen, dropout_p, x, philox)

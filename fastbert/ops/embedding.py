@@ -19,8 +19,9 @@ from fastbert.ops._common import (
     needs_grad,
     triton_unsupported,
 )
-from fastbert.ops.dropout import dropout, dropout_torch
-from fastbert.ops.layer_norm import add_layer_norm
+from fastbert.ops.dropout import drop, dropout, dropout_torch
+from fastbert.ops.layer_norm import add_layer_norm, norm_alone, norm_alone_backward, norm_dtype
+from fastbert.ops.seeds import draw_seeds
 
 # out, (total_tokens, width): word[input_ids] + token_type[token_type_ids] + position[position_ids]
 #
@@ -194,6 +195,40 @@ def _rows_of(embed_bwd, dout, ids, table, padding_idx):
 _RULE = Rule(_forward, _backward)
 
 
+def _forward_with_norm(backend, options, *operands):
+    """The sum, its norm in `dtype`, and dropout: one step of autograd for three ops."""
+    *of_sum, weight, bias, philox = operands
+    options, dtype = options
+    x = _FWD[backend](*of_sum, None, None, 0.0).to(dtype)
+    out, mean, rstd = norm_alone(backend, x, weight, bias, options.eps)
+    if philox is not None:
+        out = drop(backend, options.dropout_p, out, philox)
+    return out, (*of_sum, x, mean, rstd, weight, philox)
+
+
+def _backward_with_norm(backend, options, needed, saved, dout):
+    *of_sum, x, mean, rstd, weight, philox = saved
+    options, _ = options
+    if philox is not None:
+        dout = drop(backend, options.dropout_p, dout, philox)
+    dsum, dweight, dbias = norm_alone_backward(backend, dout, x, mean, rstd, weight)
+    dsum = dsum.to(of_sum[3].dtype)
+    return *_backward(backend, options, needed[:6], of_sum, dsum), dweight, dbias, None
+
+
+_RULE_WITH_NORM = Rule(_forward_with_norm, _backward_with_norm)
+
+
+def _serves_norm(chosen: Backend, dropout_p: float, table, weight, bias, backend: str | None) -> bool:
+    """Whether the backend has the norm of the sum, and dropout, of these parameters as they are."""
+    dtype = norm_dtype(table, backend)
+    if torch.is_autocast_enabled(table.device.type) and weight.dtype is not torch.float32:
+        return False  # they are cast
+    x = table.new_empty(0, table.shape[1], dtype=dtype)
+    serves_dropout = dropout_p == 0 or select("dropout", backend, x) is chosen
+    return serves_dropout and select("add_layer_norm", backend, x, None, weight, bias, None) is chosen
+
+
 def embed_layer_norm(
     input_ids: torch.Tensor | None,
     position_ids: torch.Tensor | None,
@@ -277,6 +312,10 @@ def embed_layer_norm(
     if chosen is Backend.CUDA:
         return dropout(_FWD[chosen](*operands, weight, bias, eps), dropout_p)
     if needs_grad(table, position, token_type):
+        if weight is not None and _serves_norm(chosen, dropout_p, table, weight, bias, backend):
+            philox = draw_seeds(table.device) if dropout_p > 0 else None
+            both = options, norm_dtype(table, backend)
+            return Differentiable.apply(_RULE_WITH_NORM, chosen, both, *operands, weight, bias, philox)
         x = Differentiable.apply(_RULE, chosen, options, *operands)
     elif not needs_grad(weight, bias):
         return dropout(_FWD[chosen](*operands, weight, bias, eps), dropout_p, backend=backend)

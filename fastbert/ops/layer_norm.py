@@ -156,13 +156,27 @@ def _backward(backend, options, needed, saved, dout, dsum):
 _RULE = Rule(_forward, _backward, materialize_grads=False)
 
 
-def _autocast_dtype(x: torch.Tensor, backend: str | None) -> torch.dtype:
-    """Of x and residual under autocast: fp32, as LayerNorm has it there; but bf16 before the Triton kernels.
+def norm_alone(backend, x, weight, bias, eps):
+    """LayerNorm of x, to which nothing is added: out, mean, rstd."""
+    out, _, mean, rstd = _launch(backend, NormOptions(0.0, eps, False), x, None, weight, bias, None, None, False, True)
+    return out, mean, rstd
+
+
+def norm_alone_backward(backend, dout, x, mean, rstd, weight):
+    """dx, dweight, dbias."""
+    _, dx, _, dweight, dbias = _BWD[backend](dout.contiguous(), None, x, mean, rstd, weight, None, 0.0, False, False)
+    return dx, dweight, dbias
+
+
+def norm_dtype(x: torch.Tensor, backend: str | None) -> torch.dtype:
+    """Of what a norm of x takes. Under autocast it is fp32, as LayerNorm has it there; but bf16 for Triton's kernels.
 
     They compute in fp32 from weights in fp32 all the same. What is rounded is the residual stream between layers, to
     the precision that every product rounds its operands to. In fp32 a step's LayerNorms, casts and additions would move
     three times as much. fp16, whose range a sum may leave, stays fp32.
     """
+    if not torch.is_autocast_enabled(x.device.type):
+        return x.dtype
     asked = asked_for(backend)
     is_triton = asked is Backend.TRITON if asked is not None else x.device.type == "cuda"
     low = torch.get_autocast_dtype(x.device.type)
@@ -172,7 +186,7 @@ def _autocast_dtype(x: torch.Tensor, backend: str | None) -> torch.dtype:
 def _add_norm(op, x, residual, weight, bias, x_bias, prenorm, backend, options):
     check_devices(op, x=x, residual=residual, weight=weight, bias=bias, x_bias=x_bias)
     if torch.is_autocast_enabled(x.device.type):
-        dtype = _autocast_dtype(x, backend)
+        dtype = norm_dtype(x, backend)
         x, residual = x.to(dtype), None if residual is None else residual.to(dtype)
         weight = weight.float()
         bias, x_bias = (None if t is None else t.float() for t in (bias, x_bias))
