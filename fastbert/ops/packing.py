@@ -175,6 +175,6 @@ def token_sequences(cu_seqlens, total_tokens):
 
 def token_positions(cu_seqlens, total_tokens):
     """The place of each token in its sequence (total_tokens,); 0 in slack rows."""
-    sequence, inside = token_sequences(cu_seqlens, total_tokens)
-    place = torch.arange(total_tokens, device=cu_seqlens.device) - cu_seqlens[sequence].long()
-    return torch.where(inside, place, 0)
+    token, offsets = torch.arange(total_tokens, device=cu_seqlens.device), cu_seqlens.long()
+    sequence = torch.searchsorted(offsets[1:], token, right=True)  # of slack rows the one behind the last
+    return (token - offsets.index_select(0, sequence)) * (token < offsets[-1])
