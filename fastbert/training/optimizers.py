@@ -94,11 +94,11 @@ def clip_and_step(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Te
 
 
 def _clip_then_step(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], max_norm: float) -> torch.Tensor:
+    if isinstance(optimizer, AdamW) and (done := optimizer.clip_and_step_lists(max_norm)) is not None:
+        return done
     for p in parameters:
         if p.grad is not None and p.grad.is_sparse:  # which torch's optimizers do not take
             p.grad = p.grad.to_dense()
-    if isinstance(optimizer, AdamW) and (done := optimizer.clip_and_step_lists(max_norm)) is not None:
-        return done
     norm = torch.full((), float("nan"))
     if max_norm:
         norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
@@ -230,19 +230,20 @@ class AdamW(_WithoutDynamo, torch.optim.AdamW):
         if states is None or not self._takes_lists(weights, gradients):
             return None
         self._opt_called = True  # torch's schedulers ask whether there was a step before theirs
-        means, squares, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
+        means, squares, steps = zip(*map(operator.itemgetter("exp_avg", "exp_avg_sq", "step"), states), strict=True)
         with torch.no_grad():
-            norm = torch.full((), float("nan"))
             if max_norm:
                 norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
                 torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+            else:
+                norm = torch.full((), float("nan"))
             torch._foreach_add_(steps, 1)
             first = 0
             for group in self.param_groups:
                 mine = slice(first, first := first + len(group["params"]))
                 (beta1, beta2), rest = group["betas"], {name: group[name] for name in ("lr", "weight_decay", "eps")}
                 torch._fused_adamw_(
-                    weights[mine], gradients[mine], means[mine], squares[mine], [], steps[mine], beta1=beta1,
+                    group["params"], gradients[mine], means[mine], squares[mine], [], steps[mine], beta1=beta1,
                     beta2=beta2, amsgrad=False, maximize=False, **rest,
                 )  # fmt: skip
         for hook in (*self._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()):
@@ -266,12 +267,11 @@ class AdamW(_WithoutDynamo, torch.optim.AdamW):
             are_numbers = all([isinstance(n, float) for n in (group["lr"], *group["betas"])])
             if not (group["fused"] and are_numbers and group["params"]):
                 return False
-        if {type(p) for p in weights} != {nn.Parameter} or {type(g) for g in gradients} != {torch.Tensor}:
+        if set(map(type, weights)) != {nn.Parameter} or set(map(type, gradients)) != {torch.Tensor}:
             return False
-        if any([g.is_sparse for g in gradients]):
+        if any([g.is_sparse for g in gradients]) or {t.dtype for t in (*weights, *gradients)} != {torch.float32}:
             return False
-        both = (*weights, *gradients)
-        return {t.dtype for t in both} == {torch.float32} and len({t.get_device() for t in both}) == 1
+        return len(set(map(torch.Tensor.get_device, weights))) == 1  # a gradient is where its weight is
 
     def _deferred_of(
         self,
