@@ -45,6 +45,13 @@ def _constants(hidden_size, dropout_p):
 _DROPOUT = Launches("x_ptr philox_ptr out_ptr", _constants, "num_rows")
 
 
+def dropout_launch(num_rows, hidden_size, dropout_p):
+    """What launches on x, philox and out, which may be x."""
+    block_m, block_n = tile(hidden_size)
+    grid = (cdiv(num_rows, block_m) * cdiv(hidden_size, block_n),)
+    return _DROPOUT.bind(_dropout_kernel, (hidden_size, dropout_p), grid, num_rows)
+
+
 def dropout(x, philox, dropout_p):
     """x (..., hidden_size) -> out, contiguous; the schema in fastbert/ops/dropout.py."""
     x = x.contiguous()
@@ -52,9 +59,6 @@ def dropout(x, philox, dropout_p):
     if x.numel() == 0:
         return out
     hidden_size = x.shape[-1]
-    num_rows = x.numel() // hidden_size
-    block_m, block_n = tile(hidden_size)
-    grid = (cdiv(num_rows, block_m) * cdiv(hidden_size, block_n),)
     with torch.cuda.device_of(x):
-        _DROPOUT.bind(_dropout_kernel, (hidden_size, dropout_p), grid, num_rows)(x, philox, out)
+        dropout_launch(x.numel() // hidden_size, hidden_size, dropout_p)(x, philox, out)
     return out

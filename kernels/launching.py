@@ -19,11 +19,22 @@ _NAMES = ("run", "function", "packed_metadata", "launch_metadata", "launch_enter
 _KNOWS_FORM = set(_NAMES) <= set(JITFunction.run.__code__.co_names)
 _MOST = 4096  # kinds of calls that are kept: strides of tensors are among what they are known by
 _made: dict[tuple, "_Launch"] = {}
+_times_forgotten = 0
 
 
 def forget() -> None:
     """For whoever has changed what constants are made of: a table of blocks."""
+    global _times_forgotten
     _made.clear()
+    _times_forgotten += 1
+
+
+def surroundings(device: int) -> tuple | None:
+    """What launches go by beside what they are given; None: somebody looks at every one of them."""
+    if knobs.runtime.launch_enter_hook.calls:
+        return None
+    stream = None if knobs.runtime.interpret else driver.active.get_current_stream(device)
+    return _times_forgotten, device, stream
 
 
 def has_addresses(kernel) -> bool:
@@ -79,9 +90,10 @@ class Bound:
 
         For many launches that differ in nothing else. The interpreter has no addresses.
         """
-        if not self.launch.is_fast or self._is_watched() or self._has_wide_numbers():
+        found = self.around_addresses(*dtypes)
+        if found is None:
             return lambda *addresses: self._by_pointers(dtypes, addresses)
-        run, before, behind = self._bound(dtypes)
+        run, before, behind = found
 
         def launch(*addresses) -> None:
             bits = 0
@@ -94,6 +106,14 @@ class Bound:
                 run(*before, *addresses, *behind)
 
         return launch
+
+    def around_addresses(self, *dtypes) -> tuple | None:
+        """What by_address calls, on addresses that are multiples of 16, and what it takes before and behind them. None
+        where Triton's launcher has to look at each launch.
+        """
+        if not self.launch.is_fast or self._is_watched() or self._has_wide_numbers():
+            return None
+        return self._bound(dtypes)
 
     def _is_watched(self) -> bool:
         return bool(knobs.runtime.launch_enter_hook.calls or self.launch.kernel.pre_run_hooks)

@@ -17,6 +17,7 @@ import torch
 
 from fastbert.backend import Backend
 from fastbert.ops._layer_plan import Plan
+from fastbert.ops._recorded_calls import Recording
 from fastbert.ops.layer_numbers import LayerNumbers
 
 Launch = Callable[..., Any]
@@ -36,21 +37,20 @@ def project(x: torch.Tensor, weight_t: torch.Tensor, bias: torch.Tensor | None, 
 
 class LayerKernels:
     """Triton's, for matrices of as many rows as x (total_tokens, hidden_size) has, in its dtype. vectors: the dtype of
-    biases and norms.
+    biases and norms. recording: of the run that they are for.
 
     Where nothing else is said, they are called with addresses if by_address, and with tensors if not: what Memory.at
     gives. makes_norms, makes_feed_forward: those kernels give back what they have made, and write nothing of the
     caller's.
     """
 
-    def __init__(self, x: torch.Tensor, vectors: torch.dtype, plan: Plan):
-        self.x, self.rms = x, plan.rms
+    def __init__(self, x: torch.Tensor, vectors: torch.dtype, plan: Plan, recording: Recording | None = None):
+        self.x, self.rms, self.recording = x, plan.rms, recording
         self.total_tokens, self.hidden_size = x.shape
         self.makes_norms = self.makes_feed_forward = False
         self.norms = _module("layer_norm")
         self.ends = _module("feed_forward")
         self.their_vectors: frozenset[str] = frozenset()  # those of Plan.vectors that kernels make
-        self.dropout = _module("dropout").dropout
         self.dtype, self.vectors, self.seeds = x.dtype, vectors, torch.int64 if plan.has_dropout else None
         self.by_address = self._has_addresses()
         self._bound: dict[tuple, Launch] = {}
@@ -60,8 +60,24 @@ class LayerKernels:
     def _has_addresses(self) -> bool:
         return _module("launching").has_addresses(self.norms._add_layer_norm_fwd_kernel)  # type: ignore[no-any-return]
 
+    @staticmethod
+    def surroundings(x: torch.Tensor) -> tuple | None:
+        """What launches on x's device go by beside what they are given; None: somebody looks at them."""
+        return _module("launching").surroundings(x.get_device())  # type: ignore[no-any-return]
+
     def _by(self, bound: Any, *dtypes: torch.dtype | None) -> Launch:
+        if self.recording is not None:
+            return self.recording.launching(bound, dtypes if self.by_address else None)
         return bound.by_address(*dtypes) if self.by_address else bound  # type: ignore[no-any-return]
+
+    def dropout(self, width: int, dropout_p: float) -> Launch:
+        """Of rows; called with x, philox, and out, which may be x."""
+        key = ("dropout", width, dropout_p)
+        launch = self._bound.get(key)
+        if launch is None:
+            bound = _module("dropout").dropout_launch(self.total_tokens, width, dropout_p)
+            launch = self._bound[key] = self._by(bound, self.dtype, self.seeds, self.dtype)
+        return launch
 
     # ----------------------------------------------------------------------------------------------------------------
     # Norms
@@ -176,40 +192,48 @@ class LayerKernels:
     # Feed-forward
 
     def feed_forward(self, activation: str, kind: LayerNumbers, inner_size: int) -> Launch:
-        """Called with tensors: h, up_t, up_bias, down_t, philox, pre, inner, out; and with what launches take of pre
+        """Called with tensors: h, up_t, up_bias, down_t, pre, inner, out; and with what launches take of philox, pre
         and inner.
         """
         bound = self.ends.activation_fwd_launch(self.total_tokens, inner_size, activation, kind.gated)
-        act, dropout_p = self._by(bound, self.dtype, self.dtype), kind.inner_dropout
+        act, drop = self._by(bound, self.dtype, self.dtype), self._inner_dropout(kind, inner_size)
 
-        def feed_forward(h, up_t, up_bias, down_t, philox, pre, inner, out, pre_at, inner_at):
+        def feed_forward(h, up_t, up_bias, down_t, pre, inner, out, philox, pre_at, inner_at):
             project(h, up_t, up_bias, pre)
             act(pre_at, inner_at)
-            torch.mm(inner if dropout_p == 0 else self.dropout(inner, philox, dropout_p), down_t, out=out)
+            if drop is not None:
+                drop(inner_at, philox, inner_at)
+            torch.mm(inner, down_t, out=out)
 
         return feed_forward
 
+    def _inner_dropout(self, kind: LayerNumbers, inner_size: int) -> Launch | None:
+        return self.dropout(inner_size, kind.inner_dropout) if kind.inner_dropout > 0 else None
+
     def feed_forward_bwd(self, activation: str, kind: LayerNumbers, inner_size: int, has_bias: bool) -> Launch:
-        """Called with tensors: dout, h, pre, up, down, philox, narrow and wide (memory of inner's and of pre's widths),
-        dup, ddown, dup_bias, dh, and whether dh is added to what it has; and with what launches take of pre, narrow and
-        wide. Gives dh back.
+        """Called with tensors: dout, h, pre, up, down, narrow and wide (memory of inner's and of pre's widths), dup,
+        ddown, dup_bias, dh, and whether dh is added to what it has; and with what launches take of philox, pre, narrow
+        and wide. Gives dh back.
         """
-        total_tokens, dropout_p, gated = self.total_tokens, kind.inner_dropout, kind.gated
+        total_tokens, drop, gated = self.total_tokens, self._inner_dropout(kind, inner_size), kind.gated
         bound = self.ends.activation_bwd_launch(total_tokens, inner_size, activation, gated, has_bias)
         act = self._by(bound, *[self.dtype] * 4, torch.float32)
         shares = self.ends.dbias_shares(self.x, inner_size * (1 + gated) if has_bias else 0)
         shares_at = self.at(shares)
 
         def feed_forward_bwd(
-            dout, h, pre, up, down, philox, narrow, wide, dup, ddown, dup_bias, dh, is_added, pre_at, narrow_at, wide_at
+            dout, h, pre, up, down, narrow, wide, dup, ddown, dup_bias, dh, is_added, philox, pre_at, narrow_at, wide_at
         ):  # fmt: skip
-            dinner = torch.mm(dout, down, out=narrow)
-            if dropout_p > 0:
-                dinner = self.dropout(dinner, philox, dropout_p)
-                narrow_at = self.at(dinner)
-            dpre, inner = (wide, dinner) if gated else (dinner, wide)
-            act(narrow_at, pre_at, *((wide_at, narrow_at) if gated else (narrow_at, wide_at)), shares_at)
-            torch.mm(dout.t(), inner if dropout_p == 0 else self.dropout(inner, philox, dropout_p), out=ddown)
+            torch.mm(dout, down, out=narrow)
+            if drop is not None:
+                drop(narrow_at, philox, narrow_at)
+            (dpre, dpre_at), (inner, inner_at) = (narrow, narrow_at), (wide, wide_at)
+            if gated:
+                (dpre, dpre_at), (inner, inner_at) = (inner, inner_at), (dpre, dpre_at)
+            act(narrow_at, pre_at, dpre_at, inner_at, shares_at)
+            if drop is not None:
+                drop(inner_at, philox, inner_at)
+            torch.mm(dout.t(), inner, out=ddown)
             torch.mm(dpre.t(), h, out=dup)
             if has_bias:
                 torch.sum(shares, 0, dtype=dup_bias.dtype, out=dup_bias)
@@ -236,8 +260,8 @@ def _dtype_of(t: torch.Tensor | None) -> torch.dtype | None:
 
 
 class CudaLayerKernels(LayerKernels):
-    def __init__(self, x: torch.Tensor, vectors: torch.dtype, plan: Plan):
-        super().__init__(x, vectors, plan)
+    def __init__(self, x: torch.Tensor, vectors: torch.dtype, plan: Plan, recording: Recording | None = None):
+        super().__init__(x, vectors, plan, recording)
         self.their_vectors = their_vectors(Backend.CUDA, x.dtype, vectors)
         self.makes_norms = bool(self.their_vectors)
         self.makes_feed_forward = not plan.has_inner_dropout
@@ -282,7 +306,7 @@ class CudaLayerKernels(LayerKernels):
         if not self.makes_feed_forward:
             return super().feed_forward_bwd(activation, kind, inner_size, has_bias)
 
-        def feed_forward_bwd(dout, h, pre, up, down, philox, _, __, dup, ddown, dup_bias, dh, is_added, *___):
+        def feed_forward_bwd(dout, h, pre, up, down, _, __, dup, ddown, dup_bias, dh, is_added, *___):
             rest = (None, activation, kind.gated, True, True, has_bias)
             dx, dups, dbiases, made = torch.ops.fastbert.feed_forward_bwd_cuda(dout, h, pre, up, down, *rest)
             dup.copy_(dups[0])

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastbert.ops._layer_plan import Tensors
+from fastbert.ops._layer_plan import Plan, Tensors
 
 _TO_16_BYTES = 4  # of float32: what is launched again without a look begins at a multiple of that
 
@@ -165,6 +165,14 @@ class Memory:
 
     def _new(self, shape: tuple[int, ...], tensors: Tensors) -> torch.Tensor:
         return self._like.new_empty(shape, dtype=self._dtypes.get(tensors.form, torch.float32))
+
+
+def weights_memory(plan: Plan, x: torch.Tensor, vectors: torch.dtype) -> list[torch.Tensor]:
+    """For what _merged_weights.py makes of parameters of the dtype of `vectors`: weights as products of x take them,
+    and those vectors that junctions take.
+    """
+    size = plan.layout.merged_size(vectors is not x.dtype)
+    return [x.new_empty(size), x.new_empty(plan.size_of_vectors, dtype=vectors)]
 
 
 def rows_at(whole: torch.Tensor) -> range:

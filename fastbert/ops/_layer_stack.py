@@ -52,20 +52,11 @@ class Stack:
         ]
         self.tiles = self.of_layers([kernels.at(tiles) for _, tiles, _, _ in self.kinds])
         self.positions = self.of_layers([kernels.at(positions) for *_, positions in self.kinds])
-        # By the order of LayerNumbers' dropouts; without an inner one, there are none of it.
+        # By the order of LayerNumbers' dropouts; without an inner one nobody looks at its.
         self.seeds: list[Sequence[Any]] = [[None] * self.num_layers] * 4
-        self.inner_seeds: Sequence[Any] = self.seeds[2]
         if operands.philox is not None:
-            seeds = operands.philox.unbind(1)
-            each = [rows_at(t) if kernels.by_address else t.unbind() for t in seeds]
+            each = [rows_at(t) if kernels.by_address else t.unbind() for t in operands.philox.unbind(1)]
             self.seeds = [each[0], each[1], each[-2], each[-1]]
-            self.inner_seeds = seeds[2].unbind() if plan.has_inner_dropout else self.inner_seeds
-
-    def seed(self, junction: Junction, layer: int) -> torch.Tensor:
-        """The tensor."""
-        assert self.operands.philox is not None
-        at = 1 if junction.seed == 1 else -1
-        return self.operands.philox[layer, at]
 
     def vector(self, place: int) -> Any:
         """One of those that junctions take."""
@@ -237,8 +228,8 @@ class Forward:
     def feed_forward(self, i: int) -> None:
         stack, middles, out = self.stack, self.middles, self.product_at
         made = self.run_feed_forward[i](
-            middles.operands[i], self.up_weights[i], self.up_biases[i], self.down_weights[i], stack.inner_seeds[i],
-            self.pres[i], self.inners[i], self.product, self.pres_at[i], self.inners_at[i],
+            middles.operands[i], self.up_weights[i], self.up_biases[i], self.down_weights[i], self.pres[i],
+            self.inners[i], self.product, stack.seeds[2][i], self.pres_at[i], self.inners_at[i],
         )  # fmt: skip
         if made is not None:
             out, self.pres[i] = made

@@ -120,7 +120,8 @@ class _Backward:
         if norm is None:
             dx, self.dsum = dh, dh
             if p > 0:
-                dx = self._gradient(stack, stack.kernels.dropout(dh.tensor, stack.seed(junction, layer), p))
+                dx = self.product
+                stack.kernels.dropout(self.stack.x.shape[1], p)(dh.at, stack.seeds[junction.seed][layer], dx.at)
             if junction.bias >= 0:
                 dbias = rows.bias(layer)
                 if dbias is None:
@@ -163,8 +164,8 @@ class _Backward:
         dh, is_added = self._next(plan.middles[i].norm is not None, dx)
         made = self.run_feed_forward[i](
             dx.tensor, self.middles.operands[i], self.pres[i], self.up_weights[i], self.down_weights[i],
-            self.stack.inner_seeds[i], self.narrow[i], self.wide[i], self.dup_weights[i], self.ddown_weights[i],
-            self.dup_biases[i], dh.tensor, is_added, self.pres_at[i], self.narrow_at[i], self.wide_at[i],
+            self.narrow[i], self.wide[i], self.dup_weights[i], self.ddown_weights[i], self.dup_biases[i], dh.tensor,
+            is_added, self.stack.seeds[2][i], self.pres_at[i], self.narrow_at[i], self.wide_at[i],
         )  # fmt: skip
         self.dh = dh if made is dh.tensor else _Gradient(made, made)
         if is_added:

@@ -14,15 +14,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fastbert.ops._common import define_triton
 from fastbert.ops.layer_numbers import LayerNumbers
 
-# addresses, places int64, counts int32 (blocks,): where a block of a matrix lies, where it goes to in the result, and
-# how many elements it has, 2048 at most. like: one of the matrices. Elements of the result that no block has are not
-# written.
+# addresses, places int64, counts int32 (blocks,): where a block of a matrix lies, where it goes to in `merged`, and how
+# many elements it has, 2048 at most. like: one of the matrices. Elements of `merged` that no block has are not written.
 _MERGE = define_triton(
     "merge_matrices",
-    "(Tensor addresses, Tensor counts, Tensor places, Tensor like, int size, bool is_aligned, ScalarType dtype)"
-    " -> Tensor",
+    "(Tensor addresses, Tensor counts, Tensor places, Tensor like, bool is_aligned, Tensor(a!) merged) -> ()",
     "merging",
-    lambda addresses, counts, places, like, size, is_aligned, dtype: addresses.new_empty(size, dtype=dtype),
+    lambda addresses, counts, places, like, is_aligned, merged: None,
 )
 BLOCK = 2048  # of the kernel
 _ALIGNED = 16  # bytes: a load of the kernel's
@@ -107,7 +105,7 @@ class Layout:
     """How weights of layers lie in one buffer.
 
     products: of each layer, its qkv, attention output, ups and down, `size` elements in all; biases: behind them, those
-    of qkv and of ups, None where there is none.
+    of qkv and of ups, None where there is none. shapes: of the Linears' weights, in the operands' order.
     """
 
     def __init__(self, layers: Sequence[LayerNumbers], hidden_size: int, intermediate_sizes: Sequence[int]):
@@ -141,6 +139,8 @@ class Layout:
         self.size_with_biases = at
         self.runs = [Run([layer[i] for layer in self.products]) for i in range(4)]
         self.bias_runs = [Run([layer[i] for layer in self.biases]) for i in range(2)]
+        parts = [part for layer in self.products for part in layer]
+        self.shapes = [(rows, part.shape[1]) for part in parts for rows in part.rows]
         self._copied: dict[bool, _Copied] = {}
 
     def copied(self, all_weights: bool) -> _Copied:
@@ -166,10 +166,9 @@ class Layout:
             places += part.places()
         return _Copied(weights, kept, self.product_biases, places)
 
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Of the Linears' weights, in the operands' order."""
-        parts = [part for layer in self.products for part in layer]
-        return [(rows, part.shape[1]) for part in parts for rows in part.rows]
+    def merged_size(self, all_weights: bool) -> int:
+        """Of the buffer that has what is copied."""
+        return self.size_with_biases if self.copied(all_weights).places else 0
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The part of each Linear's weight of a buffer that has all of them: their gradients."""
@@ -212,34 +211,33 @@ class _Table(NamedTuple):
 _tables: Any = WeakIdKeyDictionary()
 
 
-def merged(
-    layout: Layout, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], dtype: torch.dtype
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A buffer with all that has to be copied, at its place, and the weights that need not be. Copied are weights of
-    another dtype, several Linears of one product, and the biases of qkv and ups.
+def merge_weights(
+    layout: Layout, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], flat: torch.Tensor
+) -> None:
+    """Copy all that has to be, to its place in `flat` (layout.merged_size,): weights of another dtype, several Linears
+    of one product, and the biases of qkv and ups.
     """
-    which = layout.copied(weights[0].dtype is not dtype)
-    copied, kept = [weights[i] for i in which.weights], [weights[i] for i in which.kept]
-    copied += [biases[i] for i in which.biases]
-    if not copied:
-        return weights[0].new_empty(0, dtype=dtype), kept
-    return _merge(weights[0], len(layout.products), copied, which.places, layout.size_with_biases, dtype), kept
+    which = layout.copied(weights[0].dtype is not flat.dtype)
+    copied = [*[weights[i] for i in which.weights], *[biases[i] for i in which.biases]]
+    if copied:
+        _merge(weights[0], len(layout.products), copied, which.places, flat)
 
 
-def merged_vectors(vectors: Sequence[torch.Tensor], places: Sequence[int], size: int) -> torch.Tensor:
-    """A buffer of `size` elements with vectors at their places, in their dtype."""
-    return _merge(vectors[0], len(vectors), vectors, places, size, vectors[0].dtype)
+def merge_vectors(vectors: Sequence[torch.Tensor], places: Sequence[int], flat: torch.Tensor) -> None:
+    """Copy vectors, of the dtype of `flat`, to their places there."""
+    _merge(vectors[0], len(vectors), vectors, places, flat)
 
 
 def _merge(
-    owner: torch.Tensor, name: int, copied: Sequence[torch.Tensor], places: Sequence[int], size: int, dtype: torch.dtype
-) -> torch.Tensor:
-    known_by = (dtype, *[t.data_ptr() for t in copied])
+    owner: torch.Tensor, name: int, copied: Sequence[torch.Tensor], places: Sequence[int], flat: torch.Tensor
+) -> None:
+    dtype = flat.dtype
+    known_by = (dtype, *map(torch.Tensor.data_ptr, copied))
     mine = _tables.setdefault(owner, {})
     table = mine.get(name)
     if table is None or table.known_by != known_by:
         table = mine[name] = _made_table(copied, places, known_by, dtype)
-    return _MERGE(*table.operands, copied[0], size, table.is_aligned, dtype)  # type: ignore[no-any-return]
+    _MERGE(*table.operands, copied[0], table.is_aligned, flat)
 
 
 def is_copied(part: Part, given: torch.dtype, dtype: torch.dtype) -> bool:
