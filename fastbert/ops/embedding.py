@@ -224,7 +224,7 @@ def _serves_norm(chosen: Backend, dropout_p: float, table, weight, bias, backend
     dtype = norm_dtype(table, backend)
     if torch.is_autocast_enabled(table.device.type) and weight.dtype is not torch.float32:
         return False  # they are cast
-    x = table.new_empty(0, table.shape[1], dtype=dtype)
+    x = table if dtype is table.dtype else table.detach()[:0].to(dtype)
     serves_dropout = dropout_p == 0 or select("dropout", backend, x) is chosen
     return serves_dropout and select("add_layer_norm", backend, x, None, weight, bias, None) is chosen
 
