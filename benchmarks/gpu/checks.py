@@ -5,9 +5,11 @@ Contestants take turns, are timed by events, and find a cold second-level cache.
 
 from __future__ import annotations
 
+import importlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,4 +182,65 @@ def ceilings(timer: Timer, smoke: bool) -> dict[str, Any]:
     return {
         "copy_bytes_per_second": 2 * source.nbytes / seconds["copy"],
         "gemm_flops_per_second": 2 * width**3 / seconds["gemm"],
+    }
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# feed_forward's kernels, which are checked, timed and tuned
+
+
+@contextmanager
+def planned(plan: object) -> Iterator[None]:
+    """feed_forward's Triton kernels as `plan` says, in place of kernels/feed_forward.py's choice."""
+    kernels = importlib.import_module("fastbert.kernels.feed_forward")
+    chosen = kernels.PLAN
+    kernels.PLAN = plan  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        kernels.PLAN = chosen  # type: ignore[attr-defined]
+
+
+def feed_forward_plans(where: Where, gated: bool = False) -> dict[str, object]:
+    """Both ways of kernels/feed_forward.py: a kernel after torch's GEMM, which is its choice, and an epilogue, which it
+    may choose once that has been timed, with the blocks of kernels/blocks.py and with others. The CUDA backend, which
+    has one way alone, heeds none of them."""
+    blocks = importlib.import_module("fastbert.kernels.blocks")
+
+    def epilogue(up: tuple[int, ...], down: tuple[int, ...]) -> object:
+        plan: object = blocks.FeedForwardPlan(blocks.gemm_blocks(*up), blocks.gemm_blocks(*down))
+        return plan
+
+    elementwise: dict[str, object] = {"elementwise": blocks.FeedForwardPlan()}
+    if where.smoke:
+        return elementwise | {"epilogue": epilogue((16, 32, 16, 4, 2), (16, 32, 16, 4, 2))}
+    columns = 64 if gated else 128  # of a program, which has two sums where they are gated
+    return elementwise | {
+        "epilogue": blocks.epilogue_of(torch.device(where.device), gated),
+        "epilogue 4 stages": epilogue((128, columns, 64, 8, 4), (128, 64, 64, 8, 4)),
+        "epilogue 4 warps": epilogue((128, columns, 64, 4, 3), (64, 64, 64, 4, 3)),
+    }
+
+
+def feed_forward_sizes(where: Where) -> tuple[tuple[int, int], ...]:
+    """(hidden_size, columns of a gated one's halves, or 0) of what is timed; ModernBERT's are gated."""
+    sizes: tuple[tuple[int, int], ...] = where.choose(
+        ((32, 0), (32, 48)), ((384, 0), (768, 0), (1024, 0), (768, 1152), (1024, 2624))
+    )
+    return sizes
+
+
+def feed_forward_rows(where: Where) -> tuple[int, ...]:
+    """Counts of tokens on which it is timed."""
+    rows: tuple[int, ...] = where.choose((16,), (1024, 4096, 16384, 65536))
+    return rows
+
+
+def feed_forward_operands(where: Where, rows: int, hidden_size: int, inner: int, gated: bool = False) -> Tensors:
+    up_size = 2 * inner if gated else inner
+    return {
+        "x": where.randn(rows, hidden_size),
+        "up_weight": where.randn(up_size, hidden_size, scale=hidden_size**-0.5, seed=1),
+        "up_bias": where.randn(up_size, seed=2),
+        "down_weight": where.randn(hidden_size, inner, scale=inner**-0.5, seed=3),
     }

@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu import tune
-from benchmarks.gpu.checks import Call, Timer, Where, ceilings
+from benchmarks.gpu.checks import Call, Timer, Where, ceilings, feed_forward_sizes
 from benchmarks.gpu.products import Bench, Rows, feed_forward, leaves_of, products, runnable
 from benchmarks.gpu.record import Record, failures_of_a_kernel
-from benchmarks.gpu.rowwise import feed_forward_sizes
 from fastbert import ops
 from fastbert.testing.cases import Lengths
 

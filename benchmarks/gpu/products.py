@@ -13,10 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu.checks import Call, Timer, Where
+from benchmarks.gpu.checks import Call, Timer, Where, feed_forward_plans, feed_forward_rows, planned
 from benchmarks.gpu.kernels import unsupported
 from benchmarks.gpu.record import Record, failures_of_a_kernel
-from benchmarks.gpu.rowwise import feed_forward_plans, feed_forward_rows, planned
 from benchmarks.gpu.tune import SHIPPED_PLAN, is_tried, plan_label
 from fastbert import ops
 from fastbert.testing.numerics import OUTPUT_FACTOR, assert_close_to_reference

@@ -1,10 +1,8 @@
-"""Ops over rows on their own device: feed-forward, merged products, cross-entropy, embeddings and dropout."""
+"""Ops over rows on their own device: feed-forward, merged products, losses, embeddings and dropout."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,8 +15,11 @@ from benchmarks.gpu.checks import (
     assert_keep_rate,
     compare,
     differentiate,
+    feed_forward_operands,
+    feed_forward_plans,
     has_kernel,
     isolates_rows,
+    planned,
     repeats,
 )
 from fastbert import ops
@@ -29,63 +30,6 @@ from fastbert.testing.numerics import assert_close_to_reference
 
 # --------------------------------------------------------------------------------------------------------------------
 # feed_forward
-
-
-@contextmanager
-def planned(plan: object) -> Iterator[None]:
-    """feed_forward's Triton kernels as `plan` says, in place of kernels/feed_forward.py's choice."""
-    kernels = importlib.import_module("fastbert.kernels.feed_forward")
-    chosen = kernels.PLAN
-    kernels.PLAN = plan  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        kernels.PLAN = chosen  # type: ignore[attr-defined]
-
-
-def feed_forward_plans(where: Where, gated: bool = False) -> dict[str, object]:
-    """Both ways of kernels/feed_forward.py: a kernel after torch's GEMM, which is its choice, and an epilogue, which it
-    may choose once that has been timed, with the blocks of kernels/blocks.py and with others. The CUDA backend, which
-    has one way alone, heeds none of them."""
-    blocks = importlib.import_module("fastbert.kernels.blocks")
-
-    def epilogue(up: tuple[int, ...], down: tuple[int, ...]) -> object:
-        plan: object = blocks.FeedForwardPlan(blocks.gemm_blocks(*up), blocks.gemm_blocks(*down))
-        return plan
-
-    elementwise: dict[str, object] = {"elementwise": blocks.FeedForwardPlan()}
-    if where.smoke:
-        return elementwise | {"epilogue": epilogue((16, 32, 16, 4, 2), (16, 32, 16, 4, 2))}
-    columns = 64 if gated else 128  # of a program, which has two sums where they are gated
-    return elementwise | {
-        "epilogue": blocks.epilogue_of(torch.device(where.device), gated),
-        "epilogue 4 stages": epilogue((128, columns, 64, 8, 4), (128, 64, 64, 8, 4)),
-        "epilogue 4 warps": epilogue((128, columns, 64, 4, 3), (64, 64, 64, 4, 3)),
-    }
-
-
-def feed_forward_sizes(where: Where) -> tuple[tuple[int, int], ...]:
-    """(hidden_size, columns of a gated one's halves, or 0) of what is timed; ModernBERT's are gated."""
-    sizes: tuple[tuple[int, int], ...] = where.choose(
-        ((32, 0), (32, 48)), ((384, 0), (768, 0), (1024, 0), (768, 1152), (1024, 2624))
-    )
-    return sizes
-
-
-def feed_forward_rows(where: Where) -> tuple[int, ...]:
-    """Counts of tokens on which it is timed."""
-    rows: tuple[int, ...] = where.choose((16,), (1024, 4096, 16384, 65536))
-    return rows
-
-
-def feed_forward_operands(where: Where, rows: int, hidden_size: int, inner: int, gated: bool = False) -> Tensors:
-    up_size = 2 * inner if gated else inner
-    return {
-        "x": where.randn(rows, hidden_size),
-        "up_weight": where.randn(up_size, hidden_size, scale=hidden_size**-0.5, seed=1),
-        "up_bias": where.randn(up_size, seed=2),
-        "down_weight": where.randn(hidden_size, inner, scale=inner**-0.5, seed=3),
-    }
 
 
 def feed_forward_case(
@@ -199,6 +143,45 @@ def cross_entropy(where: Where) -> Checks:
     smoothed = partial(_cross_entropy_case, label_smoothing=0.1, z_loss=1e-3)
     yield "smoothing and z-loss", partial(smoothed, where, rows, hidden_size, classes, labelled)
     yield "no label", partial(_cross_entropy_case, where, rows, hidden_size, classes, 0)
+
+
+def _masked_lm_loss_case(where: Where, rows: int, hidden_size: int, classes: int, labelled: int) -> None:
+    """With a row without a label among those that are picked, as slack is. The word table scores words."""
+    labels = torch.full((rows,), -100, device=where.device)
+    indices = torch.linspace(0, rows - 1, labelled + 1).long().to(where.device)
+    labels[indices[:-1]] = where.integers(classes, labelled)
+    tensors = {
+        "x": where.randn(rows, hidden_size),
+        "dense": where.randn(hidden_size, hidden_size, scale=hidden_size**-0.5, seed=1),
+        "dense_bias": where.randn(hidden_size, seed=2),
+        "weight": where.randn(hidden_size, seed=3),
+        "bias": where.randn(hidden_size, seed=4),
+        "table": where.randn(classes, hidden_size, scale=hidden_size**-0.5, seed=5),
+        "table_bias": where.randn(classes, seed=6),
+    }
+
+    def run(x: torch.Tensor, is_ours: bool = False, **t: torch.Tensor) -> torch.Tensor:
+        if not is_ours:
+            inner = torch.nn.functional.gelu(torch.nn.functional.linear(x[indices], t["dense"], t["dense_bias"]))
+            out = reference.layer_norm(inner, t["weight"], t["bias"], 1e-5)
+            return reference.cross_entropy(out, t["table"], t["table_bias"], labels[indices])
+        dense = ops.LinearWeights(t["dense"], t["dense_bias"], None, None)
+        norm = ops.NormWeights(t["weight"], t["bias"], 1e-5)
+        given = ops.MaskedLMOperands(dense, "gelu", norm, t["table"], t["table_bias"])
+        with use_backend(where.backend):
+            found = ops.try_fused("masked_lm_loss", x, lambda: given)
+        return found(indices, labels)
+
+    compare(partial(run, is_ours=True), run, tensors, infers=False)
+    repeats(partial(run, is_ours=True), tensors)
+
+
+def masked_lm_loss(where: Where) -> Checks:
+    shapes: tuple[tuple[int, int, int, int], ...] = where.choose(
+        ((9, 16, 37, 5),), ((9, 64, 37, 5), (16384, 768, 30522, 2400))
+    )
+    for shape in shapes:
+        yield "x".join(map(str, shape)), partial(_masked_lm_loss_case, where, *shape)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -394,6 +377,7 @@ CHECKS: dict[str, Callable[[Where], Checks]] = {
     "feed_forward/epilogue": feed_forward_epilogue,
     "merged_linears": merged_linears,
     "cross_entropy": cross_entropy,
+    "masked_lm_loss": masked_lm_loss,
     "embed_layer_norm": embed_layer_norm,
     "dropout": dropout,
 }

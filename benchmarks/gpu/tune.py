@@ -20,16 +20,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.gpu.checks import Timer, Where
-from benchmarks.gpu.record import Record, failures_of_a_kernel, results_of, say_result
-from benchmarks.gpu.rowwise import (
-    feed_forward_case,
+from benchmarks.gpu.checks import (
+    Timer,
+    Where,
     feed_forward_operands,
     feed_forward_plans,
     feed_forward_rows,
     feed_forward_sizes,
     planned,
 )
+from benchmarks.gpu.record import Record, failures_of_a_kernel, results_of, say_result
+from benchmarks.gpu.rowwise import feed_forward_case
 from fastbert import ops
 from fastbert.testing.cases import Lengths
 

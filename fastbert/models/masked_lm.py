@@ -18,6 +18,8 @@ from fastbert.layers.leaves import (
     is_plain,
     linear,
     make_norm,
+    norm_kind,
+    norm_weights,
     parent_of,
     place,
     weights_of,
@@ -127,15 +129,20 @@ class MaskedLMHeadModel(HeadModel):
 
     def decoder_loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy of decoder(hidden) (tokens, vocab_size), of slack among them not (-100)."""
-        decoder = self.get_output_embeddings()
-        lone = self.lone_bias
-        if isinstance(decoder, nn.Embedding) and lone is not None:
-            return ops.cross_entropy(hidden, decoder.weight, lone, labels)
-        if is_plain(decoder, nn.Linear) and (lone is None or decoder.bias is None):
-            bias = decoder.bias if lone is None else lone
-            return ops.cross_entropy(hidden, decoder.weight, bias, labels)
+        read = self._read_decoder()
+        if read is not None:
+            return ops.cross_entropy(hidden, *read, labels)
         logits = self.decoded(hidden)
         return ops.logits_cross_entropy(logits, labels)
+
+    def _read_decoder(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """The decoder's weight and bias, where calling it is a product with these; else None."""
+        decoder, lone = self.get_output_embeddings(), self.lone_bias
+        if isinstance(decoder, nn.Embedding) and lone is not None:
+            return decoder.weight, lone
+        if is_plain(decoder, nn.Linear) and (lone is None or decoder.bias is None):
+            return decoder.weight, decoder.bias if lone is None else lone
+        return None
 
     @property
     def lone_bias(self) -> torch.Tensor | None:
@@ -206,10 +213,27 @@ class MaskedLMHeadModel(HeadModel):
     def masked_lm_loss(self, packed: torch.Tensor, batch: PackedBatch, labels: torch.Tensor) -> torch.Tensor:
         """The whole head runs for labelled tokens only; `labels` of tokens, packed."""
         kept = labelled_tokens(labels, batch)
+        fused = ops.try_fused("masked_lm_loss", packed, self._operands_of_loss)
+        if callable(fused):
+            return fused(kept, labels)
         packed, labels = packed.index_select(0, kept), labels.index_select(0, kept)
         if self.needs_scores():
             return ops.logits_cross_entropy(self.masked_lm_scores(packed), labels)
         return self.decoder_loss(self.masked_lm_hidden(packed), labels)
+
+    def _operands_of_loss(self) -> ops.MaskedLMOperands | str:
+        """What the op for the whole head takes, or why the head's leaves are called."""
+        names, decoder = self.masked_lm, self._read_decoder()
+        if names.dense is None or names.norm is None:
+            return "the head has no dense or no norm"
+        scopes = {self.inner_container, self.outer_container, parent_of(names.dense)}
+        if any([is_called(self, path) for path in scopes if path is not None]):
+            return "a container of the head has hooks"
+        dense, norm = get_leaf(self, names.dense), get_leaf(self, names.norm)
+        if decoder is None or not is_linear(dense) or norm_kind(norm) != "layer":
+            return "a leaf of the head is no plain module"
+        activation = ACTIVATIONS[value_of(names.activation, self.config)]
+        return ops.MaskedLMOperands(weights_of(dense), activation, norm_weights(norm), *decoder)
 
 
 class ForMaskedLM(MaskedLMHeadModel):

@@ -16,7 +16,7 @@ from fastbert.ops.encoder_layers import LayerOperands, LayerWeights, LinearWeigh
 from fastbert.ops.feed_forward import activation, feed_forward
 from fastbert.ops.layer_norm import add_layer_norm, add_rms_norm, rms_norm
 from fastbert.ops.linear import linear, linears, multiplies_bf16, repack
-from fastbert.ops.loss import cross_entropy, logits_cross_entropy, sequence_cross_entropy
+from fastbert.ops.loss import MaskedLMOperands, cross_entropy, logits_cross_entropy, sequence_cross_entropy
 from fastbert.ops.normalize import normalize
 from fastbert.ops.packing import pack, unpack
 from fastbert.ops.pooling import pooling
@@ -33,6 +33,7 @@ __all__ = [
     "LayerOperands",
     "LayerWeights",
     "LinearWeights",
+    "MaskedLMOperands",
     "NormWeights",
     "Relative",
     "Rotary",

@@ -28,6 +28,16 @@ ACTIVATIONS_IN_PLACE = {
 }
 
 
+# activation(x) and its gradient -> the gradient of x.
+ACTIVATIONS_BACKWARD = {
+    "gelu": torch.ops.aten.gelu_backward,
+    "gelu_tanh": lambda dout, x: torch.ops.aten.gelu_backward(dout, x, approximate="tanh"),
+    "relu": lambda dout, x: torch.ops.aten.threshold_backward(dout, x, 0),
+    "tanh": lambda dout, x: torch.ops.aten.tanh_backward(dout, torch.tanh(x)),
+    "silu": torch.ops.aten.silu_backward,
+}
+
+
 def may_write_over(*tensors: torch.Tensor) -> bool:
     """Whether no derivative needs what they hold; of a transform's nested tensors only the outermost would say."""
     return transform_unsupported() is None and not any([t.requires_grad for t in tensors])

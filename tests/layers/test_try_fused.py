@@ -153,5 +153,5 @@ def test_doctor_prints_the_reasons():
 
 def test_every_offer_is_in_ops():
     layers = {"encoder_layers", "encoder_layers_recomputing", "encoder_layers_training"}
-    assert {"encoder", *layers, "merged_linears"} == set(fastbert.backend.FUSED)
+    assert {"encoder", *layers, "masked_lm_loss", "merged_linears"} == set(fastbert.backend.FUSED)
     assert ops.try_fused is try_fused

@@ -71,7 +71,7 @@ def test_report_names_every_op_and_every_other_backends_reason():
     assert set(report) == {
         "adamw", "adamw_flat", "add_layer_norm", "add_rms_norm", "attention", "cross_entropy", "dropout",
         "embed_layer_norm", "encoder", "encoder_layers", "encoder_layers_recomputing", "encoder_layers_training",
-        "feed_forward", "linears", "merged_linears", "normalize", "pack", "pooling", "unpack",
+        "feed_forward", "linears", "masked_lm_loss", "merged_linears", "normalize", "pack", "pooling", "unpack",
     }  # fmt: skip
     for op, row in report.items():
         assert set(row) - {"selected"} == {b.value for b in Backend} - {row["selected"], "torch"}, op

@@ -68,7 +68,8 @@ ALONE = {"activation", "at_least_fp32", "compute_dtype", "dropout", "normalize"}
 # Tested below, in test_adamw.py and test_adamw_flat.py, or through `linear`.
 OF_OTHERS = {
     "DeferredRows", "EncoderOperands", "FlatState", "HeldEncoder",
-    "LayerOperands", "LayerWeights", "LinearWeights", "NormWeights", "Relative", "Rotary", "StepSeeds",
+    "LayerOperands", "LayerWeights", "LinearWeights", "MaskedLMOperands", "NormWeights", "Relative",
+    "Rotary", "StepSeeds",
     "adamw", "adamw_deferred", "adamw_flat", "dict_entries",
     "linears", "multiplies_bf16", "only_recorded_writes", "repack", "rms_norm", "rotate", "seeds_from",
     "step_numbers", "transform_unsupported", "try_fused", "warn_of_missing_kernels", "with_same_seeds",

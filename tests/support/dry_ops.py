@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.gpu.rowwise import planned
+from benchmarks.gpu.checks import planned
 from fastbert import ops
 from fastbert.backend import use_backend
 from fastbert.kernels import blocks
