@@ -206,13 +206,23 @@ class _Table(NamedTuple):
     is_aligned: bool
 
 
-# By the first tensor, and gone with it; then by how many layers begin with it: a stack, and its first layer alone. A
-# table stays for as long as the weights stay where they are: a captured step reads it again.
+# By the first weight, and gone with it; then by what it is of: weights or vectors, and of how many layers that begin
+# with it, a stack or its first layer alone. A table stays for as long as the tensors stay where they are: a captured
+# step reads it again.
 _tables: Any = WeakIdKeyDictionary()
 
 
+def weight_tables(first: torch.Tensor) -> dict[Any, _Table]:
+    """Those of layers of which this is the first weight."""
+    return _tables.setdefault(first, {})  # type: ignore[no-any-return]
+
+
 def merge_weights(
-    layout: Layout, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], flat: torch.Tensor
+    tables: dict[Any, _Table],
+    layout: Layout,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    flat: torch.Tensor,
 ) -> None:
     """Copy all that has to be, to its place in `flat` (layout.merged_size,): weights of another dtype, several Linears
     of one product, and the biases of qkv and ups.
@@ -220,23 +230,24 @@ def merge_weights(
     which = layout.copied(weights[0].dtype is not flat.dtype)
     copied = [*[weights[i] for i in which.weights], *[biases[i] for i in which.biases]]
     if copied:
-        _merge(weights[0], len(layout.products), copied, which.places, flat)
+        _merge(tables, ("weights", len(layout.products)), copied, which.places, flat)
 
 
-def merge_vectors(vectors: Sequence[torch.Tensor], places: Sequence[int], flat: torch.Tensor) -> None:
+def merge_vectors(
+    tables: dict[Any, _Table], vectors: Sequence[torch.Tensor], places: Sequence[int], flat: torch.Tensor
+) -> None:
     """Copy vectors, of the dtype of `flat`, to their places there."""
-    _merge(vectors[0], len(vectors), vectors, places, flat)
+    _merge(tables, ("vectors", len(vectors)), vectors, places, flat)
 
 
 def _merge(
-    owner: torch.Tensor, name: int, copied: Sequence[torch.Tensor], places: Sequence[int], flat: torch.Tensor
+    tables: dict[Any, _Table], name: Any, copied: Sequence[torch.Tensor], places: Sequence[int], flat: torch.Tensor
 ) -> None:
     dtype = flat.dtype
     known_by = (dtype, *map(torch.Tensor.data_ptr, copied))
-    mine = _tables.setdefault(owner, {})
-    table = mine.get(name)
+    table = tables.get(name)
     if table is None or table.known_by != known_by:
-        table = mine[name] = _made_table(copied, places, known_by, dtype)
+        table = tables[name] = _made_table(copied, places, known_by, dtype)
     _MERGE(*table.operands, copied[0], table.is_aligned, flat)
 
 

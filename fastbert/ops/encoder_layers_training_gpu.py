@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -38,12 +39,13 @@ from fastbert.ops._layer_plan import Plan, kinds_of, plan_of
 from fastbert.ops._layer_replay import Recorded, take
 from fastbert.ops._layer_stack import Operands, Stack
 from fastbert.ops._layer_stack_bwd import backward
-from fastbert.ops._merged_weights import merge_vectors, merge_weights
+from fastbert.ops._merged_weights import merge_vectors, merge_weights, weight_tables
 from fastbert.ops._recorded_calls import Recording, are_aligned, is_seen
 from fastbert.ops.attention import _tile
 from fastbert.ops.encoder_layers import LayerOperands, tables_of
 from fastbert.ops.layer_numbers import LayerNumbers
 from fastbert.ops.packing import int32_offsets
+from fastbert.ops.promises import add_gradients, may_add_gradients
 from fastbert.ops.relative import Relative
 from fastbert.ops.rotary import Rotary, check_rotary
 from fastbert.ops.seeds import draw_seeds
@@ -62,6 +64,8 @@ _FORM = (
 _FWD_SCHEMA = f"(Tensor x, {_FORM}) -> Tensor[]"
 _BWD_SCHEMA = f"(Tensor dout, Tensor x, Tensor[] kept, {_FORM}, bool needs_dx) -> Tensor[]"
 _BACKENDS = (Backend.TRITON, Backend.CUDA)
+# Read of some 200 parameters in each step.
+_requires_grad, _dtype, _shape = map(attrgetter, ("requires_grad", "dtype", "shape"))
 
 
 class _Form(NamedTuple):
@@ -152,7 +156,7 @@ class _EncoderLayers(torch.autograd.Function):
         return super(torch.autograd.Function, cls).apply(*arguments)
 
     @staticmethod
-    def forward(ctx, backend: Backend, form: _Form, recorded: Recorded | None, x, *parameters):
+    def forward(ctx, backend: Backend, form: _Form, recorded: Recorded | None, ours, x, *parameters):
         if recorded is None:
             out, *kept = _FWD[backend](x, *form)
         else:
@@ -161,7 +165,7 @@ class _EncoderLayers(torch.autograd.Function):
         ctx.save_for_backward(x, form.flat, form.vectors, *form.kept_weights, *kept)
         ctx.count = len(form.kept_weights)
         ctx.backend, ctx.form = backend, form._replace(flat=x, kept_weights=[], vectors=x)  # which are saved
-        ctx.recorded = recorded
+        ctx.recorded, ctx.ours = recorded, ours
         return out
 
     @staticmethod
@@ -170,7 +174,7 @@ class _EncoderLayers(torch.autograd.Function):
         backend, form, (x, flat, vectors, *saved) = ctx.backend, ctx.form, ctx.saved_tensors
         kept_weights, kept = saved[: ctx.count], saved[ctx.count :]
         form = form._replace(flat=flat, kept_weights=kept_weights, vectors=vectors)
-        needs_dx = ctx.needs_input_grad[3]
+        needs_dx = ctx.needs_input_grad[4]
         if ctx.recorded is None:
             dx, dweights, *dvectors = _BWD[backend](dout, x, kept, *form, needs_dx)
         else:
@@ -181,8 +185,11 @@ class _EncoderLayers(torch.autograd.Function):
         given = iter(dvectors)
         for tensors in plan.vectors:
             made.take(tensors, given)
-        dx = dx if needs_dx else None
-        return None, None, None, dx, *plan.layout.split(dweights), *_dbiases(plan, made), *_dnorms(plan, made)
+        gradients = (*plan.layout.split(dweights), *_dbiases(plan, made), *_dnorms(plan, made))
+        if ctx.ours is not None:
+            add_gradients(ctx.ours, gradients)
+            gradients = ()
+        return None, None, None, None, dx if needs_dx else None, *gradients
 
 
 def _dbiases(plan: Plan, made: Memory) -> list[torch.Tensor]:
@@ -262,9 +269,10 @@ def accepts(x: torch.Tensor, operands: LayerOperands) -> str | None:
     if reason is not None:
         return reason
     expected = plan_of(*numbers, x.shape[1], _intermediate_sizes(kinds, operands.weights), False).layout.shapes
-    for weight, shape in zip(operands.weights, expected, strict=True):
-        if weight.shape != shape:
-            return f"a weight is {tuple(weight.shape)}, expected {shape}"
+    shapes = [*map(_shape, operands.weights)]
+    if shapes != expected:
+        found, shape = next(both for both in zip(shapes, expected, strict=True) if both[0] != both[1])
+        return f"a weight is {tuple(found)}, expected {shape}"
     return None
 
 
@@ -336,7 +344,11 @@ def run(
     recorded = _recorded(backend, plan, x, given, _Form(x, kept_weights, x, *rest))
     with torch.no_grad():
         flat, vectors = (recorded or _layer_memory).weights_memory(plan, x, given)
-        merge_weights(plan.layout, weights, biases, flat)
-        merge_vectors([*[biases[i] for i in plan.junction_biases], *norms], plan.vector_places, vectors)
+        known = weight_tables(weights[0])
+        merge_weights(known, plan.layout, weights, biases, flat)
+        merge_vectors(known, [*[biases[i] for i in plan.junction_biases], *norms], plan.vector_places, vectors)
     form = _Form(flat, kept_weights, vectors, *rest)
-    return _EncoderLayers.apply(backend, form, recorded, x, *weights, *biases, *norms)
+    parameters = (*weights, *biases, *norms)
+    if x.requires_grad and may_add_gradients(parameters):  # else the result would take no gradient
+        return _EncoderLayers.apply(backend, form, recorded, parameters, x)
+    return _EncoderLayers.apply(backend, form, recorded, None, x, *parameters)

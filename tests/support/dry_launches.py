@@ -29,7 +29,7 @@ import fastbert
 from fastbert.backend import FUSED, SUPPORTS, Backend, use_backend
 from fastbert.kernels import blocks
 from fastbert.models.classes import CLASSES
-from fastbert.ops import encoder_layers_training_gpu
+from fastbert.ops import encoder_layers_training_gpu, layer_norm, loss
 
 LARGEST_GRID = (2**31 - 1, 65535, 65535)
 
@@ -184,7 +184,8 @@ def as_gpu(capability: int, counts: bool = True) -> DryDriver:
     for op, table in SUPPORTS.items():  # whose reason is that tensors are on a CPU
         if Backend.TRITON in table and op not in FUSED:
             table[Backend.TRITON] = lambda *operands, **options: None
-    encoder_layers_training_gpu.triton_unsupported = lambda x: None  # these go by the process's modes, too
+    for module in (encoder_layers_training_gpu, layer_norm, loss):  # which go by the process's modes, too
+        module.triton_unsupported = lambda x: None
     SUPPORTS["merged_linears"][Backend.TRITON] = lambda x: None
     return dry
 

@@ -3,10 +3,10 @@
     PYTHONPATH=.:tests/support python tests/support/dry_step.py
 
 BERT-base's twelve layers, masked words, bf16 under autocast, dropout: the operators, launches and Python of the real
-step, on the real dispatcher, with autograd and Triton's launcher. Its tensors are so small that products and copies
-take next to nothing, Triton's launches end before the driver (dry_launches),
-and what a GPU has of torch's optimizer as a few launches over all weights does nothing. A GPU's own launches, and its
-library's products, take a few microseconds each beside this.
+step, on the real dispatcher, with autograd and Triton's launcher. Products end where a library would launch them
+(stubbed_products.cpp, which is compiled first), Triton's launches before the driver (dry_launches), and what a GPU has
+of torch's optimizer as a few launches over all weights does nothing; tensors are so small that copies take next to
+nothing. A GPU's own launches, and its library's products, take a few microseconds each beside this.
 
 Both ways of the layers run in turn, some steps of each: op by op, and all of them as one op. What they launch is
 counted in a process of its own, since to count a launch takes as long as one.
@@ -29,11 +29,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from built import built
 from dry_launches import DryDriver, as_gpu, make, without_layers_as_one_op
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.cpp_extension import include_paths, library_paths
 
 from fastbert import ops
 from fastbert.backend import use_backend
@@ -78,6 +81,18 @@ def optimizer_without_arithmetic() -> Iterator[Counter[str]]:
             setattr(torch, name, function)
 
 
+def stub_products() -> None:
+    """For the rest of the process. torch warns that somebody else's kernels were there."""
+    source = Path(__file__).with_name("stubbed_products.cpp")
+    places = [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
+    command = ["g++", "-O2", "-std=c++20", "-shared", "-fPIC", str(source), *places, "-lc10", "-ltorch_cpu"]
+
+    def make(unfinished: Path) -> None:
+        subprocess.run([*command, "-o", str(unfinished)], check=True)
+
+    torch.ops.load_library(str(built("dry_step", source.stem, (command, torch.__version__), [source], make)))
+
+
 class Step:
     """One step of `Loop`, cut into its parts. is_one_op: of the layers. lengths: of the batch."""
 
@@ -117,7 +132,7 @@ class Step:
     def forward(self) -> None:
         total = float(self.host["batch"].labelled.numel())
         seeds = ops.seeds_from(self.seeds)
-        with torch.autocast("cpu", torch.bfloat16), use_backend("triton"), seeds, self.layers():
+        with torch.autocast("cpu", torch.bfloat16), use_backend("triton"), seeds, self.layers(), ops.only_backward():
             self.loss = self.model(**self.device, num_items_in_batch=total).loss
 
     def backward(self) -> None:
@@ -203,6 +218,7 @@ def count() -> None:
 
 def under_callgrind(way: str) -> None:
     torch.set_num_threads(1)
+    stub_products()
     as_gpu(90, counts=False)
     step = both_ways(LENGTHS)[way]
     gc.disable()  # whose passes come in some steps
@@ -217,6 +233,7 @@ def under_callgrind(way: str) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
+    stub_products()
     as_gpu(90, counts=False)
     steps = both_ways(LENGTHS)
     with optimizer_without_arithmetic():

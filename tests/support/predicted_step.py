@@ -21,7 +21,7 @@ SHARE = 0.7  # of the sheet's peak that full waves of blocks reach
 # tokens (four products of a score forward, ten backward). Half of it at 128, where a tile is a whole sequence.
 ATTENTION = {512: (335e12, 270e12), 128: (168e12, 135e12)}
 H100_PEAK = 989e12
-KERNELS = 162 + 150 + 88  # of a step with all layers as one op, the optimizer's included: tests/support/dry_step.py
+KERNELS = 162 + 150 + 84  # of a step with all layers as one op, the optimizer's included: tests/support/dry_step.py
 GAP = 1e-6  # seconds between two kernels of a graph
 TOKENS = (1024, 4096, 16384, 65536)
 

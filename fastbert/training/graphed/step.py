@@ -176,7 +176,7 @@ class GraphedStep:
     def _accumulate(self, inputs: PackedInputs) -> None:
         """Add a batch's gradients and its loss to those of the step. This is what is captured."""
         assert self._flat is not None
-        with ops.seeds_from(self._seeds):
+        with ops.seeds_from(self._seeds), ops.only_backward(False):
             with self._autocast():
                 loss = self.loss(self.model, inputs, *self._flat.totals.unbind())
             # Not backward(), which would add to each weight's gradient by a launch of its own.
