@@ -217,6 +217,8 @@ def share_of(labels: torch.Tensor, items: torch.Tensor | float, batch: PackedBat
         count = batch.has_tokens().sum() * (labels.numel() // max(1, batch.batch_size))
     else:
         count = (labels != -100).sum()
+    if not isinstance(items, torch.Tensor) and items > 0:
+        return count / items
     return torch.where(count > 0, count / items, 0.0)
 
 

@@ -133,6 +133,10 @@ ONE_PASS = {
 }
 
 
+# Read of all weights in each step.
+_grad, _dtype, _is_sparse = map(operator.attrgetter, ("grad", "dtype", "is_sparse"))
+
+
 class AdamW(_WithoutDynamo, torch.optim.AdamW):
     """torch's AdamW, whose state it has. On a CPU all weights take one pass, clipping included (fastbert.ops.adamw).
 
@@ -226,7 +230,7 @@ class AdamW(_WithoutDynamo, torch.optim.AdamW):
         a step.
         """
         weights = [p for group in self.param_groups for p in group["params"]]
-        gradients, states = [p.grad for p in weights], self._states_of(weights)
+        gradients, states = [*map(_grad, weights)], self._states_of(weights)
         if states is None or not self._takes_lists(weights, gradients):
             return None
         self._opt_called = True  # torch's schedulers ask whether there was a step before theirs
@@ -269,7 +273,7 @@ class AdamW(_WithoutDynamo, torch.optim.AdamW):
                 return False
         if set(map(type, weights)) != {nn.Parameter} or set(map(type, gradients)) != {torch.Tensor}:
             return False
-        if any([g.is_sparse for g in gradients]) or {t.dtype for t in (*weights, *gradients)} != {torch.float32}:
+        if any(map(_is_sparse, gradients)) or {*map(_dtype, weights), *map(_dtype, gradients)} != {torch.float32}:
             return False
         return len(set(map(torch.Tensor.get_device, weights))) == 1  # a gradient is where its weight is
 
