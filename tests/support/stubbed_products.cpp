@@ -10,18 +10,16 @@ at::Tensor product(const at::Tensor& a, const at::Tensor& b) { return at::empty(
 
 at::Tensor& mm_out(const at::Tensor&, const at::Tensor&, at::Tensor& out) { return out; }
 
-at::Tensor addmm(
-    const at::Tensor&, const at::Tensor& a, const at::Tensor& b, const at::Scalar&, const at::Scalar&) {
+at::Tensor addmm(const at::Tensor&, const at::Tensor& a, const at::Tensor& b, const at::Scalar&, const at::Scalar&) {
   return product(a, b);
 }
 
-at::Tensor& addmm_out(
-    const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Scalar&, const at::Scalar&, at::Tensor& out) {
+at::Tensor& addmm_out(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Scalar&, const at::Scalar&,
+                      at::Tensor& out) {
   return out;
 }
 
-at::Tensor& addmm_(
-    at::Tensor& self, const at::Tensor&, const at::Tensor&, const at::Scalar&, const at::Scalar&) {
+at::Tensor& addmm_(at::Tensor& self, const at::Tensor&, const at::Tensor&, const at::Scalar&, const at::Scalar&) {
   return self;
 }
 
