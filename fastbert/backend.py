@@ -32,8 +32,9 @@ class Backend(str, enum.Enum):
     CUDA = "cuda"
 
 
-# What `auto` tries, by the tensors' device. Triton's interpreter serves CPU tensors too, but only when asked by name.
-ORDER = {"cuda": (Backend.CUDA, Backend.TRITON), "cpu": (Backend.CPU,)}
+# What `auto` tries, by the tensors' device. Triton has every op; CUDA's kernels come first where a GPU has shown that
+# they are faster (docs/cuda.md). Triton's interpreter serves CPU tensors too, but only when asked by name.
+ORDER = {"cuda": (Backend.TRITON, Backend.CUDA), "cpu": (Backend.CPU,)}
 
 Supports = Callable[..., "str | None"]
 SUPPORTS: dict[str, dict[Backend, Supports]] = {}  # op -> backend -> why not, or None when it can serve

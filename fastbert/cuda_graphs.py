@@ -144,8 +144,9 @@ class Turns:
         self.done.record(torch.cuda.current_stream(self.device))
 
 
-# Of all encoders: two captures at once would count on in one random number generator, which torch refuses.
-_capturing = threading.Lock()
+# Of the process, for inference and training: two captures at once would count on in one random number generator, which
+# torch refuses, and what is freed meanwhile would end them.
+capturing = threading.Lock()
 
 
 class Captured:
@@ -154,7 +155,7 @@ class Captured:
     def __init__(self, encode: Callable[[EncoderInputs], torch.Tensor], static: StaticBatch, turns: Turns):
         self.static, self.turns = static, turns
         device, stream = turns.device, turns.stream
-        with _capturing, torch.cuda.device(device):
+        with capturing, torch.cuda.device(device):
             callers = torch.cuda.current_stream(device)
             turns.begin()
             stream.wait_stream(callers)
@@ -178,7 +179,8 @@ class Captured:
 
     def free(self) -> None:
         self.turns.done.synchronize()
-        self.graph.reset()
+        with capturing:
+            self.graph.reset()
 
 
 def _look_at(model: nn.Module) -> ModuleFingerprint:

@@ -19,22 +19,11 @@ _NAMES = ("run", "function", "packed_metadata", "launch_metadata", "launch_enter
 _KNOWS_FORM = set(_NAMES) <= set(JITFunction.run.__code__.co_names)
 _MOST = 4096  # kinds of calls that are kept: strides of tensors are among what they are known by
 _made: dict[tuple, "_Launch"] = {}
-_times_forgotten = 0
 
 
 def forget() -> None:
     """For whoever has changed what constants are made of: a table of blocks."""
-    global _times_forgotten
     _made.clear()
-    _times_forgotten += 1
-
-
-def surroundings(device: int) -> tuple | None:
-    """What launches go by beside what they are given; None: somebody looks at every one of them."""
-    if knobs.runtime.launch_enter_hook.calls:
-        return None
-    stream = None if knobs.runtime.interpret else driver.active.get_current_stream(device)
-    return _times_forgotten, device, stream
 
 
 def has_addresses(kernel) -> bool:
@@ -79,7 +68,7 @@ class Bound:
                 addresses.append(address)
                 kinds.append(t.dtype)
                 bits |= address
-        if bits & 15 or not self.launch.is_fast or self._is_watched() or self._has_wide_numbers():
+        if bits & 15 or not self._is_fast():
             self.launch.by_triton(self.grid, self.numbers, tensors)
             return
         run, before, behind = self._bound(kinds)
@@ -90,10 +79,9 @@ class Bound:
 
         For many launches that differ in nothing else. The interpreter has no addresses.
         """
-        found = self.around_addresses(*dtypes)
-        if found is None:
+        if not self._is_fast():
             return lambda *addresses: self._by_pointers(dtypes, addresses)
-        run, before, behind = found
+        run, before, behind = self._bound(dtypes)
 
         def launch(*addresses) -> None:
             bits = 0
@@ -107,13 +95,9 @@ class Bound:
 
         return launch
 
-    def around_addresses(self, *dtypes) -> tuple | None:
-        """What by_address calls, on addresses that are multiples of 16, and what it takes before and behind them. None
-        where Triton's launcher has to look at each launch.
-        """
-        if not self.launch.is_fast or self._is_watched() or self._has_wide_numbers():
-            return None
-        return self._bound(dtypes)
+    def _is_fast(self) -> bool:
+        """Whether Triton's launcher need not look at each launch."""
+        return self.launch.is_fast and not self._is_watched() and not self._has_wide_numbers()
 
     def _is_watched(self) -> bool:
         return bool(knobs.runtime.launch_enter_hook.calls or self.launch.kernel.pre_run_hooks)

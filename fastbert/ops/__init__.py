@@ -20,7 +20,7 @@ from fastbert.ops.loss import MaskedLMOperands, cross_entropy, logits_cross_entr
 from fastbert.ops.normalize import normalize
 from fastbert.ops.packing import pack, unpack
 from fastbert.ops.pooling import pooling
-from fastbert.ops.promises import only_backward, only_recorded_writes
+from fastbert.ops.promises import only_recorded_writes
 from fastbert.ops.relative import Relative
 from fastbert.ops.rotary import Rotary, rotate
 from fastbert.ops.seeds import StepSeeds, seeds_from, with_same_seeds
@@ -59,7 +59,6 @@ __all__ = [
     "logits_cross_entropy",
     "multiplies_bf16",
     "normalize",
-    "only_backward",
     "only_recorded_writes",
     "pack",
     "pooling",

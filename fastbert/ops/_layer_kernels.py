@@ -17,7 +17,6 @@ import torch
 
 from fastbert.backend import Backend
 from fastbert.ops._layer_plan import Plan
-from fastbert.ops._recorded_calls import Recording
 from fastbert.ops.layer_numbers import LayerNumbers
 
 Launch = Callable[..., Any]
@@ -37,15 +36,15 @@ def project(x: torch.Tensor, weight_t: torch.Tensor, bias: torch.Tensor | None, 
 
 class LayerKernels:
     """Triton's, for matrices of as many rows as x (total_tokens, hidden_size) has, in its dtype. vectors: the dtype of
-    biases and norms. recording: of the run that they are for.
+    biases and norms.
 
     Where nothing else is said, they are called with addresses if by_address, and with tensors if not: what Memory.at
     gives. makes_norms, makes_feed_forward: those kernels give back what they have made, and write nothing of the
     caller's.
     """
 
-    def __init__(self, x: torch.Tensor, vectors: torch.dtype, plan: Plan, recording: Recording | None = None):
-        self.x, self.rms, self.recording = x, plan.rms, recording
+    def __init__(self, x: torch.Tensor, vectors: torch.dtype, plan: Plan):
+        self.x, self.rms = x, plan.rms
         self.total_tokens, self.hidden_size = x.shape
         self.makes_norms = self.makes_feed_forward = False
         self.norms = _module("layer_norm")
@@ -60,14 +59,7 @@ class LayerKernels:
     def _has_addresses(self) -> bool:
         return _module("launching").has_addresses(self.norms._add_layer_norm_fwd_kernel)  # type: ignore[no-any-return]
 
-    @staticmethod
-    def surroundings(x: torch.Tensor) -> tuple | None:
-        """What launches on x's device go by beside what they are given; None: somebody looks at them."""
-        return _module("launching").surroundings(x.get_device())  # type: ignore[no-any-return]
-
     def _by(self, bound: Any, *dtypes: torch.dtype | None) -> Launch:
-        if self.recording is not None:
-            return self.recording.launching(bound, dtypes if self.by_address else None)
         return bound.by_address(*dtypes) if self.by_address else bound  # type: ignore[no-any-return]
 
     def dropout(self, width: int, dropout_p: float) -> Launch:
@@ -260,8 +252,8 @@ def _dtype_of(t: torch.Tensor | None) -> torch.dtype | None:
 
 
 class CudaLayerKernels(LayerKernels):
-    def __init__(self, x: torch.Tensor, vectors: torch.dtype, plan: Plan, recording: Recording | None = None):
-        super().__init__(x, vectors, plan, recording)
+    def __init__(self, x: torch.Tensor, vectors: torch.dtype, plan: Plan):
+        super().__init__(x, vectors, plan)
         self.their_vectors = their_vectors(Backend.CUDA, x.dtype, vectors)
         self.makes_norms = bool(self.their_vectors)
         self.makes_feed_forward = not plan.has_inner_dropout

@@ -5,8 +5,6 @@ Op by op a layer of BERT makes 26 launches forward and 36 backward, and most of 
 autograd between them (docs/gpu.md, "All layers as one op"). Here weights are laid beside each other and cast once for
 all layers, gradients of a residual are added inside of products, and gradients are cast back in one launch.
 
-What is called on a batch is called again on the next ones of its size (_layer_replay.py).
-
 `encoder_layers_recomputing` is the same with less kept: of each layer what goes into it. Backward makes the rest again,
 with the same dropout.
 """
@@ -22,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 
 from fastbert.backend import Backend
-from fastbert.ops import _layer_memory
 from fastbert.ops._attention_tiles import tiles_of
 from fastbert.ops._common import (
     _library,
@@ -34,18 +31,15 @@ from fastbert.ops._common import (
     triton_unsupported,
 )
 from fastbert.ops._layer_kernels import layer_kernels, their_vectors
-from fastbert.ops._layer_memory import Memory
+from fastbert.ops._layer_memory import Memory, weights_memory
 from fastbert.ops._layer_plan import Plan, kinds_of, plan_of
-from fastbert.ops._layer_replay import Recorded, take
 from fastbert.ops._layer_stack import Operands, Stack
 from fastbert.ops._layer_stack_bwd import backward
 from fastbert.ops._merged_weights import merge_vectors, merge_weights, weight_tables
-from fastbert.ops._recorded_calls import Recording, are_aligned, is_seen
 from fastbert.ops.attention import _tile
 from fastbert.ops.encoder_layers import LayerOperands, tables_of
 from fastbert.ops.layer_numbers import LayerNumbers
 from fastbert.ops.packing import int32_offsets
-from fastbert.ops.promises import add_gradients, may_add_gradients
 from fastbert.ops.relative import Relative
 from fastbert.ops.rotary import Rotary, check_rotary
 from fastbert.ops.seeds import draw_seeds
@@ -65,7 +59,7 @@ _FWD_SCHEMA = f"(Tensor x, {_FORM}) -> Tensor[]"
 _BWD_SCHEMA = f"(Tensor dout, Tensor x, Tensor[] kept, {_FORM}, bool needs_dx) -> Tensor[]"
 _BACKENDS = (Backend.TRITON, Backend.CUDA)
 # Read of some 200 parameters in each step.
-_requires_grad, _dtype, _shape = map(attrgetter, ("requires_grad", "dtype", "shape"))
+_shape = attrgetter("shape")
 
 
 class _Form(NamedTuple):
@@ -88,7 +82,7 @@ class _Form(NamedTuple):
     recomputes: bool
 
 
-def _stack(backend: Backend, x: torch.Tensor, form: _Form, recording: Recording | None = None) -> Stack:
+def _stack(backend: Backend, x: torch.Tensor, form: _Form) -> Stack:
     tables = [
         (form.rotary[2 * i], form.rotary[2 * i + 1], bool(bits & 1), bool(bits & 2))
         for i, bits in enumerate(form.rotary_layouts)
@@ -98,7 +92,7 @@ def _stack(backend: Backend, x: torch.Tensor, form: _Form, recording: Recording 
         form.flat, form.kept_weights, form.vectors, form.tiles, form.tile_sizes, form.philox, form.activation, tables,
         form.window_positions,
     )  # fmt: skip
-    return Stack(plan, layer_kernels(backend)(x, form.vectors.dtype, plan, recording), operands, x)
+    return Stack(plan, layer_kernels(backend)(x, form.vectors.dtype, plan), operands, x)
 
 
 def _plan(x: torch.Tensor, form: _Form) -> Plan:
@@ -106,29 +100,18 @@ def _plan(x: torch.Tensor, form: _Form) -> Plan:
     return plan_of(tuple(form.layers), tuple(form.ints), tuple(form.floats), x.shape[1], sizes, form.recomputes)
 
 
-def _run_forward(backend, x, form, recording=None) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    with torch.autocast(x.device.type, enabled=False):
-        return _stack(backend, x, form, recording).forward()
-
-
-def _run_backward(backend, dout, x, kept, form, needs_dx, recording=None) -> list[torch.Tensor]:
-    with torch.autocast(x.device.type, enabled=False):
-        stack = _stack(backend, x, form, recording)
-        flat = x.new_empty(stack.plan.layout.size)
-        dx, vectors = backward(stack, dout, kept, flat, needs_dx)
-    return [dx, flat, *vectors]
-
-
 def _forward(backend: Backend, x: torch.Tensor, *form: Any) -> list[torch.Tensor]:
-    with torch.cuda.device_of(x):
-        out, kept = _run_forward(backend, x, _Form(*form))
+    with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+        out, kept = _stack(backend, x, _Form(*form)).forward()
     return [out, *kept]
 
 
 def _backward(backend, dout, x, kept, *rest) -> list[torch.Tensor]:
     form, needs_dx = _Form(*rest[:-1]), rest[-1]
-    with torch.cuda.device_of(x):
-        dx, flat, *vectors = _run_backward(backend, dout, x, kept, form, needs_dx)
+    with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+        stack = _stack(backend, x, form)
+        flat = x.new_empty(stack.plan.layout.size)
+        dx, vectors = backward(stack, dout, kept, flat, needs_dx)
         flat = flat.to(form.vectors.dtype)
     return [dx if needs_dx else x.new_empty(0, x.shape[1]), flat, *vectors]
 
@@ -156,40 +139,27 @@ class _EncoderLayers(torch.autograd.Function):
         return super(torch.autograd.Function, cls).apply(*arguments)
 
     @staticmethod
-    def forward(ctx, backend: Backend, form: _Form, recorded: Recorded | None, ours, x, *parameters):
-        if recorded is None:
-            out, *kept = _FWD[backend](x, *form)
-        else:
-            with torch.cuda.device_of(x):
-                out, kept = recorded.forward(x, form, _others(form)), []
+    def forward(ctx, backend: Backend, form: _Form, x, *parameters):
+        out, *kept = _FWD[backend](x, *form)
         ctx.save_for_backward(x, form.flat, form.vectors, *form.kept_weights, *kept)
         ctx.count = len(form.kept_weights)
         ctx.backend, ctx.form = backend, form._replace(flat=x, kept_weights=[], vectors=x)  # which are saved
-        ctx.recorded, ctx.ours = recorded, ours
         return out
 
     @staticmethod
     @differentiable_once
     def backward(ctx, dout):
         backend, form, (x, flat, vectors, *saved) = ctx.backend, ctx.form, ctx.saved_tensors
-        kept_weights, kept = saved[: ctx.count], saved[ctx.count :]
-        form = form._replace(flat=flat, kept_weights=kept_weights, vectors=vectors)
-        needs_dx = ctx.needs_input_grad[4]
-        if ctx.recorded is None:
-            dx, dweights, *dvectors = _BWD[backend](dout, x, kept, *form, needs_dx)
-        else:
-            with torch.cuda.device_of(x):
-                dx, dweights, *dvectors = ctx.recorded.backward(dout, x, form, _others(form), needs_dx)
+        form = form._replace(flat=flat, kept_weights=saved[: ctx.count], vectors=vectors)
+        needs_dx = ctx.needs_input_grad[2]
+        dx, dweights, *dvectors = _BWD[backend](dout, x, saved[ctx.count :], *form, needs_dx)
         plan = _plan(x, form)
         made = Memory(x, vectors.dtype, len(plan.kinds), their_vectors(backend, x.dtype, vectors.dtype))
         given = iter(dvectors)
         for tensors in plan.vectors:
             made.take(tensors, given)
         gradients = (*plan.layout.split(dweights), *_dbiases(plan, made), *_dnorms(plan, made))
-        if ctx.ours is not None:
-            add_gradients(ctx.ours, gradients)
-            gradients = ()
-        return None, None, None, None, dx if needs_dx else None, *gradients
+        return None, None, dx if needs_dx else None, *gradients
 
 
 def _dbiases(plan: Plan, made: Memory) -> list[torch.Tensor]:
@@ -205,30 +175,6 @@ def _dbiases(plan: Plan, made: Memory) -> list[torch.Tensor]:
 def _dnorms(plan: Plan, made: Memory) -> list[torch.Tensor]:
     names = ("attention_norm_weights", "attention_norm_biases", "feed_forward_norm_weights", "feed_forward_norm_biases")
     return [t for t in chain.from_iterable(zip(*[made[name] for name in names], strict=True)) if t is not None]
-
-
-def _others(form: _Form) -> list[torch.Tensor]:
-    """The tensors of a form beside flat and vectors, each once."""
-    given = (*form.tiles, *form.rotary, *form.kept_weights, form.philox, form.window_positions)
-    return [*{id(t): t for t in given if t is not None}.values()]
-
-
-def _recorded(backend: Backend, plan: Plan, x: torch.Tensor, given: torch.dtype, form: _Form) -> Recorded | None:
-    """What is called again on batches of this size. given: the dtype of the parameters.
-
-    None: nothing is, here or now. CUDA's kernels make their results themselves, and whoever captures a graph, looks at
-    operators or takes what they save for himself, has to meet the registered op.
-    """
-    if backend is not Backend.TRITON or type(x) is not torch.Tensor or is_seen(x):
-        return None
-    surroundings, others = layer_kernels(backend).surroundings(x), _others(form)
-    if surroundings is None or not are_aligned(x, *others):
-        return None
-    key = (
-        plan, surroundings, x.shape, x.dtype, given, x.requires_grad, form.activation, *form.tile_sizes, -1,
-        *form.rotary_layouts, *[(t.shape, t.stride(), t.dtype) for t in others],
-    )  # fmt: skip
-    return take(key, functools.partial(_run_forward, backend), functools.partial(_run_backward, backend))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -337,18 +283,13 @@ def run(
         philox = draw_seeds(x.device, len(layers), 4 if plan.has_inner_dropout else 3)
     x, given = x.contiguous(), weights[0].dtype
     kept_weights = [weights[i] for i in plan.layout.copied(given is not dtype).kept]
-    rest = (
-        tiles, philox, activation, layers, ints, floats, list(inner), tile_sizes, tables, layouts, window_positions,
-        recomputes,
-    )  # fmt: skip
-    recorded = _recorded(backend, plan, x, given, _Form(x, kept_weights, x, *rest))
     with torch.no_grad():
-        flat, vectors = (recorded or _layer_memory).weights_memory(plan, x, given)
+        flat, vectors = weights_memory(plan, x, given)
         known = weight_tables(weights[0])
         merge_weights(known, plan.layout, weights, biases, flat)
         merge_vectors(known, [*[biases[i] for i in plan.junction_biases], *norms], plan.vector_places, vectors)
-    form = _Form(flat, kept_weights, vectors, *rest)
-    parameters = (*weights, *biases, *norms)
-    if x.requires_grad and may_add_gradients(parameters):  # else the result would take no gradient
-        return _EncoderLayers.apply(backend, form, recorded, parameters, x)
-    return _EncoderLayers.apply(backend, form, recorded, None, x, *parameters)
+    form = _Form(
+        flat, kept_weights, vectors, tiles, philox, activation, layers, ints, floats, list(inner), tile_sizes, tables,
+        layouts, window_positions, recomputes,
+    )  # fmt: skip
+    return _EncoderLayers.apply(backend, form, x, *weights, *biases, *norms)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Callable
 from inspect import unwrap
@@ -10,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from fastbert import ops
+from fastbert.backend import first_to_serve
 from fastbert.errors import ConfigError
 from fastbert.models.base import PreTrainedModel, held_models
+from fastbert.training.flat import ONE_PASS, FlatOptimizer, optimizer_unsupported
 
 OPTIMIZERS = ("adamw", "lamb")
 
@@ -88,14 +89,19 @@ def clip_and_step(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Te
     Returns their norm before, float32 (); NaN where max_norm is 0.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if isinstance(optimizer, AdamW) and all(type(p) is nn.Parameter and p.device.type == "cpu" for p in parameters):
-        return optimizer.clip_and_step(max_norm)
+    if isinstance(optimizer, AdamW):
+        if is_on_cpu(parameters):
+            return optimizer.clip_and_step(max_norm)
+        if first_to_serve("adamw_flat", parameters[0]) is not None and optimizer.flat_unsupported() is None:
+            return optimizer.clip_and_step_flat(max_norm)
     return _clip_then_step(optimizer, parameters, max_norm)
 
 
+def is_on_cpu(parameters: list[torch.Tensor]) -> bool:
+    return all(type(p) is nn.Parameter and p.device.type == "cpu" for p in parameters)
+
+
 def _clip_then_step(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], max_norm: float) -> torch.Tensor:
-    if isinstance(optimizer, AdamW) and (done := optimizer.clip_and_step_lists(max_norm)) is not None:
-        return done
     for p in parameters:
         if p.grad is not None and p.grad.is_sparse:  # which torch's optimizers do not take
             p.grad = p.grad.to_dense()
@@ -123,22 +129,9 @@ class _WithoutDynamo(torch.optim.Optimizer):
     load_state_dict = unwrap(torch.optim.Optimizer.load_state_dict)
 
 
-# What of a group's options fastbert.ops.adamw computes. With other values a step is torch's own.
-ONE_PASS = {
-    "amsgrad": False,
-    "maximize": False,
-    "capturable": False,
-    "differentiable": False,
-    "decoupled_weight_decay": True,
-}
-
-
-# Read of all weights in each step.
-_grad, _dtype, _is_sparse = map(operator.attrgetter, ("grad", "dtype", "is_sparse"))
-
-
 class AdamW(_WithoutDynamo, torch.optim.AdamW):
-    """torch's AdamW, whose state it has. On a CPU all weights take one pass, clipping included (fastbert.ops.adamw).
+    """torch's AdamW, whose state it has. All weights take one pass, clipping included (fastbert.ops.adamw on a CPU,
+    adamw_flat on a GPU).
 
     Rows of a table that has sparse gradients take a step only when they are looked up again: whoever reads such a table
     calls `catch_up` before, and so does whoever writes to it, loads a state into the model for example (what PyTorch
@@ -149,10 +142,11 @@ class AdamW(_WithoutDynamo, torch.optim.AdamW):
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
         self._deferred: dict[torch.Tensor, ops.DeferredRows] = {}
+        self._flat: FlatOptimizer | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._deferred = {}
+        self._deferred, self._flat = {}, None
 
     def __getstate__(self) -> dict[str, Any]:
         self.catch_up()
@@ -222,60 +216,32 @@ class AdamW(_WithoutDynamo, torch.optim.AdamW):
             for group in self.param_groups
         )
 
-    def clip_and_step_lists(self, max_norm: float) -> torch.Tensor | None:
-        """As torch clips (clip_grad_norm_) and steps (fused AdamW), with their bits, in one call for all weights of a
-        group, without torch's looks at each of them, which are most of a step's time on a GPU's host.
+    def flat_unsupported(self) -> str | None:
+        """Why this step cannot go over flat buffers."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None or type(p.grad) is not torch.Tensor or p.grad.is_sparse:
+                    return "a weight has no gradient, or one that is not dense"
+        return optimizer_unsupported(self)
 
-        None, and nothing done, unless all have a gradient and a state, float32 on one device, and no hook stands before
-        a step.
+    def clip_and_step_flat(self, max_norm: float) -> torch.Tensor:
+        """A step over flat buffers, which take the weights' gradients; returns their norm, float32 ().
+
+        Nobody calls it where `flat_unsupported` gives a reason.
         """
-        weights = [p for group in self.param_groups for p in group["params"]]
-        gradients, states = [*map(_grad, weights)], self._states_of(weights)
-        if states is None or not self._takes_lists(weights, gradients):
-            return None
+        if self._flat is None or not self._flat.is_of(self):
+            self._flat = None  # its memory goes before the new one's comes
+            self._flat = FlatOptimizer(self)
+        elif not self._flat.is_current():
+            self._flat.adopt()
         self._opt_called = True  # torch's schedulers ask whether there was a step before theirs
-        means, squares, steps = zip(*map(operator.itemgetter("exp_avg", "exp_avg_sq", "step"), states), strict=True)
-        with torch.no_grad():
-            if max_norm:
-                norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-                torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-            else:
-                norm = torch.full((), float("nan"))
-            torch._foreach_add_(steps, 1)
-            first = 0
-            for group in self.param_groups:
-                mine = slice(first, first := first + len(group["params"]))
-                (beta1, beta2), rest = group["betas"], {name: group[name] for name in ("lr", "weight_decay", "eps")}
-                torch._fused_adamw_(
-                    group["params"], gradients[mine], means[mine], squares[mine], [], steps[mine], beta1=beta1,
-                    beta2=beta2, amsgrad=False, maximize=False, **rest,
-                )  # fmt: skip
-        for hook in (*self._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()):
+        self._flat.take_gradients()
+        self._flat.begin([])
+        norm = self._flat.step(max_norm)
+        self._flat.count_step()
+        for hook in _global_optimizer_post_hooks.values():  # with one of its own, it does not come here
             hook(self, (self,), {})
         return norm
-
-    def _states_of(self, weights: list[torch.Tensor]) -> list[dict[str, torch.Tensor]] | None:
-        """None: some have none. To look a weight up takes as long as to step it."""
-        if len(self.state) == len(weights) and all(map(operator.is_, self.state, weights)):
-            states = [*self.state.values()]
-        else:
-            states = [self.state.get(p) for p in weights]
-        return states if all(states) else None
-
-    def _takes_lists(self, weights: list[torch.Tensor], gradients: list[Any]) -> bool:
-        hooks = (self._optimizer_step_pre_hooks, _global_optimizer_pre_hooks)  # they may change what a step is given
-        is_scaled = getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None
-        if is_scaled or any(hooks) or self._deferred or not self._takes_one_pass():
-            return False
-        for group in self.param_groups:
-            are_numbers = all([isinstance(n, float) for n in (group["lr"], *group["betas"])])
-            if not (group["fused"] and are_numbers and group["params"]):
-                return False
-        if set(map(type, weights)) != {nn.Parameter} or set(map(type, gradients)) != {torch.Tensor}:
-            return False
-        if any(map(_is_sparse, gradients)) or {*map(_dtype, weights), *map(_dtype, gradients)} != {torch.float32}:
-            return False
-        return len(set(map(torch.Tensor.get_device, weights))) == 1  # a gradient is where its weight is
 
     def _deferred_of(
         self,

@@ -83,8 +83,7 @@ class Task:
     def backward(
         self, model: nn.Module, batches: list[PackedInputs], totals: Totals, autocast: AbstractContextManager
     ) -> torch.Tensor:
-        """Forward and backward of all of a rank's batches of a step; returns their loss, detached. It runs inside of
-        ops.only_backward.
+        """Forward and backward of all of a rank's batches of a step; returns their loss, detached.
 
         A task whose loss goes over examples of several batches has its own.
         """

@@ -101,7 +101,7 @@ class TrainStep:
 
     def __call__(self, batches: Sequence[PackedInputs | Staged], totals: Sequence[float], seed: int) -> None:
         """One step. totals: what each of the loss's terms is divided by. seed: of dropout."""
-        with ops.only_recorded_writes(), ops.only_backward():
+        with ops.only_recorded_writes():
             if self._graphed is not None:
                 self._graphed(batches, totals, seed=seed, looks=self._looks)
                 self._looks = False

@@ -120,4 +120,4 @@ def test_a_capture_that_fails_leaves_the_caller_on_its_stream(monkeypatch, cuda,
         patch.setattr(cuda_graphs.torch, "cuda", cuda)
         with pytest.raises(RuntimeError, match="during capture"):
             cuda_graphs.Captured(model.encode, static, cuda_graphs.Turns(model.device))
-        assert cuda.current.name == "current" and not cuda_graphs._capturing.locked()
+        assert cuda.current.name == "current" and not cuda_graphs.capturing.locked()

@@ -71,7 +71,7 @@ OF_OTHERS = {
     "LayerOperands", "LayerWeights", "LinearWeights", "MaskedLMOperands", "NormWeights", "Relative",
     "Rotary", "StepSeeds",
     "adamw", "adamw_deferred", "adamw_flat", "dict_entries",
-    "linears", "multiplies_bf16", "only_backward", "only_recorded_writes", "repack", "rms_norm", "rotate", "seeds_from",
+    "linears", "multiplies_bf16", "only_recorded_writes", "repack", "rms_norm", "rotate", "seeds_from",
     "step_numbers", "transform_unsupported", "try_fused", "warn_of_missing_kernels", "with_same_seeds",
 }  # fmt: skip
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -14,19 +13,16 @@ from seeds import numpy_generator
 from tape import TapeGraphs
 from training_runs import ALONE, OPTIONS, PHASE, losses_of, make_loop, make_model, until
 
-from fastbert import ops
 from fastbert.backend import use_backend
 from fastbert.data.batches import Steps, StepSampler
 from fastbert.errors import TrainingError
 from fastbert.native.availability import triton_error
-from fastbert.ops import encoder_layers_training_gpu as gpu
 from fastbert.packed_inputs import pack_inputs
 from fastbert.testing.graphs import NoGraphs
 from fastbert.testing.numerics import assert_close_to_reference
 from fastbert.training.distributed import World
 from fastbert.training.finetuning.embedding import Embedding
 from fastbert.training.graphed.buckets import Buckets, Sizes, stage
-from fastbert.training.graphed.capture import CudaGraphs
 from fastbert.training.graphed.plan import plan_buckets
 from fastbert.training.pretraining import MaskedLM, ReplacedTokens
 from fastbert.training.train_step import TrainStep
@@ -65,25 +61,6 @@ def test_captured_runs_are_those_that_run_op_by_op(tmp_path, parts):
         strict=True,
     ):  # fmt: skip
         assert_close_to_reference(actual, oracle, near, factor=3)
-
-
-@pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))
-@pytest.mark.filterwarnings("ignore:the training step")
-@pytest.mark.parametrize("objection", (None, "the model is on cpu"))
-@pytest.mark.parametrize("parts", (1, 2))
-def test_layers_add_their_gradients_themselves_op_by_op(tmp_path, parts, objection, monkeypatch):
-    """With the bits that autograd has."""
-    options, added = replace(FEW, phases=(replace(SHORT, until=2, step_tokens=64),), parts=parts), []
-    add, graphs = gpu.add_gradients, None if objection is None else CudaGraphs()
-    monkeypatch.setattr(gpu, "add_gradients", lambda *given: added.append(1) or add(*given))
-    with use_backend("triton"):
-        ours = run(tmp_path / "ours", options, graphs, objection)
-        assert len(added) == 2 * parts
-        monkeypatch.setattr(ops, "only_backward", nullcontext)
-        theirs = run(tmp_path / "theirs", options, graphs, objection)
-    assert len(added) == 2 * parts
-    assert losses_of(tmp_path / "ours") == losses_of(tmp_path / "theirs")
-    assert all(map(torch.equal, weights_of(ours), weights_of(theirs)))
 
 
 def test_a_run_that_stopped_goes_on_with_the_same_bits(tmp_path):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
-_capturing = threading.Lock()  # of the process: torch refuses two captures at once
+from fastbert.cuda_graphs import capturing
 
 
 class Graphs(Protocol):
@@ -58,7 +57,7 @@ class CudaGraphs:
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         graph, stream, callers = torch.cuda.CUDAGraph(), self._own_stream(), torch.cuda.current_stream()
         pool = self._graphs[0].pool() if self._graphs else None
-        with _capturing:
+        with capturing:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # as the capture does: what it then reserves is the graph's own
             before = torch.cuda.memory_reserved()
@@ -77,10 +76,11 @@ class CudaGraphs:
         return self._nbytes
 
     def free(self) -> None:
-        if self._graphs:
-            torch.cuda.synchronize()  # one may be running
-        for graph in self._graphs:
-            graph.reset()
+        with capturing:
+            if self._graphs:
+                torch.cuda.synchronize()  # one may be running
+            for graph in self._graphs:
+                graph.reset()
         self._graphs.clear()
         self._nbytes = 0
 

@@ -23,11 +23,11 @@ from fastbert.layers.fingerprint import ModuleFingerprint
 from fastbert.layers.leaves import HOOKS, has_global_hooks
 from fastbert.models.base import held_models
 from fastbert.packed_inputs import PackedInputs
+from fastbert.training.flat import ONE_PASS, FlatOptimizer, optimizer_unsupported
 from fastbert.training.graphed.buckets import Bounds, Buckets, Form, Sizes, Staged, stage
 from fastbert.training.graphed.capture import CudaGraphs, Graphs
-from fastbert.training.graphed.flat import FlatOptimizer, optimizer_unsupported
 from fastbert.training.graphed.losses import LossRing
-from fastbert.training.optimizers import ONE_PASS, clip_and_step
+from fastbert.training.optimizers import clip_and_step
 
 Loss = Callable[..., torch.Tensor]  # (model, batch, *totals) -> ()
 _BAKED = ("betas", "eps", *ONE_PASS)  # options of a group that are numbers in a graph
@@ -176,7 +176,7 @@ class GraphedStep:
     def _accumulate(self, inputs: PackedInputs) -> None:
         """Add a batch's gradients and its loss to those of the step. This is what is captured."""
         assert self._flat is not None
-        with ops.seeds_from(self._seeds), ops.only_backward(False):
+        with ops.seeds_from(self._seeds):
             with self._autocast():
                 loss = self.loss(self.model, inputs, *self._flat.totals.unbind())
             # Not backward(), which would add to each weight's gradient by a launch of its own.
@@ -217,11 +217,11 @@ class GraphedStep:
 
     def _capture_optimizer(self, flat: FlatOptimizer) -> Callable[[], None]:
         def run() -> None:
-            flat.step()
+            flat.step(self.max_norm)
             self.losses_kept.end_step()
 
         def run_others() -> None:  # these must take one step
-            flat.step_other()
+            flat.step_other(self.max_norm)
             LossRing(self.device, 2).end_step()
 
         self._graphs.warm(run_others)
@@ -275,9 +275,11 @@ class GraphedStep:
         self._parameters = list(self.model.parameters())
         self._seen = self._look_at_hooks(self._fingerprint)
         self._unsupported = self._find_unsupported()
-        if self._unsupported is None:
+        if self._unsupported is not None:
+            self._flat = None
+        else:
             if self._flat is None or not self._flat.is_of(self.optimizer) or len(self._flat.totals) != num_totals:
-                self._flat = FlatOptimizer(self.optimizer, self.max_norm, num_totals)
+                self._flat = FlatOptimizer(self.optimizer, num_totals)
             else:
                 self._flat.adopt()
         return self._unsupported
@@ -326,7 +328,14 @@ class GraphedStep:
                 return f"{name or 'the model'} has hooks"
             if isinstance(module, nn.Embedding) and module.sparse:
                 return f"the gradients of {name} are sparse"
-        return optimizer_unsupported(self.optimizer, self.model)
+        names = {p: name for name, p in self.model.named_parameters()}
+        known = {p for group in self.optimizer.param_groups for p in group["params"]}
+        for p, name in names.items():
+            if p.requires_grad and p not in known:
+                return f"{name} takes a gradient, and no group of the optimizer has it"
+            if p._backward_hooks or p._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+                return f"the gradient of {name} has a hook"
+        return optimizer_unsupported(self.optimizer, names)
 
 
 def _position_limit(model: nn.Module) -> int | None:

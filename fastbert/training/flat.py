@@ -1,23 +1,32 @@
-"""An optimizer's state in buffers that stay where they are: what a captured step of AdamW writes."""
+"""AdamW's state in buffers that stay where they are: what a GPU's step goes by, captured or not."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter, is_
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from fastbert import ops
-from fastbert.training.optimizers import ONE_PASS
 
+# What of a group's options fastbert.ops computes in one pass over all weights. With other values a step is torch's own.
+ONE_PASS = {
+    "amsgrad": False,
+    "maximize": False,
+    "capturable": False,
+    "differentiable": False,
+    "decoupled_weight_decay": True,
+}
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _GRAD = attrgetter("grad")
 
 
-def optimizer_unsupported(optimizer: Any, model: nn.Module) -> str | None:
-    """Why no step of this optimizer over this model can be captured."""
+def optimizer_unsupported(optimizer: Any, names: Mapping[Any, str] = MappingProxyType({})) -> str | None:
+    """Why no step of this optimizer can go over flat buffers. names: of weights, for the reason."""
     if not isinstance(optimizer, torch.optim.AdamW):
         return f"the optimizer is a {type(optimizer).__name__}, and AdamW is the one whose steps can be captured"
     first, *others = optimizer.param_groups
@@ -26,21 +35,18 @@ def optimizer_unsupported(optimizer: Any, model: nn.Module) -> str | None:
     for name, value in ONE_PASS.items():
         if name != "capturable" and any(group[name] != value for group in optimizer.param_groups):
             return f"the optimizer has {name}={not value}"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or _global_optimizer_pre_hooks:
         return "the optimizer has hooks"
     weights = [p for group in optimizer.param_groups for p in group["params"]]
-    known, device = set(map(id, weights)), weights[0].device
-    for name, p in model.named_parameters():
-        if p.requires_grad and id(p) not in known:
-            return f"{name} takes a gradient, and no group of the optimizer has it"
-        if id(p) in known and (type(p) is not nn.Parameter or p.dtype is not torch.float32 or p.device != device):
+    device = weights[0].device
+    for p in weights:
+        if type(p) is not nn.Parameter or p.dtype is not torch.float32 or p.device != device:
+            name = names.get(p, "a weight")
             return f"{name} is a {type(p).__name__} of {p.dtype} on {p.device}, and not float32 on {device}"
         if not p.is_contiguous():
-            return f"{name} is not contiguous"
-        if p._backward_hooks or p._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
-            return f"the gradient of {name} has a hook"
-    if not all(p.requires_grad for p in weights):
-        return "a weight of the optimizer takes no gradient"
+            return f"{names.get(p, 'a weight')} is not contiguous"
+        if not p.requires_grad:
+            return "a weight of the optimizer takes no gradient"
     counts = {float(optimizer.state[p]["step"]) if optimizer.state.get(p) else 0.0 for p in weights}
     return "the weights have taken different numbers of steps" if len(counts) > 1 else None
 
@@ -58,8 +64,8 @@ class FlatOptimizer:
     `adopt`. `totals`: numbers that the loss is divided by, on the device, float32 (num_totals,).
     """
 
-    def __init__(self, optimizer: Any, max_norm: float, num_totals: int):
-        self.optimizer, self.max_norm = optimizer, max_norm
+    def __init__(self, optimizer: Any, num_totals: int = 0):
+        self.optimizer = optimizer
         self.weights = [p for group in optimizer.param_groups for p in group["params"]]
         self._of = _groups_of(optimizer)
         self.state = ops.FlatState([p.detach() for p in self.weights], self._of)
@@ -71,13 +77,14 @@ class FlatOptimizer:
         self._numbers = torch.zeros(2 + 2 * self.state.num_groups + num_totals, device=device)
         self.numbers, self.totals = self._numbers.split([2 + 2 * self.state.num_groups, num_totals])
         self.step_number = 0
-        self._held: tuple[Any, Any] | None = None
+        self._held: tuple[Any, ...] = ()
         self.adopt()
 
     def is_current(self) -> bool:
         """Whether the optimizer has this state and these groups: nothing has been loaded."""
-        held = self._held
-        return held is not None and held[0] is self.optimizer.state and held[1] is self.optimizer.param_groups
+        state = self.optimizer.state
+        now = state, self.optimizer.param_groups, state.get(self.weights[0]), state.get(self.weights[-1])
+        return len(self._held) == len(now) and all(map(is_, self._held, now))
 
     def is_of(self, optimizer: Any) -> bool:
         """Whether the weights, and the groups that they are in, are those of the optimizer, and lie where they did."""
@@ -100,7 +107,7 @@ class FlatOptimizer:
                 self.step_number = int(old.get("step", 0))
             state[p] = {"step": self.steps[i], "exp_avg": views[0][i], "exp_avg_sq": views[1][i]}
         self.steps.fill_(self.step_number)
-        self._held = state, self.optimizer.param_groups
+        self._held = state, self.optimizer.param_groups, state[self.weights[0]], state[self.weights[-1]]
 
     def take_gradients(self) -> None:
         """Add what somebody's backward has left at the weights, which have no gradients then."""
@@ -124,20 +131,20 @@ class FlatOptimizer:
         pins = self._numbers.is_cuda
         self._numbers.copy_(torch.tensor([*numbers, *totals], pin_memory=pins), non_blocking=True)
 
-    def step(self) -> None:
-        """AdamW by the gradients there are, which are 0 behind it. This is what is captured."""
-        self._step(self.state, self.numbers)
+    def step(self, max_norm: float) -> torch.Tensor:
+        """AdamW by the gradients there are, which are 0 behind it; their norm. This is what is captured."""
+        return self._step(self.state, self.numbers, max_norm)
 
-    def step_other(self) -> None:
+    def step_other(self, max_norm: float) -> None:
         """The same of a weight that nobody has: it compiles what `step` launches, and leaves the weights alone."""
         other = ops.FlatState([torch.zeros(8, device=self.weights[0].device)], [0])
-        self._step(other, torch.zeros(4, device=other.gradients.device))
+        self._step(other, torch.zeros(4, device=other.gradients.device), max_norm)
 
     def count_step(self) -> None:
         """Behind each step, captured or not."""
         self.steps.add_(1)
 
-    def _step(self, state: ops.FlatState, numbers: torch.Tensor) -> None:
+    def _step(self, state: ops.FlatState, numbers: torch.Tensor, max_norm: float) -> torch.Tensor:
         first = self.optimizer.param_groups[0]
         beta1, beta2 = map(float, first["betas"])
-        ops.adamw_flat(state, numbers, beta1=beta1, beta2=beta2, eps=float(first["eps"]), max_norm=self.max_norm)
+        return ops.adamw_flat(state, numbers, beta1=beta1, beta2=beta2, eps=float(first["eps"]), max_norm=max_norm)
