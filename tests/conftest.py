@@ -30,6 +30,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import collector
 import judging
+from core_seconds import CoreSeconds
 from full import mark_those_left_to_full
 from seeds import SEED, manual_seed
 
@@ -51,6 +52,17 @@ _PACKAGE_FOLDERS = tuple(
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.mend_triton_interpreter()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--core-seconds", type=Path, metavar="FILE", help="write what tests cost, as a table")
+
+
+def pytest_configure(config):
+    is_whole = config.args == config.getini("testpaths") and not config.option.keyword
+    config.pluginmanager.register(
+        CoreSeconds(config.option.core_seconds, is_whole and "not full" in config.option.markexpr)
+    )
 
 
 def pytest_report_header():

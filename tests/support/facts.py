@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from built import ROOT
 
 FOLDER = ROOT / "tests" / "gpu" / "facts"
 Facts = dict[str, Any]
+LAUNCHING = "what launches"
+_LAUNCHES = re.compile(r"fastbert\.kernels|define_triton|_layer_(kernels|memory|plan|stack)|_merged_weights")
 
 
 def triton_version() -> str | None:
@@ -64,7 +67,7 @@ KINDS = {
     ),
     # What models launch and what then compiles, by architecture.
     "launches": Kind(
-        ("kernels/*.py", "fastbert/ops/*.py", "tests/support/dry_launches.py", "tests/support/dry_ops.py",
+        ("kernels/*.py", LAUNCHING, "tests/support/dry_launches.py", "tests/support/dry_ops.py",
          "benchmarks/gpu/rowwise.py"),
         triton_version,
         lambda: {str(capability): printed("dry_launches.py", str(capability)) for capability in SHARED_LIMIT},
@@ -79,10 +82,18 @@ KINDS = {
 }  # fmt: skip
 
 
+def files_of(sources: tuple[str, ...]) -> list[Path]:
+    """What patterns name; LAUNCHING: the modules of ops that make launches, or memory for them."""
+    found = {path for pattern in sources for path in ROOT.glob(pattern) if path.is_file()}
+    if LAUNCHING in sources:
+        found |= {path for path in ROOT.glob("fastbert/ops/*.py") if _LAUNCHES.search(path.read_text(encoding="utf-8"))}
+    return sorted(found)
+
+
 def sources_of(kind: str) -> str:
     """A hash of the names and contents of the files that the facts are made of."""
     digest = hashlib.sha256()
-    for path in sorted({path for pattern in KINDS[kind].sources for path in ROOT.glob(pattern)}):
+    for path in files_of(KINDS[kind].sources):
         digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 

@@ -13,8 +13,8 @@ from fastbert.training.distributed import World
 from fastbert.training.loop import Loop, LoopOptions
 from fastbert.training.optimizers import make_optimizer, parameter_groups
 from fastbert.training.options import PretrainOptions
-from fastbert.training.phases import phases_of
 from fastbert.training.pretraining import MaskedLM
+from fastbert.training.pretraining.phases import phases_of
 from fastbert.training.schedules import Schedule
 
 WORDS = [a + b for a in "bdfgkl" for b in "aeio"]  # 24

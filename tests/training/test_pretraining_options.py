@@ -15,8 +15,8 @@ from fastbert.data.vocabulary import Design, Vocabulary, read_vocabulary, train_
 from fastbert.errors import CheckpointError, ConfigError, InputError
 from fastbert.families import FAMILIES
 from fastbert.training.options import PretrainOptions, options_of
-from fastbert.training.phases import phases_of
 from fastbert.training.pretraining import make_task
+from fastbert.training.pretraining.phases import phases_of
 from fastbert.training.pretraining.presets import PRESETS, family_of, new_config
 
 datasets = pytest.importorskip("datasets")

@@ -27,8 +27,8 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from fastbert.training.options import PretrainOptions
-    from fastbert.training.phases import phases_of
     from fastbert.training.pretraining import make_task
+    from fastbert.training.pretraining.phases import phases_of
     from fastbert.training.run import execute
 
     raise_if_stopped()

@@ -16,9 +16,9 @@ from fastbert.hub import resolve
 from fastbert.models.auto import model_class
 from fastbert.models.joint_electra import ElectraForJointPreTraining
 from fastbert.training.options import DATA, PretrainOptions
-from fastbert.training.phases import length_schedule, masking_schedule
 from fastbert.training.pretraining.distil import Distillation, Student, student_of
 from fastbert.training.pretraining.masked import MaskedLM, PairedLM
+from fastbert.training.pretraining.phases import length_schedule, masking_schedule
 from fastbert.training.pretraining.presets import check_head, family_of, new_config, preset_of
 from fastbert.training.pretraining.replaced import GENERATOR, ReplacedTokens, generator_config
 from fastbert.training.task import Phase

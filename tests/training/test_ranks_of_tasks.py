@@ -1,0 +1,109 @@
+"""Every task on two ranks, on a CPU's kernels and on a GPU's in the interpreter: losses and weights of one process.
+
+DDP's reducer and FSDP2 stand at AccumulateGrad nodes, where Python does not see them: an op that hands on a gradient
+in any other way than autograd's leaves ranks apart.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import slack_tasks
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from pretraining_runs import write_text
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from training_runs import ALONE, losses_of
+
+from fastbert.backend import use_backend
+from fastbert.native.availability import triton_error
+from fastbert.training.distributed import World, wrap
+from fastbert.training.loop import Loop, LoopOptions
+from fastbert.training.optimizers import make_optimizer, parameter_groups
+from fastbert.training.schedules import Schedule
+from fastbert.training.task import Phase
+
+STEPS = 3
+# How many batches a rank makes of its share: "ranking" in two is cached gradients, and "masked" accumulation.
+PARTS = {"classes": (1,), "tags": (1,), "answers": (1,), "ranking": (1, 2), "masked": (2,)}
+TWO_MODELS = {"replaced": (1,), "distilled": (1,)}
+SMOKE = {"masked": (2,)}
+
+
+class Run(NamedTuple):
+    name: str
+    parts: int
+    wrapping: str
+    folder: Path
+
+    def train(self, world: World) -> None:
+        """rank 0 leaves the log of the losses, and the whole weights."""
+        own = self.folder / f"rank-{world.rank}-of-{world.size}"
+        own.mkdir(parents=True)
+        task: Any = slack_tasks.make(self.name, own, self.folder.parent / "text.txt")[0]
+        if self.name == "replaced":  # it is sure of itself: what is drawn is the same on any rank
+            generator = task.model.generator.generator_lm_head.bias
+            with torch.no_grad():
+                generator[7] = 100.0
+            generator.requires_grad_(False)
+        phase = Phase(STEPS, 10_000, max_examples=4, max_length=24)
+        options = LoopOptions((phase,), self.parts, save_every=0, log_every=1)
+        wrapped = wrap(task.model, world, self.wrapping, bf16=False)
+        optimizer = make_optimizer("adamw", parameter_groups(task.model, 3e-3), (0.9, 0.98), 1e-6)
+        loop = Loop(task, wrapped, 32, optimizer, Schedule(optimizer, "linear", 9, 1), world, self.folder, options)
+        loop.run()
+        whole = get_model_state_dict(loop.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if world.is_main:
+            torch.save(whole, self.folder / "weights.pt")
+
+
+def runs_in(folder: Path, tasks: dict[str, tuple[int, ...]], wrapping: str) -> list[Run]:
+    made = [(name, parts) for name, of_task in tasks.items() for parts in of_task]
+    return [Run(name, parts, wrapping, folder / f"{name}-{parts}-{wrapping}") for name, parts in made]
+
+
+def rank_of(rank: int, size: int, folder: Path, tasks: dict[str, tuple[int, ...]], wrapping: str, backend: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
+    torch.set_num_threads(1)
+    world = World(rank, size, torch.device("cpu"), *[dist.new_group(backend="gloo") for _ in range(2)])
+    with use_backend(backend):
+        for run in runs_in(folder, tasks, wrapping):
+            run.train(world)
+    dist.destroy_process_group()
+
+
+def check(folder: Path, tasks: dict[str, tuple[int, ...]], wrapping: str, backend: str) -> None:
+    write_text(folder / "text.txt")
+    mp.spawn(rank_of, (2, folder, tasks, wrapping, backend), nprocs=2)
+    for run in runs_in(folder, tasks, wrapping):
+        alone = run._replace(parts=1, folder=folder / f"{run.name}-{run.parts}-alone")
+        with use_backend(backend):
+            alone.train(ALONE)
+        expected = losses_of(alone.folder)
+        assert len(set(expected)) == STEPS
+        assert losses_of(run.folder) == pytest.approx(expected, abs=2e-5), run
+        weights, right = torch.load(run.folder / "weights.pt"), torch.load(alone.folder / "weights.pt")
+        assert weights.keys() == right.keys()
+        for name, weight in right.items():  # Adam divides by the gradients' size: those of rounding differ by more
+            assert (weights[name] - weight).abs().max() <= 1e-4, (run, name)
+
+
+BACKENDS = pytest.mark.parametrize(
+    "backend",
+    ("cpu", pytest.param("triton", marks=pytest.mark.skipif(triton_error() is not None, reason=str(triton_error())))),
+)
+
+
+@BACKENDS
+@pytest.mark.parametrize("wrapping", ("ddp", "fsdp"))
+@pytest.mark.parametrize("tasks", (PARTS, TWO_MODELS), ids=("one model", "two models"))
+def test_two_ranks_are_one_process(tmp_path, tasks, wrapping, backend):
+    check(tmp_path, tasks, wrapping, backend)
+
+
+@BACKENDS
+def test_a_task_on_two_ranks(tmp_path, backend):
+    check(tmp_path, SMOKE, "ddp", backend)
