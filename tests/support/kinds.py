@@ -1,0 +1,53 @@
+"""One family of each kind of layer: families are data, so what one shows of a layer holds for all that have it.
+
+`make test` asks these where a test goes over families, and `make test-full` all of them (`of_every_kind`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any
+
+import pytest
+from family_configs import make_config
+from full import left_to_full
+
+from fastbert.families import FAMILIES
+from fastbert.layer_spec import LayerSpec
+
+
+def _kind(spec: LayerSpec) -> Hashable:
+    """A layer but for what its leaves are called: which roles share one, and what is computed."""
+    names = spec.names
+    paths = [getattr(names, field.name) for field in dataclasses.fields(names) if field.name != "order"]
+    shared = tuple(None if path is None else paths.index(path) for path in paths if not isinstance(path, (tuple, bool)))
+    attention = dataclasses.replace(spec.attention, softmax_scale=spec.attention.softmax_scale is not None)
+    norm = dataclasses.replace(spec.norm, eps=1.0)
+    rest = (spec.feed_forward, spec.norm_first, spec.has_attention_norm, frozenset(spec.biases), spec.after is None)
+    return shared, names.per_head, attention, norm, rest
+
+
+def _kinds_of(model_type: str) -> Hashable:
+    config = make_config(model_type)
+    paths = config.layer_paths
+    return tuple(map(_kind, config.layer_specs)), len(set(paths)) == len(paths)
+
+
+def _first_of_each() -> frozenset[str]:
+    first: dict[Hashable, str] = {}
+    for model_type in ("bert", *FAMILIES):  # the one that all know stands for its kind
+        first.setdefault(_kinds_of(model_type), model_type)
+    return frozenset(first.values())
+
+
+ONE_OF_EACH = _first_of_each()
+
+
+def of_every_kind(name: str = "model_type") -> pytest.MarkDecorator:
+    """A mark: families whose kind of layer another one shows are left to `make test-full`. name: of the parameter."""
+
+    def is_shown_by_another(given: dict[str, Any]) -> bool:
+        return given[name] not in ONE_OF_EACH
+
+    return left_to_full(is_shown_by_another)
