@@ -20,6 +20,7 @@ from training_runs import ALONE, losses_of
 
 from fastbert.backend import use_backend
 from fastbert.native.availability import triton_error
+from fastbert.testing import interpreter
 from fastbert.training.distributed import World, wrap
 from fastbert.training.loop import Loop, LoopOptions
 from fastbert.training.optimizers import make_optimizer, parameter_groups
@@ -30,7 +31,6 @@ STEPS = 3
 # How many batches a rank makes of its share: "ranking" in two is cached gradients, and "masked" accumulation.
 PARTS = {"classes": (1,), "tags": (1,), "answers": (1,), "ranking": (1, 2), "masked": (2,)}
 TWO_MODELS = {"replaced": (1,), "distilled": (1,)}
-SMOKE = {"masked": (2,)}
 
 
 class Run(NamedTuple):
@@ -68,6 +68,8 @@ def runs_in(folder: Path, tasks: dict[str, tuple[int, ...]], wrapping: str) -> l
 def rank_of(rank: int, size: int, folder: Path, tasks: dict[str, tuple[int, ...]], wrapping: str, backend: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
     torch.set_num_threads(1)
+    if backend == "triton":
+        interpreter.mend_triton_interpreter()
     world = World(rank, size, torch.device("cpu"), *[dist.new_group(backend="gloo") for _ in range(2)])
     with use_backend(backend):
         for run in runs_in(folder, tasks, wrapping):
@@ -91,19 +93,15 @@ def check(folder: Path, tasks: dict[str, tuple[int, ...]], wrapping: str, backen
             assert (weights[name] - weight).abs().max() <= 1e-4, (run, name)
 
 
-BACKENDS = pytest.mark.parametrize(
-    "backend",
-    ("cpu", pytest.param("triton", marks=pytest.mark.skipif(triton_error() is not None, reason=str(triton_error())))),
-)
+def marks(backend: str) -> list[pytest.MarkDecorator]:
+    """Two processes take 10 core-seconds to start: tests/ops/test_who_takes_gradients.py has DDP's reducer in one."""
+    if backend == "cpu":
+        return [pytest.mark.full]
+    return [pytest.mark.simulated, pytest.mark.skipif(triton_error() is not None, reason=str(triton_error()))]
 
 
-@BACKENDS
+@pytest.mark.parametrize("backend", [pytest.param(name, marks=marks(name)) for name in ("cpu", "triton")])
 @pytest.mark.parametrize("wrapping", ("ddp", "fsdp"))
 @pytest.mark.parametrize("tasks", (PARTS, TWO_MODELS), ids=("one model", "two models"))
 def test_two_ranks_are_one_process(tmp_path, tasks, wrapping, backend):
     check(tmp_path, tasks, wrapping, backend)
-
-
-@BACKENDS
-def test_a_task_on_two_ranks(tmp_path, backend):
-    check(tmp_path, SMOKE, "ddp", backend)
